@@ -20,13 +20,23 @@ LATEST = Path(__file__).parent / "out" / "latest.json"
 
 def main() -> int:
     """Exit code 0 however the ratios are; 2 where no case has the wanted name."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Holdfast beside torch and safetensors.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Holdfast beside torch and safetensors."
+    )
     parser.add_argument("--case", metavar="GLOB", default="*", help="only cases with such a name")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side (default: 5)")
-    parser.add_argument("--quick", action="store_true", help="small files and one round: does everything run?")
-    parser.add_argument("--json", type=Path, metavar="PATH", default=LATEST, help="where the figures go")
-    parser.add_argument("--markdown", action="store_true", help="print the table for docs/benchmarks.md")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measured rounds of each side (default: 5)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small files and one round: does everything run?"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", default=LATEST, help="where the figures go"
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the table for docs/benchmarks.md"
+    )
     asked = parser.parse_args()
     wanted = [case for case in CASES if fnmatch(case.name, asked.case)]
     if asked.list or not wanted:

@@ -34,7 +34,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Bound", "Case", "Count", "Files", "Outcome", "Race", "Skipped", "Start", "Times", "processor_ratio", "run_case"]
+__all__ = [
+    "Bound",
+    "Case",
+    "Count",
+    "Files",
+    "Outcome",
+    "Race",
+    "Skipped",
+    "Start",
+    "Times",
+    "processor_ratio",
+    "run_case",
+]
 
 SPARE_NBYTES = 1 << 30
 """Disk that must stay free for others."""
@@ -61,7 +73,9 @@ class Files:
             need = recipe.nbytes(self.quick) + SPARE_NBYTES
             free = shutil.disk_usage(self.folder).free
             if free < need:
-                raise Skipped(f"{recipe.name} needs {need >> 20:,} MiB of disk and {free >> 20:,} MiB are free")
+                raise Skipped(
+                    f"{recipe.name} needs {need >> 20:,} MiB of disk and {free >> 20:,} MiB are free"
+                )
             path = self.folder / recipe.name
             recipe.make(path, self.quick)
             self.made[recipe.name] = path
@@ -217,11 +231,17 @@ def run_case(case: Case, files: Files, rounds: int) -> Outcome:
 def _race(case: Race, files: Files, rounds: int) -> Outcome:
     path = files.get(case.file)
     sides = {"ours": case.ours, "peer": case.peer}
-    times = interleaved({side: (lambda job=job: job(path)) for side, job in sides.items()}, rounds, case.backed_nbytes)
+    times = interleaved(
+        {side: (lambda job=job: job(path)) for side, job in sides.items()},
+        rounds,
+        case.backed_nbytes,
+    )
     ratio = times["peer"].median / times["ours"].median
     quantities = {side: probe(case.name, side, path) for side in sides} if case.memory else {}
     met = None if case.target is None else ratio >= case.target
-    return Outcome(case.name, case.title, case.peer_title, times, quantities, ratio, case.target, {}, met)
+    return Outcome(
+        case.name, case.title, case.peer_title, times, quantities, ratio, case.target, {}, met
+    )
 
 
 def _bound(case: Bound, files: Files) -> Outcome:
@@ -241,16 +261,25 @@ def _start(case: Start, files: Files, rounds: int) -> Outcome:
     path = files.get(case.file) if case.file else None
 
     def job(command: Sequence[str]) -> Callable[[], object]:
-        words = [word.replace("{file}", str(path)).replace("{python}", sys.executable) for word in command]
-        return lambda: subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=_installed(files.folder))
+        words = [
+            word.replace("{file}", str(path)).replace("{python}", sys.executable)
+            for word in command
+        ]
+        return lambda: subprocess.run(
+            words, check=True, stdout=subprocess.DEVNULL, env=_installed(files.folder)
+        )
 
     # A start takes a tenth of a second: more rounds cost little and settle the median.
-    times = interleaved({label: job(command) for label, command in case.commands.items()}, rounds * 3)
+    times = interleaved(
+        {label: job(command) for label, command in case.commands.items()}, rounds * 3
+    )
     ours, *others = times.values()
     ratio = others[0].median / ours.median if others else None
     met = None if case.limit is None else ours.median <= case.limit
     limits = {} if case.limit is None else {"seconds": case.limit}
-    return Outcome(case.name, case.title, " / ".join(list(times)[1:]), times, {}, ratio, None, limits, met)
+    return Outcome(
+        case.name, case.title, " / ".join(list(times)[1:]), times, {}, ratio, None, limits, met
+    )
 
 
 def _installed(folder: Path) -> dict[str, str]:
@@ -266,7 +295,9 @@ def processor_ratio(times: Mapping[str, Times]) -> float | None:
     return statistics.median(times["peer"].cpu) / max(statistics.median(times["ours"].cpu), 1e-9)
 
 
-def interleaved(jobs: Mapping[str, Callable[[], object]], rounds: int, backed_nbytes: int = 0) -> dict[str, Times]:
+def interleaved(
+    jobs: Mapping[str, Callable[[], object]], rounds: int, backed_nbytes: int = 0
+) -> dict[str, Times]:
     """Run jobs in turn, once unmeasured and then `rounds` times."""
     seconds: dict[str, list[float]] = {label: [] for label in jobs}
     cpu: dict[str, list[float]] = {label: [] for label in jobs}
@@ -302,7 +333,13 @@ def probe(case: str, side: str, path: Path) -> dict[str, int]:
     words = [sys.executable, "-m", "benchmarks.probe", case, side, str(path)]
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run(
-        words, check=True, stdout=subprocess.PIPE, text=True, cwd=root, timeout=PROBE_SECONDS, env=dict(os.environ)
+        words,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        timeout=PROBE_SECONDS,
+        env=dict(os.environ),
     )
     measured = json.loads(done.stdout.splitlines()[-1])
     return {str(name): int(value) for name, value in measured.items()}

@@ -38,11 +38,20 @@ def recipe(dtype: str) -> Recipe:
         kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
         rows = (QUICK_NBYTES if quick else NBYTES) // TENSORS // WIDTH // kind.itemsize
         rng = np.random.default_rng(7)
-        state = {f"layers.{i}.weight": rng.standard_normal((rows, WIDTH), np.float32) * 0.02 for i in range(TENSORS)}
+        state = {
+            f"layers.{i}.weight": rng.standard_normal((rows, WIDTH), np.float32) * 0.02
+            for i in range(TENSORS)
+        }
         for other, factor in ((path, 1.0), (changed(path), 1.01)):
-            holdfast.save({name: (array * np.float32(factor)).astype(kind) for name, array in state.items()}, other, durable=False)
+            holdfast.save(
+                {name: (array * np.float32(factor)).astype(kind) for name, array in state.items()},
+                other,
+                durable=False,
+            )
 
-    return Recipe(f"bulk-{dtype}.safetensors", lambda quick: 4 * (QUICK_NBYTES if quick else NBYTES), make)
+    return Recipe(
+        f"bulk-{dtype}.safetensors", lambda quick: 4 * (QUICK_NBYTES if quick else NBYTES), make
+    )
 
 
 def changed(path: Path) -> Path:
@@ -108,7 +117,15 @@ CASTS = (
 )
 
 BULK: tuple[Case, ...] = (
-    *(case(f"stats-{dtype}", f"stats of 1 GiB of {dtype}", dtype, counted(stats)) for dtype in FILES),
-    *(case(f"diff-{dtype}", f"diff of 1 GiB of {dtype}, all of it changed", dtype, counted(diff, 2)) for dtype in FILES),
+    *(
+        case(f"stats-{dtype}", f"stats of 1 GiB of {dtype}", dtype, counted(stats))
+        for dtype in FILES
+    ),
+    *(
+        case(
+            f"diff-{dtype}", f"diff of 1 GiB of {dtype}, all of it changed", dtype, counted(diff, 2)
+        )
+        for dtype in FILES
+    ),
     *(case(f"cast-{a}-{b}", f"convert 1 GiB of {a} to {b}", a, counted(cast(b))) for a, b in CASTS),
 )

@@ -76,7 +76,9 @@ def ours_mapped(path: Path) -> object:
 
     with holdfast.open(path, mmap=True) as checkpoint:
         arrays = [tensor.numpy() for tensor in checkpoint.values()]
-    return arrays, sum(float(array.reshape(-1)[:: 4096 // array.itemsize].sum()) for array in arrays)
+    return arrays, sum(
+        float(array.reshape(-1)[:: 4096 // array.itemsize].sum()) for array in arrays
+    )
 
 
 def load_file_touched(path: Path) -> object:
@@ -84,7 +86,9 @@ def load_file_touched(path: Path) -> object:
     from safetensors.torch import load_file
 
     arrays = [tensor.numpy() for tensor in load_file(path).values()]
-    return arrays, sum(float(array.reshape(-1)[:: 4096 // array.itemsize].sum()) for array in arrays)
+    return arrays, sum(
+        float(array.reshape(-1)[:: 4096 // array.itemsize].sum()) for array in arrays
+    )
 
 
 def ours_slice(index):
@@ -103,10 +107,16 @@ def places(rows: int, columns: int, scattered: bool) -> list[tuple[int, slice]]:
     """Where the small slices are: every other 256 bytes of neighbouring rows, or spread over the whole file."""
     a_row = columns // SLICE // 2
     if not scattered:
-        return [(i // a_row, slice(i % a_row * 2 * SLICE, (i % a_row * 2 + 1) * SLICE)) for i in range(SLICES)]
+        return [
+            (i // a_row, slice(i % a_row * 2 * SLICE, (i % a_row * 2 + 1) * SLICE))
+            for i in range(SLICES)
+        ]
     # A stride that is coprime to the rows visits them in an order that no read-ahead guesses.
     step = 100_003
-    return [(i * step % rows, slice(i % a_row * 2 * SLICE, (i % a_row * 2 + 1) * SLICE)) for i in range(SLICES)]
+    return [
+        (i * step % rows, slice(i % a_row * 2 * SLICE, (i % a_row * 2 + 1) * SLICE))
+        for i in range(SLICES)
+    ]
 
 
 def ours_slices(scattered: bool):
@@ -166,7 +176,11 @@ def count_slices(scattered: bool):
             tensor = checkpoint["w"]
             wanted = [tensor[place] for place in places(*tensor.shape, scattered)]
             plan = tensor.source.plan([Request(t, t.empty()) for t in wanted])  # type: ignore[attr-defined]
-        return {"reads": plan.fetches, "read_nbytes": plan.read_nbytes, "wanted_nbytes": plan.wanted_nbytes}
+        return {
+            "reads": plan.fetches,
+            "read_nbytes": plan.read_nbytes,
+            "wanted_nbytes": plan.wanted_nbytes,
+        }
 
     return job
 
@@ -195,12 +209,18 @@ def sliced(name: str):
 
 
 SLICED: tuple[Case, ...] = tuple(
-    Bound(f"slice-{kind}-{name}", f"1 MiB of a 4 GiB {suffix}: {title}", recipe, sliced(name), LIMITS)
+    Bound(
+        f"slice-{kind}-{name}", f"1 MiB of a 4 GiB {suffix}: {title}", recipe, sliced(name), LIMITS
+    )
     for kind, suffix, recipe in (
         ("pt", ".pt", files.giant_pt),
         ("safetensors", "safetensors", files.giant_safetensors),
     )
-    for name, title in (("rows", "16 rows"), ("columns", "4 columns"), ("block", "a block of 512 × 512"))
+    for name, title in (
+        ("rows", "16 rows"),
+        ("columns", "4 columns"),
+        ("block", "a block of 512 × 512"),
+    )
 )
 
 ALONE = Race(
@@ -344,11 +364,21 @@ CASES: tuple[Case, ...] = (
     Start(
         "import",
         "start Python and `import holdfast`",
-        {"ours": (*PYTHON, "import holdfast"), "import numpy": (*PYTHON, "import numpy"), "nothing": (*PYTHON, "")},
+        {
+            "ours": (*PYTHON, "import holdfast"),
+            "import numpy": (*PYTHON, "import numpy"),
+            "nothing": (*PYTHON, ""),
+        },
         0.5,
     ),
     Start("cli-version", "`holdfast --version`", {"ours": (HOLDFAST, "--version")}, 0.1),
-    Start("cli-show", "`holdfast show small.pt`", {"ours": (HOLDFAST, "show", "{file}")}, 0.2, files.small_pt),
+    Start(
+        "cli-show",
+        "`holdfast show small.pt`",
+        {"ours": (HOLDFAST, "show", "{file}")},
+        0.2,
+        files.small_pt,
+    ),
     *SAVING,
     *TORCH_IO,
     *SPARSE,

@@ -71,12 +71,23 @@ def weights(nbytes: int, device: str = "cuda") -> State:
     """The weights of a transformer of about this size, in bfloat16."""
     torch.manual_seed(0)
     shapes = {f"{name}.weight": (WIDTH, WIDTH) for name in ("q", "k", "v", "o")}
-    shapes |= {"up.weight": (HIDDEN, WIDTH), "gate.weight": (HIDDEN, WIDTH), "down.weight": (WIDTH, HIDDEN)}
+    shapes |= {
+        "up.weight": (HIDDEN, WIDTH),
+        "gate.weight": (HIDDEN, WIDTH),
+        "down.weight": (WIDTH, HIDDEN),
+    }
     shapes |= {"norm1.weight": (WIDTH,), "norm2.weight": (WIDTH,)}
     layer = sum(2 * torch.Size(shape).numel() for shape in shapes.values())
     made = {"embedding.weight": (WORDS, WIDTH)}
-    made |= {f"layers.{i}.{name}": shape for i in range(max(1, round(nbytes / layer))) for name, shape in shapes.items()}
-    return {name: torch.randn(shape, dtype=torch.bfloat16, device=device) for name, shape in made.items()}
+    made |= {
+        f"layers.{i}.{name}": shape
+        for i in range(max(1, round(nbytes / layer)))
+        for name, shape in shapes.items()
+    }
+    return {
+        name: torch.randn(shape, dtype=torch.bfloat16, device=device)
+        for name, shape in made.items()
+    }
 
 
 def size(state: Mapping[str, torch.Tensor]) -> int:
@@ -102,14 +113,20 @@ def timed(side: Side) -> tuple[float, object]:
 
 
 def race(
-    part: str, sides: Mapping[str, Side], nbytes: int, rounds: int, check: Callable[[object], None] | None = None
+    part: str,
+    sides: Mapping[str, Side],
+    nbytes: int,
+    rounds: int,
+    check: Callable[[object], None] | None = None,
 ) -> list[Row]:
     """Time every side, in turn. Where there is a `check`, it sees the result of an unmeasured round of each."""
     rows = {name: Row(part, name, [], nbytes) for name in sides}
     for name in sides if check is not None else ():
         try:
             check(timed(sides[name])[1])
-        except Exception as error:  # a peer that does not run here is left out, and the table says why
+        except (
+            Exception
+        ) as error:  # a peer that does not run here is left out, and the table says why
             if name.startswith("holdfast"):
                 raise
             print(f"  {name}: left out, {type(error).__name__}: {str(error)[:200]}", flush=True)
@@ -118,7 +135,10 @@ def race(
         for name in rows:
             rows[name].seconds.append(timed(sides[name])[0])
     for row in rows.values():
-        print(f"  {row.part:6} {row.side:44} {row.median * 1e3:9.1f} ms {row.speed:7.2f} GB/s", flush=True)
+        print(
+            f"  {row.part:6} {row.side:44} {row.median * 1e3:9.1f} ms {row.speed:7.2f} GB/s",
+            flush=True,
+        )
     return list(rows.values())
 
 
@@ -181,7 +201,9 @@ class Bench:
             "holdfast native, checked": read("native", verify=True),
             "holdfast DCP": sharded("peer.dcp", verify=False),
             "holdfast DCP, checked": sharded("peer.dcp", verify=True),
-            "safetensors load_file": lambda: load_file(self.path("peer.safetensors"), device="cuda"),
+            "safetensors load_file": lambda: load_file(
+                self.path("peer.safetensors"), device="cuda"
+            ),
             "torch.load(mmap=True)": lambda: torch.load(pt, map_location="cuda", mmap=True),
             "torch.load": lambda: torch.load(pt, map_location="cuda"),
             "dcp.load": peer_dcp,
@@ -192,19 +214,30 @@ class Bench:
         return {name: side for name, side in sides.items() if any(word in name for word in words)}
 
     def load(self) -> None:
-        rows = race("load", self.loads(), self.nbytes, self.rounds, lambda result: same(result, self.state))
+        rows = race(
+            "load", self.loads(), self.nbytes, self.rounds, lambda result: same(result, self.state)
+        )
         self.compare(rows)
         self.notes.append(f"page-locked memory kept after the loads: {POOL.kept_nbytes >> 20} MiB")
 
     def cold(self) -> None:
         """Once each, with nothing of the files in the page cache."""
-        keep = ("holdfast safetensors", "holdfast .pt, checked", "safetensors load_file", "torch.load(mmap=True)", "torch.load")
+        keep = (
+            "holdfast safetensors",
+            "holdfast .pt, checked",
+            "safetensors load_file",
+            "torch.load(mmap=True)",
+            "torch.load",
+        )
         sides = self.loads()
         rows = []
         for name in (each for each in (*keep, *reversed(keep)) if each in sides):
             forget(self.folder)
             rows.append(Row("cold", name, [timed(sides[name])[0]], self.nbytes))
-            print(f"  cold   {name:44} {rows[-1].median * 1e3:9.1f} ms {rows[-1].speed:7.2f} GB/s", flush=True)
+            print(
+                f"  cold   {name:44} {rows[-1].median * 1e3:9.1f} ms {rows[-1].speed:7.2f} GB/s",
+                flush=True,
+            )
         self.rows += rows
 
     def save(self) -> None:
@@ -221,8 +254,12 @@ class Bench:
 
         sides: dict[str, Side] = {
             "holdfast.torch.save": plain(lambda p: ht.save(self.state, p, durable=False)),
-            "holdfast.save safetensors": plain(lambda p: holdfast.save(self.state, p, format="safetensors", durable=False)),
-            "holdfast save_sharded": plain(lambda p: ht.save_sharded(p + ".native", self.state, overwrite=True, durable=False)),
+            "holdfast.save safetensors": plain(
+                lambda p: holdfast.save(self.state, p, format="safetensors", durable=False)
+            ),
+            "holdfast save_sharded": plain(
+                lambda p: ht.save_sharded(p + ".native", self.state, overwrite=True, durable=False)
+            ),
             "torch.save": plain(lambda p: torch.save(self.state, p)),
             "save_file": plain(lambda p: save_file(self.state, p)),
             "holdfast.torch.save, durable": plain(lambda p: ht.save(self.state, p)),
@@ -233,7 +270,11 @@ class Bench:
             "dcp.save": plain(lambda p: dcp.save(self.state, checkpoint_id=p + ".peer")),
         }
         if not self.flushed:
-            sides = {name: side for name, side in sides.items() if not any(w in name for w in ("durable", "fsync", "dcp"))}
+            sides = {
+                name: side
+                for name, side in sides.items()
+                if not any(w in name for w in ("durable", "fsync", "dcp"))
+            }
         self.compare(race("save", sides, self.nbytes, self.rounds))
         ht.save(self.state, target)
         same(torch.load(target, map_location="cuda"), self.state)
@@ -245,7 +286,10 @@ class Bench:
 
     def stage(self) -> None:
         """How long the caller stands still, and how long its GPU does."""
-        locked = {name: torch.empty_like(tensor, device="cpu", pin_memory=True) for name, tensor in self.state.items()}
+        locked = {
+            name: torch.empty_like(tensor, device="cpu", pin_memory=True)
+            for name, tensor in self.state.items()
+        }
 
         def raw() -> None:
             for name, tensor in self.state.items():
@@ -253,16 +297,21 @@ class Bench:
 
         first = time.perf_counter()
         ht.async_save_sharded(self.path("staged"), self.state, overwrite=True, durable=False).wait()
-        self.notes.append(f"first background save, locking its memory included: {time.perf_counter() - first:.2f} s")
+        self.notes.append(
+            f"first background save, locking its memory included: {time.perf_counter() - first:.2f} s"
+        )
         rows = {
-            name: Row("stage", name, [], self.nbytes) for name in ("raw copy", "holdfast", "holdfast returns", "dcp.async_save")
+            name: Row("stage", name, [], self.nbytes)
+            for name in ("raw copy", "holdfast", "holdfast returns", "dcp.async_save")
         }
         for _ in range(self.rounds):
             os.sync()  # what the round before has written must not be on its way to the disk
             rows["raw copy"].seconds.append(timed(raw)[0])
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            handle = ht.async_save_sharded(self.path("staged"), self.state, overwrite=True, durable=False)
+            handle = ht.async_save_sharded(
+                self.path("staged"), self.state, overwrite=True, durable=False
+            )
             rows["holdfast returns"].seconds.append(time.perf_counter() - begin)
             torch.cuda.current_stream().synchronize()  # which waits for the copies
             rows["holdfast"].seconds.append(time.perf_counter() - begin)
@@ -273,7 +322,10 @@ class Bench:
             rows["dcp.async_save"].seconds.append(time.perf_counter() - begin)
             future.result()
         for row in rows.values():
-            print(f"  stage  {row.side:44} {row.median * 1e3:9.1f} ms {row.speed:7.2f} GB/s", flush=True)
+            print(
+                f"  stage  {row.side:44} {row.median * 1e3:9.1f} ms {row.speed:7.2f} GB/s",
+                flush=True,
+            )
         locked_nbytes = ROOM.take(0, gpu=False).locked_nbytes
         self.notes.append(
             f"page-locked: {locked_nbytes >> 20} MiB for staging {self.nbytes >> 20} MiB, {POOL.kept_nbytes >> 20} MiB of blocks"
@@ -293,18 +345,27 @@ class Bench:
             # The peer takes so much longer that two rounds of it are enough.
             for how in ("never", "holdfast", *(["dcp.async_save"] if number < 2 else [])):
                 found.setdefault(how, []).append(run_loop(how, self.path("loop"), steps))
-                print(f"  loop   {how:44} {found[how][-1] / steps * 1e3:9.2f} ms a step", flush=True)
+                print(
+                    f"  loop   {how:44} {found[how][-1] / steps * 1e3:9.2f} ms a step", flush=True
+                )
         rows = [Row("loop", how, seconds, 0) for how, seconds in found.items()]
         base = rows[0].median
         for row in rows:
             row.ratios["part of the speed without saving"] = base / row.median
-            print(f"  loop   {row.side:44} {row.median / steps * 1e3:9.2f} ms a step, {base / row.median:.1%}", flush=True)
+            print(
+                f"  loop   {row.side:44} {row.median / steps * 1e3:9.2f} ms a step, {base / row.median:.1%}",
+                flush=True,
+            )
         self.rows += rows
 
     def compare(self, rows: list[Row]) -> None:
         for row in rows:
             if row.side.startswith("holdfast"):
-                row.ratios = {other.side: other.median / row.median for other in rows if not other.side.startswith("holdfast")}
+                row.ratios = {
+                    other.side: other.median / row.median
+                    for other in rows
+                    if not other.side.startswith("holdfast")
+                }
         self.rows += rows
 
 
@@ -351,12 +412,27 @@ def forget(folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda", description="Holdfast on a GPU.")
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this part (may be given several times)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cuda", description="Holdfast on a GPU."
+    )
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help="only this part (may be given several times)"
+    )
     parser.add_argument("--gb", type=float, default=4.0, help="10^9 bytes of weights (default: 4)")
-    parser.add_argument("--format", choices=tuple(FORMATS), action="append", help="loads: only this format (may be repeated)")
-    parser.add_argument("--quick-save", action="store_true", help="saves: only those that are not flushed to the disk")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side (default: 5)")
+    parser.add_argument(
+        "--format",
+        choices=tuple(FORMATS),
+        action="append",
+        help="loads: only this format (may be repeated)",
+    )
+    parser.add_argument(
+        "--quick-save",
+        action="store_true",
+        help="saves: only those that are not flushed to the disk",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measured rounds of each side (default: 5)"
+    )
     parser.add_argument("--quick", action="store_true", help="small files and one round")
     parser.add_argument("--json", type=Path, help="where all figures go")
     asked = parser.parse_args()
@@ -367,7 +443,12 @@ def main() -> int:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     folder = Path(tempfile.mkdtemp(prefix="holdfast-cuda-"))
     try:
-        bench = Bench(folder, int((0.2 if asked.quick else asked.gb) * 1e9), 1 if asked.quick else asked.rounds, asked.format or ())
+        bench = Bench(
+            folder,
+            int((0.2 if asked.quick else asked.gb) * 1e9),
+            1 if asked.quick else asked.rounds,
+            asked.format or (),
+        )
         bench.flushed = not asked.quick_save
         print(
             f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores, {bench.nbytes / 1e9:.2f} GB",
@@ -379,7 +460,9 @@ def main() -> int:
         for part in parts:
             getattr(bench, part)()
             if asked.json:
-                asked.json.write_text(json.dumps({"rows": [asdict(row) for row in bench.rows], "notes": bench.notes}))
+                asked.json.write_text(
+                    json.dumps({"rows": [asdict(row) for row in bench.rows], "notes": bench.notes})
+                )
         print("\n".join(bench.notes))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

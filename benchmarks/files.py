@@ -39,20 +39,29 @@ def names(count: int) -> list[str]:
 def many_state(quick: bool):
     import torch
 
-    return {name: torch.full((4, 4), float(i)) for i, name in enumerate(names(2_000 if quick else 100_000))}
+    return {
+        name: torch.full((4, 4), float(i))
+        for i, name in enumerate(names(2_000 if quick else 100_000))
+    }
 
 
 def large_state(quick: bool):
     import torch
 
     rows = 64 if quick else 2730
-    return {f"layers.{i}.weight": torch.arange(i, i + rows * 4096, dtype=torch.float32).view(rows, 4096) for i in range(24)}
+    return {
+        f"layers.{i}.weight": torch.arange(i, i + rows * 4096, dtype=torch.float32).view(rows, 4096)
+        for i in range(24)
+    }
 
 
 def half_many_state(quick: bool):
     import torch
 
-    return {name: torch.full((4, 4), float(i)) for i, name in enumerate(names(1_000 if quick else 50_000))}
+    return {
+        name: torch.full((4, 4), float(i))
+        for i, name in enumerate(names(1_000 if quick else 50_000))
+    }
 
 
 def training_state(quick: bool):
@@ -61,18 +70,29 @@ def training_state(quick: bool):
 
     every = names(300 if quick else 17_000)
     moments = {
-        i: {"step": torch.tensor(1.0), "exp_avg": torch.full((4, 4), float(i)), "exp_avg_sq": torch.full((4, 4), float(i))}
+        i: {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.full((4, 4), float(i)),
+            "exp_avg_sq": torch.full((4, 4), float(i)),
+        }
         for i in range(len(every))
     }
     model = {name: torch.full((4, 4), float(i)) for i, name in enumerate(every)}
-    return {"model": model, "optimizer": {"state": moments, "param_groups": [{"lr": 1e-3, "params": list(moments)}]}, "step": 1}
+    return {
+        "model": model,
+        "optimizer": {"state": moments, "param_groups": [{"lr": 1e-3, "params": list(moments)}]},
+        "step": 1,
+    }
 
 
 def four_state(quick: bool):
     import torch
 
     rows = 64 if quick else 10920
-    return {f"layers.{i}.weight": torch.arange(i, i + rows * 4096, dtype=torch.float32).view(rows, 4096) for i in range(24)}
+    return {
+        f"layers.{i}.weight": torch.arange(i, i + rows * 4096, dtype=torch.float32).view(rows, 4096)
+        for i in range(24)
+    }
 
 
 def save_pt(state):
@@ -136,7 +156,9 @@ def wide_shape(quick: bool) -> tuple[int, int]:
 def write_safetensors(path: Path, shape: tuple[int, int]) -> None:
     """A header, and a hole for the data."""
     nbytes = 4 * shape[0] * shape[1]
-    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}}
+    ).encode()
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -148,7 +170,9 @@ def sized(full: int, quick: int):
 
 
 many_pt = Recipe("many.pt", sized(40 * MIB, 4 * MIB), save_pt(many_state))
-many_safetensors = Recipe("many.safetensors", sized(20 * MIB, 4 * MIB), save_safetensors(many_state))
+many_safetensors = Recipe(
+    "many.safetensors", sized(20 * MIB, 4 * MIB), save_safetensors(many_state)
+)
 training_pt = Recipe("training.pt", sized(30 * MIB, 4 * MIB), save_pt(training_state))
 half_many_pt = Recipe("half-many.pt", sized(20 * MIB, 4 * MIB), save_pt(half_many_state))
 four_pt = Recipe("four.pt", sized(4 * GIB, 32 * MIB), save_pt(four_state))
@@ -156,5 +180,7 @@ large_pt = Recipe("large.pt", sized(GIB, 32 * MIB), save_pt(large_state))
 large_safetensors = Recipe("large.safetensors", sized(GIB, 32 * MIB), save_safetensors(large_state))
 wide_safetensors = Recipe("wide.safetensors", sized(GIB, 32 * MIB), make_wide)
 giant_pt = Recipe("giant.pt", sized(MIB, MIB), make_giant_pt, sparse=True)
-giant_safetensors = Recipe("giant.safetensors", sized(MIB, MIB), make_giant_safetensors, sparse=True)
+giant_safetensors = Recipe(
+    "giant.safetensors", sized(MIB, MIB), make_giant_safetensors, sparse=True
+)
 small_pt = Recipe("small.pt", sized(MIB, MIB), save_pt(small_state))

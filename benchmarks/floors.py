@@ -50,7 +50,10 @@ def measure(nbytes: int = 512 << 20, *, rounds: int = 3, folder: str | None = No
         path.write_bytes(one.data)
         works: dict[str, tuple[Callable[[], None], int]] = {
             "memcpy": (lambda: np.copyto(other, one), nbytes),
-            "memcpy by 2": (lambda: halves(lambda a, b: np.copyto(other[a:b], one[a:b]), nbytes), nbytes),
+            "memcpy by 2": (
+                lambda: halves(lambda a, b: np.copyto(other[a:b], one[a:b]), nbytes),
+                nbytes,
+            ),
             "first touch": (lambda: touch(nbytes, large=False), nbytes),
             "first touch, large pages": (lambda: touch(nbytes, large=True), nbytes),
             "preadv by 2": (lambda: read(path, other), nbytes),
@@ -137,8 +140,12 @@ def rows(path: Path, out: np.ndarray) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.floors", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--mib", type=int, default=512, help="memory and file of each (default: 512)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.floors", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--mib", type=int, default=512, help="memory and file of each (default: 512)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.1f}")

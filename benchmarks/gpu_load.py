@@ -95,7 +95,9 @@ class Bench:
     def path(self, name: str) -> str:
         return str(self.folder / name)
 
-    def race(self, part: str, sides: Mapping[str, Side], nbytes: int, rounds: int | None = None) -> dict[str, Row]:
+    def race(
+        self, part: str, sides: Mapping[str, Side], nbytes: int, rounds: int | None = None
+    ) -> dict[str, Row]:
         rows = {name: Row(part, name, nbytes) for name in sides}
         for _ in range(rounds or self.rounds):
             for name, side in sides.items():
@@ -134,7 +136,12 @@ class Bench:
             same(side(), state)
         del state
         bus()
-        floor = self.race("model", {"bus, from page-locked memory": bus}, len(device) // len(locked) * len(locked), 3)
+        floor = self.race(
+            "model",
+            {"bus, from page-locked memory": bus},
+            len(device) // len(locked) * len(locked),
+            3,
+        )
         rows = self.race("model", sides, nbytes, max(self.rounds, 2) * 2)
         for name, side in sides.items():
             rows[name].phases = phases(side)
@@ -144,7 +151,9 @@ class Bench:
         """Many small tensors to one file."""
         state, nbytes = self.small()
         sides: dict[str, Side] = {
-            "holdfast.save safetensors": lambda: holdfast.save(state, self.path("s.safetensors"), durable=False),
+            "holdfast.save safetensors": lambda: holdfast.save(
+                state, self.path("s.safetensors"), durable=False
+            ),
             "holdfast.save .pt": lambda: holdfast.save(state, self.path("s.pt"), durable=False),
             "safetensors save_file": lambda: save_file(state, self.path("p.safetensors")),
             "torch.save": lambda: torch.save(state, self.path("p.pt")),
@@ -161,7 +170,14 @@ class Bench:
         for name, side in loads.items():
             rows[name].phases = phases(side)
         self.show(rows)
-        self.show(self.race("load", {"torch.load": lambda: torch.load(self.path("p.pt"), map_location=DEVICE)}, nbytes, 1))
+        self.show(
+            self.race(
+                "load",
+                {"torch.load": lambda: torch.load(self.path("p.pt"), map_location=DEVICE)},
+                nbytes,
+                1,
+            )
+        )
 
     def sharded(self) -> None:
         """Many small tensors by ranks, of which there is one."""
@@ -169,11 +185,19 @@ class Bench:
         native, ours, peer = self.path("native"), self.path("ours.dcp"), self.path("peer.dcp")
         ht.save_sharded(native, state, durable=False)
         saves: dict[str, Side] = {
-            "save_sharded native": lambda: ht.save_sharded(native, state, overwrite=True, durable=False),
-            "save_sharded dcp": lambda: ht.save_sharded(ours, state, format="dcp", overwrite=True, durable=False),
+            "save_sharded native": lambda: ht.save_sharded(
+                native, state, overwrite=True, durable=False
+            ),
+            "save_sharded dcp": lambda: ht.save_sharded(
+                ours, state, format="dcp", overwrite=True, durable=False
+            ),
         }
         self.show(self.race("sharded", saves, nbytes, 2))
-        self.show(self.race("sharded", {"dcp.save": lambda: dcp.save(state, checkpoint_id=peer)}, nbytes, 1))
+        self.show(
+            self.race(
+                "sharded", {"dcp.save": lambda: dcp.save(state, checkpoint_id=peer)}, nbytes, 1
+            )
+        )
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         for path in (native, ours, peer):
             ht.load_sharded(path, into)
@@ -186,7 +210,11 @@ class Bench:
         for name, side in loads.items():
             rows[name].phases = phases(side)
         self.show(rows)
-        self.show(self.race("sharded", {"dcp.load": lambda: dcp.load(into, checkpoint_id=peer)}, nbytes, 1))
+        self.show(
+            self.race(
+                "sharded", {"dcp.load": lambda: dcp.load(into, checkpoint_id=peer)}, nbytes, 1
+            )
+        )
         for path in (native, ours, peer):
             shutil.rmtree(path)
 
@@ -195,18 +223,29 @@ class Bench:
         state, nbytes = self.small()
         run = ht.Run(self.path("run"), durable=False)
         steps = iter(range(1, 100))
-        self.standing("background", "Run.async_save", lambda: run.async_save(next(steps), state), nbytes)
+        self.standing(
+            "background", "Run.async_save", lambda: run.async_save(next(steps), state), nbytes
+        )
         self.peer_in_background("background", state, nbytes)
         shutil.rmtree(self.path("run"))
 
     def large(self) -> None:
         """4.3 GB in 32 tensors: in the background, and not."""
         count = 2 if self.quick else 32
-        state = {f"w{i}": torch.randn(1 << 20 if self.quick else 1 << 25, device=DEVICE) for i in range(count)}
+        state = {
+            f"w{i}": torch.randn(1 << 20 if self.quick else 1 << 25, device=DEVICE)
+            for i in range(count)
+        }
         nbytes = sum(tensor.nbytes for tensor in state.values())
-        path, run, steps = self.path("large"), ht.Run(self.path("runs"), durable=False), iter(range(1, 100))
+        path, run, steps = (
+            self.path("large"),
+            ht.Run(self.path("runs"), durable=False),
+            iter(range(1, 100)),
+        )
         ht.save_sharded(path, state, durable=False)
-        sides: dict[str, Side] = {"save_sharded": lambda: ht.save_sharded(path, state, overwrite=True, durable=False)}
+        sides: dict[str, Side] = {
+            "save_sharded": lambda: ht.save_sharded(path, state, overwrite=True, durable=False)
+        }
         self.show(self.race("large", sides, nbytes, 2))
         self.standing(
             "large",
@@ -218,10 +257,15 @@ class Bench:
         shutil.rmtree(self.path("runs"))
         self.peer_in_background("large", state, nbytes)
 
-    def standing(self, part: str, name: str, begin: Callable[[], ht.SaveHandle], nbytes: int) -> None:
+    def standing(
+        self, part: str, name: str, begin: Callable[[], ht.SaveHandle], nbytes: int
+    ) -> None:
         """A background save, with one before it that is not measured: it makes the room."""
         begin().wait()
-        stands, done = Row(part, f"{name}: caller stands still", nbytes), Row(part, f"{name}: done", nbytes)
+        stands, done = (
+            Row(part, f"{name}: caller stands still", nbytes),
+            Row(part, f"{name}: done", nbytes),
+        )
         for _ in range(2):
             os.sync()
             settle()
@@ -235,7 +279,10 @@ class Bench:
         self.show({"stands": stands, "done": done})
 
     def peer_in_background(self, part: str, state: State, nbytes: int) -> None:
-        stands, done = Row(part, "dcp.async_save: caller stands still", nbytes), Row(part, "dcp.async_save: done", nbytes)
+        stands, done = (
+            Row(part, "dcp.async_save: caller stands still", nbytes),
+            Row(part, "dcp.async_save: done", nbytes),
+        )
         settle()
         start = time.perf_counter()
         future = dcp.async_save(state, checkpoint_id=self.path("peer.async"))
@@ -250,13 +297,21 @@ class Bench:
         if not self._small:
             torch.manual_seed(0)
             count = 1000 if self.quick else 30_000
-            self._small = {f"layers.{i // 50}.experts.{i % 50}.weight": torch.randn(64, 64, device=DEVICE) for i in range(count)}
+            self._small = {
+                f"layers.{i // 50}.experts.{i % 50}.weight": torch.randn(64, 64, device=DEVICE)
+                for i in range(count)
+            }
         return self._small, sum(tensor.nbytes for tensor in self._small.values())
 
     def weights(self) -> State:
-        width, hidden, words, layers = (64, 192, 1000, 4) if self.quick else (2048, 6144, 151_936, 28)
+        width, hidden, words, layers = (
+            (64, 192, 1000, 4) if self.quick else (2048, 6144, 151_936, 28)
+        )
         torch.manual_seed(0)
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, width), "lm_head.weight": (words, width)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (words, width),
+            "lm_head.weight": (words, width),
+        }
         for i in range(layers):
             block = f"model.layers.{i}."
             for name in ("q_proj", "o_proj"):
@@ -267,9 +322,14 @@ class Bench:
                 shapes[f"{block}self_attn.{name}.weight"] = (128,)
             shapes |= {f"{block}mlp.{name}_proj.weight": (hidden, width) for name in ("gate", "up")}
             shapes[f"{block}mlp.down_proj.weight"] = (width, hidden)
-            shapes |= {f"{block}{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+            shapes |= {
+                f"{block}{name}_layernorm.weight": (width,) for name in ("input", "post_attention")
+            }
         shapes["model.norm.weight"] = (width,)
-        return {name: torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for name, shape in shapes.items()}
+        return {
+            name: torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+            for name, shape in shapes.items()
+        }
 
 
 class Clock:
@@ -311,7 +371,11 @@ def watched(clock: Clock) -> Iterator[None]:
     """The functions of a load, with a clock around each."""
     pump = pipeline.pump
     pumping = [module for module in list(sys.modules.values()) if vars(module).get("pump") is pump]
-    places = [(torch_open, "read_tensors", "open"), (allocate, "make_fresh", "allocate"), (allocate, "fill", "plan")]
+    places = [
+        (torch_open, "read_tensors", "open"),
+        (allocate, "make_fresh", "allocate"),
+        (allocate, "fill", "plan"),
+    ]
     before = [getattr(module, name, None) for module, name, _ in places]
 
     def timed_pump(tasks, blocks, *, threads, read, put):
@@ -386,19 +450,31 @@ def same(found: object, state: State) -> None:
     """Stop where a load did not give what was saved."""
     assert isinstance(found, Mapping)
     assert set(found) == set(state), "names differ"
-    assert all(found[name].shape == tensor.shape and found[name].dtype == tensor.dtype for name, tensor in state.items())
+    assert all(
+        found[name].shape == tensor.shape and found[name].dtype == tensor.dtype
+        for name, tensor in state.items()
+    )
     for name, tensor in state.items():
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_load", description="Loads and saves of a GPU beside peers.")
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this part (may be given several times)")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each short side (default: 5)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_load", description="Loads and saves of a GPU beside peers."
+    )
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help="only this part (may be given several times)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measured rounds of each short side (default: 5)"
+    )
     parser.add_argument("--quick", action="store_true", help="small and once")
     parser.add_argument("--json", type=Path, help="where all figures go")
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: does everything run? Its figures mean nothing"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: does everything run? Its figures mean nothing",
     )
     asked = parser.parse_args()
     global DEVICE
@@ -424,7 +500,11 @@ def main() -> int:
             getattr(bench, part)()
             print(f"{part}: {time.perf_counter() - begin:.1f} s in all", flush=True)
             if asked.json:
-                asked.json.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in bench.rows]}, indent=1))
+                asked.json.write_text(
+                    json.dumps(
+                        {"machine": machine, "rows": [asdict(row) for row in bench.rows]}, indent=1
+                    )
+                )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         dist.destroy_process_group()

@@ -57,7 +57,14 @@ from holdfast.torch.cuda.streams import lanes
 DEVICE = "cuda"
 State = dict[str, torch.Tensor]
 Side = Callable[[], object]
-STAGES = ("holdfast returns", "holdfast", "holdfast done", "Run.async_save returns", "Run.async_save done", "dcp.async_save")
+STAGES = (
+    "holdfast returns",
+    "holdfast",
+    "holdfast done",
+    "Run.async_save returns",
+    "Run.async_save done",
+    "dcp.async_save",
+)
 PARTS = ("floors", "many", "large", "sweep", "profile")
 SWEEP: tuple[dict[str, int], ...] = (
     {},
@@ -157,7 +164,9 @@ class Bench:
     def path(self, name: str) -> str:
         return str(self.folder / name)
 
-    def race(self, part: str, sides: Mapping[str, Side], nbytes: int, rounds: int | None = None) -> None:
+    def race(
+        self, part: str, sides: Mapping[str, Side], nbytes: int, rounds: int | None = None
+    ) -> None:
         rows = {name: Row(part, name, nbytes) for name in sides}
         for _ in range(rounds or self.rounds):
             for name, side in sides.items():
@@ -184,18 +193,26 @@ class Bench:
         sides: dict[str, Side] = {
             "bus, to the host": lambda: locked.copy_(device, non_blocking=True),
             "bus, to the device": lambda: device.copy_(locked, non_blocking=True),
-            f"torch.empty, {count}": lambda: [torch.empty(width, device=DEVICE) for _ in range(count)],
+            f"torch.empty, {count}": lambda: [
+                torch.empty(width, device=DEVICE) for _ in range(count)
+            ],
             f"views as bytes, {count}": lambda: [tensor.view(torch.uint8) for tensor in tensors],
             f"cat of bytes, {count}": lambda: torch.cat(bytes_of),
             "cat of bytes, 1000": lambda: torch.cat(some),
-            "flattened and joined, 1000": lambda: torch._C._nn.flatten_dense_tensors(list(shaped.unbind())),
+            "flattened and joined, 1000": lambda: torch._C._nn.flatten_dense_tensors(
+                list(shaped.unbind())
+            ),
             "split, 1000": lambda: joined.split(width),
             "split and add 0 to each, 1000": lambda: torch._foreach_add(joined.split(width), 0),
             "unbind, 1000": lambda: shaped.unbind(),
             "unbind and add 0 to each, 1000": lambda: torch._foreach_add(shaped.unbind(), 0),
             "unbind_copy, 1000": lambda: torch.unbind_copy(shaped.view(torch.float32)),
-            "views as another dtype, 1000": lambda: list(map(torch.Tensor.view, made, repeat(torch.float32))),
-            "foreach copy, 1000": lambda: torch._foreach_copy_(some, list(joined.view(torch.uint8).split(width * 4))),
+            "views as another dtype, 1000": lambda: list(
+                map(torch.Tensor.view, made, repeat(torch.float32))
+            ),
+            "foreach copy, 1000": lambda: torch._foreach_copy_(
+                some, list(joined.view(torch.uint8).split(width * 4))
+            ),
         }
         if "_foreach_clone" in dir(torch):
             sides["unbind and clone each, 1000"] = lambda: torch._foreach_clone(shaped.unbind())
@@ -207,9 +224,13 @@ class Bench:
         saves: dict[str, Side] = {
             "holdfast.torch.save": lambda: ht.save(state, self.path("h.pt"), durable=False),
             "torch.save": lambda: torch.save(state, self.path("t.pt")),
-            "holdfast.save safetensors": lambda: holdfast.save(state, self.path("h.safetensors"), durable=False),
+            "holdfast.save safetensors": lambda: holdfast.save(
+                state, self.path("h.safetensors"), durable=False
+            ),
             "save_file": lambda: save_file(state, self.path("t.safetensors")),
-            "holdfast.save native": lambda: holdfast.save(state, self.path("h"), durable=False, overwrite=True),
+            "holdfast.save native": lambda: holdfast.save(
+                state, self.path("h"), durable=False, overwrite=True
+            ),
         }
         for side in saves.values():
             side()
@@ -226,7 +247,9 @@ class Bench:
         slow: dict[str, Side] = {
             "holdfast.torch.load, checked": lambda: ht.load(self.path("t.pt"), map_location=DEVICE),
             "torch.load": lambda: torch.load(self.path("t.pt"), map_location=DEVICE),
-            "torch.load(mmap=True)": lambda: torch.load(self.path("t.pt"), map_location=DEVICE, mmap=True),
+            "torch.load(mmap=True)": lambda: torch.load(
+                self.path("t.pt"), map_location=DEVICE, mmap=True
+            ),
         }
         for side in (*loads.values(), *slow.values()):
             same(side(), state)
@@ -235,10 +258,16 @@ class Bench:
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         ht.load_sharded(self.path("h"), into)
         same(into, state)
-        self.race("into", {"holdfast load_sharded": lambda: ht.load_sharded(self.path("h"), into)}, nbytes)
+        self.race(
+            "into", {"holdfast load_sharded": lambda: ht.load_sharded(self.path("h"), into)}, nbytes
+        )
         sharded: dict[str, Side] = {
-            "save_sharded native": lambda: ht.save_sharded(state, self.path("s"), durable=False, overwrite=True),
-            "save_sharded dcp": lambda: ht.save_sharded(state, self.path("d"), format="dcp", durable=False, overwrite=True),
+            "save_sharded native": lambda: ht.save_sharded(
+                state, self.path("s"), durable=False, overwrite=True
+            ),
+            "save_sharded dcp": lambda: ht.save_sharded(
+                state, self.path("d"), format="dcp", durable=False, overwrite=True
+            ),
             "dcp.save": lambda: dcp.save(state, checkpoint_id=self.path("t")),
         }
         for side in sharded.values():
@@ -310,7 +339,9 @@ class Bench:
         self.race("large", saves, nbytes, 3)
         Path(target).unlink()
         sharded: dict[str, Side] = {
-            f"save_sharded, {label}": lambda: ht.save_sharded(state, self.path("s"), durable=False, overwrite=True)
+            f"save_sharded, {label}": lambda: ht.save_sharded(
+                state, self.path("s"), durable=False, overwrite=True
+            )
         }
         self.race("large", sharded, nbytes, 3)
         self.stage(state, nbytes)
@@ -318,7 +349,10 @@ class Bench:
     def small_state(self) -> tuple[State, int]:
         count = 1000 if self.quick else 30_000
         torch.manual_seed(0)
-        state = {f"layers.{i // 50}.experts.{i % 50}.weight": torch.randn(64, 64, device=DEVICE) for i in range(count)}
+        state = {
+            f"layers.{i // 50}.experts.{i % 50}.weight": torch.randn(64, 64, device=DEVICE)
+            for i in range(count)
+        }
         return state, sum(tensor.nbytes for tensor in state.values())
 
     def profile(self) -> None:
@@ -331,7 +365,9 @@ class Bench:
             name = shown(given)
             sides: dict[str, Side] = {
                 f"torch.save: {name}": lambda: ht.save(state, self.path("h.pt"), durable=False),
-                f"safetensors: {name}": lambda: holdfast.save(state, self.path("x.safetensors"), durable=False),
+                f"safetensors: {name}": lambda: holdfast.save(
+                    state, self.path("x.safetensors"), durable=False
+                ),
             }
             with parameters(given):
                 self.race("save", sides, nbytes, min(self.rounds, 3))
@@ -350,7 +386,10 @@ class Bench:
             functions("save", lambda: ht.save(state, self.path("h.pt"), durable=False))
         functions("load", lambda: read(self.path("h.safetensors")))
         functions("load_sharded", lambda: ht.load_sharded(self.path("h"), into))
-        functions("async_save_sharded", lambda: ht.async_save_sharded(self.path("s"), state, overwrite=True, durable=False))
+        functions(
+            "async_save_sharded",
+            lambda: ht.async_save_sharded(self.path("s"), state, overwrite=True, durable=False),
+        )
 
     def write_floors(self, nbytes: int) -> None:
         """What the file system takes for the same bytes."""
@@ -360,11 +399,17 @@ class Bench:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
                 os.posix_fallocate(file, 0, nbytes)
-                shared(range(0, nbytes, len(block)), threads, lambda start: os.pwrite(file, block, start))
+                shared(
+                    range(0, nbytes, len(block)),
+                    threads,
+                    lambda start: os.pwrite(file, block, start),
+                )
             finally:
                 os.close(file)
 
-        sides: dict[str, Side] = {f"pwrite, {n} threads": lambda n=n: written(n) for n in (1, 4, 16)}
+        sides: dict[str, Side] = {
+            f"pwrite, {n} threads": lambda n=n: written(n) for n in (1, 4, 16)
+        }
         self.race("floors", sides, nbytes, min(self.rounds, 3))
         os.unlink(path)
 
@@ -377,7 +422,9 @@ class Bench:
             if not number:
                 self.read_floors(nbytes)
             for verify in (False, True):
-                courses(label, lambda verify=verify: read(self.path("h.safetensors"), verify=verify))
+                courses(
+                    label, lambda verify=verify: read(self.path("h.safetensors"), verify=verify)
+                )
             given = SWEEP if not number else FEW_SWEEPS
             for one in given[:2] if self.quick else given:
                 self.race_with(one, label, nbytes)
@@ -388,7 +435,9 @@ class Bench:
         device = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
         (lane,) = lanes([device.device]).values()
 
-        def preads(blocks: Sequence[host.HostBlock], threads: int, size: int, *, summed: bool = False) -> None:
+        def preads(
+            blocks: Sequence[host.HostBlock], threads: int, size: int, *, summed: bool = False
+        ) -> None:
             own = iter(blocks)
             mine: dict[int, memoryview] = {}
 
@@ -406,7 +455,10 @@ class Bench:
             def put(full: Sequence[tuple[int, host.HostBlock]]) -> Mark:
                 with lane.on():
                     targets = [device[start : start + size] for start, _ in full]
-                    values = [torch.from_numpy(block.array[: len(one)]) for (_, block), one in zip(full, targets, strict=True)]
+                    values = [
+                        torch.from_numpy(block.array[: len(one)])
+                        for (_, block), one in zip(full, targets, strict=True)
+                    ]
                     torch._foreach_copy_(targets, values, non_blocking=True)
                     return lane.mark()
 
@@ -422,7 +474,9 @@ class Bench:
             sides[f"preadv, {threads} threads, {size} MiB"] = lambda given=given: preads(*given)
         for threads, size in ((8, 8), (12, 8), (16, 8), (8, 4), (12, 4), (12, 2), (16, 16)):
             given = kept[size][: threads + 8], threads, size << 20
-            sides[f"preadv and the bus, {threads} threads, {size} MiB"] = lambda given=given: pumped(*given)
+            sides[f"preadv and the bus, {threads} threads, {size} MiB"] = lambda given=given: (
+                pumped(*given)
+            )
         summed = kept[8], 12, 8 << 20
         sides["preadv and a sum, 12 threads, 8 MiB"] = lambda: preads(*summed, summed=True)
         try:
@@ -431,7 +485,10 @@ class Bench:
             os.close(file)
         for processes, size in ((16, 16 << 20), (12, 1 << 20)):
             speed = without_lock(self.path("h.safetensors"), nbytes, processes, size)
-            print(f"floors  preadv, {processes} processes, {size >> 10} KiB: {speed:.1f} GB/s", flush=True)
+            print(
+                f"floors  preadv, {processes} processes, {size >> 10} KiB: {speed:.1f} GB/s",
+                flush=True,
+            )
 
     def race_with(self, given: Mapping[str, int], label: str, nbytes: int) -> None:
         path, threads, name = self.path("h.safetensors"), given.get("readers"), shown(given)
@@ -446,15 +503,32 @@ class Bench:
     def large_states(self) -> Iterator[tuple[str, State]]:
         torch.manual_seed(0)
         few, layers = (2, 1) if self.quick else (32, 24)
-        yield f"{few} tensors", {f"w{i}": torch.randn(1 << 26, device=DEVICE).to(torch.bfloat16) for i in range(few)}
-        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (2048, 2048) for name in ("q", "k", "v", "o")}
-        shapes |= {"up.weight": (5632, 2048), "gate.weight": (5632, 2048), "down.weight": (2048, 5632)}
+        yield (
+            f"{few} tensors",
+            {f"w{i}": torch.randn(1 << 26, device=DEVICE).to(torch.bfloat16) for i in range(few)},
+        )
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{name}.weight": (2048, 2048) for name in ("q", "k", "v", "o")
+        }
+        shapes |= {
+            "up.weight": (5632, 2048),
+            "gate.weight": (5632, 2048),
+            "down.weight": (2048, 5632),
+        }
         shapes |= {"norm1.weight": (2048,), "norm2.weight": (2048,)}
-        made: dict[str, tuple[int, ...]] = {"embedding.weight": (32_000, 2048), "head.weight": (32_000, 2048)}
-        made |= {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in shapes.items()}
+        made: dict[str, tuple[int, ...]] = {
+            "embedding.weight": (32_000, 2048),
+            "head.weight": (32_000, 2048),
+        }
+        made |= {
+            f"layers.{i}.{name}": shape for i in range(layers) for name, shape in shapes.items()
+        }
         yield (
             f"a Llama of {len(made)}",
-            {name: torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for name, shape in made.items()},
+            {
+                name: torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+                for name, shape in made.items()
+            },
         )
 
 
@@ -535,7 +609,10 @@ def courses(label: str, side: Side) -> None:
 
         before(tasks, blocks, threads=threads, read=timed_read, put=timed_put)
         spent["pump"] += time.perf_counter() - began
-        spent["read"], spent["read cpu"] = sum(wall for wall, _ in reads), sum(cpu for _, cpu in reads)
+        spent["read"], spent["read cpu"] = (
+            sum(wall for wall, _ in reads),
+            sum(cpu for _, cpu in reads),
+        )
         spent["readers"], spent["tasks"] = threads, len(reads)
 
     side()
@@ -545,7 +622,11 @@ def courses(label: str, side: Side) -> None:
     finally:
         gpu_load.pump = before
     idle = spent["pump"] * spent["readers"] - spent["read"]
-    shown = {name: round(value * 1e3, 1) for name, value in spent.items() if name not in ("readers", "tasks", "puts")}
+    shown = {
+        name: round(value * 1e3, 1)
+        for name, value in spent.items()
+        if name not in ("readers", "tasks", "puts")
+    }
     counts = ", ".join(f"{spent[name]:.0f} {name}" for name in ("readers", "tasks", "puts"))
     print(f"courses {label}, ms: {shown}, readers' waits {idle * 1e3:.1f}; {counts}", flush=True)
 
@@ -568,7 +649,10 @@ def without_lock(path: str, nbytes: int, processes: int, size: int) -> float:
     """GB/s that processes read together, each into one piece of memory of this size: no interpreter lock is between them."""
     given = [str(processes), str(nbytes), str(size)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    crew = [subprocess.Popen([sys.executable, "-c", READER, path, str(n), *given], **pipes) for n in range(processes)]
+    crew = [
+        subprocess.Popen([sys.executable, "-c", READER, path, str(n), *given], **pipes)
+        for n in range(processes)
+    ]
     time.sleep(0.3)
     for one in crew:
         one.stdin.write("go\n")
@@ -587,7 +671,12 @@ def functions(what: str, side: Callable[[], object]) -> None:
     out = io.StringIO()
     pstats.Stats(profiler, stream=out).sort_stats("tottime").print_stats(22)
     rows = [line[:150] for line in out.getvalue().splitlines() if line.strip()]
-    print(f"{what}: {time.perf_counter() - wall:.3f} s under the profiler", *rows[2:], sep="\n", flush=True)
+    print(
+        f"{what}: {time.perf_counter() - wall:.3f} s under the profiler",
+        *rows[2:],
+        sep="\n",
+        flush=True,
+    )
     wait_for(made)
 
 
@@ -605,19 +694,38 @@ def same(found: object, state: State) -> None:
     """Stop where a load did not give what was saved, or gave two tensors one storage."""
     assert isinstance(found, Mapping)
     assert set(found) == set(state), "names differ"
-    joined = [torch.cat([source[name].reshape(-1).view(torch.uint8) for name in state]) for source in (found, state)]
-    assert all(found[name].shape == tensor.shape and found[name].dtype == tensor.dtype for name, tensor in state.items())
+    joined = [
+        torch.cat([source[name].reshape(-1).view(torch.uint8) for name in state])
+        for source in (found, state)
+    ]
+    assert all(
+        found[name].shape == tensor.shape and found[name].dtype == tensor.dtype
+        for name, tensor in state.items()
+    )
     assert torch.equal(*joined), "bits differ"
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(state), "storages are shared"
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(state), (
+        "storages are shared"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_cuda", description="Many small tensors on a GPU.")
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this part (may be given several times)")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side (default: 5)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.many_cuda", description="Many small tensors on a GPU."
+    )
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help="only this part (may be given several times)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measured rounds of each side (default: 5)"
+    )
     parser.add_argument("--quick", action="store_true", help="small and once")
     parser.add_argument("--json", type=Path, help="where all figures go")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal, whose figures mean nothing")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: a rehearsal, whose figures mean nothing",
+    )
     asked = parser.parse_args()
     global DEVICE
     DEVICE = asked.device
@@ -640,7 +748,11 @@ def main() -> int:
         for part in asked.part or PARTS:
             getattr(bench, part)()
             if asked.json:
-                asked.json.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in bench.rows]}, indent=1))
+                asked.json.write_text(
+                    json.dumps(
+                        {"machine": machine, "rows": [asdict(row) for row in bench.rows]}, indent=1
+                    )
+                )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         dist.destroy_process_group()

@@ -59,7 +59,9 @@ def printed(root: Path) -> None:
 
 
 def main(folder: str | None, counts: tuple[int, ...]) -> None:
-    print(f"{'steps':>7}  {'latest()':>9}  {'listing':>8}  {'all':>8}  {'again':>8}  {'runs --json':>11}   ms")
+    print(
+        f"{'steps':>7}  {'latest()':>9}  {'listing':>8}  {'all':>8}  {'again':>8}  {'runs --json':>11}   ms"
+    )
     with tempfile.TemporaryDirectory(dir=folder) as place:
         root, made = Path(place), 1
         for count in counts:
@@ -74,7 +76,9 @@ def main(folder: str | None, counts: tuple[int, ...]) -> None:
                 least(known.steps, 3),
                 least(lambda: printed(root), 1),
             ]
-            print(f"{count:>7,}  {row[0]:>9.2f}  {row[1]:>8.2f}  {row[2]:>8.1f}  {row[3]:>8.1f}  {row[4]:>11.1f}")
+            print(
+                f"{count:>7,}  {row[0]:>9.2f}  {row[1]:>8.2f}  {row[2]:>8.1f}  {row[3]:>8.1f}  {row[4]:>11.1f}"
+            )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,11 @@ Job = Callable[[Path], object]
 
 
 def name(number: int, short: bool) -> str:
-    return f"{number // 100}.{number % 100}.w" if short else f"layers.{number // 100}.experts.{number % 100}.w"
+    return (
+        f"{number // 100}.{number % 100}.w"
+        if short
+        else f"layers.{number // 100}.experts.{number % 100}.w"
+    )
 
 
 def made(count: int, *, short: bool, changed: int = 0) -> dict[str, object]:
@@ -61,7 +65,11 @@ def options(suffix: str, count: int) -> dict[str, object]:
     """What a verb that writes is given beside its target."""
     if suffix != ".folder":
         return {"durable": False}
-    return {"durable": False, "format": "safetensors-dir", "max_shard_size": -(-64 * count // SHARDS)}
+    return {
+        "durable": False,
+        "format": "safetensors-dir",
+        "max_shard_size": -(-64 * count // SHARDS),
+    }
 
 
 def save(suffix: str, count: int) -> Job:
@@ -97,19 +105,25 @@ def convert(suffix: str, count: int) -> Job:
     import holdfast
 
     target = f"new{'' if suffix == '.pt' else suffix}"
-    return lambda path: holdfast.convert(path / f"a{suffix}", path / target, limits=raised(), **options(suffix, count))
+    return lambda path: holdfast.convert(
+        path / f"a{suffix}", path / target, limits=raised(), **options(suffix, count)
+    )
 
 
 def diff(suffix: str, count: int) -> Job:
     import holdfast
 
-    return lambda path: len(holdfast.diff(path / f"a{suffix}", path / f"b{suffix}", limits=raised()).changed)
+    return lambda path: len(
+        holdfast.diff(path / f"a{suffix}", path / f"b{suffix}", limits=raised()).changed
+    )
 
 
 def diff_exact(suffix: str, count: int) -> Job:
     import holdfast
 
-    return lambda path: holdfast.diff(path / f"a{suffix}", path / f"a{suffix}", limits=raised(), exact=True).equal
+    return lambda path: (
+        holdfast.diff(path / f"a{suffix}", path / f"a{suffix}", limits=raised(), exact=True).equal
+    )
 
 
 def verify(suffix: str, count: int) -> Job:
@@ -150,7 +164,9 @@ def one(verb: str, folder: Path, suffix: str, *, count: int) -> None:
     used = time.process_time()
     measured = measure(job, folder)
     used = time.process_time() - used
-    print(json.dumps({"microseconds": used / count * 1e6, "nbytes": measured["peak_nbytes"] / count}))
+    print(
+        json.dumps({"microseconds": used / count * 1e6, "nbytes": measured["peak_nbytes"] / count})
+    )
 
 
 def write(state: dict[str, object], path: Path, count: int) -> None:
@@ -166,28 +182,51 @@ def write(state: dict[str, object], path: Path, count: int) -> None:
     import holdfast.torch
 
     arrays = isinstance(next(iter(state.values())), np.ndarray)
-    holdfast.torch.save({name: torch.from_numpy(array) for name, array in state.items()} if arrays else state, path)
+    holdfast.torch.save(
+        {name: torch.from_numpy(array) for name, array in state.items()} if arrays else state, path
+    )
 
 
 def main(counts: list[int], formats: list[str], verbs: list[str]) -> None:
-    rows: dict[tuple[str, str], list[str]] = {(verb, format): [] for verb in verbs for format in formats}
+    rows: dict[tuple[str, str], list[str]] = {
+        (verb, format): [] for verb in verbs for format in formats
+    }
     for count in counts:
         for format in formats:
             suffix = FORMATS[format]
             with tempfile.TemporaryDirectory() as place:
                 for key, changed in (("a", 0), ("b", CHANGED)):
-                    write(made(count, short=suffix == ".safetensors", changed=changed), Path(place) / f"{key}{suffix}", count)
+                    write(
+                        made(count, short=suffix == ".safetensors", changed=changed),
+                        Path(place) / f"{key}{suffix}",
+                        count,
+                    )
                 for verb in verbs:
-                    words = [sys.executable, "-m", "benchmarks.million", "--one", verb, place, suffix, str(count)]
+                    words = [
+                        sys.executable,
+                        "-m",
+                        "benchmarks.million",
+                        "--one",
+                        verb,
+                        place,
+                        suffix,
+                        str(count),
+                    ]
                     ran = subprocess.run(words, capture_output=True, text=True, check=False)
                     if ran.returncode:
                         rows[verb, format].append(f"failed: {ran.stderr.strip().splitlines()[-1]}")
                     else:
                         found = json.loads(ran.stdout)
-                        rows[verb, format].append(f"{found['microseconds']:.1f} µs, {found['nbytes']:,.0f} B")
+                        rows[verb, format].append(
+                            f"{found['microseconds']:.1f} µs, {found['nbytes']:,.0f} B"
+                        )
                     for new in Path(place).glob("new*"):
                         shutil.rmtree(new) if new.is_dir() else new.unlink()
-                    print(f"{verb}, {format}, {count:,}: {rows[verb, format][-1]}", file=sys.stderr, flush=True)
+                    print(
+                        f"{verb}, {format}, {count:,}: {rows[verb, format][-1]}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     print("| | | " + " | ".join(f"{count:,}" for count in counts) + " |")
     print("| --- | --- |" + " --- |" * len(counts), flush=True)
     for (verb, format), cells in rows.items():

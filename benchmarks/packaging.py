@@ -46,7 +46,9 @@ def program(mib: int):
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ParameterList(torch.randn(2048, 2048) for _ in range(max(mib // 16, 1)))
+            self.layers = nn.ParameterList(
+                torch.randn(2048, 2048) for _ in range(max(mib // 16, 1))
+            )
 
         def forward(self, x):
             for weight in self.layers:
@@ -70,7 +72,10 @@ def packagers(mib: int, folder: Path, *, durable: bool) -> dict[Path, Callable[[
         if durable:
             flush(theirs)
 
-    return {theirs: peer, ours: lambda: package_program(exported, ours, overwrite=True, durable=durable)}
+    return {
+        theirs: peer,
+        ours: lambda: package_program(exported, ours, overwrite=True, durable=durable),
+    }
 
 
 def floors(mib: int, folder: Path, *, durable: bool) -> dict[Path, Callable[[], object]]:
@@ -95,12 +100,17 @@ def floors(mib: int, folder: Path, *, durable: bool) -> dict[Path, Callable[[], 
     jobs: dict[Path, Callable[[], object]] = {}
     for threads in (1, 2):
         for allocate in (False, True):
-            path = folder / f"pwrite, {threads} thread{'s'[: threads - 1]}{', fallocate' if allocate else ''}"
+            path = (
+                folder
+                / f"pwrite, {threads} thread{'s'[: threads - 1]}{', fallocate' if allocate else ''}"
+            )
             jobs[path] = partial(write, path, threads, allocate)
     return jobs
 
 
-def medians(jobs: dict[Path, Callable[[], object]], rounds: int, row: str, nbytes: int) -> dict[str, tuple[float, float]]:
+def medians(
+    jobs: dict[Path, Callable[[], object]], rounds: int, row: str, nbytes: int
+) -> dict[str, tuple[float, float]]:
     """Seconds, and seconds of processor time, of each job, run in turn, by the name of its file."""
     times: dict[Path, list[tuple[float, float]]] = {path: [] for path in jobs}
     for turn in range(rounds + 1):
@@ -113,12 +123,19 @@ def medians(jobs: dict[Path, Callable[[], object]], rounds: int, row: str, nbyte
             job()
             if turn:
                 times[path].append((time.perf_counter() - begin, time.process_time() - busy))
-    middle = {path: [statistics.median(part) for part in zip(*pairs, strict=True)] for path, pairs in times.items()}
-    return {path.stem: (round(seconds, 3), round(cpu, 3)) for path, (seconds, cpu) in middle.items()}
+    middle = {
+        path: [statistics.median(part) for part in zip(*pairs, strict=True)]
+        for path, pairs in times.items()
+    }
+    return {
+        path.stem: (round(seconds, 3), round(cpu, 3)) for path, (seconds, cpu) in middle.items()
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=1024, help="MiB of weights")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write (a temporary folder)")
@@ -132,12 +149,22 @@ def main() -> None:
         jobs = packagers(options.mib, folder, durable=options.durable)
         for row in ROWS:
             seconds = medians(jobs, options.rounds, row, nbytes)
-            ratio, processor = (round(theirs / ours, 2) for theirs, ours in zip(seconds["theirs"], seconds["ours"], strict=True))
-            print(json.dumps({"row": row, **seconds, "ratio": ratio, "processor_ratio": processor}), flush=True)
+            ratio, processor = (
+                round(theirs / ours, 2)
+                for theirs, ours in zip(seconds["theirs"], seconds["ours"], strict=True)
+            )
+            print(
+                json.dumps({"row": row, **seconds, "ratio": ratio, "processor_ratio": processor}),
+                flush=True,
+            )
         for path in jobs:
             path.unlink()
         lowest = floors(options.mib, folder, durable=options.durable)
-        print(json.dumps({"row": "floor, backed", **medians(lowest, options.rounds, "backed", nbytes)}))
+        print(
+            json.dumps(
+                {"row": "floor, backed", **medians(lowest, options.rounds, "backed", nbytes)}
+            )
+        )
 
 
 if __name__ == "__main__":

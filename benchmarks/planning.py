@@ -36,8 +36,13 @@ COLUMNS = 8
 def catalogue_of(tensors: int, rows: int) -> Catalogue:
     """Tensors of several sizes, in a cycle like the layers of a model."""
     cycle = ((4, 64), (1, 256), (2, 32), (1, 0), (8, 128))
-    shapes = [(rows * a, b * COLUMNS) if b else (rows * a,) for a, b in (cycle[i % len(cycle)] for i in range(tensors))]
-    names = tuple(f"model.layers.{i // len(cycle)}.block.{i % len(cycle)}.weight" for i in range(tensors))
+    shapes = [
+        (rows * a, b * COLUMNS) if b else (rows * a,)
+        for a, b in (cycle[i % len(cycle)] for i in range(tensors))
+    ]
+    names = tuple(
+        f"model.layers.{i // len(cycle)}.block.{i % len(cycle)}.weight" for i in range(tensors)
+    )
     return Catalogue(names, ("bfloat16",) * tensors, tuple(shapes))
 
 
@@ -48,7 +53,9 @@ def states_of(layout: str, ranks: int, tensors: int) -> list[RankState]:
     states = []
     for rank in range(ranks):
         offsets, sizes = np.zeros_like(extents), extents.copy()
-        parts = {"sharded": ranks, "hybrid": ranks // 2, "mesh": ranks // COLUMNS, "replicated": 1}[layout]
+        parts = {"sharded": ranks, "hybrid": ranks // 2, "mesh": ranks // COLUMNS, "replicated": 1}[
+            layout
+        ]
         part = rank // COLUMNS if layout == "mesh" else rank % parts
         sizes[0] = extents[0] // parts
         offsets[0] = sizes[0] * part
@@ -63,26 +70,44 @@ def states_of(layout: str, ranks: int, tensors: int) -> list[RankState]:
 def dcp_plans(states: list[RankState]) -> list[object]:
     """The same as torch's save plans, one for each rank."""
     import torch
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import (
+        SavePlan,
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
 
     properties = TensorProperties(dtype=torch.bfloat16)
     plans = []
     for state in states:
         items = []
-        for t, offsets, sizes in zip(state.tensors.tolist(), state.offsets.T.tolist(), state.sizes.T.tolist(), strict=True):
+        for t, offsets, sizes in zip(
+            state.tensors.tolist(), state.offsets.T.tolist(), state.sizes.T.tolist(), strict=True
+        ):
             name, shape = state.catalogue.names[t], state.catalogue.shapes[t]
             dims = len(shape)
             at, size = torch.Size(offsets[:dims]), torch.Size(sizes[:dims])
-            data = TensorWriteData(chunk=ChunkStorageMetadata(at, size), properties=properties, size=torch.Size(shape))
-            items.append(WriteItem(index=MetadataIndex(name, at), type=WriteItemType.SHARD, tensor_data=data))
+            data = TensorWriteData(
+                chunk=ChunkStorageMetadata(at, size), properties=properties, size=torch.Size(shape)
+            )
+            items.append(
+                WriteItem(index=MetadataIndex(name, at), type=WriteItemType.SHARD, tensor_data=data)
+            )
         plans.append(SavePlan(items))
     return plans
 
 
 def dcp_plan(plans: list[object]) -> None:
     from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-    from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
+    from torch.distributed.checkpoint.default_planner import (
+        _validate_global_plan,
+        create_default_global_save_plan,
+    )
 
     kept, metadata = create_default_global_save_plan(dedup_save_plans(plans))
     wrong = _validate_global_plan(kept, metadata)
@@ -102,7 +127,13 @@ def measure_ours(layout: str, ranks: int, tensors: int) -> dict[str, float]:
     states = states_of(layout, ranks, tensors)
     before = _peak()
     took, wall = seconds(lambda: _planned(states))
-    return {"boxes": float(ranks * tensors), "seconds": took, "wall": wall, "peak": _peak(), "input": before}
+    return {
+        "boxes": float(ranks * tensors),
+        "seconds": took,
+        "wall": wall,
+        "peak": _peak(),
+        "input": before,
+    }
 
 
 def _planned(states: list[RankState]) -> None:
@@ -172,20 +203,51 @@ def rows(layouts: list[str], ranks: int, tensors: int, boxes: int) -> Iterator[t
 
 def main() -> None:
     text = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__, formatter_class=text)
-    parser.add_argument("--ranks", type=int, default=1024, help="ranks of our own runs, a multiple of 16 (default: 1024)")
-    parser.add_argument("--tensors", type=int, default=5000, help="tensors of every run (default: 5000)")
-    parser.add_argument("--boxes", type=int, default=160_000, help="the most boxes for torch's planner; 0 leaves it out")
-    parser.add_argument("--layout", choices=LAYOUTS, action="append", help="only this one; may be given again")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planning", description=__doc__, formatter_class=text
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1024,
+        help="ranks of our own runs, a multiple of 16 (default: 1024)",
+    )
+    parser.add_argument(
+        "--tensors", type=int, default=5000, help="tensors of every run (default: 5000)"
+    )
+    parser.add_argument(
+        "--boxes",
+        type=int,
+        default=160_000,
+        help="the most boxes for torch's planner; 0 leaves it out",
+    )
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, action="append", help="only this one; may be given again"
+    )
     asked = parser.parse_args()
     if asked.ranks < 2 * COLUMNS or asked.ranks % (2 * COLUMNS):
         parser.error(f"--ranks must be a multiple of {2 * COLUMNS}")
-    headings = ("plan", "boxes", "ours", "(wall)", "a box", "torch", "a box", "ratio", "peak memory")
-    table = [headings, *rows(asked.layout or list(LAYOUTS), asked.ranks, asked.tensors, asked.boxes)]
+    headings = (
+        "plan",
+        "boxes",
+        "ours",
+        "(wall)",
+        "a box",
+        "torch",
+        "a box",
+        "ratio",
+        "peak memory",
+    )
+    table = [
+        headings,
+        *rows(asked.layout or list(LAYOUTS), asked.ranks, asked.tensors, asked.boxes),
+    ]
     widths = [max(len(row[i]) for row in table) for i in range(len(headings))]
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
     wire = alone(measure_wire, min(asked.ranks, 256), asked.tensors)
     print(
         f"a description of {asked.tensors:,} tensors: {wire['nbytes']:,.0f} bytes, {wire['encode'] * 1e3:.2f} ms to encode,"

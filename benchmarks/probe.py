@@ -63,7 +63,11 @@ def main() -> None:
     from benchmarks.cases import CASES
 
     case = next(case for case in CASES if case.name == name)
-    modules = getattr(case, "our_modules", OUR_MODULES) if side == "ours" else getattr(case, "peer_modules", ())
+    modules = (
+        getattr(case, "our_modules", OUR_MODULES)
+        if side == "ours"
+        else getattr(case, "peer_modules", ())
+    )
     for module in modules:
         importlib.import_module(module)
     print(json.dumps(measure(getattr(case, side), Path(path))))

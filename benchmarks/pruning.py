@@ -51,7 +51,11 @@ def make(path: Path, quick: bool) -> None:
     import ml_dtypes
     import numpy as np
 
-    values = (np.random.default_rng(7).standard_normal(4 * MIB, np.float32) * 0.02).astype(ml_dtypes.bfloat16).view(np.uint16)
+    values = (
+        (np.random.default_rng(7).standard_normal(4 * MIB, np.float32) * 0.02)
+        .astype(ml_dtypes.bfloat16)
+        .view(np.uint16)
+    )
     header, reach = {}, 0
     for name, shape in shapes(quick):
         nbytes = 2 * math.prod(shape)
@@ -78,7 +82,14 @@ def pruned(rule: str, masks: str | None = None) -> Callable[[Path], object]:
 
         out = path.with_name("pruned.safetensors" if masks is None else "pruned")
         try:
-            return holdfast.prune(path, out, ["*norm*: keep", f"*: {rule}"], masks=masks, durable=False, read_back=False)
+            return holdfast.prune(
+                path,
+                out,
+                ["*norm*: keep", f"*: {rule}"],
+                masks=masks,
+                durable=False,
+                read_back=False,
+            )
         finally:
             shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
 

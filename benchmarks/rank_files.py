@@ -64,10 +64,14 @@ def write(folder: Path, mib: int, ranks: int) -> None:
         mesh = init_device_mesh("cpu", (ranks,))
         torch.manual_seed(rank)
         state = {
-            f"layers.{i}.weight": DTensor.from_local(torch.randn(WIDTH // ranks, WIDTH), mesh, [Shard(0)], run_check=False)
+            f"layers.{i}.weight": DTensor.from_local(
+                torch.randn(WIDTH // ranks, WIDTH), mesh, [Shard(0)], run_check=False
+            )
             for i in range(max(mib // 64, 1))
         }
-        torch.save({**state, "scale": torch.ones(1)}, folder / f"model_world_size_{ranks}_rank_{rank}.pt")
+        torch.save(
+            {**state, "scale": torch.ones(1)}, folder / f"model_world_size_{ranks}_rank_{rank}.pt"
+        )
         dist.destroy_process_group()
 
 
@@ -79,18 +83,27 @@ def merge(folder: Path, target: Path, dtype: str | None) -> None:
     from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    paths = sorted(folder.glob("model_world_size_*_rank_*.pt"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    paths = sorted(
+        folder.glob("model_world_size_*_rank_*.pt"),
+        key=lambda path: int(path.stem.rpartition("_")[2]),
+    )
     dist.init_process_group("fake", rank=0, world_size=len(paths), store=FakeStore())
     ranks = [torch.load(path, weights_only=False, map_location="cpu") for path in paths]
     whole = {}
     for name in list(ranks[0]):
         parts = [rank.pop(name) for rank in ranks]
-        tensor = torch.cat([part.to_local() for part in parts]) if isinstance(parts[0], DTensor) else parts[0]
+        tensor = (
+            torch.cat([part.to_local() for part in parts])
+            if isinstance(parts[0], DTensor)
+            else parts[0]
+        )
         whole[name] = tensor.to(torch.bfloat16) if dtype == "bf16" else tensor
     save_file(whole, target)
 
 
-def measure(side: str, source: Path, target: Path, *, durable: bool, dtype: str) -> dict[str, float]:
+def measure(
+    side: str, source: Path, target: Path, *, durable: bool, dtype: str
+) -> dict[str, float]:
     target.unlink(missing_ok=True)
     command = [sys.executable, "-c", MEASURED, side, str(source), str(target), str(durable), dtype]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -98,7 +111,9 @@ def measure(side: str, source: Path, target: Path, *, durable: bool, dtype: str)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=4096, help="MiB of all ranks together")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
@@ -114,11 +129,20 @@ def main() -> None:
         found: dict[str, list[dict[str, float]]] = {"theirs": [], "ours": [], "ours, as theirs": []}
         for turn in range(options.rounds + 1):
             for side, results in found.items():
-                result = measure(side, source, Path(name) / "out.safetensors", durable=options.durable, dtype=options.dtype)
+                result = measure(
+                    side,
+                    source,
+                    Path(name) / "out.safetensors",
+                    durable=options.durable,
+                    dtype=options.dtype,
+                )
                 if turn:
                     results.append(result)
         for side, results in found.items():
-            middle = {key: round(statistics.median(result[key] for result in results), 2) for key in results[0]}
+            middle = {
+                key: round(statistics.median(result[key] for result in results), 2)
+                for key in results[0]
+            }
             print(json.dumps({"side": side, **middle}), flush=True)
 
 

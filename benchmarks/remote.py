@@ -41,7 +41,10 @@ def state(nbytes: int) -> dict[str, np.ndarray]:
     """Tensors of so many bytes together, of numbers that differ."""
     each = nbytes // TENSORS // 4
     start = np.arange(each, dtype=np.uint32)
-    return {f"layers.{i}.weight": (start + np.uint32(i)).view(np.float32).reshape(-1, 1024) for i in range(TENSORS)}
+    return {
+        f"layers.{i}.weight": (start + np.uint32(i)).view(np.float32).reshape(-1, 1024)
+        for i in range(TENSORS)
+    }
 
 
 def holdfast_side(job: str, nbytes: int) -> Callable[[], object]:
@@ -74,13 +77,19 @@ def boto3_side(job: str, nbytes: int) -> Callable[[], object]:
     from boto3.s3.transfer import TransferConfig
     from botocore.config import Config
 
-    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"], config=Config(max_pool_connections=THREADS))
+    client = boto3.client(
+        "s3",
+        endpoint_url=os.environ["AWS_ENDPOINT_URL"],
+        config=Config(max_pool_connections=THREADS),
+    )
     key = "bench/x.safetensors"
     if "COUNTED" not in os.environ:
         client.head_bucket(Bucket=BUCKET)
 
     def ranged(start: int, stop: int) -> bytes:
-        return client.get_object(Bucket=BUCKET, Key=key, Range=f"bytes={start}-{stop - 1}")["Body"].read()
+        return client.get_object(Bucket=BUCKET, Key=key, Range=f"bytes={start}-{stop - 1}")[
+            "Body"
+        ].read()
 
     if job == "read":
 
@@ -114,7 +123,9 @@ def boto3_side(job: str, nbytes: int) -> Callable[[], object]:
 def s3fs_side(job: str, nbytes: int) -> Callable[[], object]:
     import s3fs
 
-    files = s3fs.S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL"], key="key", secret="secret")
+    files = s3fs.S3FileSystem(
+        endpoint_url=os.environ["AWS_ENDPOINT_URL"], key="key", secret="secret"
+    )
     place = f"{BUCKET}/bench/x.safetensors"
     if "COUNTED" not in os.environ:
         files.ls(f"{BUCKET}/bench")
@@ -146,7 +157,9 @@ def dcp_side(job: str, nbytes: int) -> Callable[[], object]:
     if job == "read":
         for tensor in tensors.values():
             tensor.zero_()
-        return lambda: dcp.load(tensors, storage_reader=FsspecReader(f"s3://{BUCKET}/bench/dcp", **options))
+        return lambda: dcp.load(
+            tensors, storage_reader=FsspecReader(f"s3://{BUCKET}/bench/dcp", **options)
+        )
     # Files to memory before they are sent, in as many threads as the others have.
     target = os.environ.get("DCP_TARGET", f"s3://{BUCKET}/bench/dcp-{os.getpid()}")
     return lambda: dcp.save(tensors, storage_writer=FsspecWriter(target, thread_count=4, **options))
@@ -157,7 +170,9 @@ def connector_side(job: str, nbytes: int) -> Callable[[], object]:
     from s3torchconnector import S3Checkpoint, S3ClientConfig
 
     made = S3Checkpoint(
-        region="us-east-1", endpoint=os.environ["AWS_ENDPOINT_URL"], s3client_config=S3ClientConfig(force_path_style=True)
+        region="us-east-1",
+        endpoint=os.environ["AWS_ENDPOINT_URL"],
+        s3client_config=S3ClientConfig(force_path_style=True),
     )
     if job == "slice":
         raise NotImplementedError("it reads files, whole with torch.load")
@@ -218,8 +233,23 @@ def run(side: str, job: str, nbytes: int, port: int, **more: str) -> dict[str, f
     """The same in a process of its own; text where it fails."""
     from tests.remote.servers import environment
 
-    command = [sys.executable, "-m", "benchmarks.remote", "--child", side, job, "--size", str(nbytes)]
-    done = subprocess.run(command, env={**os.environ, **environment(port), **more}, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.remote",
+        "--child",
+        side,
+        job,
+        "--size",
+        str(nbytes),
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment(port), **more},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["failed"])[-1][:100]
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -237,7 +267,12 @@ def prepare(job: str, nbytes: int, port: int) -> None:
         return
     holdfast.save(state(nbytes), f"s3://{BUCKET}/bench/native", overwrite=True)
     for name in ("x.safetensors", "x.pt")[: 1 if job == "slice" else 2]:
-        holdfast.convert(f"s3://{BUCKET}/bench/native", f"s3://{BUCKET}/bench/{name}", read_back=False, overwrite=True)
+        holdfast.convert(
+            f"s3://{BUCKET}/bench/native",
+            f"s3://{BUCKET}/bench/{name}",
+            read_back=False,
+            overwrite=True,
+        )
     if job == "read":
         run("DCP, fsspec", "save", nbytes, port, DCP_TARGET=f"s3://{BUCKET}/bench/dcp")
 
@@ -253,10 +288,19 @@ def versions() -> list[str]:
 
 def main() -> int:
     """Prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.remote", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.remote", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--size", type=int, default=1 << 30, help="bytes that are read and saved (default: 1 GiB)")
-    parser.add_argument("--slice-of", type=int, default=4 << 30, help="bytes of what a slice is read from (default: 4 GiB)")
+    parser.add_argument(
+        "--size", type=int, default=1 << 30, help="bytes that are read and saved (default: 1 GiB)"
+    )
+    parser.add_argument(
+        "--slice-of",
+        type=int,
+        default=4 << 30,
+        help="bytes of what a slice is read from (default: 4 GiB)",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--job", choices=JOBS, action="append", help="of these only")
     asked = parser.parse_args()
@@ -266,7 +310,9 @@ def main() -> int:
     from tests.remote.servers import weed
 
     load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {load}; {', '.join(versions())}; {asked.rounds} rounds")
+    print(
+        f"Python {platform.python_version()}, {os.cpu_count()} cores, {load}; {', '.join(versions())}; {asked.rounds} rounds"
+    )
     print("\n| job | side | seconds | of ours | processor s | peak memory | bytes | requests |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for job in asked.job or JOBS:

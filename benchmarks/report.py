@@ -42,7 +42,10 @@ def as_text(outcomes: Sequence[Outcome]) -> str:
     """Columns of plain text; rich is not needed and pipes stay readable."""
     table = [HEADINGS, *rows(outcomes)]
     widths = [max(len(row[i]) for row in table) for i in range(len(HEADINGS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
@@ -63,7 +66,9 @@ def as_markdown(outcomes: Sequence[Outcome], floors: Sequence[Floor]) -> str:
     return "\n".join([about, "", as_line(list(floors)), "", *(f"| {line} |" for line in lines)])
 
 
-def write_json(outcomes: Sequence[Outcome], path: Path, *, rounds: int, quick: bool, floors: Sequence[Floor]) -> None:
+def write_json(
+    outcomes: Sequence[Outcome], path: Path, *, rounds: int, quick: bool, floors: Sequence[Floor]
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     cases = [dataclasses.asdict(outcome) | {"medians": _medians(outcome)} for outcome in outcomes]
     document = {
@@ -91,7 +96,16 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
         target = f"≤ {outcome.limits['seconds']:g} s"
     peaks = [_size(q["peak_nbytes"]) for q in outcome.quantities.values() if "peak_nbytes" in q]
     ratio = f"{outcome.ratio:.2f}×" if outcome.ratio is not None else ""
-    return (outcome.title, _time(ours) if ours else "", peer, ratio, target, met, " / ".join(peaks), _beside(outcome))
+    return (
+        outcome.title,
+        _time(ours) if ours else "",
+        peer,
+        ratio,
+        target,
+        met,
+        " / ".join(peaks),
+        _beside(outcome),
+    )
 
 
 def _beside(outcome: Outcome) -> str:
@@ -102,7 +116,9 @@ def _beside(outcome: Outcome) -> str:
     if processor is not None:
         said.append(f"processor time {processor:.2f}×")
     if outcome.limits.get("read_nbytes"):
-        said.append(f"{_size(measured['read_nbytes'])} read (≤ {_size(int(outcome.limits['read_nbytes']))})")
+        said.append(
+            f"{_size(measured['read_nbytes'])} read (≤ {_size(int(outcome.limits['read_nbytes']))})"
+        )
         said.append(f"{measured['reads']:,} reads")
         said.append(f"memory ≤ {_size(int(outcome.limits['peak_nbytes']))}")
     elif "megabytes_per_second" in measured:
@@ -110,10 +126,14 @@ def _beside(outcome: Outcome) -> str:
     elif "stored_permille" in measured:
         said.append(f"{measured['stored_permille'] / 10:.1f}% stored")
         for way in ("pack", "unpack"):
-            rate, processor = (measured[f"{way}_megabytes_per_{unit}"] for unit in ("second", "processor_second"))
+            rate, processor = (
+                measured[f"{way}_megabytes_per_{unit}"] for unit in ("second", "processor_second")
+            )
             said.append(f"{rate:,} MB/s {way}ed ({processor:,} a processor)")
     elif "wanted_nbytes" in measured:
-        said.append(f"{measured['reads']:,} reads, {measured['read_nbytes']:,} B for {measured['wanted_nbytes']:,} wanted")
+        said.append(
+            f"{measured['reads']:,} reads, {measured['read_nbytes']:,} B for {measured['wanted_nbytes']:,} wanted"
+        )
     for label, times in list(outcome.times.items())[2:]:
         said.append(f"{_time(times)} {label}")
     return ", ".join(said)
@@ -121,7 +141,13 @@ def _beside(outcome: Outcome) -> str:
 
 def _time(times: Times) -> str:
     seconds = times.median
-    shown = f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"
+    shown = (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.0f} ms"
+        if seconds >= 0.01
+        else f"{seconds * 1e3:.2f} ms"
+    )
     return f"{shown} ±{times.spread:.0%}" if len(times.seconds) > 1 else shown
 
 

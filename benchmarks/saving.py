@@ -115,7 +115,10 @@ def saves(kind: str, title: str, recipe: Recipe, pt: float, st: float) -> tuple[
             memory=kind != "large",
             backed_nbytes=backed,
         )
-        for form, peer_title, peer, target in (("pt", "torch.save", torch_save, pt), ("safetensors", "save_file", save_file, st))
+        for form, peer_title, peer, target in (
+            ("pt", "torch.save", torch_save, pt),
+            ("safetensors", "save_file", save_file, st),
+        )
         for durable in (False, True)
         for backed in (0, BACKED_NBYTES)
         if kind == "large" or not (durable or backed)
@@ -172,7 +175,10 @@ SAVING: tuple[Case, ...] = (
             target,
             our_modules=WITH_TORCH,
         )
-        for form, name, target in (("safetensors", "module.safetensors", 4.0), ("native", "module", 3.5))
+        for form, name, target in (
+            ("safetensors", "module.safetensors", 4.0),
+            ("native", "module", 3.5),
+        )
     ),
     Race(
         "save-training-pt",
@@ -194,6 +200,12 @@ SAVING: tuple[Case, ...] = (
         2.0,
         memory=False,
     ),
-    Bound("convert-memory", "memory of that conversion", files.four_pt, ours_convert, {"peak_nbytes": 300 * MIB}),
+    Bound(
+        "convert-memory",
+        "memory of that conversion",
+        files.four_pt,
+        ours_convert,
+        {"peak_nbytes": 300 * MIB},
+    ),
     Count("verify-pt", "verify a .pt of 1 GiB", files.large_pt, verify_rate),
 )

@@ -67,7 +67,9 @@ def ranks_of(layout: str, ranks: int, tensors: int) -> list[RankState]:
     every = catalogue_of(tensors, 8)
     states = []
     for rank in range(ranks):
-        own = Catalogue(every.names[rank::ranks], every.dtypes[rank::ranks], every.shapes[rank::ranks])
+        own = Catalogue(
+            every.names[rank::ranks], every.dtypes[rank::ranks], every.shapes[rank::ranks]
+        )
         numbers = np.arange(len(own), dtype=np.int64)
         states.append(RankState(own, numbers, np.zeros_like(own.extents), own.extents))
     return states
@@ -81,8 +83,16 @@ def receipt_of(rank: int, ranks: int, writes: RankWrites, bits: Ints, *, suffix:
     stops = first + lengths.cumsum()
     numbers = np.arange(len(lengths))
     sums = ("%08x" % (rank * 0x9E3779B1 % (1 << 32))) * len(lengths)
-    key = f"data-{rank + 1:05}-of-{ranks:05}.safetensors" if suffix == "native" else f"__{rank}_0.distcp"
-    return Receipt(key, int(stops[-1]), StoredBoxes(as_bytes(numbers), as_bytes(stops - lengths), as_bytes(stops), sums))
+    key = (
+        f"data-{rank + 1:05}-of-{ranks:05}.safetensors"
+        if suffix == "native"
+        else f"__{rank}_0.distcp"
+    )
+    return Receipt(
+        key,
+        int(stops[-1]),
+        StoredBoxes(as_bytes(numbers), as_bytes(stops - lengths), as_bytes(stops), sums),
+    )
 
 
 def clocked(job: Callable[[], object]) -> tuple[object, float]:
@@ -97,7 +107,11 @@ def saved(layout: str, ranks: int, tensors: int, format: str, folder: str) -> di
     from holdfast.torch.ranks.saving import RECEIPTS, TASK, RankTask
 
     states = ranks_of(layout, ranks, tensors)
-    paths = {} if format == "native" else {name: (name,) for state in states for name in state.catalogue.names}
+    paths = (
+        {}
+        if format == "native"
+        else {name: (name,) for state in states for name in state.catalogue.names}
+    )
     told = Description(None, {}, {}, [], [], [])
     messages = [message(told, state, b"") for state in states]
     messages[0] = message(Description(None, {}, paths, [], [], []), None, b"")
@@ -106,14 +120,21 @@ def saved(layout: str, ranks: int, tensors: int, format: str, folder: str) -> di
 
     def plan() -> tuple[Together, list[bytes]]:
         together = put_together(messages, values="agree", per_rank=(), own=own)
-        return together, [write_document(TASK, RankTask("", as_bytes(w.boxes), list(w.values), [], None)) for w in together.writes]
+        return together, [
+            write_document(TASK, RankTask("", as_bytes(w.boxes), list(w.values), [], None))
+            for w in together.writes
+        ]
 
     (together, tasks), plan_s = clocked(plan)
     plan_peak, boxes = status("VmHWM"), sum(len(w.boxes) for w in together.writes)
     messages.clear()
     catalogue = together.contents.catalogue
     bits = np.array([BITS[dtype] for dtype in catalogue.dtypes], np.int64)
-    listed = [receipt_of(r, ranks, w, bits, suffix=format) for r, w in enumerate(together.writes) if len(w.boxes)]
+    listed = [
+        receipt_of(r, ranks, w, bits, suffix=format)
+        for r, w in enumerate(together.writes)
+        if len(w.boxes)
+    ]
     receipts = [write_document(RECEIPTS, [receipt]) for receipt in listed]
     files = [(receipt.key, receipt.nbytes) for receipt in listed]
     listed = []
@@ -145,7 +166,9 @@ def opened(folder: str) -> dict[str, float]:
     """In this process: open what is in a folder."""
     import holdfast
 
-    with tempfile.TemporaryDirectory() as small:  # what is imported when a verb is first called is no part of it
+    with (
+        tempfile.TemporaryDirectory() as small
+    ):  # what is imported when a verb is first called is no part of it
         holdfast.save({"w": np.zeros(3)}, Path(small, "a"))
         with holdfast.open(Path(small, "a")) as checkpoint:
             list(checkpoint)
@@ -153,7 +176,13 @@ def opened(folder: str) -> dict[str, float]:
     peak = status("VmHWM")
     tensor, described = clocked(lambda: checkpoint[next(iter(checkpoint))])
     chunks, chunks_s = clocked(lambda: len(tensor.chunks))
-    return {"open_s": took, "open_peak": peak, "tensors": len(checkpoint), "chunks": chunks, "chunks_s": described + chunks_s}
+    return {
+        "open_s": took,
+        "open_peak": peak,
+        "tensors": len(checkpoint),
+        "chunks": chunks,
+        "chunks_s": described + chunks_s,
+    }
 
 
 class Many(Ranks):
@@ -162,7 +191,9 @@ class Many(Ranks):
     def __init__(self, told: list[bytes]) -> None:
         self.size, self.told, self.answers = len(told), told, list[bytes]()
 
-    def agree(self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED) -> bytes:
+    def agree(
+        self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED
+    ) -> bytes:
         self.answers = decide(self.told)
         return self.answers[0]
 
@@ -171,10 +202,17 @@ def loading(ranks: int, tensors: int, whole: int) -> tuple[Many, float]:
     """A load of which each rank wants a part of each tensor, but for so many that all want whole."""
     from holdfast.torch.ranks.load_sharded import RANK_MATCH, Offer, RankMatch, _judge
 
-    offers = [Offer(f"model.layers.{n}.norm.weight", "torch.bfloat16", (8192,), "cuda", 16384) for n in range(whole)]
-    told = write_document(RANK_MATCH, RankMatch(b"0" * 16, b"1" * 16, b"\xff" * (tensors // 8), True, True, offers))
+    offers = [
+        Offer(f"model.layers.{n}.norm.weight", "torch.bfloat16", (8192,), "cuda", 16384)
+        for n in range(whole)
+    ]
+    told = write_document(
+        RANK_MATCH, RankMatch(b"0" * 16, b"1" * 16, b"\xff" * (tensors // 8), True, True, offers)
+    )
     many = Many([told] * ranks)
-    _, took = clocked(lambda: many.agree(told, lambda messages: _judge(messages, "auto", remote=True)))
+    _, took = clocked(
+        lambda: many.agree(told, lambda messages: _judge(messages, "auto", remote=True))
+    )
     return many, took
 
 
@@ -185,7 +223,9 @@ def sharing_out(ranks: int, tensors: int) -> tuple[Many, float]:
     mark = blake2b(weights.tobytes(), digest_size=MARK_NBYTES).digest()
     kind = message_kind("list of results", list[int])
     many = Many([mark + write_document(kind, [0xFFFFFFFF] * int(count)) for count in picks])
-    _, took = clocked(lambda: share_out(many, weights, lambda numbers: [0xFFFFFFFF] * len(numbers), int))
+    _, took = clocked(
+        lambda: share_out(many, weights, lambda numbers: [0xFFFFFFFF] * len(numbers), int)
+    )
     return many, took
 
 
@@ -197,7 +237,10 @@ def receiving(ranks: int, tensors: int) -> tuple[Many, float]:
         pieces = [names[at : at + 1000] for at in range(0, len(names), 1000)]
         segments = tuple(Gathered(64 * len(own), own, lambda: (b"", {})) for own in pieces)
         files.append((FilePlan(f"data-{rank}", segments), dict.fromkeys(names, 0xFFFFFFFF)))
-    told = [write_document(RECEIPT, PartReceipt({r: PartSums.of_whole(*file)}, {}, b"")) for r, file in enumerate(files)]
+    told = [
+        write_document(RECEIPT, PartReceipt({r: PartSums.of_whole(*file)}, {}, b""))
+        for r, file in enumerate(files)
+    ]
     many, crcs = Many(told), dict[str, int]()
 
     def receive(messages: list[bytes]) -> list[bytes]:
@@ -212,16 +255,43 @@ def receiving(ranks: int, tensors: int) -> tuple[Many, float]:
 
 
 def print_messages() -> None:
-    print("| | rank 0 | up, one | up, all | down, one | down, all |\n| --- | --- | --- | --- | --- | --- |")
-    rows = {f"load, all cut, {n:,} × 2,000": lambda n=n: loading(n, 2000, 0) for n in (1024, 2048, 4096, 8192)}
-    rows |= {f"load, 200 of them whole, {n:,} × 2,000": lambda n=n: loading(n, 2000, 200) for n in (256, 512, 1024)}
-    rows |= {f"a verb that looks, {n:,} × 2,000": lambda n=n: sharing_out(n, 2000) for n in (1024, 2048, 4096, 8192)}
-    rows |= {f"a verb that looks, 64 × {n:,}": lambda n=n: sharing_out(64, n) for n in (250_000, 500_000, 1_000_000)}
-    rows |= {f"a verb that writes, 64 × {n:,}": lambda n=n: receiving(64, n) for n in (250_000, 500_000, 1_000_000)}
+    print(
+        "| | rank 0 | up, one | up, all | down, one | down, all |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    rows = {
+        f"load, all cut, {n:,} × 2,000": lambda n=n: loading(n, 2000, 0)
+        for n in (1024, 2048, 4096, 8192)
+    }
+    rows |= {
+        f"load, 200 of them whole, {n:,} × 2,000": lambda n=n: loading(n, 2000, 200)
+        for n in (256, 512, 1024)
+    }
+    rows |= {
+        f"a verb that looks, {n:,} × 2,000": lambda n=n: sharing_out(n, 2000)
+        for n in (1024, 2048, 4096, 8192)
+    }
+    rows |= {
+        f"a verb that looks, 64 × {n:,}": lambda n=n: sharing_out(64, n)
+        for n in (250_000, 500_000, 1_000_000)
+    }
+    rows |= {
+        f"a verb that writes, 64 × {n:,}": lambda n=n: receiving(64, n)
+        for n in (250_000, 500_000, 1_000_000)
+    }
     for name, job in rows.items():
         many, took = job()
-        sizes = (len(many.told[-1]), sum(map(len, many.told)), len(many.answers[-1]), sum(map(len, many.answers)))
-        print(f"| {name} | {took:.3f} s | " + " | ".join(f"{nbytes / 1e6:,.3f} MB" for nbytes in sizes) + " |", flush=True)
+        sizes = (
+            len(many.told[-1]),
+            sum(map(len, many.told)),
+            len(many.answers[-1]),
+            sum(map(len, many.answers)),
+        )
+        print(
+            f"| {name} | {took:.3f} s | "
+            + " | ".join(f"{nbytes / 1e6:,.3f} MB" for nbytes in sizes)
+            + " |",
+            flush=True,
+        )
 
 
 def alone(*arguments: object) -> dict[str, float]:
@@ -229,7 +299,9 @@ def alone(*arguments: object) -> dict[str, float]:
         return pool.apply(saved, arguments)
 
 
-def measured(layout: str, ranks: int, tensors: int, format: str, *, rounds: int) -> dict[str, float]:
+def measured(
+    layout: str, ranks: int, tensors: int, format: str, *, rounds: int
+) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         found = alone(layout, ranks, tensors, format, folder)
         runs = []
@@ -255,27 +327,53 @@ COLUMNS: dict[str, Callable[[float], str]] = {
 }  # fmt: skip
 
 
-def lines(layout: str, format: str, sizes: Sequence[tuple[int, int]], rounds: int) -> Iterator[list[str]]:
+def lines(
+    layout: str, format: str, sizes: Sequence[tuple[int, int]], rounds: int
+) -> Iterator[list[str]]:
     before: dict[str, float] = {}
     for ranks, tensors in sizes:
         found = measured(layout, ranks, tensors, format, rounds=rounds)
         cells = [say(found[name]) if name in found else "—" for name, say in COLUMNS.items()]
         yield [f"{layout}, {format}, {ranks:,} × {tensors:,}", *cells]
         if before:
-            grew = [f"×{found[name] / before[name]:.2f}" if name in found and name in before else "" for name in COLUMNS]
+            grew = [
+                f"×{found[name] / before[name]:.2f}" if name in found and name in before else ""
+                for name in COLUMNS
+            ]
             yield ["", *grew]
         before = found
 
 
 def main() -> None:
     text = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__, formatter_class=text)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of layouts that are cut")
-    parser.add_argument("--tensors", type=int, nargs="+", default=[125_000, 250_000, 500_000, 1_000_000], help="of experts")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scale", description=__doc__, formatter_class=text
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[1024, 2048, 4096, 8192],
+        help="of layouts that are cut",
+    )
+    parser.add_argument(
+        "--tensors",
+        type=int,
+        nargs="+",
+        default=[125_000, 250_000, 500_000, 1_000_000],
+        help="of experts",
+    )
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--format", nargs="+", choices=("native", "dcp"), default=["native", "dcp"])
-    parser.add_argument("--rounds", type=int, default=3, help="how often each index is opened (default: 3; the median)")
-    parser.add_argument("--messages", action="store_true", help="what loads and verbs send, instead")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="how often each index is opened (default: 3; the median)",
+    )
+    parser.add_argument(
+        "--messages", action="store_true", help="what loads and verbs send, instead"
+    )
     parser.add_argument("--open", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.open:
@@ -288,7 +386,11 @@ def main() -> None:
     print("| | " + " | ".join(name.replace("_", " ") for name in COLUMNS) + " |")
     print("| --- |" + " --- |" * len(COLUMNS), flush=True)
     for layout in asked.layout:
-        sizes = [(64, n) for n in asked.tensors] if layout == "experts" else [(n, 2000) for n in asked.ranks]
+        sizes = (
+            [(64, n) for n in asked.tensors]
+            if layout == "experts"
+            else [(n, 2000) for n in asked.ranks]
+        )
         for format in asked.format:
             for line in lines(layout, format, sizes, asked.rounds):
                 print("| " + " | ".join(line) + " |", flush=True)

@@ -60,9 +60,14 @@ def columns_by_hand(path: Path, rank: int, size: int) -> Callable[[], None]:
         for tensor in checkpoint.values():
             for chunk in tensor.chunks if tensor.ndim > 1 else ():
                 begin = chunk.storage.start + chunk.offset // 8 + first * 4
-                files.setdefault(chunk.storage.key, []).append(begin + np.arange(chunk.shape[0]) * (2040 * 4))
+                files.setdefault(chunk.storage.key, []).append(
+                    begin + np.arange(chunk.shape[0]) * (2040 * 4)
+                )
     nbytes = (last - first) * 4
-    jobs = [(os.open(path / key, os.O_RDONLY), np.sort(np.concatenate(starts))) for key, starts in files.items()]
+    jobs = [
+        (os.open(path / key, os.O_RDONLY), np.sort(np.concatenate(starts)))
+        for key, starts in files.items()
+    ]
     out = np.zeros(sum(len(starts) for _, starts in jobs) * nbytes, np.uint8)
 
     def run() -> None:
@@ -94,7 +99,9 @@ def job(rank: int, size: int, mib: int, rounds: int, folder: str, port: int) -> 
         torch.manual_seed(0)
         state: dict[str, torch.Tensor] = {}
         for i in range(count):
-            state[f"layer.{i}.weight"] = distribute_tensor(torch.randn(2048, 2040), mesh, [Shard(axis)])
+            state[f"layer.{i}.weight"] = distribute_tensor(
+                torch.randn(2048, 2040), mesh, [Shard(axis)]
+            )
             state[f"layer.{i}.bias"] = torch.randn(2048)
         return state
 
@@ -117,10 +124,20 @@ def job(rank: int, size: int, mib: int, rounds: int, folder: str, port: int) -> 
 
     def save(form: str) -> Step:
         where = here / f"{form}-ours"
-        return clear(where.name), lambda: holdfast.torch.save_sharded(where, rows, format=form, durable=False)
+        return clear(where.name), lambda: holdfast.torch.save_sharded(
+            where, rows, format=form, durable=False
+        )
 
-    def load(form: str, into: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None, *, verify: bool = True) -> Step:
-        return nothing, lambda: holdfast.torch.load_sharded(here / f"{form}-ours", into, group=group, verify=verify)
+    def load(
+        form: str,
+        into: dict[str, torch.Tensor],
+        group: dist.ProcessGroup | None = None,
+        *,
+        verify: bool = True,
+    ) -> Step:
+        return nothing, lambda: holdfast.torch.load_sharded(
+            here / f"{form}-ours", into, group=group, verify=verify
+        )
 
     def stock_load(into: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> Step:
         return nothing, lambda: dcp.load(into, checkpoint_id=str(here / "dcp"), process_group=group)
@@ -134,16 +151,28 @@ def job(rank: int, size: int, mib: int, rounds: int, folder: str, port: int) -> 
     results |= {"save (native)": (peer, native), "save (dcp)": (peer, ours)}
     target, turned = blank(rows), blank(columns)
     for what, into in {"load": target, "load, other axis": turned}.items():
-        steps = [stock_load(into), load("native", into), load("native", into, verify=False), load("dcp", into)]
+        steps = [
+            stock_load(into),
+            load("native", into),
+            load("native", into, verify=False),
+            load("dcp", into),
+        ]
         peer, native, unchecked, ours = medians(rounds, *steps)
-        results |= {f"{what} (native)": (peer, native), f"{what} (native, verify=False)": (peer, unchecked)}
+        results |= {
+            f"{what} (native)": (peer, native),
+            f"{what} (native, verify=False)": (peer, unchecked),
+        }
         results[f"{what} (dcp)"] = peer, ours
-    floors["load, other axis"] = medians(rounds, (nothing, columns_by_hand(here / "native-ours", rank, size)))[0]
+    floors["load, other axis"] = medians(
+        rounds, (nothing, columns_by_hand(here / "native-ours", rank, size))
+    )[0]
     if size > 2:
         few = blank(made(1, fewer))
         part = fewer.get_group() if member else None
         steps = [stock_load(few, part), load("native", few, part), load("dcp", few, part)]
-        peer, native, ours = medians(rounds, *(step if member else (nothing, nothing) for step in steps))
+        peer, native, ours = medians(
+            rounds, *(step if member else (nothing, nothing) for step in steps)
+        )
         what = f"{size} to {size - 1}, other axis"
         by_hand = columns_by_hand(here / "native-ours", rank, size - 1) if member else nothing
         floors[what] = medians(rounds, (nothing, by_hand))[0]
@@ -152,16 +181,23 @@ def job(rank: int, size: int, mib: int, rounds: int, folder: str, port: int) -> 
     over = loaded.read_nbytes / loaded.needed_nbytes
     for name in rows:
         a, b = turned[name], columns[name]
-        assert torch.equal(a.to_local() if isinstance(a, DTensor) else a, b.to_local() if isinstance(b, DTensor) else b), name
+        assert torch.equal(
+            a.to_local() if isinstance(a, DTensor) else a,
+            b.to_local() if isinstance(b, DTensor) else b,
+        ), name
     # DCP's background thread runs collectives, which would meet ours on the same group, and wait for ever.
     own = dist.new_group(backend="gloo")
     waiting: list[Callable[[], object]] = []
 
     def begin_stock() -> None:
-        waiting.append(dcp.async_save(rows, checkpoint_id=str(here / "async-dcp"), process_group=own).result)
+        waiting.append(
+            dcp.async_save(rows, checkpoint_id=str(here / "async-dcp"), process_group=own).result
+        )
 
     def begin_ours() -> None:
-        waiting.append(holdfast.torch.async_save_sharded(here / "async-ours", rows, durable=False).wait)
+        waiting.append(
+            holdfast.torch.async_save_sharded(here / "async-ours", rows, durable=False).wait
+        )
 
     def end() -> None:
         for wait in waiting:
@@ -178,7 +214,9 @@ def job(rank: int, size: int, mib: int, rounds: int, folder: str, port: int) -> 
         for name, (theirs, ours) in results.items():
             floor = next((taken for what, taken in floors.items() if name.startswith(what)), None)
             beside = "" if floor is None else f"   the rows alone {floor:7.3f} s"
-            print(f"{name:38} DCP {theirs:7.3f} s   ours {ours:7.3f} s   {theirs / ours:6.2f} ×{beside}")
+            print(
+                f"{name:38} DCP {theirs:7.3f} s   ours {ours:7.3f} s   {theirs / ours:6.2f} ×{beside}"
+            )
     dist.destroy_process_group()
 
 
@@ -195,7 +233,9 @@ class Link:
             self._take(out.nbytes)
             read(store, key, start, out)
 
-        def slow_gather(store: LocalStore, key: str, starts: np.ndarray, nbytes: np.ndarray, places: np.ndarray) -> int:
+        def slow_gather(
+            store: LocalStore, key: str, starts: np.ndarray, nbytes: np.ndarray, places: np.ndarray
+        ) -> int:
             self._take(int(nbytes.sum()))
             return gather(store, key, starts, nbytes, places)
 
@@ -209,7 +249,9 @@ class Link:
         time.sleep(max(wait, 0.0))
 
 
-def replicas(rank: int, size: int, mib: int, rounds: int, folder: str, port: int, rate: float) -> None:
+def replicas(
+    rank: int, size: int, mib: int, rounds: int, folder: str, port: int, rate: float
+) -> None:
     """Ranks that want the same: all of it (DDP), or shards of which there are two (HSDP). Each reads all, or its share."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -219,19 +261,27 @@ def replicas(rank: int, size: int, mib: int, rounds: int, folder: str, port: int
 
     import holdfast.torch
 
-    path, whole = Path(folder) / "step", {f"layer.{i}.weight": torch.full((2048, 2048), float(i)) for i in range(max(mib // 16, 1))}
+    path, whole = (
+        Path(folder) / "step",
+        {f"layer.{i}.weight": torch.full((2048, 2048), float(i)) for i in range(max(mib // 16, 1))},
+    )
     if rank == 0:
         holdfast.save(whole, path.with_suffix(".safetensors"), durable=False)
         holdfast.convert(path.with_suffix(".safetensors"), path, format="native", durable=False)
     dist.barrier()
     mesh = init_device_mesh("cpu", (2, size // 2))
-    cases = {"DDP": whole, "HSDP": {k: distribute_tensor(v, mesh, [Replicate(), Shard(0)]) for k, v in whole.items()}}
+    cases = {
+        "DDP": whole,
+        "HSDP": {k: distribute_tensor(v, mesh, [Replicate(), Shard(0)]) for k, v in whole.items()},
+    }
     link = Link(rate)
 
     def run(state: dict[str, torch.Tensor], how: str) -> tuple[int, float]:
         """Bytes that all ranks read, and the median of the slowest rank's times."""
         link.nbytes = 0
-        (taken,) = medians(rounds, (lambda: None, lambda: holdfast.torch.load_sharded(path, state, replicated=how)))
+        (taken,) = medians(
+            rounds, (lambda: None, lambda: holdfast.torch.load_sharded(path, state, replicated=how))
+        )
         read = torch.tensor([link.nbytes / rounds])
         dist.all_reduce(read)
         return int(read), taken
@@ -242,12 +292,16 @@ def replicas(rank: int, size: int, mib: int, rounds: int, folder: str, port: int
         begun = time.perf_counter()
         holdfast.torch.load_sharded(path, blank, group=alone)
         one, seconds = link.nbytes, time.perf_counter() - begun
-        print(f"{mib} MiB at {rate / 1e6:.0f} MB/s a rank: one process reads {one:,} bytes in {seconds:.2f} s")
+        print(
+            f"{mib} MiB at {rate / 1e6:.0f} MB/s a rank: one process reads {one:,} bytes in {seconds:.2f} s"
+        )
     for name, state in cases.items():
         target = {k: torch.zeros_like(v) for k, v in state.items()}
         (each, slow), (once, fast) = (run(target, how) for how in ("read", "broadcast"))
         for k, v in state.items():
-            assert torch.equal(getattr(target[k], "_local_tensor", target[k]), getattr(v, "_local_tensor", v)), k
+            assert torch.equal(
+                getattr(target[k], "_local_tensor", target[k]), getattr(v, "_local_tensor", v)
+            ), k
         if rank == 0:
             print(
                 f"{name:5} {size} ranks, each for itself {each:,} bytes ({each / one:.2f} ×) in {slow:.2f} s; "
@@ -262,14 +316,30 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=29533)
-    parser.add_argument("--replicas", type=float, metavar="MB/S", help="ranks that want the same; the store gives each so much")
+    parser.add_argument(
+        "--replicas",
+        type=float,
+        metavar="MB/S",
+        help="ranks that want the same; the store gives each so much",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.replicas:
-            given = (options.ranks, options.mib, options.rounds, folder, options.port, options.replicas * 1e6)
+            given = (
+                options.ranks,
+                options.mib,
+                options.rounds,
+                folder,
+                options.port,
+                options.replicas * 1e6,
+            )
             mp.spawn(replicas, given, nprocs=options.ranks)
             return
-        mp.spawn(job, (options.ranks, options.mib, options.rounds, folder, options.port), nprocs=options.ranks)
+        mp.spawn(
+            job,
+            (options.ranks, options.mib, options.rounds, folder, options.port),
+            nprocs=options.ranks,
+        )
 
 
 if __name__ == "__main__":

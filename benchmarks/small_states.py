@@ -55,7 +55,11 @@ def jobs(folder: Path, count: int) -> Iterator[tuple[str, Job, Job | None]]:
     def made_of(path: str) -> None:
         holdfast.save(tensors, path, durable=False)
 
-    yield "to_bytes safetensors", lambda: holdfast.to_bytes(arrays, "safetensors"), lambda: safetensors.numpy.save(arrays)
+    yield (
+        "to_bytes safetensors",
+        lambda: holdfast.to_bytes(arrays, "safetensors"),
+        lambda: safetensors.numpy.save(arrays),
+    )
     yield (
         "save safetensors",
         lambda: holdfast.save(arrays, f"{ours}.safetensors", durable=False),
@@ -63,7 +67,11 @@ def jobs(folder: Path, count: int) -> Iterator[tuple[str, Job, Job | None]]:
     )
     yield "save .pt", lambda: made_of(f"{ours}.pt"), lambda: torch.save(tensors, f"{ours}.peer.pt")
     yield "torch.save .pt", lambda: holdfast.torch.save(tensors, f"{ours}.pt"), None
-    yield "torch.save BytesIO", lambda: holdfast.torch.save(tensors, io.BytesIO()), lambda: torch.save(tensors, io.BytesIO())
+    yield (
+        "torch.save BytesIO",
+        lambda: holdfast.torch.save(tensors, io.BytesIO()),
+        lambda: torch.save(tensors, io.BytesIO()),
+    )
     yield "read safetensors", lambda: read(safe), lambda: safetensors.numpy.load_file(safe)
     yield "read .pt", lambda: read(zipped), lambda: torch.load(zipped)
     yield "one tensor", one_tensor, one_tensor_peer
@@ -97,7 +105,11 @@ def main() -> None:
             for name, job, peer in jobs(Path(folder), count):
                 if asked.only not in name:
                     continue
-                rounds = max(20, asked.rounds * 3 // max(count, 12)) if "sharded" in name or "Run" in name else asked.rounds
+                rounds = (
+                    max(20, asked.rounds * 3 // max(count, 12))
+                    if "sharded" in name or "Run" in name
+                    else asked.rounds
+                )
                 measured(job, peer, 5)
                 took = measured(job, peer, rounds)
                 words = [f"{min(column):8.0f} {statistics.median(column):8.0f}" for column in took]

@@ -48,7 +48,17 @@ def recipe(kind: str) -> Recipe:
                 case "bitmap":
                     bits *= rng.integers(0, 2, bits.shape, dtype=np.uint16)
                 case "nm":
-                    kept = np.array([[1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 1, 1]], np.uint16)
+                    kept = np.array(
+                        [
+                            [1, 1, 0, 0],
+                            [1, 0, 1, 0],
+                            [1, 0, 0, 1],
+                            [0, 1, 1, 0],
+                            [0, 1, 0, 1],
+                            [0, 0, 1, 1],
+                        ],
+                        np.uint16,
+                    )
                     bits *= kept[rng.integers(0, 6, (rows, columns // 4))].reshape(bits.shape)
                 case _:
                     kept = (rng.random((rows // 16, columns // 16)) < 0.1).astype(np.uint16)
@@ -97,7 +107,9 @@ def best(name: str, job: Callable[[], None], nbytes: int) -> dict[str, int]:
 LEAST = {"pack_megabytes_per_second": 1000, "unpack_megabytes_per_second": 1000}
 
 SPARSE: tuple[Case, ...] = tuple(
-    Count(f"sparse-{kind}", title, recipe(kind), measured, most={"stored_permille": most}, least=LEAST)
+    Count(
+        f"sparse-{kind}", title, recipe(kind), measured, most={"stored_permille": most}, least=LEAST
+    )
     for kind, title, most in (
         ("bitmap", "256 MiB of bfloat16, half of it zeros anywhere", 570),
         ("nm", "256 MiB of bfloat16, 2:4", 600),

@@ -45,7 +45,9 @@ BASE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 def state(mib: int, kib: int, seed: int) -> dict[str, np.ndarray]:
     """A model of about so many MiB of float32; of tensors of so many KiB each, where that is given."""
     if kib:
-        elements = np.random.default_rng(seed).standard_normal((mib * 1024 // kib, kib * 16, 16), np.float32)
+        elements = np.random.default_rng(seed).standard_normal(
+            (mib * 1024 // kib, kib * 16, 16), np.float32
+        )
         return {f"layers.{number}.weight": one for number, one in enumerate(elements)}
     # Of a layer: four of n × n, three of n × 3n; the embedding has 12 n².
     n = int((mib * (1 << 20) / 4 / (LAYERS * 13 + 12)) ** 0.5) // 8 * 8
@@ -70,7 +72,9 @@ def job(name: str, folder: Path, out: str, group: object) -> object:
     if name == "convert":
         return holdfast.convert(a, out, max_shard_size="100MB", format="safetensors", **options)
     if name == "cast":
-        return holdfast.convert(a, out, max_shard_size="100MB", format="safetensors", dtype="bf16", **options)
+        return holdfast.convert(
+            a, out, max_shard_size="100MB", format="safetensors", dtype="bf16", **options
+        )
     if name == "prune":
         return holdfast.prune(a, out, ["*.weight: 0.5"], **options)
     if name == "prune 2:4":
@@ -90,7 +94,11 @@ def found_by(name: str, result: object) -> str:
         said = {"rows": [asdict(row) for row in result]} if name == "stats" else asdict(result)
     else:
         assert is_dataclass(result)
-        said = {key: value for key, value in asdict(result).items() if key in ("nbytes", "files", "tensors", "norm_lost", "notes")}
+        said = {
+            key: value
+            for key, value in asdict(result).items()
+            if key in ("nbytes", "files", "tensors", "norm_lost", "notes")
+        }
     return hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
 
 
@@ -113,7 +121,12 @@ def serve(folder: Path) -> None:
         began = time.perf_counter()
         result = job(name, folder, out, group)
         wall = time.perf_counter() - began
-        say.write(json.dumps({"wall": wall, "cpu": time.process_time() - used, "found": found_by(name, result)}) + "\n")
+        say.write(
+            json.dumps(
+                {"wall": wall, "cpu": time.process_time() - used, "found": found_by(name, result)}
+            )
+            + "\n"
+        )
         say.flush()
     _ = holdfast
 
@@ -138,7 +151,9 @@ class Processes:
             }
             environment = plain if size == 1 else plain | own
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self._all.append(subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes))
+            self._all.append(
+                subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes)
+            )
         for one in self._all:
             assert one.stdout.readline() == "ready\n"
 
@@ -148,7 +163,9 @@ class Processes:
             one.stdin.write(json.dumps([name, out]) + "\n")
         said = [json.loads(one.stdout.readline()) for one in self._all]
         wall = time.perf_counter() - began
-        assert len({one["found"] for one in said}) == 1, f"the ranks have found different things: {name}"
+        assert len({one["found"] for one in said}) == 1, (
+            f"the ranks have found different things: {name}"
+        )
         cpus = [one["cpu"] for one in said]
         return {"wall": wall, "cpu": sum(cpus), "most": max(cpus), "found": said[0]["found"]}
 
@@ -169,7 +186,9 @@ def digests(path: Path) -> dict[str, str]:
     found = {}
     for file in [path] if path.is_file() else sorted(path.iterdir()):
         with open(file, "rb") as content:
-            found[file.name if path.is_dir() else ""] = hashlib.file_digest(content, "blake2b").hexdigest()
+            found[file.name if path.is_dir() else ""] = hashlib.file_digest(
+                content, "blake2b"
+            ).hexdigest()
     return found
 
 
@@ -189,7 +208,11 @@ def commands(name: str, folder: Path, out: str, size: int) -> list[str]:
         "cp": ["cp", hf, out, *writes],
         BUCKET: ["cp", hf, out, "--overwrite"],
     }[name]
-    launched = [] if size == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    launched = (
+        []
+        if size == 1
+        else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    )
     return [sys.executable, *launched, "-m", "holdfast", *words]
 
 
@@ -215,16 +238,25 @@ def measured(
                     sums[size] = digests(folder / f"out-{size}")
                 if whole and number:
                     began = time.perf_counter()
-                    done = subprocess.run(commands(name, folder, place(size), size), capture_output=True, text=True, check=False)
+                    done = subprocess.run(
+                        commands(name, folder, place(size), size),
+                        capture_output=True,
+                        text=True,
+                        check=False,
+                    )
                     full[size].append(time.perf_counter() - began)
                     assert done.returncode == (1 if name == "diff" else 0), done.stderr[-2000:]
         assert len({str(one) for one in sums.values()}) <= 1, f"{name}: the files differ"
-        assert len({one["found"] for runs in times.values() for one in runs}) == 1, f"{name}: what was found differs"
+        assert len({one["found"] for runs in times.values() for one in runs}) == 1, (
+            f"{name}: what was found differs"
+        )
         for size in groups:
             shutil.rmtree(folder / f"out-{size}", ignore_errors=True)
         row: dict[str, object] = {"job": name, "files compared": bool(sums)}
         for size, runs in times.items():
-            row[str(size)] = {key: statistics.median(one[key] for one in runs) for key in ("wall", "cpu", "most")}  # type: ignore[type-var]
+            row[str(size)] = {
+                key: statistics.median(one[key] for one in runs) for key in ("wall", "cpu", "most")
+            }  # type: ignore[type-var]
             if whole:
                 row[str(size)]["command"] = statistics.median(full[size])  # type: ignore[index]
         yield row
@@ -242,15 +274,25 @@ def said(row: dict[str, object], sizes: list[int]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.together", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.together", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes beside one (default: 2 4)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4], help="processes beside one (default: 2 4)"
+    )
     parser.add_argument("--mib", type=int, default=1024, help="of float32 (default: 1024)")
-    parser.add_argument("--kib", type=int, default=0, help="of each tensor (default: matrices of a model)")
+    parser.add_argument(
+        "--kib", type=int, default=0, help="of each tensor (default: matrices of a model)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--job", choices=[*WRITES, *LOOKS, BUCKET], action="append", help="of these only")
+    parser.add_argument(
+        "--job", choices=[*WRITES, *LOOKS, BUCKET], action="append", help="of these only"
+    )
     parser.add_argument("--commands", action="store_true", help="measure whole commands as well")
-    parser.add_argument("--folder", help="where the files are made (default: that of temporary files)")
+    parser.add_argument(
+        "--folder", help="where the files are made (default: that of temporary files)"
+    )
     parser.add_argument("--json", type=Path, help="a file for the figures")
     asked = parser.parse_args()
     if asked.serve:
@@ -267,21 +309,47 @@ def main() -> int:
             print(f"{BUCKET}: left out, because obstore or a server is not installed")
         made = state(asked.mib, asked.kib, 0)
         holdfast.save(made, folder / "a.safetensors", durable=False)
-        holdfast.save({k: v * np.float32(1.01) for k, v in made.items()}, folder / "b.safetensors", durable=False)
-        holdfast.convert(folder / "a.safetensors", folder / "hf", format="safetensors", max_shard_size="100MB", durable=False)
+        holdfast.save(
+            {k: v * np.float32(1.01) for k, v in made.items()},
+            folder / "b.safetensors",
+            durable=False,
+        )
+        holdfast.convert(
+            folder / "a.safetensors",
+            folder / "hf",
+            format="safetensors",
+            max_shard_size="100MB",
+            durable=False,
+        )
         groups = {size: Processes(size, folder) for size in sizes}
         for one in groups.values():
             stack.callback(one.close)
-        machine = {"python": platform.python_version(), "cores": os.cpu_count(), "load": os.getloadavg()[0], "mib": asked.mib}
-        print(f"{machine}, medians of {asked.rounds} rounds; the files are the same, and what was found\n")
-        more = "".join(f" {size}: s | times | processor |" + (" command |" if asked.commands else "") for size in sizes[1:])
-        print(f"| job | 1: s | of all cores |{more}\n| --- | --- | --- |" + " --- |" * more.count("|"), flush=True)
+        machine = {
+            "python": platform.python_version(),
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "mib": asked.mib,
+        }
+        print(
+            f"{machine}, medians of {asked.rounds} rounds; the files are the same, and what was found\n"
+        )
+        more = "".join(
+            f" {size}: s | times | processor |" + (" command |" if asked.commands else "")
+            for size in sizes[1:]
+        )
+        print(
+            f"| job | 1: s | of all cores |{more}\n| --- | --- | --- |"
+            + " --- |" * more.count("|"),
+            flush=True,
+        )
         rows = []
         for row in measured(names, groups, folder, asked.rounds, whole=asked.commands):
             rows.append(row)
             print(said(row, sizes), flush=True)
             if asked.json:
-                asked.json.write_text(json.dumps({"machine": machine, "ranks": sizes, "rows": rows}, indent=1))
+                asked.json.write_text(
+                    json.dumps({"machine": machine, "ranks": sizes, "rows": rows}, indent=1)
+                )
     return 0
 
 

@@ -100,7 +100,18 @@ def torch_from_buffer(path: Path) -> None:
         torch.load(io.BytesIO(raw))
 
 
-def race(name, title: str, peer_title: str, recipe: Recipe, ours, peer, target: float | None, *, backed=0, memory=False) -> Race:
+def race(
+    name,
+    title: str,
+    peer_title: str,
+    recipe: Recipe,
+    ours,
+    peer,
+    target: float | None,
+    *,
+    backed=0,
+    memory=False,
+) -> Race:
     return Race(
         "torch-" + name + ("-backed" if backed else ""),
         title + (", backed memory" if backed else ""),

@@ -24,7 +24,9 @@ from holdfast.torch import versions
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-GROUP_ENDS = versions.Change((2, 8), "a group of gloo ends while its last work is freed; in 2.6 it was seen to wait for ever")
+GROUP_ENDS = versions.Change(
+    (2, 8), "a group of gloo ends while its last work is freed; in 2.6 it was seen to wait for ever"
+)
 
 if not GROUP_ENDS:
     end_group = torch.distributed.destroy_process_group
@@ -39,7 +41,9 @@ if not GROUP_ENDS:
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
 # No deadline: how long a test takes depends on what else the machine does; pytest-timeout limits each test.
-settings.register_profile("holdfast", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "holdfast", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("holdfast")
 
 
@@ -62,12 +66,21 @@ class Unasked(pytest.Module):
     """A file that is skipped as a whole."""
 
     def collect(self) -> Iterable[pytest.Item]:
-        raise pytest.skip.Exception(FILES[self.path.relative_to(self.config.rootpath).as_posix()].reason, allow_module_level=True)
+        raise pytest.skip.Exception(
+            FILES[self.path.relative_to(self.config.rootpath).as_posix()].reason,
+            allow_module_level=True,
+        )
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
     rootpath = parent.config.rootpath
-    change = FILES.get(module_path.relative_to(rootpath).as_posix()) if module_path.is_relative_to(rootpath) else None
+    change = (
+        FILES.get(module_path.relative_to(rootpath).as_posix())
+        if module_path.is_relative_to(rootpath)
+        else None
+    )
     return None if change is None or change else Unasked.from_parent(parent, path=module_path)
 
 
@@ -110,7 +123,11 @@ LONGEST = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="every case of the tests that are sampled otherwise")
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="every case of the tests that are sampled otherwise",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -155,6 +172,13 @@ def hostile(request: pytest.FixtureRequest) -> Path:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Without a browser the pages are not looked at: one line says so, however many tests that are."""
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "make browser" in str(report.longrepr)]
+    skipped = [
+        report
+        for report in terminalreporter.stats.get("skipped", [])
+        if "make browser" in str(report.longrepr)
+    ]
     if skipped:
-        terminalreporter.write_line(f"NO BROWSER: {len(skipped)} tests of pages were skipped; make browser installs one", red=True)
+        terminalreporter.write_line(
+            f"NO BROWSER: {len(skipped)} tests of pages were skipped; make browser installs one",
+            red=True,
+        )

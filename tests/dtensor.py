@@ -19,9 +19,20 @@ __all__ = [
 ]
 
 _there = versions.dtensor_module()
-DTensor, distribute_tensor, init_device_mesh = _there.DTensor, _there.distribute_tensor, _there.init_device_mesh
-Partial, Placement, Replicate, Shard = _there.Partial, _there.Placement, _there.Replicate, _there.Shard
+DTensor, distribute_tensor, init_device_mesh = (
+    _there.DTensor,
+    _there.distribute_tensor,
+    _there.init_device_mesh,
+)
+Partial, Placement, Replicate, Shard = (
+    _there.Partial,
+    _there.Placement,
+    _there.Replicate,
+    _there.Shard,
+)
 placement_types = importlib.import_module(f"{_there.__name__}.placement_types")
 
-_fsdp = importlib.import_module("torch.distributed.fsdp" if versions.FULLY_SHARD else "torch.distributed._composable.fsdp")
+_fsdp = importlib.import_module(
+    "torch.distributed.fsdp" if versions.FULLY_SHARD else "torch.distributed._composable.fsdp"
+)
 fully_shard = _fsdp.fully_shard

@@ -51,7 +51,9 @@ class ThreadRanks(SeveralRanks):
         return self.size
 
     @contextmanager
-    def counting(self, progress: Callable[[int], None] | None) -> Iterator[Callable[[int], None] | None]:
+    def counting(
+        self, progress: Callable[[int], None] | None
+    ) -> Iterator[Callable[[int], None] | None]:
         def add(nbytes: int) -> None:
             with self._wires.lock:
                 self._wires.done += nbytes
@@ -70,7 +72,9 @@ class ThreadRanks(SeveralRanks):
 class ThreadGroup:
     """One rank's view of the group."""
 
-    def __init__(self, rank: int, size: int, all_wires: dict[int, Wires], lock: threading.Lock) -> None:
+    def __init__(
+        self, rank: int, size: int, all_wires: dict[int, Wires], lock: threading.Lock
+    ) -> None:
         self.rank, self.size = rank, size
         self._wires, self._lock, self._count = all_wires, lock, 0
 
@@ -93,7 +97,9 @@ def on_ranks(size: int, job: Callable[[ThreadGroup], object]) -> list[object]:
         except Exception as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

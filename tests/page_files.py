@@ -56,14 +56,22 @@ def broken(path: str) -> None:
 def old(path: str) -> None:
     """The first of two that differ in every way."""
     w = np.array([[1, 2, 3], [4, 5, 7]], np.float32)
-    holdfast.save({"gone": np.ones(2), "old": {"bias": np.arange(4.0)}, "w": w, "half": w, "lr": 0.1}, path)
+    holdfast.save(
+        {"gone": np.ones(2), "old": {"bias": np.arange(4.0)}, "w": w, "half": w, "lr": 0.1}, path
+    )
 
 
 def new(path: str) -> None:
     """The second of them."""
     w = np.array([[1, 2, 3], [4, 5, 7]], np.float32)
     changed = w - np.array([[0, 0, 0], [0, 0, 2]], np.float32)
-    state = {"came": np.ones(3), "new": {"bias": np.arange(4.0)}, "w": changed, "half": w.astype(np.float16), "lr": 0.25}
+    state = {
+        "came": np.ones(3),
+        "new": {"bias": np.arange(4.0)},
+        "w": changed,
+        "half": w.astype(np.float16),
+        "lr": 0.25,
+    }
     holdfast.save(state, path, keep_tree=True)
 
 
@@ -84,7 +92,9 @@ def rank_files(path: str) -> None:
         what="optim",
     )  # fmt: skip
     (place / "huggingface").mkdir()
-    (place / "huggingface" / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "float32"}))
+    (place / "huggingface" / "config.json").write_text(
+        json.dumps({"model_type": "llama", "torch_dtype": "float32"})
+    )
 
 
 def of_transformers(path: str) -> None:
@@ -104,8 +114,18 @@ def copies(path: str) -> None:
 def deepspeed(path: str) -> None:
     """A step of ZeRO stage 3 on two ranks."""
     numbers = torch.arange(55.0).reshape(11, 5)
-    groups = [{"embed.weight": numbers, "up.weight": numbers[:7] + 100}, {"up.bias": torch.arange(7.0)}]
-    zero = Zero(3, 2, groups, buffers={"rotary.scale": torch.ones(3)}, shared={"head.weight": "embed.weight"}, old=True)
+    groups = [
+        {"embed.weight": numbers, "up.weight": numbers[:7] + 100},
+        {"up.bias": torch.arange(7.0)},
+    ]
+    zero = Zero(
+        3,
+        2,
+        groups,
+        buffers={"rotary.scale": torch.ones(3)},
+        shared={"head.weight": "embed.weight"},
+        old=True,
+    )
     zero.write(Path(path))
 
 

@@ -79,16 +79,24 @@ def blocks(content: str) -> list[Block]:
         elif fence := re.fullmatch(r"\s*```(\S*)\s*", text):
             language, line, inside = fence[1], number + 1, []
             if language not in LANGUAGES:
-                raise ValueError(f"line {number}: a fence of {language!r}; known are {sorted(LANGUAGES)}")
+                raise ValueError(
+                    f"line {number}: a fence of {language!r}; known are {sorted(LANGUAGES)}"
+                )
         elif MADE.fullmatch(text):
             continue
         elif comment := re.fullmatch(r"<!-- ([\w ]+): (.+) -->", text):
             if comment[1] not in MARKS:
-                raise ValueError(f"line {number}: nobody understands {text}; known are {sorted(MARKS)}")
+                raise ValueError(
+                    f"line {number}: nobody understands {text}; known are {sorted(MARKS)}"
+                )
             marks[comment[1]] = comment[2]
         elif text.startswith("|"):
             table = table or text.split(" | ")[:2] == SWITCH
-            cells = re.findall(r"(?<=\| )`([^`]+)`(?= \|)", text.replace(" | ", " | | ")) if table else []
+            cells = (
+                re.findall(r"(?<=\| )`([^`]+)`(?= \|)", text.replace(" | ", " | | "))
+                if table
+                else []
+            )
             found += [Block(number, "python", f"{cell}\n") for cell in cells]
         elif "<!--" in text:
             raise ValueError(f"line {number}: nobody understands {text}")
@@ -131,16 +139,30 @@ def commands(block: Block) -> list[tuple[str, str | None]]:
     parts = re.split(r"^\$ (.*)\n", block.text, flags=re.MULTILINE)
     if parts[0].strip():
         raise ValueError(f"line {block.line}: a console begins with a command: '$ …'")
-    return [(command, shown if shown.strip() else None) for command, shown in zip(parts[1::2], parts[2::2], strict=True)]
+    return [
+        (command, shown if shown.strip() else None)
+        for command, shown in zip(parts[1::2], parts[2::2], strict=True)
+    ]
 
 
 def headings(content: str) -> set[str]:
     """What a link into a page may name behind its #."""
-    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", content, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
-    plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", title)).strip().lower() for title in titles]
+    titles = re.findall(
+        r"^#+ (.*)$",
+        re.sub(r"^```.*?^```$", "", content, flags=re.MULTILINE | re.DOTALL),
+        re.MULTILINE,
+    )
+    plain = [
+        re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", title)).strip().lower()
+        for title in titles
+    ]
     return {title.replace(" ", "-") for title in plain}
 
 
 def links(content: str) -> list[str]:
     """What a page links to in this repository."""
-    return [link for link in re.findall(r"\]\(([^)\s]+)\)", content) if "://" not in link and not link.startswith("mailto:")]
+    return [
+        link
+        for link in re.findall(r"\]\(([^)\s]+)\)", content)
+        if "://" not in link and not link.startswith("mailto:")
+    ]

@@ -40,12 +40,17 @@ def pieces(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
     return [*found, *[tensor.narrow(dim, 0, 0)] * (count - len(found))]
 
 
-def cut(whole: torch.Tensor, sizes: Sequence[int], at: Sequence[int], placements: Sequence[Placement]) -> torch.Tensor:
+def cut(
+    whole: torch.Tensor, sizes: Sequence[int], at: Sequence[int], placements: Sequence[Placement]
+) -> torch.Tensor:
     """What the rank at a place of a mesh has of a tensor."""
     local = whole
     for count, here, placement in zip(sizes, at, placements, strict=True):
         if isinstance(placement, StridedShard):
-            each = [pieces(piece, count, placement.dim)[here] for piece in pieces(local, placement.split_factor, placement.dim)]
+            each = [
+                pieces(piece, count, placement.dim)[here]
+                for piece in pieces(local, placement.split_factor, placement.dim)
+            ]
             local = torch.cat(each, placement.dim)
         elif isinstance(placement, Shard):
             local = pieces(local, count, placement.dim)[here]
@@ -55,7 +60,9 @@ def cut(whole: torch.Tensor, sizes: Sequence[int], at: Sequence[int], placements
 def sharded(whole: torch.Tensor, mesh: object, placements: Sequence[Placement]) -> torch.Tensor:
     """The DTensor that this rank has of a whole tensor."""
     local = cut(whole, mesh.shape, mesh.get_coordinate(), placements)  # type: ignore[attr-defined]  # a DeviceMesh
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def rank_file(folder: Path, rank: int, world: int, what: str = "model") -> Path:
@@ -83,7 +90,10 @@ def save_ranks(
             if callable(state):
                 saved = state(rank, mesh)
             else:
-                saved = {name: sharded(v[0], mesh, v[1]) if isinstance(v, tuple) else v for name, v in state.items()}
+                saved = {
+                    name: sharded(v[0], mesh, v[1]) if isinstance(v, tuple) else v
+                    for name, v in state.items()
+                }
             torch.save(saved, rank_file(folder, rank, world, what))
     return folder
 

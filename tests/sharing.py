@@ -9,7 +9,9 @@ from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 
 
-def groups(tensors: Mapping[str, LazyTensor], *, stored_aliases: bool = False) -> dict[Storage, list[str]]:
+def groups(
+    tensors: Mapping[str, LazyTensor], *, stored_aliases: bool = False
+) -> dict[Storage, list[str]]:
     """The names over each storage that has bytes, storages and names in the order of the tensors."""
     found: dict[Storage, list[str]] = {}
     for name, tensor in tensors.items():

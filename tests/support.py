@@ -45,7 +45,9 @@ def until(change: versions.Change) -> pytest.MarkDecorator:
 
 def dtypes(*names: str, but: Collection[str] = ()) -> list[torch.dtype]:
     """Those of the element types that this torch has."""
-    return [found for name in names if name not in but and (found := versions.dtype(name)) is not None]
+    return [
+        found for name in names if name not in but and (found := versions.dtype(name)) is not None
+    ]
 
 
 ALONE = {"no_dist": True} if versions.NO_DIST else {}
@@ -59,7 +61,9 @@ def nested_allowed() -> AbstractContextManager[object]:
     from torch._dynamo.decorators import _DimRange
     from torch.nested._internal.nested_tensor import NestedTensor, _rebuild_njt
 
-    return torch.serialization.safe_globals([torch._utils._rebuild_nested_tensor, NestedTensor, _rebuild_njt, _DimRange])
+    return torch.serialization.safe_globals(
+        [torch._utils._rebuild_nested_tensor, NestedTensor, _rebuild_njt, _DimRange]
+    )
 
 
 def torch_bytes(value: object, zipped: bool = True, **options: object) -> bytes:
@@ -71,7 +75,11 @@ def torch_bytes(value: object, zipped: bool = True, **options: object) -> bytes:
 
 def element_bytes(tensor: torch.Tensor) -> bytes:
     """The elements in C order."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return (
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if tensor.numel()
+        else b""
+    )
 
 
 def save_as(path: Path, state: object) -> Path:

@@ -13,7 +13,12 @@ from holdfast.core.version import VERSION
 from tests.pages import PAGES, ROOT, content_of, links
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-SOURCES = [*PAGES, *sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "tools").rglob("*.*")), ROOT / "CHANGELOG.md"]
+SOURCES = [
+    *PAGES,
+    *sorted((ROOT / "src").rglob("*.py")),
+    *sorted((ROOT / "tools").rglob("*.*")),
+    ROOT / "CHANGELOG.md",
+]
 
 
 def test_nobody_is_told_to_install_another_program():
@@ -21,7 +26,11 @@ def test_nobody_is_told_to_install_another_program():
     wrong = re.compile(r"pip install[^\n`.]*?\bholdfast(?!-checkpoint)(\[|\b(?![-./\w]))")
     assert wrong.search("pip install 'holdfast[cloud]'")
     assert wrong.search("`pip install holdfast`")
-    told = {str(path.relative_to(ROOT)) for path in SOURCES if wrong.search(path.read_bytes().decode(errors="replace"))}
+    told = {
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if wrong.search(path.read_bytes().decode(errors="replace"))
+    }
     assert told == set()
 
 
@@ -35,9 +44,17 @@ def test_the_distribution():
     assert PROJECT["name"] == "holdfast-checkpoint"
     assert {"torch", "cloud", "zstd"} <= set(PROJECT["optional-dependencies"])
     assert PROJECT["dynamic"] == ["version"]
-    assert {f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)} <= set(PROJECT["classifiers"])
-    assert not {"authors", "maintainers", "urls"} & set(PROJECT), "addresses and people are not made up"
-    assert re.search(rf"^## \[{re.escape(VERSION)}\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)} <= set(
+        PROJECT["classifiers"]
+    )
+    assert not {"authors", "maintainers", "urls"} & set(PROJECT), (
+        "addresses and people are not made up"
+    )
+    assert re.search(
+        rf"^## \[{re.escape(VERSION)}\]",
+        (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
 
 
 def test_the_page_of_the_index_needs_no_repository():
@@ -50,7 +67,9 @@ def test_the_page_of_the_index_needs_no_repository():
 def test_the_readme_begins_with_what_sets_itself_up():
     first_screen = "\n".join(content_of(ROOT / "README.md").splitlines()[:25])
     for command in ("make demo", "make test"):
-        assert re.search(rf"^\| `{command}` \| .{{40,}} \| .*minute.* \|$", first_screen, re.MULTILINE), command
+        assert re.search(
+            rf"^\| `{command}` \| .{{40,}} \| .*minute.* \|$", first_screen, re.MULTILINE
+        ), command
 
 
 SHARED = {
@@ -70,9 +89,14 @@ def test_every_front_page_says_the_same(part: str):
 
 
 def test_the_picture_is_the_same_in_the_light_and_in_the_dark():
-    light, dark = ((ROOT / f"docs/images/overview-{palette}.svg").read_text(encoding="utf-8") for palette in ("light", "dark"))
+    light, dark = (
+        (ROOT / f"docs/images/overview-{palette}.svg").read_text(encoding="utf-8")
+        for palette in ("light", "dark")
+    )
     assert light != dark
-    assert re.sub(r"#\w{6}", "", light) == re.sub(r"#\w{6}", "", dark), "nothing but colours differs"
+    assert re.sub(r"#\w{6}", "", light) == re.sub(r"#\w{6}", "", dark), (
+        "nothing but colours differs"
+    )
 
 
 def test_ci_runs_what_the_readme_says():
@@ -81,4 +105,6 @@ def test_ci_runs_what_the_readme_says():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     assert recipe is not None
-    assert "browser || echo" in recipe[1], "the browser is part of it, and skipped with a word where it may not be installed"
+    assert "browser || echo" in recipe[1], (
+        "the browser is part of it, and skipped with a word where it may not be installed"
+    )

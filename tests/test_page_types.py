@@ -32,7 +32,9 @@ def write_modules(page: str, content: str, folder: Path) -> dict[str, str]:
     for block in blocks(content):
         if block.language == "python" and "not run" not in block.marks:
             found.setdefault(block.marks.get("file", "page"), []).append(block)
-    modules = {re.sub(r"\W", "_", f"{page}__{name}") + ".py": parts for name, parts in found.items()}
+    modules = {
+        re.sub(r"\W", "_", f"{page}__{name}") + ".py": parts for name, parts in found.items()
+    }
     for module, parts in modules.items():
         lines = [""] * content.count("\n")
         for block in parts:
@@ -61,7 +63,9 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
         check=False,
         timeout=280,
     )
-    assert done.returncode == 1, done.stdout + done.stderr  # something was found, and nothing failed
+    assert done.returncode == 1, (
+        done.stdout + done.stderr
+    )  # something was found, and nothing failed
     return done.stdout
 
 
@@ -77,7 +81,14 @@ def check(complaints: list[tuple[str, int, str]], modules: dict[str, str]) -> No
 def test_the_pages_pass_mypy(tmp_path: Path):
     modules = written(tmp_path)
     # What a package that is installed has to be told of itself is not told to its user.
-    command = ["mypy", "--config-file=", "--follow-imports=silent", "--cache-dir=.cache", "--output=json", *modules]
+    command = [
+        "mypy",
+        "--config-file=",
+        "--follow-imports=silent",
+        "--cache-dir=.cache",
+        "--output=json",
+        *modules,
+    ]
     lines = run(command, tmp_path, MYPYPATH=str(SOURCE)).splitlines()
     errors = [one for one in map(json.loads, lines) if one["severity"] == "error"]
     check([(one["file"], one["line"], one["message"]) for one in errors], modules)
@@ -89,10 +100,18 @@ def test_the_pages_pass_pyright(tmp_path: Path):
     modules = written(tmp_path)
     settings = {"typeCheckingMode": "standard", "extraPaths": [str(SOURCE)]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    found = json.loads(run(["basedpyright", "--outputjson", "--pythonpath", sys.executable], tmp_path))["generalDiagnostics"]
+    found = json.loads(
+        run(["basedpyright", "--outputjson", "--pythonpath", sys.executable], tmp_path)
+    )["generalDiagnostics"]
     # torch does not export all of its public names in the way that pyright asks for.
     errors = [
         one for one in found
         if one["severity"] == "error" and not (one.get("rule") == "reportPrivateImportUsage" and '"torch.' in one["message"])
     ]  # fmt: skip
-    check([(Path(one["file"]).name, one["range"]["start"]["line"] + 1, one["message"]) for one in errors], modules)
+    check(
+        [
+            (Path(one["file"]).name, one["range"]["start"]["line"] + 1, one["message"])
+            for one in errors
+        ],
+        modules,
+    )

@@ -55,7 +55,9 @@ class Search:
     """The search of the browser, outside of one."""
 
     def __init__(self, index: object) -> None:
-        (script,) = (Path(material.__file__).parent / "templates/assets/javascripts/workers").glob("search.*.js")
+        (script,) = (Path(material.__file__).parent / "templates/assets/javascripts/workers").glob(
+            "search.*.js"
+        )
         self.context = quickjs.Context()
         self.context.eval(WORKER)
         self.context.eval(script.read_text(encoding="utf-8"))
@@ -82,8 +84,18 @@ def make_site(folder: Path) -> Path:
         "build(load_config('mkdocs.yml', docs_dir=sys.argv[1], site_dir=sys.argv[2]))"
     )
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    for command in (["tools/site", folder / "pages"], ["-c", build, folder / "pages", folder / "site"]):
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    for command in (
+        ["tools/site", folder / "pages"],
+        ["-c", build, folder / "pages", folder / "site"],
+    ):
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
     return folder / "site"
 

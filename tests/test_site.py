@@ -19,13 +19,21 @@ pytest.importorskip("torch")
 MODULES = {"holdfast": {"errors", "metadata", "HoldfastError"}, "holdfast.torch": {"sparsity"}}
 """Public modules, and names in them that stand elsewhere."""
 MODULES |= {
-    name: set() for name in ("holdfast.torch.sparsity", "holdfast.errors", "holdfast.metadata", "holdfast.integrations.dcp")
+    name: set()
+    for name in (
+        "holdfast.torch.sparsity",
+        "holdfast.errors",
+        "holdfast.metadata",
+        "holdfast.integrations.dcp",
+    )
 }
 MARK = re.compile(r"^<!-- names: (\S+)(.*) -->$", re.MULTILINE)
 
 
 def tool(name: str):
-    spec = importlib.util.spec_from_file_location(f"site_{name}", ROOT / "tools" / "site" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"site_{name}", ROOT / "tools" / "site" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -33,7 +41,9 @@ def tool(name: str):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_name_stands_on_one_page(module: str):
-    public = [name for name in importlib.import_module(module).__all__ if name not in MODULES[module]]
+    public = [
+        name for name in importlib.import_module(module).__all__ if name not in MODULES[module]
+    ]
     placed = Counter()
     for page in (ROOT / "docs" / "reference").glob("*.md"):
         for where, names in MARK.findall(page.read_text(encoding="utf-8")):
@@ -47,7 +57,9 @@ def test_every_page_is_in_the_navigation():
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
     listed = set(re.findall(r"[\w/-]+\.md", known))
     assert [page for page in pages if page not in listed and not page.startswith("design/")] == []
-    assert sorted(listed - {"contributing.md", "changelog.md", "design/README.md"} - set(pages)) == []
+    assert (
+        sorted(listed - {"contributing.md", "changelog.md", "design/README.md"} - set(pages)) == []
+    )
 
 
 def test_commands_are_all_there():
@@ -58,7 +70,11 @@ def test_commands_are_all_there():
     assert re.findall(r"^## holdfast (\S+)$", made, re.MULTILINE) == list(verbs_of(parser()))
 
 
-PLOTS = [mark for page in PAGES for mark in re.findall(r"^<!-- plot: (.+) -->$", content_of(page), re.MULTILINE)]
+PLOTS = [
+    mark
+    for page in PAGES
+    for mark in re.findall(r"^<!-- plot: (.+) -->$", content_of(page), re.MULTILINE)
+]
 
 
 @pytest.mark.parametrize("mark", PLOTS)
@@ -77,7 +93,15 @@ def test_a_drawing_is_longer_for_more_and_its_text_is_text(tmp_path: Path):
 
     def case(name: str, ratio: float | None) -> dict[str, object]:
         medians = {"ours": 1.0, "peer": ratio}
-        return {"case": name, "title": "<b>&", "peer": "p", "ratio": ratio, "target": 2, "medians": medians, "quantities": memory}
+        return {
+            "case": name,
+            "title": "<b>&",
+            "peer": "p",
+            "ratio": ratio,
+            "target": 2,
+            "medians": medians,
+            "quantities": memory,
+        }
 
     cases = [case("b-fast", 4), case("a-slow", 0.5), case("a-none", None), case("other", 9)]
     (tmp_path / "x.json").write_text(json.dumps({"machine": machine, "rounds": 3, "cases": cases}))

@@ -33,7 +33,19 @@ import torch.distributed as dist
 import holdfast.torch
 from holdfast.cli.main import main
 from holdfast.torch import versions
-from tests.pages import PAGES, ROOT, Block, blocks, commands, content_of, headings, indented, is_python, links, name_of
+from tests.pages import (
+    PAGES,
+    ROOT,
+    Block,
+    blocks,
+    commands,
+    content_of,
+    headings,
+    indented,
+    is_python,
+    links,
+    name_of,
+)
 from tests.ranks.pool import ENVIRONMENT, PRELOAD
 from tests.support import needs
 
@@ -166,14 +178,18 @@ class Reader:
             return ranks(int(arguments[2]), arguments[3:])
         if program == "python" and arguments[0].endswith(".py"):
             return ranks(0, arguments)
-        assert program == "python", f"{self.page}: {program} is not run here: say so above the block"
+        assert program == "python", (
+            f"{self.page}: {program} is not run here: say so above the block"
+        )
         return started(arguments)
 
 
 def started(arguments: list[str]) -> tuple[int, str]:
     """Run Python in a process of its own."""
     run = [sys.executable, *arguments]
-    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=200, env=os.environ | ENVIRONMENT)
+    done = subprocess.run(
+        run, capture_output=True, text=True, check=False, timeout=200, env=os.environ | ENVIRONMENT
+    )
     return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
 
@@ -185,7 +201,12 @@ def ranks(size: int, arguments: list[str]) -> tuple[int, str]:
         port = free.getsockname()[1]
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        told = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        told = {
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         each = [told | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)] or [{}]
         outputs = [Path(f".printed-{rank}").resolve() for rank in range(len(each))]
         processes = [
@@ -202,7 +223,9 @@ def ranks(size: int, arguments: list[str]) -> tuple[int, str]:
     printed = "".join(output.read_text() for output in outputs if output.exists())
     for output in outputs:
         output.unlink(missing_ok=True)
-    return max((process.exitcode if process.exitcode is not None else -1 for process in processes), key=abs), printed
+    return max(
+        (process.exitcode if process.exitcode is not None else -1 for process in processes), key=abs
+    ), printed
 
 
 def script(arguments: list[str], environment: dict[str, str], output: str, folder: str) -> None:
@@ -240,20 +263,31 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=needs(NEEDS[name_of(page)]) if name_of(page) in NEEDS else ()) for page in WITH_CODE],
+    [
+        pytest.param(page, marks=needs(NEEDS[name_of(page)]) if name_of(page) in NEEDS else ())
+        for page in WITH_CODE
+    ],
     ids=name_of,
 )
 def test_the_snippets(page: Path, typed: None, request: pytest.FixtureRequest):
-    Reader(name_of(page), content_of(page), exhaustive=request.config.getoption("--exhaustive")).read()
+    Reader(
+        name_of(page), content_of(page), exhaustive=request.config.getoption("--exhaustive")
+    ).read()
 
 
 def test_what_is_not_run_is_listed():
     found = Counter(
-        (name_of(page), block.marks["not run"]) for page in PAGES for block in blocks(content_of(page)) if "not run" in block.marks
+        (name_of(page), block.marks["not run"])
+        for page in PAGES
+        for block in blocks(content_of(page))
+        if "not run" in block.marks
     )
     assert found == NOT_RUN
     run = Counter(
-        name_of(page) for page in PAGES for block in blocks(content_of(page)) if block.is_code and "not run" not in block.marks
+        name_of(page)
+        for page in PAGES
+        for block in blocks(content_of(page))
+        if block.is_code and "not run" not in block.marks
     )
     assert run.total() > 4 * found.total()
 
@@ -262,7 +296,10 @@ def test_a_guide_makes_its_files():
     guides = [page for page in PAGES if page.parent == ROOT / "docs" and page.stem not in REFERENCE]
     assert {"start", "training", "compare", "pruning", "packages"} <= {page.stem for page in guides}
     missing = [
-        (name_of(page), each.marks["files"]) for page in guides for each in blocks(content_of(page)) if "files" in each.marks
+        (name_of(page), each.marks["files"])
+        for page in guides
+        for each in blocks(content_of(page))
+        if "files" in each.marks
     ]
     assert missing == []
 
@@ -271,7 +308,9 @@ def test_what_is_installed_from_the_folder_is_said_to_be_a_clone():
     """`pip install .` fails anywhere else. The sentence before it says so, for whoever begins with this page."""
     pages = {name_of(page): content_of(page) for page in PAGES}
     before = {
-        name: content.partition("\npip install .")[0][-400:] for name, content in pages.items() if "\npip install ." in content
+        name: content.partition("\npip install .")[0][-400:]
+        for name, content in pages.items()
+        if "\npip install ." in content
     }
     assert {"README.md", "docs/start.md"} <= set(before)
     assert [name for name, text in before.items() if not re.search(r"\bclone\b", text)] == []
@@ -283,7 +322,9 @@ def test_a_page_says_where_its_files_are_from(page: Path):
     for block in blocks(content):
         if "files" in block.marks:
             said = r"\bclone\b" if block.marks["files"].startswith("tests/") else r"\bstands? for\b"
-            assert re.search(said, content), f"{name_of(page)}:{block.line}: a reader does not have {block.marks['files']}"
+            assert re.search(said, content), (
+                f"{name_of(page)}:{block.line}: a reader does not have {block.marks['files']}"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -309,7 +350,12 @@ def check_synopsis(text: str) -> None:
         assert flags <= set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", printed.getvalue())), line
 
 
-LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "tests" / "golden" / "README.md"]
+LINKED = [
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "tests" / "golden" / "README.md",
+]
 
 
 @pytest.mark.parametrize("page", LINKED, ids=name_of)
@@ -330,10 +376,16 @@ def test_every_page_is_reached_from_the_readme():
         page = waiting.pop()
         if page not in reached and page.suffix == ".md":
             reached.add(page)
-            waiting += [(page.parent / link.partition("#")[0]).resolve() for link in links(content_of(page)) if link[0] != "#"]
+            waiting += [
+                (page.parent / link.partition("#")[0]).resolve()
+                for link in links(content_of(page))
+                if link[0] != "#"
+            ]
     assert [name_of(page) for page in PAGES if page not in reached] == []
     index = {(ROOT / link.partition("#")[0]).resolve() for link in links(content_of(PAGES[0]))}
-    assert [name_of(page) for page in PAGES if page.parent == ROOT / "docs" and page not in index] == []
+    assert [
+        name_of(page) for page in PAGES if page.parent == ROOT / "docs" and page not in index
+    ] == []
 
 
 # The checks themselves can fail:
@@ -371,7 +423,9 @@ def test_what_does_not_run_is_found(content: str, error: type[Exception], typed:
 
 
 def test_a_script_that_fails_on_one_rank_is_found(typed: None):
-    Path("fails.py").write_text("import os, sys; print(os.environ['RANK']); sys.exit(3 * (os.environ['RANK'] == '1'))")
+    Path("fails.py").write_text(
+        "import os, sys; print(os.environ['RANK']); sys.exit(3 * (os.environ['RANK'] == '1'))"
+    )
     assert ranks(2, ["fails.py"]) == (3, "0\n1\n")
 
 

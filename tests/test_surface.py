@@ -79,7 +79,8 @@ def test_every_name_of_torch_serialization_is_there():
 def test_the_adapter_is_found_as_an_attribute():
     pytest.importorskip("torch")
     loaded = (
-        "import sys, holdfast; dir(holdfast); print('torch' in sys.modules); holdfast.torch.load; print('torch' in sys.modules)"
+        "import sys, holdfast; dir(holdfast); print('torch' in sys.modules); "
+        "holdfast.torch.load; print('torch' in sys.modules)"
     )
     assert fresh(loaded).split() == ["False", "True"]
 
@@ -88,17 +89,26 @@ HIDDEN = "import sys; sys.modules['torch'] = None\n"
 """As if torch were not installed."""
 
 
-@pytest.mark.parametrize("asked", ["import holdfast.torch", "from holdfast import torch", "from holdfast.torch import load"])
+@pytest.mark.parametrize(
+    "asked",
+    ["import holdfast.torch", "from holdfast import torch", "from holdfast.torch import load"],
+)
 def test_without_torch_an_import_says_so(asked: str):
-    said = fresh(f"{HIDDEN}try:\n    {asked}\nexcept ModuleNotFoundError as error:\n    print(error.name, error)")
-    assert said.startswith("torch holdfast.torch needs torch, which is not installed here: pip install torch.")
+    said = fresh(
+        f"{HIDDEN}try:\n    {asked}\nexcept ModuleNotFoundError as error:\n    print(error.name, error)"
+    )
+    assert said.startswith(
+        "torch holdfast.torch needs torch, which is not installed here: pip install torch."
+    )
 
 
 def test_without_torch_the_attribute_says_so():
     asked = "try:\n    holdfast.torch\nexcept AttributeError as error:\n    print(error)"
     said = fresh(f"{HIDDEN}import holdfast\nprint(hasattr(holdfast, 'torch'))\n{asked}")
     assert said.startswith("False\nholdfast.torch needs torch, which is not installed here")
-    fresh(f"{HIDDEN}import inspect, holdfast\nassert 'torch' not in dict(inspect.getmembers(holdfast))\nfrom holdfast import *")
+    fresh(
+        f"{HIDDEN}import inspect, holdfast\nassert 'torch' not in dict(inspect.getmembers(holdfast))\nfrom holdfast import *"
+    )
 
 
 def test_a_name_that_is_not_there():
@@ -112,9 +122,16 @@ def test_builtins_stay():
 
 
 def test_the_package_as_a_program():
-    done = subprocess.run([sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split()[:2] == ["holdfast", holdfast.__version__]
-    wrong = subprocess.run([sys.executable, "-m", "holdfast", "show", "nowhere.pt"], capture_output=True, text=True, check=False)
+    wrong = subprocess.run(
+        [sys.executable, "-m", "holdfast", "show", "nowhere.pt"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("holdfast: ")

@@ -36,11 +36,15 @@ def follow(content: str) -> int:
 
 if __name__ == "__main__":
     installed = Path(holdfast.__file__).resolve().parent
-    assert Path(sys.prefix).resolve() in installed.parents, f"this is not the installed package: {installed}"
+    assert Path(sys.prefix).resolve() in installed.parents, (
+        f"this is not the installed package: {installed}"
+    )
     assert importlib.metadata.version("holdfast-checkpoint") == holdfast.__version__
     assert importlib.util.find_spec("torch") is None, "torch came along"
     assert (installed / "py.typed").exists()
     count = follow(Path(sys.argv[1]).read_text(encoding="utf-8"))
     assert count >= 2, "the page has nothing to run"
     subprocess.run("holdfast report step-1000 --stats -o page.html", shell=True, check=True)
-    print(f"{importlib.metadata.version('holdfast-checkpoint')}: {count} blocks of the page work, and so does a report")
+    print(
+        f"{importlib.metadata.version('holdfast-checkpoint')}: {count} blocks of the page work, and so does a report"
+    )

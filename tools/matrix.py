@@ -28,19 +28,25 @@ def run(row: str, report: Path, more: list[str]) -> int:
     """Run the tests of a row, and say how they ended."""
     torch, _, numpy = row.partition(":")
     wanted = " ".join(["-p", "no:cacheprovider", f"--junitxml={report}", *more])
-    return subprocess.call(["make", "-s", "test", f"TORCH={torch}", f"NUMPY={numpy}", f"ARGS={wanted}"], cwd=ROOT)
+    return subprocess.call(
+        ["make", "-s", "test", f"TORCH={torch}", f"NUMPY={numpy}", f"ARGS={wanted}"], cwd=ROOT
+    )
 
 
 def folder(row: str) -> Path:
     """Where the Makefile installs a row."""
     torch, _, numpy = row.partition(":")
-    return ROOT / (".venv" + (f"-{torch}" if torch != PINNED else "") + (f"-numpy-{numpy}" if numpy else ""))
+    return ROOT / (
+        ".venv" + (f"-{torch}" if torch != PINNED else "") + (f"-numpy-{numpy}" if numpy else "")
+    )
 
 
 def numpy_of(row: str) -> str:
     """The numpy that was installed."""
     code = "import numpy; print(numpy.__version__)"
-    return subprocess.run([folder(row) / "bin" / "python", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [folder(row) / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def counted(report: Path) -> tuple[dict[str, int], list[str], collections.Counter[str]]:
@@ -68,7 +74,10 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", default=ROWS, metavar="TORCH[:NUMPY]")
     parser.add_argument("--keep", action="store_true", help="keep the folder of each torch")
     asked, more = parser.parse_known_args()
-    table = ["| torch | numpy | passed | skipped | of these by version | failed |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    table = [
+        "| torch | numpy | passed | skipped | of these by version | failed |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
     below: list[str] = []
     worst = 0
     with tempfile.TemporaryDirectory() as place:
@@ -82,9 +91,13 @@ def main() -> int:
                 continue
             counts, failed, reasons = counted(report)
             numbers = [counts["passed"], counts["skipped"], sum(reasons.values()), counts["failed"]]
-            table.append(f"| {torch} | {numpy_of(row)} | " + " | ".join(f"{n:,}" for n in numbers) + " |")
+            table.append(
+                f"| {torch} | {numpy_of(row)} | " + " | ".join(f"{n:,}" for n in numbers) + " |"
+            )
             below += [f"{torch} failed: {name}" for name in failed]
-            below += [f"{torch} skipped {count}: {reason}" for reason, count in sorted(reasons.items())]
+            below += [
+                f"{torch} skipped {count}: {reason}" for reason, count in sorted(reasons.items())
+            ]
             if not asked.keep and folder(row).name != ".venv":
                 shutil.rmtree(folder(row))
     print("\n".join(["", *table, "", *below]))

@@ -42,8 +42,14 @@ def model() -> dict[str, np.ndarray]:
     state = {"model.embed_tokens.weight": normal(6_000, WIDTH)}
     for layer in range(LAYERS):
         norms = ("input_layernorm", "post_attention_layernorm")
-        state |= {f"model.layers.{layer}.{name}.weight": 1 + 0.1 * random.standard_normal(WIDTH, np.float32) for name in norms}
-        state |= {f"model.layers.{layer}.{name}.weight": normal(*shape) for name, shape in shapes.items()}
+        state |= {
+            f"model.layers.{layer}.{name}.weight": 1
+            + 0.1 * random.standard_normal(WIDTH, np.float32)
+            for name in norms
+        }
+        state |= {
+            f"model.layers.{layer}.{name}.weight": normal(*shape) for name, shape in shapes.items()
+        }
     state["model.norm.weight"] = 1 + 0.1 * random.standard_normal(WIDTH, np.float32)
     state["model.layers.3.mlp.up_proj.weight"][7, 11] = np.nan
     state["model.layers.6.self_attn.v_proj.weight"][: WIDTH // HEADS] = 0
@@ -61,7 +67,9 @@ def main() -> int:
         os.chdir(folder)
         holdfast.save(model(), "model.safetensors")
         holdfast.report("model.safetensors", stats=True).save("page.html")
-        launched = driver.chromium.launch(executable_path=browser, args=["--no-sandbox", "--disable-gpu"])
+        launched = driver.chromium.launch(
+            executable_path=browser, args=["--no-sandbox", "--disable-gpu"]
+        )
         for theme in ("light", "dark"):
             page = launched.new_page(viewport=SCREEN, color_scheme=theme)
             page.goto(Path(folder, "page.html").as_uri())

@@ -258,7 +258,14 @@ class CannotHold(HoldfastError, ValueError):
 class RanksRefused(RanksFailed, CannotHold):
     """`CannotHold` on every rank: each that had a cause had that one."""
 
-    def __init__(self, message: str, problems: Sequence[str], *, causes: Mapping[int, str], file: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        problems: Sequence[str],
+        *,
+        causes: Mapping[int, str],
+        file: str | None = None,
+    ) -> None:
         RanksFailed.__init__(self, message, causes=causes, file=file)
         self.what, self.problems, self.shown = message, tuple(problems), list(problems)
 
@@ -299,8 +306,12 @@ class DoesNotFit(HoldfastError, RuntimeError):
         self.what, self.shown = message, _shown(problems)
         super().__init__("\n  - ".join([message, *self.shown]), file=file)
         self.missing = tuple(missing)  # Names of the target that the checkpoint does not have.
-        self.unexpected = tuple(unexpected)  # Names of the checkpoint that the target does not have.
-        self.mismatched = dict(mismatched or {})  # Names that both have and that cannot be loaded, with the reason.
+        self.unexpected = tuple(
+            unexpected
+        )  # Names of the checkpoint that the target does not have.
+        self.mismatched = dict(
+            mismatched or {}
+        )  # Names that both have and that cannot be loaded, with the reason.
 
 
 class Refused(HoldfastError, RuntimeError):
@@ -326,7 +337,12 @@ class located:  # noqa: N801  # a block, said as one; a generator would take lon
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if isinstance(error, HoldfastError):
             if error.file is None:
                 error.file = self._file

@@ -139,16 +139,27 @@ class TensorProperties:
     def __getstate__(self) -> State:
         if not isinstance(self.memory_format, MemoryFormat):
             raise RuntimeError(f"Invalid memory format: {self.memory_format}")
-        return (self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory, self.strides)
+        return (
+            self.dtype,
+            self.layout,
+            self.requires_grad,
+            self.memory_format,
+            self.pin_memory,
+            self.strides,
+        )
 
     def __setstate__(self, state: tuple[object, ...]) -> None:
         # Before torch 2.15 there were no strides.
         if not isinstance(state, tuple) or len(state) not in (5, 6):
-            raise ValueError("the state of TensorProperties is a tuple of 5 values, or of 6 with strides")
+            raise ValueError(
+                "the state of TensorProperties is a tuple of 5 values, or of 6 with strides"
+            )
         dtype, layout, requires_grad, encoding, pin_memory = state[:5]
         strides = state[5] if len(state) == 6 else None
         # Another enum of the same numbers is torch's own.
-        known = isinstance(encoding, Enum) and encoding.value in [each.value for each in MemoryFormat]
+        known = isinstance(encoding, Enum) and encoding.value in [
+            each.value for each in MemoryFormat
+        ]
         if not isinstance(encoding, Enum) or not known:
             raise RuntimeError(f"Invalid memory format encoding: {encoding}")
         # As torch does, whatever the tuple holds is taken: it was made by `__getstate__`.
@@ -165,7 +176,11 @@ class TensorProperties:
         The memory format is contiguous whatever the strides are: a chunk is written in C order, and torch says the same.
         """
         if isinstance(tensor, LazyTensor):
-            return TensorProperties(tensor.dtype, requires_grad=tensor.traits.requires_grad, strides=tensor.traits.strides)
+            return TensorProperties(
+                tensor.dtype,
+                requires_grad=tensor.traits.requires_grad,
+                strides=tensor.traits.strides,
+            )
         dtype = _dtype(tensor.dtype)
         layout = str(getattr(tensor, "layout", Layout.STRIDED)).removeprefix("torch.")
         if layout not in [each.value for each in Layout]:
@@ -174,8 +189,13 @@ class TensorProperties:
         # Compressed layouts have none, and raise.
         strided = Layout(layout) in (Layout.STRIDED, Layout.SPARSE_COO)
         strides = tuple(stride()) if strided and callable(stride) else None
-        pin_memory, requires_grad = bool(pinned()) if callable(pinned) else False, bool(getattr(tensor, "requires_grad", False))
-        return TensorProperties(dtype, Layout(layout), requires_grad, pin_memory=pin_memory, strides=strides)
+        pin_memory, requires_grad = (
+            bool(pinned()) if callable(pinned) else False,
+            bool(getattr(tensor, "requires_grad", False)),
+        )
+        return TensorProperties(
+            dtype, Layout(layout), requires_grad, pin_memory=pin_memory, strides=strides
+        )
 
 
 class Tensorlike(Protocol):
@@ -234,9 +254,16 @@ class Places:
         if index.offset is None:
             return None
         offset, hint = tuple(index.offset), index.index
-        if hint is not None and 0 <= hint < len(chunks) and tuple(chunks[hint].offsets) == offset and 0 not in chunks[hint].sizes:
+        if (
+            hint is not None
+            and 0 <= hint < len(chunks)
+            and tuple(chunks[hint].offsets) == offset
+            and 0 not in chunks[hint].sizes
+        ):
             return hint
-        position = self._at.get(offset) if self._chunks is chunks and self._count == len(chunks) else None
+        position = (
+            self._at.get(offset) if self._chunks is chunks and self._count == len(chunks) else None
+        )
         if position is not None and tuple(chunks[position].offsets) == offset:
             return position
         self._chunks, self._count = chunks, len(chunks)
@@ -290,7 +317,9 @@ class MetadataIndex:
     index: int | None = field(hash=False, compare=False, default=None)
     """A guess at the chunk's position among the tensor's chunks, to be found sooner. Two indexes that differ in it are equal."""
 
-    def __init__(self, fqn: str, offset: Iterable[SupportsIndex] | None = None, index: int | None = None) -> None:
+    def __init__(
+        self, fqn: str, offset: Iterable[SupportsIndex] | None = None, index: int | None = None
+    ) -> None:
         object.__setattr__(self, "fqn", fqn)
         object.__setattr__(self, "offset", None if offset is None else _size(offset))
         object.__setattr__(self, "index", index)
@@ -333,7 +362,9 @@ def find_chunk(tensor: TensorStorageMetadata, index: MetadataIndex) -> ChunkStor
     position = tensor._places.find(tensor.chunks, index)
     if position is None:
         wanted = "no offset" if index.offset is None else f"offset {tuple(index.offset)}"
-        raise ValueError(f"{index.fqn!r} has {len(tensor.chunks):,} chunks, and none is at {wanted}")
+        raise ValueError(
+            f"{index.fqn!r} has {len(tensor.chunks):,} chunks, and none is at {wanted}"
+        )
     return tensor.chunks[position]
 
 

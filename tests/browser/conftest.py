@@ -22,7 +22,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 def chromium() -> str | None:
     """The browser of this machine; HOLDFAST_CHROMIUM names another."""
-    return os.environ.get("HOLDFAST_CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+    return os.environ.get("HOLDFAST_CHROMIUM") or next(
+        (path for name in NAMES if (path := shutil.which(name))), None
+    )
 
 
 @pytest.fixture(scope="package")
@@ -34,7 +36,9 @@ def browser() -> Iterator[Any]:
         pytest.skip("no chromium: make browser")
     with playwright.sync_playwright() as driver:
         # As root, and in most containers, chromium's own sandbox cannot be had; the page is ours.
-        launched = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        launched = driver.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield launched
         launched.close()
 
@@ -44,10 +48,19 @@ def draw(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Seen]]:
     """Opens the page of a document (or HTML) from disk, as a reader would, and waits until it answers."""
     opened: list[Seen] = []
 
-    def _draw(what: dict[str, Any] | str, *, width: int = 1240, height: int = 900, scheme: str = "light", **more: Any) -> Seen:
+    def _draw(
+        what: dict[str, Any] | str,
+        *,
+        width: int = 1240,
+        height: int = 900,
+        scheme: str = "light",
+        **more: Any,
+    ) -> Seen:
         file = tmp_path / f"page{len(opened)}.html"
         file.write_text(what if isinstance(what, str) else html_of(what), "utf-8")
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **more)
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme, **more
+        )
         context.add_init_script(WATCH)
         seen = Seen(context, file)
         opened.append(seen)

@@ -45,7 +45,14 @@ class Sheet:
         self.rows: list[dict[str, Any]] = []
 
     def add(
-        self, name: str, shape: list[int], *, dtype: str = "bf16", layer: int = -1, role: str | None = None, **more: Any
+        self,
+        name: str,
+        shape: list[int],
+        *,
+        dtype: str = "bf16",
+        layer: int = -1,
+        role: str | None = None,
+        **more: Any,
     ) -> int:
         """A tensor; `more` may have expert, tie, state, file, and values of measures."""
         self.names.append(name)
@@ -68,13 +75,21 @@ class Sheet:
         found: dict[Any, int] = {}
         frozen = [tuple(row[key]) if isinstance(row[key], list) else row[key] for row in self.rows]
         at = [found.setdefault(value, len(found)) for value in frozen]
-        return {"labels": [list(value) if isinstance(value, tuple) else value for value in found], "at": at}
+        return {
+            "labels": [list(value) if isinstance(value, tuple) else value for value in found],
+            "at": at,
+        }
 
     def column(self, key: str) -> list[Any]:
         return [None if row[key] is None or row[key] != row[key] else row[key] for row in self.rows]
 
     def document(
-        self, *, stats: bool = True, files: list[str] | None = None, title: str = "model.safetensors", **more: Any
+        self,
+        *,
+        stats: bool = True,
+        files: list[str] | None = None,
+        title: str = "model.safetensors",
+        **more: Any,
     ) -> Document:
         """The document of these tensors, by schema 1."""
         total = sum(row["nbytes"] for row in self.rows)
@@ -106,8 +121,12 @@ class Sheet:
         }  # fmt: skip
         if stats:
             for key, label, text, scale in MEASURES:
-                values = [None if value is None else significant(value) for value in self.column(key)]
-                document["measures"].append({"key": key, "label": label, "help": text, "scale": scale, "values": values})
+                values = [
+                    None if value is None else significant(value) for value in self.column(key)
+                ]
+                document["measures"].append(
+                    {"key": key, "label": label, "help": text, "scale": scale, "values": values}
+                )
             document["details"] = self.details()
         document.update(more)
         return document
@@ -115,23 +134,43 @@ class Sheet:
     def details(self) -> dict[str, Any]:
         """Drawer data: normal weights around their rms, a dead group of rows where zeros are. Alike tensors have the same."""
         made = [
-            drawn(float(f"{row['rms'] or 1e-30:.1g}"), flat=len(row["shape"]) < 2, dead=row["zeros"] > 0.05) for row in self.rows
+            drawn(
+                float(f"{row['rms'] or 1e-30:.1g}"),
+                flat=len(row["shape"]) < 2,
+                dead=row["zeros"] > 0.05,
+            )
+            for row in self.rows
         ]
-        columns = {key: [one[key] for one in made] for key in ("exponents", "quantiles", "rows", "columns", "singular")}
+        columns = {
+            key: [one[key] for one in made]
+            for key in ("exponents", "quantiles", "rows", "columns", "singular")
+        }
         return {**columns, "negative": [0.4993] * len(made)}
 
 
 @cache
 def drawn(rms: float, *, flat: bool, dead: bool) -> dict[str, Any]:
     """What a drawer shows of one tensor."""
-    peak = [max(1, round(255 * math.exp(-(((step - 11.4) / (3.2 if step < 11 else 1.1)) ** 2)))) for step in range(15)]
-    wave = [0 if dead and 20 <= step < 24 else significant(rms * 40 * (1 + 0.1 * math.sin(step))) for step in range(64)]
+    peak = [
+        max(1, round(255 * math.exp(-(((step - 11.4) / (3.2 if step < 11 else 1.1)) ** 2))))
+        for step in range(15)
+    ]
+    wave = [
+        0 if dead and 20 <= step < 24 else significant(rms * 40 * (1 + 0.1 * math.sin(step)))
+        for step in range(64)
+    ]
     return {
         "exponents": [math.floor(math.log2(rms)) - 12, peak],
-        "quantiles": [significant(rms * at) for at in (-5.1, -3.1, -2.3, -0.67, 0.001, 0.67, 2.3, 3.1, 5.2)],
+        "quantiles": [
+            significant(rms * at) for at in (-5.1, -3.1, -2.3, -0.67, 0.001, 0.67, 2.3, 3.1, 5.2)
+        ],
         "rows": None if flat else wave,
-        "columns": None if flat else [significant(rms * 40 * (1 + 0.05 * math.cos(step * 0.7))) for step in range(64)],
-        "singular": None if flat else [significant(rms * 90 / (1 + step) ** 0.6) for step in range(32)],
+        "columns": None
+        if flat
+        else [significant(rms * 40 * (1 + 0.05 * math.cos(step * 0.7))) for step in range(64)],
+        "singular": None
+        if flat
+        else [significant(rms * 90 / (1 + step) ** 0.6) for step in range(32)],
     }
 
 
@@ -141,7 +180,10 @@ def front_coded(names: list[str]) -> dict[str, list[Any]]:
     for name in names:
         units = name.encode("utf-16-le", "surrogatepass")
         same = 0
-        while same + 2 <= min(len(units), len(before)) and units[same : same + 2] == before[same : same + 2]:
+        while (
+            same + 2 <= min(len(units), len(before))
+            and units[same : same + 2] == before[same : same + 2]
+        ):
             same += 2
         shared.append(same // 2)
         rest.append(units[same:].decode("utf-16-le", "surrogatepass"))
@@ -169,7 +211,12 @@ def llama(layers: int = 24, width: int = 2048, sheet: Sheet | None = None) -> Sh
     sheet.add("model.embed_tokens.weight", [32000, width], tie=0, rms=0.018)
     for layer in range(layers):
         for rest, kind in BLOCK:
-            sheet.add(f"model.layers.{layer}.{rest}", shapes[kind], layer=layer, role=f"model.layers.*.{rest}")
+            sheet.add(
+                f"model.layers.{layer}.{rest}",
+                shapes[kind],
+                layer=layer,
+                role=f"model.layers.*.{rest}",
+            )
     sheet.add("model.norm.weight", [width])
     sheet.add("lm_head.weight", [32000, width], tie=0, rms=0.018)
     return sheet
@@ -180,9 +227,13 @@ def small(**more: Any) -> Document:
     sheet = llama()
     at = {name: place for place, name in enumerate(sheet.names)}
     for role in ("self_attn.q_proj", "mlp.up_proj", "mlp.gate_proj"):
-        sheet.rows[at[f"model.layers.7.{role}.weight"]].update(nonfinite=0.0003, rms=None, absmax=None, kurtosis=None)
+        sheet.rows[at[f"model.layers.7.{role}.weight"]].update(
+            nonfinite=0.0003, rms=None, absmax=None, kurtosis=None
+        )
     sheet.rows[at["model.layers.15.self_attn.v_proj.weight"]].update(zeros=0.0625)
-    sheet.rows[at["model.layers.3.mlp.down_proj.weight"]].update(zeros=1.0, rms=0.0, absmax=0.0, kurtosis=None)
+    sheet.rows[at["model.layers.3.mlp.down_proj.weight"]].update(
+        zeros=1.0, rms=0.0, absmax=0.0, kurtosis=None
+    )
     sheet.rows[at["model.layers.19.self_attn.o_proj.weight"]].update(rms=0.0002, absmax=0.0011)
     return sheet.document(**more)
 
@@ -196,9 +247,18 @@ def experts(layers: int = 40, count: int = 248, *, stats: bool = True) -> Docume
         for rest, kind in BLOCK[:6]:
             shape = {"norm": [2048], "square": [2048, 2048], "narrow": [512, 2048]}[kind]
             sheet.add(f"{prefix}.{rest}", shape, layer=layer, role=f"model.layers.*.{rest}")
-        sheet.add(f"{prefix}.mlp.gate.weight", [count, 2048], layer=layer, role="model.layers.*.mlp.gate.weight")
+        sheet.add(
+            f"{prefix}.mlp.gate.weight",
+            [count, 2048],
+            layer=layer,
+            role="model.layers.*.mlp.gate.weight",
+        )
         for expert in range(count):
-            for part, shape in (("gate_proj", [768, 2048]), ("up_proj", [768, 2048]), ("down_proj", [2048, 768])):
+            for part, shape in (
+                ("gate_proj", [768, 2048]),
+                ("up_proj", [768, 2048]),
+                ("down_proj", [2048, 768]),
+            ):
                 name = f"{prefix}.mlp.experts.{expert}.{part}.weight"
                 sheet.add(
                     name,
@@ -209,9 +269,9 @@ def experts(layers: int = 40, count: int = 248, *, stats: bool = True) -> Docume
                     dtype="f8_e4m3" if layer % 9 == 0 else "bf16",
                 )
     at = {name: place for place, name in enumerate(sheet.names)}
-    sheet.rows[at[f"model.layers.{min(17, layers - 1)}.mlp.experts.{min(101, count - 1)}.up_proj.weight"]].update(
-        rms=0.0001, absmax=0.0004
-    )
+    sheet.rows[
+        at[f"model.layers.{min(17, layers - 1)}.mlp.experts.{min(101, count - 1)}.up_proj.weight"]
+    ].update(rms=0.0001, absmax=0.0004)
     sheet.rows[at[f"model.layers.{min(30, layers - 1)}.mlp.experts.5.down_proj.weight"]].update(
         nonfinite=0.001, rms=None, absmax=None, kurtosis=None
     )
@@ -234,16 +294,25 @@ def difference() -> Document:
     sheet.rows[at["lm_head.weight"]].update(state=3, tie=-1, **alone)
     sheet.rows[at["model.norm.weight"]].update(state=4)
     document = sheet.document(
-        stats=False, kind="diff", title="base → chat", path="models/base.safetensors", other="models/chat.safetensors"
+        stats=False,
+        kind="diff",
+        title="base → chat",
+        path="models/base.safetensors",
+        other="models/chat.safetensors",
     )
     document["sentence"] = (
         "181 of 222 tensors changed between base.safetensors and chat.safetensors; 3 were added, 1 removed, 1 renamed."
     )
     document["tensors"]["state"] = sheet.column("state")
-    document["tensors"]["was"] = {"at": [at["model.norm.weight"]], "names": ["transformer.norm.weight"]}
+    document["tensors"]["was"] = {
+        "at": [at["model.norm.weight"]],
+        "names": ["transformer.norm.weight"],
+    }
     for key, label, text, scale in CHANGES:
         values = [None if value is None else significant(value) for value in sheet.column(key)]
-        document["measures"].append({"key": key, "label": label, "help": text, "scale": scale, "values": values})
+        document["measures"].append(
+            {"key": key, "label": label, "help": text, "scale": scale, "values": values}
+        )
     return document
 
 
@@ -299,8 +368,13 @@ def run() -> Document:
         })  # fmt: skip
     sheet = llama(layers=12, width=1024)
     document = sheet.document(kind="run", title="runs/llama", stats=False)
-    document["sentence"] = "A run of 40 steps from 500 to 20,000; 7 are kept, 1 is torn, the newest whole one is step 20,000."
-    document["run"] = {"steps": steps, "summary": "40 steps, 7 kept, 1 torn, 1 pinned; 16.1 GB on disk, of which 4.2 GB are shared"}
+    document["sentence"] = (
+        "A run of 40 steps from 500 to 20,000; 7 are kept, 1 is torn, the newest whole one is step 20,000."
+    )
+    document["run"] = {
+        "steps": steps,
+        "summary": "40 steps, 7 kept, 1 torn, 1 pinned; 16.1 GB on disk, of which 4.2 GB are shared",
+    }
     return document
 
 
@@ -347,7 +421,10 @@ def hostile() -> Document:
         facts=[[name[:300], name] for name in HOSTILE],
         notes=HOSTILE,
     )
-    document["scan"] = {"verdict": nasty, "findings": [{"severity": nasty, "text": name} for name in HOSTILE[:40]]}
+    document["scan"] = {
+        "verdict": nasty,
+        "findings": [{"severity": nasty, "text": name} for name in HOSTILE[:40]],
+    }
     for measure in document["measures"]:
         measure["label"] += nasty
         measure["help"] = nasty

@@ -14,7 +14,8 @@ from tests.browser import documents
 from tests.hostile.cases import CLASSES
 
 UNTOUCHED = (
-    "!window.pwned && !({}).polluted && document.querySelectorAll('body script, body style, body iframe, body img').length === 2"
+    "!window.pwned && !({}).polluted && "
+    "document.querySelectorAll('body script, body style, body iframe, body img').length === 2"
 )
 
 
@@ -40,7 +41,9 @@ def test_a_document_that_is_hostile_everywhere(draw):
         canvas.scroll_into_view_if_needed()
         box = canvas.bounding_box()
         for step in range(6):
-            seen.page.mouse.move(box["x"] + box["width"] * step / 6, box["y"] + min(box["height"], 500) * step / 6)
+            seen.page.mouse.move(
+                box["x"] + box["width"] * step / 6, box["y"] + min(box["height"], 500) * step / 6
+            )
     for value in range(seen.page.locator("#measure option").count()):
         seen.page.select_option("#measure", index=value)
     calm(seen)
@@ -72,7 +75,12 @@ def test_the_policy_would_have_stopped_a_script(draw):
     seen.said.clear()
 
 
-OPENING = [case for cases in CLASSES.values() for case in cases if not case.refusals and "bomb" not in case.name]
+OPENING = [
+    case
+    for cases in CLASSES.values()
+    for case in cases
+    if not case.refusals and "bomb" not in case.name
+]
 
 
 def test_the_hostile_corpus(draw, tmp_path, request):
@@ -102,8 +110,16 @@ def test_text_is_written_as_the_command_line_does(draw):
     names = [*documents.HOSTILE, *(chr(code) for code in range(0x20, 0x3000, 3))]
     # Marks that pile up are written out by the page alone: a terminal keeps lines apart.
     names = [name for name in names if "\u0301" * 5 not in name]
-    found = json.loads(seen.page.evaluate("(names) => JSON.stringify(JSON.parse(names).map(shown))", json.dumps(names)))
-    unlike = [(name, one, escape(name)) for name, one in zip(names, found, strict=True) if one != escape(name)]
+    found = json.loads(
+        seen.page.evaluate(
+            "(names) => JSON.stringify(JSON.parse(names).map(shown))", json.dumps(names)
+        )
+    )
+    unlike = [
+        (name, one, escape(name))
+        for name, one in zip(names, found, strict=True)
+        if one != escape(name)
+    ]
     # Python and the browser know different versions of Unicode: letters that only one of them knows may differ.
     assert [pair for pair in unlike if len(pair[0]) > 1] == []
     assert len(unlike) < 20, unlike
@@ -112,7 +128,10 @@ def test_text_is_written_as_the_command_line_does(draw):
 def test_python_lines_are_python(draw):
     seen = draw(documents.small())
     texts = json.loads(
-        seen.page.evaluate("(names) => JSON.stringify(JSON.parse(names).map(pythonText))", json.dumps(documents.HOSTILE))
+        seen.page.evaluate(
+            "(names) => JSON.stringify(JSON.parse(names).map(pythonText))",
+            json.dumps(documents.HOSTILE),
+        )
     )
     assert [ast.literal_eval(text) for text in texts] == documents.HOSTILE
 
@@ -120,7 +139,19 @@ def test_python_lines_are_python(draw):
 def test_globs_are_as_on_the_command_line(draw):
     chance = random.Random(1)
     seen = draw(documents.small())
-    names = ["model.layers.3.mlp.up", "a", "", "a.b", "aab", "model", "x" * 300 + "b", "\U0001f4a9.a", "[a]", "a-b", "]"]
+    names = [
+        "model.layers.3.mlp.up",
+        "a",
+        "",
+        "a.b",
+        "aab",
+        "model",
+        "x" * 300 + "b",
+        "\U0001f4a9.a",
+        "[a]",
+        "a-b",
+        "]",
+    ]
     names += ["".join(chance.choices("ab-]!", k=chance.randrange(5))) for _ in range(60)]
     patterns = [
         "*",
@@ -155,5 +186,7 @@ def test_globs_are_as_on_the_command_line(draw):
     ask = "([patterns, names]) => patterns.map((one) => names.map(globTest(one)))"
     found = seen.page.evaluate(ask, [patterns, names])
     few = patterns.index("{0..99999999}")  # a page does not count so far
-    assert found[:few] == [[glob(pattern).matches(name) for name in names] for pattern in patterns[:few]]
+    assert found[:few] == [
+        [glob(pattern).matches(name) for name in names] for pattern in patterns[:few]
+    ]
     assert not any(found[few])

@@ -26,10 +26,14 @@ def test_a_diff(draw):
     seen.page.click("#changes >> text=3 added")
     assert seen.rows() == 222
     seen.page.click("#changes li >> text=score.weight")
-    assert 'holdfast.open("models/chat.safetensors")' in seen.text("#drawer code"), "what was added is in the other file"
+    assert 'holdfast.open("models/chat.safetensors")' in seen.text("#drawer code"), (
+        "what was added is in the other file"
+    )
     seen.page.keyboard.press("Escape")
     seen.page.click("#changes li >> text=model.norm.weight")
-    assert seen.text("#drawer code") == 'holdfast.open("models/chat.safetensors")["model.norm.weight"]', "and so is a new name"
+    assert (
+        seen.text("#drawer code") == 'holdfast.open("models/chat.safetensors")["model.norm.weight"]'
+    ), "and so is a new name"
 
 
 def test_what_became_nan_is_worth_a_look_before_all_else(draw, tmp_path):
@@ -87,7 +91,11 @@ def test_without_measures(draw):
 
 
 def test_sampled_is_said(draw):
-    seen = draw(documents.small(sampled={"share": 0.01, "text": "1% of the blocks of each tensor were read"}))
+    seen = draw(
+        documents.small(
+            sampled={"share": 0.01, "text": "1% of the blocks of each tensor were read"}
+        )
+    )
     assert "1% of the blocks" in seen.text("#sampled")
 
 
@@ -126,7 +134,11 @@ def test_real_files(draw, request):
 
 def layered(rng: np.random.Generator, layers: int = 6) -> dict[str, np.ndarray]:
     parts = ("attn.q", "attn.v", "mlp.up")
-    return {f"h.{layer}.{part}.weight": rng.standard_normal((32, 16), np.float32) for layer in range(layers) for part in parts}
+    return {
+        f"h.{layer}.{part}.weight": rng.standard_normal((32, 16), np.float32)
+        for layer in range(layers)
+        for part in parts
+    }
 
 
 def test_a_real_report_finds_the_fault(draw, tmp_path):
@@ -151,14 +163,19 @@ def test_a_real_report_finds_the_fault(draw, tmp_path):
 
 def test_a_real_diff_finds_the_layer_that_did_not_train(draw, tmp_path):
     before = layered(np.random.default_rng(1))
-    after = {name: value if name.startswith("h.3.") else value * np.float32(1.01) for name, value in before.items()}
+    after = {
+        name: value if name.startswith("h.3.") else value * np.float32(1.01)
+        for name, value in before.items()
+    }
     after["new.bias"] = np.ones(4, np.float32)
     holdfast.save(before, tmp_path / "a.safetensors")
     holdfast.save(after, tmp_path / "b.safetensors")
     seen = draw(holdfast.report(tmp_path / "a.safetensors", tmp_path / "b.safetensors").html())
     found = seen.text("#standouts-list")
     assert "did not change, its siblings did" in found
-    assert {name for name in before if name in found} == {name for name in before if name.startswith("h.3.")}
+    assert {name for name in before if name in found} == {
+        name for name in before if name.startswith("h.3.")
+    }
     seen.page.click("#changes >> text=1 added")
     assert seen.rows() == 1
 
@@ -166,7 +183,9 @@ def test_a_real_diff_finds_the_layer_that_did_not_train(draw, tmp_path):
 def test_a_real_diff_of_names_alone(draw, tmp_path):
     before = layered(np.random.default_rng(1))
     holdfast.save(before, tmp_path / "a.safetensors")
-    holdfast.save({f"model.{name}": value for name, value in before.items()}, tmp_path / "b.safetensors")
+    holdfast.save(
+        {f"model.{name}": value for name, value in before.items()}, tmp_path / "b.safetensors"
+    )
     seen = draw(holdfast.report(tmp_path / "a.safetensors", tmp_path / "b.safetensors").html())
     assert seen.page.locator("#measure option:checked").inner_text() != "relative change", (
         "nothing changed: the colour is what became of it"
@@ -174,7 +193,10 @@ def test_a_real_diff_of_names_alone(draw, tmp_path):
     assert "no NaN" not in seen.text("#standouts"), "nothing was read that could say so"
     seen.page.click("#changes li button")
     line = seen.text("#drawer code")
-    assert np.array_equal(eval(line, {"holdfast": holdfast}).numpy(), before[seen.text("#drawer h2").removeprefix("model.")])
+    assert np.array_equal(
+        eval(line, {"holdfast": holdfast}).numpy(),
+        before[seen.text("#drawer h2").removeprefix("model.")],
+    )
 
 
 def test_a_real_run(draw, tmp_path):
@@ -189,7 +211,9 @@ def test_a_real_run(draw, tmp_path):
 
 def test_real_shards(draw, tmp_path):
     holdfast.save(layered(np.random.default_rng(1)), tmp_path / "whole.safetensors")
-    holdfast.reshard(tmp_path / "whole.safetensors", tmp_path / "cut", mesh={"tp": 4}, rules=["*: tp=0"])
+    holdfast.reshard(
+        tmp_path / "whole.safetensors", tmp_path / "cut", mesh={"tp": 4}, rules=["*: tp=0"]
+    )
     seen = draw(holdfast.report(tmp_path / "cut", mesh="2").html())
     assert seen.page.locator("#rank option").count() == 3
     seen.page.select_option("#rank", index=1)

@@ -35,7 +35,9 @@ def test_work_does_not_go_by_tensor(draw, ten_thousand):
     assert seen.page.evaluate("document.querySelectorAll('*').length") < 1_500
     assert seen.rows() > 10_000
     seen.page.evaluate("document.querySelector('#table .rows').scrollTop = 200_000")
-    seen.until("Number(document.querySelector('#table tbody tr[aria-rowindex]').getAttribute('aria-rowindex')) > 6000")
+    seen.until(
+        "Number(document.querySelector('#table tbody tr[aria-rowindex]').getAttribute('aria-rowindex')) > 6000"
+    )
     assert seen.page.locator("#table tbody tr").count() < 80
 
 

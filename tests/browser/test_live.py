@@ -36,7 +36,9 @@ class Server:
     def __call__(self, route: Any) -> None:
         url = urlsplit(route.request.url)
         if url.path == "/":
-            route.fulfill(body=html_of(self.document, live=True), content_type="text/html; charset=utf-8")
+            route.fulfill(
+                body=html_of(self.document, live=True), content_type="text/html; charset=utf-8"
+            )
             return
         assert route.request.headers["x-holdfast-token"] == TOKEN
         query = parse_qs(url.query)
@@ -92,8 +94,17 @@ def test_the_real_server(browser, tmp_path):
     weights = np.random.default_rng(1).standard_normal((600, 300), np.float32)
     weights[17, 40] = np.nan
     weights[100:110] = 0
-    holdfast.save({"h.0.w": weights, "h.1.w": np.ones((8, 8), np.float16)}, tmp_path / "m.safetensors")
-    command = [sys.executable, "-m", "holdfast", "view", str(tmp_path / "m.safetensors"), "--no-browser"]
+    holdfast.save(
+        {"h.0.w": weights, "h.1.w": np.ones((8, 8), np.float16)}, tmp_path / "m.safetensors"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast",
+        "view",
+        str(tmp_path / "m.safetensors"),
+        "--no-browser",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         (url,) = re.findall(r"http://127\.0\.0\.1:\d+/\S+", server.stdout.readline())
         context = browser.new_context(viewport={"width": 1240, "height": 900})
@@ -147,7 +158,10 @@ def test_zooming_in_asks_for_finer_tiles(served):
     canvas.focus()
     for _ in range(4):
         page.keyboard.press("+")
-    until(page, lambda: any(query["level"] == ["0"] for path, query in server.asked if path == "/api/tile"))
+    until(
+        page,
+        lambda: any(query["level"] == ["0"] for path, query in server.asked if path == "/api/tile"),
+    )
     before = len(server.asked)
     box = canvas.bounding_box()
     page.mouse.move(box["x"] + 50, box["y"] + 50)

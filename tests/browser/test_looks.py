@@ -71,8 +71,13 @@ def test_contrast_and_names(draw, scheme):
 def test_lightness_rises_along_the_map(draw):
     seen = draw(documents.small())
     for theme in ("light", "dark"):
-        colours = seen.page.evaluate("(theme) => paletteOf(theme).ramp.map(({ rgb }) => rgb)", theme)
-        ramp = [0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 for red, green, blue in colours]
+        colours = seen.page.evaluate(
+            "(theme) => paletteOf(theme).ramp.map(({ rgb }) => rgb)", theme
+        )
+        ramp = [
+            0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
+            for red, green, blue in colours
+        ]
         assert ramp == sorted(ramp), "in grey, more is lighter"
 
 

@@ -25,7 +25,9 @@ def test_the_first_screen_says_what_it_is_and_what_is_wrong(page):
     assert "model.layers.3.mlp.down_proj.weight" in found
     assert "model.layers.19.self_attn.o_proj.weight" in found
     assert "99× below" in found
-    assert "model.layers.15.self_attn.v_proj.weight 6.25%, median 0%" in found.replace("\n", " "), "a dead head"
+    assert "model.layers.15.self_attn.v_proj.weight 6.25%, median 0%" in found.replace("\n", " "), (
+        "a dead head"
+    )
     assert "model.layers.12" not in found
     map_at = page.page.locator("#treemap canvas").bounding_box()
     assert map_at["y"] < 900, "the map begins on the first screen"
@@ -40,7 +42,9 @@ def test_hovering_the_map_and_the_matrix(page):
         assert page.page.locator("#tip").is_hidden()
         tips = []
         for step in range(6):
-            page.page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * (0.5 + step / 20))
+            page.page.mouse.move(
+                box["x"] + box["width"] * 0.3, box["y"] + box["height"] * (0.5 + step / 20)
+            )
             tips.append(page.text("#tip"))
         assert any("model.layers." in tip and "rms: " in tip for tip in tips), tips
         page.page.mouse.move(5, 5)
@@ -104,15 +108,26 @@ def test_the_drawer_has_all_of_a_tensor(page):
     ):
         assert part in drawer
     titles = page.page.locator("#drawer h3").all_inner_texts()
-    assert titles == ["Exponents", "Quantiles", "Norms of rows", "Norms of columns", "Singular values"]
+    assert titles == [
+        "Exponents",
+        "Quantiles",
+        "Norms of rows",
+        "Norms of columns",
+        "Singular values",
+    ]
     assert "4 groups of rows are all zero" in drawer
     line = page.text("#drawer code")
     call = ast.parse(line, mode="eval").body
-    assert ast.unparse(call) == "holdfast.open('models/model.safetensors')['model.layers.15.self_attn.v_proj.weight']"
+    assert (
+        ast.unparse(call)
+        == "holdfast.open('models/model.safetensors')['model.layers.15.self_attn.v_proj.weight']"
+    )
     page.page.click("text=layer after")
     assert page.text("#drawer h2") == "model.layers.16.self_attn.v_proj.weight"
     page.page.keyboard.press("Enter")
-    assert page.text("#drawer h2") == "model.layers.17.self_attn.v_proj.weight", "the focus stays on the way"
+    assert page.text("#drawer h2") == "model.layers.17.self_attn.v_proj.weight", (
+        "the focus stays on the way"
+    )
     page.page.keyboard.press("Escape")
     assert page.page.locator("#drawer").is_hidden()
 
@@ -194,7 +209,9 @@ def test_experts_are_folded_and_open(draw):
     seen = draw(documents.experts(layers=4, count=16))
     panels = seen.page.locator("#panels canvas")
     assert panels.count() == 2, "one map of experts is open from the start"
-    assert "each expert: mlp.experts.*.down_proj.weight" in seen.text("#panels"), "where something stands out"
+    assert "each expert: mlp.experts.*.down_proj.weight" in seen.text("#panels"), (
+        "where something stands out"
+    )
     seen.page.click("#panels h3 button")
     assert panels.count() == 1
     panels.first.focus()
@@ -214,7 +231,9 @@ def test_a_thousand_layers_scroll(draw):
     sheet = documents.Sheet()
     for layer in range(1_000):
         for part in ("exp_avg", "exp_avg_sq"):
-            sheet.add(f"state.{layer}.{part}", [64], dtype="f32", layer=layer, role=f"state.*.{part}")
+            sheet.add(
+                f"state.{layer}.{part}", [64], dtype="f32", layer=layer, role=f"state.*.{part}"
+            )
     seen = draw(sheet.document())
     canvas = seen.page.locator("#panels canvas")
     assert canvas.bounding_box()["height"] < 1_000

@@ -74,7 +74,11 @@ class Seen:
 
     def pixels(self, selector: str) -> str:
         """What a canvas shows, to compare with what it shows later."""
-        return str(self.page.evaluate("(selector) => document.querySelector(selector).toDataURL()", selector))
+        return str(
+            self.page.evaluate(
+                "(selector) => document.querySelector(selector).toDataURL()", selector
+            )
+        )
 
     def announced(self) -> str:
         return str(self.page.evaluate("document.getElementById('announce').textContent"))
@@ -82,12 +86,18 @@ class Seen:
     def focused(self) -> str:
         """What has the focus: an id, or a class or tag."""
         return str(
-            self.page.evaluate("document.activeElement.id || document.activeElement.className || document.activeElement.tagName")
+            self.page.evaluate(
+                "document.activeElement.id || document.activeElement.className || document.activeElement.tagName"
+            )
         )
 
     def overflow(self) -> int:
         """Pixels by which the page is wider than the window."""
-        return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+        return int(
+            self.page.evaluate(
+                "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            )
+        )
 
     def violations(self) -> list[str]:
         return list(self.page.evaluate("window.watched"))

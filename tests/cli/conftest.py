@@ -32,7 +32,9 @@ class Made:
         self.content += np.ascontiguousarray(array).tobytes()
         dtype = DTYPES.numpy(array.dtype)
         assert dtype is not None
-        storage = Storage("data", start, array.nbytes, label=f"data/{start}", home=self.source.store)
+        storage = Storage(
+            "data", start, array.nbytes, label=f"data/{start}", home=self.source.store
+        )
         tensor = LazyTensor.contiguous("", dtype, array.shape, storage, self.source)
         return tensor if traits is None else replace(tensor, traits=traits)
 
@@ -43,7 +45,9 @@ class Made:
         start = len(self.content)
         self.content += b"\0"
         nbytes = row.nbytes(int(np.prod(shape)))
-        return LazyTensor.contiguous("", row, shape, Storage("data", start, nbytes, home=self.source.store), self.source)
+        return LazyTensor.contiguous(
+            "", row, shape, Storage("data", start, nbytes, home=self.source.store), self.source
+        )
 
     def checkpoint(
         self,
@@ -58,7 +62,14 @@ class Made:
         named = name_tensors(tree, Limits(), 1 << 20)
         return Checkpoint(
             self.source,
-            Description("torch-zip", ViewTable(named.tensors), tree, foreign, (*notes, *named.notes), metadata or {}),
+            Description(
+                "torch-zip",
+                ViewTable(named.tensors),
+                tree,
+                foreign,
+                (*notes, *named.notes),
+                metadata or {},
+            ),
         )
 
 

@@ -76,7 +76,17 @@ def test_json(run, golden_dir):
     assert [p.rpartition("/")[2] for p in parsed["skipped_paths"]] == ["expected.json"]
     assert set(parsed["files"][0]) == {"path", "format", "verdict", "error", "streams", "findings"}
     findings = [f for file in parsed["files"] for f in file["findings"]]
-    assert {"severity", "what", "reason", "uses", "calls", "stream", "offset", "paths", "allowed"} == set(findings[0])
+    assert {
+        "severity",
+        "what",
+        "reason",
+        "uses",
+        "calls",
+        "stream",
+        "offset",
+        "paths",
+        "allowed",
+    } == set(findings[0])
 
 
 def test_sarif(run, golden_dir, tmp_path):
@@ -89,15 +99,25 @@ def test_sarif(run, golden_dir, tmp_path):
     (ran,) = parsed["runs"]
     assert ran["invocations"] == [{"executionSuccessful": False}]
     assert {r["ruleId"] for r in ran["results"]} == {"holdfast/dangerous", "holdfast/unread"}
-    assert {r["id"] for r in ran["tool"]["driver"]["rules"]} >= {r["ruleId"] for r in ran["results"]}
-    uris = [r["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for r in ran["results"]]
+    assert {r["id"] for r in ran["tool"]["driver"]["rules"]} >= {
+        r["ruleId"] for r in ran["results"]
+    }
+    uris = [
+        r["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for r in ran["results"]
+    ]
     assert uris[-1] == f"file://{tmp_path}/a%20b.pkl"
 
 
 def test_hostile_text_is_escaped():
     nasty = "x\x1b[2J\u202e\n"
-    finding = Finding("dangerous", nasty, "runs commands", ("call",), (nasty, nasty), nasty, 3, (nasty,))
-    report = ScanReport((FileReport(nasty, "pickle", (finding,) * 60), FileReport(nasty, "", error=nasty)), 1, (nasty,))
+    finding = Finding(
+        "dangerous", nasty, "runs commands", ("call",), (nasty, nasty), nasty, 3, (nasty,)
+    )
+    report = ScanReport(
+        (FileReport(nasty, "pickle", (finding,) * 60), FileReport(nasty, "", error=nasty)),
+        1,
+        (nasty,),
+    )
     lines = [plain(line) for line in scan_lines(report)]
     assert all(line.isprintable() for line in lines)
     assert any("10 more" in line for line in lines)

@@ -25,7 +25,10 @@ COMMAND = [sys.executable, "-c", "import sys; from holdfast.cli.main import main
 @pytest.fixture
 def source(tmp_path) -> Path:
     weight = np.arange(12, dtype=np.float32).reshape(3, 4)
-    holdfast.save({"model": {"w": weight, "tied": weight, "b": np.zeros(3, np.float32)}, "step": 7}, tmp_path / "a.pt")
+    holdfast.save(
+        {"model": {"w": weight, "tied": weight, "b": np.zeros(3, np.float32)}, "step": 7},
+        tmp_path / "a.pt",
+    )
     return tmp_path / "a.pt"
 
 
@@ -56,9 +59,16 @@ def test_json(run, source, tmp_path):
 
 
 def test_dry_run(run, source, tmp_path):
-    code, out, err = run("convert", source, tmp_path / "b.safetensors", "--dry-run", "--dtype", "bf16")
+    code, out, err = run(
+        "convert", source, tmp_path / "b.safetensors", "--dry-run", "--dtype", "bf16"
+    )
     assert (code, err) == (0, "")
-    assert [line.split()[0] for line in out.splitlines()[1:5]] == ["read", "write", "memory", "space"]
+    assert [line.split()[0] for line in out.splitlines()[1:5]] == [
+        "read",
+        "write",
+        "memory",
+        "space",
+    ]
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
@@ -70,7 +80,18 @@ def test_what_is_left_out_is_told(run, source, tmp_path, more):
 
 
 def test_every_option(run, source, tmp_path):
-    options = ["--format", "safetensors", "--dtype", "f16", "--keep", "model.*", "--drop", "*.tied", "--rename", "model.*=*"]
+    options = [
+        "--format",
+        "safetensors",
+        "--dtype",
+        "f16",
+        "--keep",
+        "model.*",
+        "--drop",
+        "*.tied",
+        "--rename",
+        "model.*=*",
+    ]
     more = [
         "--max-shard-size",
         "24B",
@@ -117,7 +138,10 @@ def test_errors_are_one_line(arguments, words, run, source, tmp_path, monkeypatc
 
 
 def test_what_cannot_be_held_is_a_list(run, tmp_path):
-    holdfast.save({"w": np.zeros(1), "c\x1b[2J": np.zeros(1, np.complex128), "d": np.zeros(1, np.complex128)}, tmp_path / "a.pt")
+    holdfast.save(
+        {"w": np.zeros(1), "c\x1b[2J": np.zeros(1, np.complex128), "d": np.zeros(1, np.complex128)},
+        tmp_path / "a.pt",
+    )
     code, out, err = run("convert", tmp_path / "a.pt", tmp_path / "b.safetensors")
     assert (code, out) == (2, "")
     first, *problems = err.splitlines()
@@ -134,7 +158,9 @@ def begun(folder: Path) -> bool:
 @pytest.mark.parametrize("target", ["b.safetensors", "b"])
 def test_ctrl_c_leaves_nothing_behind(target, tmp_path):
     write_holes(tmp_path / "a.pt", {f"w{i}": (1 << 22, 4) for i in range(32)})  # 2 GiB of zeros
-    process = subprocess.Popen([*COMMAND, "convert", "a.pt", target], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*COMMAND, "convert", "a.pt", target], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
     end = time.monotonic() + 60
     while not begun(tmp_path) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.005)
@@ -148,11 +174,17 @@ def test_ctrl_c_leaves_nothing_behind(target, tmp_path):
 def test_a_bar_on_a_terminal_and_none_in_a_pipe(tmp_path):
     safetensors.numpy.save_file({"w": np.zeros(1 << 20, np.float32)}, tmp_path / "a.safetensors")
     slow = "import holdfast.cli.progress as p; p.PATIENCE_S = p.INTERVAL_S = 0.0\n"
-    program = [sys.executable, "-c", f"{slow}import sys; from holdfast.cli.main import main; sys.exit(main())"]
+    program = [
+        sys.executable,
+        "-c",
+        f"{slow}import sys; from holdfast.cli.main import main; sys.exit(main())",
+    ]
     arguments = ["convert", "a.safetensors", "b.pt", "--threads", "1"]
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen([*program, *arguments], cwd=tmp_path, stderr=theirs, stdout=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(
+        [*program, *arguments], cwd=tmp_path, stderr=theirs, stdout=subprocess.PIPE, env=environment
+    )
     os.close(theirs)
     shown = b""
     while process.poll() is None or select.select([ours], [], [], 0)[0]:
@@ -167,7 +199,9 @@ def test_a_bar_on_a_terminal_and_none_in_a_pipe(tmp_path):
     assert b"Converting" in shown
     assert b"/s" in shown
     assert out.startswith(b"wrote b.pt  torch-zip")
-    piped = subprocess.run([*program, *arguments, "--overwrite"], cwd=tmp_path, capture_output=True, timeout=60)
+    piped = subprocess.run(
+        [*program, *arguments, "--overwrite"], cwd=tmp_path, capture_output=True, timeout=60
+    )
     assert (piped.returncode, piped.stderr) == (0, b"")
 
 

@@ -18,8 +18,14 @@ from holdfast.rewrite.save import save
 
 def test_the_same(run, golden_dir):
     files = golden_dir / "files"
-    assert run("diff", files / "plain.pt", files / "plain.pt")[:2] == (0, "13 tensors the same (10 by checksum)\n")
-    assert run("diff", files / "plain.pt", files / "plain.pt", "--exact")[:2] == (0, "13 tensors the same\n")
+    assert run("diff", files / "plain.pt", files / "plain.pt")[:2] == (
+        0,
+        "13 tensors the same (10 by checksum)\n",
+    )
+    assert run("diff", files / "plain.pt", files / "plain.pt", "--exact")[:2] == (
+        0,
+        "13 tensors the same\n",
+    )
     code, out, err = run("diff", files / "plain.pt", files / "missing.pt")
     assert (code, out) == (2, "")
     assert err.startswith("holdfast: no such file")
@@ -32,7 +38,17 @@ def test_different(run, tmp_path):
     changed[1, 2] = 7
     old = {"w": w, "old.bias": np.ones(4), "gone": np.zeros(2), "half": w.copy(), "lr": 0.1}
     save(old, a, durable=False)
-    save({"w": changed, "new.bias": np.ones(4), "came": np.zeros(3), "half": w.astype(np.float16), "lr": 0.25}, b, durable=False)
+    save(
+        {
+            "w": changed,
+            "new.bias": np.ones(4),
+            "came": np.zeros(3),
+            "half": w.astype(np.float16),
+            "lr": 0.25,
+        },
+        b,
+        durable=False,
+    )
     code, out, err = run("diff", a, b)
     assert (code, err) == (1, "")
     assert out.splitlines() == [
@@ -58,15 +74,24 @@ def test_different(run, tmp_path):
 def test_hostile_text_is_escaped_and_long_lists_are_cut(made):
     nasty = "x\x1b[2J\u202e\n"
     content = Content(1, 2, math.inf, math.nan, None, 3)
-    changes = tuple(TensorChange(f"{nasty}{i}", ("int8", "int8"), ((2,), (2,)), content) for i in range(60))
+    changes = tuple(
+        TensorChange(f"{nasty}{i}", ("int8", "int8"), ((2,), (2,)), content) for i in range(60)
+    )
     values = (ValueChange((nasty,), nasty, ABSENT), ValueChange((), ABSENT, nasty))
-    found = Diff(nasty, nasty, (nasty,), (), (Rename(nasty, nasty),), changes, values, 0, 0, (nasty,))
+    found = Diff(
+        nasty, nasty, (nasty,), (), (Rename(nasty, nasty),), changes, values, 0, 0, (nasty,)
+    )
     sides = made.checkpoint({nasty: made.zeros(3)})
     lines = [plain(line) for line in diff_lines(found, sides, sides)]
     assert all(line.isprintable() for line in lines)
     assert any("10 more" in line for line in lines)
     assert len(list(diff_lines(found, sides, sides, everything=True))) == len(lines) + 9
-    assert json.loads(json.dumps(diff_document(found), allow_nan=False))["changed"][0]["content"]["max_abs"] == "inf"
+    assert (
+        json.loads(json.dumps(diff_document(found), allow_nan=False))["changed"][0]["content"][
+            "max_abs"
+        ]
+        == "inf"
+    )
 
 
 def test_a_part_under_other_names(run, tmp_path):
@@ -77,7 +102,10 @@ def test_a_part_under_other_names(run, tmp_path):
     words = ["--rename", "model.*=*", "--tensors-only"]
     code, out, _ = run("diff", a, b, *words)
     assert (code, [line.split()[:2] for line in out.splitlines()[2:3]]) == (1, [["~", "b"]])
-    assert run("diff", a, b, *words, "--filter", "w")[:2] == (0, "1 tensor the same (1 by checksum)\n")
+    assert run("diff", a, b, *words, "--filter", "w")[:2] == (
+        0,
+        "1 tensor the same (1 by checksum)\n",
+    )
     code, out, _ = run("diff", a, b, "--rename", "model.w=w", "--filter", "*.b", "--json")
     assert json.loads(out)["removed"] == ["model.b"]
     code, out, err = run("diff", a, b, "--filter", "x")
@@ -88,7 +116,11 @@ def test_a_part_under_other_names(run, tmp_path):
 def test_what_became_nan_has_no_largest_difference(run, tmp_path):
     w = np.arange(1, 5, dtype=np.float32)
     save({"some": w, "all": w}, tmp_path / "a.pt", durable=False)
-    save({"some": np.array([1, 2, 3.5, np.nan], np.float32), "all": w * np.nan}, tmp_path / "b.pt", durable=False)
+    save(
+        {"some": np.array([1, 2, 3.5, np.nan], np.float32), "all": w * np.nan},
+        tmp_path / "b.pt",
+        durable=False,
+    )
     code, out, _ = run("diff", tmp_path / "a.pt", tmp_path / "b.pt")
     assert code == 1
     assert [" ".join(line.split()) for line in out.splitlines()[2:4]] == [

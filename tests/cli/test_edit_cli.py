@@ -21,7 +21,18 @@ def source(tmp_path) -> Path:
 
 def test_in_place(run, source, tmp_path):
     names = ["--rename", "model.*=*", "--drop", "*.b", "--dtype", "bf16"]
-    code, out, err = run("edit", source, "--in-place", *names, "--set", "licence=a=b", "--set", "note=", "--unset", "author")
+    code, out, err = run(
+        "edit",
+        source,
+        "--in-place",
+        *names,
+        "--set",
+        "licence=a=b",
+        "--set",
+        "note=",
+        "--unset",
+        "author",
+    )
     assert (code, err) == (0, "")
     assert out.startswith(f"wrote {source}  safetensors  ")
     with holdfast.open(source) as ckpt:
@@ -90,11 +101,16 @@ def test_the_target_may_come_last(run, source, tmp_path):
     assert "say where to write" in err
 
 
-@pytest.mark.parametrize("words", [["--dtype", "*.b=f16", "--dtype", "bf16"], ["--dtype", "bf16", "--dtype", "*.b=f16"]])
+@pytest.mark.parametrize(
+    "words", [["--dtype", "*.b=f16", "--dtype", "bf16"], ["--dtype", "bf16", "--dtype", "*.b=f16"]]
+)
 def test_dtypes_by_patterns(run, source, words):
     assert run("edit", source, "--in-place", *words)[0] == 0
     with holdfast.open(source) as ckpt:
-        assert {n: t.dtype.name for n, t in ckpt.items()} == {"model.w": "bfloat16", "model.b": "float16"}
+        assert {n: t.dtype.name for n, t in ckpt.items()} == {
+            "model.w": "bfloat16",
+            "model.b": "float16",
+        }
 
 
 @pytest.mark.parametrize(
@@ -119,15 +135,21 @@ def test_a_folder_of_a_model(run, source, tmp_path):
     (folder / "config.json").write_text('{"torch_dtype": "float32"}')
     assert run("edit", folder, "--in-place", "--dtype", "bf16")[0] == 0
     assert json.loads((folder / "config.json").read_text()) == {"torch_dtype": "bfloat16"}
-    code, out, _ = run("edit", folder, f"{tmp_path}/other/", "--drop", "*.b", "--format", "native", "--json")
+    code, out, _ = run(
+        "edit", folder, f"{tmp_path}/other/", "--drop", "*.b", "--format", "native", "--json"
+    )
     assert (code, json.loads(out)["format"]) == (0, "native")
     assert (tmp_path / "other" / "config.json").exists()
     code, out, _ = run("convert", folder, f"{tmp_path}/bare/", "--no-copy-config")
     assert os.listdir(tmp_path / "bare") == ["model.safetensors"]
-    code, out, _ = run("convert", tmp_path / "bare", f"{tmp_path}/hf", "--dtype", "f32", "--copy-config", folder)
+    code, out, _ = run(
+        "convert", tmp_path / "bare", f"{tmp_path}/hf", "--dtype", "f32", "--copy-config", folder
+    )
     assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "model.safetensors"]
     assert "note  config.json says what the weights are now: torch_dtype bfloat16 → float32" in out
-    code, out, _ = run("prune", folder, f"{tmp_path}/pruned", "--rule", "*.w: 1:2", "--max-shard-size", "4")
+    code, out, _ = run(
+        "prune", folder, f"{tmp_path}/pruned", "--rule", "*.w: 1:2", "--max-shard-size", "4"
+    )
     assert len(list((tmp_path / "pruned").glob("model-*-of-00002.safetensors"))) == 2
     assert (tmp_path / "pruned" / "config.json").exists()
     assert run("diff", folder, tmp_path / "pruned", "--filter", "*.b")[0] == 0

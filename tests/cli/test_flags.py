@@ -19,17 +19,45 @@ from holdfast.cli.parser import verbs_of
 SOURCE = Path(holdfast.__file__).parent
 
 NOT_OURS = {
-    *("exported_programs", "trust_remote_code", "from_tf", "from_flax"),  # of torch, and of Transformers
+    *(
+        "exported_programs",
+        "trust_remote_code",
+        "from_tf",
+        "from_flax",
+    ),  # of torch, and of Transformers
     *("use_collectives", "weights_only", "unit", "unit_scale"),  # of torch's functions, and tqdm's
     *("per_rank", "values", "check_replicas"),  # of `holdfast.torch.save_sharded`
-    *("mmap", "verify", "out", "copy", "progress", "keep_tree", "find_renamed", "names"),  # of no command
-    *("base", "hashes", "shardings", "store"),  # of `save`, `holdfast.jax.load` and `open`, which no command is for
+    *(
+        "mmap",
+        "verify",
+        "out",
+        "copy",
+        "progress",
+        "keep_tree",
+        "find_renamed",
+        "names",
+    ),  # of no command
+    *(
+        "base",
+        "hashes",
+        "shardings",
+        "store",
+    ),  # of `save`, `holdfast.jax.load` and `open`, which no command is for
     *("last_save_in_hf", "initial_load_in_hf"),  # of TorchTitan's configuration
     *("token", "charset"),  # of an address that `view` prints, and of HTTP
     *("seed", "item", "nbytes"),  # of a rule; of a repr
     *("group", "prefix"),  # behind the name of a map
     *("hours", "days", "minutes", "mode"),  # of rules of a run, which are texts at a shell
-    *("step", "metrics", "mtbf", "grace", "signals", "export", "every", "deep"),  # of `holdfast.Run`
+    *(
+        "step",
+        "metrics",
+        "mtbf",
+        "grace",
+        "signals",
+        "export",
+        "every",
+        "deep",
+    ),  # of `holdfast.Run`
 }
 LIMITS = set(holdfast.Limits.__struct_fields__)
 """They are said as `Limits(files=…)`, which is for programs."""
@@ -48,8 +76,15 @@ def messages() -> list[tuple[str, str]]:
         tree = ast.parse(path.read_text())
         told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
-                found += [(f"{place}:{node.lineno}", word) for word in re.findall(r"\b([a-z_]{3,})=", node.value)]
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in told
+            ):
+                found += [
+                    (f"{place}:{node.lineno}", word)
+                    for word in re.findall(r"\b([a-z_]{3,})=", node.value)
+                ]
     return found
 
 
@@ -65,7 +100,9 @@ def test_no_message_of_the_library_names_a_flag():
     for path in sorted(SOURCE.rglob("*.py")):
         place = path.relative_to(SOURCE)
         # core/options.py is where the flags are.
-        if place.parts[0] not in ("cli", "torch", "integrations") and place != Path("core/options.py"):
+        if place.parts[0] not in ("cli", "torch", "integrations") and place != Path(
+            "core/options.py"
+        ):
             assert not re.findall(r"[(\"' ]--[a-z][a-z-]+", path.read_text()), path
 
 
@@ -87,7 +124,10 @@ def test_the_page_of_the_command_line_has_every_flag():
         for action in verb._actions
         if action.dest not in ("help", ON_ALL) and action.option_strings
         for flag in ["/".join(action.option_strings)]
-        if not any(re.search(rf"(?<![\w-]){one}(?![\w-])", before + sections[name]) for one in action.option_strings)
+        if not any(
+            re.search(rf"(?<![\w-]){one}(?![\w-])", before + sections[name])
+            for one in action.option_strings
+        )
     }
     assert missing == set()
 
@@ -104,14 +144,26 @@ def folder(tmp_path, monkeypatch):
     ("arguments", "said"),
     [
         (["convert", "b.safetensors", "a.pt"], "pass --overwrite to replace it"),
-        (["edit", "a.pt", "--drop", "w"], "or --in-place to replace the source; --dry-run only looks"),
-        (["edit", "a.pt", "c.pt", "--in-place", "--drop", "w"], "a target and --in-place exclude each other"),
+        (
+            ["edit", "a.pt", "--drop", "w"],
+            "or --in-place to replace the source; --dry-run only looks",
+        ),
+        (
+            ["edit", "a.pt", "c.pt", "--in-place", "--drop", "w"],
+            "a target and --in-place exclude each other",
+        ),
         (["convert", "b.safetensors", "c.pt", "--sparse", "auto"], "leave --sparse away"),
         (["convert", "b.safetensors", "c", "--sparse", "often"], "--sparse often is none of"),
         (["convert", "b.safetensors", "c.pt", "--max-memory", "1MB"], "--max-memory is too small"),
         (["convert", "b.safetensors", "c.onnx"], "or say --format"),
-        (["convert", "b.safetensors", "c.pt", "--model", "x"], "--keep and --rename choose by name"),
-        (["prune", "b.safetensors", "c.safetensors", "--rule", "w: 0.5", "--masks", "beside"], "--masks only"),
+        (
+            ["convert", "b.safetensors", "c.pt", "--model", "x"],
+            "--keep and --rename choose by name",
+        ),
+        (
+            ["prune", "b.safetensors", "c.safetensors", "--rule", "w: 0.5", "--masks", "beside"],
+            "--masks only",
+        ),
     ],
 )
 def test_what_is_said_at_a_shell(folder, capsys, arguments, said):
@@ -123,7 +175,10 @@ def test_what_is_said_at_a_shell(folder, capsys, arguments, said):
 
 def test_what_is_quoted_stays():
     known = {"overwrite": "--overwrite", "keep": "--keep"}
-    assert in_flags("'keep=True' and \"overwrite=True\" are names", known) == "'keep=True' and \"overwrite=True\" are names"
+    assert (
+        in_flags("'keep=True' and \"overwrite=True\" are names", known)
+        == "'keep=True' and \"overwrite=True\" are names"
+    )
     assert in_flags("dry_run=True only looks", known) == "dry_run=True only looks"
     assert in_flags("it's keep= that isn't overwrite=True", known).count("--") >= 1
 
@@ -131,7 +186,9 @@ def test_what_is_quoted_stays():
 def test_a_number_is_no_value_of_a_keyword():
     """`model=2` is an axis of a mesh."""
     assert (
-        in_flags("1 tensor cut over model=2, dp=4 and step=100", {"model": "--model", "step": "--step"})
+        in_flags(
+            "1 tensor cut over model=2, dp=4 and step=100", {"model": "--model", "step": "--step"}
+        )
         == "1 tensor cut over model=2, dp=4 and step=100"
     )
 
@@ -140,14 +197,18 @@ def test_a_note_on_a_mesh_names_its_axes(tmp_path, capsys):
     source = tmp_path / "llama.safetensors"
     holdfast.save({"layers.0.q_proj.weight": np.ones((4, 4), np.float32)}, source)
     for number, more in enumerate(([], ["--dry-run"])):
-        assert main(["reshard", str(source), str(tmp_path / f"{number}"), "--mesh", "model=2", *more]) == 0
+        assert (
+            main(["reshard", str(source), str(tmp_path / f"{number}"), "--mesh", "model=2", *more])
+            == 0
+        )
         assert "1 tensor cut along dimension 0 over model=2\n" in capsys.readouterr().out
 
 
 def test_a_note_has_the_flags_of_its_own_verb(folder, capsys, monkeypatch):
     """The same words are a flag where the verb has it, and a keyword where it has none."""
     monkeypatch.setattr(
-        "holdfast.saving.planned.Planned.look", lambda planned, progress: dataclasses.replace(planned.report, notes=NOTES)
+        "holdfast.saving.planned.Planned.look",
+        lambda planned, progress: dataclasses.replace(planned.report, notes=NOTES),
     )
     assert main(["convert", "b.safetensors", "c.pt", "--dry-run"]) == 0
     assert "note   --model chooses, mesh='dp=2' cuts" in capsys.readouterr().out

@@ -16,7 +16,9 @@ COMMAND = [sys.executable, "-c", "import sys; from holdfast.cli.main import main
 
 
 def command(*arguments, **options):
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60, **options
+    )
 
 
 def test_help_version_and_no_arguments(run):
@@ -33,7 +35,15 @@ def test_help_version_and_no_arguments(run):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["nonsense"], ["show"], ["show", "x", "--depth", "0"], ["read", "x"], ["scan"], ["show", "x\x1b[2J.pt"], ["--frob"]],
+    [
+        ["nonsense"],
+        ["show"],
+        ["show", "x", "--depth", "0"],
+        ["read", "x"],
+        ["scan"],
+        ["show", "x\x1b[2J.pt"],
+        ["--frob"],
+    ],
 )
 def test_errors_are_one_printable_line(run, arguments):
     code, out, err = run(*arguments)
@@ -97,10 +107,18 @@ def test_bugs_and_interruptions_are_one_line_too(run, monkeypatch, golden_dir):
 
     path = golden_dir / "files" / "plain.pt"
     for error, code, text in (
-        (RuntimeError("odd\nthing"), 2, r"holdfast: internal error, please report it: RuntimeError: odd\nthing"),
+        (
+            RuntimeError("odd\nthing"),
+            2,
+            r"holdfast: internal error, please report it: RuntimeError: odd\nthing",
+        ),
         (KeyboardInterrupt(), 130, "holdfast: interrupted"),
         (MemoryError(), 2, "holdfast: out of memory"),
-        (PermissionError(13, "Permission denied", "x\n.npy"), 2, r"holdfast: Permission denied: 'x\n.npy'"),
+        (
+            PermissionError(13, "Permission denied", "x\n.npy"),
+            2,
+            r"holdfast: Permission denied: 'x\n.npy'",
+        ),
     ):
         monkeypatch.setattr("holdfast.cli.show.run", raising(error))
         found, _, err = run("show", path)
@@ -116,7 +134,13 @@ def test_a_closed_pipe_is_silent(golden_dir):
     script = f"{' '.join(map(repr, COMMAND))} show {golden_dir / 'files' / 'training.pt'} --json"
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(["bash", "-c", script.replace("'-c'", "-c")], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", script.replace("'-c'", "-c")],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -133,7 +157,9 @@ def test_pipes_get_plain_text_and_terminals_get_colours(golden_dir):
     ):
         parent, child = pty.openpty()
         clean = {k: v for k, v in os.environ.items() if k not in ("TERM", "NO_COLOR")}
-        with subprocess.Popen([*COMMAND, "show", path], stdout=child, env={**clean, **environment}) as process:
+        with subprocess.Popen(
+            [*COMMAND, "show", path], stdout=child, env={**clean, **environment}
+        ) as process:
             os.close(child)
             seen = b""
             try:
@@ -171,7 +197,11 @@ def imported(code: str, *arguments: object) -> set[str]:
     """The modules that are there when code has run in a new interpreter."""
     told = f"{code}\nimport sys; sys.stderr.write(' '.join(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", told, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", told, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     return set(done.stderr.split())
 
@@ -179,7 +209,9 @@ def imported(code: str, *arguments: object) -> set[str]:
 def test_a_command_imports_what_it_needs_and_no_more(golden_dir):
     """A module costs time at every start; a list of them cannot be late, as a clock would be."""
     command = "import sys; from holdfast.cli.main import main; assert main(sys.argv[1:]) == 0"
-    parsing = "argparse, _colorize" if sys.version_info >= (3, 14) else "argparse"  # argparse imports the second when it is used
+    parsing = (
+        "argparse, _colorize" if sys.version_info >= (3, 14) else "argparse"
+    )  # argparse imports the second when it is used
     floor = imported(f"import {parsing}, {LIBRARIES}")
     libraries = {name.split(".")[0] for name in floor}
     for path in ("plain.pt", "metadata.safetensors"):
@@ -193,16 +225,42 @@ def test_a_command_imports_what_it_needs_and_no_more(golden_dir):
         assert {name.split(".")[1] for name in ours if "." in name} - {"cli"} <= SHOWING
     # The version is known without any library; and so is what a wrong verb is told.
     for arguments in (["--version"], ["--help"]):
-        asked = imported("import sys; from holdfast.cli.main import main; main(sys.argv[1:])", *arguments)
-        assert not {name.split(".")[0] for name in asked} & {"numpy", "ml_dtypes", "msgspec", "isal", "xxhash"}
-        assert not {name for name in asked if name.startswith("holdfast.") and name.split(".")[1] not in ("cli", "core", "errors")}
-    assert not {name.split(".")[0] for name in imported("import holdfast")} & {"argparse", "numpy", "msgspec", *SLOW}
+        asked = imported(
+            "import sys; from holdfast.cli.main import main; main(sys.argv[1:])", *arguments
+        )
+        assert not {name.split(".")[0] for name in asked} & {
+            "numpy",
+            "ml_dtypes",
+            "msgspec",
+            "isal",
+            "xxhash",
+        }
+        assert not {
+            name
+            for name in asked
+            if name.startswith("holdfast.") and name.split(".")[1] not in ("cli", "core", "errors")
+        }
+    assert not {name.split(".")[0] for name in imported("import holdfast")} & {
+        "argparse",
+        "numpy",
+        "msgspec",
+        *SLOW,
+    }
 
 
 def test_children_of_tests_can_be_interrupted():
     """Also where the tests run behind `&`: a shell has what it starts so ignore SIGINT, and children inherit that."""
     child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    code = f"import subprocess, sys, tests.conftest; subprocess.run([sys.executable, '-c', {child!r}])"
+    code = (
+        f"import subprocess, sys, tests.conftest; subprocess.run([sys.executable, '-c', {child!r}])"
+    )
     command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout == "True\n"

@@ -47,7 +47,10 @@ def test_two_names_with_a_number_are_names(made):
 
 
 def test_folded_values_that_differ_say_so(made):
-    groups = [{"lr": 0.1 * i, "eps": 1e-8, "long": "x" * 200 + str(i), "w": made.zeros(1)} for i in range(3)]
+    groups = [
+        {"lr": 0.1 * i, "eps": 1e-8, "long": "x" * 200 + str(i), "w": made.zeros(1)}
+        for i in range(3)
+    ]
     text = "\n".join(tree_of(made.checkpoint({"groups": groups})))
     assert "lr = (differs)" in text
     assert "long = (differs)" in text
@@ -85,7 +88,12 @@ def test_cycles_and_sharing_cost_nothing(made):
 
 
 def test_a_name_of_a_million_dots_is_one_name(made):
-    names = {"a." * 1_000_000 + "b": made.zeros(1), ".": made.zeros(1), "a..b": made.zeros(1), "": made.zeros(1)}
+    names = {
+        "a." * 1_000_000 + "b": made.zeros(1),
+        ".": made.zeros(1),
+        "a..b": made.zeros(1),
+        "": made.zeros(1),
+    }
     lines = tree_of(made.checkpoint(names))
     assert len(lines) == 5
     assert max(map(len, lines)) < 300
@@ -103,7 +111,9 @@ def test_values_objects_modules_and_composites(made):
             "training": True,
         },
     )
-    sparse = Composite("sparse_coo", (9, 9), {"indices": made.zeros(2, 3), "values": made.zeros(3)}, {}, Traits())
+    sparse = Composite(
+        "sparse_coo", (9, 9), {"indices": made.zeros(2, 3), "values": made.zeros(3)}, {}, Traits()
+    )
     tree = {
         "epoch": 12,
         "args": Opaque(Global("argparse", "Namespace"), state={"lr": 0.1}),
@@ -133,12 +143,21 @@ def test_header_says_elements_where_there_is_more_than_tensors(made):
 
 
 def test_a_tensor_alone(made):
-    assert tree_of(made.checkpoint(made.zeros(3)))[1].split() == ["└─", "tensor", "f32", "[3]", "12", "B"]
+    assert tree_of(made.checkpoint(made.zeros(3)))[1].split() == [
+        "└─",
+        "tensor",
+        "f32",
+        "[3]",
+        "12",
+        "B",
+    ]
 
 
 def test_footer(made):
     foreign = (Foreign(Global("evil\x1b[1m", "Thing"), ("call",), 3, "data.pkl"),)
-    lines = tree_of(made.checkpoint({}, foreign=foreign, notes=("odd\nnote",), metadata={"k\n": "v"}))
+    lines = tree_of(
+        made.checkpoint({}, foreign=foreign, notes=("odd\nnote",), metadata={"k\n": "v"})
+    )
     assert lines[-3:] == [
         r"metadata  k\n=v",
         r"foreign   evil\x1b[1m.Thing  (1 global not imported, shown as data; see holdfast scan)",
@@ -158,11 +177,15 @@ def test_hostile_names_never_reach_the_output(made):
 
 def test_a_hundred_thousand_tensors_stay_readable_and_quick(made):
     state = {f"enc.{i // 100}.block{i % 100}.w": made.zeros(4) for i in range(50_000)}
-    state |= {f"odd{chr(97 + i % 26)}{i}x{i * 7919 % 1013}": made.zeros(i % 97 + 1) for i in range(50_000)}
+    state |= {
+        f"odd{chr(97 + i % 26)}{i}x{i * 7919 % 1013}": made.zeros(i % 97 + 1) for i in range(50_000)
+    }
     checkpoint = made.checkpoint(state)
     start = time.process_time()
     lines = tree_of(checkpoint)
-    assert time.process_time() - start < 8  # about 1.5 s; of the processor's time, since other programs may be running
+    assert (
+        time.process_time() - start < 8
+    )  # about 1.5 s; of the processor's time, since other programs may be running
     assert len(lines) <= LINES + 2
     assert "more lines: use --depth, --filter or --all" in lines[-1]
     assert any("enc.[0-499].block[0-99].w" in line and "50,000 × [4]" in line for line in lines)
@@ -196,7 +219,9 @@ def test_json_has_everything(made):
         "s": "\ud800\x1b",
         "o": Opaque(Global("m", "C"), (1,)),
     }
-    checkpoint = made.checkpoint(tree, foreign=(Foreign(Global("m", "C"), ("call",), 7, "data.pkl", ("o",)),))
+    checkpoint = made.checkpoint(
+        tree, foreign=(Foreign(Global("m", "C"), ("call",), 7, "data.pkl", ("o",)),)
+    )
     parsed = json.loads(json.dumps(document(checkpoint), allow_nan=False))
     assert parsed["schema"] == 1
     assert [t["name"] for t in parsed["tensors"]] == ["a", "b"]
@@ -208,12 +233,26 @@ def test_json_has_everything(made):
     assert values["l"]["value"] == [1, 2]
     assert values["s"]["value"] == "\ud800\x1b"
     assert values["o"] == {"name": "o", "type": "object", "text": "m.C(1)"}
-    assert parsed["foreign"] == [{"module": "m", "name": "C", "uses": ["call"], "stream": "data.pkl", "offset": 7, "paths": ["o"]}]
+    assert parsed["foreign"] == [
+        {
+            "module": "m",
+            "name": "C",
+            "uses": ["call"],
+            "stream": "data.pkl",
+            "offset": 7,
+            "paths": ["o"],
+        }
+    ]
 
 
 @pytest.mark.parametrize(
     ("digits", "text"),
-    [(["3", "1"], "3,1"), (["9", "10", "11"], "9-11"), (["09", "10"], "09-10"), (["0", "1", "3"], "0-1,3")],
+    [
+        (["3", "1"], "3,1"),
+        (["9", "10", "11"], "9-11"),
+        (["09", "10"], "09-10"),
+        (["0", "1", "3"], "0-1,3"),
+    ],
 )
 def test_ranges(digits, text):
     assert ranges(digits) == text

@@ -21,12 +21,19 @@ def files(tmp_path):
 
 
 def test_a_package_of_files(run, files):
-    code, out, err = run("package", f"a={files / 'base.pt'}", f"b={files / 'adapter.safetensors'}", files / "p.pt2")
+    code, out, err = run(
+        "package", f"a={files / 'base.pt'}", f"b={files / 'adapter.safetensors'}", files / "p.pt2"
+    )
     assert (code, err) == (0, "")
     assert out.startswith(f"wrote {files / 'p.pt2'}  pt2  ")
     assert (files / "p.pt2").stat().st_size > 80_000
     code, out, _ = run(
-        "package", f"a={files / 'base.pt'}", f"b={files / 'adapter.safetensors'}", "--content", files / "q.pt2", "-q"
+        "package",
+        f"a={files / 'base.pt'}",
+        f"b={files / 'adapter.safetensors'}",
+        "--content",
+        files / "q.pt2",
+        "-q",
     )
     assert (code, out) == (0, "")
     assert (files / "q.pt2").stat().st_size < 45_000
@@ -37,7 +44,9 @@ def test_a_package_of_files(run, files):
 
 
 def test_a_native_package(run, files):
-    code, out, _ = run("package", f"a={files / 'base.pt'}", f"b={files / 'base.pt'}", files / "bundle")
+    code, out, _ = run(
+        "package", f"a={files / 'base.pt'}", f"b={files / 'base.pt'}", files / "bundle"
+    )
     assert code == 0
     assert "  native  " in out
     with holdfast.open(files / "bundle") as ckpt:
@@ -68,13 +77,21 @@ def test_wrong_calls(run, files, monkeypatch, arguments, words):
 def test_other_weights(run, files):
     run("package", f"a={files / 'base.pt'}", f"b={files / 'base.pt'}", files / "p.pt2")
     holdfast.save({"emb": np.zeros(5000), "mid": np.full(3, 5.0)}, files / "tuned.pt")
-    code, out, err = run("package", "--replace", files / "p.pt2", f"b={files / 'tuned.pt'}", files / "q.pt2")
+    code, out, err = run(
+        "package", "--replace", files / "p.pt2", f"b={files / 'tuned.pt'}", files / "q.pt2"
+    )
     assert (code, err) == (0, "")
     assert out.startswith("wrote ")
     with holdfast.open(files / "q.pt2") as ckpt:
         assert ckpt["b.mid"].numpy().tolist() == [5, 5, 5]
         assert ckpt["a.mid"].numpy().tolist() == [1, 1, 1]
-    code, _, err = run("package", "--replace", files / "p.pt2", f"b={files / 'adapter.safetensors'}", files / "r.pt2")
+    code, _, err = run(
+        "package",
+        "--replace",
+        files / "p.pt2",
+        f"b={files / 'adapter.safetensors'}",
+        files / "r.pt2",
+    )
     assert code == 2
     assert "b.lora: the program has no such weight" in err
     assert not (files / "r.pt2").exists()
@@ -108,7 +125,17 @@ def test_compact(run, tmp_path):
     assert (tmp_path / "a.pt").stat().st_size < 2000
 
 
-WRITTEN = {"schema", "target", "format", "done", "write_nbytes", "files", "free_nbytes", "notes", "seconds"}
+WRITTEN = {
+    "schema",
+    "target",
+    "format",
+    "done",
+    "write_nbytes",
+    "files",
+    "free_nbytes",
+    "notes",
+    "seconds",
+}
 """What the documents of all three verbs have."""
 
 
@@ -126,26 +153,46 @@ def documents(run, *arguments):
     assert {k: v for k, v in planned.items() if k not in ("done", "seconds", "free_nbytes")} == {
         k: v for k, v in done.items() if k not in ("done", "seconds", "free_nbytes")
     }
-    assert done["write_nbytes"] == sum(file["nbytes"] for file in done["files"]) == nbytes_on_disk(target)
+    assert (
+        done["write_nbytes"]
+        == sum(file["nbytes"] for file in done["files"])
+        == nbytes_on_disk(target)
+    )
     return done
 
 
 @pytest.mark.parametrize(("name", "format"), [("p.pt2", "pt2"), ("p", "native")])
 def test_a_package_as_json(run, files, name, format):
     models = {"a": str(files / "base.pt"), "b": str(files / "adapter.safetensors")}
-    done = documents(run, "package", *(f"{n}={p}" for n, p in models.items()), "--content", files / name)
+    done = documents(
+        run, "package", *(f"{n}={p}" for n, p in models.items()), "--content", files / name
+    )
     assert (done["models"], done["format"], done["target"]) == (models, format, str(files / name))
 
 
 def test_other_weights_as_json(run, files):
     run("package", f"a={files / 'base.pt'}", files / "p.pt2", "-q")
-    done = documents(run, "package", "--replace", files / "p.pt2", files / "base.pt", files / "q.pt2")
-    assert (done["source"], done["weights"], done["model"]) == (str(files / "p.pt2"), str(files / "base.pt"), None)
+    done = documents(
+        run, "package", "--replace", files / "p.pt2", files / "base.pt", files / "q.pt2"
+    )
+    assert (done["source"], done["weights"], done["model"]) == (
+        str(files / "p.pt2"),
+        str(files / "base.pt"),
+        None,
+    )
 
 
 def test_ties_as_json(run, tmp_path):
-    holdfast.save({"x": np.arange(1000.0), "y": np.arange(1000.0), "z": np.ones(3)}, tmp_path / "a.pt")
-    group = {"names": ["x", "y"], "dtype": "float64", "shape": [1000], "storages": 2, "savable_nbytes": 8000}
+    holdfast.save(
+        {"x": np.arange(1000.0), "y": np.arange(1000.0), "z": np.ones(3)}, tmp_path / "a.pt"
+    )
+    group = {
+        "names": ["x", "y"],
+        "dtype": "float64",
+        "shape": [1000],
+        "storages": 2,
+        "savable_nbytes": 8000,
+    }
     code, out, _ = run("tie", tmp_path / "a.pt", "--dry-run", "--json")
     assert code == 0
     told = json.loads(out)
@@ -160,7 +207,9 @@ def test_ties_as_json(run, tmp_path):
 def test_what_could_not_be_tied_is_in_the_notes(run, tmp_path):
     torch = pytest.importorskip("torch")
     whole, other = torch.arange(1000.0), torch.arange(1000.0)
-    torch.save({"a": whole[:500], "b": whole[250:], "c": other[:500], "d": other[250:]}, tmp_path / "a.pt")
+    torch.save(
+        {"a": whole[:500], "b": whole[250:], "c": other[:500], "d": other[250:]}, tmp_path / "a.pt"
+    )
     done = documents(run, "tie", tmp_path / "a.pt", tmp_path / "b.pt")
     assert any("left where other views of their storages are" in note for note in done["notes"])
 
@@ -170,7 +219,11 @@ def test_compact_as_json(run, tmp_path):
     torch.save({"rows": torch.zeros(100_000)[10:20]}, tmp_path / "a.pt")
     done = documents(run, "compact", tmp_path / "a.pt", tmp_path / "b.pt")
     assert done["before_nbytes"] == nbytes_on_disk(tmp_path / "a.pt")
-    assert done["dropped_nbytes"] == nbytes_on_disk(tmp_path / "a.pt") - nbytes_on_disk(tmp_path / "b.pt") > 390_000
+    assert (
+        done["dropped_nbytes"]
+        == nbytes_on_disk(tmp_path / "a.pt") - nbytes_on_disk(tmp_path / "b.pt")
+        > 390_000
+    )
 
 
 def test_dry_runs_in_words(run, files, tmp_path):

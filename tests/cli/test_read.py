@@ -11,7 +11,10 @@ from holdfast.cli.text import plain
 from holdfast.errors import BadIndex, BadTarget, NoSuchTensor, Unsupported
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (1500,), (40, 50), (7, 7, 30), (6, 6, 40), (3, 1000, 2), (0, 4), (2000, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [(), (5,), (2, 3), (1500,), (40, 50), (7, 7, 30), (6, 6, 40), (3, 1000, 2), (0, 4), (2000, 1)],
+)
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "complex64"])
 def test_prints_as_numpy_does(made, shape, dtype):
     array = (np.random.default_rng(1).normal(size=shape) * 100).astype(dtype)
@@ -25,7 +28,9 @@ def test_a_large_tensor_is_shown_from_its_corners(made):
     made.checkpoint({"w": tensor})
     wanted = []
     read = made.source.read
-    made.source.read = lambda requests: wanted.extend(r.tensor.nbytes for r in requests) or read(requests)
+    made.source.read = lambda requests: (
+        wanted.extend(r.tensor.nbytes for r in requests) or read(requests)
+    )
     as_text(tensor)
     assert sum(wanted) == 6 * 6 * 6 * 4
 
@@ -40,14 +45,20 @@ def test_an_expanded_view_of_many_dimensions_is_refused(made):
     from holdfast.core.value import replace
 
     shape = (9,) * 12
-    wide = replace(tensor, shape=shape, chunks=(Chunk(Box.whole(shape), tensor.storages[0], 0, (0,) * 12),))
+    wide = replace(
+        tensor, shape=shape, chunks=(Chunk(Box.whole(shape), tensor.storages[0], 0, (0,) * 12),)
+    )
     made.checkpoint({"w": tensor})
     with pytest.raises(Unsupported, match="--slice"):
         as_text(wide)
 
 
 def test_names_globs_and_slices(made):
-    tree = {"a.w": made.tensor(np.arange(6).reshape(2, 3)), "a.b": made.tensor(np.arange(3)), "x[0]": made.tensor(np.arange(2))}
+    tree = {
+        "a.w": made.tensor(np.arange(6).reshape(2, 3)),
+        "a.b": made.tensor(np.arange(3)),
+        "x[0]": made.tensor(np.arange(2)),
+    }
     checkpoint = made.checkpoint(tree)
     assert list(choose(checkpoint, ["a.*"], None)) == ["a.w", "a.b"]
     assert list(choose(checkpoint, ["x[0]"], None)) == ["x[0]"]
@@ -69,7 +80,11 @@ def test_header_line_and_escaping(made):
 
 
 def test_npy_and_npz(made, tmp_path):
-    tree = {"a": made.tensor(np.arange(6.0).reshape(2, 3)), "file": made.tensor(np.arange(3)), "e": made.tensor(np.zeros((0, 2)))}
+    tree = {
+        "a": made.tensor(np.arange(6.0).reshape(2, 3)),
+        "file": made.tensor(np.arange(3)),
+        "e": made.tensor(np.zeros((0, 2))),
+    }
     checkpoint = made.checkpoint(tree)
     chosen = choose(checkpoint, ["*"], None)
     lines = list(write_tensors(checkpoint, chosen, tmp_path / "all.npz", raw=False))
@@ -87,7 +102,9 @@ def test_types_that_numpy_lacks(made, tmp_path):
     array = np.array([1.5, -2, np.inf, 3e-3], ml_dtypes.bfloat16)
     checkpoint = made.checkpoint({"w": made.tensor(array)})
     chosen = choose(checkpoint, ["w"], None)
-    note = [plain(line) for line in write_tensors(checkpoint, chosen, tmp_path / "w.npy", raw=False)][1]
+    note = [
+        plain(line) for line in write_tensors(checkpoint, chosen, tmp_path / "w.npy", raw=False)
+    ][1]
     assert "numpy has no bfloat16" in note
     wide = np.load(tmp_path / "w.npy")
     assert wide.dtype == np.float32
@@ -108,7 +125,9 @@ def test_refused_targets(made, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "..\\x", "a\0b", "\ud800", "x" * 70_000])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/x", "a/../../x", "..\\x", "a\0b", "\ud800", "x" * 70_000]
+)
 def test_names_that_would_leave_an_archive(made, tmp_path, name):
     checkpoint = made.checkpoint({name: made.tensor(np.arange(2))})
     with pytest.raises(Unsupported, match=r"\.npz"):
@@ -136,14 +155,24 @@ def trainer(tmp_path):
     import torch  # the other tests here need none
 
     groups = [{"lr": 0.1, "betas": (0.9, 0.999)}]
-    state = {"w": torch.ones(2), "step": 7, "name": "a\x1b[2Jb", "opt": {"groups": groups}, "stats": {"n": 3}, "long": "x" * 500}
+    state = {
+        "w": torch.ones(2),
+        "step": 7,
+        "name": "a\x1b[2Jb",
+        "opt": {"groups": groups},
+        "stats": {"n": 3},
+        "long": "x" * 500,
+    }
     torch.save(state, tmp_path / "a.pt")
     return str(tmp_path / "a.pt")
 
 
 def test_values_that_are_no_tensors(run, trainer):
     assert run("read", trainer, "step") == (0, "step  int\n7\n", "")
-    assert run("read", trainer, "opt.groups")[1] == "opt.groups.0.lr  float\n0.1\n\nopt.groups.0.betas  tuple\n(0.9, 0.999)\n"
+    assert (
+        run("read", trainer, "opt.groups")[1]
+        == "opt.groups.0.lr  float\n0.1\n\nopt.groups.0.betas  tuple\n(0.9, 0.999)\n"
+    )
     assert run("read", trainer, "stats.*")[1] == "stats.n  int\n3\n"
     assert run("read", trainer, "long")[1] == f"long  str\n'{'x' * 500}'\n"
     both = run("read", trainer, "w", "step")[1]

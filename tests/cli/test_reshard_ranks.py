@@ -16,11 +16,16 @@ from holdfast.cli.main import main
 def test_side_files_are_no_ranks(tmp_path: Path, far: bool, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("obstore")
     source = tmp_path / "model"
-    holdfast.save({"a": np.ones((4, 4), np.float32)}, source, format="safetensors", max_shard_size="1MB")
+    holdfast.save(
+        {"a": np.ones((4, 4), np.float32)}, source, format="safetensors", max_shard_size="1MB"
+    )
     (source / "config.json").write_text('{"model_type": "llama"}')
     (source / "tokenizer.json").write_text("{}")
     target = "memory://resharded/out" if far else str(tmp_path / "out")
-    assert main(["reshard", str(source), target, "--mesh", "dp=2,tp=2", "--rule", "*: tp=0", "--json"]) == 0
+    assert (
+        main(["reshard", str(source), target, "--mesh", "dp=2,tp=2", "--rule", "*: tp=0", "--json"])
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert told["ranks"] == 4
     assert len(told["files"]) > 5, "and the others are there"

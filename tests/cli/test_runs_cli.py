@@ -17,7 +17,11 @@ from holdfast.cli.main import main
 def folder(tmp_path: Path) -> Path:
     with holdfast.Run(tmp_path / "run") as run:
         for number in range(1, 6):
-            run.save(number * 100, {"w": np.ones(50)}, metrics={"val_loss": 1 / number, "bad": float("nan")})
+            run.save(
+                number * 100,
+                {"w": np.ones(50)},
+                metrics={"val_loss": 1 / number, "bad": float("nan")},
+            )
     return tmp_path / "run"
 
 
@@ -46,7 +50,9 @@ def test_a_run_without_rules_deletes_nothing(folder: Path, capsys: pytest.Captur
     assert json.loads(out)["recorded"] is True
 
 
-def test_steps_of_another_trainer_may_be_deleted_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_steps_of_another_trainer_may_be_deleted_by_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     for number in (500, 1000):
         (tmp_path / f"checkpoint-{number}").mkdir()
         holdfast.save({"w": np.ones(3)}, tmp_path / f"checkpoint-{number}" / "model.safetensors")
@@ -55,17 +61,27 @@ def test_steps_of_another_trainer_may_be_deleted_by_it(tmp_path: Path, capsys: p
     assert code == 0
     assert "nothing is deleted" not in out
     head, hint, *_ = out.splitlines()
-    assert head.endswith("no rules: none of Holdfast are recorded here, and another program may delete steps")
-    assert hint.startswith("  no steps, for they have no seal: checkpoint-1000; `holdfast seal PATH` makes each a step, with")
+    assert head.endswith(
+        "no rules: none of Holdfast are recorded here, and another program may delete steps"
+    )
+    assert hint.startswith(
+        "  no steps, for they have no seal: checkpoint-1000; `holdfast seal PATH` makes each a step, with"
+    )
     code, out, _ = printed(capsys, "runs", tmp_path, "--json")
     found = json.loads(out)
-    assert (found["recorded"], found["unsealed"], [step["step"] for step in found["steps"]]) == (False, ["checkpoint-1000"], [500])
+    assert (found["recorded"], found["unsealed"], [step["step"] for step in found["steps"]]) == (
+        False,
+        ["checkpoint-1000"],
+        [500],
+    )
     holdfast.seal(tmp_path / "checkpoint-1000")
     _, out, _ = printed(capsys, "runs", tmp_path, "--plan", "--keep", "latest:1")
     assert "seal" not in out
 
 
-def test_steps_of_torchtitan_are_not_said_to_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_steps_of_torchtitan_are_not_said_to_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """Its Checkpointer saves native folders `step-N`, and deletes them by `keep_latest_k`."""
     holdfast.save({"w": np.ones(3)}, tmp_path / "step-500", format="native")
     _, out, _ = printed(capsys, "runs", tmp_path)
@@ -77,7 +93,9 @@ def test_steps_of_torchtitan_are_not_said_to_stay(tmp_path: Path, capsys: pytest
     assert "nothing is deleted" not in page
 
 
-def test_a_step_of_dcp_without_a_seal_is_not_torn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_step_of_dcp_without_a_seal_is_not_torn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     torch = pytest.importorskip("torch")
     from tests.support import ALONE
     from torch.distributed.checkpoint import save
@@ -85,13 +103,21 @@ def test_a_step_of_dcp_without_a_seal_is_not_torn(tmp_path: Path, capsys: pytest
     for number in (90, 100):
         save({"w": torch.ones(3)}, checkpoint_id=tmp_path / f"step-{number}", **ALONE)
     (tmp_path / "step-110").mkdir()
-    holdfast.save({"w": np.ones(3)}, tmp_path / "step-110" / "model.safetensors")  # as save_pretrained leaves it
+    holdfast.save(
+        {"w": np.ones(3)}, tmp_path / "step-110" / "model.safetensors"
+    )  # as save_pretrained leaves it
     code, out, _ = printed(capsys, "runs", tmp_path)
     assert code == 0
-    assert "  no steps, for they have no seal: step-90, step-100, step-110; `holdfast seal PATH` makes each a step" in out
+    assert (
+        "  no steps, for they have no seal: step-90, step-100, step-110; `holdfast seal PATH` makes each a step"
+        in out
+    )
     assert "whole" not in out
     _, out, _ = printed(capsys, "runs", tmp_path, "--json")
-    assert (json.loads(out)["unsealed"], json.loads(out)["steps"]) == (["step-90", "step-100", "step-110"], [])
+    assert (json.loads(out)["unsealed"], json.loads(out)["steps"]) == (
+        ["step-90", "step-100", "step-110"],
+        [],
+    )
     assert printed(capsys, "seal", tmp_path / "step-100")[0] == 0
     with holdfast.Run(tmp_path) as run:
         assert run.latest().step == 100
@@ -103,7 +129,9 @@ def test_a_step_of_dcp_without_a_seal_is_not_torn(tmp_path: Path, capsys: pytest
     assert "no seal: step-110; `holdfast seal PATH`" in out
 
 
-def test_files_of_lightning_without_a_seal_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_files_of_lightning_without_a_seal_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     files = ["epoch=0-step=10.ckpt", "epoch=1-step=20.ckpt", "last.ckpt", "z\x1b[2J.ckpt"]
     for name in (*files, "hparams.yaml", "metrics-step-5.json"):
         (tmp_path / name).write_bytes(b"?")
@@ -111,19 +139,32 @@ def test_files_of_lightning_without_a_seal_are_named(tmp_path: Path, capsys: pyt
     code, out, _ = printed(capsys, "runs", tmp_path)
     assert code == 0
     assert "0 steps" in out
-    assert "no seal: epoch=0-step=10.ckpt, epoch=1-step=20.ckpt, last.ckpt and 1 more; `holdfast seal PATH`" in out
+    assert (
+        "no seal: epoch=0-step=10.ckpt, epoch=1-step=20.ckpt, last.ckpt and 1 more; `holdfast seal PATH`"
+        in out
+    )
     assert "\x1b" not in out
     assert "hparams" not in out
     _, out, _ = printed(capsys, "runs", tmp_path, "--json")
     assert json.loads(out)["unsealed"] == files
 
 
-def test_numbered_files_without_a_seal_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for name in ("model_1.pt", "model-2.safetensors", "model-00001-of-00002.safetensors", "rng_state_0.pth"):
+def test_numbered_files_without_a_seal_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for name in (
+        "model_1.pt",
+        "model-2.safetensors",
+        "model-00001-of-00002.safetensors",
+        "rng_state_0.pth",
+    ):
         holdfast.save({"w": np.ones(3)}, tmp_path / name)
     code, out, _ = printed(capsys, "runs", tmp_path)
     assert code == 0
-    assert "no seal: model-2.safetensors, model_1.pt; `holdfast seal PATH` makes each a step, with `--step N`" in out
+    assert (
+        "no seal: model-2.safetensors, model_1.pt; `holdfast seal PATH` makes each a step, with `--step N`"
+        in out
+    )
     assert printed(capsys, "seal", tmp_path / "model_1.pt", "--step", "1")[0] == 0
     assert "1 step," in printed(capsys, "runs", tmp_path)[1]
 
@@ -164,7 +205,9 @@ def test_plan_and_prune(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert (code, out) == (0, "step 100 is not pinned any more (paper)\n")
 
 
-def test_the_rules_of_the_run_are_those_that_it_wrote_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_rules_of_the_run_are_those_that_it_wrote_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = holdfast.Run(tmp_path, keep=["latest:2", "best:val_loss:1"])
     for number in range(1, 4):
         run.save(number, {"w": np.ones(50)}, metrics={"val_loss": number})
@@ -195,7 +238,9 @@ def test_the_rules_of_the_run_are_those_that_it_wrote_down(tmp_path: Path, capsy
         (["unpin", ".", "5"], "not pinned"),
     ],
 )
-def test_what_cannot_be_done(arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_what_cannot_be_done(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     code, out, err = printed(capsys, *arguments)
     assert (code, out) == (2, "")

@@ -49,14 +49,22 @@ def test_the_document(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert found["sealed"]["step"] == 7
 
 
-def test_refusals_are_in_the_words_of_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_refusals_are_in_the_words_of_the_command_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["seal", str(folder), "--dry-run"]) == 0
     assert "would seal" in capsys.readouterr().out
     assert main(["seal", str(folder), "-q"]) == 0
     assert capsys.readouterr().out == ""
     assert main(["seal", str(folder)]) == 2
     assert "pass --overwrite" in capsys.readouterr().err
-    for wrong in (["--step", "-1"], ["--step", "x"], ["--metric", "a"], ["--metric", "a=b"], ["--digest", "md5"]):
+    for wrong in (
+        ["--step", "-1"],
+        ["--step", "x"],
+        ["--metric", "a"],
+        ["--metric", "a=b"],
+        ["--digest", "md5"],
+    ):
         assert main(["seal", str(folder), "--overwrite", *wrong]) == 2
     capsys.readouterr()
     assert main(["seal", str(folder), str(folder), "--step", "5"]) == 2

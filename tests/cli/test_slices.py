@@ -55,7 +55,12 @@ def test_bad(text):
 
 
 bounds = st.one_of(st.none(), st.integers(-6, 6))
-items = st.one_of(st.integers(-3, 2), st.builds(slice, bounds, bounds, bounds.filter(lambda s: s != 0)), st.just(...), st.none())
+items = st.one_of(
+    st.integers(-3, 2),
+    st.builds(slice, bounds, bounds, bounds.filter(lambda s: s != 0)),
+    st.just(...),
+    st.none(),
+)
 
 
 def said(item: object) -> str:
@@ -67,7 +72,9 @@ def said(item: object) -> str:
 @given(st.lists(items, max_size=4).filter(lambda i: sum(x is ... for x in i) < 2))
 def test_same_elements_as_numpy(index):
     array = np.arange(3**4).reshape(3, 3, 3, 3)
-    np.testing.assert_array_equal(array[parse_slice(", ".join(map(said, index)))], array[tuple(index)])
+    np.testing.assert_array_equal(
+        array[parse_slice(", ".join(map(said, index)))], array[tuple(index)]
+    )
 
 
 @given(st.text(max_size=30))

@@ -17,7 +17,9 @@ def source(tmp_path):
     rng = np.random.default_rng(0)
     half = rng.integers(1, 9, (64, 64), np.int16) * rng.integers(0, 2, (64, 64), np.int16)
     layers = {f"layers.{i}.w": half + np.int16(0) for i in range(4)}
-    holdfast.save({**layers, "full": rng.integers(1, 9, (64, 64), np.int16)}, tmp_path / "a.safetensors")
+    holdfast.save(
+        {**layers, "full": rng.integers(1, 9, (64, 64), np.int16)}, tmp_path / "a.safetensors"
+    )
     return tmp_path / "a.safetensors"
 
 
@@ -42,7 +44,9 @@ def test_json_has_the_parts(run, source, tmp_path):
     assert all("encoding" not in tensor["chunks"][0] for tensor in told["b"])
     chunk = next(tensor for tensor in told["c"] if tensor["name"] == "layers.0.w")["chunks"][0]
     assert (chunk["encoding"], chunk["sizes"], chunk["storage_nbytes"]) == ("bitmap", [], 8192)
-    assert [part["label"] for part in chunk["parts"]] == [f"layers.0.w.sparse.{name}" for name in ("values", "where", "starts")]
+    assert [part["label"] for part in chunk["parts"]] == [
+        f"layers.0.w.sparse.{name}" for name in ("values", "where", "starts")
+    ]
     assert sum(part["nbytes"] for part in chunk["parts"]) == chunk["stored_nbytes"] < 8192
     assert {part["file"] for part in chunk["parts"]} == {"data-00001-of-00001.safetensors"}
 

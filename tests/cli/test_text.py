@@ -62,7 +62,12 @@ def test_nbytes(number, text):
 
 
 def test_count_and_percent_do_not_lie_at_the_edges():
-    assert (count(99_999), count(100_000), count(999_999), count(999_999_999)) == ("99,999", "100K", "1.0M", "1.00B")
+    assert (count(99_999), count(100_000), count(999_999), count(999_999_999)) == (
+        "99,999",
+        "100K",
+        "1.0M",
+        "1.00B",
+    )
     assert (percent(0, 5), percent(5, 5), percent(995, 1000)) == ("<1%", "100%", ">99%")
 
 

@@ -44,13 +44,18 @@ def test_exit_codes_and_text(run, golden_dir, broken, tmp_path):
     code, out, err = run("verify", sound, path)
     assert (code, err) == (1, "")
     line = out.splitlines()[2]
-    assert line.startswith(f"  damaged  embed.weight, head.weight  {storage.label}  byte {storage.start:,}, 24 B  expected ")
+    assert line.startswith(
+        f"  damaged  embed.weight, head.weight  {storage.label}  byte {storage.start:,}, 24 B  expected "
+    )
     code, out, err = run("verify", path, tmp_path / "missing.pt")
     assert (code, err) == (2, "")
     assert "  error    no such file" in out
     code, out, _ = run("verify", golden_dir / "files/hf_index")
     assert code == 0
-    assert "no checksums are recorded for 4 tensors, 74 B: read without error, but the content cannot be verified" in out
+    assert (
+        "no checksums are recorded for 4 tensors, 74 B: read without error, but the content cannot be verified"
+        in out
+    )
 
 
 def test_json(run, broken, tmp_path):
@@ -61,7 +66,11 @@ def test_json(run, broken, tmp_path):
     assert (document["schema"], document["ok"]) == (1, False)
     first, second = document["checkpoints"]
     (damage,) = first["damaged"]
-    assert (damage["tensors"], damage["offset"], damage["nbytes"]) == (["embed.weight", "head.weight"], storage.start, 24)
+    assert (damage["tensors"], damage["offset"], damage["nbytes"]) == (
+        ["embed.weight", "head.weight"],
+        storage.start,
+        24,
+    )
     assert (damage["expected"], damage["file"]) == (storage.crc32, str(path))
     assert [p["kind"] for p in second["problems"]] == ["NoSuchPath"]
 
@@ -120,9 +129,13 @@ def test_bars_count_from_many_threads_and_draw_seldom(monkeypatch):
         updates = []
         step(0)
         draw = step._drawn.update
-        monkeypatch.setattr(step._drawn, "update", lambda *a, **k: (updates.append(1), draw(*a, **k)))
+        monkeypatch.setattr(
+            step._drawn, "update", lambda *a, **k: (updates.append(1), draw(*a, **k))
+        )
         began = time.monotonic()
-        threads = [threading.Thread(target=lambda: [step(1 << 20) for _ in range(5000)]) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda: [step(1 << 20) for _ in range(5000)]) for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -158,7 +171,9 @@ def test_interrupted_on_a_terminal(tmp_path):
     parent, child = pty.openpty()
     environment = {**os.environ, "TERM": "xterm"}
     command = [sys.executable, "-c", SLOW, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=child, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=child, env=environment
+    ) as process:
         os.close(child)
         seen = b""
         while b"Verifying" not in seen:

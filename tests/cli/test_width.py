@@ -33,9 +33,15 @@ def test_help_is_within_80_columns_and_loses_nothing(verb, capsys, monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("width")
-    layer = {f"transformer.layers.{i}.self_attention.query_key_value.weight": torch.randn(4, 4 + i) for i in range(3)}
+    layer = {
+        f"transformer.layers.{i}.self_attention.query_key_value.weight": torch.randn(4, 4 + i)
+        for i in range(3)
+    }
     values = {"step": 7, "text": "word " * 60, "lr": [0.1] * 40}
-    torch.save({"model": {**layer, "a" * 100: torch.ones(2), "poids été → …": torch.zeros(3)}, **values}, folder / "a.pt")
+    torch.save(
+        {"model": {**layer, "a" * 100: torch.ones(2), "poids été → …": torch.zeros(3)}, **values},
+        folder / "a.pt",
+    )
     torch.save({"model": {**layer, "b": torch.ones(3)}, **values}, folder / "b.pt")
     holdfast.save({"w": np.eye(64, dtype=np.float32)}, folder / "c.safetensors")
     return folder
@@ -104,9 +110,22 @@ def on_terminal(folder) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def in_ascii(folder) -> dict[str, list[str]]:
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    environment = {
+        **os.environ,
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "ascii",
+    }
     command = [sys.executable, "-c", DRIVER, "\n".join(CALLS)]
-    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120,
+    )
     return by_call(done.stdout.decode("ascii"))
 
 
@@ -127,8 +146,14 @@ def test_broken_lines_lose_nothing():
     line = [("name " * 30, "name"), ("x" * 100, "dim"), ("  tail", "")]
     pieces = list(broken(line, 40))
     assert all(width(plain(piece)) <= 40 for piece in pieces)
-    assert "".join("".join(plain(piece).split()) for piece in pieces) == "".join(plain(line).split())
-    assert {style for piece in pieces for text, style in piece if text.strip()} == {"name", "dim", ""}
+    assert "".join("".join(plain(piece).split()) for piece in pieces) == "".join(
+        plain(line).split()
+    )
+    assert {style for piece in pieces for text, style in piece if text.strip()} == {
+        "name",
+        "dim",
+        "",
+    }
 
 
 def test_everything_of_ours_that_is_drawn_has_a_plainer_form():
@@ -136,4 +161,6 @@ def test_everything_of_ours_that_is_drawn_has_a_plainer_form():
 
     for module in (show, stats):
         with open(module.__file__, encoding="utf-8") as file:
-            assert {char for char in file.read() if not char.isascii()} <= set(map(chr, ASCII_FORMS))
+            assert {char for char in file.read() if not char.isascii()} <= set(
+                map(chr, ASCII_FORMS)
+            )

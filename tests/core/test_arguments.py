@@ -35,8 +35,14 @@ OF_VALUES = {"get_complete", "group_weights", "metadata_from_torch", "metadata_t
 def functions(module: ModuleType) -> set[str]:
     found = {name for name in module.__all__ if inspect.isfunction(getattr(module, name))}
     # What torch has as well takes what torch takes, and says what torch says.
-    of_torch = {name for name in found if module is holdfast.torch and hasattr(torch.serialization, name)}
-    return {name for name in found - of_torch - OF_VALUES if inspect.signature(getattr(module, name)).parameters}
+    of_torch = {
+        name for name in found if module is holdfast.torch and hasattr(torch.serialization, name)
+    }
+    return {
+        name
+        for name in found - of_torch - OF_VALUES
+        if inspect.signature(getattr(module, name)).parameters
+    }
 
 
 FACE = {module: functions(module) for module in (holdfast, holdfast.torch)}
@@ -118,11 +124,17 @@ def calls(tmp_path_factory) -> dict[str, Callable[..., object]]:
 
 
 def verbs() -> list[tuple[str, object]]:
-    return [(f"{module.__name__}.{name}", getattr(module, name)) for module, names in FACE.items() for name in sorted(names)]
+    return [
+        (f"{module.__name__}.{name}", getattr(module, name))
+        for module, names in FACE.items()
+        for name in sorted(names)
+    ]
 
 
 @pytest.mark.parametrize(("name", "verb"), verbs(), ids=[name for name, _ in verbs()])
-def test_whatever_a_parameter_is_given_is_taken_or_refused_in_a_sentence(calls, name, verb, monkeypatch, tmp_path):
+def test_whatever_a_parameter_is_given_is_taken_or_refused_in_a_sentence(
+    calls, name, verb, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     raw = []
     for parameter in inspect.signature(verb).parameters.values():
@@ -134,7 +146,9 @@ def test_whatever_a_parameter_is_given_is_taken_or_refused_in_a_sentence(calls, 
             except HoldfastError:
                 pass
             except Exception as error:
-                raw.append(f"{parameter.name}={shown(value)}: {type(error).__name__}: {str(error)[:150]}")
+                raw.append(
+                    f"{parameter.name}={shown(value)}: {type(error).__name__}: {str(error)[:150]}"
+                )
     assert not raw, "\n".join([f"{len(raw)} raw errors", *raw])
 
 
@@ -149,25 +163,41 @@ def test_every_verb_is_in_the_table_and_every_parameter_of_a_name_means_one_thin
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    torch.save({"model": {"w": torch.ones(4), "n": torch.ones(2)}, "opt": {"m": torch.ones(1)}, "step": 3}, tmp_path / "a.pt")
+    torch.save(
+        {"model": {"w": torch.ones(4), "n": torch.ones(2)}, "opt": {"m": torch.ones(1)}, "step": 3},
+        tmp_path / "a.pt",
+    )
     return tmp_path / "a.pt"
 
 
 @pytest.mark.parametrize(
-    "rename", [{"model.*": "*"}, [("model.*", "*")], [["model.*", "*"]], ("model.*", "*"), "model.*=*", ["model.*=*"]]
+    "rename",
+    [
+        {"model.*": "*"},
+        [("model.*", "*")],
+        [["model.*", "*"]],
+        ("model.*", "*"),
+        "model.*=*",
+        ["model.*=*"],
+    ],
 )
 def test_renames_are_a_dict_or_pairs(checkpoint, tmp_path, rename):
     holdfast.convert(checkpoint, tmp_path / "b.pt", rename=rename)
     assert set(holdfast.open(tmp_path / "b.pt")) == {"w", "n", "opt.m"}
 
 
-@pytest.mark.parametrize("keep", ["model.*", ["model.*"], ("model.*",), {"model.*"}, iter(["model.*"])])
+@pytest.mark.parametrize(
+    "keep", ["model.*", ["model.*"], ("model.*",), {"model.*"}, iter(["model.*"])]
+)
 def test_one_pattern_is_not_read_letter_by_letter(checkpoint, tmp_path, keep):
     holdfast.convert(checkpoint, tmp_path / "b.pt", keep=keep)
     assert set(holdfast.open(tmp_path / "b.pt")) == {"model.w", "model.n"}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16, holdfast.DTYPES.name("bfloat16")])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16, holdfast.DTYPES.name("bfloat16")],
+)
 def test_dtypes_of_any_kind(checkpoint, tmp_path, dtype):
     holdfast.convert(checkpoint, tmp_path / "b.safetensors", dtype=dtype)
     assert holdfast.open(tmp_path / "b.safetensors")["model.w"].dtype == torch.bfloat16
@@ -182,7 +212,9 @@ def test_dtypes_of_numpy(checkpoint, tmp_path, dtype):
     assert holdfast.open(tmp_path / "b.safetensors")["model.w"].dtype == dtype
 
 
-@pytest.mark.parametrize("size", [1e9, 2_000_000_000, "2GB", "500MiB", "1.5 GiB", "2 gb", np.int64(10**9), None])
+@pytest.mark.parametrize(
+    "size", [1e9, 2_000_000_000, "2GB", "500MiB", "1.5 GiB", "2 gb", np.int64(10**9), None]
+)
 def test_sizes_as_people_write_them(checkpoint, tmp_path, size):
     holdfast.convert(checkpoint, tmp_path / "b.pt", max_memory=size)
     assert byte_count("500MiB") == 500 << 20
@@ -190,7 +222,14 @@ def test_sizes_as_people_write_them(checkpoint, tmp_path, size):
 
 
 def test_durations():
-    assert [seconds(each) for each in (2, 2.5, "2s", "1 min", "1h", timedelta(minutes=1))] == [2, 2.5, 2, 60, 3600, 60]
+    assert [seconds(each) for each in (2, 2.5, "2s", "1 min", "1h", timedelta(minutes=1))] == [
+        2,
+        2.5,
+        2,
+        60,
+        3600,
+        60,
+    ]
 
 
 def test_limits_are_a_dict_as_well(checkpoint):
@@ -209,7 +248,14 @@ def test_one_rule_is_not_read_letter_by_letter(checkpoint, tmp_path):
 
 def test_none_stands_for_the_default_and_false_for_no_progress(checkpoint, tmp_path):
     done = holdfast.convert(
-        checkpoint, tmp_path / "b.pt", keep=None, rename=None, durable=None, sparse=None, progress=False, threads=None
+        checkpoint,
+        tmp_path / "b.pt",
+        keep=None,
+        rename=None,
+        durable=None,
+        sparse=None,
+        progress=False,
+        threads=None,
     )
     assert done.tensors == 3
 
@@ -217,7 +263,10 @@ def test_none_stands_for_the_default_and_false_for_no_progress(checkpoint, tmp_p
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"metadata": {"a": 1}}, r"metadata= takes text under names, and 'a': 1 is none; write str\(…\)"),
+        (
+            {"metadata": {"a": 1}},
+            r"metadata= takes text under names, and 'a': 1 is none; write str\(…\)",
+        ),
         ({"progress": True}, r"progress= takes a function .*, not True; with tqdm"),
         ({"overwrite": "no"}, r"overwrite= takes True or False, not 'no'"),
         ({"threads": True}, r"threads= takes a whole number, not True"),
@@ -234,14 +283,24 @@ def test_what_is_refused_is_refused_in_a_sentence(tmp_path, given, said):
 
 
 def test_scan_takes_lists_and_says_what_is_no_path(checkpoint):
-    assert [one.path for one in holdfast.scan([checkpoint], checkpoint).reports] == [str(checkpoint)] * 2
-    assert [one.error is not None for one in holdfast.scan(5, b"x", None, [3]).reports] == [True] * 4
+    assert [one.path for one in holdfast.scan([checkpoint], checkpoint).reports] == [
+        str(checkpoint)
+    ] * 2
+    assert [one.error is not None for one in holdfast.scan(5, b"x", None, [3]).reports] == [
+        True
+    ] * 4
 
 
 def test_an_unknown_keyword_is_a_type_error_that_says_the_nearest_name(checkpoint, tmp_path):
-    with pytest.raises(TypeError, match=r"open\(\) got an unexpected keyword argument 'limit'; did you mean 'limits'\?"):
+    with pytest.raises(
+        TypeError,
+        match=r"open\(\) got an unexpected keyword argument 'limit'; did you mean 'limits'\?",
+    ):
         holdfast.open(checkpoint, limit=3)
-    with pytest.raises(TypeError, match=r"convert\(\) got an unexpected keyword argument 'dtpye'; did you mean 'dtype'\?"):
+    with pytest.raises(
+        TypeError,
+        match=r"convert\(\) got an unexpected keyword argument 'dtpye'; did you mean 'dtype'\?",
+    ):
         holdfast.convert(checkpoint, tmp_path / "b.pt", dtpye="bf16")
     with pytest.raises(TypeError, match=r"it takes src, dst, rules, .*, progress$"):
         holdfast.prune(checkpoint, tmp_path / "b.pt", ["*: 2:4"], qqqqq=1)

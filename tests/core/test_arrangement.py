@@ -24,7 +24,9 @@ def boxes(draw):
 @given(boxes())
 def test_an_overlap_is_found_where_there_is_one(given_boxes):
     filled = [points(box) for box in given_boxes]
-    pairs = [(i, j) for i, j in itertools.combinations(range(len(filled)), 2) if filled[i] & filled[j]]
+    pairs = [
+        (i, j) for i, j in itertools.combinations(range(len(filled)), 2) if filled[i] & filled[j]
+    ]
     found = first_overlap(given_boxes)
     assert found in pairs if pairs else found is None
 

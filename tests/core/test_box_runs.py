@@ -22,11 +22,15 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 @given(runs())
-def test_the_boxes_of_a_run_are_its_elements_in_their_order(case: tuple[tuple[int, ...], int, int]) -> None:
+def test_the_boxes_of_a_run_are_its_elements_in_their_order(
+    case: tuple[tuple[int, ...], int, int],
+) -> None:
     shape, start, stop = case
     numbers = np.arange(math.prod(shape)).reshape(shape)
     boxes = run_boxes(shape, start, stop)
-    assert [int(n) for box in boxes for n in numbers[box.slices].reshape(-1)] == list(range(start, stop))
+    assert [int(n) for box in boxes for n in numbers[box.slices].reshape(-1)] == list(
+        range(start, stop)
+    )
     assert all(box.count for box in boxes)
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
@@ -38,7 +42,11 @@ def test_a_whole_tensor_is_one_box() -> None:
 
 
 def test_the_size_of_a_tensor_does_not_matter() -> None:
-    assert [box.shape for box in run_boxes((10**9, 10**9), 10**9 - 1, 10**18 - 1)] == [(1, 1), (10**9 - 2, 10**9), (1, 10**9 - 1)]
+    assert [box.shape for box in run_boxes((10**9, 10**9), 10**9 - 1, 10**18 - 1)] == [
+        (1, 1),
+        (10**9 - 2, 10**9),
+        (1, 10**9 - 1),
+    ]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 7)])

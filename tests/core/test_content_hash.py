@@ -24,7 +24,9 @@ def oracle(data: bytes, piece: int, head: int) -> Hashed:
     if len(data) <= piece:
         number = int(xxhash.xxh3_128(data).hexdigest(), 16)
     else:
-        number = int(xxhash.xxh3_128(len(data).to_bytes(8, "little") + b"".join(pieces)).hexdigest(), 16)
+        number = int(
+            xxhash.xxh3_128(len(data).to_bytes(8, "little") + b"".join(pieces)).hexdigest(), 16
+        )
     return Hashed(number, zlib.crc32(data[:head]) if len(data) > head else None)
 
 
@@ -40,8 +42,14 @@ def blocks_of(data: bytes, cuts: list[int]) -> list[tuple[int, bytes]]:
 
 
 @pytest.mark.usefixtures("short")
-@given(st.binary(max_size=5 * PIECE + 3), st.lists(st.integers(0, 400), max_size=12), st.randoms(use_true_random=False))
-def test_any_blocks_in_any_order_have_the_hash_of_the_whole(data: bytes, cuts: list[int], order: random.Random):
+@given(
+    st.binary(max_size=5 * PIECE + 3),
+    st.lists(st.integers(0, 400), max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_any_blocks_in_any_order_have_the_hash_of_the_whole(
+    data: bytes, cuts: list[int], order: random.Random
+):
     blocks = blocks_of(data, cuts)
     order.shuffle(blocks)
     found = ContentHash(len(data))

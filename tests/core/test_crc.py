@@ -12,11 +12,26 @@ from hypothesis import strategies as st
 from holdfast.core import crc
 from holdfast.core.crc import KEPT_NBYTES, SHORT_NBYTES, crc32_each, have_crcs
 
-LENGTHS = [0, 1, KEPT_NBYTES - 1, KEPT_NBYTES, KEPT_NBYTES + 1, 3 * KEPT_NBYTES, 16 << 10, SHORT_NBYTES, SHORT_NBYTES + 1, 1 << 20]
+LENGTHS = [
+    0,
+    1,
+    KEPT_NBYTES - 1,
+    KEPT_NBYTES,
+    KEPT_NBYTES + 1,
+    3 * KEPT_NBYTES,
+    16 << 10,
+    SHORT_NBYTES,
+    SHORT_NBYTES + 1,
+    1 << 20,
+]
 
 
 def pieces(lengths: list[int]) -> list[memoryview]:
-    data = np.random.default_rng(0).integers(0, 256, max(lengths, default=0) + len(lengths), np.uint8).data
+    data = (
+        np.random.default_rng(0)
+        .integers(0, 256, max(lengths, default=0) + len(lengths), np.uint8)
+        .data
+    )
     return [data[at : at + length] for at, length in enumerate(lengths)]
 
 

@@ -7,7 +7,15 @@ import json
 import msgspec
 import pytest
 
-from holdfast.core.documents import DocumentKind, check_length, explained, proven, read_document, seal, write_document
+from holdfast.core.documents import (
+    DocumentKind,
+    check_length,
+    explained,
+    proven,
+    read_document,
+    seal,
+    write_document,
+)
 from holdfast.core.limits import Limits
 from holdfast.core.strict_json import paid_nbytes
 from holdfast.engine.targets import bucket_claims
@@ -25,7 +33,12 @@ MANIFEST = native.Manifest(
     {"ä": "\n"}, tree=msgspec.Raw(b'{"a":[1,2]}'), hash="xxh3-128/1MiB",
 )  # fmt: skip
 SEALED = seals.Document(
-    seals.FORMAT, 1, 5, 1.5, {"loss": 0.5, "other": "nan"}, (seals.StoredFile("a", 3), seals.StoredFile("b", 4))
+    seals.FORMAT,
+    1,
+    5,
+    1.5,
+    {"loss": 0.5, "other": "nan"},
+    (seals.StoredFile("a", 3), seals.StoredFile("b", 4)),
 )
 DESCRIPTION = together.Description(b"{}", {"a": "b"}, {"w": ("m", 0)}, ["v"], [], [])
 
@@ -35,7 +48,10 @@ KINDS: dict[str, tuple[DocumentKind, object]] = {
     "side file": (dcp.DOCUMENT, dcp.SideFileFields(1, 9, "5bb0e7a9")),
     "run record": (record.RECORD, record.RunRecord("holdfast.run", 1, ["last(3)"], 5)),
     "pins": (record.PINS, record.Pins("holdfast.pins", 1, [record.Pin(3, "why", 1.5)])),
-    "pins in a bucket": (record.PINS, record.Pins("holdfast.pins", 1, [record.Pin(3)], (4,), 1.5, "0123")),
+    "pins in a bucket": (
+        record.PINS,
+        record.Pins("holdfast.pins", 1, [record.Pin(3)], (4,), 1.5, "0123"),
+    ),
     "proofs": (record.PROOFS, record.Proofs(doubted=[record.Doubt(3, 1.5)], files={"a": 2.5})),
     "exports": (record.EXPORTS, record.Receipts("holdfast.exports", 1, {"a": [("b", 5, "c")]})),
     "lock": (lock.DOCUMENT, lock.Holder(17, "host", 1.5)),
@@ -47,8 +63,12 @@ KINDS: dict[str, tuple[DocumentKind, object]] = {
 }
 
 every = pytest.mark.parametrize("name", KINDS)
-in_json = pytest.mark.parametrize("name", [name for name, (kind, _) in KINDS.items() if not kind.packed])
-of_a_version = pytest.mark.parametrize("name", [name for name, (kind, _) in KINDS.items() if kind.versions])
+in_json = pytest.mark.parametrize(
+    "name", [name for name, (kind, _) in KINDS.items() if not kind.packed]
+)
+of_a_version = pytest.mark.parametrize(
+    "name", [name for name, (kind, _) in KINDS.items() if kind.versions]
+)
 
 
 def unsealed(value: object) -> bytes:
@@ -79,7 +99,9 @@ def attempted(kind: DocumentKind, raw: bytes) -> tuple[object, HoldfastError | N
 
 
 def without_checksum(value: object) -> object:
-    return msgspec.structs.replace(value, sealed=msgspec.UNSET) if hasattr(value, "sealed") else value  # type: ignore[type-var]
+    return (
+        msgspec.structs.replace(value, sealed=msgspec.UNSET) if hasattr(value, "sealed") else value
+    )  # type: ignore[type-var]
 
 
 @every
@@ -126,7 +148,9 @@ def test_a_byte_that_changed_is_refused_or_another_value(name: str):
                 assert kind.sealed is None, "no byte changes unnoticed"
                 assert found != value or not kind.canonical or kind.packed
             else:
-                assert kind.sealed is None or isinstance(error, Corrupted | HeaderError), "damage has its name"
+                assert kind.sealed is None or isinstance(error, Corrupted | HeaderError), (
+                    "damage has its name"
+                )
 
 
 @of_a_version
@@ -146,7 +170,14 @@ def test_a_key_that_occurs_twice_is_refused(name: str):
     kind, value = KINDS[name]
     raw = unsealed(value)
     first = raw[1 : raw.index(b":")]
-    twice = b"{" + first + b":" + json.dumps(json.loads(raw)[json.loads(first)]).encode() + b"," + raw[1:]
+    twice = (
+        b"{"
+        + first
+        + b":"
+        + json.dumps(json.loads(raw)[json.loads(first)]).encode()
+        + b","
+        + raw[1:]
+    )
     error = refused(kind, sealed(kind, twice))
     assert isinstance(error, HeaderError)
     assert "occurs twice" in error.message or kind.canonical
@@ -160,11 +191,15 @@ def test_what_is_deep_or_of_another_type_is_refused(name: str):
         for wrong in (None, True, 1.5, "x", [], [{}], {}, {"a": None}, -1):
             if type(wrong) is type(document[field]) and wrong not in ([{}], {"a": None}):
                 continue
-            raw = sealed(kind, json.dumps(document | {field: wrong}, separators=(",", ":")).encode())
+            raw = sealed(
+                kind, json.dumps(document | {field: wrong}, separators=(",", ":")).encode()
+            )
             _, error = attempted(kind, raw)
             assert error is None or kind.canonical or f"at $.{field}" in error.message, error
     deep = sealed(kind, b'{"more":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
-    assert isinstance(refused(kind, deep, Limits(index_nbytes=1 << 30)), HeaderError | LimitExceeded)
+    assert isinstance(
+        refused(kind, deep, Limits(index_nbytes=1 << 30)), HeaderError | LimitExceeded
+    )
     for other in (b"", b"null", b"[]", b"{}", b"\xff", b'"x"', b"\0" * 64):
         refused(kind, sealed(kind, other) if other.endswith(b"}") else other)
 
@@ -182,7 +217,9 @@ def test_one_that_is_too_long_is_refused_before_it_is_read(name: str):
     assert caught.value.file == "x"
 
 
-@pytest.mark.parametrize("name", [name for name, (kind, _) in KINDS.items() if kind.sealed is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, (kind, _) in KINDS.items() if kind.sealed is not None]
+)
 def test_one_without_its_checksum_is_damaged_and_says_what_to_do(name: str):
     kind, value = KINDS[name]
     error = refused(kind, unsealed(value))
@@ -213,7 +250,11 @@ def test_what_is_wrong_is_named_with_its_place(change: dict[str, object], said: 
 
 
 def test_a_place_in_nested_objects_has_its_keys():
-    document = {"format": "holdfast.exports", "version": 1, "exports": {"a": [["b", 5, "c"]], "d": [["e", "f", "g"]]}}
+    document = {
+        "format": "holdfast.exports",
+        "version": 1,
+        "exports": {"a": [["b", 5, "c"]], "d": [["e", "f", "g"]]},
+    }
     error = refused(record.EXPORTS, json.dumps(document).encode())
     assert error.message.startswith("at $.exports.d[0][1]: expected `int`, found the text")
 

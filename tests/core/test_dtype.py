@@ -13,7 +13,19 @@ from holdfast.core.dtype import DTYPES
 from holdfast.torch import versions
 
 SAFETENSORS = {
-    *("BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    *(
+        "BOOL",
+        "F4",
+        "F6_E2M3",
+        "F6_E3M2",
+        "U8",
+        "I8",
+        "F8_E5M2",
+        "F8_E4M3",
+        "F8_E8M0",
+        "F8_E4M3FNUZ",
+        "F8_E5M2FNUZ",
+    ),
     *("I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64"),
 }
 
@@ -24,7 +36,9 @@ def test_every_safetensors_dtype_has_a_row():
 
 
 def test_every_torch_dtype_has_a_row():
-    every = {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
+    every = {
+        str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)
+    }
     assert every <= {row.torch for row in DTYPES.rows}
 
 
@@ -39,7 +53,11 @@ def test_widths_are_those_of_torch(row):
 
 
 def test_every_typed_storage_class_of_torch_has_a_row():
-    classes = {name for name in vars(torch) if name.endswith("Storage")} - {"Storage", "TypedStorage", "UntypedStorage"}
+    classes = {name for name in vars(torch) if name.endswith("Storage")} - {
+        "Storage",
+        "TypedStorage",
+        "UntypedStorage",
+    }
     assert {row.storage for row in DTYPES.rows if row.storage} == classes
 
 
@@ -61,7 +79,13 @@ def test_numpy_names_the_plain_row():
 
 
 def test_unknown_names_give_none():
-    assert DTYPES.name("float7") is DTYPES.torch("") is DTYPES.safetensors("f32") is DTYPES.storage("Storage") is None
+    assert (
+        DTYPES.name("float7")
+        is DTYPES.torch("")
+        is DTYPES.safetensors("f32")
+        is DTYPES.storage("Storage")
+        is None
+    )
 
 
 def test_bytes_of_packed_elements_are_rounded_up():
@@ -85,7 +109,11 @@ def test_a_row_equals_what_others_call_it(row):
         assert row == row.numpy.type or row.numpy.names
     others = [other for other in DTYPES.rows if other is not row]
     assert not any(row in (other, other.name) for other in others)
-    assert not any(row == versions.dtype(other.torch) for other in others if versions.dtype(other.torch) is not None)
+    assert not any(
+        row == versions.dtype(other.torch)
+        for other in others
+        if versions.dtype(other.torch) is not None
+    )
     assert not any(row == value for value in (None, 3, "x", [], object(), int, float, np.generic))
 
 

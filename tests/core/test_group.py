@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from tests.groups import ThreadGroup, good, on_ranks
 
 from holdfast.core.group import ALONE, acting, deal, exchange, share_out, telling, together
-from holdfast.errors import CannotHold, NoSuchPath, RanksFailed, RanksFoundNothing, RanksRefused, Replaced
+from holdfast.errors import (
+    CannotHold,
+    NoSuchPath,
+    RanksFailed,
+    RanksFoundNothing,
+    RanksRefused,
+    Replaced,
+)
 
 
 def squares(group: ThreadGroup, weights: list[int], asked: dict[int, list[int]]) -> list[int]:
@@ -27,14 +34,19 @@ def test_work_is_done_once_and_known_to_all(size: int):
     asked: dict[int, list[int]] = {}
     found = good(on_ranks(size, lambda group: squares(group, weights, asked)))
     assert found == [[number * number for number in range(len(weights))]] * size
-    assert sorted(number for numbers in asked.values() for number in numbers) == [*range(len(weights))]
+    assert sorted(number for numbers in asked.values() for number in numbers) == [
+        *range(len(weights))
+    ]
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=60), st.integers(1, 7))
 def test_the_first_rank_has_the_least_work(nbytes: list[int], size: int):
     """Never more than an n-th, whatever the pieces are: it is the last that is dealt to."""
     picks = size - 1 - deal(np.array(nbytes, np.int64), np.zeros(size, np.int64))
-    loads = [sum(n for n, rank in zip(nbytes, picks.tolist(), strict=True) if rank == r) for r in range(size)]
+    loads = [
+        sum(n for n, rank in zip(nbytes, picks.tolist(), strict=True) if rank == r)
+        for r in range(size)
+    ]
     assert loads[0] * size <= sum(nbytes) + size * (max(nbytes, default=0) // 2 + 1)
 
 
@@ -46,7 +58,10 @@ def test_an_error_of_one_rank_is_raised_on_all():
             share_out(ranks, [1, 1, 1], lambda numbers: numbers, int)
 
     found = on_ranks(3, job)
-    assert all(isinstance(one, RanksFailed) and one.causes == {2: "ValueError: a bad disk"} for one in found), found
+    assert all(
+        isinstance(one, RanksFailed) and one.causes == {2: "ValueError: a bad disk"}
+        for one in found
+    ), found
 
 
 def test_an_error_in_the_work_is_raised_on_all():
@@ -57,7 +72,9 @@ def test_an_error_in_the_work_is_raised_on_all():
         with acting(group, "fail") as ranks:
             share_out(ranks, [1, 1], work, int)
 
-    assert all(isinstance(one, RanksFoundNothing) and one.filename == "x" for one in on_ranks(2, job))
+    assert all(
+        isinstance(one, RanksFoundNothing) and one.filename == "x" for one in on_ranks(2, job)
+    )
 
 
 def test_problems_of_all_ranks_are_listed():
@@ -66,7 +83,10 @@ def test_problems_of_all_ranks_are_listed():
             raise CannotHold("no", [f"problem {group.rank}"])
 
     found = on_ranks(2, job)
-    assert all(isinstance(one, RanksRefused) and one.problems == ("problem 0", "problem 1") for one in found)
+    assert all(
+        isinstance(one, RanksRefused) and one.problems == ("problem 0", "problem 1")
+        for one in found
+    )
 
 
 def test_ranks_that_see_different_things_are_told():
@@ -75,7 +95,9 @@ def test_ranks_that_see_different_things_are_told():
             share_out(ranks, [1, 2] if group.rank == 1 else [1, 3], lambda numbers: numbers, int)
 
     found = on_ranks(3, job)
-    assert all(isinstance(one, RanksFailed) and "rank 1 not that of rank 0" in str(one) for one in found), found
+    assert all(
+        isinstance(one, RanksFailed) and "rank 1 not that of rank 0" in str(one) for one in found
+    ), found
 
 
 def test_ranks_that_do_different_things_are_told():

@@ -32,8 +32,18 @@ def ckpt(tmp_path):
 
 def test_numbers_out_of_tensors_of_one_element(ckpt):
     assert (ckpt["step"].item(), type(ckpt["step"].item())) == (7, int)
-    assert (ckpt["loss"].item(), ckpt["half"].item(), ckpt["one"].item(), ckpt["pair"].item()) == (0.5, 0.5, 3.0, 1 + 2j)
-    assert (float(ckpt["loss"]), int(ckpt["step"]), bool(ckpt["flag"]), complex(ckpt["pair"])) == (0.5, 7, True, 1 + 2j)
+    assert (ckpt["loss"].item(), ckpt["half"].item(), ckpt["one"].item(), ckpt["pair"].item()) == (
+        0.5,
+        0.5,
+        3.0,
+        1 + 2j,
+    )
+    assert (float(ckpt["loss"]), int(ckpt["step"]), bool(ckpt["flag"]), complex(ckpt["pair"])) == (
+        0.5,
+        7,
+        True,
+        1 + 2j,
+    )
     assert type(ckpt["flag"].item()) is bool
     assert ckpt["w"][1, 2].item() == 5.0
 
@@ -46,7 +56,12 @@ def test_lists(ckpt):
 
 
 def test_more_than_one_element_is_no_number(ckpt):
-    for ask in (lambda: ckpt["w"].item(), lambda: float(ckpt["w"]), lambda: bool(ckpt["w"]), lambda: ckpt["empty"].item()):
+    for ask in (
+        lambda: ckpt["w"].item(),
+        lambda: float(ckpt["w"]),
+        lambda: bool(ckpt["w"]),
+        lambda: ckpt["empty"].item(),
+    ):
         with pytest.raises(ValueError, match="element") as found:
             ask()
         assert isinstance(found.value, HoldfastError)
@@ -88,7 +103,10 @@ def test_without_torch_numpy_serves(tmp_path):
 @pytest.mark.parametrize("name", ["to", "mean", "cuda", "reshape", "T_"])
 def test_what_it_does_not_have_is_said_in_a_sentence(ckpt, name):
     assert not hasattr(ckpt["w"], name)
-    with pytest.raises(AttributeError, match=rf"has no '{name}', since it is described and not read: tensor.numpy\(\)"):
+    with pytest.raises(
+        AttributeError,
+        match=rf"has no '{name}', since it is described and not read: tensor.numpy\(\)",
+    ):
         getattr(ckpt["w"], name)
 
 
@@ -120,7 +138,10 @@ def test_permute_takes_a_tuple(ckpt):
 
 def test_names_one_by_one_or_in_a_list(ckpt):
     assert (
-        list(ckpt.read("w", "b")) == list(ckpt.read(["w", "b"])) == list(holdfast.torch.open(ckpt).read(["w", "b"])) == ["w", "b"]
+        list(ckpt.read("w", "b"))
+        == list(ckpt.read(["w", "b"]))
+        == list(holdfast.torch.open(ckpt).read(["w", "b"]))
+        == ["w", "b"]
     )
     assert ckpt.read([]) == {}
     assert [] not in ckpt
@@ -138,6 +159,10 @@ def test_names_one_by_one_or_in_a_list(ckpt):
 def test_dtypes_and_tensors_of_torch_are_asked_for_in_many_words(ckpt):
     for dtype in ("float32", "f32", np.float32, torch.float32, ckpt["w"].dtype):
         assert holdfast.torch.torch_dtype(dtype) is torch.float32
-    for ask in (holdfast.torch.torch_dtype, holdfast.torch.tensor_from_lazy, holdfast.torch.tensor_from_composite):
+    for ask in (
+        holdfast.torch.torch_dtype,
+        holdfast.torch.tensor_from_lazy,
+        holdfast.torch.tensor_from_composite,
+    ):
         with pytest.raises(holdfast.errors.BadArgumentType):
             ask(3)

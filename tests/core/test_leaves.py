@@ -29,7 +29,9 @@ KEYS = st.sampled_from(["a", "b", "a.b", "", "0"]) | st.integers(0, 2) | st.bool
 
 
 def tensor() -> LazyTensor:
-    return LazyTensor.contiguous("t", DTYPES.rows[0], (), Storage("k", 0, 8, home=SOURCE.store), SOURCE)
+    return LazyTensor.contiguous(
+        "t", DTYPES.rows[0], (), Storage("k", 0, 8, home=SOURCE.store), SOURCE
+    )
 
 
 def opaque(state: dict[object, object]) -> Opaque:
@@ -47,7 +49,13 @@ def containers(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.recursive(st.builds(tensor) | st.none() | st.integers() | st.text(max_size=2), containers, max_leaves=12))
+@given(
+    st.recursive(
+        st.builds(tensor) | st.none() | st.integers() | st.text(max_size=2),
+        containers,
+        max_leaves=12,
+    )
+)
 def test_names_are_those_of_the_walk_that_opens_files(tree):
     leaves = find_leaves(tree, [LazyTensor], lambda value, path: value, Limits().depth)
     assert leaves.problems == []
@@ -64,7 +72,11 @@ def _below(value: object, step: object) -> object:
     if isinstance(value, Opaque):
         value = {key: inner for state in value.states() for key, inner in state.items()}
     if isinstance(value, dict):
-        return next(inner for key, inner in value.items() if (key if type(key) in (str, int) else repr(key)) == step)
+        return next(
+            inner
+            for key, inner in value.items()
+            if (key if type(key) in (str, int) else repr(key)) == step
+        )
     return value[step]
 
 
@@ -76,7 +88,13 @@ def test_containers_of_other_classes_are_saved_as_usual_ones():
         pass
 
     w = np.arange(3)
-    state = {"m": MappingProxyType({"x": w}), "d": Own(y=w), "o": Ordered(z=w), "f": defaultdict(list, v=[w]), "c": Counter("aab")}
+    state = {
+        "m": MappingProxyType({"x": w}),
+        "d": Own(y=w),
+        "o": Ordered(z=w),
+        "f": defaultdict(list, v=[w]),
+        "c": Counter("aab"),
+    }
     described = tabulate_state(state)
     assert described.tensors.names == ["m.x", "d.y", "o.z", "f.v.0"]
     made = lazy_tree(described)
@@ -84,7 +102,10 @@ def test_containers_of_other_classes_are_saved_as_usual_ones():
     assert made["f"].default_factory is list
 
 
-@pytest.mark.parametrize(("alone", "names"), [(torch.eye(3), ["tensor"]), (torch.eye(3).to_sparse(), ["indices", "values"])])
+@pytest.mark.parametrize(
+    ("alone", "names"),
+    [(torch.eye(3), ["tensor"]), (torch.eye(3).to_sparse(), ["indices", "values"])],
+)
 def test_a_tensor_alone_has_its_own_name(alone, names):
     assert tabulate_state(alone).tensors.names == names
 
@@ -97,14 +118,22 @@ def test_all_that_stands_in_the_way_is_said_at_once():
         deep = {"k": deep}
     with pytest.raises(CannotHold) as caught:
         tabulate_state({"loop": loop, "deep": deep})
-    assert [*caught.value.problems] == ["loop.1: a list that contains itself", "deep.k.k.k…: nested deeper than Limits(depth=64)"]
+    assert [*caught.value.problems] == [
+        "loop.1: a list that contains itself",
+        "deep.k.k.k…: nested deeper than Limits(depth=64)",
+    ]
 
 
 def test_objects_are_paid_for_where_they_are_met_again():
     """A hundred and fifty objects with a thousand attributes each, of which none stands in two places."""
-    things = [opaque({"w": tensor(), **dict.fromkeys(map(str, range(1000)), 0)}) for _ in range(150)]
+    things = [
+        opaque({"w": tensor(), **dict.fromkeys(map(str, range(1000)), 0)}) for _ in range(150)
+    ]
     expected = [f"{number}.w" for number in range(150)]
-    assert find_leaves(things, [LazyTensor], lambda value, path: value, Limits().depth).names == expected
+    assert (
+        find_leaves(things, [LazyTensor], lambda value, path: value, Limits().depth).names
+        == expected
+    )
     assert [*name_tensors(things, Limits(), 0).tensors] == expected
 
 
@@ -112,7 +141,9 @@ def test_a_container_that_is_met_too_often_is_left_out_as_a_whole():
     shared = {str(at): tensor() for at in range(4000)}
     named = name_tensors([shared] * 4, Limits(), 0)
     assert len(named.tensors) == 3 * 4000
-    assert named.notes == ["1 further references to shared containers were not listed by name; they are in the tree"]
+    assert named.notes == [
+        "1 further references to shared containers were not listed by name; they are in the tree"
+    ]
 
 
 def _names(tree: object, depth: int, *, opened: bool) -> list[str]:

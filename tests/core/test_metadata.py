@@ -40,7 +40,9 @@ F32, I64 = DTYPES.name("float32"), DTYPES.name("int64")
 
 def rows(count: int) -> TensorStorageMetadata:
     """A tensor of `count` rows, each its own chunk."""
-    return TensorStorageMetadata(TensorProperties(), (count, 3), [ChunkStorageMetadata((i, 0), (1, 3)) for i in range(count)])
+    return TensorStorageMetadata(
+        TensorProperties(), (count, 3), [ChunkStorageMetadata((i, 0), (1, 3)) for i in range(count)]
+    )
 
 
 class CountedChunk:
@@ -104,7 +106,9 @@ def test_the_hint_takes_no_part_in_equality():
 def test_metadata_has_torchs_defaults():
     assert Metadata({}) == Metadata({}, None, None, None, None)
     assert StorageMeta() == StorageMeta(None, None, None, [])
-    assert TensorProperties() == TensorProperties(F32, Layout.STRIDED, False, MemoryFormat.CONTIGUOUS, False)
+    assert TensorProperties() == TensorProperties(
+        F32, Layout.STRIDED, False, MemoryFormat.CONTIGUOUS, False
+    )
 
 
 EVERYTHING = Metadata(
@@ -129,7 +133,9 @@ def test_everything_pickles(protocol):
 
 
 def test_properties_are_pickled_as_six_values_with_an_enum():
-    properties = TensorProperties(I64, Layout.SPARSE_COO, True, MemoryFormat.CHANNELS_LAST, True, (3, 1))
+    properties = TensorProperties(
+        I64, Layout.SPARSE_COO, True, MemoryFormat.CHANNELS_LAST, True, (3, 1)
+    )
     state = properties.__getstate__()
     assert state == (I64, Layout.SPARSE_COO, True, MemoryFormat.CHANNELS_LAST, True, (3, 1))
     again = TensorProperties()
@@ -204,7 +210,11 @@ def test_a_wrong_hint_is_only_a_hint(hint):
 
 def test_a_negative_hint_counts_from_nowhere():
     # With two chunks at one offset the hint would decide; -1 is no position.
-    w = TensorStorageMetadata(TensorProperties(), (2,), [ChunkStorageMetadata((0,), (2,)), ChunkStorageMetadata((0,), (1,))])
+    w = TensorStorageMetadata(
+        TensorProperties(),
+        (2,),
+        [ChunkStorageMetadata((0,), (2,)), ChunkStorageMetadata((0,), (1,))],
+    )
     assert find_chunk(w, MetadataIndex("w", (0,), 1)) is w.chunks[1]
     assert find_chunk(w, MetadataIndex("w", (0,), -1)) is w.chunks[0]
 
@@ -241,7 +251,11 @@ def test_a_list_that_changed_is_noticed():
 
 
 def test_a_chunk_without_elements_hides_no_other():
-    w = TensorStorageMetadata(TensorProperties(), (2,), [ChunkStorageMetadata((0,), (0,)), ChunkStorageMetadata((0,), (2,))])
+    w = TensorStorageMetadata(
+        TensorProperties(),
+        (2,),
+        [ChunkStorageMetadata((0,), (0,)), ChunkStorageMetadata((0,), (2,))],
+    )
     for hint in (None, 0, 1):
         assert find_chunk(w, MetadataIndex("w", (0,), hint)) is w.chunks[1]
     w.chunks.pop()
@@ -277,7 +291,9 @@ def test_every_tensor_and_value_is_listed(tmp_path, format):
     with holdfast.open(tmp_path / "a") as ckpt:
         metadata = ckpt.describe()
         listed = metadata.state_dict_metadata
-        assert {name: isinstance(each, TensorStorageMetadata) for name, each in listed.items()} == NAMES
+        assert {
+            name: isinstance(each, TensorStorageMetadata) for name, each in listed.items()
+        } == NAMES
         w = listed["w"]
         assert (w.properties.dtype, w.size) == (F32, (3, 4))
         assert w.chunks == [ChunkStorageMetadata((0, 0), (3, 4))]
@@ -288,7 +304,11 @@ def test_every_tensor_and_value_is_listed(tmp_path, format):
 
 @pytest.mark.parametrize("format", ["native", "torch-zip", "safetensors"])
 def test_the_places_are_where_the_bytes_are(tmp_path, format):
-    tensors = {"w": STATE["w"], "empty": np.zeros((0, 3), np.float32), "scalar": np.array(7, np.int64)}
+    tensors = {
+        "w": STATE["w"],
+        "empty": np.zeros((0, 3), np.float32),
+        "scalar": np.array(7, np.int64),
+    }
     path = tmp_path / "a"
     holdfast.save(tensors, path, format=format)
     with holdfast.open(path) as ckpt:
@@ -296,15 +316,24 @@ def test_the_places_are_where_the_bytes_are(tmp_path, format):
             file = path / place.relative_path if path.is_dir() else path
             stored = file.read_bytes()[place.offset : place.offset + place.length]
             assert stored == tensors[index.fqn].tobytes()
-            assert find_chunk(ckpt.describe().state_dict_metadata[index.fqn], index).offsets == index.offset
+            assert (
+                find_chunk(ckpt.describe().state_dict_metadata[index.fqn], index).offsets
+                == index.offset
+            )
 
 
 def test_the_texts_are_still_there(tmp_path):
-    holdfast.save({"w": STATE["w"]}, tmp_path / "a", format="safetensors", metadata={"licence": "mit"})
+    holdfast.save(
+        {"w": STATE["w"]}, tmp_path / "a", format="safetensors", metadata={"licence": "mit"}
+    )
     with holdfast.open(tmp_path / "a") as ckpt:
         assert ckpt.metadata["licence"] == "mit"
         assert dict(ckpt.metadata) == ckpt.metadata == {"format": "pt", "licence": "mit"}
-        assert copy.deepcopy(ckpt.metadata) == pickle.loads(pickle.dumps(ckpt.metadata)) == ckpt.metadata
+        assert (
+            copy.deepcopy(ckpt.metadata)
+            == pickle.loads(pickle.dumps(ckpt.metadata))
+            == ckpt.metadata
+        )
         assert ckpt.describe() == ckpt.describe()
 
 
@@ -329,21 +358,31 @@ def test_a_shared_container_is_listed_once(tmp_path):
 
 
 def test_an_ordered_dict_is_a_mapping_like_any_other(tmp_path):
-    holdfast.save(OrderedDict(a=OrderedDict(), b=[OrderedDict(c=1)], d=[[], [[2]]]), tmp_path / "a", format="torch-zip")
+    holdfast.save(
+        OrderedDict(a=OrderedDict(), b=[OrderedDict(c=1)], d=[[], [[2]]]),
+        tmp_path / "a",
+        format="torch-zip",
+    )
     with holdfast.open(tmp_path / "a") as ckpt:
         assert list(ckpt.describe().state_dict_metadata) == ["a", "b.0.c", "d"]
 
 
 def test_a_tree_of_shared_containers_is_walked_once():
     # 2^40 paths, 41 containers. By default that is not opened, since nobody could print it.
-    tree = dict_of(text("leaf"), integer(1)) + b"".join(put(i) + POP + list_of(get(i), get(i)) for i in range(40))
-    with holdfast.open(torch_zip(stream(dict_of(text("t"), tree))), limits={"tree_nbytes": 1 << 60}) as ckpt:
+    tree = dict_of(text("leaf"), integer(1)) + b"".join(
+        put(i) + POP + list_of(get(i), get(i)) for i in range(40)
+    )
+    with holdfast.open(
+        torch_zip(stream(dict_of(text("t"), tree))), limits={"tree_nbytes": 1 << 60}
+    ) as ckpt:
         assert len(ckpt.describe().state_dict_metadata) == 1
 
 
 def test_long_names_are_bounded(tmp_path):
     # One long key stands in the name of everything below it.
-    holdfast.save({"k" * 300_000: {str(i): i for i in range(100)}}, tmp_path / "a", format="torch-zip")
+    holdfast.save(
+        {"k" * 300_000: {str(i): i for i in range(100)}}, tmp_path / "a", format="torch-zip"
+    )
     with holdfast.open(tmp_path / "a") as ckpt, pytest.raises(LimitExceeded):
         ckpt.describe()
 

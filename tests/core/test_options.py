@@ -21,7 +21,9 @@ from holdfast.saving.transform import Edits
 class ToyOptions(ConvertOptions, total=False):
     """What `convert` takes, and one more."""
 
-    loudness: typing.Annotated[int, Option(3, "how loud it is written", "N", options.arguments.count)]
+    loudness: typing.Annotated[
+        int, Option(3, "how loud it is written", "N", options.arguments.count)
+    ]
 
 
 @validated
@@ -44,7 +46,9 @@ def test_one_line_is_an_option_everywhere(capsys):
     assert write_loudly("a", "b", loudness=4)["loudness"] == 4
     with pytest.raises(TypeError, match=r"loudness= takes a whole number, not 'x'"):
         write_loudly("a", "b", loudness="x")
-    spec = importlib.util.spec_from_file_location("site_options", ROOT / "tools" / "site" / "options.py")
+    spec = importlib.util.spec_from_file_location(
+        "site_options", ROOT / "tools" / "site" / "options.py"
+    )
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     assert "| `loudness` | `3` | how loud it is written |" in tool.table(ToyOptions)
@@ -66,7 +70,8 @@ def test_a_command_has_a_flag_for_every_option_of_its_verb(verb):
         assert name in inspect.signature(function).parameters
         if option.flag_of(name):
             assert (
-                option.flag_of(name) in known[name].option_strings or f"--no-{name.replace('_', '-')}" in known[name].option_strings
+                option.flag_of(name) in known[name].option_strings
+                or f"--no-{name.replace('_', '-')}" in known[name].option_strings
             )
 
 

@@ -63,12 +63,17 @@ def _seconds(work):
     return time.thread_time() - begin
 
 
-@pytest.mark.parametrize("pattern", ["*a*a*a*a*a*a*b", "*[a-c]*{0..99}*?*[!b]*c", "{a,aa}*{a,aa}*{a,aa}*b"])
+@pytest.mark.parametrize(
+    "pattern", ["*a*a*a*a*a*a*b", "*[a-c]*{0..99}*?*[!b]*c", "{a,aa}*{a,aa}*{a,aa}*b"]
+)
 @pytest.mark.parametrize("names", ["a", "a0", "0"])
 def test_hostile_names_take_as_long_as_they_are(pattern, names):
     """A power of the length would be 16 times as long, or 64, where four times is right."""
     found = glob(pattern)
-    short, long = (min(_seconds(lambda n=n: found.matches(names * n)) for _ in range(3)) for n in (25_000, 100_000))
+    short, long = (
+        min(_seconds(lambda n=n: found.matches(names * n)) for _ in range(3))
+        for n in (25_000, 100_000)
+    )
     assert long < 12 * short + 0.01
 
 
@@ -77,7 +82,12 @@ def test_hostile_digits_are_sorted_in_as_long_as_they_are(name):
     part = name.removesuffix("{}")
     short, long = (
         min(
-            _seconds(lambda n=n: (sorted([part * n, f"{part * n}2"], key=natural), in_order([part * n, f"{part * n}2"])))
+            _seconds(
+                lambda n=n: (
+                    sorted([part * n, f"{part * n}2"], key=natural),
+                    in_order([part * n, f"{part * n}2"]),
+                )
+            )
             for _ in range(3)
         )
         for n in (25_000, 100_000)

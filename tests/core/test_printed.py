@@ -20,7 +20,12 @@ from holdfast.errors import CannotHold, LimitExceeded
 BOMB = torch_zip(state(TENS))
 
 LEAVES = st.one_of(
-    st.none(), st.integers(-(2**70), 2**70), st.floats(), st.text(), st.binary(), st.builds(np.arange, st.integers(0, 9))
+    st.none(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.builds(np.arange, st.integers(0, 9)),
 )
 KEYS = st.one_of(st.text(), st.integers(), st.tuples(st.text(), st.integers()))
 
@@ -28,8 +33,20 @@ KEYS = st.one_of(st.text(), st.integers(), st.tuples(st.text(), st.integers()))
 @st.composite
 def trees(draw: st.DrawFn) -> object:
     """Containers that hold each other and themselves, in any way: each is made, and then filled with some of all."""
-    made: list[object] = draw(st.lists(st.sampled_from([list, dict, OrderedDict]).map(lambda kind: kind()), min_size=1, max_size=5))
-    values = [*made, *draw(st.lists(LEAVES, max_size=5)), draw(st.frozensets(KEYS, max_size=3)), (made[0], made[-1]), Counter("ab")]
+    made: list[object] = draw(
+        st.lists(
+            st.sampled_from([list, dict, OrderedDict]).map(lambda kind: kind()),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    values = [
+        *made,
+        *draw(st.lists(LEAVES, max_size=5)),
+        draw(st.frozensets(KEYS, max_size=3)),
+        (made[0], made[-1]),
+        Counter("ab"),
+    ]
     for one in made:
         for value in draw(st.lists(st.sampled_from(values), max_size=3)):
             if isinstance(one, dict):
@@ -73,7 +90,9 @@ def test_the_place_is_named():
     bomb: object = ()
     for _ in range(60):
         bomb = (bomb, bomb)
-    with pytest.raises(LimitExceeded, match=r"'model\.hooks\.0\.1\.0.*Limits\(tree_nbytes=536,870,912\)") as caught:
+    with pytest.raises(
+        LimitExceeded, match=r"'model\.hooks\.0\.1\.0.*Limits\(tree_nbytes=536,870,912\)"
+    ) as caught:
         check_printable({"weights": [1], "model": {"hooks": [["x", bomb]]}}, Limits())
     assert caught.value.expected == Limits().tree_nbytes
 
@@ -87,7 +106,10 @@ def test_what_an_object_holds_is_counted_by_itself():
         check_printable(held, Limits(tree_nbytes=10_000))
 
 
-@pytest.mark.parametrize("verb", [holdfast.open, lambda raw: holdfast.convert(raw, "x.pt"), lambda raw: holdfast.diff(raw, raw)])
+@pytest.mark.parametrize(
+    "verb",
+    [holdfast.open, lambda raw: holdfast.convert(raw, "x.pt"), lambda raw: holdfast.diff(raw, raw)],
+)
 def test_every_verb_refuses_it(verb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LimitExceeded, match="as `print` does"):

@@ -44,7 +44,9 @@ class Made:
     def __init__(self) -> None:
         self.source = OpenSource(MemoryStore({"f": bytes(64)}))
 
-    def tensor(self, start: int = 0, nbytes: int = 16, traits: Traits | None = None, **storage: object) -> LazyTensor:
+    def tensor(
+        self, start: int = 0, nbytes: int = 16, traits: Traits | None = None, **storage: object
+    ) -> LazyTensor:
         place = Storage("f", start, nbytes, home=self.source.store, **storage)
         made = LazyTensor.contiguous("", DTYPES.name("uint8"), (nbytes,), place, self.source)
         return made if traits is None else replace(made, traits=traits)
@@ -64,7 +66,10 @@ def by_storage(tensors: dict[str, LazyTensor], *, stored_aliases: bool = False) 
     expected = groups(tensors, stored_aliases=stored_aliases)
     assert [*found.values()] == [*expected.values()]
     assert shared.total_nbytes() == sum(storage.nbytes for storage in expected)
-    several = [(shared.storage_of(number, table.view(rows[0]), rows[0]), rows) for number, rows in shared.groups()]
+    several = [
+        (shared.storage_of(number, table.view(rows[0]), rows[0]), rows)
+        for number, rows in shared.groups()
+    ]
     told = [(storage, [table.names[row] for row in rows]) for storage, rows in several]
     assert told == [(storage, names) for storage, names in expected.items() if len(names) > 1]
     return [*found.values()]
@@ -138,7 +143,10 @@ def test_groups_are_by_storage_and_ties_by_view():
 def test_a_tensor_in_pieces_is_in_the_group_of_each():
     made = Made()
     rows = [made.tensor(start=start) for start in (0, 16)]
-    chunks = tuple(Chunk(Box((16 * i,), (16 * i + 16,)), t.chunks[0].storage, 0, (8,)) for i, t in enumerate(rows))
+    chunks = tuple(
+        Chunk(Box((16 * i,), (16 * i + 16,)), t.chunks[0].storage, 0, (8,))
+        for i, t in enumerate(rows)
+    )
     whole = LazyTensor("", DTYPES.name("uint8"), (32,), chunks, made.source)
     assert by_storage({"a": rows[0], "w": whole, "b": rows[1]}) == [["a", "w"], ["w", "b"]]
     assert tied_names({"a": rows[0], "w": whole, "v": whole}) == {"v": "w"}
@@ -150,7 +158,12 @@ def test_stored_aliases_count_as_what_they_were():
     def copied(start: int, group: int, offset: int) -> LazyTensor:
         return made.tensor(start, traits=Traits(alias=AliasView(group, 64, offset, (8,))))
 
-    tensors = {"a": copied(0, 0, 0), "b": copied(16, 0, 8), "c": copied(32, 1, 0), "d": made.tensor(48)}
+    tensors = {
+        "a": copied(0, 0, 0),
+        "b": copied(16, 0, 8),
+        "c": copied(32, 1, 0),
+        "d": made.tensor(48),
+    }
     assert by_storage(tensors) == [["a"], ["b"], ["c"], ["d"]]
     assert by_storage(tensors, stored_aliases=True) == [["a", "b"], ["c"], ["d"]]
     found = groups(tensors, stored_aliases=True)
@@ -168,8 +181,12 @@ def many_tensors(draw: st.DrawFn) -> dict[str, LazyTensor]:
     found: dict[str, LazyTensor] = {}
     for number in range(draw(st.integers(1, 10))):
         made = stores[draw(st.integers(0, 1))]
-        one = made.tensor(draw(st.sampled_from([0, 16, 32])), draw(st.sampled_from([16, 16, 16, 0])))
-        match draw(st.sampled_from(["", "", "part", "dtype", "neg", "alias", "pieces", "first", "meta"])):
+        one = made.tensor(
+            draw(st.sampled_from([0, 16, 32])), draw(st.sampled_from([16, 16, 16, 0]))
+        )
+        match draw(
+            st.sampled_from(["", "", "part", "dtype", "neg", "alias", "pieces", "first", "meta"])
+        ):
             case "part":
                 one = one[draw(st.integers(0, 2)) :: draw(st.integers(1, 3))]
             case "dtype":
@@ -203,7 +220,9 @@ def test_rows_tell_what_tensors_tell(tensors, stored_aliases):
 @given(many_tensors(), st.integers(0, 10))
 def test_several_tables_are_compared_as_one(tensors, cut):
     names = [*tensors]
-    tables = [table_of({name: tensors[name] for name in part}) for part in (names[:cut], names[cut:])]
+    tables = [
+        table_of({name: tensors[name] for name in part}) for part in (names[:cut], names[cut:])
+    ]
     one, shared = shared_rows([table_of(tensors)]), shared_rows(tables)
     assert shared.rows == one.rows
     assert shared.ties() == one.ties()
@@ -220,7 +239,10 @@ def test_by_place_a_file_that_is_opened_twice_is_one(tmp_path):
         assert shared_rows(tables, by_place=True).ties() == {1: 0, 3: 0, 4: 0, 5: 2}
 
 
-spans = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=12)
+spans = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 8)).map(lambda pair: (pair[0], pair[0] + pair[1])),
+    max_size=12,
+)
 
 
 @given(spans, st.booleans())
@@ -243,7 +265,9 @@ def test_disjoint_groups_are_what_hangs_together(pairs, touching):
 @given(spans)
 def test_overlaps_are_found_whenever_there_are_any(pairs):
     found = list(overlaps((*pair, i) for i, pair in enumerate(pairs)))
-    truth = {frozenset(p) for p in combinations(range(len(pairs)), 2) if _meet(pairs[p[0]], pairs[p[1]])}
+    truth = {
+        frozenset(p) for p in combinations(range(len(pairs)), 2) if _meet(pairs[p[0]], pairs[p[1]])
+    }
     assert {frozenset(pair) for pair in found} <= truth
     # Everything that meets something before it is in a pair.
     assert {i for pair in found for i in pair} == {i for pair in truth for i in pair}
@@ -260,7 +284,9 @@ def test_what_was_pickled_together_still_shares(tmp_path, suffix):
     with holdfast.open(tmp_path / f"m{suffix}") as opened:
         sent = pickle.loads(pickle.dumps(dict(opened)))
         assert tied_names(sent) == tied_names(dict(opened)) == {"b": "a"}
-        assert identity(sent["a"]) != identity(opened["a"]), "another process has opened it for itself"
+        assert identity(sent["a"]) != identity(opened["a"]), (
+            "another process has opened it for itself"
+        )
 
 
 def test_every_format_says_where_its_storages_lie():
@@ -275,5 +301,14 @@ def test_every_format_says_where_its_storages_lie():
             for tensor in opened.values():
                 store = tensor.source.store
                 homes = {id(storage.home) for storage in tensor.storages}
-                assert homes <= {id(store), id(getattr(store, "below", store))}, f"{path}: {tensor.name}"
-    assert formats >= {"torch-zip", "torch-legacy", "torch-tar", "torchscript", "safetensors", "dcp"}
+                assert homes <= {id(store), id(getattr(store, "below", store))}, (
+                    f"{path}: {tensor.name}"
+                )
+    assert formats >= {
+        "torch-zip",
+        "torch-legacy",
+        "torch-tar",
+        "torchscript",
+        "safetensors",
+        "dcp",
+    }

@@ -24,7 +24,9 @@ class Caught:
     def __init__(self) -> None:
         self.wanted = True
         self.numbers: list[int] = []
-        self.override = SignalOverride(lambda number, frame: self.numbers.append(number), wanted=lambda: self.wanted)
+        self.override = SignalOverride(
+            lambda number, frame: self.numbers.append(number), wanted=lambda: self.wanted
+        )
 
 
 @pytest.fixture
@@ -126,7 +128,9 @@ def test_a_fork_has_what_was_there(before: list[int]):
     ours.override.put(USR1)
     child = os.fork()
     if not child:
-        os._exit(signal.getsignal(USR1) is not mine or bool(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+        os._exit(
+            signal.getsignal(USR1) is not mine or bool(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        )
     assert os.waitpid(child, 0)[1] == 0
     assert signal.getsignal(USR1) is ours.override
     ours.wanted = False

@@ -15,7 +15,11 @@ from holdfast.errors import HeaderError, HoldfastError, LimitExceeded
 
 SMALL = (1 << 63) - 1
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-SMALL, SMALL) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-SMALL, SMALL)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=20,
 )
@@ -34,9 +38,14 @@ ODD = [
     "\ufeff1", '"12345678901234567890123"',
 ]  # fmt: skip
 DOCUMENTS = st.recursive(
-    st.sampled_from(ODD) | st.integers(-SMALL, SMALL).map(str) | st.floats().map(json.dumps) | st.text(max_size=4).map(json.dumps),
+    st.sampled_from(ODD)
+    | st.integers(-SMALL, SMALL).map(str)
+    | st.floats().map(json.dumps)
+    | st.text(max_size=4).map(json.dumps),
     lambda inner: (
-        st.lists(inner, max_size=4).flatmap(lambda all: st.sampled_from([",", ", ", ",\n  "]).map(lambda by: f"[{by.join(all)}]"))
+        st.lists(inner, max_size=4).flatmap(
+            lambda all: st.sampled_from([",", ", ", ",\n  "]).map(lambda by: f"[{by.join(all)}]")
+        )
         | st.lists(st.tuples(st.sampled_from(["a", "b ", "é", "\\\\"]), inner), max_size=3).map(
             lambda all: "{" + ", ".join(f'"{key}": {value}' for key, value in all) + "}"
         )
@@ -55,7 +64,9 @@ def test_documents_that_are_proven_are_read_as_those_that_are_looked_at(text, be
         except HoldfastError as error:
             return type(error), str(error)
 
-    assert read(lambda raw: parse(raw, Limits())) == read(lambda raw: strict_json._parse_slowly(raw, None, 0))
+    assert read(lambda raw: parse(raw, Limits())) == read(
+        lambda raw: strict_json._parse_slowly(raw, None, 0)
+    )
 
 
 @given(st.binary(max_size=60))

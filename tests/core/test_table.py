@@ -40,7 +40,9 @@ def test_a_description_is_a_table(many, name):
 
 def test_rows_of_one_storage_share_it_and_views_are_noted(tmp_path):
     base = np.arange(6, dtype="f4")
-    holdfast.save({"a": base, "b": base, "part": base[:3], "empty": np.zeros(0, "f4")}, tmp_path / "a")
+    holdfast.save(
+        {"a": base, "b": base, "part": base[:3], "empty": np.zeros(0, "f4")}, tmp_path / "a"
+    )
     with holdfast.open(tmp_path / "a") as ckpt:
         table = ckpt.stored
         assert table.storage[table.rows["a"]] == table.storage[table.rows["b"]]
@@ -53,7 +55,10 @@ def test_rows_of_one_storage_share_it_and_views_are_noted(tmp_path):
 def test_a_column_is_made_once_by_sixteen_threads(many):
     with holdfast.open(many / "a.safetensors") as ckpt:
         found = []
-        threads = [threading.Thread(target=lambda: found.append(ckpt["layers.999.w.99"].numpy().tolist())) for _ in range(16)]
+        threads = [
+            threading.Thread(target=lambda: found.append(ckpt["layers.999.w.99"].numpy().tolist()))
+            for _ in range(16)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -82,6 +87,14 @@ def test_one_damaged_tensor_of_very_many_is_named(many, name, tmp_path):
             with pytest.raises(holdfast.errors.Corrupted) as caught:
                 read()
             found = caught.value
-            assert (found.tensor, found.file, found.offset) == ("layers.321.w.7", storage.key, storage.start)
+            assert (found.tensor, found.file, found.offset) == (
+                "layers.321.w.7",
+                storage.key,
+                storage.start,
+            )
     (damage,) = holdfast.verify(copy).damaged
-    assert (damage.tensors, damage.file, damage.offset) == (("layers.321.w.7",), str(file), storage.start)
+    assert (damage.tensors, damage.file, damage.offset) == (
+        ("layers.321.w.7",),
+        str(file),
+        storage.start,
+    )

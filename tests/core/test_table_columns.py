@@ -65,14 +65,22 @@ def test_offsets_and_strides_are_in_bits_of_packed_types(tmp_path):
     path.write_bytes(craft({"w": {"dtype": "F4", "shape": [2, 6], "data_offsets": [0, 6]}}, 6))
     with holdfast.open(path) as checkpoint:
         kind = stored(checkpoint).kind_of(0)
-        assert (kind.strides, stored(checkpoint).offset_of(0), kind.nbytes, kind.dense) == ((24, 4), 0, 6, False)
+        assert (kind.strides, stored(checkpoint).offset_of(0), kind.nbytes, kind.dense) == (
+            (24, 4),
+            0,
+            6,
+            False,
+        )
         (chunk,) = checkpoint["w"][1, 1:3].chunks
         assert (chunk.offset, chunk.strides) == (28, (4,))
 
 
 def test_strides_may_be_zero_negative_and_overlapping(tmp_path):
     base = torch.arange(6.0)
-    torch.save({"base": base, "wide": base[:1].expand(3, 4), "windows": base.as_strided((4, 3), (1, 1))}, tmp_path / "x.pt")
+    torch.save(
+        {"base": base, "wide": base[:1].expand(3, 4), "windows": base.as_strided((4, 3), (1, 1))},
+        tmp_path / "x.pt",
+    )
     with holdfast.open(tmp_path / "x.pt") as checkpoint:
         table = stored(checkpoint)
         assert (table.odd, len({*table.storage})) == ({}, 1)
@@ -103,7 +111,9 @@ def test_stored_as_one_thing_and_is_another_also_of_a_slice(tmp_path):
     holdfast.save({"w": np.arange(6.0).reshape(2, 3) + 2**-9}, tmp_path / "y.safetensors")
     with holdfast.open(tmp_path / "y.safetensors") as checkpoint:
         bfloat16 = holdfast.DTYPES.name("bfloat16")
-        made = Computed().tensor(checkpoint["w"], bfloat16, lambda elements: cast(elements, bfloat16))
+        made = Computed().tensor(
+            checkpoint["w"], bfloat16, lambda elements: cast(elements, bfloat16)
+        )
         expected = checkpoint["w"].numpy().astype(ml_dtypes.bfloat16)
         assert made[1, 1:].numpy().tolist() == expected[1, 1:].tolist()
 
@@ -112,17 +122,29 @@ def test_traits_with_objects_are_interned_by_identity(tmp_path):
     holdfast.save({name: np.zeros(2) for name in "abc"}, tmp_path / "x.safetensors")
     with holdfast.open(tmp_path / "x.safetensors") as checkpoint:
         traits = [Traits(state={"note": [1]}), Traits(state={"note": [1]})]
-        marked = {name: replace(checkpoint[name], traits=traits[number]) for number, name in ((0, "a"), (1, "b"), (0, "c"))}
+        marked = {
+            name: replace(checkpoint[name], traits=traits[number])
+            for number, name in ((0, "a"), (1, "b"), (0, "c"))
+        }
         table = ViewTable(marked)
-        assert [table.kind_of(row).traits is traits[number] for row, number in ((0, 0), (1, 1), (2, 0))] == [True] * 3
+        assert [
+            table.kind_of(row).traits is traits[number] for row, number in ((0, 0), (1, 1), (2, 0))
+        ] == [True] * 3
         assert (table.kind[0] == table.kind[2], table.kind[0] == table.kind[1]) == (True, False)
 
 
 def test_boxes_of_many_ranks_have_a_column_a_dimension(tmp_path):
-    state = {"w": np.arange(32.0, dtype="f4").reshape(8, 4), "b": np.zeros(4, "f4"), "s": np.zeros((), "f4")}
+    state = {
+        "w": np.arange(32.0, dtype="f4").reshape(8, 4),
+        "b": np.zeros(4, "f4"),
+        "s": np.zeros((), "f4"),
+    }
     found = RankState.of_table(stored_table(state, tmp_path))
     assert found.tensors.tolist() == [0, 1, 2]
-    assert (found.offsets.tolist(), found.sizes.tolist()) == ([[0, 0, 0], [0, 0, 0]], [[8, 4, 1], [4, 1, 1]])
+    assert (found.offsets.tolist(), found.sizes.tolist()) == (
+        [[0, 0, 0], [0, 0, 0]],
+        [[8, 4, 1], [4, 1, 1]],
+    )
     boxes = [Box((0, 0), (2, 4)), Box((6, 0), (8, 4))]
     cut = rank_state([("w", "float32", (8, 4), boxes), ("b", "float32", (4,), [Box((0,), (4,))])])
     assert (cut.tensors.tolist(), cut.offsets.tolist()) == ([0, 0, 1], [[0, 6, 0], [0, 0, 0]])
@@ -150,7 +172,10 @@ def test_a_computed_storage_says_which_ranges_it_is_computed_from(tmp_path):
         assert {*storage.ranges} == ranges
         assert storage.stored_nbytes < weights.nbytes
     # Its parts and what they stand for are both compared.
-    assert holdfast.verify(tmp_path / "x").checked_nbytes == storage.stored_nbytes + weights.nbytes + 32
+    assert (
+        holdfast.verify(tmp_path / "x").checked_nbytes
+        == storage.stored_nbytes + weights.nbytes + 32
+    )
     np.savez_compressed(tmp_path / "y.npz", a=np.zeros(1000), b=np.arange(10))
     with holdfast.open(tmp_path / "y.npz") as checkpoint:
         assert checkpoint["a"].source.store.cost(checkpoint["a"].storages[0].key, 8000) < 8000
@@ -171,7 +196,11 @@ def test_meta_rows_have_no_piece(tmp_path):
     torch.save({"m": torch.zeros(1 << 20, 1 << 20, device="meta")}, tmp_path / "x.pt")
     with holdfast.open(tmp_path / "x.pt") as checkpoint:
         table = stored(checkpoint)
-        assert (table.storage[0], table.view(0).chunks, table.kind_of(0).traits.meta) == (ODD, (), True)
+        assert (table.storage[0], table.view(0).chunks, table.kind_of(0).traits.meta) == (
+            ODD,
+            (),
+            True,
+        )
     assert holdfast.verify(tmp_path / "x.pt").ok
 
 
@@ -186,7 +215,13 @@ def test_limits_are_asked_before_an_expanded_view_takes_memory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shape", "offsets"), [([1 << 62], [0, 1 << 62]), ([1], [1 << 63, (1 << 63) + 1]), ([1 << 70], [0, 1 << 70]), ([2], [-1, 1])]
+    ("shape", "offsets"),
+    [
+        ([1 << 62], [0, 1 << 62]),
+        ([1], [1 << 63, (1 << 63) + 1]),
+        ([1 << 70], [0, 1 << 70]),
+        ([2], [-1, 1]),
+    ],
 )
 def test_numbers_of_a_file_are_checked_before_they_are_a_column(tmp_path, shape, offsets):
     path = tmp_path / "x.safetensors"
@@ -200,7 +235,9 @@ def test_rows_over_memory_own_it():
     state = {"a": torch.ones(1000), "b": torch.full((8,), 2.0)}
     table = tabulate_state(state).tensors
     del state
-    assert np.frombuffer(b"".join(table.read([0, 1])), np.float32).tolist() == [1.0] * 1000 + [2.0] * 8
+    assert (
+        np.frombuffer(b"".join(table.read([0, 1])), np.float32).tolist() == [1.0] * 1000 + [2.0] * 8
+    )
 
 
 @pytest.mark.parametrize("others", [{}, {"array": np.ones(3)}])
@@ -238,7 +275,9 @@ def test_two_places_of_one_tensor_are_one_in_the_tree(tmp_path, name):
     with holdfast.open(tmp_path / name) as checkpoint:
         tree = checkpoint.tree
         # Of a file of torch they are one object; where each has a name of its own, they are one view.
-        assert tree["z"]["w"] is tree["a"][0] or (name == "x" and identity(tree["z"]["w"]) == identity(tree["a"][0]))
+        assert tree["z"]["w"] is tree["a"][0] or (
+            name == "x" and identity(tree["z"]["w"]) == identity(tree["a"][0])
+        )
         assert ([*tree], tree["a"][1], tree[3]) == ([*state], 7, {"n": 0})
         table = stored(checkpoint)
         assert table.storage[table.rows["z.w"]] == table.storage[table.rows["a.0"]]
@@ -295,7 +334,10 @@ def test_a_table_is_not_changed_by_who_asks(tmp_path):
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "x"])
 def test_mapped_memory_is_the_same_table_without_a_copy(tmp_path, name):
     holdfast.save({"w": np.arange(6.0).reshape(2, 3)}, tmp_path / name)
-    with holdfast.open(tmp_path / name) as plain, holdfast.open(tmp_path / name, mmap=True) as mapped:
+    with (
+        holdfast.open(tmp_path / name) as plain,
+        holdfast.open(tmp_path / name, mmap=True) as mapped,
+    ):
         tables = stored(plain), stored(mapped)
         assert isinstance(tables[0].storages, FileColumns)
         assert tables[0].storages.start.tolist() == tables[1].storages.start.tolist()  # type: ignore[attr-defined]
@@ -313,7 +355,10 @@ def test_verbs_of_a_table_read_nothing(tmp_path):
         matched = match(chosen.rows, chosen.kind, ["x", "z"], [0, 0], lambda source, target: None)
         met = meet(chosen, [0, 1], [None, [Box((1, 0), (3, 2))]])
         assert (matched.source, matched.target, matched.missing) == ([1], [0], [1])
-        assert (met.pairs, {at: part.shape for at, part in met.parts.items()}) == ([0, 1], {1: (2, 2)})
+        assert (met.pairs, {at: part.shape for at, part in met.parts.items()}) == (
+            [0, 1],
+            {1: (2, 2)},
+        )
         assert source.read_nbytes == before  # type: ignore[attr-defined]
 
 

@@ -20,7 +20,10 @@ def grid(size: tuple[int, ...], cuts: list[list[int]]) -> list[Extent]:
     """The boxes between cuts in every dimension."""
     edges = [sorted({0, n, *(c for c in cut if c < n)}) for n, cut in zip(size, cuts, strict=True)]
     ranges = [list(itertools.pairwise(edge)) for edge in edges]
-    return [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in itertools.product(*ranges)]
+    return [
+        (tuple(a for a, _ in box), tuple(b - a for a, b in box))
+        for box in itertools.product(*ranges)
+    ]
 
 
 @given(st.data())
@@ -53,12 +56,17 @@ def test_as_counting_says(data):
 def test_the_same_volume_in_another_place():
     assert covers((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2))])
     assert not covers((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((0, 2), (2, 2))])
-    assert not covers((4, 4), [((0, 0), (2, 2)), ((0, 0), (2, 2)), ((2, 2), (2, 2)), ((2, 2), (2, 2))])
+    assert not covers(
+        (4, 4), [((0, 0), (2, 2)), ((0, 0), (2, 2)), ((2, 2), (2, 2)), ((2, 2), (2, 2))]
+    )
 
 
 def test_bricks():
     """No line goes through: a tiling that is no grid."""
-    assert covers((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))])
+    assert covers(
+        (3, 3),
+        [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))],
+    )
 
 
 @pytest.mark.parametrize("size", [(1 << 61,), (1 << 30, 1 << 31)])
@@ -82,6 +90,8 @@ def test_a_hundred_thousand_boxes_take_a_second_at_the_most():
 
 def test_64_dimensions_cut_in_all_of_them():
     size = (2,) * 64
-    rest = [((0,) * d + (1,) + (0,) * (63 - d), (1,) * d + (1,) + (2,) * (63 - d)) for d in range(64)]
+    rest = [
+        ((0,) * d + (1,) + (0,) * (63 - d), (1,) * d + (1,) + (2,) * (63 - d)) for d in range(64)
+    ]
     assert covers(size, [*rest, ((0,) * 64, (1,) * 64)])
     assert not covers(size, [*rest, ((0,) * 63 + (1,), (1,) * 64)])

@@ -21,7 +21,9 @@ SOURCE = OpenSource(MemoryStore({"f": bytes(64)}))
 
 
 def tensor() -> LazyTensor:
-    return LazyTensor.contiguous("", DTYPES.name("uint8"), (4,), Storage("f", 0, 4, home=SOURCE.store), SOURCE)
+    return LazyTensor.contiguous(
+        "", DTYPES.name("uint8"), (4,), Storage("f", 0, 4, home=SOURCE.store), SOURCE
+    )
 
 
 def names(tree: object, **limits: int) -> list[str]:
@@ -29,7 +31,12 @@ def names(tree: object, **limits: int) -> list[str]:
 
 
 def test_paths_are_joined_by_dots_in_reading_order():
-    tree = {"b": tensor(), "a": [tensor(), (tensor(), {"x": tensor()})], 3: OrderedDict(y=tensor()), "none": None}
+    tree = {
+        "b": tensor(),
+        "a": [tensor(), (tensor(), {"x": tensor()})],
+        3: OrderedDict(y=tensor()),
+        "none": None,
+    }
     assert names(tree) == ["b", "a.0", "a.1.0", "a.1.1.x", "3.y"]
     assert tensor_paths(tree, Limits(), 100)["a.1.1.x"] == ("a", 1, 1, "x")
 
@@ -41,13 +48,22 @@ def test_a_tensor_alone():
 
 
 def test_two_paths_with_one_name_are_kept_apart_and_noted():
-    named = name_tensors({"a.b": tensor(), "a": {"b": tensor()}, 1: tensor(), "1": tensor()}, Limits(), 100)
+    named = name_tensors(
+        {"a.b": tensor(), "a": {"b": tensor()}, 1: tensor(), "1": tensor()}, Limits(), 100
+    )
     assert list(named.tensors) == ["a.b", "a.b#2", "1", "1#2"]
     assert len(named.notes) == 2
 
 
 def test_strange_keys_have_bounded_names():
-    tree = {None: tensor(), 2.5: tensor(), (1, "a"): tensor(), b"x" * 1000: tensor(), True: tensor(), frozenset(): tensor()}
+    tree = {
+        None: tensor(),
+        2.5: tensor(),
+        (1, "a"): tensor(),
+        b"x" * 1000: tensor(),
+        True: tensor(),
+        frozenset(): tensor(),
+    }
     found = names(tree)
     assert found[:3] == ["None", "2.5", "(1, 'a')"]
     assert all(len(name) <= 64 for name in found)
@@ -99,20 +115,33 @@ def module(**state: object) -> Opaque:
 
 
 def test_a_module_is_walked_as_its_state_dict():
-    inner = module(_parameters={"weight": tensor(), "bias": None}, _buffers={"mean": tensor(), "cache": tensor()})
+    inner = module(
+        _parameters={"weight": tensor(), "bias": None},
+        _buffers={"mean": tensor(), "cache": tensor()},
+    )
     inner.state["_non_persistent_buffers_set"] = {"cache"}
-    outer = module(_modules={"first": inner, "none": None}, _parameters={"scale": tensor()}, attribute=tensor())
+    outer = module(
+        _modules={"first": inner, "none": None}, _parameters={"scale": tensor()}, attribute=tensor()
+    )
     named = name_tensors({"net": outer}, Limits(), 100)
     assert list(named.tensors) == ["net.scale", "net.first.weight", "net.first.mean"]
 
 
 def test_other_objects_are_walked_by_attribute():
-    thing = Opaque(Global("m", "C"), (tensor(),), state={"a": tensor()}, items=[tensor()], entries=[("k", tensor())])
+    thing = Opaque(
+        Global("m", "C"),
+        (tensor(),),
+        state={"a": tensor()},
+        items=[tensor()],
+        entries=[("k", tensor())],
+    )
     assert names({"x": thing}) == ["x.a", "x.args.0", "x.0", "x.k"]
 
 
 def test_an_opaque_shows_itself_in_bounded_space():
-    hostile = Opaque(Global("m", "C"), ("x" * 10**6,), state={"k" * 3: 1, "b": 2, "c": 3, "d": 4, "e": 5})
+    hostile = Opaque(
+        Global("m", "C"), ("x" * 10**6,), state={"k" * 3: 1, "b": 2, "c": 3, "d": 4, "e": 5}
+    )
     hostile.items.append(hostile)
     assert repr(hostile) == "<Opaque m.C (1 args; state: kkk, b, c, d, …; 1 items)>"
 

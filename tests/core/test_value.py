@@ -41,9 +41,18 @@ VALUES = [
 def test_values_are_equal_by_their_fields_and_never_change(value: Value):
     names = value.__struct_fields__
     again = type(value)(**{name: getattr(value, name) for name in names})
-    for same in (again, copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value)), replace(value)):
+    for same in (
+        again,
+        copy.copy(value),
+        copy.deepcopy(value),
+        pickle.loads(pickle.dumps(value)),
+        replace(value),
+    ):
         assert (same, hash(same), repr(same)) == (value, hash(value), repr(value))
-    assert repr(value) == f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in names)})"
+    assert (
+        repr(value)
+        == f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in names)})"
+    )
     assert value != tuple(getattr(value, name) for name in names)
     with pytest.raises(AttributeError):
         setattr(value, names[0], None)
@@ -67,10 +76,19 @@ def test_a_storage_is_equal_by_its_bytes_and_keeps_its_home_to_itself():
     assert replace(STORAGE, home=MemoryStore({})) != STORAGE
     assert not other != STORAGE  # noqa: SIM202  # another question than the one above
     assert STORAGE.moved(HOME) == STORAGE
-    assert repr(STORAGE) == "Storage(key='file', start=8, nbytes=24, byteorder='little', crc32=7, location='', label='data/1')"
-    packed = SparseStorage("made", 0, 24, crc32=7, home=HOME, encoding=None, width=4, values=STORAGE, where=other)
+    assert (
+        repr(STORAGE)
+        == "Storage(key='file', start=8, nbytes=24, byteorder='little', crc32=7, location='', label='data/1')"
+    )
+    packed = SparseStorage(
+        "made", 0, 24, crc32=7, home=HOME, encoding=None, width=4, values=STORAGE, where=other
+    )
     again = replace(packed, location="cuda:1")
-    assert (packed == again, hash(packed) == hash(again), type(again)) == (True, True, SparseStorage)
+    assert (packed == again, hash(packed) == hash(again), type(again)) == (
+        True,
+        True,
+        SparseStorage,
+    )
     assert repr(packed).startswith("SparseStorage(key='made', start=0, ")
 
 
@@ -83,7 +101,10 @@ def test_a_tensor_without_chunks_makes_them_once_and_a_plain_tensor_of_itself():
     assert part.chunks == (Chunk(Box((0,), (3,)), STORAGE, 96, (32,)),)
     assert not tensor[1].renamed("v").made
     assert (part.renamed("v").name, part.renamed("v").chunks) == ("v", part.chunks)
-    for made in (replace(part, traits=Traits(neg=True)), part.__reduce__()[0](*part.__reduce__()[1])):
+    for made in (
+        replace(part, traits=Traits(neg=True)),
+        part.__reduce__()[0](*part.__reduce__()[1]),
+    ):
         assert type(made) is LazyTensor
         assert made.chunks == part.chunks
     moved = replace(part, chunks=(Chunk(Box((0,), (3,)), STORAGE, 0, (32,)),))
@@ -94,7 +115,9 @@ def test_a_tensor_without_chunks_makes_them_once_and_a_plain_tensor_of_itself():
 def test_what_says_what_is_equal_says_what_is_not():
     said = [kind for kind in structs() if "__eq__" in vars(kind)]
     assert {Storage, holdfast.DType} <= set(said)
-    assert [kind for kind in said if vars(kind).get("__ne__", kind.__ne__) is not object.__ne__] == []
+    assert [
+        kind for kind in said if vars(kind).get("__ne__", kind.__ne__) is not object.__ne__
+    ] == []
 
 
 SAFE = (int, str, bytes, float, bool, type(None), msgspec.UnsetType)
@@ -102,18 +125,36 @@ SAFE = (int, str, bytes, float, bool, type(None), msgspec.UnsetType)
 
 def leads_nowhere(kind: object) -> bool:
     """Whether what a field holds can refer to nothing that refers back."""
-    if typing.get_origin(kind) in (tuple, list, dict, typing.Union, types.UnionType, typing.Literal):
+    if typing.get_origin(kind) in (
+        tuple,
+        list,
+        dict,
+        typing.Union,
+        types.UnionType,
+        typing.Literal,
+    ):
         # What msgspec read from a text may have lists: nobody puts anything into them.
-        return all(inner is ... or isinstance(inner, str) or leads_nowhere(inner) for inner in typing.get_args(kind))
-    return kind in SAFE or (isinstance(kind, type) and issubclass(kind, msgspec.Struct) and not kind.__struct_config__.gc)
+        return all(
+            inner is ... or isinstance(inner, str) or leads_nowhere(inner)
+            for inner in typing.get_args(kind)
+        )
+    return kind in SAFE or (
+        isinstance(kind, type)
+        and issubclass(kind, msgspec.Struct)
+        and not kind.__struct_config__.gc
+    )
 
 
 def structs() -> list[type[msgspec.Struct]]:
     """Every struct of the package that can be imported without torch."""
     root = Path(holdfast.__file__).parent
     for path in sorted(root.rglob("*.py")):
-        name = ".".join(("holdfast", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
-        if not name.startswith(("holdfast.torch", "holdfast.integrations", "holdfast.jax", "holdfast.__main__")):
+        name = ".".join(("holdfast", *path.relative_to(root).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        )
+        if not name.startswith(
+            ("holdfast.torch", "holdfast.integrations", "holdfast.jax", "holdfast.__main__")
+        ):
             importlib.import_module(name)
     found: list[type[msgspec.Struct]] = []
     left = [msgspec.Struct]
@@ -131,7 +172,12 @@ def test_what_the_collector_does_not_see_is_part_of_no_cycle():
     def kinds(kind: type[msgspec.Struct]) -> tuple[FieldInfo, ...]:
         return fields(kind)
 
-    wrong = [f"{kind.__qualname__}.{one.name}" for kind in unseen for one in kinds(kind) if not leads_nowhere(one.type)]
+    wrong = [
+        f"{kind.__qualname__}.{one.name}"
+        for kind in unseen
+        for one in kinds(kind)
+        if not leads_nowhere(one.type)
+    ]
     assert wrong == [], "core/value.py says what may have gc=False"
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from signal import SIGINT, SIGTERM
 
 EARLY: list[Callable[[], object]] = []
-atexit.register(lambda: [each() for each in EARLY])  # before Holdfast is imported: these run after its own
+atexit.register(
+    lambda: [each() for each in EARLY]
+)  # before Holdfast is imported: these run after its own
 
 import torch  # noqa: E402
 

@@ -146,7 +146,10 @@ def a_child_fails(folder: Path) -> None:
 def a_child_leaves_the_block(folder: Path) -> None:
     """Forked inside a transaction, it unwinds through its end, and must undo nothing."""
     (folder / "old").mkdir()
-    with FileTransaction(folder / "file") as one, DirectoryTransaction(folder / "old", overwrite=True) as other:
+    with (
+        FileTransaction(folder / "file") as one,
+        DirectoryTransaction(folder / "old", overwrite=True) as other,
+    ):
         one.allocate(3)
         made = other.create("part")
         pid = os.fork()
@@ -236,7 +239,14 @@ def a_fork_of_a_rank(folder: Path) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    must_end(child(lambda: holdfast.torch.save_sharded(folder / "alone", content()).path == str(folder / "alone")))
+    must_end(
+        child(
+            lambda: (
+                holdfast.torch.save_sharded(folder / "alone", content()).path
+                == str(folder / "alone")
+            )
+        )
+    )
 
     def refused() -> bool:
         dist.get_world_size = lambda group=None: 2  # as if there were another rank
@@ -262,7 +272,9 @@ def random_moments(folder: Path) -> None:
         return job
 
     for number in range(60):
-        handle = holdfast.torch.async_save_sharded(folder / "step", content(number), overwrite=True, durable=False)
+        handle = holdfast.torch.async_save_sharded(
+            folder / "step", content(number), overwrite=True, durable=False
+        )
         time.sleep(moments.random() * 0.015)
         saves, sleeps = child(save(folder / f"child{number % 3}-{number}")), child(_sleep)
         handle.wait()

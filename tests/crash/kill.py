@@ -52,7 +52,9 @@ def save_in_place(path: str, version: int, *, files: Files | None, durable: bool
 BROKEN = [Writer("in-place", False, save_in_place, read_toy)]
 
 
-def save_forever(writer: Writer, path: Path, pipe: int, *, version: int, durable: bool, plain: bool) -> NoReturn:
+def save_forever(
+    writer: Writer, path: Path, pipe: int, *, version: int, durable: bool, plain: bool
+) -> NoReturn:
     """The child: it never ends by itself."""
     while True:
         os.write(pipe, struct.pack("<ci", b"b", version))
@@ -72,7 +74,9 @@ def reports(pipe: int, *, saved: int) -> tuple[int, int]:
     return begun, saved
 
 
-def kill_once(writer: Writer, path: Path, *, version: int, delay: float, durable: bool, plain: bool) -> tuple[int, int]:
+def kill_once(
+    writer: Writer, path: Path, *, version: int, delay: float, durable: bool, plain: bool
+) -> tuple[int, int]:
     """One child, one kill; the last version begun and the last one saved."""
     ours, theirs = os.pipe()
     child = os.fork()
@@ -104,13 +108,19 @@ def main(name: str, folder: str, kills: int, seed: int) -> dict[str, object]:
     for version in range(1, 11):
         writer.save(str(path), version, files=None)
     usual = (time.perf_counter() - started) / 10
-    Plain.pause = max(10 * usual, 0.2)  # long beside a save, also where the machine becomes slower meanwhile
+    Plain.pause = max(
+        10 * usual, 0.2
+    )  # long beside a save, also where the machine becomes slower meanwhile
     saved, finished, left, aside, new = 10, 0, 0, 0, 0
     number, enough = 0, kills // 20
-    while number < kills or (number < 5 * kills and not (left > enough and finished + new > enough)):
+    while number < kills or (
+        number < 5 * kills and not (left > enough and finished + new > enough)
+    ):
         plain = writer.directory and number % 3 == 0
         delay = chance.uniform(0, 2.5 * usual + plain * Plain.pause)
-        begun, done = kill_once(writer, path, version=saved + 1, delay=delay, durable=number % 2 == 0, plain=plain)
+        begun, done = kill_once(
+            writer, path, version=saved + 1, delay=delay, durable=number % 2 == 0, plain=plain
+        )
         finished += done - saved
         # A forked child is slower than the first ten saves were, and more so where others use the machine: the moments follow it.
         usual *= 1.0 if plain else 0.9 if done > saved else 1.15
@@ -126,9 +136,17 @@ def main(name: str, folder: str, kills: int, seed: int) -> dict[str, object]:
         saved = seen
         number += 1
     writer.save(str(path), saved + 1, files=None)
-    assert [inner.name for inner in path.parent.iterdir()] == ["model"], "the last save did not clean"
+    assert [inner.name for inner in path.parent.iterdir()] == ["model"], (
+        "the last save did not clean"
+    )
     assert writer.read(path) == saved + 1
-    return {"kills": number, "saves": finished, "left a temporary": left, "set aside": aside, "new but not reported": new}
+    return {
+        "kills": number,
+        "saves": finished,
+        "left a temporary": left,
+        "set aside": aside,
+        "new but not reported": new,
+    }
 
 
 if __name__ == "__main__":

@@ -62,7 +62,13 @@ class File:
         found = [old, new, old[: len(new)].ljust(len(new), b"\0"), b"\0" * len(new)]
         for block in (512, 4096):
             count = -(-len(new) // block)
-            keeps = [{0}, set(range(count // 2)), set(range(count - 1)), {count - 1}, set(range(0, count, 2))]
+            keeps = [
+                {0},
+                set(range(count // 2)),
+                set(range(count - 1)),
+                {count - 1},
+                set(range(0, count, 2)),
+            ]
             for keep, under in itertools.product(keeps, (old, b"")):
                 torn = bytearray(under[: len(new)].ljust(len(new), b"\0"))
                 for i in keep:
@@ -128,7 +134,9 @@ def arrangements(count: int) -> Iterator[tuple[int, ...]]:
 class Model:
     """`Files` in memory."""
 
-    def __init__(self, *, exchange: bool = True, noreplace: bool = True, tree: Tree | None = None) -> None:
+    def __init__(
+        self, *, exchange: bool = True, noreplace: bool = True, tree: Tree | None = None
+    ) -> None:
         self.nodes: dict[int, File | Directory] = {}
         self.open_descriptors: dict[int, int] = {}
         self.locks: dict[int, int] = {}
@@ -161,7 +169,12 @@ class Model:
     def of_others(self) -> set[int]:
         """The files of the directories that other saves wrote."""
         folders = [self.nodes[node] for node in self._others.values()]
-        return {node for folder in folders if isinstance(folder, Directory) for node in folder.entries.values()}
+        return {
+            node
+            for folder in folders
+            if isinstance(folder, Directory)
+            for node in folder.entries.values()
+        }
 
     def _add(self, node: File | Directory) -> int:
         number = len(self.nodes) + 1
@@ -191,8 +204,14 @@ class Model:
         root = self.nodes[self.root]
         assert isinstance(root, Directory)
         for entries in root.states():
-            reached = [target] if target in entries else [name for name in entries if name.endswith(".old")]
-            rest: Tree = {name: self._live(node) for name, node in entries.items() if name not in reached}
+            reached = (
+                [target]
+                if target in entries
+                else [name for name in entries if name.endswith(".old")]
+            )
+            rest: Tree = {
+                name: self._live(node) for name, node in entries.items() if name not in reached
+            }
             for choice in itertools.product(*(self._states(entries[name]) for name in reached)):
                 yield rest | dict(zip(reached, choice, strict=True))
 
@@ -205,9 +224,13 @@ class Model:
     def _combined(self, entries: dict[str, int]) -> list[Tree]:
         options = {name: self._states(node) for name, node in entries.items()}
         most = max(map(len, options.values()), default=1)
-        alike: list[Tree] = [{name: states[min(i, len(states) - 1)] for name, states in options.items()} for i in range(most)]
+        alike: list[Tree] = [
+            {name: states[min(i, len(states) - 1)] for name, states in options.items()}
+            for i in range(most)
+        ]
         single: list[Tree] = [
-            {name: states[min(others, len(states) - 1)] for name, states in options.items()} | {one: state}
+            {name: states[min(others, len(states) - 1)] for name, states in options.items()}
+            | {one: state}
             for one, states in options.items()
             if len(states) > 1
             for state in states
@@ -247,7 +270,11 @@ class Model:
         node = self.root
         for name in path.removeprefix(ROOT).strip("/").split("/") if path != ROOT else ():
             inner = self.nodes[node]
-            if not path.startswith(f"{ROOT}/") or not isinstance(inner, Directory) or name not in inner.entries:
+            if (
+                not path.startswith(f"{ROOT}/")
+                or not isinstance(inner, Directory)
+                or name not in inner.entries
+            ):
                 raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
             node = inner.entries[name]
         return node
@@ -310,7 +337,9 @@ class Model:
         with self._turn:
             return bytes(self._file(descriptor).data[offset : offset + nbytes])
 
-    def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
+    def copy_range(
+        self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int
+    ) -> int:
         with self._turn:
             if source < FIRST_DESCRIPTOR:
                 data = os.pread(source, nbytes, source_offset)
@@ -344,7 +373,9 @@ class Model:
         with self._turn:
             directory, node = self._at(at), self._entry(source, at)
             replaced = self.nodes.get(directory.entries.get(target, 0))
-            if isinstance(replaced, Directory) and (replaced.entries or isinstance(self.nodes[node], File)):
+            if isinstance(replaced, Directory) and (
+                replaced.entries or isinstance(self.nodes[node], File)
+            ):
                 raise OSError(errno.ENOTEMPTY, "Directory not empty", target)
             if isinstance(replaced, File) and isinstance(self.nodes[node], Directory):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", target)
@@ -373,7 +404,10 @@ class Model:
 
     def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
         with self._turn:
-            directory, node = self._at(at), self._entry(source, at if source_at is None else source_at)
+            directory, node = (
+                self._at(at),
+                self._entry(source, at if source_at is None else source_at),
+            )
             if target in directory.entries:
                 raise FileExistsError(errno.EEXIST, "File exists", target)
             directory.change({target: node})
@@ -410,7 +444,9 @@ class Model:
 
     def lock(self, descriptor: int) -> bool:
         with self._turn:
-            return self.locks.setdefault(self.open_descriptors[descriptor], descriptor) == descriptor
+            return (
+                self.locks.setdefault(self.open_descriptors[descriptor], descriptor) == descriptor
+            )
 
     def stat(self, name: str, *, at: int) -> FileEntry | None:
         with self._turn:
@@ -442,7 +478,10 @@ class Model:
 
 def freeze(tree: Tree) -> tuple[object, ...]:
     """A tree as a key."""
-    return tuple((name, what if isinstance(what, bytes) else freeze(what)) for name, what in sorted(tree.items()))
+    return tuple(
+        (name, what if isinstance(what, bytes) else freeze(what))
+        for name, what in sorted(tree.items())
+    )
 
 
 def temporaries(tree: Tree) -> list[str]:

@@ -12,7 +12,15 @@ from itertools import count
 
 import numpy as np
 
-KINDS = ("native", "native-in-two-steps", "native-sparse", "split-safetensors", "dcp", "torch", "safetensors")
+KINDS = (
+    "native",
+    "native-in-two-steps",
+    "native-sparse",
+    "split-safetensors",
+    "dcp",
+    "torch",
+    "safetensors",
+)
 
 FORMATS = {
     "native": "native",
@@ -52,10 +60,22 @@ def save(kind: str, path: str, which: int) -> None:
 
         from holdfast.torch import save_sharded
 
-        tensors = {name: torch.from_numpy(value) for name, value in made.items() if isinstance(value, np.ndarray)}
+        tensors = {
+            name: torch.from_numpy(value)
+            for name, value in made.items()
+            if isinstance(value, np.ndarray)
+        }
         save_sharded(path, made | tensors, format="dcp", overwrite=True, durable=False)
     elif kind == "split-safetensors":
-        holdfast.save(made, path, format="safetensors", max_shard_size=4096, keep_tree=True, overwrite=True, durable=False)
+        holdfast.save(
+            made,
+            path,
+            format="safetensors",
+            max_shard_size=4096,
+            keep_tree=True,
+            overwrite=True,
+            durable=False,
+        )
     elif kind == "safetensors":
         holdfast.save(made, path, keep_tree=True, overwrite=True, durable=False)
     elif kind == "native-sparse":

@@ -61,7 +61,10 @@ def same(path: Path, seed: int = 0) -> bool:
     """Whether a whole checkpoint of `content(seed)` is there, and verifies."""
     with holdfast.open(path) as checkpoint:
         found = {name: checkpoint[name].numpy() for name in checkpoint}
-    whole = [found.keys() == content().keys(), *((found[f"w{i}"] == seed + i).all() for i in range(len(found)))]
+    whole = [
+        found.keys() == content().keys(),
+        *((found[f"w{i}"] == seed + i).all() for i in range(len(found))),
+    ]
     return all(whole) and holdfast.verify(path).ok
 
 
@@ -120,7 +123,11 @@ def run(programs: Mapping[Program, tuple[int, ...]], where: str) -> None:
     while waiting or running:
         while waiting and len(running) < TOGETHER:
             program = waiting.pop(0)
-            running[_started(program, Path(where) / program.__name__)] = program, list(programs[program]), time.monotonic()
+            running[_started(program, Path(where) / program.__name__)] = (
+                program,
+                list(programs[program]),
+                time.monotonic(),
+            )
         for pid, (program, signals, began) in running.items():
             if signals and (Path(where) / program.__name__ / "ready").exists():
                 os.kill(pid, signals.pop(0))
@@ -132,7 +139,10 @@ def run(programs: Mapping[Program, tuple[int, ...]], where: str) -> None:
             time.sleep(0.01)
             continue
         program = running.pop(pid)[0]
-        found[program.__name__] = os.waitstatus_to_exitcode(status), (Path(where) / program.__name__ / "words").read_text()
+        found[program.__name__] = (
+            os.waitstatus_to_exitcode(status),
+            (Path(where) / program.__name__ / "words").read_text(),
+        )
     print(json.dumps(found))
 
 
@@ -152,7 +162,9 @@ def _import_all(folder: Path) -> None:
     """Save a little in every way, so that the programs need not import what that needs; no thread is started for so little."""
     torch.set_num_threads(1)
     for format in ("native", "dcp", "safetensors"):
-        holdfast.torch.save_sharded(folder / f"warm.{format}", {"w": torch.ones(3)}, format=format, durable=False)
+        holdfast.torch.save_sharded(
+            folder / f"warm.{format}", {"w": torch.ones(3)}, format=format, durable=False
+        )
         holdfast.torch.load_full(folder / f"warm.{format}")
 
 
@@ -194,6 +206,13 @@ def outcomes(module: str, folder: Path, *more: str) -> dict[str, tuple[int, str]
     """Run the programs of a module; how each ended."""
     quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-m", module, str(folder), *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2.5 * PATIENCE, env=os.environ | quiet, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=2.5 * PATIENCE,
+        env=os.environ | quiet,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)

@@ -38,7 +38,11 @@ class Reader:
 
     def version(self, tree: Tree) -> int | str | None:
         """The version under the target's name; None where there is nothing, words where it is neither."""
-        seen: Tree = {name: what for name, what in tree.items() if name == TARGET or (TARGET not in tree and name.endswith(".old"))}
+        seen: Tree = {
+            name: what
+            for name, what in tree.items()
+            if name == TARGET or (TARGET not in tree and name.endswith(".old"))
+        }
         key = freeze(seen)
         if key not in self._known:
             self._known[key] = self._look(seen)
@@ -82,7 +86,11 @@ def settled(save: Save, exchange: bool, noreplace: bool) -> Tree:
 
 def start(save: Save, *, old: bool, exchange: bool = True, noreplace: bool = True) -> Model:
     """A model on which the old version is durable, or nothing is."""
-    return Model(exchange=exchange, noreplace=noreplace, tree=settled(save, exchange, noreplace) if old else {})
+    return Model(
+        exchange=exchange,
+        noreplace=noreplace,
+        tree=settled(save, exchange, noreplace) if old else {},
+    )
 
 
 def examine(
@@ -133,13 +141,28 @@ def examine(
         report.wrong(f"after return: {len(model.open_descriptors)} descriptors are open")
     if following:
         for tree in {freeze(tree): tree for tree in seen.values()}.values():
-            follow(first or save, reader, tree, report, exchange=exchange, noreplace=noreplace, name=then)
+            follow(
+                first or save,
+                reader,
+                tree,
+                report,
+                exchange=exchange,
+                noreplace=noreplace,
+                name=then,
+            )
     report.calls, report.states = model.calls, len(seen)
     return report
 
 
 def follow(
-    save: Save, reader: Reader, tree: Tree, report: Report, *, exchange: bool = True, noreplace: bool = True, name: str = TARGET
+    save: Save,
+    reader: Reader,
+    tree: Tree,
+    report: Report,
+    *,
+    exchange: bool = True,
+    noreplace: bool = True,
+    name: str = TARGET,
 ) -> None:
     """Save the next version onto what a crash left, or beside it: it works, and cleans, and nothing else changes."""
     model = Model(exchange=exchange, noreplace=noreplace, tree=tree)
@@ -206,7 +229,11 @@ def examine_after_death(
         seen: set[object] = set()
 
         def look(
-            call: str, allowed: tuple[int | None, ...], model: Model = model, seen: set[object] = seen, moment: int = moment
+            call: str,
+            allowed: tuple[int | None, ...],
+            model: Model = model,
+            seen: set[object] = seen,
+            moment: int = moment,
         ) -> None:
             for tree in model.crashes(TARGET):
                 key = freeze(tree)
@@ -215,9 +242,13 @@ def examine_after_death(
                 seen.add((key, allowed))
                 report.states += 1
                 if (version := reader.version(tree)) not in allowed:
-                    report.wrong(f"killed after call {moment}, power cut after {call}: found {version}, allowed {allowed}")
+                    report.wrong(
+                        f"killed after call {moment}, power cut after {call}: found {version}, allowed {allowed}"
+                    )
 
-        model.watch = lambda call, look=look: look(call, (before, NEW) if elsewhere else (before, NEW, NEXT))
+        model.watch = lambda call, look=look: look(
+            call, (before, NEW) if elsewhere else (before, NEW, NEXT)
+        )
         (second or save)(f"{ROOT}/{name}", NEXT, files=model)
         model.watch = None
         look("return", (before, NEW) if elsewhere else (NEXT,))
@@ -225,7 +256,9 @@ def examine_after_death(
         if reader.version({TARGET: model.live()[name]}) != NEXT:
             report.wrong(f"killed after call {moment}: the next save did not save")
         # What another target set aside may be the only copy of it.
-        if left := [one for one in temporaries(model.live()) if not elsewhere or one.endswith(".tmp")]:
+        if left := [
+            one for one in temporaries(model.live()) if not elsewhere or one.endswith(".tmp")
+        ]:
             report.wrong(f"killed after call {moment}: {left} is left after the next save")
         if report.violations:
             return report

@@ -30,7 +30,10 @@ class Readers:
         self.checkpoint = checkpoint
         self.stop = False
         self.seen: Counter[str] = Counter()
-        self.threads = [threading.Thread(target=self.run, args=(way,)) for way in ("slice", "whole", "column", "map")]
+        self.threads = [
+            threading.Thread(target=self.run, args=(way,))
+            for way in ("slice", "whole", "column", "map")
+        ]
 
     def run(self, way: str) -> None:
         while not self.stop:
@@ -84,7 +87,11 @@ def test_closing_under_readers(tmp_path: Path, name: str, request: pytest.Fixtur
 
 
 def path_nbytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+    return (
+        sum(file.stat().st_size for file in path.iterdir())
+        if path.is_dir()
+        else path.stat().st_size
+    )
 
 
 def test_reads_after_close_are_refused(tmp_path: Path):

@@ -26,14 +26,20 @@ DEAD = ".model.0123456789abcdef.tmp"
 ASIDE = ".model.0123456789abcdef.old"
 
 
-def put(path: Path | str, data: bytes = b"new", *, overwrite: bool = True, files: Files | None = None) -> None:
+def put(
+    path: Path | str, data: bytes = b"new", *, overwrite: bool = True, files: Files | None = None
+) -> None:
     with FileTransaction(path, overwrite=overwrite, files=files) as t:
         t.write(0, data)
         t.commit()
 
 
-def put_directory(path: Path | str, *, overwrite: bool = True, files: Files | None = None, **content: bytes) -> None:
-    with DirectoryTransaction(path, overwrite=overwrite, replaceable={"a", "b"}.__contains__, files=files) as t:
+def put_directory(
+    path: Path | str, *, overwrite: bool = True, files: Files | None = None, **content: bytes
+) -> None:
+    with DirectoryTransaction(
+        path, overwrite=overwrite, replaceable={"a", "b"}.__contains__, files=files
+    ) as t:
         for key, data in content.items():
             t.create(key).write(0, data)
         t.commit()
@@ -87,11 +93,18 @@ def test_nothing_happens_without_commit(tmp_path: Path):
     assert content(tmp_path) == {"model": b"old"}
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, SystemExit, StoreError("the source is gone")])
-def test_an_exception_gives_up_and_passes(tmp_path: Path, error: BaseException | type[BaseException]):
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, ZeroDivisionError, SystemExit, StoreError("the source is gone")]
+)
+def test_an_exception_gives_up_and_passes(
+    tmp_path: Path, error: BaseException | type[BaseException]
+):
     path = tmp_path / "model"
     path.write_bytes(b"old")
-    with pytest.raises(error if isinstance(error, type) else type(error)), FileTransaction(path) as t:
+    with (
+        pytest.raises(error if isinstance(error, type) else type(error)),
+        FileTransaction(path) as t,
+    ):
         t.write(0, b"new")
         raise error
     assert content(tmp_path) == {"model": b"old"}
@@ -143,7 +156,10 @@ def test_writes_from_several_threads(tmp_path: Path):
     blocks = [bytes([i]) * 10_000 for i in range(20)]
     with FileTransaction(tmp_path / "model") as t:
         t.allocate(200_000)
-        threads = [threading.Thread(target=t.write, args=(i * 10_000, block)) for i, block in enumerate(blocks)]
+        threads = [
+            threading.Thread(target=t.write, args=(i * 10_000, block))
+            for i, block in enumerate(blocks)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -155,7 +171,9 @@ def test_writes_from_several_threads(tmp_path: Path):
 @pytest.mark.parametrize("supported", [True, False])
 def test_copying_ranges(tmp_path: Path, supported: bool):
     class NoCopy(Files):
-        def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
+        def copy_range(
+            self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int
+        ) -> int:
             raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     data = os.urandom(3_000_000)
@@ -166,7 +184,10 @@ def test_copying_ranges(tmp_path: Path, supported: bool):
             t.copy(source.fileno(), 2_000_000, source_offset=7, offset=10)
             t.commit()
         assert (tmp_path / "model").read_bytes() == bytes(10) + data[7:2_000_007]
-        with pytest.raises(Truncated), FileTransaction(tmp_path / "model", files=Files() if supported else NoCopy()) as t:
+        with (
+            pytest.raises(Truncated),
+            FileTransaction(tmp_path / "model", files=Files() if supported else NoCopy()) as t,
+        ):
             t.copy(source.fileno(), 10, source_offset=2_999_995, offset=0)
     assert names(tmp_path) == ["model", "source"]
 
@@ -186,11 +207,18 @@ def test_a_link_means_the_file_behind_it(tmp_path: Path):
     assert (tmp_path / "far" / "other").read_bytes() == b"new"
 
 
-@pytest.mark.parametrize("name", ["model", "folder/model", "here/model", "folder/../model", "here/../folder/model", "./model"])
-def test_the_system_follows_the_links_to_a_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "name",
+    ["model", "folder/model", "here/model", "folder/../model", "here/../folder/model", "./model"],
+)
+def test_the_system_follows_the_links_to_a_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """As it does for everybody who opens a file: a link to a folder and then `..` is the folder above that one."""
     asked: list[str] = []
-    monkeypatch.setattr(Files, "resolve", lambda self, path: asked.append(path) or os.path.realpath(path))
+    monkeypatch.setattr(
+        Files, "resolve", lambda self, path: asked.append(path) or os.path.realpath(path)
+    )
     (tmp_path / "far" / "folder").mkdir(parents=True)
     (tmp_path / "folder").mkdir()
     (tmp_path / "here").symlink_to("far/folder")
@@ -203,7 +231,9 @@ def test_the_system_follows_the_links_to_a_folder(name: str, tmp_path: Path, mon
     assert len(list(tmp_path.rglob("model"))) == 1
 
 
-def test_how_long_a_name_may_be_is_asked_for_a_long_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_how_long_a_name_may_be_is_asked_for_a_long_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     asked: list[int] = []
     monkeypatch.setattr(Files, "longest_name", lambda self, at: asked.append(at) or 143)
     put(tmp_path / ("x" * 121))
@@ -293,7 +323,9 @@ def test_a_folder_that_may_not_be_written_to():
     assert caught.value.errno == errno.EACCES
 
 
-@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "x" * 234, "日" * 85, "\udc80" * 200, ".hidden", "a\nb"])
+@pytest.mark.parametrize(
+    "name", ["x" * 255, "é" * 127, "x" * 234, "日" * 85, "\udc80" * 200, ".hidden", "a\nb"]
+)
 def test_names_of_every_length(tmp_path: Path, name: str):
     for data in (b"old", b"new"):
         put(tmp_path / name, data)
@@ -313,7 +345,10 @@ def test_without_overwrite(tmp_path: Path, files: Files):
     with pytest.raises(NotCommitted) as caught:
         put(tmp_path / "model", overwrite=False, files=files)
     assert caught.value.errno == errno.EEXIST
-    with pytest.raises(NotCommitted) as caught, FileTransaction(tmp_path / "late", overwrite=False, files=files) as t:
+    with (
+        pytest.raises(NotCommitted) as caught,
+        FileTransaction(tmp_path / "late", overwrite=False, files=files) as t,
+    ):
         t.write(0, b"new")
         (tmp_path / "late").write_bytes(b"someone else's")
         t.commit()
@@ -346,7 +381,10 @@ def test_what_a_dead_process_left_is_cleaned(tmp_path: Path):
 
 
 def test_what_a_live_process_holds_is_left_alone(tmp_path: Path):
-    with FileTransaction(tmp_path / "model") as slow, DirectoryTransaction(tmp_path / "dir") as slow_directory:
+    with (
+        FileTransaction(tmp_path / "model") as slow,
+        DirectoryTransaction(tmp_path / "dir") as slow_directory,
+    ):
         slow.write(0, b"slow")
         slow_directory.create("a").write(0, b"slow")
         held = names(tmp_path)
@@ -362,8 +400,17 @@ def test_what_a_live_process_holds_is_left_alone(tmp_path: Path):
 
 
 def test_only_our_own_names_are_cleaned(tmp_path: Path):
-    others = [".model.tmp", ".model.0123456789abcdeg.tmp", ".model.0123456789ABCDEF.tmp", ".0123456789abcdef.tmp"]
-    others += [".model.0123456789abcdef.tmp.bak", "model.0123456789abcdef.tmp", ".model.pt.0123456789abcdef.old"]
+    others = [
+        ".model.tmp",
+        ".model.0123456789abcdeg.tmp",
+        ".model.0123456789ABCDEF.tmp",
+        ".0123456789abcdef.tmp",
+    ]
+    others += [
+        ".model.0123456789abcdef.tmp.bak",
+        "model.0123456789abcdef.tmp",
+        ".model.pt.0123456789abcdef.old",
+    ]
     for name in others:
         (tmp_path / name).write_bytes(b"precious")
     put(tmp_path / "model")
@@ -396,7 +443,10 @@ def test_what_another_step_left_is_cleaned(tmp_path: Path):
 
 def test_another_step_that_is_being_saved_is_left_alone(tmp_path: Path):
     put_directory(tmp_path / "old", a=b"old")
-    with DirectoryTransaction(tmp_path / "step-1", overwrite=True) as one, FileTransaction(tmp_path / "step-1.pt") as two:
+    with (
+        DirectoryTransaction(tmp_path / "step-1", overwrite=True) as one,
+        FileTransaction(tmp_path / "step-1.pt") as two,
+    ):
         one.create("a").write(0, b"slow")
         two.write(0, b"slow")
         held = names(tmp_path)
@@ -468,7 +518,9 @@ def test_saves_of_many_names_at_once_do_not_disturb_each_other(tmp_path: Path):
     for thread in threads:
         thread.join()
     assert failed == []
-    assert names(tmp_path) == sorted([*(f"step-{n}" for n in range(8)), *(f"file-{n}" for n in range(8))])
+    assert names(tmp_path) == sorted(
+        [*(f"step-{n}" for n in range(8)), *(f"file-{n}" for n in range(8))]
+    )
 
 
 def test_a_directory_that_a_cleaner_takes_before_it_is_opened(tmp_path: Path):
@@ -503,7 +555,9 @@ def test_the_folder_is_listed_once(tmp_path: Path):
         files = Counting()
         save(tmp_path / ("model.pt" if save is put else "folder"), files=files)
         save(tmp_path / ("model.pt" if save is put else "folder"), files=files)
-        assert files.listed <= 3  # a name that does not exist yet is looked for among what was set aside
+        assert (
+            files.listed <= 3
+        )  # a name that does not exist yet is looked for among what was set aside
 
 
 def test_what_a_failed_fsync_leaves_is_set_aside(tmp_path: Path):
@@ -628,7 +682,13 @@ def test_who_may_read_a_replaced_directory(tmp_path: Path, files: Files):
             t.join("of another rank", 3)
             assert modes(hidden)[hidden.name] & 0o777 == 0o700
             t.commit()
-        assert modes(model) == {"model": folder_mode, "a": 0o600, "b": 0o640, "c": 0o600, "of another rank": 0o600}
+        assert modes(model) == {
+            "model": folder_mode,
+            "a": 0o600,
+            "b": 0o640,
+            "c": 0o600,
+            "of another rank": 0o600,
+        }
         for name in ("c", "of another rank"):
             (model / name).unlink()
 
@@ -637,7 +697,10 @@ def test_a_directory_without_files_says_nothing_about_them(tmp_path: Path):
     (tmp_path / "model").mkdir(mode=0o700)
     (tmp_path / "usual").write_bytes(b"")
     put_directory(tmp_path / "model", a=b"1")
-    assert modes(tmp_path / "model") == {"model": 0o700, "a": stat.S_IMODE((tmp_path / "usual").stat().st_mode)}
+    assert modes(tmp_path / "model") == {
+        "model": 0o700,
+        "a": stat.S_IMODE((tmp_path / "usual").stat().st_mode),
+    }
 
 
 class Owners(Files):
@@ -662,13 +725,21 @@ class Owners(Files):
 def test_the_group_is_kept_or_gets_no_more_than_everybody(tmp_path: Path, member: bool):
     put_directory(tmp_path / "dir", a=b"old")
     put(tmp_path / "file")
-    for path, mode in ((tmp_path / "dir" / "a", 0o664), (tmp_path / "dir", 0o2775), (tmp_path / "file", 0o640)):
+    for path, mode in (
+        (tmp_path / "dir" / "a", 0o664),
+        (tmp_path / "dir", 0o2775),
+        (tmp_path / "file", 0o640),
+    ):
         path.chmod(mode)
     files = Owners(member=member)
     put_directory(tmp_path / "dir", files=files, a=b"new")
     put(tmp_path / "file", files=files)
     found = {**modes(tmp_path / "dir"), "file": modes(tmp_path)["file"]}
-    assert found == ({"a": 0o664, "dir": 0o2775, "file": 0o640} if member else {"a": 0o644, "dir": 0o755, "file": 0o600})
+    assert found == (
+        {"a": 0o664, "dir": 0o2775, "file": 0o640}
+        if member
+        else {"a": 0o644, "dir": 0o755, "file": 0o600}
+    )
     assert files.given == [(-1, 8)] * 3 * member
 
 
@@ -680,7 +751,12 @@ def test_root_leaves_the_owner(tmp_path: Path):
         os.chown(path, 65534, 12)
     put_directory(tmp_path / "dir", a=b"new", b=b"new")
     put(tmp_path / "file")
-    for path in (tmp_path / "dir" / "a", tmp_path / "dir" / "b", tmp_path / "dir", tmp_path / "file"):
+    for path in (
+        tmp_path / "dir" / "a",
+        tmp_path / "dir" / "b",
+        tmp_path / "dir",
+        tmp_path / "file",
+    ):
         assert (path.stat().st_uid, path.stat().st_gid) == (65534, 12)
 
 
@@ -711,7 +787,9 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, make: object, lat
         make(tmp_path / "model")
     with (
         pytest.raises(NotCommitted, match="no part of a checkpoint") as caught,
-        DirectoryTransaction(tmp_path / "model", overwrite=True, replaceable="ab".__contains__) as t,
+        DirectoryTransaction(
+            tmp_path / "model", overwrite=True, replaceable="ab".__contains__
+        ) as t,
     ):
         assert late
         t.create("b").write(0, b"new")
@@ -738,7 +816,10 @@ def test_an_existing_directory_stays_without_overwrite(tmp_path: Path):
     assert names(tmp_path) == ["file", "late", "model"]
 
 
-@pytest.mark.parametrize("key", ["", ".", "..", "a/b", "/a", "a\\b", "a\0", ".x.0123456789abcdef.tmp", "x" * 256, "\ud800"])
+@pytest.mark.parametrize(
+    "key",
+    ["", ".", "..", "a/b", "/a", "a\\b", "a\0", ".x.0123456789abcdef.tmp", "x" * 256, "\ud800"],
+)
 def test_keys_that_are_refused(tmp_path: Path, key: str):
     with pytest.raises(NotCommitted), DirectoryTransaction(tmp_path / "model") as t:
         t.create(key)
@@ -913,7 +994,9 @@ class Begun(Files):
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_the_disk_is_told_to_begin_where_it_will_be_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool):
+def test_the_disk_is_told_to_begin_where_it_will_be_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+):
     """By a thread of its own, of each stretch once all of it is written; the fsync says what is wrong."""
     monkeypatch.setattr(new_file, "STRETCH_NBYTES", 1 << 16)
     files, data = Begun(), os.urandom(4 << 16)
@@ -931,7 +1014,9 @@ def test_the_disk_is_told_to_begin_where_it_will_be_waited_for(tmp_path: Path, m
     assert files.callers == ({"holdfast-writeback"} if durable else set())
 
 
-def test_what_the_disk_was_not_told_of_is_left_to_the_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_the_disk_was_not_told_of_is_left_to_the_fsync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A disk that is slow to be told is not waited for stretch by stretch, and nobody touches a closed file."""
     monkeypatch.setattr(new_file, "STRETCH_NBYTES", 1 << 12)
     begun, go = threading.Event(), threading.Event()
@@ -957,7 +1042,9 @@ def test_what_the_disk_was_not_told_of_is_left_to_the_fsync(tmp_path: Path, monk
     assert len(files.told) == 1
 
 
-def test_where_no_thread_starts_the_fsync_does_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_where_no_thread_starts_the_fsync_does_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(new_file, "STRETCH_NBYTES", 1 << 12)
     monkeypatch.setattr(new_file, "start", lambda run, *, name, daemon: None)
     files, data = Begun(), os.urandom(1 << 16)
@@ -982,10 +1069,14 @@ def unnamed() -> int:
 
 
 @pytest.mark.parametrize("directory", [False, True], ids=["file", "directory"])
-def test_what_is_replaced_is_freed_behind_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: bool):
+def test_what_is_replaced_is_freed_behind_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: bool
+):
     monkeypatch.setattr(temporaries, "LARGE_NBYTES", 100)
     later = []
-    monkeypatch.setattr(temporaries, "start", lambda run, *, name, daemon: later.append(run) or threading.Thread())
+    monkeypatch.setattr(
+        temporaries, "start", lambda run, *, name, daemon: later.append(run) or threading.Thread()
+    )
     path, before = tmp_path / "model", (unnamed(), len(os.listdir("/proc/self/fd")))
     for data in (b"1" * 100, b"2" * 99, b"3" * 100):
         put_directory(path, a=data, b=b"small") if directory else put(path, data)
@@ -1013,7 +1104,9 @@ def test_a_failed_rename_leaves_nothing_held(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "model").read_bytes() == b"old"
 
 
-def test_who_finds_no_room_waits_for_what_is_being_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_who_finds_no_room_waits_for_what_is_being_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(temporaries, "LARGE_NBYTES", 1)
     go, freed = threading.Event(), []
 

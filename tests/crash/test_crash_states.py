@@ -45,18 +45,24 @@ def test_the_same_without_overwriting(writer: Writer, supported: bool):
     def save(path: str, version: int, *, files: Files) -> None:
         writer.save(path, version, files=files, overwrite=False)
 
-    report = examine(save, writer.read, old=False, first=writer.save, exchange=supported, noreplace=supported)
+    report = examine(
+        save, writer.read, old=False, first=writer.save, exchange=supported, noreplace=supported
+    )
     assert report.violations == []
 
 
 @each_writer
 @pytest.mark.parametrize("old", [False, True], ids=["new", "replace"])
 @pytest.mark.parametrize("supported", [True, False], ids=["renameat2", "plain"])
-def test_without_fsync_a_dead_process_leaves_the_old_or_the_new(writer: Writer, old: bool, supported: bool):
+def test_without_fsync_a_dead_process_leaves_the_old_or_the_new(
+    writer: Writer, old: bool, supported: bool
+):
     def save(path: str, version: int, *, files: Files) -> None:
         writer.save(path, version, files=files, durable=False)
 
-    report = examine(save, writer.read, old=old, power_cut=False, exchange=supported, noreplace=supported)
+    report = examine(
+        save, writer.read, old=old, power_cut=False, exchange=supported, noreplace=supported
+    )
     assert report.violations == []
     assert not any(call.startswith("sync") for call in report.calls)
 
@@ -69,16 +75,22 @@ def test_a_kill_and_then_a_power_cut_during_the_next_save(writer: Writer, exchan
     assert report.states > 50
 
 
-NAMELESS = pytest.mark.parametrize("writer", [w for w in WRITERS if w.directory or w.name == "toy"], ids=str)
+NAMELESS = pytest.mark.parametrize(
+    "writer", [w for w in WRITERS if w.directory or w.name == "toy"], ids=str
+)
 """Those whose bytes do not depend on the name that they are saved under."""
 
 
 @NAMELESS
 @pytest.mark.parametrize("old", [False, True], ids=["new", "replace"])
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
-def test_a_kill_and_then_a_power_cut_during_the_save_of_another_step(writer: Writer, old: bool, exchange: bool):
+def test_a_kill_and_then_a_power_cut_during_the_save_of_another_step(
+    writer: Writer, old: bool, exchange: bool
+):
     """Step 2 is saved after step 1 was killed: what is left of that is cleaned, and step 1 stays the old one or the new one."""
-    report = examine_after_death(writer.save, writer.read, exchange=exchange, old=old, name="model-2")
+    report = examine_after_death(
+        writer.save, writer.read, exchange=exchange, old=old, name="model-2"
+    )
     assert report.violations == []
     assert report.states > 20
 
@@ -86,8 +98,12 @@ def test_a_kill_and_then_a_power_cut_during_the_save_of_another_step(writer: Wri
 @NAMELESS
 @pytest.mark.parametrize("old", [False, True], ids=["new", "replace"])
 @pytest.mark.parametrize("supported", [True, False], ids=["renameat2", "plain"])
-def test_a_save_of_another_step_cleans_after_every_crash(writer: Writer, old: bool, supported: bool):
-    report = examine(writer.save, writer.read, old=old, exchange=supported, noreplace=supported, then="model-2")
+def test_a_save_of_another_step_cleans_after_every_crash(
+    writer: Writer, old: bool, supported: bool
+):
+    report = examine(
+        writer.save, writer.read, old=old, exchange=supported, noreplace=supported, then="model-2"
+    )
     assert report.violations == []
 
 
@@ -113,11 +129,15 @@ def kind(model: Model, descriptor: int) -> File | Directory:
     return model.nodes[model.open_descriptors[descriptor]]
 
 
-def examine_without(writer: Writer, skip: Callable[[Model, int], bool], *, old: bool = True, exchange: bool = True) -> Report:
+def examine_without(
+    writer: Writer, skip: Callable[[Model, int], bool], *, old: bool = True, exchange: bool = True
+) -> Report:
     def save(path: str, version: int, *, files: Model) -> None:
         writer.save(path, version, files=Without(files, skip=skip))
 
-    return examine(save, writer.read, old=old, first=writer.save, following=False, exchange=exchange)
+    return examine(
+        save, writer.read, old=old, first=writer.save, following=False, exchange=exchange
+    )
 
 
 @each_writer
@@ -140,14 +160,18 @@ def test_skipping_the_fsync_of_files_is_caught(writer: Writer, old: bool):
 @pytest.mark.parametrize("old", [False, True], ids=["new", "replace"])
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
 def test_skipping_the_fsync_of_the_parent_is_caught(writer: Writer, old: bool, exchange: bool):
-    report = examine_without(writer, lambda model, d: model.open_descriptors[d] == model.root, old=old, exchange=exchange)
+    report = examine_without(
+        writer, lambda model, d: model.open_descriptors[d] == model.root, old=old, exchange=exchange
+    )
     assert any("(return)" in line or "unlink" in line for line in report.violations)
 
 
 def test_skipping_the_fsync_of_a_linked_file_is_caught():
     """The step before was saved without waiting for the disk; what is linked of it is now part of a save that waits."""
     step = next(writer for writer in WRITERS if writer.name == "step")
-    assert examine_without(step, lambda model, d: model.open_descriptors[d] in model.of_others()).violations
+    assert examine_without(
+        step, lambda model, d: model.open_descriptors[d] in model.of_others()
+    ).violations
     assert not examine_without(step, lambda model, d: False).violations
 
 
@@ -196,7 +220,10 @@ def test_cleaning_another_step_without_syncing_the_parent_is_caught(writer: Writ
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_every_single_fsync_is_needed(writer: Writer, which: int):
     """Skip one fsync at a time, counted from the last one back."""
-    total = sum(call.startswith("sync") for call in examine(writer.save, writer.read, old=True, following=False).calls)
+    total = sum(
+        call.startswith("sync")
+        for call in examine(writer.save, writer.read, old=True, following=False).calls
+    )
     if which >= total:
         pytest.skip("this writer has fewer")
     count = 0
@@ -319,12 +346,19 @@ def save_with_a_gap(path: str, version: int, *, files: Files) -> None:
     files.close(at)
 
 
-BROKEN = [save_after_deleting, save_emptied_before_exchange, save_removed_before_sync, save_with_a_gap]
+BROKEN = [
+    save_after_deleting,
+    save_emptied_before_exchange,
+    save_removed_before_sync,
+    save_with_a_gap,
+]
 
 
 @pytest.mark.parametrize("save", BROKEN)
 def test_broken_directory_sequences_are_caught(save: Callable[..., None]):
-    assert examine(save, read_toy_directory, old=True, first=save_toy_directory, following=False).violations
+    assert examine(
+        save, read_toy_directory, old=True, first=save_toy_directory, following=False
+    ).violations
 
 
 def test_what_the_broken_sequences_are_made_of_is_sound():
@@ -339,7 +373,12 @@ def test_what_the_broken_sequences_are_made_of_is_sound():
         files.close(inner)
         files.close(at)
 
-    assert examine(save, read_toy_directory, old=True, first=save_toy_directory, following=False).violations == []
+    assert (
+        examine(
+            save, read_toy_directory, old=True, first=save_toy_directory, following=False
+        ).violations
+        == []
+    )
 
 
 def test_a_leftover_is_seen():
@@ -358,7 +397,13 @@ def test_a_leftover_is_seen():
 
 def test_a_torn_file_has_many_faces():
     states = File(b"o" * 9000, bytearray(b"n" * 9000)).states()
-    assert {b"o" * 9000, b"n" * 9000, b"\0" * 9000, b"n" * 512 + b"o" * 8488, b"n" * 4096 + b"\0" * 4904} <= set(states)
+    assert {
+        b"o" * 9000,
+        b"n" * 9000,
+        b"\0" * 9000,
+        b"n" * 512 + b"o" * 8488,
+        b"n" * 4096 + b"\0" * 4904,
+    } <= set(states)
     assert len(states) > 20
     assert File(b"same", bytearray(b"same")).states() == [b"same"]
 

@@ -13,19 +13,29 @@ from tests.crash.programs import Program, outcomes, same
 
 
 @pytest.fixture(scope="module")
-def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[int, str]]]:
+def ended(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, tuple[int, str]]]:
     folder = tmp_path_factory.mktemp("exits")
-    return folder, outcomes("tests.crash.exits", folder, *(["all"] if request.config.getoption("--exhaustive") else []))
+    return folder, outcomes(
+        "tests.crash.exits", folder, *(["all"] if request.config.getoption("--exhaustive") else [])
+    )
 
 
-def found(ended: tuple[Path, dict[str, tuple[int, str]]], program: Program) -> tuple[Path, int, str]:
+def found(
+    ended: tuple[Path, dict[str, tuple[int, str]]], program: Program
+) -> tuple[Path, int, str]:
     folder, said = ended
     if program.__name__ not in said:
         pytest.skip("with --exhaustive")
     return folder / program.__name__, *said[program.__name__]
 
 
-@pytest.mark.parametrize(("program", "status"), [*SAVES.items(), *MORE_SAVES.items()], ids=lambda p: getattr(p, "__name__", ""))
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [*SAVES.items(), *MORE_SAVES.items()],
+    ids=lambda p: getattr(p, "__name__", ""),
+)
 def test_nothing_is_lost(ended, program: Program, status: int):
     folder, code, words = found(ended, program)
     assert code == status, words
@@ -37,7 +47,11 @@ def test_nothing_is_lost(ended, program: Program, status: int):
         assert (folder / "all").exists(), words
 
 
-@pytest.mark.parametrize(("program", "status"), [*FAILS.items(), *MORE_FAILS.items()], ids=lambda p: getattr(p, "__name__", ""))
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [*FAILS.items(), *MORE_FAILS.items()],
+    ids=lambda p: getattr(p, "__name__", ""),
+)
 def test_a_failure_is_told(ended, program: Program, status: int):
     folder, code, words = found(ended, program)
     assert code == status, words

@@ -9,7 +9,9 @@ from tests.crash.programs import Program, outcomes
 
 
 @pytest.fixture(scope="module")
-def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+def ended(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[int, str]]:
     more = ["all"] if request.config.getoption("--exhaustive") else []
     return outcomes("tests.crash.forks", tmp_path_factory.mktemp("forks"), *more)
 

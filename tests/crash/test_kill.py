@@ -21,9 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def killed(name: str, kills: int) -> subprocess.CompletedProcess[str]:
     # What a killed process leaves does not depend on the disk; in memory, the moments are not all spent in fsync.
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+    ) as folder:
         command = [sys.executable, "-m", "tests.crash.kill", name, folder, str(kills), "20261115"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        )
 
 
 @pytest.mark.slow

@@ -31,7 +31,11 @@ class Fault:
 
 
 CODES = ("ENOSPC", "EIO", "EINTR", "EDQUOT", "EROFS", "EACCES")
-FAULTS = [*(Fault(name, getattr(errno, name)) for name in CODES), Fault("short", None), Fault("lost", errno.EIO, done=True)]
+FAULTS = [
+    *(Fault(name, getattr(errno, name)) for name in CODES),
+    Fault("short", None),
+    Fault("lost", errno.EIO, done=True),
+]
 
 
 class Failing:
@@ -72,7 +76,9 @@ class Failing:
 @pytest.mark.parametrize("old", [False, True], ids=["new", "replace"])
 @pytest.mark.parametrize("durable", [True, False], ids=["durable", "quick"])
 @pytest.mark.parametrize("supported", [True, False], ids=["renameat2", "plain"])
-def test_the_nth_call_fails(writer: Writer, fault: Fault, old: bool, durable: bool, supported: bool):
+def test_the_nth_call_fails(
+    writer: Writer, fault: Fault, old: bool, durable: bool, supported: bool
+):
     reader, kinds = Reader(writer.read), set()
     for number in range(1, 1_000):
         model = start(writer.save, old=old, exchange=supported, noreplace=supported)
@@ -113,10 +119,16 @@ def test_the_nth_call_fails(writer: Writer, fault: Fault, old: bool, durable: bo
 @pytest.mark.parametrize("supported", [True, False], ids=["renameat2", "plain"])
 def test_the_nth_call_of_a_save_that_repairs_fails(writer: Writer, fault: Fault, supported: bool):
     """The target was caught between two renames, and a dead process left its temporary as well."""
-    aside, dead, reader = ".model.0123456789abcdef.old", ".model.0123456789abcdef.tmp", Reader(writer.read)
+    aside, dead, reader = (
+        ".model.0123456789abcdef.old",
+        ".model.0123456789abcdef.tmp",
+        Reader(writer.read),
+    )
     old = start(writer.save, old=True).live()[TARGET]
     for number in range(1, 1_000):
-        model = Model(exchange=supported, noreplace=supported, tree={aside: old, dead: {"half": b"\0"}})
+        model = Model(
+            exchange=supported, noreplace=supported, tree={aside: old, dead: {"half": b"\0"}}
+        )
         files = Failing(model, fault, number)
         version = NEW
         try:
@@ -154,7 +166,11 @@ def test_no_fsync_is_tried_twice(writer: Writer):
                     aside = name == "rename" and "failed" in seen and str(args[1]).endswith(".old")
                     if name in ("sync", "rename", "rename_new", "exchange") and not aside:
                         seen.append(name)
-                        if name == "sync" and seen.count("sync") == total + 1 and "failed" not in seen:
+                        if (
+                            name == "sync"
+                            and seen.count("sync") == total + 1
+                            and "failed" not in seen
+                        ):
                             seen.append("failed")
                             raise OSError(errno.EIO, "Input/output error")
                     return real(*args, **options)

@@ -31,10 +31,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def overwritten(kind: str) -> Iterator[str]:
     """A path to which a process saves as long as the block lasts."""
     # In memory, so that the saves are many.
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+    ) as folder:
         path = os.path.join(folder, name_of(kind))
         command = [sys.executable, "-m", "tests.crash.overwrite", kind, path]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writer:
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as writer:
             try:
                 assert writer.stdout is not None
                 assert writer.stderr is not None
@@ -58,7 +62,8 @@ class Reader:
     def run(self) -> None:
         try:
             while self.seen["opened"] < self.checkpoints or (
-                not all(self.seen[what] for what in self.until) and self.seen["opened"] < 100 * self.checkpoints
+                not all(self.seen[what] for what in self.until)
+                and self.seen["opened"] < 100 * self.checkpoints
             ):
                 try:
                     self.open_and_read()
@@ -111,9 +116,13 @@ def test_every_read_is_all_of_one_checkpoint(kind: str, request: pytest.FixtureR
 
 
 @pytest.mark.parametrize("kind", ["native", "split-safetensors"])
-def test_files_that_are_not_kept_open_are_the_same_or_gone(kind: str, monkeypatch, request: pytest.FixtureRequest):
+def test_files_that_are_not_kept_open_are_the_same_or_gone(
+    kind: str, monkeypatch, request: pytest.FixtureRequest
+):
     monkeypatch.setattr("holdfast.stores.local.KEPT", 1)
-    seen = read(kind, 2_000 if request.config.getoption("--exhaustive") else 160, until=["read", "replaced"])
+    seen = read(
+        kind, 2_000 if request.config.getoption("--exhaustive") else 160, until=["read", "replaced"]
+    )
     assert seen["read"] > 0
     assert seen["replaced"] > 0
 

@@ -30,12 +30,24 @@ from tests.crash.writers import plan_of
 RULES = (Latest(2), Every(100))
 
 
-def save(files: Files, number: int, *, version: int | None = None, overwrite: bool = False, durable: bool = True) -> None:
+def save(
+    files: Files,
+    number: int,
+    *,
+    version: int | None = None,
+    overwrite: bool = False,
+    durable: bool = True,
+) -> None:
     """Write and publish one step."""
     path = f"{ROOT}/{step_name(number)}"
     plan = plan_of(path, number if version is None else version, "native", None, "never")
     stamp = Stamp(number, 1000.0 + number, {"loss": 1 / (number + 1)})
-    write_plan(with_seal(plan, stamp), path, Writing(overwrite=overwrite, threads=1, durable=durable), files=files)
+    write_plan(
+        with_seal(plan, stamp),
+        path,
+        Writing(overwrite=overwrite, threads=1, durable=durable),
+        files=files,
+    )
 
 
 def turn(files: Files, number: int, rules: Iterable[Rule] = RULES, **how: object) -> None:
@@ -123,7 +135,9 @@ def test_a_power_cut_at_any_call_of_a_turn(exchange: bool):
         steps = looked.steps(tree)
         assert 100 in steps, f"after {call}: {steps}"
         if 101 not in steps:
-            assert steps == [1, 2, 3, 100], f"after {call}: what no new step has replaced is gone: {steps}"
+            assert steps == [1, 2, 3, 100], (
+                f"after {call}: what no new step has replaced is gone: {steps}"
+            )
         trees[freeze(tree)] = tree
 
     watch(model, step_name(101), look)
@@ -171,16 +185,26 @@ def test_a_kill_after_any_call_and_the_next_run(exchange: bool, request: pytest.
         if steps[-1] == 3:
             assert steps == [1, 2, 3], f"killed after call {moment}: {steps}"
 
-        def look(call: str, tree: Tree, looked: Looked = looked, least: int = steps[-1], moment: int = moment) -> None:
+        def look(
+            call: str,
+            tree: Tree,
+            looked: Looked = looked,
+            least: int = steps[-1],
+            moment: int = moment,
+        ) -> None:
             # What the dead process did is not durable, so it may be gone after a power cut: then what was before is there.
             found = looked.steps(tree)
             assert found, f"killed after call {moment}, power cut after {call}"
-            assert found[-1] >= min(least, 3), f"killed after call {moment}, power cut after {call}: {found}"
+            assert found[-1] >= min(least, 3), (
+                f"killed after call {moment}, power cut after {call}: {found}"
+            )
 
         watch(model, step_name(5), look)
         turn(model, 5)
         model.watch = None
-        assert looked.steps(model.live()) == ([4, 5] if steps[-1] == 4 else [3, 5]), f"killed after call {moment}"
+        assert looked.steps(model.live()) == ([4, 5] if steps[-1] == 4 else [3, 5]), (
+            f"killed after call {moment}"
+        )
         assert temporaries(model.live()) == [], f"killed after call {moment}"
     assert moment > 60
 
@@ -259,7 +283,11 @@ def test_unlinking_before_the_rename_is_on_disk_is_seen():
     model, looked = start(1, 2, 3), Looked()
     watch(model, step_name(4), lambda call, tree: looked.steps(tree))
     with pytest.raises(AssertionError, match="a torn step is seen"):
-        retain(RunDirectory(ROOT, Without(model, skip=lambda model, descriptor: True)), [Latest(1)], check=lambda step: True)
+        retain(
+            RunDirectory(ROOT, Without(model, skip=lambda model, descriptor: True)),
+            [Latest(1)],
+            check=lambda step: True,
+        )
 
 
 def test_retention_before_the_step_is_published_is_seen():

@@ -46,7 +46,9 @@ def put(files: Model, at: int, name: str, content: bytes) -> None:
 def flat(tree: Tree, prefix: str = "") -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for name, what in tree.items():
-        found |= {prefix + name: what} if isinstance(what, bytes) else flat(what, f"{prefix}{name}/")
+        found |= (
+            {prefix + name: what} if isinstance(what, bytes) else flat(what, f"{prefix}{name}/")
+        )
     return found
 
 
@@ -54,22 +56,31 @@ def sealed(tree: Tree) -> bool:
     """Whether there is a seal; it is right, or this raises."""
     inside = tree.get(FOLDER, {})
     files = (
-        flat(inside) if not isinstance(inside, bytes) else {FOLDER: inside, **flat({n: c for n, c in tree.items() if n != FOLDER})}
+        flat(inside)
+        if not isinstance(inside, bytes)
+        else {FOLDER: inside, **flat({n: c for n, c in tree.items() if n != FOLDER})}
     )
     raw = files.get(SEAL if not isinstance(inside, bytes) else seal_name(FOLDER))
     if raw is None:
         return False
     seal = parse_seal(raw, Limits())
     assert (seal.step, dict(seal.metrics)) == (5, {"loss": 2.0})
-    assert {file.name for file in seal.files} == ({"optimizer.pt", "sub/rng"} if not isinstance(inside, bytes) else {FOLDER})
+    assert {file.name for file in seal.files} == (
+        {"optimizer.pt", "sub/rng"} if not isinstance(inside, bytes) else {FOLDER}
+    )
     for file in seal.files:
         content = files[file.name]
-        assert digest_of("xxh3-128", lambda n, at, content=content: content[at : at + n]) == (file.digest, file.nbytes)
+        assert digest_of("xxh3-128", lambda n, at, content=content: content[at : at + n]) == (
+            file.digest,
+            file.nbytes,
+        )
     return True
 
 
 def put_seal(files: Files, *, overwrite: bool = False, durable: bool = True) -> None:
-    write_seal(f"{ROOT}/{FOLDER}", ABOUT, threads=1, overwrite=overwrite, durable=durable, files=files)
+    write_seal(
+        f"{ROOT}/{FOLDER}", ABOUT, threads=1, overwrite=overwrite, durable=durable, files=files
+    )
 
 
 each_kind = pytest.mark.parametrize("single", [False, True], ids=["folder", "file"])
@@ -107,13 +118,19 @@ def test_without_an_fsync_the_proof_fails(single: bool, missing: str):
         skipped: frozenset[int] = frozenset()
 
         def sync(self, descriptor: int) -> None:
-            if self.open_descriptors[descriptor] not in self.skipped or any(call.startswith("rename") for call in self.calls):
+            if self.open_descriptors[descriptor] not in self.skipped or any(
+                call.startswith("rename") for call in self.calls
+            ):
                 super().sync(descriptor)
 
     model, wrong = Without(), []
     trained(model, single=single)
     # Of what the trainer wrote; the seal itself is synced.
-    model.skipped = frozenset(number for number, node in model.nodes.items() if isinstance(node, File) == (missing == "file"))
+    model.skipped = frozenset(
+        number
+        for number, node in model.nodes.items()
+        if isinstance(node, File) == (missing == "file")
+    )
 
     def look(call: str) -> None:
         for tree in model.crashes(FOLDER):
@@ -166,7 +183,10 @@ def test_the_nth_call_fails(single: bool, code: int):
         except (NotCommitted, DurabilityUncertain) as error:
             raised = error
         kinds.add(type(raised))
-        assert sealed(model.live()) == (not isinstance(raised, NotCommitted)), (number, failing.failed)
+        assert sealed(model.live()) == (not isinstance(raised, NotCommitted)), (
+            number,
+            failing.failed,
+        )
         assert temporaries(model.live()) == []
         if failing.failed is None:
             break
@@ -203,7 +223,13 @@ def replaced(files: Files, *, durable: bool = True) -> None:
     plan = plan_of(f"{ROOT}/{FOLDER}", 2, "torch", None, "never")
     known = Known(first_seal(), ROOT, FOLDER, f"{ROOT}/{seal_name(FOLDER)}")
     seals = Renewal(f"{ROOT}/{FOLDER}", (known,)).laid_out(plan, (), ())
-    write_plan(plan, f"{ROOT}/{FOLDER}", Writing(overwrite=True, durable=durable, threads=1), files=files, renews=seals)
+    write_plan(
+        plan,
+        f"{ROOT}/{FOLDER}",
+        Writing(overwrite=True, durable=durable, threads=1),
+        files=files,
+        renews=seals,
+    )
 
 
 @cache
@@ -218,7 +244,9 @@ def version(number: int) -> bytes:
 
 def sealed_as(number: int) -> SealedFile:
     content = version(number)
-    return SealedFile(FOLDER, len(content), digest_of("xxh3-128", lambda n, at: content[at : at + n])[0])
+    return SealedFile(
+        FOLDER, len(content), digest_of("xxh3-128", lambda n, at: content[at : at + n])[0]
+    )
 
 
 def first_seal() -> Seal:
@@ -236,13 +264,18 @@ def fits(tree: Tree) -> int:
     seal = parse_seal(text, Limits())
     assert (seal.step, seal.saved, dict(seal.metrics)) == (5, 1.0, {"loss": 2.0})
     number = [version(1), version(2)].index(content) + 1  # type: ignore[arg-type]  # bytes, or this raises
-    assert sealed_as(number) in [SealedFile(one.name, one.nbytes, one.digest) for one in seal.files[0].either]
+    assert sealed_as(number) in [
+        SealedFile(one.name, one.nbytes, one.digest) for one in seal.files[0].either
+    ]
     return number
 
 
 def done(model: Model) -> bool:
     """Whether the new one is there, and its seal says nothing else any more."""
-    return model.live() == {FOLDER: version(2), seal_name(FOLDER): encode_seal(Seal(5, 1.0, {"loss": 2.0}, (sealed_as(2),)))}
+    return model.live() == {
+        FOLDER: version(2),
+        seal_name(FOLDER): encode_seal(Seal(5, 1.0, {"loss": 2.0}, (sealed_as(2),))),
+    }
 
 
 def test_after_every_power_cut_the_seal_fits_the_old_or_the_new_file():
@@ -324,7 +357,10 @@ def test_the_nth_call_of_a_replacement_fails(code: int):
         except (NotCommitted, DurabilityUncertain) as error:
             raised = error
         kinds.add(type(raised))
-        assert fits(model.live()) == (1 if isinstance(raised, NotCommitted) else 2), (number, failing.failed)
+        assert fits(model.live()) == (1 if isinstance(raised, NotCommitted) else 2), (
+            number,
+            failing.failed,
+        )
         assert raised is not None or done(model)
         assert temporaries(model.live()) == []
         if failing.failed is None:

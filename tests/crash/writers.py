@@ -64,7 +64,9 @@ def payload(version: int, count: int = 4 * BLOCK) -> bytes:
     return (stretch * (count // 256 + 1))[:count]
 
 
-def put_file(path: str, data: bytes, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+def put_file(
+    path: str, data: bytes, *, files: Files | None, durable: bool = True, overwrite: bool = True
+) -> None:
     """A file in blocks, the first one last: its place is known before its content is."""
     with FileTransaction(path, durable=durable, overwrite=overwrite, files=files) as t:
         t.allocate(len(data))
@@ -74,11 +76,19 @@ def put_file(path: str, data: bytes, *, files: Files | None, durable: bool = Tru
 
 
 def put_directory(
-    path: str, data: dict[str, bytes], index: dict[str, bytes], *, files: Files | None, durable: bool = True, overwrite: bool = True
+    path: str,
+    data: dict[str, bytes],
+    index: dict[str, bytes],
+    *,
+    files: Files | None,
+    durable: bool = True,
+    overwrite: bool = True,
 ) -> None:
     """Data files, then index files."""
     known = {*data, *index}
-    with DirectoryTransaction(path, durable=durable, overwrite=overwrite, replaceable=known.__contains__, files=files) as t:
+    with DirectoryTransaction(
+        path, durable=durable, overwrite=overwrite, replaceable=known.__contains__, files=files
+    ) as t:
         for key, content in data.items():
             file = t.create(key)
             file.allocate(len(content))
@@ -98,7 +108,9 @@ def toy(version: int) -> bytes:
     return body + b"crc %08x\n" % zlib.crc32(body)
 
 
-def save_toy(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+def save_toy(
+    path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True
+) -> None:
     put_file(path, toy(version), files=files, durable=durable, overwrite=overwrite)
 
 
@@ -116,10 +128,16 @@ def read_toy(path: Path) -> int:
 
 def toy_files(version: int) -> tuple[dict[str, bytes], dict[str, bytes]]:
     data = {"one": payload(version, 9_000), "two": payload(version + 1, 5_000)}
-    return data, {"index": json.dumps({"version": version, **{key: zlib.crc32(d) for key, d in data.items()}}).encode()}
+    return data, {
+        "index": json.dumps(
+            {"version": version, **{key: zlib.crc32(d) for key, d in data.items()}}
+        ).encode()
+    }
 
 
-def save_toy_directory(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+def save_toy_directory(
+    path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True
+) -> None:
     put_directory(path, *toy_files(version), files=files, durable=durable, overwrite=overwrite)
 
 
@@ -138,39 +156,68 @@ def state(version: int, *, zeros: bool = False) -> dict[str, object]:
     data = np.frombuffer(payload(version, 12_000), np.uint8)
     if zeros:
         data = np.where(np.arange(len(data)) // 4 % 3 == 1, np.uint8(0), data)
-    return {"w": data.view(np.float32).reshape(30, 100), "b": data[:5_000], "step": np.int64(version)}
+    return {
+        "w": data.view(np.float32).reshape(30, 100),
+        "b": data[:5_000],
+        "step": np.int64(version),
+    }
 
 
 def content(path: Path) -> bytes | Tree:
-    return {inner.name: inner.read_bytes() for inner in path.iterdir()} if path.is_dir() else path.read_bytes()
+    return (
+        {inner.name: inner.read_bytes() for inner in path.iterdir()}
+        if path.is_dir()
+        else path.read_bytes()
+    )
 
 
 def plan_of(path: str, version: int, format: str, split: int | None, sparse: str) -> SavePlan:
     if format == "torch.save":
-        return plan_object({key: torch.from_numpy(np.array(value)) for key, value in state(version).items()}, Path(path).name)
+        return plan_object(
+            {key: torch.from_numpy(np.array(value)) for key, value in state(version).items()},
+            Path(path).name,
+        )
     if format == "pt2":
         weights = {key: np.asarray(value) for key, value in state(version).items()}
         return lay_out_pt2(models_of(lazy_tree(tabulate_state({"model": weights}))))
     options = Options(split, sparse=sparse)
-    described = tabulate_state({key: np.asarray(value) for key, value in state(version, zeros=sparse != "never").items()})
+    described = tabulate_state(
+        {key: np.asarray(value) for key, value in state(version, zeros=sparse != "never").items()}
+    )
     if format == "model":
         # The config is edited, because the weights it was about had another dtype; the tokenizer is copied.
-        files = {"config.json": b'{"dtype": "float64"}' + b" " * version, "tokenizer.json": payload(version, 9_000)}
+        files = {
+            "config.json": b'{"dtype": "float64"}' + b" " * version,
+            "tokenizer.json": payload(version, 9_000),
+        }
         side_files = SideFiles(dict.fromkeys(files, OpenSource(MemoryStore(files))), elsewhere=True)
-        return side_files.add_to(plan_save(path, described, "safetensors-dir", options=options), {})[0]
+        return side_files.add_to(
+            plan_save(path, described, "safetensors-dir", options=options), {}
+        )[0]
     return plan_save(path, described, format_for(path, format, options), options=options)
 
 
-def writer_of(name: str, format: str, *, directory: bool, split: int | None = None, sparse: str = "never") -> Writer:
+def writer_of(
+    name: str, format: str, *, directory: bool, split: int | None = None, sparse: str = "never"
+) -> Writer:
     """A writer that saves `state(version)` in a format of the library and reads it back with `open`.
 
     Reading also compares every byte of every file: a directory opens without its Hugging Face index, too, and is then not what was
     saved. So a save must give the same bytes each time.
     """
 
-    def save(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+    def save(
+        path: str,
+        version: int,
+        *,
+        files: Files | None,
+        durable: bool = True,
+        overwrite: bool = True,
+    ) -> None:
         plan = plan_of(path, version, format, split, sparse)
-        write_plan(plan, path, Writing(overwrite=overwrite, durable=durable, threads=1), files=files)
+        write_plan(
+            plan, path, Writing(overwrite=overwrite, durable=durable, threads=1), files=files
+        )
 
     def read(path: Path) -> int:
         with holdfast.open(path) as checkpoint:
@@ -209,9 +256,13 @@ def step_before() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def save_step(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+def save_step(
+    path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True
+) -> None:
     place = f"{step_before().name}/base"
-    described = tabulate_state({key: np.asarray(value) for key, value in state(version).items()} | {"frozen": FROZEN})
+    described = tabulate_state(
+        {key: np.asarray(value) for key, value in state(version).items()} | {"frozen": FROZEN}
+    )
     with closing(open_base(place, f"{place}-next", threads=1)) as opened:
         plan = plan_save(path, described, "native", options=Options(base=opened))
     assert len(plan.linked) == 1
@@ -241,11 +292,21 @@ def saved_step(version: int) -> bytes | Tree:
 SEALED = Seal(5, 1.0, {"loss": 2.0}, (SealedFile("data-00001-of-00001.safetensors", 1, None),))
 
 
-def save_sealed(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+def save_sealed(
+    path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True
+) -> None:
     plan = plan_of(path, version, "native", None, "never")
-    seals = Renewal(path, (Known(SEALED, path, place=f"{path}/{SEAL}"),)).laid_out(plan, (), [key for key, _ in plan.listed])
+    seals = Renewal(path, (Known(SEALED, path, place=f"{path}/{SEAL}"),)).laid_out(
+        plan, (), [key for key, _ in plan.listed]
+    )
     plan = replace(plan, index=(*plan.index, *seals.files()))
-    write_plan(plan, path, Writing(overwrite=overwrite, durable=durable, threads=1), files=files, renews=seals)
+    write_plan(
+        plan,
+        path,
+        Writing(overwrite=overwrite, durable=durable, threads=1),
+        files=files,
+        renews=seals,
+    )
 
 
 def read_sealed(path: Path) -> int:

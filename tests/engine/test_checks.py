@@ -8,7 +8,11 @@ import pytest
 import holdfast
 from holdfast.errors import Corrupted
 
-STATE = {"small": np.arange(6, dtype=np.float32), "other": np.ones(5, np.int8), "large": np.arange(5 << 20, dtype=np.uint16)}
+STATE = {
+    "small": np.arange(6, dtype=np.float32),
+    "other": np.ones(5, np.int8),
+    "large": np.arange(5 << 20, dtype=np.uint16),
+}
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "a"])

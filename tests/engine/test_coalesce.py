@@ -24,14 +24,23 @@ from holdfast.engine.coalesce import (
     join_parts,
 )
 
-POLICIES = {"memory": MEMORY, "remote": REMOTE, "records": RECORDS, "headers": HEADERS, "sums": SUMS, "page-locked": PAGE_LOCKED}
+POLICIES = {
+    "memory": MEMORY,
+    "remote": REMOTE,
+    "records": RECORDS,
+    "headers": HEADERS,
+    "sums": SUMS,
+    "page-locked": PAGE_LOCKED,
+}
 
 SCALE = 256
 """Policies speak of kilobytes and megabytes; the oracle counts bytes, so everything is made smaller by this."""
 
 
 def test_every_policy_of_the_module_is_tried():
-    assert {id(value) for value in vars(module).values() if isinstance(value, Policy)} == {id(p) for p in POLICIES.values()}
+    assert {id(value) for value in vars(module).values() if isinstance(value, Policy)} == {
+        id(p) for p in POLICIES.values()
+    }
 
 
 def scaled(policy: Policy) -> Policy:
@@ -48,10 +57,12 @@ def scaled(policy: Policy) -> Policy:
 def ranges(draw, policy: Policy):
     """Rows of ranges, with gaps and lengths on both sides of every threshold, which sometimes overlap."""
     edges = {n for n in (policy.free_gap, policy.max_gap) if n < 1 << 14}
-    gaps = st.sampled_from(sorted({0, 1, 2, 3, 70, *edges, *(n + 1 for n in edges)})) | st.integers(-60, 90)
-    lengths = st.sampled_from(sorted({1, 5, *(policy.alone + d for d in (-1, 0, 1) if policy.alone < 1 << 14)})) | st.integers(
-        1, 200
+    gaps = st.sampled_from(sorted({0, 1, 2, 3, 70, *edges, *(n + 1 for n in edges)})) | st.integers(
+        -60, 90
     )
+    lengths = st.sampled_from(
+        sorted({1, 5, *(policy.alone + d for d in (-1, 0, 1) if policy.alone < 1 << 14)})
+    ) | st.integers(1, 200)
     at, found = draw(st.integers(0, 40)), []
     for gap, length in draw(st.lists(st.tuples(gaps, lengths), min_size=1, max_size=25)):
         start = max(at + gap, 0)
@@ -63,7 +74,10 @@ def ranges(draw, policy: Policy):
 def missing(start: int, stop: int, wanted: set[int]) -> list[int]:
     """Lengths of the runs of bytes in a read that nobody wants."""
     gaps = sorted(set(range(start, stop)) - wanted)
-    return [len(list(run)) for _, run in itertools.groupby(enumerate(gaps), lambda pair: pair[1] - pair[0])]
+    return [
+        len(list(run))
+        for _, run in itertools.groupby(enumerate(gaps), lambda pair: pair[1] - pair[0])
+    ]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -104,7 +118,9 @@ def test_parts_have_every_byte_once_and_no_read_is_longer_than_a_block(name, dat
     parts = join_parts("f", starts, stops, policy)
     seen: list[list[int]] = [[] for _ in drawn]
     wanted = set().union(*(range(a, z) for a, z in drawn))
-    for number, (start, stop) in enumerate(zip(parts.starts.tolist(), parts.stops.tolist(), strict=True)):
+    for number, (start, stop) in enumerate(
+        zip(parts.starts.tolist(), parts.stops.tolist(), strict=True)
+    ):
         assert 0 < stop - start <= block
         assert all(gap <= policy.free_gap for gap in missing(start, stop, wanted))
         for owner, begin, end in parts.of(number):
@@ -114,12 +130,21 @@ def test_parts_have_every_byte_once_and_no_read_is_longer_than_a_block(name, dat
     assert parts.nbytes == int((parts.stops - parts.starts).sum())
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 20)), max_size=12))
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 20)), max_size=12)
+)
 def test_ranges_of_several_files_keep_their_numbers(places):
     wanted = [(key, start, start + length) for key, start, length in places]
     joined = join_files(Ranges.of(places), SUMS)
-    found = [(parts.key, *part) for parts in joined for n in range(len(parts.starts)) for part in parts.of(n)]
-    assert sorted(found, key=lambda part: part[1]) == [(k, n, a, z) for n, (k, a, z) in enumerate(wanted) if a < z]
+    found = [
+        (parts.key, *part)
+        for parts in joined
+        for n in range(len(parts.starts))
+        for part in parts.of(n)
+    ]
+    assert sorted(found, key=lambda part: part[1]) == [
+        (k, n, a, z) for n, (k, a, z) in enumerate(wanted) if a < z
+    ]
 
 
 def test_nothing_is_no_read():

@@ -50,7 +50,9 @@ def opened(array: np.ndarray, **options: object) -> tuple[LazyTensor, CountingSt
     store = CountingStore(memoryview(array).cast("B"))
     source = OpenSource(store, **options)
     dtype = DTYPES.numpy(array.dtype)
-    return LazyTensor.contiguous("m", dtype, array.shape, Storage("f", 0, array.nbytes, home=source.store), source), store
+    return LazyTensor.contiguous(
+        "m", dtype, array.shape, Storage("f", 0, array.nbytes, home=source.store), source
+    ), store
 
 
 INDICES = {
@@ -164,7 +166,11 @@ def test_a_failed_read_is_raised_with_the_tensors_name_and_stops_the_rest(thread
     store = FailingStore(content, fail_at=2)
     source = OpenSource(store, threads=threads)
     tensor = LazyTensor.contiguous(
-        "layer.weight", DTYPES.name("uint8"), (64 * MIB,), Storage("f", 0, 64 * MIB, home=source.store), source
+        "layer.weight",
+        DTYPES.name("uint8"),
+        (64 * MIB,),
+        Storage("f", 0, 64 * MIB, home=source.store),
+        source,
     )
     with pytest.raises(StoreError, match="disk is gone") as caught:
         tensor.numpy()

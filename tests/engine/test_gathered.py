@@ -14,7 +14,13 @@ LARGE = {f"w{i}": np.full(600_000, i, np.float32) for i in range(2)}
 
 @pytest.mark.parametrize(
     ("state", "asked", "expected"),
-    [(SMALL, None, write.GATHERERS), (SMALL | LARGE, None, 16), (LARGE, None, 16), (SMALL, 3, 3), (SMALL, 7, 7)],
+    [
+        (SMALL, None, write.GATHERERS),
+        (SMALL | LARGE, None, 16),
+        (LARGE, None, 16),
+        (SMALL, 3, 3),
+        (SMALL, 7, 7),
+    ],
 )
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt"])
 def test_threads(tmp_path, monkeypatch, name, state, asked, expected):

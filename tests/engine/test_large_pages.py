@@ -19,7 +19,11 @@ def advised(monkeypatch):
     """What was asked of the kernel, in large pages from the start of some memory on."""
     asked: list[tuple[int, int, str]] = []
     monkeypatch.setattr(large_pages, "_needs_madvise", lambda: True)
-    monkeypatch.setattr(large_pages, "_advise", lambda begin, end, advice: asked.append((begin, end, advice)) is None)
+    monkeypatch.setattr(
+        large_pages,
+        "_advise",
+        lambda begin, end, advice: asked.append((begin, end, advice)) is None,
+    )
     return asked
 
 
@@ -33,7 +37,9 @@ def test_whole_pages_inside_of_what_is_large(advised, monkeypatch):
     monkeypatch.setattr(large_pages, "_is_slow", lambda address: False)
     _memory, base = room(32 * MIB)
     wanted_in_large_pages([(base, 8 * MIB - 1), (base + 1, 13 * MIB), (base + 16 * MIB, 8 * MIB)])
-    assert [((begin - base) // MIB, (end - base) // MIB, advice) for begin, end, advice in advised] == [
+    assert [
+        ((begin - base) // MIB, (end - base) // MIB, advice) for begin, end, advice in advised
+    ] == [
         (2, 10, "MADV_HUGEPAGE"),
         (10, 12, "MADV_HUGEPAGE"),
         (16, 24, "MADV_HUGEPAGE"),
@@ -56,7 +62,8 @@ def test_where_a_page_was_slow_the_next_ones_are_small_and_then_more_of_them(adv
 
 
 @pytest.mark.parametrize(
-    ("used", "late", "slow"), [(0, 0, False), (SLOW_NS + 1, 0, True), (0, SLOW_NS + 1, False), (0, LATE_NS + 1, True)]
+    ("used", "late", "slow"),
+    [(0, 0, False), (SLOW_NS + 1, 0, True), (0, SLOW_NS + 1, False), (0, LATE_NS + 1, True)],
 )
 def test_slow_by_either_clock(monkeypatch, used, late, slow):
     clocks = {"thread_time_ns": iter([5, 5 + used]), "perf_counter_ns": iter([7, 7 + late])}
@@ -67,7 +74,9 @@ def test_slow_by_either_clock(monkeypatch, used, late, slow):
     assert next(iter(_memory)) == b"\0"
 
 
-@pytest.mark.parametrize("setting", ["[always] madvise never", "always madvise [never]", "always [madvise] never", None])
+@pytest.mark.parametrize(
+    "setting", ["[always] madvise never", "always madvise [never]", "always [madvise] never", None]
+)
 def test_only_where_the_system_waits_to_be_asked(tmp_path, monkeypatch, setting):
     path = tmp_path / "enabled"
     if setting is not None:
@@ -82,9 +91,15 @@ def test_loads_ask_for_what_they_fill_and_get_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(large_pages, "_is_slow", lambda address: False)
     before = large_pages._advise
     monkeypatch.setattr(
-        large_pages, "_advise", lambda begin, end, advice: bool(asked.append(end - begin)) or before(begin, end, advice)
+        large_pages,
+        "_advise",
+        lambda begin, end, advice: bool(asked.append(end - begin)) or before(begin, end, advice),
     )
-    state = {"large": torch.randn(3 * MIB), "small": torch.ones(7), "turned": torch.randn(1200, 2200).T}
+    state = {
+        "large": torch.randn(3 * MIB),
+        "small": torch.ones(7),
+        "turned": torch.randn(1200, 2200).T,
+    }
     torch.save(state, tmp_path / "a.pt")
     for load in (ht.load, lambda path: ht.open(path).read()):
         found = load(tmp_path / "a.pt")

@@ -14,7 +14,10 @@ RANGES = [(0, 1), (0, 59), (1, 60), (7, 8), (13, 41), (0, 60), (20, 20)]
 
 @pytest.fixture(params=["a.safetensors", "a.pt", "a"])
 def path(request, tmp_path):
-    state = {name: np.arange(60).astype(name).reshape(3, 4, 5) for name in ("float32", "int8", "uint16", "complex64")}
+    state = {
+        name: np.arange(60).astype(name).reshape(3, 4, 5)
+        for name in ("float32", "int8", "uint16", "complex64")
+    }
     holdfast.save(state | {"turned": state["float32"].T}, tmp_path / request.param)
     return tmp_path / request.param
 

@@ -92,7 +92,13 @@ def stored(arrays: dict[str, np.ndarray], gap: int = 0) -> tuple[list[LazyTensor
     store = ReadOnce({"f": bytes(content)})
     source = OpenSource(store)
     tensors = [
-        LazyTensor.contiguous(name, DTYPES.numpy(array.dtype), array.shape, Storage("f", start, array.nbytes, home=store), source)
+        LazyTensor.contiguous(
+            name,
+            DTYPES.numpy(array.dtype),
+            array.shape,
+            Storage("f", start, array.nbytes, home=store),
+            source,
+        )
         for (name, array), start in zip(arrays.items(), starts, strict=True)
     ]
     return tensors, store
@@ -114,11 +120,24 @@ def stored(arrays: dict[str, np.ndarray], gap: int = 0) -> tuple[list[LazyTensor
 )
 def test_every_element_is_shown_once(kinds, block, cut, gap):
     rng = np.random.default_rng(0)
-    arrays = {f"t{i}": rng.integers(0, 2, shape).astype(dtype) for i, (dtype, shape, _) in enumerate(kinds)}
+    arrays = {
+        f"t{i}": rng.integers(0, 2, shape).astype(dtype)
+        for i, (dtype, shape, _) in enumerate(kinds)
+    }
     tensors, _ = stored(arrays, gap)
-    views = {"plain": lambda a: a, "turned": lambda a: a.T, "every other": lambda a: a[::2] if a.ndim else a}
-    memory = [Resident().array(views[how](array)) for array, (_, _, how) in zip(arrays.values(), kinds, strict=True)]
-    expected = [*arrays.values(), *(views[how](array) for array, (_, _, how) in zip(arrays.values(), kinds, strict=True))]
+    views = {
+        "plain": lambda a: a,
+        "turned": lambda a: a.T,
+        "every other": lambda a: a[::2] if a.ndim else a,
+    }
+    memory = [
+        Resident().array(views[how](array))
+        for array, (_, _, how) in zip(arrays.values(), kinds, strict=True)
+    ]
+    expected = [
+        *arrays.values(),
+        *(views[how](array) for array, (_, _, how) in zip(arrays.values(), kinds, strict=True)),
+    ]
 
     def pieces(tensor: LazyTensor):
         if cut == "flat" or tensor.ndim != 2:
@@ -132,7 +151,13 @@ def test_every_element_is_shown_once(kinds, block, cut, gap):
 
     told: list[int] = []
     every = [*tensors, *memory]
-    found = scan(every, lambda at: Collected(every[at]), lambda at: pieces(every[at]), threads=3, progress=told.append)
+    found = scan(
+        every,
+        lambda at: Collected(every[at]),
+        lambda at: pieces(every[at]),
+        threads=3,
+        progress=told.append,
+    )
     for one, array in zip(found, expected, strict=True):
         assert one.tobytes() == array.tobytes()
     assert sum(told) == sum(array.nbytes for array in expected)
@@ -150,13 +175,25 @@ def test_whatever_looks_every_byte_is_read_once():
 
     def make(at: int) -> Together:
         tensor = tensors[at]
-        return Together([NumberStats(tensor, 8), Distributed(tensor, tensor.size, 4), ZeroPlaces(tensor.shape, BLOCKS)])
+        return Together(
+            [
+                NumberStats(tensor, 8),
+                Distributed(tensor, tensor.size, 4),
+                ZeroPlaces(tensor.shape, BLOCKS),
+            ]
+        )
 
     found = scan(tensors, make, lambda at: tiles(tensors[at]), threads=2)
     assert (store.times["f"] == 1).all()
     alone = measure(tensors, bins=8), find_zeros(tensors)
     for (numbers, distribution, zeros), stats, sparsity in zip(found, *alone, strict=True):
-        assert numbers[0].zeros == distribution.moments.zeros == zeros.zeros == stats.zeros == sparsity.zeros
+        assert (
+            numbers[0].zeros
+            == distribution.moments.zeros
+            == zeros.zeros
+            == stats.zeros
+            == sparsity.zeros
+        )
         assert numbers[0].mean == pytest.approx(stats.mean)
         assert numbers[0].low == distribution.moments.low == stats.minimum
 

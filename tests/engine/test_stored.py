@@ -25,39 +25,68 @@ SUMS = st.sampled_from([NO_CRC, 7])
 
 def table_of(storages: list[tuple[Place, int]], numbers: list[int]) -> Table:
     """Rows with the storages of these numbers."""
-    columns = np.array([(KEYS.index(key), start, nbytes, crc) for (key, start, nbytes), crc in storages], np.int64).reshape(-1, 4).T
+    columns = (
+        np.array(
+            [(KEYS.index(key), start, nbytes, crc) for (key, start, nbytes), crc in storages],
+            np.int64,
+        )
+        .reshape(-1, 4)
+        .T
+    )
     files = [FilePlace(SOURCE, key, STORE) for key in KEYS]
     names = [f"w{row}" for row in range(len(numbers))]
     held = FileStorages(files, *columns, names=[f"s{number}" for number in range(len(storages))])
-    kinds = [Kind.plain(UINT8, (nbytes,)) for (_, _, nbytes), _ in storages] or [Kind.plain(UINT8, (0,))]
+    kinds = [Kind.plain(UINT8, (nbytes,)) for (_, _, nbytes), _ in storages] or [
+        Kind.plain(UINT8, (0,))
+    ]
     return Table(names, kinds, [max(number, 0) for number in numbers], numbers, held, {})
 
 
 def plainly(found: StoredRanges) -> list[tuple[Place, int, list[int]]]:
-    return [(found.ranges.place(number), found.crcs.item(number), found.rows_of(number)) for number in range(len(found))]
+    return [
+        (found.ranges.place(number), found.crcs.item(number), found.rows_of(number))
+        for number in range(len(found))
+    ]
 
 
-@given(st.data(), st.lists(st.tuples(PLACES, SUMS), max_size=6), st.lists(st.tuples(st.integers(0, 7), PLACES, SUMS), max_size=4))
+@given(
+    st.data(),
+    st.lists(st.tuples(PLACES, SUMS), max_size=6),
+    st.lists(st.tuples(st.integers(0, 7), PLACES, SUMS), max_size=4),
+)
 def test_each_range_is_there_once_with_its_rows(data, storages, pieces):
     number = st.integers(ODD, len(storages) - 1)
     numbers = data.draw(st.lists(number, min_size=8, max_size=8))
     own = [(row, storages[number]) for row, number in enumerate(numbers) if number != ODD]
-    more = [(row, Storage(*place, crc32=None if crc == NO_CRC else crc, home=STORE), STORE) for row, place, crc in pieces]
+    more = [
+        (row, Storage(*place, crc32=None if crc == NO_CRC else crc, home=STORE), STORE)
+        for row, place, crc in pieces
+    ]
     expected: dict[Place, tuple[int, set[int]]] = {}
     for row, (place, crc) in [*own, *((row, (place, crc)) for row, place, crc in pieces)]:
         if place[2]:
             expected.setdefault(place, (crc, set()))[1].add(row)
     found = stored_ranges(table_of(storages, numbers), more)
-    assert {place: rows for place, _, rows in plainly(found)} == {place: sorted(rows) for place, (_, rows) in expected.items()}
+    assert {place: rows for place, _, rows in plainly(found)} == {
+        place: sorted(rows) for place, (_, rows) in expected.items()
+    }
     firsts = [rows[0] for _, _, rows in plainly(found)]
     assert (firsts, len(firsts)) == (sorted(firsts), len(expected))
     recorded = {
-        place: {crc for one, crc in [*(own for _, own in own), *(piece[1:] for piece in pieces)] if one == place}
+        place: {
+            crc
+            for one, crc in [*(own for _, own in own), *(piece[1:] for piece in pieces)]
+            if one == place
+        }
         for place in expected
     }
     assert all(crc in recorded[place] for place, crc, _ in plainly(found))
-    wanted = np.array(data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found))), np.bool_)
-    assert plainly(found.some(wanted)) == [one for one, chosen in zip(plainly(found), wanted.tolist(), strict=True) if chosen]
+    wanted = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found))), np.bool_
+    )
+    assert plainly(found.some(wanted)) == [
+        one for one, chosen in zip(plainly(found), wanted.tolist(), strict=True) if chosen
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), SUMS), max_size=6), st.lists(PLACES, max_size=6))
@@ -71,7 +100,11 @@ def test_ranges_without_a_checksum_are_folded_into_the_record_that_they_lie_in(r
     expected: dict[Place, set[int]] = {("a", *host): set() for host in hosts}
     for place, _, rows in plainly(used):
         key, start, nbytes = place
-        inside = [host for host in hosts if key == "a" and host[0] <= start and start + nbytes <= sum(host)]
+        inside = [
+            host
+            for host in hosts
+            if key == "a" and host[0] <= start and start + nbytes <= sum(host)
+        ]
         expected.setdefault(("a", *inside[0]) if inside else place, set()).update(rows)
     assert {place: {*rows} for place, _, rows in plainly(folded)} == expected
     assert len(folded) == left.sum() == len(expected)

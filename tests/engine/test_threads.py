@@ -77,5 +77,7 @@ with threads.computing():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 def test_all_turns_are_free_in_a_forked_child():
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout.strip() == "7", done.stderr

@@ -42,7 +42,9 @@ def described(shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> 
         count = 1
         for n in shape:
             count *= n
-        tensors[name] = LazyTensor.contiguous(name, row, shape, Storage(name, 0, row.nbytes(count), home=source.store), source)
+        tensors[name] = LazyTensor.contiguous(
+            name, row, shape, Storage(name, 0, row.nbytes(count), home=source.store), source
+        )
     return tabulate_tree(tensors)
 
 
@@ -60,7 +62,10 @@ def write_around(path: Path, file: FilePlan) -> int:
         if isinstance(segment, Gathered) and segment.zeros is not None:
             crcs |= segment.zeros()[1]
         elif isinstance(segment, Gathered):
-            crcs |= {label: zeros_crc(nbytes) for label, nbytes in zip(segment.labels, segment.lengths, strict=True)}
+            crcs |= {
+                label: zeros_crc(nbytes)
+                for label, nbytes in zip(segment.labels, segment.lengths, strict=True)
+            }
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         os.ftruncate(descriptor, file.nbytes)

@@ -26,7 +26,11 @@ from holdfast.engine.threads import BackgroundCall, run_all
 SOURCES = ("x.pt", "legacy.pt", "x.safetensors", "native", "x.npz", "dcp")
 COUNT = 6
 
-PICKLED = ("holdfast.formats.pickle.recording", "holdfast.formats.pickle.rare", "holdfast.core.opaque")
+PICKLED = (
+    "holdfast.formats.pickle.recording",
+    "holdfast.formats.pickle.rare",
+    "holdfast.core.opaque",
+)
 """What `scan` makes of a pickle: values that refer to each other as those of the pickle do."""
 
 
@@ -62,7 +66,15 @@ def no_collector() -> Iterator[None]:
 
 def harmless(thing: object) -> bool:
     """Whether a thing that is in a cycle holds nothing that a person would miss: no tensor, no file, nobody's variables."""
-    kinds = (FrameType, TracebackType, BaseException, torch.Tensor, torch.UntypedStorage, memoryview, io.IOBase)
+    kinds = (
+        FrameType,
+        TracebackType,
+        BaseException,
+        torch.Tensor,
+        torch.UntypedStorage,
+        memoryview,
+        io.IOBase,
+    )
     if issubclass(type(thing), kinds):  # not `isinstance`, which would ask a proxy of what is gone
         return False
     module = type(thing).__module__
@@ -122,7 +134,9 @@ def test_reading_leaves_no_cycle(files: Path, no_collector: None, verb: str, sou
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("verb", WRITING)
-def test_rewriting_leaves_no_cycle(files: Path, tmp_path: Path, no_collector: None, verb: str, source: str):
+def test_rewriting_leaves_no_cycle(
+    files: Path, tmp_path: Path, no_collector: None, verb: str, source: str
+):
     check(lambda: WRITING[verb](files / source, tmp_path))
 
 
@@ -130,19 +144,27 @@ SAVING: dict[str, Callable[[Path, dict[str, object]], object]] = {
     "torch": lambda folder, state: holdfast.save(state, folder / "x.pt"),
     "safetensors": lambda folder, state: holdfast.save(state, folder / "x.safetensors"),
     "native": lambda folder, state: holdfast.save(state, folder / "x", overwrite=True),
-    "shards": lambda folder, state: holdfast.save(state, folder / "y", format="safetensors", max_shard_size=300, overwrite=True),
+    "shards": lambda folder, state: holdfast.save(
+        state, folder / "y", format="safetensors", max_shard_size=300, overwrite=True
+    ),
     "to_bytes": lambda folder, state: holdfast.to_bytes(state, format="torch"),
     "torch.save": lambda folder, state: ht.save(state, folder / "x.pt"),
-    "torch.save old": lambda folder, state: ht.save(state, folder / "x.pt", _use_new_zipfile_serialization=False),
+    "torch.save old": lambda folder, state: ht.save(
+        state, folder / "x.pt", _use_new_zipfile_serialization=False
+    ),
     "torch.save to memory": lambda folder, state: ht.save(state, io.BytesIO()),
     "save_sharded": lambda folder, state: ht.save_sharded(folder / "z", state, overwrite=True),
-    "async_save_sharded": lambda folder, state: ht.async_save_sharded(folder / "z", state, overwrite=True).wait(),
+    "async_save_sharded": lambda folder, state: ht.async_save_sharded(
+        folder / "z", state, overwrite=True
+    ).wait(),
 }
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("verb", SAVING)
-def test_what_was_saved_goes_with_its_last_user(tmp_path: Path, no_collector: None, verb: str, kind: str):
+def test_what_was_saved_goes_with_its_last_user(
+    tmp_path: Path, no_collector: None, verb: str, kind: str
+):
     if kind == "numpy" and verb.endswith("save_sharded"):
         pytest.skip("takes tensors of torch")
     kept: list[weakref.ref[object]] = []
@@ -159,7 +181,9 @@ def test_what_was_saved_goes_with_its_last_user(tmp_path: Path, no_collector: No
 
 @pytest.mark.parametrize("options", [{}, {"weights_only": False}, {"mmap": True}], ids=str)
 @pytest.mark.parametrize("source", ["x.pt", "legacy.pt"])
-def test_what_was_loaded_goes_with_its_last_user(files: Path, no_collector: None, source: str, options: dict[str, bool]):
+def test_what_was_loaded_goes_with_its_last_user(
+    files: Path, no_collector: None, source: str, options: dict[str, bool]
+):
     if source == "legacy.pt" and "mmap" in options:
         pytest.skip("the old stream is not mapped")
     kept: list[weakref.ref[object]] = []
@@ -219,7 +243,9 @@ def test_a_failure_keeps_nobodys_variables(tmp_path: Path, no_collector: None):
 
 
 @pytest.mark.parametrize("left", [0.3, 0.6, 0.99])
-def test_an_index_that_ends_early_leaves_no_cycle(files: Path, tmp_path: Path, no_collector: None, left: float):
+def test_an_index_that_ends_early_leaves_no_cycle(
+    files: Path, tmp_path: Path, no_collector: None, left: float
+):
     path = tmp_path / "dcp"
     shutil.copytree(files / "dcp", path)
     content = (path / ".metadata").read_bytes()
@@ -240,9 +266,15 @@ def _knowing_themselves(tree: ast.AST) -> Iterator[str]:
     for outer in ast.walk(tree):
         if not isinstance(outer, ast.FunctionDef):
             continue
-        inner = {node.name: node for node in ast.walk(outer) if isinstance(node, ast.FunctionDef) and node is not outer}
+        inner = {
+            node.name: node
+            for node in ast.walk(outer)
+            if isinstance(node, ast.FunctionDef) and node is not outer
+        }
         uses = {
-            name: {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and one.id in inner}
+            name: {
+                one.id for one in ast.walk(node) if isinstance(one, ast.Name) and one.id in inner
+            }
             for name, node in inner.items()
         }
         for name in inner:

@@ -31,7 +31,11 @@ ABOUT = {"author": "me"}
 
 
 def state() -> dict[str, object]:
-    return {"model": {"w": W, "head": W, "b": np.arange(3, dtype=np.int16)}, "step": 1000, "betas": (0.9, "x")}
+    return {
+        "model": {"w": W, "head": W, "b": np.arange(3, dtype=np.int16)},
+        "step": 1000,
+        "betas": (0.9, "x"),
+    }
 
 
 def _native(path: Path) -> None:
@@ -58,7 +62,9 @@ def _safetensors(path: Path) -> None:
 
 
 def _split(path: Path) -> None:
-    holdfast.save(state(), path, format="safetensors", metadata=ABOUT, keep_tree=True, max_shard_size=50)
+    holdfast.save(
+        state(), path, format="safetensors", metadata=ABOUT, keep_tree=True, max_shard_size=50
+    )
 
 
 def _torch(path: Path) -> None:
@@ -78,7 +84,9 @@ def _sharded(path: Path, format: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         values = {} if format == "safetensors" else {"step": 1000}
-        save_sharded(path, {"model": {"w": weight, "b": weight[0].clone()}, **values}, format=format)
+        save_sharded(
+            path, {"model": {"w": weight, "b": weight[0].clone()}, **values}, format=format
+        )
 
 
 FORMATS: dict[str, Callable[[Path], None]] = {
@@ -101,11 +109,20 @@ def plain(value: object) -> object:
     match value:
         case LazyTensor():
             traits = value.traits
-            return value.name, value.dtype.name, value.shape, value.numpy().tobytes(), traits.requires_grad, traits.parameter
+            return (
+                value.name,
+                value.dtype.name,
+                value.shape,
+                value.numpy().tobytes(),
+                traits.requires_grad,
+                traits.parameter,
+            )
         case Composite():
             return value.kind, value.shape, plain(dict(value.parts)), plain(dict(value.attributes))
         case dict():
-            return type(value).__name__, [(plain(key), plain(inside)) for key, inside in value.items()]
+            return type(value).__name__, [
+                (plain(key), plain(inside)) for key, inside in value.items()
+            ]
         case list() | tuple():
             return type(value).__name__, [plain(inside) for inside in value]
         case _:
@@ -120,7 +137,13 @@ def content(path: Path) -> object:
             for storage in tensor.storages:
                 storages.setdefault((storage.key, storage.start), []).append(name)
         tensors = [(name, plain(tensor)) for name, tensor in ckpt.items()]
-        return ckpt.format, tensors, sorted(storages.values()), plain(ckpt.tree), dict(ckpt.metadata)
+        return (
+            ckpt.format,
+            tensors,
+            sorted(storages.values()),
+            plain(ckpt.tree),
+            dict(ckpt.metadata),
+        )
 
 
 def outcome(path: Path, wanted: object) -> str:
@@ -146,7 +169,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def sampled(count: int, request: pytest.FixtureRequest, wanted: int = SAMPLE) -> range:
     """All of so many cases, or a sample from end to end. The step is odd, so that all bits of a byte have their turn."""
-    return range(0, count, 1 if request.config.getoption("--exhaustive") else max(count // wanted, 1) | 1)
+    return range(
+        0, count, 1 if request.config.getoption("--exhaustive") else max(count // wanted, 1) | 1
+    )
 
 
 def damaged(file: Path, changes: Iterator[bytes]) -> Iterator[None]:
@@ -192,8 +217,13 @@ def test_no_file_cut_short_or_blanked_changes_content_unnoticed(checkpoint, requ
         places = sampled(len(raw), request, 8)
         changes = [(f"cut at {n}", raw[:n]) for n in places]
         for size in (1, 64):
-            changes += [(f"{size} zeros at {n}", raw[:n] + bytes(len(raw[n : n + size])) + raw[n + size :]) for n in places]
-        for (what, _), _ in zip(changes, damaged(file, (changed for _, changed in changes)), strict=True):
+            changes += [
+                (f"{size} zeros at {n}", raw[:n] + bytes(len(raw[n : n + size])) + raw[n + size :])
+                for n in places
+            ]
+        for (what, _), _ in zip(
+            changes, damaged(file, (changed for _, changed in changes)), strict=True
+        ):
             found = outcome(checkpoint, wanted)
             if found == "lost" or (found == "refused" and holdfast.verify(checkpoint).ok):
                 lost.append((file.name, what, found))
@@ -237,7 +267,9 @@ def test_a_damaged_manifest_is_damage_whatever_is_left_of_it(folder, case, capsy
 def test_the_checksum_that_was_expected_is_named(folder):
     path = folder / "holdfast.json"
     path.write_bytes(path.read_bytes().replace(b'"step":1000', b'"step":9000'))
-    with pytest.raises(Corrupted, match=r"not have the checksum that it records of itself .*get it again") as caught:
+    with pytest.raises(
+        Corrupted, match=r"not have the checksum that it records of itself .*get it again"
+    ) as caught:
         holdfast.open(folder)
     assert f"{caught.value.expected:08x}" == json.loads(path.read_text())["self"]
     assert f"{caught.value.found:08x}" in str(caught.value)
@@ -268,7 +300,11 @@ def test_files_that_no_tensor_depends_on_are_verified(folder):
     assert content(folder)[0] == "native"
 
 
-HEADERS = [(b'"model.w":{', b'"model.v":{'), (b'"format":"pt"', b'"format":"qt"'), (b'"holdfast":', b'"holdfasu":')]
+HEADERS = [
+    (b'"model.w":{', b'"model.v":{'),
+    (b'"format":"pt"', b'"format":"qt"'),
+    (b'"holdfast":', b'"holdfasu":'),
+]
 
 
 @pytest.mark.parametrize("change", HEADERS, ids=["name", "text", "record"])
@@ -351,7 +387,9 @@ def test_numbers_in_an_index_that_no_writer_of_ours_has(tmp_path):
     path = tmp_path / "split"
     holdfast.save({"w": W, "v": W + 1}, path, format="safetensors", max_shard_size=50)
     index = path / "model.safetensors.index.json"
-    index.write_bytes(index.read_bytes().replace(b'"total_size": 96', b'"total_size": 99999999999999999999'))
+    index.write_bytes(
+        index.read_bytes().replace(b'"total_size": 96', b'"total_size": 99999999999999999999')
+    )
     with holdfast.open(path) as ckpt:
         assert ckpt["w"].numpy().tobytes() == W.tobytes()
     (damage,) = holdfast.verify(path).damaged

@@ -40,7 +40,9 @@ def check(path, add=0, **options):
 
 def run(program: str, *arguments: object) -> None:
     command = [sys.executable, "-c", CHILD + program, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

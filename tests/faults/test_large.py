@@ -62,9 +62,14 @@ def test_the_plan_of_a_large_conversion(source, target, holes, tmp_path):
 
 def test_a_small_part_of_a_large_file(holes, tmp_path):
     for source in ("big.pt", "big.safetensors"):
-        holdfast.convert(holes / source, tmp_path / "out.pt", keep=["last", "point"], overwrite=True)
+        holdfast.convert(
+            holes / source, tmp_path / "out.pt", keep=["last", "point"], overwrite=True
+        )
         loaded = torch.load(tmp_path / "out.pt", weights_only=True)
-        assert {name: tuple(t.shape) for name, t in loaded.items()} == {"point": (), "last": (7, 11)}
+        assert {name: tuple(t.shape) for name, t in loaded.items()} == {
+            "point": (),
+            "last": (7, 11),
+        }
 
 
 MEASURE = """
@@ -80,5 +85,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_memory_stays_small(target, dtype, tmp_path):
     write_holes(tmp_path / "big.pt", {f"w{i}": (1 << 23, 4) for i in range(8)})
     arguments = [str(tmp_path / "big.pt"), str(tmp_path / target), dtype]
-    done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 300 * 1024  # kilobytes

@@ -36,7 +36,9 @@ def holes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
             each = -(-shape[0] // RANKS)
             local = torch.empty(max(0, min(each, shape[0] - rank * each)), *shape[1:])
             stride = torch.empty(shape, device="meta").stride()
-            made[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+            made[name] = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+            )
         return made
 
     with torch.serialization.skip_data():
@@ -51,7 +53,11 @@ def holes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
 def number_ranks(file: Path) -> None:
     """Put the numbers of the ranks into the mesh: up to torch 2.9 they are in a tensor alone, whose bytes were left out, too."""
     with zipfile.ZipFile(file) as archive:
-        (record,) = [info.filename.partition("/")[2] for info in archive.infolist() if info.file_size == 4 * RANKS]
+        (record,) = [
+            info.filename.partition("/")[2]
+            for info in archive.infolist()
+            if info.file_size == 4 * RANKS
+        ]
     with file.open("r+b") as opened:
         opened.seek(torch._C.PyTorchFileReader(str(file)).get_record_offset(record))
         opened.write(np.arange(RANKS, dtype=np.int32).tobytes())
@@ -60,7 +66,9 @@ def number_ranks(file: Path) -> None:
 def test_eighty_billion_elements(tmp_path):
     folder = holes(tmp_path / "actor", EIGHTY)
     count = sum(map(math.prod, EIGHTY.values())) + 1
-    told = holdfast.convert(folder, tmp_path / "hf", dtype="bf16", max_memory="2GiB", max_shard_size="5GB", dry_run=True)
+    told = holdfast.convert(
+        folder, tmp_path / "hf", dtype="bf16", max_memory="2GiB", max_shard_size="5GB", dry_run=True
+    )
     assert told.peak_nbytes <= 2 << 30
     assert told.read_nbytes == 4 * count
     assert 2 * count <= told.nbytes < 2 * count + 100_000
@@ -89,5 +97,7 @@ print(kilobytes("VmHWM:") - before)
 def test_memory_stays_small(tmp_path):
     folder = holes(tmp_path / "actor", {f"w{i}": (1 << 13, 4 << 10) for i in range(6)})
     arguments = [str(folder), str(tmp_path / "out.safetensors")]
-    done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 300 * 1024  # kilobytes

@@ -27,7 +27,13 @@ def save_sharded_dcp(path: Path) -> None:
 
 
 def split(path: Path) -> None:
-    holdfast.save({f"w{i}": np.ones(300) for i in range(4)}, path, format="safetensors", max_shard_size=3000, overwrite=True)
+    holdfast.save(
+        {f"w{i}": np.ones(300) for i in range(4)},
+        path,
+        format="safetensors",
+        max_shard_size=3000,
+        overwrite=True,
+    )
 
 
 def convert_resumed(path: Path) -> None:
@@ -35,7 +41,9 @@ def convert_resumed(path: Path) -> None:
     holdfast.convert(path.with_name("source.pt"), path, overwrite=True, resume=True)
 
 
-@pytest.mark.parametrize("replace", [save, save_sharded_native, save_sharded_dcp, split, convert_resumed])
+@pytest.mark.parametrize(
+    "replace", [save, save_sharded_native, save_sharded_dcp, split, convert_resumed]
+)
 def test_a_private_checkpoint_stays_private(tmp_path: Path, replace: Callable[[Path], None]):
     path = tmp_path / "model"
     holdfast.save({"w": np.zeros(2)}, path)

@@ -36,7 +36,10 @@ def torch_shards(path: Path) -> None:
     state = tensors(SOME)
     names = [*state]
     for number in range(2):
-        torch.save({name: state[name] for name in names[number::2]}, path / f"pytorch_model-0000{number + 1}-of-00002.bin")
+        torch.save(
+            {name: state[name] for name in names[number::2]},
+            path / f"pytorch_model-0000{number + 1}-of-00002.bin",
+        )
 
 
 def in_dcp(path: Path) -> None:
@@ -94,4 +97,8 @@ def check(read: Callable[[], object], name: str, key: str, offset: int) -> None:
     with pytest.raises(Corrupted) as caught:
         read()
     found = caught.value
-    assert (found.tensor, Path(found.file or "").name, found.offset) == (name, Path(key).name, offset)
+    assert (found.tensor, Path(found.file or "").name, found.offset) == (
+        name,
+        Path(key).name,
+        offset,
+    )

@@ -39,7 +39,9 @@ def save_refused(path: Path, state: object = NEW) -> NotCommitted:
 def mounted(options: str) -> Iterator[Path]:
     """A file system of its own, where this user may have one."""
     with tempfile.TemporaryDirectory() as folder:
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True
+        ).returncode:
             pytest.skip("mounting is not allowed here")
         try:
             yield Path(folder)
@@ -64,7 +66,10 @@ def test_convert_looks_for_room_first(name, tmp_path):
     with mounted("size=1m") as disk:
         with pytest.raises(NotCommitted, match="are free"):
             holdfast.convert(tmp_path / "big.safetensors", disk / name)
-        assert "NOT ENOUGH" in holdfast.convert(tmp_path / "big.safetensors", disk / name, dry_run=True).explain()
+        assert (
+            "NOT ENOUGH"
+            in holdfast.convert(tmp_path / "big.safetensors", disk / name, dry_run=True).explain()
+        )
         assert os.listdir(disk) == []
 
 

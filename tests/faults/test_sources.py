@@ -12,7 +12,14 @@ import safetensors.numpy
 import torch
 
 import holdfast
-from holdfast.errors import Corrupted, FormatError, HoldfastError, NotCommitted, StoreError, Truncated
+from holdfast.errors import (
+    Corrupted,
+    FormatError,
+    HoldfastError,
+    NotCommitted,
+    StoreError,
+    Truncated,
+)
 
 TARGETS = ["b.pt", "b.safetensors", "b"]
 
@@ -32,7 +39,9 @@ class Meddling:
 @pytest.fixture
 def source(tmp_path) -> Path:
     """A file without checksums, of several blocks, of another library."""
-    safetensors.numpy.save_file({f"w{i}": np.full((1 << 20,), i, np.float32) for i in range(4)}, tmp_path / "a.safetensors")
+    safetensors.numpy.save_file(
+        {f"w{i}": np.full((1 << 20,), i, np.float32) for i in range(4)}, tmp_path / "a.safetensors"
+    )
     return tmp_path / "a.safetensors"
 
 
@@ -67,8 +76,15 @@ def test_grown_while_read(source, tmp_path):
 
 
 def test_changed_while_a_save_reads_it(source, tmp_path):
-    with holdfast.open(source) as ckpt, pytest.raises(NotCommitted, match="changed while it was read"):
-        holdfast.save({"w": ckpt["w0"]}, tmp_path / "b.pt", progress=Meddling(lambda: os.utime(source, (1, 1))))
+    with (
+        holdfast.open(source) as ckpt,
+        pytest.raises(NotCommitted, match="changed while it was read"),
+    ):
+        holdfast.save(
+            {"w": ckpt["w0"]},
+            tmp_path / "b.pt",
+            progress=Meddling(lambda: os.utime(source, (1, 1))),
+        )
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
 

@@ -45,7 +45,22 @@ def test_names_that_a_format_forbids(key, name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_odd_names_that_are_allowed(name, tmp_path):
-    keys = ["", ".", "..", "/", "a/b", "\0", "\n", "ü\U0001f600", "x" * 1000, " ", '"', "\\", "#2", "tensor"]
+    keys = [
+        "",
+        ".",
+        "..",
+        "/",
+        "a/b",
+        "\0",
+        "\n",
+        "ü\U0001f600",
+        "x" * 1000,
+        " ",
+        '"',
+        "\\",
+        "#2",
+        "tensor",
+    ]
     holdfast.save({key: np.full(1, i) for i, key in enumerate(keys)}, tmp_path / name)
     with holdfast.open(tmp_path / name) as ckpt:
         assert [ckpt[key].numpy()[0] for key in keys] == list(range(len(keys)))
@@ -69,13 +84,21 @@ def test_nothing_and_points(name, tmp_path):
         assert [t.shape for t in ckpt.values()] == shapes
         assert ckpt["0"].numpy() == 1
     if name == "a.pt":
-        assert [tuple(t.shape) for t in torch.load(tmp_path / name, weights_only=True).values()] == shapes
+        assert [
+            tuple(t.shape) for t in torch.load(tmp_path / name, weights_only=True).values()
+        ] == shapes
     if name == "a.safetensors":
-        assert sorted(tuple(t.shape) for t in safetensors.torch.load_file(tmp_path / name).values()) == sorted(shapes)
+        assert sorted(
+            tuple(t.shape) for t in safetensors.torch.load_file(tmp_path / name).values()
+        ) == sorted(shapes)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("state", [{}, {"only": {}}, {"zero": np.empty((0,))}], ids=["nothing", "no tensor", "no element"])
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"only": {}}, {"zero": np.empty((0,))}],
+    ids=["nothing", "no tensor", "no element"],
+)
 def test_an_empty_state(state, name, tmp_path):
     holdfast.save(state, tmp_path / name, keep_tree=True)
     with holdfast.open(tmp_path / name) as ckpt:
@@ -88,7 +111,11 @@ def test_an_empty_state(state, name, tmp_path):
 def test_a_hundred_thousand_tensors(name, tmp_path):
     memory = np.arange(100_000, dtype=np.float32)
     # Each in memory of its own: views of one array would be views of one storage.
-    holdfast.save({f"layer.{i}.weight": memory[i : i + 1].copy() for i in range(len(memory))}, tmp_path / name, durable=False)
+    holdfast.save(
+        {f"layer.{i}.weight": memory[i : i + 1].copy() for i in range(len(memory))},
+        tmp_path / name,
+        durable=False,
+    )
     with holdfast.open(tmp_path / name) as ckpt:
         assert len(ckpt) == len(memory)
         assert ckpt["layer.99999.weight"].numpy().tolist() == [99_999]
@@ -101,7 +128,12 @@ def test_more_characters_of_names_than_tensors_have_bytes(tmp_path):
     holdfast.save({"experts": state}, tmp_path / "nested.pt")
     holdfast.convert(tmp_path / "nested.pt", tmp_path / "a.safetensors")
     holdfast.convert(tmp_path / "a.pt", tmp_path / "native")
-    for name, prefix in {"a.pt": "", "nested.pt": "experts.", "a.safetensors": "experts.", "native": ""}.items():
+    for name, prefix in {
+        "a.pt": "",
+        "nested.pt": "experts.",
+        "a.safetensors": "experts.",
+        "native": "",
+    }.items():
         with holdfast.open(tmp_path / name) as ckpt:
             assert list(ckpt) == [prefix + key for key in state]
             assert ckpt[f"{prefix}{11_999:0500}"].numpy() == 11_999

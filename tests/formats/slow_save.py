@@ -30,7 +30,9 @@ def raw_bytes(tensor: LazyTensor) -> bytes:
     array = np.ascontiguousarray(tensor.numpy())
     if not tensor.dtype.packed:
         return array.tobytes()
-    bits = np.unpackbits(array.view(np.uint8).reshape(-1, 1), axis=1, bitorder="little")[:, : tensor.dtype.bits]
+    bits = np.unpackbits(array.view(np.uint8).reshape(-1, 1), axis=1, bitorder="little")[
+        :, : tensor.dtype.bits
+    ]
     return np.packbits(bits.reshape(-1), bitorder="little").tobytes()
 
 
@@ -66,7 +68,9 @@ def execute(plan: SavePlan) -> dict[str, bytes]:
 
 def reopen(files: Mapping[str, bytes], limits: Limits | None = None) -> Checkpoint:
     """Open files in memory, whatever they are."""
-    source = OpenSource(MemoryStore({key or "file": content for key, content in files.items()}), limits=limits)
+    source = OpenSource(
+        MemoryStore({key or "file": content for key, content in files.items()}), limits=limits
+    )
     return Checkpoint(source, detect(source).describe(source))
 
 
@@ -83,7 +87,9 @@ class Memory:
         self.source.store = MemoryStore(self.content)
         return Storage(key, 0, len(content), home=self)
 
-    def raw(self, dtype: DType | str, shape: tuple[int, ...], content: bytes | None = None) -> LazyTensor:
+    def raw(
+        self, dtype: DType | str, shape: tuple[int, ...], content: bytes | None = None
+    ) -> LazyTensor:
         dtype = DTYPES.name(dtype) if isinstance(dtype, str) else dtype
         nbytes = dtype.nbytes(int(np.prod(shape, dtype=object)))
         storage = self.storage(content or bytes(i * 37 % 251 for i in range(nbytes)))
@@ -91,14 +97,23 @@ class Memory:
 
     def array(self, array: np.ndarray, **traits: object) -> LazyTensor:
         tensor = self.raw(DTYPES.numpy(array.dtype), array.shape, array.tobytes())
-        return LazyTensor("", tensor.dtype, tensor.shape, tensor.chunks, self.source, Traits(**traits))
+        return LazyTensor(
+            "", tensor.dtype, tensor.shape, tensor.chunks, self.source, Traits(**traits)
+        )
 
     def view(
-        self, of: LazyTensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, **traits: object
+        self,
+        of: LazyTensor,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int = 0,
+        **traits: object,
     ) -> LazyTensor:
         """Strides and offset in elements of the storage of another tensor."""
         bits = of.dtype.bits
-        chunk = Chunk(Box.whole(shape), of.chunks[0].storage, offset * bits, tuple(s * bits for s in strides))
+        chunk = Chunk(
+            Box.whole(shape), of.chunks[0].storage, offset * bits, tuple(s * bits for s in strides)
+        )
         return LazyTensor("", of.dtype, shape, (chunk,), self.source, Traits(**traits))
 
 

@@ -19,7 +19,14 @@ from holdfast import formats
 from holdfast.cli.completion import script
 from holdfast.cli.main import main
 from holdfast.core.value import replace
-from holdfast.errors import BadArgument, CannotHold, FormatError, HeaderError, UnknownFormat, Unsupported
+from holdfast.errors import (
+    BadArgument,
+    CannotHold,
+    FormatError,
+    HeaderError,
+    UnknownFormat,
+    Unsupported,
+)
 from holdfast.formats import FORMATS, format_of, rank_formats, titles, written_formats
 from holdfast.runs.export import Export
 from holdfast.saving.formats import LAYOUT, written_suffixes
@@ -46,13 +53,21 @@ def path(toy: None, tmp_path: Path) -> Path:
 
 def same(place: object) -> None:
     with holdfast.open(place) as found:
-        assert {name: tensor.numpy().tolist() for name, tensor in found.items()} == {n: a.tolist() for n, a in STATE.items()}
+        assert {name: tensor.numpy().tolist() for name, tensor in found.items()} == {
+            n: a.tolist() for n, a in STATE.items()
+        }
 
 
 def test_without_its_line_nobody_knows_it(tmp_path: Path):
-    with pytest.raises(Unsupported, match=r"'\.toy' names no format; use one of \.pt, \.pth, \.bin, \.ckpt, \.safetensors, none"):
+    with pytest.raises(
+        Unsupported,
+        match=r"'\.toy' names no format; use one of \.pt, \.pth, \.bin, \.ckpt, \.safetensors, none",
+    ):
         holdfast.save(STATE, tmp_path / "x.toy")
-    with pytest.raises(Unsupported, match=r"'toy' is no format that can be written; use torch, safetensors, native or dcp$"):
+    with pytest.raises(
+        Unsupported,
+        match=r"'toy' is no format that can be written; use torch, safetensors, native or dcp$",
+    ):
         holdfast.save(STATE, tmp_path / "x", format="toy")
     with pytest.raises(UnknownFormat):
         holdfast.open(MAGIC + b"{}\n")
@@ -86,14 +101,18 @@ def test_messages_tell_of_it(toy: None, tmp_path: Path):
 def test_what_its_layout_cannot_hold_is_refused(toy: None, tmp_path: Path):
     with pytest.raises(CannotHold, match="nested"):
         holdfast.save({"a": {"b": np.ones(2)}}, tmp_path / "x.toy")
-    with pytest.raises(Unsupported, match="only a native directory stores tensors packed, and this is toy"):
+    with pytest.raises(
+        Unsupported, match="only a native directory stores tensors packed, and this is toy"
+    ):
         holdfast.save(STATE, tmp_path / "x.toy", sparse="auto")
     with pytest.raises(Unsupported, match="only native directories share files, and this is toy"):
         holdfast.save(STATE, tmp_path / "x.toy", hashes=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_its_reader_would_not_open_is_not_written(toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_its_reader_would_not_open_is_not_written(
+    toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("holdfast.saving.formats.OPENED", set())
     monkeypatch.setattr("tests.formats.toy.MAGIC", b"YOT:")
     with pytest.raises(CannotHold, match="what would be written could not be opened again"):
@@ -155,7 +174,9 @@ def test_diff_knows_that_its_names_are_all_it_has(path: Path):
     holdfast.save(nested, path.parent / "nested.pt")
     holdfast.save({"a.b": nested["a"]["b"]}, path.parent / "flat.toy")
     found = holdfast.diff(path.parent / "nested.pt", path.parent / "flat.toy")
-    assert any("nested on one side and have dotted names on the other" in note for note in found.notes)
+    assert any(
+        "nested on one side and have dotted names on the other" in note for note in found.notes
+    )
 
 
 @pytest.mark.parametrize("name", ["x.toy", "folder/x.TOY"])
@@ -168,7 +189,14 @@ def test_a_url(toy: None, name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [("x.toy", True), ("x.PT", True), ("run/step-1.5", False), ("Llama-3.1-8B", False), ("a.pt/step-1", False)]
+    ("name", "file"),
+    [
+        ("x.toy", True),
+        ("x.PT", True),
+        ("run/step-1.5", False),
+        ("Llama-3.1-8B", False),
+        ("a.pt/step-1", False),
+    ],
 )
 def test_a_url_is_an_objects_by_its_suffix(name: str, file: bool):
     assert url_of(f"memory://bucket/{name}").says_file is file
@@ -204,9 +232,14 @@ FORMATS.append(TOY)
 from holdfast.cli.main import main
 sys.exit(main(["convert", "--help"]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     told = " ".join(done.stdout.split())
-    assert "torch (.pt, .pth, .bin, .ckpt), safetensors, a native directory (no suffix), or toy." in told
+    assert (
+        "torch (.pt, .pth, .bin, .ckpt), safetensors, a native directory (no suffix), or toy."
+        in told
+    )
 
 
 # The list itself.
@@ -214,7 +247,13 @@ sys.exit(main(["convert", "--help"]))
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 def test_an_entry_names_what_is_there_and_in_this_package(format: formats.Format):
-    named = {format.read_by, format.known_by, format.written_by, format.sharded_by, format.weights_by} - {""}
+    named = {
+        format.read_by,
+        format.known_by,
+        format.written_by,
+        format.sharded_by,
+        format.weights_by,
+    } - {""}
     assert all(where.startswith(".") for where in named)
     assert all(callable(formats.named(where)) for where in named)
     assert format.known_by or (format.begins and not format.folder)

@@ -12,8 +12,23 @@ from hypothesis import strategies as st
 
 from holdfast.core.documents import seal as with_checksum
 from holdfast.core.limits import Limits
-from holdfast.errors import Corrupted, HeaderError, HoldfastError, LimitExceeded, UnsafePath, Unsupported
-from holdfast.seals.document import LARGEST, SEAL, Seal, SealedFile, encode_seal, misfits, parse_seal
+from holdfast.errors import (
+    Corrupted,
+    HeaderError,
+    HoldfastError,
+    LimitExceeded,
+    UnsafePath,
+    Unsupported,
+)
+from holdfast.seals.document import (
+    LARGEST,
+    SEAL,
+    Seal,
+    SealedFile,
+    encode_seal,
+    misfits,
+    parse_seal,
+)
 
 SHA = "sha256:" + "0f" * 32
 XXH = "xxh3-128:" + "a0" * 16
@@ -37,10 +52,18 @@ def files(*names: str) -> list[dict[str, object]]:
 
 
 def test_a_seal_is_read_as_it_was_written():
-    seal = Seal(7, 1.5, {"loss": 0.25, "n": 3.0}, (SealedFile("a", 3, XXH), SealedFile("sub/ü.pt", LARGEST, None)))
+    seal = Seal(
+        7,
+        1.5,
+        {"loss": 0.25, "n": 3.0},
+        (SealedFile("a", 3, XXH), SealedFile("sub/ü.pt", LARGEST, None)),
+    )
     assert parse_seal(encode_seal(seal), Limits()) == seal
     assert parse_seal(text(), Limits()) == Seal(
-        500, 1763270000.125, {"val_loss": 2.5}, (SealedFile("a/b.pt", 3, SHA), SealedFile("c", 0, None))
+        500,
+        1763270000.125,
+        {"val_loss": 2.5},
+        (SealedFile("a/b.pt", 3, SHA), SealedFile("c", 0, None)),
     )
     assert parse_seal(encode_seal(Seal(None, 0.0, {}, ())), Limits()) == Seal(None, 0.0, {}, ())
 
@@ -69,7 +92,10 @@ def test_how_long_the_run_had_run_is_no_field_that_an_older_reader_refuses():
         assert parse_seal(text(metrics={"holdfast.ran": wrong}), Limits()).ran is None
 
 
-@pytest.mark.parametrize("name", ["..", "a/../b", "../x", "/etc/passwd", "a//b", "a/", "./a", "", "a\0b", "a\\b", "C:\\x"])
+@pytest.mark.parametrize(
+    "name",
+    ["..", "a/../b", "../x", "/etc/passwd", "a//b", "a/", "./a", "", "a\0b", "a\\b", "C:\\x"],
+)
 def test_a_name_that_leads_out_is_refused(name: str):
     with pytest.raises(UnsafePath):
         parse_seal(text(files=files(name)), Limits())
@@ -91,7 +117,10 @@ def test_a_name_that_leads_out_is_refused(name: str):
         ({"files": [{"name": "a", "nbytes": 1, "mode": 7}]}, "$.files[0]"),
         ({"files": [{"name": "a", "nbytes": 1, "digest": None}]}, "$.files[0].digest"),
         ({"files": [{"name": "a", "nbytes": 1, "digest": "sha256:00"}]}, "$.files[0].digest"),
-        ({"files": [{"name": "a", "nbytes": 1, "digest": SHA.upper().replace("SHA", "sha")}]}, "$.files[0].digest"),
+        (
+            {"files": [{"name": "a", "nbytes": 1, "digest": SHA.upper().replace("SHA", "sha")}]},
+            "$.files[0].digest",
+        ),
         ({"files": {"a": 1}}, "$.files"),
         ({"step": -1}, "$.step"),
         ({"step": 10**19}, "$.step"),
@@ -118,14 +147,18 @@ def test_what_breaks_the_schema_is_refused_and_its_place_named(changes: dict[str
 
 
 def test_a_key_that_occurs_twice_is_refused():
-    raw = with_checksum(json.dumps(GOOD).replace('"step": 500', '"step": 500, "step": 501').encode())
+    raw = with_checksum(
+        json.dumps(GOOD).replace('"step": 500', '"step": 500, "step": 501').encode()
+    )
     with pytest.raises(HeaderError, match="twice"):
         parse_seal(raw, Limits())
 
 
 @pytest.mark.parametrize("field", sorted(GOOD))
 def test_a_field_that_is_missing_is_refused(field: str):
-    raw = with_checksum(json.dumps({name: value for name, value in GOOD.items() if name != field}).encode())
+    raw = with_checksum(
+        json.dumps({name: value for name, value in GOOD.items() if name != field}).encode()
+    )
     with pytest.raises(HeaderError):
         parse_seal(raw, Limits())
 

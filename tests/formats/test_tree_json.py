@@ -36,7 +36,9 @@ def through_json(tree, state=None):
     raw = raw.ljust(paid_nbytes(raw))
     value = parse(raw, LIMITS)
     assert_same(value, parse(raw, LIMITS))
-    return decode_tree(value, ({} if state is None else state.tensors).__getitem__, Memory().source)[0]
+    return decode_tree(
+        value, ({} if state is None else state.tensors).__getitem__, Memory().source
+    )[0]
 
 
 @settings(max_examples=200)
@@ -90,7 +92,10 @@ FORMS = [
     (Global("torch", "sparse_coo"), {"$": "global", "module": "torch", "name": "sparse_coo"}),
     (PurePosixPath("/a/b"), {"$": "path", "flavour": "posix", "path": "/a/b"}),
     (np.float32(1), {"$": "numpy.scalar", "dtype": "<f4", "base64": "AACAPw=="}),
-    (np.arange(2, dtype="<u2"), {"$": "numpy.array", "shape": [2], "dtype": "<u2", "base64": "AAABAA=="}),
+    (
+        np.arange(2, dtype="<u2"),
+        {"$": "numpy.array", "shape": [2], "dtype": "<u2", "base64": "AAABAA=="},
+    ),
     (np.str_("a\0"), {"$": "numpy.str", "value": "a\0"}),
     (np.bytes_(b"\xff"), {"$": "numpy.bytes", "base64": "/w=="}),
     (np.dtype(">i4"), {"$": "numpy.dtype", "dtype": ">i4"}),
@@ -118,7 +123,10 @@ def test_a_path_on_this_disk_comes_back_as_a_path():
 
 def test_keys_that_look_alike_keep_their_tensors_apart():
     memory = Memory()
-    tree = {np.int64(i): memory.array(np.array([i])) for i in range(3)} | {"1": memory.array(np.array([7])), 1.5: None}
+    tree = {np.int64(i): memory.array(np.array([i])) for i in range(3)} | {
+        "1": memory.array(np.array([7])),
+        1.5: None,
+    }
     state = state_of(tree)
     assert_same(tree, through_json(tree, state))
 
@@ -150,7 +158,18 @@ def test_all_problems_are_named_with_their_paths():
         "big": 10**5000, "f": defaultdict(lambda: 1), "e": ..., "s": {"k": slice("a")}, "ok": 1, "sub": np.ma.array([1]),
     }  # fmt: skip
     problems = encode_value(tree).problems
-    assert [p.split(":")[0] for p in problems] == ["a.0", "b", "c", "loop.0.again", "o", "big", "f", "e", "s.k", "sub"]
+    assert [p.split(":")[0] for p in problems] == [
+        "a.0",
+        "b",
+        "c",
+        "loop.0.again",
+        "o",
+        "big",
+        "f",
+        "e",
+        "s.k",
+        "sub",
+    ]
     assert "an object of class x.Y" in problems[0]
     assert "contains itself" in problems[3]
 
@@ -303,11 +322,23 @@ def test_no_document_causes_any_other_error(document):
 
 
 @pytest.mark.parametrize(
-    "value", [{"a": 1 << 60}, {"a": 1, "b": -(1 << 60)}, {"a": 1, "b": True}, {"a": 2, "b": 2.0}, {"a": 1, "b": [3]}]
+    "value",
+    [
+        {"a": 1 << 60},
+        {"a": 1, "b": -(1 << 60)},
+        {"a": 1, "b": True},
+        {"a": 2, "b": 2.0},
+        {"a": 1, "b": [3]},
+    ],
 )
 def test_dicts_that_begin_with_an_integer(value):
     """Those of short integers alone are one text for all that are alike; these are not."""
-    tree = {"first": {"a": 1, "b": 1}, "alike": {"a": 1, "b": 1}, "other": value, "again": dict(value)}
+    tree = {
+        "first": {"a": 1, "b": 1},
+        "alike": {"a": 1, "b": 1},
+        "other": value,
+        "again": dict(value),
+    }
     assert_same(tree, through_json(tree))
 
 
@@ -316,12 +347,17 @@ class Text(str):
 
 
 @pytest.mark.parametrize(
-    "odd", [{"version": True}, {Text("version"): 1}, {"$version": 1}, {"version": 1 << 60}, {1: 1}, {}], ids=repr
+    "odd",
+    [{"version": True}, {Text("version"): 1}, {"$version": 1}, {"version": 1 << 60}, {1: 1}, {}],
+    ids=repr,
 )
 def test_a_dict_that_only_looks_like_a_version_is_written_as_it_is_alone(odd):
     together, alone = (encode_value(tree) for tree in ({"a": {"version": 1}, "b": odd}, {"b": odd}))
     assert together.problems == alone.problems
-    assert json.loads(msgspec.json.encode(together.value)) == {"a": {"version": 1}, **json.loads(msgspec.json.encode(alone.value))}
+    assert json.loads(msgspec.json.encode(together.value)) == {
+        "a": {"version": 1},
+        **json.loads(msgspec.json.encode(alone.value)),
+    }
 
 
 def test_a_dict_of_integers_in_two_places_is_noted():

@@ -20,7 +20,13 @@ from holdfast.formats import Format
 MAGIC = b"TOY:"
 
 TOY = Format(
-    "toy", f"{__name__}:describe", MAGIC, suffixes=(".toy",), choices=("toy",), written_by=f"{__name__}:lay_out", keeps="tensors"
+    "toy",
+    f"{__name__}:describe",
+    MAGIC,
+    suffixes=(".toy",),
+    choices=("toy",),
+    written_by=f"{__name__}:lay_out",
+    keeps="tensors",
 )
 
 

@@ -18,7 +18,11 @@ texts = st.one_of(
     st.sampled_from(["", "$", "$ref", "a.b", "__metadata__", "\x00", '"\\', "ü\U0001f600"]),
     st.sampled_from(["\ud800", "\udfff\ud800", "\ud83d\ude00"]),
 )
-integers = st.integers(-(1 << 54), 1 << 54) | st.integers() | st.sampled_from([1 << 53, (1 << 53) + 1, -(1 << 64), 10**300])
+integers = (
+    st.integers(-(1 << 54), 1 << 54)
+    | st.integers()
+    | st.sampled_from([1 << 53, (1 << 53) + 1, -(1 << 64), 10**300])
+)
 floats = st.floats() | st.sampled_from([-0.0, 5e-324, 1.7976931348623157e308, 1e16, 1e22, 0.1])
 numbers = integers | floats | st.booleans() | st.none() | st.complex_numbers()
 
@@ -35,7 +39,9 @@ def arrays(draw):
     if dtype.kind == "U":
         return np.full(shape, draw(st.text("ab\U0001f600", max_size=3)), dtype)
     count = int(np.prod(shape))
-    return np.frombuffer(draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize)), dtype).reshape(shape)
+    return np.frombuffer(
+        draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize)), dtype
+    ).reshape(shape)
 
 
 @st.composite
@@ -45,7 +51,8 @@ def scalars(draw):
 
 
 paths = st.one_of(
-    st.builds(PurePosixPath, st.text("ab/. ü", max_size=8)), st.builds(PureWindowsPath, st.text("aC:\\/. ", max_size=8))
+    st.builds(PurePosixPath, st.text("ab/. ü", max_size=8)),
+    st.builds(PureWindowsPath, st.text("aC:\\/. ", max_size=8)),
 ).filter(lambda path: type(path)(str(path)) == path)
 
 # Written with `composite` and not with `recursive`: Hypothesis spends seconds on the representation of the latter.
@@ -112,13 +119,17 @@ def trees(draw, leaf=None, depth=3):
         case 4:
             return draw(st.dictionaries(keys(), inner, max_size=2))
         case 5:
-            made = OrderedDict(draw(st.lists(st.tuples(draw(st.sampled_from([texts, keys()])), inner), max_size=2)))
+            made = OrderedDict(
+                draw(st.lists(st.tuples(draw(st.sampled_from([texts, keys()])), inner), max_size=2))
+            )
             if draw(st.booleans()):
                 made._metadata = draw(st.dictionaries(texts, integers, max_size=2))
             return made
         case 6:
             return Counter(draw(st.dictionaries(keys(), integers, max_size=3)))
         case 7:
-            return DefaultDict(draw(st.sampled_from(FILLERS)), draw(st.lists(st.tuples(keys(), inner), max_size=2)))
+            return DefaultDict(
+                draw(st.sampled_from(FILLERS)), draw(st.lists(st.tuples(keys(), inner), max_size=2))
+            )
         case _:
             return draw(leaves() if leaf is None else leaf)

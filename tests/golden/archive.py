@@ -37,7 +37,9 @@ def pack(prefix: str, records: Iterable[tuple[str, bytes]], *, alignment: int = 
         flags = FLAGS if payload else FLAGS_EMPTY
         crc = zlib.crc32(payload)
         pad = -(start + 30 + len(name) + 4) % alignment
-        out += struct.pack("<4s5H3I2H", b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), pad + 4)
+        out += struct.pack(
+            "<4s5H3I2H", b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), pad + 4
+        )
         out += name + b"FB" + struct.pack("<H", pad) + b"Z" * pad + payload
         if payload:
             out += struct.pack("<4s3I", b"PK\x07\x08", crc, len(payload), len(payload))

@@ -24,12 +24,19 @@ def row(dtype: str, *shape: int) -> np.ndarray:
     count = int(np.prod(shape, dtype=np.int64))
     if made == np.bool_:
         return (np.arange(count) % 3 == 0).reshape(shape)
-    return ((np.arange(count * made.itemsize) * 37 + 11) % 256).astype(np.uint8).view(made).reshape(shape)
+    return (
+        ((np.arange(count * made.itemsize) * 37 + 11) % 256)
+        .astype(np.uint8)
+        .view(made)
+        .reshape(shape)
+    )
 
 
 def as_torch(array: np.ndarray) -> torch.Tensor:
     """The same elements, in this machine's order and C's."""
-    return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))).reshape(array.shape))
+    return torch.from_numpy(
+        np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))).reshape(array.shape)
+    )
 
 
 def loaded(path: Path) -> dict[str, torch.Tensor]:
@@ -43,14 +50,20 @@ def _turned(path: Path) -> torch.Tensor:
     return as_torch(np.load(path))
 
 
-@golden("version3.npy", "npy", "the third version of the header, which numpy writes for names of fields that are not ASCII")
+@golden(
+    "version3.npy",
+    "npy",
+    "the third version of the header, which numpy writes for names of fields that are not ASCII",
+)
 def _version3(path: Path) -> torch.Tensor:
     with path.open("wb") as file:
         np.lib.format.write_array(file, row("<u2", 2, 3, 2), version=(3, 0))
     return as_torch(np.load(path))
 
 
-@golden("bfloat16.npy", "npy", "bfloat16 of ml_dtypes, of which numpy only writes that it has two bytes")
+@golden(
+    "bfloat16.npy", "npy", "bfloat16 of ml_dtypes, of which numpy only writes that it has two bytes"
+)
 def _bfloat16(path: Path) -> torch.Tensor:
     array = np.arange(6).astype(ml_dtypes.bfloat16)
     np.save(path, array)
@@ -65,7 +78,11 @@ def _bfloat16(path: Path) -> torch.Tensor:
 def _stored(path: Path) -> dict[str, torch.Tensor]:
     kinds = ("?", ">i8", "<u2", "<f2", ">f4", "<c16")
     arrays = {np.dtype(kind).name: row(kind, 2, 3) for kind in kinds}
-    arrays |= {"layer/0/w": np.asfortranarray(row("<f4", 2, 2)), "w": row("<f4"), "W": row("<f4", 0, 3)}
+    arrays |= {
+        "layer/0/w": np.asfortranarray(row("<f4", 2, 2)),
+        "w": row("<f4"),
+        "W": row("<f4", 0, 3),
+    }
     np.savez(path, **arrays)
     return loaded(path)
 
@@ -73,7 +90,10 @@ def _stored(path: Path) -> dict[str, torch.Tensor]:
 @golden("deflated.npz", "npz", "compressed members")
 def _deflated(path: Path) -> dict[str, torch.Tensor]:
     np.savez_compressed(
-        path, w=np.arange(600, dtype=np.float32).reshape(20, 30), b=np.zeros(30), t=np.asfortranarray(row("<i4", 3, 2))
+        path,
+        w=np.arange(600, dtype=np.float32).reshape(20, 30),
+        b=np.zeros(30),
+        t=np.asfortranarray(row("<i4", 3, 2)),
     )
     return loaded(path)
 
@@ -90,7 +110,9 @@ def blocks(kind: str, count: int) -> np.ndarray:
 def write_gguf(path: Path, *, big: bool = False) -> dict[str, torch.Tensor]:
     import gguf
 
-    writer = gguf.GGUFWriter(path, "tiny", endianess=gguf.GGUFEndian.BIG if big else gguf.GGUFEndian.LITTLE)
+    writer = gguf.GGUFWriter(
+        path, "tiny", endianess=gguf.GGUFEndian.BIG if big else gguf.GGUFEndian.LITTLE
+    )
     writer.add_name("a tiny model")
     writer.add_uint32("tiny.block_count", 2)
     writer.add_float32("tiny.rope.freq_base", 0.1)
@@ -98,7 +120,15 @@ def write_gguf(path: Path, *, big: bool = False) -> dict[str, torch.Tensor]:
     writer.add_array("tokenizer.ggml.tokens", ["<s>", "naïve", "☃"])
     writer.add_array("tokenizer.ggml.scores", [0.0, -1.5, 0.1])
     writer.add_array("tiny.sizes", [3, 1, 2])
-    for name, dtype in (("f32", "f4"), ("f16", "f2"), ("f64", "f8"), ("i8", "i1"), ("i16", "i2"), ("i32", "i4"), ("i64", "i8")):
+    for name, dtype in (
+        ("f32", "f4"),
+        ("f16", "f2"),
+        ("f64", "f8"),
+        ("i8", "i1"),
+        ("i16", "i2"),
+        ("i32", "i4"),
+        ("i64", "i8"),
+    ):
         # The writer swaps in place what is to be of the other byte order.
         writer.add_tensor(f"blk.0.{name}", row(f"<{dtype}", 3, 5).copy())
     writer.add_tensor("norm.weight", row("<f4", 7).copy())
@@ -107,7 +137,11 @@ def write_gguf(path: Path, *, big: bool = False) -> dict[str, torch.Tensor]:
         writer.add_tensor("blk.0.bf16", bf16, raw_dtype=gguf.GGMLQuantizationType.BF16)
         for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
                      "TQ2_0", "IQ2_XXS"):  # fmt: skip
-            writer.add_tensor(f"blk.1.{kind}", blocks(kind, 2).reshape(1, -1), raw_dtype=gguf.GGMLQuantizationType[kind])
+            writer.add_tensor(
+                f"blk.1.{kind}",
+                blocks(kind, 2).reshape(1, -1),
+                raw_dtype=gguf.GGMLQuantizationType[kind],
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

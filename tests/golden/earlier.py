@@ -23,7 +23,11 @@ def state(*, packed: bool = False) -> dict[str, object]:
     if packed:
         w = np.zeros((256, 64), np.float32)
         w[::7, ::5] = 3.5
-    return {"model": {"w": w, "head": w, "b": np.arange(6, dtype=np.int16)}, "step": 1000, "betas": (0.9, 0.95)}
+    return {
+        "model": {"w": w, "head": w, "b": np.arange(6, dtype=np.int16)},
+        "step": 1000,
+        "betas": (0.9, 0.95),
+    }
 
 
 def make(folder: Path) -> None:
@@ -33,7 +37,14 @@ def make(folder: Path) -> None:
     holdfast.save(state(packed=True), folder / "packed", metadata=about, sparse="auto")
     reshard(folder / "native", folder / "cut", mesh={"tp": 2}, rules=["model.w: tp=0"])
     holdfast.save(state(), folder / "one.safetensors", metadata=about, keep_tree=True)
-    holdfast.save(state(), folder / "split", format="safetensors", metadata=about, keep_tree=True, max_shard_size=100)
+    holdfast.save(
+        state(),
+        folder / "split",
+        format="safetensors",
+        metadata=about,
+        keep_tree=True,
+        max_shard_size=100,
+    )
 
 
 if __name__ == "__main__":

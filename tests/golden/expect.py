@@ -133,7 +133,12 @@ def expectation(tree: object, form: str) -> dict[str, object]:
             if kind:
                 shape = None if leaf.is_nested else list(leaf.shape)
                 found_parts = {part: facts(tensor) for part, tensor in inner.items()}
-                composites[name] = {"kind": kind, "shape": shape, **attributes, "parts": found_parts}
+                composites[name] = {
+                    "kind": kind,
+                    "shape": shape,
+                    **attributes,
+                    "parts": found_parts,
+                }
                 continue
             tensors[name] = facts(leaf)
             if leaf.dtype == versions.dtype("float4_e2m1fn_x2") and form.startswith("safetensors"):
@@ -154,5 +159,7 @@ def expectation(tree: object, form: str) -> dict[str, object]:
             values[name] = leaf
     found: dict[str, object] = {"format": form, "tensors": tensors}
     found["aliases"] = groups(places)
-    found |= {k: v for k, v in (("composites", composites), ("arrays", arrays), ("values", values)) if v}
+    found |= {
+        k: v for k, v in (("composites", composites), ("arrays", arrays), ("values", values)) if v
+    }
     return found

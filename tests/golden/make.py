@@ -52,7 +52,11 @@ def remove(path: Path) -> None:
 def pickles(path: Path) -> list[bytes]:
     """The pickles of a zip whose globals the expectation lists."""
     if path.is_file() and path.read_bytes()[:4] == b"PK\x03\x04":
-        return [payload for name, payload in unpack_stored(path) if name in ("data.pkl", "constants.pkl")]
+        return [
+            payload
+            for name, payload in unpack_stored(path)
+            if name in ("data.pkl", "constants.pkl")
+        ]
     return []
 
 
@@ -95,21 +99,36 @@ def table() -> str:
     lines = ["| file | format | bytes | what it is for |", "| --- | --- | ---: | --- |"]
     for name, (form, purpose, _) in RECIPES.items():
         path = FILES / name
-        size = sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
-        lines.append(f"| `files/{name}{'/' if path.is_dir() else ''}` | {form} | {size:,} | {purpose} |")
-    lines += ["", "| hostile file | bytes | what it would do if it were unpickled |", "| --- | ---: | --- |"]
-    lines += [f"| `hostile/{name}` | {len(content):,} | {purpose} |" for name, (purpose, content, _) in HOSTILE.items()]
+        size = (
+            sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
+        )
+        lines.append(
+            f"| `files/{name}{'/' if path.is_dir() else ''}` | {form} | {size:,} | {purpose} |"
+        )
+    lines += [
+        "",
+        "| hostile file | bytes | what it would do if it were unpickled |",
+        "| --- | ---: | --- |",
+    ]
+    lines += [
+        f"| `hostile/{name}` | {len(content):,} | {purpose} |"
+        for name, (purpose, content, _) in HOSTILE.items()
+    ]
     return "\n".join(lines)
 
 
 def main(names: list[str]) -> None:
-    assert torch.__version__.split("+")[0] == TORCH, f"the golden files come from torch {TORCH}, not {torch.__version__}"
+    assert torch.__version__.split("+")[0] == TORCH, (
+        f"the golden files come from torch {TORCH}, not {torch.__version__}"
+    )
     assert safetensors.__version__ == SAFETENSORS
     warnings.simplefilter("ignore")
     for folder in (FILES, EXPECTED, HOSTILE_DIR):
         folder.mkdir(exist_ok=True)
     torch.save(plain_state(), probe := FILES / "probe.pt")
-    assert pack("probe", unpack(probe).items()) == probe.read_bytes(), "archive.py does not write as torch does"
+    assert pack("probe", unpack(probe).items()) == probe.read_bytes(), (
+        "archive.py does not write as torch does"
+    )
     probe.unlink()
     for name in names or RECIPES:
         if not name.endswith(".gguf") or find_spec("gguf") is not None:

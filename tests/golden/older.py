@@ -36,7 +36,9 @@ class Renumbered(types.ModuleType):
                 cls.persistent_id = persistent_id
 
         def dump(obj: object, file: io.BufferedIOBase, protocol: int) -> None:
-            pickle.dump([keys[k] for k in obj] if isinstance(obj, list) else obj, file, protocol=protocol)
+            pickle.dump(
+                [keys[k] for k in obj] if isinstance(obj, list) else obj, file, protocol=protocol
+            )
 
         self.Pickler, self.dump = Pickler, dump
 
@@ -49,7 +51,11 @@ def save_legacy(state: object, path: Path) -> None:
         del torch.serialization.sorted
 
 
-@golden("legacy.pt", "torch-legacy", "the stream of five pickles and raw storages that torch wrote before 1.6")
+@golden(
+    "legacy.pt",
+    "torch-legacy",
+    "the stream of five pickles and raw storages that torch wrote before 1.6",
+)
 def _legacy(path: Path) -> None:
     save_legacy(plain_state(), path)
 
@@ -74,7 +80,15 @@ def _legacy_training(path: Path) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
     optimizer.step()
-    save_legacy({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "arch": "tiny", "best": 0.5}, path)
+    save_legacy(
+        {
+            "state_dict": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "arch": "tiny",
+            "best": 0.5,
+        },
+        path,
+    )
 
 
 @golden(
@@ -83,19 +97,26 @@ def _legacy_training(path: Path) -> None:
     "fp8 and unsigned dtypes in a legacy stream, which torch 2.13.0 writes and cannot read back",
 )
 def _legacy_untyped(path: Path) -> dict[str, torch.Tensor]:
-    state = {short(d): of_dtype(d) for d in (torch.float8_e5m2, torch.uint16, torch.uint64, torch.complex32)}
+    state = {
+        short(d): of_dtype(d)
+        for d in (torch.float8_e5m2, torch.uint16, torch.uint64, torch.complex32)
+    }
     save_legacy(state, path)
     try:
         torch.load(path, weights_only=False)
     except AttributeError:
         return state
-    raise AssertionError("torch reads untyped storages of legacy streams now: take its word for the expectation")
+    raise AssertionError(
+        "torch reads untyped storages of legacy streams now: take its word for the expectation"
+    )
 
 
 def views_of(tensor: torch.Tensor) -> bytes:
     """ndim, four bytes that nobody reads, sizes, strides, offset: a tensor in the 0.1 tar."""
     ndim = tensor.dim()
-    return struct.pack(f"<i4x{ndim}q{ndim}qq", ndim, *tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return struct.pack(
+        f"<i4x{ndim}q{ndim}qq", ndim, *tensor.shape, *tensor.stride(), tensor.storage_offset()
+    )
 
 
 @golden(
@@ -106,11 +127,26 @@ def views_of(tensor: torch.Tensor) -> bytes:
 def _tar(path: Path) -> None:
     base, other, ids = numbers(3, 4), numbers(5, start=50), torch.arange(4)
     tail = torch.arange(12.0)[4:]
-    state = {"weight": (11, base), "weight_t": (12, base.t()), "bias": (13, other), "ids": (14, ids)}
+    state = {
+        "weight": (11, base),
+        "weight_t": (12, base.t()),
+        "bias": (13, other),
+        "ids": (14, ids),
+    }
     storages = io.BytesIO()
     pickle.dump(3, storages, protocol=2)
-    for key, kind, data in ((1, "FloatStorage", base), (2, "FloatStorage", other), (3, "LongStorage", ids)):
-        storages.write(b"\x80\x02K" + bytes([key]) + b"X\x03\x00\x00\x00cpuctorch\n" + kind.encode() + b"\n\x87.")
+    for key, kind, data in (
+        (1, "FloatStorage", base),
+        (2, "FloatStorage", other),
+        (3, "LongStorage", ids),
+    ):
+        storages.write(
+            b"\x80\x02K"
+            + bytes([key])
+            + b"X\x03\x00\x00\x00cpuctorch\n"
+            + kind.encode()
+            + b"\n\x87."
+        )
         storages.write(struct.pack("<q", data.numel()) + elements(data))
     # Storage 4 is elements 4 … 11 of storage 1.
     pickle.dump([(4, 1, 4, 8)], storages, protocol=2)
@@ -124,7 +160,14 @@ def _tar(path: Path) -> None:
         (15, 4, "Float", numbers(2, 4)),
     )
     for key, storage, kind, tensor in rows:
-        tensors.write(b"\x80\x02K" + bytes([key]) + b"K" + bytes([storage]) + f"ctorch\n{kind}Tensor\n".encode() + b"\x87.")
+        tensors.write(
+            b"\x80\x02K"
+            + bytes([key])
+            + b"K"
+            + bytes([storage])
+            + f"ctorch\n{kind}Tensor\n".encode()
+            + b"\x87."
+        )
         tensors.write(views_of(tensor))
     main = io.BytesIO()
 

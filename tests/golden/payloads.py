@@ -59,7 +59,16 @@ WEIGHT = (
 
 def state(payload: bytes, *, protocol: int = 2) -> bytes:
     """A state dict with an honest weight and one more entry."""
-    return b"\x80" + bytes([protocol]) + b"}(" + text("weight") + WEIGHT + text("extra") + payload + b"u."
+    return (
+        b"\x80"
+        + bytes([protocol])
+        + b"}("
+        + text("weight")
+        + WEIGHT
+        + text("extra")
+        + payload
+        + b"u."
+    )
 
 
 def archive(stream: bytes) -> bytes:
@@ -116,7 +125,11 @@ def tar(stream: bytes) -> bytes:
 SYSTEM = call("posix", "system", text(SHELL))
 
 HOSTILE: dict[str, tuple[str, bytes, list[str]]] = {
-    "os_system.pt": ("run a shell command from beside an honest weight", archive(state(SYSTEM)), ["posix system"]),
+    "os_system.pt": (
+        "run a shell command from beside an honest weight",
+        archive(state(SYSTEM)),
+        ["posix system"],
+    ),
     "eval.pt": (
         "evaluate Python text",
         archive(state(call("__builtin__", "eval", text(PYTHON)))),
@@ -127,17 +140,32 @@ HOSTILE: dict[str, tuple[str, bytes, list[str]]] = {
         archive(state(call("builtins", "exec", text(PYTHON)))),
         ["builtins exec"],
     ),
-    "webbrowser.pt": ("open a web page", archive(state(call("webbrowser", "open", text(PAGE)))), ["webbrowser open"]),
+    "webbrowser.pt": (
+        "open a web page",
+        archive(state(call("webbrowser", "open", text(PAGE)))),
+        ["webbrowser open"],
+    ),
     "subprocess.pt": (
         "start a process",
-        archive(state(call("subprocess", "Popen", b"](" + text("echo") + text("you have been pwned") + b"e"))),
+        archive(
+            state(
+                call(
+                    "subprocess", "Popen", b"](" + text("echo") + text("you have been pwned") + b"e"
+                )
+            )
+        ),
         ["subprocess Popen"],
     ),
     "getattr_chain.pt": (
         "reach `system` through getattr on an imported module",
         archive(
             state(
-                call("__builtin__", "getattr", call("importlib", "import_module", text("os")), text("system"))
+                call(
+                    "__builtin__",
+                    "getattr",
+                    call("importlib", "import_module", text("os")),
+                    text("system"),
+                )
                 + text(SHELL)
                 + b"\x85R"
             )
@@ -202,7 +230,11 @@ HOSTILE: dict[str, tuple[str, bytes, list[str]]] = {
         legacy(b"\x80\x02" + SYSTEM + b"."),
         ["posix system"],
     ),
-    "tar_system.pt": ("run a shell command from a 0.1 tar", tar(b"\x80\x02" + SYSTEM + b"."), ["posix system"]),
+    "tar_system.pt": (
+        "run a shell command from a 0.1 tar",
+        tar(b"\x80\x02" + SYSTEM + b"."),
+        ["posix system"],
+    ),
     "raw_pickle.pt": (
         "run a shell command; a bare pickle of protocol 0, no torch container around it",
         b"cposix\nsystem\n(S'" + SHELL.encode() + b"'\ntR.",

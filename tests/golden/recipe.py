@@ -60,7 +60,11 @@ def of_dtype(dtype: torch.dtype) -> torch.Tensor:
     """Twelve elements of any dtype that is not quantised, of many bit patterns."""
     if dtype == torch.bool:
         return (torch.arange(12) % 3 == 0).reshape(3, 4)
-    raw = (torch.arange(12 * dtype.itemsize, dtype=torch.int64) * 37 + 11).remainder(256).to(torch.uint8)
+    raw = (
+        (torch.arange(12 * dtype.itemsize, dtype=torch.int64) * 37 + 11)
+        .remainder(256)
+        .to(torch.uint8)
+    )
     return raw.view(dtype).reshape(3, 4)
 
 

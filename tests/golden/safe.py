@@ -29,12 +29,20 @@ def writable(dtype: torch.dtype) -> bool:
 )
 def _st_dtypes(path: Path) -> dict[str, torch.Tensor]:
     state = {short(d): of_dtype(d) for d in plain_dtypes() if writable(d)}
-    state |= {"zero_d": torch.tensor(2.5), "empty": torch.empty(0), "none_wide": torch.empty(3, 0, 2)}
+    state |= {
+        "zero_d": torch.tensor(2.5),
+        "empty": torch.empty(0),
+        "none_wide": torch.empty(3, 0, 2),
+    }
     safetensors.torch.save_file(state, path)
     return safetensors.torch.load_file(path)
 
 
-@golden("metadata.safetensors", "safetensors", "with __metadata__, and names that need care: dots, spaces, non-ASCII")
+@golden(
+    "metadata.safetensors",
+    "safetensors",
+    "with __metadata__, and names that need care: dots, spaces, non-ASCII",
+)
 def _st_metadata(path: Path) -> dict[str, torch.Tensor]:
     metadata = {"author": "nobody", "format": "pt", "note": "naïve ☃"}
     state = {
@@ -45,7 +53,9 @@ def _st_metadata(path: Path) -> dict[str, torch.Tensor]:
     }
     order = json.dumps(metadata, separators=(",", ":"), ensure_ascii=False).encode()
     while not path.exists() or order not in path.read_bytes():
-        safetensors.torch.save_file(state, path, metadata=metadata)  # in random order: safetensors 0.8.0 keeps a hash map
+        safetensors.torch.save_file(
+            state, path, metadata=metadata
+        )  # in random order: safetensors 0.8.0 keeps a hash map
     return safetensors.torch.load_file(path)
 
 
@@ -55,13 +65,21 @@ def _st_empty(path: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(path)
 
 
-@golden("packed.safetensors", "safetensors", "6- and 4-bit floats, with a header made by hand (no torch dtype for them)")
+@golden(
+    "packed.safetensors",
+    "safetensors",
+    "6- and 4-bit floats, with a header made by hand (no torch dtype for them)",
+)
 def _st_packed(path: Path) -> None:
     sizes = {"e2m3": ("F6_E2M3", [2, 4], 6), "e3m2": ("F6_E3M2", [8], 6), "f4": ("F4", [3, 2], 3)}
     header: dict[str, object] = {}
     data = b""
     for name, (code, shape, nbytes) in sizes.items():
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [len(data), len(data) + nbytes]}
+        header[name] = {
+            "dtype": code,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + nbytes],
+        }
         data += bytes((37 * i + 11 * len(data) + 5) % 256 for i in range(nbytes))
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -79,7 +97,12 @@ def packed_expectation(path: Path) -> dict[str, object]:
     for name, line in json.loads(raw[8:start]).items():
         a, b = line["data_offsets"]
         digest = hashlib.sha256(raw[start + a : start + b]).hexdigest()
-        tensors[name] = {"dtype": names[line["dtype"]], "shape": line["shape"], "packed": True, "sha256": digest}
+        tensors[name] = {
+            "dtype": names[line["dtype"]],
+            "shape": line["shape"],
+            "packed": True,
+            "sha256": digest,
+        }
     return {"format": "safetensors", "tensors": tensors, "aliases": []}
 
 
@@ -111,10 +134,18 @@ def _hf_index(path: Path) -> dict[str, torch.Tensor]:
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     (path / "config.json").write_text('{"model_type": "tiny"}\n')
-    return {k: v for file in sorted(set(where.values())) for k, v in safetensors.torch.load_file(path / file).items()}
+    return {
+        k: v
+        for file in sorted(set(where.values()))
+        for k, v in safetensors.torch.load_file(path / file).items()
+    }
 
 
 @golden("hf_plain", "safetensors-dir", "a directory of two safetensors files without an index")
 def _hf_plain(path: Path) -> dict[str, torch.Tensor]:
     where = write_shards(path, "part{}.safetensors")
-    return {k: v for file in sorted(set(where.values())) for k, v in safetensors.torch.load_file(path / file).items()}
+    return {
+        k: v
+        for file in sorted(set(where.values()))
+        for k, v in safetensors.torch.load_file(path / file).items()
+    }

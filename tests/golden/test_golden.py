@@ -75,7 +75,9 @@ def test_nothing_else_is_named(golden, expected):
 
 def test_aliases(golden, expected):
     with holdfast.open(golden) as ckpt:
-        found = [sorted(n for n in alias.names if n in expected["tensors"]) for alias in ckpt.aliases]
+        found = [
+            sorted(n for n in alias.names if n in expected["tensors"]) for alias in ckpt.aliases
+        ]
         assert sorted(names for names in found if len(names) > 1) == expected["aliases"]
 
 
@@ -106,7 +108,11 @@ def test_composites(golden, expected):
 
 def test_what_blocks_stand_for(golden, expected):
     with holdfast.open(golden) as ckpt:
-        numbers = {name: digest(holdfast.dequantize(t)) for name, t in ckpt.items() if name in expected.get("dequantized", {})}
+        numbers = {
+            name: digest(holdfast.dequantize(t))
+            for name, t in ckpt.items()
+            if name in expected.get("dequantized", {})
+        }
         assert numbers == expected.get("dequantized", {})
 
 
@@ -140,7 +146,9 @@ def test_foreign_globals_were_mentioned(golden, expected):
     with holdfast.open(golden) as ckpt:
         foreign = {str(f.what) for f in ckpt.foreign}
         assert foreign <= mentioned
-        assert {m for m in mentioned if m.startswith("trainer.") and "TaggedTensor" not in m} <= foreign
+        assert {
+            m for m in mentioned if m.startswith("trainer.") and "TaggedTensor" not in m
+        } <= foreign
 
 
 def test_hostile_files_run_nothing(hostile, capfd):
@@ -157,7 +165,9 @@ def test_hostile_files_run_nothing(hostile, capfd):
 
 def test_each_file_has_an_expectation_and_a_line_in_the_readme():
     files = sorted(p.name for p in (HERE / "files").iterdir())
-    assert sorted(p.name for p in (HERE / "expected").iterdir()) == [f"{name}.json" for name in files]
+    assert sorted(p.name for p in (HERE / "expected").iterdir()) == [
+        f"{name}.json" for name in files
+    ]
     readme = (HERE / "README.md").read_text()
     hostile = sorted(p.name for p in (HERE / "hostile").glob("*.pt"))
     lines = [f"`files/{n}" for n in files] + [f"`hostile/{n}`" for n in hostile]

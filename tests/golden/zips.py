@@ -60,7 +60,9 @@ def _training(path: Path) -> None:
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "scheduler": scheduler.state_dict(),
-            "args": argparse.Namespace(lr=0.125, layers=[4, 4], name="tiny", resume=None, init=numbers(2, start=9)),
+            "args": argparse.Namespace(
+                lr=0.125, layers=[4, 4], name="tiny", resume=None, init=numbers(2, start=9)
+            ),
             "history": np.arange(6, dtype=np.float32).reshape(2, 3),
             "fortran": np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3)),
             "words": np.array(["a", "bc"]),
@@ -70,7 +72,9 @@ def _training(path: Path) -> None:
             "counter": collections.Counter("aab"),
             "recent": collections.deque([1, 2, 3], maxlen=3),
             "order": collections.OrderedDict([("z", 1), ("a", 2)]),
-            "config": trainer.Config("tiny", [trainer.Layer(4), trainer.Layer(8, "gelu")], {"lr": 0.125}),
+            "config": trainer.Config(
+                "tiny", [trainer.Layer(4), trainer.Layer(8, "gelu")], {"lr": 0.125}
+            ),
             "slotted": trainer.Slotted(2.0, numbers(3, start=60)),
             "phase": trainer.Phase.MAIN,
             "path": pathlib.PurePosixPath("runs/7/last.pt"),
@@ -85,7 +89,11 @@ def _training(path: Path) -> None:
             "dtype": torch.float16,
             "device": torch.device("cuda", 1),
             "size": torch.Size([2, 3]),
-            "rng": {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()},
+            "rng": {
+                "torch": torch.get_rng_state(),
+                "python": random.getstate(),
+                "numpy": np.random.get_state(),
+            },
             5: "an int key",
             (1, 2): numbers(2, start=70),
             "nested": {"list": [numbers(2), {"deep": (numbers(1),)}]},
@@ -99,7 +107,9 @@ def _module(path: Path) -> None:
     torch.save(fill(trainer.Net()), path)
 
 
-@golden("module_nested.pt", "torch-zip", "two modules inside a dict, one with an optimizer beside it")
+@golden(
+    "module_nested.pt", "torch-zip", "two modules inside a dict, one with an optimizer beside it"
+)
 def _module_nested(path: Path) -> None:
     model = fill(trainer.Net())
     torch.save(
@@ -125,11 +135,15 @@ def _dtypes(path: Path) -> None:
     torch.save(state, path)
 
 
-@golden("sparse.pt", "torch-zip", "sparse COO (coalesced and not), CSR, CSC, BSR, BSC, and an empty COO")
+@golden(
+    "sparse.pt", "torch-zip", "sparse COO (coalesced and not), CSR, CSC, BSR, BSC, and an empty COO"
+)
 def _sparse(path: Path) -> None:
     dense = numbers(4, 6)
     dense[dense.remainder(3) > 0.5] = 0
-    loose = torch.sparse_coo_tensor(torch.tensor([[0, 0, 2], [1, 1, 0]]), torch.tensor([1.0, 2.0, 4.0]), (3, 4))
+    loose = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0, 2], [1, 1, 0]]), torch.tensor([1.0, 2.0, 4.0]), (3, 4)
+    )
     torch.save(
         {
             "coo": dense.to_sparse().coalesce(),
@@ -146,15 +160,24 @@ def _sparse(path: Path) -> None:
     )
 
 
-@golden("quantized.pt", "torch-zip", "quantised tensors, per tensor and per channel, of all five quantised dtypes")
+@golden(
+    "quantized.pt",
+    "torch-zip",
+    "quantised tensors, per tensor and per channel, of all five quantised dtypes",
+)
 def _quantized(path: Path) -> None:
     data = numbers(2, 4)
-    state = {f"tensor_{short(d)}": torch.quantize_per_tensor(data, 0.5, 1, d) for d in (torch.qint8, torch.quint8, torch.qint32)}
+    state = {
+        f"tensor_{short(d)}": torch.quantize_per_tensor(data, 0.5, 1, d)
+        for d in (torch.qint8, torch.quint8, torch.qint32)
+    }
     scales, zeros = torch.tensor([0.5, 0.25], dtype=torch.float64), torch.tensor([0, 1])
     for d in (torch.qint8, torch.quint8, torch.qint32):
         state[f"channel_{short(d)}"] = torch.quantize_per_channel(data, scales, zeros, 0, d)
     for d in (torch.quint4x2, torch.quint2x4):
-        state[f"channel_{short(d)}"] = torch.quantize_per_channel(data, scales.float(), zeros.float(), 0, d)
+        state[f"channel_{short(d)}"] = torch.quantize_per_channel(
+            data, scales.float(), zeros.float(), 0, d
+        )
         for columns in (4, 5):
             packed = torch._empty_affine_quantized([2, columns], scale=0.5, zero_point=1, dtype=d)
             raw = torch.tensor([], dtype=torch.uint8).set_(packed.untyped_storage())
@@ -165,13 +188,22 @@ def _quantized(path: Path) -> None:
 
 @golden("nested.pt", "torch-zip", "a strided nested tensor")
 def _nested(path: Path) -> None:
-    torch.save({"nested": torch.nested.nested_tensor([numbers(2, 3), numbers(1, 3, start=20)]), "plain": numbers(2)}, path)
+    torch.save(
+        {
+            "nested": torch.nested.nested_tensor([numbers(2, 3), numbers(1, 3, start=20)]),
+            "plain": numbers(2),
+        },
+        path,
+    )
 
 
 @golden("jagged.pt", "torch-zip", "a jagged nested tensor, whose pickle drags in torch internals")
 def _jagged(path: Path) -> None:
     pieces = [numbers(2, 3), numbers(1, 3, start=20)]
-    torch.save({"jagged": torch.nested.nested_tensor(pieces, layout=torch.jagged), "plain": numbers(2)}, path)
+    torch.save(
+        {"jagged": torch.nested.nested_tensor(pieces, layout=torch.jagged), "plain": numbers(2)},
+        path,
+    )
 
 
 @golden(
@@ -228,12 +260,20 @@ def _no_crc(path: Path) -> None:
         torch.serialization.set_crc32_options(True)
 
 
-@golden("late_byteorder.pt", "torch-zip", "_disable_byteorder_record: the byteorder record comes near the end")
+@golden(
+    "late_byteorder.pt",
+    "torch-zip",
+    "_disable_byteorder_record: the byteorder record comes near the end",
+)
 def _late_byteorder(path: Path) -> None:
     torch.save(plain_state(), path, _disable_byteorder_record=True)
 
 
-@golden("skip_data.pt", "torch-zip", "written under skip_data: the storages are holes (zeros) and their CRC is 0")
+@golden(
+    "skip_data.pt",
+    "torch-zip",
+    "written under skip_data: the storages are holes (zeros) and their CRC is 0",
+)
 def _skip_data(path: Path) -> None:
     with torch.serialization.skip_data():
         torch.save({"w": numbers(4, 4), "b": numbers(4)}, path)
@@ -276,7 +316,9 @@ def lexical(records: dict[str, bytes]) -> list[tuple[str, bytes]]:
 def _torch16(path: Path) -> None:
     torch.save(many(), path)
     records = unpack(path)
-    path.write_bytes(pack("archive", [("data.pkl", records["data.pkl"]), *lexical(records), ("version", b"3\n")]))
+    path.write_bytes(
+        pack("archive", [("data.pkl", records["data.pkl"]), *lexical(records), ("version", b"3\n")])
+    )
 
 
 @golden(
@@ -324,7 +366,11 @@ def to_big_endian(path: Path, state: dict[str, torch.Tensor]) -> None:
     path.write_bytes(pack(path.stem, records.items()))
 
 
-@golden("big_endian.pt", "torch-zip", "the byteorder record says big; every dtype wider than a byte is swapped")
+@golden(
+    "big_endian.pt",
+    "torch-zip",
+    "the byteorder record says big; every dtype wider than a byte is swapped",
+)
 def _big_endian(path: Path) -> dict[str, torch.Tensor]:
     state = {short(d): of_dtype(d) for d in BIG}
     torch.save(state, path)

@@ -103,7 +103,10 @@ def nested(n: int) -> dict[str, object]:
     """An optimizer's state: two tensors and a number for each parameter, in dicts of their own."""
     flat = iter(tensors(n).values())
     slots = {i: {"step": i, "exp_avg": next(flat), "exp_avg_sq": next(flat)} for i in range(n // 2)}
-    return {"state": slots, "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.99), "params": list(range(n // 2))}]}
+    return {
+        "state": slots,
+        "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.99), "params": list(range(n // 2))}],
+    }
 
 
 def tied(n: int) -> dict[str, object]:
@@ -121,7 +124,9 @@ def views(n: int) -> dict[str, object]:
 # Verbs.
 
 
-def saving(suffix: str = "", make: Callable[[int], dict[str, object]] = arrays, **options: object) -> Callable[[Path, int], Job]:
+def saving(
+    suffix: str = "", make: Callable[[int], dict[str, object]] = arrays, **options: object
+) -> Callable[[Path, int], Job]:
     def prepare(folder: Path, n: int) -> Job:
         state = make(n)
         return lambda: holdfast.save(state, folder / f"saved{suffix}", durable=False, **options)  # type: ignore[arg-type]
@@ -132,7 +137,9 @@ def saving(suffix: str = "", make: Callable[[int], dict[str, object]] = arrays, 
 def in_shards(folder: Path, n: int) -> Job:
     """Two files, of however many tensors: a file has a cost of its own."""
     state = arrays(n)
-    return lambda: holdfast.save(state, folder / "saved", format="safetensors", max_shard_size=128 * n, durable=False)
+    return lambda: holdfast.save(
+        state, folder / "saved", format="safetensors", max_shard_size=128 * n, durable=False
+    )
 
 
 def on_a_base(folder: Path, n: int) -> Job:
@@ -157,13 +164,19 @@ def on_a_base_in_a_bucket(folder: Path, n: int) -> Job:
 
 
 def rewriting(
-    verb: Callable[..., object], source: str, target: str, make: Callable[[int], dict[str, object]] = arrays, **options: object
+    verb: Callable[..., object],
+    source: str,
+    target: str,
+    make: Callable[[int], dict[str, object]] = arrays,
+    **options: object,
 ) -> Callable[[Path, int], Job]:
     """A verb that makes a checkpoint of a checkpoint."""
 
     def prepare(folder: Path, n: int) -> Job:
         holdfast.save(make(n), folder / f"source{source}", durable=False)
-        return lambda: verb(folder / f"source{source}", folder / f"target{target}", durable=False, **options)
+        return lambda: verb(
+            folder / f"source{source}", folder / f"target{target}", durable=False, **options
+        )
 
     return prepare
 
@@ -174,7 +187,9 @@ def copying_to_a_bucket(folder: Path, n: int) -> Job:
     return lambda: holdfast.copy(folder / "source", url)
 
 
-def torch_saving(make: Callable[[int], object] = tensors, **options: object) -> Callable[[Path, int], Job]:
+def torch_saving(
+    make: Callable[[int], object] = tensors, **options: object
+) -> Callable[[Path, int], Job]:
     """`holdfast.torch.save`, which pickles any object."""
 
     def prepare(folder: Path, n: int) -> Job:
@@ -197,7 +212,10 @@ class Held:
 
 def in_objects(n: int) -> dict[str, object]:
     """Half of them are in objects of a class."""
-    return {name: Held(tensor) if number % 2 else tensor for number, (name, tensor) in enumerate(tensors(n).items())}
+    return {
+        name: Held(tensor) if number % 2 else tensor
+        for number, (name, tensor) in enumerate(tensors(n).items())
+    }
 
 
 def packaging(folder: Path, n: int) -> Job:
@@ -205,20 +223,26 @@ def packaging(folder: Path, n: int) -> Job:
     return lambda: holdfast.package(models, folder / "package", durable=False)
 
 
-def saves_sharded(path: Path, make: Callable[[int], dict[str, object]], n: int, **options: object) -> Job:
+def saves_sharded(
+    path: Path, make: Callable[[int], dict[str, object]], n: int, **options: object
+) -> Job:
     """A save of ranks; of one process without a group, that of one."""
     state = make(n)
     return lambda: holdfast.torch.save_sharded(state, path, durable=False, **options)  # type: ignore[arg-type]
 
 
-def sharding(make: Callable[[int], dict[str, object]] = tensors, **options: object) -> Callable[[Path, int], Job]:
+def sharding(
+    make: Callable[[int], dict[str, object]] = tensors, **options: object
+) -> Callable[[Path, int], Job]:
     return lambda folder, n: saves_sharded(folder / "sharded", make, n, **options)
 
 
 def sharding_on_a_base(folder: Path, n: int) -> Job:
     holdfast.torch.save_sharded(tensors(n), folder / "step-1", durable=False, hashes=True)
     state = {name: torch.from_numpy(array) for name, array in changed(n).items()}
-    return lambda: holdfast.torch.save_sharded(state, folder / "step-2", durable=False, base=folder / "step-1")
+    return lambda: holdfast.torch.save_sharded(
+        state, folder / "step-2", durable=False, base=folder / "step-1"
+    )
 
 
 def sharding_to_a_bucket(folder: Path, n: int) -> Job:
@@ -229,7 +253,9 @@ def sharding_to_a_bucket(folder: Path, n: int) -> Job:
 def sharding_in_the_background(**options: object) -> Callable[[Path, int], Job]:
     def prepare(folder: Path, n: int) -> Job:
         state = tensors(n)
-        return lambda: holdfast.torch.async_save_sharded(state, folder / "sharded", durable=False, **options).wait()  # type: ignore[arg-type]
+        return lambda: holdfast.torch.async_save_sharded(
+            state, folder / "sharded", durable=False, **options
+        ).wait()  # type: ignore[arg-type]
 
     return prepare
 
@@ -247,7 +273,10 @@ def two_steps(folder: Path, n: int) -> Job:
 
 def two_steps_of_ranks(background: bool) -> Callable[[Path, int], Job]:
     def prepare(folder: Path, n: int) -> Job:
-        first, second = tensors(n), {name: torch.from_numpy(array) for name, array in changed(n).items()}
+        first, second = (
+            tensors(n),
+            {name: torch.from_numpy(array) for name, array in changed(n).items()},
+        )
 
         def job() -> None:
             with holdfast.torch.Run(folder / "run", durable=False) as run:
@@ -283,36 +312,64 @@ CASES = [
         }.items()
     ),
     *(
-        Case(f"save {format}, {make.__name__}", f"tensors, {format}", saving(suffix, make, **option))
+        Case(
+            f"save {format}, {make.__name__}", f"tensors, {format}", saving(suffix, make, **option)
+        )
         for format, suffix in SUFFIXES.items()
-        for make, option in ((nested, {"keep_tree": True} if format == "safetensors" else {}), (tied, {}))
+        for make, option in (
+            (nested, {"keep_tree": True} if format == "safetensors" else {}),
+            (tied, {}),
+        )
     ),
-    *(Case(f"save {format}, lent", format, saving(suffix, lent)) for format, suffix in SUFFIXES.items()),
-    *(Case(f"save {format}, bucket", format, in_a_bucket(suffix)) for format, suffix in SUFFIXES.items()),
+    *(
+        Case(f"save {format}, lent", format, saving(suffix, lent))
+        for format, suffix in SUFFIXES.items()
+    ),
+    *(
+        Case(f"save {format}, bucket", format, in_a_bucket(suffix))
+        for format, suffix in SUFFIXES.items()
+    ),
     Case("save safetensors, max_shard_size", "safetensors", in_shards),
     Case("save native, hashes", "native", saving(hashes=True)),
     Case("save native, base", "native", on_a_base),
     Case("save native, hashes, bucket", "native", in_a_bucket(hashes=True)),
     Case("save native, base, bucket", "native", on_a_base_in_a_bucket),
     *(
-        Case(f"convert {source} to {target}", target, rewriting(holdfast.convert, SUFFIXES[source], "-new" + SUFFIXES[target]))
+        Case(
+            f"convert {source} to {target}",
+            target,
+            rewriting(holdfast.convert, SUFFIXES[source], "-new" + SUFFIXES[target]),
+        )
         for source in SUFFIXES
         for target in SUFFIXES
     ),
     *(
-        Case(f"convert native to {target}, cast", target, rewriting(holdfast.convert, "", suffix, dtype="bf16"))
+        Case(
+            f"convert native to {target}, cast",
+            target,
+            rewriting(holdfast.convert, "", suffix, dtype="bf16"),
+        )
         for target, suffix in SUFFIXES.items()
     ),
     *(
         Case(
-            f"convert native to {target}, rename", target, rewriting(holdfast.convert, "", suffix, rename={"layers.*": "blocks.*"})
+            f"convert native to {target}, rename",
+            target,
+            rewriting(holdfast.convert, "", suffix, rename={"layers.*": "blocks.*"}),
         )
         for target, suffix in SUFFIXES.items()
     ),
-    *(Case(f"copy {format}", format, rewriting(holdfast.copy, suffix, suffix)) for format, suffix in SUFFIXES.items()),
+    *(
+        Case(f"copy {format}", format, rewriting(holdfast.copy, suffix, suffix))
+        for format, suffix in SUFFIXES.items()
+    ),
     Case("copy native to a bucket", "native", copying_to_a_bucket),
     *(
-        Case(f"edit {format}", format, rewriting(holdfast.edit, suffix, suffix, drop="layers.0.experts.0.w"))
+        Case(
+            f"edit {format}",
+            format,
+            rewriting(holdfast.edit, suffix, suffix, drop="layers.0.experts.0.w"),
+        )
         for format, suffix in SUFFIXES.items()
     ),
     *(
@@ -320,11 +377,18 @@ CASES = [
         for format, suffix in SUFFIXES.items()
     ),
     *(
-        Case(f"compact {format}", f"tensors, {format}", rewriting(holdfast.compact, suffix, suffix, tensors))
+        Case(
+            f"compact {format}",
+            f"tensors, {format}",
+            rewriting(holdfast.compact, suffix, suffix, tensors),
+        )
         for format, suffix in SUFFIXES.items()
     ),
     Case("package native", "native", packaging),
-    *(Case(f"torch.save, {make.__name__}", "torch.save", torch_saving(make)) for make in (nested, tied, parameters, in_objects)),
+    *(
+        Case(f"torch.save, {make.__name__}", "torch.save", torch_saving(make))
+        for make in (nested, tied, parameters, in_objects)
+    ),
     Case("torch.save, protocol 5", "torch.save", torch_saving(pickle_protocol=5)),
     Case("torch.save, legacy", "torch.save", torch_saving(_use_new_zipfile_serialization=False)),
     Case("save_sharded", "tensors, native", sharding()),
@@ -342,7 +406,12 @@ CASES = [
     Case("async_save_sharded, dcp", "tensors, native", sharding_in_the_background(format="dcp")),
     Case("Run.save twice", "native", two_steps, saves=2),
     Case("torch.Run.save twice", "tensors, native", two_steps_of_ranks(background=False), saves=2),
-    Case("torch.Run.async_save twice", "tensors, native", two_steps_of_ranks(background=True), saves=2),
+    Case(
+        "torch.Run.async_save twice",
+        "tensors, native",
+        two_steps_of_ranks(background=True),
+        saves=2,
+    ),
 ]
 """Every verb that writes, under every option."""
 

@@ -101,8 +101,20 @@ def things() -> dict[str, tuple[Callable[[int], bytes], frozenset[str]]]:
 
 def array(values: np.ndarray) -> bytes:
     """An array as numpy writes it: announced, and finished by BUILD."""
-    begun = call("numpy._core.multiarray", "_reconstruct", named("numpy", "ndarray"), tuple_of(integer(0)), binbytes(b"b"))
-    parts = (integer(1), tuple_of(integer(values.size)), dtype(values.dtype.str[1:]), b"\x89", binbytes(values.tobytes()))
+    begun = call(
+        "numpy._core.multiarray",
+        "_reconstruct",
+        named("numpy", "ndarray"),
+        tuple_of(integer(0)),
+        binbytes(b"b"),
+    )
+    parts = (
+        integer(1),
+        tuple_of(integer(values.size)),
+        dtype(values.dtype.str[1:]),
+        b"\x89",
+        binbytes(values.tobytes()),
+    )
     return begun + tuple_of(*parts) + BUILD
 
 
@@ -110,11 +122,20 @@ def dtype(code: str) -> bytes:
     """A dtype of numpy, finished."""
     made = call("numpy", "dtype", text(code), b"\x89", b"\x88")
     minus = b"J\xff\xff\xff\xff"
-    return made + tuple_of(integer(3), text("<"), NONE, NONE, NONE, minus, minus, integer(0)) + BUILD
+    return (
+        made + tuple_of(integer(3), text("<"), NONE, NONE, NONE, minus, minus, integer(0)) + BUILD
+    )
 
 
 def module_state(parameters: bytes) -> bytes:
-    pairs = (text("_parameters"), parameters, text("_buffers"), EMPTY_DICT, text("_modules"), EMPTY_DICT)
+    pairs = (
+        text("_parameters"),
+        parameters,
+        text("_buffers"),
+        EMPTY_DICT,
+        text("_modules"),
+        EMPTY_DICT,
+    )
     return dict_of(*pairs)
 
 
@@ -131,7 +152,9 @@ def uses() -> dict[str, tuple[Callable[[bytes, int], bytes], frozenset[str]]]:
         return lambda shared, i: call(module, name, shared, *more)
 
     def over_storage(function: str, *args: bytes) -> Callable[[bytes, int], bytes]:
-        return lambda shared, i: call("torch._utils", function, *(shared if arg == b"?" else arg for arg in args))
+        return lambda shared, i: call(
+            "torch._utils", function, *(shared if arg == b"?" else arg for arg in args)
+        )
 
     some = tuple_of(integer(2)), tuple_of(integer(1))
     elements = named("torch._utils", "_rebuild_tensor_v2") + tuple_of(weight_of, flags) + REDUCE
@@ -268,7 +291,9 @@ def uses() -> dict[str, tuple[Callable[[bytes, int], bytes], frozenset[str]]]:
 THINGS, USES = things(), uses()
 
 CASES = tuple(
-    f"{thing}/{use}" for (thing, (_, can)), (use, (_, must)) in itertools.product(THINGS.items(), USES.items()) if must <= can
+    f"{thing}/{use}"
+    for (thing, (_, can)), (use, (_, must)) in itertools.product(THINGS.items(), USES.items())
+    if must <= can
 )
 
 
@@ -301,13 +326,25 @@ def staircase(n: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
 
 def native(folder: Path, n: int) -> None:
     """A manifest whose one tensor is stored in the boxes of a staircase."""
-    header = json.dumps({"w": {"dtype": "U8", "shape": [n * n], "data_offsets": [0, n * n]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "U8", "shape": [n * n], "data_offsets": [0, n * n]}}
+    ).encode()
     header += b" " * (-len(header) % 8)
-    (folder / "data-00001-of-00001.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(n * n))
+    (folder / "data-00001-of-00001.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + bytes(n * n)
+    )
     chunks, at = [], 8 + len(header)
     for start, stop in staircase(n):
         nbytes = (stop[0] - start[0]) * (stop[1] - start[1])
-        chunks.append({"file": 0, "bytes": [at, at + nbytes], "crc32": "00000000", "start": start, "stop": stop})
+        chunks.append(
+            {
+                "file": 0,
+                "bytes": [at, at + nbytes],
+                "crc32": "00000000",
+                "start": start,
+                "stop": stop,
+            }
+        )
         at += nbytes
     manifest = {
         "format": "holdfast", "version": 1, "files": [{"name": "data-00001-of-00001.safetensors", "nbytes": at}],
@@ -333,7 +370,9 @@ def sharded(folder: Path, n: int) -> None:
         header["__metadata__"] = {"DCP_SHARDING_INFO": json.dumps(notes)}
         raw = json.dumps(header).encode()
         raw += b" " * (-len(raw) % 8)
-        (folder / f"shard-{number}.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(at))
+        (folder / f"shard-{number}.safetensors").write_bytes(
+            struct.pack("<Q", len(raw)) + raw + bytes(at)
+        )
 
 
 DIRECTORIES: dict[str, Callable[[Path, int], None]] = {"native-staircase": native}

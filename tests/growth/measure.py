@@ -61,7 +61,10 @@ def _memory(which: re.Pattern[str], *, reset: bool = False) -> int:
 def _command(*arguments: str) -> Verb:
     def run(path: Path, twin: Path) -> object:
         paths = [str(path), str(twin)] if arguments[0] == "diff" else [str(path)]
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()) as errors,
+        ):
             code = main([*arguments, *paths])
         assert "internal error" not in errors.getvalue(), errors.getvalue()
         return code

@@ -32,7 +32,9 @@ FREE_NBYTES = 24 << 20
 def grows(small: Path, large: Path, verb: Verb) -> str | None:
     """What grows faster than the file does, or None."""
     for _ in range(2):
-        one, four = (cost(verb, path, path.with_name("twin-" + path.name)) for path in (small, large))
+        one, four = (
+            cost(verb, path, path.with_name("twin-" + path.name)) for path in (small, large)
+        )
         seconds = four.seconds > TIMES * MARGIN * one.seconds + FREE_SECONDS
         nbytes = four.nbytes > TIMES * MARGIN * one.nbytes + FREE_NBYTES
         if not seconds and not nbytes:
@@ -56,7 +58,9 @@ SCANNED = 2 * SMALL
 """A scan does little with most of a file: what is quadratic stands out later."""
 
 
-@pytest.mark.parametrize("case", {use: case for case in reversed(CASES) for use in [case.partition("/")[2]]}.values())
+@pytest.mark.parametrize(
+    "case", {use: case for case in reversed(CASES) for use in [case.partition("/")[2]]}.values()
+)
 def test_a_scan_looks_once(case, tmp_path):
     """Every way to refer, with the first thing that can be referred to so: a scan is what one does with a file of a stranger."""
     paths = [tmp_path / f"{n}.pt" for n in (SCANNED, TIMES * SCANNED)]
@@ -66,7 +70,9 @@ def test_a_scan_looks_once(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", DIRECTORIES)
-@pytest.mark.parametrize("verb", ["open", "show", "show --json", "diff", "stats", "convert .safetensors"])
+@pytest.mark.parametrize(
+    "verb", ["open", "show", "show --json", "diff", "stats", "convert .safetensors"]
+)
 def test_boxes_cost_what_they_take(case, verb, tmp_path):
     paths = []
     for n in (SIDE, TIMES * SIDE):

@@ -40,7 +40,12 @@ def calls_of_opening(folder: Path) -> int:
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
     made = {}
-    sizes = {"warm": (RANKS, FEW), "one": (RANKS, TENSORS), "ranks": (2 * RANKS, TENSORS), "tensors": (RANKS, 2 * TENSORS)}
+    sizes = {
+        "warm": (RANKS, FEW),
+        "one": (RANKS, TENSORS),
+        "ranks": (2 * RANKS, TENSORS),
+        "tensors": (RANKS, 2 * TENSORS),
+    }
     sizes["both"] = 2 * RANKS, 2 * TENSORS
     for name, (ranks, tensors) in sizes.items():
         folder = tmp_path_factory.mktemp("growth") / name
@@ -62,5 +67,7 @@ def test_the_first_rank_does_twice_as_much_for_twice_as_many(counted: Counted, m
 def test_no_box_costs_a_call(counted: Counted):
     """Calls are so many for a rank, and so many for a tensor: a rank more costs the same, however many tensors are cut over it."""
     for of in (0, 2):  # saving, opening
-        one, ranks, tensors, both = (counted[name][of] for name in ("one", "ranks", "tensors", "both"))
+        one, ranks, tensors, both = (
+            counted[name][of] for name in ("one", "ranks", "tensors", "both")
+        )
         assert abs((both - tensors) - (ranks - one)) < RANKS * TENSORS / 10

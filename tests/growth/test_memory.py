@@ -41,7 +41,9 @@ def arrays(count: int, changed: int = 0) -> dict[str, np.ndarray]:
 
 def options(format: str, count: int) -> dict[str, object]:
     """What a verb that writes is given: eight shards, of however many tensors."""
-    return {"durable": False} | ({"format": "safetensors-dir", "max_shard_size": 8 * count} if format == "shards" else {})
+    return {"durable": False} | (
+        {"format": "safetensors-dir", "max_shard_size": 8 * count} if format == "shards" else {}
+    )
 
 
 def saving(folder: Path, format: str, count: int, name: str = "new", changed: int = 0) -> Job:

@@ -61,7 +61,9 @@ def calls(prepare: Callable[[Path, int], Job], n: int) -> int:
     return min(runs)
 
 
-def least(measure: Callable[[], float], most: float, *parts: tuple[Callable[[Path, int], Job], int]) -> float:
+def least(
+    measure: Callable[[], float], most: float, *parts: tuple[Callable[[Path, int], Job], int]
+) -> float:
     """A figure; where it is more than it may be, that of up to `RUNS` runs of its parts."""
     figure = measure()
     while figure > most and any(len(COUNTED[part]) < RUNS for part in parts):
@@ -97,7 +99,9 @@ def figure(case: Case, place: int) -> float:
         parts = [(job, n) for job in (own, plain) for n in (MIDDLE, MORE)]
         return least(lambda: more(own) / more_plain(plain) / case.saves, TIMES, *parts)
     n = (SMALL, MIDDLE)[place]
-    return least(lambda: calls(own, n) / plain_calls(plain, n) / case.saves, TIMES, (own, n), (plain, n))
+    return least(
+        lambda: calls(own, n) / plain_calls(plain, n) / case.saves, TIMES, (own, n), (plain, n)
+    )
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
@@ -116,7 +120,12 @@ def test_a_tensor_costs_the_same_among_many(name: str):
     def each(few: int, many: int) -> float:
         return (calls(case.prepare, many) - calls(case.prepare, few)) / (many - few)
 
-    growth = least(lambda: each(MIDDLE, LARGE) / max(each(SMALL, MIDDLE), 1), GROWTH, (case.prepare, MIDDLE), (case.prepare, LARGE))
+    growth = least(
+        lambda: each(MIDDLE, LARGE) / max(each(SMALL, MIDDLE), 1),
+        GROWTH,
+        (case.prepare, MIDDLE),
+        (case.prepare, LARGE),
+    )
     print(f"\n{name}: {each(SMALL, MIDDLE):.2f} and {each(MIDDLE, LARGE):.2f} calls a tensor")
     assert growth <= GROWTH
     assert calls(case.prepare, LARGE) <= TIMES * case.saves * plain_calls(PLAIN[case.plain], LARGE)
@@ -134,19 +143,28 @@ def odd_job(format: str, kind: str | None) -> Callable[[Path, int], Job]:
     return prepare
 
 
-JOBS = {(format, kind): odd_job(format, kind) for format in (*SUFFIXES, "sharded", "torch.save") for kind in (None, *ODD)}
+JOBS = {
+    (format, kind): odd_job(format, kind)
+    for format in (*SUFFIXES, "sharded", "torch.save")
+    for kind in (None, *ODD)
+}
 UNHELD = {("safetensors", "composite")}
 """What a format cannot hold."""
 
 
-@pytest.mark.parametrize("name", [f"{format}, {kind}" for format, kind in JOBS if kind and (format, kind) not in UNHELD])
+@pytest.mark.parametrize(
+    "name", [f"{format}, {kind}" for format, kind in JOBS if kind and (format, kind) not in UNHELD]
+)
 def test_one_odd_tensor_among_many(name: str):
     """What it costs beyond a save without it, as a part of that save."""
     format, _, kind = name.partition(", ")
     none, one = JOBS[format, None], JOBS[format, kind]
     most = GROWTH - 1
     beyond = least(
-        lambda: (calls(one, LARGE) - calls(none, LARGE)) / max(calls(none, LARGE), LEAST * LARGE), most, (one, LARGE), (none, LARGE)
+        lambda: (calls(one, LARGE) - calls(none, LARGE)) / max(calls(none, LARGE), LEAST * LARGE),
+        most,
+        (one, LARGE),
+        (none, LARGE),
     )
     print(f'\n    "{name}": {1 + beyond:.2f},')
     assert beyond <= most
@@ -160,7 +178,9 @@ def saved_by_a_rank(world: World, path: str, n: int, format: str) -> int:
     state = tensors(n)
     world.barrier()
     with counting() as total:
-        holdfast.torch.save_sharded(state, path, group=world.group, format=format, durable=False, overwrite=True)  # type: ignore[arg-type]
+        holdfast.torch.save_sharded(
+            state, path, group=world.group, format=format, durable=False, overwrite=True
+        )  # type: ignore[arg-type]
     return total[0]
 
 
@@ -176,9 +196,16 @@ def test_each_of_two_ranks(pool: Pool, format: str, tmp_path: Path):
     plain = PLAIN["tensors, safetensors" if format == "safetensors" else "tensors, native"]
     counts: list[list[int]] = []
     for n in (WARM_UP, MIDDLE, MORE):
-        counts.append([int(str(one)) for one in good(pool.run(2, saved_by_a_rank, str(tmp_path / f"{n}"), n, format))])
+        counts.append(
+            [
+                int(str(one))
+                for one in good(pool.run(2, saved_by_a_rank, str(tmp_path / f"{n}"), n, format))
+            ]
+        )
     _, middle, most = counts
     figures = [max(middle) / plain_calls(plain, MIDDLE)]
-    figures.append(max(b - a for a, b in zip(middle, most, strict=True)) / (MORE - MIDDLE) / more_plain(plain))
+    figures.append(
+        max(b - a for a, b in zip(middle, most, strict=True)) / (MORE - MIDDLE) / more_plain(plain)
+    )
     print(f'\n    "{name}": ({", ".join(f"{figure:.1f}" for figure in figures)}),')
     assert max(figures) <= TIMES, figures

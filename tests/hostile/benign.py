@@ -25,11 +25,23 @@ def numpy(folder: Path) -> None:
 
     rng = np.random.default_rng(0)
     np.save(folder / "plain.npy", rng.standard_normal(100))
-    np.save(folder / "objects.npy", np.array([{"a": 1}, "text", None], dtype=object), allow_pickle=True)
+    np.save(
+        folder / "objects.npy", np.array([{"a": 1}, "text", None], dtype=object), allow_pickle=True
+    )
     np.savez(folder / "several.npz", a=np.arange(5), b=np.array([1, "x"], dtype=object))
     np.savez_compressed(folder / "packed.npz", a=np.zeros(10_000))
-    dump({"rng": rng, "old": np.random.RandomState(1), "masked": np.ma.masked_array([1, 2], [0, 1])}, folder / "random")
-    dump({"scalar": np.float32(1), "record": np.zeros(2, [("a", "f4"), ("b", "i2")]), "ufunc": np.tanh}, folder / "kinds")
+    dump(
+        {"rng": rng, "old": np.random.RandomState(1), "masked": np.ma.masked_array([1, 2], [0, 1])},
+        folder / "random",
+    )
+    dump(
+        {
+            "scalar": np.float32(1),
+            "record": np.zeros(2, [("a", "f4"), ("b", "i2")]),
+            "ufunc": np.tanh,
+        },
+        folder / "kinds",
+    )
 
 
 def python(folder: Path) -> None:
@@ -76,12 +88,21 @@ def torch(folder: Path) -> None:
 
     import torch
 
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.TransformerEncoderLayer(4, 2))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.TransformerEncoderLayer(4, 2)
+    )
     torch.save(model.state_dict(), folder / "state.pt")
     torch.save(model.state_dict(), folder / "old.pt", _use_new_zipfile_serialization=False)
     torch.save(model, folder / "module.pt")
-    activations = [torch.tanh, torch.nn.functional.relu, functools.partial(torch.nn.functional.gelu, approximate="tanh")]
-    torch.save({"activations": activations, "dtype": torch.float16, "device": torch.device("cpu")}, folder / "activations.pt")
+    activations = [
+        torch.tanh,
+        torch.nn.functional.relu,
+        functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+    ]
+    torch.save(
+        {"activations": activations, "dtype": torch.float16, "device": torch.device("cpu")},
+        folder / "activations.pt",
+    )
     dump(torch.arange(3), folder / "tensor")
 
 
@@ -93,7 +114,9 @@ def training(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(2, 4)).sum().backward()
     optimizer.step()
-    torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, folder / "training.pt")
+    torch.save(
+        {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, folder / "training.pt"
+    )
     torch.save(torch.optim.lr_scheduler.StepLR(optimizer, 1), folder / "scheduler.pt")
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), folder / "script.pt")
 
@@ -106,7 +129,9 @@ def export(folder: Path) -> None:
 
     checkpoint.save({"w": torch.zeros(2, 2), "step": 3}, checkpoint_id=folder / "dcp", **ALONE)
     size = torch.export.Dim("batch", min=1, max=8)
-    program = torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(2, 2),), dynamic_shapes=({0: size},))
+    program = torch.export.export(
+        torch.nn.Linear(2, 2), (torch.zeros(2, 2),), dynamic_shapes=({0: size},)
+    )
     torch.export.save(program, folder / "program.pt2")
 
 
@@ -115,7 +140,9 @@ def dtensor(folder: Path) -> None:
     from torch.distributed._tensor import DTensor, Replicate, Shard
     from torch.distributed.device_mesh import init_device_mesh
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         mesh = init_device_mesh("cpu", (1,))
         made = {
@@ -147,7 +174,12 @@ def pandas(folder: Path) -> None:
     import pandas as pd
 
     frame = pd.DataFrame(
-        {"a": [1, 2], "b": ["x", "y"], "t": pd.to_datetime(["2020-01-01", "2020-01-02"]), "c": pd.Categorical(["u", "v"])}
+        {
+            "a": [1, 2],
+            "b": ["x", "y"],
+            "t": pd.to_datetime(["2020-01-01", "2020-01-02"]),
+            "c": pd.Categorical(["u", "v"]),
+        }
     )
     for name in ("frame.pkl", "frame.pkl.gz", "frame.pkl.bz2", "frame.pkl.xz"):
         frame.to_pickle(folder / name)
@@ -175,7 +207,12 @@ def sklearn(folder: Path) -> None:
         KNeighborsClassifier(),
     ):
         dump(model.fit(x, y), folder / type(model).__name__)
-    dump(make_pipeline(StandardScaler(), FunctionTransformer(np.tanh), LogisticRegression()).fit(x, y), folder / "pipeline")
+    dump(
+        make_pipeline(StandardScaler(), FunctionTransformer(np.tanh), LogisticRegression()).fit(
+            x, y
+        ),
+        folder / "pipeline",
+    )
     dump(ColumnTransformer([("a", StandardScaler(), [0])]).fit(x), folder / "columns")
     dump(TfidfVectorizer().fit(["a text", "more text"]), folder / "tfidf")
 
@@ -184,7 +221,11 @@ def joblib(folder: Path) -> None:
     import joblib as library
     import numpy as np
 
-    value = {"a": np.arange(1000.0), "b": [np.zeros((3, 3)), "x"], "o": np.array([1, "two"], dtype=object)}
+    value = {
+        "a": np.arange(1000.0),
+        "b": [np.zeros((3, 3)), "x"],
+        "o": np.array([1, "two"], dtype=object),
+    }
     library.dump(value, folder / "plain.joblib")
     for how in ("zlib", "gzip", "bz2", "lzma", "xz"):
         library.dump(value, folder / f"{how}.joblib", compress=(how, 3))
@@ -192,21 +233,31 @@ def joblib(folder: Path) -> None:
         from sklearn.ensemble import RandomForestClassifier
     except ImportError:
         return
-    library.dump(RandomForestClassifier(3).fit(np.zeros((4, 2)), [0, 1, 0, 1]), folder / "forest.joblib")
+    library.dump(
+        RandomForestClassifier(3).fit(np.zeros((4, 2)), [0, 1, 0, 1]), folder / "forest.joblib"
+    )
 
 
 def xgboost(folder: Path) -> None:
     import numpy as np
     import xgboost as library
 
-    dump(library.XGBClassifier(n_estimators=2).fit(np.zeros((4, 2)), [0, 1, 0, 1]), folder / "classifier")
+    dump(
+        library.XGBClassifier(n_estimators=2).fit(np.zeros((4, 2)), [0, 1, 0, 1]),
+        folder / "classifier",
+    )
 
 
 def lightgbm(folder: Path) -> None:
     import lightgbm as library
     import numpy as np
 
-    dump(library.LGBMClassifier(n_estimators=2, verbose=-1).fit(np.zeros((40, 2)), np.arange(40) % 2), folder / "classifier")
+    dump(
+        library.LGBMClassifier(n_estimators=2, verbose=-1).fit(
+            np.zeros((40, 2)), np.arange(40) % 2
+        ),
+        folder / "classifier",
+    )
 
 
 def networkx(folder: Path) -> None:
@@ -255,7 +306,9 @@ def lightning(folder: Path) -> None:
             optimizer = framework.optim.Adam(self.parameters())
             return [optimizer], [framework.optim.lr_scheduler.StepLR(optimizer, 1)]
 
-    data = framework.utils.data.DataLoader(framework.utils.data.TensorDataset(framework.zeros(4, 2)))
+    data = framework.utils.data.DataLoader(
+        framework.utils.data.TensorDataset(framework.zeros(4, 2))
+    )
     trainer = library.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -272,10 +325,25 @@ def transformers(folder: Path) -> None:
     import torch as framework
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=10)
-    arguments = TrainingArguments(str(folder / "out"), max_steps=2, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True)
+    config = BertConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        vocab_size=10,
+    )
+    arguments = TrainingArguments(
+        str(folder / "out"),
+        max_steps=2,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
     rows = [{"input_ids": framework.tensor([1, 2]), "labels": framework.tensor(0)}] * 4
-    trainer = Trainer(model=BertForSequenceClassification(config), args=arguments, train_dataset=rows)
+    trainer = Trainer(
+        model=BertForSequenceClassification(config), args=arguments, train_dataset=rows
+    )
     trainer.train()
     trainer.save_model(str(folder / "model"))
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import zlib
 
-from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, Unsupported, ZipError
+from holdfast.errors import (
+    Corrupted,
+    FormatError,
+    HeaderError,
+    LimitExceeded,
+    Truncated,
+    Unsupported,
+    ZipError,
+)
 from tests.formats.npy.craft_npy import npy, npz
 from tests.formats.zip.craft import Item, build
 
@@ -19,7 +27,13 @@ def header(name: str, text: str | bytes, *errors: type[Exception]) -> Case:
     return refused(f"npy-{name}", npy(text=text), *(errors or (FormatError,)))
 
 
-def one(name: str, descr: str = "'<f4'", shape: str = "(2, 3)", *errors: type[Exception], fortran: str = "False") -> Case:
+def one(
+    name: str,
+    descr: str = "'<f4'",
+    shape: str = "(2, 3)",
+    *errors: type[Exception],
+    fortran: str = "False",
+) -> Case:
     return refused(f"npy-{name}", npy(descr, shape, fortran=fortran), *(errors or (FormatError,)))
 
 
@@ -55,7 +69,9 @@ def deflated(name: str, payload: bytes) -> Case:
     return refused(f"npz-{name}", build([item], wide=False, alignment=0), Corrupted)
 
 
-DAMAGED = build([Item("a.npy", HONEST, payload=HONEST[:-1] + b"?", flags=0)], wide=False, alignment=0)
+DAMAGED = build(
+    [Item("a.npy", HONEST, payload=HONEST[:-1] + b"?", flags=0)], wide=False, alignment=0
+)
 OBJECTS = npy("'|O'", "(1,)", stream(b"}"))
 
 CASES = [

@@ -64,17 +64,41 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
     "reduce-python2-eval": (call("__builtin__", "eval", text("1")), "builtins.eval"),
     "reduce-python2-execfile": (call("__builtin__", "execfile", text("x")), "builtins.execfile"),
     "reduce-builtins-exec": (call("builtins", "exec", text("1")), "builtins.exec"),
-    "reduce-builtins-compile": (call("builtins", "compile", text("1"), text(""), text("exec")), "builtins.compile"),
-    "reduce-builtins-import": (call("builtins", "__import__", text("antigravity")), "builtins.__import__"),
-    "reduce-builtins-getattr": (call("builtins", "getattr", named("os", "path"), text("os")), "builtins.getattr"),
-    "reduce-builtins-open": (call("builtins", "open", text("/tmp/holdfast-was-here"), text("w")), "builtins.open"),
-    "reduce-builtins-map": (call("builtins", "map", named("os", "system"), list_of(SHELL)), "builtins.map"),
-    "reduce-subprocess-popen": (call("subprocess", "Popen", list_of(text("true"))), "subprocess.Popen"),
+    "reduce-builtins-compile": (
+        call("builtins", "compile", text("1"), text(""), text("exec")),
+        "builtins.compile",
+    ),
+    "reduce-builtins-import": (
+        call("builtins", "__import__", text("antigravity")),
+        "builtins.__import__",
+    ),
+    "reduce-builtins-getattr": (
+        call("builtins", "getattr", named("os", "path"), text("os")),
+        "builtins.getattr",
+    ),
+    "reduce-builtins-open": (
+        call("builtins", "open", text("/tmp/holdfast-was-here"), text("w")),
+        "builtins.open",
+    ),
+    "reduce-builtins-map": (
+        call("builtins", "map", named("os", "system"), list_of(SHELL)),
+        "builtins.map",
+    ),
+    "reduce-subprocess-popen": (
+        call("subprocess", "Popen", list_of(text("true"))),
+        "subprocess.Popen",
+    ),
     "reduce-python2-commands": (call("commands", "getoutput", SHELL), "subprocess.getoutput"),
-    "reduce-importlib": (call("importlib", "import_module", text("antigravity")), "importlib.import_module"),
+    "reduce-importlib": (
+        call("importlib", "import_module", text("antigravity")),
+        "importlib.import_module",
+    ),
     "reduce-runpy": (call("runpy", "run_path", text("/dev/null")), "runpy.run_path"),
     "reduce-ctypes": (call("ctypes", "CDLL", text("libc.so.6")), "ctypes.CDLL"),
-    "reduce-socket": (call("socket", "create_connection", tuple_of(text("localhost"), integer(1))), "socket.create_connection"),
+    "reduce-socket": (
+        call("socket", "create_connection", tuple_of(text("localhost"), integer(1))),
+        "socket.create_connection",
+    ),
     "reduce-pickle-loads": (call("pickle", "loads", binbytes(b"N.")), "pickle.loads"),
     "reduce-torch-load": (call("torch", "load", text("x")), "torch.load"),
     "reduce-torch-hub": (call("torch.hub", "load", text("a/b"), text("c")), "torch.hub.load"),
@@ -83,14 +107,32 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
         call("numpy.testing._private.utils", "runstring", text("1"), EMPTY_DICT),
         "numpy.testing._private.utils.runstring",
     ),
-    "reduce-operator-attrgetter": (call("operator", "attrgetter", text("system")), "operator.attrgetter"),
+    "reduce-operator-attrgetter": (
+        call("operator", "attrgetter", text("system")),
+        "operator.attrgetter",
+    ),
     "reduce-types-codetype": (call("types", "CodeType", integer(0)), "types.CodeType"),
-    "reduce-functools-partial": (call("functools", "partial", named("os", "system"), SHELL), "functools.partial"),
-    "reduce-holdfast-itself": (call("holdfast.inspect.open", "open", text("/etc/passwd")), "holdfast.inspect.open.open"),
+    "reduce-functools-partial": (
+        call("functools", "partial", named("os", "system"), SHELL),
+        "functools.partial",
+    ),
+    "reduce-holdfast-itself": (
+        call("holdfast.inspect.open", "open", text("/etc/passwd")),
+        "holdfast.inspect.open.open",
+    ),
     "dotted-name": (call("os", "path.os.system", SHELL), "os.path.os.system"),
-    "dotted-allowed-prefix": (call("collections", "OrderedDict.fromkeys", EMPTY_LIST), "collections.OrderedDict.fromkeys"),
-    "dotted-torch": (call("torch", "serialization.os.system", SHELL), "torch.serialization.os.system"),
-    "homoglyph-cyrillic-o": (call("t\u043erch._utils", "_rebuild_tensor_v2", NONE), "t\u043erch._utils._rebuild_tensor_v2"),
+    "dotted-allowed-prefix": (
+        call("collections", "OrderedDict.fromkeys", EMPTY_LIST),
+        "collections.OrderedDict.fromkeys",
+    ),
+    "dotted-torch": (
+        call("torch", "serialization.os.system", SHELL),
+        "torch.serialization.os.system",
+    ),
+    "homoglyph-cyrillic-o": (
+        call("t\u043erch._utils", "_rebuild_tensor_v2", NONE),
+        "t\u043erch._utils._rebuild_tensor_v2",
+    ),
     "homoglyph-fullwidth": (call("\uff42uiltins", "eval", text("1")), "\uff42uiltins.eval"),
     "homoglyph-ligature": (call("o\u017f", "system", SHELL), "o\u017f.system"),
     "case-changed": (call("Collections", "orderedDict"), "Collections.orderedDict"),
@@ -98,33 +140,68 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
     "module-empty": (call("", "", SHELL), "."),
     "module-main": (call("__main__", "evil"), "__main__.evil"),
     "name-with-ansi-escape": (call("os\x1b[2J", "sys\u202etem"), "os\x1b[2J.sys\u202etem"),
-    "name-lone-surrogate": (text("o\ud800s") + text("system") + STACK_GLOBAL + EMPTY_TUPLE + REDUCE, "o\ud800s.system"),
+    "name-lone-surrogate": (
+        text("o\ud800s") + text("system") + STACK_GLOBAL + EMPTY_TUPLE + REDUCE,
+        "o\ud800s.system",
+    ),
     "newobj-class": (named("subprocess", "Popen") + tuple_of(SHELL) + NEWOBJ, "subprocess.Popen"),
-    "newobj-ex-class": (named("subprocess", "Popen") + EMPTY_TUPLE + dict_of(text("args"), SHELL) + NEWOBJ_EX, "subprocess.Popen"),
-    "newobj-through-copyreg": (call("copyreg", "__newobj__", named("subprocess", "Popen"), SHELL), "subprocess.Popen"),
+    "newobj-ex-class": (
+        named("subprocess", "Popen") + EMPTY_TUPLE + dict_of(text("args"), SHELL) + NEWOBJ_EX,
+        "subprocess.Popen",
+    ),
+    "newobj-through-copyreg": (
+        call("copyreg", "__newobj__", named("subprocess", "Popen"), SHELL),
+        "subprocess.Popen",
+    ),
     "reconstructor-through-copyreg": (
-        call("copy_reg", "_reconstructor", named("os", "Evil"), named("__builtin__", "object"), NONE),
+        call(
+            "copy_reg", "_reconstructor", named("os", "Evil"), named("__builtin__", "object"), NONE
+        ),
         "os.Evil",
     ),
     "obj": (MARK + named("os", "system") + SHELL + OBJ, "os.system"),
     "inst": (MARK + SHELL + inst("os", "system"), "os.system"),
     "inst-python2": (MARK + SHELL + inst("__builtin__", "eval"), "builtins.eval"),
-    "build-on-module": (named("os", "environ") + dict_of(text("PATH"), text("/tmp")) + BUILD, "os.environ"),
-    "build-on-class": (named("torch.nn", "Module") + dict_of(text("__call__"), named("os", "system")) + BUILD, "torch.nn.Module"),
+    "build-on-module": (
+        named("os", "environ") + dict_of(text("PATH"), text("/tmp")) + BUILD,
+        "os.environ",
+    ),
+    "build-on-class": (
+        named("torch.nn", "Module") + dict_of(text("__call__"), named("os", "system")) + BUILD,
+        "torch.nn.Module",
+    ),
     "build-dunder-class": (
-        named("a", "B") + EMPTY_TUPLE + NEWOBJ + dict_of(text("__class__"), named("os", "system")) + BUILD,
+        named("a", "B")
+        + EMPTY_TUPLE
+        + NEWOBJ
+        + dict_of(text("__class__"), named("os", "system"))
+        + BUILD,
         "os.system",
     ),
     "build-dunder-dict": (
-        named("a", "B") + EMPTY_TUPLE + NEWOBJ + dict_of(text("__dict__"), dict_of(text("x"), SYSTEM)) + BUILD,
+        named("a", "B")
+        + EMPTY_TUPLE
+        + NEWOBJ
+        + dict_of(text("__dict__"), dict_of(text("x"), SYSTEM))
+        + BUILD,
         "os.system",
     ),
     "build-dunder-setstate": (
-        named("a", "B") + EMPTY_TUPLE + NEWOBJ + dict_of(text("__setstate__"), named("os", "system")) + BUILD + POP + SYSTEM,
+        named("a", "B")
+        + EMPTY_TUPLE
+        + NEWOBJ
+        + dict_of(text("__setstate__"), named("os", "system"))
+        + BUILD
+        + POP
+        + SYSTEM,
         "os.system",
     ),
     "build-slots-pair": (
-        named("a", "B") + EMPTY_TUPLE + NEWOBJ + tuple_of(NONE, dict_of(text("x"), named("os", "system"))) + BUILD,
+        named("a", "B")
+        + EMPTY_TUPLE
+        + NEWOBJ
+        + tuple_of(NONE, dict_of(text("x"), named("os", "system")))
+        + BUILD,
         "a.B",
     ),
     "build-reduce-of-reduce": (SYSTEM + dict_of(text("x"), integer(1)) + BUILD, "os.system"),
@@ -143,9 +220,19 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
     "popped-with-its-mark": (MARK + SYSTEM + POP_MARK + integer(1), "os.system"),
     "duplicated-and-popped": (SYSTEM + DUP + POP, "os.system"),
     "as-a-dict-key": (dict_of(SYSTEM, integer(1)), "os.system"),
-    "as-a-default-factory": (call("collections", "defaultdict", named("os", "getcwd")), "os.getcwd"),
+    "as-a-default-factory": (
+        call("collections", "defaultdict", named("os", "getcwd")),
+        "os.getcwd",
+    ),
     "in-subclass-rebuild": (
-        call("torch._tensor", "_rebuild_from_type_v2", named("os", "system"), named("torch", "Tensor"), tuple_of(SHELL), NONE),
+        call(
+            "torch._tensor",
+            "_rebuild_from_type_v2",
+            named("os", "system"),
+            named("torch", "Tensor"),
+            tuple_of(SHELL),
+            NONE,
+        ),
         "os.system",
     ),
     "in-subclass-type": (
@@ -159,31 +246,86 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
         ),
         "os.system",
     ),
-    "in-backward-hooks": (call("torch._utils", "_rebuild_parameter", NONE, TRUE, SYSTEM), "os.system"),
+    "in-backward-hooks": (
+        call("torch._utils", "_rebuild_parameter", NONE, TRUE, SYSTEM),
+        "os.system",
+    ),
     "in-encode": (call("_codecs", "encode", text("x"), text("evil-codec")), "_codecs.encode"),
     "in-counter-subclass": (call("collections", "UserDict", SYSTEM), "os.system"),
 }
 """What a payload is called: its bytes, and a global that must be listed."""
 
-MEMO_STRINGS = text("os") + put(0) + POP + text("system") + put(1) + POP + get(0) + get(1) + STACK_GLOBAL + tuple_of(SHELL) + REDUCE
-STACK4 = short_text("os") + MEMOIZE + short_text("system") + MEMOIZE + STACK_GLOBAL + MEMOIZE + short_text("true") + TUPLE1 + REDUCE
+MEMO_STRINGS = (
+    text("os")
+    + put(0)
+    + POP
+    + text("system")
+    + put(1)
+    + POP
+    + get(0)
+    + get(1)
+    + STACK_GLOBAL
+    + tuple_of(SHELL)
+    + REDUCE
+)
+STACK4 = (
+    short_text("os")
+    + MEMOIZE
+    + short_text("system")
+    + MEMOIZE
+    + STACK_GLOBAL
+    + MEMOIZE
+    + short_text("true")
+    + TUPLE1
+    + REDUCE
+)
 SPLIT = call("builtins", "getattr", text("sys"), text("tem"))
 
 OPENING = [
-    *(opens(f"pickle-{name}", torch_zip(state(code)), foreign(what)) for name, (code, what) in PAYLOADS.items()),
-    opens("pickle-stack-global-from-memo", torch_zip(state(MEMO_STRINGS, protocol=4)), foreign("os.system")),
-    opens("pickle-stack-global-protocol4", torch_zip(state(STACK4, protocol=4)), foreign("os.system")),
+    *(
+        opens(f"pickle-{name}", torch_zip(state(code)), foreign(what))
+        for name, (code, what) in PAYLOADS.items()
+    ),
+    opens(
+        "pickle-stack-global-from-memo",
+        torch_zip(state(MEMO_STRINGS, protocol=4)),
+        foreign("os.system"),
+    ),
+    opens(
+        "pickle-stack-global-protocol4", torch_zip(state(STACK4, protocol=4)), foreign("os.system")
+    ),
     opens("pickle-payload-protocol0", torch_zip(b"cos\nsystem\n(Vtrue\ntR."), foreign("os.system")),
     opens("pickle-payload-protocol5", torch_zip(state(SYSTEM, protocol=5)), foreign("os.system")),
     opens("pickle-payload-is-the-whole-file", torch_zip(stream(SYSTEM)), foreign("os.system")),
-    opens("pickle-payload-in-frames", torch_zip(proto(4) + frame(SYSTEM + POP) + frame(EMPTY_DICT + STOP)), foreign("os.system")),
+    opens(
+        "pickle-payload-in-frames",
+        torch_zip(proto(4) + frame(SYSTEM + POP) + frame(EMPTY_DICT + STOP)),
+        foreign("os.system"),
+    ),
     opens("pickle-stop-outside-of-its-frame", torch_zip(proto(4) + frame(b"}", 1) + STOP)),
-    opens("torchscript-call-in-data", torchscript(stream(SYSTEM), stream(EMPTY_TUPLE)), foreign("os.system")),
-    opens("torchscript-call-in-constants", torchscript(stream(EMPTY_DICT), stream(tuple_of(SYSTEM))), foreign("os.system")),
-    opens("pickle-dunder-keys-in-a-plain-dict", torch_zip(state(dict_of(text("__class__"), integer(1), text("__dict__"), NONE)))),
+    opens(
+        "torchscript-call-in-data",
+        torchscript(stream(SYSTEM), stream(EMPTY_TUPLE)),
+        foreign("os.system"),
+    ),
+    opens(
+        "torchscript-call-in-constants",
+        torchscript(stream(EMPTY_DICT), stream(tuple_of(SYSTEM))),
+        foreign("os.system"),
+    ),
+    opens(
+        "pickle-dunder-keys-in-a-plain-dict",
+        torch_zip(state(dict_of(text("__class__"), integer(1), text("__dict__"), NONE))),
+    ),
     opens(
         "pickle-ordered-dict-attributes",
-        torch_zip(state(call("collections", "OrderedDict") + dict_of(text("__class__"), SYSTEM, text("update"), NONE) + BUILD)),
+        torch_zip(
+            state(
+                call("collections", "OrderedDict")
+                + dict_of(text("__class__"), SYSTEM, text("update"), NONE)
+                + BUILD
+            )
+        ),
         foreign("os.system"),
     ),
     opens(
@@ -212,9 +354,22 @@ OPENING = [
     ),
 ]
 
-SIDE_DOORS = ["reduce-os-system", "inst", "obj", "newobj-class", "popped-again", "build-on-module", "call-of-a-call"]
+SIDE_DOORS = [
+    "reduce-os-system",
+    "inst",
+    "obj",
+    "newobj-class",
+    "popped-again",
+    "build-on-module",
+    "call-of-a-call",
+]
 DOORS = [
-    *(opens(f"legacy-{n}", legacy(state(PAYLOADS[n][0], legacy_ids=True)), foreign(PAYLOADS[n][1])) for n in SIDE_DOORS),
+    *(
+        opens(
+            f"legacy-{n}", legacy(state(PAYLOADS[n][0], legacy_ids=True)), foreign(PAYLOADS[n][1])
+        )
+        for n in SIDE_DOORS
+    ),
     *(opens(f"tar-{n}", tar(stream(PAYLOADS[n][0])), foreign(PAYLOADS[n][1])) for n in SIDE_DOORS),
 ]
 
@@ -241,12 +396,20 @@ REFUSED = [
     _pickled("reduce-with-no-arguments", named("os", "system"), REDUCE),
     _pickled("newobj-with-dict-arguments", named("os", "system"), EMPTY_DICT, NEWOBJ),
     _pickled("newobj-of-an-int", integer(1), EMPTY_TUPLE, NEWOBJ),
-    _pickled("newobj-ex-int-keywords", named("a", "B"), EMPTY_TUPLE, dict_of(integer(1), NONE), NEWOBJ_EX),
+    _pickled(
+        "newobj-ex-int-keywords", named("a", "B"), EMPTY_TUPLE, dict_of(integer(1), NONE), NEWOBJ_EX
+    ),
     _pickled("newobj-ex-list-keywords", named("a", "B"), EMPTY_TUPLE, EMPTY_LIST, NEWOBJ_EX),
     _pickled("obj-without-a-class", MARK, OBJ),
     _pickled("obj-without-a-mark", named("a", "B"), OBJ),
     _pickled("inst-without-a-mark", inst("os", "system")),
-    _pickled("calls-computed-by-calls", named("a", "b"), EMPTY_TUPLE, (REDUCE + EMPTY_TUPLE) * 200, REDUCE),
+    _pickled(
+        "calls-computed-by-calls",
+        named("a", "b"),
+        EMPTY_TUPLE,
+        (REDUCE + EMPTY_TUPLE) * 200,
+        REDUCE,
+    ),
     _pickled("build-on-an-int", integer(1), EMPTY_DICT, BUILD),
     _pickled("build-on-a-list", EMPTY_LIST, EMPTY_DICT, BUILD),
     _pickled("build-on-a-tensor", weight(), dict_of(text("data"), SYSTEM), BUILD),
@@ -267,11 +430,20 @@ REFUSED = [
     _pickled("persid-empty-tuple", EMPTY_TUPLE, PERSID),
     _pickled("persid-too-long", tuple_of(text("storage"), *[NONE] * 40), PERSID),
     _pickled("persid-legacy-six-tuple", storage(view=NONE)),
-    _pickled("persid-module-source", tuple_of(text("module"), named("m", "M"), text("m.py"), text("import os")), PERSID),
+    _pickled(
+        "persid-module-source",
+        tuple_of(text("module"), named("m", "M"), text("m.py"), text("import os")),
+        PERSID,
+    ),
     _pickled(
         "persid-of-an-array",
         tuple_of(
-            call("numpy.core.multiarray", "scalar", call("numpy", "dtype", text("i1"), integer(0), integer(1)), binbytes(b"\1")),
+            call(
+                "numpy.core.multiarray",
+                "scalar",
+                call("numpy", "dtype", text("i1"), integer(0), integer(1)),
+                binbytes(b"\1"),
+            ),
             NONE,
             NONE,
             NONE,
@@ -287,7 +459,9 @@ REFUSED = [
                 "_frombuffer",
                 binbytes(b"\1\2"),
                 call("numpy", "dtype", text("u1"))
-                + tuple_of(integer(3), text("|"), NONE, NONE, NONE, integer(-1), integer(-1), integer(0))
+                + tuple_of(
+                    integer(3), text("|"), NONE, NONE, NONE, integer(-1), integer(-1), integer(0)
+                )
                 + BUILD,
                 tuple_of(integer(2)),
                 text("C"),
@@ -308,9 +482,17 @@ REFUSED = [
     refused("pickle-two-streams", torch_zip(stream(EMPTY_DICT) + stream(SYSTEM)), PickleError),
     refused("pickle-trailing-newline", torch_zip(stream(EMPTY_DICT) + b"\n"), PickleError),
     refused("pickle-payload-behind-stop", torch_zip(state() + SYSTEM + STOP), PickleError),
-    refused("pickle-payload-before-broken-tail", torch_zip(proto(2) + SYSTEM + b"X\xff"), FormatError),
-    refused("pickle-payload-before-bad-opcode", torch_zip(proto(2) + SYSTEM + b"\xfe."), PickleError),
-    refused("pickle-payload-before-underflow", torch_zip(proto(2) + SYSTEM + POP + POP + STOP), PickleError),
+    refused(
+        "pickle-payload-before-broken-tail", torch_zip(proto(2) + SYSTEM + b"X\xff"), FormatError
+    ),
+    refused(
+        "pickle-payload-before-bad-opcode", torch_zip(proto(2) + SYSTEM + b"\xfe."), PickleError
+    ),
+    refused(
+        "pickle-payload-before-underflow",
+        torch_zip(proto(2) + SYSTEM + POP + POP + STOP),
+        PickleError,
+    ),
     refused("pickle-proto-6", torch_zip(stream(EMPTY_DICT, protocol=6)), PickleError),
     refused("pickle-proto-255", torch_zip(stream(EMPTY_DICT, protocol=255)), PickleError),
     refused("pickle-proto-late", torch_zip(b"}" + proto(2) + STOP), PickleError),
@@ -320,10 +502,24 @@ REFUSED = [
     refused("pickle-stop-inside-a-mark", torch_zip(stream(MARK, NONE)), PickleError),
     refused("pickle-frame-past-the-end", torch_zip(proto(4) + frame(b"}.", 3)), FormatError),
     refused("pickle-frame-of-2^63", torch_zip(proto(4) + frame(b"}.", 1 << 63)), FormatError),
-    refused("pickle-frame-of-2^64-1", torch_zip(proto(4) + frame(b"}.", (1 << 64) - 1)), FormatError),
-    refused("pickle-frame-straddled-by-text", torch_zip(proto(4) + frame(text("abcdef") + STOP, 7)), FormatError),
-    refused("pickle-frame-straddled-by-number", torch_zip(proto(4) + frame(b"K\x01" + STOP, 1)), FormatError),
-    refused("pickle-frame-straddled-by-line", torch_zip(proto(4) + frame(b"cos\nsystem\n" + STOP, 5)), FormatError),
+    refused(
+        "pickle-frame-of-2^64-1", torch_zip(proto(4) + frame(b"}.", (1 << 64) - 1)), FormatError
+    ),
+    refused(
+        "pickle-frame-straddled-by-text",
+        torch_zip(proto(4) + frame(text("abcdef") + STOP, 7)),
+        FormatError,
+    ),
+    refused(
+        "pickle-frame-straddled-by-number",
+        torch_zip(proto(4) + frame(b"K\x01" + STOP, 1)),
+        FormatError,
+    ),
+    refused(
+        "pickle-frame-straddled-by-line",
+        torch_zip(proto(4) + frame(b"cos\nsystem\n" + STOP, 5)),
+        FormatError,
+    ),
     refused("pickle-frames-nested", torch_zip(proto(4) + frame(frame(b"}."))), PickleError),
     refused("pickle-frame-empty", torch_zip(proto(4) + frame(b"") + b"}."), PickleError),
     refused("pickle-frame-header-cut", torch_zip(proto(4) + b"\x95\x01\x00"), Truncated),
@@ -353,9 +549,20 @@ REFUSED = [
     _pickled("int-with-underscore", b"I1_0\n"),
     _pickled("int-arabic-digits", b"I\xd9\xa1\n"),
     _pickled("float-not-a-float", b"Feval(1)\n"),
-    refused("zip-text-record-holds-a-pickle", torch_zip(state(), version=stream(SYSTEM)), FormatError),
-    refused("torchscript-broken-constants", torchscript(stream(EMPTY_DICT), stream(SYSTEM)[:-1]), Truncated),
-    refused("torchscript-without-data", torchscript(b"", stream(EMPTY_TUPLE)), FormatError, LimitExceeded),
+    refused(
+        "zip-text-record-holds-a-pickle", torch_zip(state(), version=stream(SYSTEM)), FormatError
+    ),
+    refused(
+        "torchscript-broken-constants",
+        torchscript(stream(EMPTY_DICT), stream(SYSTEM)[:-1]),
+        Truncated,
+    ),
+    refused(
+        "torchscript-without-data",
+        torchscript(b"", stream(EMPTY_TUPLE)),
+        FormatError,
+        LimitExceeded,
+    ),
 ]
 
 CASES = [*OPENING, *DOORS, *REFUSED]

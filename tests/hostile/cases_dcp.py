@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, StoreError, Truncated, UnsafePath
+from holdfast.errors import (
+    FormatError,
+    LimitExceeded,
+    MetadataError,
+    PickleError,
+    StoreError,
+    Truncated,
+    UnsafePath,
+)
 from tests.formats.dcp.craft_dcp import (
     FILE,
     FILESYSTEM,
@@ -104,7 +112,9 @@ def repeated(seed: bytes, one: bytes, times: int = MANY) -> bytes:
 def shared(kind: tuple[str, str], seed: bytes, state: bytes) -> bytes:
     """Many records of one class, whose states name one large thing (memo entry 0)."""
     head = seed + put(0) + POP + named(*kind) + put(1) + POP
-    return stream(head + EMPTY_LIST + MARK + (get(1) + EMPTY_TUPLE + NEWOBJ + state + BUILD) * MANY + APPENDS)
+    return stream(
+        head + EMPTY_LIST + MARK + (get(1) + EMPTY_TUPLE + NEWOBJ + state + BUILD) * MANY + APPENDS
+    )
 
 
 def long_list(element: bytes, count: int = MANY) -> bytes:
@@ -119,16 +129,33 @@ def many_tensors(count: int) -> bytes:
 def many_ranks(count: int) -> dict[str, bytes]:
     """Each rank lists the same chunks."""
     listed = list_of(*(chunk([2 * i, 0], [2, 2]) for i in range(count)))
-    return {f"__{i}.metadata": metadata({"w": tensor([2 * count, 2], listed)}, []) for i in range(count)} | {FILE: W}
+    return {
+        f"__{i}.metadata": metadata({"w": tensor([2 * count, 2], listed)}, []) for i in range(count)
+    } | {FILE: W}
 
 
 def deep_paths(count: int) -> bytes:
     """Every path is 60 steps of one long text."""
     names = [f"t{i}" for i in range(count)]
     steps = text("x" * 100_000) + put(0) + POP
-    planner = EMPTY_DICT + MARK + b"".join(text(n) + MARK + get(0) * 60 + TUPLE for n in names) + SETITEMS
-    entries = EMPTY_DICT + MARK + b"".join(text(n) + named("their", "Entry") + EMPTY_TUPLE + REDUCE for n in names) + SETITEMS
-    state = EMPTY_DICT + MARK + text("state_dict_metadata") + entries + text("planner_data") + planner + SETITEMS
+    planner = (
+        EMPTY_DICT + MARK + b"".join(text(n) + MARK + get(0) * 60 + TUPLE for n in names) + SETITEMS
+    )
+    entries = (
+        EMPTY_DICT
+        + MARK
+        + b"".join(text(n) + named("their", "Entry") + EMPTY_TUPLE + REDUCE for n in names)
+        + SETITEMS
+    )
+    state = (
+        EMPTY_DICT
+        + MARK
+        + text("state_dict_metadata")
+        + entries
+        + text("planner_data")
+        + planner
+        + SETITEMS
+    )
     return stream(steps + named(METADATA, "Metadata") + EMPTY_TUPLE + NEWOBJ + state + BUILD)
 
 
@@ -136,8 +163,13 @@ def far_positions(count: int) -> bytes:
     """Every name is alone in a list of its own, at a far position."""
     names = [f"b{i}" for i in range(count)]
     planner = b"".join(text(f"{n}.{count}") + tuple_of(text(n), integer(count)) for n in names)
-    entries = b"".join(text(f"{n}.{count}") + named("their", "Entry") + EMPTY_TUPLE + REDUCE for n in names)
-    state = fields(state_dict_metadata=EMPTY_DICT + MARK + entries + SETITEMS, planner_data=EMPTY_DICT + MARK + planner + SETITEMS)
+    entries = b"".join(
+        text(f"{n}.{count}") + named("their", "Entry") + EMPTY_TUPLE + REDUCE for n in names
+    )
+    state = fields(
+        state_dict_metadata=EMPTY_DICT + MARK + entries + SETITEMS,
+        planner_data=EMPTY_DICT + MARK + planner + SETITEMS,
+    )
     return stream(record(METADATA, "Metadata", state))
 
 
@@ -152,7 +184,9 @@ def grid(side: int) -> bytes:
     corners = [(2 * i, 2 * j) for i in range(side) for j in range(side)]
     corners[-1] = (0, 0)
     chunks = [chunk(corner, [2, 2]) for corner in corners]
-    items = [index("w", corner, i) + info(FILE, i * len(W), len(W)) for i, corner in enumerate(corners)]
+    items = [
+        index("w", corner, i) + info(FILE, i * len(W), len(W)) for i, corner in enumerate(corners)
+    ]
     whole = tensor([2 * side, 2 * side], list_of(*chunks))
     return metadata({"w": whole}, EMPTY_DICT + MARK + b"".join(items) + SETITEMS)
 
@@ -162,12 +196,24 @@ CALLS: Sequence[tuple[str, bytes]] = (
     ("inst", MARK + text("true") + inst("os", "system")),
     ("obj", MARK + named("os", "system") + text("true") + OBJ),
     ("newobj", named("os", "system") + tuple_of(text("true")) + NEWOBJ),
-    ("stack-global", short_text("os") + short_text("system") + STACK_GLOBAL + tuple_of(text("true")) + REDUCE),
+    (
+        "stack-global",
+        short_text("os") + short_text("system") + STACK_GLOBAL + tuple_of(text("true")) + REDUCE,
+    ),
     ("build", named("os", "environ") + dict_of(text("PATH"), text("/")) + BUILD),
-    ("getattr", call("builtins", "getattr", named("os", "path"), text("os")) + EMPTY_TUPLE + REDUCE),
+    (
+        "getattr",
+        call("builtins", "getattr", named("os", "path"), text("os")) + EMPTY_TUPLE + REDUCE,
+    ),
     ("of-a-torch-function", call("torch.hub", "load", text("evil/repo"))),
-    ("of-a-near-name", call("torch.distributed.checkpoint.metadata", "Metadata.__init__", text("x"))),
-    ("reader-of-torch", call("torch.distributed.checkpoint.filesystem", "FileSystemReader", text("/"))),
+    (
+        "of-a-near-name",
+        call("torch.distributed.checkpoint.metadata", "Metadata.__init__", text("x")),
+    ),
+    (
+        "reader-of-torch",
+        call("torch.distributed.checkpoint.filesystem", "FileSystemReader", text("/")),
+    ),
 )
 
 CASES: list[Case] = [

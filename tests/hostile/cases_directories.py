@@ -51,14 +51,24 @@ def folder(files: dict[str, bytes], change: Change | None = None) -> Callable[[P
     return make
 
 
-def mapped(name: str, target: object, *errors: type[HoldfastError], change: Change | None = None) -> Case:
+def mapped(
+    name: str, target: object, *errors: type[HoldfastError], change: Change | None = None
+) -> Case:
     """An index that sends the tensor `a` to `target`."""
-    files = {"one.safetensors": ONE, "two.safetensors": TWO, INDEX: index({"a": target, "b": "two.safetensors"})}
+    files = {
+        "one.safetensors": ONE,
+        "two.safetensors": TWO,
+        INDEX: index({"a": target, "b": "two.safetensors"}),
+    }
     return refused(f"dir-{name}", folder(files, change), *errors)
 
 
 def indexed(name: str, content: bytes, *errors: type[HoldfastError]) -> Case:
-    return refused(f"dir-index-{name}", folder({"one.safetensors": ONE, INDEX: content}), *(errors or (HeaderError,)))
+    return refused(
+        f"dir-index-{name}",
+        folder({"one.safetensors": ONE, INDEX: content}),
+        *(errors or (HeaderError,)),
+    )
 
 
 def link(name: str, target: str) -> Change:
@@ -116,9 +126,16 @@ FIRST, SECOND = torch_zip(state()), legacy(stream(dict_of(text("b"), weight(NONE
 """Shards of torch: `weight` in a zip, `b` in the container of old."""
 
 
-def shard(name: str, files: dict[str, bytes], *errors: type[HoldfastError], change: Change | None = None) -> Case:
+def shard(
+    name: str, files: dict[str, bytes], *errors: type[HoldfastError], change: Change | None = None
+) -> Case:
     """A folder of `pytorch_model*.bin`, of which each part is honest unless it is replaced."""
-    honest = {BIN(1): FIRST, BIN(2): SECOND, BIN_INDEX: index({"weight": BIN(1), "b": BIN(2)}), "config.json": b"{}"}
+    honest = {
+        BIN(1): FIRST,
+        BIN(2): SECOND,
+        BIN_INDEX: index({"weight": BIN(1), "b": BIN(2)}),
+        "config.json": b"{}",
+    }
     made = folder({key: content for key, content in {**honest, **files}.items() if content}, change)
     if errors:
         return refused(f"bin-{name}", made, *errors)
@@ -149,16 +166,24 @@ CASES = [
     shard("shard-is-a-bare-pickle", {BIN(2): b"\x80\x02}."}, UnknownFormat),
     shard("shard-is-no-dict", {BIN(2): torch_zip(stream(list_of()))}, MetadataError),
     shard("two-claim-one-tensor", {BIN(2): FIRST}, MetadataError),
-    shard("tensor-its-file-lacks", {BIN_INDEX: index({"weight": BIN(2), "b": BIN(2)})}, MetadataError),
+    shard(
+        "tensor-its-file-lacks", {BIN_INDEX: index({"weight": BIN(2), "b": BIN(2)})}, MetadataError
+    ),
     shard("path-climbs", {BIN_INDEX: index({"weight": "../" + BIN(1), "b": BIN(2)})}, UnsafePath),
     shard("path-absolute", {BIN_INDEX: index({"weight": "/etc/passwd", "b": BIN(2)})}, UnsafePath),
     shard("link-outside", {}, UnsafePath, change=link(BIN(2), "../secret.safetensors")),
     shard("link-to-the-other", {}, MetadataError, change=link(BIN(2), BIN(1))),
     shard("names-the-index", {BIN_INDEX: index({"weight": BIN_INDEX})}, UnknownFormat),
     shard("two-models", {BIN_INDEX: b"", "adapter_model.bin": FIRST}, Unsupported),
-    opens("bin-hub-cache", bin_hub("../../blobs/abc"), lambda ckpt: ckpt["weight"].numpy().size == 4),
+    opens(
+        "bin-hub-cache", bin_hub("../../blobs/abc"), lambda ckpt: ckpt["weight"].numpy().size == 4
+    ),
     refused("bin-hub-cache-beside-blobs", bin_hub("../../secret"), HoldfastError),
-    opens("dir-honest", folder({"one.safetensors": ONE, "two.safetensors": TWO}), lambda ckpt: sorted(ckpt) == ["a", "b"]),
+    opens(
+        "dir-honest",
+        folder({"one.safetensors": ONE, "two.safetensors": TWO}),
+        lambda ckpt: sorted(ckpt) == ["a", "b"],
+    ),
     mapped("path-absolute", "/etc/passwd", UnsafePath),
     mapped("path-climbs", "../secret.safetensors", UnsafePath),
     mapped("path-climbs-inside", "x/../one.safetensors", UnsafePath),
@@ -184,18 +209,70 @@ CASES = [
     mapped("path-is-the-index", INDEX, FormatError, LimitExceeded),
     mapped("path-to-a-fifo", "x.safetensors", UnsafePath, StoreError, change=fifo),
     mapped("path-to-a-socket", "x.safetensors", UnsafePath, StoreError, change=unix_socket),
-    mapped("path-to-a-device", "x.safetensors", UnsafePath, StoreError, change=link("x.safetensors", "/dev/zero")),
-    mapped("path-to-a-folder", "x.safetensors", UnsafePath, StoreError, change=lambda root: (root / "x.safetensors").mkdir()),
-    mapped("path-to-a-dead-link", "x.safetensors", StoreError, UnsafePath, change=link("x.safetensors", "nowhere")),
-    mapped("path-to-a-link-outside", "x.safetensors", UnsafePath, change=link("x.safetensors", "../secret.safetensors")),
-    mapped("path-to-an-absolute-link", "x.safetensors", UnsafePath, change=link("x.safetensors", "/etc/passwd")),
-    mapped("path-to-a-link-loop", "x.safetensors", StoreError, UnsafePath, change=link("x.safetensors", "x.safetensors")),
-    mapped("path-to-proc-self-mem", "x.safetensors", UnsafePath, change=link("x.safetensors", "/proc/self/mem")),
-    mapped("path-through-a-linked-folder", "x/secret.safetensors", UnsafePath, StoreError, change=link("x", "..")),
+    mapped(
+        "path-to-a-device",
+        "x.safetensors",
+        UnsafePath,
+        StoreError,
+        change=link("x.safetensors", "/dev/zero"),
+    ),
+    mapped(
+        "path-to-a-folder",
+        "x.safetensors",
+        UnsafePath,
+        StoreError,
+        change=lambda root: (root / "x.safetensors").mkdir(),
+    ),
+    mapped(
+        "path-to-a-dead-link",
+        "x.safetensors",
+        StoreError,
+        UnsafePath,
+        change=link("x.safetensors", "nowhere"),
+    ),
+    mapped(
+        "path-to-a-link-outside",
+        "x.safetensors",
+        UnsafePath,
+        change=link("x.safetensors", "../secret.safetensors"),
+    ),
+    mapped(
+        "path-to-an-absolute-link",
+        "x.safetensors",
+        UnsafePath,
+        change=link("x.safetensors", "/etc/passwd"),
+    ),
+    mapped(
+        "path-to-a-link-loop",
+        "x.safetensors",
+        StoreError,
+        UnsafePath,
+        change=link("x.safetensors", "x.safetensors"),
+    ),
+    mapped(
+        "path-to-proc-self-mem",
+        "x.safetensors",
+        UnsafePath,
+        change=link("x.safetensors", "/proc/self/mem"),
+    ),
+    mapped(
+        "path-through-a-linked-folder",
+        "x/secret.safetensors",
+        UnsafePath,
+        StoreError,
+        change=link("x", ".."),
+    ),
     mapped("path-through-a-file", "one.safetensors/x", StoreError),
-    mapped("index-is-a-link-outside", "one.safetensors", UnsafePath, change=link(INDEX, "../secret.safetensors")),
+    mapped(
+        "index-is-a-link-outside",
+        "one.safetensors",
+        UnsafePath,
+        change=link(INDEX, "../secret.safetensors"),
+    ),
     refused(
-        "dir-file-is-a-link-outside", folder({"one.safetensors": ONE}, link("two.safetensors", "../secret.safetensors")), UnsafePath
+        "dir-file-is-a-link-outside",
+        folder({"one.safetensors": ONE}, link("two.safetensors", "../secret.safetensors")),
+        UnsafePath,
     ),
     opens(
         "dir-link-inside-is-followed",
@@ -203,61 +280,127 @@ CASES = [
         lambda ckpt: ckpt["b"].numpy().size == 4,
     ),
     refused(
-        "dir-link-to-itself-twice", folder({"one.safetensors": ONE}, link("two.safetensors", "one.safetensors")), MetadataError
+        "dir-link-to-itself-twice",
+        folder({"one.safetensors": ONE}, link("two.safetensors", "one.safetensors")),
+        MetadataError,
     ),
     opens("dir-fifo-beside", folder({"one.safetensors": ONE, "two.safetensors": TWO}, fifo)),
-    opens("dir-socket-beside", folder({"one.safetensors": ONE, "two.safetensors": TWO}, unix_socket)),
-    opens("dir-linked-root-beside", folder({"one.safetensors": ONE, "two.safetensors": TWO}, link("root", "/"))),
+    opens(
+        "dir-socket-beside", folder({"one.safetensors": ONE, "two.safetensors": TWO}, unix_socket)
+    ),
+    opens(
+        "dir-linked-root-beside",
+        folder({"one.safetensors": ONE, "two.safetensors": TWO}, link("root", "/")),
+    ),
     refused("fifo-alone", alone(lambda p: os.mkfifo(p / "x.safetensors")), UnsafePath, StoreError),
     refused("socket-alone", alone(unix_socket), UnsafePath, StoreError),
     refused("device-alone", lambda _: Path("/dev/zero"), UnsafePath, StoreError),
     refused("device-null-alone", lambda _: Path("/dev/null"), UnsafePath, StoreError),
     refused("missing-alone", lambda place: place / "x.safetensors", StoreError),
-    refused("path-below-a-file", lambda place: (place / "f").write_bytes(ONE) and place / "f" / "x", StoreError),
+    refused(
+        "path-below-a-file",
+        lambda place: (place / "f").write_bytes(ONE) and place / "f" / "x",
+        StoreError,
+    ),
     refused("path-with-nul", lambda place: Path(f"{place}/x\0y"), StoreError),
     refused("path-with-surrogate", lambda place: Path(f"{place}/\udfff\ud800"), StoreError),
     refused("path-too-long", lambda place: place / ("x" * 5000), StoreError),
-    refused("link-loop-alone", alone(lambda p: (p / "x.safetensors").symlink_to("x.safetensors")), StoreError),
-    opens("hub-cache-link-into-blobs", hub("../../blobs/abc"), lambda ckpt: ckpt["a"].numpy().size == 4),
+    refused(
+        "link-loop-alone",
+        alone(lambda p: (p / "x.safetensors").symlink_to("x.safetensors")),
+        StoreError,
+    ),
+    opens(
+        "hub-cache-link-into-blobs",
+        hub("../../blobs/abc"),
+        lambda ckpt: ckpt["a"].numpy().size == 4,
+    ),
     refused("hub-cache-link-beside-blobs", hub("../../secret"), HoldfastError),
     refused("hub-cache-link-through-blobs", hub("../../blobs/../secret"), HoldfastError),
     refused("hub-cache-link-to-etc", hub("/etc/passwd"), HoldfastError),
     refused("dir-empty", folder({}), StoreError, FormatError),
     refused("dir-of-nothing-known", folder({"a.txt": b"x", "b.txt": b"y"}), UnknownFormat),
-    refused("dir-two-claim-one-tensor", folder({"one.safetensors": ONE, "two.safetensors": ONE}), MetadataError),
+    refused(
+        "dir-two-claim-one-tensor",
+        folder({"one.safetensors": ONE, "two.safetensors": ONE}),
+        MetadataError,
+    ),
     refused(
         "dir-two-claim-one-tensor-with-index",
         folder(
             {
                 "one.safetensors": ONE,
-                "two.safetensors": craft({"a": entry("U8", [4], 0, 4), "b": entry("U8", [0], 4, 4)}, 4),
+                "two.safetensors": craft(
+                    {"a": entry("U8", [4], 0, 4), "b": entry("U8", [0], 4, 4)}, 4
+                ),
                 INDEX: index({"a": "one.safetensors", "b": "two.safetensors"}),
             }
         ),
         MetadataError,
     ),
     refused(
-        "dir-index-tensor-its-file-lacks", folder({"one.safetensors": ONE, INDEX: index({"zzz": "one.safetensors"})}), MetadataError
+        "dir-index-tensor-its-file-lacks",
+        folder({"one.safetensors": ONE, INDEX: index({"zzz": "one.safetensors"})}),
+        MetadataError,
     ),
     refused(
         "dir-index-swaps-files",
-        folder({"one.safetensors": ONE, "two.safetensors": TWO, INDEX: index({"b": "one.safetensors", "a": "two.safetensors"})}),
+        folder(
+            {
+                "one.safetensors": ONE,
+                "two.safetensors": TWO,
+                INDEX: index({"b": "one.safetensors", "a": "two.safetensors"}),
+            }
+        ),
         MetadataError,
     ),
-    refused("dir-truncated-file", folder({"one.safetensors": ONE, "two.safetensors": TWO[:-1]}), Truncated),
-    refused("dir-file-cut-to-nothing", folder({"one.safetensors": ONE, "two.safetensors": b""}), Truncated),
-    refused("dir-file-is-a-pickle", folder({"one.safetensors": ONE, "two.safetensors": torch_zip(state())}), FormatError),
     refused(
-        "dir-file-is-an-lfs-pointer",
-        folder({"one.safetensors": ONE, "two.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"}),
+        "dir-truncated-file",
+        folder({"one.safetensors": ONE, "two.safetensors": TWO[:-1]}),
+        Truncated,
+    ),
+    refused(
+        "dir-file-cut-to-nothing",
+        folder({"one.safetensors": ONE, "two.safetensors": b""}),
+        Truncated,
+    ),
+    refused(
+        "dir-file-is-a-pickle",
+        folder({"one.safetensors": ONE, "two.safetensors": torch_zip(state())}),
         FormatError,
     ),
-    refused("dir-lost-piece", folder(shards(r0={"w": ([0], [4])}, r2={"w": ([8], [4])})), MetadataError),
-    refused("dir-overlapping-pieces", folder(shards(r0={"w": ([0], [4])}, r1={"w": ([2], [4])})), MetadataError),
-    refused("dir-pieces-of-other-rank", folder(shards(r0={"w": ([0], [4])}, r1={"w": ([4, 0], [4, 1])})), MetadataError),
-    refused("dir-pieces-at-2^62", folder(shards(r0={"w": ([0], [4])}, r1={"w": ([1 << 62], [4])})), MetadataError),
     refused(
-        "dir-many-pieces-at-one-place", folder(shards(**{f"r{i}": {"w": ([0, i], [4, 1])} for i in range(0, 40, 2)})), MetadataError
+        "dir-file-is-an-lfs-pointer",
+        folder(
+            {
+                "one.safetensors": ONE,
+                "two.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+            }
+        ),
+        FormatError,
+    ),
+    refused(
+        "dir-lost-piece", folder(shards(r0={"w": ([0], [4])}, r2={"w": ([8], [4])})), MetadataError
+    ),
+    refused(
+        "dir-overlapping-pieces",
+        folder(shards(r0={"w": ([0], [4])}, r1={"w": ([2], [4])})),
+        MetadataError,
+    ),
+    refused(
+        "dir-pieces-of-other-rank",
+        folder(shards(r0={"w": ([0], [4])}, r1={"w": ([4, 0], [4, 1])})),
+        MetadataError,
+    ),
+    refused(
+        "dir-pieces-at-2^62",
+        folder(shards(r0={"w": ([0], [4])}, r1={"w": ([1 << 62], [4])})),
+        MetadataError,
+    ),
+    refused(
+        "dir-many-pieces-at-one-place",
+        folder(shards(**{f"r{i}": {"w": ([0, i], [4, 1])} for i in range(0, 40, 2)})),
+        MetadataError,
     ),
     opens(
         "dir-extra-files-beside",
@@ -274,7 +417,13 @@ CASES = [
     ),
     refused(
         "dir-two-indexes",
-        folder({"one.safetensors": ONE, "x.safetensors.index.json": index({}), "y.safetensors.index.json": index({})}),
+        folder(
+            {
+                "one.safetensors": ONE,
+                "x.safetensors.index.json": index({}),
+                "y.safetensors.index.json": index({}),
+            }
+        ),
         Unsupported,
     ),
     indexed("not-json", b"weight_map"),
@@ -286,16 +435,29 @@ CASES = [
     indexed("key-twice", b'{"weight_map":{"a":"one.safetensors","a":"/etc/passwd"}}'),
     indexed("map-twice", b'{"weight_map":{},"weight_map":{"a":"one.safetensors"}}'),
     indexed("nan", b'{"metadata":{"total_size":NaN},"weight_map":{"a":"one.safetensors"}}'),
-    indexed("deep", b'{"metadata":' + b"[" * 100_000 + b"]" * 100_000 + b',"weight_map":{}}', HeaderError, LimitExceeded),
+    indexed(
+        "deep",
+        b'{"metadata":' + b"[" * 100_000 + b"]" * 100_000 + b',"weight_map":{}}',
+        HeaderError,
+        LimitExceeded,
+    ),
     indexed("million-digits", b'{"metadata":' + b"9" * 1_000_000 + b',"weight_map":{}}'),
     indexed("lone-surrogate", b'{"weight_map":{"\\ud800":"one.safetensors"}}'),
     indexed("a-pickle", b"cos\nsystem\n(Vtrue\ntR."),
     refused(
-        "dir-metadata-that-calls", folder({".metadata": b"\x80\x04cos\nsystem\n(Vtrue\ntR.", "__0_0.distcp": b"x"}), HoldfastError
+        "dir-metadata-that-calls",
+        folder({".metadata": b"\x80\x04cos\nsystem\n(Vtrue\ntR.", "__0_0.distcp": b"x"}),
+        HoldfastError,
     ),
     refused(
         "dir-metadata-beside-safetensors",
-        folder({".metadata": b"cos\nsystem\n(Vtrue\ntR.", "one.safetensors": ONE, "two.safetensors": TWO}),
+        folder(
+            {
+                ".metadata": b"cos\nsystem\n(Vtrue\ntR.",
+                "one.safetensors": ONE,
+                "two.safetensors": TWO,
+            }
+        ),
         HoldfastError,
     ),
 ]

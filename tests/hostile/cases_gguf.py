@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import struct
 
-from holdfast.errors import FormatError, HeaderError, LimitExceeded, MetadataError, Truncated, Unsupported
+from holdfast.errors import (
+    FormatError,
+    HeaderError,
+    LimitExceeded,
+    MetadataError,
+    Truncated,
+    Unsupported,
+)
 from tests.formats.gguf.craft_gguf import array, gguf, info, text, texts, value
 
 from .case import Case, either, opens, refused
@@ -23,7 +30,11 @@ def one(name: str, entry: bytes, *errors: type[Exception], data: bytes = DATA) -
 
 
 def kept(name: str, *values: bytes) -> Case:
-    return opens(f"gguf-{name}", gguf([W], DATA, values), lambda ckpt: len(dict(ckpt.metadata)) == len(values))
+    return opens(
+        f"gguf-{name}",
+        gguf([W], DATA, values),
+        lambda ckpt: len(dict(ckpt.metadata)) == len(values),
+    )
 
 
 def held(name: str, *values: bytes, errors: tuple[type[Exception], ...] = (FormatError,)) -> Case:

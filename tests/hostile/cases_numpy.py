@@ -42,16 +42,26 @@ ANNOUNCED = call("numpy", "dtype", text("S8"), FALSE, b"\x88")
 
 
 def told(
-    size: int, order: str = "|", *, subarray: bytes = NONE, names: bytes = NONE, fields: bytes = NONE, flags: int = 0
+    size: int,
+    order: str = "|",
+    *,
+    subarray: bytes = NONE,
+    names: bytes = NONE,
+    fields: bytes = NONE,
+    flags: int = 0,
 ) -> bytes:
     """The state of a dtype."""
-    return tuple_of(integer(3), text(order), subarray, names, fields, integer(size), integer(1), integer(flags))
+    return tuple_of(
+        integer(3), text(order), subarray, names, fields, integer(size), integer(1), integer(flags)
+    )
 
 
 def structured(size: int, *fields: tuple[str, bytes, int], flags: int = 0) -> bytes:
     """A dtype of named fields: name, dtype, offset."""
     names = tuple_of(*(text(name) for name, _, _ in fields))
-    inside = dict_of(*(text(name) + tuple_of(kind, integer(offset)) for name, kind, offset in fields))
+    inside = dict_of(
+        *(text(name) + tuple_of(kind, integer(offset)) for name, kind, offset in fields)
+    )
     return dtype(f"V{size}", told(size, names=names, fields=inside, flags=flags))
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import struct
 
-from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Truncated, UnknownFormat
+from holdfast.errors import (
+    FormatError,
+    LimitExceeded,
+    MetadataError,
+    PickleError,
+    Truncated,
+    UnknownFormat,
+)
 
 from .case import Case, opens, refused
 from .craft_pickle import (
@@ -22,7 +29,19 @@ from .craft_pickle import (
     text,
     tuple_of,
 )
-from .craft_torch import DATA, MAGIC, legacy, legacy_parts, member, state, storage, tar, tar_of, tensor, weight
+from .craft_torch import (
+    DATA,
+    MAGIC,
+    legacy,
+    legacy_parts,
+    member,
+    state,
+    storage,
+    tar,
+    tar_of,
+    tensor,
+    weight,
+)
 
 __all__ = ["CASES"]
 
@@ -39,7 +58,11 @@ def block(count: int, data: bytes = DATA) -> bytes:
 
 
 def old(
-    name: str, *errors: type[Exception], pickle: bytes = STATE, listed: bytes | None = None, blocks: bytes | None = None
+    name: str,
+    *errors: type[Exception],
+    pickle: bytes = STATE,
+    listed: bytes | None = None,
+    blocks: bytes | None = None,
 ) -> Case:
     return refused(f"legacy-{name}", legacy(pickle, listed, blocks), *errors)
 
@@ -51,12 +74,22 @@ def swapped(index: int, part: bytes) -> bytes:
 
 
 LEGACY = [
-    opens("legacy-honest", legacy(STATE), lambda ckpt: ckpt["weight"].numpy().tolist() == [[1, 2], [3, 4]]),
+    opens(
+        "legacy-honest",
+        legacy(STATE),
+        lambda ckpt: ckpt["weight"].numpy().tolist() == [[1, 2], [3, 4]],
+    ),
     refused("legacy-magic-changed", swapped(0, MAGIC.replace(b"\x19", b"\x18")), UnknownFormat),
     refused("legacy-magic-late", b"\x80\x02" + b"K\x01" * 10 + MAGIC[2:], FormatError),
-    refused("legacy-magic-inside-text", stream(text(MAGIC[4:14])) + legacy(STATE)[15:], FormatError),
+    refused(
+        "legacy-magic-inside-text", stream(text(MAGIC[4:14])) + legacy(STATE)[15:], FormatError
+    ),
     refused("legacy-magic-only", MAGIC, Truncated),
-    refused("legacy-magic-is-a-call", stream(call("operator", "itemgetter", MAGIC[2:14])) + legacy(STATE)[15:], FormatError),
+    refused(
+        "legacy-magic-is-a-call",
+        stream(call("operator", "itemgetter", MAGIC[2:14])) + legacy(STATE)[15:],
+        FormatError,
+    ),
     opens("legacy-magic-as-decimal", b"L119547037146038801333356L\n." + legacy(STATE)[15:]),
     refused("legacy-protocol-1000", swapped(1, stream(b"M\xe8\x03")), FormatError),
     refused("legacy-protocol-is-text", swapped(1, stream(text("1001"))), FormatError),
@@ -79,36 +112,81 @@ LEGACY = [
     old("blocks-cut", Truncated, blocks=block(4, DATA[:-1])),
     old("blocks-with-tail", FormatError, blocks=block(4) + b"\0"),
     old("blocks-with-a-pickle-behind", FormatError, blocks=block(4) + stream(SYSTEM)),
-    old("storage-of-2^61", Truncated, MetadataError, pickle=stream(tensor(storage(count=1 << 61, view=NONE)))),
+    old(
+        "storage-of-2^61",
+        Truncated,
+        MetadataError,
+        pickle=stream(tensor(storage(count=1 << 61, view=NONE))),
+    ),
     old("storage-never-filled", MetadataError, pickle=stream(tensor(storage(key="7", view=NONE)))),
     old("storage-five-tuple", PickleError, pickle=stream(tensor(storage()))),
-    old("storage-two-dtypes", MetadataError, pickle=stream(weight(NONE), storage(kind="IntStorage", view=NONE), TUPLE2)),
-    old("storage-two-counts", MetadataError, pickle=stream(weight(NONE), storage(count=2, view=NONE), TUPLE2)),
-    old("tensor-past-the-end", MetadataError, pickle=stream(tensor(storage(view=NONE), (4, 4), (4, 1)))),
+    old(
+        "storage-two-dtypes",
+        MetadataError,
+        pickle=stream(weight(NONE), storage(kind="IntStorage", view=NONE), TUPLE2),
+    ),
+    old(
+        "storage-two-counts",
+        MetadataError,
+        pickle=stream(weight(NONE), storage(count=2, view=NONE), TUPLE2),
+    ),
+    old(
+        "tensor-past-the-end",
+        MetadataError,
+        pickle=stream(tensor(storage(view=NONE), (4, 4), (4, 1))),
+    ),
     opens(
         "legacy-view",
-        legacy(stream(tensor(storage(view=tuple_of(text("v"), integer(1), integer(2))), (2,), (1,)))),
+        legacy(
+            stream(tensor(storage(view=tuple_of(text("v"), integer(1), integer(2))), (2,), (1,)))
+        ),
         lambda ckpt: ckpt["tensor"].numpy().tolist() == [2, 3],
     ),
-    old("view-past-the-end", MetadataError, pickle=stream(storage(view=tuple_of(text("v"), integer(1), integer(4))))),
-    old("view-negative", MetadataError, pickle=stream(storage(view=tuple_of(text("v"), integer(-1), integer(2))))),
-    old("view-2^62", MetadataError, pickle=stream(storage(view=tuple_of(text("v"), integer(1 << 62), integer(2))))),
+    old(
+        "view-past-the-end",
+        MetadataError,
+        pickle=stream(storage(view=tuple_of(text("v"), integer(1), integer(4)))),
+    ),
+    old(
+        "view-negative",
+        MetadataError,
+        pickle=stream(storage(view=tuple_of(text("v"), integer(-1), integer(2)))),
+    ),
+    old(
+        "view-2^62",
+        MetadataError,
+        pickle=stream(storage(view=tuple_of(text("v"), integer(1 << 62), integer(2)))),
+    ),
     old("view-of-two", PickleError, pickle=stream(storage(view=tuple_of(text("v"), integer(1))))),
     old("view-is-a-call", PickleError, pickle=stream(storage(view=SYSTEM))),
     old(
         "tensor-past-its-view",
         MetadataError,
-        pickle=stream(tensor(storage(view=tuple_of(text("v"), integer(1), integer(2))), (3,), (1,))),
+        pickle=stream(
+            tensor(storage(view=tuple_of(text("v"), integer(1), integer(2))), (3,), (1,))
+        ),
     ),
     opens(
         "legacy-module-source",
         legacy(
-            stream(tuple_of(text("module"), named("m", "M"), text("/etc/passwd"), text("import os; os.system('true')")), PERSID),
+            stream(
+                tuple_of(
+                    text("module"),
+                    named("m", "M"),
+                    text("/etc/passwd"),
+                    text("import os; os.system('true')"),
+                ),
+                PERSID,
+            ),
             keys(),
             b"",
         ),
     ),
-    old("module-source-of-wrong-shape", PickleError, pickle=stream(tuple_of(text("module"), text("m"), NONE, NONE), PERSID)),
+    old(
+        "module-source-of-wrong-shape",
+        PickleError,
+        pickle=stream(tuple_of(text("module"), text("m"), NONE, NONE), PERSID),
+    ),
     old("persid-text", FormatError, pickle=b"Pevil\n."),
     old("two-objects", FormatError, pickle=STATE + STATE),
     old("object-unfinished", FormatError, LimitExceeded, pickle=STATE[:-1]),
@@ -128,10 +206,14 @@ def taped(name: str, *members: bytes, end: bytes = bytes(1024)) -> Case:
 
 
 TAR = [
-    opens("tar-honest", tar(HONEST_TAR), lambda ckpt: ckpt["w"].numpy().tolist() == [[1, 2], [3, 4]]),
+    opens(
+        "tar-honest", tar(HONEST_TAR), lambda ckpt: ckpt["w"].numpy().tolist() == [[1, 2], [3, 4]]
+    ),
     opens("tar-of-nothing", tar_of(FIRST, SECOND, THIRD)),
     taped("symlink", FIRST, SECOND, THIRD, member("x", b"", kind=b"2", link=b"/etc/passwd")),
-    taped("symlink-as-pickle", FIRST, SECOND, member("pickle", b"", kind=b"2", link=b"/etc/passwd")),
+    taped(
+        "symlink-as-pickle", FIRST, SECOND, member("pickle", b"", kind=b"2", link=b"/etc/passwd")
+    ),
     taped("hardlink-as-pickle", FIRST, SECOND, member("pickle", b"", kind=b"1", link=b"storages")),
     taped("character-device", FIRST, SECOND, member("pickle", b"", kind=b"3")),
     taped("fifo", FIRST, SECOND, member("pickle", b"", kind=b"6")),
@@ -149,14 +231,18 @@ TAR = [
     taped("member-twice", FIRST, SECOND, THIRD, member("pickle", stream(SYSTEM))),
     taped("member-missing", FIRST, SECOND),
     taped("size-not-octal", member("storages", b"", size=b"99999999999\0"), SECOND, THIRD),
-    taped("size-base-256", member("storages", b"", size=b"\x80" + bytes(10) + b"\x01"), SECOND, THIRD),
+    taped(
+        "size-base-256", member("storages", b"", size=b"\x80" + bytes(10) + b"\x01"), SECOND, THIRD
+    ),
     taped("size-negative-base-256", member("storages", b"", size=b"\xff" * 12), SECOND, THIRD),
     taped("size-past-the-end", member("storages", b"", size=b"77777777777\0"), SECOND, THIRD),
     taped("size-empty", member("storages", b"", size=b" " * 12), SECOND, THIRD),
     taped("checksum-wrong", FIRST, SECOND.replace(b"tensors", b"tensort", 1), THIRD),
     taped("no-end", FIRST, SECOND, THIRD, end=b""),
     taped("bytes-behind-the-end", FIRST, SECOND, THIRD, end=bytes(1024) + b"x"),
-    taped("second-archive-behind-the-end", FIRST, SECOND, THIRD, end=bytes(1024) + tar(stream(SYSTEM))),
+    taped(
+        "second-archive-behind-the-end", FIRST, SECOND, THIRD, end=bytes(1024) + tar(stream(SYSTEM))
+    ),
     refused("tar-storages-count-2^62", tar(storages={"count": 1 << 61}), FormatError),
     refused("tar-storages-count-negative", tar(storages={"count": -1}), FormatError),
     refused("tar-storages-count-too-large", tar(storages={"count": 2}), FormatError),
@@ -165,20 +251,40 @@ TAR = [
     refused("tar-storage-elements-negative", tar(storages={"nbytes": -1}), FormatError),
     refused("tar-storage-elements-too-many", tar(storages={"nbytes": 5}), FormatError),
     refused("tar-views-are-a-call", tar(storages={"views": stream(SYSTEM)}), FormatError),
-    refused("tar-view-of-nothing", tar(storages={"views": stream(list_of(tuple_of(*map(integer, (2, 9, 0, 1)))))}), MetadataError),
     refused(
-        "tar-view-past-the-end", tar(storages={"views": stream(list_of(tuple_of(*map(integer, (2, 1, 2, 3)))))}), MetadataError
+        "tar-view-of-nothing",
+        tar(storages={"views": stream(list_of(tuple_of(*map(integer, (2, 9, 0, 1)))))}),
+        MetadataError,
     ),
-    refused("tar-view-negative", tar(storages={"views": stream(list_of(tuple_of(*map(integer, (2, 1, -1, 1)))))}), MetadataError),
-    refused("tar-view-of-itself", tar(storages={"views": stream(list_of(tuple_of(*map(integer, (1, 1, 0, 1)))))}), MetadataError),
+    refused(
+        "tar-view-past-the-end",
+        tar(storages={"views": stream(list_of(tuple_of(*map(integer, (2, 1, 2, 3)))))}),
+        MetadataError,
+    ),
+    refused(
+        "tar-view-negative",
+        tar(storages={"views": stream(list_of(tuple_of(*map(integer, (2, 1, -1, 1)))))}),
+        MetadataError,
+    ),
+    refused(
+        "tar-view-of-itself",
+        tar(storages={"views": stream(list_of(tuple_of(*map(integer, (1, 1, 0, 1)))))}),
+        MetadataError,
+    ),
     refused("tar-tensors-count-2^61", tar(tensors={"count": 1 << 61}), FormatError),
     refused("tar-tensor-rank-10000", tar(tensors={"rank": 10_000}), LimitExceeded, FormatError),
     refused("tar-tensor-rank-negative", tar(tensors={"rank": -1}), LimitExceeded, FormatError),
-    refused("tar-tensor-rank-2^31-1", tar(tensors={"rank": (1 << 31) - 1}), LimitExceeded, FormatError),
+    refused(
+        "tar-tensor-rank-2^31-1", tar(tensors={"rank": (1 << 31) - 1}), LimitExceeded, FormatError
+    ),
     refused("tar-tensor-size-negative", tar(tensors={"numbers": (-2, 2, 2, 1, 0)}), MetadataError),
     refused("tar-tensor-too-large", tar(tensors={"numbers": (3, 2, 2, 1, 0)}), MetadataError),
-    refused("tar-tensor-stride-2^62", tar(tensors={"numbers": (2, 2, 1 << 62, 1, 0)}), MetadataError),
-    refused("tar-tensor-offset-negative", tar(tensors={"numbers": (2, 2, 2, 1, -1)}), MetadataError),
+    refused(
+        "tar-tensor-stride-2^62", tar(tensors={"numbers": (2, 2, 1 << 62, 1, 0)}), MetadataError
+    ),
+    refused(
+        "tar-tensor-offset-negative", tar(tensors={"numbers": (2, 2, 2, 1, -1)}), MetadataError
+    ),
     refused("tar-tensor-of-no-storage", tar(tensors={"owner": integer(9)}), MetadataError),
     refused("tar-tensor-owner-is-a-call", tar(tensors={"owner": SYSTEM}), MetadataError),
     refused("tar-tensor-owner-is-text", tar(tensors={"owner": text("1")}), MetadataError),

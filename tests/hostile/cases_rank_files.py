@@ -6,7 +6,15 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, ReplicasDiffer, UnknownFormat, Unsupported
+from holdfast.errors import (
+    FormatError,
+    LimitExceeded,
+    MetadataError,
+    PickleError,
+    ReplicasDiffer,
+    UnknownFormat,
+    Unsupported,
+)
 from tests.formats.zip.craft import Item, build
 
 from .case import Case, Check, either, foreign, opens, refused
@@ -54,10 +62,20 @@ def made(module: str, name: str, *pairs: bytes) -> bytes:
     return named(module, name) + EMPTY_TUPLE + NEWOBJ + dict_of(*pairs) + BUILD
 
 
-def mesh(ranks: Sequence[int] = (0, 1), key: str = "m", count: int | None = None, *more: bytes) -> bytes:
+def mesh(
+    ranks: Sequence[int] = (0, 1), key: str = "m", count: int | None = None, *more: bytes
+) -> bytes:
     n = len(ranks) if count is None else count
     row = tensor(storage(key, n, "IntStorage"), (n,), (1,))
-    return made("torch.distributed.device_mesh", "DeviceMesh", text("device_type"), text("cpu"), text("mesh"), row, *more)
+    return made(
+        "torch.distributed.device_mesh",
+        "DeviceMesh",
+        text("device_type"),
+        text("cpu"),
+        text("mesh"),
+        row,
+        *more,
+    )
 
 
 def shard(dim: bytes = integer(0), name: str = "Shard", *more: bytes) -> bytes:
@@ -78,13 +96,28 @@ def dtensor(
     more: Sequence[bytes] = (),
 ) -> bytes:
     """What torch writes for a DTensor of 4 × 2 in two halves; each part may be something else."""
-    said = named(SPEC, "TensorMeta") + tuple_of(size if meta is None else meta, ints(2, 1), named("torch", "float32")) + NEWOBJ
+    said = (
+        named(SPEC, "TensorMeta")
+        + tuple_of(size if meta is None else meta, ints(2, 1), named("torch", "float32"))
+        + NEWOBJ
+    )
     spec = made(
         SPEC, "DTensorSpec", text("mesh"), mesh() if of is None else of, text("placements"), placements, text("tensor_meta"), said,
         *more,
     )  # fmt: skip
-    slots = dict_of(text("_local_tensor"), tensor(storage()) if local is None else local, text("_spec"), spec)
-    args = tuple_of(named(TENSOR, "DTensor"), named("torch", "float32"), size, ints(2, 1), integer(0), NONE, NONE, FALSE)
+    slots = dict_of(
+        text("_local_tensor"), tensor(storage()) if local is None else local, text("_spec"), spec
+    )
+    args = tuple_of(
+        named(TENSOR, "DTensor"),
+        named("torch", "float32"),
+        size,
+        ints(2, 1),
+        integer(0),
+        NONE,
+        NONE,
+        FALSE,
+    )
     return call(
         "torch._tensor", "_rebuild_from_type_v2", named("torch._utils", "_rebuild_wrapper_subclass"), named(TENSOR, "DTensor"),
         args, tuple_of(NONE, slots),
@@ -112,7 +145,9 @@ def name(rank: int, world: int = 2) -> str:
 
 def two(first: bytes, second: bytes | None = None, **more: object) -> Callable[[Path], Path]:
     """Two ranks that say this of `w`; the second one the same."""
-    states = [stream(dict_of(text("w"), one)) for one in (first, first if second is None else second)]
+    states = [
+        stream(dict_of(text("w"), one)) for one in (first, first if second is None else second)
+    ]
     return folder({name(rank): archive(state, **more) for rank, state in enumerate(states)})  # type: ignore[arg-type]
 
 
@@ -135,17 +170,36 @@ def long_tuple(count: int = MANY) -> bytes:
 
 def no_sums(pickle: bytes, data: bytes) -> bytes:
     """A file whose storages have no checksum worth the name: the value is a view of a part of one."""
-    return build([*records(pickle, {"0": data + data}), Item("archive/data/m", struct.pack("<2i", 0, 1))])
+    return build(
+        [*records(pickle, {"0": data + data}), Item("archive/data/m", struct.pack("<2i", 0, 1))]
+    )
 
 
 def four(*more: bytes) -> Callable[[Path], Path]:
     """Four ranks on a mesh of 2 × 2, a row each, in the order that the spec has; as torch 2.10 to 2.12 write the mesh."""
     layout = made("m", "_MeshLayout", text("shape"), ints(2, 2), text("stride"), ints(2, 1))
     ranks = tensor(storage("m", 4, "IntStorage"), (4,), (1,))
-    square = made("torch.distributed.device_mesh", "DeviceMesh", text("_layout"), layout, text("_rank_map"), ranks)
-    row = dtensor(of=square, placements=tuple_of(shard(), shard()), local=tensor(storage(), (1, 2), (2, 1)), more=more)
+    square = made(
+        "torch.distributed.device_mesh",
+        "DeviceMesh",
+        text("_layout"),
+        layout,
+        text("_rank_map"),
+        ranks,
+    )
+    row = dtensor(
+        of=square,
+        placements=tuple_of(shard(), shard()),
+        local=tensor(storage(), (1, 2), (2, 1)),
+        more=more,
+    )
     pickle = stream(dict_of(text("w"), row))
-    return folder({name(i, 4): archive(pickle, (0, 1, 2, 3), struct.pack("<4f", i, i, 9, 9)) for i in range(4)})
+    return folder(
+        {
+            name(i, 4): archive(pickle, (0, 1, 2, 3), struct.pack("<4f", i, i, 9, 9))
+            for i in range(4)
+        }
+    )
 
 
 def rows(*values: int) -> Check:

@@ -79,7 +79,9 @@ COLLIDING = [number(i * ((1 << 61) - 1), 11) for i in range(1, 30_000)]
 """Multiples of 2^61 - 1, which CPython hashes to 0."""
 
 DTYPE_U1 = call("numpy", "dtype", text("u1"), integer(0), integer(1))
-PLAIN_STATE = tuple_of(integer(3), text("|"), NONE, NONE, NONE, integer(-1), integer(-1), integer(0))
+PLAIN_STATE = tuple_of(
+    integer(3), text("|"), NONE, NONE, NONE, integer(-1), integer(-1), integer(0)
+)
 
 
 def dtype(code: str, inside: bytes = PLAIN_STATE) -> bytes:
@@ -89,7 +91,13 @@ def dtype(code: str, inside: bytes = PLAIN_STATE) -> bytes:
 
 def array(shape: bytes, data: bytes, kind: bytes | None = None) -> bytes:
     """A numpy array with its state."""
-    made = call("numpy.core.multiarray", "_reconstruct", named("numpy", "ndarray"), tuple_of(integer(0)), binbytes(b"b"))
+    made = call(
+        "numpy.core.multiarray",
+        "_reconstruct",
+        named("numpy", "ndarray"),
+        tuple_of(integer(0)),
+        binbytes(b"b"),
+    )
     return made + tuple_of(integer(1), shape, kind or dtype("u1"), b"\x89", data) + BUILD
 
 
@@ -103,13 +111,27 @@ WALKS: list[Case] = [
     either("walk-list-shared-many-times", z(list_of(SHARED_LIST, get(0) * MILLION))),
     either(
         "walk-dict-shared-many-times",
-        z(list_of(EMPTY_DICT + put(0) + MARK + b"".join(integer(i) + NONE for i in range(50_000)) + SETITEMS, get(0) * MILLION)),
+        z(
+            list_of(
+                EMPTY_DICT
+                + put(0)
+                + MARK
+                + b"".join(integer(i) + NONE for i in range(50_000))
+                + SETITEMS,
+                get(0) * MILLION,
+            )
+        ),
     ),
     either(
         "walk-object-shared-many-times",
         z(
             list_of(
-                named("a", "B") + EMPTY_TUPLE + NEWOBJ + put(0) + slots([text(f"k{i}") for i in range(20_000)]) + BUILD,
+                named("a", "B")
+                + EMPTY_TUPLE
+                + NEWOBJ
+                + put(0)
+                + slots([text(f"k{i}") for i in range(20_000)])
+                + BUILD,
                 get(0) * 50_000,
             )
         ),
@@ -162,7 +184,10 @@ WALKS: list[Case] = [
         ),
         lambda ckpt: "a.w" in ckpt,
     ),
-    either("names-long-key-over-many-tensors", lambda _: z(dict_of(text(LONG_KEY), list_of(weight() + put(0), get(0) * 2000)))),
+    either(
+        "names-long-key-over-many-tensors",
+        lambda _: z(dict_of(text(LONG_KEY), list_of(weight() + put(0), get(0) * 2000))),
+    ),
     either(
         "names-long-keys-nested",
         lambda _: z(
@@ -172,7 +197,13 @@ WALKS: list[Case] = [
             weight(),
             put(1),
             POP,
-            EMPTY_DICT + put(2) + MARK + get(0) + (EMPTY_DICT + MARK + get(0)) * 40 + list_of(get(1) * 100) + SETITEMS * 41,
+            EMPTY_DICT
+            + put(2)
+            + MARK
+            + get(0)
+            + (EMPTY_DICT + MARK + get(0)) * 40
+            + list_of(get(1) * 100)
+            + SETITEMS * 41,
         ),
     ),
     either(
@@ -193,15 +224,31 @@ WALKS: list[Case] = [
             weight(),
             put(1),
             POP,
-            EMPTY_DICT + MARK + b"".join(binbytes(b"x" * 80 + b"%05d" % i) + get(1) for i in range(15_000)) + SETITEMS,
+            EMPTY_DICT
+            + MARK
+            + b"".join(binbytes(b"x" * 80 + b"%05d" % i) + get(1) for i in range(15_000))
+            + SETITEMS,
         ),
     ),
     opens(
         "names-dots-that-collide",
-        z(dict_of(text("a"), dict_of(text("b"), weight() + put(0)), text("a.b"), get(0), text("a.b#2"), get(0))),
+        z(
+            dict_of(
+                text("a"),
+                dict_of(text("b"), weight() + put(0)),
+                text("a.b"),
+                get(0),
+                text("a.b#2"),
+                get(0),
+            )
+        ),
         lambda ckpt: len(ckpt) == 3,
     ),
-    opens("names-int-and-text-collide", z(dict_of(integer(1), weight() + put(0), text("1"), get(0))), lambda ckpt: len(ckpt) == 2),
+    opens(
+        "names-int-and-text-collide",
+        z(dict_of(integer(1), weight() + put(0), text("1"), get(0))),
+        lambda ckpt: len(ckpt) == 2,
+    ),
     opens("names-empty-key", z(dict_of(text(""), weight()))),
     opens("names-control-characters", z(dict_of(text("\x1b[2J\u202e\0\ud800"), weight()))),
 ]
@@ -211,7 +258,8 @@ TENS = EMPTY_LIST + b"".join(put(i) + POP + list_of(get(i) * 10) for i in range(
 
 MUTUAL = 60
 BACK = b"".join(EMPTY_LIST + put(i) for i in range(MUTUAL)) + b"".join(
-    get(i) + MARK + b"".join(get(j) for j in range(min(i + 2, MUTUAL))) + APPENDS + POP for i in range(MUTUAL)
+    get(i) + MARK + b"".join(get(j) for j in range(min(i + 2, MUTUAL))) + APPENDS + POP
+    for i in range(MUTUAL)
 )
 """Lists of which each holds the next one and all before it. From the first there is one path through them, from the last 2^58."""
 
@@ -276,13 +324,30 @@ EXPANSION: list[Case] = [
     refused("bomb-laughs-as-dict-key", z(EMPTY_DICT, LAUGHS, NONE, SETITEM), *COSTLY),
     refused("bomb-laughs-as-set-member", z(EMPTY_SET, MARK, LAUGHS, ADDITEMS), *COSTLY),
     refused("bomb-laughs-as-frozenset-member", z(MARK, LAUGHS, FROZENSET), *COSTLY),
-    refused("bomb-laughs-in-an-ordered-dict", z(call("collections", "OrderedDict", list_of(list_of(LAUGHS, NONE)))), *COSTLY),
-    refused("bomb-laughs-in-a-counter", z(call("collections", "Counter", dict_of(LAUGHS, NONE))), *COSTLY),
+    refused(
+        "bomb-laughs-in-an-ordered-dict",
+        z(call("collections", "OrderedDict", list_of(list_of(LAUGHS, NONE)))),
+        *COSTLY,
+    ),
+    refused(
+        "bomb-laughs-in-a-counter",
+        z(call("collections", "Counter", dict_of(LAUGHS, NONE))),
+        *COSTLY,
+    ),
     refused("bomb-laughs-in-builtins-set", z(call("builtins", "set", list_of(LAUGHS))), *COSTLY),
-    refused("bomb-laughs-in-a-defaultdict", z(call("collections", "defaultdict", NONE), LAUGHS, NONE, SETITEM), *COSTLY),
+    refused(
+        "bomb-laughs-in-a-defaultdict",
+        z(call("collections", "defaultdict", NONE), LAUGHS, NONE, SETITEM),
+        *COSTLY,
+    ),
     refused(
         "bomb-laughs-of-frozensets",
-        z(EMPTY_SET, MARK, MARK + FROZENSET + (put(0) + POP + MARK + get(0) + get(0) + TUPLE1 + FROZENSET) * 70, ADDITEMS),
+        z(
+            EMPTY_SET,
+            MARK,
+            MARK + FROZENSET + (put(0) + POP + MARK + get(0) + get(0) + TUPLE1 + FROZENSET) * 70,
+            ADDITEMS,
+        ),
         *COSTLY,
     ),
     refused("bomb-laughs-as-storage-class", z(storage(kind=LAUGHS)), *COSTLY),
@@ -290,25 +355,65 @@ EXPANSION: list[Case] = [
     refused("bomb-laughs-as-storage-count", z(storage(count=LAUGHS)), *COSTLY),
     refused("bomb-laughs-as-storage-tag", z(storage(tag=LAUGHS)), *COSTLY),
     refused("bomb-laughs-as-location", z(storage(location=LAUGHS)), *COSTLY),
-    refused("bomb-laughs-as-legacy-view", legacy(stream(tensor(storage(view=tuple_of(text("v"), LAUGHS, integer(1)))))), *COSTLY),
-    refused("bomb-laughs-as-legacy-protocol", legacy(stream(NONE), protocol=stream(LAUGHS)), FormatError),
-    refused("bomb-laughing-list-as-legacy-protocol", legacy(stream(NONE), protocol=stream(LAUGHING_LIST)), FormatError),
-    refused("bomb-laughs-as-legacy-keys", legacy(state(legacy_ids=True), keys=stream(LAUGHS)), FormatError),
-    refused("bomb-laughs-in-legacy-keys", legacy(state(legacy_ids=True), keys=stream(list_of(LAUGHS))), FormatError),
+    refused(
+        "bomb-laughs-as-legacy-view",
+        legacy(stream(tensor(storage(view=tuple_of(text("v"), LAUGHS, integer(1)))))),
+        *COSTLY,
+    ),
+    refused(
+        "bomb-laughs-as-legacy-protocol", legacy(stream(NONE), protocol=stream(LAUGHS)), FormatError
+    ),
+    refused(
+        "bomb-laughing-list-as-legacy-protocol",
+        legacy(stream(NONE), protocol=stream(LAUGHING_LIST)),
+        FormatError,
+    ),
+    refused(
+        "bomb-laughs-as-legacy-keys",
+        legacy(state(legacy_ids=True), keys=stream(LAUGHS)),
+        FormatError,
+    ),
+    refused(
+        "bomb-laughs-in-legacy-keys",
+        legacy(state(legacy_ids=True), keys=stream(list_of(LAUGHS))),
+        FormatError,
+    ),
     refused("bomb-laughs-as-tar-persid", tar(stream(LAUGHS, b"Q")), FormatError),
     refused("bomb-laughs-as-tar-owner", tar(tensors={"owner": LAUGHS}), FormatError),
     refused("bomb-laughs-as-tensor-size", z(tensor(storage(), size=LAUGHS)), *COSTLY),
-    refused("bomb-laughs-inside-tensor-size", z(tensor(storage(), size=tuple_of(LAUGHS, integer(2)))), *COSTLY),
-    refused("bomb-laughs-as-tensor-stride", z(tensor(storage(), stride=tuple_of(LAUGHS, LAUGHS))), *COSTLY),
+    refused(
+        "bomb-laughs-inside-tensor-size",
+        z(tensor(storage(), size=tuple_of(LAUGHS, integer(2)))),
+        *COSTLY,
+    ),
+    refused(
+        "bomb-laughs-as-tensor-stride",
+        z(tensor(storage(), stride=tuple_of(LAUGHS, LAUGHS))),
+        *COSTLY,
+    ),
     refused("bomb-laughs-as-tensor-offset", z(tensor(storage(), offset=LAUGHS)), *COSTLY),
-    refused("bomb-laughs-as-tensor-flags", z(tensor(storage(), more=b"\x89" + NONE + LAUGHS)), *COSTLY),
+    refused(
+        "bomb-laughs-as-tensor-flags", z(tensor(storage(), more=b"\x89" + NONE + LAUGHS)), *COSTLY
+    ),
     refused("bomb-laughs-as-torch-size", z(call("torch", "Size", LAUGHS)), *COSTLY),
     refused("bomb-laughs-as-device", z(call("torch", "device", LAUGHS)), *COSTLY),
-    refused("bomb-laughs-as-layout", z(call("torch.serialization", "_get_layout", LAUGHS)), *COSTLY),
-    refused("bomb-laughs-as-sparse-layout", z(call("torch._utils", "_rebuild_sparse_tensor", LAUGHS, EMPTY_TUPLE)), *COSTLY),
-    refused("bomb-laughs-as-dtype", z(tensor(storage(), function="_rebuild_tensor_v3", more=b"\x89" + NONE + LAUGHS)), *COSTLY),
     refused(
-        "bomb-laughs-as-qscheme", z(tensor(storage(), function="_rebuild_qtensor", more=tuple_of(LAUGHS) + b"\x89" + NONE)), *COSTLY
+        "bomb-laughs-as-layout", z(call("torch.serialization", "_get_layout", LAUGHS)), *COSTLY
+    ),
+    refused(
+        "bomb-laughs-as-sparse-layout",
+        z(call("torch._utils", "_rebuild_sparse_tensor", LAUGHS, EMPTY_TUPLE)),
+        *COSTLY,
+    ),
+    refused(
+        "bomb-laughs-as-dtype",
+        z(tensor(storage(), function="_rebuild_tensor_v3", more=b"\x89" + NONE + LAUGHS)),
+        *COSTLY,
+    ),
+    refused(
+        "bomb-laughs-as-qscheme",
+        z(tensor(storage(), function="_rebuild_qtensor", more=tuple_of(LAUGHS) + b"\x89" + NONE)),
+        *COSTLY,
     ),
     refused(
         "bomb-laughs-as-q-axis",
@@ -316,13 +421,19 @@ EXPANSION: list[Case] = [
             tensor(
                 storage(),
                 function="_rebuild_qtensor",
-                more=tuple_of(named("torch", "per_channel_affine"), weight(), weight(), LAUGHS) + b"\x89" + NONE,
+                more=tuple_of(named("torch", "per_channel_affine"), weight(), weight(), LAUGHS)
+                + b"\x89"
+                + NONE,
             )
         ),
         *COSTLY,
     ),
     refused("bomb-laughs-as-numpy-dtype", z(call("numpy", "dtype", LAUGHS)), *COSTLY),
-    refused("bomb-laughs-as-numpy-state", z(DTYPE_U1, tuple_of(integer(3), LAUGHS, NONE, NONE, NONE), BUILD), *COSTLY),
+    refused(
+        "bomb-laughs-as-numpy-state",
+        z(DTYPE_U1, tuple_of(integer(3), LAUGHS, NONE, NONE, NONE), BUILD),
+        *COSTLY,
+    ),
     refused("bomb-laughs-as-numpy-shape", z(array(LAUGHS, binbytes(b"\1"))), *COSTLY),
     refused("bomb-laughs-as-path", z(call("pathlib", "PosixPath", LAUGHS)), *COSTLY),
     opens("bomb-laughs-as-torchscript-constants", torchscript(stream(EMPTY_DICT), stream(LAUGHS))),
@@ -333,21 +444,49 @@ EXPANSION: list[Case] = [
 
 HASHES: list[Case] = [
     refused("hash-colliding-integers", lambda _: z(slots(COLLIDING)), *COSTLY),
-    refused("hash-colliding-integers-in-a-set", lambda _: z(EMPTY_SET, MARK, *COLLIDING, ADDITEMS), *COSTLY),
-    refused("hash-colliding-tuples", lambda _: z(slots([key + TUPLE1 for key in COLLIDING])), *COSTLY),
-    either("hash-floats-of-many-sizes", lambda _: z(slots([real(float(i << 61)) for i in range(1, 30_000)]))),
+    refused(
+        "hash-colliding-integers-in-a-set",
+        lambda _: z(EMPTY_SET, MARK, *COLLIDING, ADDITEMS),
+        *COSTLY,
+    ),
+    refused(
+        "hash-colliding-tuples", lambda _: z(slots([key + TUPLE1 for key in COLLIDING])), *COSTLY
+    ),
+    either(
+        "hash-floats-of-many-sizes",
+        lambda _: z(slots([real(float(i << 61)) for i in range(1, 30_000)])),
+    ),
     opens("hash-a-few-colliding-integers", z(slots(COLLIDING[:2000]))),
     refused(
         "hash-long-text-over-and-over",
-        lambda _: z(text("x" * 300_000), put(0), POP, EMPTY_DICT + MARK + (get(0) + TUPLE1 + NONE) * 100_000 + SETITEMS),
+        lambda _: z(
+            text("x" * 300_000),
+            put(0),
+            POP,
+            EMPTY_DICT + MARK + (get(0) + TUPLE1 + NONE) * 100_000 + SETITEMS,
+        ),
         *COSTLY,
     ),
     refused("hash-list-as-key", z(EMPTY_DICT, EMPTY_LIST, NONE, SETITEM), *COSTLY),
     refused("hash-dict-as-member", z(EMPTY_SET, MARK, EMPTY_DICT, ADDITEMS), *COSTLY),
-    refused("hash-tuple-of-list-as-key", z(EMPTY_DICT, EMPTY_LIST + TUPLE1, NONE, SETITEM), *COSTLY),
-    refused("hash-array-as-key", z(EMPTY_DICT, array(tuple_of(integer(1)), binbytes(b"\1")), NONE, SETITEM), *COSTLY),
-    refused("hash-bytearray-as-key", z(EMPTY_DICT, b"\x96" + struct.pack("<Q", 1) + b"x", NONE, SETITEM, protocol=5), *COSTLY),
-    refused("hash-slice-as-key", z(EMPTY_DICT, call("builtins", "slice", NONE, NONE, NONE), NONE, SETITEM), *COSTLY),
+    refused(
+        "hash-tuple-of-list-as-key", z(EMPTY_DICT, EMPTY_LIST + TUPLE1, NONE, SETITEM), *COSTLY
+    ),
+    refused(
+        "hash-array-as-key",
+        z(EMPTY_DICT, array(tuple_of(integer(1)), binbytes(b"\1")), NONE, SETITEM),
+        *COSTLY,
+    ),
+    refused(
+        "hash-bytearray-as-key",
+        z(EMPTY_DICT, b"\x96" + struct.pack("<Q", 1) + b"x", NONE, SETITEM, protocol=5),
+        *COSTLY,
+    ),
+    refused(
+        "hash-slice-as-key",
+        z(EMPTY_DICT, call("builtins", "slice", NONE, NONE, NONE), NONE, SETITEM),
+        *COSTLY,
+    ),
     refused(
         "hash-structured-scalar-as-key",
         z(
@@ -377,7 +516,10 @@ HASHES: list[Case] = [
     ),
     opens("hash-nan-keys", z(slots([real(float("nan"))] * 2000))),
     opens("hash-tensor-as-key", z(EMPTY_DICT, weight(), NONE, SETITEM)),
-    opens("hash-range-as-key", z(EMPTY_DICT, call("builtins", "range", integer(1 << 62)), NONE, SETITEM)),
+    opens(
+        "hash-range-as-key",
+        z(EMPTY_DICT, call("builtins", "range", integer(1 << 62)), NONE, SETITEM),
+    ),
     opens("hash-device-as-key", z(EMPTY_DICT, call("torch", "device", text("cpu")), NONE, SETITEM)),
 ]
 
@@ -385,20 +527,39 @@ NESTING: list[Case] = [
     refused("nest-tuples", lambda _: z(chained(TUPLE1)), LimitExceeded),
     refused("nest-pairs", lambda _: z(NONE * 100_000, NONE, TUPLE2 * 100_000), LimitExceeded),
     refused("nest-triples", lambda _: z(NONE * 200_000, NONE, TUPLE3 * 100_000), LimitExceeded),
-    refused("nest-lists", lambda _: z(EMPTY_LIST * 100_000, EMPTY_LIST, APPEND * 100_000), LimitExceeded),
-    refused("nest-dicts", lambda _: z((EMPTY_DICT + NONE) * 100_000, NONE, SETITEM * 100_000), LimitExceeded),
+    refused(
+        "nest-lists", lambda _: z(EMPTY_LIST * 100_000, EMPTY_LIST, APPEND * 100_000), LimitExceeded
+    ),
+    refused(
+        "nest-dicts",
+        lambda _: z((EMPTY_DICT + NONE) * 100_000, NONE, SETITEM * 100_000),
+        LimitExceeded,
+    ),
     refused("nest-marks-of-lists", lambda _: z(MARK * 100_000, LIST * 100_000), LimitExceeded),
-    refused("nest-marks-of-dicts", lambda _: z((MARK + NONE) * 100_000, NONE, DICT * 100_000), LimitExceeded),
+    refused(
+        "nest-marks-of-dicts",
+        lambda _: z((MARK + NONE) * 100_000, NONE, DICT * 100_000),
+        LimitExceeded,
+    ),
     refused("nest-marks-of-tuples", lambda _: z(MARK * 65, TUPLE * 65), LimitExceeded),
     refused("nest-marks-unclosed", lambda _: z(MARK * 500_000), LimitExceeded),
     refused(
         "nest-objects-by-state",
-        lambda _: z(named("a", "B"), put(0), POP, (get(0) + EMPTY_TUPLE + NEWOBJ) * 50_000, NONE, BUILD * 50_000),
+        lambda _: z(
+            named("a", "B"),
+            put(0),
+            POP,
+            (get(0) + EMPTY_TUPLE + NEWOBJ) * 50_000,
+            NONE,
+            BUILD * 50_000,
+        ),
         LimitExceeded,
     ),
     refused(
         "nest-objects-by-arguments",
-        lambda _: z(named("a", "B"), put(0), POP, get(0) * 50_000, NONE, (TUPLE1 + REDUCE) * 50_000),
+        lambda _: z(
+            named("a", "B"), put(0), POP, get(0) * 50_000, NONE, (TUPLE1 + REDUCE) * 50_000
+        ),
         LimitExceeded,
     ),
     refused(
@@ -428,21 +589,44 @@ NESTING: list[Case] = [
     refused(
         "nest-counters",
         lambda _: z(
-            named("collections", "Counter"), put(0), POP, (get(0) + EMPTY_TUPLE + REDUCE + NONE) * 50_000, NONE, SETITEM * 50_000
+            named("collections", "Counter"),
+            put(0),
+            POP,
+            (get(0) + EMPTY_TUPLE + REDUCE + NONE) * 50_000,
+            NONE,
+            SETITEM * 50_000,
         ),
         LimitExceeded,
     ),
     refused(
         "nest-foreign-items",
-        lambda _: z(named("a", "B"), put(0), POP, (get(0) + EMPTY_TUPLE + REDUCE) * 50_000, NONE, APPEND * 50_000),
+        lambda _: z(
+            named("a", "B"),
+            put(0),
+            POP,
+            (get(0) + EMPTY_TUPLE + REDUCE) * 50_000,
+            NONE,
+            APPEND * 50_000,
+        ),
         LimitExceeded,
     ),
     Case(
         "nest-slices",
-        lambda _: z(named("builtins", "slice"), put(0), POP, get(0) * 50_000, NONE, (NONE + NONE + TUPLE3 + REDUCE) * 50_000),
+        lambda _: z(
+            named("builtins", "slice"),
+            put(0),
+            POP,
+            get(0) * 50_000,
+            NONE,
+            (NONE + NONE + TUPLE3 + REDUCE) * 50_000,
+        ),
         COSTLY,
     ),
-    Case("nest-frozensets", lambda _: z(chained(put(0) + POP + MARK + get(0) + FROZENSET, 5000, MARK + FROZENSET)), COSTLY),
+    Case(
+        "nest-frozensets",
+        lambda _: z(chained(put(0) + POP + MARK + get(0) + FROZENSET, 5000, MARK + FROZENSET)),
+        COSTLY,
+    ),
     Case(
         "nest-subclass-rebuilds",
         lambda _: z(
@@ -487,7 +671,9 @@ NESTING: list[Case] = [
             named("torch._utils", "_rebuild_parameter_with_state"),
             put(2),
             POP,
-            chained(put(3) + POP + get(2) + tuple_of(get(0), b"\x89", NONE, get(3)) + REDUCE, 30_000),
+            chained(
+                put(3) + POP + get(2) + tuple_of(get(0), b"\x89", NONE, get(3)) + REDUCE, 30_000
+            ),
         ),
         (),
     ),
@@ -498,7 +684,9 @@ NESTING: list[Case] = [
                 put(0)
                 + POP
                 + DTYPE_U1
-                + tuple_of(integer(3), text("|"), get(0), NONE, NONE, integer(1), integer(1), integer(0))
+                + tuple_of(
+                    integer(3), text("|"), get(0), NONE, NONE, integer(1), integer(1), integer(0)
+                )
                 + BUILD,
                 3000,
             )
@@ -511,7 +699,13 @@ NESTING: list[Case] = [
             chained(
                 put(0)
                 + POP
-                + call("numpy.core.multiarray", "_reconstruct", named("numpy", "ndarray"), EMPTY_TUPLE, binbytes(b"b"))
+                + call(
+                    "numpy.core.multiarray",
+                    "_reconstruct",
+                    named("numpy", "ndarray"),
+                    EMPTY_TUPLE,
+                    binbytes(b"b"),
+                )
                 + tuple_of(integer(1), EMPTY_TUPLE, NONE, b"\x89", list_of(get(0)))
                 + BUILD,
                 3000,
@@ -536,10 +730,25 @@ LENGTHS: list[Case] = [
     refused("length-long4-2^31-1", z(b"\x8b\xff\xff\xff\x7f"), FormatError, LimitExceeded),
     refused("length-long1-40-bytes", z(b"\x8a\x28" + b"\x7f" * 40), LimitExceeded),
     refused("length-long1-255-bytes", z(b"\x8a\xff" + b"\x7f" * 255), LimitExceeded),
-    refused("length-int-of-a-million-digits", lambda _: z(b"I" + b"9" * 1_000_000 + b"\n"), PickleError, LimitExceeded),
-    refused("length-long-of-a-million-digits", lambda _: z(b"L" + b"9" * 1_000_000 + b"L\n"), PickleError, LimitExceeded),
+    refused(
+        "length-int-of-a-million-digits",
+        lambda _: z(b"I" + b"9" * 1_000_000 + b"\n"),
+        PickleError,
+        LimitExceeded,
+    ),
+    refused(
+        "length-long-of-a-million-digits",
+        lambda _: z(b"L" + b"9" * 1_000_000 + b"L\n"),
+        PickleError,
+        LimitExceeded,
+    ),
     refused("length-int-of-60-digits", z(b"I" + b"9" * 60 + b"\n"), PickleError, LimitExceeded),
-    refused("length-float-of-a-million-digits", lambda _: z(b"F1." + b"0" * 1_000_000 + b"\n"), PickleError, LimitExceeded),
+    refused(
+        "length-float-of-a-million-digits",
+        lambda _: z(b"F1." + b"0" * 1_000_000 + b"\n"),
+        PickleError,
+        LimitExceeded,
+    ),
     refused("length-memo-index-2^32-1", z(NONE + put(0xFFFFFFFF)), PickleError),
     refused("length-memo-index-10^9", z(NONE + b"p1000000000\n"), PickleError),
     refused("length-memo-index-100-digits", z(NONE + b"p" + b"9" * 100 + b"\n"), PickleError),
@@ -551,16 +760,29 @@ LENGTHS: list[Case] = [
 
 ALLOCATING: list[Case] = [
     opens(
-        "torchscript-constants-are-an-array", torchscript(stream(EMPTY_DICT), stream(array(tuple_of(integer(2)), binbytes(b"ab"))))
+        "torchscript-constants-are-an-array",
+        torchscript(stream(EMPTY_DICT), stream(array(tuple_of(integer(2)), binbytes(b"ab")))),
     ),
     refused("alloc-bytearray-of-2^30", z(call("builtins", "bytearray", integer(1 << 30)))),
     refused("alloc-bytes-of-2^30", z(call("builtins", "bytes", integer(1 << 30)))),
-    opens("alloc-list-of-range", z(call("builtins", "list", call("builtins", "range", integer(1 << 40))))),
+    opens(
+        "alloc-list-of-range",
+        z(call("builtins", "list", call("builtins", "range", integer(1 << 40)))),
+    ),
     opens("alloc-range-of-2^100", z(call("builtins", "range", integer(1 << 100)))),
-    refused("alloc-set-of-range", z(call("builtins", "set", call("builtins", "range", integer(1 << 40))))),
-    refused("alloc-ordered-dict-of-range", z(call("collections", "OrderedDict", call("builtins", "range", integer(1 << 40))))),
+    refused(
+        "alloc-set-of-range",
+        z(call("builtins", "set", call("builtins", "range", integer(1 << 40)))),
+    ),
+    refused(
+        "alloc-ordered-dict-of-range",
+        z(call("collections", "OrderedDict", call("builtins", "range", integer(1 << 40)))),
+    ),
     opens("alloc-torch-tensor-of-2^40", z(call("torch", "Tensor", integer(1 << 40)))),
-    opens("alloc-torch-float-tensor-newobj", z(named("torch", "FloatTensor"), tuple_of(integer(1 << 40)), NEWOBJ)),
+    opens(
+        "alloc-torch-float-tensor-newobj",
+        z(named("torch", "FloatTensor"), tuple_of(integer(1 << 40)), NEWOBJ),
+    ),
     opens("alloc-torch-storage-of-2^40", z(call("torch", "FloatStorage", integer(1 << 40)))),
     opens("alloc-torch-zeros", z(call("torch", "zeros", integer(1 << 40)))),
     opens("alloc-numpy-zeros", z(call("numpy", "zeros", integer(1 << 40)))),
@@ -568,26 +790,50 @@ ALLOCATING: list[Case] = [
     refused("alloc-numpy-array-lying-shape", z(array(tuple_of(integer(1 << 40)), binbytes(b"\1")))),
     refused("alloc-numpy-array-negative-shape", z(array(tuple_of(integer(-1)), binbytes(b"\1")))),
     refused("alloc-numpy-array-bool-shape", z(array(tuple_of(b"\x88"), binbytes(b"\1")))),
-    refused("alloc-numpy-array-overflowing-shape", z(array(tuple_of(integer(1 << 62), integer(4)), binbytes(b"")))),
     refused(
-        "alloc-numpy-array-zero-times-huge", z(array(tuple_of(integer(0), integer((1 << 63) - 1), integer(1 << 62)), binbytes(b"")))
+        "alloc-numpy-array-overflowing-shape",
+        z(array(tuple_of(integer(1 << 62), integer(4)), binbytes(b""))),
     ),
-    refused("alloc-numpy-array-rank-10000", z(array(tuple_of(*[integer(1)] * 10_000), binbytes(b"\1")))),
+    refused(
+        "alloc-numpy-array-zero-times-huge",
+        z(array(tuple_of(integer(0), integer((1 << 63) - 1), integer(1 << 62)), binbytes(b""))),
+    ),
+    refused(
+        "alloc-numpy-array-rank-10000", z(array(tuple_of(*[integer(1)] * 10_000), binbytes(b"\1")))
+    ),
     refused("alloc-numpy-array-rank-65", z(array(tuple_of(*[integer(1)] * 65), binbytes(b"\1")))),
     opens("alloc-numpy-dtype-huge-item", z(call("numpy", "dtype", text("V999999999")))),
     opens("alloc-numpy-dtype-unicode-overflow", z(call("numpy", "dtype", text("U999999999")))),
-    opens("alloc-numpy-dtype-object", z(call("numpy", "dtype", text("O8"), integer(0), integer(1)))),
-    opens("alloc-numpy-dtype-expression", z(call("numpy", "dtype", text("f4,(1000000,1000000)f8")))),
-    opens("alloc-numpy-dtype-alias-code", z(call("numpy", "dtype", text("a5"), integer(0), integer(1)))),
-    refused("alloc-numpy-scalar-wrong-bytes", z(call("numpy.core.multiarray", "scalar", dtype("f8"), binbytes(b"1234")))),
-    refused("alloc-numpy-scalar-huge-item", z(call("numpy.core.multiarray", "scalar", dtype("V999999999"), binbytes(b"1")))),
+    opens(
+        "alloc-numpy-dtype-object", z(call("numpy", "dtype", text("O8"), integer(0), integer(1)))
+    ),
+    opens(
+        "alloc-numpy-dtype-expression", z(call("numpy", "dtype", text("f4,(1000000,1000000)f8")))
+    ),
+    opens(
+        "alloc-numpy-dtype-alias-code",
+        z(call("numpy", "dtype", text("a5"), integer(0), integer(1))),
+    ),
+    refused(
+        "alloc-numpy-scalar-wrong-bytes",
+        z(call("numpy.core.multiarray", "scalar", dtype("f8"), binbytes(b"1234"))),
+    ),
+    refused(
+        "alloc-numpy-scalar-huge-item",
+        z(call("numpy.core.multiarray", "scalar", dtype("V999999999"), binbytes(b"1"))),
+    ),
     Case(
         "alloc-numpy-scalar-bad-unicode",
         lambda _: z(
             call(
                 "numpy.core.multiarray",
                 "scalar",
-                dtype("U1", tuple_of(integer(3), text("<"), NONE, NONE, NONE, integer(4), integer(4), integer(0))),
+                dtype(
+                    "U1",
+                    tuple_of(
+                        integer(3), text("<"), NONE, NONE, NONE, integer(4), integer(4), integer(0)
+                    ),
+                ),
                 binbytes(b"\xff" * 4),
             )
         ),
@@ -606,7 +852,9 @@ ALLOCATING: list[Case] = [
                 integer(-1),
                 integer(-1),
                 integer(0),
-                tuple_of(EMPTY_DICT, tuple_of(binbytes(b"eval"), integer(1), integer(1), integer(1))),
+                tuple_of(
+                    EMPTY_DICT, tuple_of(binbytes(b"eval"), integer(1), integer(1), integer(1))
+                ),
             )
             + BUILD
         ),
@@ -655,7 +903,13 @@ ALLOCATING: list[Case] = [
     ),
     refused(
         "alloc-copies-of-a-long-list",
-        lambda _: z(list_of(SHARED_LIST, named("builtins", "set") + put(1), (get(1) + get(0) + TUPLE1 + REDUCE) * 1000)),
+        lambda _: z(
+            list_of(
+                SHARED_LIST,
+                named("builtins", "set") + put(1),
+                (get(1) + get(0) + TUPLE1 + REDUCE) * 1000,
+            )
+        ),
         *COSTLY,
     ),
     refused(
@@ -683,11 +937,21 @@ ALLOCATING: list[Case] = [
     refused("alloc-paths-of-long-text", z(call("pathlib", "PosixPath", text("a/" * 100_000)))),
     opens("alloc-empty-sets", lambda _: z(MARK, EMPTY_SET * 100_000, LIST, protocol=4)),
     opens("alloc-empty-dicts", lambda _: z(MARK, EMPTY_DICT * 100_000, LIST)),
-    refused("alloc-empty-sets-by-the-million", lambda _: z(MARK, EMPTY_SET * 1_300_000, LIST, protocol=4), LimitExceeded),
-    opens(
-        "alloc-foreign-objects", lambda _: z(named("a", "b"), put(0), MARK, (get(0) + EMPTY_TUPLE + NEWOBJ) * 50_000, LIST, TUPLE2)
+    refused(
+        "alloc-empty-sets-by-the-million",
+        lambda _: z(MARK, EMPTY_SET * 1_300_000, LIST, protocol=4),
+        LimitExceeded,
     ),
-    opens("alloc-distinct-globals", lambda _: z(MARK, *[named("a", str(i)) for i in range(50_000)], LIST)),
+    opens(
+        "alloc-foreign-objects",
+        lambda _: z(
+            named("a", "b"), put(0), MARK, (get(0) + EMPTY_TUPLE + NEWOBJ) * 50_000, LIST, TUPLE2
+        ),
+    ),
+    opens(
+        "alloc-distinct-globals",
+        lambda _: z(MARK, *[named("a", str(i)) for i in range(50_000)], LIST),
+    ),
     opens(
         "alloc-tensors-from-the-memo",
         lambda _: z(
@@ -705,7 +969,10 @@ ALLOCATING: list[Case] = [
             LIST,
         ),
     ),
-    opens("alloc-references-to-one-tensor", lambda _: z(weight(), put(0), MARK, get(0) * 50_000, LIST, TUPLE2)),
+    opens(
+        "alloc-references-to-one-tensor",
+        lambda _: z(weight(), put(0), MARK, get(0) * 50_000, LIST, TUPLE2),
+    ),
 ]
 
 NOT_CONTAINERS: list[Case] = [
@@ -714,10 +981,18 @@ NOT_CONTAINERS: list[Case] = [
     refused("target-setitem-on-text", z(text("x"), integer(0), NONE, SETITEM)),
     refused("target-setitem-on-a-tensor", z(weight(), integer(0), real(1.0), SETITEM)),
     refused("target-setitem-on-a-storage", z(storage(), integer(1 << 40), real(1.0), SETITEM)),
-    refused("target-setitem-on-an-array", z(array(tuple_of(integer(1)), binbytes(b"\1")), integer(0), integer(7), SETITEM)),
+    refused(
+        "target-setitem-on-an-array",
+        z(array(tuple_of(integer(1)), binbytes(b"\1")), integer(0), integer(7), SETITEM),
+    ),
     refused(
         "target-setitem-on-bytearray",
-        z(call("builtins", "bytearray", call("_codecs", "encode", text("ab"), text("latin1"))), integer(0), integer(7), SETITEM),
+        z(
+            call("builtins", "bytearray", call("_codecs", "encode", text("ab"), text("latin1"))),
+            integer(0),
+            integer(7),
+            SETITEM,
+        ),
     ),
     refused("target-setitem-on-a-global", z(named("os", "environ"), text("A"), text("b"), SETITEM)),
     refused("target-setitems-on-a-list", z(EMPTY_LIST, MARK, integer(0), NONE, SETITEMS)),
@@ -726,8 +1001,14 @@ NOT_CONTAINERS: list[Case] = [
     refused("target-append-on-a-set", z(EMPTY_SET, NONE, APPEND, protocol=4)),
     refused("target-append-on-a-tensor", z(weight(), NONE, APPEND)),
     refused("target-append-on-a-global", z(named("sys", "path"), text("/tmp"), APPEND)),
-    refused("target-append-on-bytearray", z(b"\x96" + struct.pack("<Q", 1) + b"x", integer(7), APPEND, protocol=5)),
-    refused("target-appends-on-an-ordered-dict", z(call("collections", "OrderedDict"), MARK, NONE, APPENDS)),
+    refused(
+        "target-append-on-bytearray",
+        z(b"\x96" + struct.pack("<Q", 1) + b"x", integer(7), APPEND, protocol=5),
+    ),
+    refused(
+        "target-appends-on-an-ordered-dict",
+        z(call("collections", "OrderedDict"), MARK, NONE, APPENDS),
+    ),
     refused("target-additems-on-a-list", z(EMPTY_LIST, MARK, NONE, ADDITEMS, protocol=4)),
     refused("target-additems-on-a-frozenset", z(MARK, FROZENSET, MARK, NONE, ADDITEMS, protocol=4)),
     refused("target-append-without-target", z(NONE, APPEND)),

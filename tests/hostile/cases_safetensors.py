@@ -16,12 +16,23 @@ A = '"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
 DATA = b"\1\2\3\4"
 
 
-def raw(name: str, header: str | bytes, *errors: type[Exception], data: bytes = DATA, length: int | None = None) -> Case:
+def raw(
+    name: str,
+    header: str | bytes,
+    *errors: type[Exception],
+    data: bytes = DATA,
+    length: int | None = None,
+) -> Case:
     return refused(f"st-{name}", frame(header, data, length=length), *(errors or (HeaderError,)))
 
 
 def one(
-    name: str, dtype: object = "U8", shape: object = (4,), begin: object = 0, end: object = 4, *errors: type[Exception]
+    name: str,
+    dtype: object = "U8",
+    shape: object = (4,),
+    begin: object = 0,
+    end: object = 4,
+    *errors: type[Exception],
 ) -> Case:
     """A file of one tensor with one field that lies."""
     header = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}})
@@ -38,7 +49,11 @@ def nest(depth: int) -> str:
 
 
 CASES = [
-    opens("st-honest", frame("{" + A + "}", DATA), lambda ckpt: ckpt["a"].numpy().tolist() == [1, 2, 3, 4]),
+    opens(
+        "st-honest",
+        frame("{" + A + "}", DATA),
+        lambda ckpt: ckpt["a"].numpy().tolist() == [1, 2, 3, 4],
+    ),
     raw("header-length-0", "{" + A + "}", FormatError, length=0),
     raw("header-length-1", "{" + A + "}", FormatError, length=1),
     raw("header-length-2^63", "{" + A + "}", FormatError, length=1 << 63),
@@ -63,7 +78,10 @@ CASES = [
     raw("key-twice", "{" + A + "," + A + "}"),
     raw("key-twice-by-escape", "{" + A + "," + A.replace('"a"', '"\\u0061"') + "}"),
     raw("field-twice", "{" + A.replace('"dtype":"U8"', '"dtype":"F32","dtype":"U8"') + "}"),
-    raw("field-twice-by-escape", "{" + A.replace('"dtype":"U8"', '"dtype":"U8","d\\u0074ype":"I8"') + "}"),
+    raw(
+        "field-twice-by-escape",
+        "{" + A.replace('"dtype":"U8"', '"dtype":"U8","d\\u0074ype":"I8"') + "}",
+    ),
     raw("metadata-twice", '{"__metadata__":{},"__metadata__":{},' + A + "}"),
     raw("metadata-key-twice", '{"__metadata__":{"x":"1","x":"2"},' + A + "}"),
     raw("metadata-is-a-list", '{"__metadata__":[],' + A + "}"),
@@ -85,7 +103,12 @@ CASES = [
     raw("exponent-bomb", "{" + A.replace("[4]", "[1e999999999]") + "}"),
     raw("nesting-100", "{" + A.replace("[4]", nest(100)) + "}", HeaderError, LimitExceeded),
     raw("nesting-200000", "{" + A.replace("[4]", nest(200_000)) + "}", HeaderError, LimitExceeded),
-    raw("nesting-in-metadata", '{"__metadata__":{"x":' + nest(200_000) + "}," + A + "}", HeaderError, LimitExceeded),
+    raw(
+        "nesting-in-metadata",
+        '{"__metadata__":{"x":' + nest(200_000) + "}," + A + "}",
+        HeaderError,
+        LimitExceeded,
+    ),
     raw("nesting-of-objects", '{"a":' * 100_000 + "1" + "}" * 100_000, HeaderError, LimitExceeded),
     raw("nesting-unclosed", "{" + '"a":[' + "[" * 200_000, HeaderError, LimitExceeded),
     raw("many-empty-lists", '{"a":[' + "[]," * 200_000 + "[]]}", HeaderError, LimitExceeded),
@@ -127,10 +150,24 @@ CASES = [
     raw("unknown-field", "{" + A.replace('"dtype"', '"stride":[1],"dtype"') + "}"),
     raw("entry-is-a-list", '{"a":[]}'),
     raw("entry-is-null", '{"a":null}'),
-    refused("st-overlap", craft({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 2, 6)}, 6), HeaderError),
-    refused("st-overlap-whole", craft({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 0, 4)}, 4), HeaderError),
-    refused("st-overlap-inside", craft({"a": entry("U8", [8], 0, 8), "b": entry("U8", [2], 3, 5)}, 8), HeaderError),
-    refused("st-hole", craft({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 5, 9)}, 9), HeaderError),
+    refused(
+        "st-overlap",
+        craft({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 2, 6)}, 6),
+        HeaderError,
+    ),
+    refused(
+        "st-overlap-whole",
+        craft({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 0, 4)}, 4),
+        HeaderError,
+    ),
+    refused(
+        "st-overlap-inside",
+        craft({"a": entry("U8", [8], 0, 8), "b": entry("U8", [2], 3, 5)}, 8),
+        HeaderError,
+    ),
+    refused(
+        "st-hole", craft({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 5, 9)}, 9), HeaderError
+    ),
     refused(
         "st-empty-tensor-in-the-middle-of-another",
         craft({"a": entry("U8", [4], 0, 4), "b": entry("U8", [0], 2, 2)}, 4),
@@ -151,21 +188,48 @@ CASES = [
     refused("st-sharding-true", sharded({"a": {"saved_offsets": [True]}}), HeaderError),
     refused("st-sharding-nested", sharded({"a": {"saved_offsets": [[[]]]}}), HeaderError),
     refused("st-sharding-deep", sharded('{"a":' + nest(100_000) + "}"), HeaderError, LimitExceeded),
-    refused("st-sharding-twice", sharded('{"a":{"saved_offsets":[0]},"a":{"saved_offsets":[1]}}'), HeaderError),
+    refused(
+        "st-sharding-twice",
+        sharded('{"a":{"saved_offsets":[0]},"a":{"saved_offsets":[1]}}'),
+        HeaderError,
+    ),
     opens("st-piece-alone", sharded({"a": {"saved_offsets": [1 << 40]}})),
     opens(
         "st-names-that-need-care",
         frame(
             json.dumps(
-                {n: entry("U8", [0], 0, 0) for n in ("", ".", "..", "/etc/passwd", "\x1b[2J", "\u202e", "\0", "a\\b", "x" * 10_000)}
+                {
+                    n: entry("U8", [0], 0, 0)
+                    for n in (
+                        "",
+                        ".",
+                        "..",
+                        "/etc/passwd",
+                        "\x1b[2J",
+                        "\u202e",
+                        "\0",
+                        "a\\b",
+                        "x" * 10_000,
+                    )
+                }
             )
         ),
     ),
     opens(
         "st-200000-tensors",
-        lambda _: frame("{" + ",".join(f'"{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(200_000)) + "}"),
+        lambda _: frame(
+            "{"
+            + ",".join(
+                f'"{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(200_000)
+            )
+            + "}"
+        ),
         lambda ckpt: len(ckpt) == 200_000,
     ),
-    opens("st-rank-64", craft({"a": entry("U8", [1] * 63 + [4], 0, 4)}, 4), lambda ckpt: ckpt["a"].numpy().size == 4),
+    opens(
+        "st-rank-64",
+        craft({"a": entry("U8", [1] * 63 + [4], 0, 4)}, 4),
+        lambda ckpt: ckpt["a"].numpy().size == 4,
+    ),
     opens("st-padding-of-a-megabyte", frame("{" + A + "}" + " " * (1 << 20), DATA)),
 ]

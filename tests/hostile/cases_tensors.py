@@ -53,24 +53,36 @@ def mixed(size: tuple[bytes, ...]) -> bytes:
     return tuple_of(*size)
 
 
-def q(scheme: str, *rest: bytes, source: bytes | None = None, size: tuple[int, ...] = (4,)) -> bytes:
+def q(
+    scheme: str, *rest: bytes, source: bytes | None = None, size: tuple[int, ...] = (4,)
+) -> bytes:
     """A quantised tensor."""
     more = tuple_of(named("torch", scheme), *rest) + HOOKS
     return tensor(
-        source or storage(kind="QInt8Storage", key="1", count=64), size, (1,) * len(size), function="_rebuild_qtensor", more=more
+        source or storage(kind="QInt8Storage", key="1", count=64),
+        size,
+        (1,) * len(size),
+        function="_rebuild_qtensor",
+        more=more,
     )
 
 
 def sparse(layout: str, *parts: bytes) -> bytes:
     tag = call("torch.serialization", "_get_layout", text(f"torch.{layout}"))
-    return named("torch._utils", "_rebuild_sparse_tensor") + tuple_of(tag, tuple_of(*parts)) + REDUCE
+    return (
+        named("torch._utils", "_rebuild_sparse_tensor") + tuple_of(tag, tuple_of(*parts)) + REDUCE
+    )
 
 
 def longs(*shape: int) -> bytes:
     strides = [1]
     for n in reversed(shape[1:]):
         strides.append(strides[-1] * n)
-    return tensor(storage(key="1", kind="LongStorage", count=8), shape, tuple(reversed(strides))[: len(shape)] or ())
+    return tensor(
+        storage(key="1", kind="LongStorage", count=8),
+        shape,
+        tuple(reversed(strides))[: len(shape)] or (),
+    )
 
 
 def size_of(*numbers: int) -> bytes:
@@ -116,7 +128,11 @@ GEOMETRY = [
 ]
 
 READABLE = [
-    opens("tensor-rank-64", z(tensor(storage(), (1,) * 64, (1,) * 64)), lambda c: c["tensor"].numpy().size == 1),
+    opens(
+        "tensor-rank-64",
+        z(tensor(storage(), (1,) * 64, (1,) * 64)),
+        lambda c: c["tensor"].numpy().size == 1,
+    ),
     opens(
         "tensor-rank-64-big-endian",
         z(tensor(storage(), (1,) * 64, (1,) * 64), byteorder=b"big"),
@@ -142,10 +158,20 @@ READABLE = [
         z(tensor(storage(key="1", count=64, kind="QUInt4x2Storage"), (1, 4), (1 << 61, 1))),
         lambda c: c["tensor"].numpy().size == 4,
     ),
-    opens("tensor-overlapping-windows", z(tensor(storage(), (3, 2), (1, 1))), lambda c: c["tensor"].numpy().tolist()[2] == [3, 4]),
-    opens("tensor-expanded-a-little", z(tensor(storage(), (1000, 4), (0, 1))), lambda c: c["tensor"].numpy().shape == (1000, 4)),
     opens(
-        "tensor-expanded-to-2^40", z(tensor(storage(), (1 << 40,), (0,))), lambda c: c["tensor"][:10].numpy().tolist() == [1] * 10
+        "tensor-overlapping-windows",
+        z(tensor(storage(), (3, 2), (1, 1))),
+        lambda c: c["tensor"].numpy().tolist()[2] == [3, 4],
+    ),
+    opens(
+        "tensor-expanded-a-little",
+        z(tensor(storage(), (1000, 4), (0, 1))),
+        lambda c: c["tensor"].numpy().shape == (1000, 4),
+    ),
+    opens(
+        "tensor-expanded-to-2^40",
+        z(tensor(storage(), (1 << 40,), (0,))),
+        lambda c: c["tensor"][:10].numpy().tolist() == [1] * 10,
     ),
     opens("tensor-expanded-to-2^61", z(tensor(storage(), (1 << 61,), (0,)))),
     opens("tensor-expanded-in-two-ways", z(tensor(storage(), (1 << 30, 1 << 30), (0, 0)))),
@@ -165,7 +191,11 @@ READABLE = [
         z(tensor(storage(), more=HOOKS + dict_of(text("conj"), TRUE))),
         lambda c: c["tensor"].numpy()[0, 0] == 1,
     ),
-    Case("tensor-zero-times-2^61", lambda _: z(tensor(storage(), (0, 1 << 61), (1, 1))), (MetadataError, LimitExceeded)),
+    Case(
+        "tensor-zero-times-2^61",
+        lambda _: z(tensor(storage(), (0, 1 << 61), (1, 1))),
+        (MetadataError, LimitExceeded),
+    ),
     Case(
         "tensor-zero-times-2^61-meta",
         lambda _: z(
@@ -182,16 +212,35 @@ READABLE = [
     ),
     either(
         "tensor-neg-of-bools",
-        lambda _: z(tensor(storage(key="1", count=64, kind="BoolStorage"), (4,), (1,), more=HOOKS + dict_of(text("neg"), TRUE))),
+        lambda _: z(
+            tensor(
+                storage(key="1", count=64, kind="BoolStorage"),
+                (4,),
+                (1,),
+                more=HOOKS + dict_of(text("neg"), TRUE),
+            )
+        ),
     ),
     either(
         "tensor-neg-of-bytes",
-        lambda _: z(tensor(storage(key="1", count=64, kind="ByteStorage"), (4,), (1,), more=HOOKS + dict_of(text("neg"), TRUE))),
+        lambda _: z(
+            tensor(
+                storage(key="1", count=64, kind="ByteStorage"),
+                (4,),
+                (1,),
+                more=HOOKS + dict_of(text("neg"), TRUE),
+            )
+        ),
     ),
     either(
         "tensor-neg-of-packed",
         lambda _: z(
-            tensor(storage(key="1", count=64, kind="QUInt4x2Storage"), (4,), (1,), more=HOOKS + dict_of(text("neg"), TRUE))
+            tensor(
+                storage(key="1", count=64, kind="QUInt4x2Storage"),
+                (4,),
+                (1,),
+                more=HOOKS + dict_of(text("neg"), TRUE),
+            )
         ),
     ),
     either(
@@ -260,9 +309,17 @@ STORAGES = [
     refused("storage-key-climbs", z(tensor(storage(key="../data.pkl", count=4))), MetadataError),
     refused("storage-key-absolute", z(tensor(storage(key="/etc/passwd"))), MetadataError),
     refused("storage-key-with-nul", z(tensor(storage(key="0\0"))), MetadataError),
-    refused("storage-key-in-other-case", torch_zip(stream(tensor(storage(key="A"))), {"a": DATA}), MetadataError),
+    refused(
+        "storage-key-in-other-case",
+        torch_zip(stream(tensor(storage(key="A"))), {"a": DATA}),
+        MetadataError,
+    ),
     refused("storage-key-surrogate", z(tensor(storage(key="\ud800"))), MetadataError),
-    refused("storage-two-dtypes", z(tensor(storage()), tensor(storage(kind="IntStorage")), TUPLE2), MetadataError),
+    refused(
+        "storage-two-dtypes",
+        z(tensor(storage()), tensor(storage(kind="IntStorage")), TUPLE2),
+        MetadataError,
+    ),
     refused(
         "storage-two-counts",
         z(
@@ -277,10 +334,20 @@ STORAGES = [
         z(storage(key="1", count=16), storage(key="1", count=16, kind="IntStorage"), TUPLE2),
         MetadataError,
     ),
-    refused("storage-class-from-cuda-unknown", z(tensor(storage(kind=named("torch.cuda", "EvilStorage")))), PickleError),
-    refused("storage-class-wrong-module", z(tensor(storage(kind=named("evil", "FloatStorage")))), PickleError),
+    refused(
+        "storage-class-from-cuda-unknown",
+        z(tensor(storage(kind=named("torch.cuda", "EvilStorage")))),
+        PickleError,
+    ),
+    refused(
+        "storage-class-wrong-module",
+        z(tensor(storage(kind=named("evil", "FloatStorage")))),
+        PickleError,
+    ),
     opens("storage-location-anything", z(tensor(storage(location="\x1b[2J\0/etc/passwd")))),
-    opens("storage-of-nothing", torch_zip(stream(tensor(storage(count=0), (0,), (1,))), {"0": b""})),
+    opens(
+        "storage-of-nothing", torch_zip(stream(tensor(storage(count=0), (0,), (1,))), {"0": b""})
+    ),
     opens("storage-bare", z(storage()), lambda c: c["tensor"].numpy().tolist() == [1, 2, 3, 4]),
     refused("storage-mutated-by-append", z(storage(), MARK, NONE, b"e"), PickleError),
 ]
@@ -293,15 +360,27 @@ REBUILDS = [
         PickleError,
     ),
     refused("rebuild-flags-are-a-list", z(tensor(storage(), more=HOOKS + EMPTY_LIST)), PickleError),
-    opens("rebuild-over-a-foreign-storage", z(tensor(call("os", "system", text("true")))), foreign("os.system")),
+    opens(
+        "rebuild-over-a-foreign-storage",
+        z(tensor(call("os", "system", text("true")))),
+        foreign("os.system"),
+    ),
     either("rebuild-over-a-tensor", z(tensor(tensor(storage(), (4,), (1,)), (2, 2)))),
-    Case("rebuild-over-a-view", lambda _: z(tensor(tensor(storage(), (2,), (2,)), (2, 2), (1, 1))), (MetadataError, PickleError)),
+    Case(
+        "rebuild-over-a-view",
+        lambda _: z(tensor(tensor(storage(), (2,), (2,)), (2, 2), (1, 1))),
+        (MetadataError, PickleError),
+    ),
     Case(
         "rebuild-over-an-expanded-tensor",
         lambda _: z(tensor(tensor(storage(), (1 << 40,), (0,)), (1 << 40,), (1,))),
         (MetadataError, PickleError),
     ),
-    Case("rebuild-over-a-matrix", lambda _: z(tensor(tensor(storage(), (2, 2), (1, 2)), (4,), (1,))), (MetadataError, PickleError)),
+    Case(
+        "rebuild-over-a-matrix",
+        lambda _: z(tensor(tensor(storage(), (2, 2), (1, 2)), (4,), (1,))),
+        (MetadataError, PickleError),
+    ),
     Case(
         "rebuild-over-a-meta-tensor",
         lambda _: z(
@@ -319,18 +398,36 @@ REBUILDS = [
         (MetadataError, PickleError),
     ),
     refused(
-        "rebuild-v3-dtype-is-text", z(tensor(storage(), function="_rebuild_tensor_v3", more=HOOKS + text("float32"))), PickleError
+        "rebuild-v3-dtype-is-text",
+        z(tensor(storage(), function="_rebuild_tensor_v3", more=HOOKS + text("float32"))),
+        PickleError,
     ),
     refused(
         "rebuild-v3-dtype-is-foreign",
         z(tensor(storage(), function="_rebuild_tensor_v3", more=HOOKS + named("torch", "float9"))),
         PickleError,
     ),
-    refused("rebuild-v3-wider-dtype-past-end", z(tensor(storage(), function="_rebuild_tensor_v3", more=HOOKS + V3)), MetadataError),
-    opens("rebuild-v3-wider-dtype-inside", z(tensor(storage(), (2,), (1,), function="_rebuild_tensor_v3", more=HOOKS + V3))),
+    refused(
+        "rebuild-v3-wider-dtype-past-end",
+        z(tensor(storage(), function="_rebuild_tensor_v3", more=HOOKS + V3)),
+        MetadataError,
+    ),
+    opens(
+        "rebuild-v3-wider-dtype-inside",
+        z(tensor(storage(), (2,), (1,), function="_rebuild_tensor_v3", more=HOOKS + V3)),
+    ),
     refused(
         "rebuild-meta-negative",
-        z(call("torch._utils", "_rebuild_meta_tensor_no_storage", V3, tuple_of(integer(-1)), tuple_of(integer(1)), FALSE)),
+        z(
+            call(
+                "torch._utils",
+                "_rebuild_meta_tensor_no_storage",
+                V3,
+                tuple_of(integer(-1)),
+                tuple_of(integer(1)),
+                FALSE,
+            )
+        ),
         MetadataError,
     ),
     Case(
@@ -361,10 +458,22 @@ REBUILDS = [
             )
         ),
     ),
-    opens("rebuild-parameter-of-text", z(call("torch._utils", "_rebuild_parameter", text("x"), TRUE, NONE))),
+    opens(
+        "rebuild-parameter-of-text",
+        z(call("torch._utils", "_rebuild_parameter", text("x"), TRUE, NONE)),
+    ),
     refused(
         "rebuild-from-type-no-tuple",
-        z(call("torch._tensor", "_rebuild_from_type_v2", named("a", "b"), named("a", "C"), NONE, NONE)),
+        z(
+            call(
+                "torch._tensor",
+                "_rebuild_from_type_v2",
+                named("a", "b"),
+                named("a", "C"),
+                NONE,
+                NONE,
+            )
+        ),
         PickleError,
     ),
     Case(
@@ -378,7 +487,16 @@ REBUILDS = [
                     "_frombuffer",
                     binbytes(b"\1\2"),
                     call("numpy", "dtype", text("u1"))
-                    + tuple_of(integer(3), text("|"), NONE, NONE, NONE, integer(-1), integer(-1), integer(0))
+                    + tuple_of(
+                        integer(3),
+                        text("|"),
+                        NONE,
+                        NONE,
+                        NONE,
+                        integer(-1),
+                        integer(-1),
+                        integer(0),
+                    )
                     + b"b",
                     tuple_of(integer(2)),
                     text("C"),
@@ -425,26 +543,74 @@ REBUILDS = [
     ),
     opens(
         "legacy-tensor-built-from-anything",
-        z(named("torch", "FloatTensor"), EMPTY_TUPLE, b"\x81", dict_of(text("x"), call("os", "system", text("true"))), b"b"),
+        z(
+            named("torch", "FloatTensor"),
+            EMPTY_TUPLE,
+            b"\x81",
+            dict_of(text("x"), call("os", "system", text("true"))),
+            b"b",
+        ),
         foreign("os.system"),
     ),
 ]
 
 COMPOSITES = [
-    refused("sparse-unknown-layout", z(call("torch.serialization", "_get_layout", text("torch.evil"))), PickleError),
-    refused("sparse-layout-is-a-dtype", z(call("torch._utils", "_rebuild_sparse_tensor", V3, tuple_of(NONE))), PickleError),
+    refused(
+        "sparse-unknown-layout",
+        z(call("torch.serialization", "_get_layout", text("torch.evil"))),
+        PickleError,
+    ),
+    refused(
+        "sparse-layout-is-a-dtype",
+        z(call("torch._utils", "_rebuild_sparse_tensor", V3, tuple_of(NONE))),
+        PickleError,
+    ),
     refused("sparse-parts-missing", z(sparse("sparse_coo", longs(1, 2))), PickleError),
-    refused("sparse-parts-are-text", z(sparse("sparse_coo", text("a"), text("b"), size_of(2))), PickleError),
-    refused("sparse-indices-of-other-count", z(sparse("sparse_coo", longs(1, 2), longs(3), size_of(9))), MetadataError),
-    refused("sparse-more-index-rows-than-dimensions", z(sparse("sparse_coo", longs(3, 2), longs(2), size_of(9))), MetadataError),
-    refused("sparse-values-of-other-shape", z(sparse("sparse_coo", longs(1, 2), longs(2, 3), size_of(9, 4))), MetadataError),
-    refused("sparse-size-negative", z(sparse("sparse_coo", longs(1, 2), longs(2), tuple_of(integer(-9)))), MetadataError),
-    refused("sparse-csr-of-rank-1", z(sparse("sparse_csr", longs(3), longs(2), longs(2), size_of(9))), MetadataError),
-    refused("sparse-csr-counts-differ", z(sparse("sparse_csr", longs(3), longs(3), longs(2), size_of(2, 2))), MetadataError),
-    opens("sparse-csr-scalar-values", z(sparse("sparse_csr", longs(3), longs(2), longs(2), size_of(2, 2)))),
+    refused(
+        "sparse-parts-are-text",
+        z(sparse("sparse_coo", text("a"), text("b"), size_of(2))),
+        PickleError,
+    ),
+    refused(
+        "sparse-indices-of-other-count",
+        z(sparse("sparse_coo", longs(1, 2), longs(3), size_of(9))),
+        MetadataError,
+    ),
+    refused(
+        "sparse-more-index-rows-than-dimensions",
+        z(sparse("sparse_coo", longs(3, 2), longs(2), size_of(9))),
+        MetadataError,
+    ),
+    refused(
+        "sparse-values-of-other-shape",
+        z(sparse("sparse_coo", longs(1, 2), longs(2, 3), size_of(9, 4))),
+        MetadataError,
+    ),
+    refused(
+        "sparse-size-negative",
+        z(sparse("sparse_coo", longs(1, 2), longs(2), tuple_of(integer(-9)))),
+        MetadataError,
+    ),
+    refused(
+        "sparse-csr-of-rank-1",
+        z(sparse("sparse_csr", longs(3), longs(2), longs(2), size_of(9))),
+        MetadataError,
+    ),
+    refused(
+        "sparse-csr-counts-differ",
+        z(sparse("sparse_csr", longs(3), longs(3), longs(2), size_of(2, 2))),
+        MetadataError,
+    ),
+    opens(
+        "sparse-csr-scalar-values",
+        z(sparse("sparse_csr", longs(3), longs(2), longs(2), size_of(2, 2))),
+    ),
     opens(
         "sparse-indices-out-of-range",
-        torch_zip(stream(sparse("sparse_coo", longs(1, 2), longs(2), size_of(1))), {"1": struct.pack("<8q", *[10**12] * 8)}),
+        torch_zip(
+            stream(sparse("sparse_coo", longs(1, 2), longs(2), size_of(1))),
+            {"1": struct.pack("<8q", *[10**12] * 8)},
+        ),
     ),
     Case(
         "sparse-size-of-rank-10000",
@@ -452,34 +618,90 @@ COMPOSITES = [
         (MetadataError, LimitExceeded),
     ),
     refused("quantised-unknown-scheme", z(q("evil_affine", real(1.0), integer(0))), PickleError),
-    refused("quantised-no-quantiser", z(tensor(storage(), function="_rebuild_qtensor", more=EMPTY_TUPLE + HOOKS)), PickleError),
-    refused("quantised-scale-is-text", z(q("per_tensor_affine", text("1"), integer(0))), PickleError),
-    refused("quantised-zero-point-is-float", z(q("per_tensor_affine", real(1.0), real(0.0))), PickleError),
-    refused("quantised-axis-out-of-range", z(q("per_channel_affine", longs(4), longs(4), integer(3))), MetadataError),
-    refused("quantised-axis-negative", z(q("per_channel_affine", longs(4), longs(4), integer(-1))), MetadataError),
-    refused("quantised-scales-too-short", z(q("per_channel_affine", longs(3), longs(4), integer(0))), MetadataError),
-    refused("quantised-elements-past-the-end", z(q("per_tensor_affine", real(1.0), integer(0), size=(65,))), MetadataError),
+    refused(
+        "quantised-no-quantiser",
+        z(tensor(storage(), function="_rebuild_qtensor", more=EMPTY_TUPLE + HOOKS)),
+        PickleError,
+    ),
+    refused(
+        "quantised-scale-is-text", z(q("per_tensor_affine", text("1"), integer(0))), PickleError
+    ),
+    refused(
+        "quantised-zero-point-is-float",
+        z(q("per_tensor_affine", real(1.0), real(0.0))),
+        PickleError,
+    ),
+    refused(
+        "quantised-axis-out-of-range",
+        z(q("per_channel_affine", longs(4), longs(4), integer(3))),
+        MetadataError,
+    ),
+    refused(
+        "quantised-axis-negative",
+        z(q("per_channel_affine", longs(4), longs(4), integer(-1))),
+        MetadataError,
+    ),
+    refused(
+        "quantised-scales-too-short",
+        z(q("per_channel_affine", longs(3), longs(4), integer(0))),
+        MetadataError,
+    ),
+    refused(
+        "quantised-elements-past-the-end",
+        z(q("per_tensor_affine", real(1.0), integer(0), size=(65,))),
+        MetadataError,
+    ),
     opens("quantised-scale-is-nan", z(q("per_tensor_affine", real(float("nan")), integer(0)))),
-    refused("nested-parts-are-text", z(call("torch._utils", "_rebuild_nested_tensor", *[text("x")] * 4)), PickleError),
+    refused(
+        "nested-parts-are-text",
+        z(call("torch._utils", "_rebuild_nested_tensor", *[text("x")] * 4)),
+        PickleError,
+    ),
     refused(
         "nested-sizes-and-strides-differ",
-        z(call("torch._utils", "_rebuild_nested_tensor", longs(8), longs(2, 2), longs(1, 2), longs(2))),
+        z(
+            call(
+                "torch._utils",
+                "_rebuild_nested_tensor",
+                longs(8),
+                longs(2, 2),
+                longs(1, 2),
+                longs(2),
+            )
+        ),
         PickleError,
     ),
     refused(
         "nested-buffer-is-a-matrix",
-        z(call("torch._utils", "_rebuild_nested_tensor", longs(2, 2), longs(2, 2), longs(2, 2), longs(2))),
+        z(
+            call(
+                "torch._utils",
+                "_rebuild_nested_tensor",
+                longs(2, 2),
+                longs(2, 2),
+                longs(2, 2),
+                longs(2),
+            )
+        ),
         PickleError,
     ),
-    refused("device-index-is-text", z(call("torch", "device", text("cuda"), text("0"))), PickleError),
+    refused(
+        "device-index-is-text", z(call("torch", "device", text("cuda"), text("0"))), PickleError
+    ),
     refused("device-is-a-number", z(call("torch", "device", integer(0))), PickleError),
 ]
 
 SCRIPTS = [
     refused("byteorder-record-lies", z(tensor(storage()), byteorder=b"middle"), FormatError),
     refused("byteorder-record-empty", z(tensor(storage()), byteorder=b""), FormatError),
-    refused("byteorder-record-of-a-megabyte", z(tensor(storage()), byteorder=b"little" + bytes(1 << 20)), FormatError),
-    refused("byteorder-record-with-newline", z(tensor(storage()), byteorder=b"little\n"), FormatError),
+    refused(
+        "byteorder-record-of-a-megabyte",
+        z(tensor(storage()), byteorder=b"little" + bytes(1 << 20)),
+        FormatError,
+    ),
+    refused(
+        "byteorder-record-with-newline", z(tensor(storage()), byteorder=b"little\n"), FormatError
+    ),
     refused("version-record-0", z(tensor(storage()), version=b"0"), FormatError),
     refused("version-record-11", z(tensor(storage()), version=b"11"), FormatError),
     refused("version-record-negative", z(tensor(storage()), version=b"-3"), FormatError),

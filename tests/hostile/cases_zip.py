@@ -7,8 +7,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, UnknownFormat, ZipError
-from tests.formats.zip.craft import DESCRIBED, UTF8, Item, block, build, central_entry, descriptor, tail
+from holdfast.errors import (
+    Corrupted,
+    FormatError,
+    HeaderError,
+    LimitExceeded,
+    Truncated,
+    UnknownFormat,
+    ZipError,
+)
+from tests.formats.zip.craft import (
+    DESCRIBED,
+    UTF8,
+    Item,
+    block,
+    build,
+    central_entry,
+    descriptor,
+    tail,
+)
 
 from .case import Case, opens, refused
 from .craft_pickle import EMPTY_DICT, call, stream, text
@@ -28,7 +45,9 @@ def lie(name: str, index: int = 0, /, *errors: type[Exception], **lies: object) 
     return refused(f"zip-{name}", build(items), *(errors or (ZipError,)))
 
 
-def whole(name: str, *errors: type[Exception], items: list[Item] | None = None, **lies: object) -> Case:
+def whole(
+    name: str, *errors: type[Exception], items: list[Item] | None = None, **lies: object
+) -> Case:
     return refused(f"zip-{name}", build(items or HONEST, **lies), *(errors or (ZipError,)))  # type: ignore[arg-type]
 
 
@@ -42,7 +61,9 @@ def overlapping() -> bytes:
     at = raw.index(b"PK\1\2")
     body = raw[:at]
     offset = body.rindex(b"PK\3\4")
-    entries = raw[at : raw.index(b"PK\6\6")] + central_entry(replace(HONEST[3], name="archive/other"), offset)
+    entries = raw[at : raw.index(b"PK\6\6")] + central_entry(
+        replace(HONEST[3], name="archive/other"), offset
+    )
     return body + entries + tail(at, len(entries), len(HONEST) + 1)
 
 
@@ -58,13 +79,20 @@ def many(count: int) -> bytes:
 BOMB = b"\0" * 8_000_000
 
 CASES = [
-    opens("zip-honest", build(HONEST), lambda ckpt: ckpt["weight"].numpy().tolist() == [[1, 2], [3, 4]]),
+    opens(
+        "zip-honest",
+        build(HONEST),
+        lambda ckpt: ckpt["weight"].numpy().tolist() == [[1, 2], [3, 4]],
+    ),
     whole("duplicate-name", items=with_also(Item("archive/data.pkl", EVIL))),
     whole("duplicate-name-first", items=with_also(Item("archive/data.pkl", EVIL), first=True)),
     whole("duplicate-storage", items=with_also(Item("archive/data/0", bytes(16)))),
     whole("name-differs-in-case", items=with_also(Item("archive/DATA.pkl", EVIL))),
     whole("prefix-differs-in-case", items=with_also(Item("Archive/data.pkl", EVIL))),
-    whole("name-differs-in-unicode-case", items=with_also(Item("archive/\u212a", b"1"), Item("archive/k", b"1"))),
+    whole(
+        "name-differs-in-unicode-case",
+        items=with_also(Item("archive/\u212a", b"1"), Item("archive/k", b"1")),
+    ),
     whole("name-absolute", items=with_also(Item("/etc/passwd", b"x"))),
     whole("name-climbs", items=with_also(Item("archive/../../x", b"x"))),
     whole("name-backslash", items=with_also(Item("archive\\data.pkl", EVIL))),
@@ -72,9 +100,15 @@ CASES = [
     whole("name-not-utf8", items=with_also(Item(b"archive/\xff", b"x"))),
     whole("name-empty", items=with_also(Item("", b"x"))),
     whole("name-drive-letter", items=with_also(Item("C:x", b"x"))),
-    whole("two-top-folders", FormatError, items=with_also(Item("other/data.pkl", EVIL), Item("other/version", b"3\n"))),
     whole(
-        "two-top-folders-first", FormatError, items=with_also(Item("evil/data.pkl", EVIL), Item("evil/version", b"3\n"), first=True)
+        "two-top-folders",
+        FormatError,
+        items=with_also(Item("other/data.pkl", EVIL), Item("other/version", b"3\n")),
+    ),
+    whole(
+        "two-top-folders-first",
+        FormatError,
+        items=with_also(Item("evil/data.pkl", EVIL), Item("evil/version", b"3\n"), first=True),
     ),
     whole(
         "root-pickle-beside-a-folder",
@@ -86,7 +120,11 @@ CASES = [
             Item("version", b"3\n"),
         ],
     ),
-    whole("no-top-folder", FormatError, items=[Item("data.pkl", state()), Item("data/0", DATA), Item("version", b"3\n")]),
+    whole(
+        "no-top-folder",
+        FormatError,
+        items=[Item("data.pkl", state()), Item("data/0", DATA), Item("version", b"3\n")],
+    ),
     lie("local-name-differs", local={"name": b"archive/data.pkx"}),
     lie("local-name-longer", local={"name": b"archive/data.pkl2"}),
     lie("local-flags-differ", local={"flags": DESCRIBED}),
@@ -96,7 +134,10 @@ CASES = [
     lie("local-extra-hides-payload", local={"extra_nbytes": 200}),
     lie("local-extra-renames", local={"extra": block(0x7075, b"\1" + bytes(4) + b"archive/evil")}),
     lie("local-signature", 0, FormatError, local={"signature": b"PK\3\5"}),
-    lie("central-extra-renames", central={"extra": block(0x7075, b"\1" + bytes(4) + b"archive/evil")}),
+    lie(
+        "central-extra-renames",
+        central={"extra": block(0x7075, b"\1" + bytes(4) + b"archive/evil")},
+    ),
     lie("central-size-too-large", central={"size": 10**6, "packed": 10**6}),
     lie("central-size-too-small", central={"size": 3, "packed": 3}),
     lie("central-offset-past-the-end", central={"offset": 10**6}),
@@ -113,7 +154,11 @@ CASES = [
     lie("descriptor-lies-about-size", descriptor=descriptor(HONEST[0], size=1, packed=1)),
     lie("descriptor-missing", descriptor=b""),
     lie(
-        "wrong-crc-of-the-pickle", 0, Corrupted, content=HONEST[0].content, payload=HONEST[0].content.replace(b"weight", b"weighs")
+        "wrong-crc-of-the-pickle",
+        0,
+        Corrupted,
+        content=HONEST[0].content,
+        payload=HONEST[0].content.replace(b"weight", b"weighs"),
     ),
     lie("wrong-crc-of-the-version", 3, Corrupted, HeaderError, content=b"3\n", payload=b"4\n"),
     lie("compressed-pickle", method=8),
@@ -139,7 +184,11 @@ CASES = [
     whole("end-count-lies", end={"count": 1, "here": 1}),
     whole("end64-disagrees", end64={"count": 1, "here": 1}),
     whole("end64-directory-disagrees", end64={"directory": 0}),
-    whole("end64-2^63-records", end64={"count": 1 << 63, "here": 1 << 63}, end={"count": 0xFFFF, "here": 0xFFFF}),
+    whole(
+        "end64-2^63-records",
+        end64={"count": 1 << 63, "here": 1 << 63},
+        end={"count": 0xFFFF, "here": 0xFFFF},
+    ),
     whole("locator-points-elsewhere", locator={"pointer": 0}),
     refused("zip-overlapping-records", overlapping(), ZipError),
     refused("zip-polyglot-elf", polyglot(b"\x7fELF" + bytes(60)), UnknownFormat),
@@ -153,8 +202,13 @@ CASES = [
     refused("zip-without-pickle", build(HONEST[1:]), FormatError),
     refused("zip-without-version", build(HONEST[:3]), FormatError),
     refused("zip-pickle-is-a-folder", build([Item("archive/data.pkl/"), *HONEST[1:]]), FormatError),
-    refused("zip-pickle-above-the-limit", lambda _: torch_zip(b"\0" * ((64 << 20) + 1)), LimitExceeded),
+    refused(
+        "zip-pickle-above-the-limit", lambda _: torch_zip(b"\0" * ((64 << 20) + 1)), LimitExceeded
+    ),
     opens("zip-fifty-thousand-empty-records", lambda _: many(50_000)),
     opens("zip-empty-top-record", build(with_also(Item("archive/empty")))),
-    opens("zip-crc-not-recorded", build([replace(i, central={"crc": 0}, descriptor=descriptor(i, crc=0)) for i in HONEST])),
+    opens(
+        "zip-crc-not-recorded",
+        build([replace(i, central={"crc": 0}, descriptor=descriptor(i, crc=0)) for i in HONEST]),
+    ),
 ]

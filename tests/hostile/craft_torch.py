@@ -33,7 +33,9 @@ DATA = struct.pack("<4f", 1, 2, 3, 4)
 
 MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 PROTOCOL = stream(b"M\xe9\x03")
-SYSTEM_INFO = stream(dict_of(text("protocol_version"), b"M\xe9\x03", text("little_endian"), b"\x88"))
+SYSTEM_INFO = stream(
+    dict_of(text("protocol_version"), b"M\xe9\x03", text("little_endian"), b"\x88")
+)
 
 
 def storage(
@@ -71,7 +73,11 @@ def tensor(
         return values if isinstance(values, bytes) else tuple_of(*map(integer, values))
 
     begin = offset if isinstance(offset, bytes) else integer(offset)
-    return named("torch._utils", function) + tuple_of(source, begin, ints(size), ints(stride), more) + REDUCE
+    return (
+        named("torch._utils", function)
+        + tuple_of(source, begin, ints(size), ints(stride), more)
+        + REDUCE
+    )
 
 
 def weight(view: bytes | None = None) -> bytes:
@@ -88,7 +94,11 @@ def state(*payload: bytes, protocol: int = 2, legacy_ids: bool = False) -> bytes
 
 
 def records(
-    pickle: bytes, storages: Mapping[str, bytes] | None = None, *, byteorder: bytes = b"little", version: bytes = b"3\n"
+    pickle: bytes,
+    storages: Mapping[str, bytes] | None = None,
+    *,
+    byteorder: bytes = b"little",
+    version: bytes = b"3\n",
 ) -> list[Item]:
     """The records that torch writes, in its order."""
     datas = {"0": DATA} if storages is None else storages
@@ -107,12 +117,20 @@ def torch_zip(pickle: bytes, storages: Mapping[str, bytes] | None = None, **more
 
 def torchscript(pickle: bytes, constants: bytes) -> bytes:
     """A TorchScript archive; the code record is never read."""
-    items = [*records(pickle, {}), Item("archive/constants.pkl", constants), Item("archive/code/m.py", b"evil()")]
+    items = [
+        *records(pickle, {}),
+        Item("archive/constants.pkl", constants),
+        Item("archive/code/m.py", b"evil()"),
+    ]
     return build(items)
 
 
 def legacy_parts(
-    pickle: bytes, keys: bytes | None = None, blocks: bytes | None = None, *, protocol: bytes = PROTOCOL
+    pickle: bytes,
+    keys: bytes | None = None,
+    blocks: bytes | None = None,
+    *,
+    protocol: bytes = PROTOCOL,
 ) -> list[bytes]:
     """The five pickles and the storages of a legacy stream."""
     listed = stream(list_of(text("0"))) if keys is None else keys
@@ -120,13 +138,21 @@ def legacy_parts(
     return [MAGIC, protocol, SYSTEM_INFO, pickle, listed, data]
 
 
-def legacy(pickle: bytes, keys: bytes | None = None, blocks: bytes | None = None, **more: bytes) -> bytes:
+def legacy(
+    pickle: bytes, keys: bytes | None = None, blocks: bytes | None = None, **more: bytes
+) -> bytes:
     """A legacy stream; by default with the one storage of `state(legacy_ids=True)`."""
     return b"".join(legacy_parts(pickle, keys, blocks, **more))
 
 
 def member(
-    name: str | bytes, content: bytes, *, kind: bytes = b"0", size: bytes | None = None, link: bytes = b"", prefix: bytes = b""
+    name: str | bytes,
+    content: bytes,
+    *,
+    kind: bytes = b"0",
+    size: bytes | None = None,
+    link: bytes = b"",
+    prefix: bytes = b"",
 ) -> bytes:
     """One tar member: header with a true checksum, content, padding."""
     raw = name.encode() if isinstance(name, str) else name
@@ -145,15 +171,26 @@ def member(
     return bytes(head) + content + bytes(-len(content) % 512)
 
 
-def _storages(count: int = 1, views: bytes = stream(b"]"), nbytes: int = 4, data: bytes = DATA) -> bytes:
-    one = stream(tuple_of(integer(1), text("cpu"), named("torch", "FloatStorage"))) + struct.pack("<q", nbytes) + data
+def _storages(
+    count: int = 1, views: bytes = stream(b"]"), nbytes: int = 4, data: bytes = DATA
+) -> bytes:
+    one = (
+        stream(tuple_of(integer(1), text("cpu"), named("torch", "FloatStorage")))
+        + struct.pack("<q", nbytes)
+        + data
+    )
     return stream(integer(count)) + one + views
 
 
 STORAGES = _storages()
 
 
-def _tensors(count: int = 1, rank: int = 2, numbers: Sequence[int] = (2, 2, 2, 1, 0), owner: bytes = integer(1)) -> bytes:
+def _tensors(
+    count: int = 1,
+    rank: int = 2,
+    numbers: Sequence[int] = (2, 2, 2, 1, 0),
+    owner: bytes = integer(1),
+) -> bytes:
     row = stream(tuple_of(integer(7), owner, named("torch", "FloatTensor")))
     return stream(integer(count)) + row + struct.pack(f"<i4x{len(numbers)}q", rank, *numbers)
 

@@ -23,7 +23,16 @@ from .harness import FORBIDDEN, survey
 
 __all__ = ["LIBRARIES", "broken"]
 
-LIBRARIES = {"holdfast", "numpy", "ml_dtypes", "msgspec", "rich", "zstandard", "obstore", *sys.stdlib_module_names}
+LIBRARIES = {
+    "holdfast",
+    "numpy",
+    "ml_dtypes",
+    "msgspec",
+    "rich",
+    "zstandard",
+    "obstore",
+    *sys.stdlib_module_names,
+}
 
 LOADS = "_load_unlocked"
 """What of Python's import machinery makes a module and executes its file."""
@@ -33,7 +42,10 @@ def importing() -> bool:
     """Whether a module is being imported: then what is compiled and executed is that module, or what it makes of itself."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == LOADS and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        if (
+            frame.f_code.co_name == LOADS
+            and frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        ):
             return True
         frame = frame.f_back
     return False
@@ -61,8 +73,20 @@ def look(path: str) -> None:
         ckpt.describe()
         ckpt.read()
         ckpt.digest()
-    for verb in (["show"], ["show", "--json"], ["show", "--all"], ["show", "--ranks"], ["scan"], ["verify"], ["stats"]):
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+    for verb in (
+        ["show"],
+        ["show", "--json"],
+        ["show", "--all"],
+        ["show", "--ranks"],
+        ["scan"],
+        ["verify"],
+        ["stats"],
+    ):
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.suppress(SystemExit),
+        ):
             main([*verb, path])
 
 
@@ -70,7 +94,11 @@ def watched(paths: list[str]) -> list[str]:
     """The events of all files that break the rule."""
     seen: list[str] = []
     rule = broken
-    sys.addaudithook(lambda event, args: seen.append(f"{event} {str(args[:2])[:200]}") if rule(event, args) else None)
+    sys.addaudithook(
+        lambda event, args: (
+            seen.append(f"{event} {str(args[:2])[:200]}") if rule(event, args) else None
+        )
+    )
     for path in paths:
         look(path)
     rule = forbidden

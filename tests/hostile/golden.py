@@ -55,14 +55,33 @@ class Found:
 
 
 def _found(ckpt: holdfast.Checkpoint) -> Found:
-    tensors = {name: (t.dtype.name, t.shape, [_place(chunk) for chunk in t.chunks]) for name, t in ckpt.items()}
-    return Found(ckpt.format, tensors, [str(f.what) for f in ckpt.foreign], [_shown(v) for v in nodes(ckpt.tree)])
+    tensors = {
+        name: (t.dtype.name, t.shape, [_place(chunk) for chunk in t.chunks])
+        for name, t in ckpt.items()
+    }
+    return Found(
+        ckpt.format,
+        tensors,
+        [str(f.what) for f in ckpt.foreign],
+        [_shown(v) for v in nodes(ckpt.tree)],
+    )
 
 
 def _place(chunk: Chunk) -> tuple[object, ...]:
     """Where a chunk lies, whoever opened the file: a storage is never equal to one of another opening."""
     s = chunk.storage
-    return chunk.box, chunk.offset, chunk.strides, s.key, s.start, s.nbytes, s.byteorder, s.crc32, s.location, s.label
+    return (
+        chunk.box,
+        chunk.offset,
+        chunk.strides,
+        s.key,
+        s.start,
+        s.nbytes,
+        s.byteorder,
+        s.crc32,
+        s.location,
+        s.label,
+    )
 
 
 def _shown(value: object) -> str:
@@ -71,7 +90,9 @@ def _shown(value: object) -> str:
         case dict() | list() | tuple() | set() | frozenset():
             return f"{type(value).__name__} of {len(value)}"
         case holdfast.LazyTensor():
-            return f"{value.dtype} {value.shape} {value.traits.requires_grad} {value.traits.parameter}"
+            return (
+                f"{value.dtype} {value.shape} {value.traits.requires_grad} {value.traits.parameter}"
+            )
         case holdfast.Opaque():
             return f"{value.module}.{value.name}"
         case Composite():
@@ -98,7 +119,10 @@ def look(content: bytes | dict[str, bytes], known: Found | None = None) -> Found
 
 def parts_of(ckpt: holdfast.Checkpoint) -> Iterator[tuple[str, int, int]]:
     """File, first byte and the byte after the last one of every storage."""
-    for tensor in [*ckpt.values(), *(v for v in nodes(ckpt.tree) if isinstance(v, holdfast.LazyTensor))]:
+    for tensor in [
+        *ckpt.values(),
+        *(v for v in nodes(ckpt.tree) if isinstance(v, holdfast.LazyTensor)),
+    ]:
         for storage in tensor.storages:
             yield storage.key, storage.start, storage.start + storage.nbytes
 

@@ -29,7 +29,16 @@ from holdfast.core.tensor import Composite
 
 from .case import Case
 
-__all__ = ["MEMORY_FLOOR", "MEMORY_PER_BYTE", "SECONDS_FLOOR", "SECONDS_PER_BYTE", "Outcome", "run", "survey", "warm_up"]
+__all__ = [
+    "MEMORY_FLOOR",
+    "MEMORY_PER_BYTE",
+    "SECONDS_FLOOR",
+    "SECONDS_PER_BYTE",
+    "Outcome",
+    "run",
+    "survey",
+    "warm_up",
+]
 
 MEMORY_PER_BYTE = 320
 """One opcode of one byte (EMPTY_SET) makes an object of 216 bytes and a slot on the stack; five bytes (two references
@@ -83,7 +92,9 @@ class Watch:
             return
         if event == "open":
             _, mode, flags = (*args, None, None, None)[:3]
-            writes = (isinstance(flags, int) and flags & WRITING) or (isinstance(mode, str) and set(mode) & set("wax+"))
+            writes = (isinstance(flags, int) and flags & WRITING) or (
+                isinstance(mode, str) and set(mode) & set("wax+")
+            )
             if not writes:
                 return
         elif not event.startswith(FORBIDDEN) or (self.allowed and event.startswith(self.allowed)):
@@ -186,7 +197,14 @@ def nodes(tree: object) -> Iterator[object]:
             case list() | tuple() | set() | frozenset():
                 waiting += value
             case holdfast.Opaque():
-                waiting += [value.what, value.args, value.kwargs, value.state, value.items, value.entries]
+                waiting += [
+                    value.what,
+                    value.args,
+                    value.kwargs,
+                    value.state,
+                    value.items,
+                    value.entries,
+                ]
             case Composite():
                 waiting += [value.parts, value.attributes]
 
@@ -195,7 +213,11 @@ def run(case: Case, folder: Path, *, memory: bool = False) -> Outcome:
     """Make the input of a case, open and survey it. Raises what is no Holdfast error."""
     source = case.make(folder)
     outcome = Outcome()
-    outcome.nbytes = len(source) if isinstance(source, bytes) else sum(p.stat().st_size for p in plain_files(source))
+    outcome.nbytes = (
+        len(source)
+        if isinstance(source, bytes)
+        else sum(p.stat().st_size for p in plain_files(source))
+    )
     with deadline(DEADLINE), warnings.catch_warnings():
         warnings.simplefilter("error")
         if memory:
@@ -219,7 +241,9 @@ def _open(case: Case, source: bytes | Path, outcome: Outcome) -> None:
             outcome.checked = case.check is None or case.check(ckpt)
     except errors.HoldfastError as error:
         # Not the error itself: its traceback keeps everything alive that was built.
-        outcome.error = type(error)(error.message, file=error.file, tensor=error.tensor, offset=error.offset)
+        outcome.error = type(error)(
+            error.message, file=error.file, tensor=error.tensor, offset=error.offset
+        )
         str(error), repr(error)
 
 

@@ -31,5 +31,10 @@ def apply(raw: bytes, edits: Sequence[Edit]) -> bytes:
             case "repeat":
                 raw = raw[:at] + raw[at : at + count] * 3 + raw[at + count :]
             case "move":
-                raw = raw[:at] + raw[at + count : at + 2 * count] + raw[at : at + count] + raw[at + 2 * count :]
+                raw = (
+                    raw[:at]
+                    + raw[at + count : at + 2 * count]
+                    + raw[at : at + count]
+                    + raw[at + 2 * count :]
+                )
     return raw

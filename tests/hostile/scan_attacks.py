@@ -170,7 +170,11 @@ FUNCTIONS: tuple[tuple[str, str, Arguments], ...] = (
     ("mailbox", "Maildir", path()),
     ("dbm.dumb", "open", path(text("n"))),
     ("shelve", "open", path(text("n"))),
-    ("tempfile", "mkdtemp", lambda m: (text(""), text(m.rpartition("/")[2]), text(m.rpartition("/")[0]))),
+    (
+        "tempfile",
+        "mkdtemp",
+        lambda m: (text(""), text(m.rpartition("/")[2]), text(m.rpartition("/")[0])),
+    ),
     ("numpy", "save", path(integer(1))),
     ("numpy", "savetxt", path(list_of(integer(1)))),
     ("numpy", "memmap", path(text("u1"), text("w+"), integer(0), tuple_of(integer(4)))),
@@ -189,7 +193,11 @@ FUNCTIONS: tuple[tuple[str, str, Arguments], ...] = (
     ("argparse", "FileType.__call__", lambda m: (call("argparse", "FileType", W), text(m))),
     ("pathlib", "Path.touch", lambda m: (call("pathlib", "PosixPath", text(m)),)),
     ("pathlib", "PosixPath.mkdir", lambda m: (call("pathlib", "PosixPath", text(m)),)),
-    ("numpy", "ndarray.tofile", lambda m: (call("numpy", "ndarray", tuple_of(integer(1))), text(m))),
+    (
+        "numpy",
+        "ndarray.tofile",
+        lambda m: (call("numpy", "ndarray", tuple_of(integer(1))), text(m)),
+    ),
     ("numpy", "ndarray.dump", lambda m: (call("numpy", "ndarray", tuple_of(integer(1))), text(m))),
     ("installed", "drop", lambda m: ()),
     ("installed", "Inits", lambda m: ()),
@@ -211,7 +219,9 @@ def functions() -> Iterator[Attack]:
         def make(marker: str, module=module, name=name, arguments=arguments) -> bytes:
             # Protocol 2 takes the names of Python 2; dotted names need 4.
             old = module in ("__builtin__", "commands")
-            place = named(module, name) if old else short_text(module) + short_text(name) + STACK_GLOBAL
+            place = (
+                named(module, name) if old else short_text(module) + short_text(name) + STACK_GLOBAL
+            )
             return stream(place, tuple_of(*arguments(marker)), REDUCE, protocol=2 if old else 4)
 
         yield Attack(title, "pickle", make)
@@ -223,7 +233,9 @@ def functions() -> Iterator[Attack]:
 def how() -> Iterator[Attack]:
     """Every opcode that calls, and every way to name what is called."""
 
-    def attack(name: str, body: Callable[[str], bytes], *, protocol: int = 4, loader: str = "pickle") -> Attack:
+    def attack(
+        name: str, body: Callable[[str], bytes], *, protocol: int = 4, loader: str = "pickle"
+    ) -> Attack:
         return Attack(f"how {name}", loader, lambda m: stream(body(m), protocol=protocol))
 
     yield attack("INST", lambda m: MARK + text(f"touch {m}") + inst("os", "system"), protocol=0)
@@ -231,17 +243,40 @@ def how() -> Iterator[Attack]:
     yield attack("GLOBAL REDUCE", lambda m: call("os", "system", text(f"touch {m}")))
     yield attack("TUPLE1", lambda m: named("os", "system") + text(f"touch {m}") + TUPLE1 + REDUCE)
     yield attack("NEWOBJ", lambda m: named("installed", "Makes") + EMPTY_TUPLE + NEWOBJ)
-    yield attack("NEWOBJ with arguments", lambda m: named("installed", "Makes") + tuple_of(text("a")) + NEWOBJ)
-    yield attack("NEWOBJ_EX", lambda m: named("installed", "Makes") + EMPTY_TUPLE + dict_of(text("a"), text("b")) + NEWOBJ_EX)
-    yield attack("copyreg.__newobj__", lambda m: call("copyreg", "__newobj__", named("installed", "Makes")))
+    yield attack(
+        "NEWOBJ with arguments",
+        lambda m: named("installed", "Makes") + tuple_of(text("a")) + NEWOBJ,
+    )
+    yield attack(
+        "NEWOBJ_EX",
+        lambda m: (
+            named("installed", "Makes") + EMPTY_TUPLE + dict_of(text("a"), text("b")) + NEWOBJ_EX
+        ),
+    )
+    yield attack(
+        "copyreg.__newobj__", lambda m: call("copyreg", "__newobj__", named("installed", "Makes"))
+    )
     yield attack(
         "copyreg._reconstructor of a base",
-        lambda m: call("copyreg", "_reconstructor", named("installed", "Inits"), named("installed", "Inits"), integer(1)),
+        lambda m: call(
+            "copyreg",
+            "_reconstructor",
+            named("installed", "Inits"),
+            named("installed", "Inits"),
+            integer(1),
+        ),
     )
     yield attack(
         "memoised names",
         lambda m: (
-            short_text("system") + MEMOIZE + POP + short_text("os") + get(0) + STACK_GLOBAL + tuple_of(text(f"touch {m}")) + REDUCE
+            short_text("system")
+            + MEMOIZE
+            + POP
+            + short_text("os")
+            + get(0)
+            + STACK_GLOBAL
+            + tuple_of(text(f"touch {m}"))
+            + REDUCE
         ),
     )
     yield attack(
@@ -278,7 +313,16 @@ def how() -> Iterator[Attack]:
     )
     yield attack(
         "a name with a leading plus",
-        lambda m: text("os") + b"p5\n" + POP + b"g+5\n" + text("system") + STACK_GLOBAL + tuple_of(text(f"touch {m}")) + REDUCE,
+        lambda m: (
+            text("os")
+            + b"p5\n"
+            + POP
+            + b"g+5\n"
+            + text("system")
+            + STACK_GLOBAL
+            + tuple_of(text(f"touch {m}"))
+            + REDUCE
+        ),
     )
     yield attack(
         "a computed name",
@@ -292,12 +336,21 @@ def how() -> Iterator[Attack]:
     )
     yield attack(
         "getattr of a module",
-        lambda m: call("builtins", "getattr", named("argparse", "_os"), text("system")) + tuple_of(text(f"touch {m}")) + REDUCE,
+        lambda m: (
+            call("builtins", "getattr", named("argparse", "_os"), text("system"))
+            + tuple_of(text(f"touch {m}"))
+            + REDUCE
+        ),
     )
     yield attack(
         "getattr of an imported module",
         lambda m: (
-            call("builtins", "getattr", call("importlib", "import_module", text("os")), text("system"))
+            call(
+                "builtins",
+                "getattr",
+                call("importlib", "import_module", text("os")),
+                text("system"),
+            )
             + tuple_of(text(f"touch {m}"))
             + REDUCE
         ),
@@ -315,42 +368,70 @@ def how() -> Iterator[Attack]:
     yield attack(
         "methodcaller",
         lambda m: (
-            call("operator", "methodcaller", text("system"), text(f"touch {m}")) + tuple_of(named("argparse", "_os")) + REDUCE
+            call("operator", "methodcaller", text("system"), text(f"touch {m}"))
+            + tuple_of(named("argparse", "_os"))
+            + REDUCE
         ),
     )
     yield attack(
         "a partial that is called",
-        lambda m: call("functools", "partial", named("os", "system"), text(f"touch {m}")) + EMPTY_TUPLE + REDUCE,
+        lambda m: (
+            call("functools", "partial", named("os", "system"), text(f"touch {m}"))
+            + EMPTY_TUPLE
+            + REDUCE
+        ),
     )
-    yield attack("the result of a factory", lambda m: call("installed", "factory") + EMPTY_TUPLE + REDUCE)
+    yield attack(
+        "the result of a factory", lambda m: call("installed", "factory") + EMPTY_TUPLE + REDUCE
+    )
     yield attack(
         "map and list",
-        lambda m: call("builtins", "list", call("builtins", "map", named("os", "system"), list_of(text(f"touch {m}")))),
+        lambda m: call(
+            "builtins",
+            "list",
+            call("builtins", "map", named("os", "system"), list_of(text(f"touch {m}"))),
+        ),
     )
     yield attack(
         "starmap and deque",
         lambda m: call(
-            "collections", "deque", call("itertools", "starmap", named("os", "system"), list_of(tuple_of(text(f"touch {m}"))))
+            "collections",
+            "deque",
+            call(
+                "itertools", "starmap", named("os", "system"), list_of(tuple_of(text(f"touch {m}")))
+            ),
         ),
     )
     yield attack(
         "a function of source",
         lambda m: (
-            call("types", "FunctionType", call("builtins", "compile", *code(m), text("x"), text("exec")), EMPTY_DICT)
+            call(
+                "types",
+                "FunctionType",
+                call("builtins", "compile", *code(m), text("x"), text("exec")),
+                EMPTY_DICT,
+            )
             + EMPTY_TUPLE
             + REDUCE
         ),
     )
     yield attack("pickle.loads", lambda m: call("pickle", "loads", binbytes(stream(system(m)))))
     yield attack(
-        "_load_from_bytes", lambda m: call("torch.storage", "_load_from_bytes", binbytes(torch_zip(stream(system(m)), {})))
+        "_load_from_bytes",
+        lambda m: call(
+            "torch.storage", "_load_from_bytes", binbytes(torch_zip(stream(system(m)), {}))
+        ),
     )
     yield attack(
         "_load_from_bytes, the second",
         lambda m: (
             call("torch.storage", "_load_from_bytes", binbytes(torch_zip(stream(NONE), {})))
             + POP
-            + call("torch.storage", "_load_from_bytes", binbytes(legacy(stream(system(m)), keys=stream(list_of()), blocks=b"")))
+            + call(
+                "torch.storage",
+                "_load_from_bytes",
+                binbytes(legacy(stream(system(m)), keys=stream(list_of()), blocks=b"")),
+            )
         ),
     )
     yield attack(
@@ -358,7 +439,12 @@ def how() -> Iterator[Attack]:
         lambda m: call(
             "torch.storage",
             "_load_from_bytes",
-            call("_codecs", "encode", text(torch_zip(stream(system(m)), {}).decode("latin-1")), text("latin1")),
+            call(
+                "_codecs",
+                "encode",
+                text(torch_zip(stream(system(m)), {}).decode("latin-1")),
+                text("latin1"),
+            ),
         ),
     )
     yield attack(
@@ -407,11 +493,23 @@ def how() -> Iterator[Attack]:
     yield attack("SETITEMS", lambda m: of("Sets") + MARK + NONE + NONE + SETITEMS)
     yield attack("ADDITEMS", lambda m: of("Adds") + MARK + NONE + ADDITEMS)
     yield attack("BUILD", lambda m: of("Builds") + NONE + BUILD)
-    yield attack("BUILD by a property", lambda m: of("Descends") + tuple_of(NONE, dict_of(text("weight"), NONE)) + BUILD)
+    yield attack(
+        "BUILD by a property",
+        lambda m: of("Descends") + tuple_of(NONE, dict_of(text("weight"), NONE)) + BUILD,
+    )
     yield attack("a key that is hashed", lambda m: EMPTY_DICT + of("Hashes") + NONE + SETITEM)
     yield attack(
         "SETITEM on os.environ",
-        lambda m: named("os", "environ") + text("X") + text("y") + SETITEM + POP + of("AppendsAlone") + NONE + APPEND,
+        lambda m: (
+            named("os", "environ")
+            + text("X")
+            + text("y")
+            + SETITEM
+            + POP
+            + of("AppendsAlone")
+            + NONE
+            + APPEND
+        ),
     )
     yield attack(
         "attributes of a class",
@@ -440,7 +538,10 @@ def broken() -> Iterator[Attack]:
 
     yield attack("popped", lambda p: stream(p + POP + NONE))
     yield attack("popped to a MARK", lambda p: stream(MARK + p + POP_MARK + NONE))
-    yield attack("overwritten", lambda p: stream(EMPTY_DICT + text("a") + p + SETITEM + text("a") + NONE + SETITEM))
+    yield attack(
+        "overwritten",
+        lambda p: stream(EMPTY_DICT + text("a") + p + SETITEM + text("a") + NONE + SETITEM),
+    )
     yield attack("no STOP", lambda p: proto(2) + p)
     yield attack("no PROTO, no STOP", lambda p: p)
     yield attack("a bad opcode", lambda p: proto(2) + p + b"\xff.")
@@ -457,7 +558,10 @@ def broken() -> Iterator[Attack]:
     yield attack("a frame too long for it", lambda p: proto(4) + frame(p + STOP + b"behind"))
     yield attack("an empty frame", lambda p: proto(4) + frame(b"") + p + STOP)
     yield attack("many MARKs", lambda p: stream(MARK * 500 + p))
-    yield attack("a huge integer", lambda p: stream(b"\x8b" + struct.pack("<i", 5000) + b"\1" * 5000 + POP + p))
+    yield attack(
+        "a huge integer",
+        lambda p: stream(b"\x8b" + struct.pack("<i", 5000) + b"\1" * 5000 + POP + p),
+    )
     yield attack("a hexadecimal INT", lambda p: b"I0x10\n" + POP + p + STOP)
     yield attack("an odd escape", lambda p: b"S'\\q'\n" + POP + p + STOP)
     yield attack("a far memo entry", lambda p: stream(NONE + b"p100000\n" + POP + p))
@@ -475,20 +579,34 @@ def broken() -> Iterator[Attack]:
             + p
         ),
     )
-    yield attack("a set of a list before", lambda p: stream(call("builtins", "set", tuple_of(integer(1))) + POP + p))
+    yield attack(
+        "a set of a list before",
+        lambda p: stream(call("builtins", "set", tuple_of(integer(1))) + POP + p),
+    )
     yield attack(
         "an array that lies before",
         lambda p: stream(
-            call("builtins", "complex", integer(1), integer(2)) + POP + call("builtins", "range", integer(1)) + POP + p
+            call("builtins", "complex", integer(1), integer(2))
+            + POP
+            + call("builtins", "range", integer(1))
+            + POP
+            + p
         ),
     )
     yield attack("a large head", lambda p: stream(binbytes(bytes(100_000)) + POP + p))
-    yield attack("behind a megabyte of text, no PROTO", lambda p: text("x" * (1 << 20)) + POP + p + STOP)
-    yield attack("many values before", lambda p: stream(b"".join(integer(n % 256) for n in range(20_000)) + p))
+    yield attack(
+        "behind a megabyte of text, no PROTO", lambda p: text("x" * (1 << 20)) + POP + p + STOP
+    )
+    yield attack(
+        "many values before",
+        lambda p: stream(b"".join(integer(n % 256) for n in range(20_000)) + p),
+    )
     yield attack("deep", lambda p: stream(EMPTY_LIST * 200 + p + APPEND * 200))
     yield attack("the second pickle", lambda p: stream(NONE) + stream(p), "pickle all")
     yield attack("the hundredth pickle", lambda p: stream(NONE) * 99 + stream(p), "pickle all")
-    yield attack("the second pickle, of protocol 0", lambda p: b"I1\n." + b"(lp0\n." + p + STOP, "pickle all")
+    yield attack(
+        "the second pickle, of protocol 0", lambda p: b"I1\n." + b"(lp0\n." + p + STOP, "pickle all"
+    )
     yield attack("the second pickle breaks", lambda p: stream(NONE) + p, "pickle all")
 
 
@@ -534,7 +652,11 @@ def tar_first(content: bytes) -> Callable[[str], bytes]:
 
 def dcp_with(item: bytes) -> dict[str, bytes]:
     tensors = {"step": craft_dcp.value()}
-    return craft_dcp.folder(tensors, [(craft_dcp.index("step", None, None), item)], planner=craft_dcp.paths(step=["step"]))
+    return craft_dcp.folder(
+        tensors,
+        [(craft_dcp.index("step", None, None), item)],
+        planner=craft_dcp.paths(step=["step"]),
+    )
 
 
 def package(marker: str, *, code_runs: bool) -> bytes:
@@ -549,7 +671,9 @@ def package(marker: str, *, code_runs: bool) -> bytes:
         items["p/evil.py"] = f"open({marker!r}, 'w').close()\nclass Thing: pass\n".encode()
         items["p/res/res.pkl"] = stream(named("evil", "Thing"))
     else:
-        items["p/res/res.pkl"] = stream(named("os", "system"), tuple_of(text(f"touch {marker}")), REDUCE)
+        items["p/res/res.pkl"] = stream(
+            named("os", "system"), tuple_of(text(f"touch {marker}")), REDUCE
+        )
     return build([Item(name, content) for name, content in items.items()])
 
 
@@ -567,7 +691,10 @@ def script(marker: str) -> bytes:
     return None
 """
     items = [
-        Item("m/data.pkl", stream(named("__torch__", "M") + EMPTY_TUPLE + NEWOBJ + integer(1) + BUILD)),
+        Item(
+            "m/data.pkl",
+            stream(named("__torch__", "M") + EMPTY_TUPLE + NEWOBJ + integer(1) + BUILD),
+        ),
         Item("m/code/__torch__.py", source.encode()),
         Item("m/constants.pkl", stream(EMPTY_TUPLE)),
         Item("m/version", b"3\n"),
@@ -579,13 +706,17 @@ def expression(marker: str) -> bytes:
     """A program with an expression that is none."""
     text_ = f"__import__('os').system('touch {marker}')"
     document = {**json.loads(craft_pt2.program(())), "range": {"expr_str": text_}}
-    return craft_pt2.archive(craft_pt2.records({"models/model.json": json.dumps(document).encode()}))
+    return craft_pt2.archive(
+        craft_pt2.records({"models/model.json": json.dumps(document).encode()})
+    )
 
 
 def where() -> Iterator[Attack]:
     """Every place from which a loader unpickles."""
 
-    def attack(name: str, loader: str, make: Callable[[str], Content], suffix: str = ".bin") -> Attack:
+    def attack(
+        name: str, loader: str, make: Callable[[str], Content], suffix: str = ".bin"
+    ) -> Attack:
         return Attack(f"where {name}", loader, make, suffix)
 
     def whole(marker: str) -> bytes:
@@ -611,36 +742,68 @@ def where() -> Iterator[Attack]:
         ".pt",
     )
     yield attack("torch zip", "torch", lambda m: torch_zip(whole(m), {}), ".pt")
-    yield attack("torch zip, popped", "torch", lambda m: torch_zip(stream(system(m) + POP + EMPTY_DICT), {}), ".pt")
+    yield attack(
+        "torch zip, popped",
+        "torch",
+        lambda m: torch_zip(stream(system(m) + POP + EMPTY_DICT), {}),
+        ".pt",
+    )
     yield attack(
         "torch zip, capitals",
         "torch",
-        lambda m: build([Item("a/Data.PKL", whole(m)), Item("a/version", b"3\n"), Item("a/byteorder", b"little")]),
+        lambda m: build(
+            [
+                Item("a/Data.PKL", whole(m)),
+                Item("a/version", b"3\n"),
+                Item("a/byteorder", b"little"),
+            ]
+        ),
         ".pt",
     )
     yield attack(
         "torch zip, deflated",
         "torch",
-        lambda m: build([Item("a/data.pkl", whole(m), method=8), Item("a/version", b"3\n"), Item("a/byteorder", b"little")]),
+        lambda m: build(
+            [
+                Item("a/data.pkl", whole(m), method=8),
+                Item("a/version", b"3\n"),
+                Item("a/byteorder", b"little"),
+            ]
+        ),
         ".pt",
     )
     yield attack("torch zip, no end", "torch", lambda m: torch_zip(proto(2) + system(m), {}), ".pt")
-    yield attack("torch zip, bytes before it", "package", lambda m: package(m, code_runs=False), ".pt")
+    yield attack(
+        "torch zip, bytes before it", "package", lambda m: package(m, code_runs=False), ".pt"
+    )
     yield attack("tar pickle", "torch", lambda m: tar(whole(m)), ".pt")
     yield attack(
         "tar storages",
         "torch",
-        lambda m: tar(storages=proto(2) + system(m) + POP + integer(0) + STOP + stream(list_of()), tensors=stream(integer(0))),
+        lambda m: tar(
+            storages=proto(2) + system(m) + POP + integer(0) + STOP + stream(list_of()),
+            tensors=stream(integer(0)),
+        ),
         ".pt",
     )
     yield attack(
         "tar storages, the list at the end",
         "torch",
-        lambda m: tar(storages=stream(integer(0)) + stream(system(m) + POP + list_of()), tensors=stream(integer(0))),
+        lambda m: tar(
+            storages=stream(integer(0)) + stream(system(m) + POP + list_of()),
+            tensors=stream(integer(0)),
+        ),
         ".pt",
     )
-    yield attack("tar storages, a triple", "torch", lambda m: tar(storages={"views": stream(system(m) + POP + list_of())}), ".pt")
-    yield attack("tar tensors", "torch", lambda m: tar(tensors=stream(system(m) + POP + integer(0))), ".pt")
+    yield attack(
+        "tar storages, a triple",
+        "torch",
+        lambda m: tar(storages={"views": stream(system(m) + POP + list_of())}),
+        ".pt",
+    )
+    yield attack(
+        "tar tensors", "torch", lambda m: tar(tensors=stream(system(m) + POP + integer(0))), ".pt"
+    )
     yield attack(
         "tar, old header",
         "torch",
@@ -670,30 +833,63 @@ def where() -> Iterator[Attack]:
     yield attack("tar that begins as a legacy stream", "torch", tar_first(MAGIC), ".pt")
     yield attack("tar that begins as a pickle", "torch", tar_first(stream(dict_of())), ".pt")
     yield attack("npy", "numpy", lambda m: npy(whole(m)), ".npy")
-    yield attack("npz", "numpy", lambda m: packed_zip("a.npy", npy(whole(m)), zipfile.ZIP_STORED), ".npz")
+    yield attack(
+        "npz", "numpy", lambda m: packed_zip("a.npy", npy(whole(m)), zipfile.ZIP_STORED), ".npz"
+    )
     yield attack("npz, deflated", "numpy", lambda m: packed_zip("a.npy", npy(whole(m))), ".npz")
-    yield attack("npz, bzip2", "numpy", lambda m: packed_zip("a.npy", npy(whole(m)), zipfile.ZIP_BZIP2), ".npz")
+    yield attack(
+        "npz, bzip2",
+        "numpy",
+        lambda m: packed_zip("a.npy", npy(whole(m)), zipfile.ZIP_BZIP2),
+        ".npz",
+    )
     yield attack("a bare pickle for numpy", "numpy", whole, ".npy")
     yield attack("gzip", "gzip", lambda m: gzip.compress(whole(m)), ".gz")
-    yield attack("gzip of two members", "gzip", lambda m: gzip.compress(whole(m)[:10]) + gzip.compress(whole(m)[10:]), ".gz")
+    yield attack(
+        "gzip of two members",
+        "gzip",
+        lambda m: gzip.compress(whole(m)[:10]) + gzip.compress(whole(m)[10:]),
+        ".gz",
+    )
     yield attack("bzip2", "bz2", lambda m: bz2.compress(whole(m)), ".bz2")
     yield attack("xz", "lzma", lambda m: lzma.compress(whole(m)), ".xz")
-    yield attack("lzma", "lzma", lambda m: lzma.compress(whole(m), format=lzma.FORMAT_ALONE), ".lzma")
+    yield attack(
+        "lzma", "lzma", lambda m: lzma.compress(whole(m), format=lzma.FORMAT_ALONE), ".lzma"
+    )
     yield attack("zlib", "zlib", lambda m: zlib.compress(whole(m)), ".z")
     yield attack("zlib, fast", "zlib", lambda m: zlib.compress(whole(m), 1), ".z")
     yield attack(
-        "gzip of a large pickle", "gzip", lambda m: gzip.compress(stream(binbytes(bytes(300_000)) + POP + system(m))), ".gz"
+        "gzip of a large pickle",
+        "gzip",
+        lambda m: gzip.compress(stream(binbytes(bytes(300_000)) + POP + system(m))),
+        ".gz",
     )
-    yield attack("gzip, cut", "gzip", lambda m: gzip.compress(whole(m) + bytes(range(256)) * 40)[:-60], ".gz")
+    yield attack(
+        "gzip, cut", "gzip", lambda m: gzip.compress(whole(m) + bytes(range(256)) * 40)[:-60], ".gz"
+    )
     yield attack("zlib of a small window", "zlib", lambda m: small_window(whole(m)), ".z")
     yield attack("a zip of pickles", "zip", lambda m: packed_zip("notes.txt", whole(m)), ".zip")
     yield attack(
-        "a zip of pickles, behind other bytes", "zip", lambda m: b"#!/bin/sh\n" + packed_zip("notes.txt", whole(m)), ".zip"
+        "a zip of pickles, behind other bytes",
+        "zip",
+        lambda m: b"#!/bin/sh\n" + packed_zip("notes.txt", whole(m)),
+        ".zip",
     )
-    yield attack("a zip with a comment", "zip", lambda m: commented(packed_zip("x", whole(m))), ".zip")
-    yield attack("a zip behind a pickle", "zip", lambda m: stream(NONE) + packed_zip("x", whole(m)), ".zip")
-    yield attack("a zip behind safetensors", "zip", lambda m: safetensors_of(packed_zip("x", whole(m))), ".safetensors")
-    yield attack("a zip of two records of one name", "zip", lambda m: twice(stream(NONE), whole(m)), ".zip")
+    yield attack(
+        "a zip with a comment", "zip", lambda m: commented(packed_zip("x", whole(m))), ".zip"
+    )
+    yield attack(
+        "a zip behind a pickle", "zip", lambda m: stream(NONE) + packed_zip("x", whole(m)), ".zip"
+    )
+    yield attack(
+        "a zip behind safetensors",
+        "zip",
+        lambda m: safetensors_of(packed_zip("x", whole(m))),
+        ".safetensors",
+    )
+    yield attack(
+        "a zip of two records of one name", "zip", lambda m: twice(stream(NONE), whole(m)), ".zip"
+    )
     yield attack("safetensors that is a pickle", "pickle", safetensors_of_pickle, ".safetensors")
     yield attack("a package's pickle", "package", lambda m: package(m, code_runs=False), ".pt")
     yield attack("a package's code", "package", lambda m: package(m, code_runs=True), ".pt")
@@ -703,24 +899,48 @@ def where() -> Iterator[Attack]:
     yield attack(
         "DCP .metadata, popped",
         "dcp",
-        lambda m: {**craft_dcp.honest(), ".metadata": proto(2) + system(m) + POP + craft_dcp.honest()[".metadata"][2:]},
+        lambda m: {
+            **craft_dcp.honest(),
+            ".metadata": proto(2) + system(m) + POP + craft_dcp.honest()[".metadata"][2:],
+        },
         "",
     )
     yield attack("DCP __0.metadata", "dcp rank", lambda m: {"__0.metadata": whole(m)}, "")
-    yield attack("DCP __0.metadata beside .metadata", "dcp rank", lambda m: {**craft_dcp.honest(), "__0.metadata": whole(m)}, "")
+    yield attack(
+        "DCP __0.metadata beside .metadata",
+        "dcp rank",
+        lambda m: {**craft_dcp.honest(), "__0.metadata": whole(m)},
+        "",
+    )
     yield attack("DCP item", "dcp items", lambda m: dcp_with(torch_zip(whole(m), {})), "")
 
 
 def joblib_array(code_: str, elements: bytes, *, aligned: bool = True) -> bytes:
     """An array as joblib writes it: its description, and the elements behind that, outside of all opcodes."""
     dtype = call("numpy", "dtype", text(code_), b"\x89", b"\x88")
-    state = tuple_of(integer(3), text("|"), NONE, NONE, NONE, integer(-1), integer(-1), integer(63 if code_ == "O8" else 0))
+    state = tuple_of(
+        integer(3),
+        text("|"),
+        NONE,
+        NONE,
+        NONE,
+        integer(-1),
+        integer(-1),
+        integer(63 if code_ == "O8" else 0),
+    )
     described = dict_of(
         text("subclass"), named("numpy", "ndarray"), text("shape"), tuple_of(integer(1)), text("order"), text("C"),
         text("dtype"), dtype + state + BUILD, text("allow_mmap"), b"\x89",
         *((text("numpy_array_alignment_bytes"), integer(16)) if aligned else ()),
     )  # fmt: skip
-    return named("joblib.numpy_pickle", "NumpyArrayWrapper") + EMPTY_TUPLE + NEWOBJ + described + BUILD + elements
+    return (
+        named("joblib.numpy_pickle", "NumpyArrayWrapper")
+        + EMPTY_TUPLE
+        + NEWOBJ
+        + described
+        + BUILD
+        + elements
+    )
 
 
 def in_joblib() -> Iterator[Attack]:
@@ -730,11 +950,29 @@ def in_joblib() -> Iterator[Attack]:
         return Attack(f"joblib {name}", loader, lambda m: stream(body(m)), ".joblib")
 
     yield attack("plain", "joblib", system)
-    yield attack("behind an array", "joblib", lambda m: joblib_array("u1", b"\x01\xff\xfe") + POP + system(m))
-    yield attack("behind an old array", "joblib", lambda m: joblib_array("u1", b"\xfe", aligned=False) + POP + system(m))
-    yield attack("an array of objects", "joblib", lambda m: joblib_array("O8", stream(system(m)), aligned=False))
-    yield attack("elements that are opcodes", "joblib pickle", lambda m: joblib_array("S200", POP + system(m) + STOP + bytes(200)))
-    yield Attack("joblib zlib", "joblib", lambda m: zlib.compress(stream(joblib_array("u1", b"\x00\xff") + POP + system(m))))
+    yield attack(
+        "behind an array", "joblib", lambda m: joblib_array("u1", b"\x01\xff\xfe") + POP + system(m)
+    )
+    yield attack(
+        "behind an old array",
+        "joblib",
+        lambda m: joblib_array("u1", b"\xfe", aligned=False) + POP + system(m),
+    )
+    yield attack(
+        "an array of objects",
+        "joblib",
+        lambda m: joblib_array("O8", stream(system(m)), aligned=False),
+    )
+    yield attack(
+        "elements that are opcodes",
+        "joblib pickle",
+        lambda m: joblib_array("S200", POP + system(m) + STOP + bytes(200)),
+    )
+    yield Attack(
+        "joblib zlib",
+        "joblib",
+        lambda m: zlib.compress(stream(joblib_array("u1", b"\x00\xff") + POP + system(m))),
+    )
 
 
 def old_header(raw: bytes) -> bytes:
@@ -767,7 +1005,9 @@ def twice(first: bytes, second: bytes) -> bytes:
 
 def safetensors_of(data: bytes, header: bytes | None = None) -> bytes:
     head = (
-        json.dumps({"w": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
+        json.dumps(
+            {"w": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
+        ).encode()
         if header is None
         else header
     )

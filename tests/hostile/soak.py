@@ -75,13 +75,19 @@ def example(rng: random.Random) -> bytes | dict[str, bytes]:
 
 def place_of(error: BaseException) -> str:
     """The last line of Holdfast in a traceback."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/src/holdfast/" in f.filename]
-    where = f"{frames[-1].filename.rpartition('/src/')[2]}:{frames[-1].lineno}" if frames else "outside"
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if "/src/holdfast/" in f.filename
+    ]
+    where = (
+        f"{frames[-1].filename.rpartition('/src/')[2]}:{frames[-1].lineno}" if frames else "outside"
+    )
     return f"{type(error).__name__} at {where}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--out", type=Path, default=Path("soak-found"))
@@ -110,7 +116,9 @@ def main() -> int:
             for key, raw in (content if isinstance(content, dict) else {"file": content}).items():
                 (options.out / f"{len(found)}-{key}").write_bytes(raw)
             print(f"{what}: input {options.out}/{len(found)}-*", flush=True)
-    print(f"seed {options.seed}: {count:,} inputs, {opened:,} opened, {len(found)} findings: {found}")
+    print(
+        f"seed {options.seed}: {count:,} inputs, {opened:,} opened, {len(found)} findings: {found}"
+    )
     return 1 if found else 0
 
 

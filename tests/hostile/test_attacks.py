@@ -16,7 +16,17 @@ from .cases_rank_files import HONEST
 from .cases_resources import BOMBS
 from .craft_pickle import PERSID, dict_of, stream, text
 from .craft_torch import legacy, state, tar, torch_zip, torchscript
-from .harness import MEMORY_FLOOR, MEMORY_PER_BYTE, SECONDS_FLOOR, SECONDS_PER_BYTE, WATCH, Executed, Outcome, run, warm_up
+from .harness import (
+    MEMORY_FLOOR,
+    MEMORY_PER_BYTE,
+    SECONDS_FLOOR,
+    SECONDS_PER_BYTE,
+    WATCH,
+    Executed,
+    Outcome,
+    run,
+    warm_up,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "files"
@@ -33,7 +43,11 @@ def _warm() -> None:
 def warm() -> None:
     """Open every golden file and what the cases are made from."""
     golden = [lambda path=path: path for path in sorted(GOLDEN.iterdir())]
-    made = [torch_zip(state()), legacy(state(legacy_ids=True)), tar(stream(dict_of(text("w"), text("7"), PERSID)))]
+    made = [
+        torch_zip(state()),
+        legacy(state(legacy_ids=True)),
+        tar(stream(dict_of(text("w"), text("7"), PERSID))),
+    ]
     warm_up([*golden, *(lambda raw=raw: raw for raw in made)])
     with tempfile.TemporaryDirectory() as place:
         warm_up([lambda: HONEST(Path(place))])
@@ -55,7 +69,9 @@ def test_attack(case, tmp_path):
     outcome = run(case, tmp_path)
     assert_expected(case, outcome)
     bound = SECONDS_FLOOR + SECONDS_PER_BYTE * outcome.nbytes
-    assert outcome.seconds <= bound, f"{outcome.seconds:.2f} s of processor for {outcome.nbytes:,} bytes"
+    assert outcome.seconds <= bound, (
+        f"{outcome.seconds:.2f} s of processor for {outcome.nbytes:,} bytes"
+    )
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
@@ -63,13 +79,20 @@ def test_memory(case, tmp_path):
     """The peak of all that Python and numpy allocate is linear in the size. Apart, since counting takes time."""
     outcome = run(case, tmp_path, memory=True)
     bound = MEMORY_FLOOR + MEMORY_PER_BYTE * outcome.nbytes
-    assert outcome.peak <= bound, f"{outcome.peak:,} bytes of memory for {outcome.nbytes:,} bytes of file"
+    assert outcome.peak <= bound, (
+        f"{outcome.peak:,} bytes of memory for {outcome.nbytes:,} bytes of file"
+    )
 
 
 def test_bombs_in_little_memory():
     """No bomb ends the interpreter: not by its C stack, not by freeing a deep structure, not by memory. torch stays out."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.test_attacks"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "tests.hostile.test_attacks"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, f"ended with {done.returncode}: {done.stderr[-2000:]}"
     report = json.loads(done.stdout)
@@ -112,7 +135,11 @@ def test_the_watch_lets_reading_through(tmp_path):
 
 def test_the_scripts_of_the_base_are_honest():
     """Cases are refused for their lie: what they are made from opens."""
-    for raw in (torch_zip(state()), legacy(state(legacy_ids=True)), tar(stream(dict_of(text("w"), text("7"), PERSID)))):
+    for raw in (
+        torch_zip(state()),
+        legacy(state(legacy_ids=True)),
+        tar(stream(dict_of(text("w"), text("7"), PERSID))),
+    ):
         warm_up([lambda raw=raw: raw])
     warm_up([lambda: torchscript(stream(b"}"), stream(b")"))])
 

@@ -29,7 +29,12 @@ def test_ordinary_files(package: str, tmp_path: Path, request: pytest.FixtureReq
             pytest.skip(str(missing))
     report = scan(tmp_path)
     assert report.reports
-    bad = [(f.path, finding) for f in report.reports for finding in f.findings if finding.severity == "dangerous"]
+    bad = [
+        (f.path, finding)
+        for f in report.reports
+        for finding in f.findings
+        if finding.severity == "dangerous"
+    ]
     assert not bad
     assert not [(f.path, f.error) for f in report.reports if f.error]
     if package in CLEAN:

@@ -16,7 +16,14 @@ import pytest
 
 from .golden import FILES, FOLDERS, header_positions, look
 
-UNCHECKED = {"no_crc.pt", "legacy.pt", "legacy_module.pt", "legacy_training.pth.tar", "legacy_untyped.pt", "tar.pt"}
+UNCHECKED = {
+    "no_crc.pt",
+    "legacy.pt",
+    "legacy_module.pt",
+    "legacy_training.pth.tar",
+    "legacy_untyped.pt",
+    "tar.pt",
+}
 """Golden files of torch without checksums over their headers; safetensors never has any."""
 
 MASKS = (0x01, 0xFF, 0x80, 0x20)
@@ -34,11 +41,17 @@ def test_truncated_everywhere(name):
     raw = FILES[name]
     whole = look(raw)
     assert whole is not None
-    wrong = [stop for stop in range(len(raw)) if (found := look(raw[:stop], whole)) is not None and found != whole]
+    wrong = [
+        stop
+        for stop in range(len(raw))
+        if (found := look(raw[:stop], whole)) is not None and found != whole
+    ]
     assert wrong == []
 
 
-@pytest.mark.parametrize(("name", "part"), [(name, part) for name, files in FOLDERS.items() for part in files])
+@pytest.mark.parametrize(
+    ("name", "part"), [(name, part) for name, files in FOLDERS.items() for part in files]
+)
 def test_truncated_everywhere_in_a_folder(name, part):
     files = FOLDERS[name]
     whole = look(files)
@@ -62,10 +75,14 @@ def test_every_header_byte_flipped(name):
     assert wrong == []
 
 
-def flipped(content: bytes | dict[str, bytes], key: str, position: int, mask: int) -> bytes | dict[str, bytes]:
+def flipped(
+    content: bytes | dict[str, bytes], key: str, position: int, mask: int
+) -> bytes | dict[str, bytes]:
     if isinstance(content, dict):
         return {**content, key: flipped(content[key], key, position, mask)}
-    return b"".join((content[:position], bytes([content[position] ^ mask]), content[position + 1 :]))
+    return b"".join(
+        (content[:position], bytes([content[position] ^ mask]), content[position + 1 :])
+    )
 
 
 def test_a_flip_in_a_checked_pickle_is_noticed():

@@ -48,7 +48,12 @@ def native(folder: Path) -> list[Path]:
     """Of today's version and of the first ones, packed, and sealed."""
     weights = np.zeros((256, 64), np.float32)
     weights[::7, ::5] = 3.5
-    holdfast.save({"w": weights, "more": {"step": 7, "betas": (0.9, 0.95)}}, folder / "new", sparse="auto", hashes=True)
+    holdfast.save(
+        {"w": weights, "more": {"step": 7, "betas": (0.9, 0.95)}},
+        folder / "new",
+        sparse="auto",
+        hashes=True,
+    )
     holdfast.seal(folder / "new")
     return [folder / "new", *(GOLDEN / "earlier" / name for name in ("native", "packed", "cut"))]
 
@@ -56,7 +61,9 @@ def native(folder: Path) -> list[Path]:
 def distributed(folder: Path) -> list[Path]:
     """One of which Holdfast noted the checksum of the index."""
     shutil.copytree(GOLDEN / "files" / "dcp", folder / "noted")
-    (folder / "noted" / BESIDE).write_bytes(checksum_file((folder / "noted" / ".metadata").read_bytes()))
+    (folder / "noted" / BESIDE).write_bytes(
+        checksum_file((folder / "noted" / ".metadata").read_bytes())
+    )
     return [folder / "noted"]
 
 
@@ -70,7 +77,9 @@ def made(name: str, content: bytes) -> Callable[[Path], list[Path]]:
 
 def gguf_parts(folder: Path) -> list[Path]:
     for number in (1, 2):
-        (folder / f"m-{number:05}-of-00002.gguf").write_bytes(split(number - 1, 2, "ab"[number - 1], total=2))
+        (folder / f"m-{number:05}-of-00002.gguf").write_bytes(
+            split(number - 1, 2, "ab"[number - 1], total=2)
+        )
     return [folder]
 
 
@@ -87,7 +96,11 @@ def megatron(folder: Path) -> list[Path]:
 
 def meta(folder: Path) -> list[Path]:
     """A model of Meta's in one file: its names are of this kind, and it lies beside its `params.json`."""
-    content = {"tok_embeddings.weight": torch.ones(4, 2), "norm.weight": torch.ones(2), "output.weight": torch.ones(4, 2)}
+    content = {
+        "tok_embeddings.weight": torch.ones(4, 2),
+        "norm.weight": torch.ones(2),
+        "output.weight": torch.ones(4, 2),
+    }
     torch.save(content, folder / "consolidated.00.pth")
     (folder / "params.json").write_text('{"dim": 2, "n_heads": 1, "n_layers": 0}')
     return [folder]
@@ -123,12 +136,16 @@ def test_the_first_files_of_a_process(format: str, tmp_path: Path):
         assert ckpt.format == format
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "tests.hostile.fresh", *map(str, paths)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
     assert json.loads(done.stdout) == []
 
 
 def test_every_format_is_there():
-    assert set(re.findall(r"`([a-z0-9-]+)`", holdfast.Checkpoint.format.__doc__ or "")) == set(FORMATS)
+    assert set(re.findall(r"`([a-z0-9-]+)`", holdfast.Checkpoint.format.__doc__ or "")) == set(
+        FORMATS
+    )
 
 
 def test_the_rule_can_be_broken():

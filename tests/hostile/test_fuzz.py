@@ -62,13 +62,19 @@ def records_of(name: str) -> tuple[tuple[str, bytes], ...]:
     """The records of a golden zip; those that are compressed, which is code that nobody reads, are left empty."""
     with zipfile.ZipFile(io.BytesIO(FILES[name])) as archive:
         return tuple(
-            (info.filename, archive.read(info) if info.compress_type == zipfile.ZIP_STORED else b"") for info in archive.infolist()
+            (info.filename, archive.read(info) if info.compress_type == zipfile.ZIP_STORED else b"")
+            for info in archive.infolist()
         )
 
 
 def repacked(name: str, changes: Sequence[Edit]) -> bytes:
     """A golden zip with its pickles changed and every checksum true again."""
-    return build([Item(key, apply(raw, changes) if key.endswith(".pkl") else raw) for key, raw in records_of(name)])
+    return build(
+        [
+            Item(key, apply(raw, changes) if key.endswith(".pkl") else raw)
+            for key, raw in records_of(name)
+        ]
+    )
 
 
 @pytest.mark.parametrize("form", FORMATS)

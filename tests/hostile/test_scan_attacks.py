@@ -53,9 +53,21 @@ def test_the_loaders_run_them(tmp_path: Path, request: pytest.FixtureRequest) ->
         folder = tmp_path / str(number)
         folder.mkdir()
         marker = str(folder / "marker")
-        rows.append({"name": attack.name, "loader": attack.loader, "path": str(write(attack, folder, marker)), "marker": marker})
+        rows.append(
+            {
+                "name": attack.name,
+                "loader": attack.loader,
+                "path": str(write(attack, folder, marker)),
+                "marker": marker,
+            }
+        )
     done = subprocess.run(
-        [sys.executable, str(LOADER)], input=json.dumps(rows).encode(), capture_output=True, timeout=250, cwd=tmp_path, check=False
+        [sys.executable, str(LOADER)],
+        input=json.dumps(rows).encode(),
+        capture_output=True,
+        timeout=250,
+        cwd=tmp_path,
+        check=False,
     )
     results = {}
     for line in done.stdout.decode().splitlines():

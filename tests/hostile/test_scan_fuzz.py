@@ -39,7 +39,10 @@ class Oracle(pickle._Unpickler):  # type: ignore[name-defined,misc]
     def find_class(self, module: str, name: str) -> object:
         place = Global(*modern(str(module), str(name)))
         called = self.called
-        harmless = judge(place, ("call", "new", "build", "append", "setitem", "additem"))[0] in ("safe", "known")
+        harmless = judge(place, ("call", "new", "build", "append", "setitem", "additem"))[0] in (
+            "safe",
+            "known",
+        )
 
         def note(*_: object, **__: object) -> None:
             if not harmless and len(called) < 10:
@@ -85,12 +88,19 @@ def scanned(data: bytes) -> str:
 
 def contents() -> list[bytes]:
     made = [attack.make("/m") for attack in ATTACKS]
-    benign = [pickle.dumps({"a": [1, 2.5, {"b": (None, True)}], "c": {1, 2}, "d": b"x", "e": 1 << 70}, p) for p in range(6)]
-    return [content for content in made if isinstance(content, bytes) and len(content) < 6000] + benign
+    benign = [
+        pickle.dumps({"a": [1, 2.5, {"b": (None, True)}], "c": {1, 2}, "d": b"x", "e": 1 << 70}, p)
+        for p in range(6)
+    ]
+    return [
+        content for content in made if isinstance(content, bytes) and len(content) < 6000
+    ] + benign
 
 
 CONTENTS = contents()
-PICKLES = [content for content in CONTENTS if content[:1] in b"\x80c(NI" and b"PK\3\4" not in content]
+PICKLES = [
+    content for content in CONTENTS if content[:1] in b"\x80c(NI" and b"PK\3\4" not in content
+]
 
 
 @st.composite
@@ -112,7 +122,23 @@ def damaged(draw: st.DrawFn, made: list[bytes]) -> bytes:
                     del data[at : at + draw(st.integers(1, 8))]
                 case 2:
                     data[at:at] = draw(
-                        st.sampled_from([b"0", b"2", b"(", b"t", b"R", b".", b"\x94", b"\x81", b"b", b"a", b"e", b"N", b")"])
+                        st.sampled_from(
+                            [
+                                b"0",
+                                b"2",
+                                b"(",
+                                b"t",
+                                b"R",
+                                b".",
+                                b"\x94",
+                                b"\x81",
+                                b"b",
+                                b"a",
+                                b"e",
+                                b"N",
+                                b")",
+                            ]
+                        )
                     )
                 case _:
                     del data[at:]

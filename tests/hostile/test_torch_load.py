@@ -37,8 +37,16 @@ def _little_room() -> Iterator[None]:
     # What torch and Holdfast import and start when they are first used is not an attack's doing.
     for raw in (torch_zip(state()), legacy(state(legacy_ids=True))):
         holdfast.torch.load(BytesIO(raw))
-    samples = [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.quantize_per_tensor(torch.eye(2), 1.0, 0, torch.qint8)]
-    for sample in (*samples, torch.ones(2, dtype=torch.cfloat).conj(), torch.nn.Parameter(torch.ones(2))):
+    samples = [
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.quantize_per_tensor(torch.eye(2), 1.0, 0, torch.qint8),
+    ]
+    for sample in (
+        *samples,
+        torch.ones(2, dtype=torch.cfloat).conj(),
+        torch.nn.Parameter(torch.ones(2)),
+    ):
         buffer = BytesIO()
         holdfast.torch.save([sample, {1}, b"x", 1j], buffer)
         buffer.seek(0)
@@ -73,7 +81,9 @@ def load(case: Case, folder: Path, allowed: list[object]) -> Exception | None:
                 error = caught
         seconds = time.process_time() - before
     assert error is None or str(error)
-    assert seconds <= SECONDS_FLOOR + SECONDS_PER_BYTE * nbytes, f"{seconds:.2f} s of processor for {nbytes:,} bytes"
+    assert seconds <= SECONDS_FLOOR + SECONDS_PER_BYTE * nbytes, (
+        f"{seconds:.2f} s of processor for {nbytes:,} bytes"
+    )
     return error
 
 
@@ -90,7 +100,11 @@ def test_weights_only(case: Case, tmp_path: Path):
     load(case, tmp_path, [])
 
 
-PICKLES = [case for name in ("pickle calls", "pickle resources", "tensor metadata", "legacy and tar") for case in CLASSES[name]]
+PICKLES = [
+    case
+    for name in ("pickle calls", "pickle resources", "tensor metadata", "legacy and tar")
+    for case in CLASSES[name]
+]
 
 
 @pytest.mark.parametrize("case", PICKLES, ids=str)

@@ -65,13 +65,17 @@ def test_hostile_structures_cost_nothing():
         assert len(brief(value)) < 200
     assert isinstance(chain, Opaque)
     assert root_global(chain) == Global("a", "b")
-    while isinstance(deep, tuple) and deep:  # freeing 100,000 nested tuples at once would overflow CPython's stack
+    while (
+        isinstance(deep, tuple) and deep
+    ):  # freeing 100,000 nested tuples at once would overflow CPython's stack
         deep = deep[0]
 
 
 values = st.recursive(
     st.one_of(st.none(), st.integers(), st.floats(), st.text(), st.binary(), st.complex_numbers()),
-    lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner), st.tuples(inner, inner)),
+    lambda inner: st.one_of(
+        st.lists(inner), st.dictionaries(st.text(), inner), st.tuples(inner, inner)
+    ),
 )
 
 

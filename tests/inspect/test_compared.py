@@ -52,7 +52,9 @@ def test_without_a_tensor_there_is_nothing_to_compare_either(tmp_path):
         report = holdfast.verify(tmp_path / f"{name}.safetensors", require=True)
         assert (report.verdict, report.ok) == ("readable", False)
     holdfast.save({"step": 3}, tmp_path / "native", durable=False)
-    assert holdfast.verify(tmp_path / "native", require=True).verdict == "ok", "the manifest has a checksum of its own"
+    assert holdfast.verify(tmp_path / "native", require=True).verdict == "ok", (
+        "the manifest has a checksum of its own"
+    )
 
 
 def test_a_gate_takes_what_was_compared_alone(plain, summed, mixed, capsys):
@@ -60,7 +62,11 @@ def test_a_gate_takes_what_was_compared_alone(plain, summed, mixed, capsys):
     assert main(["verify", str(plain), "--strict"]) == 3
     assert main(["verify", str(mixed), "--strict"]) == 3
     assert main(["verify", str(mixed)]) == 0
-    assert [holdfast.verify(path, require=True).ok for path in (summed, plain, mixed)] == [True, False, False]
+    assert [holdfast.verify(path, require=True).ok for path in (summed, plain, mixed)] == [
+        True,
+        False,
+        False,
+    ]
     damaged = bytearray(summed.read_bytes())
     damaged[-1] ^= 1
     summed.write_bytes(damaged)
@@ -76,7 +82,12 @@ def test_how_much_of_a_folder_was_compared(mixed, capsys):
     assert "no checksums are recorded for 2 of 4 tensors, 48 B of 96 B" in out
     main(["verify", str(mixed), "--json"])
     (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert (found["verdict"], found["ok"], found["tensors"], found["compared"]) == ("partial", True, 4, 2)
+    assert (found["verdict"], found["ok"], found["tensors"], found["compared"]) == (
+        "partial",
+        True,
+        4,
+        2,
+    )
     main(["verify", str(mixed), "--json", "--strict"])
     assert json.loads(capsys.readouterr().out)["ok"] is False
 
@@ -87,7 +98,10 @@ def test_a_seal_is_something_to_compare_with(plain):
 
 
 def test_a_copy_says_that_nothing_was_compared(plain, summed, tmp_path):
-    assert any("nothing was compared" in note for note in holdfast.copy(plain, tmp_path / "x.safetensors", durable=False).notes)
+    assert any(
+        "nothing was compared" in note
+        for note in holdfast.copy(plain, tmp_path / "x.safetensors", durable=False).notes
+    )
     assert holdfast.copy(summed, tmp_path / "y.safetensors", durable=False).notes == ()
 
 

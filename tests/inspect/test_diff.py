@@ -107,14 +107,35 @@ def test_nothing_is_read_where_both_record_it(tmp_path, monkeypatch):
 
 
 def test_added_removed_changed_and_values(tmp_path):
-    old = {"m": {"w": np.ones((2, 2), np.float32), "gone": np.zeros(3)}, "lr": 0.1, "betas": (0.9, 1), "n": math.nan, "k": [1, 2]}
-    new = {"m": {"w": np.full((2, 2), 3, np.float32), "new": np.ones(4)}, "lr": 0.2, "betas": [0.9, 1], "n": math.nan, "k": [1]}
+    old = {
+        "m": {"w": np.ones((2, 2), np.float32), "gone": np.zeros(3)},
+        "lr": 0.1,
+        "betas": (0.9, 1),
+        "n": math.nan,
+        "k": [1, 2],
+    }
+    new = {
+        "m": {"w": np.full((2, 2), 3, np.float32), "new": np.ones(4)},
+        "lr": 0.2,
+        "betas": [0.9, 1],
+        "n": math.nan,
+        "k": [1],
+    }
     save(old, tmp_path / "a.pt", durable=False)
     save(new, tmp_path / "b.pt", durable=False)
     found = diff(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert (found.added, found.removed, found.same, found.equal) == (("m.new",), ("m.gone",), 0, False)
+    assert (found.added, found.removed, found.same, found.equal) == (
+        ("m.new",),
+        ("m.gone",),
+        0,
+        False,
+    )
     (change,) = found.changed
-    assert (change.name, change.dtypes, change.shapes) == ("m.w", ("float32", "float32"), ((2, 2), (2, 2)))
+    assert (change.name, change.dtypes, change.shapes) == (
+        "m.w",
+        ("float32", "float32"),
+        ((2, 2), (2, 2)),
+    )
     assert (change.content.changed, change.content.total, change.content.max_abs) == (4, 4, 2.0)
     values = {v.name: (v.a, v.b) for v in found.values}
     assert values["lr"] == (0.1, 0.2)
@@ -124,7 +145,12 @@ def test_added_removed_changed_and_values(tmp_path):
 
 
 def test_shapes_and_dtypes():
-    base = {"s": np.zeros((2, 3)), "d": np.arange(4, dtype=np.float32), "r": np.array([1.0, 2.0]), "i": np.array([1, 2])}
+    base = {
+        "s": np.zeros((2, 3)),
+        "d": np.arange(4, dtype=np.float32),
+        "r": np.array([1.0, 2.0]),
+        "i": np.array([1, 2]),
+    }
     other = {"s": np.zeros((3, 2)), "d": base["d"].astype(ml_dtypes.bfloat16), "r": np.array([1.0, 2.5], np.float32),
              "i": np.array([1.0, 2.5])}  # fmt: skip
     found = {c.name: c for c in diff(in_memory(base), in_memory(other)).changed}
@@ -139,8 +165,22 @@ def test_renames(tmp_path):
     rng = np.random.default_rng(2)
     w = [rng.standard_normal((3, 4)).astype(np.float32) for _ in range(3)]
     zeros = np.zeros(5)
-    old = {"model.0.w": w[0], "model.1.w": w[1], "keep": w[2], "model.0.b": zeros, "model.1.b": zeros.copy(), "x": np.ones(5)}
-    new = {"0.w": w[0], "1.w": w[1], "keep": w[2], "1.b": zeros, "0.b": zeros.copy(), "y": np.full(5, 2.0)}
+    old = {
+        "model.0.w": w[0],
+        "model.1.w": w[1],
+        "keep": w[2],
+        "model.0.b": zeros,
+        "model.1.b": zeros.copy(),
+        "x": np.ones(5),
+    }
+    new = {
+        "0.w": w[0],
+        "1.w": w[1],
+        "keep": w[2],
+        "1.b": zeros,
+        "0.b": zeros.copy(),
+        "y": np.full(5, 2.0),
+    }
     save(old, tmp_path / "a.pt", durable=False)
     save(new, tmp_path / "b.safetensors", durable=False)
     for exact in (False, True):
@@ -168,7 +208,9 @@ def test_meta_tensors(golden_dir):
         name, meta = next((n, t) for n, t in checkpoint.items() if t.traits.meta)
         tensors = {name: replace(meta, shape=(9,))}
         other = Checkpoint(meta.source, Description("torch-zip", ViewTable(tensors), tensors))
-        alone = Checkpoint(meta.source, Description("torch-zip", ViewTable({name: meta}), {name: meta}))
+        alone = Checkpoint(
+            meta.source, Description("torch-zip", ViewTable({name: meta}), {name: meta})
+        )
         assert diff(alone, alone).same == 1
         (change,) = diff(alone, other).changed
         assert change.content is None
@@ -202,7 +244,9 @@ def test_integers_against_python(data, first, second):
     pairs = [(int(x), int(y)) for x, y in zip(a, b, strict=True)]
     assert found.changed == sum(x != y for x, y in pairs)
     assert found.max_abs == max(abs(x - y) for x, y in pairs)
-    assert found.max_rel == pytest.approx(max(abs(x - y) / (max(abs(x), abs(y)) or 1) for x, y in pairs))
+    assert found.max_rel == pytest.approx(
+        max(abs(x - y) / (max(abs(x), abs(y)) or 1) for x, y in pairs)
+    )
 
 
 def test_nan_infinity_and_zero():
@@ -216,7 +260,10 @@ def test_nan_infinity_and_zero():
     assert content(np.array([1.0, 2.0]), np.array([1.5, nan])).max_abs == 0.5
     assert (content(a[5:], b[5:]).max_abs, content(a[5:], b[5:]).max_rel) == (0, 0)
     quiet = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
-    assert (content(quiet, quiet[::-1].copy()).changed, content(quiet, quiet[::-1].copy()).max_abs) == (2, None)
+    assert (
+        content(quiet, quiet[::-1].copy()).changed,
+        content(quiet, quiet[::-1].copy()).max_abs,
+    ) == (2, None)
     assert diff(in_memory({"x": quiet}), in_memory({"x": quiet.copy()})).equal
 
 
@@ -228,7 +275,16 @@ def test_no_magnitude_overflows():
     assert content(np.zeros(3), np.ones(3)).cosine is None
 
 
-FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"]
+FLOATS = [
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "complex64",
+    "complex128",
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -236,21 +292,32 @@ def test_statistics_against_numpy(dtype):
     rng = np.random.default_rng(5)
     kind = DTYPES.name(dtype).numpy
     complex_ = dtype.startswith("complex")
-    a, b = ((rng.standard_normal((50, 7)) + (1j * rng.standard_normal((50, 7)) if complex_ else 0)).astype(kind) for _ in "ab")
+    a, b = (
+        (
+            rng.standard_normal((50, 7)) + (1j * rng.standard_normal((50, 7)) if complex_ else 0)
+        ).astype(kind)
+        for _ in "ab"
+    )
     b[:20] = a[:20]
     found = content(a, b)
     x, y = (v.astype(np.complex128 if complex_ else np.float64).ravel() for v in (a, b))
     assert found.changed == np.count_nonzero(x != y)
     assert found.max_abs == pytest.approx(np.abs(x - y).max())
-    assert found.max_rel == pytest.approx(np.nanmax(np.abs(x - y) / np.maximum(np.abs(x), np.abs(y))))
-    assert found.cosine == pytest.approx(np.vdot(x, y).real / (np.linalg.norm(x) * np.linalg.norm(y)))
+    assert found.max_rel == pytest.approx(
+        np.nanmax(np.abs(x - y) / np.maximum(np.abs(x), np.abs(y)))
+    )
+    assert found.cosine == pytest.approx(
+        np.vdot(x, y).real / (np.linalg.norm(x) * np.linalg.norm(y))
+    )
 
 
 @settings(max_examples=60)
 @given(hnp.arrays(np.float64, 12), hnp.arrays(np.float64, 12), st.integers(1, 12))
 def test_blocks_add_up(a, b, block):
     whole = tally(a, b, same_bits=True).content()
-    parts = sum((tally(a[i:j], b[i:j], same_bits=True) for i, j in blocks(12, block)), Tally()).content()
+    parts = sum(
+        (tally(a[i:j], b[i:j], same_bits=True) for i, j in blocks(12, block)), Tally()
+    ).content()
     assert (whole.changed, whole.total, whole.max_abs, whole.max_rel, whole.nans) == (
         parts.changed, parts.total, parts.max_abs, parts.max_rel, parts.nans)  # fmt: skip
     assert (whole.cosine is None) == (parts.cosine is None)
@@ -278,14 +345,22 @@ def test_packed_floats_and_pairs():
 
     def checkpoint(dtype: str, shape: tuple[int, ...], data: bytes) -> Checkpoint:
         source = OpenSource(MemoryStore({"data": data}))
-        tensor = LazyTensor.contiguous("x", DTYPES.name(dtype), shape, Storage("data", 0, len(data), home=source.store), source)
+        tensor = LazyTensor.contiguous(
+            "x", DTYPES.name(dtype), shape, Storage("data", 0, len(data), home=source.store), source
+        )
         return Checkpoint(source, Description("torch-zip", ViewTable({"x": tensor}), {"x": tensor}))
 
     pairs = checkpoint("float4_e2m1fn_x2", (2, 3), b"\x21\x43\x65\x07\x21\x43")
     assert diff(pairs, checkpoint("float4_e2m1fn", (2, 6), b"\x21\x43\x65\x07\x21\x43")).equal
-    (change,) = diff(pairs, checkpoint("float4_e2m1fn", (2, 6), b"\x21\x43\x65\x07\x21\x23")).changed
+    (change,) = diff(
+        pairs, checkpoint("float4_e2m1fn", (2, 6), b"\x21\x43\x65\x07\x21\x23")
+    ).changed
     assert change.dtypes == ("float4_e2m1fn", "float4_e2m1fn")
-    assert (change.content.changed, change.content.total, change.content.max_abs) == (1, 12, 1.0)  # 2.0 and 1.0
+    assert (change.content.changed, change.content.total, change.content.max_abs) == (
+        1,
+        12,
+        1.0,
+    )  # 2.0 and 1.0
 
 
 def test_hostile_expansion_is_refused(golden_dir):
@@ -293,7 +368,9 @@ def test_hostile_expansion_is_refused(golden_dir):
     from holdfast.core.chunk import Chunk
 
     with holdfast.open(golden_dir / "files/no_crc.pt") as checkpoint:
-        name, tensor = next((n, t) for n, t in checkpoint.items() if t.dtype.name == "float32" and t.size)
+        name, tensor = next(
+            (n, t) for n, t in checkpoint.items() if t.dtype.name == "float32" and t.size
+        )
         chunk = Chunk(Box.whole((1 << 40,)), tensor.chunks[0].storage, 0, (0,))
         wide = {name: replace(tensor, shape=(1 << 40,), chunks=(chunk,))}
         side = Checkpoint(tensor.source, Description("torch-zip", ViewTable(wide), wide))
@@ -324,10 +401,14 @@ def test_hostile_trees_end():
 
 def test_objects_are_compared_by_structure():
     def made(lr: float, what: str = "Config") -> Opaque:
-        return Opaque(Global("app", what), args=(1,), state={"lr": lr, "inner": Opaque(Global("app", "X"))})
+        return Opaque(
+            Global("app", what), args=(1,), state={"lr": lr, "inner": Opaque(Global("app", "X"))}
+        )
 
     assert compare_values({"c": made(0.1)}, {"c": made(0.1)})[0] == ()
-    assert [(c.name, c.a, c.b) for c in compare_values({"c": made(0.1)}, {"c": made(0.2)})[0]] == [("c.lr", 0.1, 0.2)]
+    assert [(c.name, c.a, c.b) for c in compare_values({"c": made(0.1)}, {"c": made(0.2)})[0]] == [
+        ("c.lr", 0.1, 0.2)
+    ]
     assert [c.name for c in compare_values({"c": made(0.1)}, {"c": made(0.1, "Other")})[0]] == ["c"]
 
 
@@ -363,8 +444,13 @@ def test_a_tied_tensor_is_compared_once_for_each_of_its_names(tmp_path):
 def wrapped(tmp_path):
     """A trainer's file, and the model that came out of it with one weight changed."""
     w, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(2, np.float32)
-    holdfast.save({"model": {"up.weight": w, "up.bias": b}, "optimizer": {"m": w + 1}, "step": 7}, tmp_path / "a.pt")
-    holdfast.save({"up.weight": w, "up.bias": b + 1}, tmp_path / "b.safetensors", metadata={"licence": "mit"})
+    holdfast.save(
+        {"model": {"up.weight": w, "up.bias": b}, "optimizer": {"m": w + 1}, "step": 7},
+        tmp_path / "a.pt",
+    )
+    holdfast.save(
+        {"up.weight": w, "up.bias": b + 1}, tmp_path / "b.safetensors", metadata={"licence": "mit"}
+    )
     return tmp_path / "a.pt", tmp_path / "b.safetensors"
 
 

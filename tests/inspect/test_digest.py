@@ -43,7 +43,9 @@ class CountingStore(MemoryStore):
 def plain_crc(tensor: LazyTensor) -> int:
     """The slow, obvious way: read everything, sum the bytes."""
     array = tensor.read()
-    return zlib.crc32(pack(array, tensor.dtype) if tensor.dtype.packed else np.ascontiguousarray(array).tobytes())
+    return zlib.crc32(
+        pack(array, tensor.dtype) if tensor.dtype.packed else np.ascontiguousarray(array).tobytes()
+    )
 
 
 def test_golden_digests_are_those_of_the_elements(golden):
@@ -65,7 +67,10 @@ def test_big_endian_and_little_endian_are_equal(golden_dir):
 
 def test_formats_are_equal(golden_dir):
     # The same two shards, once with an index and once without.
-    with holdfast.open(golden_dir / "files/hf_index") as a, holdfast.open(golden_dir / "files/hf_plain") as b:
+    with (
+        holdfast.open(golden_dir / "files/hf_index") as a,
+        holdfast.open(golden_dir / "files/hf_plain") as b,
+    ):
         assert a.digest() == b.digest()
         assert len(a.digest()) == 32
 
@@ -87,7 +92,17 @@ def test_recorded_checksums_are_not_read_for(golden_dir, name, monkeypatch):
             checkpoint.digest()
 
 
-DTYPE_NAMES = ["uint8", "int16", "bfloat16", "float32", "int64", "complex64", "complex128", "float8_e5m2", "bool"]
+DTYPE_NAMES = [
+    "uint8",
+    "int16",
+    "bfloat16",
+    "float32",
+    "int64",
+    "complex64",
+    "complex128",
+    "float8_e5m2",
+    "bool",
+]
 
 
 def swapped(array: np.ndarray, unit: int) -> bytes:
@@ -120,7 +135,14 @@ def stored_tensors(draw):
         stride_of = dict(zip(order, c_strides(turned.shape, dtype.bits), strict=True))
         strides = tuple(stride_of[d] for d in range(len(shape)))
         whole = b"x" * margin + data
-        storage = Storage("data", len(content), len(whole), byteorder, zlib.crc32(whole) if record else None, home=None)
+        storage = Storage(
+            "data",
+            len(content),
+            len(whole),
+            byteorder,
+            zlib.crc32(whole) if record else None,
+            home=None,
+        )
         content += whole + b"gap"
         chunks.append(Chunk(box, storage, margin * 8, strides))
     return array, dtype, tuple(chunks), bytes(content)
@@ -146,7 +168,11 @@ def sharded(axis: int) -> tuple[CountingStore, LazyTensor, np.ndarray]:
         chunks.append(Chunk(box, storage, 0, c_strides(box.shape, 32)))
         content += data
     store = CountingStore({"data": content})
-    return store, LazyTensor("t", DTYPES.name("float32"), (4, 6), tuple(reversed(chunks)), OpenSource(store)), array
+    return (
+        store,
+        LazyTensor("t", DTYPES.name("float32"), (4, 6), tuple(reversed(chunks)), OpenSource(store)),
+        array,
+    )
 
 
 def test_shards_of_rows_combine_and_shards_of_columns_are_read():
@@ -159,7 +185,9 @@ def test_shards_of_rows_combine_and_shards_of_columns_are_read():
 def test_a_missing_or_doubled_piece_is_not_combined():
     _, tensor, _ = sharded(0)
     for chunks in (tensor.chunks[:1] * 2, (*tensor.chunks, tensor.chunks[0])):
-        assert recorded_crc(LazyTensor("t", tensor.dtype, tensor.shape, chunks, tensor.source)) is None
+        assert (
+            recorded_crc(LazyTensor("t", tensor.dtype, tensor.shape, chunks, tensor.source)) is None
+        )
 
 
 def test_pairs_of_four_bit_floats_are_four_bit_floats():
@@ -168,7 +196,11 @@ def test_pairs_of_four_bit_floats_are_four_bit_floats():
     storage = Storage("data", 0, 16, home=None)
     pairs = LazyTensor.contiguous("t", DTYPES.name("float4_e2m1fn_x2"), (2, 8), storage, source)
     singles = LazyTensor.contiguous("t", DTYPES.name("float4_e2m1fn"), (2, 16), storage, source)
-    assert pairs.digest() == singles.digest() == Digest(DTYPES.name("float4_e2m1fn"), (2, 16), crc32(content))
+    assert (
+        pairs.digest()
+        == singles.digest()
+        == Digest(DTYPES.name("float4_e2m1fn"), (2, 16), crc32(content))
+    )
     # Read in reverse, the elements must be packed again.
     values = np.array(singles[::-1].read(), ml_dtypes.float4_e2m1fn)
     assert singles[::-1].digest().crc32 == zlib.crc32(pack(values, singles.dtype))
@@ -187,19 +219,38 @@ def test_the_digest_of_many_depends_on_names_and_not_on_order():
     float32 = DTYPES.name("float32")
     a, b = Digest(float32, (1,), 1), Digest(float32, (1,), 2)
     assert combined({"x": a, "y": b}) == combined({"y": b, "x": a})
-    different = [{"x": a}, {"y": a}, {"x": b}, {"x": a, "y": b}, {"x": b, "y": a}, {"x\ny": a}, {"\ud800": a}, {'x"': a}, {}]
+    different = [
+        {"x": a},
+        {"y": a},
+        {"x": b},
+        {"x": a, "y": b},
+        {"x": b, "y": a},
+        {"x\ny": a},
+        {"\ud800": a},
+        {'x"': a},
+        {},
+    ]
     assert len({combined(d) for d in different}) == len(different)
 
 
 def test_expanded_views_are_refused_before_they_cost():
     storage = Storage("data", 0, 4, home=None)
     chunk = Chunk(Box.whole((1 << 20, 1 << 20)), storage, 0, (0, 0))
-    tensor = LazyTensor("t", DTYPES.name("float32"), (1 << 20, 1 << 20), (chunk,), OpenSource(MemoryStore({"data": b"abcd"})))
+    tensor = LazyTensor(
+        "t",
+        DTYPES.name("float32"),
+        (1 << 20, 1 << 20),
+        (chunk,),
+        OpenSource(MemoryStore({"data": b"abcd"})),
+    )
     with pytest.raises(LimitExceeded):
         tensor.digest()
 
 
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 60), st.integers(0, 30)), max_size=8), st.integers(1, 20))
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 60), st.integers(0, 30)), max_size=8),
+    st.integers(1, 20),
+)
 def test_every_byte_of_every_span_is_in_one_piece(places, block):
     spans = [Span(*place) for place in places]
     seen = [[] for _ in spans]
@@ -216,4 +267,6 @@ def test_every_byte_of_every_span_is_in_one_piece(places, block):
     assert [sorted(s) for s in seen] == [list(range(s.start, s.stop)) for s in spans]
     for task in sweep.tasks():
         task()
-    assert [sweep.outcome(i) for i in range(len(spans))] == [zlib.crc32(content[s.key][s.start : s.stop]) for s in spans]
+    assert [sweep.outcome(i) for i in range(len(spans))] == [
+        zlib.crc32(content[s.key][s.start : s.stop]) for s in spans
+    ]

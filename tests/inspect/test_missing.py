@@ -29,15 +29,23 @@ VERBS: dict[str, Call] = {
     "alias_graph": lambda missing, there, folder: holdfast.alias_graph(missing),
     "report": lambda missing, there, folder: holdfast.report(missing),
     "tie": lambda missing, there, folder: holdfast.tie(missing, folder / "o.pt"),
-    "prune": lambda missing, there, folder: holdfast.prune(missing, folder / "o.safetensors", {"*": 0.5}),
-    "reshard": lambda missing, there, folder: holdfast.reshard(missing, folder / "o", mesh={"dp": 2}, rules={"*": "dp=0"}),
+    "prune": lambda missing, there, folder: holdfast.prune(
+        missing, folder / "o.safetensors", {"*": 0.5}
+    ),
+    "reshard": lambda missing, there, folder: holdfast.reshard(
+        missing, folder / "o", mesh={"dp": 2}, rules={"*": "dp=0"}
+    ),
     "package": lambda missing, there, folder: holdfast.package({"a": missing}, folder / "o.pt2"),
-    "replace_weights": lambda missing, there, folder: holdfast.replace_weights(missing, folder / "o.pt2", weights=there),
+    "replace_weights": lambda missing, there, folder: holdfast.replace_weights(
+        missing, folder / "o.pt2", weights=there
+    ),
     "copy_config": lambda missing, there, folder: holdfast.convert(
         there, folder / "hf", format="safetensors", max_shard_size="1GB", copy_config=missing
     ),
     "torch.open": lambda missing, there, folder: holdfast.torch.open(missing),
-    "torch.load_into": lambda missing, there, folder: holdfast.torch.load_into(torch.nn.Linear(1, 1), missing),
+    "torch.load_into": lambda missing, there, folder: holdfast.torch.load_into(
+        torch.nn.Linear(1, 1), missing
+    ),
     "torch.slices": lambda missing, there, folder: holdfast.torch.slices(missing),
     "torch.load_full": lambda missing, there, folder: holdfast.torch.load_full(missing),
 }
@@ -75,14 +83,20 @@ def test_it_is_ours_as_well_and_travels(tmp_path: Path):
     again = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(again, HoldfastError)
     assert isinstance(again, FileNotFoundError)
-    assert (again.errno, again.filename, str(again)) == (errno.ENOENT, str(tmp_path / "missing"), str(caught.value))
+    assert (again.errno, again.filename, str(again)) == (
+        errno.ENOENT,
+        str(tmp_path / "missing"),
+        str(caught.value),
+    )
 
 
 def test_a_checkpoint_that_lacks_a_file_is_not_missing(tmp_path: Path):
     """Who begins anew where there is none should not do so here."""
     state = {name: np.ones(1000, np.float32) for name in "abc"}
     holdfast.save(state, tmp_path / "hf", format="safetensors", max_shard_size="5KB")
-    next(path for path in sorted((tmp_path / "hf").iterdir()) if path.suffix == ".safetensors").unlink()
+    next(
+        path for path in sorted((tmp_path / "hf").iterdir()) if path.suffix == ".safetensors"
+    ).unlink()
     with pytest.raises(StoreError) as caught:
         holdfast.open(tmp_path / "hf")
     assert not isinstance(caught.value, FileNotFoundError)

@@ -19,7 +19,9 @@ def model(path: Path, **files: object) -> Path:
     path.mkdir(parents=True)
     holdfast.save({"w": np.ones(3)}, path / "model.safetensors")
     for name, content in files.items():
-        (path / name.replace("__", ".")).write_text(content if isinstance(content, str) else json.dumps(content))
+        (path / name.replace("__", ".")).write_text(
+            content if isinstance(content, str) else json.dumps(content)
+        )
     return path
 
 
@@ -34,7 +36,12 @@ def found(path: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def test_a_clean_model_stays_clean(tmp_path: Path):
-    path = model(tmp_path / "m", config__json={"model_type": "llama"}, tokenizer_config__json={}, chat_template__jinja="{{ x }}")
+    path = model(
+        tmp_path / "m",
+        config__json={"model_type": "llama"},
+        tokenizer_config__json={},
+        chat_template__jinja="{{ x }}",
+    )
     assert holdfast.scan(path).verdict() == "clean"
 
 
@@ -42,7 +49,10 @@ def test_what_auto_map_names_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = model(tmp_path / "m", config__json=AUTO_MAP, modeling_x__py="import os", helper__py="")
     said = found(path)
     assert sorted(said) == ["config.json", "helper.py", "modeling_x.py"]
-    assert [what for what, _ in said["config.json"]] == ["configuration_x.XConfig", "modeling_x.XModel"]
+    assert [what for what, _ in said["config.json"]] == [
+        "configuration_x.XConfig",
+        "modeling_x.XModel",
+    ]
     assert all("trust_remote_code=True" in reason for lines in said.values() for _, reason in lines)
     assert "a config beside it names it" in said["modeling_x.py"][0][1]
     assert "may import it" in said["helper.py"][0][1]
@@ -57,12 +67,28 @@ def test_what_auto_map_names_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("name", "document", "what"),
     [
-        ("config.json", {"auto_map": {"AutoModel": "someone/code--modeling_y.YModel"}}, "someone/code--modeling_y.YModel"),
-        ("tokenizer_config.json", {"auto_map": ["tokenization_x.XTokenizer", None]}, "tokenization_x.XTokenizer"),
+        (
+            "config.json",
+            {"auto_map": {"AutoModel": "someone/code--modeling_y.YModel"}},
+            "someone/code--modeling_y.YModel",
+        ),
+        (
+            "tokenizer_config.json",
+            {"auto_map": ["tokenization_x.XTokenizer", None]},
+            "tokenization_x.XTokenizer",
+        ),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["t.X", "t.XFast"]}}, "t.XFast"),
         ("preprocessor_config.json", {"auto_map": {"AutoImageProcessor": {"pil": "i.P"}}}, "i.P"),
-        ("processor_config.json", {"image_processor": {"auto_map": {"AutoImageProcessor": "i.P"}}}, "i.P"),
-        ("config.json", {"custom_pipelines": {"task": {"impl": "pipe.Pipe", "pt": ["AutoModel"]}}}, "pipe.Pipe"),
+        (
+            "processor_config.json",
+            {"image_processor": {"auto_map": {"AutoImageProcessor": "i.P"}}},
+            "i.P",
+        ),
+        (
+            "config.json",
+            {"custom_pipelines": {"task": {"impl": "pipe.Pipe", "pt": ["AutoModel"]}}},
+            "pipe.Pipe",
+        ),
         ("model_index.json", {"_class_name": ["pipeline_x", "XPipeline"]}, "pipeline_x.XPipeline"),
         ("modules.json", [{"idx": 0, "type": "custom_st.Transformer"}], "custom_st.Transformer"),
     ],
@@ -82,7 +108,10 @@ def test_code_of_another_repository_is_fetched(tmp_path: Path):
 def test_ordinary_names_are_no_code(tmp_path: Path):
     path = model(
         tmp_path / "m",
-        model_index__json={"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet2DConditionModel"]},
+        model_index__json={
+            "_class_name": "StableDiffusionPipeline",
+            "unet": ["diffusers", "UNet2DConditionModel"],
+        },
         modules__json=[{"type": "sentence_transformers.models.Transformer"}],
         adapter_config__json={"auto_mapping": None},
     )
@@ -93,7 +122,9 @@ def test_a_key_that_comes_twice_counts_both_times(tmp_path: Path):
     twice = '{"auto_map": {"AutoModel": "evil.Evil"}, "auto_map": {}}'
     escaped = '{"auto\\u005fmap": {"AutoModel": "evil.Evil"}}'
     for name, text in (("m", twice), ("n", escaped)):
-        assert [what for what, _ in found(model(tmp_path / name, config__json=text))["config.json"]] == ["evil.Evil"]
+        assert [
+            what for what, _ in found(model(tmp_path / name, config__json=text))["config.json"]
+        ] == ["evil.Evil"]
 
 
 def test_code_without_a_word_in_a_config(tmp_path: Path):
@@ -143,12 +174,20 @@ def test_in_a_folder_that_is_one_checkpoint(format: str, tmp_path: Path):
     assert list(found(tmp_path / "m")) == ["modeling_x.py"]
     (tmp_path / "m" / "config.json").write_text(json.dumps(AUTO_MAP))
     named = [what for lines in found(tmp_path / "m").values() for what, _ in lines]
-    assert {"configuration_x.XConfig", "modeling_x.XModel", "Python code beside weights"} == set(named)
+    assert {"configuration_x.XConfig", "modeling_x.XModel", "Python code beside weights"} == set(
+        named
+    )
 
 
-@pytest.mark.parametrize("content", ["", "{", "[" * 100_000, '{"auto_map": 5, "custom_pipelines": [null]}', "\x00" * 9, "NaN"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[" * 100_000, '{"auto_map": 5, "custom_pipelines": [null]}', "\x00" * 9, "NaN"],
+)
 def test_an_odd_config_breaks_nothing(content: str, tmp_path: Path):
-    assert holdfast.scan(model(tmp_path / "m", config__json=content)).verdict() in ("clean", "error")
+    assert holdfast.scan(model(tmp_path / "m", config__json=content)).verdict() in (
+        "clean",
+        "error",
+    )
 
 
 def test_a_config_that_is_too_long_is_not_clean(tmp_path: Path):

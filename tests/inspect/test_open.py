@@ -37,7 +37,13 @@ def state() -> dict[str, object]:
     }
 
 
-NAMES = ["model.encoder.weight", "model.decoder.weight", "model.half", "model.brain", "model.turned"]
+NAMES = [
+    "model.encoder.weight",
+    "model.decoder.weight",
+    "model.half",
+    "model.brain",
+    "model.turned",
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,11 @@ def ckpt(path):
 
 def test_what_may_begin_a_pickle():
     memo = {"GET", "BINGET", "LONG_BINGET", "PUT", "BINPUT", "LONG_BINPUT"}
-    first = [opcode for opcode in pickletools.opcodes if not opcode.stack_before and opcode.name not in memo]
+    first = [
+        opcode
+        for opcode in pickletools.opcodes
+        if not opcode.stack_before and opcode.name not in memo
+    ]
     assert {opcode.code.encode("latin-1") for opcode in first} | {b"i"} == OPCODES
 
 
@@ -96,14 +106,26 @@ def test_an_unpickler_refuses_every_other_byte_at_once(unpickler):
         lambda path: path.open("rb"),
         lambda path: path.open("rb", buffering=0),
     ],
-    ids=["PathLike", "str", "bytes", "bytearray", "memoryview", "part of a memoryview", "BytesIO", "file", "raw file"],
+    ids=[
+        "PathLike",
+        "str",
+        "bytes",
+        "bytearray",
+        "memoryview",
+        "part of a memoryview",
+        "BytesIO",
+        "file",
+        "raw file",
+    ],
 )
 @pytest.mark.parametrize("mmap", [False, True])
 def test_everything_that_can_be_opened(given, mmap, path):
     thing = given(path)
     with holdfast.open(thing, mmap=mmap) as ckpt:
         assert list(ckpt) == NAMES
-        assert ckpt["model.encoder.weight"].numpy().tolist() == np.arange(12.0).reshape(3, 4).tolist()
+        assert (
+            ckpt["model.encoder.weight"].numpy().tolist() == np.arange(12.0).reshape(3, 4).tolist()
+        )
         assert ckpt["model.turned"][1].numpy().tolist() == [3, 4, 5]
     if hasattr(thing, "close"):
         assert not thing.closed
@@ -185,7 +207,10 @@ def test_ways_to_read_one_tensor(ckpt):
     assert lazy.torch().dtype == torch.float16
     assert lazy.read().tolist() == [0, 1, 2, 3, 4]
     assert (lazy.ndim, lazy.size, lazy.nbytes, len(lazy)) == (1, 5, 10, 5)
-    assert ckpt["model.decoder.weight"].T.numpy().tolist() == ckpt["model.encoder.weight"].numpy().tolist()
+    assert (
+        ckpt["model.decoder.weight"].T.numpy().tolist()
+        == ckpt["model.encoder.weight"].numpy().tolist()
+    )
 
 
 def test_a_copy_cannot_be_avoided_where_bytes_must_be_read(path, ckpt):
@@ -212,7 +237,11 @@ def test_arrays_that_were_read_are_the_callers(ckpt):
 
 def test_reading_into_an_array(ckpt):
     lazy = ckpt["model.encoder.weight"]
-    for out in (np.zeros((3, 4), np.float32), np.zeros((4, 3), np.float32).T, np.zeros((6, 8), np.float32)[::2, 1::2]):
+    for out in (
+        np.zeros((3, 4), np.float32),
+        np.zeros((4, 3), np.float32).T,
+        np.zeros((6, 8), np.float32)[::2, 1::2],
+    ):
         assert lazy.read(out=out) is out
         assert out.tolist() == np.arange(12.0).reshape(3, 4).tolist()
     spare = np.full((4, 3), 7, np.float32)
@@ -247,7 +276,9 @@ def test_reading_many(ckpt):
     assert list(ckpt.read("model.half", "model.brain")) == ["model.half", "model.brain"]
     with pytest.raises(errors.NoSuchTensor):
         ckpt.read("model.half", "nothing")
-    slices = holdfast.read([ckpt["model.half"][1:3], ckpt["model.encoder.weight"][:, 0], ckpt["model.half"][...]])
+    slices = holdfast.read(
+        [ckpt["model.half"][1:3], ckpt["model.encoder.weight"][:, 0], ckpt["model.half"][...]]
+    )
     assert [s.tolist() for s in slices] == [[1, 2], [0, 4, 8], [0, 1, 2, 3, 4]]
     assert holdfast.read([]) == []
 
@@ -278,10 +309,17 @@ def test_many_threads_share_a_checkpoint(path):
 def test_one_thread_and_many_give_the_same(tmp_path):
     big = {f"w{i}": torch.randn(300, 1000).t() for i in range(6)}
     torch.save(big, tmp_path / "big.pt")
-    with holdfast.open(tmp_path / "big.pt", threads=1) as one, holdfast.open(tmp_path / "big.pt", threads=8) as many:
+    with (
+        holdfast.open(tmp_path / "big.pt", threads=1) as one,
+        holdfast.open(tmp_path / "big.pt", threads=8) as many,
+    ):
         first, second = one.read(), many.read()
         for name, tensor in big.items():
-            assert first[name].tobytes() == second[name].tobytes() == tensor.contiguous().numpy().tobytes()
+            assert (
+                first[name].tobytes()
+                == second[name].tobytes()
+                == tensor.contiguous().numpy().tobytes()
+            )
 
 
 # Mapped.
@@ -533,7 +571,9 @@ def test_an_expanded_view_is_sliced_or_allowed():
 def test_a_data_file_of_a_distributed_checkpoint(tmp_path):
     from holdfast.torch import save_sharded
 
-    save_sharded(tmp_path / "step", {"a": torch.ones(3), "b": torch.ones(4)}, format="dcp", durable=False)
+    save_sharded(
+        tmp_path / "step", {"a": torch.ones(3), "b": torch.ones(4)}, format="dcp", durable=False
+    )
     with pytest.raises(holdfast.errors.UnknownFormat, match="open the folder that it is in"):
         holdfast.open(tmp_path / "step" / "__0_0.distcp")
     assert list(holdfast.open(tmp_path / "step")) == ["a", "b"]

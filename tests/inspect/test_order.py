@@ -23,7 +23,10 @@ def two(tmp_path):
     rng = np.random.default_rng(1)
     a = {name: rng.standard_normal(64).astype(np.float32) for name in LAYERS}
     a |= {f"old.{n}.w": np.full(2, n, np.float32) for n in range(12)}
-    b = {name: a[name] + np.float32(0.001 * (1 + int(name.split(".")[1]))) * np.abs(a[name]) for name in LAYERS}
+    b = {
+        name: a[name] + np.float32(0.001 * (1 + int(name.split(".")[1]))) * np.abs(a[name])
+        for name in LAYERS
+    }
     b |= {f"new.{n}.w": np.full(3, n, np.float32) for n in range(12)}
     save_file(a, tmp_path / "a.safetensors")
     save_file(b, tmp_path / "b.safetensors")
@@ -41,7 +44,9 @@ def _numbers(text, before):
 
 def test_show_folds_and_lists_layers_as_they_are_counted(two, capsys):
     assert "layers.[0-19].w" in _lines(capsys, "show", two[0])
-    assert re.findall(r"─ (\d+) ", _lines(capsys, "show", two[0], "--all"))[:20] == [str(n) for n in range(20)]
+    assert re.findall(r"─ (\d+) ", _lines(capsys, "show", two[0], "--all"))[:20] == [
+        str(n) for n in range(20)
+    ]
     assert _numbers(_lines(capsys, "show", two[0], "-f", "layers"), "layers") == list(range(20))
 
 
@@ -50,7 +55,9 @@ def test_stats_zeros_and_notebooks(two, capsys):
         assert _numbers(_lines(capsys, *words, two[0]), "layers") == list(range(20)), words
     with holdfast.open(two[0]) as checkpoint:
         shown = checkpoint._repr_html_()
-        assert list(checkpoint)[:3] == ["layers.0.w", "layers.1.w", "layers.10.w"], "a program reads the file as it is"
+        assert list(checkpoint)[:3] == ["layers.0.w", "layers.1.w", "layers.10.w"], (
+            "a program reads the file as it is"
+        )
     for html in (shown, holdfast.stats(two[0])._repr_html_()):
         assert _numbers(html, "layers") == list(range(20))
 
@@ -60,16 +67,24 @@ def test_what_has_no_checksum_and_what_is_damaged(two):
     report = holdfast.verify(two[0])
     assert report.unchecked[:3] == ("layers.0.w", "layers.1.w", "layers.10.w")
     assert _numbers(report._repr_html_(), "layers") == list(range(20))
-    found = [Damage("a.pt", (name,), f"data/{at}", 64 * at, 64, 1, 2) for at, name in enumerate(sorted(LAYERS))]
+    found = [
+        Damage("a.pt", (name,), f"data/{at}", 64 * at, 64, 1, 2)
+        for at, name in enumerate(sorted(LAYERS))
+    ]
     damaged = VerifyReport("a.pt", "torch-zip", damaged=tuple(found), notes=("b 10", "b 2"))
     assert _numbers(damaged._repr_html_(), "layers") == list(range(20))
     assert damaged._repr_html_().index("b 10") < damaged._repr_html_().index("b 2")
-    assert _numbers("\n".join(plain(line) for line in verify_lines(damaged, everything=True)), "layers") == list(range(20))
+    assert _numbers(
+        "\n".join(plain(line) for line in verify_lines(damaged, everything=True)), "layers"
+    ) == list(range(20))
 
 
 def test_renamed_in_a_notebook(tmp_path):
     for name in ("old", "new"):
-        save_file({f"{name}.{n}.w": np.full(2, n, np.float32) for n in range(12)}, tmp_path / f"{name}.safetensors")
+        save_file(
+            {f"{name}.{n}.w": np.full(2, n, np.float32) for n in range(12)},
+            tmp_path / f"{name}.safetensors",
+        )
     shown = holdfast.diff(tmp_path / "old.safetensors", tmp_path / "new.safetensors")._repr_html_()
     assert _numbers(shown, "old") == list(range(12))
 
@@ -77,7 +92,9 @@ def test_renamed_in_a_notebook(tmp_path):
 def test_json_is_in_the_order_of_the_file(two, capsys):
     saved = list(holdfast.open(two[0]))
     for words in (("show", "--json"), ("stats", "--json")):
-        assert [tensor["name"] for tensor in json.loads(_lines(capsys, *words, two[0]))["tensors"]] == saved
+        assert [
+            tensor["name"] for tensor in json.loads(_lines(capsys, *words, two[0]))["tensors"]
+        ] == saved
 
 
 def test_changes_are_told_by_their_size(two, capsys):
@@ -108,9 +125,20 @@ def test_other_orders_and_the_first_few(two, capsys):
 def test_what_came_where_all_was_zero_is_large(tmp_path, capsys):
     holdfast.save({"a": np.zeros(3), "b": np.ones(3)}, tmp_path / "a.pt", durable=False)
     holdfast.save({"a": np.full(3, 1e-9), "b": np.full(3, 2.0)}, tmp_path / "b.pt", durable=False)
-    assert [change.name for change in holdfast.diff(tmp_path / "a.pt", tmp_path / "b.pt").ranked()] == ["a", "b"]
+    assert [
+        change.name for change in holdfast.diff(tmp_path / "a.pt", tmp_path / "b.pt").ranked()
+    ] == ["a", "b"]
 
 
 def test_what_is_no_series_stays_as_it_was_saved():
     names = ["embed", "h.0.attn", "h.0.mlp", "h.10.attn", "h.2.mlp", "h.2.attn", "norm", "head"]
-    assert in_order(names) == ["embed", "h.0.attn", "h.0.mlp", "h.2.attn", "h.2.mlp", "h.10.attn", "norm", "head"]
+    assert in_order(names) == [
+        "embed",
+        "h.0.attn",
+        "h.0.mlp",
+        "h.2.attn",
+        "h.2.mlp",
+        "h.10.attn",
+        "norm",
+        "head",
+    ]

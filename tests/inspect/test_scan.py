@@ -74,7 +74,9 @@ def test_a_bare_pickle_that_calls(bare, protocol):
 
 
 def test_plain_data_is_clean(bare):
-    report = bare({"a": [1, 2.0, None], "b": collections.OrderedDict(x=(1,)), "c": np.arange(3), "d": {1, 2}})
+    report = bare(
+        {"a": [1, 2.0, None], "b": collections.OrderedDict(x=(1,)), "c": np.arange(3), "d": {1, 2}}
+    )
     assert whats(report) == []
     assert report.verdict() == report.verdict(strict=True) == "clean"
 
@@ -102,14 +104,20 @@ def test_classes_are_information(bare):
     assert report.verdict(strict=True) == "suspicious"
 
 
-@pytest.mark.parametrize("args", [(), (1,), ("word",), (2.5,), (None,), ([1, "two words"],), ({"a": 1},), (Kept,)], ids=repr)
+@pytest.mark.parametrize(
+    "args",
+    [(), (1,), ("word",), (2.5,), (None,), ([1, "two words"],), ({"a": 1},), (Kept,)],
+    ids=repr,
+)
 def test_a_class_that_is_called_is_suspicious_whatever_it_is_given(bare, args):
     report = bare(Calls(Kept, *args))
     assert whats(report)[0] == ("suspicious", f"{__name__}.Kept")
     assert report.verdict() == "suspicious"
 
 
-@pytest.mark.parametrize(("args", "named"), [((1,), {}), (((2.5, None),), {}), ((), {"rate": 1})], ids=repr)
+@pytest.mark.parametrize(
+    ("args", "named"), [((1,), {}), (((2.5, None),), {}), ((), {"rate": 1})], ids=repr
+)
 def test_and_so_is_one_that_is_made_with_arguments(bare, args, named):
     made = Made()
     made.given = args, named
@@ -203,7 +211,14 @@ def test_directories(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     report = scan(tmp_path)
     found = {os.path.relpath(f.path, tmp_path): f for f in report.reports}
-    assert sorted(found) == ["arrays.npz", "broken.bin", "model.safetensors", "odd.whl", "sub/deep/old", "sub/evil.dat"]
+    assert sorted(found) == [
+        "arrays.npz",
+        "broken.bin",
+        "model.safetensors",
+        "odd.whl",
+        "sub/deep/old",
+        "sub/evil.dat",
+    ]
     assert (found["arrays.npz"].format, found["arrays.npz"].error) == ("npz", None)
     assert [f.severity for f in found["sub/evil.dat"].findings] == ["dangerous"]
     assert [f.severity for f in found["sub/deep/old"].findings] == ["dangerous"]
@@ -227,7 +242,9 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
 
 
 def test_hostile_golden_files(hostile, golden_dir):
-    wanted = json.loads((golden_dir / "hostile" / "expected.json").read_text())[hostile.name]["globals"]
+    wanted = json.loads((golden_dir / "hostile" / "expected.json").read_text())[hostile.name][
+        "globals"
+    ]
     (file,) = scan(hostile).reports
     modern = {w.replace(" ", ".").replace("__builtin__", "builtins") for w in wanted}
     found = {f.what for f in file.findings}
@@ -241,7 +258,9 @@ def test_golden_files_are_not_called_dangerous(golden):
     report = scan(golden)
     assert all(f.error is None for f in report.reports)
     # A member of an enumeration is pickled as a call of its class.
-    assert {w for w in whats(report) if w[0] in ("dangerous", "suspicious")} <= {("suspicious", "trainer.Phase")}
+    assert {w for w in whats(report) if w[0] in ("dangerous", "suspicious")} <= {
+        ("suspicious", "trainer.Phase")
+    }
 
 
 def test_a_tensor_pickled_without_torch_save_is_followed(tmp_path, golden_dir):
@@ -282,10 +301,15 @@ def test_an_item_inside_of_an_item(tmp_path):
     outer = torch_zip(stream(NONE), {"0": b"\x00" * 64 + evil + b"\x00" * 64})
     place = craft_dcp.index("step", None, None)
     offset = outer.index(evil)
-    for name, item in (("inside", craft_dcp.info(craft_dcp.FILE, offset, len(evil))), ("outside", craft_dcp.info("../x", 0, 10))):
+    for name, item in (
+        ("inside", craft_dcp.info(craft_dcp.FILE, offset, len(evil))),
+        ("outside", craft_dcp.info("../x", 0, 10)),
+    ):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / ".metadata").write_bytes(craft_dcp.metadata({"step": craft_dcp.value()}, [(place, item)]))
+        (folder / ".metadata").write_bytes(
+            craft_dcp.metadata({"step": craft_dcp.value()}, [(place, item)])
+        )
         (folder / craft_dcp.FILE).write_bytes(outer)
     inside, outside = scan(tmp_path).reports
     assert [(f.severity, f.what) for f in inside.findings] == [("dangerous", "os.system")]
@@ -293,7 +317,9 @@ def test_an_item_inside_of_an_item(tmp_path):
     assert [f.severity for f in outside.findings] == ["suspicious"]
 
 
-@pytest.mark.parametrize("name", ["where tar that begins as a legacy stream", "where safetensors that is a pickle"])
+@pytest.mark.parametrize(
+    "name", ["where tar that begins as a legacy stream", "where safetensors that is a pickle"]
+)
 def test_open_refuses_what_torch_would_read_otherwise(tmp_path, name):
     import holdfast
     from holdfast import errors
@@ -302,13 +328,18 @@ def test_open_refuses_what_torch_would_read_otherwise(tmp_path, name):
     path = write(attack, tmp_path, "/nowhere")
     with pytest.raises(errors.FormatError, match="at once"):
         holdfast.open(path)
-    assert any("several formats" in f.what or f.severity == "dangerous" for f in scan(path).reports[0].findings)
+    assert any(
+        "several formats" in f.what or f.severity == "dangerous"
+        for f in scan(path).reports[0].findings
+    )
 
 
 def test_a_legacy_stream_that_is_a_tar_is_both(tmp_path):
     (attack,) = [a for a in ATTACKS if a.name == "where tar that begins as a legacy stream"]
     report = scan(write(attack, tmp_path, "/nowhere"))
-    assert {"one file, several formats: legacy, tar", "posix.system"} <= {f.what for f in report.reports[0].findings}
+    assert {"one file, several formats: legacy, tar", "posix.system"} <= {
+        f.what for f in report.reports[0].findings
+    }
 
 
 @pytest.mark.parametrize(
@@ -339,8 +370,13 @@ def test_more_than_can_be_listed_is_said(bare, monkeypatch):
 def test_compressed_bombs_are_bounded(tmp_path):
     from holdfast import Limits
 
-    (tmp_path / "x").write_bytes(zlib.compress(b"\x80\x04B" + struct.pack("<I", 50 << 20) + bytes(30 << 20), 9))
-    assert "unpacks to more" in scan(tmp_path / "x", limits=Limits(pickle_nbytes=1 << 20)).reports[0].error
+    (tmp_path / "x").write_bytes(
+        zlib.compress(b"\x80\x04B" + struct.pack("<I", 50 << 20) + bytes(30 << 20), 9)
+    )
+    assert (
+        "unpacks to more"
+        in scan(tmp_path / "x", limits=Limits(pickle_nbytes=1 << 20)).reports[0].error
+    )
 
 
 def test_a_surprise_takes_no_finding_away(bare, monkeypatch):
@@ -404,4 +440,6 @@ def test_a_folder_that_is_called_like_a_url_is_a_folder(tmp_path, monkeypatch):
     np.save(inside / "weights.npy", np.ones(3))
     report = scan(tmp_path)
     assert report.verdict() == "clean"
-    assert [os.path.relpath(one.path, tmp_path) for one in report.reports] == ["s3:/bucket/weights.npy"]
+    assert [os.path.relpath(one.path, tmp_path) for one in report.reports] == [
+        "s3:/bucket/weights.npy"
+    ]

@@ -24,7 +24,12 @@ CASES = {
     "fp8": (ml_dtypes.float8_e4m3fn, [1, 2, 3], [1, NAN, 3], (1, 0, 0, 0)),
     "fp8 with infinities": (ml_dtypes.float8_e5m2, [1, 2, 3], [1, NAN, INF], (1, 0, 1, 0)),
     "bfloat16": (ml_dtypes.bfloat16, [1, 2, 3], [NAN, 2, 3], (1, 0, 0, 0)),
-    "complex": (np.complex64, [1, 2j, 3], [complex(0, NAN), complex(INF, NAN), complex(INF, 1)], (2, 0, 1, 0)),
+    "complex": (
+        np.complex64,
+        [1, 2j, 3],
+        [complex(0, NAN), complex(INF, NAN), complex(INF, 1)],
+        (2, 0, 1, 0),
+    ),
 }
 
 
@@ -63,7 +68,11 @@ def test_what_stays_is_left_out(bad, two):
 def test_an_infinity_of_the_other_sign_is_no_small_change(two):
     a, b = two({"w": np.array([INF, 3.0, 4.0])}, {"w": np.array([-INF, 3.0, 4.0])})
     (change,) = holdfast.diff(a, b).changed
-    assert (change.content.relative, change.content.cosine, change.content.appeared) == (None, None, 0)
+    assert (change.content.relative, change.content.cosine, change.content.appeared) == (
+        None,
+        None,
+        0,
+    )
 
 
 def test_numbers_that_are_far_apart_still_have_a_difference(two):
@@ -103,7 +112,9 @@ def test_json_says_it(sick, capsys):
     assert main(["diff", *map(str, sick), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["nonfinite"] == ["layers.7.w", "layers.10.w"]
-    content = next(change["content"] for change in found["changed"] if change["name"] == "layers.7.w")
+    content = next(
+        change["content"] for change in found["changed"] if change["name"] == "layers.7.w"
+    )
     assert (content["nan_appeared"], content["relative"], content["cosine"]) == (16, None, None)
 
 
@@ -111,7 +122,11 @@ def test_the_page_says_it(sick):
     document = holdfast.report(*sick).document
     measures = {measure["key"]: measure["values"] for measure in document["measures"]}
     at = names_of(document).index("layers.7.w")
-    assert (measures["appeared"][at], measures["change"][at], measures["cosine"][at]) == (16, None, None)
+    assert (measures["appeared"][at], measures["change"][at], measures["cosine"][at]) == (
+        16,
+        None,
+        None,
+    )
     assert measures["appeared"][names_of(document).index("layers.3.w")] == 0
     assert "NaN or Inf appeared in 2 tensors" in document["sentence"]
     assert document["facts"][0] == ["NaN or Inf appeared", "2 tensors"]
@@ -124,7 +139,9 @@ def test_a_notebook_shows_it_first(sick):
 
 def test_the_numbers_of_nothing_but_nan(tmp_path, capsys):
     path = tmp_path / "m.safetensors"
-    holdfast.save({"w": np.full(4, NAN, np.float32), "empty": np.zeros(0, np.float32)}, path, durable=False)
+    holdfast.save(
+        {"w": np.full(4, NAN, np.float32), "empty": np.zeros(0, np.float32)}, path, durable=False
+    )
     rows = {row.name: row for row in holdfast.stats(path)}
     assert (rows["w"].norm, rows["w"].nans) == (None, 4)
     assert rows["empty"].norm == 0

@@ -26,7 +26,17 @@ def small_blocks(request, monkeypatch):
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     "dtype",
-    [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, ml_dtypes.float8_e4m3fn, np.int8, np.int64, np.bool_, np.complex64],
+    [
+        np.float16,
+        ml_dtypes.bfloat16,
+        np.float32,
+        np.float64,
+        ml_dtypes.float8_e4m3fn,
+        np.int8,
+        np.int64,
+        np.bool_,
+        np.complex64,
+    ],
 )
 def test_the_same_as_numpy(tmp_path, dtype):
     rng = np.random.default_rng(0)
@@ -40,7 +50,9 @@ def test_the_same_as_numpy(tmp_path, dtype):
     assert row.norm == pytest.approx(np.linalg.norm(wide))
     assert sum(row.histogram) == wide.size
     exact = np.histogram(wide, bins=16)[0]
-    assert np.abs(np.array(row.histogram) - exact).sum() <= 4  # a value on an edge may fall to either side of it
+    assert (
+        np.abs(np.array(row.histogram) - exact).sum() <= 4
+    )  # a value on an edge may fall to either side of it
     assert (empty.mean, empty.norm, empty.histogram) == (None, 0.0, ())
 
 
@@ -72,7 +84,9 @@ def test_extreme_numbers(tmp_path):
 
 
 def test_only_what_matches(tmp_path):
-    holdfast.save({"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)}, tmp_path / "a.safetensors")
+    holdfast.save(
+        {"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)}, tmp_path / "a.safetensors"
+    )
     assert [row.name for row in stats(tmp_path / "a.safetensors", "b.*", bins=0)] == ["b.w"]
     with pytest.raises(ValueError, match="bins= takes a number from 0 on, not -1"):
         stats(tmp_path / "a.safetensors", bins=-1)
@@ -104,14 +118,36 @@ def test_patterns_blocks_and_dead_rows_are_found(tmp_path):
         found = {row.name: row for row in sparsity(source)}
     patterns = {"a": (2, 4), "b": (1, 4), "c": (4, 8), **dict.fromkeys("def")}
     assert {name: row.pattern for name, row in found.items()} == patterns
-    assert {name: row.block for name, row in found.items()} == {**dict.fromkeys("abcef"), "d": (16, 16)}
-    assert [found[name].zeros for name in "abcdef"] == [dense.size // 2, dense.size * 3 // 4, dense.size // 2, 24576, 44237, 0]
+    assert {name: row.block for name, row in found.items()} == {
+        **dict.fromkeys("abcef"),
+        "d": (16, 16),
+    }
+    assert [found[name].zeros for name in "abcdef"] == [
+        dense.size // 2,
+        dense.size * 3 // 4,
+        dense.size // 2,
+        24576,
+        44237,
+        0,
+    ]
     dead = dense.copy()
     dead[3:5] = 0
     dead[:, 7] = -0.0
-    row = look(tmp_path, w=dead, v=np.zeros(5, np.float32), s=np.zeros((), np.int64), n=np.zeros((0, 4), np.float32))
+    row = look(
+        tmp_path,
+        w=dead,
+        v=np.zeros(5, np.float32),
+        s=np.zeros((), np.int64),
+        n=np.zeros((0, 4), np.float32),
+    )
     assert (row["w"].dead_rows, row["w"].dead_columns, row["w"].zeros) == (2, 1, 2 * 192 + 254)
-    assert (row["v"].zeros, row["v"].block, row["v"].dead_rows, row["s"].zeros, row["n"].zeros) == (5, None, 0, 1, 0)
+    assert (row["v"].zeros, row["v"].block, row["v"].dead_rows, row["s"].zeros, row["n"].zeros) == (
+        5,
+        None,
+        0,
+        1,
+        0,
+    )
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -39,10 +39,19 @@ def test_columns_say_what_tensors_say(suffix: str, nested: bool, tmp_path: Path)
         tensors = dict(ckpt)
         assert ckpt.nbytes == sum(storage.nbytes for storage in groups(tensors))
         shared = {
-            storage: names for storage, names in groups(tensors, stored_aliases=True).items() if len(names) > 1 and storage.nbytes
+            storage: names
+            for storage, names in groups(tensors, stored_aliases=True).items()
+            if len(names) > 1 and storage.nbytes
         }
-        assert [(alias.storage, list(alias.names)) for alias in ckpt.aliases] == list(shared.items())
-        assert any({f"{'model.' * nested}base", f"{'model.' * nested}tied"} <= set(alias.names) for alias in ckpt.aliases)
+        assert [(alias.storage, list(alias.names)) for alias in ckpt.aliases] == list(
+            shared.items()
+        )
+        assert any(
+            {f"{'model.' * nested}base", f"{'model.' * nested}tied"} <= set(alias.names)
+            for alias in ckpt.aliases
+        )
         sums = ckpt.source.digest(list(tensors.values()))
         each = zip(tensors.items(), sums, strict=True)
-        assert ckpt.digests() == {name: Digest.of(tensor.dtype, tensor.shape, crc) for (name, tensor), crc in each}
+        assert ckpt.digests() == {
+            name: Digest.of(tensor.dtype, tensor.shape, crc) for (name, tensor), crc in each
+        }

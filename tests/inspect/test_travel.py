@@ -36,9 +36,18 @@ def describe(checkpoint: holdfast.Checkpoint) -> tuple[str, list[str], float]:
 @pytest.mark.parametrize("mmap", [False, True])
 def test_they_arrive_as_they_were(path: str, mmap: bool):
     with holdfast.open(path, mmap=mmap) as checkpoint:
-        for lazy in (checkpoint["w2"], checkpoint["w2"][3:9, ::2], checkpoint["w2"].T[1], checkpoint["w2"][:0]):
+        for lazy in (
+            checkpoint["w2"],
+            checkpoint["w2"][3:9, ::2],
+            checkpoint["w2"].T[1],
+            checkpoint["w2"][:0],
+        ):
             arrived = pickle.loads(pickle.dumps(lazy))
-            assert (arrived.name, arrived.dtype, arrived.shape) == (lazy.name, lazy.dtype, lazy.shape)
+            assert (arrived.name, arrived.dtype, arrived.shape) == (
+                lazy.name,
+                lazy.dtype,
+                lazy.shape,
+            )
             assert np.array_equal(arrived.numpy(), lazy.numpy())
         arrived, tensor = pickle.loads(pickle.dumps((checkpoint, checkpoint["w0"])))
         assert describe(arrived) == describe(checkpoint)
@@ -51,7 +60,10 @@ def test_they_arrive_as_they_were(path: str, mmap: bool):
 
 def test_spawned_workers_read(tmp_path: Path):
     save("native", os.fspath(tmp_path / "x"), 1)
-    with holdfast.open(tmp_path / "x") as checkpoint, multiprocessing.get_context("spawn").Pool(1) as pool:
+    with (
+        holdfast.open(tmp_path / "x") as checkpoint,
+        multiprocessing.get_context("spawn").Pool(1) as pool,
+    ):
         assert pool.map(sum_of, [checkpoint["w0"], checkpoint["w1"][2:4]]) == [rows(1) * 16, 34]
         assert pool.apply(describe, [checkpoint]) == describe(checkpoint)
 
@@ -119,7 +131,10 @@ def test_the_torch_face_travels(tmp_path: Path):
     from holdfast.torch import open as open_torch
 
     save("native", os.fspath(tmp_path / "x"), 1)
-    with open_torch(tmp_path / "x") as checkpoint, pickle.loads(pickle.dumps(checkpoint)) as arrived:
+    with (
+        open_torch(tmp_path / "x") as checkpoint,
+        pickle.loads(pickle.dumps(checkpoint)) as arrived,
+    ):
         assert torch.equal(arrived["w1"], checkpoint["w1"])
 
 

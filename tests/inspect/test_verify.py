@@ -41,12 +41,18 @@ def test_golden_files_are_sound(golden, expected):
     assert report.ok
     assert report.format == expected["format"]
     with holdfast.open(golden) as checkpoint:
-        known = {n for n, t in checkpoint.items() if any(s.crc32 is None and s.nbytes for s in t.storages)}
+        known = {
+            n
+            for n, t in checkpoint.items()
+            if any(s.crc32 is None and s.nbytes for s in t.storages)
+        }
         assert set(report.unchecked) == known
 
 
 def test_one_byte_in_each_storage_is_named(golden, tmp_path):
-    if golden.name == "deflated.npz":  # what is inflated has no place in the file; tests/formats/npy has a test of its own
+    if (
+        golden.name == "deflated.npz"
+    ):  # what is inflated has no place in the file; tests/formats/npy has a test of its own
         return
     storages = recorded_storages(golden)
     for number, (storage, names) in enumerate(storages.items()):
@@ -59,7 +65,11 @@ def test_one_byte_in_each_storage_is_named(golden, tmp_path):
         assert not report.problems
         (damage,) = report.damaged
         assert (damage.file, damage.tensors) == (str(file), tuple(names))
-        assert (damage.offset, damage.nbytes, damage.expected) == (storage.start, storage.nbytes, storage.crc32)
+        assert (damage.offset, damage.nbytes, damage.expected) == (
+            storage.start,
+            storage.nbytes,
+            storage.crc32,
+        )
         assert damage.found != damage.expected
         assert damage.label == storage.label
 
@@ -70,7 +80,9 @@ def test_all_damages_are_reported(golden_dir, tmp_path):
     storages = recorded_storages(broken)
     flip(broken, *(s.start + s.nbytes - 1 for s in storages))
     report = verify(broken)
-    assert [(d.offset, d.tensors) for d in report.damaged] == sorted((s.start, tuple(n)) for s, n in storages.items())
+    assert [(d.offset, d.tensors) for d in report.damaged] == sorted(
+        (s.start, tuple(n)) for s, n in storages.items()
+    )
 
 
 @pytest.mark.parametrize("name", ["plain.pt", "torchscript.pt", "kinds.pt"])
@@ -82,7 +94,12 @@ def test_every_record_of_a_zip_is_checked(golden_dir, tmp_path, name):
         shutil.copy(source, broken)
         data = source.read_bytes()
         header = data[info.header_offset : info.header_offset + 30]
-        start = info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        start = (
+            info.header_offset
+            + 30
+            + int.from_bytes(header[26:28], "little")
+            + int.from_bytes(header[28:30], "little")
+        )
         flip(broken, start + info.compress_size // 2)
         report = verify(broken)
         assert [d.label for d in report.damaged] == [info.filename.partition("/")[2]], info.filename
@@ -101,14 +118,20 @@ def test_a_damaged_pickle_does_not_hide_damaged_tensors(golden_dir, tmp_path):
 def test_what_does_not_open_is_a_problem(tmp_path):
     (tmp_path / "text.pt").write_text("hello, this is no checkpoint")
     (tmp_path / "empty.pt").touch()
-    for name, kind in (("missing.pt", "NoSuchPath"), ("text.pt", "UnknownFormat"), ("empty.pt", "UnknownFormat")):
+    for name, kind in (
+        ("missing.pt", "NoSuchPath"),
+        ("text.pt", "UnknownFormat"),
+        ("empty.pt", "UnknownFormat"),
+    ):
         report = verify(tmp_path / name)
         assert (report.ok, report.format, report.damaged) == (False, "", ())
         assert [(p.file, p.kind) for p in report.problems] == [(str(tmp_path / name), kind)]
 
 
 def test_truncated(golden, tmp_path):
-    if golden.is_dir() or golden.name.endswith(("tar.pt", ".gguf")):  # these end in zeros that nobody misses
+    if golden.is_dir() or golden.name.endswith(
+        ("tar.pt", ".gguf")
+    ):  # these end in zeros that nobody misses
         return
     cut = tmp_path / golden.name
     cut.write_bytes(golden.read_bytes()[:-1])
@@ -192,7 +215,11 @@ def test_bytes_and_file_objects(golden_dir):
     report = verify(path.read_bytes())
     assert report.ok
     with path.open("rb") as file:
-        assert verify(file).checked_nbytes == report.checked_nbytes == verify(os.fspath(path)).checked_nbytes
+        assert (
+            verify(file).checked_nbytes
+            == report.checked_nbytes
+            == verify(os.fspath(path)).checked_nbytes
+        )
 
 
 def test_the_report_is_public():

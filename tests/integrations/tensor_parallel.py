@@ -33,15 +33,23 @@ def main(step: str) -> None:
     Slices.__getitem__ = lambda self, name: Counted(self._checkpoint[self._prefix + name])
     with slices(step, prefix="model.") as state:
         model = transformers.LlamaForCausalLM.from_pretrained(
-            None, config=config, state_dict=state, distributed_config=transformers.distributed.DistributedConfig(tp_plan="auto")
+            None,
+            config=config,
+            state_dict=state,
+            distributed_config=transformers.distributed.DistributedConfig(tp_plan="auto"),
         )
     with slices(step, prefix="model.") as state:
         plain = transformers.LlamaForCausalLM(config)
         plain.load_state_dict({name: state[name][...] for name in state})
-        read = {name: NBYTES[state[name].lazy.name] - plain.state_dict()[name].nbytes for name in state}
+        read = {
+            name: NBYTES[state[name].lazy.name] - plain.state_dict()[name].nbytes for name in state
+        }
     tokens = torch.arange(8)[None]
     assert torch.allclose(model(tokens).logits, plain(tokens).logits, atol=1e-5)
-    parts = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()}
+    parts = {
+        name: value.to_local() if isinstance(value, DTensor) else value
+        for name, value in model.state_dict().items()
+    }
     assert read == {name: part.nbytes for name, part in parts.items()}, "what a rank holds, once"
     assert sum(read.values()) < 0.6 * sum(value.nbytes for value in plain.state_dict().values())
     dist.barrier()

@@ -31,7 +31,9 @@ class Training:
 
     def __init__(self, folder: Path, *, limit: int | None = None) -> None:
         torch.manual_seed(1)
-        project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=limit)
+        project = ProjectConfiguration(
+            project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=limit
+        )
         self.accelerator = accelerate.Accelerator(cpu=True, project_config=project)
         self.model = nn.Linear(64, 64)
         optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
@@ -62,13 +64,17 @@ def test_what_was_saved_is_sealed_and_loaded(tmp_path: Path):
     assert (seal.step, dict(seal.metrics)) == (100, {"loss": 0.5})
     assert {file.name for file in seal.files} == set(os.listdir(folder)) - {SEAL}
     training.step()
-    assert save_state(training.accelerator, step=200) == str(tmp_path / "checkpoints" / "checkpoint_1")
+    assert save_state(training.accelerator, step=200) == str(
+        tmp_path / "checkpoints" / "checkpoint_1"
+    )
     os.truncate(tmp_path / "checkpoints" / "checkpoint_1" / "optimizer.bin", 1000)
 
     again = Training(tmp_path)
     assert load_state(again.accelerator) == folder
     assert torch.equal(again.weights(), first)
-    assert save_state(again.accelerator) == str(tmp_path / "checkpoints" / "checkpoint_2")  # behind the torn one
+    assert save_state(again.accelerator) == str(
+        tmp_path / "checkpoints" / "checkpoint_2"
+    )  # behind the torn one
     assert load_state(Training(tmp_path / "fresh").accelerator) is None
     assert load_state(again.accelerator, folder) == folder
 

@@ -48,7 +48,9 @@ OTHERS: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("reader", [FileSystemReader, Reader], ids=["stock reads", "ours reads"])
 @pytest.mark.parametrize("writer", WRITERS)
-def test_either_reads_what_either_wrote(writer: str, reader: Callable[[Path], object], tmp_path: Path):
+def test_either_reads_what_either_wrote(
+    writer: str, reader: Callable[[Path], object], tmp_path: Path
+):
     WRITERS[writer](tmp_path / "step")
     assert_same(loaded(reader(tmp_path / "step"), state()), state())
 
@@ -90,13 +92,17 @@ def test_objects_with_a_state(tmp_path: Path):
     model = nn.Linear(3, 2)
     save({"model": model, "counter": Counter(7)}, Writer(tmp_path / "step"))
     other, counter = nn.Linear(3, 2), Counter(0)
-    dcp.load({"model": other, "counter": counter}, storage_reader=Reader(tmp_path / "step"), **ALONE)
+    dcp.load(
+        {"model": other, "counter": counter}, storage_reader=Reader(tmp_path / "step"), **ALONE
+    )
     assert torch.equal(other.weight, model.weight)
     assert counter.count == 7
 
 
 def test_in_the_background(tmp_path: Path):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         dcp.async_save(state(), storage_writer=Writer(tmp_path / "step")).result()
     finally:
@@ -132,7 +138,10 @@ def test_an_index_that_runs_code_is_not_run(tmp_path: Path):
 
 
 def test_a_value_that_runs_code_is_refused_by_its_name(tmp_path: Path):
-    save({"w": torch.ones(2), "deep": {"evil": Marks(str(tmp_path / "pwned"))}}, FileSystemWriter(tmp_path / "step"))
+    save(
+        {"w": torch.ones(2), "deep": {"evil": Marks(str(tmp_path / "pwned"))}},
+        FileSystemWriter(tmp_path / "step"),
+    )
     target = {"w": torch.zeros(2), "deep": {"evil": 0}}
     with pytest.raises(CheckpointException, match=r"deep\.evil") as caught:
         dcp.load(target, storage_reader=Reader(tmp_path / "step"), **ALONE)

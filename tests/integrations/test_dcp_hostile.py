@@ -37,10 +37,17 @@ class Everything(DefaultLoadPlanner):
                 continue
             for number, chunk in enumerate(entry.chunks):
                 if math.prod(chunk.sizes) <= LARGEST:
-                    here, zeros = MetadataIndex(name, chunk.offsets, number), torch.Size([0] * len(chunk.sizes))
-                    items.append(ReadItem(LoadItemType.TENSOR, here, zeros, here, zeros, chunk.sizes))
+                    here, zeros = (
+                        MetadataIndex(name, chunk.offsets, number),
+                        torch.Size([0] * len(chunk.sizes)),
+                    )
+                    items.append(
+                        ReadItem(LoadItemType.TENSOR, here, zeros, here, zeros, chunk.sizes)
+                    )
         self.dtypes = {
-            name: entry.properties.dtype for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")
+            name: entry.properties.dtype
+            for name, entry in metadata.state_dict_metadata.items()
+            if hasattr(entry, "size")
         }
         return LoadPlan(items)
 
@@ -90,7 +97,9 @@ def test_an_attack(case: Case, tmp_path: Path):
             str(error)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith("dcp-value")], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name.startswith("dcp-value")], ids=str
+)
 def test_the_same_through_load_sharded(case: Case, tmp_path: Path):
     path = case.make(tmp_path)
     assert isinstance(path, Path)

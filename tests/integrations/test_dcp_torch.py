@@ -59,9 +59,18 @@ def causes(error: BaseException) -> list[BaseException]:
 def test_a_buffer_is_a_value(writer: type, reader: type, tmp_path: Path):
     buffer = io.BytesIO(b"losses")
     buffer.seek(3)
-    save({"state": {"buffer": buffer, "blob": b"\0\xff", "in": [1, (buffer,)]}}, writer(tmp_path / "step"))
-    found = load({"state": {"buffer": None, "blob": None, "in": None}}, reader(tmp_path / "step"))["state"]
-    assert (found["buffer"].getvalue(), found["buffer"].tell(), found["blob"]) == (b"losses", 3, b"\0\xff")
+    save(
+        {"state": {"buffer": buffer, "blob": b"\0\xff", "in": [1, (buffer,)]}},
+        writer(tmp_path / "step"),
+    )
+    found = load({"state": {"buffer": None, "blob": None, "in": None}}, reader(tmp_path / "step"))[
+        "state"
+    ]
+    assert (found["buffer"].getvalue(), found["buffer"].tell(), found["blob"]) == (
+        b"losses",
+        3,
+        b"\0\xff",
+    )
     assert found["in"][1][0].getvalue() == b"losses"
 
 
@@ -76,10 +85,15 @@ def test_nothing_is_a_state(writer: type, reader: type, tmp_path: Path):
 @either
 def test_a_state_that_was_not_flattened(writer: type, reader: type, tmp_path: Path):
     """Nested mappings are values then, with the tensors in them."""
-    state = {"model": {"w": torch.arange(6.0).reshape(2, 3), "shape": torch.Size([2, 3])}, "top": torch.ones(2)}
+    state = {
+        "model": {"w": torch.arange(6.0).reshape(2, 3), "shape": torch.Size([2, 3])},
+        "top": torch.ones(2),
+    }
     save(state, writer(tmp_path / "step"), planner=DefaultSavePlanner(flatten_state_dict=False))
     blank = {"model": {}, "top": torch.zeros(2)}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)  # either works on a copy of the state
+    planner = DefaultLoadPlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False
+    )  # either works on a copy of the state
     found = load(blank, reader(tmp_path / "step"), planner=planner)
     assert torch.equal(found["model"]["w"], state["model"]["w"])
     assert type(found["model"]["shape"]) is torch.Size
@@ -91,8 +105,12 @@ def test_names_are_those_that_were_saved(reader: type, tmp_path: Path):
     """Planners name things as they like; torch before 2.4 gave lists other names."""
 
     class Renames(DefaultSavePlanner):
-        def set_up_planner(self, state_dict: dict[str, object], *args: object, **kwargs: object) -> None:
-            super().set_up_planner({f"odd..{key}": value for key, value in state_dict.items()}, *args, **kwargs)
+        def set_up_planner(
+            self, state_dict: dict[str, object], *args: object, **kwargs: object
+        ) -> None:
+            super().set_up_planner(
+                {f"odd..{key}": value for key, value in state_dict.items()}, *args, **kwargs
+            )
 
     save({"w": torch.arange(3.0), "n": 5}, Writer(tmp_path / "step"), planner=Renames())
     found = reader(tmp_path / "step").read_metadata().state_dict_metadata
@@ -102,8 +120,12 @@ def test_names_are_those_that_were_saved(reader: type, tmp_path: Path):
     }
 
     class Restores(DefaultLoadPlanner):
-        def set_up_planner(self, state_dict: dict[str, object], *args: object, **kwargs: object) -> None:
-            super().set_up_planner({f"odd..{key}": value for key, value in state_dict.items()}, *args, **kwargs)
+        def set_up_planner(
+            self, state_dict: dict[str, object], *args: object, **kwargs: object
+        ) -> None:
+            super().set_up_planner(
+                {f"odd..{key}": value for key, value in state_dict.items()}, *args, **kwargs
+            )
 
     target = torch.zeros(3)
     dcp.load({"w": target}, storage_reader=reader(tmp_path / "step"), planner=Restores())
@@ -137,9 +159,14 @@ class SilentlyHalves(Halves):
 @both
 @either
 @pytest.mark.parametrize("planner", [Halves, SilentlyHalves])
-def test_a_planner_that_casts(planner: type[DefaultSavePlanner], writer: type, reader: type, tmp_path: Path):
+def test_a_planner_that_casts(
+    planner: type[DefaultSavePlanner], writer: type, reader: type, tmp_path: Path
+):
     save({"w": torch.arange(5.0), "n": 1}, writer(tmp_path / "step"), planner=planner())
-    assert load({"w": torch.zeros(5), "n": 0}, reader(tmp_path / "step")) == {"w": pytest.approx(torch.arange(5.0)), "n": 1}
+    assert load({"w": torch.zeros(5), "n": 0}, reader(tmp_path / "step")) == {
+        "w": pytest.approx(torch.arange(5.0)),
+        "n": 1,
+    }
     assert os.path.getsize(tmp_path / "step" / "__0_0.distcp") < 4096
 
 
@@ -164,7 +191,9 @@ def test_a_planner_that_hands_out_one_buffer(reader: type, tmp_path: Path):
     state = {name: torch.full((4, 2), float(number)) for number, name in enumerate("abc")}
     save(state, Writer(tmp_path / "step"))
     planner = OneBuffer()
-    found = load({name: torch.zeros(4, 2) for name in state}, reader(tmp_path / "step"), planner=planner)
+    found = load(
+        {name: torch.zeros(4, 2) for name in state}, reader(tmp_path / "step"), planner=planner
+    )
     assert all(torch.equal(found[name], state[name]) for name in state)
     assert sorted(planner.told) == ["a", "b", "c"]
 
@@ -187,7 +216,11 @@ def test_plans_that_are_cached(tmp_path: Path):
 
     for step in (1, 2, 3):
         for name in ("last", f"step-{step}"):
-            save({"w": torch.full((3,), float(step)), "n": step}, Writer(tmp_path / name), planner=Cached(enable_plan_caching=True))
+            save(
+                {"w": torch.full((3,), float(step)), "n": step},
+                Writer(tmp_path / name),
+                planner=Cached(enable_plan_caching=True),
+            )
             assert load({"w": torch.zeros(3), "n": 0}, Reader(tmp_path / name))["n"] == step
     assert sorted(os.listdir(tmp_path)) == ["last", "step-1", "step-2", "step-3"]
 
@@ -262,7 +295,9 @@ extensible = pytest.mark.skipif(not versions.TRANSFORMS, reason=versions.TRANSFO
 @both
 @either
 @pytest.mark.parametrize("single", [True, False], ids=["one file", "a file for each"])
-def test_items_that_are_compressed(single: bool, writer: type, reader: type, zstd: object, tmp_path: Path):
+def test_items_that_are_compressed(
+    single: bool, writer: type, reader: type, zstd: object, tmp_path: Path
+):
     save(STATE, writer(tmp_path / "step", _extensions=[zstd], single_file_per_rank=single))
     assert sum(file.stat().st_size for file in (tmp_path / "step").glob("*.distcp")) < 4000
     assert same(load(blank(), reader(tmp_path / "step")))
@@ -275,7 +310,9 @@ def test_items_that_are_compressed(single: bool, writer: type, reader: type, zst
 def test_extensions_of_ones_own(writer: type, reader: type, zstd: object, tmp_path: Path):
     extensions = registry()
     chains = [[Flip()], [Flip(), zstd], [zstd, Flip()]]
-    for number, chain in enumerate(chains if writer is Writer else chains[:1]):  # torch's own cannot be read with more than one
+    for number, chain in enumerate(
+        chains if writer is Writer else chains[:1]
+    ):  # torch's own cannot be read with more than one
         save(STATE, writer(tmp_path / f"{number}", _extensions=chain))
         assert same(load(blank(), reader(tmp_path / f"{number}", _extension_registry=extensions)))
 
@@ -334,7 +371,13 @@ def test_what_is_no_part_of_a_checkpoint_goes_along(tmp_path: Path):
             save({"n": number}, Writer(step))
             log.write(f"saved {number}\n")
             log.flush()
-    assert sorted(os.listdir(step)) == [".holdfast.json", ".metadata", "__0_0.distcp", "config.json", "log.txt"]
+    assert sorted(os.listdir(step)) == [
+        ".holdfast.json",
+        ".metadata",
+        "__0_0.distcp",
+        "config.json",
+        "log.txt",
+    ]
     assert (step / "log.txt").read_text() == "saved 1\nsaved 2\n"
     assert load({"n": 0}, Reader(step))["n"] == 2
     (step / "logs").mkdir()
@@ -387,7 +430,11 @@ def test_ids_of_save_and_load(reader: type, tmp_path: Path):
     save({"a": torch.zeros(4, 4)}, writer)
     opened = reader(tmp_path / "step")
     note = opened.read_metadata().storage_meta
-    assert (str(note.checkpoint_id), note.save_id, note.load_id) == (str(tmp_path / "step"), writer.save_id, opened.load_id)
+    assert (str(note.checkpoint_id), note.save_id, note.load_id) == (
+        str(tmp_path / "step"),
+        writer.save_id,
+        opened.load_id,
+    )
     before = writer.save_id
     writer.reset()
     assert writer.save_id != before
@@ -404,12 +451,17 @@ def test_the_names_before_save_and_load(tmp_path: Path):
 @both
 @either
 def test_a_state_by_keys(writer: type, reader: type, tmp_path: Path):
-    state = {"model": {"a": torch.ones(2), "b": [torch.zeros(1), {"c": 3}]}, "optimizer": {"state": {0: {"m": torch.ones(3)}}}}
+    state = {
+        "model": {"a": torch.ones(2), "b": [torch.zeros(1), {"c": 3}]},
+        "optimizer": {"state": {0: {"m": torch.ones(3)}}},
+    }
     save(state, writer(tmp_path / "step"))
     found = _load_state_dict_from_keys("model", storage_reader=reader(tmp_path / "step"))
     assert list(found) == ["model"]
     assert found["model"]["b"][1] == {"c": 3}
-    found = _load_state_dict_from_keys({"optimizer.state"}, storage_reader=reader(tmp_path / "step"))
+    found = _load_state_dict_from_keys(
+        {"optimizer.state"}, storage_reader=reader(tmp_path / "step")
+    )
     assert found["optimizer"]["state"]["0"]["m"].tolist() == [1, 1, 1]
 
 
@@ -420,7 +472,12 @@ def test_torchs_converters(tmp_path: Path):
     save({"m": {"w": torch.ones(2), "n": 3}}, Writer(tmp_path / "step"))
     dcp_to_torch_save(tmp_path / "step", tmp_path / "m.pt")
     state: dict[str, object] = {}
-    _load_state_dict(state, storage_reader=Reader(tmp_path / "m.pt"), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    _load_state_dict(
+        state,
+        storage_reader=Reader(tmp_path / "m.pt"),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
     assert (state["m"]["w"].tolist(), state["m"]["n"]) == ([1, 1], 3)
 
 
@@ -430,13 +487,19 @@ def test_torchs_converters(tmp_path: Path):
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
 
-def test_one_copy_of_the_state_for_many_saves(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # there is no device to pin it for
+def test_one_copy_of_the_state_for_many_saves(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor: tensor
+    )  # there is no device to pin it for
     writer = Writer(cache_staged_state_dict=True)
     w = torch.zeros(3)
     for step in (1, 2):
@@ -462,7 +525,10 @@ def test_in_a_process_of_its_own(alone: None, tmp_path: Path):
             )
             state["w"].fill_(9)
             assert set(future.result().state_dict_metadata) == {"w", "n"}
-            assert load({"w": torch.zeros(3), "n": 0}, Reader(tmp_path / "step"))["w"].tolist() == [step] * 3
+            assert (
+                load({"w": torch.zeros(3), "n": 0}, Reader(tmp_path / "step"))["w"].tolist()
+                == [step] * 3
+            )
         future = dcp.async_save(
             {"n": 3},
             storage_writer=Writer(tmp_path / "step", overwrite=False),
@@ -480,10 +546,16 @@ def test_what_a_planner_noted_for_itself(writer: type, tmp_path: Path):
     class Notes(DefaultSavePlanner):
         def create_global_plan(self, all_plans: list[SavePlan]) -> object:
             plans, metadata = super().create_global_plan(all_plans)
-            metadata.planner_data = {**metadata.planner_data, "note": {"size": torch.Size([2]), "odd": self.odd}}
+            metadata.planner_data = {
+                **metadata.planner_data,
+                "note": {"size": torch.Size([2]), "odd": self.odd},
+            }
             return plans, metadata
 
-    for odd, kept in (([1, None], {"w": ("w",), "note": {"size": torch.Size([2]), "odd": [1, None]}}), (Flip(), {"w": ("w",)})):
+    for odd, kept in (
+        ([1, None], {"w": ("w",), "note": {"size": torch.Size([2]), "odd": [1, None]}}),
+        (Flip(), {"w": ("w",)}),
+    ):
         Notes.odd = odd
         save({"w": torch.ones(2)}, writer(tmp_path / "step"), planner=Notes())
         assert Reader(tmp_path / "step").read_metadata().planner_data == kept
@@ -509,7 +581,15 @@ ODD: dict[str, object] = {
 @either
 def test_odd_tensors_and_values(writer: type, reader: type, tmp_path: Path):
     save(dict(ODD), writer(tmp_path / "step"))
-    tensors = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in ODD.items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        name: torch.zeros(value.shape, dtype=value.dtype)
+        for name, value in ODD.items()
+        if isinstance(value, torch.Tensor)
+    }
     found = load({**dict.fromkeys(ODD), **tensors}, reader(tmp_path / "step"))
     for name, value in ODD.items():
-        assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
+        assert (
+            torch.equal(found[name], value)
+            if isinstance(value, torch.Tensor)
+            else found[name] == value
+        ), name

@@ -27,7 +27,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("zero")
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder)], check=False, capture_output=True, text=True, env=environment, timeout=240
+        [sys.executable, str(PROGRAM), str(folder)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -60,12 +65,15 @@ def test_moments_are_those_of_the_ranks(written: Path, stage: str) -> None:
                     names = [
                         name
                         for name in rank
-                        if name.startswith(f"optimizer_state_dict.{key}.state") and name.endswith(f".{moment}")
+                        if name.startswith(f"optimizer_state_dict.{key}.state")
+                        and name.endswith(f".{moment}")
                     ]
                     expected += sum(rank[name].torch().double().sum().item() for name in names)
             own = [name for name in found if name.startswith(f"deepspeed.optimizer.{moment}.")]
             assert len(own) == 6
-            assert sum(found[name].torch().double().sum().item() for name in own) == pytest.approx(expected, rel=1e-12)
+            assert sum(found[name].torch().double().sum().item() for name in own) == pytest.approx(
+                expected, rel=1e-12
+            )
 
 
 @pytest.mark.parametrize("stage", ["stage2", "stage3"])

@@ -62,7 +62,9 @@ def opens(path: Path) -> bool:
 
 
 def whole(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name.endswith(".ckpt") and opens(folder / name))
+    return sorted(
+        name for name in os.listdir(folder) if name.endswith(".ckpt") and opens(folder / name)
+    )
 
 
 @pytest.mark.parametrize("fault", ["kill", "full disk"])
@@ -79,7 +81,9 @@ def test_a_checkpoint_is_left_here_and_none_there(tmp_path: Path, fault: str):
         if fault == "kill":
             while "writing" not in process.stdout.readline():
                 assert process.poll() is None
-            time.sleep(0.5)  # the training goes on meanwhile, and asks for the removal of the old one
+            time.sleep(
+                0.5
+            )  # the training goes on meanwhile, and asks for the removal of the old one
             process.send_signal(signal.SIGKILL)
         process.communicate(timeout=200)
     assert whole(tmp_path / "stock") == []
@@ -98,9 +102,16 @@ def test_a_file_of_lightning_is_sealed_with_its_step_and_its_score(tmp_path: Pat
             self.log("train_loss", loss)
             return loss
 
-    keeping = ModelCheckpoint(dirpath=tmp_path, monitor="train_loss", every_n_epochs=1, filename="best")
+    keeping = ModelCheckpoint(
+        dirpath=tmp_path, monitor="train_loss", every_n_epochs=1, filename="best"
+    )
     trainer = lightning.Trainer(
-        max_epochs=2, callbacks=[keeping], accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=2,
+        callbacks=[keeping],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Watched(), batches())
     done = holdfast.seal(tmp_path / "best.ckpt")

@@ -42,7 +42,9 @@ def test_decoded_as_the_package_does(name, tmp_path):
     with holdfast.open(path) as ckpt, np.errstate(all="ignore"):
         found, wanted = holdfast.dequantize(ckpt["w"]).numpy(), gguf.quants.dequantize(raw, kind)
     assert found.shape == wanted.shape
-    unequal = (found.view(np.uint32) != wanted.view(np.uint32)) & ~(np.isnan(found) & np.isnan(wanted))
+    unequal = (found.view(np.uint32) != wanted.view(np.uint32)) & ~(
+        np.isnan(found) & np.isnan(wanted)
+    )
     assert not unequal.any()
 
 

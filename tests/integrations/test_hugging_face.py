@@ -69,7 +69,9 @@ def answer(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("shard", [None, 6_000], ids=["one", "shards"])
 @pytest.mark.parametrize("made", [None, 6_000], ids=["to-one", "to-shards"])
-def test_a_folder_of_bin_becomes_one_of_safetensors(tied: bool, shard: int | None, made: int | None, tmp_path: Path):
+def test_a_folder_of_bin_becomes_one_of_safetensors(
+    tied: bool, shard: int | None, made: int | None, tmp_path: Path
+):
     old = write_bin(tmp_path / "old", tied=tied, shard=shard)
     assert (len(list(old.glob("*.bin"))) > 1) is (shard is not None)
     holdfast.convert(old, tmp_path / "new", max_shard_size=made)
@@ -126,7 +128,14 @@ def save_step(model: nn.Module, path: Path) -> None:
     """A step of training with more in it, of which the model is taken."""
     step = path.with_name("step")
     holdfast.torch.save_sharded({"model": model, "epoch": 3}, step)
-    holdfast.convert(step, f"{path}/", format="safetensors", keep=["model.*"], rename=[("model.*", "*")], tensors_only=True)
+    holdfast.convert(
+        step,
+        f"{path}/",
+        format="safetensors",
+        keep=["model.*"],
+        rename=[("model.*", "*")],
+        tensors_only=True,
+    )
 
 
 SAVES = (save_whole, save_shards, save_ranks, save_step)
@@ -135,7 +144,9 @@ SAVES = (save_whole, save_shards, save_ranks, save_step)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
 @pytest.mark.parametrize("save", SAVES)
-def test_from_pretrained_loads_what_was_saved_of_a_wrapped_model(save, wrap, tied: bool, tmp_path: Path, alone: None):
+def test_from_pretrained_loads_what_was_saved_of_a_wrapped_model(
+    save, wrap, tied: bool, tmp_path: Path, alone: None
+):
     model = llama(tied=tied)
     save(wrap(model), tmp_path / "out")
     model.config.save_pretrained(tmp_path / "out")
@@ -145,7 +156,9 @@ def test_from_pretrained_loads_what_was_saved_of_a_wrapped_model(save, wrap, tie
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
 @pytest.mark.parametrize("load", [holdfast.torch.load_into, holdfast.torch.load_sharded])
-def test_what_save_pretrained_wrote_is_loaded_into_a_wrapped_model(load, wrap, tied: bool, tmp_path: Path, alone: None):
+def test_what_save_pretrained_wrote_is_loaded_into_a_wrapped_model(
+    load, wrap, tied: bool, tmp_path: Path, alone: None
+):
     saved, model = llama(tied=tied), llama(tied=tied, seed=1)
     saved.save_pretrained(tmp_path)
     assert not torch.equal(answer(model), answer(saved))
@@ -201,7 +214,11 @@ def load(path: Path, loader: str, *, trust: bool) -> bool:
     """Whether code ran when transformers loaded the folder; in a process of its own, with a cache of its own."""
     marker = path.parent / f"ran-{trust}"
     program = f"import sys, transformers; path, trust = sys.argv[1], {trust}; {LOADS[loader]}"
-    more = {"MARKER": str(marker), "HF_MODULES_CACHE": str(path.parent / f"cache-{trust}"), "HF_HUB_OFFLINE": "1"}
+    more = {
+        "MARKER": str(marker),
+        "HF_MODULES_CACHE": str(path.parent / f"cache-{trust}"),
+        "HF_HUB_OFFLINE": "1",
+    }
     subprocess.run(
         [sys.executable, "-c", program, str(path)], env={**os.environ, **more}, capture_output=True, stdin=subprocess.DEVNULL,
         check=False, timeout=150,
@@ -215,8 +232,16 @@ def test_code_that_a_scan_told_of_runs(loader: str, tmp_path: Path):
     file = write_code(path, loader)
     report = holdfast.scan(path)
     assert report.verdict() == "suspicious"
-    said = {os.path.basename(one.path): one.findings for one in report.reports if one.verdict() == "suspicious"}
+    said = {
+        os.path.basename(one.path): one.findings
+        for one in report.reports
+        if one.verdict() == "suspicious"
+    }
     assert file in said
-    assert all("trust_remote_code=True" in finding.reason for findings in said.values() for finding in findings)
+    assert all(
+        "trust_remote_code=True" in finding.reason
+        for findings in said.values()
+        for finding in findings
+    )
     assert load(path, loader, trust=True), "what the scan told of did not run, so it told too much"
     assert not load(path, loader, trust=False)

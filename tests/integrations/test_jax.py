@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.errors import BadArgument, BadArgumentType, CannotHold, Corrupted, DoesNotFit, LimitExceeded, Unsupported
+from holdfast.errors import (
+    BadArgument,
+    BadArgumentType,
+    CannotHold,
+    Corrupted,
+    DoesNotFit,
+    LimitExceeded,
+    Unsupported,
+)
 
 jax = pytest.importorskip("jax")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -26,7 +34,10 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from tests.integrations.page import run_page  # noqa: E402
 from tests.support import ALONE  # noqa: E402
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 WRITERS: dict[str, Callable[[dict[str, object], Path], object]] = {
     "torch": lambda state, path: torch.save(state, path),
@@ -57,7 +68,9 @@ def test_a_state_of_torch(format: str, mesh: Mesh, tmp_path: Path):
     weights = {"a.weight": torch.randn(16, 8), "a.bias": torch.randn(16).bfloat16()}
     WRITERS[format]({"model": weights, "count": torch.tensor(7), "step": 5}, tmp_path / "x")
     rows, tiles = NamedSharding(mesh, P("data")), NamedSharding(mesh, P("model", "data"))
-    state = holdfast.jax.load(tmp_path / "x", {"model": {"a.weight": tiles, "*": rows}, "count": None})
+    state = holdfast.jax.load(
+        tmp_path / "x", {"model": {"a.weight": tiles, "*": rows}, "count": None}
+    )
     assert state["step"] == 5
     assert int(state["count"]) == 7
     found = state["model"]
@@ -67,7 +80,9 @@ def test_a_state_of_torch(format: str, mesh: Mesh, tmp_path: Path):
     assert found["a.bias"].dtype == jnp.bfloat16
     for shard in found["a.weight"].addressable_shards:
         assert np.array_equal(shard.data, weights["a.weight"].numpy()[shard.index])
-    assert np.array_equal(np.asarray(found["a.bias"]).view(np.uint16), weights["a.bias"].view(torch.uint16).numpy())
+    assert np.array_equal(
+        np.asarray(found["a.bias"]).view(np.uint16), weights["a.bias"].view(torch.uint16).numpy()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,7 +93,15 @@ def test_the_bits_of_every_dtype(dtype: torch.dtype, mesh: Mesh, tmp_path: Path)
     assert np.asarray(found).tobytes() == bytes(tensor.contiguous().view(torch.uint8).numpy())
 
 
-SPECS = [P(), P("data"), P("model"), P(None, "data"), P("data", "model"), P("model", "data"), P(("data", "model"))]
+SPECS = [
+    P(),
+    P("data"),
+    P("model"),
+    P(None, "data"),
+    P("data", "model"),
+    P("model", "data"),
+    P(("data", "model")),
+]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -119,7 +142,9 @@ def test_a_process_reads_what_its_devices_want(tmp_path: Path):
     port = str(_free_port())
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), port, tmp_path / "x.pt"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [sys.executable, script, str(rank), port, tmp_path / "x.pt"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for rank in range(2)
     ]
@@ -168,7 +193,9 @@ def test_a_state_that_is_no_tree_is_refused(tmp_path: Path):
         holdfast.jax.load(tmp_path / "x.pt")
 
 
-def test_many_tensors_are_read_a_batch_at_a_time(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_many_tensors_are_read_a_batch_at_a_time(
+    mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from holdfast.integrations import jax as adapter
 
     state = {f"w{i}": np.full((8, 8), i, np.float32) for i in range(9)}
@@ -188,7 +215,11 @@ def test_many_tensors_are_read_a_batch_at_a_time(mesh: Mesh, tmp_path: Path, mon
 
 
 def test_shardings_by_a_function_and_by_a_device(tmp_path: Path):
-    holdfast.save({"layer": {"w": np.ones((8, 4), np.float32), "b": np.ones(4, np.float32)}}, tmp_path / "x", format="native")
+    holdfast.save(
+        {"layer": {"w": np.ones((8, 4), np.float32), "b": np.ones(4, np.float32)}},
+        tmp_path / "x",
+        format="native",
+    )
     seen = {}
 
     def choose(name: str, shape: tuple[int, ...]) -> object:
@@ -198,7 +229,9 @@ def test_shardings_by_a_function_and_by_a_device(tmp_path: Path):
     found = holdfast.jax.load(tmp_path / "x", choose)["layer"]
     assert seen == {"layer.w": (8, 4), "layer.b": (4,)}
     assert (found["w"].device, found["b"].device) == (jax.devices()[2], jax.devices()[1])
-    assert holdfast.jax.load(tmp_path / "x", jax.devices()[3])["layer"]["w"].sharding == SingleDeviceSharding(jax.devices()[3])
+    assert holdfast.jax.load(tmp_path / "x", jax.devices()[3])["layer"][
+        "w"
+    ].sharding == SingleDeviceSharding(jax.devices()[3])
     assert holdfast.jax.load(tmp_path / "x")["layer"]["w"].device == jax.devices()[0]
     with jax.default_device(jax.devices()[5]):
         assert holdfast.jax.load(tmp_path / "x")["layer"]["w"].device == jax.devices()[5]
@@ -209,7 +242,11 @@ Layer = namedtuple("Layer", "w b")
 
 def test_shardings_as_a_tree(mesh: Mesh, tmp_path: Path):
     """Any tree that JAX knows; what stands above a branch holds for all of it."""
-    holdfast.save({"net": [{"w": np.ones((8, 4)), "b": np.ones(8)}] * 2, "s": np.ones(8)}, tmp_path / "x", format="native")
+    holdfast.save(
+        {"net": [{"w": np.ones((8, 4)), "b": np.ones(8)}] * 2, "s": np.ones(8)},
+        tmp_path / "x",
+        format="native",
+    )
     rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     found = holdfast.jax.load(tmp_path / "x", {"net": [Layer(rows, whole), whole], "s": rows})
     assert [found["net"][0][name].sharding for name in "wb"] == [rows, whole]
@@ -218,16 +255,25 @@ def test_shardings_as_a_tree(mesh: Mesh, tmp_path: Path):
 
 
 def test_the_first_pattern_decides(mesh: Mesh, tmp_path: Path):
-    holdfast.save({"z.w": np.ones(8), "z.b": np.ones(8), "a": np.ones(8)}, tmp_path / "x.safetensors")
+    holdfast.save(
+        {"z.w": np.ones(8), "z.b": np.ones(8), "a": np.ones(8)}, tmp_path / "x.safetensors"
+    )
     rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     found = holdfast.jax.load(tmp_path / "x.safetensors", {"z.*": rows, "*": whole, "z.b": whole})
-    assert {name: array.sharding for name, array in found.items()} == {"z.w": rows, "z.b": whole, "a": whole}
+    assert {name: array.sharding for name, array in found.items()} == {
+        "z.w": rows,
+        "z.b": whole,
+        "a": whole,
+    }
     with pytest.raises(DoesNotFit, match="no tensor for the sharding at z"):
         holdfast.jax.load(tmp_path / "x.safetensors", {"*": whole, "z": rows})
 
 
 def test_what_does_not_fit_is_said_before_anything_is_read(mesh: Mesh, tmp_path: Path):
-    holdfast.save({"w": np.ones((8, 4), np.float32), "odd": np.ones(7, np.float32)}, tmp_path / "x.safetensors")
+    holdfast.save(
+        {"w": np.ones((8, 4), np.float32), "odd": np.ones(7, np.float32)},
+        tmp_path / "x.safetensors",
+    )
     rows, tiles = NamedSharding(mesh, P("data")), NamedSharding(mesh, P("data", "model"))
     with holdfast.open(tmp_path / "x.safetensors") as checkpoint:
         with pytest.raises(DoesNotFit, match=r"odd \[7\]") as caught:
@@ -249,23 +295,36 @@ def test_what_does_not_fit_is_said_before_anything_is_read(mesh: Mesh, tmp_path:
 
 def test_a_dtype_by_patterns(mesh: Mesh, tmp_path: Path):
     values = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
-    holdfast.save({"w": values, "norm": values, "n": np.arange(8, dtype=np.int32)}, tmp_path / "x.safetensors")
+    holdfast.save(
+        {"w": values, "norm": values, "n": np.arange(8, dtype=np.int32)}, tmp_path / "x.safetensors"
+    )
     rows = NamedSharding(mesh, P("data"))
-    found = holdfast.jax.load(tmp_path / "x.safetensors", rows, dtype={"norm*": "keep", "*": "bf16"})
-    assert {name: str(array.dtype) for name, array in found.items()} == {"w": "bfloat16", "norm": "float32", "n": "int32"}
+    found = holdfast.jax.load(
+        tmp_path / "x.safetensors", rows, dtype={"norm*": "keep", "*": "bf16"}
+    )
+    assert {name: str(array.dtype) for name, array in found.items()} == {
+        "w": "bfloat16",
+        "norm": "float32",
+        "n": "int32",
+    }
     assert np.array_equal(found["w"], jnp.asarray(values).astype(jnp.bfloat16))
     with pytest.raises(BadArgument, match="jax_enable_x64"):
         holdfast.jax.load(tmp_path / "x.safetensors", dtype="float64")
 
 
 def test_numbers_that_jax_would_cut_are_refused(tmp_path: Path):
-    torch.save({"steps": torch.tensor([1, 2**31 - 1]), "seed": torch.tensor(2**40)}, tmp_path / "x.pt")
+    torch.save(
+        {"steps": torch.tensor([1, 2**31 - 1]), "seed": torch.tensor(2**40)}, tmp_path / "x.pt"
+    )
     torch.save({"w": torch.tensor([1 / 3, torch.inf], dtype=torch.float64)}, tmp_path / "y.pt")
     assert holdfast.jax.load(tmp_path / "x.pt", keep="steps")["steps"].tolist() == [1, 2**31 - 1]
     with pytest.raises(Unsupported, match="32 bits") as caught:
         holdfast.jax.load(tmp_path / "x.pt")
     assert caught.value.tensor == "seed"
-    assert holdfast.jax.load(tmp_path / "y.pt", keep="w")["w"].tolist() == [np.float32(1 / 3), np.inf]
+    assert holdfast.jax.load(tmp_path / "y.pt", keep="w")["w"].tolist() == [
+        np.float32(1 / 3),
+        np.inf,
+    ]
     torch.save({"huge": torch.tensor([1e300], dtype=torch.float64)}, tmp_path / "y.pt")
     with pytest.raises(Unsupported, match="32 bits"):
         holdfast.jax.load(tmp_path / "y.pt")
@@ -317,7 +376,9 @@ def test_arrays_of_jax_are_saved(name: str, mesh: Mesh, tmp_path: Path):
         "scale": jnp.ones((), jnp.float8_e4m3fn),
     }
     holdfast.save(params, tmp_path / name)
-    found = holdfast.jax.load(tmp_path / name, lambda name, shape: rows if name == "dense.kernel" else None)
+    found = holdfast.jax.load(
+        tmp_path / name, lambda name, shape: rows if name == "dense.kernel" else None
+    )
     assert jax.tree.structure(found) == jax.tree.structure(params)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
         assert (ours.dtype, ours.sharding) == (theirs.dtype, theirs.sharding)
@@ -334,7 +395,10 @@ def test_a_key_of_jax_is_refused_by_name(tmp_path: Path):
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    torch.save({"model": torch.nn.Linear(8, 16).state_dict(), "head.weight": torch.ones(8), "step": 5}, "step-1000")
+    torch.save(
+        {"model": torch.nn.Linear(8, 16).state_dict(), "head.weight": torch.ones(8), "step": 5},
+        "step-1000",
+    )
     names = run_page("needs JAX")
     assert names["state"]["model"]["weight"].sharding == names["rows"]
     assert set(holdfast.open("converted")) == {"params.weight", "params.bias"}

@@ -14,7 +14,9 @@ from holdfast.seals.check import read_seal
 from tests.runs.test_clocks import YEAR, Clocks, another_program
 
 
-def train(folder: Path, clocks: Clocks, steps: range, *, between: float, jump: float = 0.0) -> list[str]:
+def train(
+    folder: Path, clocks: Clocks, steps: range, *, between: float, jump: float = 0.0
+) -> list[str]:
     """What a callback does: look when training begins, and at each save seal and let the rules delete."""
     another_program()
     with clocks.told():
@@ -32,9 +34,17 @@ def train(folder: Path, clocks: Clocks, steps: range, *, between: float, jump: f
 
 def test_what_is_older_goes(tmp_path: Path):
     clocks = Clocks()
-    assert train(tmp_path, clocks, range(1, 5), between=1800.0) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+    assert train(tmp_path, clocks, range(1, 5), between=1800.0) == [
+        "checkpoint-2",
+        "checkpoint-3",
+        "checkpoint-4",
+    ]
     clocks.true += YEAR
-    assert train(tmp_path, clocks, range(5, 6), between=1800.0) == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]
+    assert train(tmp_path, clocks, range(5, 6), between=1800.0) == [
+        "checkpoint-3",
+        "checkpoint-4",
+        "checkpoint-5",
+    ]
     seal = read_seal(tmp_path / "checkpoint-5")
     assert seal is not None
     assert (seal.ran, seal.metrics) == (5 * 1800.0, {})

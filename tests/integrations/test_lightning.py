@@ -47,7 +47,9 @@ def batches() -> DataLoader[tuple[torch.Tensor, ...]]:
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)
 
 
-def trained(folder: Path, plugin: object, *, epochs: int = 3, resume: str | None = None, pause: float = 0) -> Line:
+def trained(
+    folder: Path, plugin: object, *, epochs: int = 3, resume: str | None = None, pause: float = 0
+) -> Line:
     model = Line()
     model.pause = pause
     keeping = ModelCheckpoint(dirpath=folder, save_top_k=1, every_n_epochs=1, filename="{epoch}")
@@ -73,7 +75,10 @@ def test_a_training_is_saved_and_resumed(background: bool, tmp_path: Path):
     (name,) = os.listdir(tmp_path / "ours")
     assert name == "epoch=2.ckpt"
     resumed = trained(
-        tmp_path / "again", HoldfastIO(background=background, durable=False), epochs=5, resume=str(tmp_path / "ours" / name)
+        tmp_path / "again",
+        HoldfastIO(background=background, durable=False),
+        epochs=5,
+        resume=str(tmp_path / "ours" / name),
     )
     for mine, theirs in zip(resumed.parameters(), stock.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -100,7 +105,11 @@ def fewest(folder: Path, run: Callable[[], object]) -> int:
 
     def look() -> None:
         while not over.is_set():
-            count = len([name for name in os.listdir(folder) if name.endswith(".ckpt")]) if folder.exists() else 0
+            count = (
+                len([name for name in os.listdir(folder) if name.endswith(".ckpt")])
+                if folder.exists()
+                else 0
+            )
             if count or counts:
                 counts.append(count)
             time.sleep(0.002)
@@ -119,7 +128,9 @@ def test_the_checkpoint_before_stays_until_its_successor_is_there(tmp_path: Path
     ours = slow(HoldfastIO(background=True, durable=False), 0.15)
     assert fewest(tmp_path / "ours", lambda: trained(tmp_path / "ours", ours, pause=0.06)) == 1
     stock = slow(AsyncCheckpointIO(TorchCheckpointIO()), 0.15)
-    assert fewest(tmp_path / "stock", lambda: trained(tmp_path / "stock", stock, pause=0.06)) == 0  # a kill now leaves nothing
+    assert (
+        fewest(tmp_path / "stock", lambda: trained(tmp_path / "stock", stock, pause=0.06)) == 0
+    )  # a kill now leaves nothing
 
 
 def test_a_save_that_fails_keeps_the_one_before_and_is_told(tmp_path: Path):

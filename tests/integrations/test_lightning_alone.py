@@ -41,14 +41,22 @@ def model_checkpoint() -> type:
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Our module over that Lightning; whichever was there before is there again afterwards."""
-    for name in [name for name in sys.modules if name.split(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.split(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     for package in ("lightning.fabric", "lightning_fabric"):
         parts = f"{package}.plugins.io.checkpoint_io".split(".")
         for end in range(1, len(parts) + 1):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+            monkeypatch.setitem(
+                sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end]))
+            )
     sys.modules["lightning.fabric.plugins.io.checkpoint_io"].CheckpointIO = CheckpointIO
-    sys.modules["lightning_fabric.plugins.io.checkpoint_io"].CheckpointIO = type("CheckpointIO", (ABC,), {})
+    sys.modules["lightning_fabric.plugins.io.checkpoint_io"].CheckpointIO = type(
+        "CheckpointIO", (ABC,), {}
+    )
     asking = ModuleType("lightning.pytorch.callbacks.model_checkpoint")
     asking.ModelCheckpoint = model_checkpoint()
     monkeypatch.setitem(sys.modules, asking.__name__, asking)
@@ -93,14 +101,19 @@ def test_it_travels_without_its_work(held: Held, tmp_path: Path):
         made.teardown()  # there is nothing to wait for
         assert not (tmp_path / "a.ckpt").exists()
     held.allowed.set()
-    assert made.load_checkpoint(tmp_path / "a.ckpt")["w"].tolist() == [1, 1]  # of another plugin, waited for
+    assert made.load_checkpoint(tmp_path / "a.ckpt")["w"].tolist() == [
+        1,
+        1,
+    ]  # of another plugin, waited for
 
 
 def test_a_name_that_is_on_its_way_is_waited_for(held: Held, tmp_path: Path):
     path = tmp_path / "a.ckpt"
     held.io.save_checkpoint({"w": torch.ones(2)}, path)
     assert os.listdir(tmp_path) == []  # nothing stands in for it
-    assert not asked()().file_exists(str(tmp_path / "b.ckpt"), None)  # of which nothing is under way: no wait
+    assert not asked()().file_exists(
+        str(tmp_path / "b.ckpt"), None
+    )  # of which nothing is under way: no wait
     threading.Timer(0.2, held.allowed.set).start()
     assert asked()().file_exists(filepath=str(path), trainer=None)
 
@@ -121,7 +134,9 @@ def test_a_link_comes_after_its_file(held: Held, tmp_path: Path):
     assert held.io.load_checkpoint(tmp_path / "last.ckpt")["w"].tolist() == [1, 1]
 
 
-def test_a_name_whose_save_failed_is_free(ours: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_name_whose_save_failed_is_free(
+    ours: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(io: object, *given: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -138,10 +153,14 @@ def test_no_thread_is_left(held: Held, tmp_path: Path):
     for number in range(50):
         held.io.save_checkpoint({"w": torch.ones(2)}, tmp_path / f"{number}.ckpt")
         held.io.teardown()
-        assert [thread.name for thread in threading.enumerate() if thread.name == "holdfast-lightning"] == []
+        assert [
+            thread.name for thread in threading.enumerate() if thread.name == "holdfast-lightning"
+        ] == []
 
 
-def test_a_path_is_that_of_the_moment_of_the_call(held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_path_is_that_of_the_moment_of_the_call(
+    held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     held.io.save_checkpoint({"w": torch.ones(2)}, "a.ckpt")

@@ -52,12 +52,16 @@ def plugin(way: str) -> object:
 
 
 @pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+def way(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[str]:
     """The default of every strategy. After a test no thread of ours is left."""
     monkeypatch.setattr(strategies, "TorchCheckpointIO", lambda: plugin(request.param))
     monkeypatch.chdir(tmp_path)
     yield request.param
-    assert [thread.name for thread in threading.enumerate() if thread.name == "holdfast-lightning"] == []
+    assert [
+        thread.name for thread in threading.enumerate() if thread.name == "holdfast-lightning"
+    ] == []
 
 
 class Logged(BoringModel):
@@ -77,12 +81,22 @@ class Logged(BoringModel):
 
 
 def trainer_of(*keeping: ModelCheckpoint, **more: object) -> Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "accelerator": "cpu",
+    }
     short = {"limit_train_batches": 2, "limit_val_batches": 1, "max_epochs": 3}
     return Trainer(callbacks=list(keeping), default_root_dir=os.getcwd(), **(quiet | short | more))
 
 
-def fitted(*keeping: ModelCheckpoint, model: BoringModel | None = None, resume: object = None, **more: object) -> Trainer:
+def fitted(
+    *keeping: ModelCheckpoint,
+    model: BoringModel | None = None,
+    resume: object = None,
+    **more: object,
+) -> Trainer:
     trainer = trainer_of(*keeping, **more)
     trainer.fit(model or Logged(), ckpt_path=resume)
     return trainer
@@ -103,7 +117,10 @@ def loaded(path: Path | str) -> dict[str, object]:
 def test_eight_epochs_of_one_name_are_eight_files(way: str, tmp_path: Path):
     keeping = ModelCheckpoint(tmp_path / "c", filename="model", monitor="epoch", save_top_k=-1)
     fitted(keeping, max_epochs=8, limit_train_batches=1, model=BoringModel())
-    assert names(tmp_path / "c") == {"model.ckpt", *(f"model-v{number}.ckpt" for number in range(1, 8))}
+    assert names(tmp_path / "c") == {
+        "model.ckpt",
+        *(f"model-v{number}.ckpt" for number in range(1, 8)),
+    }
     assert {os.path.basename(path) for path in keeping.best_k_models} == names(tmp_path / "c")
     assert sorted(loaded(path)["epoch"] for path in (tmp_path / "c").iterdir()) == list(range(8))
 
@@ -118,9 +135,13 @@ def test_one_name_of_which_the_best_two_are_kept(way: str, tmp_path: Path):
 
 def test_a_second_trainer_goes_on_with_versions(way: str, tmp_path: Path):
     for round in range(2):
-        keeping = ModelCheckpoint(tmp_path / "c", save_top_k=-1, monitor="epoch", filename="{epoch}")
+        keeping = ModelCheckpoint(
+            tmp_path / "c", save_top_k=-1, monitor="epoch", filename="{epoch}"
+        )
         fitted(keeping, max_epochs=2)
-        expected = {"epoch=0-v1.ckpt", "epoch=1-v1.ckpt"} if round else {"epoch=0.ckpt", "epoch=1.ckpt"}
+        expected = (
+            {"epoch=0-v1.ckpt", "epoch=1-v1.ckpt"} if round else {"epoch=0.ckpt", "epoch=1.ckpt"}
+        )
         assert {os.path.basename(path) for path in keeping.best_k_models} == expected
     assert len(names(tmp_path / "c")) == 4
 
@@ -137,7 +158,12 @@ def test_the_same_trainer_goes_on_with_versions(way: str, tmp_path: Path):
 def test_without_a_counter_names_are_written_again(way: str, tmp_path: Path):
     for _ in range(2):
         keeping = ModelCheckpoint(
-            tmp_path / "c", save_top_k=-1, save_last=True, monitor="epoch", filename="{epoch}", enable_version_counter=False
+            tmp_path / "c",
+            save_top_k=-1,
+            save_last=True,
+            monitor="epoch",
+            filename="{epoch}",
+            enable_version_counter=False,
         )
         fitted(keeping, max_epochs=2)
     assert names(tmp_path / "c") == {"epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"}
@@ -176,8 +202,16 @@ def test_another_suffix(way: str, tmp_path: Path):
 @pytest.mark.parametrize("top", [-1, 0, 1, 2])
 def test_the_default_folder(way: str, top: int, tmp_path: Path):
     fitted(ModelCheckpoint(monitor="score", filename="{epoch}", save_top_k=top))
-    kept = {-1: {"epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"}, 1: {"epoch=1.ckpt"}, 2: {"epoch=1.ckpt", "epoch=2.ckpt"}}
-    assert names(tmp_path / "checkpoints") == kept[top] if top else not (tmp_path / "checkpoints").exists()
+    kept = {
+        -1: {"epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"},
+        1: {"epoch=1.ckpt"},
+        2: {"epoch=1.ckpt", "epoch=2.ckpt"},
+    }
+    assert (
+        names(tmp_path / "checkpoints") == kept[top]
+        if top
+        else not (tmp_path / "checkpoints").exists()
+    )
 
 
 @pytest.mark.parametrize("top", [-1, 0, 1, 2])
@@ -185,7 +219,9 @@ def test_the_list_of_the_best(way: str, top: int, tmp_path: Path):
     keeping = ModelCheckpoint(tmp_path / "c", monitor="score", save_top_k=top)
     fitted(keeping)
     keeping.to_yaml(tmp_path / "best.yaml")
-    assert yaml.safe_load((tmp_path / "best.yaml").read_text()) == {name: v.item() for name, v in keeping.best_k_models.items()}
+    assert yaml.safe_load((tmp_path / "best.yaml").read_text()) == {
+        name: v.item() for name, v in keeping.best_k_models.items()
+    }
     assert all(os.path.exists(name) for name in keeping.best_k_models)
 
 
@@ -196,7 +232,9 @@ def test_nothing_is_said_about_checkpoints(way: str, tmp_path: Path):
 
 
 def test_all_are_kept_and_the_best_is_known(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(tmp_path / "c", filename="{epoch}", monitor="epoch", mode="max", save_top_k=-1)
+    keeping = ModelCheckpoint(
+        tmp_path / "c", filename="{epoch}", monitor="epoch", mode="max", save_top_k=-1
+    )
     fitted(keeping)
     assert keeping.best_model_path == str(tmp_path / "c" / "epoch=2.ckpt")
     assert keeping.kth_best_model_path == str(tmp_path / "c" / "epoch=0.ckpt")
@@ -205,20 +243,29 @@ def test_all_are_kept_and_the_best_is_known(way: str, tmp_path: Path):
 
 @pytest.mark.parametrize("every", range(4))
 def test_every_n_epochs(way: str, every: int, tmp_path: Path):
-    fitted(ModelCheckpoint(tmp_path / "c", filename="{epoch}", save_top_k=-1, every_n_epochs=every), max_epochs=5)
+    fitted(
+        ModelCheckpoint(tmp_path / "c", filename="{epoch}", save_top_k=-1, every_n_epochs=every),
+        max_epochs=5,
+    )
     kept = {f"epoch={epoch}.ckpt" for epoch in range(5) if every and (epoch + 1) % every == 0}
     assert (names(tmp_path / "c") if kept else set()) == kept
 
 
 def test_every_n_steps(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(tmp_path / "c", filename="{step}", every_n_train_steps=4, every_n_epochs=0, save_top_k=-1)
+    keeping = ModelCheckpoint(
+        tmp_path / "c", filename="{step}", every_n_train_steps=4, every_n_epochs=0, save_top_k=-1
+    )
     fitted(keeping, limit_train_batches=16, max_epochs=2)
     assert names(tmp_path / "c") == {f"step={step}.ckpt" for step in range(4, 33, 4)}
 
 
 def test_every_minute(way: str, tmp_path: Path):
     keeping = ModelCheckpoint(
-        tmp_path / "c", filename="{epoch}-{step}", train_time_interval=timedelta(minutes=1), save_top_k=-1, save_last=False
+        tmp_path / "c",
+        filename="{epoch}-{step}",
+        train_time_interval=timedelta(minutes=1),
+        save_top_k=-1,
+        save_last=False,
     )
     began = time.monotonic()
     with mock.patch("lightning.pytorch.callbacks.model_checkpoint.time") as clock:
@@ -235,9 +282,12 @@ def test_where_validation_is_rare(way: str, tmp_path: Path):
 
 @pytest.mark.parametrize("last", [False, True, "link"])
 @pytest.mark.parametrize(
-    ("top", "epochs", "interval", "expected"), [(1, 1, 1.0, 1), (2, 2, 1.0, 2), (2, 1, 0.25, 4), (2, 2, 0.3, 6)]
+    ("top", "epochs", "interval", "expected"),
+    [(1, 1, 1.0, 1), (2, 2, 1.0, 2), (2, 1, 0.25, 4), (2, 2, 0.3, 6)],
 )
-def test_how_often_is_saved(way: str, last: object, top: int, epochs: int, interval: float, expected: int, tmp_path: Path):
+def test_how_often_is_saved(
+    way: str, last: object, top: int, epochs: int, interval: float, expected: int, tmp_path: Path
+):
     class Falling(BoringModel):
         falls = 10.0
 
@@ -268,7 +318,10 @@ def test_the_last_one(way: str, last: object, tmp_path: Path, monkeypatch: pytes
     keeping = ModelCheckpoint(tmp_path / "c", monitor="score", save_top_k=-1, save_last=last)
     fitted(keeping)
     assert keeping.last_model_path == str(tmp_path / "c" / "last-epoch=2.ckpt")
-    assert names(tmp_path / "c") == {*(f"epoch={epoch}-step={2 * epoch + 2}.ckpt" for epoch in range(3)), "last-epoch=2.ckpt"}
+    assert names(tmp_path / "c") == {
+        *(f"epoch={epoch}-step={2 * epoch + 2}.ckpt" for epoch in range(3)),
+        "last-epoch=2.ckpt",
+    }
     assert os.path.islink(keeping.last_model_path) == (last == "link")
     assert loaded(keeping.last_model_path)["epoch"] == 2
 
@@ -282,12 +335,17 @@ def test_a_link_is_never_ahead_of_its_file(way: str, tmp_path: Path):
             if self.current_epoch:
                 seen.append(loaded(tmp_path / "c" / "last.ckpt")["epoch"])
 
-    fitted(ModelCheckpoint(tmp_path / "c", monitor="epoch", mode="max", save_last="link"), model=Looking())
+    fitted(
+        ModelCheckpoint(tmp_path / "c", monitor="epoch", mode="max", save_last="link"),
+        model=Looking(),
+    )
     assert seen == [0, 1]
 
 
 def test_the_last_one_has_what_the_newest_has(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(tmp_path / "c", monitor="score", filename="{epoch}", save_top_k=3, save_last=True)
+    keeping = ModelCheckpoint(
+        tmp_path / "c", monitor="score", filename="{epoch}", save_top_k=3, save_last=True
+    )
     fitted(keeping)
     newest, last = loaded(tmp_path / "c" / "epoch=2.ckpt"), loaded(tmp_path / "c" / "last.ckpt")
     assert (newest["epoch"], newest["global_step"]) == (last["epoch"], last["global_step"])
@@ -328,7 +386,9 @@ def test_what_a_checkpoint_says(way: str, monitor: str, plateau: bool, tmp_path:
                 return [optimizer], [{"scheduler": scheduler, "monitor": monitor}]
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=2)]
 
-    keeping = ModelCheckpoint(tmp_path / "c", filename="{" + monitor + ":.4f}-{epoch}", monitor=monitor, save_top_k=-1)
+    keeping = ModelCheckpoint(
+        tmp_path / "c", filename="{" + monitor + ":.4f}-{epoch}", monitor=monitor, save_top_k=-1
+    )
     fitted(keeping, model=Scheduled())
     assert len(names(tmp_path / "c")) == 3
     for epoch, score in enumerate((3.0, 1.0, 2.0)):
@@ -358,7 +418,11 @@ def test_hyperparameters(way: str, tmp_path: Path):
             super().__init__()
             self.save_hyperparameters(given)
 
-    fitted(ModelCheckpoint(tmp_path / "c", filename="x"), model=Parameterised(Namespace(a=1, b="2")), max_epochs=1)
+    fitted(
+        ModelCheckpoint(tmp_path / "c", filename="x"),
+        model=Parameterised(Namespace(a=1, b="2")),
+        max_epochs=1,
+    )
     found = loaded(tmp_path / "c" / "x.ckpt")[BoringModel.CHECKPOINT_HYPER_PARAMS_KEY]
     assert (type(found), found) == (dict, {"a": 1, "b": "2"})
 
@@ -374,11 +438,23 @@ def test_weights_only(way: str, tmp_path: Path):
 
 
 def test_a_training_that_is_resumed_keeps_what_it_came_from(way: str, tmp_path: Path):
-    given = {"filename": "{step}", "monitor": "step", "mode": "max", "save_last": True, "save_top_k": 2, "every_n_train_steps": 1}
+    given = {
+        "filename": "{step}",
+        "monitor": "step",
+        "mode": "max",
+        "save_last": True,
+        "save_top_k": 2,
+        "every_n_train_steps": 1,
+    }
     fitted(ModelCheckpoint(**given), max_epochs=1, limit_train_batches=3)
     assert names(tmp_path / "checkpoints") == {"last.ckpt", "step=2.ckpt", "step=3.ckpt"}
     new = ModelCheckpoint(dirpath=tmp_path / "new", **given)
-    fitted(new, max_epochs=2, limit_train_batches=3, resume=str(tmp_path / "checkpoints" / "step=2.ckpt"))
+    fitted(
+        new,
+        max_epochs=2,
+        limit_train_batches=3,
+        resume=str(tmp_path / "checkpoints" / "step=2.ckpt"),
+    )
     assert names(tmp_path / "checkpoints") == {"last.ckpt", "step=2.ckpt", "step=3.ckpt"}
 
 
@@ -389,7 +465,12 @@ def test_what_was_resumed_from_is_not_removed(way: str, same: bool, tmp_path: Pa
     fitted(ModelCheckpoint(tmp_path / "first", **given), max_steps=5, **more)
     assert names(tmp_path / "first") == {"epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"}
     to = tmp_path / ("first" if same else "second")
-    fitted(ModelCheckpoint(to, **given), max_steps=8, resume=str(tmp_path / "first" / "epoch=0-step=4.ckpt"), **more)
+    fitted(
+        ModelCheckpoint(to, **given),
+        max_steps=8,
+        resume=str(tmp_path / "first" / "epoch=0-step=4.ckpt"),
+        **more,
+    )
     new = {"epoch=0-step=6.ckpt", "epoch=0-step=8.ckpt"}
     assert names(to) == new | ({"epoch=0-step=4.ckpt"} if same else set())
     if not same:
@@ -407,7 +488,9 @@ def test_resumed_by_word(way: str, which: str, tmp_path: Path):
 
 
 def test_again_and_again(way: str, tmp_path: Path):
-    first = ModelCheckpoint(tmp_path / "c", monitor="val_score", filename="{epoch:02d}", save_top_k=-1)
+    first = ModelCheckpoint(
+        tmp_path / "c", monitor="val_score", filename="{epoch:02d}", save_top_k=-1
+    )
     fitted(first, max_epochs=1)
     paths = [first.best_model_path]
     for epochs in (2, 3, 4):
@@ -439,14 +522,23 @@ def test_an_exception_leaves_a_checkpoint(way: str, tmp_path: Path):
 
 def test_how_often_it_is_called(way: str, tmp_path: Path):
     for version in ("", "-v1"):
-        trainer = trainer_of(ModelCheckpoint(tmp_path / "c", save_last=True), max_epochs=2, limit_train_batches=1)
+        trainer = trainer_of(
+            ModelCheckpoint(tmp_path / "c", save_last=True), max_epochs=2, limit_train_batches=1
+        )
         io = trainer.strategy.checkpoint_io
         save = io.save_checkpoint = mock.Mock(wraps=io.save_checkpoint)
         remove = io.remove_checkpoint = mock.Mock(wraps=io.remove_checkpoint)
         trainer.fit(BoringModel())
         assert (save.call_count, remove.call_count) == (4, 1)
-        trainer.test(BoringModel(), ckpt_path=str(tmp_path / "c" / f"last{version}.ckpt"), verbose=False)
-    assert names(tmp_path / "c") == {"epoch=1-step=2.ckpt", "last.ckpt", "epoch=1-step=2-v1.ckpt", "last-v1.ckpt"}
+        trainer.test(
+            BoringModel(), ckpt_path=str(tmp_path / "c" / f"last{version}.ckpt"), verbose=False
+        )
+    assert names(tmp_path / "c") == {
+        "epoch=1-step=2.ckpt",
+        "last.ckpt",
+        "epoch=1-step=2-v1.ckpt",
+        "last-v1.ckpt",
+    }
 
 
 def test_options_of_a_store_are_refused(way: str, tmp_path: Path):
@@ -479,7 +571,12 @@ def test_several_processes(way: str, strategy: str, tmp_path: Path):
     trainer = trainer_of(keeping, max_epochs=4, strategy=strategy, devices=2, plugins=[plugin(way)])
     trainer.fit(BoringModel())
     assert trainer.state.finished
-    assert names(tmp_path / "c") == {"model.ckpt", "model-v1.ckpt", "model-v2.ckpt", "model-v3.ckpt"}
+    assert names(tmp_path / "c") == {
+        "model.ckpt",
+        "model-v1.ckpt",
+        "model-v2.ckpt",
+        "model-v3.ckpt",
+    }
     assert {os.path.basename(path) for path in keeping.best_k_models} <= names(tmp_path / "c")
 
 
@@ -507,7 +604,11 @@ def test_in_the_middle_of_a_training_the_disk_is_behind(way: str, tmp_path: Path
         def on_train_epoch_start(self) -> None:
             seen.append(names(tmp_path / "c") if (tmp_path / "c").exists() else set())
 
-    fitted(ModelCheckpoint(tmp_path / "c", filename="{epoch}", save_top_k=-1), model=Looking(), limit_train_batches=1)
+    fitted(
+        ModelCheckpoint(tmp_path / "c", filename="{epoch}", save_top_k=-1),
+        model=Looking(),
+        limit_train_batches=1,
+    )
     whole = [set(), {"epoch=0.ckpt"}, {"epoch=0.ckpt", "epoch=1.ckpt"}]
     assert seen[0] == set()
     assert all(behind <= there for behind, there in zip(seen, whole, strict=True))

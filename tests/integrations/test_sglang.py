@@ -23,17 +23,36 @@ from holdfast.errors import BadArgument, Corrupted
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
 
-KERNELS = ("torchvision", "sgl_kernel", "flashinfer", "tilelang", "deep_gemm", "torchao", "decord", "IPython", "quack", "cutlass")
+KERNELS = (
+    "torchvision",
+    "sgl_kernel",
+    "flashinfer",
+    "tilelang",
+    "deep_gemm",
+    "torchao",
+    "decord",
+    "IPython",
+    "quack",
+    "cutlass",
+)
 
 
 class Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Modules of which everything is a mock."""
 
     def __init__(self) -> None:
-        self._names = {name for name in KERNELS if name not in sys.modules and importlib.util.find_spec(name) is None}
+        self._names = {
+            name
+            for name in KERNELS
+            if name not in sys.modules and importlib.util.find_spec(name) is None
+        }
 
     def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in self._names else None
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if name.split(".")[0] in self._names
+            else None
+        )
 
     def create_module(self, spec):
         module = ModuleType(spec.name)
@@ -75,11 +94,15 @@ def loaded(extra: dict[str, object], folder: Path) -> Small:
 
     from holdfast.integrations.sglang import HoldfastLoader
 
-    loader = get_model_loader(LoadConfig(load_format=HoldfastLoader, model_loader_extra_config=extra))
+    loader = get_model_loader(
+        LoadConfig(load_format=HoldfastLoader, model_loader_extra_config=extra)
+    )
     assert type(loader) is HoldfastLoader
     config, model = SimpleNamespace(model_path=str(folder), revision=None), Small(40, 30)
     loader.download_model(config)
-    DefaultModelLoader.load_weights_only(model, loader._get_all_weights(config, model), torch.device("cpu"))
+    DefaultModelLoader.load_weights_only(
+        model, loader._get_all_weights(config, model), torch.device("cpu")
+    )
     return model
 
 

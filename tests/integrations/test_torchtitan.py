@@ -46,17 +46,29 @@ TOGETHER = ALONE | {
 class Ran:
     """What the jobs came to, and where."""
 
-    def __init__(self, folder: Path, jobs: dict[str, tuple[str, dict[str, object]]], *, ranks: int) -> None:
+    def __init__(
+        self, folder: Path, jobs: dict[str, tuple[str, dict[str, object]]], *, ranks: int
+    ) -> None:
         self.folder = folder
         (folder / "assets").mkdir()
         (folder / "assets" / "config.json").write_text('{"model_type": "small"}')
         given = [
-            [name, str(folder / name), job, arguments | ({"assets": str(folder / "assets")} if name == "hf" else {})]
+            [
+                name,
+                str(folder / name),
+                job,
+                arguments | ({"assets": str(folder / "assets")} if name == "hf" else {}),
+            ]
             for name, (job, arguments) in jobs.items()
         ]
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        told = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        told = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
         processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.integrations.titan", json.dumps(given)],
@@ -70,7 +82,9 @@ class Ran:
         ]
         ended = [process.communicate(timeout=280) for process in processes]
         self.said = "\n".join(said for _, said in ended)
-        self.found = dict(json.loads(line) for line in ended[0][0].splitlines() if line.startswith("["))
+        self.found = dict(
+            json.loads(line) for line in ended[0][0].splitlines() if line.startswith("[")
+        )
 
     def __getitem__(self, name: str) -> object:
         assert name in self.found, self.said
@@ -107,18 +121,24 @@ def test_old_steps_go_when_new_ones_are_there(how: str, ran: dict[int, Ran]):
     found = ran[2][how]
     assert found["left"] == ["step-5", "step-6"]
     # Counted after each save was asked for. From the third on two are whole, or three: the old one goes when the new one is there.
-    assert all(count in ((2,) if how == "waiting" else (2, 3)) for count in found["seen"][2:]), found
+    assert all(count in ((2,) if how == "waiting" else (2, 3)) for count in found["seen"][2:]), (
+        found
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_last_step_in_the_form_of_hugging_face(ranks: int, ran: dict[int, Ran]):
     files = ran[ranks]["hf"]
     assert files == ["config.json", "model.safetensors"]
-    weights = safetensors.numpy.load_file(ran[ranks].folder / "hf" / "checkpoint" / "step-5" / "model.safetensors")
+    weights = safetensors.numpy.load_file(
+        ran[ranks].folder / "hf" / "checkpoint" / "step-5" / "model.safetensors"
+    )
     assert {name: array.shape for name, array in weights.items()} == {
         "model.0.weight": (16, 8), "model.0.bias": (16,), "model.1.weight": (16, 8), "model.1.bias": (8,),
     }  # fmt: skip
-    assert not [name for name in os.listdir(ran[ranks].folder / "hf" / "checkpoint") if name.startswith(".")]
+    assert not [
+        name for name in os.listdir(ran[ranks].folder / "hf" / "checkpoint") if name.startswith(".")
+    ]
 
 
 def test_the_last_step_is_the_model_alone(ran: dict[int, Ran]):
@@ -139,5 +159,9 @@ def test_the_page():
 
     checkpoint = run_page("needs TorchTitan")["checkpoint"]
     assert type(checkpoint) is Checkpointer.Config
-    assert (checkpoint.format, checkpoint.background, checkpoint.keep_latest_k) == ("native", True, 3)
+    assert (checkpoint.format, checkpoint.background, checkpoint.keep_latest_k) == (
+        "native",
+        True,
+        3,
+    )
     assert checkpoint._owner is Checkpointer

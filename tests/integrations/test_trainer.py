@@ -44,7 +44,9 @@ def examples() -> list[dict[str, torch.Tensor]]:
     return [{"x": row, "labels": row * 2} for row in numbers]
 
 
-def trainer(folder: Path, *callbacks: object, steps: int = 6, **more: object) -> transformers.Trainer:
+def trainer(
+    folder: Path, *callbacks: object, steps: int = 6, **more: object
+) -> transformers.Trainer:
     given = {"save_steps": 2, "save_strategy": "steps", "eval_strategy": "no", **more}
     args = transformers.TrainingArguments(
         output_dir=str(folder),
@@ -57,7 +59,11 @@ def trainer(folder: Path, *callbacks: object, steps: int = 6, **more: object) ->
         **given,
     )
     return transformers.Trainer(
-        model=Line(), args=args, train_dataset=examples(), eval_dataset=examples()[:4], callbacks=list(callbacks)
+        model=Line(),
+        args=args,
+        train_dataset=examples(),
+        eval_dataset=examples()[:4],
+        callbacks=list(callbacks),
     )
 
 
@@ -68,7 +74,9 @@ class Full(transformers.TrainerCallback):
         self._step = step
         self._limit = files_of_at_most(20_000)
 
-    def on_step_begin(self, args: object, state: transformers.TrainerState, control: object, **more: object) -> None:
+    def on_step_begin(
+        self, args: object, state: transformers.TrainerState, control: object, **more: object
+    ) -> None:
         if state.global_step == self._step - 1:
             self._limit.__enter__()
 
@@ -110,7 +118,9 @@ def test_every_checkpoint_is_sealed_and_verifies(tmp_path: Path):
     (tmp_path / "checkpoint-6" / "rng_state.pth").unlink()
     assert latest_whole(tmp_path) == str(tmp_path / "checkpoint-4")
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_bytes(
-        (tmp_path / "checkpoint-4" / "trainer_state.json").read_bytes().replace(b'"global_step": 4', b'"global_step": 5')
+        (tmp_path / "checkpoint-4" / "trainer_state.json")
+        .read_bytes()
+        .replace(b'"global_step": 4', b'"global_step": 5')
     )
     assert latest_whole(tmp_path) == str(tmp_path / "checkpoint-4")
     assert latest_whole(tmp_path, deep=True) == str(tmp_path / "checkpoint-2")
@@ -133,13 +143,17 @@ def test_a_full_disk_tears_a_step_that_transformers_resumes_from_and_we_do_not(t
     again.train(resume_from_checkpoint=latest_whole(tmp_path / "ours"))
     assert torch.equal(weights(again), weights(whole))
     assert latest_whole(tmp_path / "ours") == str(tmp_path / "ours" / "checkpoint-6")
-    assert holdfast.verify(tmp_path / "ours" / "checkpoint-4").seal is not None  # written again, and whole now
+    assert (
+        holdfast.verify(tmp_path / "ours" / "checkpoint-4").seal is not None
+    )  # written again, and whole now
 
 
 class NoTimes(transformers.TrainerCallback):
     """A file system on which all folders have about one time, as that of a bucket has, or a copy."""
 
-    def on_step_end(self, args: transformers.TrainingArguments, *rest: object, **more: object) -> None:
+    def on_step_end(
+        self, args: transformers.TrainingArguments, *rest: object, **more: object
+    ) -> None:
         for name in os.listdir(args.output_dir):
             os.utime(Path(args.output_dir, name), (time.time(), time.time()))
 
@@ -149,7 +163,9 @@ def test_rotation_keeps_a_torn_step_there_and_the_good_ones_here(tmp_path: Path)
     trainer(tmp_path / "stock", NoTimes(), steps=3, save_steps=3, save_total_limit=1).train(
         resume_from_checkpoint=str(tmp_path / "stock" / "checkpoint-2")
     )
-    assert names(tmp_path / "stock") == ["checkpoint-4"]  # both good ones are gone: it was the newest by its number
+    assert names(tmp_path / "stock") == [
+        "checkpoint-4"
+    ]  # both good ones are gone: it was the newest by its number
     with pytest.raises((OSError, RuntimeError, ValueError)):
         trainer(tmp_path / "stock").train(resume_from_checkpoint=True)
 
@@ -169,7 +185,9 @@ class Signal(transformers.TrainerCallback):
         self._step = step
         self.trainer: transformers.Trainer | None = None
 
-    def on_step_end(self, args: object, state: transformers.TrainerState, control: object, **more: object) -> None:
+    def on_step_end(
+        self, args: object, state: transformers.TrainerState, control: object, **more: object
+    ) -> None:
         if state.global_step == self._step and self.trainer is not None:
             for callback in self.trainer.callback_handler.callbacks:
                 if getattr(callback, "jit_manager", None) is not None:
@@ -180,12 +198,16 @@ class Signal(transformers.TrainerCallback):
 def test_a_save_at_a_signal_is_sealed_if_it_is_whole(tmp_path: Path, full: bool):
     signal = Signal(3)
     disk = Full(3)
-    made = trainer(tmp_path, SealCallback(), signal, *([disk] if full else []), enable_jit_checkpoint=True)
+    made = trainer(
+        tmp_path, SealCallback(), signal, *([disk] if full else []), enable_jit_checkpoint=True
+    )
     signal.trainer = made
     if not full:
         made.train()
         assert read_seal(tmp_path / "checkpoint-3") is not None  # that of the signal
-        assert latest_whole(tmp_path) == str(tmp_path / "checkpoint-4")  # that of the step in which it was noticed
+        assert latest_whole(tmp_path) == str(
+            tmp_path / "checkpoint-4"
+        )  # that of the step in which it was noticed
         return
     try:
         with pytest.raises((RuntimeError, OSError)):
@@ -194,7 +216,9 @@ def test_a_save_at_a_signal_is_sealed_if_it_is_whole(tmp_path: Path, full: bool)
         disk.over()
     marker = tmp_path / "checkpoint-3" / "checkpoint-is-incomplete.txt"
     assert marker.exists()
-    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")  # although it says itself that it is none
+    assert get_last_checkpoint(str(tmp_path)) == str(
+        tmp_path / "checkpoint-3"
+    )  # although it says itself that it is none
     assert latest_whole(tmp_path) == str(tmp_path / "checkpoint-2")
 
 
@@ -217,7 +241,14 @@ def test_a_seal_is_gone_before_its_folder_is_written_over(tmp_path: Path):
 
 def test_rules_say_which_stay(tmp_path: Path):
     rules = ["latest:1", "best:eval_loss:1", holdfast.Every(4)]
-    trainer(tmp_path, SealCallback(keep=rules), steps=10, eval_strategy="steps", eval_steps=2, learning_rate=0.1).train()
+    trainer(
+        tmp_path,
+        SealCallback(keep=rules),
+        steps=10,
+        eval_strategy="steps",
+        eval_steps=2,
+        learning_rate=0.1,
+    ).train()
     scores = {step.step: step.metrics["eval_loss"] for step in holdfast.Run(tmp_path)}
     assert {4, 8, 10} <= set(scores)
     assert len(scores) in (3, 4)  # the best one may be one of these

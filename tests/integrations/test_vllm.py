@@ -25,7 +25,10 @@ from vllm.plugins import DEFAULT_PLUGINS_GROUP
 
 from holdfast.integrations.vllm import HoldfastLoader, register
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 class Small(torch.nn.Module):
@@ -50,12 +53,16 @@ def loader(extra: dict[str, object]) -> HoldfastLoader:
     register()
     made = get_model_loader(LoadConfig(load_format="holdfast", model_loader_extra_config=extra))
     assert type(made) is HoldfastLoader
-    made._init_ep_weight_filter = lambda model_config: None  # asks for the configuration of a whole engine
+    made._init_ep_weight_filter = lambda model_config: (
+        None
+    )  # asks for the configuration of a whole engine
     return made
 
 
 def model_config(path: Path) -> SimpleNamespace:
-    return SimpleNamespace(model=str(path), revision=None, quantization=None, multimodal_config=None)
+    return SimpleNamespace(
+        model=str(path), revision=None, quantization=None, multimodal_config=None
+    )
 
 
 @pytest.mark.parametrize("format", ["dcp", "torch", "native", "safetensors"])
@@ -69,7 +76,9 @@ def test_a_step_is_loaded_by_vllm_itself(format: str, tmp_path: Path):
         torch.save(state, step)
     else:
         holdfast.save(state if format == "native" else {"model": state["model"]}, step)
-    loader({"path": str(step), "prefix": "model."}).load_weights(served, model_config(tmp_path / "base"))
+    loader({"path": str(step), "prefix": "model."}).load_weights(
+        served, model_config(tmp_path / "base")
+    )
     for name, value in trained.state_dict().items():
         assert torch.equal(served.state_dict()[name], value), name
 
@@ -91,11 +100,15 @@ def test_damage_is_found_while_it_loads(tmp_path: Path):
     (tmp_path / "x.pt").write_bytes(content)
     with pytest.raises(Corrupted):
         loader({"path": str(tmp_path / "x.pt")}).load_weights(Small(), model_config(tmp_path))
-    loader({"path": str(tmp_path / "x.pt"), "mmap": True}).load_weights(Small(), model_config(tmp_path))
+    loader({"path": str(tmp_path / "x.pt"), "mmap": True}).load_weights(
+        Small(), model_config(tmp_path)
+    )
 
 
 def test_experts_of_other_ranks_are_not_read(tmp_path: Path):
-    state = {f"mlp.experts.{i}.w.weight": torch.ones(1000) for i in range(4)} | {"norm.weight": torch.ones(10)}
+    state = {f"mlp.experts.{i}.w.weight": torch.ones(1000) for i in range(4)} | {
+        "norm.weight": torch.ones(10)
+    }
     torch.save(state, tmp_path / "x.pt")
     made = loader({"path": str(tmp_path / "x.pt")})
     made.local_expert_ids = {1}
@@ -107,7 +120,9 @@ def test_secondary_weights_come_behind(tmp_path: Path):
     torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
     torch.save({"b": torch.zeros(1)}, tmp_path / "y.pt")
     model = Small()
-    model.secondary_weights = [SimpleNamespace(model_or_path=str(tmp_path / "y.pt"), prefix="vision.")]
+    model.secondary_weights = [
+        SimpleNamespace(model_or_path=str(tmp_path / "y.pt"), prefix="vision.")
+    ]
     found = dict(loader({}).get_all_weights(model_config(tmp_path / "x.pt"), model))
     assert list(found) == ["a", "vision.b"]
 

@@ -18,7 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    default_adamw,
+)
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 import holdfast
@@ -56,18 +60,30 @@ class Adapter(StateDictAdapter):
     """To the names of Hugging Face, and one weight transposed."""
 
     def to_hf(self, state: dict[str, object]) -> dict[str, object]:
-        return {f"model.{name}": value.T.contiguous() if name == "1.weight" else value for name, value in state.items()}
+        return {
+            f"model.{name}": value.T.contiguous() if name == "1.weight" else value
+            for name, value in state.items()
+        }
 
     def from_hf(self, state: dict[str, object]) -> dict[str, object]:
         plain = {name.removeprefix("model."): value for name, value in state.items()}
-        return {name: value.T.contiguous() if name == "1.weight" else value for name, value in plain.items()}
+        return {
+            name: value.T.contiguous() if name == "1.weight" else value
+            for name, value in plain.items()
+        }
 
 
 class Training:
     """A model, all that belongs to it, and a checkpointer of some kind."""
 
     def __init__(
-        self, folder: Path, kind: type = Checkpointer, *, seed: int = 0, assets: str | None = None, **config: object
+        self,
+        folder: Path,
+        kind: type = Checkpointer,
+        *,
+        seed: int = 0,
+        assets: str | None = None,
+        **config: object,
     ) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
@@ -105,11 +121,19 @@ class Training:
 
     def content(self) -> dict[str, object]:
         """All of the training, in plain numbers."""
-        state = {name: value.full_tensor().tolist() for name, value in self.model.state_dict().items()}
+        state = {
+            name: value.full_tensor().tolist() for name, value in self.model.state_dict().items()
+        }
         for name, value in self.optimizers.state_dict().items():
             full = value.full_tensor() if hasattr(value, "full_tensor") else value
             state[name] = full.tolist() if isinstance(full, torch.Tensor) else full
-        return json.loads(json.dumps(state | self.schedulers.state_dict() | {"step": self.progress.step, "at": self.loader.at}))
+        return json.loads(
+            json.dumps(
+                state
+                | self.schedulers.state_dict()
+                | {"step": self.progress.step, "at": self.loader.at}
+            )
+        )
 
 
 def steps(folder: Path) -> list[str]:
@@ -119,7 +143,9 @@ def steps(folder: Path) -> list[str]:
 KINDS = {"ours": Checkpointer, "stock": CheckpointManager}
 
 
-def resume(folder: Path, *, writer: str, reader: str, format: str, background: bool = True) -> object:
+def resume(
+    folder: Path, *, writer: str, reader: str, format: str, background: bool = True
+) -> object:
     """Train five steps, resume another training from the fourth, and train both to the end: they must be the same."""
 
     def options(kind: str) -> dict[str, object]:
@@ -151,7 +177,10 @@ def torn(folder: Path) -> object:
     assert expected.checkpointer.load(step=2)
     dist.barrier()
     if dist.get_rank() == 0:
-        largest = max((folder / "checkpoint" / "step-3").rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
+        largest = max(
+            (folder / "checkpoint" / "step-3").rglob("*"),
+            key=lambda file: file.stat().st_size * file.is_file(),
+        )
         os.truncate(largest, largest.stat().st_size // 2)
         (folder / "checkpoint" / "step-7").mkdir()
         (folder / "checkpoint" / ".step-9.abc.tmp").mkdir()
@@ -169,7 +198,11 @@ def retention(folder: Path, *, background: bool) -> object:
     for _ in range(6):
         one.train(1)
         dist.barrier()
-        whole = [name for name in steps(folder) if name.startswith("step-") and opens(folder / "checkpoint" / name)]
+        whole = [
+            name
+            for name in steps(folder)
+            if name.startswith("step-") and opens(folder / "checkpoint" / name)
+        ]
         seen.append(len(whole))
         dist.barrier()
     one.checkpointer.close()
@@ -191,7 +224,10 @@ def exported(folder: Path, *, hf: bool, assets: str | None = None) -> object:
     one.train(5, last=5)
     one.checkpointer.close()
     path = folder / "checkpoint" / "step-5"
-    weights = {name: value.full_tensor().to(torch.bfloat16) for name, value in one.model.state_dict().items()}
+    weights = {
+        name: value.full_tensor().to(torch.bfloat16)
+        for name, value in one.model.state_dict().items()
+    }
     with holdfast.torch.open(path) as checkpoint:
         found = {name: checkpoint[name] for name in checkpoint}
     expected = one.checkpointer._adapter.to_hf(weights) if hf else weights
@@ -199,7 +235,10 @@ def exported(folder: Path, *, hf: bool, assets: str | None = None) -> object:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     two = Training(folder / "other", seed=1, initial_load_path=str(path), initial_load_in_hf=hf)
     assert two.checkpointer.load()
-    assert all(torch.equal(value.full_tensor().bfloat16(), weights[name]) for name, value in two.model.state_dict().items())
+    assert all(
+        torch.equal(value.full_tensor().bfloat16(), weights[name])
+        for name, value in two.model.state_dict().items()
+    )
     assert two.progress.step == 0
     # It cannot be gone on from: what is, has an optimizer.
     three = Training(folder, seed=2)
@@ -240,7 +279,11 @@ def missing(folder: Path) -> object:
             two.checkpointer.load(step=step)
         except (holdfast.HoldfastError, FileNotFoundError) as error:
             said.append(type(error).__name__)
-    three = Training(folder, seed=1, exclude_from_loading=["optimizer", "lr_scheduler", "dataloader", "train_state"])
+    three = Training(
+        folder,
+        seed=1,
+        exclude_from_loading=["optimizer", "lr_scheduler", "dataloader", "train_state"],
+    )
     assert three.checkpointer.load(step=1)
     return said
 

@@ -44,7 +44,9 @@ def work(rank: int, folder: str) -> None:
     import deepspeed  # type: ignore[import-not-found]
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # type: ignore[import-not-found]
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS
+    )
     deepspeed.init_distributed("gloo")
     for stage, more in ((1, {}), (2, {}), (3, {}), (3, {"sub_group_size": 12})):
         torch.manual_seed(0)
@@ -61,7 +63,9 @@ def work(rank: int, folder: str) -> None:
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **more},
         }
-        engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(groups, lr=0.01), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=net, optimizer=torch.optim.AdamW(groups, lr=0.01), config=config
+        )
         for step in range(3):
             engine.backward(engine(torch.arange(8).view(1, 8) + (rank + step) % 3))
             engine.step()
@@ -70,7 +74,10 @@ def work(rank: int, folder: str) -> None:
         torch.distributed.barrier()
         if rank == 0:
             merged = get_fp32_state_dict_from_zero_checkpoint(str(own))
-            torch.save({name: tensor.clone() for name, tensor in merged.items()}, own.with_suffix(".merged.pt"))
+            torch.save(
+                {name: tensor.clone() for name, tensor in merged.items()},
+                own.with_suffix(".merged.pt"),
+            )
         torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -31,7 +31,9 @@ class Cut:
             return f"{axis}[{low or ''}:{high} + 0]" if spaces else f"{axis}[{low}:{high}]"
 
         def dim(axes: list[str]) -> str:
-            return one(axes[0]) if len(axes) == 1 and not spaces else f"({' '.join(map(one, axes))})"
+            return (
+                one(axes[0]) if len(axes) == 1 and not spaces else f"({' '.join(map(one, axes))})"
+            )
 
         return f"{self.name} : {' '.join(map(dim, self.dims))}"
 
@@ -72,7 +74,9 @@ class Arr:
                 box = box.transpose([left.index(axis) for axis in used])
                 sizes = dict(zip(used, box.shape, strict=True))
                 shape = [int(np.prod([sizes[axis] for axis in dim])) for dim in part.dims]
-                numbers = {a: p + self.low.get(a, 0) for a, p in zip(part.numbers, places, strict=True)}
+                numbers = {
+                    a: p + self.low.get(a, 0) for a, p in zip(part.numbers, places, strict=True)
+                }
                 made[part.name.format(**numbers)] = box.copy().reshape(shape)
         return made
 
@@ -86,7 +90,9 @@ class Model:
     """Tensors of the layout "one" that go nowhere."""
 
     def tensors(self, layout: str) -> dict[str, np.ndarray]:
-        return {name: values for array in self.arrays for name, values in array.tensors(layout).items()}
+        return {
+            name: values for array in self.arrays for name, values in array.tensors(layout).items()
+        }
 
 
 @st.composite
@@ -98,7 +104,9 @@ def models(draw: st.DrawFn, dtype: str = "<i4", ties: bool = True, least: int = 
         if how == "given":
             given[axis] = size
         else:
-            toml.append(f'{axis} = ["unknown * 2", "{size if how == "number" else f"{size} * 6 / 3 - {size}"}"]')
+            toml.append(
+                f'{axis} = ["unknown * 2", "{size if how == "number" else f"{size} * 6 / 3 - {size}"}"]'
+            )
     drops = {}
     if draw(st.booleans()):
         drops = {"junk.3.x": np.zeros((2, 2), dtype), "junk.11.x": np.ones((), dtype)}
@@ -123,7 +131,10 @@ def models(draw: st.DrawFn, dtype: str = "<i4", ties: bool = True, least: int = 
         first += values.size
         values = np.broadcast_to(values, [sizes[axis] for axis in axes]).copy()
         parts = {
-            layout: draw(cuts(number, layout, [a for a in axes if a not in lacking[layout]], low, sizes)) for layout in LAYOUTS
+            layout: draw(
+                cuts(number, layout, [a for a in axes if a not in lacking[layout]], low, sizes)
+            )
+            for layout in LAYOUTS
         }
         more = "".join(f'\nrange = {{{axis} = "{start}:"}}' for axis, start in low.items())
         arrays.append(Arr(f"array{number}", axes, low, values, parts, more))
@@ -131,21 +142,45 @@ def models(draw: st.DrawFn, dtype: str = "<i4", ties: bool = True, least: int = 
         twin = arrays[0]
         copies = draw(st.lists(st.sampled_from(LAYOUTS), unique=True))
         parts = {
-            layout: [Cut(f"twin.{cut.name}", cut.numbers, cut.dims, cut.spans) for cut in twin.parts[layout]] for layout in LAYOUTS
+            layout: [
+                Cut(f"twin.{cut.name}", cut.numbers, cut.dims, cut.spans)
+                for cut in twin.parts[layout]
+            ]
+            for layout in LAYOUTS
         }
-        arrays.append(Arr("twin", twin.axes, twin.low, twin.values, parts, twin.more, tied="array0", copies=copies))
+        arrays.append(
+            Arr(
+                "twin",
+                twin.axes,
+                twin.low,
+                twin.values,
+                parts,
+                twin.more,
+                tied="array0",
+                copies=copies,
+            )
+        )
     for array in arrays:
         toml.append(f'[[array]]\nid = "{array.id}"{array.more}')
         if array.tied:
             toml.append(f"tied = '{array.tied}'\ncopies = {array.copies!r}")
         for layout, own in array.parts.items():
             texts = [cut.text(draw(st.booleans())) for cut in own]
-            toml.append(f"{layout} = {texts if len(texts) > 1 or draw(st.booleans()) else texts[0]!r}")
+            toml.append(
+                f"{layout} = {texts if len(texts) > 1 or draw(st.booleans()) else texts[0]!r}"
+            )
     return Model("\n".join(toml), given, arrays, drops)
 
 
 @st.composite
-def cuts(draw: st.DrawFn, number: int, layout: str, axes: list[str], low: dict[str, int], sizes: dict[str, int]) -> list[Cut]:
+def cuts(
+    draw: st.DrawFn,
+    number: int,
+    layout: str,
+    axes: list[str],
+    low: dict[str, int],
+    sizes: dict[str, int],
+) -> list[Cut]:
     """The parts of a layout: one, or several with ranges of an axis, each with its own order of axes."""
     wide = [axis for axis in axes if sizes[axis] > 1]
     cut = draw(st.sampled_from([None, *wide, *wide[-1:]]))
@@ -154,12 +189,22 @@ def cuts(draw: st.DrawFn, number: int, layout: str, axes: list[str], low: dict[s
     start = low.get(cut, 0)
     inner = draw(st.sets(st.integers(start + 1, start + sizes[cut] - 1), min_size=1, max_size=3))
     edges = [start, *sorted(inner), start + sizes[cut]]
-    made = [draw(one_cut(number, layout, place, axes, {cut: span})) for place, span in enumerate(pairwise(edges))]
+    made = [
+        draw(one_cut(number, layout, place, axes, {cut: span}))
+        for place, span in enumerate(pairwise(edges))
+    ]
     return draw(st.permutations(made))
 
 
 @st.composite
-def one_cut(draw: st.DrawFn, number: int, layout: str, place: int, axes: list[str], spans: dict[str, tuple[int, int]]) -> Cut:
+def one_cut(
+    draw: st.DrawFn,
+    number: int,
+    layout: str,
+    place: int,
+    axes: list[str],
+    spans: dict[str, tuple[int, int]],
+) -> Cut:
     # Half of all have their axes in one order, and a third all in one dimension: then they meet in long runs.
     order = draw(st.permutations(axes)) if draw(st.booleans()) else axes
     together = draw(st.sampled_from(["never", "always", "now and then"]))
@@ -171,5 +216,7 @@ def one_cut(draw: st.DrawFn, number: int, layout: str, place: int, axes: list[st
             dims[-1].append(axis)
         else:
             dims.append([axis])
-    name = f"{layout}.array{number}.part{place}" + "".join(f".{axis}x.{{{axis}}}" for axis in numbers)
+    name = f"{layout}.array{number}.part{place}" + "".join(
+        f".{axis}x.{{{axis}}}" for axis in numbers
+    )
     return Cut(name, numbers, dims, spans)

@@ -21,7 +21,9 @@ QWEN, MOE, LLAMA, DEEPSEEK = ("qwen3-gqa", "qwen3_moe-gqa", "llama-gqa", "deepse
 def model(name: str = QWEN) -> tuple[dict[str, np.ndarray], dict[str, object]]:
     """The tensors of a model in Hugging Face's layout, each element another number, and its config.json."""
     recorded = json.loads((FOLDER / f"{name}.hf-titan.json").read_text())
-    return {key: values.astype("<i4") for key, values in numbered(recorded["source"]).items()}, recorded["config"]
+    return {
+        key: values.astype("<i4") for key, values in numbered(recorded["source"]).items()
+    }, recorded["config"]
 
 
 def write(folder: Path, tensors: dict[str, np.ndarray], config: object = None) -> Path:
@@ -37,7 +39,11 @@ def write(folder: Path, tensors: dict[str, np.ndarray], config: object = None) -
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many bytes of tensors each read of a safetensors file takes; headers are none."""
     found: list[int] = []
-    read, gather, scattered = local.LocalStore.read, local.LocalStore.gather, local.LocalStore.scattered
+    read, gather, scattered = (
+        local.LocalStore.read,
+        local.LocalStore.gather,
+        local.LocalStore.scattered,
+    )
 
     def count(self: local.LocalStore, key: str, start: int, nbytes: int) -> None:
         size = bytearray(8)
@@ -51,12 +57,16 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             count(self, key, start, out.nbytes)
         read(self, key, start, out)
 
-    def counting_gather(self: local.LocalStore, key: str, starts: np.ndarray, nbytes: np.ndarray, places: np.ndarray) -> int:
+    def counting_gather(
+        self: local.LocalStore, key: str, starts: np.ndarray, nbytes: np.ndarray, places: np.ndarray
+    ) -> int:
         for start, length in zip(starts, nbytes, strict=True):
             count(self, key, int(start), int(length))
         return gather(self, key, starts, nbytes, places)
 
-    def counting_scattered(self: local.LocalStore, key: str, starts: list[int], nbytes: list[int]) -> object:
+    def counting_scattered(
+        self: local.LocalStore, key: str, starts: list[int], nbytes: list[int]
+    ) -> object:
         for start, length in zip(starts, nbytes, strict=True):
             if key.endswith(".safetensors"):
                 count(self, key, start, length)

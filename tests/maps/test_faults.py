@@ -42,15 +42,24 @@ def test_what_fits_is_seen(tmp_path: Path, unread: None, name: str):
 def test_bytes_of_tensors_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = write(tmp_path, *model())
     with counted(monkeypatch) as found:
-        holdfast.open(folder, map="qwen3:hf->megatron")["decoder.layers.mlp.linear_fc1.weight"].numpy()
+        holdfast.open(folder, map="qwen3:hf->megatron")[
+            "decoder.layers.mlp.linear_fc1.weight"
+        ].numpy()
     assert sum(found) == 3 * 44 * 24 * 4
 
 
 def test_missing_tensors_are_all_named(tmp_path: Path, unread: None):
     tensors, config = model(MOE)
-    gone = [name for name in tensors if ".1.mlp.experts.4." in name or ".2.self_attn." in name or name == "model.norm.weight"]
+    gone = [
+        name
+        for name in tensors
+        if ".1.mlp.experts.4." in name or ".2.self_attn." in name or name == "model.norm.weight"
+    ]
     assert len(gone) == 3 + 6 + 1
-    error = refused(write(tmp_path, {k: v for k, v in tensors.items() if k not in gone}, config), "qwen3_moe:hf->megatron")
+    error = refused(
+        write(tmp_path, {k: v for k, v in tensors.items() if k not in gone}, config),
+        "qwen3_moe:hf->megatron",
+    )
     assert sorted(error.missing) == sorted(gone)
     assert not error.unexpected
     assert not error.mismatched
@@ -66,14 +75,23 @@ def test_a_missing_layer(tmp_path: Path, unread: None, layer: int, known: bool):
         del config["num_hidden_layers"]
     folder = write(tmp_path, {k: v for k, v in tensors.items() if k not in gone}, config)
     if layer == 2 and not known:  # nobody can know of it
-        assert holdfast.open(folder, map="qwen3:hf->megatron")["decoder.layers.mlp.linear_fc2.weight"].shape[0] == 2
+        assert (
+            holdfast.open(folder, map="qwen3:hf->megatron")[
+                "decoder.layers.mlp.linear_fc2.weight"
+            ].shape[0]
+            == 2
+        )
         return
     assert sorted(refused(folder).missing) == sorted(gone)
 
 
 def test_a_layer_too_many(tmp_path: Path, unread: None):
     tensors, config = model()
-    more = {name.replace("layers.2.", "layers.3."): values for name, values in tensors.items() if "layers.2." in name}
+    more = {
+        name.replace("layers.2.", "layers.3."): values
+        for name, values in tensors.items()
+        if "layers.2." in name
+    }
     error = refused(write(tmp_path, tensors | more, config))
     assert sorted(error.unexpected) == sorted(more)
     assert not error.missing
@@ -82,7 +100,9 @@ def test_a_layer_too_many(tmp_path: Path, unread: None):
 def test_one_tensor_under_two_names(tmp_path: Path, unread: None):
     tensors, config = model()
     name = "model.layers.01.mlp.up_proj.weight"
-    error = refused(write(tmp_path, tensors | {name: tensors["model.layers.1.mlp.up_proj.weight"]}, config))
+    error = refused(
+        write(tmp_path, tensors | {name: tensors["model.layers.1.mlp.up_proj.weight"]}, config)
+    )
     assert [*error.mismatched] in ([name], ["model.layers.1.mlp.up_proj.weight"])
     assert name in str(error)
     assert "twice" in str(error)
@@ -91,14 +111,22 @@ def test_one_tensor_under_two_names(tmp_path: Path, unread: None):
 def test_fused_and_unfused_together(tmp_path: Path, unread: None):
     tensors, config = model()
     seen = holdfast.open(write(tmp_path / "a", tensors, config), map="qwen3:hf->megatron")
-    both = tensors | {"decoder.layers.mlp.linear_fc1.weight": np.zeros(seen["decoder.layers.mlp.linear_fc1.weight"].shape, "<i4")}
+    both = tensors | {
+        "decoder.layers.mlp.linear_fc1.weight": np.zeros(
+            seen["decoder.layers.mlp.linear_fc1.weight"].shape, "<i4"
+        )
+    }
     error = refused(write(tmp_path / "b", both, config))
     assert error.unexpected == ("decoder.layers.mlp.linear_fc1.weight",)
 
 
 def test_left_over(tmp_path: Path, unread: None):
     tensors, config = model()
-    odd = {"model.layers.0.self_attn.q_proj.bias": np.zeros(60, "<i4"), "x": np.zeros(3, "<i4"), "model.norm.weight2": np.zeros(1)}
+    odd = {
+        "model.layers.0.self_attn.q_proj.bias": np.zeros(60, "<i4"),
+        "x": np.zeros(3, "<i4"),
+        "model.norm.weight2": np.zeros(1),
+    }
     error = refused(write(tmp_path, tensors | odd, config))
     assert sorted(error.unexpected) == sorted(odd)
     assert all(name in str(error) for name in odd)
@@ -109,10 +137,14 @@ WRONG: dict[str, Callable[[Tensors, dict[str, object]], object]] = {
     "groups": lambda tensors, config: config.update(num_key_value_heads=3),
     "vocabulary": lambda tensors, config: config.update(vocab_size=64),
     "layers": lambda tensors, config: config.update(num_hidden_layers=2),
-    "shape": lambda tensors, config: tensors.update({"model.layers.1.mlp.down_proj.weight": np.zeros((24, 21), "<i4")}),
+    "shape": lambda tensors, config: tensors.update(
+        {"model.layers.1.mlp.down_proj.weight": np.zeros((24, 21), "<i4")}
+    ),
     "dims": lambda tensors, config: tensors.update({"model.norm.weight": np.zeros((24, 1), "<i4")}),
     "scalar": lambda tensors, config: tensors.update({"model.norm.weight": np.zeros((), "<i4")}),
-    "padding": lambda tensors, config: tensors.update({"lm_head.weight": np.zeros((40, 24), "<i4")}),
+    "padding": lambda tensors, config: tensors.update(
+        {"lm_head.weight": np.zeros((40, 24), "<i4")}
+    ),
     "other model": lambda tensors, config: config.update(model(LLAMA)[1]),
     "experts": lambda tensors, config: config.update(model(MOE)[1]),
 }
@@ -148,10 +180,16 @@ def test_dtypes_inside_a_fused_tensor(tmp_path: Path, unread: None):
     for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
         tensors[name] = tensors[name].astype("<f2")
     error = refused(write(tmp_path, tensors, config))
-    assert sorted(error.mismatched) == ["decoder.layers.mlp.linear_fc1.weight", "decoder.layers.self_attention.linear_qkv.weight"]
+    assert sorted(error.mismatched) == [
+        "decoder.layers.mlp.linear_fc1.weight",
+        "decoder.layers.self_attention.linear_qkv.weight",
+    ]
     assert "float16" in str(error)
     assert "int32" in str(error)
-    assert holdfast.open(tmp_path, map="qwen3:hf->titan")["layers.1.feed_forward.w3.weight"].dtype.name == "float16"
+    assert (
+        holdfast.open(tmp_path, map="qwen3:hf->titan")["layers.1.feed_forward.w3.weight"].dtype.name
+        == "float16"
+    )
 
 
 def test_without_a_configuration_sizes_are_asked_for_by_name(tmp_path: Path, unread: None):
@@ -187,8 +225,15 @@ def test_configurations_that_are_none(tmp_path: Path, unread: None, kind: str):
         holdfast.open(write(tmp_path, model()[0], CONFIGS[kind]), map="qwen3:hf->megatron")
 
 
-@pytest.mark.parametrize("value", ["2", -2, 0, 1, True, 2.0, None, [], {}, 10**9, 10**18, 1 << 39, 1 << 70, {"a": 1}], ids=repr)
-@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"])
+@pytest.mark.parametrize(
+    "value",
+    ["2", -2, 0, 1, True, 2.0, None, [], {}, 10**9, 10**18, 1 << 39, 1 << 70, {"a": 1}],
+    ids=repr,
+)
+@pytest.mark.parametrize(
+    "key",
+    ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"],
+)
 def test_values_that_are_no_sizes(tmp_path: Path, unread: None, key: str, value: object):
     """They are refused, or not used: where shapes say the size, the map is as it should be."""
     tensors, config = model()
@@ -230,13 +275,17 @@ def test_auto_finds_family_and_direction(tmp_path: Path, name: str):
         assert any(f"{family}:hf->{layout}" in note for note in seen.notes)
         if sorted(seen) == sorted(tensors):
             continue  # the same names: it is known as the first layout that has them
-        there = write(tmp_path / layout, {name: tensor.numpy() for name, tensor in seen.items()}, config)
+        there = write(
+            tmp_path / layout, {name: tensor.numpy() for name, tensor in seen.items()}, config
+        )
         back = holdfast.open(there, map="auto")
         assert any(f"{family}:{layout}->hf" in note for note in back.notes)
         assert sorted(back) == sorted(tensors)
 
 
-def test_auto_says_why_not_in_one_line(tmp_path: Path, unread: None, capsys: pytest.CaptureFixture[str]):
+def test_auto_says_why_not_in_one_line(
+    tmp_path: Path, unread: None, capsys: pytest.CaptureFixture[str]
+):
     tensors, config = model()
     write(tmp_path / "hf", tensors, config)
     write(tmp_path / "odd", {"x": np.zeros(3)}, config)
@@ -289,7 +338,11 @@ def test_a_map_of_a_tie_is_proved(tmp_path: Path, unread: None):
     folder = write(tmp_path / "m", {"embed": np.zeros((3, 4), "<i4")})
     error = refused(folder, f"{tmp_path}/my.toml:a->b")
     assert "array head" in error.mismatched
-    (tmp_path / "my.toml").write_text(text.replace('b = "e : vocab hidden"', 'b = "e : vocab hidden"\nrange = {hidden = ":other"}'))
+    (tmp_path / "my.toml").write_text(
+        text.replace(
+            'b = "e : vocab hidden"', 'b = "e : vocab hidden"\nrange = {hidden = ":other"}'
+        )
+    )
     assert "size hidden" in refused(folder, f"{tmp_path}/my.toml:a->b").mismatched
 
 

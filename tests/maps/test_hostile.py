@@ -68,17 +68,24 @@ def read(text: str | bytes) -> object:
 
 
 def checkpoint(*names: str, shape: tuple[int, ...] = (2,)) -> holdfast.Checkpoint:
-    return holdfast.open(holdfast.to_bytes({name: np.zeros(shape, "<i4") for name in names}, format="safetensors"))
+    return holdfast.open(
+        holdfast.to_bytes({name: np.zeros(shape, "<i4") for name in names}, format="safetensors")
+    )
 
 
 def test_the_good_one_is_good():
     family = read(GOOD)
     state = {"w.0.x": 1, "w.0.y": 2, "w.1.x": 3, "w.1.y": 4, "junk.7": 5}
     tensors = {name: np.full((3, 4), value, "<i4") for name, value in state.items()}
-    tensors |= {f"opt.exp_avg.{name}": values + 10 for name, values in tensors.items() if name != "junk.7"}
+    tensors |= {
+        f"opt.exp_avg.{name}": values + 10 for name, values in tensors.items() if name != "junk.7"
+    }
     source = holdfast.open(holdfast.to_bytes(tensors, format="safetensors"))
     seen = Map(family, "a", "b").through(source)
-    assert {name: tensor.shape for name, tensor in seen.items()} == {"all.w": (2, 6, 4), "all.w|exp_avg": (2, 6, 4)}
+    assert {name: tensor.shape for name, tensor in seen.items()} == {
+        "all.w": (2, 6, 4),
+        "all.w|exp_avg": (2, 6, 4),
+    }
     assert seen["all.w"].numpy()[:, :, 0].tolist() == [[1, 2] * 3, [3, 4] * 3]
     assert seen["all.w|exp_avg"].numpy()[:, :, 0].tolist() == [[11, 12] * 3, [13, 14] * 3]
     back = Map(family, "a", "c").compose(Map(family, "c", "a")).through(source)
@@ -200,14 +207,22 @@ def test_any_value_anywhere_is_taken_or_refused(data: st.DataObject):
     places: list[tuple[dict[str, object] | list[object], object]] = []
 
     def walk(node: object) -> None:
-        for key, inner in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        for key, inner in (
+            node.items()
+            if isinstance(node, dict)
+            else enumerate(node)
+            if isinstance(node, list)
+            else ()
+        ):
             places.append((node, key))
             walk(inner)
 
     walk(document)
     holder, key = data.draw(st.sampled_from(places))
     if isinstance(holder, dict) and data.draw(st.integers(0, 4)) == 0:
-        holder[data.draw(st.text(max_size=5) | st.sampled_from(["a", "b", "c", "from", "replace"]))] = holder.pop(key)
+        holder[
+            data.draw(st.text(max_size=5) | st.sampled_from(["a", "b", "c", "from", "replace"]))
+        ] = holder.pop(key)
     else:
         holder[key] = data.draw(VALUES)
     try:
@@ -236,7 +251,9 @@ def test_sizes_that_lead_nowhere(text: str):
 
 def test_products_of_products_end():
     """Each size is the product of 75 of the one before: the ninth would have more digits than there are atoms."""
-    lines = ["s0 = '999999999999'"] + [f"s{i} = '{' * '.join([f's{i - 1}'] * 60)}'" for i in range(1, 10)]
+    lines = ["s0 = '999999999999'"] + [
+        f"s{i} = '{' * '.join([f's{i - 1}'] * 60)}'" for i in range(1, 10)
+    ]
     family = read(PLAIN + "a = 'x : s9'\nb = 'y : s9'\n[sizes]\n" + "\n".join(lines))
     with pytest.raises(BadMap, match="more than any size"):
         Map(family, "a", "b").through(checkpoint("x"))
@@ -244,7 +261,9 @@ def test_products_of_products_end():
 
 @pytest.mark.parametrize("way", [("a", "b"), ("b", "a")])
 def test_names_by_the_billion(way: tuple[str, str]):
-    family = read(PLAIN + "a = 'x.{n}.y.{m} : k'\nb = 'z : k'\n[sizes]\nn = '999999999'\nm = '999999999'")
+    family = read(
+        PLAIN + "a = 'x.{n}.y.{m} : k'\nb = 'z : k'\n[sizes]\nn = '999999999'\nm = '999999999'"
+    )
     with pytest.raises(DoesNotFit, match="tensors, which no checkpoint has"):
         Map(family, *way).through(checkpoint("x.0.y.0" if way[0] == "a" else "z"))
 
@@ -273,34 +292,62 @@ def growth(run: Callable[[int], object], n: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "states", ["opt.{state}.{name}", "{name}a.{state}", "{name}.a{state}", "a{state}aa.aa{name}", "{name}.{state}a"]
+    "states",
+    [
+        "opt.{state}.{name}",
+        "{name}a.{state}",
+        "{name}.a{state}",
+        "a{state}aa.aa{name}",
+        "{name}.{state}a",
+    ],
 )
 def test_long_names_and_states(states: str):
-    family = read("[layouts.a]\nstates = '" + states + "'\n[layouts.b]\n[[array]]\nid = 'w'\na = 'x : n'\nb = 'y : n'")
+    family = read(
+        "[layouts.a]\nstates = '"
+        + states
+        + "'\n[layouts.b]\n[[array]]\nid = 'w'\na = 'x : n'\nb = 'y : n'"
+    )
     layout = family.layout("a")
     for text in ("a", "a.", ".a", "aa.aa", "1"):
         names = lambda n, text=text: [text * (n // len(text)) + "!" for _ in range(3)]  # noqa: E731
-        assert growth(lambda n, names=names: [layout.state_of(name) for name in names(n)], 50_000) < 12, text
+        assert (
+            growth(lambda n, names=names: [layout.state_of(name) for name in names(n)], 50_000) < 12
+        ), text
     assert layout.state_of(layout.name_of("exp_avg", "x.y")) == ("exp_avg", "x.y")
 
 
 def test_long_names_in_a_checkpoint():
     family = read(PLAIN + "a = 'x.{n} : k'\nb = 'y : n k'")
-    for bad in ("x." + "9" * 100_000, "x." + "1." * 50_000, "x.\n1", "x.\x1b[31m1", "x.١", "x.²", "x.-1", "x.1 ", ""):
+    for bad in (
+        "x." + "9" * 100_000,
+        "x." + "1." * 50_000,
+        "x.\n1",
+        "x.\x1b[31m1",
+        "x.١",
+        "x.²",
+        "x.-1",
+        "x.1 ",
+        "",
+    ):
         with pytest.raises(DoesNotFit) as caught:
             Map(family, "a", "b").through(checkpoint("x.0", "x.1", bad))
         assert bad in (*caught.value.unexpected, *caught.value.mismatched)
 
 
 def test_drops_with_long_numbers_are_no_drops():
-    family = read(PLAIN.replace("[layouts.a]", "[layouts.a]\ndrop = ['junk.{n}.x']") + "a = 'x : k'\nb = 'y : k'")
+    family = read(
+        PLAIN.replace("[layouts.a]", "[layouts.a]\ndrop = ['junk.{n}.x']")
+        + "a = 'x : k'\nb = 'y : k'"
+    )
     assert [*Map(family, "a", "b").through(checkpoint("x", "junk.123.x"))] == ["y"]
     with pytest.raises(DoesNotFit) as caught:
         Map(family, "a", "b").through(checkpoint("x", f"junk.{'7' * 5000}.x"))
     assert len(caught.value.unexpected) == 1
 
 
-@pytest.mark.parametrize("text", ["{" * 300, "[" * 299, "x : " + "a[" * 100, "x : " + "(" * 200, "x : " + "(a" * 99])
+@pytest.mark.parametrize(
+    "text", ["{" * 300, "[" * 299, "x : " + "a[" * 100, "x : " + "(" * 200, "x : " + "(a" * 99]
+)
 def test_patterns_that_may_go_back_and_forth(text: str):
     start = time.perf_counter()
     with pytest.raises(BadMap):
@@ -315,14 +362,24 @@ def loops() -> float:
     return (time.perf_counter() - start) / 1000
 
 
-def test_no_control_character_reaches_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_no_control_character_reaches_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     family = tmp_path / "my\x1b[31m.toml"
-    family.write_text('[layouts.a]\n[layouts.b]\n[[array]]\nid = "w"\na = "x : n"\nb = "y\\u001b[31m : n"\n')
+    family.write_text(
+        '[layouts.a]\n[layouts.b]\n[[array]]\nid = "w"\na = "x : n"\nb = "y\\u001b[31m : n"\n'
+    )
     holdfast.save({"x": np.zeros(2)}, tmp_path / "m.safetensors")
     holdfast.save({"x": np.zeros(2), "z\x1b[31m\n": np.zeros(2)}, tmp_path / "n.safetensors")
     name = f"{family}:a->b"
-    runs = [["maps", "check", name, str(tmp_path / "m.safetensors")], ["maps", "check", name, str(tmp_path / "n.safetensors")]]
-    runs += [[*runs[0], more] for more in ("--all", "--json", "--explain=y\x1b[31m", "--explain=x\x1b[31m")]
+    runs = [
+        ["maps", "check", name, str(tmp_path / "m.safetensors")],
+        ["maps", "check", name, str(tmp_path / "n.safetensors")],
+    ]
+    runs += [
+        [*runs[0], more]
+        for more in ("--all", "--json", "--explain=y\x1b[31m", "--explain=x\x1b[31m")
+    ]
     runs += [["maps", "check", f"{family}:a->b\x1b", str(tmp_path / "m.safetensors")]]
     for run in runs:
         assert main(run) in (0, 2)
@@ -338,7 +395,10 @@ NAMES = {"a": 6, "b": 4, "config.x": 12, "zero": 0, "w.0": 3}
 def expressions(draw: st.DrawFn) -> str:
     words = [draw(st.sampled_from([*NAMES]) | st.integers(0, 99).map(str))]
     for _ in range(draw(st.integers(0, 6))):
-        words += [draw(st.sampled_from("+-*/")), draw(st.sampled_from([*NAMES]) | st.integers(0, 99).map(str))]
+        words += [
+            draw(st.sampled_from("+-*/")),
+            draw(st.sampled_from([*NAMES]) | st.integers(0, 99).map(str)),
+        ]
     return draw(st.sampled_from([" ", "", "  "])).join(words)
 
 
@@ -361,7 +421,13 @@ def test_expressions_are_what_python_makes_of_them(text: str):
             if rest:
                 raise ZeroDivisionError
             return quotient
-        return left + right if isinstance(node.op, ast.Add) else left - right if isinstance(node.op, ast.Sub) else left * right
+        return (
+            left + right
+            if isinstance(node.op, ast.Add)
+            else left - right
+            if isinstance(node.op, ast.Sub)
+            else left * right
+        )
 
     try:
         expected = value(tree.body)
@@ -379,16 +445,31 @@ def test_nothing_is_imported_or_opened():
     on = [True]
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
-        if on[0] and event in ("exec", "compile", "import", "open", "subprocess.Popen", "os.system"):
+        if on[0] and event in (
+            "exec",
+            "compile",
+            "import",
+            "open",
+            "subprocess.Popen",
+            "os.system",
+        ):
             seen.append(event)
 
-    evil = GOOD.replace('"config.layers"', '"config.__class__"').replace("opt.{state}", "{state}.__import__")
+    evil = GOOD.replace('"config.layers"', '"config.__class__"').replace(
+        "opt.{state}", "{state}.__import__"
+    )
     read(GOOD)
     sys.addaudithook(hook)
     try:
         read(GOOD)
         read(evil)
-        for content in ("a call", "a power", "a range of words", "a format in a number", "another key"):
+        for content in (
+            "a call",
+            "a power",
+            "a range of words",
+            "a format in a number",
+            "another key",
+        ):
             with pytest.raises(HoldfastError):
                 read(BAD[content])
     finally:

@@ -19,10 +19,18 @@ PADDED = ("embedding.word_embeddings", "output_layer")
 RECORDED = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 SAME_FAMILY = {"mistral": "llama"}
-SAME_LAYOUT = {("qwen3", "megatron-local"): "megatron"}  # Of a dense model both kinds of modules write the same.
+SAME_LAYOUT = {
+    ("qwen3", "megatron-local"): "megatron"
+}  # Of a dense model both kinds of modules write the same.
 NOT_SHIPPED = {
-    ("gemma3_text", "gguf"): "the converter adds 1 to norms, and a map moves elements without a change",
-    ("gpt_oss", "titan"): "TorchTitan's converter loses all weights of experts, so nothing says where they belong",
+    (
+        "gemma3_text",
+        "gguf",
+    ): "the converter adds 1 to norms, and a map moves elements without a change",
+    (
+        "gpt_oss",
+        "titan",
+    ): "TorchTitan's converter loses all weights of experts, so nothing says where they belong",
 }
 NOT_RECORDED = {"megatron-layers"}  # By rule the same as megatron, layer by layer.
 
@@ -30,7 +38,9 @@ NOT_RECORDED = {"megatron-layers"}  # By rule the same as megatron, layer by lay
 def shipped(recorded: dict[str, object]) -> tuple[str, str, str]:
     """The family and the two layouts that are to do what was recorded."""
     family = str(recorded["family"])
-    start, end = (SAME_LAYOUT.get((family, str(one)), str(one)) for one in (recorded["from"], recorded["to"]))
+    start, end = (
+        SAME_LAYOUT.get((family, str(one)), str(one)) for one in (recorded["from"], recorded["to"])
+    )
     return SAME_FAMILY.get(family, family), start, end
 
 
@@ -79,7 +89,14 @@ def test_a_map_puts_each_element_where_the_framework_puts_it(name: str):
 
 
 def test_every_layout_that_is_shipped_was_recorded():
-    ours = {(name, layout) for name, family in families().items() for layout in family.layouts if layout not in NOT_RECORDED}
+    ours = {
+        (name, layout)
+        for name, family in families().items()
+        for layout in family.layouts
+        if layout not in NOT_RECORDED
+    }
     seen = [shipped(json.loads((FOLDER / f"{name}.json").read_text())) for name in RECORDED]
-    assert ours == {(family, layout) for family, *ends in seen for layout in ends} - NOT_SHIPPED.keys()
+    assert (
+        ours == {(family, layout) for family, *ends in seen for layout in ends} - NOT_SHIPPED.keys()
+    )
     assert all(family.about and family.model_types for family in families().values())

@@ -56,8 +56,13 @@ def test_slices(model: Model, way: tuple[str, str], data: st.DataObject):
     seen = Map(family_of(model), source, target, model.given).through(opened(model, source))
     for name, values in model.tensors(target).items():
         for _ in range(3):
-            index = tuple(data.draw(indices(count)) for count in values.shape[: data.draw(st.integers(0, values.ndim))])
-            np.testing.assert_array_equal(seen[name][index].numpy(), values[index], err_msg=f"{name}{index}")
+            index = tuple(
+                data.draw(indices(count))
+                for count in values.shape[: data.draw(st.integers(0, values.ndim))]
+            )
+            np.testing.assert_array_equal(
+                seen[name][index].numpy(), values[index], err_msg=f"{name}{index}"
+            )
 
 
 def indices(count: int) -> st.SearchStrategy[int | slice]:
@@ -67,20 +72,34 @@ def indices(count: int) -> st.SearchStrategy[int | slice]:
 
 @settings(max_examples=60)
 @given(models(ties=False), WAYS, st.data())
-def test_chunks_for_a_box_are_those_that_meet_it(model: Model, way: tuple[str, str], data: st.DataObject):
+def test_chunks_for_a_box_are_those_that_meet_it(
+    model: Model, way: tuple[str, str], data: st.DataObject
+):
     source, target = way
     bound = Map(family_of(model), source, target, model.given).bind(opened(model, source))
     made = MappedTensors(bound)
     for one in bound.targets:
-        met = tuple((part, meeting) for part, meeting in enumerate(made.meetings(one)) if not meeting.empty)
+        met = tuple(
+            (part, meeting) for part, meeting in enumerate(made.meetings(one)) if not meeting.empty
+        )
         chunks = MappedChunks(one.places, one.found.rows, met, bound.table)
-        low = [data.draw(st.integers(0, count - 1)) for count in one.shape[: data.draw(st.integers(0, len(one.shape)))]]
-        high = [data.draw(st.integers(start + 1, count)) for start, count in zip(low, one.shape, strict=False)]
+        low = [
+            data.draw(st.integers(0, count - 1))
+            for count in one.shape[: data.draw(st.integers(0, len(one.shape)))]
+        ]
+        high = [
+            data.draw(st.integers(start + 1, count))
+            for start, count in zip(low, one.shape, strict=False)
+        ]
         boxes = {(chunk.box.start, chunk.box.stop) for chunk in chunks.made(low, high)}
         every = {(chunk.box.start, chunk.box.stop) for chunk in chunks.made()}
         assert boxes <= every
         missed = every - boxes
-        assert not [box for box in missed if all(box[0][d] < high[d] and low[d] < box[1][d] for d in range(len(low)))]
+        assert not [
+            box
+            for box in missed
+            if all(box[0][d] < high[d] and low[d] < box[1][d] for d in range(len(low)))
+        ]
 
 
 @settings(max_examples=60)
@@ -91,7 +110,12 @@ def test_axes_without_places(model: Model, way: tuple[str, str]):
     seen = Map(family_of(model), source, target, model.given).through(opened(model, source))
     # An array of which the source has no tensor at all has none in the target, whatever its shape would be.
     there = {array.id for array in model.arrays if array.tensors(source)}
-    expected = {name: values for array in model.arrays if array.id in there for name, values in array.tensors(target).items()}
+    expected = {
+        name: values
+        for array in model.arrays
+        if array.id in there
+        for name, values in array.tensors(target).items()
+    }
     assert stored.keys() == model.tensors(source).keys()
     same(seen, expected)
 
@@ -143,9 +167,19 @@ DTYPES = ["bfloat16", "float8_e4m3fn", "int8", "bool", "float64", "int32"]
 
 @pytest.mark.parametrize("place", PLACES)
 @settings(max_examples=8)
-@given(model=models(ties=False), dtype=st.sampled_from(DTYPES), target=st.sampled_from(["two", "three"]), data=st.data())
+@given(
+    model=models(ties=False),
+    dtype=st.sampled_from(DTYPES),
+    target=st.sampled_from(["two", "three"]),
+    data=st.data(),
+)
 def test_sources_of_every_format(
-    tmp_path_factory: pytest.TempPathFactory, place: str, model: Model, dtype: str, target: str, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    place: str,
+    model: Model,
+    dtype: str,
+    target: str,
+    data: st.DataObject,
 ):
     state = expand(model.tensors("one"), dtype)
     path = tmp_path_factory.mktemp("source") / place
@@ -157,13 +191,25 @@ def test_sources_of_every_format(
         holdfast.save(state, path, format="native", durable=False)
     elif place == "meshed":
         holdfast.save(state, path.with_suffix(".pt"), durable=False)
-        rules = [f"{name}: tp={data.draw(st.integers(0, t.ndim - 1))}" for name, t in state.items() if t.ndim and min(t.shape) > 1]
-        holdfast.reshard(path.with_suffix(".pt"), path, mesh="tp=3", rules=rules or ["*: replicate"], durable=False)
+        rules = [
+            f"{name}: tp={data.draw(st.integers(0, t.ndim - 1))}"
+            for name, t in state.items()
+            if t.ndim and min(t.shape) > 1
+        ]
+        holdfast.reshard(
+            path.with_suffix(".pt"),
+            path,
+            mesh="tp=3",
+            rules=rules or ["*: replicate"],
+            durable=False,
+        )
     else:
         torch.save(state, path, _use_new_zipfile_serialization=place == "out.pt")
     cut = model.tensors(target)
     expected = expand(cut, dtype)
-    with holdfast.torch.open(Map(family_of(model), "one", target, model.given).through(holdfast.open(path))) as seen:
+    with holdfast.torch.open(
+        Map(family_of(model), "one", target, model.given).through(holdfast.open(path))
+    ) as seen:
         assert sorted(seen) == sorted(cut)
         for name, tensor in expected.items():
             found = seen[name]
@@ -208,13 +254,18 @@ def test_an_axis_without_places_that_one_layout_lacks_is_refused():
         Map(read_family("empty", text.encode()), "a", "b").through(source)
 
 
-@pytest.mark.parametrize(("a", "b"), [("n m", "m n"), ("(n m)", "(m n)"), ("(n m) k", "(m n) k"), ("n (m k)", "n (k m)")])
+@pytest.mark.parametrize(
+    ("a", "b"), [("n m", "m n"), ("(n m)", "(m n)"), ("(n m) k", "(m n) k"), ("n (m k)", "n (k m)")]
+)
 def test_a_square_that_is_turned_is_no_rename(a: str, b: str):
     text = f"[sizes]\nn = '2'\nm = '2'\nk = '2'\n[layouts.a]\n[layouts.b]\n[[array]]\nid = 'w'\na = 'x : {a}'\nb = 'y : {b}'"
     family = read_family("square", text.encode())
     axes = [axis for axis in "nmk" if axis in a]
     whole = np.arange(2 ** len(axes), dtype="<i4").reshape([2] * len(axes))
-    shape = [4 if "(" in word else 2 for word in a.replace("m n", "mn").replace("n m)", "nm)").replace("m k)", "mk)").split()]
+    shape = [
+        4 if "(" in word else 2
+        for word in a.replace("m n", "mn").replace("n m)", "nm)").replace("m k)", "mk)").split()
+    ]
     turned = whole.transpose([axes.index(axis) for axis in b if axis in axes]).reshape(shape)
     source = holdfast.open(holdfast.to_bytes({"x": whole.reshape(shape)}, format="safetensors"))
     np.testing.assert_array_equal(Map(family, "a", "b").through(source)["y"].numpy(), turned)

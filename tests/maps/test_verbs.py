@@ -22,7 +22,9 @@ from holdfast.maps.find import Map
 from tests.maps.small import DEEPSEEK, LLAMA, MOE, QWEN, counted, model, write
 from tests.support import ALONE
 
-DCP = pytest.param("dcp", marks=pytest.mark.skipif(not format_of("dcp").written_by, reason="dcp is read alone"))
+DCP = pytest.param(
+    "dcp", marks=pytest.mark.skipif(not format_of("dcp").written_by, reason="dcp is read alone")
+)
 THERE, BACK = "qwen3:hf->megatron", "qwen3:megatron->hf"
 
 
@@ -64,8 +66,13 @@ def test_convert_takes_the_format_of_the_layout(source: Path, tmp_path: Path, fo
     state = {"decoder.layers.mlp.linear_fc1.weight": torch.zeros(3, 44, 24, dtype=torch.int32)}
     dcp.load(state, checkpoint_id=tmp_path / "step-0", **ALONE)
     seen = holdfast.open(source, map=THERE)
-    assert state["decoder.layers.mlp.linear_fc1.weight"].tolist() == seen["decoder.layers.mlp.linear_fc1.weight"].numpy().tolist()
-    holdfast.convert(with_config(tmp_path / "step-0", source), tmp_path / "hf", map="auto", durable=False)
+    assert (
+        state["decoder.layers.mlp.linear_fc1.weight"].tolist()
+        == seen["decoder.layers.mlp.linear_fc1.weight"].numpy().tolist()
+    )
+    holdfast.convert(
+        with_config(tmp_path / "step-0", source), tmp_path / "hf", map="auto", durable=False
+    )
     assert "safetensors" in holdfast.open(tmp_path / "hf").format
     assert values(holdfast.open(tmp_path / "hf")) == values(holdfast.open(source))
     holdfast.convert(source, tmp_path / "layers", map="qwen3:hf->megatron-layers", durable=False)
@@ -74,7 +81,9 @@ def test_convert_takes_the_format_of_the_layout(source: Path, tmp_path: Path, fo
 
 def test_a_folder_of_hugging_face_is_safetensors(source: Path, tmp_path: Path):
     holdfast.convert(source, tmp_path / "native", map=THERE, format="native", durable=False)
-    holdfast.convert(with_config(tmp_path / "native", source), tmp_path / "hf", map="auto", durable=False)
+    holdfast.convert(
+        with_config(tmp_path / "native", source), tmp_path / "hf", map="auto", durable=False
+    )
     assert "safetensors" in holdfast.open(tmp_path / "hf").format
     assert values(holdfast.open(tmp_path / "hf")) == values(holdfast.open(source))
 
@@ -87,37 +96,62 @@ def test_every_layout_of_every_family_leads_back(tmp_path: Path, name: str):
     family = Map.named(f"{name.partition('-')[0]}:hf->titan").family
     for one in family.layouts:
         for other in family.layouts:
-            way = Map(family, "hf", one).compose(Map(family, one, other)).compose(Map(family, other, "hf"))
+            way = (
+                Map(family, "hf", one)
+                .compose(Map(family, one, other))
+                .compose(Map(family, other, "hf"))
+            )
             assert values(way.through(source)) == expected, (one, other)
 
 
 def test_convert_with_other_changes(tmp_path: Path):
     tensors, config = model()
-    source = write(tmp_path / "floats", {name: array.astype("f4") for name, array in tensors.items()}, config)
+    source = write(
+        tmp_path / "floats", {name: array.astype("f4") for name, array in tensors.items()}, config
+    )
     holdfast.convert(
         source, tmp_path / "a.safetensors", map=THERE, durable=False, keep=["decoder.layers.mlp.*"], rename=[("decoder.*", "*")],
         dtype="float64",
     )  # fmt: skip
     with holdfast.open(tmp_path / "a.safetensors") as found:
         assert sorted(found) == [
-            f"layers.mlp.{one}" for one in ("linear_fc1.layer_norm_weight", "linear_fc1.weight", "linear_fc2.weight")
+            f"layers.mlp.{one}"
+            for one in ("linear_fc1.layer_norm_weight", "linear_fc1.weight", "linear_fc2.weight")
         ]
         assert {one.dtype.name for one in found.values()} == {"float64"}
         fused = holdfast.open(source, map=THERE)["decoder.layers.mlp.linear_fc2.weight"].numpy()
         assert (found["layers.mlp.linear_fc2.weight"].numpy() == fused).all()
 
 
-def test_the_command_converts_and_compares(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_converts_and_compares(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     there = tmp_path / "a.safetensors"
     assert main(["convert", str(source), str(there), "--map", THERE, "--no-durable", "-q"]) == 0
     assert main(["diff", str(source), str(there), "--map", THERE, "-q"]) == 0
     assert main(["diff", str(source), str(there), "-q"]) == 1
     assert main(["verify", str(source), "--map", THERE, "-q"]) == 0
     assert main(["verify", str(there), "--map", THERE, "-q"]) == 2
-    assert main(["report", str(source), "--map", THERE, "-o", str(tmp_path / "page.html"), "--json"]) == 0
+    assert (
+        main(["report", str(source), "--map", THERE, "-o", str(tmp_path / "page.html"), "--json"])
+        == 0
+    )
     assert "linear_fc1" in capsys.readouterr().out
     assert (
-        main(["reshard", str(source), str(tmp_path / "two"), "--map", THERE, "--mesh", "tp=2", "--rule", "*.weight: tp=0", "-q"])
+        main(
+            [
+                "reshard",
+                str(source),
+                str(tmp_path / "two"),
+                "--map",
+                THERE,
+                "--mesh",
+                "tp=2",
+                "--rule",
+                "*.weight: tp=0",
+                "-q",
+            ]
+        )
         == 0
     )
     capsys.readouterr()
@@ -127,7 +161,10 @@ def test_the_command_converts_and_compares(source: Path, tmp_path: Path, capsys:
 
 
 def test_what_does_not_fit_leaves_nothing(source: Path, tmp_path: Path):
-    for verb in (holdfast.convert, lambda *places, **options: holdfast.reshard(*places, mesh="tp=2", **options)):
+    for verb in (
+        holdfast.convert,
+        lambda *places, **options: holdfast.reshard(*places, mesh="tp=2", **options),
+    ):
         with pytest.raises(DoesNotFit):
             verb(source, tmp_path / "out", map="qwen3:titan->hf")
     assert [*tmp_path.iterdir()] == []
@@ -152,7 +189,9 @@ def test_report_and_reshard(source: Path, tmp_path: Path):
     page = json.dumps(holdfast.report(source, map=THERE, stats=True).document)
     assert "linear_qkv" in page
     assert "q_proj" not in page
-    holdfast.reshard(source, tmp_path / "four", mesh="tp=4", rules=["*.weight: tp=0"], map=THERE, durable=False)
+    holdfast.reshard(
+        source, tmp_path / "four", mesh="tp=4", rules=["*.weight: tp=0"], map=THERE, durable=False
+    )
     assert values(holdfast.open(tmp_path / "four")) == values(seen)
     # What was cut in boxes, by another map back to where it came from.
     with_config(tmp_path / "four", source)
@@ -171,7 +210,10 @@ def test_load_into_finds_the_way(source: Path, layout: str):
 
 
 def test_load_into_refuses_before_it_changes(source: Path):
-    state = {"decoder.final_layernorm.weight": torch.zeros(24, dtype=torch.int32), "x": torch.zeros(2)}
+    state = {
+        "decoder.final_layernorm.weight": torch.zeros(24, dtype=torch.int32),
+        "x": torch.zeros(2),
+    }
     with pytest.raises(holdfast.HoldfastError):
         holdfast.torch.load_into(state, source, map=THERE)
     assert not state["decoder.final_layernorm.weight"].any()
@@ -183,7 +225,9 @@ def first_of(checkpoint: holdfast.Checkpoint, name: str) -> list[object]:
 
 def test_a_mapped_checkpoint_goes_to_another_process(source: Path):
     name = "decoder.layers.self_attention.linear_qkv.weight"
-    with holdfast.open(source, map=Map.named(THERE).compose(Map.named("qwen3:megatron->megatron"))) as seen:
+    with holdfast.open(
+        source, map=Map.named(THERE).compose(Map.named("qwen3:megatron->megatron"))
+    ) as seen:
         again = pickle.loads(pickle.dumps(seen))
         assert values(again) == values(seen)
         tensor = pickle.loads(pickle.dumps(seen[name]))
@@ -193,7 +237,10 @@ def test_a_mapped_checkpoint_goes_to_another_process(source: Path):
 
 
 def test_mapped_files(source: Path):
-    with holdfast.open(source, map=THERE, mmap=True) as mapped, holdfast.open(source, map=THERE) as read:
+    with (
+        holdfast.open(source, map=THERE, mmap=True) as mapped,
+        holdfast.open(source, map=THERE) as read,
+    ):
         assert values(mapped) == values(read)
         assert mapped["embedding.word_embeddings.weight"].numpy().base is not None
 
@@ -210,13 +257,20 @@ def test_a_slice_reads_its_rows_alone(tmp_path: Path, monkeypatch: pytest.Monkey
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.self_attn.{one}_norm.weight": (dim,) for one in "qk"}
         shapes |= {f"{at}.{one}_layernorm.weight": (hidden,) for one in ("input", "post_attention")}
-        shapes |= {f"{at}.self_attn.q_proj.weight": (heads * dim, hidden), f"{at}.self_attn.o_proj.weight": (hidden, heads * dim)}
+        shapes |= {
+            f"{at}.self_attn.q_proj.weight": (heads * dim, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, heads * dim),
+        }
         shapes |= {f"{at}.self_attn.{one}_proj.weight": (groups * dim, hidden) for one in "kv"}
         shapes |= {f"{at}.mlp.{one}_proj.weight": (8, hidden) for one in ("gate", "up")} | {
             f"{at}.mlp.down_proj.weight": (hidden, 8)
         }
     rng = np.random.default_rng(0)
-    folder = write(tmp_path, {name: rng.integers(0, 9, shape).astype("<i4") for name, shape in shapes.items()}, config)
+    folder = write(
+        tmp_path,
+        {name: rng.integers(0, 9, shape).astype("<i4") for name, shape in shapes.items()},
+        config,
+    )
     row = hidden * 4
     with counted(monkeypatch) as found:
         seen = holdfast.open(folder, map=THERE)
@@ -252,15 +306,23 @@ one = "fc1 : layer hidden (side ffn)"
 def test_states_of_an_optimizer_go_as_the_weights_do(tmp_path: Path):
     (tmp_path / "my.toml").write_text(STATES)
     rng = np.random.default_rng(1)
-    weights = {f"layers.{layer}.{one}": rng.standard_normal((3, 4)).astype("f4") for layer in range(2) for one in ("gate", "up")}
+    weights = {
+        f"layers.{layer}.{one}": rng.standard_normal((3, 4)).astype("f4")
+        for layer in range(2)
+        for one in ("gate", "up")
+    }
     state = weights | {f"exp_avg_sq/{name}": array**2 for name, array in weights.items()}
     source = write(tmp_path / "m", state)
     seen = holdfast.open(source, map=f"{tmp_path}/my.toml:hf->one")
     assert sorted(seen) == ["fc1", "optimizer.state.exp_avg_sq.fc1"]
-    np.testing.assert_array_equal(seen["fc1"].numpy() ** 2, seen["optimizer.state.exp_avg_sq.fc1"].numpy())
+    np.testing.assert_array_equal(
+        seen["fc1"].numpy() ** 2, seen["optimizer.state.exp_avg_sq.fc1"].numpy()
+    )
     holdfast.convert(source, tmp_path / "native", map=f"{tmp_path}/my.toml:hf->one", durable=False)
     back = holdfast.open(tmp_path / "native", map=f"{tmp_path}/my.toml:one->hf")
-    assert {name: back[name].numpy().tolist() for name in sorted(back)} == {name: state[name].tolist() for name in sorted(state)}
+    assert {name: back[name].numpy().tolist() for name in sorted(back)} == {
+        name: state[name].tolist() for name in sorted(state)
+    }
     del state["exp_avg_sq/layers.1.up"]
     with pytest.raises(DoesNotFit) as caught:
         holdfast.open(write(tmp_path / "n", state), map=f"{tmp_path}/my.toml:hf->one")
@@ -273,7 +335,9 @@ def test_ties_stay_ties(tmp_path: Path, name: str):
     source = write(tmp_path / "hf", tensors, config)
     both = {"tok_embeddings.weight", "lm_head.weight"}
     seen = holdfast.open(source, map="qwen3:hf->titan")
-    np.testing.assert_array_equal(seen["lm_head.weight"].numpy(), tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(
+        seen["lm_head.weight"].numpy(), tensors["model.embed_tokens.weight"]
+    )
     assert [set(one.names) for one in seen.aliases] == [both]
     options = {"format": "native"} if name == "native" else {}
     holdfast.convert(source, tmp_path / name, map="qwen3:hf->titan", durable=False, **options)
@@ -291,12 +355,16 @@ def test_the_command_lists(capsys: pytest.CaptureFixture[str]):
     assert lines[-1] == "a map leads from one layout to another of its family: 'qwen3:hf->megatron'"
     assert main(["maps", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {"deepseek_v3", "llama", "qwen3", "qwen3_moe"} <= {one["family"] for one in found["families"]}
+    assert {"deepseek_v3", "llama", "qwen3", "qwen3_moe"} <= {
+        one["family"] for one in found["families"]
+    }
     assert main(["maps", "check"]) == 2
     assert "say which map" in capsys.readouterr().err
 
 
-def test_the_command_proves(source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_command_proves(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     name = "decoder.layers.mlp.linear_fc1.weight"
     with counted(monkeypatch) as found:
         assert main(["maps", "check", THERE, str(source)]) == 0
@@ -314,11 +382,15 @@ def test_the_command_proves(source: Path, monkeypatch: pytest.MonkeyPatch, capsy
         "[3, 44, 24]  from model.layers.{layer}.mlp.gate_proj.weight, model.layers.{layer}.mlp.up_proj.weight"
     )
     assert explained[0] == f"{name}  [3, 44, 24]  layer (side ffn) hidden"
-    assert explained[1] == "  from model.layers.0.mlp.gate_proj.weight  [22, 24]  (side[0] ffn) hidden"
+    assert (
+        explained[1] == "  from model.layers.0.mlp.gate_proj.weight  [22, 24]  (side[0] ffn) hidden"
+    )
     assert explained[-1] == "  with layer 3, side 2, ffn 22, hidden 24"
     fused = next(one for one in document["tensors"] if one["name"] == name)
     assert fused["shape"] == [3, 44, 24]
-    assert fused["from"] == sorted(f"model.layers.{i}.mlp.{one}_proj.weight" for i in range(3) for one in ("gate", "up"))
+    assert fused["from"] == sorted(
+        f"model.layers.{i}.mlp.{one}_proj.weight" for i in range(3) for one in ("gate", "up")
+    )
     assert (document["map"], document["left_out"], document["sizes"]["group"]) == (THERE, [], 2)
 
 

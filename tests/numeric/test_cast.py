@@ -9,7 +9,15 @@ EVERY = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 
 
 @pytest.mark.parametrize(
-    "values", [EVERY, EVERY[np.isfinite(EVERY)], EVERY[:0], EVERY[:0x7C00], EVERY[0x8000:0xFC00], EVERY[0xFBFF:0xFC01]]
+    "values",
+    [
+        EVERY,
+        EVERY[np.isfinite(EVERY)],
+        EVERY[:0],
+        EVERY[:0x7C00],
+        EVERY[0x8000:0xFC00],
+        EVERY[0xFBFF:0xFC01],
+    ],
 )
 def test_every_pattern_as_numpy_has_it(values):
     with np.errstate(invalid="ignore"):

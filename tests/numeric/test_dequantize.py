@@ -58,7 +58,10 @@ def q4_k(b: bytes, i: int) -> F:
 
 def q5_k(b: bytes, i: int) -> F:
     scale, minimum = six_bits(b, 4, i // 32)
-    q = b[48 + i // 64 * 32 + i % 32] >> 4 * (i // 32 % 2) & 15 | (b[16 + i % 32] >> i // 32 & 1) << 4
+    q = (
+        b[48 + i // 64 * 32 + i % 32] >> 4 * (i // 32 % 2) & 15
+        | (b[16 + i % 32] >> i // 32 & 1) << 4
+    )
     return half(b, 0) * F(scale) * F(q) - half(b, 2) * F(minimum)
 
 
@@ -102,9 +105,13 @@ def test_decoded_bit_for_bit(name):
     assert row.decode is not None
     with np.errstate(all="ignore"):
         found = row.decode(raw)
-        wanted = np.array([[oracle(block.tobytes(), i) for i in range(row.elements)] for block in raw], np.float32)
+        wanted = np.array(
+            [[oracle(block.tobytes(), i) for i in range(row.elements)] for block in raw], np.float32
+        )
     assert (found.dtype, found.shape) == (np.float32, (40, row.elements))
-    unequal = (found.view(np.uint32) != wanted.view(np.uint32)) & ~(np.isnan(found) & np.isnan(wanted))
+    unequal = (found.view(np.uint32) != wanted.view(np.uint32)) & ~(
+        np.isnan(found) & np.isnan(wanted)
+    )
     assert np.argwhere(unequal).tolist() == []
 
 

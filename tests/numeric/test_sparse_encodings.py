@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from holdfast.errors import MetadataError
 from holdfast.numeric import pack as encoding
-from holdfast.numeric.pack import Pattern, element_type, encoding_of, group_count, matrix_shape, spread, where_total
+from holdfast.numeric.pack import (
+    Pattern,
+    element_type,
+    encoding_of,
+    group_count,
+    matrix_shape,
+    spread,
+    where_total,
+)
 
 WIDTHS = (1, 2, 4, 8, 16)
 
@@ -24,12 +32,16 @@ def small_groups():
 
 
 def bits_as_bytes(bits):
-    return bytes(sum(bit << i for i, bit in enumerate(bits[at : at + 8])) for at in range(0, len(bits), 8))
+    return bytes(
+        sum(bit << i for i, bit in enumerate(bits[at : at + 8])) for at in range(0, len(bits), 8)
+    )
 
 
 def slow_bitmap(group):
     """The marks and the values of a group, where each element is its bytes."""
-    return bits_as_bytes([any(element) for element in group]), [element for element in group if any(element)]
+    return bits_as_bytes([any(element) for element in group]), [
+        element for element in group if any(element)
+    ]
 
 
 def slow_pattern(group, n, m):
@@ -87,7 +99,9 @@ def encodings(draw):
         return encoding_of("nm", (draw(st.integers(1, m - 1)), m), shape), shape
     if kind == "block":
         rows, columns = matrix_shape(shape)
-        return encoding_of("block", (draw(st.integers(1, rows)), draw(st.integers(1, columns))), shape), shape
+        return encoding_of(
+            "block", (draw(st.integers(1, rows)), draw(st.integers(1, columns))), shape
+        ), shape
     return encoding_of("bitmap", (), shape), shape
 
 
@@ -105,7 +119,9 @@ def test_groups_are_packed_as_slowly_and_come_back(made, width, data):
     for i in range(group_count(encoding)):
         group = dense[i * encoding.group :][: spread(encoding, i)]
         where, values = encoding.mark(group), encoding.take(group)
-        expected, kept = slow_pack(encoding, [bytes(element) for element in raw[i * encoding.group :][: len(group)]], shape)
+        expected, kept = slow_pack(
+            encoding, [bytes(element) for element in raw[i * encoding.group :][: len(group)]], shape
+        )
         assert where.tobytes() == expected
         assert values.tobytes() == b"".join(kept)
         assert len(where) == encoding.where_nbytes(len(group))
@@ -140,7 +156,9 @@ def test_marks_of_any_bytes_unpack_or_are_refused(made, width, marks, count, dat
 def test_tables_and_arithmetic_agree(monkeypatch):
     """2:4 goes through tables of bytes; without them the same comes out, for every pair of groups that fits."""
     encoding = encoding_of("nm", (2, 4), (8,))
-    fits = [bits for bits in range(256) if (bits & 15).bit_count() <= 2 and (bits >> 4).bit_count() <= 2]
+    fits = [
+        bits for bits in range(256) if (bits & 15).bit_count() <= 2 and (bits >> 4).bit_count() <= 2
+    ]
     groups = [np.array([bits >> i & 1 for i in range(8)], "<u2") * np.uint16(3) for bits in fits]
     quick = [(encoding.mark(group), encoding.take(group)) for group in groups]
     monkeypatch.setattr(Pattern, "_by_bytes", property(lambda self: False))
@@ -176,7 +194,9 @@ def test_marks_behind_the_last_element_are_refused(name, sizes):
         made.unpack(where, values, out)
 
 
-@pytest.mark.parametrize("encoding", [(2, 4), (1, 3), (2, 8), (5, 16)], ids=lambda sizes: "{}:{}".format(*sizes))
+@pytest.mark.parametrize(
+    "encoding", [(2, 4), (1, 3), (2, 8), (5, 16)], ids=lambda sizes: "{}:{}".format(*sizes)
+)
 def test_more_than_n_of_m_are_refused(encoding):
     made = encoding_of("nm", encoding, (3, 3 * encoding[1]))
     dense = np.ones(made.count, "<u2")

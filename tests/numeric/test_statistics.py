@@ -47,7 +47,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("shape", [(6,), (40, 30), (3, 5, 7), (700, 500), (3, 200_000), (1, 1), (90_001,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(6,), (40, 30), (3, 5, 7), (700, 500), (3, 200_000), (1, 1), (90_001,)], ids=str
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_numpy(kind, shape, tmp_path):
     array = KINDS[kind](np.random.default_rng(7), shape)
@@ -62,7 +64,9 @@ def test_against_numpy(kind, shape, tmp_path):
     assert found.moments.mean == pytest.approx(some.mean(), rel=1e-9, abs=1e-9)
     assert found.moments.deviations == pytest.approx(((some - some.mean()) ** 2).sum(), rel=1e-9)
     if some.var():
-        assert found.kurtosis == pytest.approx(((some - some.mean()) ** 4).mean() / some.var() ** 2 - 3, rel=1e-6, abs=1e-6)
+        assert found.kurtosis == pytest.approx(
+            ((some - some.mean()) ** 4).mean() / some.var() ** 2 - 3, rel=1e-6, abs=1e-6
+        )
     assert found.negative == pytest.approx((some < 0).mean())
     exponents = np.floor(np.log2(np.abs(some[some != 0]))).astype(int)
     assert sum(found.exponents) == exponents.size
@@ -90,7 +94,9 @@ def test_norms_do_not_depend_on_the_cuts(height, width, groups, data):
     squares = np.arange(height * width, dtype=np.float64)
     whole, cut = Norms((height, width), groups), Norms((height, width), groups)
     whole.add(0, squares)
-    edges = sorted({0, squares.size, *data.draw(st.lists(st.integers(0, squares.size), max_size=5))})
+    edges = sorted(
+        {0, squares.size, *data.draw(st.lists(st.integers(0, squares.size), max_size=5))}
+    )
     for start, stop in itertools.pairwise(edges):
         cut.add(start, squares[start:stop])
     assert np.allclose(whole.rows, cut.rows)

@@ -30,13 +30,21 @@ def slowly(array: np.ndarray) -> TensorSparsity:
     block = None
     for height, width in BLOCKS:
         if height <= rows and width <= columns and zeros and filled:
-            tiles = [matrix[i : i + height, j : j + width] for i in range(0, rows, height) for j in range(0, columns, width)]
+            tiles = [
+                matrix[i : i + height, j : j + width]
+                for i in range(0, rows, height)
+                for j in range(0, columns, width)
+            ]
             if sum(tile.size for tile in tiles if tile.all()) >= EXPLAINED * zeros:
                 block = height, width
                 break
-    dead = (int(matrix.all(axis=1).sum()), int(matrix.all(axis=0).sum())) if array.ndim > 1 else (0, 0)
+    dead = (
+        (int(matrix.all(axis=1).sum()), int(matrix.all(axis=0).sum())) if array.ndim > 1 else (0, 0)
+    )
     best = min(patterns, default=None)
-    return TensorSparsity("", array.dtype.name, array.shape, zeros, best and (best[2], best[1]), block, *dead)
+    return TensorSparsity(
+        "", array.dtype.name, array.shape, zeros, best and (best[2], best[1]), block, *dead
+    )
 
 
 def pruned(rng: np.random.Generator, shape: tuple[int, ...], how: str) -> np.ndarray:
@@ -47,7 +55,12 @@ def pruned(rng: np.random.Generator, shape: tuple[int, ...], how: str) -> np.nda
         matrix[rng.random(matrix.shape) < rng.choice([0.02, 0.5, 0.99])] = 0
     elif how == "groups" and array.size:
         m = int(rng.choice([2, 4, 8, 16]))
-        order = rng.random((rows, -(-columns // m) * m)).reshape(rows, -1, m).argsort(axis=2).reshape(rows, -1)[:, :columns]
+        order = (
+            rng.random((rows, -(-columns // m) * m))
+            .reshape(rows, -1, m)
+            .argsort(axis=2)
+            .reshape(rows, -1)[:, :columns]
+        )
         matrix[order < int(rng.integers(1, m))] = -0.0
     elif how == "blocks" and array.size:
         height, width = BLOCKS[int(rng.integers(len(BLOCKS)))]
@@ -83,7 +96,9 @@ SHAPES = [
 @given(
     st.sampled_from(SHAPES),
     st.sampled_from(["anywhere", "groups", "blocks", "lines"]),
-    st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16, np.float64, np.int8, np.bool_, np.complex64]),
+    st.sampled_from(
+        [np.float32, np.float16, ml_dtypes.bfloat16, np.float64, np.int8, np.bool_, np.complex64]
+    ),
     st.booleans(),
     st.integers(0, 1 << 32),
 )
@@ -96,4 +111,6 @@ def test_zeros_are_where_counting_finds_them(shape, how, dtype, small, seed):
             patch.setattr(module, "TILE_COLUMNS", 64)
         (found,) = find_zeros([Resident().array(array)], threads=2)
     expected = slowly(array)
-    assert [getattr(found, name) for name in expected.__slots__[1:]] == [getattr(expected, name) for name in expected.__slots__[1:]]
+    assert [getattr(found, name) for name in expected.__slots__[1:]] == [
+        getattr(expected, name) for name in expected.__slots__[1:]
+    ]

@@ -93,7 +93,9 @@ def integers(tensor: torch.Tensor) -> np.ndarray:
     if bits >= 8:
         return tensor.int_repr().numpy()
     stored = np.frombuffer(bytes(tensor.untyped_storage()), np.uint8)
-    each = np.stack([(stored >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], axis=1).reshape(-1)
+    each = np.stack(
+        [(stored >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], axis=1
+    ).reshape(-1)
     return each[: tensor.numel()].reshape(tuple(tensor.shape))
 
 
@@ -101,7 +103,11 @@ def assert_composite(whole: Composite, tensor: torch.Tensor) -> None:
     """`Composite.torch()` gives the tensor that torch loads: layout, attributes and the bits of every part."""
     kind, inner, attributes = parts(tensor)
     made = whole.torch()
-    assert (made.layout, made.dtype, made.is_nested) == (tensor.layout, tensor.dtype, tensor.is_nested)
+    assert (made.layout, made.dtype, made.is_nested) == (
+        tensor.layout,
+        tensor.dtype,
+        tensor.is_nested,
+    )
     if not tensor.is_nested:
         assert made.shape == tensor.shape == whole.shape
     made_kind, made_inner, made_attributes = parts(made)
@@ -158,7 +164,10 @@ def assert_same_tree(ours: object, theirs: object) -> None:
             assert ours == Device(theirs.type, theirs.index)
         case dict():
             kind = type(theirs)
-            assert isinstance(ours, kind) if kind is defaultdict else type(ours) is kind, (ours, theirs)
+            assert isinstance(ours, kind) if kind is defaultdict else type(ours) is kind, (
+                ours,
+                theirs,
+            )
             assert [(type(k), k) for k in ours] == [(type(k), k) for k in theirs]
             if kind is not Counter:
                 for key, value in theirs.items():

@@ -27,7 +27,13 @@ WHOLE = {
 }
 """What the sharded tensors are, in one piece. Ten rows on three ranks are 4, 4 and 2; one row leaves all others with none."""
 
-PLACEMENTS = {"row": Shard(0), "col": Shard(1), "deep": Shard(1), "tiny": Shard(0), "rep": Replicate()}
+PLACEMENTS = {
+    "row": Shard(0),
+    "col": Shard(1),
+    "deep": Shard(1),
+    "tiny": Shard(0),
+    "rep": Replicate(),
+}
 
 
 def save_all(rank: int, ranks: int, folder: str) -> None:
@@ -36,7 +42,9 @@ def save_all(rank: int, ranks: int, folder: str) -> None:
     place = Path(folder)
     dist.init_process_group("gloo", init_method=f"file://{place}/init", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
-    state: dict[str, object] = {name: distribute_tensor(WHOLE[name], mesh, [how]) for name, how in PLACEMENTS.items()}
+    state: dict[str, object] = {
+        name: distribute_tensor(WHOLE[name], mesh, [how]) for name, how in PLACEMENTS.items()
+    }
     state |= {"plain": WHOLE["plain"], "step": 3, f"rank{rank}": rank}
     dcp.save(state, checkpoint_id=place / "usual")
     dcp.save(state, storage_writer=FileSystemWriter(place / "threads", thread_count=2))
@@ -50,13 +58,23 @@ def save_all(rank: int, ranks: int, folder: str) -> None:
         os._exit(0)
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-    dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(path=str(place / "hf"), save_distributed=True))
+    dcp.save(
+        tensors,
+        storage_writer=HuggingFaceStorageWriter(path=str(place / "hf"), save_distributed=True),
+    )
     narrow = _narrow(rank, mesh)
-    dcp.save(narrow, storage_writer=HuggingFaceStorageWriter(path=str(place / "hf_narrow"), save_distributed=True))
+    dcp.save(
+        narrow,
+        storage_writer=HuggingFaceStorageWriter(
+            path=str(place / "hf_narrow"), save_distributed=True
+        ),
+    )
     dcp.save(narrow, checkpoint_id=place / "narrow")
     floats = {name: value for name, value in tensors.items() if name != "plain"}
     dist.barrier()
-    writer = HuggingFaceStorageWriter(path=str(place / "hf_whole"), save_distributed=True, enable_consolidation=True)
+    writer = HuggingFaceStorageWriter(
+        path=str(place / "hf_whole"), save_distributed=True, enable_consolidation=True
+    )
     dcp.save(floats, storage_writer=writer)
     dist.destroy_process_group()
 

@@ -13,10 +13,18 @@ from holdfast.torch import versions
 from tests.golden.expect import short
 from tests.support import dtypes, needs
 
-NARROW = [short(dtype) for dtype in dtypes("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")]
+NARROW = [
+    short(dtype)
+    for dtype in dtypes(
+        "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"
+    )
+]
 FLOATS = ["float16", "bfloat16", "float32", "float64", *NARROW]
 PAIRS = [
-    pytest.param(a, b, marks=() if b != "float8_e4m3fn" else needs(versions.SATURATES)) for a in FLOATS for b in FLOATS if a != b
+    pytest.param(a, b, marks=() if b != "float8_e4m3fn" else needs(versions.SATURATES))
+    for a in FLOATS
+    for b in FLOATS
+    if a != b
 ]
 BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
@@ -31,7 +39,9 @@ def patterns(name):
     if width <= 2:
         return np.arange(1 << 8 * width, dtype=f"u{width}").view(DTYPES.name(name).numpy)
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
-    singles = np.concatenate([upper | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1000, 0x0FFF)])
+    singles = np.concatenate(
+        [upper | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1000, 0x0FFF)]
+    )
     if width == 4:
         return singles.view(np.float32)
     with np.errstate(invalid="ignore"):
@@ -55,7 +65,10 @@ def check(array, source, target):
     expected = as_torch(array, source).to(torch_type(target))
     with np.errstate(all="ignore"):
         made = cast(array, dtype)
-        was, now = array.astype(np.float64), made.astype(np.float32).astype(np.float64) if dtype.bits < 64 else made
+        was, now = (
+            array.astype(np.float64),
+            made.astype(np.float32).astype(np.float64) if dtype.bits < 64 else made,
+        )
     both_nan = np.isnan(now) & expected.to(torch.float64).isnan().numpy()
     different = np.flatnonzero((bits_of(expected) != made.view(f"u{made.itemsize}")) & ~both_nan)
     assert not different.size, [(array[i], made[i], expected[i]) for i in different[:5]]
@@ -84,7 +97,11 @@ def test_every_pattern_is_cast_as_torch_does(source, target):
 @settings(max_examples=60)
 @given(
     st.sampled_from([pair.values for pair in PAIRS if pair.values[0] in ("float32", "float64")]),
-    st.lists(st.floats() | st.floats(-1e-4, 1e-4) | st.floats(400, 500) | st.floats(-7e4, -5e4), min_size=1, max_size=40),
+    st.lists(
+        st.floats() | st.floats(-1e-4, 1e-4) | st.floats(400, 500) | st.floats(-7e4, -5e4),
+        min_size=1,
+        max_size=40,
+    ),
 )
 def test_any_number_is_cast_as_torch_does(pair, values):
     with np.errstate(over="ignore", invalid="ignore"):
@@ -100,18 +117,27 @@ def test_packed_numbers_are_cast_by_their_values(source, target):
     assert cast(array, DTYPES.name(target)).tobytes() == bits_of(expected).tobytes()
 
 
-VALUES = {"w": [1.0, 500.0, -1e9, np.inf, 464.0, 464.1], "tiny": [1e-9, -1e-9, 0.0], "none": [np.nan, 0.5]}
+VALUES = {
+    "w": [1.0, 500.0, -1e9, np.inf, 464.0, 464.1],
+    "tiny": [1e-9, -1e-9, 0.0],
+    "none": [np.nan, 0.5],
+}
 
 
 def saved(path, dtype=torch.float32):
-    holdfast.save({name: torch.tensor(values, dtype=dtype) for name, values in VALUES.items()} | {"step": 3}, path)
+    holdfast.save(
+        {name: torch.tensor(values, dtype=dtype) for name, values in VALUES.items()} | {"step": 3},
+        path,
+    )
     return path
 
 
 @needs(versions.SATURATES)
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors", ""])
 def test_convert_saturates_and_says_how_many(tmp_path, suffix):
-    done = holdfast.convert(saved(tmp_path / "a.pt"), tmp_path / f"b{suffix}", dtype="float8_e4m3fn", threads=2)
+    done = holdfast.convert(
+        saved(tmp_path / "a.pt"), tmp_path / f"b{suffix}", dtype="float8_e4m3fn", threads=2
+    )
     with holdfast.open(tmp_path / f"b{suffix}") as ckpt:
         for name, values in VALUES.items():
             expected = torch.tensor(values).to(torch.float8_e4m3fn)
@@ -140,7 +166,9 @@ def test_each_element_counts_once(tmp_path):
     """A weight that is tied is written twice by some formats, and zeros are counted first where packing is asked for."""
     weight = torch.full((300, 300), 1e9)
     torch.save({"a": weight, "b": weight.T}, tmp_path / "a.pt")
-    done = holdfast.convert(tmp_path / "a.pt", tmp_path / "b", dtype="f16", sparse="auto", max_memory="70MB", threads=2)
+    done = holdfast.convert(
+        tmp_path / "a.pt", tmp_path / "b", dtype="f16", sparse="auto", max_memory="70MB", threads=2
+    )
     assert any("90,000 of 90,000 values" in note for note in done.notes)
 
 
@@ -152,7 +180,9 @@ def test_bytes_become_other_bytes(tmp_path, source, target):
     torch.save({"w": tensor}, tmp_path / "a.pt")
     holdfast.convert(tmp_path / "a.pt", tmp_path / "b.pt", dtype=target)
     found = torch.load(tmp_path / "b.pt")["w"]
-    assert torch.equal(found.float().nan_to_num(7e30), tensor.to(torch_type(target)).float().nan_to_num(7e30))
+    assert torch.equal(
+        found.float().nan_to_num(7e30), tensor.to(torch_type(target)).float().nan_to_num(7e30)
+    )
 
 
 @needs(versions.SATURATES)
@@ -187,5 +217,7 @@ def test_load_into_counts_integers_that_become_infinite(tmp_path):
     from holdfast.torch import load_into
 
     torch.save({"n": torch.tensor([1, 70000])}, tmp_path / "a.pt")
-    loaded = load_into({"n": torch.zeros(2, dtype=torch.float16)}, tmp_path / "a.pt", dtype=torch.float16)
+    loaded = load_into(
+        {"n": torch.zeros(2, dtype=torch.float16)}, tmp_path / "a.pt", dtype=torch.float16
+    )
     assert "cast to float16: 1 of 2 values beyond ±65504 became infinite: 'n' (1)" in loaded.notes

@@ -29,7 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def elements(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().contiguous()
-    return bytes(plain.untyped_storage())[: plain.numel() * plain.dtype.itemsize] if plain.numel() else b""
+    return (
+        bytes(plain.untyped_storage())[: plain.numel() * plain.dtype.itemsize]
+        if plain.numel()
+        else b""
+    )
 
 
 def state() -> dict[str, object]:
@@ -90,8 +94,16 @@ def written(tmp_path_factory) -> tuple[Path, dict[str, object]]:
         return folder, torch.load(folder / "loaded.pt", weights_only=False)
 
 
-def leaves(tree: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], object]]:
-    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else None
+def leaves(
+    tree: object, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    inside = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list | tuple)
+        else None
+    )
     if inside is None or not tree:
         yield path, tree
         return
@@ -111,7 +123,10 @@ def test_one_rank(written, way):
         for path, value in wanted.items():
             if isinstance(value, torch.Tensor):
                 lazy = found[path]
-                assert (f"torch.{lazy.dtype.torch}", lazy.shape) == (str(value.dtype), tuple(value.shape)), path
+                assert (f"torch.{lazy.dtype.torch}", lazy.shape) == (
+                    str(value.dtype),
+                    tuple(value.shape),
+                ), path
                 assert lazy.name == ".".join(map(str, path))
                 assert arrays[lazy.name].tobytes() == elements(value), path
             else:
@@ -131,8 +146,12 @@ def test_slices_of_what_is_strided(written):
             value = by_name[name]
             raw = torch.from_numpy(np.frombuffer(elements(value), np.uint8).copy())
             plain = raw.view(value.dtype).reshape(value.shape) if value.numel() else value
-            array = plain.view(torch.int16).numpy() if value.dtype == torch.bfloat16 else plain.numpy()
-            assert ckpt[name][index].numpy().tobytes() == np.ascontiguousarray(array[index]).tobytes(), name
+            array = (
+                plain.view(torch.int16).numpy() if value.dtype == torch.bfloat16 else plain.numpy()
+            )
+            assert (
+                ckpt[name][index].numpy().tobytes() == np.ascontiguousarray(array[index]).tobytes()
+            ), name
 
 
 def test_the_same_as_a_pt_file_and_through_every_format(written, tmp_path):
@@ -189,16 +208,26 @@ def test_the_vocabulary_is_torchs_own(written):
         assert type(mine).__name__ == type(stored).__name__
         if hasattr(stored, "chunks"):
             assert mine.size == stored.size
-            assert [(c.offsets, c.sizes) for c in mine.chunks] == [(c.offsets, c.sizes) for c in stored.chunks]
+            assert [(c.offsets, c.sizes) for c in mine.chunks] == [
+                (c.offsets, c.sizes) for c in stored.chunks
+            ]
             assert f"torch.{mine.properties.dtype.torch}" == str(stored.properties.dtype)
             assert mine.properties.requires_grad == stored.properties.requires_grad
-    places = {(k.fqn, k.offset, k.index): (v.relative_path, v.offset, v.length) for k, v in theirs.storage_data.items()}
-    assert {(k.fqn, k.offset, k.index): (v.relative_path, v.offset, v.length) for k, v in ours.storage_data.items()} == places
+    places = {
+        (k.fqn, k.offset, k.index): (v.relative_path, v.offset, v.length)
+        for k, v in theirs.storage_data.items()
+    }
+    assert {
+        (k.fqn, k.offset, k.index): (v.relative_path, v.offset, v.length)
+        for k, v in ours.storage_data.items()
+    } == places
 
 
 def test_quantised(tmp_path):
     whole = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.quint8)
-    rows = torch.quantize_per_channel(torch.ones(2, 2), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8)
+    rows = torch.quantize_per_channel(
+        torch.ones(2, 2), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8
+    )
     dcp.save({"whole": whole, "rows": rows}, checkpoint_id=tmp_path / "q")
     with holdfast.open(tmp_path / "q") as ckpt:
         assert isinstance(ckpt.tree["whole"], Composite)
@@ -208,7 +237,11 @@ def test_quantised(tmp_path):
 
 
 def test_names_that_hold_dots_and_lists_of_mappings(tmp_path):
-    saved = {"a.b": torch.ones(1), "a": {"c": [{"x": torch.zeros(2)}, {"x": torch.ones(2)}], "d.e": 1}, 3: {4: torch.ones(1)}}
+    saved = {
+        "a.b": torch.ones(1),
+        "a": {"c": [{"x": torch.zeros(2)}, {"x": torch.ones(2)}], "d.e": 1},
+        3: {4: torch.ones(1)},
+    }
     dcp.save(saved, checkpoint_id=tmp_path / "n")
     with holdfast.open(tmp_path / "n") as ckpt:
         assert sorted(ckpt) == ["3.4", "a.b", "a.c.0.x", "a.c.1.x"]
@@ -224,7 +257,10 @@ def test_what_a_cached_plan_writes_under_the_wrong_dtype_is_refused(written, tmp
     raw.state_dict_metadata["slice"].properties.dtype = torch.int32
     (tmp_path / ".metadata").write_bytes(pickle.dumps(raw))
     (tmp_path / "__0_0.distcp").write_bytes((folder / "usual" / "__0_0.distcp").read_bytes())
-    with holdfast.open(tmp_path) as ckpt, pytest.raises(holdfast.errors.MetadataError, match="int32") as caught:
+    with (
+        holdfast.open(tmp_path) as ckpt,
+        pytest.raises(holdfast.errors.MetadataError, match="int32") as caught,
+    ):
         ckpt["slice"].numpy()
     assert caught.value.tensor == "slice"
 
@@ -233,14 +269,19 @@ def test_what_a_cached_plan_writes_under_the_wrong_dtype_is_refused(written, tmp
 def ranks(request, tmp_path_factory) -> Path:
     """What so many ranks saved together."""
     if not versions.DTENSOR:
-        pytest.skip("several ranks of torch 2.4 hang in this test, forked or spawned; the cause was not found")
+        pytest.skip(
+            "several ranks of torch 2.4 hang in this test, forked or spawned; the cause was not found"
+        )
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
     # torch is imported once, by the server that the processes are forked from, and not by each of them.
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["torch.distributed.checkpoint", versions.dtensor_module().__name__]
     )
     start_processes(
-        save_all, (request.param, str(folder)), nprocs=request.param, start_method="forkserver" if versions.FORKS else "spawn"
+        save_all,
+        (request.param, str(folder)),
+        nprocs=request.param,
+        start_method="forkserver" if versions.FORKS else "spawn",
     )
     return folder
 
@@ -256,7 +297,9 @@ def check_whole(ckpt: holdfast.Checkpoint, names: list[str]) -> None:
             wanted = np.ascontiguousarray(raw[(*index, slice(None))])
             assert ckpt[name][index].numpy().tobytes() == wanted.tobytes()
     crc = {name: holdfast.open(_saved({name: WHOLE[name]}))[name].digest() for name in names}
-    assert {name: ckpt[name].digest() for name in names} == crc, "whatever the shards, the digest is that of the whole"
+    assert {name: ckpt[name].digest() for name in names} == crc, (
+        "whatever the shards, the digest is that of the whole"
+    )
 
 
 def _saved(value: object) -> bytes:
@@ -265,7 +308,9 @@ def _saved(value: object) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("way", ["usual", "threads", "items", pytest.param("alone", marks=needs(versions.HUGGING_FACE))])
+@pytest.mark.parametrize(
+    "way", ["usual", "threads", "items", pytest.param("alone", marks=needs(versions.HUGGING_FACE))]
+)
 def test_several_ranks(ranks, way):
     count = int(ranks.name.removeprefix("ranks")[0])
     with holdfast.open(ranks / way) as ckpt:
@@ -328,7 +373,9 @@ def test_narrow_types_in_pieces(ranks, way):
 @needs(versions.HUGGING_FACE)
 @pytest.mark.parametrize("way", ["whole", "distributed", "indexed", "consolidated"])
 def test_one_rank_as_safetensors(tmp_path, way):
-    saved = {name: whole for name, whole in WHOLE.items() if way != "consolidated" or name != "plain"}
+    saved = {
+        name: whole for name, whole in WHOLE.items() if way != "consolidated" or name != "plain"
+    }
     more = {
         "whole": {},
         "distributed": {"save_distributed": True},

@@ -20,13 +20,19 @@ from tests.support import torch_bytes
 PRINTABLE = [d for d in [*PLAIN, *UNTYPED] if not short(d).startswith(("bits", "float4"))]
 """Hypothesis prints what it draws, and torch cannot print the others."""
 
-few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+few = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 
 @st.composite
 def pools(draw: st.DrawFn, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
     """A few 1-D tensors; views of the same one share its storage."""
-    made = draw(st.lists(st.tuples(st.sampled_from(dtypes), st.integers(1, 40)), min_size=1, max_size=3))
+    made = draw(
+        st.lists(st.tuples(st.sampled_from(dtypes), st.integers(1, 40)), min_size=1, max_size=3)
+    )
     return [filled(dtype, count) for dtype, count in made]
 
 
@@ -55,7 +61,9 @@ plain = (
     | st.binary(max_size=8)
     | st.complex_numbers(allow_nan=False, allow_infinity=False)
     | st.builds(lambda s: torch.Size(s), st.lists(st.integers(0, 9), max_size=3))
-    | st.sampled_from([torch.float32, torch.int8, torch.float8_e4m3fn, torch.complex32, torch.uint4])
+    | st.sampled_from(
+        [torch.float32, torch.int8, torch.float8_e4m3fn, torch.complex32, torch.uint4]
+    )
     | st.sampled_from([torch.device("cpu"), torch.device("cuda", 3), torch.device("meta")])
     | st.builds(lambda v: np.float32(v), st.floats(width=32, allow_nan=False))
     | st.builds(lambda v: np.arange(v, dtype=np.int16).reshape(1, -1), st.integers(0, 5))
@@ -85,11 +93,15 @@ def indices(shape: tuple[int, ...]) -> st.SearchStrategy[object]:
     """What numpy takes as a basic index of this shape."""
     one = [st.slices(n) | (st.integers(-n, n - 1) if n else st.nothing()) for n in shape]
     return st.integers(0, len(shape)).flatmap(
-        lambda k: st.tuples(*one[:k]).flatmap(lambda t: st.sampled_from([t, (*t, ...), (None, *t), (*t, ..., None)]))
+        lambda k: st.tuples(*one[:k]).flatmap(
+            lambda t: st.sampled_from([t, (*t, ...), (None, *t), (*t, ..., None)])
+        )
     )
 
 
-def check_slices(data: st.DataObject, ckpt: holdfast.Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+def check_slices(
+    data: st.DataObject, ckpt: holdfast.Checkpoint, tensors: dict[str, torch.Tensor]
+) -> None:
     for name, tensor in tensors.items():
         whole = np.frombuffer(elements(tensor), ckpt[name].dtype.numpy).reshape(tuple(tensor.shape))
         index = data.draw(indices(whole.shape), label=name)
@@ -104,7 +116,12 @@ def test_zip(data):
     state = data.draw(pools(PRINTABLE).flatmap(states))
     saved_bytes = torch_bytes(state, pickle_protocol=data.draw(st.sampled_from([2, 2, 3, 4, 5])))
     loaded = torch.load(io.BytesIO(saved_bytes), weights_only=False)
-    assert_same_file(saved_bytes, loaded, mmap=data.draw(st.booleans()), threads=data.draw(st.sampled_from([None, 1])))
+    assert_same_file(
+        saved_bytes,
+        loaded,
+        mmap=data.draw(st.booleans()),
+        threads=data.draw(st.sampled_from([None, 1])),
+    )
     with holdfast.open(saved_bytes) as ckpt:
         assert_same_tree(ckpt.tree, loaded)
         check_slices(data, ckpt, dict(named_tensors(loaded)))
@@ -114,7 +131,9 @@ def test_zip(data):
 @given(st.data())
 def test_legacy(data):
     state = data.draw(pools(PLAIN).flatmap(states))
-    saved_bytes = torch_bytes(state, zipped=False, pickle_protocol=data.draw(st.sampled_from([2, 2, 4])))
+    saved_bytes = torch_bytes(
+        state, zipped=False, pickle_protocol=data.draw(st.sampled_from([2, 2, 4]))
+    )
     loaded = torch.load(io.BytesIO(saved_bytes), weights_only=False)
     assert_same_file(saved_bytes, loaded)
     with holdfast.open(saved_bytes) as ckpt:
@@ -129,7 +148,9 @@ SAFE = [d for d in PRINTABLE if holdfast.DTYPES.name(short(d)).safetensors]
 @given(st.data())
 def test_safetensors(data):
     shapes = st.lists(st.integers(0, 5), max_size=4)
-    drawn = st.dictionaries(st.text(min_size=1, max_size=6), st.tuples(st.sampled_from(SAFE), shapes), max_size=5)
+    drawn = st.dictionaries(
+        st.text(min_size=1, max_size=6), st.tuples(st.sampled_from(SAFE), shapes), max_size=5
+    )
     state = {
         name: filled(dtype, *shape) if shape else filled(dtype, 1)[0].clone()
         for name, (dtype, shape) in data.draw(drawn).items()

@@ -36,7 +36,9 @@ def state() -> dict[str, object]:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     moments = optimizer.state_dict()
-    moments["state"] = {str(number): values for number, values in moments["state"].items()}  # torch's converter makes them text
+    moments["state"] = {
+        str(number): values for number, values in moments["state"].items()
+    }  # torch's converter makes them text
     return {
         "model": dict(model.state_dict()),
         "optimizer": moments,
@@ -66,7 +68,9 @@ def saved(folder: Path) -> None:
 
 
 def saved_in_the_background(folder: Path) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         dcp.async_save(state(), checkpoint_id=folder).result()
     finally:

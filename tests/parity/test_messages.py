@@ -45,7 +45,12 @@ def pickled(content: bytes) -> bytes:
     return record("data.pkl", content)
 
 
-CORRUPT = (RuntimeError, "PytorchStreamReader", "internal miniz error", "high likelihood that your checkpoint file is corrupted")
+CORRUPT = (
+    RuntimeError,
+    "PytorchStreamReader",
+    "internal miniz error",
+    "high likelihood that your checkpoint file is corrupted",
+)
 FAILED = (pickle.UnpicklingError, "Weights only load failed", "WeightsUnpickler error")
 
 ANY_MODE: dict[str, tuple[bytes, type[Exception], tuple[str, ...]]] = {
@@ -59,28 +64,58 @@ ANY_MODE: dict[str, tuple[bytes, type[Exception], tuple[str, ...]]] = {
         CORRUPT[0],
         (*CORRUPT[1:], "failed reading zip archive: failed finding central directory"),
     ),
-    "four bytes": (GOOD[:4], CORRUPT[0], (*CORRUPT[1:], "failed reading zip archive: not a ZIP archive")),
+    "four bytes": (
+        GOOD[:4],
+        CORRUPT[0],
+        (*CORRUPT[1:], "failed reading zip archive: not a ZIP archive"),
+    ),
     "an entry without its signature": (
         GOOD[: (at := GOOD.rindex(b"PK\1\2"))] + b"x" + GOOD[at + 1 :],
         CORRUPT[0],
         (*CORRUPT[1:], "failed reading zip archive: invalid header or archive is corrupted"),
     ),
-    "no pickle": (record("data.pkl", None), CORRUPT[0], (*CORRUPT[1:], "failed locating file data.pkl: file not found")),
-    "no storage": (record("data/0", None), CORRUPT[0], (*CORRUPT[1:], "failed locating file data/0: file not found")),
+    "no pickle": (
+        record("data.pkl", None),
+        CORRUPT[0],
+        (*CORRUPT[1:], "failed locating file data.pkl: file not found"),
+    ),
+    "no storage": (
+        record("data/0", None),
+        CORRUPT[0],
+        (*CORRUPT[1:], "failed locating file data/0: file not found"),
+    ),
     "later version": (
         record("version", b"99"),
         RuntimeError,
-        ("Attempted to read a PyTorch file with version 99, but the maximum supported version for reading is 10",),
+        (
+            "Attempted to read a PyTorch file with version 99, but the maximum supported version for reading is 10",
+        ),
     ),
-    "no number for a version": (record("version", b"xx"), RuntimeError, ("Couldn't parse the version xx",)),
-    "byte order": (record("byteorder", b"middle"), ValueError, ("Unknown endianness type: middle",)),
+    "no number for a version": (
+        record("version", b"xx"),
+        RuntimeError,
+        ("Couldn't parse the version xx",),
+    ),
+    "byte order": (
+        record("byteorder", b"middle"),
+        ValueError,
+        ("Unknown endianness type: middle",),
+    ),
     "short storage": (
         record("data/0", b"x" * 20),
         (RuntimeError, ValueError),
         ("record size (20 bytes) does not match expected size (40 bytes",),
     ),
-    "legacy, cut": (LEGACY[:-10], RuntimeError, ("unexpected EOF, expected 10 more bytes", "The file might be corrupted")),
-    "legacy, another number": (pickle.dumps(12345, 2), RuntimeError, ("Invalid magic number; corrupt file?",)),
+    "legacy, cut": (
+        LEGACY[:-10],
+        RuntimeError,
+        ("unexpected EOF, expected 10 more bytes", "The file might be corrupted"),
+    ),
+    "legacy, another number": (
+        pickle.dumps(12345, 2),
+        RuntimeError,
+        ("Invalid magic number; corrupt file?",),
+    ),
     "legacy, another protocol": (
         pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1000, 2),
         RuntimeError,
@@ -90,7 +125,10 @@ ANY_MODE: dict[str, tuple[bytes, type[Exception], tuple[str, ...]]] = {
 }
 
 WEIGHTS: dict[str, tuple[bytes, str]] = {
-    "id of numbers": (b"\x80\x02(K\x01K\x02tQ.", "Only persistent_load of storage is allowed, but got <class 'int'>"),
+    "id of numbers": (
+        b"\x80\x02(K\x01K\x02tQ.",
+        "Only persistent_load of storage is allowed, but got <class 'int'>",
+    ),
     "id of text": (b"\x80\x02X\x01\x00\x00\x00aQ.", "persistent_load id must be tuple"),
     "SETITEMS": (
         b"\x80\x02](K\x01K\x02u.",
@@ -108,7 +146,10 @@ WEIGHTS: dict[str, tuple[bytes, str]] = {
     ),
     "REDUCE": (b"\x80\x02K\x01)R.", "Trying to call reduce for unrecognized function"),
     "unknown opcode": (b"\x80\x02\xff.", "Unsupported operand 255"),
-    "GLOBAL": (b"\x80\x02cnumpy\nfoo\n.", "Unsupported global: GLOBAL numpy.foo was not an allowed global by default"),
+    "GLOBAL": (
+        b"\x80\x02cnumpy\nfoo\n.",
+        "Unsupported global: GLOBAL numpy.foo was not an allowed global by default",
+    ),
 }
 
 
@@ -119,7 +160,9 @@ def said(function: Callable[..., object], raw: bytes, *, weights_only: bool) -> 
 
 
 @pytest.mark.parametrize("weights_only", [True, False], ids=["weights", "anything"])
-@pytest.mark.parametrize("function", [pytest.param(torch.load, marks=needs(versions.WORDS)), load], ids=["torch", "ours"])
+@pytest.mark.parametrize(
+    "function", [pytest.param(torch.load, marks=needs(versions.WORDS)), load], ids=["torch", "ours"]
+)
 @pytest.mark.parametrize("name", ANY_MODE)
 def test_files_that_are_broken(name: str, function: Callable[..., object], weights_only: bool):
     raw, kind, phrases = ANY_MODE[name]
@@ -129,7 +172,9 @@ def test_files_that_are_broken(name: str, function: Callable[..., object], weigh
         assert phrase in str(error)
 
 
-@pytest.mark.parametrize("function", [pytest.param(torch.load, marks=needs(versions.WORDS)), load], ids=["torch", "ours"])
+@pytest.mark.parametrize(
+    "function", [pytest.param(torch.load, marks=needs(versions.WORDS)), load], ids=["torch", "ours"]
+)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_pickles_that_are_refused(name: str, function: Callable[..., object]):
     content, phrase = WEIGHTS[name]

@@ -39,7 +39,11 @@ from tests.parity.compare import assert_leaf, elements, shared
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.mid, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
+        self.emb, self.mid, self.head = (
+            nn.Embedding(5, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 5, bias=False),
+        )
         self.head.weight = self.emb.weight
 
     def forward(self, x):
@@ -68,7 +72,9 @@ class Constants(nn.Module):
         self.line = nn.Linear(2, 2)
 
     def forward(self, x):
-        return self.line(x) * self.scale + torch.where(self.mask, 1.0, 0.0) + torch.tensor([3.0, 4.0])
+        return (
+            self.line(x) * self.scale + torch.where(self.mask, 1.0, 0.0) + torch.tensor([3.0, 4.0])
+        )
 
 
 class Strided(nn.Module):
@@ -77,7 +83,9 @@ class Strided(nn.Module):
         self.turned = nn.Parameter(torch.arange(12.0).view(3, 4).t())
         self.register_buffer("expanded", torch.ones(1).expand(4))
         self.register_buffer("second", torch.arange(8.0)[::2])
-        self.register_buffer("last", torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last))
+        self.register_buffer(
+            "last", torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
+        )
 
     def forward(self, x):
         return x @ self.turned + self.expanded[0] + self.second[1] + self.last.sum()
@@ -168,11 +176,19 @@ def folder(tmp_path_factory):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, (module, inputs) in X.items():
-            shapes = {"input": {0: torch.export.Dim("batch", min=2, max=64)}} if name == "dynamic" else None
+            shapes = (
+                {"input": {0: torch.export.Dim("batch", min=2, max=64)}}
+                if name == "dynamic"
+                else None
+            )
             exported = torch.export.export(module(), inputs, dynamic_shapes=shapes)
-            torch.export.save(exported, made / f"{name}.pt2", extra_files={"note.txt": f"about {name}"})
+            torch.export.save(
+                exported, made / f"{name}.pt2", extra_files={"note.txt": f"about {name}"}
+            )
         encoder = nn.Linear(3, 4)
-        several = {f"head{n}": torch.export.export(Shared(encoder, n), (torch.ones(2, 3),)) for n in (2, 5)}
+        several = {
+            f"head{n}": torch.export.export(Shared(encoder, n), (torch.ones(2, 3),)) for n in (2, 5)
+        }
         package_pt2(made / "several.pt2", exported_programs=several)
         torch.export.save(torch.export.export(Pickled(), (torch.ones(3),)), made / "pickled.pt2")
         with FakeTensorMode() as mode:
@@ -190,7 +206,10 @@ def loaded(path):
 
 def assert_same(ckpt, prefix, exported):
     """The weights and constants of a program are those that torch loads: names, order, bits, kinds, sharing."""
-    weights, constants = dict(exported.state_dict), {k: v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
+    weights, constants = (
+        dict(exported.state_dict),
+        {k: v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)},
+    )
     beside = (f"{prefix}constants.", f"{prefix}sample_inputs.", f"{prefix}aotinductor.")
     ours = [name for name in ckpt if name.startswith(prefix) and not name.startswith(beside)]
     assert [name.removeprefix(prefix) for name in ours] == list(weights)
@@ -198,7 +217,11 @@ def assert_same(ckpt, prefix, exported):
         assert_leaf(ckpt[prefix + name], tensor)
         assert_placed(ckpt[prefix + name], tensor)
     # Constants that are a program's own are sorted differently by torch when it loads them.
-    found = {name.removeprefix(f"{prefix}constants."): ckpt[name] for name in ckpt if name.startswith(f"{prefix}constants.")}
+    found = {
+        name.removeprefix(f"{prefix}constants."): ckpt[name]
+        for name in ckpt
+        if name.startswith(f"{prefix}constants.")
+    }
     assert set(found) == set(constants)
     for name, tensor in constants.items():
         assert elements(tensor) == found[name].numpy().tobytes()
@@ -214,7 +237,10 @@ def assert_placed(ours, tensor):
 
 
 def groups_of(ckpt, prefix, weights):
-    wanted = [[n.removeprefix(prefix) for n in alias.names if n.removeprefix(prefix) in weights] for alias in ckpt.aliases]
+    wanted = [
+        [n.removeprefix(prefix) for n in alias.names if n.removeprefix(prefix) in weights]
+        for alias in ckpt.aliases
+    ]
     return sorted(sorted(names) for names in wanted if len(names) > 1)
 
 
@@ -271,7 +297,9 @@ def test_the_summary_of_a_program(folder):
     ((_, model),) = Pt2Reader(source, key, read_archive(source, key)).models().items()
     program = model.program
     assert program is not None
-    assert [str(value) for value in program.inputs] == ["input: float32[s77, 3]"] or program.inputs[0].sizes[1] == 3
+    assert [str(value) for value in program.inputs] == ["input: float32[s77, 3]"] or program.inputs[
+        0
+    ].sizes[1] == 3
     assert isinstance(program.inputs[0].sizes[0], str)
     assert program.inputs[0].sizes[0].isidentifier()
     assert program.operators == {"aten.linear.default": 1}
@@ -336,7 +364,10 @@ def test_the_legacy_layout(folder, tmp_path, name):
 @pytest.mark.parametrize("suffix", ["pt", "json"])
 def test_the_oldest_layout(folder, tmp_path, suffix):
     exported = loaded(folder / "tied.pt2")
-    with zipfile.ZipFile(folder / "tied.pt2") as new, zipfile.ZipFile(tmp_path / "old.pt2", "w") as old:
+    with (
+        zipfile.ZipFile(folder / "tied.pt2") as new,
+        zipfile.ZipFile(tmp_path / "old.pt2", "w") as old,
+    ):
         old.writestr("serialized_exported_program.json", new.read("tied/models/model.json"))
         old.writestr(f"serialized_state_dict.{suffix}", saved(dict(exported.state_dict)))
         old.writestr(f"serialized_constants.{suffix}", saved(dict(exported.constants)))
@@ -354,10 +385,15 @@ def test_compiled_packages_are_listed_and_their_weights_read(tmp_path):
     (tmp_path / "code.so").write_bytes(b"\x7fELF")
 
     def weights(**tensors):
-        return Weights({name: (tensor, TensorProperties(tensor)) for name, tensor in tensors.items()})
+        return Weights(
+            {name: (tensor, TensorProperties(tensor)) for name, tensor in tensors.items()}
+        )
 
     one, two = weights(w=base.view(3, 4), v=base[2:5]), weights(w=base.view(4, 3))
-    package_pt2(tmp_path / "code.pt2", aoti_files={"m": [str(tmp_path / "code.so"), one], "n": [str(tmp_path / "code.so"), two]})
+    package_pt2(
+        tmp_path / "code.pt2",
+        aoti_files={"m": [str(tmp_path / "code.so"), one], "n": [str(tmp_path / "code.so"), two]},
+    )
     with holdfast.open(tmp_path / "code.pt2") as ckpt:
         assert list(ckpt) == ["m.w", "m.v", "n.w"]
         assert ckpt["m.v"].numpy().tolist() == [2, 3, 4]
@@ -373,7 +409,11 @@ def parts_of(path, exported, model="model", **changed):
     """A model of an archive as a part of another, with other weights."""
     archive = zipfile.ZipFile(path)
     prefix = archive.namelist()[0].partition("/")[0]
-    state = lazy_tree(tabulate_state({"w": dict(changed.get("weights", exported.state_dict)), "c": dict(exported.constants)}))
+    state = lazy_tree(
+        tabulate_state(
+            {"w": dict(changed.get("weights", exported.state_dict)), "c": dict(exported.constants)}
+        )
+    )
     return ModelWeights(
         state["w"], state["c"], archive.read(f"{prefix}/models/{model}.json"),
         archive.read(f"{prefix}/data/sample_inputs/{model}.pt"),
@@ -410,15 +450,24 @@ def test_ten_archives_become_one(folder, tmp_path):
     programs = load_pt2(tmp_path / "all.pt2").exported_programs
     assert list(programs) == list(X)
     for name, program in programs.items():
-        assert torch.equal(program.module()(*X[name][1]), loaded(folder / f"{name}.pt2").module()(*X[name][1]))
+        assert torch.equal(
+            program.module()(*X[name][1]), loaded(folder / f"{name}.pt2").module()(*X[name][1])
+        )
 
 
 def test_models_share_what_they_have_in_common(folder, tmp_path):
     contents = load_pt2(folder / "several.pt2")
     programs = contents.exported_programs
     encoder = {n: t for n, t in programs["head2"].state_dict.items() if n.startswith("encoder")}
-    state = lazy_tree(tabulate_state({model: {**exported.state_dict, **encoder} for model, exported in programs.items()}))
-    models = {model: ModelWeights(state[model], {}, *_program(folder / "several.pt2", model)) for model in programs}
+    state = lazy_tree(
+        tabulate_state(
+            {model: {**exported.state_dict, **encoder} for model, exported in programs.items()}
+        )
+    )
+    models = {
+        model: ModelWeights(state[model], {}, *_program(folder / "several.pt2", model))
+        for model in programs
+    }
     write_plan(lay_out_pt2(models, name="shared"), str(tmp_path / "shared.pt2"))
     names = zipfile.ZipFile(tmp_path / "shared.pt2").namelist()
     assert sum("weight_" in name and "config" not in name for name in names) == 6
@@ -429,18 +478,31 @@ def test_models_share_what_they_have_in_common(folder, tmp_path):
         assert all(torch.equal(exported.state_dict[n], t) for n, t in inner.items())
         assert exported.module()(x).shape == programs[model].module()(x).shape
     with holdfast.open(tmp_path / "shared.pt2") as ckpt:
-        assert len([alias for alias in ckpt.aliases if {n.partition(".")[0] for n in alias.names} == {"head2", "head5"}]) == 2
+        assert (
+            len(
+                [
+                    alias
+                    for alias in ckpt.aliases
+                    if {n.partition(".")[0] for n in alias.names} == {"head2", "head5"}
+                ]
+            )
+            == 2
+        )
 
 
 def _program(path, model):
     archive = zipfile.ZipFile(path)
     prefix = archive.namelist()[0].partition("/")[0]
-    return archive.read(f"{prefix}/models/{model}.json"), archive.read(f"{prefix}/data/sample_inputs/{model}.pt")
+    return archive.read(f"{prefix}/models/{model}.json"), archive.read(
+        f"{prefix}/data/sample_inputs/{model}.pt"
+    )
 
 
 def test_a_package_of_weights_alone(tmp_path):
     base = torch.randn(256, 64)
-    states = {"base": {"emb": base, "head": base}} | {f"adapter{i}": {"emb": base, "lora": torch.randn(4, 64)} for i in range(3)}
+    states = {"base": {"emb": base, "head": base}} | {
+        f"adapter{i}": {"emb": base, "lora": torch.randn(4, 64)} for i in range(3)
+    }
     described = lazy_tree(tabulate_state(states))
     plan = lay_out_pt2(models_of(described), name="package")
     write_plan(plan, str(tmp_path / "package.pt2"))
@@ -459,7 +521,11 @@ def test_a_package_of_weights_alone(tmp_path):
 
 def test_a_view_costs_what_it_shows(tmp_path):
     large = torch.arange(100_000.0)
-    state = lazy_tree(tabulate_state({"m": {"rows": large[50_000:50_010], "turned": large[50_000:50_006].view(2, 3).t()}}))
+    state = lazy_tree(
+        tabulate_state(
+            {"m": {"rows": large[50_000:50_010], "turned": large[50_000:50_006].view(2, 3).t()}}
+        )
+    )
     plan = lay_out_pt2(models_of(state))
     assert plan.nbytes < 5000
     write_plan(plan, str(tmp_path / "m.pt2"))
@@ -470,12 +536,18 @@ def test_a_view_costs_what_it_shows(tmp_path):
 
 
 def test_what_a_package_cannot_hold_is_listed_together():
-    state = lazy_tree(tabulate_state({"m": {"ok": torch.ones(1), "step": 3, "s": torch.eye(3).to_sparse()}, "n": 5}))
+    state = lazy_tree(
+        tabulate_state(
+            {"m": {"ok": torch.ones(1), "step": 3, "s": torch.eye(3).to_sparse()}, "n": 5}
+        )
+    )
     with pytest.raises(errors.CannotHold) as caught:
         models_of(state)
     assert len(caught.value.problems) == 3
     bits = torch.ones(2, dtype=torch.uint8).view(torch.bits8)
-    state = lazy_tree(tabulate_state({"m": {"meta": torch.empty(2, device="meta")}, "a/b": {"bits": bits}}))
+    state = lazy_tree(
+        tabulate_state({"m": {"meta": torch.empty(2, device="meta")}, "a/b": {"bits": bits}})
+    )
     with pytest.raises(errors.CannotHold) as caught:
         lay_out_pt2(models_of(state))
     assert len(caught.value.problems) == 3
@@ -523,12 +595,19 @@ def test_one_of_several_models_gets_other_weights(folder, tmp_path):
     replaced(folder / "several.pt2", tmp_path / "new.pt2", {"head5": tuned})
     again = load_pt2(tmp_path / "new.pt2").exported_programs
     assert all(torch.equal(t, tuned[n]) for n, t in again["head5"].state_dict.items())
-    assert all(torch.equal(t, programs["head2"].state_dict[n]) for n, t in again["head2"].state_dict.items())
+    assert all(
+        torch.equal(t, programs["head2"].state_dict[n])
+        for n, t in again["head2"].state_dict.items()
+    )
 
 
 def test_weights_that_do_not_fit_are_listed_together(folder, tmp_path):
     exported = loaded(folder / "tied.pt2")
-    wrong = {**{n: t.detach() for n, t in exported.state_dict.items()}, "more": torch.ones(1), "mid.bias": torch.ones(5)}
+    wrong = {
+        **{n: t.detach() for n, t in exported.state_dict.items()},
+        "more": torch.ones(1),
+        "mid.bias": torch.ones(5),
+    }
     wrong["mid.weight"] = wrong["mid.weight"].half()
     del wrong["head.weight"]
     with pytest.raises(errors.CannotHold) as caught:
@@ -539,5 +618,9 @@ def test_weights_that_do_not_fit_are_listed_together(folder, tmp_path):
     with pytest.raises(errors.CannotHold, match="no such model"):
         replaced(folder / "tied.pt2", tmp_path / "new.pt2", {"other": wrong})
     with pytest.raises(errors.CannotHold, match="pickled"):
-        replaced(folder / "pickled.pt2", tmp_path / "new.pt2", {"model": {"w": torch.ones(3), "before": torch.ones(2)}})
+        replaced(
+            folder / "pickled.pt2",
+            tmp_path / "new.pt2",
+            {"model": {"w": torch.ones(3), "before": torch.ones(2)}},
+        )
     assert not (tmp_path / "new.pt2").exists()

@@ -44,14 +44,30 @@ PACKAGES = {
 def wheel(requirement: str) -> Path:
     """The wheel of a package, downloaded once. Only wheels: an sdist would run its own setup to say its name."""
     name = requirement.split("==")[0].replace("-", "_")
-    have = [p for p in CACHE.glob("*.whl") if p.name.lower().startswith(f"{name.lower()}-{requirement.split('==')[1]}-")]
+    have = [
+        p
+        for p in CACHE.glob("*.whl")
+        if p.name.lower().startswith(f"{name.lower()}-{requirement.split('==')[1]}-")
+    ]
     if not have:
         CACHE.mkdir(parents=True, exist_ok=True)
-        options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--retries", "1", "--timeout", "10", "-q"]
+        options = [
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--no-input",
+            "--retries",
+            "1",
+            "--timeout",
+            "10",
+            "-q",
+        ]
         command = [sys.executable, "-m", "pip", "download", *options, "-d", str(CACHE), requirement]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
-            pytest.skip(f"{requirement} cannot be downloaded: {done.stderr.strip().splitlines()[-1:]}")
+            pytest.skip(
+                f"{requirement} cannot be downloaded: {done.stderr.strip().splitlines()[-1:]}"
+            )
         have = [p for p in CACHE.glob("*.whl") if p.name.lower().startswith(f"{name.lower()}-")]
     return have[0]
 

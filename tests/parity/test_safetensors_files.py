@@ -25,7 +25,9 @@ TORCH = dtypes(
     "float4_e2m1fn_x2",
     but=() if versions.FLOAT4_COPIED else ("float4_e2m1fn_x2",),
 )
-NUMPY = [row.numpy for row in DTYPES.rows if row.safetensors and row.numpy.kind != "V"] + [np.dtype(ml_dtypes.bfloat16)]
+NUMPY = [row.numpy for row in DTYPES.rows if row.safetensors and row.numpy.kind != "V"] + [
+    np.dtype(ml_dtypes.bfloat16)
+]
 
 
 def assert_tensor(lazy: holdfast.LazyTensor, tensor: torch.Tensor) -> None:
@@ -49,7 +51,12 @@ def assert_tensor(lazy: holdfast.LazyTensor, tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", TORCH, ids=short)
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mapped"])
 def test_every_torch_dtype(dtype, mmap, tmp_path):
-    state = {"whole": filled(dtype, 6, 8), "row": filled(dtype, 4), "empty": filled(dtype, 0, 2), "one": filled(dtype, 1, 1, 2)}
+    state = {
+        "whole": filled(dtype, 6, 8),
+        "row": filled(dtype, 4),
+        "empty": filled(dtype, 0, 2),
+        "one": filled(dtype, 1, 1, 2),
+    }
     if dtype != FLOAT4:
         state["scalar"] = filled(dtype, 1).reshape(())
     path = tmp_path / "x.safetensors"
@@ -87,9 +94,13 @@ def test_packed_floats_bit_by_bit(code, bits):
     """6-bit floats have no writer in Python; the file is made by hand, and the bits are counted one at a time."""
     raw = bytes((i * 91 + 17) % 256 for i in range(24))
     count = len(raw) * 8 // bits
-    header = json.dumps({"x": {"dtype": code, "shape": [4, count // 4], "data_offsets": [0, len(raw)]}}).encode()
+    header = json.dumps(
+        {"x": {"dtype": code, "shape": [4, count // 4], "data_offsets": [0, len(raw)]}}
+    ).encode()
     stream = int.from_bytes(raw, "little")
-    wanted = np.array([stream >> (i * bits) & ((1 << bits) - 1) for i in range(count)], np.uint8).reshape(4, -1)
+    wanted = np.array(
+        [stream >> (i * bits) & ((1 << bits) - 1) for i in range(count)], np.uint8
+    ).reshape(4, -1)
     with holdfast.open(len(header).to_bytes(8, "little") + header + raw) as ckpt:
         assert np.array_equal(ckpt["x"].numpy().view(np.uint8), wanted)
         assert np.array_equal(ckpt["x"][1:, 1::3].numpy().view(np.uint8), wanted[1:, 1::3])
@@ -97,7 +108,10 @@ def test_packed_floats_bit_by_bit(code, bits):
 
 
 def test_names_come_in_the_order_of_the_file():
-    state = {name: torch.ones(2, dtype=dtype) for name, dtype in (("b", torch.int8), ("z", torch.float64), ("a", torch.float64))}
+    state = {
+        name: torch.ones(2, dtype=dtype)
+        for name, dtype in (("b", torch.int8), ("z", torch.float64), ("a", torch.float64))
+    }
     with holdfast.open(safetensors.torch.save(state)) as ckpt:
         # The writer puts wide types first, for alignment, and sorts names within a type.
         assert list(ckpt) == ["a", "z", "b"]
@@ -108,7 +122,12 @@ def test_slices_are_those_of_safe_open(tmp_path):
     safetensors.torch.save_file({"x": torch.arange(120.0).reshape(10, 12)}, path)
     with safetensors.safe_open(path, "np") as reference, holdfast.open(path) as ckpt:
         part = reference.get_slice("x")
-        for index in [(slice(2, 5),), (slice(None), slice(3, 4)), (slice(1, 9), slice(2, 11)), (4,)]:
+        for index in [
+            (slice(2, 5),),
+            (slice(None), slice(3, 4)),
+            (slice(1, 9), slice(2, 11)),
+            (4,),
+        ]:
             assert np.array_equal(ckpt["x"][index].numpy(), part[index])
 
 
@@ -127,7 +146,9 @@ def test_a_sharded_model_is_one_checkpoint(tmp_path):
     for file, state in shards.items():
         safetensors.torch.save_file(state, tmp_path / file)
     weight_map = {name: file for file, state in shards.items() for name in state}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     with holdfast.open(tmp_path) as ckpt:
         assert ckpt.format == "safetensors-dir"
         assert set(ckpt) == set(weight_map)

@@ -214,7 +214,9 @@ def test_traits():
 def test_conjugates_and_negatives_are_resolved():
     for dtype in (torch.complex64, torch.complex128):
         z = torch.randn(3, 4, dtype=dtype)
-        check({"conj": z.conj(), "both": torch._neg_view(z.conj()), "z": z, "part": z.conj()[1:, ::2]})
+        check(
+            {"conj": z.conj(), "both": torch._neg_view(z.conj()), "z": z, "part": z.conj()[1:, ::2]}
+        )
         # Not beside the others: torch refuses to save one storage under two dtypes.
         check({"neg": z.conj().imag, "part": z.conj().imag[::2, 1]})
     half = torch.complex(torch.randn(5), torch.randn(5)).to(torch.complex32)
@@ -230,12 +232,19 @@ def test_conjugates_and_negatives_are_resolved():
 def test_slices_of_conjugates_and_negatives():
     z = torch.randn(4, 6, dtype=torch.complex64)
     with holdfast.open(torch_bytes({"c": z.conj(), "n": z.clone().conj().imag})) as ckpt:
-        assert ckpt["c"][1:3, ::-2].numpy().tobytes() == z.conj().resolve_conj().numpy()[1:3, ::-2].tobytes()
-        assert ckpt["n"][:, 2].numpy().tobytes() == z.conj().imag.resolve_neg().numpy()[:, 2].tobytes()
+        assert (
+            ckpt["c"][1:3, ::-2].numpy().tobytes()
+            == z.conj().resolve_conj().numpy()[1:3, ::-2].tobytes()
+        )
+        assert (
+            ckpt["n"][:, 2].numpy().tobytes() == z.conj().imag.resolve_neg().numpy()[:, 2].tobytes()
+        )
 
 
 def test_meta_tensors_have_a_shape_and_no_data():
-    data = check({"meta": torch.empty(3, 4, dtype=torch.bfloat16, device="meta"), "real": torch.ones(2)})
+    data = check(
+        {"meta": torch.empty(3, 4, dtype=torch.bfloat16, device="meta"), "real": torch.ones(2)}
+    )
     with holdfast.open(data) as ckpt:
         with pytest.raises(holdfast.errors.Unsupported, match="meta"):
             ckpt["meta"].numpy()
@@ -243,7 +252,14 @@ def test_meta_tensors_have_a_shape_and_no_data():
 
 
 def test_zero_dimensions_and_nothing_at_all():
-    check({"scalar": torch.tensor(2.5), "empty": torch.empty(0), "deep": torch.empty(2, 0, 3), "ones": torch.ones([1] * 20)})
+    check(
+        {
+            "scalar": torch.tensor(2.5),
+            "empty": torch.empty(0),
+            "deep": torch.empty(2, 0, 3),
+            "ones": torch.ones([1] * 20),
+        }
+    )
     check({})
     check([])
     check(torch.arange(3))
@@ -259,7 +275,9 @@ def coo(dense: torch.Tensor, *, coalesced: bool = True, dense_dim: int = 0) -> t
     if coalesced:
         return made.coalesce()
     return torch.sparse_coo_tensor(
-        torch.cat([made.indices(), made.indices()], 1), torch.cat([made.values(), made.values()]), made.shape
+        torch.cat([made.indices(), made.indices()], 1),
+        torch.cat([made.values(), made.values()]),
+        made.shape,
     )
 
 
@@ -273,14 +291,21 @@ SPARSE = {
     "coo": lambda: coo(holes(4, 5)),
     "coo, not coalesced": lambda: coo(holes(4, 5), coalesced=False),
     "coo, hybrid": lambda: coo(holes(4, 5, 3), dense_dim=1),
-    "coo, empty": lambda: torch.sparse_coo_tensor(torch.empty(2, 0, dtype=torch.int64), torch.empty(0), (3, 4)),
-    "coo, zero-d": lambda: torch.sparse_coo_tensor(torch.zeros(0, 1, dtype=torch.int64), torch.tensor([3.0]), ()),
+    "coo, empty": lambda: torch.sparse_coo_tensor(
+        torch.empty(2, 0, dtype=torch.int64), torch.empty(0), (3, 4)
+    ),
+    "coo, zero-d": lambda: torch.sparse_coo_tensor(
+        torch.zeros(0, 1, dtype=torch.int64), torch.tensor([3.0]), ()
+    ),
     "coo, bool": lambda: coo(holes(4, 5) > 0),
     "coo, complex": lambda: coo(holes(4, 5, dtype=torch.complex64)),
     "coo, parameter": lambda: nn.Parameter(coo(holes(4, 5))),
     "csr": lambda: holes(4, 5).to_sparse_csr(),
     "csr, int32 indices": lambda: torch.sparse_csr_tensor(
-        torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32), torch.tensor([5.0, 6.0]), (2, 3)
+        torch.tensor([0, 1, 2], dtype=torch.int32),
+        torch.tensor([1, 0], dtype=torch.int32),
+        torch.tensor([5.0, 6.0]),
+        (2, 3),
     ),
     "csr, batched": lambda: holes(2, 3, 4, 5).to_sparse_csr(),
     "csr, hybrid": lambda: torch.ones(3, 4, 2).to_sparse_csr(dense_dim=1),
@@ -301,7 +326,9 @@ def test_sparse(name):
 
 
 def test_sparse_indices_out_of_range_are_refused_when_it_is_built():
-    bad = torch.sparse_coo_tensor(torch.tensor([[9]]), torch.tensor([1.0]), (3,), check_invariants=False)
+    bad = torch.sparse_coo_tensor(
+        torch.tensor([[9]]), torch.tensor([1.0]), (3,), check_invariants=False
+    )
     with holdfast.open(torch_bytes({"bad": bad})) as ckpt:
         assert ckpt["bad.indices"].numpy().tolist() == [[9]]
         with pytest.raises(holdfast.errors.MetadataError, match="sparse_coo"):
@@ -336,14 +363,18 @@ QUANTIZED = {
 def test_quantized(name, container):
     dtype = QUANTIZED[name]
     if name.startswith("per tensor"):
-        whole = torch.quantize_per_tensor(torch.arange(-12.0, 12).reshape(4, 6), 0.5, 20 if dtype == torch.quint8 else 3, dtype)
+        whole = torch.quantize_per_tensor(
+            torch.arange(-12.0, 12).reshape(4, 6), 0.5, 20 if dtype == torch.quint8 else 3, dtype
+        )
         state = {"whole": whole, "view": whole[1:3], "transposed": whole.t()}
     else:
         state = {"rows": per_channel(dtype, 0), "columns": per_channel(dtype, 1)}
     check(state, **CONTAINERS[container])
 
 
-@pytest.mark.parametrize("state", ["per channel with float zero points", "quint4x2", "quint4x2, per tensor", "quint2x4"])
+@pytest.mark.parametrize(
+    "state", ["per channel with float zero points", "quint4x2", "quint4x2, per tensor", "quint2x4"]
+)
 def test_quantized_in_packed_and_rare_forms(state):
     made = {
         "per channel with float zero points": lambda: per_channel(torch.quint8, 0, floats=True),
@@ -356,14 +387,22 @@ def test_quantized_in_packed_and_rare_forms(state):
 
 def test_quantized_elements_alone_are_not_a_torch_tensor():
     data = torch_bytes({"q": torch.quantize_per_tensor(torch.ones(3), 0.5, 3, torch.quint8)})
-    with holdfast.open(data) as ckpt, pytest.raises(holdfast.errors.Unsupported, match=r"Composite|composite"):
+    with (
+        holdfast.open(data) as ckpt,
+        pytest.raises(holdfast.errors.Unsupported, match=r"Composite|composite"),
+    ):
         ckpt["q.int_repr"].torch()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 def test_nested_strided():
     parts = [torch.randn(2, 3), torch.randn(4, 3), torch.randn(1, 3)]
-    check({"nested": torch.nested.nested_tensor(parts), "flat": torch.nested.nested_tensor([torch.ones(2), torch.ones(5)])})
+    check(
+        {
+            "nested": torch.nested.nested_tensor(parts),
+            "flat": torch.nested.nested_tensor([torch.ones(2), torch.ones(5)]),
+        }
+    )
 
 
 @needs(versions.LENGTHS_KEPT)
@@ -396,7 +435,9 @@ def test_nested_jagged():
 @needs(versions.LENGTHS_KEPT)
 def test_nested_jagged_with_holes_and_another_ragged_dimension():
     values, offsets = torch.randn(3, 10), torch.tensor([0, 4, 10])
-    holed = torch.nested.nested_tensor_from_jagged(torch.randn(10, 3), offsets, lengths=torch.tensor([3, 5]))
+    holed = torch.nested.nested_tensor_from_jagged(
+        torch.randn(10, 3), offsets, lengths=torch.tensor([3, 5])
+    )
     turned = torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2)
     data = torch_bytes({"holed": holed, "turned": turned})
     with holdfast.open(data) as ckpt:
@@ -444,14 +485,23 @@ def reduced(name: str) -> Reduced:
         "0.4 parameter": Reduced(nn.Parameter, (data, True)),
         "1.8 tensor with attributes": Reduced(torch._tensor._rebuild_from_type, rebuild),
         "1.12 sparse without its flag": Reduced(
-            torch._utils._rebuild_sparse_tensor, (torch.sparse_coo, (torch.tensor([[1]]), torch.tensor([2.0]), torch.Size([3])))
+            torch._utils._rebuild_sparse_tensor,
+            (torch.sparse_coo, (torch.tensor([[1]]), torch.tensor([2.0]), torch.Size([3]))),
         ),
     }[name]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["0.1 tensor", "0.1 parameter", "0.3 parameter", "0.3 variable", "0.3 tensor", "0.4 parameter", "1.8 tensor with attributes"],
+    [
+        "0.1 tensor",
+        "0.1 parameter",
+        "0.3 parameter",
+        "0.3 variable",
+        "0.3 tensor",
+        "0.4 parameter",
+        "1.8 tensor with attributes",
+    ],
 )
 @pytest.mark.parametrize("container", ["zip", "legacy"])
 @pytest.mark.filterwarnings("ignore:TypedStorage")
@@ -473,7 +523,9 @@ def test_a_sparse_tensor_of_older_versions():
 def plain_state() -> dict[str, object]:
     base = torch.randn(6, 4)
     return {
-        "model": OrderedDict({"layer.weight": base, "layer.bias": base[:, 1], "half": torch.randn(3).half()}),
+        "model": OrderedDict(
+            {"layer.weight": base, "layer.bias": base[:, 1], "half": torch.randn(3).half()}
+        ),
         "epoch": 3,
         "sizes": (torch.Size([2, 3]), torch.float8_e5m2, torch.device("cuda", 1)),
     }
@@ -545,14 +597,31 @@ def test_the_tar_of_torch_0_1(tmp_path):
     storages, tensors, main = io.BytesIO(), io.BytesIO(), io.BytesIO()
     pickle.dump(2, storages, protocol=2)
     for key, kind, data in ((1, "Float", matrix), (2, "Long", ids)):
-        storages.write(b"\x80\x02K" + bytes([key]) + b"X\x03\0\0\0cpuctorch\n" + kind.encode() + b"Storage\n\x87.")
+        storages.write(
+            b"\x80\x02K"
+            + bytes([key])
+            + b"X\x03\0\0\0cpuctorch\n"
+            + kind.encode()
+            + b"Storage\n\x87."
+        )
         storages.write(struct.pack("<q", data.numel()) + elements(data))
     pickle.dump([], storages, protocol=2)
     rows = ((11, 1, "Float", matrix), (12, 1, "Float", matrix.t()), (13, 2, "Long", ids[1:4]))
     pickle.dump(len(rows), tensors, protocol=2)
     for key, storage, kind, t in rows:
-        tensors.write(b"\x80\x02K" + bytes([key]) + b"K" + bytes([storage]) + f"ctorch\n{kind}Tensor\n".encode() + b"\x87.")
-        tensors.write(struct.pack(f"<i4x{t.dim()}q{t.dim()}qq", t.dim(), *t.shape, *t.stride(), t.storage_offset()))
+        tensors.write(
+            b"\x80\x02K"
+            + bytes([key])
+            + b"K"
+            + bytes([storage])
+            + f"ctorch\n{kind}Tensor\n".encode()
+            + b"\x87."
+        )
+        tensors.write(
+            struct.pack(
+                f"<i4x{t.dim()}q{t.dim()}qq", t.dim(), *t.shape, *t.stride(), t.storage_offset()
+            )
+        )
 
     class Keys(pickle.Pickler):
         def persistent_id(self, obj: object) -> str | None:
@@ -600,7 +669,9 @@ class Block(nn.Module):
 @pytest.mark.filterwarnings("ignore")
 def test_a_pickled_module_has_the_names_of_its_state_dict(container):
     model = Block()
-    data = torch_bytes({"model": model, "ema": nn.Sequential(model.layers[0], nn.ReLU())}, **CONTAINERS[container])
+    data = torch_bytes(
+        {"model": model, "ema": nn.Sequential(model.layers[0], nn.ReLU())}, **CONTAINERS[container]
+    )
     loaded = torch.load(io.BytesIO(data), weights_only=False)
     assert_same_file(data, loaded)
     alone = torch_bytes(model, **CONTAINERS[container])
@@ -614,7 +685,9 @@ def test_a_pickled_module_has_the_names_of_its_state_dict(container):
 @pytest.mark.filterwarnings("ignore")
 def test_a_pickled_graph_module_has_the_names_of_its_state_dict():
     """torch.fx pickles a module as a call with its attributes and its source text; PyPI's deeplc has such files."""
-    module = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)))
+    module = torch.fx.symbolic_trace(
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    )
     data = torch_bytes({"model": module})
     assert_same_file(data, {"model": dict(module.state_dict())})
     with holdfast.open(data) as ckpt:
@@ -629,7 +702,9 @@ def test_a_state_dict_keeps_its_metadata():
         assert ckpt.tree["state_dict"]._metadata == model.state_dict()._metadata
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "LBFGS", "Adadelta", "Rprop"])
+@pytest.mark.parametrize(
+    "kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "LBFGS", "Adadelta", "Rprop"]
+)
 def test_optimizers(kind):
     model = nn.Linear(3, 2)
     options = {"SGD": {"lr": 0.1, "momentum": 0.9}, "Adam": {"amsgrad": True}}.get(kind, {})
@@ -643,7 +718,13 @@ def test_optimizers(kind):
 
     optimizer.step(closure)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    check({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()})
+    check(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+        }
+    )
 
 
 @dataclasses.dataclass
@@ -689,7 +770,11 @@ def test_objects_are_reachable_as_data():
         assert ckpt.tree["args"].attributes()["betas"] == (0.9, 0.99)
         assert ckpt.tree["settings"].attributes()["rate"] == 0.5
         assert ckpt.tree["mode"].args == ("train",)
-        assert {str(f.what) for f in ckpt.foreign} == {"argparse.Namespace", f"{__name__}.Settings", f"{__name__}.Mode"}
+        assert {str(f.what) for f in ckpt.foreign} == {
+            "argparse.Namespace",
+            f"{__name__}.Settings",
+            f"{__name__}.Mode",
+        }
 
 
 # TorchScript.
@@ -714,14 +799,20 @@ class Scripted(nn.Module):
 def test_torchscript(make, tmp_path):
     model = Scripted().eval()
     path = tmp_path / "scripted.pt"
-    module = torch.jit.trace(model, torch.ones(2, 3)) if make == "trace" else torch.jit.script(model)
+    module = (
+        torch.jit.trace(model, torch.ones(2, 3)) if make == "trace" else torch.jit.script(model)
+    )
     if make == "freeze":
         module = torch.jit.freeze(module)
     torch.jit.save(module, path)
     loaded = torch.jit.load(path).state_dict()
     with holdfast.open(path) as ckpt:
         assert ckpt.format == "torchscript"
-        under = {name.removeprefix("module."): tensor for name, tensor in ckpt.items() if not name.startswith("constants.")}
+        under = {
+            name.removeprefix("module."): tensor
+            for name, tensor in ckpt.items()
+            if not name.startswith("constants.")
+        }
         assert set(loaded) <= set(under)
         for name, tensor in loaded.items():
             assert_tensor(under[name], tensor)

@@ -42,7 +42,20 @@ import rich.progress
 
 from tests.platforms.systems import become, fork, real, shown, synced
 
-OTHERS = (argparse, concurrent.futures, decimal, fractions, isal, logging, ml_dtypes, msgspec, multiprocessing, numpy, pickle, rich)
+OTHERS = (
+    argparse,
+    concurrent.futures,
+    decimal,
+    fractions,
+    isal,
+    logging,
+    ml_dtypes,
+    msgspec,
+    multiprocessing,
+    numpy,
+    pickle,
+    rich,
+)
 OTHERS += (secrets, shutil, tempfile, uuid, zipfile)
 
 become(sys.argv[1])
@@ -58,7 +71,9 @@ from holdfast.stores.local import DescriptorStore
 SYSTEM = sys.argv[1]
 WINDOWS = SYSTEM == "win32"
 GOLDEN = os.path.join(
-    os.path.dirname(os.path.dirname(os.path.abspath(shown(__file__) if WINDOWS else __file__))), "golden", "files"
+    os.path.dirname(os.path.dirname(os.path.abspath(shown(__file__) if WINDOWS else __file__))),
+    "golden",
+    "files",
 )
 LEFT = (".tmp", ".old", ".lock")
 
@@ -77,7 +92,11 @@ def tree(folder: str) -> dict[str, str]:
     found = {}
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
-        found |= {f"{name}/{key}": value for key, value in tree(path).items()} if os.path.isdir(path) else {name: file_digest(path)}
+        found |= (
+            {f"{name}/{key}": value for key, value in tree(path).items()}
+            if os.path.isdir(path)
+            else {name: file_digest(path)}
+        )
     return found
 
 
@@ -102,13 +121,18 @@ LONG = 1200
 
 def tensors(seed: int = 0, rows: int = 40) -> dict[str, np.ndarray]:
     return {
-        f"layers.{i}.weight": np.random.default_rng(seed * 100 + i).standard_normal((rows, 32)).astype(np.float32) for i in range(4)
+        f"layers.{i}.weight": np.random.default_rng(seed * 100 + i)
+        .standard_normal((rows, 32))
+        .astype(np.float32)
+        for i in range(4)
     }
 
 
 def values(path: str) -> dict[str, str]:
     with holdfast.open(path) as checkpoint:
-        return {name: digest(tensor.numpy().tobytes()) for name, tensor in sorted(checkpoint.items())}
+        return {
+            name: digest(tensor.numpy().tobytes()) for name, tensor in sorted(checkpoint.items())
+        }
 
 
 def expected(seed: int = 0, rows: int = 40) -> dict[str, str]:
@@ -121,7 +145,11 @@ def run(*arguments: str) -> tuple[int, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(arguments))
     said = (
-        (out.getvalue() + err.getvalue()).replace("\\\\", "/").replace("\\", "/").replace("file:///C:", "file://").replace("C:", "")
+        (out.getvalue() + err.getvalue())
+        .replace("\\\\", "/")
+        .replace("\\", "/")
+        .replace("file:///C:", "file://")
+        .replace("C:", "")
     )
     return code, said.replace(real(os.getcwd()) + "/", "")
 
@@ -139,9 +167,14 @@ def formats(folder: str) -> dict[str, object]:
                 except HoldfastError as error:
                     parts[key] = type(error).__name__
                     continue
-                some = tensor[tuple(slice(n // 3, None, 2) for n in tensor.shape)].numpy() if tensor.shape else whole
+                some = (
+                    tensor[tuple(slice(n // 3, None, 2) for n in tensor.shape)].numpy()
+                    if tensor.shape
+                    else whole
+                )
                 assert np.array_equal(
-                    np.ascontiguousarray(mapped[key].numpy()).view(np.uint8), np.ascontiguousarray(whole).view(np.uint8)
+                    np.ascontiguousarray(mapped[key].numpy()).view(np.uint8),
+                    np.ascontiguousarray(whole).view(np.uint8),
                 )
                 parts[key] = digest(whole.tobytes()) + digest(some.tobytes())
             found[name] = [checkpoint.format, parts]
@@ -176,16 +209,32 @@ def writers(folder: str) -> dict[str, object]:
                     file.write(b"what somebody saw")
         holdfast.save(content(2), path, overwrite=True, **options)
         found[name] = file_digest(path) if os.path.isfile(path) else tree(path)
-        assert "overwrite" in refused(partial(holdfast.save, content(3), path, overwrite=False, **options))
+        assert "overwrite" in refused(
+            partial(holdfast.save, content(3), path, overwrite=False, **options)
+        )
     if SYSTEM != "linux":
         assert synced, "nothing was synced"
     holdfast.save(tensors(), os.path.join(folder, "unsynced.pt"), durable=False)
     holdfast.convert(os.path.join(folder, "model.pt"), os.path.join(folder, "again"), resume=True)
-    holdfast.convert(os.path.join(folder, "split"), os.path.join(folder, "half.safetensors"), dtype="bf16")
-    holdfast.edit(os.path.join(folder, "half.safetensors"), in_place=True, rename=[("layers.*", "blocks.*")])
+    holdfast.convert(
+        os.path.join(folder, "split"), os.path.join(folder, "half.safetensors"), dtype="bf16"
+    )
+    holdfast.edit(
+        os.path.join(folder, "half.safetensors"), in_place=True, rename=[("layers.*", "blocks.*")]
+    )
     holdfast.edit(os.path.join(folder, "native"), in_place=True, drop=["model.norm"])
-    holdfast.prune(os.path.join(folder, "split"), os.path.join(folder, "pruned"), rules=["*.weight: 2:4"], masks="beside")
-    holdfast.prune(os.path.join(folder, "split"), os.path.join(folder, "pruned"), rules=["*.weight: 0.5"], overwrite=True)
+    holdfast.prune(
+        os.path.join(folder, "split"),
+        os.path.join(folder, "pruned"),
+        rules=["*.weight: 2:4"],
+        masks="beside",
+    )
+    holdfast.prune(
+        os.path.join(folder, "split"),
+        os.path.join(folder, "pruned"),
+        rules=["*.weight: 0.5"],
+        overwrite=True,
+    )
     for name in ("again", "half.safetensors", "native", "pruned", "split"):
         assert holdfast.verify(os.path.join(folder, name)).ok, name
         found[f"{name}, then"] = values(os.path.join(folder, name))
@@ -196,7 +245,9 @@ def writers(folder: str) -> dict[str, object]:
 def commands(folder: str) -> dict[str, object]:
     """The command line, with paths in the words of the system."""
     os.makedirs(os.path.join(folder, "sub"))
-    a, b, c = (os.path.join(folder, name) for name in ("a.pt", "sub" + os.sep + "b.safetensors", "native"))
+    a, b, c = (
+        os.path.join(folder, name) for name in ("a.pt", "sub" + os.sep + "b.safetensors", "native")
+    )
     npy, npz = os.path.join(folder, "w.npy"), os.path.join(folder, "w.npz")
     holdfast.save(state(1), a)
     holdfast.save(tensors(2), b)
@@ -227,7 +278,9 @@ def replaced(folder: str) -> dict[str, object]:
                 tensor.numpy()
             holdfast.save(tensors(2), path, overwrite=True, **options)
             try:
-                assert {key: digest(tensor.numpy().tobytes()) for key, tensor in old.items()} == expected(1)
+                assert {
+                    key: digest(tensor.numpy().tobytes()) for key, tensor in old.items()
+                } == expected(1)
                 assert not WINDOWS
             except Replaced:
                 assert WINDOWS
@@ -235,10 +288,14 @@ def replaced(folder: str) -> dict[str, object]:
         with holdfast.open(path, mmap=True) as held:
             arrays = [tensor.numpy() for tensor in held.values()]
             if WINDOWS:
-                assert "a program has open" in refused(partial(holdfast.save, tensors(3), path, overwrite=True, **options))
+                assert "a program has open" in refused(
+                    partial(holdfast.save, tensors(3), path, overwrite=True, **options)
+                )
             else:
                 holdfast.save(tensors(3), path, overwrite=True, **options)
-            assert {key: digest(array.tobytes()) for key, array in zip(held, arrays, strict=True)} == expected(2)
+            assert {
+                key: digest(array.tobytes()) for key, array in zip(held, arrays, strict=True)
+            } == expected(2)
         assert values(path) == expected(2 if WINDOWS else 3)
     return left(folder)
 
@@ -327,7 +384,10 @@ def leftovers(folder: str) -> dict[str, object]:
 
 def hold(folder: str) -> dict[str, object]:
     """Save, and wait in the middle of it until somebody ends this process."""
-    with DirectoryTransaction(os.path.join(folder, "many")) as many, FileTransaction(os.path.join(folder, "model.pt")) as single:
+    with (
+        DirectoryTransaction(os.path.join(folder, "many")) as many,
+        FileTransaction(os.path.join(folder, "model.pt")) as single,
+    ):
         many.create("x.safetensors").write(0, b"half")
         single.write(0, b"half")
         print("holding", flush=True)
@@ -346,14 +406,30 @@ def after(folder: str) -> dict[str, object]:
     """Save where another process died."""
     holdfast.save(tensors(2), os.path.join(folder, "model.pt"), overwrite=True)
     holdfast.save(tensors(2), os.path.join(folder, "many"), format="native", overwrite=True)
-    assert values(os.path.join(folder, "model.pt")) == values(os.path.join(folder, "many")) == expected(2)
+    assert (
+        values(os.path.join(folder, "model.pt"))
+        == values(os.path.join(folder, "many"))
+        == expected(2)
+    )
     return left(folder)
 
 
 class Broken:
     """The calls of `os` that change something, of which one fails."""
 
-    NAMES = ("open", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "fsync", "write", "pwrite", "ftruncate")
+    NAMES = (
+        "open",
+        "mkdir",
+        "rmdir",
+        "unlink",
+        "rename",
+        "replace",
+        "link",
+        "fsync",
+        "write",
+        "pwrite",
+        "ftruncate",
+    )
 
     def __init__(self, number: int, *, ends: bool) -> None:
         self.number, self.ends, self.count = number, ends, 0
@@ -397,7 +473,9 @@ def failures(folder: str) -> dict[str, object]:
             if broken.count < number:
                 break
             there = values(path)
-            assert there in ([expected(told, LONG)] if told else [expected(1, LONG), expected(2, LONG)]), (name, number, told)
+            assert there in (
+                [expected(told, LONG)] if told else [expected(1, LONG), expected(2, LONG)]
+            ), (name, number, told)
         assert number > 6, f"{name} took {number} calls"
         holdfast.save(tensors(3, LONG), path, overwrite=True, **options)
         assert values(path) == expected(3, LONG)
@@ -440,7 +518,9 @@ def runs(folder: str) -> dict[str, object]:
         second = refused(lambda: holdfast.Run(path).save(9, tensors(9)))
         assert "has another Run open" in second, second
         kept = [one.step for one in run]
-    data = next(name for name in os.listdir(os.path.join(path, "step-00000005")) if name.startswith("data-"))
+    data = next(
+        name for name in os.listdir(os.path.join(path, "step-00000005")) if name.startswith("data-")
+    )
     with open(os.path.join(path, "step-00000005", data), "r+b") as file:
         file.truncate(9)
     os.makedirs(os.path.join(path, ".deleted~step-00000009.0123456789abcdef.tmp", "inner"))
@@ -450,7 +530,13 @@ def runs(folder: str) -> dict[str, object]:
         run.save(5, tensors(5))
         after = [one.step for one in run]
         read = values(run.latest().path) == expected(6)
-    return {"kept": kept, "newest": newest, "after": after, "read": read, "names": sorted(os.listdir(path))}
+    return {
+        "kept": kept,
+        "newest": newest,
+        "after": after,
+        "read": read,
+        "names": sorted(os.listdir(path)),
+    }
 
 
 def sealed(folder: str) -> dict[str, object]:
@@ -462,7 +548,11 @@ def sealed(folder: str) -> dict[str, object]:
         file.write(b"random\n")
     done = holdfast.seal(path)
     assert os.path.exists(done.seal)
-    told: dict[str, object] = {"step": done.step, "files": done.files, "ok": holdfast.verify(path).ok}
+    told: dict[str, object] = {
+        "step": done.step,
+        "files": done.files,
+        "ok": holdfast.verify(path).ok,
+    }
     told["again"] = type(refusal_of(lambda: holdfast.seal(path))).__name__
     with open(os.path.join(path, "sub", "rng.txt"), "ab") as file:
         file.write(b"more")
@@ -504,7 +594,22 @@ def odd(folder: str) -> dict[str, object]:
 STEPS: dict[str, Callable[[str], dict[str, object]]] = {
     step.__name__: step
     for step in (
-        *(formats, writers, commands, replaced, positions, leftovers, hold, beside, after, failures, crashes, sealed, runs, odd),
+        *(
+            formats,
+            writers,
+            commands,
+            replaced,
+            positions,
+            leftovers,
+            hold,
+            beside,
+            after,
+            failures,
+            crashes,
+            sealed,
+            runs,
+            odd,
+        ),
     )
 }
 

@@ -30,7 +30,17 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["LINUX_ALONE", "POSIX_ALONE", "POSIX_MODULES", "SYSTEMS", "become", "fork", "real", "shown", "synced"]
+__all__ = [
+    "LINUX_ALONE",
+    "POSIX_ALONE",
+    "POSIX_MODULES",
+    "SYSTEMS",
+    "become",
+    "fork",
+    "real",
+    "shown",
+    "synced",
+]
 
 SYSTEMS = ("darwin", "darwin-old", "win32")
 
@@ -53,7 +63,12 @@ O_BINARY, O_NOINHERIT = 0x8000_0000, 0x4000_0000
 synced: list[int] = []
 """What kind of file each sync was for, by `stat.S_IFMT`."""
 
-_true = SimpleNamespace(**{name: getattr(os, name) for name in dir(os)}, io_open=io.open, CDLL=ctypes.CDLL, mmap=mmap.mmap)
+_true = SimpleNamespace(
+    **{name: getattr(os, name) for name in dir(os)},
+    io_open=io.open,
+    CDLL=ctypes.CDLL,
+    mmap=mmap.mmap,
+)
 
 
 fork = os.fork
@@ -157,8 +172,21 @@ def shown(path: str) -> str:
 def _as_on_windows(found: os.stat_result) -> os.stat_result:
     mode = found.st_mode
     bits = 0o777 if stat.S_ISDIR(mode) else 0o666 if mode & 0o200 else 0o444
-    visible = (stat.S_IFMT(mode) | bits, found.st_ino, found.st_dev, found.st_nlink, 0, 0, found.st_size, *found[7:10])
-    times = {name: getattr(found, name) for name in dir(found) if name.startswith(("st_atime", "st_mtime", "st_ctime"))}
+    visible = (
+        stat.S_IFMT(mode) | bits,
+        found.st_ino,
+        found.st_dev,
+        found.st_nlink,
+        0,
+        0,
+        found.st_size,
+        *found[7:10],
+    )
+    times = {
+        name: getattr(found, name)
+        for name in dir(found)
+        if name.startswith(("st_atime", "st_mtime", "st_ctime"))
+    }
     return os.stat_result(visible, times)
 
 
@@ -183,7 +211,9 @@ def _targets(folder: str) -> Iterator[str]:
 
 def _refused(path: str) -> PermissionError:
     return PermissionError(
-        errno.EACCES, "The process cannot access the file because it is being used by another process", shown(path)
+        errno.EACCES,
+        "The process cannot access the file because it is being used by another process",
+        shown(path),
     )
 
 
@@ -242,9 +272,13 @@ def _windows_calls() -> dict[str, Callable[..., Any]]:
         assert flags & O_BINARY or place == "/dev/null", f"{path} is opened as text"
         if flags & os.O_CREAT:
             _check_name(place)
-        return int(_true.open(place, flags & ~(O_BINARY | O_NOINHERIT), 0o666 if mode & 0o200 else 0o444))
+        return int(
+            _true.open(place, flags & ~(O_BINARY | O_NOINHERIT), 0o666 if mode & 0o200 else 0o444)
+        )
 
-    def stat_(path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:
+    def stat_(
+        path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True
+    ) -> os.stat_result:
         without(dir_fd)
         return _as_on_windows(_true.stat(real(path), follow_symlinks=follow_symlinks))
 
@@ -271,13 +305,21 @@ def _windows_calls() -> dict[str, Callable[..., Any]]:
             raise PermissionError(errno.EACCES, "Access is denied", os.fspath(path))
         _true.unlink(place)
 
-    def rename(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+    def rename(
+        source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
         without(src_dir_fd, dst_dir_fd)
         if _true.path.lexists(real(target)):
-            raise FileExistsError(errno.EEXIST, "Cannot create a file when that file already exists", os.fspath(target))
+            raise FileExistsError(
+                errno.EEXIST,
+                "Cannot create a file when that file already exists",
+                os.fspath(target),
+            )
         replace(source, target)
 
-    def replace(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+    def replace(
+        source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
         without(src_dir_fd, dst_dir_fd)
         before, after = real(source), _check_name(real(target))
         if _true.path.isdir(after):
@@ -287,7 +329,14 @@ def _windows_calls() -> dict[str, Callable[..., Any]]:
                 raise _refused(place)
         _true.rename(before, after)
 
-    def link(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None, **more: Any) -> None:
+    def link(
+        source: Any,
+        target: Any,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
+        **more: Any,
+    ) -> None:
         without(src_dir_fd, dst_dir_fd)
         _true.link(real(source), _check_name(real(target)))
 
@@ -302,7 +351,9 @@ def _windows_calls() -> dict[str, Callable[..., Any]]:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         synced.append(stat.S_IFMT(_true.fstat(descriptor).st_mode))
 
-    def chmod(path: Any, mode: int, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
+    def chmod(
+        path: Any, mode: int, *, dir_fd: int | None = None, follow_symlinks: bool = True
+    ) -> None:
         without(dir_fd)
         assert not isinstance(path, int)
         if not _true.path.isdir(real(path)):
@@ -353,8 +404,17 @@ def _become_windows() -> None:
     ctypes.CDLL = Library  # type: ignore[misc]
 
     class Mapping(_true.mmap):  # type: ignore[misc, name-defined]
-        def __new__(cls, fileno: int, length: int, tagname: str | None = None, access: int = 0, offset: int = 0) -> Any:
-            assert tagname is None or isinstance(tagname, str), "on Windows the third parameter is a name"
+        def __new__(
+            cls,
+            fileno: int,
+            length: int,
+            tagname: str | None = None,
+            access: int = 0,
+            offset: int = 0,
+        ) -> Any:
+            assert tagname is None or isinstance(tagname, str), (
+                "on Windows the third parameter is a name"
+            )
             return _true.mmap.__new__(cls, fileno, length, access=access, offset=offset)
 
         @property

@@ -26,11 +26,16 @@ GUARDED = {("core/runtime.py", "register_at_fork"), ("core/signals.py", "pthread
 """Behind a question whether the system has it."""
 
 
-def start(system: str, step: str, folder: Path, *, module: str = "program") -> subprocess.Popen[str]:
+def start(
+    system: str, step: str, folder: Path, *, module: str = "program"
+) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     paths = os.pathsep.join(map(str, [ROOT / "src", ROOT]))
     # What a terminal of Windows knows; the other systems' speak UTF-8.
-    environment = os.environ | {"PYTHONPATH": paths, "PYTHONIOENCODING": "cp1252" if system == "win32" else "utf-8"}
+    environment = os.environ | {
+        "PYTHONPATH": paths,
+        "PYTHONIOENCODING": "cp1252" if system == "win32" else "utf-8",
+    }
     return subprocess.Popen(
         [sys.executable, "-m", f"tests.platforms.{module}", system, *([step] if step else []), str(folder)],
         cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -79,20 +84,50 @@ def test_the_adapter_of_torch(tmp_path: Path):
 def _not_everywhere(path: Path) -> set[str]:
     """What a module uses that not every system has."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    calls = {(node.value.id, node.attr) for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    calls = {
+        (node.value.id, node.attr)
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
     alone = {*LINUX_ALONE, *POSIX_ALONE, "pthread_sigmask"}
     used = {attr for module, attr in calls if module in ("os", "signal") and attr in alone}
-    used |= {attr for module, attr in calls if module == "mmap" and attr.startswith(("MAP_", "PROT_", "MADV_"))}
-    used |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names if alias.name in POSIX_MODULES}
-    used |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module in POSIX_MODULES}
+    used |= {
+        attr
+        for module, attr in calls
+        if module == "mmap" and attr.startswith(("MAP_", "PROT_", "MADV_"))
+    }
+    used |= {
+        alias.name
+        for node in nodes
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name in POSIX_MODULES
+    }
+    used |= {
+        node.module
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module in POSIX_MODULES
+    }
     if "stores" not in path.parts:
-        called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        called = {
+            node.func.id
+            for node in nodes
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
         used |= called & {"Files"}  # `system_files` is for all
     return used
 
 
 def test_what_not_every_system_has_is_called_in_one_place():
     package = ROOT / "src" / "holdfast"
-    found = {(path.relative_to(package).as_posix(), name) for path in package.rglob("*.py") for name in _not_everywhere(path)}
-    assert {name for module, name in found if module == "stores/platform.py"}, "nothing is looked for"
-    assert not {(module, name) for module, name in found - GUARDED if module != "stores/platform.py"}
+    found = {
+        (path.relative_to(package).as_posix(), name)
+        for path in package.rglob("*.py")
+        for name in _not_everywhere(path)
+    }
+    assert {name for module, name in found if module == "stores/platform.py"}, (
+        "nothing is looked for"
+    )
+    assert not {
+        (module, name) for module, name in found - GUARDED if module != "stores/platform.py"
+    }

@@ -12,16 +12,27 @@ __all__ = ["many_states"]
 
 @st.composite
 def many_states(
-    draw: st.DrawFn, dtypes: Sequence[npt.DTypeLike], odd: Sequence[str], *, large: int, below: int = 256
+    draw: st.DrawFn,
+    dtypes: Sequence[npt.DTypeLike],
+    odd: Sequence[str],
+    *,
+    large: int,
+    below: int = 256,
 ) -> dict[str, object]:
     """Few kinds of arrays, whose bytes are `below` something; and up to two of what is `odd`, of which one array is `large`."""
     rng = np.random.default_rng(draw(st.integers(0, 9)))
-    shapes = draw(st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=3))
-    drawn = [np.dtype(dtype) for dtype in draw(st.lists(st.sampled_from(dtypes), min_size=1, max_size=3))]
+    shapes = draw(
+        st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=3)
+    )
+    drawn = [
+        np.dtype(dtype) for dtype in draw(st.lists(st.sampled_from(dtypes), min_size=1, max_size=3))
+    ]
     state: dict[str, object] = {}
     for i in range(draw(st.sampled_from([3, 70, 90]))):
         shape, dtype = shapes[i % len(shapes)], drawn[i % len(drawn)]
-        content = rng.integers(0, 2 if dtype == np.bool_ else below, (int(np.prod(shape)) * dtype.itemsize,), np.uint8)
+        content = rng.integers(
+            0, 2 if dtype == np.bool_ else below, (int(np.prod(shape)) * dtype.itemsize,), np.uint8
+        )
         state[f"layers.{i * 7 % 90}.w"] = content.view(dtype).reshape(shape)
     for one in draw(st.lists(st.sampled_from(odd), max_size=2)):
         match one:
@@ -43,7 +54,9 @@ def many_states(
                 state = OrderedDict(state)
                 state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]  # as modules have it
             case "bare":
-                state = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+                state = {
+                    name: value for name, value in state.items() if isinstance(value, np.ndarray)
+                }
             case _:
                 raise ValueError(one)
     return state

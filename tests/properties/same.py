@@ -21,7 +21,9 @@ from tests.golden.expect import short
 from tests.parity.compare import elements
 
 
-def assert_same(saved: object, opened: object, *, order: bool = True, shared: bool = True, classes: bool = True) -> None:
+def assert_same(
+    saved: object, opened: object, *, order: bool = True, shared: bool = True, classes: bool = True
+) -> None:
     """Fail with the place of the first difference. `shared`: lists and dicts that are one stay one; `classes`: so do Parameters."""
     Comparison(order=order, shared=shared, classes=classes).run(saved, opened)
 
@@ -59,7 +61,9 @@ class Comparison:
         self.met[id(a)] = b
         self.kept.append(a)
         kinds = {defaultdict: DefaultDict}
-        assert type(b) is kinds.get(type(a), type(a)), f"{at}: a {type(a).__name__} has become a {type(b).__name__}"
+        assert type(b) is kinds.get(type(a), type(a)), (
+            f"{at}: a {type(a).__name__} has become a {type(b).__name__}"
+        )
         assert len(a) == len(b), f"{at}: {len(a)} have become {len(b)}"
         if isinstance(a, dict):
             self.mapping(a, b, at)
@@ -95,7 +99,10 @@ class Comparison:
         if a.dtype.kind in "biufc":
             # A tensor has no byte order; an array that is kept as a value has.
             assert a.dtype.newbyteorder("=") == b.dtype.newbyteorder("="), at
-            assert a.astype(a.dtype.newbyteorder("=")).tobytes() == b.astype(b.dtype.newbyteorder("=")).tobytes(), at
+            assert (
+                a.astype(a.dtype.newbyteorder("=")).tobytes()
+                == b.astype(b.dtype.newbyteorder("=")).tobytes()
+            ), at
         else:
             assert a.dtype == b.dtype, at
             assert a.tobytes() == b.tobytes(), at

@@ -11,7 +11,18 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
 
-WIDTHS = [DTYPES.name(n) for n in ("quint2x4", "float4_e2m1fn", "float6_e2m3fn", "uint8", "int16", "float32", "complex64")]
+WIDTHS = [
+    DTYPES.name(n)
+    for n in (
+        "quint2x4",
+        "float4_e2m1fn",
+        "float6_e2m3fn",
+        "uint8",
+        "int16",
+        "float32",
+        "complex64",
+    )
+]
 
 
 def element_bits(chunk):
@@ -22,7 +33,9 @@ def element_bits(chunk):
 
 def bytes_touched(chunk, dtype):
     """Byte by byte: every byte that holds a bit of an element."""
-    return {bit // 8 for _, start in element_bits(chunk) for bit in range(start, start + dtype.bits)}
+    return {
+        bit // 8 for _, start in element_bits(chunk) for bit in range(start, start + dtype.bits)
+    }
 
 
 @st.composite
@@ -37,7 +50,9 @@ def chunks(draw, dtype=None, max_rank=3, max_length=5, start=0, byteorder="littl
     high = sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if s > 0 and n > 0)
     offset = draw(st.integers(0, 40)) * unit - low
     nbytes = (offset + high + dtype.bits + 7) // 8 + draw(st.integers(0, 9))
-    return Chunk(Box.whole(shape), Storage("f", start, nbytes, byteorder, home=None), offset, strides), dtype
+    return Chunk(
+        Box.whole(shape), Storage("f", start, nbytes, byteorder, home=None), offset, strides
+    ), dtype
 
 
 def read_slowly(chunk, dtype, content: bytes) -> np.ndarray:

@@ -39,17 +39,23 @@ def test_slabs_of_any_size_are_the_bytes(shape, block, transposed):
 @given(shapes, st.integers(1, 64))
 def test_a_cast_reads_like_astype(shape, block):
     array = np.linspace(-3, 3, int(np.prod(shape)), dtype=np.float32).reshape(shape)
-    half = Computed().tensor(Resident().array(array), DTYPES.name("bfloat16"), lambda a: a.astype(ml_dtypes.bfloat16))
+    half = Computed().tensor(
+        Resident().array(array), DTYPES.name("bfloat16"), lambda a: a.astype(ml_dtypes.bfloat16)
+    )
     expected = array.astype(ml_dtypes.bfloat16)
     assert half.numpy().tobytes() == expected.tobytes()
-    assert b"".join(bytes(read_block(s)) for s in contiguous_blocks(half, block)) == expected.tobytes()
+    assert (
+        b"".join(bytes(read_block(s)) for s in contiguous_blocks(half, block)) == expected.tobytes()
+    )
     if shape:
         assert half[-1].numpy().tobytes() == expected[-1].tobytes()
 
 
 def test_read_flat_of_a_transposed_tensor():
     array = np.arange(24, dtype=np.int16).reshape(4, 6)
-    assert read_flat(Resident().array(array).T, 5, 11).tolist() == array.T.reshape(-1)[5:11].tolist()
+    assert (
+        read_flat(Resident().array(array).T, 5, 11).tolist() == array.T.reshape(-1)[5:11].tolist()
+    )
 
 
 @given(st.lists(st.integers(0, 15), min_size=2, max_size=9))

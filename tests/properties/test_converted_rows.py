@@ -17,7 +17,16 @@ from holdfast.errors import HoldfastError
 from holdfast.saving.planned import Planned
 from tests.properties.many_states import many_states
 
-DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.bool_, ml_dtypes.float8_e4m3fn, np.complex64]
+DTYPES = [
+    np.float32,
+    np.float16,
+    ml_dtypes.bfloat16,
+    np.int64,
+    np.uint8,
+    np.bool_,
+    ml_dtypes.float8_e4m3fn,
+    np.complex64,
+]
 ODD = ("empty", "tied", "large", "nested", "value", "view", "name")
 SOURCES, TARGETS = ("a.safetensors", "a.pt", "a"), ("b.safetensors", "b.pt", "b")
 
@@ -29,15 +38,28 @@ def states(draw):
 
 
 def content(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in ([path] if path.is_file() else sorted(path.iterdir()))}
+    return {
+        file.name: file.read_bytes()
+        for file in ([path] if path.is_file() else sorted(path.iterdir()))
+    }
 
 
 def flat(value: object, name: str = "") -> dict[str, np.ndarray]:
     """The arrays of a state by their dotted names."""
     if isinstance(value, np.ndarray):
         return {name: value}
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return {inner: array for key, item in items for inner, array in flat(item, f"{name}.{key}" if name else str(key)).items()}
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return {
+        inner: array
+        for key, item in items
+        for inner, array in flat(item, f"{name}.{key}" if name else str(key)).items()
+    }
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
@@ -74,7 +96,10 @@ def compare(state: dict[str, object], source: Path, target: Path) -> None:
     # As `convert` does, whatever the format holds by itself.
     holdfast.save(as_read(state, source), saved, durable=False, metadata=metadata, keep_tree=True)
     done = holdfast.convert(source, target, durable=False)
-    assert (done.done, done.tensors) == (True, sum(array.nbytes > 0 for array in flat(state).values()) - ("tied" in state))
+    assert (done.done, done.tensors) == (
+        True,
+        sum(array.nbytes > 0 for array in flat(state).values()) - ("tied" in state),
+    )
     assert_holds(target, state)
     assert content(target) == content(saved)
 
@@ -84,14 +109,21 @@ def tensor_at(path: Path, place: int) -> tuple[str, int] | None:
     raw = path.read_bytes()
     begin = 8 + int.from_bytes(raw[:8], "little")
     for name, entry in json.loads(raw[8:begin]).items():
-        if name != "__metadata__" and begin + entry["data_offsets"][0] <= place < begin + entry["data_offsets"][1]:
+        if (
+            name != "__metadata__"
+            and begin + entry["data_offsets"][0] <= place < begin + entry["data_offsets"][1]
+        ):
             return name, begin + entry["data_offsets"][0]
     return None
 
 
 def damaged_state(source: Path, target: Path, state: dict[str, object], damaged: int) -> None:
     """One bit is another: the error names tensor, file and offset; or the bit means nothing, and the values are those."""
-    path = source if source.is_file() else next(file for file in source.iterdir() if file.suffix == ".safetensors")
+    path = (
+        source
+        if source.is_file()
+        else next(file for file in source.iterdir() if file.suffix == ".safetensors")
+    )
     raw = bytearray(path.read_bytes())
     place = len(raw) - 1 - damaged % min(600, len(raw))
     hit = tensor_at(path, place) if path.suffix == ".safetensors" else None
@@ -119,7 +151,12 @@ def damaged_state(source: Path, target: Path, state: dict[str, object], damaged:
 
 
 @settings(deadline=None, max_examples=40)
-@given(states(), st.sampled_from(SOURCES), st.sampled_from(TARGETS), st.none() | st.integers(0, 1 << 20))
+@given(
+    states(),
+    st.sampled_from(SOURCES),
+    st.sampled_from(TARGETS),
+    st.none() | st.integers(0, 1 << 20),
+)
 def test_as_saved(state, source, target, damaged):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -142,10 +179,21 @@ def test_many_tensors_are_written_together(source, target, tmp_path, monkeypatch
     run = Planned.run
 
     def look(self: Planned, *given: object) -> object:
-        seen.append(any(isinstance(segment, Gathered) for file in self.plan.files for segment in file.segments))
+        seen.append(
+            any(
+                isinstance(segment, Gathered)
+                for file in self.plan.files
+                for segment in file.segments
+            )
+        )
         return run(self, *given)
 
     monkeypatch.setattr(Planned, "run", look)
     holdfast.convert(tmp_path / source, tmp_path / target)
-    holdfast.convert(tmp_path / source, tmp_path / target, limits=holdfast.Limits(pickle_nbytes="1GiB"), overwrite=True)
+    holdfast.convert(
+        tmp_path / source,
+        tmp_path / target,
+        limits=holdfast.Limits(pickle_nbytes="1GiB"),
+        overwrite=True,
+    )
     assert seen == [True, True]

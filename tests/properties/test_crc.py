@@ -11,7 +11,11 @@ from holdfast.core import crc
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=6), st.randoms(use_true_random=False))
+@given(
+    st.binary(max_size=300),
+    st.lists(st.integers(0, 300), max_size=6),
+    st.randoms(use_true_random=False),
+)
 def test_blocks_in_any_order_give_the_whole(message, cuts, random):
     # A block without bytes would take the place of the one that begins there.
     edges = sorted({0, *(min(c, len(message)) for c in cuts), len(message)})
@@ -64,4 +68,8 @@ def test_a_block_that_came_again_counts_once():
 
 @given(st.binary(max_size=50), st.binary(max_size=50))
 def test_combine(a, b):
-    assert crc.combine(crc.crc32(a), crc.crc32(b), len(b)) == zlib.crc32(a + b) == crc.crc32(b, crc.crc32(a))
+    assert (
+        crc.combine(crc.crc32(a), crc.crc32(b), len(b))
+        == zlib.crc32(a + b)
+        == crc.crc32(b, crc.crc32(a))
+    )

@@ -46,9 +46,15 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of torch with such a state, put together from opcodes: picklers call themselves."""
-    before, behind = {"dict": (b"}" + text("a"), b"s"), "list": (b"]", b"a"), "tuple": (b"", b"\x85")}[kind]
+    before, behind = {
+        "dict": (b"}" + text("a"), b"s"),
+        "list": (b"]", b"a"),
+        "tuple": (b"", b"\x85"),
+    }[kind]
     target = tmp_path_factory.mktemp("deep") / f"{kind}.pt"
-    target.write_bytes(torch_zip(stream(b"}" + text("x") + before * DEEP + weight() + behind * DEEP + b"s")))
+    target.write_bytes(
+        torch_zip(stream(b"}" + text("x") + before * DEEP + weight() + behind * DEEP + b"s"))
+    )
     return target
 
 

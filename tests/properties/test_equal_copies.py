@@ -21,11 +21,20 @@ from holdfast.stores.memory import MemoryStore
 @st.composite
 def states(draw):
     """Tensors over a few buffers with the same elements: whole, parts, transposes, conjugates, copies of each other."""
-    buffers = [torch.arange(12.0), torch.arange(12.0), torch.zeros(12), torch.arange(12.0).to(torch.complex64)]
+    buffers = [
+        torch.arange(12.0),
+        torch.arange(12.0),
+        torch.zeros(12),
+        torch.arange(12.0).to(torch.complex64),
+    ]
     found = {}
     for number in range(draw(st.integers(1, 8))):
         one = draw(st.sampled_from(buffers))
-        match draw(st.sampled_from(["", "", "part", "transpose", "copy", "conj", "parameter", "empty", "step"])):
+        match draw(
+            st.sampled_from(
+                ["", "", "part", "transpose", "copy", "conj", "parameter", "empty", "step"]
+            )
+        ):
             case "part":
                 one = one[draw(st.integers(0, 2)) : draw(st.integers(8, 12))]
             case "transpose":
@@ -61,7 +70,9 @@ def test_tensors_of_one_content_are_found_and_tied(state, suffix):
         holdfast.save(state, path, durable=False)
         graph = holdfast.alias_graph(path, by="content")
         groups = [{member.name for member in group.members} for group in graph.groups]
-        assert sorted(map(sorted, groups)) == sorted(sorted(names) for names in alike.values() if len(names) > 1)
+        assert sorted(map(sorted, groups)) == sorted(
+            sorted(names) for names in alike.values() if len(names) > 1
+        )
         tied = holdfast.tie(path, target, durable=False)
         stays = any("left where other views" in note for note in tied.notes)
         with holdfast.open(path) as before, holdfast.open(target) as after:
@@ -92,6 +103,10 @@ def test_the_bytes_that_are_reached_are_those_of_the_elements(parts, aligned):
         tensors.append(LazyTensor("", DTYPES.name("uint8"), (count,), (chunk,), source))
         if count:
             marked[start - start % aligned : start + (count - 1) * step + 1] = True
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], marked.astype(np.int8), [0])))).reshape(-1, 2).tolist()
+    edges = (
+        np.flatnonzero(np.diff(np.concatenate(([0], marked.astype(np.int8), [0]))))
+        .reshape(-1, 2)
+        .tolist()
+    )
     found = reached_spans(tensors, aligned=aligned)
     assert [[span.start, span.stop] for span in found.get(storage, [])] == edges

@@ -24,10 +24,16 @@ def targets(draw):
 @settings(max_examples=150, deadline=None)
 @given(st.lists(targets(), min_size=1, max_size=8), st.data())
 def test_the_last_one_wins(drawn, data):
-    state = {f"t{i}": np.arange(count, dtype=np.float32) + 100 * i for i, (count, _, _, _) in enumerate(drawn)}
+    state = {
+        f"t{i}": np.arange(count, dtype=np.float32) + 100 * i
+        for i, (count, _, _, _) in enumerate(drawn)
+    }
     with holdfast.open(holdfast.to_bytes(state, "safetensors")) as checkpoint:
         table = checkpoint.stored
-        found, plain = ((torch.full((LENGTH,), -1.0), torch.full((LENGTH,), -1.0, dtype=torch.float64)) for _ in range(2))
+        found, plain = (
+            (torch.full((LENGTH,), -1.0), torch.full((LENGTH,), -1.0, dtype=torch.float64))
+            for _ in range(2)
+        )
         views = []
         rows, lazies = [], {}
         for i, (count, step, start, cast) in enumerate(drawn):

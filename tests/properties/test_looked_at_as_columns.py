@@ -36,9 +36,16 @@ def changed(draw, state):
     made = type(state)(state)
     vars(made).update(vars(state)) if isinstance(state, OrderedDict) else None
     for change in draw(
-        st.lists(st.sampled_from(["value", "gone", "new", "name", "order", "dtype", "shape", "attribute"]), max_size=3)
+        st.lists(
+            st.sampled_from(
+                ["value", "gone", "new", "name", "order", "dtype", "shape", "attribute"]
+            ),
+            max_size=3,
+        )
     ):
-        arrays = [name for name, value in made.items() if isinstance(value, np.ndarray) and value.size]
+        arrays = [
+            name for name, value in made.items() if isinstance(value, np.ndarray) and value.size
+        ]
         name = draw(st.sampled_from(arrays))
         array = made[name].copy()
         match change:
@@ -70,7 +77,11 @@ def save(state: object, path: Path) -> None:
 
 
 def damage(path: Path, places: list[int]) -> None:
-    files = [path] if path.is_file() else [file for file in sorted(path.iterdir()) if file.suffix == ".safetensors"]
+    files = (
+        [path]
+        if path.is_file()
+        else [file for file in sorted(path.iterdir()) if file.suffix == ".safetensors"]
+    )
     for place in places:
         file = files[place % len(files)]
         content = bytearray(file.read_bytes())
@@ -96,7 +107,9 @@ def check_verified(path: Path) -> None:
                 unchecked += names
             elif storage.nbytes and zlib.crc32(content) != storage.crc32:
                 expected[str(file), storage.start] = tuple(names)
-        assert {(one.file, one.offset): one.tensors for one in report.damaged if one.tensors} == expected
+        assert {
+            (one.file, one.offset): one.tensors for one in report.damaged if one.tensors
+        } == expected
         assert (sorted(report.unchecked), report.tensors) == (sorted(unchecked), len(checkpoint))
 
 
@@ -119,8 +132,16 @@ def check_surveyed(path: Path) -> None:
         assert {name for name, tie in found.ties.items() if tie.startswith("in ")} == inside
         once = [tensor for name, tensor in tensors.items() if name not in again]
         dtypes = {tensor.dtype for tensor in tensors.values()}
-        assert found.elements == {dtype: sum(one.size for one in once if one.dtype is dtype) for dtype in dtypes}
-        assert all((list(show_tree(checkpoint)), list(show_table(checkpoint, "layers.*")), document(checkpoint)))
+        assert found.elements == {
+            dtype: sum(one.size for one in once if one.dtype is dtype) for dtype in dtypes
+        }
+        assert all(
+            (
+                list(show_tree(checkpoint)),
+                list(show_table(checkpoint, "layers.*")),
+                document(checkpoint),
+            )
+        )
 
 
 def check_compared(a: Path, b: Path, *, exact: bool) -> None:
@@ -135,9 +156,17 @@ def check_compared(a: Path, b: Path, *, exact: bool) -> None:
     assert found.removed == tuple(name for name in left if name not in right)
     assert found.added == tuple(name for name in right if name not in left)
     both = [name for name in left if name in right]
-    outlines = {name: (left[name].dtype, left[name].shape) == (right[name].dtype, right[name].shape) for name in both}
-    same = [name for name in both if outlines[name] and left[name].tobytes() == right[name].tobytes()]
-    assert ([change.name for change in found.changed], found.same) == ([name for name in both if name not in same], len(same))
+    outlines = {
+        name: (left[name].dtype, left[name].shape) == (right[name].dtype, right[name].shape)
+        for name in both
+    }
+    same = [
+        name for name in both if outlines[name] and left[name].tobytes() == right[name].tobytes()
+    ]
+    assert ([change.name for change in found.changed], found.same) == (
+        [name for name in both if name not in same],
+        len(same),
+    )
     assert bool(read) == any(left[name].size for name in both if outlines[name]) or not exact
 
 
@@ -180,8 +209,14 @@ def test_no_tensor_is_made_of_what_is_the_same(kind, tmp_path, monkeypatch):
         made.append(name)
         return tensor
 
-    monkeypatch.setattr(LazyTensor, "contiguous", classmethod(lambda cls, name, *rest: noted(name, contiguous(cls, name, *rest))))
-    monkeypatch.setattr(FileStorages, "storage", lambda self, n, kind: noted(self.names[n], storage(self, n, kind)))
+    monkeypatch.setattr(
+        LazyTensor,
+        "contiguous",
+        classmethod(lambda cls, name, *rest: noted(name, contiguous(cls, name, *rest))),
+    )
+    monkeypatch.setattr(
+        FileStorages, "storage", lambda self, n, kind: noted(self.names[n], storage(self, n, kind))
+    )
     assert holdfast.verify(tmp_path / kind).ok
     found = holdfast.diff(tmp_path / kind, tmp_path / "other" / kind, exact=True)
     assert ([change.name for change in found.changed], found.same) == (["layers.7"], 99)
@@ -203,7 +238,9 @@ def peak(job) -> int:
 def test_looking_takes_little_more_memory_than_opening(tmp_path):
     """Tensors that were made would take as much again as all that is kept of them."""
     count = 1500
-    state = {f"layers.{i // 10}.experts.{i % 10}.w": np.full((16,), i, np.float32) for i in range(count)}
+    state = {
+        f"layers.{i // 10}.experts.{i % 10}.w": np.full((16,), i, np.float32) for i in range(count)
+    }
     path = tmp_path / "x.pt"
     save(state, path)
 

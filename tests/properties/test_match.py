@@ -38,7 +38,9 @@ def test_pairs_are_those_of_equal_names(source, target, data):
     fitting = [(row, number) for row, number in pairs if kind[row] == own[number]]
     assert list(zip(found.source, found.target, strict=True)) == fitting
     assert found.missing == [number for number, name in enumerate(target) if name not in source]
-    assert found.refused == {n: f"{kind[row]} is not {own[n]}" for row, n in pairs if kind[row] != own[n]}
+    assert found.refused == {
+        n: f"{kind[row]} is not {own[n]}" for row, n in pairs if kind[row] != own[n]
+    }
     assert len(judged) == len(set(judged))
 
 
@@ -74,7 +76,11 @@ def test_parts_hold_what_numpy_cuts(tensors, data):
     for array, boxes, turned in tensors:
         for box in boxes:
             part = np.array(array[box.slices] if box.rank else array, order="F" if turned else "C")
-            strides = tuple(reversed(c_strides(part.shape[::-1], 32))) if turned else c_strides(part.shape, 32)
+            strides = (
+                tuple(reversed(c_strides(part.shape[::-1], 32)))
+                if turned
+                else c_strides(part.shape, 32)
+            )
             placed.append((len(content), part.nbytes, strides))
             content += part.tobytes(order="A")
     store = MemoryStore({"f": bytes(content)})
@@ -91,7 +97,9 @@ def test_parts_hold_what_numpy_cuts(tensors, data):
     wanted = []
     for row in rows:
         shape = tensors[row][0].shape
-        wanted.append(None if data.draw(st.booleans()) else boxes_of([data.draw(cuts(n)) for n in shape]))
+        wanted.append(
+            None if data.draw(st.booleans()) else boxes_of([data.draw(cuts(n)) for n in shape])
+        )
     met = meet(table, rows, wanted)
     assert met.pairs == sorted(met.pairs)
     ranged = [pair for at, pair in enumerate(met.pairs) if at not in met.parts]
@@ -105,7 +113,11 @@ def test_parts_hold_what_numpy_cuts(tensors, data):
         if pair in ranged:
             continue
         array = tensors[row][0]
-        for number, box in enumerate(wanted[pair] if wanted[pair] is not None else [Box.whole(array.shape)]):
+        for number, box in enumerate(
+            wanted[pair] if wanted[pair] is not None else [Box.whole(array.shape)]
+        ):
             if box.count:
-                np.testing.assert_array_equal(given_parts.pop((pair, number)), array[box.slices] if box.rank else array)
+                np.testing.assert_array_equal(
+                    given_parts.pop((pair, number)), array[box.slices] if box.rank else array
+                )
     assert not given_parts

@@ -45,7 +45,9 @@ class Foreign:
 
 
 def tensor() -> LazyTensor:
-    return LazyTensor.contiguous("", DTYPES.name("uint8"), (4,), Storage("f", 0, 4, home=SOURCE.store), SOURCE)
+    return LazyTensor.contiguous(
+        "", DTYPES.name("uint8"), (4,), Storage("f", 0, 4, home=SOURCE.store), SOURCE
+    )
 
 
 def composite(parts: list[str]) -> Composite:
@@ -72,9 +74,16 @@ LEAVES = st.one_of(
 )  # fmt: skip
 
 
-def _fill(draw: st.DrawFn, made: Opaque, pairs: list[tuple[object, object]], dicts: list[dict[object, object]]) -> None:
+def _fill(
+    draw: st.DrawFn,
+    made: Opaque,
+    pairs: list[tuple[object, object]],
+    dicts: list[dict[object, object]],
+) -> None:
     """Give an object a state of its own or another's, or make it a module."""
-    form = draw(st.sampled_from(["own", "items", "shared", "two", "module"] if dicts else ["own", "items"]))
+    form = draw(
+        st.sampled_from(["own", "items", "shared", "two", "module"] if dicts else ["own", "items"])
+    )
     pick = st.sampled_from(dicts) if dicts else st.nothing()
     if form == "own":
         made.state = {str(key): value for key, value in pairs}
@@ -88,7 +97,11 @@ def _fill(draw: st.DrawFn, made: Opaque, pairs: list[tuple[object, object]], dic
         made.state = draw(pick), draw(pick)
     elif form == "module":
         groups = {name: draw(pick) for name in ("_parameters", "_buffers", "_modules")}
-        made.state = {"training": True, **groups, "_non_persistent_buffers_set": draw(st.sets(st.sampled_from(["a", "b"])))}
+        made.state = {
+            "training": True,
+            **groups,
+            "_non_persistent_buffers_set": draw(st.sets(st.sampled_from(["a", "b"]))),
+        }
 
 
 @st.composite
@@ -97,21 +110,41 @@ def graphs(draw: st.DrawFn) -> object:
     kinds = st.sampled_from([dict, dict, OrderedDict, defaultdict, Counter, list, list, Opaque])
     pool: list[object] = []
     for kind in draw(st.lists(kinds, min_size=2, max_size=7)):
-        pool.append(defaultdict(list) if kind is defaultdict else Opaque(Global("m", "C")) if kind is Opaque else kind())
+        pool.append(
+            defaultdict(list)
+            if kind is defaultdict
+            else Opaque(Global("m", "C"))
+            if kind is Opaque
+            else kind()
+        )
     leaves = draw(st.lists(LEAVES, min_size=1, max_size=4))
     cyclic = draw(st.booleans())
     for number, container in enumerate(pool):
         known = pool if cyclic else pool[number + 1 :]
-        values = st.one_of(st.builds(tensor), st.sampled_from(leaves), *([st.sampled_from(known)] * 2 if known else []))
-        rows = st.one_of(
-            st.lists(values, max_size=3).map(tuple), st.builds(Pair, values, values), st.tuples(st.tuples(values), values)
+        values = st.one_of(
+            st.builds(tensor),
+            st.sampled_from(leaves),
+            *([st.sampled_from(known)] * 2 if known else []),
         )
-        some = draw(st.lists(st.one_of(values, values, values, rows), min_size=1, max_size=5)) + pool[number + 1 : number + 2]
+        rows = st.one_of(
+            st.lists(values, max_size=3).map(tuple),
+            st.builds(Pair, values, values),
+            st.tuples(st.tuples(values), values),
+        )
+        some = (
+            draw(st.lists(st.one_of(values, values, values, rows), min_size=1, max_size=5))
+            + pool[number + 1 : number + 2]
+        )
         keys = draw(st.lists(KEYS, min_size=len(some), max_size=len(some)))
         if isinstance(container, list):
             container += some
         elif isinstance(container, Opaque):
-            _fill(draw, container, [*zip(keys, some, strict=True)], [one for one in known if isinstance(one, dict)])
+            _fill(
+                draw,
+                container,
+                [*zip(keys, some, strict=True)],
+                [one for one in known if isinstance(one, dict)],
+            )
         else:
             for key, value in zip(keys, some, strict=True):
                 container[key] = value
@@ -147,7 +180,9 @@ class Slow:
         owners = {id(owner) for owner, _ in held}
         inside = [pair for _, pairs in held for pair in pairs]
         if any(owners & others for _, others in around):
-            if not self.opened and not any(isinstance(one, Opaque) for one in (value, *(one for one, _ in around))):
+            if not self.opened and not any(
+                isinstance(one, Opaque) for one in (value, *(one for one, _ in around))
+            ):
                 self._problem(path, f"a {type(value).__name__} that contains itself")
                 return False
             return True
@@ -161,11 +196,16 @@ class Slow:
         if len(around) >= self.depth:
             if self.opened:
                 raise LimitExceeded("too deep")
-            self.problems.append(f"{dotted(path[:4])}…: nested deeper than Limits(depth={self.depth})")
+            self.problems.append(
+                f"{dotted(path[:4])}…: nested deeper than Limits(depth={self.depth})"
+            )
             return False
         self._look_at(value, inside, bool(around))
         self._met |= dict.fromkeys(owners, True)
-        found = [self._visit(inner, (*path, step(key)), [*around, (value, owners)]) for key, inner in inside]
+        found = [
+            self._visit(inner, (*path, step(key)), [*around, (value, owners)])
+            for key, inner in inside
+        ]
         self._met[id(value)] = any(found)
         return any(found)
 
@@ -176,7 +216,11 @@ class Slow:
             return [(owner, [*pairs]) for owner, pairs in contents(value) or ()]
         if isinstance(value, list | tuple) and (self.opened or type(value) in (list, tuple)):
             return [(value, [*enumerate(value)])]
-        return [(value, [*value.parts.items()])] if isinstance(value, Composite) and self.opened else None
+        return (
+            [(value, [*value.parts.items()])]
+            if isinstance(value, Composite) and self.opened
+            else None
+        )
 
     def _look_at(self, value: object, inside: list[tuple[object, object]], below: bool) -> None:
         keys, types = {type(key) for key, _ in inside}, {type(inner) for _, inner in inside}
@@ -210,7 +254,11 @@ class Slow:
         taken: set[str] = set()
         for path, _ in self.found:
             base = dotted(path) if path else "tensor"
-            name = next(name for number in count(1) if (name := f"{base}#{number}" if number > 1 else base) not in taken)
+            name = next(
+                name
+                for number in count(1)
+                if (name := f"{base}#{number}" if number > 1 else base) not in taken
+            )
             taken.add(name)
             yield name, base
 
@@ -245,7 +293,9 @@ def test_an_opened_state_is_named_path_by_path(tree: object, spare: int, depth: 
         if name != base
     ]
     if slow.left_out:
-        notes.append(f"{slow.left_out:,} further references to shared containers were not listed by name; they are in the tree")
+        notes.append(
+            f"{slow.left_out:,} further references to shared containers were not listed by name; they are in the tree"
+        )
     assert named.notes == notes
 
 
@@ -259,11 +309,19 @@ def test_a_state_to_be_saved_is_named_path_by_path(tree: object, spare: int, dep
     assert leaves.names == [name for name, _ in slow.names()]
     assert [*map(id, leaves.values)] == [id(one) for _, one in slow.found]
     assert leaves.problems == slow.problems
-    assert leaves.alone is (type(tree) is LazyTensor or (isinstance(tree, Foreign) and type(tree.made) is LazyTensor))
+    assert leaves.alone is (
+        type(tree) is LazyTensor or (isinstance(tree, Foreign) and type(tree.made) is LazyTensor)
+    )
     assert (leaves.nested, leaves.beyond) == (slow.nested, slow.beyond)
     assert len(leaves.samples()) == len(slow.sorts)
     assert {ident: id(made) for ident, (_, made) in leaves.converted.items()} == {
         ident: id(made) for ident, (_, made) in slow.converted.items()
     }
-    became = {ident: (name, made) for ident, (name, made) in slow.converted.items() if isinstance(made, LazyTensor | Composite)}
-    assert [(name, id(value)) for name, value in leaves.places] == [(name, ident) for ident, (name, _) in became.items()]
+    became = {
+        ident: (name, made)
+        for ident, (name, made) in slow.converted.items()
+        if isinstance(made, LazyTensor | Composite)
+    }
+    assert [(name, id(value)) for name, value in leaves.places] == [
+        (name, ident) for ident, (name, _) in became.items()
+    ]

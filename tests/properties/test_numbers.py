@@ -26,7 +26,11 @@ WIDE = [np.float32, np.float64, np.int32, np.uint64, np.complex64]
 def expected(array: np.ndarray, bins: int) -> dict[str, object]:
     """All at once, by definition."""
     with np.errstate(all="ignore"):
-        wide = np.abs(array).astype(np.float64) if array.dtype.kind == "c" else array.astype(np.float64)
+        wide = (
+            np.abs(array).astype(np.float64)
+            if array.dtype.kind == "c"
+            else array.astype(np.float64)
+        )
         finite = wide[np.isfinite(wide)]
         found: dict[str, object] = {
             "nans": int(np.isnan(wide).sum()), "infinities": int(np.isinf(wide).sum()), "zeros": int((finite == 0).sum()),
@@ -59,7 +63,12 @@ def check(array: np.ndarray, bins: int) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from([*NARROW, *WIDE]), st.binary(max_size=800), st.integers(1, 9), st.sampled_from([8, 64, 1 << 18]))
+@given(
+    st.sampled_from([*NARROW, *WIDE]),
+    st.binary(max_size=800),
+    st.integers(1, 9),
+    st.sampled_from([8, 64, 1 << 18]),
+)
 def test_any_bits_as_by_definition(dtype, content, bins, block):
     width = np.dtype(dtype).itemsize
     array = np.frombuffer(content[: len(content) // width * width], dtype).copy()
@@ -80,5 +89,9 @@ def test_any_bits_as_by_definition(dtype, content, bins, block):
 @pytest.mark.parametrize("dtype", NARROW)
 def test_every_pattern(dtype):
     width = np.dtype(dtype).itemsize
-    array = np.arange(1 << 17, dtype=f"u{width}" if width == 2 else np.uint32).astype(f"u{width}").view(dtype)
+    array = (
+        np.arange(1 << 17, dtype=f"u{width}" if width == 2 else np.uint32)
+        .astype(f"u{width}")
+        .view(dtype)
+    )
     check(array, 32)

@@ -20,20 +20,28 @@ class Part:
 
 def literal(char):
     said = f"[{char}]" if char in "*?[{" else char
-    return Part(said, lambda name, at: {at + 1} if name[at : at + 1] == char else set(), st.just(char))
+    return Part(
+        said, lambda name, at: {at + 1} if name[at : at + 1] == char else set(), st.just(char)
+    )
 
 
 def row(parts):
     return Part(
         "".join(part.text for part in parts),
-        lambda name, at: reduce(lambda starts, part: set().union(*(part.ends(name, s) for s in starts)), parts, {at}),
+        lambda name, at: reduce(
+            lambda starts, part: set().union(*(part.ends(name, s) for s in starts)), parts, {at}
+        ),
         st.tuples(*(part.sample for part in parts)).map("".join),
     )
 
 
 def one_of(choices):
     said = "{" + ",".join(one.text for one in choices) + "}"
-    return Part(said, lambda name, at: set().union(*(c.ends(name, at) for c in choices)), st.one_of(*(c.sample for c in choices)))
+    return Part(
+        said,
+        lambda name, at: set().union(*(c.ends(name, at) for c in choices)),
+        st.one_of(*(c.sample for c in choices)),
+    )
 
 
 def numbers(pair):
@@ -41,7 +49,11 @@ def numbers(pair):
     texts = [str(number).zfill(width) for number in range(min(low, high), max(low, high) + 1)]
     said = [str(number).zfill(width) for number in (low, high)]
     sample = st.sampled_from(texts)
-    return Part(f"{{{said[0]}..{said[1]}}}", lambda name, at: {at + len(t) for t in texts if name.startswith(t, at)}, sample)
+    return Part(
+        f"{{{said[0]}..{said[1]}}}",
+        lambda name, at: {at + len(t) for t in texts if name.startswith(t, at)},
+        sample,
+    )
 
 
 def chars(drawn):
@@ -68,10 +80,14 @@ SETS = st.tuples(st.sets(st.sampled_from("ab.01"), min_size=1), st.booleans()).m
 FLAT = st.one_of(LITERALS, LITERALS, st.just(ANY), st.just(ANY), st.just(ONE), SETS, NUMBERS)
 ROWS = st.recursive(
     st.lists(FLAT, max_size=8).map(row),
-    lambda inner: st.lists(st.one_of(FLAT, st.lists(inner, min_size=2, max_size=3).map(one_of)), max_size=3).map(row),
+    lambda inner: st.lists(
+        st.one_of(FLAT, st.lists(inner, min_size=2, max_size=3).map(one_of)), max_size=3
+    ).map(row),
     max_leaves=6,
 )
-NAMES = st.lists(st.text("ab.01*?[{-", max_size=8) | st.integers(0, 140).map(str), max_size=3).map("".join)
+NAMES = st.lists(st.text("ab.01*?[{-", max_size=8) | st.integers(0, 140).map(str), max_size=3).map(
+    "".join
+)
 
 
 @settings(deadline=None, max_examples=600)
@@ -80,8 +96,15 @@ def test_a_glob_is_what_the_oracle_says(part, data):
     found = glob(part.text)
     for text in (data.draw(part.sample), data.draw(part.sample), data.draw(NAMES)):
         at = data.draw(st.integers(0, len(text)))
-        for name in (text, text[:at] + text[at + 1 :], text[:at] + data.draw(st.sampled_from("ab.01")) + text[at:]):
-            assert found.matches(name) == (name == part.text or len(name) in part.ends(name, 0)), (part.text, name)
+        for name in (
+            text,
+            text[:at] + text[at + 1 :],
+            text[:at] + data.draw(st.sampled_from("ab.01")) + text[at:],
+        ):
+            assert found.matches(name) == (name == part.text or len(name) in part.ends(name, 0)), (
+                part.text,
+                name,
+            )
 
 
 @settings(deadline=None, max_examples=400)
@@ -117,9 +140,13 @@ def test_a_column_of_names_is_matched_as_each_name(parts, data):
     patterns = [part.text for part in parts]
     names = [data.draw(st.one_of(NAMES, *(part.sample for part in parts))) for _ in range(6)]
     names += [pattern + below for pattern in patterns for below in ("", ".w", "w")]
-    assert meant(patterns, names) == [any(matcher(pattern)(name) for pattern in patterns) for name in names]
+    assert meant(patterns, names) == [
+        any(matcher(pattern)(name) for pattern in patterns) for name in names
+    ]
     for pattern in patterns:
-        assert glob(pattern).each_stood_for(names) == [glob(pattern).stood_for(name) for name in names]
+        assert glob(pattern).each_stood_for(names) == [
+            glob(pattern).stood_for(name) for name in names
+        ]
 
 
 @settings(deadline=None, max_examples=300)
@@ -144,7 +171,9 @@ def test_names_become_what_the_first_rule_says(olds, names):
     assert renamed(renames, names) == [oracle(name) for name in names]
 
 
-PARTS = st.sampled_from(["a", "b", "layers", "_", ".", "007", "0", "00"]) | st.integers(0, 10**6).map(str)
+PARTS = st.sampled_from(["a", "b", "layers", "_", ".", "007", "0", "00"]) | st.integers(
+    0, 10**6
+).map(str)
 MIXED = st.lists(PARTS, max_size=6).map("".join)
 
 

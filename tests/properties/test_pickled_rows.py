@@ -25,7 +25,12 @@ ITEMS = st.one_of(
     st.integers(0, len(KINDS) - 1),
     st.tuples(st.just("again"), st.integers(0, 200)),
     st.tuples(st.just("view"), st.integers(0, 200)),
-    st.tuples(st.just("value"), st.sampled_from([0, 255, 256, 70000, -1, 1.5, None, True, "0", "7", "text", "storage", "cpu"])),
+    st.tuples(
+        st.just("value"),
+        st.sampled_from(
+            [0, 255, 256, 70000, -1, 1.5, None, True, "0", "7", "text", "storage", "cpu"]
+        ),
+    ),
 )
 
 
@@ -53,7 +58,9 @@ def assert_same(state: object, folder: Path) -> None:
     assert (folder / "a.pt").read_bytes() == expected
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     first=st.sampled_from([0, 1, 8, 9, 10, 30, 31, 32, 98]),
     items=st.lists(ITEMS, max_size=30),

@@ -33,14 +33,29 @@ def same_bits(a, b):
 
 
 @settings(max_examples=300, deadline=None)
-@given(chunks(start=3), policies, st.randoms(use_true_random=False), st.sampled_from(["little", "big"]), st.booleans())
+@given(
+    chunks(start=3),
+    policies,
+    st.randoms(use_true_random=False),
+    st.sampled_from(["little", "big"]),
+    st.booleans(),
+)
 def test_any_chunk_reads_as_the_oracle_does(drawn, policy, random, byteorder, strided_out):
     chunk, dtype = drawn
-    chunk = Chunk(chunk.box, Storage("f", 3, chunk.storage.nbytes, byteorder, home=None), chunk.offset, chunk.strides)
+    chunk = Chunk(
+        chunk.box,
+        Storage("f", 3, chunk.storage.nbytes, byteorder, home=None),
+        chunk.offset,
+        chunk.strides,
+    )
     content = random.randbytes(3 + chunk.storage.nbytes)
     source = OpenSource(MemoryStore({"f": content}), policy=policy, threads=1)
     tensor = LazyTensor("t", dtype, chunk.shape, (chunk,), source)
-    out = np.zeros(chunk.shape[::-1], dtype.numpy).T if strided_out else np.zeros(chunk.shape, dtype.numpy)
+    out = (
+        np.zeros(chunk.shape[::-1], dtype.numpy).T
+        if strided_out
+        else np.zeros(chunk.shape, dtype.numpy)
+    )
     source.read([Request(tensor, out)])
     assert same_bits(out, read_slowly(chunk, dtype, content))
 
@@ -58,7 +73,12 @@ def tiled_tensors(draw):
         piece = np.ascontiguousarray(array[box.slices].transpose(order))
         strides = dict(zip(order, c_strides(piece.shape, 16), strict=True))
         parts.append(
-            Chunk(box, Storage("f", len(content), piece.nbytes, home=None), 0, tuple(strides[d] for d in range(len(shape))))
+            Chunk(
+                box,
+                Storage("f", len(content), piece.nbytes, home=None),
+                0,
+                tuple(strides[d] for d in range(len(shape))),
+            )
         )
         content += piece.tobytes()
     return array, content, tuple(parts)
@@ -68,7 +88,12 @@ def index_for(shape):
     one = lambda n: st.one_of(  # noqa: E731
         st.integers(-n, n - 1),
         st.slices(n),
-        st.builds(slice, st.none() | st.integers(-9, 9), st.none() | st.integers(-9, 9), st.sampled_from([1, 2, 3, -1, -2, None])),
+        st.builds(
+            slice,
+            st.none() | st.integers(-9, 9),
+            st.none() | st.integers(-9, 9),
+            st.sampled_from([1, 2, 3, -1, -2, None]),
+        ),
     )
     return (
         st.integers(0, len(shape))
@@ -136,7 +161,9 @@ def element_places(shape, parts):
     for chunk in parts:
         own = np.full(chunk.shape, chunk.offset, object)
         for d, stride in enumerate(chunk.strides):
-            own = own + (np.arange(chunk.shape[d], dtype=object) * stride).reshape([-1 if e == d else 1 for e in range(own.ndim)])
+            own = own + (np.arange(chunk.shape[d], dtype=object) * stride).reshape(
+                [-1 if e == d else 1 for e in range(own.ndim)]
+            )
         places[chunk.box.slices] = own
     return places
 
@@ -147,10 +174,20 @@ def test_an_index_takes_the_elements_that_numpy_takes(data, drawn):
     """Of a tensor in one piece, and of one whose only chunk does not begin at its first element."""
     chunk, _ = drawn
     moved = data.draw(st.booleans())
-    chunk = Chunk(Box.at((1,) * chunk.box.rank, chunk.shape), chunk.storage, chunk.offset, chunk.strides) if moved else chunk
+    chunk = (
+        Chunk(
+            Box.at((1,) * chunk.box.rank, chunk.shape), chunk.storage, chunk.offset, chunk.strides
+        )
+        if moved
+        else chunk
+    )
     shape = tuple(chunk.box.stop)
     index = data.draw(index_for(shape) if 0 not in shape else st.just(slice(None)))
-    index = index[0] if isinstance(index, tuple) and len(index) == 1 and data.draw(st.booleans()) else index
+    index = (
+        index[0]
+        if isinstance(index, tuple) and len(index) == 1 and data.draw(st.booleans())
+        else index
+    )
     tensor = LazyTensor("t", DTYPES.name("uint8"), shape, (chunk,), OpenSource(MemoryStore({})))
     if not shape and isinstance(index, slice):
         with pytest.raises(BadIndex, match="too many"):

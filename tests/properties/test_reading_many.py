@@ -19,7 +19,16 @@ from holdfast.errors import HoldfastError
 from tests.properties.test_reading import index_for
 
 FEW = 16
-KINDS = [np.bool_, np.uint8, np.int16, np.float32, np.float64, np.complex64, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]
+KINDS = [
+    np.bool_,
+    np.uint8,
+    np.int16,
+    np.float32,
+    np.float64,
+    np.complex64,
+    ml_dtypes.bfloat16,
+    ml_dtypes.float8_e5m2,
+]
 FORMATS = {"safetensors": "a.safetensors", "native": "a", "torch": "a.pt"}
 
 
@@ -32,8 +41,13 @@ def plainly(tensor: LazyTensor) -> np.ndarray:
             if content is None:
                 content = bytearray(tensor.source.store.size(chunk.storage.key))
                 tensor.source.store.read(chunk.storage.key, 0, memoryview(content))
-            place, steps = chunk.storage.start + chunk.offset // 8, tuple(stride // 8 for stride in chunk.strides)
-            out[chunk.box.slices] = np.ndarray(chunk.shape, tensor.dtype.numpy, content, place, steps)
+            place, steps = (
+                chunk.storage.start + chunk.offset // 8,
+                tuple(stride // 8 for stride in chunk.strides),
+            )
+            out[chunk.box.slices] = np.ndarray(
+                chunk.shape, tensor.dtype.numpy, content, place, steps
+            )
     out = out.conj() if tensor.traits.conj else out
     return -out if tensor.traits.neg else out
 
@@ -41,7 +55,16 @@ def plainly(tensor: LazyTensor) -> np.ndarray:
 def bits(arrays):
     """Arrays bit for bit, and of which kind they are."""
     return [
-        (a.shape, a.dtype, a.tobytes(), a.flags.owndata, a.flags.writeable, a.flags.c_contiguous, a.flags.aligned) for a in arrays
+        (
+            a.shape,
+            a.dtype,
+            a.tobytes(),
+            a.flags.owndata,
+            a.flags.writeable,
+            a.flags.c_contiguous,
+            a.flags.aligned,
+        )
+        for a in arrays
     ]
 
 
@@ -55,7 +78,9 @@ def is_refused(read, kind, names, offsets=()):
     with pytest.raises(kind) as caught:
         read()
     assert caught.value.tensor in names
-    if isinstance(caught.value, holdfast.errors.Corrupted) and not isinstance(caught.value, holdfast.errors.Truncated):
+    if isinstance(caught.value, holdfast.errors.Corrupted) and not isinstance(
+        caught.value, holdfast.errors.Truncated
+    ):
         assert caught.value.offset in offsets
         assert (caught.value.expected, caught.value.file) != (None, None)
 
@@ -64,13 +89,19 @@ def is_refused(read, kind, names, offsets=()):
 def states(draw):
     """Many small arrays: of all kinds and shapes, empty ones and single numbers, ties, views, odd orders, and a long one."""
     random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    shapes = draw(st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=FEW - 2, max_size=FEW + 12))
+    shapes = draw(
+        st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=FEW - 2, max_size=FEW + 12)
+    )
     state = {}
     for number, shape in enumerate(shapes):
         kind = np.dtype(draw(st.sampled_from(KINDS)))
-        array = np.frombuffer(random.bytes(int(np.prod(shape, dtype=int)) * kind.itemsize), np.uint8).copy()
+        array = np.frombuffer(
+            random.bytes(int(np.prod(shape, dtype=int)) * kind.itemsize), np.uint8
+        ).copy()
         array = (array & 1 if kind == np.bool_ else array).view(kind).reshape(shape)
-        state[f"t.{number}"] = draw(st.sampled_from([array, array, array, array.T, array[..., ::-1] if shape else array]))
+        state[f"t.{number}"] = draw(
+            st.sampled_from([array, array, array, array.T, array[..., ::-1] if shape else array])
+        )
     if draw(st.booleans()):
         state["long"] = np.frombuffer(random.bytes(SMALL_NBYTES + 8), np.int64)
     if draw(st.booleans()):
@@ -84,7 +115,12 @@ def states(draw):
 def test_many_are_read_as_they_lie_there(tmp_path_factory, data, state, format, mapped):
     path = tmp_path_factory.mktemp("columns") / FORMATS[format]
     holdfast.save(state, path)
-    names = data.draw(st.lists(st.sampled_from([*state, "nowhere"] if data.draw(st.booleans()) else [*state]), max_size=2 * FEW))
+    names = data.draw(
+        st.lists(
+            st.sampled_from([*state, "nowhere"] if data.draw(st.booleans()) else [*state]),
+            max_size=2 * FEW,
+        )
+    )
     with holdfast.open(path, mmap=mapped) as ckpt:
         assert list(ckpt.read()) == list(ckpt)
         assert_read(lambda: ckpt.read().values(), ckpt.values())
@@ -92,7 +128,9 @@ def test_many_are_read_as_they_lie_there(tmp_path_factory, data, state, format, 
             with pytest.raises(holdfast.errors.NoSuchTensor):
                 ckpt.read(names)
         elif names:
-            assert_read(lambda: ckpt.read(names).values(), [ckpt[name] for name in dict.fromkeys(names)])
+            assert_read(
+                lambda: ckpt.read(names).values(), [ckpt[name] for name in dict.fromkeys(names)]
+            )
         assert_read(lambda: holdfast.read(ckpt.values()), ckpt.values())
         assert_read(lambda: [tensor.read() for tensor in ckpt.values()], ckpt.values())
         slices = [t[data.draw(index_for(t.shape))] if t.size else t for t in ckpt.values()]
@@ -101,7 +139,9 @@ def test_many_are_read_as_they_lie_there(tmp_path_factory, data, state, format, 
 
 def damaged(data, path, checkpoint):
     """Change a byte of the data of some tensor, or cut the file off."""
-    storage = data.draw(st.sampled_from([s for t in checkpoint.values() for s in t.storages if s.nbytes]))
+    storage = data.draw(
+        st.sampled_from([s for t in checkpoint.values() for s in t.storages if s.nbytes])
+    )
     file = path / storage.key if path.is_dir() else path
     at = storage.start + data.draw(st.integers(0, storage.nbytes - 1))
     cut = data.draw(st.booleans())
@@ -115,7 +155,10 @@ def damaged(data, path, checkpoint):
         os.truncate(file, at)
     low = 0 if cut else 1
     reached = [
-        (t, s) for t in checkpoint.values() for s in t.storages if s.key == storage.key and s.start + s.nbytes > at >= s.start * low
+        (t, s)
+        for t in checkpoint.values()
+        for s in t.storages
+        if s.key == storage.key and s.start + s.nbytes > at >= s.start * low
     ]
     return cut, {t.name for t, _ in reached if t.nbytes}, {s.start for _, s in reached}
 
@@ -141,24 +184,43 @@ def test_damage_is_told_with_its_tensor(tmp_path_factory, data, state, format, v
             elif not cut:
                 assert_read(lambda tensor=tensor: [tensor.read()], [tensor])
                 assert_read(
-                    lambda tensor=tensor: [tensor[-1:].read()] if tensor.shape else [], [tensor[-1:]] if tensor.shape else []
+                    lambda tensor=tensor: [tensor[-1:].read()] if tensor.shape else [],
+                    [tensor[-1:]] if tensor.shape else [],
                 )
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.data(), st.sampled_from(["float32", "uint8", "int64", "bool"]), st.sampled_from(sorted(FORMATS)), st.booleans())
+@given(
+    st.data(),
+    st.sampled_from(["float32", "uint8", "int64", "bool"]),
+    st.sampled_from(sorted(FORMATS)),
+    st.booleans(),
+)
 def test_rows_of_one_tensor(tmp_path_factory, data, dtype, format, cut):
     """Slices by the dozen, of which most are like the one before, some of another tensor, and some single elements."""
     path = Path(tmp_path_factory.mktemp("rows")) / FORMATS[format]
     height, width = data.draw(st.sampled_from([(300, 40), (16, 16)]))
-    holdfast.save({"w": np.arange(height * width).reshape(height, width).astype(dtype), "v": np.arange(9.0)}, path)
+    holdfast.save(
+        {"w": np.arange(height * width).reshape(height, width).astype(dtype), "v": np.arange(9.0)},
+        path,
+    )
     taken = data.draw(st.integers(1, min(width, height) - 1))
     places = st.tuples(st.integers(-height, height - 1), st.integers(0, width - taken - 1))
     with holdfast.open(path) as ckpt:
         whole, other = ckpt["w"], ckpt["v"]
-        rows = [whole[row, first : first + taken] for row, first in data.draw(st.lists(places, min_size=2 * FEW, max_size=3 * FEW))]
+        rows = [
+            whole[row, first : first + taken]
+            for row, first in data.draw(st.lists(places, min_size=2 * FEW, max_size=3 * FEW))
+        ]
         # Some with one element more, some columns of as many, and some of another tensor between them.
-        others = [whole[3, : taken + 1], whole[:taken, 2], whole[1:3], whole[::2, 1], other[3:5], other[3 : 3 + taken]]
+        others = [
+            whole[3, : taken + 1],
+            whole[:taken, 2],
+            whole[1:3],
+            whole[::2, 1],
+            other[3:5],
+            other[3 : 3 + taken],
+        ]
         for at in data.draw(st.lists(st.integers(0, 2 * FEW - 1), min_size=4, max_size=8)):
             rows[at] = data.draw(st.sampled_from(others))
         if cut:
@@ -169,7 +231,12 @@ def test_rows_of_one_tensor(tmp_path_factory, data, dtype, format, cut):
         if cut:
             end = os.path.getsize(file)
             for given in (rows, elements):
-                gone = {t.name for t in given for c in t.chunks if c.storage.start + c.extent(t.dtype)[1] > end}
+                gone = {
+                    t.name
+                    for t in given
+                    for c in t.chunks
+                    if c.storage.start + c.extent(t.dtype)[1] > end
+                }
                 if gone:
                     is_refused(lambda given=given: holdfast.read(given), HoldfastError, gone)
             return
@@ -198,7 +265,9 @@ def test_few_reads_and_nothing_that_was_not_asked_for(many, monkeypatch):
     calls = []
     with holdfast.open(many) as ckpt:
         read = type(ckpt.source.store).read
-        monkeypatch.setattr(type(ckpt.source.store), "read", lambda *a: (calls.append(a[3].nbytes), read(*a))[1])
+        monkeypatch.setattr(
+            type(ckpt.source.store), "read", lambda *a: (calls.append(a[3].nbytes), read(*a))[1]
+        )
         ckpt.read()
         assert calls == [5000 * 32]
         assert ckpt.source.read_nbytes == 5000 * 32
@@ -226,7 +295,10 @@ def test_closed_is_closed(many):
 
 def test_limits_hold(many):
     nothing = Limits(expansion=0, expansion_floor_nbytes=0)
-    for read in (holdfast.open(many, limits=nothing).read, holdfast.open(many, limits=nothing)["t.1"].read):
+    for read in (
+        holdfast.open(many, limits=nothing).read,
+        holdfast.open(many, limits=nothing)["t.1"].read,
+    ):
         with pytest.raises(holdfast.errors.LimitExceeded):
             read()
 
@@ -238,7 +310,9 @@ def test_conjugates_negatives_and_expanded_views(tmp_path):
     torch.save(state, tmp_path / "a.pt")
     with holdfast.open(tmp_path / "a.pt") as ckpt:
         assert_read(lambda: ckpt.read().values(), ckpt.values())
-        assert_read(lambda: holdfast.read([t[1:2] for t in ckpt.values()]), [t[1:2] for t in ckpt.values()])
+        assert_read(
+            lambda: holdfast.read([t[1:2] for t in ckpt.values()]), [t[1:2] for t in ckpt.values()]
+        )
         assert_read(lambda: [t.read() for t in ckpt.values()], ckpt.values())
 
 

@@ -33,9 +33,15 @@ from tests.parity.compare import assert_same_tree, elements, named_tensors, shar
 from tests.parity.test_generated_states import plain, pools, views
 from tests.parity.test_torch_files import PLAIN, UNTYPED, filled
 
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+few = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
-SHARED = [d for d in (*PLAIN, *UNTYPED) if (row := DTYPES.torch(short(d))) is not None and row.safetensors]
+SHARED = [
+    d for d in (*PLAIN, *UNTYPED) if (row := DTYPES.torch(short(d))) is not None and row.safetensors
+]
 """The dtypes that torch and safetensors both have."""
 
 
@@ -69,9 +75,21 @@ def states(draw: st.DrawFn) -> dict[str, object]:
             case 1:
                 return tuple(inside)
             case 2:
-                return OrderedDict(zip(draw(st.lists(keys, unique=True, min_size=3, max_size=3)), inside, strict=False))
+                return OrderedDict(
+                    zip(
+                        draw(st.lists(keys, unique=True, min_size=3, max_size=3)),
+                        inside,
+                        strict=False,
+                    )
+                )
             case _:
-                return dict(zip(draw(st.lists(keys, unique=True, min_size=3, max_size=3)), inside, strict=False))
+                return dict(
+                    zip(
+                        draw(st.lists(keys, unique=True, min_size=3, max_size=3)),
+                        inside,
+                        strict=False,
+                    )
+                )
 
     return {f"k{i}": container(3) for i in range(draw(st.integers(0, 4)))} | {"tensors": list(some)}
 
@@ -116,7 +134,12 @@ def assert_same_tensors(ours: object, theirs: object) -> None:
     assert [a for (a, _), _ in pairs] == [b for _, (b, _) in pairs]
     origins: dict[int, tuple[int, int]] = {}
     for (name, a), (_, b) in pairs:
-        assert (type(a), a.dtype, a.shape, a.requires_grad) == (type(b), b.dtype, b.shape, b.requires_grad), name
+        assert (type(a), a.dtype, a.shape, a.requires_grad) == (
+            type(b),
+            b.dtype,
+            b.shape,
+            b.requires_grad,
+        ), name
         assert elements(a) == elements(b), name
         if a.numel() < 2:
             continue
@@ -132,7 +155,9 @@ def assert_same_tensors(ours: object, theirs: object) -> None:
 def _alone(tensor: torch.Tensor, state: object) -> bool:
     """Whether nobody has another view of its storage. Then its strides are kept only where the storage has little else."""
     place = tensor.untyped_storage().data_ptr()
-    same = (t for _, t in named_tensors(state) if t.untyped_storage().data_ptr() == place and t.numel())
+    same = (
+        t for _, t in named_tensors(state) if t.untyped_storage().data_ptr() == place and t.numel()
+    )
     return len({(t.shape, t.stride(), t.storage_offset()) for t in same}) == 1
 
 
@@ -141,14 +166,19 @@ def _alone(tensor: torch.Tensor, state: object) -> bool:
 def test_round_trip(state):
     with tempfile.TemporaryDirectory() as folder:
         last = trip(Path(folder), state)
-        assert_same_tensors(torch.load(last, weights_only=False), torch.load(Path(folder, "first.pt"), weights_only=False))
+        assert_same_tensors(
+            torch.load(last, weights_only=False),
+            torch.load(Path(folder, "first.pt"), weights_only=False),
+        )
 
 
 def test_tied_parameters_and_their_views_share_one_storage_again(tmp_path):
     weight = torch.nn.Parameter(torch.randn(3, 4))
     last = trip(tmp_path, {"embed": weight, "head": weight, "part": weight.detach()[1:]})
     loaded = torch.load(last, weights_only=True)
-    assert loaded["part"].untyped_storage().data_ptr() == loaded["embed"].untyped_storage().data_ptr()
+    assert (
+        loaded["part"].untyped_storage().data_ptr() == loaded["embed"].untyped_storage().data_ptr()
+    )
     assert loaded["embed"].data_ptr() == loaded["head"].data_ptr()
 
 
@@ -162,21 +192,36 @@ def test_a_module_comes_back(tmp_path):
             self.head.weight = self.embed.weight
 
     module = Tied()
-    moments = {i: {"step": torch.tensor(3.0), "exp_avg": torch.randn_like(p)} for i, p in enumerate(module.parameters())}
+    moments = {
+        i: {"step": torch.tensor(3.0), "exp_avg": torch.randn_like(p)}
+        for i, p in enumerate(module.parameters())
+    }
     groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "foreach": None, "params": list(moments)}]
-    state = {"model": module.state_dict(), "optimizer": {"state": moments, "param_groups": groups}, "step": 1}
+    state = {
+        "model": module.state_dict(),
+        "optimizer": {"state": moments, "param_groups": groups},
+        "step": 1,
+    }
     loaded = torch.load(trip(tmp_path, state), weights_only=True)
     assert loaded["model"]._metadata == module.state_dict()._metadata
     assert loaded["optimizer"]["param_groups"] == groups
     other = Tied()
     other.load_state_dict(loaded["model"])
-    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [*PLAIN, *UNTYPED], ids=short)
 def test_torch_reads_every_dtype(dtype, tmp_path):
     tensor = filled(dtype, 24).reshape(4, 6)
-    state = {"w": tensor, "row": tensor[1:3], "t": tensor.T, "none": tensor[:0], "one": tensor[2, 3]}
+    state = {
+        "w": tensor,
+        "row": tensor[1:3],
+        "t": tensor.T,
+        "none": tensor[:0],
+        "one": tensor[2, 3],
+    }
     holdfast.save(state, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     assert_same_tensors(loaded, state)
@@ -187,11 +232,18 @@ def test_torch_reads_every_dtype(dtype, tmp_path):
 def test_safetensors_reads_every_dtype(dtype, tmp_path):
     # safetensors 0.8 has no way to torch.float8_e5m2fnuz and friends, and says F4 in pairs.
     tensor = filled(dtype, 24).reshape(4, 6)
-    state = {"w": tensor, "t": tensor.T, "none": torch.empty(0, 3, dtype=dtype), "one": tensor[2, 3]}
+    state = {
+        "w": tensor,
+        "t": tensor.T,
+        "none": torch.empty(0, 3, dtype=dtype),
+        "one": tensor[2, 3],
+    }
     holdfast.save(state, tmp_path / "a.safetensors")
     with safetensors.safe_open(tmp_path / "a.safetensors", "pt") as opened:
         assert set(opened.keys()) == set(state)
-        assert {n: opened.get_slice(n).get_shape() for n in state} == {n: list(t.shape) for n, t in state.items()}
+        assert {n: opened.get_slice(n).get_shape() for n in state} == {
+            n: list(t.shape) for n, t in state.items()
+        }
     loaded = safetensors.torch.load_file(tmp_path / "a.safetensors")
     for name, expected in state.items():
         assert loaded[name].dtype == expected.dtype
@@ -211,13 +263,19 @@ def test_a_storage_is_put_together_from_its_copies(data):
     stored = np.frombuffer(bytes(pool[0].untyped_storage()), np.uint8)
     resident, copies, content = Resident(), [], np.zeros(stored.size, np.uint8)
     for view in some:
-        first, strides = view.storage_offset() * wide.itemsize, tuple(s * wide.itemsize for s in view.stride())
+        first, strides = (
+            view.storage_offset() * wide.itemsize,
+            tuple(s * wide.itemsize for s in view.stride()),
+        )
         for index in np.ndindex(*view.shape):
             at = first + sum(i * s for i, s in zip(index, strides, strict=True))
             content[at : at + wide.itemsize] = stored[at : at + wide.itemsize]
         note = AliasView(0, stored.size, first * 8, tuple(s * 8 for s in strides))
         copies.append(Copy.of(resident.array(view.contiguous().numpy()), note))
-    small, assembled.BLOCK_NBYTES = assembled.BLOCK_NBYTES, data.draw(st.sampled_from([4 << 20, 32, 16]))
+    small, assembled.BLOCK_NBYTES = (
+        assembled.BLOCK_NBYTES,
+        data.draw(st.sampled_from([4 << 20, 32, 16])),
+    )
     try:
         store = Assembled()
         storage = store.storage(content.size, copies)
@@ -255,8 +313,13 @@ def test_copies_that_differ_where_they_overlapped_are_kept_apart_with_a_note(tmp
 def test_views_far_apart_do_not_bring_back_what_lay_between():
     state = noted(first=(np.ones(1, np.float32), 0), last=(np.ones(1, np.float32), 44))
     assert rejoin(state).notes == ()
-    far = {n: replace(t, traits=replace(t.traits, alias=replace(t.traits.alias, nbytes=1 << 50))) for n, t in state.tensors.items()}
-    far["last"] = replace(far["last"], traits=replace(far["last"].traits, alias=AliasView(7, 1 << 50, 1 << 52, (32,))))
+    far = {
+        n: replace(t, traits=replace(t.traits, alias=replace(t.traits.alias, nbytes=1 << 50)))
+        for n, t in state.tensors.items()
+    }
+    far["last"] = replace(
+        far["last"], traits=replace(far["last"].traits, alias=AliasView(7, 1 << 50, 1 << 52, (32,)))
+    )
     (note,) = rejoin(tabulate_tree(far)).notes
     assert "8 bytes of a storage of" in note
 

@@ -30,13 +30,33 @@ from holdfast.saving.state import tabulate_state, tabulate_tree
 
 FEW = 64
 
-ARRAYS = [np.bool_, np.uint8, np.int16, ">i4", np.float32, np.float64, np.complex64, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]
-TENSORS = [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+ARRAYS = [
+    np.bool_,
+    np.uint8,
+    np.int16,
+    ">i4",
+    np.float32,
+    np.float64,
+    np.complex64,
+    ml_dtypes.bfloat16,
+    ml_dtypes.float8_e5m2,
+]
+TENSORS = [
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+]
 NAMES = st.text(st.characters(codec="utf-8"), max_size=4)
 
 
 def array_of(random, kind, shape):
-    raw = np.frombuffer(random.bytes(int(np.prod(shape, dtype=int)) * kind.itemsize), np.uint8).copy()
+    raw = np.frombuffer(
+        random.bytes(int(np.prod(shape, dtype=int)) * kind.itemsize), np.uint8
+    ).copy()
     made = np.empty(shape, kind)
     made[...] = (raw & 1 if kind == np.bool_ else raw).view(kind).reshape(shape)
     return made
@@ -47,8 +67,16 @@ def ordinary(draw):
     """More small arrays and tensors than are saved one by one, in any order of names, dtypes and shapes."""
     random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     seed = dict.fromkeys(draw(st.lists(NAMES, max_size=12)))
-    names = [*seed, *(f"t.{n}" for n in draw(st.permutations(range(FEW - len(seed) + draw(st.integers(0, 3))))))]
-    kinds = draw(st.lists(st.sampled_from([*map(np.dtype, ARRAYS), *TENSORS]), min_size=1, max_size=5))
+    names = [
+        *seed,
+        *(
+            f"t.{n}"
+            for n in draw(st.permutations(range(FEW - len(seed) + draw(st.integers(0, 3)))))
+        ),
+    ]
+    kinds = draw(
+        st.lists(st.sampled_from([*map(np.dtype, ARRAYS), *TENSORS]), min_size=1, max_size=5)
+    )
     shapes = draw(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=7))
     state = {}
     for number, name in enumerate(names):
@@ -68,7 +96,9 @@ PLAIN = (
     | st.text(max_size=3)
     | st.sampled_from([1 << 53, -(1 << 60), "\ud800", "v" * 70])
 )
-PARTS = st.text(st.characters(codec="utf-8"), max_size=3) | st.sampled_from(["$", "$a", "a.b", "k" * 70])
+PARTS = st.text(st.characters(codec="utf-8"), max_size=3) | st.sampled_from(
+    ["$", "$a", "a.b", "k" * 70]
+)
 
 
 @st.composite
@@ -77,7 +107,8 @@ def trees(draw):
     waiting = list(draw(ordinary()).items())
     if draw(st.booleans()):
         waiting = [
-            (name, torch.nn.Parameter(torch.tensor([1.5, n]), requires_grad=n % 2 > 0)) for n, (name, _) in enumerate(waiting)
+            (name, torch.nn.Parameter(torch.tensor([1.5, n]), requires_grad=n % 2 > 0))
+            for n, (name, _) in enumerate(waiting)
         ]
 
     def filled(depth, some):
@@ -91,9 +122,17 @@ def trees(draw):
             children.append(("again", some[0][1]))
         if kind in (list, tuple):
             return kind([value for _, value in children])
-        made = kind({n if draw(st.integers(0, 30)) == 0 else key: value for n, (key, value) in enumerate(children)})
+        made = kind(
+            {
+                n if draw(st.integers(0, 30)) == 0 else key: value
+                for n, (key, value) in enumerate(children)
+            }
+        )
         if kind is OrderedDict and draw(st.booleans()):
-            made._metadata = OrderedDict((key, {"version": draw(st.integers(0, 2))}) for key in draw(st.lists(PARTS, max_size=3)))
+            made._metadata = OrderedDict(
+                (key, {"version": draw(st.integers(0, 2))})
+                for key in draw(st.lists(PARTS, max_size=3))
+            )
             made._metadata.update(draw(st.dictionaries(PARTS, PLAIN, max_size=1)))
         return made
 
@@ -111,11 +150,15 @@ def with_attribute(tensor):
 
 ODD = {
     "tied": lambda state: state | {"one": (a := np.ones(3)), "other": a},
-    "tied in turns": lambda state: state | {"one": (a := np.ones(3)), "other": (b := np.ones(3)), "two": b, "three": a},
+    "tied in turns": lambda state: (
+        state | {"one": (a := np.ones(3)), "other": (b := np.ones(3)), "two": b, "three": a}
+    ),
     "tied tensor": lambda state: state | {"one": (a := torch.ones(3)), "other": a.detach()},
     "view": lambda state: state | {"one": (a := np.ones(6)), "other": a[:3]},
     "part of a storage": lambda state: state | {"one": torch.ones(6)[2:]},
-    "views of one buffer": lambda state: state | dict(zip("ab", torch.ones(6).split(3), strict=True)),
+    "views of one buffer": lambda state: (
+        state | dict(zip("ab", torch.ones(6).split(3), strict=True))
+    ),
     "column order": lambda state: state | {"one": np.ones((2, 3), order="F")},
     "transposed": lambda state: state | {"one": torch.arange(6.0).reshape(2, 3).T},
     "expanded": lambda state: state | {"one": torch.ones(1).expand(9)},
@@ -132,7 +175,9 @@ ODD = {
     "objects": lambda state: state | {"one": np.array([None])},
     "a number": lambda state: state | {"one": 1.5},
     "a scalar": lambda state: state | {"one": np.float32(1)},
-    "a lazy tensor": lambda state: state | {"one": holdfast.open(holdfast.to_bytes({"w": np.ones(3)}, "safetensors"))["w"]},
+    "a lazy tensor": lambda state: (
+        state | {"one": holdfast.open(holdfast.to_bytes({"w": np.ones(3)}, "safetensors"))["w"]}
+    ),
     "nested": lambda state: state | {"one": {"w": np.ones(2)}},
     "a key that is no text": lambda state: state | {7: np.ones(2)},
     "half a pair": lambda state: state | {"\ud800": np.ones(2)},
@@ -151,7 +196,15 @@ def outcome(state, path, **options):
         assert not path.exists()
         return type(error), str(error)
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
-    return [file.read_bytes() for file in files], saved.notes, saved.nbytes, saved.files, saved.format, saved.done, saved.crcs
+    return (
+        [file.read_bytes() for file in files],
+        saved.notes,
+        saved.nbytes,
+        saved.files,
+        saved.format,
+        saved.done,
+        saved.crcs,
+    )
 
 
 PATHS = {"torch-zip": "a.pt", "safetensors": "a.safetensors", "native": "a"}
@@ -194,7 +247,9 @@ def is_taken(state):
 )
 def test_rows_write_what_objects_write(tmp_path_factory, state, format, metadata, keep_tree, odd):
     path = Path(tmp_path_factory.mktemp("rows")) / PATHS[format]
-    assert_same(state if odd is None else ODD[odd](state), path, metadata=metadata, keep_tree=keep_tree)
+    assert_same(
+        state if odd is None else ODD[odd](state), path, metadata=metadata, keep_tree=keep_tree
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -210,7 +265,10 @@ def no_objects():
 
 
 def plain(count=FEW):
-    return {f"t.{n}": np.full(n % 5 + 1, n, "f4") if n % 2 else torch.full((2, n % 3 + 1), n) for n in range(count)}
+    return {
+        f"t.{n}": np.full(n % 5 + 1, n, "f4") if n % 2 else torch.full((2, n % 3 + 1), n)
+        for n in range(count)
+    }
 
 
 LEFT = {"meta", "no dtype at all", "objects"}
@@ -242,8 +300,16 @@ def nested():
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     shared = [torch.ones(3)]
-    own = {"parameters": dict(model.named_parameters()), "lists": [shared, shared, (1, 0.5, None, "text")]}
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "own": own}
+    own = {
+        "parameters": dict(model.named_parameters()),
+        "lists": [shared, shared, (1, 0.5, None, "text")],
+    }
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "own": own,
+    }
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -269,7 +335,9 @@ def test_the_state_dict_of_a_module_is_taken_as_rows(tmp_path, format):
     assert not found.odd
     assert len({*found.storage}) == len(found) - 1
     slow = assert_same(state, tmp_path / PATHS[format])
-    assert ("1 name is a second name of a tensor; the bytes are written once" in slow[1]) == (format != "torch-zip")
+    assert ("1 name is a second name of a tensor; the bytes are written once" in slow[1]) == (
+        format != "torch-zip"
+    )
     with holdfast.open(tmp_path / PATHS[format]) as ckpt:
         assert ckpt.tree._metadata == state._metadata
 
@@ -299,7 +367,9 @@ def test_an_array_and_a_tensor_over_its_memory_are_tied(tmp_path, format):
 
 def test_names_that_are_longer_than_the_pickle_are_looked_at(tmp_path):
     key = "k" * 500
-    state = {key: {key: {str(n): {key: {str(m): np.ones(1) for m in range(4)}} for n in range(FEW)}}}
+    state = {
+        key: {key: {str(n): {key: {str(m): np.ones(1) for m in range(4)}} for n in range(FEW)}}
+    }
     assert_same(state, tmp_path / "a.pt")
 
 
@@ -342,7 +412,9 @@ MOST_NBYTES = {"torch-zip": 1300, "safetensors": 600, "native": 600}
 @pytest.mark.parametrize("format", FORMATS)
 def test_memory_a_tensor(tmp_path, format):
     def peak(count):
-        state = {f"layers.{n // 100}.experts.{n % 100}.w": np.full(16, n, "f4") for n in range(count)}
+        state = {
+            f"layers.{n // 100}.experts.{n % 100}.w": np.full(16, n, "f4") for n in range(count)
+        }
         tracemalloc.start()
         try:
             holdfast.save(state, tmp_path / f"{count}{PATHS[format]}", durable=False, threads=1)

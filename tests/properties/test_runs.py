@@ -51,6 +51,8 @@ def test_interleaved_strides_touch():
 
 
 def test_a_billion_contiguous_elements_are_one_run():
-    chunk = Chunk(Box.whole((1 << 15, 1 << 15)), Storage("f", 0, 1 << 32, home=None), 0, (32 << 15, 32))
+    chunk = Chunk(
+        Box.whole((1 << 15, 1 << 15)), Storage("f", 0, 1 << 32, home=None), 0, (32 << 15, 32)
+    )
     starts, stops = byte_runs(chunk, DTYPES.name("float32"))
     assert (starts.tolist(), stops.tolist()) == ([0], [1 << 32])

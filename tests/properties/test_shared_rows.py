@@ -21,9 +21,22 @@ SHAPES = [(12,), (3, 4), (2, 1, 6), (4, 3)]
 def views(draw):
     """Tensors over a few buffers, numpy's and torch's: whole, slices, transposes, conjugates, empty ones, the same ones twice."""
     array = np.arange(12, dtype="f4")
-    buffers = [torch.arange(12.0), torch.arange(12.0).to(torch.complex64), array, torch.from_numpy(array), torch.zeros(0)]
+    buffers = [
+        torch.arange(12.0),
+        torch.arange(12.0).to(torch.complex64),
+        array,
+        torch.from_numpy(array),
+        torch.zeros(0),
+    ]
     lent = torch.arange(12.0)
-    buffers += [lent, lent.numpy(), lent.numpy(), lent[4:].numpy(), np.frombuffer(bytes(48), "f4"), torch.zeros(0).numpy()]
+    buffers += [
+        lent,
+        lent.numpy(),
+        lent.numpy(),
+        lent[4:].numpy(),
+        np.frombuffer(bytes(48), "f4"),
+        torch.zeros(0).numpy(),
+    ]
     found = {}
     for number in range(draw(st.integers(1, 12))):
         one = draw(st.sampled_from([*buffers, *found.values()]))
@@ -41,7 +54,12 @@ def views(draw):
                 one = one.conj()
             elif how == "imag" and one.is_complex():
                 one = one.imag
-            elif how == "bytes" and one.dtype == torch.float32 and one.is_contiguous() and not one.is_neg():
+            elif (
+                how == "bytes"
+                and one.dtype == torch.float32
+                and one.is_contiguous()
+                and not one.is_neg()
+            ):
                 one = one.view(torch.int32)
             elif how == "parameter" and not one.is_complex() and one.is_floating_point():
                 one = torch.nn.Parameter(one.detach(), requires_grad=False)
@@ -84,14 +102,20 @@ def compared(tensors):
 def by_rows(table):
     found = share(table)
     names = [table.names[row] for row in found.rows]
-    return names, list(found.aliases.items()), [(nbytes, [*views.items()]) for nbytes, views in found.groups]
+    return (
+        names,
+        list(found.aliases.items()),
+        [(nbytes, [*views.items()]) for nbytes, views in found.groups],
+    )
 
 
 def by_themselves(state):
     """A lazy tensor of each, made without a table."""
     leaf = torch_leaf(resident := Resident())
     return {
-        name: (resident.array(value) if isinstance(value, np.ndarray) else leaf(value, ())).renamed(name)
+        name: (resident.array(value) if isinstance(value, np.ndarray) else leaf(value, ())).renamed(
+            name
+        )
         for name, value in state.items()
     }
 
@@ -110,7 +134,9 @@ def test_rows_share_what_lazy_tensors_share(state):
 def test_ties_are_those_of_lazy_tensors(state):
     tensors = by_themselves(state)
     table = tabulate_state(state).tensors
-    assert {table.names[row]: table.names[first] for row, first in tied(table).items()} == ties(tensors)
+    assert {table.names[row]: table.names[first] for row, first in tied(table).items()} == ties(
+        tensors
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -119,7 +145,12 @@ def test_a_row_is_the_tensor_that_it_was_made_of(state):
     table = tabulate_state(state).tensors
     for name, tensor in by_themselves(state).items():
         view = table[name]
-        assert (view.name, view.dtype, view.shape, view.traits) == (name, tensor.dtype, tensor.shape, tensor.traits)
+        assert (view.name, view.dtype, view.shape, view.traits) == (
+            name,
+            tensor.dtype,
+            tensor.shape,
+            tensor.traits,
+        )
         assert view.chunks[0].offset == tensor.chunks[0].offset
         assert view.chunks[0].strides == tensor.chunks[0].strides
         assert view.read().tobytes() == tensor.read().tobytes()

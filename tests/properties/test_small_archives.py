@@ -75,22 +75,52 @@ def test_every_byte_but_those_of_payloads_follows(long: bool):
 
 NAMES = st.one_of(
     st.text("aA.b/", max_size=5),
-    st.sampled_from(["data.pkl", "DATA.PKL", "data/0", "version", "x/", "..", "a/../b", "a\\b", "C:", "é", "ſ", "S"]),
+    st.sampled_from(
+        [
+            "data.pkl",
+            "DATA.PKL",
+            "data/0",
+            "version",
+            "x/",
+            "..",
+            "a/../b",
+            "a\\b",
+            "C:",
+            "é",
+            "ſ",
+            "S",
+        ]
+    ),
 )
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    names=st.lists(st.tuples(st.sampled_from(["archive/", "archive/", "Archive/", "b/", ""]), NAMES), min_size=1, max_size=5),
+    names=st.lists(
+        st.tuples(st.sampled_from(["archive/", "archive/", "Archive/", "b/", ""]), NAMES),
+        min_size=1,
+        max_size=5,
+    ),
     sizes=st.lists(st.integers(0, 70), min_size=5, max_size=5),
     checked=st.booleans(),
     around=st.sampled_from([{}, {"before": 5}, {"before": 3, "behind": 4}]),
 )
 def test_names_that_mean_two_things_are_left_to_the_strict_reader(names, sizes, checked, around):
-    items = [Item(f"{top}{name}", b"\1" * nbytes) for (top, name), nbytes in zip(names, sizes, strict=False)]
+    items = [
+        Item(f"{top}{name}", b"\1" * nbytes)
+        for (top, name), nbytes in zip(names, sizes, strict=False)
+    ]
     if not checked:
         nothing = {"crc": 0}
-        items = [Item(i.name, i.content, central=nothing, descriptor=None if not i.content else blank(i.content)) for i in items]
+        items = [
+            Item(
+                i.name,
+                i.content,
+                central=nothing,
+                descriptor=None if not i.content else blank(i.content),
+            )
+            for i in items
+        ]
     assert_nothing_else(build(items), **around)
 
 
@@ -101,7 +131,9 @@ def blank(content: bytes) -> bytes:
 
 
 LIES = st.dictionaries(
-    st.sampled_from(["made_by", "needed", "flags", "method", "time", "date", "crc", "packed", "size"]),
+    st.sampled_from(
+        ["made_by", "needed", "flags", "method", "time", "date", "crc", "packed", "size"]
+    ),
     st.sampled_from([0, 1, 8, 0x800, 0x808, 0xFFFF]),
     max_size=2,
 )
@@ -112,21 +144,36 @@ LIES = st.dictionaries(
     content=st.binary(max_size=20),
     central=LIES,
     local=LIES.map(lambda lies: {name: value for name, value in lies.items() if name != "made_by"}),
-    end=st.dictionaries(st.sampled_from(["count", "here", "nbytes", "directory", "disk"]), st.integers(0, 3), max_size=1),
+    end=st.dictionaries(
+        st.sampled_from(["count", "here", "nbytes", "directory", "disk"]),
+        st.integers(0, 3),
+        max_size=1,
+    ),
     alignment=st.sampled_from([0, 16, 64, 64, 64]),
     wide=st.booleans(),
 )
 def test_lies_are_left_to_the_strict_reader(content, central, local, end, alignment, wide):
-    items = [Item("a/data.pkl", b"x"), Item("a/b", content, central=central, local=local), Item("a/c", b"z" * 9)]
+    items = [
+        Item("a/data.pkl", b"x"),
+        Item("a/b", content, central=central, local=local),
+        Item("a/c", b"z" * 9),
+    ]
     assert_nothing_else(build(items, end=end, alignment=alignment, wide=wide))
 
 
 def test_a_known_archive_is_one_piece():
-    records = [("data.pkl", b"\x80\2}."), ("data/0", b""), ("data/1", bytes(100)), ("version", b"3\n")]
+    records = [
+        ("data.pkl", b"\x80\2}."),
+        ("data/0", b""),
+        ("data/1", bytes(100)),
+        ("version", b"3\n"),
+    ]
     for alignment, crc in ((64, True), (1, True), (4096, False)):
         (known,) = lay_out_zip("a", records, alignment=alignment, crc=crc)
         if crc:
-            assert known.data == build([Item(f"a/{name}", content) for name, content in records], alignment=alignment)
+            assert known.data == build(
+                [Item(f"a/{name}", content) for name, content in records], alignment=alignment
+            )
         assert (alignment == 64) == assert_nothing_else(known.data)
 
 
@@ -144,9 +191,15 @@ def outcome(path: Path, **options: object):
 
 def same(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        return (
+            isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        )
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(same(one[key], other[key]) for key in one)
+        )
     return one == other
 
 
@@ -178,6 +231,8 @@ def test_a_short_file_is_read_once(tmp_path, monkeypatch):
     reads = []
     for name in ("pread", "preadv"):
         call = getattr(opening.os, name)
-        monkeypatch.setattr(opening.os, name, lambda *given, call=call: reads.append(given[0]) or call(*given))
+        monkeypatch.setattr(
+            opening.os, name, lambda *given, call=call: reads.append(given[0]) or call(*given)
+        )
     assert same(holdfast.torch.load(tmp_path / "a.pt"), STATE)
     assert len(reads) == 1

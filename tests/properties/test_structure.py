@@ -144,8 +144,13 @@ def test_versions_of_modules_are_values():
         made._metadata = OrderedDict({"": {"version": version}})
         return made
 
-    assert [(c.name, c.a, c.b) for c in compare_values(state(1), state(2))[0]] == [("_metadata..version", 1, 2)]
-    assert compare_values(state(1), OrderedDict(a=1)) == ((), ("the whole has attributes on one side only",))
+    assert [(c.name, c.a, c.b) for c in compare_values(state(1), state(2))[0]] == [
+        ("_metadata..version", 1, 2)
+    ]
+    assert compare_values(state(1), OrderedDict(a=1)) == (
+        (),
+        ("the whole has attributes on one side only",),
+    )
 
 
 @pytest.mark.parametrize(("a", "b"), [

@@ -67,7 +67,9 @@ def stretched(pickled: bytes) -> bytes:
     for (opcode, number, at), end in zip(found, ends, strict=True):
         if opcode.name == "FRAME":
             return pickled
-        parts.append(b"r" + struct.pack("<I", number) if opcode.name == "BINPUT" else pickled[at:end])
+        parts.append(
+            b"r" + struct.pack("<I", number) if opcode.name == "BINPUT" else pickled[at:end]
+        )
     return b"".join(parts)
 
 
@@ -78,7 +80,12 @@ def records(raw: bytes) -> list[Item]:
 
 def with_pickle(raw: bytes, change) -> bytes:
     """A zip whose pickle was changed, with true checksums."""
-    return build([Item(one.name, change(one.content) if one.name.endswith("data.pkl") else one.content) for one in records(raw)])
+    return build(
+        [
+            Item(one.name, change(one.content) if one.name.endswith("data.pkl") else one.content)
+            for one in records(raw)
+        ]
+    )
 
 
 def outcome(raw: bytes, limits: Limits | None = None):
@@ -98,12 +105,22 @@ def outcome(raw: bytes, limits: Limits | None = None):
                 traits = [repr(tensor.traits) for tensor in ckpt.values()]
                 return counts, golden._found(ckpt), ckpt.notes, aliases, traits, _read(ckpt)
         except HoldfastError as error:
-            return counts, type(error), str(error), error.tensor, error.offset, error.expected, error.found
+            return (
+                counts,
+                type(error),
+                str(error),
+                error.tensor,
+                error.offset,
+                error.expected,
+                error.found,
+            )
 
 
 def _read(ckpt):
     try:
-        return {name: (array.dtype, array.shape, array.tobytes()) for name, array in ckpt.read().items()}
+        return {
+            name: (array.dtype, array.shape, array.tobytes()) for name, array in ckpt.read().items()
+        }
     except HoldfastError as error:
         return type(error), str(error), error.tensor, error.offset
 
@@ -126,13 +143,35 @@ def _told(said):
 
 def _shown(value, seen, depth):
     """A loaded object as plain values: tensors by their bits, strides and storages, containers by their members and identity."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized and not value.is_nested:
+    if (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.is_nested
+    ):
         storage = value.untyped_storage()
         place = seen.setdefault(("storage", storage._cdata), len(seen))
-        flags = value.requires_grad, value.is_conj(), value.is_neg(), type(value), value.is_leaf, storage.resizable()
+        flags = (
+            value.requires_grad,
+            value.is_conj(),
+            value.is_neg(),
+            type(value),
+            value.is_leaf,
+            storage.resizable(),
+        )
         content = bytes(storage.tolist()) if value.device.type == "cpu" else b""
         number = seen.setdefault(id(value), len(seen))
-        return number, value.dtype, value.shape, value.stride(), value.storage_offset(), place, flags, content, storage.nbytes()
+        return (
+            number,
+            value.dtype,
+            value.shape,
+            value.stride(),
+            value.storage_offset(),
+            place,
+            flags,
+            content,
+            storage.nbytes(),
+        )
     if isinstance(value, torch.storage.TypedStorage):
         return type(value), value.dtype, value.nbytes()
     if not isinstance(value, dict | list | tuple):
@@ -172,13 +211,24 @@ def saved(state, on: str = "cpu") -> bytes:
 devices = st.sampled_from(["cpu", "cuda:0", "privateuseone:1"])
 
 
-KINDS = [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8, torch.bool, torch.complex64, torch.uint16]
+KINDS = [
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.bfloat16,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.uint16,
+]
 
 
 @st.composite
 def tensors(draw):
     shape = draw(st.lists(st.integers(0, 3), max_size=5))
-    made = torch.from_numpy(np.random.default_rng(draw(st.integers(0, 9))).integers(0, 2, shape)).to(draw(st.sampled_from(KINDS)))
+    made = torch.from_numpy(
+        np.random.default_rng(draw(st.integers(0, 9))).integers(0, 2, shape)
+    ).to(draw(st.sampled_from(KINDS)))
     odd = draw(st.sampled_from(["", "", "", "", "grad", "parameter", "view", "transposed", "conj"]))
     if odd == "grad" and made.dtype.is_floating_point:
         made.requires_grad_()
@@ -200,11 +250,17 @@ def states(draw):
     state = draw(st.sampled_from([dict, OrderedDict]))()
     for number in range(draw(st.integers(4, 24))):
         one = few[draw(st.integers(0, len(few) - 1))]
-        state[f"t.{number}"] = draw(st.sampled_from([one, one.detach().clone(), one.detach().clone(), one.detach().clone()]))
+        state[f"t.{number}"] = draw(
+            st.sampled_from([one, one.detach().clone(), one.detach().clone(), one.detach().clone()])
+        )
     if draw(st.booleans()):
         inner = [one.detach().clone() for one in few]
         tied = dict(state)
-        state["more"] = draw(st.sampled_from([inner, tuple(inner), {"a": inner, 1: inner[0]}, tied, [*tied.values(), *inner]]))
+        state["more"] = draw(
+            st.sampled_from(
+                [inner, tuple(inner), {"a": inner, 1: inner[0]}, tied, [*tied.values(), *inner]]
+            )
+        )
     return state
 
 
@@ -241,11 +297,26 @@ def test_what_was_left_out_of_the_memo_is_there_when_it_is_asked_for(state, on, 
         pickled = stretched(pickled)
         found = list(pickletools.genops(pickled))
         entries = sum(opcode.name == "LONG_BINPUT" for opcode, _, _ in found)
-        names = [at for opcode, text, at in found if opcode.name == "BINUNICODE" and text.startswith("t.")]
+        names = [
+            at
+            for opcode, text, at in found
+            if opcode.name == "BINUNICODE" and text.startswith("t.")
+        ]
         for at in sorted(data.draw(st.lists(st.sampled_from(names), max_size=3)), reverse=True):
             index = data.draw(st.integers(0, entries - 1))
-            again = b"r" + struct.pack("<I", data.draw(st.integers(0, entries))) if data.draw(st.booleans()) else b""
-            pickled = pickled[:at] + b"X\4\0\0\0late" + b"j" + struct.pack("<I", index) + again + pickled[at:]
+            again = (
+                b"r" + struct.pack("<I", data.draw(st.integers(0, entries)))
+                if data.draw(st.booleans())
+                else b""
+            )
+            pickled = (
+                pickled[:at]
+                + b"X\4\0\0\0late"
+                + b"j"
+                + struct.pack("<I", index)
+                + again
+                + pickled[at:]
+            )
         return pickled
 
     assert_same(with_pickle(saved(state, on), change))
@@ -315,7 +386,11 @@ def test_most_tensors_are_loaded_by_templates(on: str):
 def test_tied_tensors_are_taken_by_templates():
     """In the same dict, and in others, where no other tensor is: all but the first of each container."""
     state: dict[str, object] = {f"t.{number}": torch.full((2, 3), number) for number in range(1500)}
-    state |= {"again": dict(state), "list": [*state.values()], "views": [*(one[:1] for one in [*state.values()][:9])]}
+    state |= {
+        "again": dict(state),
+        "list": [*state.values()],
+        "views": [*(one[:1] for one in [*state.values()][:9])],
+    }
     with counting(LazyTensor) as taken, holdfast.open(saved(state)) as ckpt:
         assert len(ckpt) == 4509
         assert len(taken) > 4490
@@ -326,23 +401,43 @@ def test_tied_tensors_are_taken_by_templates():
 def lying(how: str) -> bytes:
     """A file of twelve tensors of 64 bytes, of which the eighth, in the middle of a run, is not as its pickle says."""
     out = io.BytesIO()
-    torch.save({f"t{i}": torch.full((4, 4), float(i), dtype=(torch.float32, torch.int32)[i % 2]) for i in range(12)}, out)
+    torch.save(
+        {
+            f"t{i}": torch.full((4, 4), float(i), dtype=(torch.float32, torch.int32)[i % 2])
+            for i in range(12)
+        },
+        out,
+    )
     made = []
     for one in records(out.getvalue()):
         content = one.content
         if how in ("its key twice", "a known key") and one.name.endswith("data.pkl"):
-            content = content.replace(b"X\x01\0\0\x007", b"X\x01\0\0\0" + (b"6" if how == "its key twice" else b"0"))
+            content = content.replace(
+                b"X\x01\0\0\x007", b"X\x01\0\0\0" + (b"6" if how == "its key twice" else b"0")
+            )
         if one.name.endswith("data/7"):
             if how == "no record":
                 continue
             # 59 bytes that do not become shorter take 64.
-            changed = {"shorter": content[:-4], "longer": content * 2, "compressed": bytes([151 * i % 256 for i in range(59)])}
+            changed = {
+                "shorter": content[:-4],
+                "longer": content * 2,
+                "compressed": bytes([151 * i % 256 for i in range(59)]),
+            }
             content = changed.get(how, content)
-        made.append(Item(one.name, content, method=8 if how == "compressed" and one.name.endswith("data/7") else 0))
+        made.append(
+            Item(
+                one.name,
+                content,
+                method=8 if how == "compressed" and one.name.endswith("data/7") else 0,
+            )
+        )
     return build(made)
 
 
-@pytest.mark.parametrize("how", ["its key twice", "a known key", "no record", "shorter", "longer", "compressed"])
+@pytest.mark.parametrize(
+    "how", ["its key twice", "a known key", "no record", "shorter", "longer", "compressed"]
+)
 def test_a_lie_among_many_is_told_as_by_the_machine(how: str, tmp_path: Path):
     (tmp_path / "x.pt").write_bytes(lying(how))
     found = []

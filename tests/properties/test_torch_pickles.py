@@ -22,9 +22,20 @@ from holdfast.engine.saves import Memory
 from holdfast.torch.serialization import pickling
 from holdfast.torch.serialization.save import plan_object
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn, torch.uint16]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.uint8,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.uint16,
+]
 SHAPES = [(), (1,), (3,), (2, 3), (0,), (2, 0, 3), (1, 1, 1, 1, 2)]
-TEXTS = st.sampled_from(["cpu", "storage", "weight", "0", "7", "", "é\U0001f600", "a" * 300]) | st.text(max_size=3)
+TEXTS = st.sampled_from(
+    ["cpu", "storage", "weight", "0", "7", "", "é\U0001f600", "a" * 300]
+) | st.text(max_size=3)
 NUMBERS = st.sampled_from([0, 255, 256, 65536, -1, 1 << 31, 1 << 62, -(1 << 63)])
 PLAIN = st.none() | st.booleans() | NUMBERS | st.floats() | TEXTS
 
@@ -73,11 +84,18 @@ def states(draw):
             st.lists(inner, max_size=5)
             | st.lists(inner, max_size=5).map(tuple)
             | st.dictionaries(keys, inner, max_size=6)
-            | st.builds(ordered, st.dictionaries(keys, inner, max_size=4), st.none() | st.dictionaries(keys, inner, max_size=2))
+            | st.builds(
+                ordered,
+                st.dictionaries(keys, inner, max_size=4),
+                st.none() | st.dictionaries(keys, inner, max_size=2),
+            )
         ),
         max_leaves=25,
     )
-    many = {f"t.{n}": pool[n % len(pool)].detach().clone() for n in range(draw(st.sampled_from([0, 12, 45])))}
+    many = {
+        f"t.{n}": pool[n % len(pool)].detach().clone()
+        for n in range(draw(st.sampled_from([0, 12, 45])))
+    }
     return {**many, "rest": draw(tree), "end": [t.clone() for t in pool[:2]]}
 
 
@@ -102,10 +120,19 @@ class Plain(pickle.Pickler):
             return None
         typed = isinstance(obj, torch.storage.TypedStorage)
         storage = obj._untyped_storage if typed else obj
-        key, location = self.keys.setdefault(storage._cdata, str(len(self.keys))), self.location(storage)
+        key, location = (
+            self.keys.setdefault(storage._cdata, str(len(self.keys))),
+            self.location(storage),
+        )
         if not typed:
             return "storage", torch.UntypedStorage, key, location, storage.nbytes()
-        return "storage", getattr(torch, obj._pickle_storage_type()), key, location, storage.nbytes() // obj.dtype.itemsize
+        return (
+            "storage",
+            getattr(torch, obj._pickle_storage_type()),
+            key,
+            location,
+            storage.nbytes() // obj.dtype.itemsize,
+        )
 
     def location(self, storage):
         return "cpu"
@@ -115,7 +142,10 @@ def assert_as_torch(state):
     written = outcome(ht.save, state)
     assert written == outcome(torch.save, state)
     if isinstance(written, bytes):
-        ours, plain = pickling.pickle_object(state, pickling.StorageIds(), pickle_module=pickle, protocol=2), io.BytesIO()
+        ours, plain = (
+            pickling.pickle_object(state, pickling.StorageIds(), pickle_module=pickle, protocol=2),
+            io.BytesIO(),
+        )
         Plain(plain).dump(state)
         assert ours == plain.getvalue()
 
@@ -178,11 +208,18 @@ ODD = {
     "a hook": lambda: with_hook(torch.ones(2, requires_grad=True)),
     "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
     "negative": lambda: (torch.ones(2) + 1j).conj().imag,
-    "a conjugate Parameter": lambda: torch.nn.Parameter(torch.ones(2, dtype=torch.complex64).conj()),
+    "a conjugate Parameter": lambda: torch.nn.Parameter(
+        torch.ones(2, dtype=torch.complex64).conj()
+    ),
     "a Parameter with an attribute": lambda: with_attribute(torch.nn.Parameter(torch.ones(2))),
-    "two dtypes over one memory": lambda: [(a := np.ones(3), torch.from_numpy(a))[1], torch.from_numpy(a.view(np.int64))],
+    "two dtypes over one memory": lambda: [
+        (a := np.ones(3), torch.from_numpy(a))[1],
+        torch.from_numpy(a.view(np.int64)),
+    ],
     "a sparse Parameter": lambda: torch.nn.Parameter(torch.eye(3).to_sparse()),
-    "a Parameter of fp8": lambda: torch.nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False),
+    "a Parameter of fp8": lambda: torch.nn.Parameter(
+        torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False
+    ),
     "meta": lambda: torch.ones(2, device="meta"),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
@@ -192,7 +229,10 @@ ODD = {
     "a subclass": lambda: torch.ones(2).as_subclass(Odd),
     "a buffer": lambda: torch.nn.Buffer(torch.ones(2)),
     "two dtypes over one storage": lambda: [(a := torch.ones(2)), a.view(torch.int32)],
-    "two storages over one memory": lambda: [(a := np.ones(3), torch.from_numpy(a))[1], torch.from_numpy(a)],
+    "two storages over one memory": lambda: [
+        (a := np.ones(3), torch.from_numpy(a))[1],
+        torch.from_numpy(a),
+    ],
     "an array": lambda: np.ones(3),
     "a size": lambda: torch.Size([2]),
     "a device": lambda: torch.device("cpu"),
@@ -213,7 +253,12 @@ ODD = {
 @settings(max_examples=40, deadline=None)
 @given(
     states(),
-    st.lists(st.tuples(st.integers(0, 60), st.sampled_from(["an attribute", "a hook", "conjugate", "sparse"])), max_size=6),
+    st.lists(
+        st.tuples(
+            st.integers(0, 60), st.sampled_from(["an attribute", "a hook", "conjugate", "sparse"])
+        ),
+        max_size=6,
+    ),
 )
 def test_odd_tensors_among_others_are_pickled_as_torch_pickles(state, odd):
     made = [*state.values()]
@@ -229,7 +274,9 @@ def many(count=60):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("odd", sorted(ODD))
 def test_what_is_odd_among_plain_tensors(odd):
-    assert_as_torch(many(20) | {"odd": ODD[odd](), "after": torch.ones(2), "held": Holder([torch.ones(3)])})
+    assert_as_torch(
+        many(20) | {"odd": ODD[odd](), "after": torch.ones(2), "held": Holder([torch.ones(3)])}
+    )
 
 
 def test_hooks_that_are_not_saved_are_warned_of():
@@ -270,7 +317,11 @@ def test_long_ones_stay_where_they_are():
     long = torch.arange(40_000.0)
     state = {"long": long, **many(), "view": long[7:], "other": torch.ones(30_000)}
     assert_as_torch(state)
-    held = [segment.nbytes for segment in plan_object(state, None).files[0].segments if isinstance(segment, Memory)]
+    held = [
+        segment.nbytes
+        for segment in plan_object(state, None).files[0].segments
+        if isinstance(segment, Memory)
+    ]
     assert sorted(held) == [120_000, 160_000]
 
 
@@ -300,14 +351,19 @@ def test_whoever_changes_how_tensors_are_pickled_is_asked():
 
 def test_within_a_plain_tensor_nobody_is_asked():
     """A pickler asks for an id of each object: of what a tensor is made of, but for its storage, it is not told by our function."""
-    with mock.patch.object(pickling.StorageIds, "persistent_id", autospec=True, return_value=None) as asked:
+    with mock.patch.object(
+        pickling.StorageIds, "persistent_id", autospec=True, return_value=None
+    ) as asked:
         pickling.pickle_object(many(100), pickling.StorageIds(), pickle_module=pickle, protocol=2)
     assert asked.call_count <= 1 + 4 * 100
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_protocols(protocol):
-    state = many(300) | {"parameter": torch.nn.Parameter(torch.ones(3)), "nested": [many(3), {"a": torch.ones(2, 3).T}]}
+    state = many(300) | {
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "nested": [many(3), {"a": torch.ones(2, 3).T}],
+    }
     ours, theirs = io.BytesIO(), io.BytesIO()
     ht.save(state, ours, pickle_protocol=protocol)
     torch.save(state, theirs, pickle_protocol=protocol)
@@ -320,6 +376,9 @@ def test_no_tensor_is_kept(count):
     tensor = torch.ones(3)
     held = weakref.ref(tensor)
     with gc_paused():
-        ht.save(many(count) | {"a": tensor, "b": torch.nn.Parameter(torch.ones(2)), "c": [tensor]}, io.BytesIO())
+        ht.save(
+            many(count) | {"a": tensor, "b": torch.nn.Parameter(torch.ones(2)), "c": [tensor]},
+            io.BytesIO(),
+        )
         del tensor
         assert held() is None

@@ -27,15 +27,26 @@ def places(draw):
     buffer, rank = draw(st.integers(0, 2)), draw(st.integers(0, 2))
     shape = draw(st.lists(st.integers(0, 3), min_size=rank, max_size=rank))
     dense = [int(np.prod(shape[at + 1 :])) for at in range(rank)]
-    strides = dense if draw(st.booleans()) else draw(st.lists(st.integers(0, 6), min_size=rank, max_size=rank))
-    reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) if 0 not in shape else 0
+    strides = (
+        dense
+        if draw(st.booleans())
+        else draw(st.lists(st.integers(0, 6), min_size=rank, max_size=rank))
+    )
+    reach = (
+        sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+        if 0 not in shape
+        else 0
+    )
     return buffer, draw(st.integers(0, BUFFER - 1 - reach)), tuple(shape), tuple(strides)
 
 
 @st.composite
 def states(draw):
     """Views of three buffers, each array with its place; some tensors of torch, some arrays of numpy."""
-    buffers = [torch.arange(BUFFER).to(getattr(torch, draw(st.sampled_from(DTYPES)))) + 7 * at for at in range(3)]
+    buffers = [
+        torch.arange(BUFFER).to(getattr(torch, draw(st.sampled_from(DTYPES)))) + 7 * at
+        for at in range(3)
+    ]
     found = draw(st.lists(places(), min_size=1, max_size=8))
     tensors = [torch.as_strided(buffers[one[0]], one[2], one[3], one[1]) for one in found]
     library = draw(st.sampled_from(["torch", "numpy"]))
@@ -60,9 +71,16 @@ def test_a_table_says_where_each_view_lies(given_state):
         assert kind.shape == shape
         if isinstance(value, torch.Tensor) and 0 not in shape:
             width = kind.dtype.bits
-            assert (table.offset_of(row), kind.strides) == (width * first, tuple(width * step for step in strides))
+            assert (table.offset_of(row), kind.strides) == (
+                width * first,
+                tuple(width * step for step in strides),
+            )
             assert kind.dense == array(value).flags.c_contiguous == (row in together)
-            here = [at for at, place in enumerate(expected.values()) if 0 not in place[2] and place[0] == buffer]
+            here = [
+                at
+                for at, place in enumerate(expected.values())
+                if 0 not in place[2] and place[0] == buffer
+            ]
             assert {table.storage[at] for at in here} == {table.storage[row]}
     pieces = table.read(together)
     for row, piece in zip(together, pieces, strict=True):
@@ -85,14 +103,20 @@ def test_what_was_saved_comes_back(format, given_state):
                 found = checkpoint.read()
                 assert found.keys() == state.keys()
                 for name, value in state.items():
-                    assert (found[name].dtype, found[name].shape) == (array(value).dtype, array(value).shape)
+                    assert (found[name].dtype, found[name].shape) == (
+                        array(value).dtype,
+                        array(value).shape,
+                    )
                     assert found[name].tobytes() == array(value).tobytes()
 
 
 @settings(max_examples=60, deadline=None)
 @given(given_state=states())
 def test_torch_reads_what_was_written_as_it_reads_its_own(given_state):
-    state = {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in given_state[0].items()}
+    state = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in given_state[0].items()
+    }
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = Path(folder) / "x.pt", Path(folder) / "theirs" / "x.pt"
         theirs.parent.mkdir()
@@ -119,7 +143,11 @@ def test_rows_that_reach_out_of_their_storage_have_a_kind_of_their_own(offsets):
     kind = [0] * len(offsets)
     with_outside(kinds, kind, dict(enumerate(offsets)))
     for one, offset in zip(kind, offsets, strict=True):
-        assert kinds[one].dense == is_inside(offset, 4, 16) == (offset in {8 * byte for byte in range(13)})
+        assert (
+            kinds[one].dense
+            == is_inside(offset, 4, 16)
+            == (offset in {8 * byte for byte in range(13)})
+        )
 
 
 def test_a_part_that_is_gone_is_named(tmp_path):

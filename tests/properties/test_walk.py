@@ -28,7 +28,12 @@ from holdfast.errors import LimitExceeded
 
 Point = namedtuple("Point", "x y")
 KEYS = st.one_of(st.sampled_from("abc"), st.integers(0, 3), st.tuples(st.integers(0, 1)), st.none())
-LEAVES = st.one_of(st.integers(0, 9), st.sampled_from(["t", "u"]), st.none(), st.builds(Point, st.integers(0, 2), st.just(1)))
+LEAVES = st.one_of(
+    st.integers(0, 9),
+    st.sampled_from(["t", "u"]),
+    st.none(),
+    st.builds(Point, st.integers(0, 2), st.just(1)),
+)
 MOST = 300
 
 
@@ -44,7 +49,9 @@ def graphs(draw: st.DrawFn, *, cyclic: bool = True) -> object:
     for number, container in enumerate(pool):
         known = pool if cyclic else pool[number + 1 :]
         values = st.one_of(LEAVES, *([st.sampled_from(known)] if known else []))
-        values = st.one_of(values, st.lists(values, max_size=3).map(tuple), st.tuples(st.tuples(values), values))
+        values = st.one_of(
+            values, st.lists(values, max_size=3).map(tuple), st.tuples(st.tuples(values), values)
+        )
         if isinstance(container, list):
             container += draw(st.lists(values, max_size=4))
         else:
@@ -69,11 +76,15 @@ def test_every_value_once_in_reading_order(tree: object) -> None:
     expected = [(path, id(value)) for path, value in slow_walk(tree, (), set())]
     assert [(path_to(way), id(value)) for way, value in walk(tree)] == expected
     assert [id(value) for value in values_inside(tree)] == [number for _, number in expected]
-    containers = [id(value) for _, value in slow_walk(tree, (), set()) if children(value) is not None]
+    containers = [
+        id(value) for _, value in slow_walk(tree, (), set()) if children(value) is not None
+    ]
     assert [id(value) for _, value in walk(tree, nested)] == containers
 
 
-def slow_places(value: object, path: Path, above: frozenset[int], inside: Inside = children) -> Iterator[tuple[Path, object]]:
+def slow_places(
+    value: object, path: Path, above: frozenset[int], inside: Inside = children
+) -> Iterator[tuple[Path, object]]:
     yield path, value
     inner = inside(value)
     if inner is not None and id(value) in above:
@@ -126,7 +137,11 @@ def slow_rebuild(value: object, made: dict[int, object]) -> object:
         made[id(value)] = rows
         rows += [slow_rebuild(inner, made) for inner in value]
         return rows
-    return tuple([slow_rebuild(inner, made) for inner in value]) if type(value) is tuple else other(value)
+    return (
+        tuple([slow_rebuild(inner, made) for inner in value])
+        if type(value) is tuple
+        else other(value)
+    )
 
 
 def other(value: object) -> object:
@@ -171,9 +186,15 @@ def test_a_tree_with_other_leaves(tree: object) -> None:
 def test_what_does_not_change_is_the_same_object(tree: object) -> None:
     assert rebuild(tree, lambda value, way: value) is tree
     made = rebuild(tree, lambda value, way: other(value))
-    for (_, one), (_, two) in zip(walk(tree, usual_children, most=10**6), walk(made, usual_children, most=10**6), strict=True):
+    for (_, one), (_, two) in zip(
+        walk(tree, usual_children, most=10**6), walk(made, usual_children, most=10**6), strict=True
+    ):
         if usual_children(one) is not None:
-            changed = any(other(leaf) is not leaf for _, leaf in walk(one, usual_children) if usual_children(leaf) is None)
+            changed = any(
+                other(leaf) is not leaf
+                for _, leaf in walk(one, usual_children)
+                if usual_children(leaf) is None
+            )
             assert (one is two) is not changed
 
 
@@ -186,7 +207,11 @@ def test_leaves_are_replaced_at_the_way_to_them(tree: object) -> None:
         return value
 
     rebuild(tree, note, most=10**6)
-    assert found == [entry for entry in slow_places(tree, (), frozenset(), usual_children) if usual_children(entry[1]) is None]
+    assert found == [
+        entry
+        for entry in slow_places(tree, (), frozenset(), usual_children)
+        if usual_children(entry[1]) is None
+    ]
 
 
 def test_a_container_inside_of_itself_is_one_again() -> None:

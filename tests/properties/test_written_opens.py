@@ -119,7 +119,9 @@ def flat(value: object, path: tuple[object, ...]) -> Iterator[tuple[tuple[object
     if isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
             yield from flat(inner, (*path, str(key)))
-    elif isinstance(value, list) and any(isinstance(x, torch.Tensor | np.ndarray | dict | list) for x in value):
+    elif isinstance(value, list) and any(
+        isinstance(x, torch.Tensor | np.ndarray | dict | list) for x in value
+    ):
         for i, inner in enumerate(value):
             yield from flat(inner, (*path, i))
     else:
@@ -134,7 +136,9 @@ def nested_set(depth: int) -> object:
 
 
 foreign = st.sampled_from([Pair(1, 2), Level.LOW, Text("a"), object(), defaultdict(lambda: 3), ...])
-sizes = st.integers(0, 300).map(lambda n: -(1 << n)) | st.integers(0, 300).map(lambda n: (1 << n) - 1)
+sizes = st.integers(0, 300).map(lambda n: -(1 << n)) | st.integers(0, 300).map(
+    lambda n: (1 << n) - 1
+)
 rare = st.sampled_from([
     torch.eye(3).to_sparse(), torch.eye(4).to_sparse_csr(), torch.ones(2, dtype=torch.complex64).conj(),
     torch.zeros(2, device="meta"), torch.ones(3, dtype=torch.complex64).conj().imag, torch.ones(1).expand(4),
@@ -148,7 +152,13 @@ def states(draw: st.DrawFn) -> dict:
     """A dict with tensors in it, whatever else is."""
     pool = draw(pools(PRINTABLE))
     tied = draw(views(pool))
-    leaf = st.one_of(views(pool), st.just(tied), leaves(), sizes, *([foreign, rare] if draw(st.integers(0, 5)) == 0 else []))
+    leaf = st.one_of(
+        views(pool),
+        st.just(tied),
+        leaves(),
+        sizes,
+        *([foreign, rare] if draw(st.integers(0, 5)) == 0 else []),
+    )
     made = draw(st.dictionaries(texts, trees(leaf), max_size=3))
     match draw(st.integers(0, 12)):
         case 0:
@@ -157,7 +167,11 @@ def states(draw: st.DrawFn) -> dict:
             made["cycle"] = cycle = [1]
             cycle.append({"inside": cycle})
         case 2:
-            made["tied"] = (tied, OrderedDict(a=tied), torch.nn.Parameter(tied.detach()) if tied.is_floating_point() else tied)
+            made["tied"] = (
+                tied,
+                OrderedDict(a=tied),
+                torch.nn.Parameter(tied.detach()) if tied.is_floating_point() else tied,
+            )
         case 3:
             made["numpy"] = draw(st.lists(leaves(), max_size=4))
         case 4:
@@ -187,28 +201,54 @@ AROUND = {
     "empty sets and tuples": {"sets": [(), set(), frozenset(), {}, OrderedDict()] * 1500},
     "many views": {f"v{i}": W[i % 2, i % 3 :] for i in range(700)},
     "tied": {f"v{i}": W for i in range(700)},
-    **{f"integer of {n} bits": {"i": (1 << n) - 1, "j": -(1 << n)} for n in (53, 63, 64, 127, 128, 129, 136, 2039, 2040, 4000)},
+    **{
+        f"integer of {n} bits": {"i": (1 << n) - 1, "j": -(1 << n)}
+        for n in (53, 63, 64, 127, 128, 129, 136, 2039, 2040, 4000)
+    },
     "integer of 4301 digits": {"i": 10**4300},
-    **{f"key of {n}": {"k": {tuple(range(n)): 1}, "s": {frozenset(range(n))}} for n in (62, 63, 64, 65, 70)},
+    **{
+        f"key of {n}": {"k": {tuple(range(n)): 1}, "s": {frozenset(range(n))}}
+        for n in (62, 63, 64, 65, 70)
+    },
     "key of 9 by 9": {"k": {tuple(tuple(range(9)) for _ in range(9)): 1}},
     **{f"{n} float keys": {"k": {i + 0.5: i for i in range(n)}} for n in (100, 39_000, 60_000)},
     "scattered integers": {"k": {i * 7919 + (1 << 40) for i in range(20_000)}},
     "integers that collide": {"k": {i * ((1 << 61) - 1): 0 for i in range(12_000)}},
-    "integers backwards": {"k": dict.fromkeys(reversed(range(20000)), 0), "s": set(range(20_000, 0, -1))},
+    "integers backwards": {
+        "k": dict.fromkeys(reversed(range(20000)), 0),
+        "s": set(range(20_000, 0, -1)),
+    },
     "long texts as keys": {"k": {"x" * 5000 + str(i): i for i in range(200)}},
     **{f"lists, {n} deep": {"d": nested(n, lambda x: [x])} for n in (60, 61, 62, 63, 64, 65)},
-    **{f"dicts, {n} deep": {"d": nested(n, lambda x: {"a": x, "b": 1})} for n in (30, 60, 62, 63, 64)},
+    **{
+        f"dicts, {n} deep": {"d": nested(n, lambda x: {"a": x, "b": 1})}
+        for n in (30, 60, 62, 63, 64)
+    },
     **{f"tuples, {n} deep": {"d": nested(n, lambda x: (x, 1, 2, 3))} for n in (30, 60, 62, 63, 64)},
-    **{f"ordered dicts, {n} deep": {"d": nested(n, lambda x: OrderedDict(a=x, b=1))} for n in (30, 61, 62, 63)},
+    **{
+        f"ordered dicts, {n} deep": {"d": nested(n, lambda x: OrderedDict(a=x, b=1))}
+        for n in (30, 61, 62, 63)
+    },
     **{f"sets, {n} deep": {"d": nested_set(n)} for n in (20, 31, 32, 60, 63)},
     "rank 64": {"t": torch.zeros([1] * 64)},
     "rank 65": {"t": torch.zeros([1] * 65)},
     "rank 65, meta": {"t": torch.zeros([1] * 65, device="meta")},
-    "batches": {"a": list(range(1000)), "b": dict.fromkeys(range(1001)), "c": OrderedDict.fromkeys(map(str, range(2000)))},
-    "names": {name: W + i for i, name in enumerate(["", ".", "..", "/", "a/b", "\0", "\n", "data.pkl", "x" * 70_000, "A", "a"])},
+    "batches": {
+        "a": list(range(1000)),
+        "b": dict.fromkeys(range(1001)),
+        "c": OrderedDict.fromkeys(map(str, range(2000))),
+    },
+    "names": {
+        name: W + i
+        for i, name in enumerate(
+            ["", ".", "..", "/", "a/b", "\0", "\n", "data.pkl", "x" * 70_000, "A", "a"]
+        )
+    },
     "the name of the metadata": {"__metadata__": W},
     "names that meet": {"a.b": W, "a": {"b": W + 1}, 1: W + 2, "1": W + 3},
-    "keys that look alike": {"k": {None: 1, "None": 2, True: 3, 2: 4, 2.5: 5, "2": 6, b"2": 7, (): 8}},
+    "keys that look alike": {
+        "k": {None: 1, "None": 2, True: 3, 2: 4, 2.5: 5, "2": 6, b"2": 7, (): 8}
+    },
     "a long text": {"t": "ü" * 300_000, "b": bytes(300_000)},
     "no tensor": {"a": 1},
     "nothing": {},
@@ -218,7 +258,14 @@ AROUND = {
 """Sizes on either side of everything that a reader counts."""
 
 
-DEAR = ("empty sets and tuples", "39000 float keys", "60000 float keys", "integers that collide", "integers backwards", "batches")
+DEAR = (
+    "empty sets and tuples",
+    "39000 float keys",
+    "60000 float keys",
+    "integers that collide",
+    "integers backwards",
+    "batches",
+)
 """A DCP directory has an archive for each of their values, which is slow and nothing new."""
 
 

@@ -39,14 +39,20 @@ def test_magnitudes_have_one_order(kind, dtype):
     wide = of_arrays.magnitude_keys(as_array(tensor), "float64")
     np.testing.assert_array_equal(of_tensors.magnitude_keys(tensor).numpy().view(np.uint64), wide)
     # Keys of fewer bits are other numbers in the same order, equals and all.
-    np.testing.assert_array_equal(np.unique(own, return_inverse=True)[1], np.unique(wide, return_inverse=True)[1])
+    np.testing.assert_array_equal(
+        np.unique(own, return_inverse=True)[1], np.unique(wide, return_inverse=True)[1]
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 7, -5, (1 << 64) + 3])
 def test_random_keys_have_one_order(seed):
     expected = of_arrays.random_keys(3, 70_000, seed).view(np.int64)
-    np.testing.assert_array_equal(of_tensors._splitmix(3, 70_000, seed=seed, device=CPU).numpy(), expected)
-    np.testing.assert_array_equal(of_tensors.random_keys(3, 70_000, seed=seed, device=CPU).numpy(), expected)
+    np.testing.assert_array_equal(
+        of_tensors._splitmix(3, 70_000, seed=seed, device=CPU).numpy(), expected
+    )
+    np.testing.assert_array_equal(
+        of_tensors.random_keys(3, 70_000, seed=seed, device=CPU).numpy(), expected
+    )
 
 
 @pytest.mark.parametrize("few", [3, 1 << 20])
@@ -66,4 +72,6 @@ def test_both_find_one_threshold(kind, few, monkeypatch):
         masks = of_tensors.keep_above(sources, of_tensors.select(sources, count))
         for array, cut, mask in zip(arrays, one.before, masks, strict=True):
             after = np.arange(len(array)) >= cut
-            np.testing.assert_array_equal(np.where(after, array >= one.key, array > one.key), mask.numpy())
+            np.testing.assert_array_equal(
+                np.where(after, array >= one.key, array > one.key), mask.numpy()
+            )

@@ -21,7 +21,14 @@ from holdfast.pruning import masked as prune_loss
 from holdfast.pruning import masks as prune_masks
 from holdfast.pruning import select as prune_select
 from holdfast.pruning.masked import Loss, Masked, Tally, loss_of, loss_of_counts, prune_values
-from holdfast.pruning.masks import BlockMask, GroupMask, RandomMask, ThresholdMask, block_masks, group_keep
+from holdfast.pruning.masks import (
+    BlockMask,
+    GroupMask,
+    RandomMask,
+    ThresholdMask,
+    block_masks,
+    group_keep,
+)
 from holdfast.pruning.select import BlockScores, KeySearch, Magnitudes, select
 
 NARROW = {15: "float16", 31: "float32", 63: "float64"}
@@ -57,7 +64,10 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
 
 @settings(deadline=None)
 @given(
-    st.lists(cases(), min_size=1, max_size=3), st.sampled_from([1, 5, 1000]), st.sampled_from([1, 3, 32]), st.sampled_from([1, 3])
+    st.lists(cases(), min_size=1, max_size=3),
+    st.sampled_from([1, 5, 1000]),
+    st.sampled_from([1, 3, 32]),
+    st.sampled_from([1, 3]),
 )
 def test_a_threshold_is_the_one_that_sorting_finds(every, few, parts, threads):
     """Several searches at once, of several tensors each."""
@@ -68,7 +78,11 @@ def test_a_threshold_is_the_one_that_sorting_finds(every, few, parts, threads):
         patch.setattr(prune_select, "PIECE_ELEMENTS", 7)
         patch.setattr(prune_select, "RUN_KEYS", 3)
         searched = [
-            KeySearch([given_keys(keys, width) for keys in sources], count, lambda *found, at=at: counted.update({at: found}))
+            KeySearch(
+                [given_keys(keys, width) for keys in sources],
+                count,
+                lambda *found, at=at: counted.update({at: found}),
+            )
             for at, (sources, width, count) in enumerate(every)
         ]
         select(searched, threads=threads)
@@ -79,13 +93,22 @@ def test_a_threshold_is_the_one_that_sorting_finds(every, few, parts, threads):
             np.testing.assert_array_equal(np.where(after, keys >= cut.key, keys > cut.key), kept)
         assert (at in counted) == (width == 15 and count > 0)
         if at in counted:
-            keys, kept = np.concatenate([np.array(source, np.int64) for source in sources]), np.concatenate(expected)
+            keys, kept = (
+                np.concatenate([np.array(source, np.int64) for source in sources]),
+                np.concatenate(expected),
+            )
             np.testing.assert_array_equal(counted[at][0], np.bincount(keys, minlength=1 << 15))
-            np.testing.assert_array_equal(counted[at][1], np.bincount(keys[~kept], minlength=1 << 15))
+            np.testing.assert_array_equal(
+                counted[at][1], np.bincount(keys[~kept], minlength=1 << 15)
+            )
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=150), st.integers(0, 150), st.sampled_from([1, 4]))
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=150),
+    st.integers(0, 150),
+    st.sampled_from([1, 4]),
+)
 def test_scores_that_are_held_and_those_that_are_not_have_one_cut(scores, gone, width):
     array = np.array(scores, np.float32).reshape(1, -1).repeat(2, axis=0)
     blocks = BlockScores(Resident().array(array), 2, width)
@@ -109,7 +132,9 @@ def test_keys_that_change_are_an_error(monkeypatch):
     def progress(nbytes: int) -> None:
         seen.append(nbytes)
         if sum(seen) == array.nbytes:
-            array[:] = 1  # when all was counted, and before the one is looked for that is the last to go
+            array[:] = (
+                1  # when all was counted, and before the one is looked for that is the last to go
+            )
 
     with pytest.raises(NotCommitted, match="changed while"):
         select([KeySearch([Magnitudes(Resident().array(array), "float16")], 35)], progress=progress)
@@ -131,7 +156,10 @@ def test_random_keys_do_not_depend_on_where_they_begin(monkeypatch):
     monkeypatch.setattr(prune_keys, "RUN_KEYS", 64)
     prune_keys._multiples.cache_clear()
     every = random_keys(0, 1000, -5)
-    assert all((random_keys(a, b, -5) == every[a:b]).all() for a, b in ((0, 0), (3, 4), (63, 65), (100, 1000)))
+    assert all(
+        (random_keys(a, b, -5) == every[a:b]).all()
+        for a, b in ((0, 0), (3, 4), (63, 65), (100, 1000))
+    )
     monkeypatch.undo()
     prune_keys._multiples.cache_clear()
     np.testing.assert_array_equal(random_keys(0, 1000, -5), every)
@@ -143,14 +171,22 @@ def test_squares_of_a_block_are_added_one_after_the_other():
         found = mean_squares(values, height, width)
         for i, row in enumerate(found):
             for j, score in enumerate(row):
-                part = values[i * height : (i + 1) * height, j * width : (j + 1) * width].reshape(-1).tolist()
+                part = (
+                    values[i * height : (i + 1) * height, j * width : (j + 1) * width]
+                    .reshape(-1)
+                    .tolist()
+                )
                 total = 0.0
                 for x in part:
                     total += x * x
                 assert score == total / len(part)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda t: np.dtype(t).name)
+@pytest.mark.parametrize(
+    "dtype",
+    [np.float16, ml_dtypes.bfloat16, np.float32, np.float64],
+    ids=lambda t: np.dtype(t).name,
+)
 def test_what_is_lost_is_a_plain_sum(monkeypatch, dtype):
     monkeypatch.setattr(prune_loss, "STEP_ELEMENTS", 64)
     values = np.random.default_rng(1).normal(size=200).round(1).astype(dtype)
@@ -168,8 +204,15 @@ def test_what_is_lost_is_a_plain_sum(monkeypatch, dtype):
         keys = prune_keys.magnitude_keys(values, np.dtype(dtype).name)
         counts = np.bincount(keys, minlength=1 << 15), np.bincount(keys[~kept], minlength=1 << 15)
         counted = loss_of_counts(*counts, np.dtype(dtype).name)
-        assert (counted.pruned, counted.zeros, counted.nonfinite) == (found.pruned, found.zeros, found.nonfinite)
-        assert (counted.squares, counted.lost) == (pytest.approx(found.squares), pytest.approx(found.lost))
+        assert (counted.pruned, counted.zeros, counted.nonfinite) == (
+            found.pruned,
+            found.zeros,
+            found.nonfinite,
+        )
+        assert (counted.squares, counted.lost) == (
+            pytest.approx(found.squares),
+            pytest.approx(found.lost),
+        )
 
 
 def test_squares_beyond_float64_are_said_to_be_infinite():
@@ -192,19 +235,34 @@ def test_a_tally_is_whole_when_every_element_was_told_once():
 def test_pruned_tensors_are_read_at_any_byte(tmp_path, monkeypatch, packed):
     monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 24)
     # Whole numbers: sums of their squares are exact in any order.
-    values = (np.random.default_rng(3).permutation(168) - 83.5).astype(np.float32).reshape(6, 28) * np.float32(2)
+    values = (np.random.default_rng(3).permutation(168) - 83.5).astype(np.float32).reshape(
+        6, 28
+    ) * np.float32(2)
     holdfast.save({"w": values}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as source:
         masked, tally = Masked(), Tally(168)
         mask = GroupMask(2, 4, "float32")
-        made = masked.bits("m", source["w"], mask, tally=tally) if packed else masked.tensor(source["w"], mask, tally)
+        made = (
+            masked.bits("m", source["w"], mask, tally=tally)
+            if packed
+            else masked.tensor(source["w"], mask, tally)
+        )
         whole = made.numpy().tobytes()
         assert tally.whole() == loss_of(values.reshape(-1), _kept(values))
         expected = (
-            np.packbits(_kept(values), bitorder="little") if packed else (values.view(np.uint32) * _kept(values).reshape(6, 28))
+            np.packbits(_kept(values), bitorder="little")
+            if packed
+            else (values.view(np.uint32) * _kept(values).reshape(6, 28))
         )
         assert whole == expected.tobytes()
-        for start, stop in ((0, 1), (1, 3), (3, 18), (5, len(whole)), (len(whole) - 1, len(whole)), (7, 7)):
+        for start, stop in (
+            (0, 1),
+            (1, 3),
+            (3, 18),
+            (5, len(whole)),
+            (len(whole) - 1, len(whole)),
+            (7, 7),
+        ):
             out = memoryview(bytearray(stop - start))
             masked.read("0", start, out)
             assert bytes(out) == whole[start:stop]
@@ -227,20 +285,36 @@ def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
     width = np.dtype(dtype).itemsize
     values = np.frombuffer(content[: len(content) // 16 * 16], dtype).copy()
     # Few values, so that many are equal.
-    values = np.where(np.arange(len(values)) % 3 == 0, values, values[0]) if data.draw(st.booleans()) else values
-    name, tensor, start = np.dtype(dtype).name, Resident().array(values), data.draw(st.integers(0, 9))
+    values = (
+        np.where(np.arange(len(values)) % 3 == 0, values, values[0])
+        if data.draw(st.booleans())
+        else values
+    )
+    name, tensor, start = (
+        np.dtype(dtype).name,
+        Resident().array(values),
+        data.draw(st.integers(0, 9)),
+    )
     kind = data.draw(st.sampled_from(["threshold", "groups", "random"]))
     if kind == "groups":
         m = data.draw(st.sampled_from([m for m in (2, 4, 8, 32) if len(values) % m == 0]))
         mask, start = GroupMask(data.draw(st.integers(1, m - 1)), m, name), start * m
     elif kind == "random":
         keys = RandomOrder(len(values) + start, 7)
-        mask = ThresholdMask(keys, int(np.sort(random_keys(0, keys.count, 7))[keys.count // 2]), start + len(values) // 2)
+        mask = ThresholdMask(
+            keys,
+            int(np.sort(random_keys(0, keys.count, 7))[keys.count // 2]),
+            start + len(values) // 2,
+        )
     else:
         order = data.draw(st.sampled_from([name, "float64"]))
         keys = Magnitudes(tensor, order)
         own = [*keys.of(values).tolist(), 0, keys.most]
-        mask = ThresholdMask(keys, data.draw(st.sampled_from(own)), data.draw(st.integers(0, start + len(values) + 1)))
+        mask = ThresholdMask(
+            keys,
+            data.draw(st.sampled_from(own)),
+            data.draw(st.integers(0, start + len(values) + 1)),
+        )
     kept = mask.keep(values, start)
     expected = np.where(kept, values.view(f"u{width}"), 0)
     after = values.copy()
@@ -256,14 +330,22 @@ def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
 
 @given(st.integers(2, 18), st.integers(1, 20), st.sampled_from([1, 3, 100, 30000]), st.data())
 def test_groups_keep_the_largest_and_of_equals_the_last(m, groups, different, data):
-    keys = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, different, m * groups).astype(np.uint16)
+    keys = (
+        np.random.default_rng(data.draw(st.integers(0, 99)))
+        .integers(0, different, m * groups)
+        .astype(np.uint16)
+    )
     zeros = data.draw(st.integers(0, m))
     kept = np.ones((groups, m), bool)
-    np.put_along_axis(kept, np.argsort(keys.reshape(-1, m), axis=1, kind="stable")[:, :zeros], False, axis=1)
+    np.put_along_axis(
+        kept, np.argsort(keys.reshape(-1, m), axis=1, kind="stable")[:, :zeros], False, axis=1
+    )
     with pytest.MonkeyPatch.context() as patch:
         for cached in (prune_masks._places, prune_masks._have_one):
             patch.setattr(prune_masks, cached.__name__, cached.__wrapped__)
-        patch.setattr(prune_masks, "COMPARED_KEYS", data.draw(st.sampled_from([m, 3 * m + 1, 1000])))
+        patch.setattr(
+            prune_masks, "COMPARED_KEYS", data.draw(st.sampled_from([m, 3 * m + 1, 1000]))
+        )
         assert group_keep(keys, zeros, m=m).tolist() == kept.reshape(-1).tolist()
 
 
@@ -295,7 +377,13 @@ def test_blocks_go_as_a_whole_wherever_a_range_begins(dtype, rows, columns, heig
 
 @pytest.mark.parametrize("sure", [31, 3])
 @settings(max_examples=60)
-@given(st.integers(0, 5000), st.integers(1, 300), st.integers(-5, 1 << 64), st.integers(0, 1 << 63), st.booleans())
+@given(
+    st.integers(0, 5000),
+    st.integers(1, 300),
+    st.integers(-5, 1 << 64),
+    st.integers(0, 1 << 63),
+    st.booleans(),
+)
 def test_random_keys_are_told_apart_by_their_upper_bits_first(sure, start, count, seed, key, own):
     """With three sure bits most keys are unsure, and finished."""
     keys = random_keys(start, start + count, seed)
@@ -308,7 +396,10 @@ def test_random_keys_are_told_apart_by_their_upper_bits_first(sure, start, count
         assert kept.tolist() == [k >= key for k in keys.tolist()]
         low, high = order.around(max(count // 2, 1))
     found = order.part(start, start + count, low, high=high)
-    assert (found.below, found.keys.tolist()) == (int((keys < low).sum()), [k for k in keys.tolist() if low <= k < high])
+    assert (found.below, found.keys.tolist()) == (
+        int((keys < low).sum()),
+        [k for k in keys.tolist() if low <= k < high],
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda t: np.dtype(t).name)
@@ -322,7 +413,9 @@ def test_scores_of_narrow_floats_are_those_of_wide_ones(dtype):
 @pytest.mark.parametrize("apart", [prune_keys.CERTAIN_DEVIATIONS, 0.0], ids=["guessed", "missed"])
 @pytest.mark.parametrize("held", [1 << 20, 4], ids=["held", "searched"])
 @pytest.mark.parametrize("gone", [0, 1, 700, 1998, 1999])
-def test_the_lowest_of_a_random_order_go_however_often_they_are_read(monkeypatch, gone, held, apart):
+def test_the_lowest_of_a_random_order_go_however_often_they_are_read(
+    monkeypatch, gone, held, apart
+):
     monkeypatch.setattr(prune_keys, "CERTAIN_DEVIATIONS", apart)
     monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 250)
     monkeypatch.setattr(prune_masks, "HELD_NBYTES", held)

@@ -26,13 +26,18 @@ def rank_state(
     ([0, 1], [[0, 0], [0, 0]], [[2, 4], [4, 1]])
     """
     rows = [(name, dtype, tuple(shape), list(boxes)) for name, dtype, shape, boxes in tensors]
-    catalogue = Catalogue(tuple(r[0] for r in rows), tuple(r[1] for r in rows), tuple(r[2] for r in rows))
+    catalogue = Catalogue(
+        tuple(r[0] for r in rows), tuple(r[1] for r in rows), tuple(r[2] for r in rows)
+    )
     owners = np.arange(len(rows), dtype=np.int64).repeat([len(r[3]) for r in rows])
     offsets = np.zeros((catalogue.rank, len(owners)), np.int64)
     sizes = np.ones((catalogue.rank, len(owners)), np.int64)
     for i, (name, box) in enumerate((r[0], box) for r in rows for box in r[3]):
         if box.rank != len(catalogue.shapes[int(owners[i])]):
-            raise MetadataError(f"a box of rank {box.rank} is no part of {catalogue.shapes[int(owners[i])]}", tensor=name)
+            raise MetadataError(
+                f"a box of rank {box.rank} is no part of {catalogue.shapes[int(owners[i])]}",
+                tensor=name,
+            )
         offsets[: box.rank, i] = box.start
         sizes[: box.rank, i] = box.shape
     return RankState(catalogue, owners, offsets, sizes, dict(values or {}), tuple(aliases))
@@ -49,5 +54,10 @@ def boxes_of(plan: RankPlan, rank: int) -> list[tuple[str, Box]]:
     named = []
     for i, t in enumerate(writes.tensors.tolist()):
         dims = len(catalogue.shapes[t])
-        named.append((catalogue.names[t], Box.at(writes.offsets[:dims, i].tolist(), writes.sizes[:dims, i].tolist())))
+        named.append(
+            (
+                catalogue.names[t],
+                Box.at(writes.offsets[:dims, i].tolist(), writes.sizes[:dims, i].tolist()),
+            )
+        )
     return named

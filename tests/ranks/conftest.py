@@ -31,7 +31,9 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     def find(format: str, size: int) -> Path:
         if (format, size) not in known:
             path = tmp_path_factory.mktemp("saved") / f"{format}-{size}"
-            job, name = (save, format) if format in FORMATS else (save_stock, format.removeprefix("stock-"))
+            job, name = (
+                (save, format) if format in FORMATS else (save_stock, format.removeprefix("stock-"))
+            )
             good(pool.run(size, job, str(path), name))
             known[format, size] = path
         return known[format, size]

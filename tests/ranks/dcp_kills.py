@@ -52,10 +52,15 @@ class Dying(Writer):
 
 def save(path: Path, rank: int, *, number: int, dying: tuple[int, str]) -> None:
     store = dist.FileStore(str(path.parent / f"store-{number}-{'-'.join(map(str, dying))}"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=5))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=5)
+    )
     writer = Dying(path, durable=False)
     writer.place = dying[1] if rank == dying[0] else ""
-    dcp.save({"w": torch.full((1000,), float(number)), "of": {rank: rank}, "n": number}, storage_writer=writer)
+    dcp.save(
+        {"w": torch.full((1000,), float(number)), "of": {rank: rank}, "n": number},
+        storage_writer=writer,
+    )
 
 
 def forked(job: Callable[[], object]) -> int:
@@ -88,7 +93,9 @@ def ended(children: list[int]) -> list[int]:
 
 
 def together(path: Path, *, number: int, dying: tuple[int, str]) -> list[int]:
-    return ended([forked(lambda rank=rank: save(path, rank, number=number, dying=dying)) for rank in (0, 1)])  # type: ignore[misc]
+    return ended(
+        [forked(lambda rank=rank: save(path, rank, number=number, dying=dying)) for rank in (0, 1)]
+    )  # type: ignore[misc]
 
 
 def what_is_there(path: Path) -> float:
@@ -109,11 +116,15 @@ def main(folder: Path) -> None:
             path = folder / f"{place}-{rank}".replace(" ", "-") / "step"
             path.parent.mkdir()
             row: dict[str, object] = {"place": place, "rank": rank}
-            row["hung"] = -1000 in together(path, number=1, dying=(9, "")) + together(path, number=2, dying=(rank, place))
+            row["hung"] = -1000 in together(path, number=1, dying=(9, "")) + together(
+                path, number=2, dying=(rank, place)
+            )
             row["there"] = _request(path)
             together(path, number=3, dying=(9, ""))
             row["later"] = _request(path)
-            row["left"] = [name for name in os.listdir(path.parent) if not name.startswith("store-")]
+            row["left"] = [
+                name for name in os.listdir(path.parent) if not name.startswith("store-")
+            ]
             rows.append(row)
     print(json.dumps(rows))
 

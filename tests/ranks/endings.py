@@ -47,13 +47,17 @@ def _join(folder: Path, rank: int, size: int, *, tcp: bool = False) -> None:
     if not tcp:
         store: dist.Store = dist.FileStore(str(folder / "store"), size)
     elif rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
+        )
         (folder / "port.part").write_text(str(store.port))
         (folder / "port.part").rename(folder / "port")
     else:
         while not (folder / "port").exists():
             time.sleep(0.01)
-        store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False, timeout=timeout)
+        store = dist.TCPStore(
+            "127.0.0.1", int((folder / "port").read_text()), is_master=False, timeout=timeout
+        )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
@@ -183,7 +187,10 @@ def main(where: str) -> dict[str, object]:
             time.sleep(0.01)
             continue
         name, rank, folder = pids.pop(pid)
-        found[name][str(rank)] = [os.waitstatus_to_exitcode(status), (folder / f"words{rank}").read_text()]
+        found[name][str(rank)] = [
+            os.waitstatus_to_exitcode(status),
+            (folder / f"words{rank}").read_text(),
+        ]
     return found
 
 

@@ -19,7 +19,13 @@ FORMATS = ("native", "dcp", "safetensors")
 
 def save(world: World, path: str, format: str) -> tuple[tuple[str, ...], int]:
     """Save the whole state."""
-    saved = save_sharded(path, state_of(world, nested=format != "safetensors"), group=world.group, format=format, durable=False)
+    saved = save_sharded(
+        path,
+        state_of(world, nested=format != "safetensors"),
+        group=world.group,
+        format=format,
+        durable=False,
+    )
     return tuple(name for name, _ in saved.files), saved.nbytes
 
 
@@ -42,7 +48,9 @@ def save_stock(world: World, path: str, format: str) -> None:
             dcp.save(state_of(world), checkpoint_id=path, process_group=world.group)
         else:
             state = state_of(world, nested=False)
-            state["turned"] = state["turned"].contiguous()  # the safetensors library takes nothing else
+            state["turned"] = state[
+                "turned"
+            ].contiguous()  # the safetensors library takes nothing else
             writer = dcp.HuggingFaceStorageWriter(path=path, save_distributed=True)
             dcp.save(state, storage_writer=writer, process_group=world.group)
 
@@ -56,6 +64,10 @@ def load_stock(world: World, path: str, format: str) -> None:
             if format == "dcp":
                 dcp.load(state, checkpoint_id=path, process_group=world.group)
             else:
-                dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path=path), process_group=world.group)
+                dcp.load(
+                    state,
+                    storage_reader=dcp.HuggingFaceStorageReader(path=path),
+                    process_group=world.group,
+                )
             check(world, state, nested=format == "dcp", other=other)
     torch.distributed.barrier(world.group)

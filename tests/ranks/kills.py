@@ -67,7 +67,9 @@ class Rows:
         self._parts = {row: torch.full((1, 300), float(number)) for row in range(rank, ROWS, SIZE)}
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size((row, 0)), torch.Size((1, 300))) for row in self._parts]
+        return [
+            ChunkStorageMetadata(torch.Size((row, 0)), torch.Size((1, 300))) for row in self._parts
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self._parts[index.offset[0]]
@@ -75,7 +77,10 @@ class Rows:
 
 def _state(number: int, rank: int) -> dict[str, object]:
     """What is saved in a round: everything in it tells the round."""
-    return {"rows": Rows(number, rank), **{f"plain{i}": torch.full((50 + i,), number) for i in range(6)}}
+    return {
+        "rows": Rows(number, rank),
+        **{f"plain{i}": torch.full((50 + i,), number) for i in range(6)},
+    }
 
 
 def _one_round_of(path: Path) -> int:
@@ -84,7 +89,9 @@ def _one_round_of(path: Path) -> int:
         path = Path(holdfast.Run(path).latest().path)
     assert holdfast.verify(path).ok
     with holdfast.open(path) as ckpt:
-        numbers = {float(n) for array in ckpt.read().values() for n in set(array.reshape(-1).tolist())}
+        numbers = {
+            float(n) for array in ckpt.read().values() for n in set(array.reshape(-1).tolist())
+        }
         assert sorted(ckpt) == [*(f"plain{i}" for i in range(6)), "rows"]
         assert ckpt["rows"].shape == (ROWS, 300)
     assert len(numbers) == 1, numbers
@@ -121,7 +128,11 @@ def _forked(work: Callable[[], object], answer: Path) -> int:
         try:
             said: dict[str, object] = {"value": work()}
         except BaseException as error:
-            said = {"error": type(error).__name__, "text": str(error), "trace": traceback.format_exc()[-2000:]}
+            said = {
+                "error": type(error).__name__,
+                "text": str(error),
+                "trace": traceback.format_exc()[-2000:],
+            }
         said["at"] = time.time()
         answer.with_suffix(".part").write_text(json.dumps(said))
         answer.with_suffix(".part").rename(answer)
@@ -151,10 +162,18 @@ class Round:
         if self.store == "agent":
             self.pids[_forked(self._agent, self.room / "agent")] = "agent"
         for rank in range(SIZE):
-            self.pids[_forked(lambda rank=rank: self._rank(rank), self.room / f"{rank}")] = str(rank)
+            self.pids[_forked(lambda rank=rank: self._rank(rank), self.room / f"{rank}")] = str(
+                rank
+            )
 
     def _agent(self) -> None:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
+        store = dist.TCPStore(
+            "127.0.0.1",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=PATIENCE),
+        )
         self._say_port(store.port)
         while not (self.room / "over").exists():
             time.sleep(0.02)
@@ -168,17 +187,23 @@ class Round:
         if self.store == "file":
             return dist.FileStore(str(self.room / "store"), SIZE)
         if self.store == "first" and rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            store = dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
+            )
             self._say_port(store.port)
             return store
         while not (self.room / "port").exists():
             time.sleep(0.005)
-        return dist.TCPStore("127.0.0.1", int((self.room / "port").read_text()), is_master=False, timeout=timeout)
+        return dist.TCPStore(
+            "127.0.0.1", int((self.room / "port").read_text()), is_master=False, timeout=timeout
+        )
 
     def _rank(self, rank: int) -> dict[str, int]:
         torch.set_num_threads(1)
         store = self._open_store(rank)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=PATIENCE))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=PATIENCE)
+        )
         state = _state(self.number, rank)
         # Holdfast's connection is made now: torch asks for the name of every address, which may take longer than the deadline.
         group.ranks_of(doing="begin").close()
@@ -188,7 +213,9 @@ class Round:
             with Run(self.slot / "step", keep="latest:2", deadline=DEADLINE) as run:
                 run.save(self.number, state, metrics={"loss": 1.0})
         else:
-            save_sharded(self.slot / "step", state, format=self.format, overwrite=True, deadline=DEADLINE)
+            save_sharded(
+                self.slot / "step", state, format=self.format, overwrite=True, deadline=DEADLINE
+            )
         return {"calls": doom.count}
 
     def ended(self, pid: int) -> None:
@@ -212,7 +239,9 @@ class Round:
         for rank in range(SIZE):
             file = self.room / f"{rank}"
             ranks[str(rank)] = json.loads(file.read_text()) if file.exists() else None
-        beside = sorted(p.name for p in self.slot.iterdir() if p.name != "step" and not is_temporary(p.name))
+        beside = sorted(
+            p.name for p in self.slot.iterdir() if p.name != "step" and not is_temporary(p.name)
+        )
         temporaries = sorted(p.name for p in self.slot.iterdir() if is_temporary(p.name))
         return {
             "slot": self.slot.name, "round": self.number, "store": self.store, "format": self.format, "victim": self.victim,
@@ -235,25 +264,41 @@ def _run(one: Round) -> dict[str, object]:
     return {**one.row(), "found": found.get("value", found)}
 
 
-def _run_slot(slot: Path, kills: int, seed: int, formats: tuple[str, ...]) -> list[dict[str, object]]:
+def _run_slot(
+    slot: Path, kills: int, seed: int, formats: tuple[str, ...]
+) -> list[dict[str, object]]:
     """Rounds in one folder until so many ranks have died; one without a death before them and one after them."""
     chance = random.Random(seed)
     kinds = [(store, format) for store in STORES for format in formats]
     chance.shuffle(kinds)
     rows = [_run(Round(slot, 0, *kinds[0]))]
     calls = {
-        rank: rows[0]["ranks"][str(rank)]["value"]["calls"] + LATER * (formats == ("run",) and rank == 0) for rank in range(SIZE)
+        rank: rows[0]["ranks"][str(rank)]["value"]["calls"]
+        + LATER * (formats == ("run",) and rank == 0)
+        for rank in range(SIZE)
     }
     number = deaths = 0
     while deaths < kills and number < 2 * kills + 5:
         number += 1
         victim = chance.randrange(SIZE)
-        rows.append(_run(Round(slot, number, *kinds[number % len(kinds)], victim, chance.randint(1, calls[victim]))))
+        rows.append(
+            _run(
+                Round(
+                    slot,
+                    number,
+                    *kinds[number % len(kinds)],
+                    victim,
+                    chance.randint(1, calls[victim]),
+                )
+            )
+        )
         deaths += rows[-1]["ranks"][str(victim)] is None
     return [*rows, _run(Round(slot, number + 1, *kinds[0]))]
 
 
-def main(folder: str, kills: int, width: int, seed: int, formats: tuple[str, ...] = FORMATS) -> list[dict[str, object]]:
+def main(
+    folder: str, kills: int, width: int, seed: int, formats: tuple[str, ...] = FORMATS
+) -> list[dict[str, object]]:
     """So many deaths, in `width` folders at a time."""
     gc.freeze()  # or every fork would copy what the collector looks at
     room = Path(folder) / "rooms"
@@ -262,7 +307,14 @@ def main(folder: str, kills: int, width: int, seed: int, formats: tuple[str, ...
     pids = []
     for i, slot in enumerate(slots):
         slot.mkdir(parents=True)
-        pids.append(_forked(lambda i=i, slot=slot: _run_slot(slot, -(-kills // width), 1000 * seed + i, formats), room / slot.name))
+        pids.append(
+            _forked(
+                lambda i=i, slot=slot: _run_slot(
+                    slot, -(-kills // width), 1000 * seed + i, formats
+                ),
+                room / slot.name,
+            )
+        )
     for pid in pids:
         os.waitpid(pid, 0)
     said = [json.loads((room / slot.name).read_text()) for slot in slots]
@@ -273,4 +325,6 @@ def main(folder: str, kills: int, width: int, seed: int, formats: tuple[str, ...
 
 if __name__ == "__main__":
     folder, kills, width, seed, *formats = sys.argv[1:]
-    sys.stdout.write(json.dumps(main(folder, int(kills), int(width), int(seed), tuple(formats) or FORMATS)))
+    sys.stdout.write(
+        json.dumps(main(folder, int(kills), int(width), int(seed), tuple(formats) or FORMATS))
+    )

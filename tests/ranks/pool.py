@@ -87,7 +87,9 @@ class Failure:
 class World:
     """What a job sees: its rank, how many there are, their group, and meshes of them."""
 
-    def __init__(self, rank: int, size: int, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
+    def __init__(
+        self, rank: int, size: int, groups: dict[tuple[int, ...], dist.ProcessGroup]
+    ) -> None:
         self.rank, self.size = rank, size
         self._groups = groups
         self.group = groups[tuple(range(size))]
@@ -101,8 +103,13 @@ class World:
         if len(shape) == 1:
             return DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=names)
         at = (ranks == self.rank).nonzero()[0].tolist()
-        lines = [tuple(ranks[tuple(slice(None) if d == e else at[e] for e in range(len(at)))].tolist()) for d in range(len(at))]
-        return DeviceMesh.from_group([self._groups[line] for line in lines], "cpu", mesh=ranks, mesh_dim_names=names)
+        lines = [
+            tuple(ranks[tuple(slice(None) if d == e else at[e] for e in range(len(at)))].tolist())
+            for d in range(len(at))
+        ]
+        return DeviceMesh.from_group(
+            [self._groups[line] for line in lines], "cpu", mesh=ranks, mesh_dim_names=names
+        )
 
     def line(self, *ranks: int) -> dist.ProcessGroup:
         """The group of some of the ranks: those of a line of one of the meshes."""
@@ -148,7 +155,12 @@ class Pool:
         try:
             for rank in range(WORKERS):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(rank, theirs, list(sys.path)), daemon=True, name=f"rank-{rank}")
+                process = context.Process(
+                    target=_work,
+                    args=(rank, theirs, list(sys.path)),
+                    daemon=True,
+                    name=f"rank-{rank}",
+                )
                 process.start()
                 theirs.close()
                 self._workers.append((process, ours))
@@ -179,7 +191,9 @@ class Pool:
                 except (EOFError, OSError):
                     rank = waiting[pipe]
                     self.close()
-                    raise AssertionError(f"the process of rank {rank} has ended; the pool is closed") from None
+                    raise AssertionError(
+                        f"the process of rank {rank} has ended; the pool is closed"
+                    ) from None
                 del waiting[pipe]
             if not ready:
                 missing = sorted(waiting.values())
@@ -195,7 +209,11 @@ SHARED = Pool()
 
 def good(answers: list[object]) -> list[object]:
     """What all ranks returned; an assertion with every failure where one raised."""
-    wrong = [f"rank {rank}: {answer}\n{answer.trace}" for rank, answer in enumerate(answers) if isinstance(answer, Failure)]
+    wrong = [
+        f"rank {rank}: {answer}\n{answer.trace}"
+        for rank, answer in enumerate(answers)
+        if isinstance(answer, Failure)
+    ]
     assert not wrong, "\n".join(wrong)
     return answers
 
@@ -213,7 +231,9 @@ def _work(rank: int, pipe: Connection, path: list[str]) -> None:
     torch.set_num_interop_threads(1)
     timeout = datetime.timedelta(seconds=START)
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, WORKERS, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = dist.TCPStore(
+            "127.0.0.1", 0, WORKERS, is_master=True, timeout=timeout, wait_for_workers=False
+        )
         pipe.send(store.port)
     else:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), WORKERS, is_master=False, timeout=timeout)

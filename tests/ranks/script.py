@@ -28,7 +28,10 @@ def main(folder: str) -> None:
     state = {"table": distribute_tensor(table, mesh, [Shard(0)]), "plain": plain.clone()}
     for format in ("native", "dcp", "safetensors"):
         save_sharded(f"{folder}/{format}", state, format=format)
-        other = {"table": distribute_tensor(torch.zeros(7, 5), mesh, [Shard(1)]), "plain": torch.zeros_like(plain)}
+        other = {
+            "table": distribute_tensor(torch.zeros(7, 5), mesh, [Shard(1)]),
+            "plain": torch.zeros_like(plain),
+        }
         load_sharded(f"{folder}/{format}", other)
         assert torch.equal(other["table"].full_tensor(), table)
         assert torch.equal(other["plain"], plain)

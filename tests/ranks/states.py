@@ -88,12 +88,21 @@ def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
     return local
 
 
-def sharded(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], *, blank: bool = False) -> DTensor:
+def sharded(
+    whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], *, blank: bool = False
+) -> DTensor:
     """The tensor on a mesh. `blank`: to be filled."""
     local = cut(whole, mesh, placements).clone(memory_format=torch.contiguous_format)
     if blank:
         local = _blank(local)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride())
+    return DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.contiguous().stride(),
+    )
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,11 +110,15 @@ def _blank(tensor: torch.Tensor) -> torch.Tensor:
     made = torch.empty_like(tensor)
     if made.numel():
         flat = made.untyped_storage()
-        torch.tensor([], dtype=torch.uint8).set_(flat).fill_(1 if tensor.dtype == torch.bool else 0xA5)
+        torch.tensor([], dtype=torch.uint8).set_(flat).fill_(
+            1 if tensor.dtype == torch.bool else 0xA5
+        )
     return made
 
 
-def tensors_of(world: World, *, blank: bool = False, other: bool = False) -> dict[str, torch.Tensor]:
+def tensors_of(
+    world: World, *, blank: bool = False, other: bool = False
+) -> dict[str, torch.Tensor]:
     """Every tensor as this world holds it; `other`: cut otherwise."""
     line = world.mesh()
     grid = world.mesh(*(OTHER_SHAPES if other else GRID_SHAPES)[world.size])
@@ -125,7 +138,9 @@ def values(*, blank: bool = False) -> dict[str, object]:
     return dict.fromkeys(NESTED, 0) if blank else copy.deepcopy(NESTED)
 
 
-def state_of(world: World, *, nested: bool = True, blank: bool = False, other: bool = False) -> dict[str, object]:
+def state_of(
+    world: World, *, nested: bool = True, blank: bool = False, other: bool = False
+) -> dict[str, object]:
     """The tensors and, with `nested`, the values, some of them in lists and under numbers."""
     tensors = tensors_of(world, blank=blank, other=other)
     if not nested:
@@ -145,7 +160,9 @@ def state_of(world: World, *, nested: bool = True, blank: bool = False, other: b
     }
 
 
-def check(world: World, state: dict[str, object], *, nested: bool = True, other: bool = False) -> None:
+def check(
+    world: World, state: dict[str, object], *, nested: bool = True, other: bool = False
+) -> None:
     """Everything in a loaded state is what was saved, bit for bit."""
     expected = state_of(world, nested=nested, other=other)
     _same(expected, state, "")

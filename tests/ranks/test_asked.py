@@ -32,10 +32,16 @@ def layers(ranks: range, *, blank: bool = False) -> dict[str, object]:
 def stages(world: World, path: str, count: int, strict: bool) -> tuple[object, ...]:
     """Every rank asks for the layers of its stage; the last of all ranks for none."""
     each = -(-count // (world.size - 1))
-    own = range(world.rank * each, min((world.rank + 1) * each, count)) if world.rank < world.size - 1 else range(0)
+    own = (
+        range(world.rank * each, min((world.rank + 1) * each, count))
+        if world.rank < world.size - 1
+        else range(0)
+    )
     state = {"model": layers(own, blank=True)}
     loaded = load_sharded(path, state, group=world.group, strict=strict)
-    assert {name: tensor.unique().tolist() for name, tensor in state["model"].items()} == {f"layers.{i}": [i] for i in own}
+    assert {name: tensor.unique().tolist() for name, tensor in state["model"].items()} == {
+        f"layers.{i}": [i] for i in own
+    }
     return loaded.missing, loaded.unexpected
 
 
@@ -55,7 +61,9 @@ def test_what_no_rank_asks_for_and_what_one_does_not_find(pool: Pool, tmp_path: 
         assert "rank 1: DoesNotFit" in str(failure)
         assert "missing 'model.layers.5" in str(failure)
         assert "unexpected 'model.head'" in str(failure)
-    assert good(pool.run(3, stages, str(tmp_path / "step"), 5, False)) == [((), ("model.head",))] * 3
+    assert (
+        good(pool.run(3, stages, str(tmp_path / "step"), 5, False)) == [((), ("model.head",))] * 3
+    )
 
 
 # A part of it.
@@ -71,7 +79,9 @@ def test_what_no_rank_asks_for_and_what_one_does_not_find(pool: Pool, tmp_path: 
     ("w", 3, "'w': the checkpoint has tensors here, and the state a int"),
     ("nest", 3, "'nest': the checkpoint has tensors here, and the state a int"),
 ])  # fmt: skip
-def test_a_part_is_checked_as_well(tmp_path: Path, name: str, value: object, said: str, strict: bool):
+def test_a_part_is_checked_as_well(
+    tmp_path: Path, name: str, value: object, said: str, strict: bool
+):
     state = {"w": torch.ones(2, 3), "v": torch.ones(2), "step": 3, "nest": {"t": torch.ones(2)}}
     holdfast.save({**state, "sparse": torch.eye(3)[0].to_sparse()}, tmp_path / "step")
     part = {"v": torch.zeros(2), name: value}
@@ -97,11 +107,16 @@ def test_a_part_that_fits_and_more(tmp_path: Path):
 def test_a_prefix(tmp_path: Path, format: str):
     model = nn.Sequential(nn.Linear(2, 3))
     rest = {"step": 4} if format != "safetensors" else {}
-    save_sharded(tmp_path / "step", {"net": {"model": model}, "w": torch.ones(2), **rest}, format=format)
+    save_sharded(
+        tmp_path / "step", {"net": {"model": model}, "w": torch.ones(2), **rest}, format=format
+    )
     other = nn.Sequential(nn.Linear(2, 3))
     loaded = load_sharded(tmp_path / "step", other, prefix="net.model.")
     assert torch.equal(model[0].weight, other[0].weight)
-    assert loaded.names == load_into(nn.Sequential(nn.Linear(2, 3)), tmp_path / "step", prefix="net.model.").names
+    assert (
+        loaded.names
+        == load_into(nn.Sequential(nn.Linear(2, 3)), tmp_path / "step", prefix="net.model.").names
+    )
     with pytest.raises(RanksFailed, match=r"unexpected 'net\.model\.0\.bias'"):
         load_sharded(tmp_path / "step", {"0.weight": torch.zeros(3, 2)}, prefix="net.model.")
     with pytest.raises(RanksFailed, match=r"missing '0\.weight'"):
@@ -110,7 +125,11 @@ def test_a_prefix(tmp_path: Path, format: str):
 
 @pytest.mark.parametrize("format", ["native", "dcp"])
 def test_values_and_parts_of_names_below_a_prefix(tmp_path: Path, format: str):
-    save_sharded(tmp_path / "step", {"a": {"lr": 0.5, "block": {"w": torch.ones(2), "n": 3}}, "b": 1}, format=format)
+    save_sharded(
+        tmp_path / "step",
+        {"a": {"lr": 0.5, "block": {"w": torch.ones(2), "n": 3}}, "b": 1},
+        format=format,
+    )
     state = {"lr": 0, "block": {"w": torch.zeros(2), "n": 0}}
     load_sharded(tmp_path / "step", state, prefix="a.")
     assert (state["lr"], state["block"]["n"], state["block"]["w"].tolist()) == (0.5, 3, [1, 1])
@@ -145,9 +164,14 @@ def test_one_name_is_enough(tmp_path: Path, stored: tuple[str, ...], as_state: b
 
 
 def test_tied_here_and_different_there(tmp_path: Path):
-    holdfast.save({"embed": torch.ones(4, 2), "head": torch.zeros(4, 2)}, tmp_path / "m.safetensors")
+    holdfast.save(
+        {"embed": torch.ones(4, 2), "head": torch.zeros(4, 2)}, tmp_path / "m.safetensors"
+    )
     model = tied("embed", "head", value=5.0)
-    with pytest.raises(RanksFailed, match="'embed': it is tied to 'head' here, and the checkpoint has other elements for that"):
+    with pytest.raises(
+        RanksFailed,
+        match="'embed': it is tied to 'head' here, and the checkpoint has other elements for that",
+    ):
         load_sharded(tmp_path / "m.safetensors", model)
     assert model.embed.unique().tolist() == [5]
     loaded = load_sharded(tmp_path / "m.safetensors", model, strict=False)
@@ -158,7 +182,9 @@ def test_tied_here_and_different_there(tmp_path: Path):
 def test_not_tied_here_and_one_there(tmp_path: Path):
     holdfast.save({"embed": torch.ones(4, 2)}, tmp_path / "m.safetensors")
     with pytest.raises(RanksFailed, match="missing 'head'"):
-        load_sharded(tmp_path / "m.safetensors", {"embed": torch.zeros(4, 2), "head": torch.zeros(4, 2)})
+        load_sharded(
+            tmp_path / "m.safetensors", {"embed": torch.zeros(4, 2), "head": torch.zeros(4, 2)}
+        )
 
 
 def tied_shards(world: World, path: str, bad: bool) -> None:
@@ -197,14 +223,18 @@ def nothing_there(world: World, path: str, seen_by: int | None) -> None:
 
 
 @pytest.mark.parametrize("seen_by", [None, 0, 1])
-def test_nothing_at_the_path_is_so_where_every_rank_finds_nothing(pool: Pool, tmp_path: Path, seen_by: int | None):
+def test_nothing_at_the_path_is_so_where_every_rank_finds_nothing(
+    pool: Pool, tmp_path: Path, seen_by: int | None
+):
     """A program that begins anew on a FileNotFoundError does not do so where one machine lacks its disk."""
     holdfast.save({"w": np.ones(2, np.float32)}, tmp_path / "step")
     good(pool.run(2, nothing_there, str(tmp_path / "step"), seen_by))
 
 
 @pytest.mark.parametrize("missing", ["missing", "memory://bucket/missing"])
-def test_nothing_at_the_path_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str):
+def test_nothing_at_the_path_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="missing") as caught:
         load_sharded(missing, {"w": torch.zeros(2)})

@@ -126,13 +126,22 @@ def two_saves(world: World, path: str, when_busy: str, busy_rank: int) -> str:
     """A second save while the first is held up, on one rank only."""
     gate = Gate()
     state = {f"w{i}": torch.ones(20) for i in range(3)}
-    with instead(rank_folder, "write_file", gate if world.rank == busy_rank else rank_folder.write_file):
+    with instead(
+        rank_folder, "write_file", gate if world.rank == busy_rank else rank_folder.write_file
+    ):
         first = async_save_sharded(state, f"{path}1", group=world.group, durable=False)
         if when_busy == "wait":
             threading.Timer(1.4, gate.opened.set).start()
         try:
             started = time.monotonic()
-            second = async_save_sharded(state, f"{path}2", group=world.group, durable=False, when_busy=when_busy, deadline=0.7)
+            second = async_save_sharded(
+                state,
+                f"{path}2",
+                group=world.group,
+                durable=False,
+                when_busy=when_busy,
+                deadline=0.7,
+            )
             said = f"second after {'a while' if time.monotonic() - started > 1.0 else 'no time'}"
             second.wait(30)
         except holdfast.errors.RanksFailed as error:
@@ -222,10 +231,14 @@ def test_a_failure_in_the_background(pool: Pool, tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, list[object]]]]:
+def endings(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[str, dict[str, list[object]]]]:
     folder = tmp_path_factory.mktemp("endings")
     command = [sys.executable, "-m", "tests.ranks.endings", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | QUIET, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=os.environ | QUIET, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder, json.loads(done.stdout)
 
@@ -269,7 +282,9 @@ def wait_for_nobody(world: World, path: str) -> float:
     if world.rank == 1:
         time.sleep(1.5)
     began = time.monotonic()
-    handle = async_save_sharded(path, {"rows": rows, "tied": rows, "step": 3}, group=world.group, durable=False)
+    handle = async_save_sharded(
+        path, {"rows": rows, "tied": rows, "step": 3}, group=world.group, durable=False
+    )
     taken = time.monotonic() - began
     handle.wait(30)
     return taken
@@ -305,7 +320,9 @@ def test_a_value_that_cannot_be_pickled_is_said_at_once(tmp_path: Path):
     with pytest.raises(holdfast.errors.RanksFailed, match=r"pickle|lambda"):
         async_save_sharded(tmp_path / "step", {"w": torch.ones(3), "f": lambda: 0}, format="dcp")
     assert list(tmp_path.iterdir()) == []
-    async_save_sharded(tmp_path / "step", {"w": torch.ones(3)}, format="dcp", when_busy="refuse").wait(30)
+    async_save_sharded(
+        tmp_path / "step", {"w": torch.ones(3)}, format="dcp", when_busy="refuse"
+    ).wait(30)
 
 
 def test_the_program_may_go_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -330,7 +347,9 @@ def test_the_program_may_go_to_another_folder(tmp_path: Path, monkeypatch: pytes
 
 def test_saves_now_and_later_are_asked_for_alike():
     now, later = (inspect.signature(save).parameters for save in (save_sharded, async_save_sharded))
-    assert [str(now[name]) for name in now] == [str(later[name]) for name in later if name != "max_host_memory"]
+    assert [str(now[name]) for name in now] == [
+        str(later[name]) for name in later if name != "max_host_memory"
+    ]
     assert "max_host_memory" not in now
 
 
@@ -343,14 +362,20 @@ def by_default():
 
 
 @pytest.mark.parametrize("way", ["wait", "done", "close"])
-def test_sigterm_has_its_default_again(by_default: None, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sigterm_has_its_default_again(
+    by_default: None, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     gate = Gate()
     monkeypatch.setattr(rank_folder, "write_file", gate)
     state = {"w": torch.ones(2)}
     for number in (1, 2):
         gate.opened.clear()
         with holdfast.torch.Run(tmp_path / "run") as run:
-            handle = run.async_save(number, state) if way == "close" else async_save_sharded(tmp_path / f"{number}", state)
+            handle = (
+                run.async_save(number, state)
+                if way == "close"
+                else async_save_sharded(tmp_path / f"{number}", state)
+            )
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
             gate.opened.set()
             if way == "wait":
@@ -363,7 +388,9 @@ def test_sigterm_has_its_default_again(by_default: None, way: str, tmp_path: Pat
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_the_default_is_back_after_the_last_of_several_saves(by_default: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_default_is_back_after_the_last_of_several_saves(
+    by_default: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     gate = Gate()
     monkeypatch.setattr(rank_folder, "write_file", gate)
     first = async_save_sharded(tmp_path / "first", {"w": torch.ones(2)})
@@ -374,7 +401,9 @@ def test_the_default_is_back_after_the_last_of_several_saves(by_default: None, t
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_failed_save_gives_the_default_back(by_default: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_save_gives_the_default_back(
+    by_default: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(*given: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -385,7 +414,9 @@ def test_a_failed_save_gives_the_default_back(by_default: None, tmp_path: Path, 
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@pytest.mark.parametrize("set_by_user", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handled"])
+@pytest.mark.parametrize(
+    "set_by_user", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handled"]
+)
 def test_a_handler_that_was_set_meanwhile_stays(
     by_default: None, set_by_user: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -398,7 +429,9 @@ def test_a_handler_that_was_set_meanwhile_stays(
     assert signal.getsignal(signal.SIGTERM) is set_by_user
 
 
-def test_a_handler_on_top_may_call_ours_and_lives(by_default: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_handler_on_top_may_call_ours_and_lives(
+    by_default: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """It waits for the save, and ends nobody: their handler decides, and stays in place."""
     gate = Gate()
     monkeypatch.setattr(rank_folder, "write_file", gate)
@@ -416,7 +449,9 @@ def test_a_handler_on_top_may_call_ours_and_lives(by_default: None, tmp_path: Pa
     assert signal.getsignal(signal.SIGTERM) is top
 
 
-def test_ours_is_not_put_back_by_a_block_of_stopping(by_default: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ours_is_not_put_back_by_a_block_of_stopping(
+    by_default: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     gate = Gate()
     monkeypatch.setattr(rank_folder, "write_file", gate)
     with holdfast.torch.Run(tmp_path / "run") as run:

@@ -63,7 +63,13 @@ def holdings(draw):
 
 def planned(count, tensors):
     states = [
-        rank_state([(f"t{i}", "int16", (n,), [Box((0,), (n,))]) for i, (n, holders) in enumerate(tensors) if rank in holders])
+        rank_state(
+            [
+                (f"t{i}", "int16", (n,), [Box((0,), (n,))])
+                for i, (n, holders) in enumerate(tensors)
+                if rank in holders
+            ]
+        )
         for rank in range(count)
     ]
     plan = plan_ranks(states)
@@ -77,7 +83,9 @@ def test_nested_holders_end_within_one_box_of_the_least_possible(drawn):
     plan = planned(count, tensors)
     sets = {holders for _, holders in tensors}
     # What is held by ranks of a set alone must lie on them, however it is dealt.
-    least = max((sum(2 * n for n, h in tensors if set(h) <= set(s)) / len(s) for s in sets), default=0)
+    least = max(
+        (sum(2 * n for n, h in tensors if set(h) <= set(s)) / len(s) for s in sets), default=0
+    )
     largest = max((2 * n for n, h in tensors if len(h) > 1), default=0)
     assert loads_of(plan).max() <= least + largest
     assert loads_of(plan).sum() == sum(2 * n for n, _ in tensors)
@@ -92,7 +100,9 @@ def test_any_holders(count, data):
     assert sum(len(w.boxes) for w in plan.writes) == len(tensors) == len(writers)
     for i, (_, holders) in enumerate(tensors):
         assert writers[f"t{i}"] in holders
-    assert loads_of(plan).tolist() == [sum(2 * tensors[int(name[1:])][0] for name, _ in boxes_of(plan, r)) for r in range(count)]
+    assert loads_of(plan).tolist() == [
+        sum(2 * tensors[int(name[1:])][0] for name, _ in boxes_of(plan, r)) for r in range(count)
+    ]
 
 
 def test_crossing_holders_end_within_one_box_of_the_least_possible():
@@ -102,21 +112,36 @@ def test_crossing_holders_end_within_one_box_of_the_least_possible():
         ranks = int(random.integers(2, 7))
         classes = {}
         for _ in range(int(random.integers(1, 12))):
-            holders = tuple(sorted(random.choice(ranks, int(random.integers(1, ranks + 1)), replace=False).tolist()))
-            classes[holders] = random.integers(1, random.choice([3, 100, 1000]) + 1, int(random.integers(1, 30)))
+            holders = tuple(
+                sorted(
+                    random.choice(ranks, int(random.integers(1, ranks + 1)), replace=False).tolist()
+                )
+            )
+            classes[holders] = random.integers(
+                1, random.choice([3, 100, 1000]) + 1, int(random.integers(1, 30))
+            )
         loads = np.zeros(ranks, np.int64)
-        picks = deal_classes([(np.array(holders), nbytes) for holders, nbytes in classes.items()], loads)
+        picks = deal_classes(
+            [(np.array(holders), nbytes) for holders, nbytes in classes.items()], loads
+        )
         for (holders, nbytes), picked in zip(classes.items(), picks, strict=True):
             np.add.at(loads, np.array(holders)[picked], nbytes)
         # Whatever the ranks: what only they hold must lie on them.
         groups = [{r for r in range(ranks) if bits >> r & 1} for bits in range(1, 1 << ranks)]
-        least = max(sum(int(n.sum()) for h, n in classes.items() if set(h) <= g) / len(g) for g in groups)
-        assert loads.max() <= least + max((int(n.max()) for h, n in classes.items() if len(h) > 1), default=0)
+        least = max(
+            sum(int(n.sum()) for h, n in classes.items() if set(h) <= g) / len(g) for g in groups
+        )
+        assert loads.max() <= least + max(
+            (int(n.max()) for h, n in classes.items() if len(h) > 1), default=0
+        )
 
 
 def test_a_mesh_is_dealt_evenly():
     # 4 × 4 ranks; half of the tensors are replicated along rows, half along columns.
-    rows, columns = ([tuple(range(4 * i, 4 * i + 4)) for i in range(4)], [tuple(range(i, 16, 4)) for i in range(4)])
+    rows, columns = (
+        [tuple(range(4 * i, 4 * i + 4)) for i in range(4)],
+        [tuple(range(i, 16, 4)) for i in range(4)],
+    )
     tensors = [(100, holders) for _ in range(20) for holders in (*rows, *columns)]
     loads = loads_of(planned(16, tensors))
     assert loads.min() == loads.max() == 2000

@@ -33,10 +33,17 @@ def save_step(
     given = {"base": base} if base else {"hashes": True}
     options = dict(options)
     if options.pop("later", False):
-        saved = async_save_sharded(state, path, group=world.group, durable=False, **given, **options).wait()
+        saved = async_save_sharded(
+            state, path, group=world.group, durable=False, **given, **options
+        ).wait()
     else:
         saved = save_sharded(state, path, group=world.group, durable=False, **given, **options)
-    return saved.new_nbytes, saved.shared_nbytes, tuple(name for name, _ in saved.files), saved.notes
+    return (
+        saved.new_nbytes,
+        saved.shared_nbytes,
+        tuple(name for name, _ in saved.files),
+        saved.notes,
+    )
 
 
 def check(path: Path, more: int) -> None:
@@ -81,7 +88,9 @@ def test_nothing_changed(pool: Pool, tmp_path: Path):
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 1)], ids=str)
-def test_another_number_of_ranks_shares_what_it_can(pool: Pool, tmp_path: Path, sizes: tuple[int, int]):
+def test_another_number_of_ranks_shares_what_it_can(
+    pool: Pool, tmp_path: Path, sizes: tuple[int, int]
+):
     before, now = sizes
     good(pool.run(before, save_step, str(tmp_path / "1"), None, 0, {}))
     good(pool.run(now, save_step, str(tmp_path / "2"), str(tmp_path / "1"), 1, {}))
@@ -91,7 +100,9 @@ def test_another_number_of_ranks_shares_what_it_can(pool: Pool, tmp_path: Path, 
 
 def test_one_process_and_ranks_share(pool: Pool, tmp_path: Path):
     good(pool.run(3, save_step, str(tmp_path / "1"), None, 0, {}))
-    saved = holdfast.save(load_full(tmp_path / "1"), tmp_path / "2", base=tmp_path / "1", durable=False)
+    saved = holdfast.save(
+        load_full(tmp_path / "1"), tmp_path / "2", base=tmp_path / "1", durable=False
+    )
     assert saved.shared_nbytes > 0
     check(tmp_path / "2", 0)
     good(pool.run(1, save_step, str(tmp_path / "3"), str(tmp_path / "2"), 1, {}))
@@ -99,7 +110,9 @@ def test_one_process_and_ranks_share(pool: Pool, tmp_path: Path):
 
 
 def test_packed_boxes(tmp_path: Path):
-    sparse = torch.from_numpy(np.where(np.arange(60_000) % 11 == 0, np.arange(60_000), 0).astype(np.float32))
+    sparse = torch.from_numpy(
+        np.where(np.arange(60_000) % 11 == 0, np.arange(60_000), 0).astype(np.float32)
+    )
     state = {"s": sparse, "w": torch.ones(50_000), "x": torch.zeros(3)}
     save_sharded(state, tmp_path / "1", sparse="auto", hashes=True, durable=False)
     state["x"] += 1
@@ -107,7 +120,9 @@ def test_packed_boxes(tmp_path: Path):
     assert saved.shared_nbytes > saved.new_nbytes > 0
     shutil.rmtree(tmp_path / "1")
     with holdfast.open(tmp_path / "2") as found:
-        assert {name: found[name].numpy().tolist() for name in state} == {name: tensor.tolist() for name, tensor in state.items()}
+        assert {name: found[name].numpy().tolist() for name in state} == {
+            name: tensor.tolist() for name, tensor in state.items()
+        }
     assert holdfast.verify(tmp_path / "2").ok
 
 
@@ -132,7 +147,9 @@ def test_other_formats_share_nothing(tmp_path: Path):
         save_sharded({"w": torch.ones(3)}, tmp_path / "2", base=tmp_path, format="dcp")
 
 
-def test_replacing_a_private_directory_leaves_the_permissions_of_the_base(pool: Pool, tmp_path: Path):
+def test_replacing_a_private_directory_leaves_the_permissions_of_the_base(
+    pool: Pool, tmp_path: Path
+):
     good(pool.run(2, save_step, str(tmp_path / "1"), None, 0, {}))
     good(pool.run(2, save_step, str(tmp_path / "2"), None, 5, {}))
     before = {file.name: file.stat().st_mode for file in (tmp_path / "1").iterdir()}

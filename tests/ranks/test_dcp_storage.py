@@ -15,13 +15,18 @@ from tests.ranks.jobs import load, load_stock
 from tests.ranks.pool import Pool, World, good
 from tests.ranks.states import check, state_of
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 def save_through(world: World, path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state_of(world), storage_writer=Writer(path, durable=False), process_group=world.group)
+        dcp.save(
+            state_of(world), storage_writer=Writer(path, durable=False), process_group=world.group
+        )
 
 
 def load_through(world: World, path: str) -> None:
@@ -36,7 +41,9 @@ def load_through(world: World, path: str) -> None:
 
 @pytest.mark.parametrize(("saving", "loading"), [(1, 2), (2, 4), (4, 1), (3, 2)])
 @pytest.mark.parametrize("format", ["dcp", "stock-dcp", "native"])
-def test_ranks_load_through_the_reader(format: str, saving: int, loading: int, pool: Pool, saved: Saved):
+def test_ranks_load_through_the_reader(
+    format: str, saving: int, loading: int, pool: Pool, saved: Saved
+):
     good(pool.run(loading, load_through, str(saved(format, saving))))
 
 

@@ -16,7 +16,11 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 import holdfast
@@ -29,14 +33,21 @@ from tests.ranks.test_interop import ROWS, TABLE, _old, _wrapped
 from tests.ranks.test_kills import QUIET
 from tests.support import element_bytes
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 WRITERS = {"stock": FileSystemWriter, "ours": Writer}
 READERS = {"stock": FileSystemReader, "ours": Reader}
-WAYS = pytest.mark.parametrize(("saving", "loading"), [("ours", "ours"), ("ours", "stock"), ("stock", "ours")])
+WAYS = pytest.mark.parametrize(
+    ("saving", "loading"), [("ours", "ours"), ("ours", "stock"), ("stock", "ours")]
+)
 
 
-def quiet_save(world: World, state: dict[str, object], writer: str | Writer, kind: str = "", **more: object) -> None:
+def quiet_save(
+    world: World, state: dict[str, object], writer: str | Writer, kind: str = "", **more: object
+) -> None:
     """With a writer, or with one of a kind at a path."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -44,7 +55,9 @@ def quiet_save(world: World, state: dict[str, object], writer: str | Writer, kin
         dcp.save(state, storage_writer=made, process_group=world.group, **more)
 
 
-def quiet_load(world: World, state: dict[str, object], path: str, kind: str, **more: object) -> None:
+def quiet_load(
+    world: World, state: dict[str, object], path: str, kind: str, **more: object
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, storage_reader=READERS[kind](path), process_group=world.group, **more)
@@ -65,11 +78,16 @@ class Dealt(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+    def __torch_dispatch__(
+        cls, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> object:
         raise AssertionError(f"nobody computes with it: {func}")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size((row, 0)), torch.Size((1, self.shape[1]))) for row in self.rows]
+        return [
+            ChunkStorageMetadata(torch.Size((row, 0)), torch.Size((1, self.shape[1])))
+            for row in self.rows
+        ]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -104,7 +122,11 @@ def load_kinds(world: World, path: str, kind: str) -> None:
     state, expected = kinds(world, blank=True), kinds(world, blank=False)
     if world.size == 4:
         state.pop("hsdp"), state.pop("2d")
-        state |= {"hsdp": torch.zeros_like(ROWS), "2d": torch.zeros_like(TABLE)} if path.endswith("4") else {}
+        state |= (
+            {"hsdp": torch.zeros_like(ROWS), "2d": torch.zeros_like(TABLE)}
+            if path.endswith("4")
+            else {}
+        )
     quiet_load(world, state, path, kind)
     for one, other in zip(expected["old"].local_shards(), state["old"].local_shards(), strict=True):
         assert element_bytes(one.tensor) == element_bytes(other.tensor)
@@ -174,7 +196,12 @@ def save_cached(world: World, path: str, lowest: bool) -> None:
         for name in ("last", f"{step}"):
             quiet_save(world, state, f"{path}/{name}", "ours", planner=planner)
     Cached._cached_save_plan.clear()
-    for kept in ("_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_metadata"):
+    for kept in (
+        "_cached_final_save_plan",
+        "_cached_all_plans",
+        "_cached_global_plan",
+        "_cached_metadata",
+    ):
         getattr(DefaultSavePlanner, kept).clear()
 
 
@@ -196,7 +223,12 @@ def test_plans_that_are_cached(lowest: bool, pool: Pool, tmp_path: Path):
 
 def own(world: World, step: int) -> dict[str, object]:
     shard = sharded(torch.arange(12.0).reshape(6, 2) * step, world.mesh(), (Shard(0),))
-    return {"shard": shard, "mine": torch.full((2,), float(world.rank + 10 * step)), "rank": world.rank, "step": step}
+    return {
+        "shard": shard,
+        "mine": torch.full((2,), float(world.rank + 10 * step)),
+        "rank": world.rank,
+        "step": step,
+    }
 
 
 def save_alone(world: World, path: str, kind: str, step: int) -> None:
@@ -234,7 +266,10 @@ def test_ranks_that_save_alone(saving: str, loading: str, pool: Pool, tmp_path: 
             good(pool.run(others, load_shard, path, 2))
     if saving == "ours":
         names = sorted(os.listdir(path))
-        assert [name for name in names if name.endswith(".metadata")] == ["__0.metadata", "__1.metadata"]
+        assert [name for name in names if name.endswith(".metadata")] == [
+            "__0.metadata",
+            "__1.metadata",
+        ]
         assert len(names) == 4, "what was saved before is gone"
 
 
@@ -299,7 +334,10 @@ def test_a_rank_that_fails_leaves_what_was_there(rank: int, pool: Pool, tmp_path
     before = {name: (tmp_path / "step" / name).read_bytes() for name in os.listdir(path)}
     failed = failures(pool.run(2, save_and_die, path, rank))
     assert len(failed) == 2
-    assert all(CheckpointException.__name__ in str(one) and "the disk of this rank is gone" in str(one) for one in failed)
+    assert all(
+        CheckpointException.__name__ in str(one) and "the disk of this rank is gone" in str(one)
+        for one in failed
+    )
     assert os.listdir(tmp_path) == ["step"]
     assert {name: (tmp_path / "step" / name).read_bytes() for name in os.listdir(path)} == before
 
@@ -308,9 +346,13 @@ def test_a_rank_that_fails_leaves_what_was_there(rank: int, pool: Pool, tmp_path
 def test_a_rank_that_is_killed_leaves_what_was_there(tmp_path: Path):
     """Wherever it dies before the rename; and the next save cleans up behind it."""
     command = [sys.executable, "-m", "tests.ranks.dcp_kills", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=os.environ | QUIET, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=110, env=os.environ | QUIET, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout)
     assert len(rows) == 5
     for row in rows:
-        assert (row["hung"], row["there"], row["later"], row["left"]) == (False, 1, 3, ["step"]), row
+        assert (row["hung"], row["there"], row["later"], row["left"]) == (False, 1, 3, ["step"]), (
+            row
+        )

@@ -36,10 +36,15 @@ def found(tensors):
     for t, (shape, boxes) in enumerate(tensors):
         extents[: len(shape), t] = shape
         more = dims - len(shape)
-        rows += [(t, *b.start, *[0] * more, *b.shape, *[1] * more) for b in sorted(set(boxes), key=lambda b: b.start)]
+        rows += [
+            (t, *b.start, *[0] * more, *b.shape, *[1] * more)
+            for b in sorted(set(boxes), key=lambda b: b.start)
+        ]
     columns = np.array(rows, np.int64).reshape(len(rows), 1 + 2 * dims).T
     said = [None] * len(tensors)
-    for defect in defects(extents, columns[0], starts=columns[1 : 1 + dims], sizes=columns[1 + dims :]):
+    for defect in defects(
+        extents, columns[0], starts=columns[1 : 1 + dims], sizes=columns[1 + dims :]
+    ):
         shape = tensors[defect.tensor][0]
         if defect.boxes is not None:
             for i in defect.boxes:
@@ -58,7 +63,9 @@ def tilings(draw, max_rank=3):
     boxes = [Box.whole(shape)]
     for _ in range(draw(st.integers(0, 5)) if shape else 0):
         i = draw(st.integers(0, len(boxes) - 1))
-        boxes[i : i + 1] = boxes[i].split(draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 3)))
+        boxes[i : i + 1] = boxes[i].split(
+            draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 3))
+        )
     return shape, boxes
 
 
@@ -97,7 +104,11 @@ def found_or_not(tensors):
     except TypeError:
         # Too many corners for one tensor: it has a defect, but no place.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiling, "Defect", lambda tensor, point, boxes: Defect(tensor, point or (0,) * 9, None))
+            patch.setattr(
+                tiling,
+                "Defect",
+                lambda tensor, point, boxes: Defect(tensor, point or (0,) * 9, None),
+            )
             return [defect is None for defect in found(tensors)]
 
 
@@ -110,7 +121,13 @@ def test_the_slow_way_agrees(tensors):
 
 
 def test_a_pinwheel_tiles():
-    boxes = [Box((0, 0), (1, 2)), Box((0, 2), (2, 3)), Box((2, 1), (3, 3)), Box((1, 0), (3, 1)), Box((1, 1), (2, 2))]
+    boxes = [
+        Box((0, 0), (1, 2)),
+        Box((0, 2), (2, 3)),
+        Box((2, 1), (3, 3)),
+        Box((1, 0), (3, 1)),
+        Box((1, 1), (2, 2)),
+    ]
     assert found([((3, 3), boxes)]) == [None]
     assert found([((3, 3), boxes[:-1])]) == [((1, 1), False)]
 
@@ -125,7 +142,11 @@ def test_more_corners_than_allowed_in_one_tensor():
     quarters = [Box((i, j), (i + 1, j + 1)) for i in range(2) for j in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "MAX_CORNERS", 8)
-        assert found_or_not([((2, 2), quarters), ((2, 2), quarters[1:]), ((2, 2), quarters)]) == [True, False, True]
+        assert found_or_not([((2, 2), quarters), ((2, 2), quarters[1:]), ((2, 2), quarters)]) == [
+            True,
+            False,
+            True,
+        ]
 
 
 def test_no_boxes_at_all():
@@ -134,6 +155,12 @@ def test_no_boxes_at_all():
 
 def test_lengths_near_the_limit():
     n = 1 << 24
-    quarters = [Box((i * n // 2, j * n // 2), ((i + 1) * n // 2, (j + 1) * n // 2)) for i in range(2) for j in range(2)]
+    quarters = [
+        Box((i * n // 2, j * n // 2), ((i + 1) * n // 2, (j + 1) * n // 2))
+        for i in range(2)
+        for j in range(2)
+    ]
     assert found([((n, n), quarters)]) == [None]
-    assert found([((n, n), [*quarters[:3], Box((n // 2, n // 2), (n, n - 1))])]) == [((n // 2, n - 1), False)]
+    assert found([((n, n), [*quarters[:3], Box((n // 2, n // 2), (n, n - 1))])]) == [
+        ((n // 2, n - 1), False)
+    ]

@@ -51,7 +51,14 @@ def state_of(world: World, number: float) -> dict[str, object]:
 
 
 def save_number(world: World, path: str, number: float, format: str = "native") -> None:
-    save_sharded(path, state_of(world, number), group=world.group, format=format, overwrite=True, durable=False)
+    save_sharded(
+        path,
+        state_of(world, number),
+        group=world.group,
+        format=format,
+        overwrite=True,
+        durable=False,
+    )
 
 
 def number_at(path: Path) -> float:
@@ -64,11 +71,15 @@ def number_at(path: Path) -> float:
     return found.pop()
 
 
-def check_failed(answers: list[object], path: Path, *, kept: float | None, mentions: dict[int, str]) -> Failure:
+def check_failed(
+    answers: list[object], path: Path, *, kept: float | None, mentions: dict[int, str]
+) -> Failure:
     """All ranks raised the same, with the causes of these ranks; what was there is there, and nothing else is."""
     raised = failures(answers)
     # A refusal is the same on all ranks, and one of the kind as well.
-    assert {one.kinds[0] for one in raised} in ({"RanksFailed"}, {"RanksRefused"}), [str(one) for one in raised]
+    assert {one.kinds[0] for one in raised} in ({"RanksFailed"}, {"RanksRefused"}), [
+        str(one) for one in raised
+    ]
     assert all("RanksFailed" in one.kinds for one in raised)
     assert {"NotCommitted", "SaveError", "OSError", "HoldfastError"} <= set(raised[0].kinds)
     assert len({one.text for one in raised}) == 1
@@ -124,13 +135,17 @@ def fail_at(world: World, path: str, rank: int, step: str, format: str) -> None:
         case "state_dict":
             save_sharded(path, Stubborn(), group=world.group, format=format, overwrite=True)
         case "describe":
-            state["sum"] = DTensor.from_local(torch.ones(3), world.mesh(), [Partial()], run_check=False)
+            state["sum"] = DTensor.from_local(
+                torch.ones(3), world.mesh(), [Partial()], run_check=False
+            )
             save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "value":
             state["strange"] = _raising(ValueError())
             save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "plan":
-            with instead(together, "plan_ranks", _raising(ZeroDivisionError("a bug in the planner"))):
+            with instead(
+                together, "plan_ranks", _raising(ZeroDivisionError("a bug in the planner"))
+            ):
                 save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "task":
             with instead(boxes.Boxes, "cut", _raising(RuntimeError("a bug after the plan"))):
@@ -145,7 +160,9 @@ def fail_at(world: World, path: str, rank: int, step: str, format: str) -> None:
             with instead(Files, "sync", _raising(OSError(errno.EIO, os.strerror(errno.EIO)))):
                 save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "publish":
-            with instead(DirectoryTransaction, "commit", _raising(MemoryError("no memory for the commit"))):
+            with instead(
+                DirectoryTransaction, "commit", _raising(MemoryError("no memory for the commit"))
+            ):
                 save_sharded(path, state, group=world.group, format=format, overwrite=True)
 
 
@@ -164,7 +181,8 @@ FIRST = {"plan": "a bug in the planner", "publish": "no memory for the commit"}
 
 
 @pytest.mark.parametrize(
-    ("step", "rank"), [*((step, rank) for step in ANYWHERE for rank in range(SIZE)), *((step, 0) for step in FIRST)]
+    ("step", "rank"),
+    [*((step, rank) for step in ANYWHERE for rank in range(SIZE)), *((step, 0) for step in FIRST)],
 )
 def test_a_rank_fails(pool: Pool, tmp_path: Path, step: str, rank: int):
     path, old = tmp_path / "step", rank != 1
@@ -172,7 +190,12 @@ def test_a_rank_fails(pool: Pool, tmp_path: Path, step: str, rank: int):
         good(pool.run(SIZE, save_number, str(path), 1.0))
     format = FORMATS[rank]
     text = {**ANYWHERE, **FIRST}[step]
-    check_failed(pool.run(SIZE, fail_at, str(path), rank, step, format), path, kept=1.0 if old else None, mentions={rank: text})
+    check_failed(
+        pool.run(SIZE, fail_at, str(path), rank, step, format),
+        path,
+        kept=1.0 if old else None,
+        mentions={rank: text},
+    )
     good(pool.run(SIZE, save_number, str(path), 3.0, format))
     assert number_at(path) == 3.0
     assert [p.name for p in tmp_path.iterdir()] == ["step"]
@@ -182,18 +205,27 @@ def test_a_rank_fails(pool: Pool, tmp_path: Path, step: str, rank: int):
 def test_a_value_that_cannot_be_kept(pool: Pool, tmp_path: Path, format: str):
     path = tmp_path / "step"
     mentions = {1: "CannotHold: this state cannot be saved so"}
-    raised = check_failed(pool.run(SIZE, fail_at, str(path), 1, "value", format), path, kept=None, mentions=mentions)
+    raised = check_failed(
+        pool.run(SIZE, fail_at, str(path), 1, "value", format), path, kept=None, mentions=mentions
+    )
     assert "strange: a" in raised.text
 
 
 def fail_everywhere(world: World, path: str) -> None:
-    with instead(sharded_save, "spread", _raising(RuntimeError(f"rank {world.rank} has its own trouble"))):
+    with instead(
+        sharded_save, "spread", _raising(RuntimeError(f"rank {world.rank} has its own trouble"))
+    ):
         save_sharded(path, state_of(world, 2.0), group=world.group)
 
 
 def test_every_rank_fails(pool: Pool, tmp_path: Path):
     mentions = {rank: f"rank {rank} has its own trouble" for rank in range(SIZE)}
-    check_failed(pool.run(SIZE, fail_everywhere, str(tmp_path / "step")), tmp_path / "step", kept=None, mentions=mentions)
+    check_failed(
+        pool.run(SIZE, fail_everywhere, str(tmp_path / "step")),
+        tmp_path / "step",
+        kept=None,
+        mentions=mentions,
+    )
 
 
 def uncertain(world: World, path: str) -> None:
@@ -250,7 +282,10 @@ class Boxes:
     def __create_chunk_list__(self) -> list[object]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size((a, 0)), torch.Size((b - a, self.shape[1]))) for a, b in self.rows]
+        return [
+            ChunkStorageMetadata(torch.Size((a, 0)), torch.Size((b - a, self.shape[1])))
+            for a, b in self.rows
+        ]
 
     def __get_tensor_shard__(self, index: object) -> torch.Tensor:
         a, b = next(row for row in self.rows if row[0] == index.offset[0])
@@ -260,8 +295,17 @@ class Boxes:
 @pytest.mark.parametrize("format", FORMATS)
 def test_ranks_that_disagree(pool: Pool, tmp_path: Path, format: str):
     path, mentions = tmp_path / "step", {0: "the ranks' states do not make one"}
-    raised = check_failed(pool.run(SIZE, disagree, str(path), format), path, kept=None, mentions=mentions)
-    names = ["shape", "dtype", "overlap", "hole", "outside", *(["value", "nested.deep.value"] if format != "safetensors" else [])]
+    raised = check_failed(
+        pool.run(SIZE, disagree, str(path), format), path, kept=None, mentions=mentions
+    )
+    names = [
+        "shape",
+        "dtype",
+        "overlap",
+        "hole",
+        "outside",
+        *(["value", "nested.deep.value"] if format != "safetensors" else []),
+    ]
     lines = [line for line in raised.text.splitlines() if line.startswith("  - ")]
     assert len(lines) == len(names), raised.text
     for name in names:
@@ -286,7 +330,9 @@ def equal_but_not_identical(world: World, path: str, format: str) -> None:
     """Equal values whose pickles differ: one string twice, or two equal ones."""
     text = "some text that is not interned"
     pair = [text, text] if world.rank else [text, "".join(list(text))]
-    save_sharded(path, {"w": torch.ones(2), "pair": pair}, group=world.group, format=format, durable=False)
+    save_sharded(
+        path, {"w": torch.ones(2), "pair": pair}, group=world.group, format=format, durable=False
+    )
 
 
 @pytest.mark.parametrize("format", ["native", "dcp"])
@@ -296,7 +342,10 @@ def test_equal_values_agree(pool: Pool, tmp_path: Path, format: str):
 
 def parts_of_a_mapping(world: World, path: str, format: str) -> None:
     """Pipeline stages: every rank has names of its own."""
-    state = {"layers": {f"l{world.rank}": {"w": torch.full((3,), float(world.rank)), "n": world.rank}}, "all": torch.ones(2)}
+    state = {
+        "layers": {f"l{world.rank}": {"w": torch.full((3,), float(world.rank)), "n": world.rank}},
+        "all": torch.ones(2),
+    }
     save_sharded(path, state, group=world.group, format=format, durable=False)
 
 
@@ -316,7 +365,11 @@ def stages(world: World, path: str, values: str) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(SIZE)))
     mine = nn.ModuleDict({str(world.rank): model[world.rank]})
     optim = {world.rank: {"step": torch.tensor(float(world.rank))}} if world.rank else {}
-    state = {"model": mine.state_dict(), "optim": optim, "groups": [{"lr": 0.1, f"own{world.rank}": 1}]}
+    state = {
+        "model": mine.state_dict(),
+        "optim": optim,
+        "groups": [{"lr": 0.1, f"own{world.rank}": 1}],
+    }
     save_sharded(path, state, group=world.group, values=values, durable=False)
 
 
@@ -327,7 +380,9 @@ def test_pipeline_stages(pool: Pool, tmp_path: Path, values: str):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(SIZE)))
     assert model.state_dict().keys() == whole["model"].keys()
-    assert all(torch.equal(tensor, whole["model"][name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, whole["model"][name]) for name, tensor in model.state_dict().items()
+    )
     assert whole["model"]._metadata["2"] == {"version": 1}
     assert whole["optim"] == {rank: {"step": torch.tensor(float(rank))} for rank in (1, 2)}
     assert whole["groups"] == [{"lr": 0.1, "own0": 1, "own1": 1, "own2": 1}]
@@ -340,7 +395,12 @@ def tuples_that_differ(world: World, path: str) -> None:
 
 def test_a_tensor_is_not_lost_where_the_first_rank_decides(pool: Pool, tmp_path: Path):
     mentions = {0: "pair.1: it stands in a list or tuple of which the first rank has another one"}
-    check_failed(pool.run(SIZE, tuples_that_differ, str(tmp_path / "step")), tmp_path / "step", kept=None, mentions=mentions)
+    check_failed(
+        pool.run(SIZE, tuples_that_differ, str(tmp_path / "step")),
+        tmp_path / "step",
+        kept=None,
+        mentions=mentions,
+    )
 
 
 def different_calls(world: World, path: str, how: str) -> None:
@@ -430,7 +490,9 @@ def misfit(world: World, path: str, rank: int) -> tuple[list[bytes], dict[int, s
     else:
         causes = {}
     assert state.pop("count") == 5
-    tensors = [value.to_local() if isinstance(value, DTensor) else value for value in state.values()]
+    tensors = [
+        value.to_local() if isinstance(value, DTensor) else value for value in state.values()
+    ]
     return [element_bytes(tensor) for tensor in tensors], causes
 
 
@@ -443,7 +505,11 @@ def test_a_template_that_does_not_fit_changes_nothing(pool: Pool, tmp_path: Path
     for content, found in answers:
         assert found == causes
         assert all(not any(raw) for raw in content), "not one element was changed"
-    listed = ("'plain0': [31] here, [30] in the checkpoint", "'plain1': float64 here, float32 in the checkpoint", "more")
+    listed = (
+        "'plain0': [31] here, [30] in the checkpoint",
+        "'plain1': float64 here, float32 in the checkpoint",
+        "more",
+    )
     assert [text for text in listed if text not in causes[rank]] == []
     assert "plain2" not in causes[rank], "the other ranks ask for it"
     assert causes.keys() == set(range(SIZE)), "all of them were asked for a value that is not there"
@@ -469,7 +535,9 @@ def test_a_damaged_file_is_an_error_on_every_rank(pool: Pool, tmp_path: Path, da
     assert {one.kinds[0] for one in raised} in ({"RanksFailed"}, {"RanksRefused"})
     assert len({one.text for one in raised}) == 1
     assert file.name in raised[0].text
-    assert ("some tensors have been changed" if damage == "flip" else "nothing was published or changed") in raised[0].text
+    assert (
+        "some tensors have been changed" if damage == "flip" else "nothing was published or changed"
+    ) in raised[0].text
 
 
 # Two jobs.
@@ -481,7 +549,10 @@ def two_jobs(world: World, path: str, overwrite: bool, again: int) -> list[str]:
     group = world.line(2 * job, 2 * job + 1)
     outcomes = []
     for i in range(again):
-        state = {name: torch.full((7, 40), float(10 * job + i)) for name in ("plain0", "plain1", "plain2", "plain3", "rows")}
+        state = {
+            name: torch.full((7, 40), float(10 * job + i))
+            for name in ("plain0", "plain1", "plain2", "plain3", "rows")
+        }
         world.barrier()
         try:
             save_sharded(f"{path}{i}", state, group=group, overwrite=overwrite, durable=False)
@@ -500,7 +571,9 @@ def test_two_jobs_save_to_one_path(pool: Pool, tmp_path: Path, overwrite: bool):
     assert answers[2] == answers[3]
     for i in range(again):
         one, other = answers[0][i], answers[2][i]
-        winners = {number for number, said in ((float(i), one), (10.0 + i, other)) if said == "saved"}
+        winners = {
+            number for number, said in ((float(i), one), (10.0 + i, other)) if said == "saved"
+        }
         assert number_at(tmp_path / f"step{i}") in winners, "one of those who were told so"
         if not overwrite:
             assert len(winners) == 1
@@ -513,7 +586,9 @@ def test_two_jobs_save_to_one_path(pool: Pool, tmp_path: Path, overwrite: bool):
 
 
 def test_bad_arguments(tmp_path: Path):
-    with pytest.raises(ValueError, match="format= takes 'native', 'dcp' or 'safetensors', not 'zip'"):
+    with pytest.raises(
+        ValueError, match="format= takes 'native', 'dcp' or 'safetensors', not 'zip'"
+    ):
         save_sharded(tmp_path / "x", {"w": torch.ones(1)}, format="zip")
     with pytest.raises(holdfast.errors.RanksFailed, match="exists"):
         save_sharded(tmp_path, {"w": torch.ones(1)})

@@ -93,7 +93,10 @@ def _trained(world: World, seed: int, *, steps: int = 2) -> tuple[nn.Module, tor
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    return {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+    }
 
 
 def _whole(state: object) -> object:
@@ -128,7 +131,11 @@ def _plain(state: object) -> object:
         return {key: _plain(value) for key, value in state.items()}
     if isinstance(state, list):
         return [_plain(value) for value in state]
-    return (str(state.dtype), tuple(state.shape), element_bytes(state)) if isinstance(state, torch.Tensor) else state
+    return (
+        (str(state.dtype), tuple(state.shape), element_bytes(state))
+        if isinstance(state, torch.Tensor)
+        else state
+    )
 
 
 @needs(versions.FSDP_ON_CPU)
@@ -151,12 +158,21 @@ def test_tied_weights_are_stored_once(pool: Pool, tmp_path: Path):
     whole = load_full(path)
     assert whole["model"]["head.weight"].data_ptr() == whole["model"]["embed.weight"].data_ptr()
     with holdfast.open(path) as ckpt:
-        assert ckpt["model.head.weight"].numpy().tobytes() == ckpt["model.embed.weight"].numpy().tobytes()
+        assert (
+            ckpt["model.head.weight"].numpy().tobytes()
+            == ckpt["model.embed.weight"].numpy().tobytes()
+        )
 
 
 def save_tied(world: World, path: str, format: str = "dcp") -> None:
     weight = sharded(torch.arange(60.0).reshape(10, 6), world.mesh(), (Shard(0),))
-    save_sharded(path, {"embed": weight, "head": weight, "b": torch.ones(3)}, group=world.group, format=format, durable=False)
+    save_sharded(
+        path,
+        {"embed": weight, "head": weight, "b": torch.ones(3)},
+        group=world.group,
+        format=format,
+        durable=False,
+    )
 
 
 def load_tied(world: World, path: str) -> None:
@@ -164,7 +180,9 @@ def load_tied(world: World, path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=path, process_group=world.group)
-    assert all(torch.equal(state[name], torch.arange(60.0).reshape(10, 6)) for name in ("embed", "head"))
+    assert all(
+        torch.equal(state[name], torch.arange(60.0).reshape(10, 6)) for name in ("embed", "head")
+    )
 
 
 def test_tied_weights_are_one_item_in_dcp(pool: Pool, tmp_path: Path):
@@ -222,7 +240,11 @@ def _tensor_parallel(world: World, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = Block()
     if world.size >= 4:
-        mesh = world.mesh(2, 2, names=("dp", "tp")) if world.size == 4 else world.mesh(2, 2, 2, names=("copies", "dp", "tp"))
+        mesh = (
+            world.mesh(2, 2, names=("dp", "tp"))
+            if world.size == 4
+            else world.mesh(2, 2, 2, names=("copies", "dp", "tp"))
+        )
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"] if world.size == 4 else mesh["copies", "dp"])
         assert any(isinstance(p, placement_types._StridedShard) for p in model.up.weight.placements)
@@ -254,7 +276,12 @@ def parallel_load(world: World, path: str, stock: bool) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("format", "saving", "loading"),
-    [("native", "ours", "ours"), ("safetensors", "ours", "ours"), ("dcp", "ours", "torch"), ("dcp", "torch", "ours")],
+    [
+        ("native", "ours", "ours"),
+        ("safetensors", "ours", "ours"),
+        ("dcp", "ours", "torch"),
+        ("dcp", "torch", "ours"),
+    ],
 )
 def test_strided_shards(pool: Pool, tmp_path: Path, format: str, saving: str, loading: str):
     for size in (2, 4, 8):
@@ -281,7 +308,10 @@ class Pieces:
 
     def __create_chunk_list__(self) -> Sequence[ChunkStorageMetadata]:
         sizes = torch.Size((1, *self.shape[1:]))
-        return [ChunkStorageMetadata(torch.Size((row, *(0 for _ in self.shape[1:]))), sizes) for row in self.rows]
+        return [
+            ChunkStorageMetadata(torch.Size((row, *(0 for _ in self.shape[1:]))), sizes)
+            for row in self.rows
+        ]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[object]:
         raise AssertionError("that is torch's way to write")
@@ -309,13 +339,23 @@ def _wrapped(world: World, whole: torch.Tensor) -> DTensor:
     width = whole.shape[1]
     cuts = [(c, min(c + 2, width)) for c in range(0, width, 2)][world.rank :: world.size]
     shards = [whole[:, a:b].clone() for a, b in cuts]
-    local = LocalShardsWrapper(shards, [(0, a) for a, _ in cuts], *([torch.empty((0, 0), dtype=whole.dtype)] if not cuts else []))
-    return DTensor.from_local(local, world.mesh(), [Shard(1)], run_check=False, shape=whole.shape, stride=whole.stride())
+    local = LocalShardsWrapper(
+        shards,
+        [(0, a) for a, _ in cuts],
+        *([torch.empty((0, 0), dtype=whole.dtype)] if not cuts else []),
+    )
+    return DTensor.from_local(
+        local, world.mesh(), [Shard(1)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def _kinds(world: World, *, blank: bool) -> dict[str, object]:
     rows, table = (torch.zeros_like(t) if blank else t for t in (ROWS, TABLE))
-    return {"old": _old(world, rows), "wrapped": _wrapped(world, table), "pieces": Pieces(rows, world.rank, world.size)}
+    return {
+        "old": _old(world, rows),
+        "wrapped": _wrapped(world, table),
+        "pieces": Pieces(rows, world.rank, world.size),
+    }
 
 
 def save_kinds(world: World, path: str, format: str) -> None:
@@ -328,7 +368,11 @@ def load_kinds(world: World, path: str) -> None:
     expected = _kinds(world, blank=False)
     for one, other in zip(expected["old"].local_shards(), state["old"].local_shards(), strict=True):
         assert element_bytes(one.tensor) == element_bytes(other.tensor)
-    for one, other in zip(expected["wrapped"].to_local().local_shards(), state["wrapped"].to_local().local_shards(), strict=True):
+    for one, other in zip(
+        expected["wrapped"].to_local().local_shards(),
+        state["wrapped"].to_local().local_shards(),
+        strict=True,
+    ):
         assert element_bytes(one) == element_bytes(other)
     for one, other in zip(expected["pieces"].parts, state["pieces"].parts, strict=True):
         assert element_bytes(one) == element_bytes(other)
@@ -356,7 +400,11 @@ def stock_load_kinds(world: World, path: str) -> None:
     expected = _kinds(world, blank=False)
     for one, other in zip(expected["old"].local_shards(), state["old"].local_shards(), strict=True):
         assert element_bytes(one.tensor) == element_bytes(other.tensor)
-    for one, other in zip(expected["wrapped"].to_local().local_shards(), state["wrapped"].to_local().local_shards(), strict=True):
+    for one, other in zip(
+        expected["wrapped"].to_local().local_shards(),
+        state["wrapped"].to_local().local_shards(),
+        strict=True,
+    ):
         assert element_bytes(one) == element_bytes(other)
 
 
@@ -378,7 +426,10 @@ def test_every_kind_with_torch_at_one_end(pool: Pool, tmp_path: Path):
 
 def distributed(world: World, path: str) -> None:
     mesh = world.mesh()
-    state = {"rows": distribute_tensor(ROWS, mesh, [Shard(0)]), "table": distribute_tensor(TABLE, mesh, [Shard(1)])}
+    state = {
+        "rows": distribute_tensor(ROWS, mesh, [Shard(0)]),
+        "table": distribute_tensor(TABLE, mesh, [Shard(1)]),
+    }
     save_sharded(path, state, group=world.group, durable=False)
     other = {name: torch.zeros_like(value) for name, value in state.items()}
     loaded = load_sharded(path, other, group=world.group)

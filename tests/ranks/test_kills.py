@@ -34,8 +34,19 @@ def test_a_rank_is_killed(tmp_path: Path, request: pytest.FixtureRequest, what: 
     kills = KILLS if request.config.getoption("--exhaustive") else 3 if what else FEW
     width = WIDTH if kills >= WIDTH else 1
     seed = secrets.randbelow(1 << 20)
-    command = [sys.executable, "-m", "tests.ranks.kills", str(tmp_path), str(kills), str(width), str(seed), *what]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=270, env=os.environ | QUIET, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.ranks.kills",
+        str(tmp_path),
+        str(kills),
+        str(width),
+        str(seed),
+        *what,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=270, env=os.environ | QUIET, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout)
     deaths = 0
@@ -45,20 +56,30 @@ def test_a_rank_is_killed(tmp_path: Path, request: pytest.FixtureRequest, what: 
         assert not row["stuck"], told
         assert not row["beside"], told
         assert row["found"] in (row["round"], standing.get(row["slot"])), told
-        raised = {int(rank): said["error"] for rank, said in row["ranks"].items() if said is not None and "error" in said}
-        returned = [int(rank) for rank, said in row["ranks"].items() if said is not None and "value" in said]
+        raised = {
+            int(rank): said["error"]
+            for rank, said in row["ranks"].items()
+            if said is not None and "error" in said
+        }
+        returned = [
+            int(rank) for rank, said in row["ranks"].items() if said is not None and "value" in said
+        ]
         died = row["victim"] is not None and row["ranks"][str(row["victim"])] is None
         deaths += died
         if not died:
             assert len(returned) == 3, told
         assert set(raised.values()) <= {"RankLost", "RanksFailed"}, told
         if "RanksFailed" in raised.values():
-            assert row["found"] == standing[row["slot"]], f"it said that nothing was published\n{told}"
+            assert row["found"] == standing[row["slot"]], (
+                f"it said that nothing was published\n{told}"
+            )
             assert not returned, told
         if returned:
             assert row["found"] == row["round"], told
         if returned and raised:
-            assert row["victim"] == 0, f"only the death of the one that tells the others can leave them with two answers\n{told}"
+            assert row["victim"] == 0, (
+                f"only the death of the one that tells the others can leave them with two answers\n{told}"
+            )
         for said in row["ranks"].values():
             if said is not None and "error" in said:
                 assert said["at"] - row["died"] < DEADLINE + TOLERANCE, told
@@ -66,8 +87,12 @@ def test_a_rank_is_killed(tmp_path: Path, request: pytest.FixtureRequest, what: 
     assert deaths >= kills
     last = {row["slot"]: row for row in rows}
     assert all(row["found"] == row["round"] for row in last.values()), "a save succeeds afterwards"
-    assert sorted(p.name for p in (tmp_path / "slots").glob("*/*")) == ["step"] * width, "and cleans up"
+    assert sorted(p.name for p in (tmp_path / "slots").glob("*/*")) == ["step"] * width, (
+        "and cleans up"
+    )
     if what:
         hidden = [str(p) for p in (tmp_path / "slots").glob("*/step/.*")]
         assert hidden == [], "inside as well"
-        assert all(1 <= len(list(slot.glob("step/step-*"))) <= 3 for slot in (tmp_path / "slots").iterdir())
+        assert all(
+            1 <= len(list(slot.glob("step/step-*"))) <= 3 for slot in (tmp_path / "slots").iterdir()
+        )

@@ -40,7 +40,9 @@ def test_one_process_has_it_all(saved, saving: int, format: str):
         assert {key: group[key] for key in NESTED} == NESTED
         assert type(group["pair"]) is tuple
         assert (group["params"], state["epoch"]) == ([0, 1], 4)
-        assert list(state["optim"]["state"]) == ([0, 1] if format == "native" else ["0", "1"]), "DCP knows no other keys than text"
+        assert list(state["optim"]["state"]) == ([0, 1] if format == "native" else ["0", "1"]), (
+            "DCP knows no other keys than text"
+        )
 
 
 def _tensors(state: object, format: str) -> dict[str, torch.Tensor]:
@@ -48,7 +50,12 @@ def _tensors(state: object, format: str) -> dict[str, torch.Tensor]:
         return dict(state)
     states = state["optim"]["state"]
     first, second = states.values()
-    moved = {"col": first["exp_avg"], "uneven": second["exp_avg"], "plain": state["list"][0], "scalar": state["list"][1]["scalar"]}
+    moved = {
+        "col": first["exp_avg"],
+        "uneven": second["exp_avg"],
+        "plain": state["list"][0],
+        "scalar": state["list"][1]["scalar"],
+    }
     found = {**state["model"], **moved}
     assert found.keys() == WHOLE.keys()
     return found
@@ -68,15 +75,29 @@ print(json.dumps(found))
 
 def test_without_torch(saved):
     paths = [saved("native", 3), saved("dcp", 4), saved("safetensors", 8)]
-    done = subprocess.run([sys.executable, "-c", READ, *map(str, paths)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", READ, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    places = {"col": "optim.state.0.exp_avg", "uneven": "optim.state.1.exp_avg", "plain": "list.0", "scalar": "list.1.scalar"}
+    places = {
+        "col": "optim.state.0.exp_avg",
+        "uneven": "optim.state.1.exp_avg",
+        "plain": "list.0",
+        "scalar": "list.1.scalar",
+    }
     for path, found in json.loads(done.stdout).items():
         nested = "safetensors" not in path
         names = {name: places.get(name, f"model.{name}") if nested else name for name in WHOLE}
         assert sorted(found) == sorted(names.values())
         for name, where in names.items():
-            assert found[where] == hashlib.sha256(element_bytes(WHOLE[name])).hexdigest(), (path, name)
+            assert found[where] == hashlib.sha256(element_bytes(WHOLE[name])).hexdigest(), (
+                path,
+                name,
+            )
 
 
 @pytest.mark.parametrize("saving", [1, 8])
@@ -91,7 +112,9 @@ def test_verified_and_the_same_in_every_format(saved, format: str, saving: int):
 
 def _digests(path: Path) -> list[object]:
     with holdfast.open(path) as ckpt:
-        return sorted((tensor.shape, str(tensor.dtype), str(tensor.digest())) for tensor in ckpt.values())
+        return sorted(
+            (tensor.shape, str(tensor.dtype), str(tensor.digest())) for tensor in ckpt.values()
+        )
 
 
 def test_nothing_else_is_left_behind(saved):
@@ -99,7 +122,11 @@ def test_nothing_else_is_left_behind(saved):
         path = saved(format, 4)
         assert [p.name for p in path.parent.iterdir()] == [path.name]
         kinds = {p.suffix or p.name for p in path.iterdir()}
-        wanted = {"native": {".safetensors", ".json"}, "dcp": {".distcp", ".metadata", ".json"}, "safetensors": {".safetensors"}}
+        wanted = {
+            "native": {".safetensors", ".json"},
+            "dcp": {".distcp", ".metadata", ".json"},
+            "safetensors": {".safetensors"},
+        }
         assert kinds == wanted[format]
 
 

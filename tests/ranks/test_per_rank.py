@@ -21,7 +21,10 @@ from tests.dtensor import Replicate, Shard, distribute_tensor
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 FORMATS = ["native", "dcp", "safetensors"]
 
@@ -34,7 +37,11 @@ def rng(rank: int) -> torch.Tensor:
 
 
 def save_different(world: World, path: str, format: str, block: bool, check: bool = True) -> object:
-    state = {"w": torch.arange(8.0), "deep": {"rng": rng(min(world.rank, 1))}, "turned": torch.arange(6.0).reshape(2, 3).T}
+    state = {
+        "w": torch.arange(8.0),
+        "deep": {"rng": rng(min(world.rank, 1))},
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+    }
     save = save_sharded if block else async_save_sharded
     saved = save(path, state, group=world.group, format=format, check_replicas=check)
     return None if block else saved.wait() and None
@@ -45,7 +52,10 @@ def save_different(world: World, path: str, format: str, block: bool, check: boo
 def test_tensors_that_differ_are_an_error(pool: Pool, tmp_path: Path, format: str, block: bool):
     said = failures(pool.run(3, save_different, str(tmp_path / "step"), format, block))
     for failure in said:
-        assert "'deep.rng': its elements differ between rank 0, ranks 1 and 2; pass per_rank=['deep.rng']" in str(failure)
+        assert (
+            "'deep.rng': its elements differ between rank 0, ranks 1 and 2; pass per_rank=['deep.rng']"
+            in str(failure)
+        )
         assert "check_replicas=False" in str(failure)
         assert "'w'" not in str(failure)
     assert not (tmp_path / "step").exists()
@@ -102,13 +112,18 @@ def other_form(world: World, path: str) -> None:
 
 def test_other_shapes_have_the_same_remedy(pool: Pool, tmp_path: Path):
     for failure in failures(pool.run(2, other_form, str(tmp_path / "step"))):
-        assert "but float32 (3,) on rank 1; pass per_rank=['t'] where each rank has its own" in str(failure)
+        assert "but float32 (3,) on rank 1; pass per_rank=['t'] where each rank has its own" in str(
+            failure
+        )
 
 
 def change_behind(world: World, path: str, common: int) -> None:
     """What is compared is what was copied: the caller changes its own as soon as it may."""
     sharded_save.little_in_common = lambda _: bool(common)
-    state = {"t": torch.arange(100.0), "cut": sharded(torch.arange(12.0).reshape(6, 2), world.mesh(), (Shard(0),))}
+    state = {
+        "t": torch.arange(100.0),
+        "cut": sharded(torch.arange(12.0).reshape(6, 2), world.mesh(), (Shard(0),)),
+    }
     handle = async_save_sharded(path, state, group=world.group)
     state["t"] += world.rank
     handle.wait()
@@ -140,8 +155,16 @@ def own_state(world: World, *, blank: bool = False, format: str = "native") -> d
         "rng": {name: torch.zeros_like(tensor) for name, tensor in own.items()} if blank else own,
     }
     if format != "safetensors":
-        values = {"epoch": here, "seen": [here, {"file": f"f{here}"}], "left": torch.full((2,), here)}
-        state["loader"] = {"epoch": 0, "seen": None, "left": torch.zeros(2, dtype=torch.int64)} if blank else values
+        values = {
+            "epoch": here,
+            "seen": [here, {"file": f"f{here}"}],
+            "left": torch.full((2,), here),
+        }
+        state["loader"] = (
+            {"epoch": 0, "seen": None, "left": torch.zeros(2, dtype=torch.int64)}
+            if blank
+            else values
+        )
         state["step"] = 0 if blank else 7
     return state
 
@@ -152,7 +175,9 @@ PATTERNS = ["rng.*", "loader"]
 def save_own(world: World, path: str, format: str, block: bool) -> None:
     patterns = PATTERNS if format != "safetensors" else "rng.*"
     save = save_sharded if block else async_save_sharded
-    saved = save(path, own_state(world, format=format), group=world.group, format=format, per_rank=patterns)
+    saved = save(
+        path, own_state(world, format=format), group=world.group, format=format, per_rank=patterns
+    )
     if not block:
         saved.wait()
 
@@ -178,7 +203,9 @@ def test_each_rank_gets_its_own(pool: Pool, tmp_path: Path, format: str, block: 
 
 def load_elsewhere(world: World, path: str, strict: bool, keep: bool) -> tuple[object, ...]:
     state = own_state(world, blank=True)
-    loaded = load_sharded(path, state, group=world.group, strict=strict, per_rank="keep" if keep else "own")
+    loaded = load_sharded(
+        path, state, group=world.group, strict=strict, per_rank="keep" if keep else "own"
+    )
     assert state["model"]["w"].tolist() == [0, 1, 2, 3]
     assert state["loader"]["epoch"] == 0, "kept"
     assert state["step"] == 7
@@ -196,9 +223,14 @@ def test_on_another_number_of_ranks(pool: Pool, tmp_path: Path, format: str):
         assert "missing" not in str(failure)
         assert "unexpected" not in str(failure)
     for strict, keep in ((False, False), (True, True)):
-        for missing, unexpected, notes, printed in good(pool.run(2, load_elsewhere, path, strict, keep)):
+        for missing, unexpected, notes, printed in good(
+            pool.run(2, load_elsewhere, path, strict, keep)
+        ):
             assert (missing, unexpected) == ((), ())
-            assert any(note.startswith("rng.cpu: the checkpoint has one for each of 3 ranks") for note in notes)
+            assert any(
+                note.startswith("rng.cpu: the checkpoint has one for each of 3 ranks")
+                for note in notes
+            )
             assert "what the state has was kept" in printed
 
 
@@ -214,7 +246,9 @@ def test_a_pattern_that_finds_nothing_anywhere(pool: Pool, tmp_path: Path):
 
 
 def test_torch_reads_them_by_the_names_of_the_ranks(tmp_path: Path):
-    save_sharded(tmp_path / "step", {"rng": rng(3), "epoch": 5}, per_rank=["rng", "epoch"], format="dcp")
+    save_sharded(
+        tmp_path / "step", {"rng": rng(3), "epoch": 5}, per_rank=["rng", "epoch"], format="dcp"
+    )
     state = {"rng": {"rank-0-of-1": torch.zeros_like(rng(0))}, "epoch": {"rank-0-of-1": 0}}
     dcp.load(state, checkpoint_id=tmp_path / "step")
     assert torch.equal(state["rng"]["rank-0-of-1"], rng(3))
@@ -234,7 +268,10 @@ def test_marks():
     assert [size_in(key) for key in ("rank-2-of-5x", "rank-a-of-5", 3, None)] == [None] * 4
     assert list(marked(("a", 0), "k")) == [("a.k.0", ("a", "k", 0)), ("a.0.k", ("a", 0, "k"))]
     state = {"a": {"b": 1, "c": [2, 3]}, "d": 4}
-    assert mark(state, ["a.c.1", "d", "e"], "k") == ({"a": {"b": 1, "c": [2, {"k": 3}]}, "d": {"k": 4}}, ["a.c.1", "d"])
+    assert mark(state, ["a.c.1", "d", "e"], "k") == (
+        {"a": {"b": 1, "c": [2, {"k": 3}]}, "d": {"k": 4}},
+        ["a.c.1", "d"],
+    )
     assert state == {"a": {"b": 1, "c": [2, 3]}, "d": 4}, "the caller's own is not changed"
     assert mark(state, ["x"], "k")[0] is state
 
@@ -243,7 +280,9 @@ def test_sums_of_bytes_tell_apart_what_differs():
     for nbytes in (0, 1, 4095, 4096, 4097, 3 * 4096 + 5):
         one = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
         assert torch.equal(byte_sums(one), byte_sums(one.clone()))
-        assert torch.equal(byte_sums(one), byte_sums(torch.cat([one[:1], one])[1:])), "wherever it lies"
+        assert torch.equal(byte_sums(one), byte_sums(torch.cat([one[:1], one])[1:])), (
+            "wherever it lies"
+        )
         assert byte_sums(one).numel() == nbytes // 4096 * 8 + nbytes % 4096
         for at in {0, nbytes // 2, nbytes - 1} if nbytes else ():
             other = one.clone()
@@ -260,7 +299,9 @@ def test_who_differs():
     assert differing([b"", encode({"a": [1]}), encode({"a": [1], "b": [2]}), b""]) == {}
     told = [encode({"a": [1]}), encode({"a": [2]}), encode({"a": [1]}), encode({})]
     assert differing(told) == {"a": [[0, 2], [1]]}
-    assert differing([encode({"a": [1]}), encode({"a": [b"x"]})]) == {}, "of two kinds: nothing is known"
+    assert differing([encode({"a": [1]}), encode({"a": [b"x"]})]) == {}, (
+        "of two kinds: nothing is known"
+    )
     assert replica_sums(NO_TENSORS, threads=1) == encode({})
 
 
@@ -279,7 +320,13 @@ class Loader:
 
 
 def loaders(world: World, path: str, format: str) -> int:
-    save_sharded(path, {"loader": Loader(10 + world.rank)}, group=world.group, format=format, per_rank="loader")
+    save_sharded(
+        path,
+        {"loader": Loader(10 + world.rank)},
+        group=world.group,
+        format=format,
+        per_rank="loader",
+    )
     loader = Loader(0)
     load_sharded(path, {"loader": loader}, group=world.group)
     return int(loader.place)

@@ -46,7 +46,12 @@ def worlds(draw, of):
         if draw(st.booleans()):
             # Boxes of different tensors mixed.
             order = np.array(draw(st.permutations(range(state.count))), np.int64)
-            state = replace(state, tensors=state.tensors[order], offsets=state.offsets[:, order], sizes=state.sizes[:, order])
+            state = replace(
+                state,
+                tensors=state.tensors[order],
+                offsets=state.offsets[:, order],
+                sizes=state.sizes[:, order],
+            )
         states.append(state)
     return tensors, holders, states
 
@@ -58,7 +63,17 @@ def all_of(plan):
         plan.aliases,
         plan.problems,
         plan.notes,
-        [[w.boxes.tolist(), w.tensors.tolist(), w.offsets.tolist(), w.sizes.tolist(), w.values, w.nbytes] for w in plan.writes],
+        [
+            [
+                w.boxes.tolist(),
+                w.tensors.tolist(),
+                w.offsets.tolist(),
+                w.sizes.tolist(),
+                w.values,
+                w.nbytes,
+            ]
+            for w in plan.writes
+        ],
     )
 
 
@@ -94,8 +109,12 @@ def test_every_tensor_that_is_not_tiled_is_a_problem(world):
         defect = first_defect(shape, boxes)
         if defect is not None:
             wrong[name] = defect
-    assert [problem.split(":")[0] for problem in plan.problems] == [repr(name) for name in plan.catalogue.names if name in wrong]
-    for problem, (point, overlap) in zip(plan.problems, (wrong[n] for n in plan.catalogue.names if n in wrong), strict=True):
+    assert [problem.split(":")[0] for problem in plan.problems] == [
+        repr(name) for name in plan.catalogue.names if name in wrong
+    ]
+    for problem, (point, overlap) in zip(
+        plan.problems, (wrong[n] for n in plan.catalogue.names if n in wrong), strict=True
+    ):
         assert f" {point} " in problem
         assert ("overlap" in problem) is overlap
     assert bool(plan.writes) is (not wrong)
@@ -131,13 +150,21 @@ def test_the_catalogue_is_in_the_order_of_the_first_rank():
 
 
 def test_holes():
-    plan = plan_ranks([rank_with(("w", *rows(8, (0, 3)))), rank_with(("w", *rows(8, (5, 8)))), rank_with(("w", *rows(8)))])
+    plan = plan_ranks(
+        [
+            rank_with(("w", *rows(8, (0, 3)))),
+            rank_with(("w", *rows(8, (5, 8)))),
+            rank_with(("w", *rows(8))),
+        ]
+    )
     assert plan.problems == ("'w': of ranks 0 and 1 none covers (3, 0) of (8, 2)",)
     assert plan.writes == ()
 
 
 def test_a_tensor_that_nobody_has():
-    assert plan_ranks([rank_with(("w", *rows(8)))]).problems == ("'w': no rank covers (0, 0) of (8, 2)",)
+    assert plan_ranks([rank_with(("w", *rows(8)))]).problems == (
+        "'w': no rank covers (0, 0) of (8, 2)",
+    )
 
 
 def test_overlaps():
@@ -157,21 +184,33 @@ def test_one_start_with_several_sizes_and_replicas_of_each():
 
 
 def test_the_same_box_twice_on_one_rank():
-    plan = plan_ranks([rank_with(("w", *rows(8, (0, 8)))), rank_with(("w", *rows(8, (0, 8), (0, 8))))])
+    plan = plan_ranks(
+        [rank_with(("w", *rows(8, (0, 8)))), rank_with(("w", *rows(8, (0, 8), (0, 8))))]
+    )
     assert plan.problems == ("'w': rank 1 has [0:8, 0:2] twice",)
 
 
 def test_out_of_bounds():
     # Offset and size together do not fit 64 bits.
     far = Box((1 << 62, 0), (1 << 63, 2))
-    states = [rank_with(("w", *rows(8, (0, 8)))), rank_with(("w", *rows(8, (6, 9), (9, 9)))), rank_with(("w", (8, 2), [far]))]
+    states = [
+        rank_with(("w", *rows(8, (0, 8)))),
+        rank_with(("w", *rows(8, (6, 9), (9, 9)))),
+        rank_with(("w", (8, 2), [far])),
+    ]
     said = "'w': rank 1 has [6:9, 0:2], which is outside of (8, 2); 2 more of its boxes are"
     assert plan_ranks(states).problems == (said,)
 
 
 def test_disagreement_about_what_a_tensor_is():
     half = rank_state([("w", "float16", (8, 2), [])])
-    states = [rank_with(("w", *rows(8, (0, 8)))), half, half, rank_with(("w", *rows(9))), rank_with(("w", *rows(8)))]
+    states = [
+        rank_with(("w", *rows(8, (0, 8)))),
+        half,
+        half,
+        rank_with(("w", *rows(9))),
+        rank_with(("w", *rows(8))),
+    ]
     said = "'w' is float32 (8, 2) on ranks 0 and 4, but float16 (8, 2) on ranks 1 and 2, but float32 (9, 2) on rank 3"
     said += "; pass per_rank=['w'] where each rank has its own"
     assert plan_ranks(states).problems == (said,)
@@ -179,8 +218,19 @@ def test_disagreement_about_what_a_tensor_is():
 
 def test_all_problems_are_told_in_the_order_of_the_catalogue():
     states = [
-        rank_with(("d", *rows(8)), ("a", *rows(8, (0, 9))), ("b", *rows(4, (0, 4))), ("c", *rows(8, (0, 8))), values={"v": b"1"}),
-        rank_with(("b", *rows(5, (0, 5))), ("c", *rows(8, (7, 8))), ("e", *rows(2, (0, 2))), values={"v": b"2"}),
+        rank_with(
+            ("d", *rows(8)),
+            ("a", *rows(8, (0, 9))),
+            ("b", *rows(4, (0, 4))),
+            ("c", *rows(8, (0, 8))),
+            values={"v": b"1"},
+        ),
+        rank_with(
+            ("b", *rows(5, (0, 5))),
+            ("c", *rows(8, (7, 8))),
+            ("e", *rows(2, (0, 2))),
+            values={"v": b"2"},
+        ),
     ]
     assert [p.split("'")[1] for p in plan_ranks(states).problems] == ["d", "a", "b", "c", "v"]
 
@@ -209,27 +259,43 @@ def test_values_that_differ():
 def test_a_name_is_one_kind_of_thing():
     tensor = rank_with(("w", *rows(1, (0, 1))), values={"a": b""})
     states = [rank_with(values={"a": b"", "w": b""}), tensor, rank_with(values={"w": b""})]
-    assert plan_ranks(states).problems == ("'w' is a tensor on rank 1, but a value on ranks 0 and 2",)
+    assert plan_ranks(states).problems == (
+        "'w' is a tensor on rank 1, but a value on ranks 0 and 2",
+    )
 
 
 def tied(stretch, *, tie=True, other=None):
     """A rank that has rows of an embedding and of a head, which are the same memory."""
-    tensors = ("head", *rows(8, *(other or [stretch]))), ("body", *rows(8, stretch)), ("embed", *rows(8, stretch))
+    tensors = (
+        ("head", *rows(8, *(other or [stretch]))),
+        ("body", *rows(8, stretch)),
+        ("embed", *rows(8, stretch)),
+    )
     return rank_with(*tensors, aliases=[("head", "embed")] if tie else [])
 
 
 def test_tied_tensors_are_stored_once():
-    plan = plan_ranks([tied((0, 4)), tied((4, 8)), tied((8, 8), tie=False), rank_with(("x", *rows(1, (0, 1))))])
+    plan = plan_ranks(
+        [tied((0, 4)), tied((4, 8)), tied((8, 8), tie=False), rank_with(("x", *rows(1, (0, 1))))]
+    )
     assert plan.problems == ()
     assert plan.aliases == (("head", "embed"),)
-    assert [[name for name, _ in boxes_of(plan, r)] for r in range(4)] == [["body", "embed"], ["body", "embed"], [], ["x"]]
+    assert [[name for name, _ in boxes_of(plan, r)] for r in range(4)] == [
+        ["body", "embed"],
+        ["body", "embed"],
+        [],
+        ["x"],
+    ]
     assert plan.notes == ()
 
 
 def test_tied_tensors_whose_boxes_are_mixed():
     states = [tied((0, 4)), tied((4, 8))]
     order = np.array([2, 0, 1])
-    mixed = [replace(s, tensors=s.tensors[order], offsets=s.offsets[:, order], sizes=s.sizes[:, order]) for s in states]
+    mixed = [
+        replace(s, tensors=s.tensors[order], offsets=s.offsets[:, order], sizes=s.sizes[:, order])
+        for s in states
+    ]
     plan = plan_ranks(mixed)
     assert plan.aliases == (("head", "embed"),)
     assert [w.boxes.tolist() for w in plan.writes] == [[2, 0], [2, 0]]
@@ -248,16 +314,25 @@ def test_tied_on_some_ranks_only_is_stored_twice_and_noted(others, where):
     plan = plan_ranks([tied((0, 4)), *others])
     assert plan.problems == ()
     assert plan.aliases == ()
-    assert plan.notes == (f"'head' and 'embed' share memory on rank 0 but not on {where}, so both are stored",)
-    assert {"head", "embed"} <= {name for r in range(len(plan.writes)) for name, _ in boxes_of(plan, r)}
+    assert plan.notes == (
+        f"'head' and 'embed' share memory on rank 0 but not on {where}, so both are stored",
+    )
+    assert {"head", "embed"} <= {
+        name for r in range(len(plan.writes)) for name, _ in boxes_of(plan, r)
+    }
     assert loads_of(plan).sum() == 3 * 8 * 2 * 4
 
 
 def test_tied_in_name_only():
-    tensors = [(("head", *rows(8, head)), ("embed", *rows(8, embed))) for head, embed in (((0, 3), (0, 4)), ((3, 8), (4, 8)))]
+    tensors = [
+        (("head", *rows(8, head)), ("embed", *rows(8, embed)))
+        for head, embed in (((0, 3), (0, 4)), ((3, 8), (4, 8)))
+    ]
     plan = plan_ranks([rank_with(*both, aliases=[("head", "embed")]) for both in tensors])
     assert (plan.problems, plan.aliases) == ((), ())
-    assert plan.notes == ("'head' and 'embed' share memory nowhere in the same boxes, so both are stored",)
+    assert plan.notes == (
+        "'head' and 'embed' share memory nowhere in the same boxes, so both are stored",
+    )
     assert loads_of(plan).sum() == 2 * 8 * 2 * 4
 
 
@@ -279,18 +354,26 @@ def test_ranks_that_know_tensors_of_fewer_dimensions():
     line = ("line", (4,), [Box((0,), (2,))]), ("line", (4,), [Box((2,), (4,))])
     plan = plan_ranks([rank_with(line[0]), rank_with(cube, line[1])])
     assert plan.problems == ()
-    assert [boxes_of(plan, 0), boxes_of(plan, 1)] == [[("line", line[0][2][0])], [("line", line[1][2][0]), ("cube", cube[2][0])]]
+    assert [boxes_of(plan, 0), boxes_of(plan, 1)] == [
+        [("line", line[0][2][0])],
+        [("line", line[1][2][0]), ("cube", cube[2][0])],
+    ]
 
 
 def test_packed_types_take_whole_bytes_in_each_box():
-    halves = [rank_state([("w", "float4_e2m1fn", (10,), [Box((5 * i,), (5 * i + 5,))])]) for i in range(2)]
+    halves = [
+        rank_state([("w", "float4_e2m1fn", (10,), [Box((5 * i,), (5 * i + 5,))])]) for i in range(2)
+    ]
     assert loads_of(plan_ranks(halves)).tolist() == [3, 3]
 
 
 def test_no_more_than_linear():
     # Python steps, not seconds: four times the boxes must not take much more than four times the steps.
     def steps(ranks, tensors):
-        states = [rank_with(*((f"t{i}", *rows(ranks, (r, r + 1))) for i in range(tensors))) for r in range(ranks)]
+        states = [
+            rank_with(*((f"t{i}", *rows(ranks, (r, r + 1))) for i in range(tensors)))
+            for r in range(ranks)
+        ]
         count = 0
 
         def trace(frame, event, argument):

@@ -16,7 +16,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from holdfast.torch import versions
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
-from holdfast.torch.sparsity import BaseSparsifier, CubicSL, MagnitudeSparsifier, WeightNormSparsifier
+from holdfast.torch.sparsity import (
+    BaseSparsifier,
+    CubicSL,
+    MagnitudeSparsifier,
+    WeightNormSparsifier,
+)
 from tests.dtensor import DTensor, fully_shard
 from tests.ranks.pool import Failure, Pool, World, good
 from tests.support import needs
@@ -38,7 +43,9 @@ KINDS = {
 class Run:
     """A model with a sparsifier and a schedule, cut over the ranks if there are several."""
 
-    def __init__(self, world: World | None, kind: str, seed: int, saved: dict | None = None) -> None:
+    def __init__(
+        self, world: World | None, kind: str, seed: int, saved: dict | None = None
+    ) -> None:
         torch.manual_seed(seed)
         self.world = world
         self.model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8)).double()
@@ -55,7 +62,9 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def step(self, number: int, *, prune: bool = True) -> None:
-        batch = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        batch = torch.randn(
+            8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(number)
+        )
         mine = batch if self.world is None else batch.chunk(self.world.size)[self.world.rank]
         self.optimizer.zero_grad()
         (self.model(mine) - mine[:, :8]).square().mean().backward()
@@ -148,7 +157,9 @@ def test_masks_hold_from_two_ranks_to_one(pool: Pool, tmp_path: Path, kind: str)
         alone.step(number)
         assert (alone.masks(), alone.levels()) == (masks, levels)
     level = [LEVEL * (1 - (1 - min(t, TOTAL) / TOTAL) ** 3) for t in range(1, BEFORE + AFTER + 1)]
-    assert [levels for _, levels in first] == [pytest.approx([x, x]) for x in level], "the schedule's levels"
+    assert [levels for _, levels in first] == [pytest.approx([x, x]) for x in level], (
+        "the schedule's levels"
+    )
     # Loaded in one process: the masks as they were saved, then fine-tuned.
     saved = load_full(path)
     run = Run(None, kind, 2, saved)
@@ -158,7 +169,8 @@ def test_masks_hold_from_two_ranks_to_one(pool: Pool, tmp_path: Path, kind: str)
         run.step(number)
         assert (run.masks(), run.levels()) == first[number]
         assert all(
-            not weight[torch.tensor(m).view_as(weight) == 0].any() for weight, m in zip(run.weights(), run.masks(), strict=True)
+            not weight[torch.tensor(m).view_as(weight) == 0].any()
+            for weight, m in zip(run.weights(), run.masks(), strict=True)
         )
     reached = zeros(run.masks())
     assert sum(reached) == pytest.approx(LEVEL * (12 * 16 + 16 * 8), abs=4)
@@ -169,7 +181,9 @@ def test_masks_hold_from_two_ranks_to_one(pool: Pool, tmp_path: Path, kind: str)
     run.sparsifier.squash_mask()
     after = [run.model.get_parameter(name) for name in NAMES]
     assert [int((weight == 0).sum()) for weight in after] == reached
-    assert not any(torch.equal(a, b) for a, b in zip(after, before, strict=True)), "what is left was trained"
+    assert not any(torch.equal(a, b) for a, b in zip(after, before, strict=True)), (
+        "what is left was trained"
+    )
     # And on two ranks again.
     for seen in good(pool.run(2, resume, path, kind)):
         assert seen == first[BEFORE:]
@@ -178,9 +192,18 @@ def test_masks_hold_from_two_ranks_to_one(pool: Pool, tmp_path: Path, kind: str)
 @pytest.mark.parametrize(
     ("job", "kind", "text"),
     [
-        pytest.param(squash, "Refused", "squash_mask() of a model that is cut over ranks", marks=needs(versions.FSDP_ON_CPU)),
+        pytest.param(
+            squash,
+            "Refused",
+            "squash_mask() of a model that is cut over ranks",
+            marks=needs(versions.FSDP_ON_CPU),
+        ),
         (load_late, "Refused", "load_state_dict() of a model that is cut over ranks"),
-        (prepare_late, "TypeError", "is a DTensor: masks are for plain tensors; prepare before fully_shard"),
+        (
+            prepare_late,
+            "TypeError",
+            "is a DTensor: masks are for plain tensors; prepare before fully_shard",
+        ),
     ],
 )
 def test_masks_are_put_on_and_taken_off_whole_models(pool: Pool, job, kind: str, text: str):

@@ -51,7 +51,10 @@ def train_and_save(world: World, folder: str, shape: tuple[int, ...]) -> None:
     place = Path(folder)
     for what, state in (("model", model.state_dict()), ("optim", optimizer.state_dict())):
         torch.save(state, place / f"{what}_world_size_{world.size}_rank_{world.rank}.pt")
-    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
+    whole = {
+        name: t.full_tensor() if isinstance(t, DTensor) else t
+        for name, t in model.state_dict().items()
+    }
     moments = [state["exp_avg"].full_tensor() for state in optimizer.state_dict()["state"].values()]
     if world.rank == 0:
         torch.save({"model": whole, "moments": moments}, place.parent / "whole.pt")
@@ -65,7 +68,9 @@ def load_on(world: World, folder: str, whole: str) -> None:
     expected = torch.load(whole)["model"]
     mesh = world.mesh()
     state = {
-        name: distribute_tensor(torch.zeros_like(t), mesh, [Shard(0)]) if t.ndim == 2 else torch.zeros_like(t)
+        name: distribute_tensor(torch.zeros_like(t), mesh, [Shard(0)])
+        if t.ndim == 2
+        else torch.zeros_like(t)
         for name, t in expected.items()
     }
     load_sharded(folder, state, group=world.group)

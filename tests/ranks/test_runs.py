@@ -41,7 +41,9 @@ def whole(step: holdfast.Step) -> float:
     """The number that a step is full of; it is whole to the last byte."""
     assert holdfast.verify(step.path).ok
     with step.open() as checkpoint:
-        (number,) = {float(n) for array in checkpoint.read().values() for n in array.reshape(-1).tolist()}
+        (number,) = {
+            float(n) for array in checkpoint.read().values() for n in array.reshape(-1).tolist()
+        }
     return number
 
 
@@ -116,7 +118,15 @@ def test_what_the_first_rank_refuses_all_ranks_raise(pool: Pool, tmp_path: Path)
 
 
 def full_disk(world: World, path: str) -> list[str]:
-    run = Run(path, keep=[Latest(2)], durable=False, group=world.group, deadline=20, budget=8_000, when_full="evict")
+    run = Run(
+        path,
+        keep=[Latest(2)],
+        durable=False,
+        group=world.group,
+        deadline=20,
+        budget=8_000,
+        when_full="evict",
+    )
     run.save(1, state_of(world, 1))
     run.save(2, state_of(world, 2))
     run.save(3, state_of(world, 3))
@@ -169,11 +179,20 @@ def fail_behind(world: World, path: str, victim: int, where: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("where", "victim"), [("write_file", 0), ("write_file", 2), ("publish", 0), ("open_publishing", 0)])
-def test_a_failure_behind_is_reported_by_the_next_call(pool: Pool, tmp_path: Path, where: str, victim: int):
+@pytest.mark.parametrize(
+    ("where", "victim"),
+    [("write_file", 0), ("write_file", 2), ("publish", 0), ("open_publishing", 0)],
+)
+def test_a_failure_behind_is_reported_by_the_next_call(
+    pool: Pool, tmp_path: Path, where: str, victim: int
+):
     for said in good(pool.run(3, fail_behind, str(tmp_path), victim, where)):
         assert len(said) == 1
-        assert "the disk is broken" in said[0] or "Input/output" in said[0] or "input/output" in said[0]
+        assert (
+            "the disk is broken" in said[0]
+            or "Input/output" in said[0]
+            or "input/output" in said[0]
+        )
     assert numbers(tmp_path) == [4]
 
 
@@ -249,7 +268,9 @@ def interrupt(world: World, path: str, victim: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("size", "victim"), [(1, 0), (2, 1), (3, 0)])
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(pool: Pool, tmp_path: Path, size: int, victim: int):
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    pool: Pool, tmp_path: Path, size: int, victim: int
+):
     seen = good(pool.run(size, interrupt, str(tmp_path), victim))
     (step,) = {step for step, _ in seen}
     assert step >= 20
@@ -275,9 +296,15 @@ def test_going_back_and_pruning_are_the_first_ranks_business(pool: Pool, tmp_pat
 
 def share(world: World, path: str) -> None:
     frozen = sharded(torch.arange(80_000.0).reshape(80, 1000), world.mesh(), (Shard(0),))
-    with Run(path, keep=[Latest(2)], durable=False, group=world.group, deadline=20, budget=900_000) as run:
+    with Run(
+        path, keep=[Latest(2)], durable=False, group=world.group, deadline=20, budget=900_000
+    ) as run:
         for step in range(1, 5):
-            state = {"frozen": frozen, "plain": torch.ones(20_000), "lora": torch.full((50,), float(step))}
+            state = {
+                "frozen": frozen,
+                "plain": torch.ones(20_000),
+                "lora": torch.full((50,), float(step)),
+            }
             (run.async_save if step % 2 else run.save)(step, state)
 
 
@@ -311,7 +338,11 @@ def overtaken(world: World, path: str, given: bool) -> tuple[object, ...]:
         if given:
             run.resume(into=into)
         else:
-            with instead(run_module, "load_full", lambda path: (late(world.group, doing="wait", deadline=20), load_full(path))[1]):
+            with instead(
+                run_module,
+                "load_full",
+                lambda path: (late(world.group, doing="wait", deadline=20), load_full(path))[1],
+            ):
                 into = run.resume()
     return into["step"], run.resumed.step
 
@@ -360,7 +391,10 @@ def save_after_damage(world: World, path: str) -> list[bool]:
         data.write_bytes(content)
         return real(where)
 
-    with Run(path, keep="latest:1", durable=False, group=world.group, deadline=20) as run, warnings.catch_warnings():
+    with (
+        Run(path, keep="latest:1", durable=False, group=world.group, deadline=20) as run,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", HoldfastWarning)
         run.save(1, {"frozen": frozen})
         with instead(retention, "verify", rotten):

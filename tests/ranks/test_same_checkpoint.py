@@ -21,12 +21,21 @@ SIZE = 2
 
 
 def state_of(world: World, number: float) -> dict[str, object]:
-    return {"rows": sharded(torch.full((6, 4), number), world.mesh(), (Shard(0),)), "plain": torch.full((3,), number)}
+    return {
+        "rows": sharded(torch.full((6, 4), number), world.mesh(), (Shard(0),)),
+        "plain": torch.full((3,), number),
+    }
 
 
 def save_two(world: World, folder: str, format: str) -> None:
     for number in (1.0, 2.0):
-        save_sharded(f"{folder}/{number}", state_of(world, number), group=world.group, format=format, durable=False)
+        save_sharded(
+            f"{folder}/{number}",
+            state_of(world, number),
+            group=world.group,
+            format=format,
+            durable=False,
+        )
 
 
 def load_apart(world: World, folder: str) -> None:

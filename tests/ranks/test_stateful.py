@@ -22,10 +22,15 @@ from tests.dtensor import fully_shard
 from tests.ranks.pool import Pool, World, good
 from tests.support import needs
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
-def trained(seed: int, *, steps: int = 2, world: World | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(
+    seed: int, *, steps: int = 2, world: World | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     if world is not None:
@@ -51,7 +56,12 @@ class AppState(Stateful):
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         self.handed += 1
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
 
 
 class Loader:
@@ -61,7 +71,11 @@ class Loader:
         self.epoch, self.order = epoch, order
 
     def state_dict(self) -> dict[str, object]:
-        return {"epoch": self.epoch, "order": list(self.order), "seen": {"files": ("a", self.epoch)}}
+        return {
+            "epoch": self.epoch,
+            "order": list(self.order),
+            "seen": {"files": ("a", self.epoch)},
+        }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         assert state["seen"] == {"files": ("a", state["epoch"])}
@@ -72,7 +86,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def same(one: tuple[nn.Module, torch.optim.Optimizer], other: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+def same(
+    one: tuple[nn.Module, torch.optim.Optimizer], other: tuple[nn.Module, torch.optim.Optimizer]
+) -> None:
     for a, b in zip(one[0].parameters(), other[0].parameters(), strict=True):
         assert torch.equal(local(a), local(b))
     first, second = (optimizer.state_dict() for _, optimizer in (one, other))
@@ -91,7 +107,11 @@ def test_a_model_an_optimizer_and_a_loader(tmp_path: Path, format: str, block: b
     """Also into an optimizer that has not taken a step, and so has no tensors that could be filled."""
     model, optimizer = trained(1)
     save = save_sharded if block else async_save_sharded
-    saved = save(tmp_path / "step", {"model": model, "optimizer": optimizer, "loader": Loader(3, [2, 1])}, format=format)
+    saved = save(
+        tmp_path / "step",
+        {"model": model, "optimizer": optimizer, "loader": Loader(3, [2, 1])},
+        format=format,
+    )
     if not block:
         saved.wait()
     other = trained(2, steps=steps)
@@ -122,9 +142,15 @@ def test_safetensors_holds_the_tensors_of_an_object(tmp_path: Path):
 def app_both_ways(world: World, path: str, ours: bool, loads_ours: bool, steps: int) -> None:
     own = trained(1, world=world)
     if ours:
-        save_sharded(path, {"app": AppState(*own), "loader": Loader(4, [1])}, group=world.group, format="dcp")
+        save_sharded(
+            path, {"app": AppState(*own), "loader": Loader(4, [1])}, group=world.group, format="dcp"
+        )
     else:
-        dcp.save({"app": AppState(*own), "loader": Loader(4, [1])}, checkpoint_id=path, process_group=world.group)
+        dcp.save(
+            {"app": AppState(*own), "loader": Loader(4, [1])},
+            checkpoint_id=path,
+            process_group=world.group,
+        )
     other = trained(2, world=world, steps=steps)
     state = {"app": AppState(*other), "loader": Loader(0, [])}
     if loads_ours:
@@ -144,7 +170,10 @@ def test_the_state_of_an_application(pool: Pool, tmp_path: Path, ours: bool, loa
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_plain_objects_both_ways(tmp_path: Path, ours: bool):
-    own, other = trained(1), trained(2, steps=int(ours))  # torch does not fill an optimizer without a state
+    own, other = (
+        trained(1),
+        trained(2, steps=int(ours)),
+    )  # torch does not fill an optimizer without a state
     saved = {"model": own[0], "optimizer": own[1], "loader": Loader(4, [1])}
     filled = {"model": other[0], "optimizer": other[1], "loader": Loader(0, [])}
     if ours:
@@ -191,7 +220,11 @@ def test_wherever_they_stand(tmp_path: Path, format: str):
         model = nn.Linear(2, 1)
         nn.init.constant_(model.weight, weight)
         outer = Outer(Loader(epoch, []))
-        return {"deep": {"models": [model, Loader(epoch, [1])], "outer": outer}, "step": epoch}, outer, model
+        return (
+            {"deep": {"models": [model, Loader(epoch, [1])], "outer": outer}, "step": epoch},
+            outer,
+            model,
+        )
 
     save_sharded(tmp_path / "step", state(5, 1.5)[0], format=format)
     other, outer, model = state(0, 0.0)
@@ -219,7 +252,9 @@ class Renaming(nn.Module):
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
         return {"w": self.weight.detach().clone()}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor], *args: object, **kwargs: object) -> None:
+    def load_state_dict(
+        self, state: dict[str, torch.Tensor], *args: object, **kwargs: object
+    ) -> None:
         with torch.no_grad():
             self.weight.copy_(state["w"])
 
@@ -239,7 +274,9 @@ class Refusing(Loader):
 
 def test_a_refusal_is_everybodys(tmp_path: Path):
     save_sharded(tmp_path / "step", {"loader": Loader(1, [])})
-    with pytest.raises(RanksFailed, match="some tensors have been changed: rank 0: LookupError: not mine"):
+    with pytest.raises(
+        RanksFailed, match="some tensors have been changed: rank 0: LookupError: not mine"
+    ):
         load_sharded(tmp_path / "step", {"loader": Refusing(0, [])})
 
 
@@ -259,11 +296,22 @@ class OneWay:
 
 
 @pytest.mark.parametrize(
-    "inside", [torch.ones(2), {"deep": [torch.ones(2)]}, nn.Linear(1, 1), Holder(torch.ones(1).to_sparse()), {torch.ones(1)}]
+    "inside",
+    [
+        torch.ones(2),
+        {"deep": [torch.ones(2)]},
+        nn.Linear(1, 1),
+        Holder(torch.ones(1).to_sparse()),
+        {torch.ones(1)},
+    ],
 )
 def test_tensors_are_never_pickled(tmp_path: Path, inside: object):
-    with pytest.raises(RanksFailed, match=r"a\.holder: a Holder with tensors in it, .*state_dict\(\)"):
-        save_sharded(tmp_path / "step", {"w": torch.ones(2), "a": {"holder": Holder(inside)}}, format="dcp")
+    with pytest.raises(
+        RanksFailed, match=r"a\.holder: a Holder with tensors in it, .*state_dict\(\)"
+    ):
+        save_sharded(
+            tmp_path / "step", {"w": torch.ones(2), "a": {"holder": Holder(inside)}}, format="dcp"
+        )
     assert not (tmp_path / "step").exists()
 
 
@@ -282,7 +330,9 @@ def test_other_objects_are_pickled_as_before(tmp_path: Path):
 
 
 def test_native_says_what_to_do(tmp_path: Path):
-    with pytest.raises(RanksFailed, match=r"one: an object of class .*OneWay; save its state_dict\(\)"):
+    with pytest.raises(
+        RanksFailed, match=r"one: an object of class .*OneWay; save its state_dict\(\)"
+    ):
         save_sharded(tmp_path / "step", {"w": torch.ones(2), "one": OneWay()})
 
 
@@ -315,7 +365,9 @@ def test_an_object_that_hands_out_itself(tmp_path: Path):
 
         def load_state_dict(self, state: object) -> None: ...
 
-    with pytest.raises(CannotHold, match=r"me: an object of class .*Endless; save its state_dict\(\)"):
+    with pytest.raises(
+        CannotHold, match=r"me: an object of class .*Endless; save its state_dict\(\)"
+    ):
         holdfast.save(Endless(), tmp_path / "step")
 
 
@@ -339,7 +391,10 @@ def in_ddp(world: World, seed: int) -> nn.Module:
 
 
 def parameters(ddp: nn.Module) -> dict[str, torch.Tensor]:
-    return {name.replace("_orig_mod.", ""): one.detach().clone() for name, one in ddp.module.named_parameters()}
+    return {
+        name.replace("_orig_mod.", ""): one.detach().clone()
+        for name, one in ddp.module.named_parameters()
+    }
 
 
 def save_ddp(world: World, path: str, format: str) -> dict[str, torch.Tensor]:

@@ -42,7 +42,10 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(
+                WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(2)
         )
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -58,7 +61,9 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def _made(world: World, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def _made(
+    world: World, seed: int
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     torch.manual_seed(seed)
     model = Transformer().double()
     if world.size > 1:
@@ -71,7 +76,9 @@ def _made(world: World, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, to
 
 def _step(world: World, number: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     """One step on this rank's share of the batch; the loss of the whole batch."""
-    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(number))
+    tokens = torch.randint(
+        0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(number)
+    )
     mine = tokens.chunk(world.size)[world.rank]
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten())
@@ -98,7 +105,11 @@ def _plain(state: object) -> object:
         return [_plain(value) for value in state]
     if isinstance(state, DTensor):
         state = state.full_tensor()
-    return (str(state.dtype), tuple(state.shape), element_bytes(state)) if isinstance(state, torch.Tensor) else state
+    return (
+        (str(state.dtype), tuple(state.shape), element_bytes(state))
+        if isinstance(state, torch.Tensor)
+        else state
+    )
 
 
 def train(world: World, path: str, format: str, block: bool) -> tuple[list[float], object]:
@@ -154,7 +165,9 @@ def test_training_goes_on(pool: Pool, tmp_path: Path, format: str, block: bool):
                 assert found == wanted, "the same sums in the same order"
             else:
                 assert found == pytest.approx(wanted, rel=1e-14, abs=0)
-    assert good(pool.run(2, forget, path))[0] != pytest.approx(wanted, rel=1e-3), "without the moments it would be another run"
+    assert good(pool.run(2, forget, path))[0] != pytest.approx(wanted, rel=1e-3), (
+        "without the moments it would be another run"
+    )
 
 
 def test_the_checkpoint_opens_in_one_piece(pool: Pool, tmp_path: Path):

@@ -25,7 +25,10 @@ from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.pool import Pool, World, good
 from tests.support import ALONE
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 VALUES = {
     "dtype": torch.bfloat16,
@@ -40,7 +43,11 @@ VALUES = {
 
 
 def blank(value: object) -> object:
-    return {key: blank(inner) for key, inner in value.items()} if isinstance(value, dict) and value else None
+    return (
+        {key: blank(inner) for key, inner in value.items()}
+        if isinstance(value, dict) and value
+        else None
+    )
 
 
 @pytest.mark.parametrize("format", ["native", "dcp"])
@@ -58,7 +65,10 @@ def test_values_come_back_as_torch_knows_them(tmp_path: Path, format: str):
 
 
 @pytest.mark.parametrize("text", [np.str_("a\0"), np.bytes_(b"a\0")])
-@pytest.mark.parametrize("wrap", [lambda text: text, lambda text: [text], lambda text: {"k": (1, text)}, lambda text: {text}])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda text: text, lambda text: [text], lambda text: {"k": (1, text)}, lambda text: {text}],
+)
 def test_text_of_numpy_that_a_pickle_would_cut_is_refused(
     tmp_path: Path, text: np.str_ | np.bytes_, wrap: Callable[[object], object]
 ):
@@ -116,7 +126,10 @@ def test_torch_and_holdfast_exchange_the_state_of_random_generators(tmp_path: Pa
 
 def test_arrays_are_filled_in_place(tmp_path: Path):
     brain = np.arange(4).astype(ml_dtypes.bfloat16)
-    save_sharded(tmp_path / "step", {"table": np.arange(6.0).reshape(2, 3), "brain": brain, "none": np.zeros((0, 2))})
+    save_sharded(
+        tmp_path / "step",
+        {"table": np.arange(6.0).reshape(2, 3), "brain": brain, "none": np.zeros((0, 2))},
+    )
     table = np.zeros((2, 3), order="F")
     state = {"table": table, "brain": np.zeros_like(brain), "none": np.ones((0, 2))}
     load_sharded(tmp_path / "step", state)
@@ -180,7 +193,10 @@ def test_values_that_were_too_many_to_be_read(tmp_path: Path, monkeypatch: pytes
 
 
 def test_objects_that_are_not_built(tmp_path: Path):
-    dcp.save({"w": torch.ones(2), "path": tmp_path, "kind": Limits, "one": (1, [Limits()])}, checkpoint_id=tmp_path / "step")
+    dcp.save(
+        {"w": torch.ones(2), "path": tmp_path, "kind": Limits, "one": (1, [Limits()])},
+        checkpoint_id=tmp_path / "step",
+    )
     state = {"w": torch.zeros(2), "kind": None, "one": None}
     with pytest.raises(RanksFailed) as caught:
         load_sharded(tmp_path / "step", state)
@@ -196,15 +212,23 @@ def test_gradients_are_remembered(tmp_path: Path):
     import holdfast
 
     for format in ("native", "dcp"):
-        save_sharded(tmp_path / format, {"w": torch.ones(2, requires_grad=True), "v": torch.ones(2)}, format=format)
+        save_sharded(
+            tmp_path / format,
+            {"w": torch.ones(2, requires_grad=True), "v": torch.ones(2)},
+            format=format,
+        )
         with holdfast.open(tmp_path / format) as ckpt:
             assert (ckpt["w"].traits.requires_grad, ckpt["v"].traits.requires_grad) == (True, False)
 
 
 @pytest.mark.parametrize("format", ["native", "dcp", "safetensors"])
-def test_much_is_written_to_several_files_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str):
+def test_much_is_written_to_several_files_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+):
     monkeypatch.setattr("holdfast.torch.ranks.saving.FILE_NBYTES", 4000)
-    state = {f"w{i}": torch.full((100 * (i + 1),), float(i)) for i in range(9)} | {"empty": torch.zeros(0)}
+    state = {f"w{i}": torch.full((100 * (i + 1),), float(i)) for i in range(9)} | {
+        "empty": torch.zeros(0)
+    }
     saved = save_sharded(tmp_path / "step", state, format=format, threads=16)
     assert len(saved.files) == 4
     sizes = [nbytes for _, nbytes in saved.files]
@@ -247,8 +271,15 @@ def test_trees_are_put_together():
     numbers = {"$": "dict", "items": [[1, "one"]]}
     assert merged({}, numbers) == (numbers, {})
     assert merged(numbers, {"a": 2}) == ({"$": "dict", "items": [[1, "one"], ["a", 2]]}, {})
-    ordered = [{"$": "ordered_dict", "entries": {key: 1}, "metadata": {key: {"version": 1}}} for key in "ab"]
-    both = {"$": "ordered_dict", "entries": {"a": 1, "b": 1}, "metadata": {"a": {"version": 1}, "b": {"version": 1}}}
+    ordered = [
+        {"$": "ordered_dict", "entries": {key: 1}, "metadata": {key: {"version": 1}}}
+        for key in "ab"
+    ]
+    both = {
+        "$": "ordered_dict",
+        "entries": {"a": 1, "b": 1},
+        "metadata": {"a": {"version": 1}, "b": {"version": 1}},
+    }
     assert merged(*ordered) == (both, {})
 
 
@@ -279,9 +310,13 @@ def test_an_ordered_dict_stays_one(tmp_path: Path):
 
 def tied_here_alone(world: World, path: str) -> tuple[str, ...]:
     weight = torch.arange(6.0)
-    return save_sharded(path, {"a": weight, "b": weight if world.rank else weight.clone()}, group=world.group).notes
+    return save_sharded(
+        path, {"a": weight, "b": weight if world.rank else weight.clone()}, group=world.group
+    ).notes
 
 
 def test_a_tie_on_some_ranks_only_is_told(pool: Pool, tmp_path: Path):
     for notes in good(pool.run(2, tied_here_alone, str(tmp_path / "step"))):
-        assert notes == ("'b' and 'a' share memory on rank 1 but not on rank 0, so both are stored",)
+        assert notes == (
+            "'b' and 'a' share memory on rank 1 but not on rank 0, so both are stored",
+        )

@@ -24,11 +24,22 @@ def states(draw):
     boxes = []
     for shape in shapes:
         sides = st.tuples(*(st.tuples(st.integers(0, 1 << 40), st.integers(0, n)) for n in shape))
-        boxes.append([Box.at([o for o, _ in s], [n for _, n in s]) for s in draw(st.lists(sides, max_size=3))])
+        boxes.append(
+            [
+                Box.at([o for o, _ in s], [n for _, n in s])
+                for s in draw(st.lists(sides, max_size=3))
+            ]
+        )
     others = [name for name in draw(st.lists(NAMES, unique=True, max_size=4)) if name not in names]
     values = {name: draw(st.binary(max_size=16)) for name in others}
-    aliases = [(name, names[0]) for name, s, d in zip(names, shapes, dtypes, strict=True) if (s, d) == (shapes[0], dtypes[0])][1:]
-    return rank_state(zip(names, dtypes, shapes, boxes, strict=True), values=values, aliases=aliases)
+    aliases = [
+        (name, names[0])
+        for name, s, d in zip(names, shapes, dtypes, strict=True)
+        if (s, d) == (shapes[0], dtypes[0])
+    ][1:]
+    return rank_state(
+        zip(names, dtypes, shapes, boxes, strict=True), values=values, aliases=aliases
+    )
 
 
 def parts(state):
@@ -80,9 +91,19 @@ def test_equal_catalogues_are_one_object():
 
 def raw(catalogue, header, columns=b""):
     """Bytes with these two documents and columns."""
-    a, b = (d if isinstance(d, bytes) else json.dumps(d, separators=(",", ":")).encode() for d in (catalogue, header))
+    a, b = (
+        d if isinstance(d, bytes) else json.dumps(d, separators=(",", ":")).encode()
+        for d in (catalogue, header)
+    )
     b += b" " * (-(24 + len(a) + len(b)) % 8)
-    return b"hf-rank\x02" + len(a).to_bytes(8, "little") + len(b).to_bytes(8, "little") + a + b + columns
+    return (
+        b"hf-rank\x02"
+        + len(a).to_bytes(8, "little")
+        + len(b).to_bytes(8, "little")
+        + a
+        + b
+        + columns
+    )
 
 
 def ints(*numbers):
@@ -94,7 +115,12 @@ HEADER = {"boxes": 1, "values": [], "aliases": []}
 
 
 def test_the_bytes_by_hand():
-    assert parts(decode(raw(CATALOGUE, HEADER, ints(0, 1, 3))))[:4] == (("w",), ("float32",), ((4,),), [[0], [[1]], [[3]]])
+    assert parts(decode(raw(CATALOGUE, HEADER, ints(0, 1, 3))))[:4] == (
+        ("w",),
+        ("float32",),
+        ((4,),),
+        [[0], [[1]], [[3]]],
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,8 +153,16 @@ def test_the_bytes_by_hand():
         (CATALOGUE | {"shapes": [[1] * 65]}, HEADER, ints(0, *[0] * 65, *[1] * 65)),
         ({"names": ["w", "w"], "dtypes": ["int8"] * 2, "shapes": [[4]] * 2}, HEADER, ints(0, 0, 4)),
         # The second tensor has one dimension; its box has an extent in the other.
-        ({"names": ["w", "v"], "dtypes": ["int8"] * 2, "shapes": [[4, 4], [4]]}, HEADER, ints(1, 0, 0, 4, 4)),
-        ({"names": ["w", "v"], "dtypes": ["int8"] * 2, "shapes": [[4, 4], [4]]}, HEADER, ints(1, 0, 1, 4, 1)),
+        (
+            {"names": ["w", "v"], "dtypes": ["int8"] * 2, "shapes": [[4, 4], [4]]},
+            HEADER,
+            ints(1, 0, 0, 4, 4),
+        ),
+        (
+            {"names": ["w", "v"], "dtypes": ["int8"] * 2, "shapes": [[4, 4], [4]]},
+            HEADER,
+            ints(1, 0, 1, 4, 1),
+        ),
         (b'{"names":["w"],"names":["w"],"dtypes":["int8"],"shapes":[[4]]}', HEADER, ints(0, 0, 4)),
         (b'{"names":["\\u0077"],"dtypes":["int8"],"shapes":[[4]]}', HEADER, ints(0, 0, 4)),
         (b'{"names":["\\ud800"],"dtypes":["int8"],"shapes":[[4]]}', HEADER, ints(0, 0, 4)),
@@ -161,7 +195,10 @@ def test_half_a_surrogate_is_refused_before_it_travels():
 
 def test_aliases_must_be_alike_and_flat():
     def with_aliases(*aliases, dtypes=("int8",) * 3):
-        return rank_state([(n, d, (4,), [Box((0,), (4,))]) for n, d in zip("abc", dtypes, strict=True)], aliases=aliases)
+        return rank_state(
+            [(n, d, (4,), [Box((0,), (4,))]) for n, d in zip("abc", dtypes, strict=True)],
+            aliases=aliases,
+        )
 
     assert with_aliases(("b", "a"), ("c", "a")).aliases == (("b", "a"), ("c", "a"))
     for wrong in ([("b", "a"), ("c", "b")], [("b", "a"), ("b", "c")], [("a", "b"), ("b", "a")]):
@@ -172,8 +209,17 @@ def test_aliases_must_be_alike_and_flat():
 
 
 def test_boxes_must_have_the_rank_of_their_tensor():
-    catalogue, column, rows = Catalogue(("w",), ("int8",), ((4,),)), np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
+    catalogue, column, rows = (
+        Catalogue(("w",), ("int8",), ((4,),)),
+        np.zeros(1, np.int64),
+        np.zeros((1, 1), np.int64),
+    )
     assert RankState(catalogue, column, rows, rows).count == 1
-    for wrong in ((column.astype(np.int32), rows, rows), (column, column, rows), (column, rows, rows[:0]), (rows, rows, rows)):
+    for wrong in (
+        (column.astype(np.int32), rows, rows),
+        (column, column, rows),
+        (column, rows, rows[:0]),
+        (rows, rows, rows),
+    ):
         with pytest.raises(MetadataError):
             RankState(catalogue, *wrong)

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session", params=["weed", "moto"])
-def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def either(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[int]:
     """The port of each server in turn."""
     yield from _server(request.param, tmp_path_factory)
 
@@ -30,7 +32,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def _server(name: str, factory: pytest.TempPathFactory) -> Iterator[int]:
     needed = "weed" if name == "weed" else "moto_server"
     if servers.program(needed) is None:
-        warnings.warn(f"NOT TESTED against {name}: its server is not installed (requirements/test.txt)", stacklevel=1)
+        warnings.warn(
+            f"NOT TESTED against {name}: its server is not installed (requirements/test.txt)",
+            stacklevel=1,
+        )
         pytest.skip(f"{needed} is not installed")
     start: Callable[[Path], object] = getattr(servers, name)
     with start(factory.mktemp(name)) as port:  # type: ignore[attr-defined]

@@ -16,7 +16,9 @@ from pathlib import Path
 from signal import SIGINT, SIGTERM, default_int_handler, signal
 
 EARLY: list[Callable[[], object]] = []
-atexit.register(lambda: [each() for each in EARLY])  # before Holdfast is imported: these run after its own
+atexit.register(
+    lambda: [each() for each in EARLY]
+)  # before Holdfast is imported: these run after its own
 
 import numpy as np  # noqa: E402
 
@@ -158,5 +160,7 @@ MORE = {late: 0, slow: 0, interrupted: -SIGINT, asked_to_end: -SIGTERM, forks: 7
 SIGNALS = {interrupted: SIGINT, asked_to_end: SIGTERM}
 
 if __name__ == "__main__":
-    signal(SIGINT, default_int_handler)  # a shell starts what runs in its background with SIGINT ignored
+    signal(
+        SIGINT, default_int_handler
+    )  # a shell starts what runs in its background with SIGINT ignored
     {kind.__name__: kind for kind in (*KINDS, *MORE)}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))

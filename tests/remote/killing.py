@@ -35,7 +35,11 @@ def killed(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     processes = [
-        context.Process(target=rank_jobs.lone, args=(environment(proxy.port), str(room), rank, ranks, url, step), daemon=True)
+        context.Process(
+            target=rank_jobs.lone,
+            args=(environment(proxy.port), str(room), rank, ranks, url, step),
+            daemon=True,
+        )
         for rank in range(ranks)
     ]
     arrived = threading.Event()
@@ -62,4 +66,8 @@ def killed(
             process.kill()
     proxy.fault = lambda asked: None
     assert not (room / f"{victim}").exists()
-    return {rank: json.loads((room / f"{rank}").read_text())["kind"] for rank in range(ranks) if rank != victim}
+    return {
+        rank: json.loads((room / f"{rank}").read_text())["kind"]
+        for rank in range(ranks)
+        if rank != victim
+    }

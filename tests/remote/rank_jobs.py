@@ -27,7 +27,10 @@ def state(number: int, rank: int, size: int, rows: int = 1) -> dict[str, object]
         shape, dtype = torch.Size((rows * size, 3000)), torch.float32
 
         def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-            return [ChunkStorageMetadata(torch.Size((rank + size * i, 0)), torch.Size((1, 3000))) for i in range(rows)]
+            return [
+                ChunkStorageMetadata(torch.Size((rank + size * i, 0)), torch.Size((1, 3000)))
+                for i in range(rows)
+            ]
 
         def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
             return torch.full((1, 3000), float(number))
@@ -35,7 +38,9 @@ def state(number: int, rank: int, size: int, rows: int = 1) -> dict[str, object]
     return {"rows": Rows(), "plain": torch.full((500,), float(number)), "step": number}
 
 
-def save(world: World, environment: dict[str, str], url: str, format: str, nested: bool) -> tuple[str, ...]:
+def save(
+    world: World, environment: dict[str, str], url: str, format: str, nested: bool
+) -> tuple[str, ...]:
     os.environ.update(environment)
     saved = save_sharded(url, state_of(world, nested=nested), group=world.group, format=format)
     return tuple(name for name, _ in saved.files)
@@ -54,7 +59,12 @@ def load(world: World, environment: dict[str, str], url: str, nested: bool) -> t
 
 
 def numbered(
-    world: World, environment: dict[str, str], url: str, number: int, options: dict[str, object], background: bool = False
+    world: World,
+    environment: dict[str, str],
+    url: str,
+    number: int,
+    options: dict[str, object],
+    background: bool = False,
 ) -> tuple[str, ...]:
     """Save a state that says its number."""
     os.environ.update(environment)
@@ -66,7 +76,9 @@ def numbered(
     return tuple(name for name, _ in saved.files)
 
 
-def pieces(world: World, environment: dict[str, str], url: str, number: int, options: dict[str, object]) -> tuple[str, ...]:
+def pieces(
+    world: World, environment: dict[str, str], url: str, number: int, options: dict[str, object]
+) -> tuple[str, ...]:
     """Save the tensors of a state that says its number as safetensors files."""
     os.environ.update(environment)
     content = state(number, world.rank, world.size)
@@ -75,7 +87,9 @@ def pieces(world: World, environment: dict[str, str], url: str, number: int, opt
     return tuple(name for name, _ in saved.files)
 
 
-def as_group(world: World, environment: dict[str, str], url: str, lines: tuple[tuple[int, ...], ...]) -> str:
+def as_group(
+    world: World, environment: dict[str, str], url: str, lines: tuple[tuple[int, ...], ...]
+) -> str:
     """Several groups save to one place at once; which of them this rank was in, and how that ended."""
     os.environ.update(environment)
     (mine,) = [line for line in lines if world.rank in line]
@@ -123,18 +137,24 @@ def replicated(world: World, environment: dict[str, str], url: str, elements: in
     found = {"plain": torch.zeros(elements), "rows": sharded(rows, mesh, (Shard(0),), blank=True)}
     loaded = load_sharded(url, found, group=world.group, replicated=how)
     assert torch.equal(found["plain"], torch.arange(elements, dtype=torch.float32))
-    assert torch.equal(found["rows"].to_local(), torch.arange(elements, dtype=torch.float32)[None] + world.rank)
+    assert torch.equal(
+        found["rows"].to_local(), torch.arange(elements, dtype=torch.float32)[None] + world.rank
+    )
     return loaded.read_nbytes
 
 
-def stock(world: World, environment: dict[str, str], url: str, ways: tuple[str, str], folder: str) -> None:
+def stock(
+    world: World, environment: dict[str, str], url: str, ways: tuple[str, str], folder: str
+) -> None:
     """torch's own `dcp.save` and `dcp.load` through our storage; or what `save_sharded` wrote, and what torch's reader finds."""
     os.environ.update(environment)
     saves, loads = ways
     if saves == "writer":
         # As files of their own, and given as torch's own argument, once in a while.
         writer = Writer(url) if loads != "stock" else Writer(single_file_per_rank=False)
-        dcp.save(state_of(world), checkpoint_id=url, storage_writer=writer, process_group=world.group)
+        dcp.save(
+            state_of(world), checkpoint_id=url, storage_writer=writer, process_group=world.group
+        )
     else:
         save_sharded(url, state_of(world), group=world.group, format="dcp")
     dist.barrier(world.group)
@@ -146,7 +166,9 @@ def stock(world: World, environment: dict[str, str], url: str, ways: tuple[str, 
     else:
         if world.rank == 0:
             download(url, folder)
-            assert b"holdfast" not in (Path(folder) / ".metadata").read_bytes(), "nothing of ours is needed to read it"
+            assert b"holdfast" not in (Path(folder) / ".metadata").read_bytes(), (
+                "nothing of ours is needed to read it"
+            )
         dist.barrier(world.group)
         dcp.load(found, checkpoint_id=folder, process_group=world.group)
     check(world, found, other=True)
@@ -180,13 +202,17 @@ def rewritten(world: World, environment: dict[str, str], url: str, overwrite: bo
     return "saved"
 
 
-def lone(environment: dict[str, str], room: str, rank: int, size: int, url: str, step: int | None = None) -> None:
+def lone(
+    environment: dict[str, str], room: str, rank: int, size: int, url: str, step: int | None = None
+) -> None:
     """A rank of its own, for those that are killed: a save over what is there, or of a step, with a short deadline."""
     os.environ.update(environment)
     answer = Path(room) / f"{rank}"
     try:
         store = dist.FileStore(str(Path(room) / "store"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        )
         content = state(1, rank, size, rows=2)
         dist.barrier()
         said = {"began": time.time()}
@@ -203,7 +229,9 @@ def lone(environment: dict[str, str], room: str, rank: int, size: int, url: str,
         os._exit(0)
 
 
-def run_of(world: World, environment: dict[str, str], url: str, steps: list[int], background: bool) -> list[int]:
+def run_of(
+    world: World, environment: dict[str, str], url: str, steps: list[int], background: bool
+) -> list[int]:
     """Save these steps of a run; those that are there then."""
     os.environ.update(environment)
     with Run(url, keep="latest:2", group=world.group, deadline=30) as run:
@@ -222,7 +250,12 @@ def run_state(world: World, number: int) -> dict[str, object]:
 
     rows = sharded(torch.full((8, 40), float(number)), world.mesh(), (Shard(0),))
     frozen = sharded(torch.arange(8 * 500.0).reshape(8, 500), world.mesh(), (Shard(0),))
-    return {"rows": rows, "frozen": frozen, "plain": torch.full((30,), float(number)), "step": number}
+    return {
+        "rows": rows,
+        "frozen": frozen,
+        "plain": torch.full((30,), float(number)),
+        "step": number,
+    }
 
 
 def run_resumed(world: World, environment: dict[str, str], url: str) -> tuple[object, ...]:
@@ -235,7 +268,13 @@ def run_resumed(world: World, environment: dict[str, str], url: str) -> tuple[ob
     return (*values, into["step"], run.resumed.step, run.resumed.metrics["loss"])
 
 
-def load_alike(world: World, environment: dict[str, str], url: str, shapes: dict[str, tuple[int, ...]], how: str) -> int:
+def load_alike(
+    world: World,
+    environment: dict[str, str],
+    url: str,
+    shapes: dict[str, tuple[int, ...]],
+    how: str,
+) -> int:
     """Every rank wants everything; what it read. The elements are ones."""
     os.environ.update(environment)
     state = {name: torch.zeros(shape) for name, shape in shapes.items()}

@@ -54,7 +54,13 @@ def weed(folder: Path) -> Iterator[int]:
     """SeaweedFS; its port for S3."""
 
     def command(ports: list[int]) -> list[str]:
-        own = [program("weed") or "weed", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+        own = [
+            program("weed") or "weed",
+            "server",
+            f"-dir={folder}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+        ]
         own += ["-master.telemetry=false", "-volume.max=8", "-filer", "-s3", "-s3.iam=false"]
         own += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         names = ("s3.port", "master.port", "volume.port", "filer.port")
@@ -84,7 +90,12 @@ def _running(command: Callable[[list[int]], list[str]], ports: int, folder: Path
         own = free_ports(ports)
         with open(folder / "server.log", "wb") as log:
             server = subprocess.Popen(
-                command(own), cwd=folder, env=plain, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command(own),
+                cwd=folder,
+                env=plain,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         try:
             try:
@@ -106,7 +117,10 @@ def _make_bucket(port: int, server: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + 60
     while time.monotonic() < until and server.poll() is None:
         with suppress(OSError, http.client.HTTPException):
-            if _status(port, f"/{BUCKET}") in (200, 409) and _status(port, f"/{BUCKET}/ready") == 200:
+            if (
+                _status(port, f"/{BUCKET}") in (200, 409)
+                and _status(port, f"/{BUCKET}/ready") == 200
+            ):
                 return
         time.sleep(0.1)
     raise OSError(f"the server at port {port} does not answer")
@@ -223,9 +237,13 @@ class Proxy:
         if fault == "drop":
             return False
         if fault in ("503", "403"):
-            code, reason = ("SlowDown", "Slow Down") if fault == "503" else ("ExpiredToken", "Forbidden")
+            code, reason = (
+                ("SlowDown", "Slow Down") if fault == "503" else ("ExpiredToken", "Forbidden")
+            )
             text = f"<Error><Code>{code}</Code></Error>".encode()
-            client.sendall(f"HTTP/1.1 {fault} {reason}\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+            client.sendall(
+                f"HTTP/1.1 {fault} {reason}\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text
+            )
             return True
         if fault == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -238,8 +256,14 @@ class Proxy:
             start, _, stop = headers["range"].removeprefix("bytes=").partition("-")
             headers["range"] = f"bytes={int(start) + 16}-{int(stop) + 16}"
         key = path.partition("?")[0]
-        writes = (method == "PUT" and "partNumber" not in path) or (method == "POST" and "uploadId" in path)
-        new = writes and self.unseen_s and self._forward("HEAD", key, {"host": headers["host"]}, b"")[0].status == 404
+        writes = (method == "PUT" and "partNumber" not in path) or (
+            method == "POST" and "uploadId" in path
+        )
+        new = (
+            writes
+            and self.unseen_s
+            and self._forward("HEAD", key, {"host": headers["host"]}, b"")[0].status == 404
+        )
         if fault == "twice":
             self._forward(method, path, headers, body)
         if self.page and "list-type" in path:
@@ -275,7 +299,11 @@ class Proxy:
         head = [f"HTTP/1.1 {answer.status} {answer.reason}"]
         for name, value in answer.getheaders():
             if name.lower() not in left_out:
-                head.append(f'{name}: "beef{value[5:]}' if fault == "etag" and name.lower() == "etag" else f"{name}: {value}")
+                head.append(
+                    f'{name}: "beef{value[5:]}'
+                    if fault == "etag" and name.lower() == "etag"
+                    else f"{name}: {value}"
+                )
         if resized or answer.getheader("content-length") is None:
             head.append(f"Content-Length: {len(content)}")
         with self._lock:
@@ -290,7 +318,9 @@ class Proxy:
                 stream.read(1)  # type: ignore[attr-defined]
         return fault not in ("half", "stall") and how != "break"
 
-    def _forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
+    def _forward(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[http.client.HTTPResponse, bytes]:
         upstream = http.client.HTTPConnection("127.0.0.1", self.server, timeout=60)
         try:
             upstream.putrequest(method, path, skip_host=True, skip_accept_encoding=True)

@@ -100,7 +100,11 @@ class Copy(Verb):
         holdfast.copy(self.folder / str(number), f"{self.url}/back-{number}")
 
     def check(self, numbers: tuple[int, int]) -> None:
-        for place in (str(self.folder / str(numbers[1])), f"{self.url}/to-{numbers[1]}", f"{self.url}/back-{numbers[1]}"):
+        for place in (
+            str(self.folder / str(numbers[1])),
+            f"{self.url}/to-{numbers[1]}",
+            f"{self.url}/back-{numbers[1]}",
+        ):
             assert content(place) in (None, 0)
 
 
@@ -166,7 +170,9 @@ def bucket(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Buc
 
 
 @pytest.mark.parametrize("name", ASKS)
-def test_each_is_asked_again_and_the_message_says_how_often(name: str, bucket: tuple[Bucket, str], proxy: Proxy):
+def test_each_is_asked_again_and_the_message_says_how_often(
+    name: str, bucket: tuple[Bucket, str], proxy: Proxy
+):
     ask, fault = ASKS[name]
     proxy.fault = lambda asked: fault if asked.number == 0 else None
     ask(*bucket)
@@ -189,7 +195,9 @@ def test_what_has_a_condition_is_asked_once(bucket: tuple[Bucket, str], proxy: P
     with pytest.raises(StoreError) as caught:
         bucket[0].put(f"{bucket[1]}/new", b"1", create=True)
     assert len(proxy.asked) == 1
-    assert caught.value.message.endswith(": the server cannot be reached, or broke off the connection; asked once")
+    assert caught.value.message.endswith(
+        ": the server cannot be reached, or broke off the connection; asked once"
+    )
     check_secrets(caught.value)
 
 
@@ -205,7 +213,9 @@ def test_what_is_refused_is_not_asked_again(bucket: tuple[Bucket, str], proxy: P
 
 @pytest.mark.parametrize("chunk", [2, 1000])
 @pytest.mark.parametrize("page", range(4))
-def test_a_list_goes_on_behind_what_came(page: int, chunk: int, bucket: tuple[Bucket, str], proxy: Proxy, monkeypatch):
+def test_a_list_goes_on_behind_what_came(
+    page: int, chunk: int, bucket: tuple[Bucket, str], proxy: Proxy, monkeypatch
+):
     """Each page breaks off once; every key is found, and once."""
     monkeypatch.setattr(client, "LISTED", chunk)
     proxy.page = 2
@@ -217,7 +227,9 @@ def test_a_list_goes_on_behind_what_came(page: int, chunk: int, bucket: tuple[Bu
 
 @verbs
 @pytest.mark.parametrize("fault", ["etag", "twice"])
-def test_each_request_meets_quieter_faults(fault: str, made: Verb, proxy: Proxy, request: pytest.FixtureRequest):
+def test_each_request_meets_quieter_faults(
+    fault: str, made: Verb, proxy: Proxy, request: pytest.FixtureRequest
+):
     """Another etag: what is read is right, or it is an error; never a mixture. Twice: it is as if it had arrived once.
 
     Of a verb of many requests some eight meet it, and all of them with --exhaustive.

@@ -85,7 +85,9 @@ def test_each_request_meets_each_fault(suffix: str, overwrite: bool, proxy: Prox
             assert content(where) in wanted, (at, fault)
 
 
-def test_a_save_that_meets_no_answer_any_more(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_that_meets_no_answer_any_more(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+):
     """From each request on nothing arrives: the save fails, and what was there is there."""
     monkeypatch.setattr("holdfast.stores.remote.client.RETRIES", 1)
     holdfast.save(state(0), url)
@@ -138,7 +140,9 @@ def short_puts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_puts")
-def test_one_of_many_savers_of_a_long_object_wins(proxy: Proxy, url: str, request: pytest.FixtureRequest):
+def test_one_of_many_savers_of_a_long_object_wins(
+    proxy: Proxy, url: str, request: pytest.FixtureRequest
+):
     """As with a prefix, though the end of an upload has no condition."""
     rounds = 50 if request.config.getoption("--exhaustive") else 3
     for round in range(rounds):
@@ -147,7 +151,12 @@ def test_one_of_many_savers_of_a_long_object_wins(proxy: Proxy, url: str, reques
         where, outcome = f"{url}-{round}.safetensors", [""] * 8
         together = threading.Barrier(8)
 
-        def save(number: int, where: str = where, outcome: list[str] = outcome, together: threading.Barrier = together) -> None:
+        def save(
+            number: int,
+            where: str = where,
+            outcome: list[str] = outcome,
+            together: threading.Barrier = together,
+        ) -> None:
             together.wait()
             try:
                 holdfast.save(state(number), where, overwrite=False)
@@ -185,7 +194,9 @@ def test_each_request_of_a_long_object_meets_a_fault(proxy: Proxy, url: str):
 
 
 @pytest.mark.parametrize("long", [True, False])
-def test_a_single_object_never_takes_the_place_of_another(long: bool, either: int, url: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_single_object_never_takes_the_place_of_another(
+    long: bool, either: int, url: str, monkeypatch: pytest.MonkeyPatch
+):
     """One that appears while it is written stays, whoever put it there."""
     monkeypatch.setattr(ObjectSave, "AT_ONCE", 1 << 10 if long else LONG)
     for name, value in environment(either).items():
@@ -200,7 +211,10 @@ def test_a_single_object_never_takes_the_place_of_another(long: bool, either: in
             bucket_of(where).put(where.key, b"of another program")
 
     monkeypatch.setattr(ObjectSave, "begin", then_another)
-    for act in (lambda: holdfast.save(state(1), where, overwrite=False), lambda: holdfast.copy(other, where)):
+    for act in (
+        lambda: holdfast.save(state(1), where, overwrite=False),
+        lambda: holdfast.copy(other, where),
+    ):
         bucket_of(where).delete([where.key])
         with pytest.raises(NotCommitted, match="the object exists"):
             act()
@@ -232,7 +246,11 @@ def test_a_single_object_is_read_back(overwrite: bool, long: bool, monkeypatch: 
 
     async def flip(self: Bucket, *args: object) -> Got:
         got = await damaged(self, *args)  # type: ignore[arg-type]
-        return replace(got, data=memoryview(bytes(got.data[:-1]) + b"?")) if got.data.nbytes > 1 << 10 else got
+        return (
+            replace(got, data=memoryview(bytes(got.data[:-1]) + b"?"))
+            if got.data.nbytes > 1 << 10
+            else got
+        )
 
     monkeypatch.setattr(Bucket, "_answer", flip)
     with pytest.raises(DurabilityUncertain, match="read back the same"):
@@ -247,7 +265,9 @@ holdfast.save({"w": np.full((64, 1024), 1, np.float32), "b": np.full(7, 1, np.in
 """
 
 
-def test_a_saver_that_is_killed_between_two_requests(proxy: Proxy, url: str, request: pytest.FixtureRequest):
+def test_a_saver_that_is_killed_between_two_requests(
+    proxy: Proxy, url: str, request: pytest.FixtureRequest
+):
     """A kill before and after each request: the old step, or the new one; and a later save works."""
     holdfast.save(state(0), url)
     proxy.clear()
@@ -261,7 +281,10 @@ def test_a_saver_that_is_killed_between_two_requests(proxy: Proxy, url: str, req
             process: list[subprocess.Popen[bytes]] = []
 
             def kill(
-                asked: Asked, at: int = at, answered: bool = answered, process: list[subprocess.Popen[bytes]] = process
+                asked: Asked,
+                at: int = at,
+                answered: bool = answered,
+                process: list[subprocess.Popen[bytes]] = process,
             ) -> Fault:
                 if asked.number < at:
                     return None
@@ -270,7 +293,12 @@ def test_a_saver_that_is_killed_between_two_requests(proxy: Proxy, url: str, req
                 return "cut" if answered else "drop"
 
             proxy.fault = kill
-            process.append(subprocess.Popen([sys.executable, "-c", PROGRAM, url], env={**os.environ, **environment(proxy.port)}))
+            process.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", PROGRAM, url],
+                    env={**os.environ, **environment(proxy.port)},
+                )
+            )
             process[0].wait(60)
             proxy.fault = only(-1, None)
             assert process[0].returncode == -9
@@ -291,8 +319,12 @@ def test_a_reader_during_an_overwrite(proxy: Proxy, url: str):
     assert content(url) == 1
 
 
-def test_a_store_without_conditions_is_found_out(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("holdfast.stores.remote.client.Bucket.put", lambda self, *args, **more: "etag")
+def test_a_store_without_conditions_is_found_out(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "holdfast.stores.remote.client.Bucket.put", lambda self, *args, **more: "etag"
+    )
     bucket_of(url_of(url)).conditions = None
     with pytest.raises(NotCommitted, match="takes no notice of conditions"):
         holdfast.save(state(0), url)

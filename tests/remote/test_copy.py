@@ -24,10 +24,17 @@ def content(place: str) -> dict[str, bytes]:
     """Every file under its name."""
     if "://" not in place:
         path = Path(place)
-        return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*")} if path.is_dir() else {"": path.read_bytes()}
+        return (
+            {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*")}
+            if path.is_dir()
+            else {"": path.read_bytes()}
+        )
     where = url_of(place)
     bucket = bucket_of(where)
-    keys = {one.key.removeprefix(f"{where.key}/"): one.key for one in bucket.below(f"{where.key}/", 1000)} or {"": where.key}
+    keys = {
+        one.key.removeprefix(f"{where.key}/"): one.key
+        for one in bucket.below(f"{where.key}/", 1000)
+    } or {"": where.key}
     return {name: bytes(bucket.whole(key, 1 << 30).data) for name, key in keys.items()}
 
 
@@ -90,7 +97,9 @@ def test_damage_is_found_on_the_way(made: Path, proxy: Proxy, url: str):
         holdfast.open(f"{url}/x.safetensors")
 
 
-def test_a_copy_that_is_cut_off_publishes_nothing_and_another_is_told(made: Path, proxy: Proxy, url: str):
+def test_a_copy_that_is_cut_off_publishes_nothing_and_another_is_told(
+    made: Path, proxy: Proxy, url: str
+):
     holdfast.save(STATE, f"{url}-source")
     bucket = bucket_of(url_of(url))
     bucket.put(f"{url_of(url).key}/.copy.0000000000000000.tmp", b"of another")
@@ -102,7 +111,9 @@ def test_a_copy_that_is_cut_off_publishes_nothing_and_another_is_told(made: Path
 
 
 @pytest.mark.parametrize("kind", ["split", "one"])
-def test_a_copy_over_the_same_names_that_fails_leaves_the_old_one(kind: str, made: Path, proxy: Proxy, url: str, tmp_path: Path):
+def test_a_copy_over_the_same_names_that_fails_leaves_the_old_one(
+    kind: str, made: Path, proxy: Proxy, url: str, tmp_path: Path
+):
     """Each upload in turn is refused: the old checkpoint with its config, or at the end the new one. Nothing else is left."""
     other = {name: array + 1 for name, array in STATE.items()}
     size = "70KB" if kind == "split" else "1GB"
@@ -118,13 +129,19 @@ def test_a_copy_over_the_same_names_that_fails_leaves_the_old_one(kind: str, mad
         put: list[Asked] = []
 
         def fault(asked: Asked, at: int = at, put: list[Asked] = put) -> Fault:
-            if asked.method == "PUT" and asked.nbytes > 1 and "x-amz-copy-source" not in asked.headers:
+            if (
+                asked.method == "PUT"
+                and asked.nbytes > 1
+                and "x-amz-copy-source" not in asked.headers
+            ):
                 put.append(asked)
                 return "403" if len(put) > at else None
             return None
 
         proxy.fault = fault
-        published = kind == "split" and at == uploads - 1  # or not: the index is refused, and nobody can say why
+        published = (
+            kind == "split" and at == uploads - 1
+        )  # or not: the index is refused, and nobody can say why
         with pytest.raises(DurabilityUncertain if published else NotCommitted):
             holdfast.copy(tmp_path / "other", url, overwrite=True)
         proxy.fault = lambda asked: None
@@ -133,7 +150,9 @@ def test_a_copy_over_the_same_names_that_fails_leaves_the_old_one(kind: str, mad
     assert content(url) == content(str(tmp_path / "other"))
 
 
-def test_what_is_too_long_for_a_copy_by_the_store(made: Path, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_too_long_for_a_copy_by_the_store(
+    made: Path, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("holdfast.engine.targets.bucket.COPIED_NBYTES", 1000)
     holdfast.copy(made / "split", url)
     holdfast.copy(made / "split", url, overwrite=True)

@@ -28,7 +28,9 @@ PATIENCE = 120
 """Seconds after which a program hangs."""
 
 
-def ended(kind: str, url: str, folders: Sequence[Path], *, python: str = sys.executable) -> tuple[Counter[int], str]:
+def ended(
+    kind: str, url: str, folders: Sequence[Path], *, python: str = sys.executable
+) -> tuple[Counter[int], str]:
     """The statuses of as many programs as there are folders, and the last words of all."""
     statuses: Counter[int] = Counter()
     words = ""
@@ -36,7 +38,10 @@ def ended(kind: str, url: str, folders: Sequence[Path], *, python: str = sys.exe
         some = folders[first : first + TOGETHER]
         running = [
             subprocess.Popen(
-                [python, exits.__file__, kind, url, str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                [python, exits.__file__, kind, url, str(folder)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for folder in some
         ]
@@ -68,7 +73,9 @@ def folders(tmp_path: Path, count: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("kind", [*exits.KINDS, *exits.MORE], ids=lambda kind: kind.__name__)
-def test_a_program_ends_as_it_should(kind, server, url: str, tmp_path: Path, monkeypatch, request: pytest.FixtureRequest):
+def test_a_program_ends_as_it_should(
+    kind, server, url: str, tmp_path: Path, monkeypatch, request: pytest.FixtureRequest
+):
     """Two of each kind; 25 of the eight plain ones with --exhaustive: 200 programs."""
     for name, value in environment(server).items():
         monkeypatch.setenv(name, value)

@@ -37,7 +37,9 @@ def check_secrets(error: BaseException) -> None:
 
 @pytest.mark.parametrize("fault", ["whole", "elsewhere", "half", "stall"])
 @pytest.mark.parametrize("every", [False, True])
-def test_wrong_answers_are_never_taken_for_right(fault: str, every: bool, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_answers_are_never_taken_for_right(
+    fault: str, every: bool, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+):
     """Once: it is asked for again. Always: a clear error, or the right bytes."""
     if every and fault == "stall":
         pytest.skip("a minute for each try")
@@ -106,11 +108,15 @@ def test_parts_of_an_upload_that_are_lost(fault: str, proxy: Proxy, url: str):
 
 
 @pytest.mark.parametrize("what", ["", "partNumber"])
-def test_a_bit_that_flips_on_the_way_is_found_by_the_server(what: str, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_bit_that_flips_on_the_way_is_found_by_the_server(
+    what: str, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+):
     """Every put and every part brings its hash."""
     big = {"w": np.zeros((2, 9 << 20), np.uint8)} if what else state(1)
     holdfast.save(state(0), url)
-    proxy.fault = lambda asked: "flip" if asked.method == "PUT" and asked.nbytes > 1 << 10 and what in asked.path else None
+    proxy.fault = lambda asked: (
+        "flip" if asked.method == "PUT" and asked.nbytes > 1 << 10 and what in asked.path else None
+    )
     with pytest.raises(NotCommitted, match="BadDigest"):
         holdfast.save(big, url, overwrite=True)
     proxy.fault = lambda asked: None
@@ -118,7 +124,9 @@ def test_a_bit_that_flips_on_the_way_is_found_by_the_server(what: str, proxy: Pr
     monkeypatch.setenv("HOLDFAST_WITHOUT_CHECKSUMS", "1")
     proxy.clear()
     holdfast.save(big, url, overwrite=True)
-    assert not any("x-amz-checksum-sha256" in asked.headers for asked in proxy.asked if asked.method == "PUT")
+    assert not any(
+        "x-amz-checksum-sha256" in asked.headers for asked in proxy.asked if asked.method == "PUT"
+    )
 
 
 def test_an_upload_that_cannot_be_done_leaves_nothing(proxy: Proxy, url: str):
@@ -126,7 +134,9 @@ def test_an_upload_that_cannot_be_done_leaves_nothing(proxy: Proxy, url: str):
     proxy.fault = lambda asked: "403" if "partNumber" in asked.path else None
     with pytest.raises(NotCommitted):
         holdfast.save({"w": np.zeros((4, 9 << 20), np.uint8)}, url, overwrite=True)
-    deleted = [asked for asked in proxy.asked if asked.method == "DELETE" and "uploadId" in asked.path]
+    deleted = [
+        asked for asked in proxy.asked if asked.method == "DELETE" and "uploadId" in asked.path
+    ]
     assert deleted, "the parts that came are given back"
     proxy.fault = lambda asked: None
     assert content(url) == 0
@@ -168,7 +178,9 @@ def test_a_slice_costs_its_bytes_and_two_round_trips(suffix: str, proxy: Proxy, 
             proxy.clear()
             found = checkpoint["w"][piece].numpy()
             np.testing.assert_array_equal(found, WIDE["w"][piece])
-            stretch = WIDE["w"][: 1024 if piece == np.s_[:, :256] or piece == np.s_[::2] else 0].nbytes
+            stretch = WIDE["w"][
+                : 1024 if piece == np.s_[:, :256] or piece == np.s_[::2] else 0
+            ].nbytes
             assert len(proxy.asked) <= 2, piece
             assert proxy.sent_nbytes <= max(1.1 * found.nbytes, stretch) + 1024, piece
 
@@ -192,7 +204,10 @@ def test_many_small_tensors_are_few_requests(proxy: Proxy, url: str, tmp_path: P
     proxy.clear()
     holdfast.convert(url, url + "-again")
     assert len(proxy.asked) < 30
-    with holdfast.open(url + "-again") as checkpoint, holdfast.open(tmp_path / "here.safetensors") as here:
+    with (
+        holdfast.open(url + "-again") as checkpoint,
+        holdfast.open(tmp_path / "here.safetensors") as here,
+    ):
         for name, array in many.items():
             np.testing.assert_array_equal(checkpoint[name].numpy(), array)
             np.testing.assert_array_equal(here[name].numpy(), array)

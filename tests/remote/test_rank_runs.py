@@ -22,12 +22,19 @@ from tests.remote.test_runs import bucket_keys, later, litter_of
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize(("size", "background"), [(2, False), (4, True)], ids=["2 now", "4 background"])
-def test_ranks_save_steps_and_others_resume(size: int, background: bool, pool: Pool, where: dict[str, str], url: str):
+@pytest.mark.parametrize(
+    ("size", "background"), [(2, False), (4, True)], ids=["2 now", "4 background"]
+)
+def test_ranks_save_steps_and_others_resume(
+    size: int, background: bool, pool: Pool, where: dict[str, str], url: str
+):
     seen = good(pool.run(size, rank_jobs.run_of, where, url, [1, 2, 3, 4], background))
     assert seen[0] == [3, 4]
     run = holdfast.Run(url)
-    assert [(step.step, step.metrics) for step in run] == [(3, {"loss": 1 / 3}), (4, {"loss": 0.25})]
+    assert [(step.step, step.metrics) for step in run] == [
+        (3, {"loss": 1 / 3}),
+        (4, {"loss": 0.25}),
+    ]
     for step in run:
         assert holdfast.verify(step.path).ok
         with step.open() as checkpoint:
@@ -42,13 +49,21 @@ def test_ranks_save_steps_and_others_resume(size: int, background: bool, pool: P
             assert found == (4.0, 4, 4, 0.25)
     # One process goes on with it, and shares nothing that is cut otherwise.
     run = holdfast.torch.Run(url, keep="latest:1")
-    state = {"rows": torch.zeros(8, 40), "frozen": torch.zeros(8, 500), "plain": torch.zeros(30), "step": 0}
+    state = {
+        "rows": torch.zeros(8, 40),
+        "frozen": torch.zeros(8, 500),
+        "plain": torch.zeros(30),
+        "step": 0,
+    }
     assert run.resume(into=state) is state
     run.save(5, state)
     assert [step.step for step in run] == [5]
     assert holdfast.verify(run.latest().path).ok
     assert not litter_of(url)
-    assert len({key.partition("step-0000000")[2][:1] for key in bucket_keys(url) if "data-" in key}) == 1
+    assert (
+        len({key.partition("step-0000000")[2][:1] for key in bucket_keys(url) if "data-" in key})
+        == 1
+    )
 
 
 @pytest.mark.parametrize(("victim", "when"), [(1, "begins"), (0, "publishes")])
@@ -68,7 +83,9 @@ def test_a_rank_is_killed(victim: int, when: str, proxy: Proxy, url: str, tmp_pa
     with later(25):
         sweep(url)
     assert all(holdfast.verify(step.path).ok for step in run)
-    folders = {key.partition("step-0000000")[2][:1] for key in bucket_keys(url) if "step-0000" in key}
+    folders = {
+        key.partition("step-0000000")[2][:1] for key in bucket_keys(url) if "step-0000" in key
+    }
     assert folders == {str(step.step) for step in run}
 
 

@@ -18,7 +18,13 @@ import torch
 
 import holdfast
 import holdfast.torch
-from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, RanksFailed, StoreError
+from holdfast.errors import (
+    DurabilityUncertain,
+    HoldfastError,
+    NotCommitted,
+    RanksFailed,
+    StoreError,
+)
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.ranks.pool import Pool, failures, good
@@ -92,7 +98,9 @@ def test_a_save_in_the_background(pool: Pool, where: dict[str, str], url: str):
     assert good(pool.run(4, rank_jobs.background, where, url)) == [[1.0]] * 4
 
 
-def test_a_second_save_replaces_all_of_the_first_or_is_refused(pool: Pool, where: dict[str, str], url: str):
+def test_a_second_save_replaces_all_of_the_first_or_is_refused(
+    pool: Pool, where: dict[str, str], url: str
+):
     good(pool.run(3, rank_jobs.numbered, where, url, 1, {}))
     first = set(keys(url))
     for failure in failures(pool.run(2, rank_jobs.numbered, where, url, 2, {})):
@@ -114,17 +122,23 @@ def test_formats_beside_each_other(pool: Pool, where: dict[str, str], url: str):
     good(pool.run(2, rank_jobs.numbered, where, url, 3, {"overwrite": True}))
     assert content(url) == 3
     assert len(keys(url)) == 3, "neither .metadata nor its objects are left"
-    refused = failures(pool.run(2, rank_jobs.numbered, where, url, 4, {"format": "dcp", "overwrite": True}))
+    refused = failures(
+        pool.run(2, rank_jobs.numbered, where, url, 4, {"format": "dcp", "overwrite": True})
+    )
     assert "would still be the one that is opened" in refused[0].text
     assert content(url) == 3
     refused = failures(pool.run(2, rank_jobs.pieces, where, url, 4, {"overwrite": True}))
     assert "would still be the one that is opened" in refused[0].text
 
 
-def test_safetensors_files_of_ranks_are_published_by_an_index(pool: Pool, where: dict[str, str], url: str):
+def test_safetensors_files_of_ranks_are_published_by_an_index(
+    pool: Pool, where: dict[str, str], url: str
+):
     """Pieces of one tensor in the files of all ranks: the index names every file, and comes last."""
     files = good(pool.run(4, rank_jobs.pieces, where, url, 1, {}))
-    assert sorted(keys(url)) == sorted(["model.safetensors.index.json", *(name for rank in files for name in rank)])
+    assert sorted(keys(url)) == sorted(
+        ["model.safetensors.index.json", *(name for rank in files for name in rank)]
+    )
     assert content(url) == 1
     assert holdfast.verify(url).ok
     assert holdfast.open(url)["rows"].shape == (4, 3000)
@@ -181,13 +195,21 @@ def test_two_groups_save_one_step(pool: Pool, proxy: Proxy, where: dict[str, str
         winners = {int(one[0]) for one in said if one.endswith("won")}
         assert len(winners) == 1, said
         (winner,) = winners
-        assert [one.endswith("won") for one in said] == [rank // 2 == winner for rank in range(4)], said
-        assert all("published first" in one or "exists there" in one for one in said if not one.endswith("won")), said
+        assert [one.endswith("won") for one in said] == [
+            rank // 2 == winner for rank in range(4)
+        ], said
+        assert all(
+            "published first" in one or "exists there" in one
+            for one in said
+            if not one.endswith("won")
+        ), said
         assert content(place) == winner
         assert len(keys(place)) == 3, "the losers took theirs away"
 
 
-def test_the_answer_to_the_commit_is_lost(pool: Pool, proxy: Proxy, where: dict[str, str], url: str):
+def test_the_answer_to_the_commit_is_lost(
+    pool: Pool, proxy: Proxy, where: dict[str, str], url: str
+):
     good(pool.run(2, rank_jobs.numbered, where, url, 1, {}))
     lost: list[int] = []
 
@@ -207,7 +229,9 @@ def test_the_answer_to_the_commit_is_lost(pool: Pool, proxy: Proxy, where: dict[
 
 def test_a_slow_rank_is_waited_for(pool: Pool, proxy: Proxy, where: dict[str, str], url: str):
     """Its upload takes three times the deadline; it shows a pulse all the same."""
-    proxy.fault = lambda asked: 3.0 if asked.method == "PUT" and "00002-of-00003" in asked.path else None
+    proxy.fault = lambda asked: (
+        3.0 if asked.method == "PUT" and "00002-of-00003" in asked.path else None
+    )
     good(pool.run(3, rank_jobs.numbered, where, url, 1, {"deadline": 1.0}))
     proxy.fault = lambda asked: None
     assert content(url) == 1
@@ -217,7 +241,9 @@ def test_a_rank_whose_upload_fails(pool: Pool, proxy: Proxy, where: dict[str, st
     """Everybody hears of it, what was there is there, and nothing is left of the rest."""
     good(pool.run(3, rank_jobs.numbered, where, url, 1, {}))
     before = keys(url)
-    proxy.fault = lambda asked: "403" if asked.method == "PUT" and "00002-of-00003" in asked.path else None
+    proxy.fault = lambda asked: (
+        "403" if asked.method == "PUT" and "00002-of-00003" in asked.path else None
+    )
     for failure in failures(pool.run(3, rank_jobs.numbered, where, url, 2, {"overwrite": True})):
         assert failure.kinds[0] == "RanksFailed"
         assert "rank 1" in failure.text
@@ -234,7 +260,11 @@ def test_a_rank_is_killed(victim: int, when: str, proxy: Proxy, url: str, tmp_pa
     holdfast.torch.save_sharded(url, rank_jobs.state(0, 0, 1))
     before = keys(url)
     second = f"{victim + 1:05}-of-00003-00002.safetensors"
-    sought = {"begins": f"{victim + 1:05}-of-00003", "between": second, "publishes": "holdfast.json"}[when]
+    sought = {
+        "begins": f"{victim + 1:05}-of-00003",
+        "between": second,
+        "publishes": "holdfast.json",
+    }[when]
     moment = "asked" if when == "begins" else "done"
     said = killed(proxy, tmp_path, url, ranks=3, victim=victim, sought=sought, when=moment)
     if when == "publishes":
@@ -249,9 +279,18 @@ def test_a_rank_is_killed(victim: int, when: str, proxy: Proxy, url: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "ways", [("writer", "reader"), ("writer", "stock"), ("ours", "reader"), ("ours", "stock"), ("writer", "ours")]
+    "ways",
+    [
+        ("writer", "reader"),
+        ("writer", "stock"),
+        ("ours", "reader"),
+        ("ours", "stock"),
+        ("writer", "ours"),
+    ],
 )
-def test_torchs_own_checkpoints(ways: tuple[str, str], pool: Pool, where: dict[str, str], url: str, tmp_path: Path):
+def test_torchs_own_checkpoints(
+    ways: tuple[str, str], pool: Pool, where: dict[str, str], url: str, tmp_path: Path
+):
     good(pool.run(3, rank_jobs.stock, where, url, ways, str(tmp_path / "copy")))
 
 
@@ -294,12 +333,20 @@ def test_torchs_own_functions_with_a_client_of_the_callers_own():
     state = {"w": torch.arange(12.0), "step": 3}
     dcp.save(state, storage_writer=Writer("run/step-1", store=store), **ALONE)
     dcp.save(state, checkpoint_id="run/step-2", storage_writer=Writer(store=store), **ALONE)
-    for reader, more in ((Reader("run/step-2", store=store), {}), (Reader(store=store), {"checkpoint_id": "run/step-1"})):
+    for reader, more in (
+        (Reader("run/step-2", store=store), {}),
+        (Reader(store=store), {"checkpoint_id": "run/step-1"}),
+    ):
         found = {"w": torch.zeros(12), "step": 0}
         dcp.load(found, storage_reader=reader, **ALONE, **more)
         assert torch.equal(found["w"], state["w"])
         assert found["step"] == 3
-    assert sorted(one["path"] for one in obstore.list_with_delimiter(store, "run/step-1")["objects"])[0] == "run/step-1/.metadata"
+    assert (
+        sorted(one["path"] for one in obstore.list_with_delimiter(store, "run/step-1")["objects"])[
+            0
+        ]
+        == "run/step-1/.metadata"
+    )
 
 
 def test_a_save_that_may_be_there_is_left_alone(monkeypatch: pytest.MonkeyPatch):
@@ -335,7 +382,10 @@ def test_an_interrupt_while_it_is_published_removes_nothing(monkeypatch: pytest.
         if key.endswith("holdfast.json"):
             raise KeyboardInterrupt
 
-    for name, save in (("ranks", holdfast.torch.save_sharded), ("one", lambda url, state: holdfast.save(state, url))):
+    for name, save in (
+        ("ranks", holdfast.torch.save_sharded),
+        ("one", lambda url, state: holdfast.save(state, url)),
+    ):
         url = f"memory://interrupted/{name}"
         with monkeypatch.context() as patch:
             patch.setattr(Bucket, "put", interrupted)
@@ -352,7 +402,11 @@ def test_a_fork_is_told_that_it_cannot(tmp_path: Path):
     pid = os.fork()
     if not pid:
         said = []
-        for call in (lambda: holdfast.open(url), opened["w"].numpy, lambda: holdfast.save({"w": np.ones(3)}, url + "-2")):
+        for call in (
+            lambda: holdfast.open(url),
+            opened["w"].numpy,
+            lambda: holdfast.save({"w": np.ones(3)}, url + "-2"),
+        ):
             try:
                 call()
             except HoldfastError as error:
@@ -395,7 +449,9 @@ def test_options_mean_what_they_mean_on_a_disk():
     """Packed where that is smaller, told of while it is uploaded, and with hashes, so that the next one shares it."""
     url, told = "memory://options/step-1", []
     state = {"w": torch.zeros(100_000)}
-    saved = holdfast.torch.save_sharded(url, state, sparse="auto", progress=told.append, hashes=True)
+    saved = holdfast.torch.save_sharded(
+        url, state, sparse="auto", progress=told.append, hashes=True
+    )
     assert saved.nbytes < 10_000
     assert 0 < sum(told) <= saved.nbytes
     assert not saved.notes
@@ -406,7 +462,9 @@ def test_options_mean_what_they_mean_on_a_disk():
     assert torch.equal(found["w"], state["w"])
 
 
-def test_four_replicas_get_the_bytes_of_one_process(pool: Pool, proxy: Proxy, where: dict[str, str], url: str):
+def test_four_replicas_get_the_bytes_of_one_process(
+    pool: Pool, proxy: Proxy, where: dict[str, str], url: str
+):
     """As the store counts them, indexes and all: four ranks that want everything, by default, and each for itself."""
     shapes = {"embed": (3000, 700), **{f"w{i}": (700, 300 + i) for i in range(16)}}
     holdfast.torch.save_sharded({name: torch.ones(shape) for name, shape in shapes.items()}, url)

@@ -15,7 +15,11 @@ import holdfast
 from holdfast.errors import HoldfastError, Replaced, StoreError, Truncated
 from tests.remote.servers import Proxy, environment
 
-STATE = {"w": np.arange(1 << 18, dtype=np.float32).reshape(512, 512), "b": np.ones(3), "empty": np.zeros((0, 4), np.int8)}
+STATE = {
+    "w": np.arange(1 << 18, dtype=np.float32).reshape(512, 512),
+    "b": np.ones(3),
+    "empty": np.zeros((0, 4), np.int8),
+}
 
 
 def put(store: MemoryStore, folder: Path) -> None:
@@ -48,7 +52,9 @@ def test_a_native_checkpoint_is_one_request_and_a_slice_one_more(proxy: Proxy, u
     holdfast.save(STATE, url)
     proxy.clear()
     with holdfast.open(url) as checkpoint:
-        assert [(one.method, one.path.rpartition("/")[2]) for one in proxy.asked] == [("GET", "holdfast.json")]
+        assert [(one.method, one.path.rpartition("/")[2]) for one in proxy.asked] == [
+            ("GET", "holdfast.json")
+        ]
         proxy.clear()
         np.testing.assert_array_equal(checkpoint["w"][100:200].numpy(), STATE["w"][100:200])
         assert len(proxy.asked) == 1
@@ -60,12 +66,16 @@ def test_safetensors_and_zip_open_with_few_requests(proxy: Proxy, url: str):
         holdfast.save(STATE, url + suffix)
         proxy.clear()
         with holdfast.open(url + suffix) as checkpoint:
-            assert len(proxy.asked) <= most, [(one.method, one.path, one.headers.get("range")) for one in proxy.asked]
+            assert len(proxy.asked) <= most, [
+                (one.method, one.path, one.headers.get("range")) for one in proxy.asked
+            ]
             np.testing.assert_array_equal(checkpoint["w"].numpy(), STATE["w"])
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".npz"])
-def test_a_small_object_is_opened_and_read_by_one_request(suffix: str, proxy: Proxy, url: str, tmp_path: Path):
+def test_a_small_object_is_opened_and_read_by_one_request(
+    suffix: str, proxy: Proxy, url: str, tmp_path: Path
+):
     small = {"w": np.arange(300, dtype=np.float32), "b": np.ones(5)}
     if suffix == ".npz":
         np.savez(tmp_path / "x.npz", **small)
@@ -94,7 +104,9 @@ def test_an_object_that_is_replaced_is_an_error(suffix: str, filled: MemoryStore
     place = f"run/{'native' if not suffix else 'x' + suffix}"
     with holdfast.open(place, store=filled) as checkpoint:
         _ = checkpoint["b"].numpy()
-        holdfast.save({name: array + 1 for name, array in STATE.items()}, place, store=filled, overwrite=True)
+        holdfast.save(
+            {name: array + 1 for name, array in STATE.items()}, place, store=filled, overwrite=True
+        )
         with pytest.raises(Replaced):
             _ = checkpoint["w"].numpy()
     assert checkpoint is not None
@@ -108,7 +120,12 @@ def test_what_is_not_there_is_said_so(filled: MemoryStore):
 
 
 def test_a_data_file_that_is_shorter_than_the_manifest_says(filled: MemoryStore):
-    (key,) = (one["path"] for batch in obstore.list(filled, "run/native") for one in batch if one["path"].endswith(".safetensors"))
+    (key,) = (
+        one["path"]
+        for batch in obstore.list(filled, "run/native")
+        for one in batch
+        if one["path"].endswith(".safetensors")
+    )
     obstore.put(filled, key, bytes(obstore.get(filled, key).bytes())[:-8])
     with holdfast.open("run/native", store=filled) as checkpoint, pytest.raises(Truncated):
         _ = checkpoint["w"].numpy()
@@ -151,7 +168,12 @@ def test_no_secret_is_told(proxy: Proxy, url: str):
     proxy.fault = lambda asked: "403"
     with pytest.raises(HoldfastError, match="access denied") as caught:
         holdfast.open(url)
-    text = repr(caught.value) + str(caught.value) + repr(caught.value.__cause__) + repr(caught.value.__context__)
+    text = (
+        repr(caught.value)
+        + str(caught.value)
+        + repr(caught.value.__cause__)
+        + repr(caught.value.__context__)
+    )
     for value in list(environment(0).values())[1:3]:
         assert value not in text
 

@@ -40,7 +40,9 @@ def killed(at: int, answered: bool) -> Iterator[None]:
             raise Death
         return count == at
 
-    def asked(self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool) -> object:
+    def asked(
+        self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool
+    ) -> object:
         last = asks()
         found = run(self, ask, key, doing, **more)  # type: ignore[arg-type]
         if last:
@@ -118,7 +120,11 @@ class World:
                     self.pins.add(step)
             case Damage() if self.whole:
                 step = sorted(self.whole)[event.which % len(self.whole)]
-                data = [key for key in keys(self.store, f"run/step-{step:08d}") if key.startswith("data")]
+                data = [
+                    key
+                    for key in keys(self.store, f"run/step-{step:08d}")
+                    if key.startswith("data")
+                ]
                 obstore.delete(self.store, [f"run/step-{step:08d}/{key}" for key in data])
                 self.whole.remove(step)
                 self.torn.add(step)

@@ -55,8 +55,14 @@ def numbers(run: holdfast.Run) -> list[int]:
 def loads(step: holdfast.runs.Step) -> bool:
     """Whether every value of a step is the one that was saved."""
     with step.open() as checkpoint:
-        same = "frozen" not in checkpoint or np.array_equal(checkpoint["frozen"].numpy(), np.arange(512.0))
-        return same and checkpoint.tree["step"] == step.step and bool((checkpoint["w"].numpy() == step.step).all())
+        same = "frozen" not in checkpoint or np.array_equal(
+            checkpoint["frozen"].numpy(), np.arange(512.0)
+        )
+        return (
+            same
+            and checkpoint.tree["step"] == step.step
+            and bool((checkpoint["w"].numpy() == step.step).all())
+        )
 
 
 @pytest.fixture
@@ -65,14 +71,22 @@ def store() -> MemoryStore:
 
 
 def keys(store: MemoryStore, prefix: str = "run") -> list[str]:
-    return sorted(one["path"].removeprefix(f"{prefix}/") for batch in obstore.list(store, prefix) for one in batch)
+    return sorted(
+        one["path"].removeprefix(f"{prefix}/")
+        for batch in obstore.list(store, prefix)
+        for one in batch
+    )
 
 
 def test_a_run_is_as_on_a_disk(store: MemoryStore):
     run = holdfast.Run("run", keep=[Latest(2), Every(10), Best("loss")], store=store)
     assert (run.latest(), run.resume(), numbers(run), run.best("loss")) == (None, None, [], None)
     for number in range(1, 14):
-        saved = run.save(number, state(number), metrics={"loss": abs(number - 5), "odd name\n\x7f é": float("nan")})
+        saved = run.save(
+            number,
+            state(number),
+            metrics={"loss": abs(number - 5), "odd name\n\x7f é": float("nan")},
+        )
         assert repr(run.latest()) == repr(saved)  # a NaN is not equal to itself
     assert numbers(run) == [5, 10, 12, 13]
     assert run.best("loss").step == 5
@@ -92,7 +106,9 @@ def test_a_run_is_as_on_a_disk(store: MemoryStore):
     again = holdfast.Run("run", store=store)
     assert numbers(again) == [5, 10]
     named = {one.partition("/")[0] for one in keys(store)}
-    assert named == {"step-00000005", "step-00000010", "holdfast.run.json", "holdfast.pins.json"}, "nothing is left of the others"
+    assert named == {"step-00000005", "step-00000010", "holdfast.run.json", "holdfast.pins.json"}, (
+        "nothing is left of the others"
+    )
 
 
 def test_a_step_is_not_replaced_unasked(store: MemoryStore):
@@ -106,7 +122,9 @@ def test_a_step_is_not_replaced_unasked(store: MemoryStore):
 
 
 @pytest.mark.parametrize("attributes", [True, False])
-def test_what_is_not_whole_is_no_step(store: MemoryStore, attributes: bool, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_not_whole_is_no_step(
+    store: MemoryStore, attributes: bool, monkeypatch: pytest.MonkeyPatch
+):
     if not attributes:
         monkeypatch.setattr("holdfast.runs.bucket.attributes_of", lambda says, files: {})
     run = holdfast.Run("run", store=store)
@@ -143,7 +161,9 @@ def test_what_is_not_whole_is_no_step(store: MemoryStore, attributes: bool, monk
 def test_a_step_that_was_copied_keeps_its_metrics(store: MemoryStore):
     holdfast.Run("run", store=store).save(7, state(7), metrics={"loss": 0.1})
     for key in keys(store):
-        obstore.put(store, f"copy/{key}", obstore.get(store, f"run/{key}").bytes())  # by a program without attributes
+        obstore.put(
+            store, f"copy/{key}", obstore.get(store, f"run/{key}").bytes()
+        )  # by a program without attributes
     run = holdfast.Run("copy", store=store)
     assert run.latest().metrics == {"loss": 0.1}
     assert loads(run.latest())
@@ -156,7 +176,9 @@ def test_looking_costs_few_requests(store: MemoryStore, monkeypatch: pytest.Monk
     asked: list[str] = []
     real = Bucket._run
 
-    def counted(self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool) -> object:
+    def counted(
+        self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool
+    ) -> object:
         asked.append(f"{doing} {key}")
         return real(self, ask, key, doing, **more)  # type: ignore[arg-type]
 
@@ -236,7 +258,11 @@ def test_a_budget(store: MemoryStore):
 
 def test_exports(store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    run = holdfast.Run("memory://exported/run", keep="latest:1", export=[Export("hf"), Export("memory://exported/hf", "torch")])
+    run = holdfast.Run(
+        "memory://exported/run",
+        keep="latest:1",
+        export=[Export("hf"), Export("memory://exported/hf", "torch")],
+    )
     run.save(1, state(1))
     run.close()
     assert holdfast.open("hf/step-00000001")["w"].shape == (8, 64)
@@ -253,7 +279,9 @@ def later(hours: float) -> Iterator[None]:
 
     def head(self: Bucket, key: str) -> RemoteObject:
         found = real(self, key)
-        return RemoteObject(found.key, found.nbytes, found.etag, found.changed + timedelta(hours=hours))
+        return RemoteObject(
+            found.key, found.nbytes, found.etag, found.changed + timedelta(hours=hours)
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "head", head)
@@ -264,8 +292,16 @@ def test_a_sweep_takes_litter_and_nothing_else(store: MemoryStore):
     run = holdfast.Run("run", store=store)
     for number in (1, 2):
         run.save(number, state(number))
-    others = ["notes.txt", "step-00000009/data-0123.safetensors", "step-00000009/model.safetensors", "deep/er/" + LITTER]
-    probes = ["step-00000001.holdfast-probe-0123456789abcdef", "step-00000001/x.holdfast-probe-0123456789abcdef"]
+    others = [
+        "notes.txt",
+        "step-00000009/data-0123.safetensors",
+        "step-00000009/model.safetensors",
+        "deep/er/" + LITTER,
+    ]
+    probes = [
+        "step-00000001.holdfast-probe-0123456789abcdef",
+        "step-00000001/x.holdfast-probe-0123456789abcdef",
+    ]
     beside = "step-00000002/data-0123456789abcdef-00001-of-00001.safetensors"
     hidden = [".x.safetensors.0123456789abcdef.tmp", f"step-00000002/{CLAIM}"]
     litter = [LITTER, beside, *probes, *hidden]
@@ -280,7 +316,11 @@ def test_a_sweep_takes_litter_and_nothing_else(store: MemoryStore):
         assert keys(store) == before
         done = sweep("run", store=store)
     assert looked.keys == done.keys
-    assert (sorted(done.keys), done.nbytes, done.young) == (sorted(f"run/{key}" for key in litter), 12, 0)
+    assert (sorted(done.keys), done.nbytes, done.young) == (
+        sorted(f"run/{key}" for key in litter),
+        12,
+        0,
+    )
     assert keys(store) == sorted(set(before) - set(litter))
     assert keys(store, "other") == [LITTER]
     assert all(map(loads, run))
@@ -298,7 +338,9 @@ def test_a_sweep_leaves_what_it_cannot_understand(store: MemoryStore):
     assert LITTER in keys(store)
 
 
-def test_a_save_that_is_published_while_the_sweep_looks(store: MemoryStore, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_that_is_published_while_the_sweep_looks(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+):
     """Its data was old enough, and no manifest named it: until the sweep has looked again."""
     holdfast.save(state(1), "run/step-1", store=store)
     manifest = obstore.get(store, "run/step-1/holdfast.json").bytes()
@@ -318,7 +360,9 @@ def test_a_save_that_is_published_while_the_sweep_looks(store: MemoryStore, monk
     assert loads(holdfast.Run("run", store=store)[1])
 
 
-def test_a_saver_between_its_data_and_its_manifest_survives_a_sweep(store: MemoryStore, monkeypatch: pytest.MonkeyPatch):
+def test_a_saver_between_its_data_and_its_manifest_survives_a_sweep(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+):
     from holdfast.engine.targets.bucket_commit import PrefixSave
 
     run, real, swept = holdfast.Run("run", store=store), PrefixSave.commit, []
@@ -386,7 +430,9 @@ def checked(url: str, *allowed: int | None) -> int | None:
 
 
 @pytest.mark.parametrize("fault", ["drop", "cut", "503"])
-def test_each_request_of_a_save_meets_a_fault(fault: str, proxy: Proxy, url: str, request: pytest.FixtureRequest):
+def test_each_request_of_a_save_meets_a_fault(
+    fault: str, proxy: Proxy, url: str, request: pytest.FixtureRequest
+):
     """One in three of them by default, each time others."""
     run = holdfast.Run(url, keep="latest:1")
     for number in (1, 2):
@@ -408,7 +454,9 @@ def test_each_request_of_a_save_meets_a_fault(fault: str, proxy: Proxy, url: str
     assert not litter_of(url)
 
 
-def test_no_request_arrives_from_one_on(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+def test_no_request_arrives_from_one_on(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
     monkeypatch.setattr("holdfast.stores.remote.client.RETRIES", 1)
     run = holdfast.Run(url, keep="latest:1")
     for number in (1, 2):
@@ -423,7 +471,9 @@ def test_no_request_arrives_from_one_on(proxy: Proxy, url: str, monkeypatch: pyt
         proxy.fault = lambda asked, at=at: "drop" if asked.number >= at else None
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", HoldfastWarning)  # it is published, and retention was hindered
+                warnings.simplefilter(
+                    "ignore", HoldfastWarning
+                )  # it is published, and retention was hindered
                 run.save(number, state(number))
             wanted = [number]
         except NotCommitted:
@@ -445,7 +495,9 @@ run.save(int(sys.argv[2]), state)
 """
 
 
-def test_a_run_that_is_killed_between_two_requests(proxy: Proxy, url: str, request: pytest.FixtureRequest):
+def test_a_run_that_is_killed_between_two_requests(
+    proxy: Proxy, url: str, request: pytest.FixtureRequest
+):
     """The step before, or the new one; the next save works, and the sweep leaves nothing of the dead."""
     run = holdfast.Run(url, keep="latest:1")
     for number in (1, 2):
@@ -462,7 +514,12 @@ def test_a_run_that_is_killed_between_two_requests(proxy: Proxy, url: str, reque
             proxy.clear()
             process: list[subprocess.Popen[bytes]] = []
 
-            def kill(asked: Asked, at: int = at, fault: str = fault, process: list[subprocess.Popen[bytes]] = process) -> Fault:
+            def kill(
+                asked: Asked,
+                at: int = at,
+                fault: str = fault,
+                process: list[subprocess.Popen[bytes]] = process,
+            ) -> Fault:
                 if asked.number < at:
                     return None
                 process[0].kill()
@@ -471,19 +528,25 @@ def test_a_run_that_is_killed_between_two_requests(proxy: Proxy, url: str, reque
 
             proxy.fault = kill
             arguments = [sys.executable, "-c", PROGRAM, url, str(number)]
-            process.append(subprocess.Popen(arguments, env={**os.environ, **environment(proxy.port)}))
+            process.append(
+                subprocess.Popen(arguments, env={**os.environ, **environment(proxy.port)})
+            )
             process[0].wait(60)
             proxy.fault = only(-1, None)
             assert process[0].returncode in (-9, 0)
             checked(url, before, number)
             number += 1
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", HoldfastWarning)  # what the dead claimed is left to the sweep
+                warnings.simplefilter(
+                    "ignore", HoldfastWarning
+                )  # what the dead claimed is left to the sweep
                 run.save(number, shared(number))
             assert numbers(run) == [number]
             with later(1):
                 sweep(url, grace=1)
-            assert len(bucket_keys(url)) in (4, 5), "a manifest, its data and what it shares, the rules and the pins"
+            assert len(bucket_keys(url)) in (4, 5), (
+                "a manifest, its data and what it shares, the rules and the pins"
+            )
             assert loads(run.latest())
 
 
@@ -501,7 +564,9 @@ def test_both_servers_say_what_a_step_is(either: int, url: str, monkeypatch: pyt
     for number in (1, 2, 3):
         run.save(number, state(number), metrics={"loss ü": number / 3})
     assert run.pin(2, "paper").step == 2
-    monkeypatch.setattr("holdfast.runs.bucket.RunBucket._read", lambda self, name: pytest.fail("it was read"))
+    monkeypatch.setattr(
+        "holdfast.runs.bucket.RunBucket._read", lambda self, name: pytest.fail("it was read")
+    )
     fresh = holdfast.Run(url, keep="latest:1")
     assert fresh.latest().metrics == {"loss ü": 1.0}
     assert numbers(fresh) == [2, 3]
@@ -516,11 +581,16 @@ def test_a_listing_of_several_pages(proxy: Proxy, url: str, request: pytest.Fixt
     where = url_of(url)
     bucket = bucket_of(where)
     data = next(key for key in bucket_keys(url) if "data-" in key)
-    raw = {key: bytes(bucket.whole(key, 1 << 20).data) for key in (data, f"{where.key}/step-00000000/holdfast.json")}
+    raw = {
+        key: bytes(bucket.whole(key, 1 << 20).data)
+        for key in (data, f"{where.key}/step-00000000/holdfast.json")
+    }
 
     async def copy() -> None:
         puts = [
-            obstore.put_async(bucket.client, key.replace("step-00000000", f"other-{number:08d}"), text)
+            obstore.put_async(
+                bucket.client, key.replace("step-00000000", f"other-{number:08d}"), text
+            )
             for number in range(count)
             for key, text in raw.items()
             if number == 0 or key != data
@@ -534,7 +604,9 @@ def test_a_listing_of_several_pages(proxy: Proxy, url: str, request: pytest.Fixt
     proxy.clear()
     assert run.latest().step == 1
     assert numbers(run) == [0, 1]
-    assert sum("list-type" in asked.path for asked in proxy.asked) >= 5, "two pages of names, one of a step, two of everything"
+    assert sum("list-type" in asked.path for asked in proxy.asked) >= 5, (
+        "two pages of names, one of a step, two of everything"
+    )
 
 
 def test_two_runs_at_once(proxy: Proxy, url: str):

@@ -58,7 +58,10 @@ def state(number: int) -> dict[str, object]:
 def loads(step: holdfast.runs.Step) -> bool:
     wanted = state(step.step)
     with step.open() as checkpoint:
-        return all(np.array_equal(checkpoint[name].numpy(), wanted[name]) for name in ("frozen", "slow", "w"))
+        return all(
+            np.array_equal(checkpoint[name].numpy(), wanted[name])
+            for name in ("frozen", "slow", "w")
+        )
 
 
 def run_in(store: MemoryStore, **more: object) -> holdfast.Run:
@@ -73,7 +76,9 @@ def store() -> MemoryStore:
 # What is shared.
 
 
-def test_steps_share_objects_and_each_opens_alone(store: MemoryStore, monkeypatch: pytest.MonkeyPatch):
+def test_steps_share_objects_and_each_opens_alone(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+):
     run = run_in(store)
     for number in range(1, 7):
         run.save(number, state(number))
@@ -85,11 +90,15 @@ def test_steps_share_objects_and_each_opens_alone(store: MemoryStore, monkeypatc
     stored = sum(one["size"] for batch in obstore.list(store, "run") for one in batch)
     used = run._used()
     assert sum(step.nbytes for step in run) > 1.5 * used
-    assert used == stored - sum(len(obstore.get(store, f"run/{name}").bytes()) for name in ("holdfast.run.json",))
+    assert used == stored - sum(
+        len(obstore.get(store, f"run/{name}").bytes()) for name in ("holdfast.run.json",)
+    )
     asked: list[str] = []
     real = Bucket._run
 
-    def counted(self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool) -> object:
+    def counted(
+        self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool
+    ) -> object:
         asked.append(f"{doing} {key}")
         return real(self, ask, key, doing, **more)  # type: ignore[arg-type]
 
@@ -137,9 +146,13 @@ def test_a_base_without_a_run(store: MemoryStore, tmp_path: Path):
     told = holdfast.save(state(2), tmp_path / "x", base=client_url)
     assert "one of the two is in an object store" in told.notes[0]
     with pytest.raises(BadArgument, match="nothing at"):
-        holdfast.save(state(2), "exp/c", base=holdfast.stores.paths.place_of("exp/none", store), store=store)
+        holdfast.save(
+            state(2), "exp/c", base=holdfast.stores.paths.place_of("exp/none", store), store=store
+        )
     holdfast.save(state(1), "exp/plain", store=store)
-    told = holdfast.save(state(2), "exp/d", base=holdfast.stores.paths.place_of("exp/plain", store), store=store)
+    told = holdfast.save(
+        state(2), "exp/d", base=holdfast.stores.paths.place_of("exp/plain", store), store=store
+    )
     assert "without hashes" in told.notes[0]
 
 
@@ -150,10 +163,14 @@ def test_a_step_is_replaced_and_others_keep_what_they_share(store: MemoryStore):
     before = set(keys(store))
     run.save(1, state(1), overwrite=True)
     assert all(map(loads, run))
-    assert len(set(keys(store)) - before) <= 1, "it shares with step 3, its own old objects among them"
+    assert len(set(keys(store)) - before) <= 1, (
+        "it shares with step 3, its own old objects among them"
+    )
     run_in(store, share=False).save(2, state(2), overwrite=True)
     assert all(map(loads, run_in(store)))
-    assert sweep("run", grace=1e-6, dry_run=True, store=store).keys == (), "nothing is left that nobody names"
+    assert sweep("run", grace=1e-6, dry_run=True, store=store).keys == (), (
+        "nothing is left that nobody names"
+    )
     run.save(3, state(3), overwrite=True)
     assert all(map(loads, run_in(store)))
     assert sweep("run", grace=1e-6, dry_run=True, store=store).keys == ()
@@ -237,7 +254,10 @@ def test_names_that_lead_elsewhere_are_refused(store: MemoryStore, name: str):
         run.save(number, state(number))
     raw = bytes(obstore.get(store, "run/step-00000002/holdfast.json").bytes())
     manifest = proven(DOCUMENT, raw)
-    files = tuple(msgspec.structs.replace(file, name=name if "../" in file.name else file.name) for file in manifest.files)
+    files = tuple(
+        msgspec.structs.replace(file, name=name if "../" in file.name else file.name)
+        for file in manifest.files
+    )
     text = msgspec.json.encode(msgspec.structs.replace(manifest, files=files, sealed=msgspec.UNSET))
     obstore.put(store, "run/step-00000002/holdfast.json", seal(text, len(text)))
     with pytest.raises(UnsafePath):
@@ -249,7 +269,9 @@ def test_older_versions_have_no_such_names(store: MemoryStore):
     run = run_in(store)
     for number in (1, 2):
         run.save(number, state(number))
-    manifest = proven(DOCUMENT, bytes(obstore.get(store, "run/step-00000002/holdfast.json").bytes()))
+    manifest = proven(
+        DOCUMENT, bytes(obstore.get(store, "run/step-00000002/holdfast.json").bytes())
+    )
     assert manifest.version == 5
     text = msgspec.json.encode(msgspec.structs.replace(manifest, version=4, sealed=msgspec.UNSET))
     obstore.put(store, "run/step-00000002/holdfast.json", seal(text, len(text)))
@@ -299,10 +321,18 @@ def test_claims_of_the_dead(store: MemoryStore, monkeypatch: pytest.MonkeyPatch)
     for number in (1, 2):
         run.save(number, state(number))
     base = url_of("run", store)
-    obstore.put(store, f"run/{CLAIMS}/dead", msgspec.json.encode(ClaimContent("deletes", ("step-00000001",))))
+    obstore.put(
+        store,
+        f"run/{CLAIMS}/dead",
+        msgspec.json.encode(ClaimContent("deletes", ("step-00000001",))),
+    )
     run.save(3, state(3))
     assert not any("/" in name for name in run[3].files)
-    obstore.put(store, f"run/{CLAIMS}/dead", msgspec.json.encode(ClaimContent("uses", ("step-00000001", "step-00000002"))))
+    obstore.put(
+        store,
+        f"run/{CLAIMS}/dead",
+        msgspec.json.encode(ClaimContent("uses", ("step-00000001", "step-00000002"))),
+    )
     with pytest.warns(HoldfastWarning, match="a save uses"):
         run.save(4, state(4))
     assert "run/step-00000001" in {f"run/{key.partition('/')[0]}" for key in keys(store)}
@@ -350,7 +380,9 @@ class Turns:
         self._own = threading.local()
         self.count: dict[int, int] = {}
 
-    def run(self, works: Sequence[Callable[[], object]], kills: dict[int, int] | None = None) -> list[object]:
+    def run(
+        self, works: Sequence[Callable[[], object]], kills: dict[int, int] | None = None
+    ) -> list[object]:
         """What each gives, or what it raises."""
         kills = kills or {}
         outcomes: list[object] = [None] * len(works)
@@ -368,12 +400,17 @@ class Turns:
 
         self._going = set(range(len(works)))
         self.count = dict.fromkeys(self._going, 0)
-        threads = [threading.Thread(target=live, args=(number, work), daemon=True) for number, work in enumerate(works)]
+        threads = [
+            threading.Thread(target=live, args=(number, work), daemon=True)
+            for number, work in enumerate(works)
+        ]
         for thread in threads:
             thread.start()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self._going or set(self._waiting) == self._going, 8)
+                self._changed.wait_for(
+                    lambda: not self._going or set(self._waiting) == self._going, 8
+                )
                 if not self._going:
                     break
                 assert set(self._waiting) == self._going, "somebody hangs"
@@ -385,7 +422,9 @@ class Turns:
                     self._dead.add(number)
                 self._waiting[number] = True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda number=number: self._waiting.get(number) is not True, 8)
+                self._changed.wait_for(
+                    lambda number=number: self._waiting.get(number) is not True, 8
+                )
         for thread in threads:
             thread.join(8)
         return outcomes
@@ -411,7 +450,9 @@ class Turns:
 def by_turns(picks: Iterable[int]) -> Iterator[Turns]:
     turns, run, uploading = Turns(picks), Bucket._run, Bucket.uploading
 
-    def asked(self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool) -> object:
+    def asked(
+        self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool
+    ) -> object:
         turns.turn()
         return run(self, ask, key, doing, **more)  # type: ignore[arg-type]
 
@@ -435,7 +476,11 @@ def aged(store: MemoryStore) -> Iterator[None]:
 
     def found(meta: dict[str, object]) -> client.RemoteObject:
         one = real(meta)  # type: ignore[arg-type]
-        return client.RemoteObject(one.key, one.nbytes, one.etag, one.changed - timedelta(days=2)) if one.key in old else one
+        return (
+            client.RemoteObject(one.key, one.nbytes, one.etag, one.changed - timedelta(days=2))
+            if one.key in old
+            else one
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "_found", found)
@@ -460,7 +505,9 @@ WORKS: dict[str, Callable[[MemoryStore], object]] = {
 }
 
 
-def together(names: Sequence[str], picks: Iterable[int], kills: dict[int, int] | None = None) -> tuple[list[object], set[int]]:
+def together(
+    names: Sequence[str], picks: Iterable[int], kills: dict[int, int] | None = None
+) -> tuple[list[object], set[int]]:
     """Let these happen at once in a new run. What they gave, and which steps there are then: all of them whole."""
     store = MemoryStore()
     begun(store)
@@ -476,8 +523,12 @@ def together(names: Sequence[str], picks: Iterable[int], kills: dict[int, int] |
     again = run_in(store).steps()
     assert [one.step for one in again] == [one.step for one in steps]
     assert all(map(loads, again))
-    named = References(url_of("run", store)).named([f"run/{key}" for key in keys(store) if "data-" in key])
-    assert {f"run/{key}" for key in keys(store) if "data-" in key} == named, "a sweep leaves nothing else"
+    named = References(url_of("run", store)).named(
+        [f"run/{key}" for key in keys(store) if "data-" in key]
+    )
+    assert {f"run/{key}" for key in keys(store) if "data-" in key} == named, (
+        "a sweep leaves nothing else"
+    )
     assert not [key for key in keys(store) if CLAIMS in key]
     return outcomes, {one.step for one in steps}
 
@@ -524,14 +575,23 @@ def test_any_order_and_any_death(names: list[str], picks: list[int], kills: dict
 
 
 @pytest.mark.parametrize(
-    "left_out", ["the save looks for deletions", "the save looks for its objects", "the deletion looks for saves"]
+    "left_out",
+    [
+        "the save looks for deletions",
+        "the save looks for its objects",
+        "the deletion looks for saves",
+    ],
 )
 def test_the_proof_needs_each_part(left_out: str, monkeypatch: pytest.MonkeyPatch):
     """Without any one of them, some order of requests loses data: so the orders that are tried are the ones that matter."""
     others = Claim.others
 
     def blind(self: Claim, does: claims.Does) -> set[str]:
-        return set() if does == ("deletes" if left_out == "the save looks for deletions" else "uses") else others(self, does)
+        return (
+            set()
+            if does == ("deletes" if left_out == "the save looks for deletions" else "uses")
+            else others(self, does)
+        )
 
     if left_out == "the save looks for its objects":
         monkeypatch.setattr(claims, "_look", lambda *_: None)
@@ -547,7 +607,9 @@ def test_the_proof_needs_each_part(left_out: str, monkeypatch: pytest.MonkeyPatc
     assert lost
 
 
-def test_a_base_that_goes_meanwhile_is_written_whole(store: MemoryStore, monkeypatch: pytest.MonkeyPatch):
+def test_a_base_that_goes_meanwhile_is_written_whole(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+):
     """What was to be shared is gone when the step is published: everything is written, and that is all."""
     run = run_in(store)
     for number in (1, 2):
@@ -558,7 +620,9 @@ def test_a_base_that_goes_meanwhile_is_written_whole(store: MemoryStore, monkeyp
         if not looked:
             looked.append(1)
             for number in (1, 2):
-                obstore.delete(store, [f"run/{key}" for key in keys(store) if f"step-{number:08d}" in key])
+                obstore.delete(
+                    store, [f"run/{key}" for key in keys(store) if f"step-{number:08d}" in key]
+                )
         real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(claims, "_look", look)
@@ -568,7 +632,9 @@ def test_a_base_that_goes_meanwhile_is_written_whole(store: MemoryStore, monkeyp
     assert len(keys(store, "run/step-00000003")) == 2, "what the first try had uploaded is gone"
 
 
-def test_a_manifest_that_may_come_yet_keeps_its_claim(store: MemoryStore, monkeypatch: pytest.MonkeyPatch):
+def test_a_manifest_that_may_come_yet_keeps_its_claim(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+):
     """Nobody can say whether it was published: what it would name is not deleted meanwhile."""
     from holdfast.engine.targets.bucket_commit import PrefixSave
 
@@ -598,7 +664,10 @@ def test_a_reader_meanwhile(how: str, store: MemoryStore):
     run = run_in(store)
     for number in (1, 2, 3):
         run.save(number, state(number))
-    kept, new = holdfast.open("run/step-00000003", store=store), holdfast.open("run/step-00000002", store=store)
+    kept, new = (
+        holdfast.open("run/step-00000003", store=store),
+        holdfast.open("run/step-00000002", store=store),
+    )
     early = holdfast.open("run/step-00000002", store=store)
     assert np.array_equal(early["w"].numpy(), state(2)["w"])
     if how == "replaced":
@@ -608,7 +677,9 @@ def test_a_reader_meanwhile(how: str, store: MemoryStore):
         if how == "deleted and swept":
             with later(25):
                 sweep("run", store=store)
-    assert all(np.array_equal(kept[name].numpy(), state(3)[name]) for name in ("frozen", "slow", "w"))
+    assert all(
+        np.array_equal(kept[name].numpy(), state(3)[name]) for name in ("frozen", "slow", "w")
+    )
     assert np.array_equal(new["frozen"].numpy(), state(2)["frozen"]), "step 3 names it, too"
     for one in (new, early):
         with pytest.raises(Replaced, match="open it again"):
@@ -617,7 +688,12 @@ def test_a_reader_meanwhile(how: str, store: MemoryStore):
 
 def test_readers_during_saves_and_deletions(store: MemoryStore):
     """In several threads, with a run that keeps one step: whatever is read is of one step, or an error says so."""
-    run, over, seen, wrong = run_in(store, keep="latest:1"), threading.Event(), list[int](), list[int]()
+    run, over, seen, wrong = (
+        run_in(store, keep="latest:1"),
+        threading.Event(),
+        list[int](),
+        list[int](),
+    )
     run.save(1, state(1))
 
     def read() -> None:
@@ -627,7 +703,9 @@ def test_readers_during_saves_and_deletions(store: MemoryStore):
                 step = reader.latest()
                 with step.open() as checkpoint:
                     w, slow = checkpoint["w"].numpy(), checkpoint["slow"].numpy()
-                good = np.array_equal(w, state(step.step)["w"]) and np.array_equal(slow, state(step.step)["slow"])
+                good = np.array_equal(w, state(step.step)["w"]) and np.array_equal(
+                    slow, state(step.step)["slow"]
+                )
                 (seen if good else wrong).append(step.step)
             except StoreError:
                 continue  # it was deleted meanwhile
@@ -654,7 +732,11 @@ def test_a_slow_store_is_not_relied_on(store: MemoryStore, monkeypatch: pytest.M
         saved = run.save(3, state(3))
     assert not any("/" in name for name in saved.files)
     with pytest.raises(NotCommitted) as refused:
-        claims.commit_sharing(_save_at("run/step-00000009", store), [("step-00000003", saved.files[0], 1)], lambda: None)
+        claims.commit_sharing(
+            _save_at("run/step-00000009", store),
+            [("step-00000003", saved.files[0], 1)],
+            lambda: None,
+        )
     assert refused.value.errno == errno.ESTALE
 
 

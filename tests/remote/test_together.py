@@ -23,21 +23,27 @@ __all__ = ["made"]
 def plainly(place: str) -> dict[str, bytes]:
     """Every object, under its name without the id of the save; of an index, what it says of names, too."""
     return {
-        re.sub(r"[0-9a-f]{16}", "ID", name): re.sub(rb"[0-9a-f]{16}-", b"ID-", raw) if name.endswith(".json") else raw
+        re.sub(r"[0-9a-f]{16}", "ID", name): re.sub(rb"[0-9a-f]{16}-", b"ID-", raw)
+        if name.endswith(".json")
+        else raw
         for name, raw in content(place).items()
     }
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_are_the_same_for_any_number_of_ranks(kind: str, size: int, made: Path, proxy: Proxy, url: str):
+def test_copies_are_the_same_for_any_number_of_ranks(
+    kind: str, size: int, made: Path, proxy: Proxy, url: str
+):
     place = f"{url}/{size}/{kind}"
     good(on_ranks(size, lambda group: holdfast.copy(made / kind, place, group=group)))
     assert content(place) == content(str(made / kind))
     same(place, STATE)
     with pytest.raises(NotCommitted, match="overwrite=True"):
         holdfast.copy(made / kind, place)
-    good(on_ranks(size, lambda group: holdfast.copy(made / kind, place, group=group, overwrite=True)))
+    good(
+        on_ranks(size, lambda group: holdfast.copy(made / kind, place, group=group, overwrite=True))
+    )
     assert content(place) == content(str(made / kind))
     back = made / "back" / kind
     back.parent.mkdir()
@@ -47,13 +53,27 @@ def test_copies_are_the_same_for_any_number_of_ranks(kind: str, size: int, made:
 
 INDEXES = ("holdfast.json", ".index.json")
 
-FORMS = {"native": {}, "hf": {"format": "safetensors", "max_shard_size": "70KB"}, "x.safetensors": {}, "x.pt": {}}
+FORMS = {
+    "native": {},
+    "hf": {"format": "safetensors", "max_shard_size": "70KB"},
+    "x.safetensors": {},
+    "x.pt": {},
+}
 
 
 @pytest.mark.parametrize("kind", [*FORMS])
-def test_conversions_are_the_same_for_any_number_of_ranks(kind: str, made: Path, proxy: Proxy, url: str):
+def test_conversions_are_the_same_for_any_number_of_ranks(
+    kind: str, made: Path, proxy: Proxy, url: str
+):
     holdfast.convert(made / "split", f"{url}/alone/{kind}", **FORMS[kind])
-    good(on_ranks(3, lambda group: holdfast.convert(made / "split", f"{url}/many/{kind}", group=group, **FORMS[kind])))
+    good(
+        on_ranks(
+            3,
+            lambda group: holdfast.convert(
+                made / "split", f"{url}/many/{kind}", group=group, **FORMS[kind]
+            ),
+        )
+    )
     many, alone = plainly(f"{url}/many/{kind}"), plainly(f"{url}/alone/{kind}")
     assert [*many] == [*alone]
     # A manifest and an index have checksums of themselves, in which the id of the save is.
@@ -62,13 +82,22 @@ def test_conversions_are_the_same_for_any_number_of_ranks(kind: str, made: Path,
     same(f"{url}/many/{kind}", STATE)
     assert good(on_ranks(2, lambda group: holdfast.verify(f"{url}/many/{kind}", group=group)))[1].ok
     holdfast.reshard(made / "native", made / "mesh", mesh="dp=2", rules=["*: dp=0"])
-    good(on_ranks(2, lambda g: holdfast.reshard(made / "native", f"{url}/mesh", mesh="dp=2", rules=["*: dp=0"], group=g)))
+    good(
+        on_ranks(
+            2,
+            lambda g: holdfast.reshard(
+                made / "native", f"{url}/mesh", mesh="dp=2", rules=["*: dp=0"], group=g
+            ),
+        )
+    )
     same(f"{url}/mesh", STATE)
 
 
 @pytest.mark.parametrize("verb", [holdfast.convert, holdfast.copy])
 @pytest.mark.parametrize("kind", ["native", "split", "one"])
-def test_a_rank_that_fails_leaves_nothing(verb: object, kind: str, made: Path, proxy: Proxy, url: str, monkeypatch):
+def test_a_rank_that_fails_leaves_nothing(
+    verb: object, kind: str, made: Path, proxy: Proxy, url: str, monkeypatch
+):
     real = bucket._put
 
     def fail(file: FilePlan, *more: object) -> object:
@@ -101,7 +130,9 @@ def test_a_copy_that_is_refused_by_the_store_leaves_the_old_one(made: Path, prox
     uploads: list[str] = []
 
     proxy.fault = refuse
-    found = on_ranks(3, lambda group: holdfast.copy(made / "other", url, group=group, overwrite=True))
+    found = on_ranks(
+        3, lambda group: holdfast.copy(made / "other", url, group=group, overwrite=True)
+    )
     proxy.fault = lambda asked: None
     assert all(isinstance(one, RanksFailed) for one in found), found
     assert content(url) == before
@@ -113,7 +144,10 @@ def test_a_copy_takes_away_what_one_left_that_was_cut_off(made: Path, proxy: Pro
     from holdfast.stores.remote.url import Url
 
     holdfast.copy(made / "split", url)
-    before, place = names(url), Url(url).below(".model-00001-of-00003.safetensors.0123456789abcdef.tmp")
+    before, place = (
+        names(url),
+        Url(url).below(".model-00001-of-00003.safetensors.0123456789abcdef.tmp"),
+    )
     bucket_of(place).put(place.key, b"half of it", create=True)
     assert len(names(url)) == len(before) + 1
     good(on_ranks(2, lambda group: holdfast.copy(made / "split", url, group=group, overwrite=True)))

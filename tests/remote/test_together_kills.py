@@ -23,26 +23,47 @@ KILLS, FEW = 24, 4
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("verb", ["convert", "cp"])
-def test_a_rank_that_uploads_is_killed(verb: str, proxy: Proxy, url: str, tmp_path: Path, request: pytest.FixtureRequest):
-    rng, kills = np.random.default_rng(secrets.randbits(32)), KILLS if request.config.getoption("--exhaustive") else FEW
+def test_a_rank_that_uploads_is_killed(
+    verb: str, proxy: Proxy, url: str, tmp_path: Path, request: pytest.FixtureRequest
+):
+    rng, kills = (
+        np.random.default_rng(secrets.randbits(32)),
+        KILLS if request.config.getoption("--exhaustive") else FEW,
+    )
     for name in ("old", "new"):
-        state = {f"layers.{i}.weight": rng.standard_normal((300, 256), np.float32) for i in range(12)}
-        holdfast.save(state, tmp_path / name, format="safetensors", max_shard_size="600KB", durable=False)
+        state = {
+            f"layers.{i}.weight": rng.standard_normal((300, 256), np.float32) for i in range(12)
+        }
+        holdfast.save(
+            state, tmp_path / name, format="safetensors", max_shard_size="600KB", durable=False
+        )
     places = [f"{url}/{number}" for number in range(kills + 1)]
     for place in places:
         (holdfast.copy if verb == "cp" else holdfast.convert)(tmp_path / "old", place)
 
     def job(place: str) -> dict[str, object]:
-        return {"argv": [verb, str(tmp_path / "new"), place, "--overwrite"], "size": 3, "room": str(tmp_path / "room")}
+        return {
+            "argv": [verb, str(tmp_path / "new"), place, "--overwrite"],
+            "size": 3,
+            "room": str(tmp_path / "room"),
+        }
 
     # The second one tells how long a command takes: the first finds nothing in memory yet.
     jobs = [job(places[0]), job(places[0])]
     for place in places[1:]:
         jobs.append(
-            job(place) | {"victim": int(rng.integers(3)), "timed": float(rng.uniform(0.02, 0.6)), "agent": bool(rng.integers(2))}
+            job(place)
+            | {
+                "victim": int(rng.integers(3)),
+                "timed": float(rng.uniform(0.02, 0.6)),
+                "agent": bool(rng.integers(2)),
+            }
         )
     first, second, *rows = ran(jobs)
-    assert [rank["status"] for one in (first, second) for rank in one["ranks"]] == [0] * 6, (first, second)
+    assert [rank["status"] for one in (first, second) for rank in one["ranks"]] == [0] * 6, (
+        first,
+        second,
+    )
     died = sum(row["ranks"][row["victim"]]["status"] == -signal.SIGKILL for row in rows)
     assert 2 * died >= kills, "most of them, or the moments are badly chosen"
     clean = plain(places[0])
@@ -50,17 +71,26 @@ def test_a_rank_that_uploads_is_killed(verb: str, proxy: Proxy, url: str, tmp_pa
         assert not row["stuck"], row
         assert all(late < DEADLINE + TOLERANCE for late in row["late"].values()), row
         assert holdfast.verify(place).ok, row
-        found = [name for name in ("old", "new") if holdfast.diff(place, tmp_path / name, tensors_only=True).equal]
+        found = [
+            name
+            for name in ("old", "new")
+            if holdfast.diff(place, tmp_path / name, tensors_only=True).equal
+        ]
         assert len(found) == 1, row
         if row["victim"] and row["ranks"][0]["status"]:
             assert found == ["old"], row
             # One that never came is not named where the first rank hosts the store: torch counts, and says how many came.
-            assert any(text in row["ranks"][0]["err"] for text in (f"rank {row['victim']}", "2/3 clients joined")), row
+            assert any(
+                text in row["ranks"][0]["err"]
+                for text in (f"rank {row['victim']}", "2/3 clients joined")
+            ), row
     for place, row in zip(places[1:], ran([job(place) for place in places[1:]]), strict=True):
         assert [rank["status"] for rank in row["ranks"]] == [0, 0, 0], row
         assert holdfast.diff(place, tmp_path / "new", tensors_only=True).equal, row
         # A conversion that was killed leaves data under the id of its save, which nobody else may delete; a copy has a claim.
-        left, meant = (sorted({*one}) if verb == "convert" else one for one in (plain(place), clean))
+        left, meant = (
+            sorted({*one}) if verb == "convert" else one for one in (plain(place), clean)
+        )
         assert left == meant, "nothing else is left of what was given up"
 
 

@@ -52,7 +52,9 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("suffix", ["", ".pt", ".safetensors"])
-def test_every_command(suffix: str, proxy: Proxy, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_every_command(
+    suffix: str, proxy: Proxy, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     local, place = str(tmp_path / "local.pt"), f"{url}/x{suffix}"
     holdfast.save(STATE, local)
 
@@ -85,7 +87,10 @@ def test_every_command(suffix: str, proxy: Proxy, url: str, tmp_path: Path, caps
     run("reshard", place, f"{url}/ranks", "--mesh", "dp=2", "--rule", "*: dp=0")
     same(f"{url}/ranks", without)
     run("package", f"one={place}", f"two={local}", f"{url}/both")
-    same(f"{url}/both", {f"one.{n}": a for n, a in without.items()} | {f"two.{n}": a for n, a in STATE.items()})
+    same(
+        f"{url}/both",
+        {f"one.{n}": a for n, a in without.items()} | {f"two.{n}": a for n, a in STATE.items()},
+    )
     run("package", f"one={place}", f"{url}/both.pt2")
     run("convert", place, str(tmp_path / f"back{suffix}"))
     same(str(tmp_path / f"back{suffix}"), without)
@@ -97,7 +102,9 @@ def test_every_command(suffix: str, proxy: Proxy, url: str, tmp_path: Path, caps
     assert holdfast.alias_graph(place) is not None
 
 
-def test_a_folder_of_hugging_face_goes_to_a_bucket_and_back(model: Path, proxy: Proxy, url: str, tmp_path: Path):
+def test_a_folder_of_hugging_face_goes_to_a_bucket_and_back(
+    model: Path, proxy: Proxy, url: str, tmp_path: Path
+):
     """Data has names of its own, the index says which counts; config and tokenizer come along, and stay in place."""
     holdfast.convert(model, url, max_shard_size="70KB")
     found = names(url)
@@ -105,10 +112,16 @@ def test_a_folder_of_hugging_face_goes_to_a_bucket_and_back(model: Path, proxy: 
     assert len(found) == 5
     same(url, STATE)
     holdfast.edit(url, in_place=True, dtype="bf16")
-    assert set(names(url)) & set(found) == {"config.json", "tokenizer.json", "model.safetensors.index.json"}
+    assert set(names(url)) & set(found) == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+    }
     with holdfast.open(url) as checkpoint:
         assert checkpoint["norm"].dtype.name == "bfloat16"
-    config = json.loads(bucket_of(url_of(url)).whole(url_of(url).key + "/config.json", 1000).data.tobytes())
+    config = json.loads(
+        bucket_of(url_of(url)).whole(url_of(url).key + "/config.json", 1000).data.tobytes()
+    )
     assert config == {"torch_dtype": "bfloat16"}
     holdfast.convert(url, tmp_path / "back")
     assert {"config.json", "tokenizer.json"} < set(os.listdir(tmp_path / "back"))
@@ -134,7 +147,9 @@ def test_another_format_takes_the_place_of_one(model: Path, proxy: Proxy, url: s
     assert not [name for name in names(url) if name.startswith("model")]
 
 
-def test_weights_of_others_are_replaced_and_what_is_none_of_ours_stays(model: Path, proxy: Proxy, url: str):
+def test_weights_of_others_are_replaced_and_what_is_none_of_ours_stays(
+    model: Path, proxy: Proxy, url: str
+):
     bucket, where = bucket_of(url_of(url)), url_of(url)
     for path in model.iterdir():
         bucket.put(f"{where.key}/{path.name}", path.read_bytes())
@@ -146,12 +161,16 @@ def test_weights_of_others_are_replaced_and_what_is_none_of_ours_stays(model: Pa
     assert len([name for name in names(url) if name.endswith(".safetensors")]) == 1
 
 
-def test_a_save_that_fails_takes_nothing_of_others(model: Path, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_that_fails_takes_nothing_of_others(
+    model: Path, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+):
     """A folder with a config is replaced, and that fails at the end: config, index and weights are as they were."""
     holdfast.convert(model, url)
     before = names(url)
     monkeypatch.setattr("holdfast.stores.remote.client.RETRIES", 0)
-    proxy.fault = lambda asked: "drop" if asked.method == "PUT" and asked.path.endswith("index.json") else None
+    proxy.fault = lambda asked: (
+        "drop" if asked.method == "PUT" and asked.path.endswith("index.json") else None
+    )
     with pytest.raises(HoldfastError):
         holdfast.convert(model, url, overwrite=True, format="safetensors", dtype="bf16")
     proxy.fault = lambda asked: None
@@ -184,7 +203,11 @@ def test_scan_tells_of_code_beside_weights(proxy: Proxy, url: str):
     bucket.put(f"{where.key}/m/modeling_x.py", b"")
     bucket.put(f"{where.key}/m/custom_generate/generate.py", b"")
     report = holdfast.scan(url)
-    assert {file.path.removeprefix(f"{url}/m/") for file in report.reports if file.verdict() == "suspicious"} == {
+    assert {
+        file.path.removeprefix(f"{url}/m/")
+        for file in report.reports
+        if file.verdict() == "suspicious"
+    } == {
         "config.json",
         "modeling_x.py",
         "custom_generate/generate.py",
@@ -208,7 +231,9 @@ def test_verify_finds_damage_in_a_folder_of_several(proxy: Proxy, url: str):
     assert report.damaged[0].file == f"{url}/{data}"
 
 
-@pytest.mark.parametrize("key", ["with space", "per%20cent%", "plus+and&", "ünïcode-模型", "a=b;c,d", "#hash?query"])
+@pytest.mark.parametrize(
+    "key", ["with space", "per%20cent%", "plus+and&", "ünïcode-模型", "a=b;c,d", "#hash?query"]
+)
 def test_odd_characters_in_keys(key: str, proxy: Proxy, url: str):
     for suffix in ("", ".pt"):
         place = f"{url}/{key}{suffix}"
@@ -271,7 +296,9 @@ def test_what_records_its_sums_is_fetched_once(source: str, proxy: Proxy, url: s
     proxy.clear()
     holdfast.convert(url + source, f"{url}-cast.safetensors", dtype="f32", read_back=False)
     assert proxy.sent_nbytes > 1.9 * nbytes, "nothing is recorded of what is computed"
-    same(f"{url}-cast.safetensors", {name: array.astype(np.float32) for name, array in state.items()})
+    same(
+        f"{url}-cast.safetensors", {name: array.astype(np.float32) for name, array in state.items()}
+    )
 
 
 def test_sums_that_are_believed_are_compared():
@@ -297,7 +324,9 @@ def test_a_step_that_is_rewritten_in_place_is_that_step(verb: str):
     place = f"memory://in-place-{verb}/run"
     with holdfast.Run(place) as run:
         before = run.save(1, STATE, metrics={"loss": 0.5})
-    getattr(holdfast, verb)(before.path, in_place=True, **({"drop": "norm"} if verb == "edit" else {}))
+    getattr(holdfast, verb)(
+        before.path, in_place=True, **({"drop": "norm"} if verb == "edit" else {})
+    )
     (now,) = holdfast.Run(place)
     assert (now.step, now.saved, now.metrics) == (1, before.saved, {"loss": 0.5})
 
@@ -340,7 +369,9 @@ def test_a_rewriting_that_is_refused_leaves_the_seal(model: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_what_takes_the_place_of_a_distributed_checkpoint_leaves_no_data_of_it(damaged: bool, tmp_path: Path):
+def test_what_takes_the_place_of_a_distributed_checkpoint_leaves_no_data_of_it(
+    damaged: bool, tmp_path: Path
+):
     """Of one whose index cannot be read the index goes, and what it names is not known."""
     torch = pytest.importorskip("torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -348,7 +379,11 @@ def test_what_takes_the_place_of_a_distributed_checkpoint_leaves_no_data_of_it(d
     store = MemoryStore()
     for file in (tmp_path / "dcp").iterdir():
         content = file.read_bytes()
-        obstore.put(store, f"ckpt/{file.name}", content[:9] if damaged and file.name == ".metadata" else content)
+        obstore.put(
+            store,
+            f"ckpt/{file.name}",
+            content[:9] if damaged and file.name == ".metadata" else content,
+        )
     obstore.put(store, "ckpt/notes.txt", b"mine")
     with pytest.raises(NotCommitted):
         holdfast.save(STATE, "ckpt", format="native", store=store)

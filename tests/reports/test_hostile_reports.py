@@ -13,7 +13,14 @@ import holdfast
 from holdfast.errors import HoldfastError
 from tests.conftest import GOLDEN
 from tests.hostile.cases import ALL
-from tests.hostile.harness import DEADLINE, SECONDS_FLOOR, SECONDS_PER_BYTE, WATCH, deadline, plain_files
+from tests.hostile.harness import (
+    DEADLINE,
+    SECONDS_FLOOR,
+    SECONDS_PER_BYTE,
+    WATCH,
+    deadline,
+    plain_files,
+)
 from tests.hostile.test_attacks import warm
 from tests.reports.pages import DATA, data_of
 
@@ -41,7 +48,11 @@ def plain() -> str:
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_an_attack_is_a_page_or_a_refusal(case, tmp_path, plain):
     source = case.make(tmp_path)
-    nbytes = len(source) if isinstance(source, bytes) else sum(p.stat().st_size for p in plain_files(source))
+    nbytes = (
+        len(source)
+        if isinstance(source, bytes)
+        else sum(p.stat().st_size for p in plain_files(source))
+    )
     page = None
     with deadline(DEADLINE), warnings.catch_warnings(), WATCH.watching():
         warnings.simplefilter("error")
@@ -60,7 +71,9 @@ def test_an_attack_is_a_page_or_a_refusal(case, tmp_path, plain):
         assert made.json().isascii()
 
 
-@pytest.mark.parametrize("path", sorted((GOLDEN / "hostile").glob("*.pt")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((GOLDEN / "hostile").glob("*.pt")), ids=lambda path: path.name
+)
 def test_what_a_scan_says_is_on_the_page(path: Path, plain):
     try:
         made = holdfast.report(path)

@@ -50,13 +50,18 @@ def test_the_measures_are_those_of_stats(model):
     rows = {found.name: found for found in holdfast.stats(model)}
     for at, name in enumerate(names_of(document)):
         found = rows[name]
-        values = {key: column(document, key)[at] for key in ("rms", "absmax", "zeros", "nonfinite", "mean", "std")}
+        values = {
+            key: column(document, key)[at]
+            for key in ("rms", "absmax", "zeros", "nonfinite", "mean", "std")
+        }
         if not found.size:
             assert set(values.values()) == {None}
             continue
         finite = found.size - found.nans - found.infinities
         assert values["rms"] == pytest.approx(found.norm / math.sqrt(finite), rel=1e-3)
-        assert values["absmax"] == pytest.approx(max(abs(found.minimum), abs(found.maximum)), rel=1e-3)
+        assert values["absmax"] == pytest.approx(
+            max(abs(found.minimum), abs(found.maximum)), rel=1e-3
+        )
         assert values["zeros"] == pytest.approx(found.zeros / found.size, rel=1e-3)
         assert values["nonfinite"] == found.nans + found.infinities
         assert values["mean"] == pytest.approx(found.mean, rel=1e-3, abs=1e-12)
@@ -66,7 +71,9 @@ def test_the_measures_are_those_of_stats(model):
 def test_the_details(model):
     document = holdfast.report(model, stats=True).document
     details, at = document["details"], row(document, "half")
-    assert {len(values) for values in details.values() if values is not None} == {document["tensors"]["count"]}
+    assert {len(values) for values in details.values() if values is not None} == {
+        document["tensors"]["count"]
+    }
     low, bars = details["exponents"][at]
     assert max(bars) == 255
     assert min(bars) >= 0
@@ -78,7 +85,9 @@ def test_the_details(model):
     assert details["exponents"][row(document, "none")] is None
     with holdfast.open(model) as checkpoint:
         whole = np.linalg.norm(checkpoint["half"].numpy().astype(np.float64))
-    assert math.sqrt(sum(value**2 for value in details["rows"][at])) == pytest.approx(whole, rel=1e-2)
+    assert math.sqrt(sum(value**2 for value in details["rows"][at])) == pytest.approx(
+        whole, rel=1e-2
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -90,7 +99,10 @@ def test_the_numbers_of_every_format(path):
 
 def test_a_sample_says_so(tmp_path):
     rng = np.random.default_rng(0)
-    holdfast.save({"w": rng.standard_normal((1000, 1000)).astype(np.float32), "b": np.ones(4)}, tmp_path / "m.safetensors")
+    holdfast.save(
+        {"w": rng.standard_normal((1000, 1000)).astype(np.float32), "b": np.ones(4)},
+        tmp_path / "m.safetensors",
+    )
     read = []
     made = holdfast.report(tmp_path / "m.safetensors", sample="5%", progress=read.append)
     assert sum(read) < 0.1 * 4_000_000
@@ -124,8 +136,16 @@ def test_shares_that_are_none(model, sample):
 @pytest.fixture
 def two(tmp_path) -> tuple[Path, Path]:
     rng = np.random.default_rng(5)
-    a = {name: rng.standard_normal((8, 8)).astype(np.float32) for name in ("same", "tuned", "gone", "old.name", "shape")}
-    b = {**{name: a[name].copy() for name in ("same", "tuned")}, "new.name": a["old.name"], "come": np.ones(3), "shape": np.ones(5)}
+    a = {
+        name: rng.standard_normal((8, 8)).astype(np.float32)
+        for name in ("same", "tuned", "gone", "old.name", "shape")
+    }
+    b = {
+        **{name: a[name].copy() for name in ("same", "tuned")},
+        "new.name": a["old.name"],
+        "come": np.ones(3),
+        "shape": np.ones(5),
+    }
     b["tuned"][0] += np.float32(0.01)
     holdfast.save(a, tmp_path / "a.safetensors")
     holdfast.save(b, tmp_path / "b.pt")
@@ -138,14 +158,22 @@ def test_a_difference(two):
     states = dict(zip(names_of(document), document["tensors"]["state"], strict=True))
     assert states == {"same": 0, "tuned": 1, "come": 2, "gone": 3, "new.name": 4, "shape": 5}
     was = document["tensors"]["was"]
-    assert [(names_of(document)[at], old) for at, old in zip(was["at"], was["names"], strict=True)] == [("new.name", "old.name")]
+    assert [
+        (names_of(document)[at], old) for at, old in zip(was["at"], was["names"], strict=True)
+    ] == [("new.name", "old.name")]
     with holdfast.open(two[0]) as a, holdfast.open(two[1]) as b:
         x, y = (one["tuned"].numpy().astype(np.float64).reshape(-1) for one in (a, b))
     at = row(document, "tuned")
-    assert column(document, "change")[at] == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(x), rel=1e-3)
-    assert column(document, "cosine")[at] == pytest.approx(x @ y / np.linalg.norm(x) / np.linalg.norm(y), rel=1e-3)
+    assert column(document, "change")[at] == pytest.approx(
+        np.linalg.norm(x - y) / np.linalg.norm(x), rel=1e-3
+    )
+    assert column(document, "cosine")[at] == pytest.approx(
+        x @ y / np.linalg.norm(x) / np.linalg.norm(y), rel=1e-3
+    )
     assert column(document, "changed")[at] == 8 / 64
-    assert [column(document, key)[row(document, "same")] for key in ("change", "cosine", "changed")] == [0, 1, 0]
+    assert [
+        column(document, key)[row(document, "same")] for key in ("change", "cosine", "changed")
+    ] == [0, 1, 0]
     assert column(document, "change")[row(document, "gone")] is None
     assert "1 changed" in document["sentence"] or "2 changed" in document["sentence"]
 
@@ -173,7 +201,11 @@ def test_a_tiny_change_is_not_lost_in_rounding(tmp_path):
 def steps(tmp_path) -> Path:
     with holdfast.Run(tmp_path / "run", keep=["latest:3"]) as run:
         for step in (1, 2, 3, 4):
-            run.save(step, {"w": np.full(1000, step, np.float32)}, metrics={"val_loss": 3.0 / step, "grad_norm": float(step)})
+            run.save(
+                step,
+                {"w": np.full(1000, step, np.float32)},
+                metrics={"val_loss": 3.0 / step, "grad_norm": float(step)},
+            )
     return tmp_path / "run"
 
 
@@ -181,9 +213,17 @@ def test_a_run(steps):
     document = holdfast.report(steps).document
     assert document["kind"] == "run"
     run = document["run"]
-    assert [one["step"] for one in run["steps"]] == [one.step for one in holdfast.Run(steps, keep=["latest:3"])]
+    assert [one["step"] for one in run["steps"]] == [
+        one.step for one in holdfast.Run(steps, keep=["latest:3"])
+    ]
     last = run["steps"][-1]
-    assert (last["step"], last["loss"], last["norm"], last["state"], last["kept"]) == (4, 0.75, 4, "whole", True)
+    assert (last["step"], last["loss"], last["norm"], last["state"], last["kept"]) == (
+        4,
+        0.75,
+        4,
+        "whole",
+        True,
+    )
     assert names_of(document) == ["w"]
     assert document == holdfast.report(steps).document
 

@@ -20,8 +20,18 @@ def test_the_examples(module):
 @pytest.mark.parametrize(
     ("name", "layer", "role", "expert"),
     [
-        ("model.layers.31.self_attn.q_proj.weight", 31, "model.layers.*.self_attn.q_proj.weight", -1),
-        ("model.layers.3.block_sparse_moe.experts.7.w1.weight", 3, "model.layers.*.block_sparse_moe.experts.*.w1.weight", 7),
+        (
+            "model.layers.31.self_attn.q_proj.weight",
+            31,
+            "model.layers.*.self_attn.q_proj.weight",
+            -1,
+        ),
+        (
+            "model.layers.3.block_sparse_moe.experts.7.w1.weight",
+            3,
+            "model.layers.*.block_sparse_moe.experts.*.w1.weight",
+            7,
+        ),
         ("transformer.h.0.ln_1.bias", 0, "transformer.h.*.ln_1.bias", -1),
         ("blk.12.ffn_gate_exps.weight", 12, "blk.*.ffn_gate_exps.weight", -1),
         ("down_blocks.1.resnets.0.conv1.weight", 1, "down_blocks.*.resnets.0.conv1.weight", -1),
@@ -39,7 +49,24 @@ def test_a_name(name, layer, role, expert):
     assert (place.layer, place.role, place.expert) == (layer, role, expert)
 
 
-PART = st.sampled_from(["layers", "experts", "0", "1", "7", "12", "w", "Dense_0", "Dense_1", "Dense_2", "ln_1", "\n", "", "é3"])
+PART = st.sampled_from(
+    [
+        "layers",
+        "experts",
+        "0",
+        "1",
+        "7",
+        "12",
+        "w",
+        "Dense_0",
+        "Dense_1",
+        "Dense_2",
+        "ln_1",
+        "\n",
+        "",
+        "é3",
+    ]
+)
 
 
 @given(st.lists(st.lists(PART, min_size=1, max_size=6).map(".".join), max_size=12))
@@ -54,7 +81,8 @@ def test_a_role_is_a_name_without_its_numbers(names):
         parts = place.role.split("*")
         assert len(parts) == len(taken) + 1
         orders = {
-            parts[0] + "".join(f"{n}{part}" for n, part in zip(order, parts[1:], strict=True)) for order in (taken, taken[::-1])
+            parts[0] + "".join(f"{n}{part}" for n, part in zip(order, parts[1:], strict=True))
+            for order in (taken, taken[::-1])
         }
         assert name in orders
 

@@ -60,7 +60,9 @@ def get(live, path, *, token=None, host=None, method="GET"):
     connection = http.client.HTTPConnection(ADDRESS, live.port, timeout=20)
     try:
         headers = {} if token is None else {"X-Holdfast-Token": token}
-        connection.request(method, path, headers={**headers, "Host": host or f"{ADDRESS}:{live.port}"})
+        connection.request(
+            method, path, headers={**headers, "Host": host or f"{ADDRESS}:{live.port}"}
+        )
         answer = connection.getresponse()
         return answer.status, answer.read(), dict(answer.getheaders())
     finally:
@@ -101,7 +103,9 @@ def test_nobody_else_is_answered(model):
             (good, live.token, "evil.example"),
             ("/api/nothing", None, None),
         ]:
-            status, content, _ = get(live, path, token=token.encode() if token == "é" else token, host=host)
+            status, content, _ = get(
+                live, path, token=token.encode() if token == "é" else token, host=host
+            )
             assert status == 403, path
             assert live.token.encode() not in content
         for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
@@ -111,9 +115,14 @@ def test_nobody_else_is_answered(model):
 def test_it_listens_on_this_machine_alone(model):
     with serving(model) as (live, _):
         assert live._server.server_address[0] == ADDRESS == "127.0.0.1"
-        others = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)} - {"127.0.0.1"}
+        others = {
+            info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+        } - {"127.0.0.1"}
         for other in others:
-            with pytest.raises((ConnectionError, TimeoutError)), socket.create_connection((other, live.port), timeout=0.3):
+            with (
+                pytest.raises((ConnectionError, TimeoutError)),
+                socket.create_connection((other, live.port), timeout=0.3),
+            ):
                 pass
 
 
@@ -127,17 +136,31 @@ def test_details(model):
                 assert found[key] == whole["details"][key][at], (name, key)
         status, found = asked(live, f"/api/detail?tensor={names.index('b')}&svd=1")
         with holdfast.open(model) as checkpoint:
-            wanted = np.linalg.svd(checkpoint["b"].numpy().astype(np.float64).reshape(30, 40), compute_uv=False)
+            wanted = np.linalg.svd(
+                checkpoint["b"].numpy().astype(np.float64).reshape(30, 40), compute_uv=False
+            )
         assert np.allclose(found["singular"], wanted[: len(found["singular"])], rtol=1e-3)
         assert asked(live, f"/api/detail?tensor={names.index('a')}&svd=1")[1]["singular"] is None
 
 
 @pytest.mark.parametrize(
-    "query", ["tensor=9", "tensor=-1", "tensor=", "tensor=x", "", "tensor=1e0", "tensor=٣", "tensor=99999999999999999999"]
+    "query",
+    [
+        "tensor=9",
+        "tensor=-1",
+        "tensor=",
+        "tensor=x",
+        "",
+        "tensor=1e0",
+        "tensor=٣",
+        "tensor=99999999999999999999",
+    ],
 )
 def test_tensors_that_are_not_there(model, query):
     with serving(model) as (live, _):
-        status, found = asked(live, f"/api/detail?{query.encode('ascii', 'backslashreplace').decode()}")
+        status, found = asked(
+            live, f"/api/detail?{query.encode('ascii', 'backslashreplace').decode()}"
+        )
         assert status == 422
         assert "number from 0 to 4" in found["error"]
         assert asked(live, "/api/tile?tensor=0&row=0&col=0&level=99")[0] == 422
@@ -146,7 +169,9 @@ def test_tensors_that_are_not_there(model, query):
 
 
 def picture(found):
-    return np.frombuffer(base64.b64decode(found["values"]), "<f4").reshape(found["rows"], found["cols"])
+    return np.frombuffer(base64.b64decode(found["values"]), "<f4").reshape(
+        found["rows"], found["cols"]
+    )
 
 
 def test_tiles_are_the_elements(model):
@@ -157,9 +182,15 @@ def test_tiles_are_the_elements(model):
             at = names.index(name)
             for row in range(0, array.shape[0], 256):
                 for column in range(0, array.shape[1], 256):
-                    status, found = asked(live, f"/api/tile?tensor={at}&row={row}&col={column}&level=0")
+                    status, found = asked(
+                        live, f"/api/tile?tensor={at}&row={row}&col={column}&level=0"
+                    )
                     assert status == 200
-                    assert np.array_equal(picture(found), array[row : row + 256, column : column + 256], equal_nan=True)
+                    assert np.array_equal(
+                        picture(found),
+                        array[row : row + 256, column : column + 256],
+                        equal_nan=True,
+                    )
                     assert not found["sampled"]
         assert asked(live, f"/api/tile?tensor={names.index('empty')}&row=0&col=0&level=0")[0] == 422
 
@@ -169,13 +200,18 @@ def test_tiles_of_a_level_are_means(model):
         array = checkpoint["a"].numpy().astype(np.float64)
         made = tile(checkpoint["a"], 0, 0, level=2).values
         assert made.shape == (175, 150)
-        assert np.allclose(made, array.reshape(175, 4, 150, 4).mean(axis=(1, 3)), equal_nan=True, atol=1e-6)
+        assert np.allclose(
+            made, array.reshape(175, 4, 150, 4).mean(axis=(1, 3)), equal_nan=True, atol=1e-6
+        )
         assert np.isnan(made).sum() == 1
         assert np.isnan(tile(checkpoint["a"], 0, 0, level=10).values).all()
 
 
 def test_a_tile_of_something_large_is_sampled(tmp_path):
-    holdfast.save({"w": np.ones((3000, 20_000), np.int8), "long": np.ones(10_000_000, np.int8)}, tmp_path / "m.safetensors")
+    holdfast.save(
+        {"w": np.ones((3000, 20_000), np.int8), "long": np.ones(10_000_000, np.int8)},
+        tmp_path / "m.safetensors",
+    )
     with holdfast.open(tmp_path / "m.safetensors") as checkpoint:
         for name, shape in (("w", (24, 157)), ("long", (1, 256))):
             level = 7 if name == "w" else 16
@@ -198,16 +234,23 @@ def test_a_port_that_is_taken(model):
     with socket.socket() as taken:
         taken.bind((ADDRESS, 0))
         taken.listen()
-        with pytest.raises(holdfast.errors.BadArgument, match="cannot be had"), prepared(model, None, ReportRequest()) as ready:
+        with (
+            pytest.raises(holdfast.errors.BadArgument, match="cannot be had"),
+            prepared(model, None, ReportRequest()) as ready,
+        ):
             Live(ready.make(None).document, (), port=taken.getsockname()[1])
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["while asking", "while answered"])
 def test_a_tab_that_is_closed_is_nothing_to_tell(model, capfd, begun):
     with serving(model) as (live, _):
-        live._page = bytes(64 << 20)  # more than any system takes from a sender before somebody reads
+        live._page = bytes(
+            64 << 20
+        )  # more than any system takes from a sender before somebody reads
         with socket.create_connection((ADDRESS, live.port), timeout=20) as tab:
-            tab.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets the connection
+            tab.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )  # closing resets the connection
             asking = f"GET /?token={live.token} HTTP/1.1\r\nHost: {ADDRESS}:{live.port}\r\n"
             tab.sendall(f"{asking}\r\n".encode() if begun else asking.encode())
             if begun:
@@ -244,7 +287,9 @@ def test_a_mistake_of_ours_is_told(model, capfd, monkeypatch):
 @pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is sent otherwise there")
 def test_ctrl_c_ends_it(model):
     command = [sys.executable, "-m", "holdfast", "view", str(model), "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
         line = running.stdout.readline()
         (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)/\?token=", line)
         running.send_signal(signal.SIGINT)

@@ -46,7 +46,9 @@ def checked(result) -> str:
     shown = result._repr_html_()
     tags = Tags(shown)
     assert tags.seen <= KNOWN
-    assert not {name for name in tags.attributes if name.startswith("on") or name in ("href", "src")}
+    assert not {
+        name for name in tags.attributes if name.startswith("on") or name in ("href", "src")
+    }
     assert "\u202e" not in shown
     assert len(shown) < 100_000
     return shown
@@ -58,7 +60,11 @@ def test_the_examples():
 
 @pytest.fixture
 def files(tmp_path):
-    a = {HOSTILE: np.arange(6.0).reshape(2, 3), "b.weight": np.ones((4, 4), np.float32), "c": np.zeros(3)}
+    a = {
+        HOSTILE: np.arange(6.0).reshape(2, 3),
+        "b.weight": np.ones((4, 4), np.float32),
+        "c": np.zeros(3),
+    }
     holdfast.save(a, tmp_path / "a.pt")
     holdfast.save({**a, "b.weight": a["b.weight"] + 1, "d": np.ones(2)}, tmp_path / "b.pt")
     return tmp_path
@@ -111,7 +117,9 @@ def test_every_format(path):
 
 
 def test_many_rows_are_few(tmp_path):
-    holdfast.save({f"t{i}": np.ones(1, np.float32) for i in range(3000)}, tmp_path / "m.safetensors")
+    holdfast.save(
+        {f"t{i}": np.ones(1, np.float32) for i in range(3000)}, tmp_path / "m.safetensors"
+    )
     with holdfast.open(tmp_path / "m.safetensors") as checkpoint:
         shown = checked(checkpoint)
     assert len(re.findall("<tr>", shown)) == 51
@@ -138,4 +146,6 @@ def test_a_run_is_a_table_of_its_steps(tmp_path):
             run.save(step, {"w": np.ones(2)}, metrics={HOSTILE: step / 3, "loss": 0.5})
         shown = checked(run)
         assert re.findall(r"<td[^>]*>(\d+)</td>", shown) == ["2", "1"], "the newest comes first"
-        assert {"0.5", "0.6667", "latest:2, the newest"} <= {*re.findall(r"<td[^>]*>([^<]*)</td>", shown)}
+        assert {"0.5", "0.6667", "latest:2, the newest"} <= {
+            *re.findall(r"<td[^>]*>([^<]*)</td>", shown)
+        }

@@ -27,7 +27,9 @@ FILES = sorted(path for path in (GOLDEN / "files").iterdir() if not path.name.st
 @pytest.fixture
 def model(tmp_path) -> Path:
     rng = np.random.default_rng(1)
-    state = {f"model.layers.{i}.mlp.up.weight": rng.standard_normal((8, 4), np.float32) for i in range(3)}
+    state = {
+        f"model.layers.{i}.mlp.up.weight": rng.standard_normal((8, 4), np.float32) for i in range(3)
+    }
     holdfast.save({**state, "lm_head.weight": np.zeros(4, np.float16)}, tmp_path / "m.safetensors")
     return tmp_path / "m.safetensors"
 
@@ -39,7 +41,9 @@ def test_every_format(path):
         assert names_of(made.document) == list(checkpoint)
         tensors = made.document["tensors"]
         assert tensors["count"] == len(checkpoint)
-        assert [tensors["shape"]["labels"][at] for at in tensors["shape"]["at"]] == [list(checkpoint[n].shape) for n in checkpoint]
+        assert [tensors["shape"]["labels"][at] for at in tensors["shape"]["at"]] == [
+            list(checkpoint[n].shape) for n in checkpoint
+        ]
     lengths = {key: len(column["at"] if isinstance(column, dict) and "labels" in column else column)
                for key, column in tensors.items() if key not in ("count", "names", "strides")}  # fmt: skip
     assert set(lengths.values()) <= {tensors["count"]}, lengths
@@ -73,7 +77,9 @@ def test_ties_and_dead_bytes(tmp_path):
 
 
 def test_a_part_of_it(model):
-    assert names_of(holdfast.report(model, filter="*layers.1.*").document) == ["model.layers.1.mlp.up.weight"]
+    assert names_of(holdfast.report(model, filter="*layers.1.*").document) == [
+        "model.layers.1.mlp.up.weight"
+    ]
     with pytest.raises(holdfast.errors.NoSuchTensor):
         holdfast.report(model, filter="nothing")
 
@@ -87,7 +93,8 @@ def test_an_open_checkpoint_and_bytes(model):
 @given(st.lists(st.text(st.characters(codec=None), max_size=6), max_size=8))
 def test_names_are_exact(names):
     assert names_of({"tensors": {"names": json.loads(json.dumps(front_coded(names)))}}) == [
-        name.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass") for name in names
+        name.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+        for name in names
     ]
 
 
@@ -120,11 +127,16 @@ def test_the_policy_allows_this_script_and_this_style_alone(model):
     policy = policy.replace("&#x27;", "'")
     for tag in ("script", "style"):
         (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        assert f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" in policy
+        assert (
+            f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+            in policy
+        )
     assert "default-src 'none'" in policy
     assert "connect-src 'none'" in policy
     assert "unsafe" not in policy
-    assert not re.search(r"\son[a-z]+=|style=\"|https?://", re.sub(r"(?s)<script.*?</script>", "", page))
+    assert not re.search(
+        r"\son[a-z]+=|style=\"|https?://", re.sub(r"(?s)<script.*?</script>", "", page)
+    )
 
 
 @pytest.mark.parametrize("there", ["weights", "folder", "pipe", "html"])
@@ -139,13 +151,21 @@ def test_a_page_replaces_pages_and_nothing_else(there, model, tmp_path, capsys):
     elif there == "pipe":
         os.mkfifo(out)
     else:
-        out.write_bytes(model.read_bytes() if there == "weights" else b"<!doctype html>\n<html><body>mine</body></html>")
+        out.write_bytes(
+            model.read_bytes()
+            if there == "weights"
+            else b"<!doctype html>\n<html><body>mine</body></html>"
+        )
     before = os.lstat(out)
     assert main(["report", str(model), "-o", str(out)]) == 2
     told = "pass --overwrite" if there in ("weights", "html") else "write the page to a file"
     assert told in capsys.readouterr().err
     after = os.lstat(out)
-    assert (after.st_ino, after.st_mtime_ns, after.st_mode) == (before.st_ino, before.st_mtime_ns, before.st_mode)
+    assert (after.st_ino, after.st_mtime_ns, after.st_mode) == (
+        before.st_ino,
+        before.st_mtime_ns,
+        before.st_mode,
+    )
     with pytest.raises(NotCommitted):
         holdfast.report(model).save(out)
     if there in ("weights", "html"):

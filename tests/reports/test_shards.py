@@ -32,7 +32,9 @@ def test_the_strips_of_a_file_are_all_of_it(path):
         assert all(a[1] == b[0] and a[0] < a[1] for a, b in itertools.pairwise(strips))
 
 
-HELD = st.tuples(st.integers(0, 20_000), st.integers(1, 9000), st.integers(0, 9)).map(lambda t: (t[0], t[0] + t[1], t[2]))
+HELD = st.tuples(st.integers(0, 20_000), st.integers(1, 9000), st.integers(0, 9)).map(
+    lambda t: (t[0], t[0] + t[1], t[2])
+)
 
 
 @given(st.lists(HELD, max_size=30), st.integers(2, 12))
@@ -42,7 +44,9 @@ def test_strips_have_no_gap(held, most):
     assert strips[-1][1] == 30_000
     assert all(a[1] == b[0] and a[0] < a[1] for a, b in itertools.pairwise(strips))
     for first, end, _ in held:
-        assert all(kind == TENSOR for start, stop, kind, _ in strips if start < end and first < stop)
+        assert all(
+            kind == TENSOR for start, stop, kind, _ in strips if start < end and first < stop
+        )
     fewer = list(joined(strips, most))
     assert (fewer[0][0], fewer[-1][1]) == (0, 30_000)
     assert all(a[1] == b[0] for a, b in itertools.pairwise(fewer))
@@ -50,7 +54,9 @@ def test_strips_have_no_gap(held, most):
 
 
 def test_many_tensors_are_few_strips(tmp_path):
-    holdfast.save({f"t{i}": np.zeros(1 + i % 7, np.float32) for i in range(9000)}, tmp_path / "m.safetensors")
+    holdfast.save(
+        {f"t{i}": np.zeros(1 + i % 7, np.float32) for i in range(9000)}, tmp_path / "m.safetensors"
+    )
     (file,) = holdfast.report(tmp_path / "m.safetensors").document["shards"]["files"]
     assert 100 < len(file["strips"]) <= 4000
     assert JOINED in {kind for _, _, kind, _ in file["strips"]}
@@ -62,12 +68,18 @@ def test_dead_bytes_are_a_gap(tmp_path):
     torch.save({"a": whole[:10], "b": whole[-10:]}, tmp_path / "t.pt")
     found = holdfast.report(tmp_path / "t.pt").document["shards"]
     assert found["gaps"] == 1
-    assert [stop - start for start, stop, kind, _ in found["files"][0]["strips"] if kind == UNREACHED] == [40_000 - 80]
+    assert [
+        stop - start for start, stop, kind, _ in found["files"][0]["strips"] if kind == UNREACHED
+    ] == [40_000 - 80]
 
 
 @pytest.fixture
 def sharded(tmp_path):
-    state = {"w": np.arange(64, dtype=np.float32).reshape(8, 8), "v": np.arange(12, dtype=np.float16), "s": np.array(1, np.float32)}
+    state = {
+        "w": np.arange(64, dtype=np.float32).reshape(8, 8),
+        "v": np.arange(12, dtype=np.float16),
+        "s": np.array(1, np.float32),
+    }
     holdfast.save(state, tmp_path / "m.safetensors")
     holdfast.reshard(tmp_path / "m.safetensors", tmp_path / "step", mesh="dp=4", rules=["w: dp=0"])
     return tmp_path / "step"
@@ -89,7 +101,9 @@ def test_what_ranks_read(sharded, mesh):
     grid = list(mesh_of(mesh).values())
     assert len(found["mesh"]["ranks"]) == np.prod(grid)
     with holdfast.open(sharded) as checkpoint:
-        for one, place in zip(found["mesh"]["ranks"], itertools.product(*map(range, grid)), strict=True):
+        for one, place in zip(
+            found["mesh"]["ranks"], itertools.product(*map(range, grid)), strict=True
+        ):
             nbytes, files = 0, set()
             for tensor in checkpoint.values():
                 cut = tensor

@@ -17,7 +17,14 @@ TENSORS = 10_000
 def noise(rng: np.random.Generator, groups: int) -> Distribution:
     """What a tensor of random weights looks like: no two digits of two tensors are the same."""
     size = float(rng.uniform(0.01, 0.1))
-    moments = Moments(1 << 20, -5 * size, 5 * size, size * float(rng.normal()) / 1000, size * size * 2**20, size * size * 2**20)
+    moments = Moments(
+        1 << 20,
+        -5 * size,
+        5 * size,
+        size * float(rng.normal()) / 1000,
+        size * size * 2**20,
+        size * size * 2**20,
+    )
     bars = (2.0 ** np.arange(-20, 4) * (1 << 20) * rng.uniform(0.9, 1.1, 24)).astype(int)
     quantiles = np.sort(rng.normal(0, size, 9))
     rows, columns = (tuple(rng.uniform(0.9, 1.1, groups) * size) for _ in range(2))
@@ -30,12 +37,16 @@ def noise(rng: np.random.Generator, groups: int) -> Distribution:
 def test_ten_thousand_tensors_with_statistics_are_under_a_megabyte(tmp_path):
     rng = np.random.default_rng(0)
     state = {
-        f"model.layers.{i // 100}.mlp.experts.{i % 100}.up_proj.weight": np.zeros(int(rng.integers(1, 60)), np.float16)
+        f"model.layers.{i // 100}.mlp.experts.{i % 100}.up_proj.weight": np.zeros(
+            int(rng.integers(1, 60)), np.float16
+        )
         for i in range(TENSORS)
     }
     holdfast.save(state, tmp_path / "m.safetensors")
     document = holdfast.report(tmp_path / "m.safetensors").document
-    colours, details = measured_columns(Measured([noise(rng, groups_for(TENSORS)) for _ in range(TENSORS)], None))
+    colours, details = measured_columns(
+        Measured([noise(rng, groups_for(TENSORS)) for _ in range(TENSORS)], None)
+    )
     made = page({**document, "stats": True, "measures": colours, "details": details})
     assert len(made) < 1_000_000
     assert len(names_of(document)) == TENSORS
@@ -68,7 +79,12 @@ def test_files_of_ranks(kind, tmp_path, monkeypatch):
     document = holdfast.report("folder", stats=True, mesh="2").document
     with holdfast.open("folder") as checkpoint:
         assert names_of(document) == list(checkpoint)
-        names = {key for tensor in checkpoint.values() for storage in tensor.storages for key, _, _ in storage.ranges}
+        names = {
+            key
+            for tensor in checkpoint.values()
+            for storage in tensor.storages
+            for key, _, _ in storage.ranges
+        }
     files = [file["name"] for file in document["shards"]["files"]]
     assert files
     assert set(files) <= names

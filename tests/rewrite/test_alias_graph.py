@@ -43,17 +43,26 @@ def test_records_of_a_file_are_the_same_however_often_it_is_opened(tmp_path):
     (tmp_path / "again.pt").symlink_to(tmp_path / "m.pt")
     with holdfast.open(tmp_path / "m.pt") as one, holdfast.open(tmp_path / "again.pt") as two:
         graph = alias_graph({"a": one, "b": two})
-    assert names(graph) == [["a:emb", "a:head", "a:rows", "b:emb", "b:head", "b:rows"], ["a:alone", "b:alone"]]
+    assert names(graph) == [
+        ["a:emb", "a:head", "a:rows", "b:emb", "b:head", "b:rows"],
+        ["a:alone", "b:alone"],
+    ]
     assert graph.storages == 2
 
 
 def test_a_file_that_noted_what_was_shared(tmp_path):
     emb = rng(5, 4)
-    holdfast.save({"emb": emb, "head": emb, "rows": emb[1:3], "alone": rng(3)}, tmp_path / "m.safetensors")
+    holdfast.save(
+        {"emb": emb, "head": emb, "rows": emb[1:3], "alone": rng(3)}, tmp_path / "m.safetensors"
+    )
     with holdfast.open(tmp_path / "m.safetensors") as ckpt:
         by_storage, by_content = alias_graph({"m": ckpt}), alias_graph({"m": ckpt}, by="content")
     (group,) = by_storage.groups
-    assert {member.name: member.offset for member in group.members} == {"emb": 0, "head": 0, "rows": 4}
+    assert {member.name: member.offset for member in group.members} == {
+        "emb": 0,
+        "head": 0,
+        "rows": 4,
+    }
     assert names(by_content) == [["m:emb", "m:head"]]
 
 
@@ -61,12 +70,21 @@ def test_a_lost_tie_is_found_by_content(tmp_path):
     emb, bias = rng(50, 40), rng(7)
     holdfast.save({"emb": emb, "head": emb.copy(), "bias": bias}, tmp_path / "base.pt")
     holdfast.save({"emb": emb, "bias": rng(7, seed=1)}, tmp_path / "tuned.safetensors")
-    with holdfast.open(tmp_path / "base.pt") as base, holdfast.open(tmp_path / "tuned.safetensors") as tuned:
+    with (
+        holdfast.open(tmp_path / "base.pt") as base,
+        holdfast.open(tmp_path / "tuned.safetensors") as tuned,
+    ):
         assert alias_graph({"base": base, "tuned": tuned}).groups == ()
-        graph = alias_graph({"base": base, "tuned": tuned, "live": {"turned": np.asfortranarray(emb)}}, by="content")
+        graph = alias_graph(
+            {"base": base, "tuned": tuned, "live": {"turned": np.asfortranarray(emb)}}, by="content"
+        )
     assert names(graph) == [["base:emb", "base:head", "tuned:emb", "live:turned"]]
     (group,) = graph.groups
-    assert (group.storages, group.savable_nbytes, graph.savable_nbytes) == (4, 3 * emb.nbytes, 3 * emb.nbytes)
+    assert (group.storages, group.savable_nbytes, graph.savable_nbytes) == (
+        4,
+        3 * emb.nbytes,
+        3 * emb.nbytes,
+    )
     text = str(graph)
     assert "base:emb = base:head = tuned:emb = live:turned" in text
     assert f"{3 * emb.nbytes:,} bytes could be saved" in text
@@ -74,20 +92,30 @@ def test_a_lost_tie_is_found_by_content(tmp_path):
 
 def test_a_storage_is_freed_only_when_nothing_else_needs_it():
     whole = rng(10)
-    graph = alias_graph({"a": {"part": whole[2:5].copy()}, "b": {"part": whole[2:5], "rest": whole[5:]}}, by="content")
+    graph = alias_graph(
+        {"a": {"part": whole[2:5].copy()}, "b": {"part": whole[2:5], "rest": whole[5:]}},
+        by="content",
+    )
     assert names(graph) == [["a:part", "b:part"]]
     assert graph.savable_nbytes == 0
 
 
 def test_dtype_and_shape_belong_to_the_content():
     data = np.arange(12, dtype=np.int32)
-    state = {"a": data, "b": data.copy().reshape(3, 4), "c": data.copy().view(np.uint32), "d": data.astype(np.int64)}
+    state = {
+        "a": data,
+        "b": data.copy().reshape(3, 4),
+        "c": data.copy().view(np.uint32),
+        "d": data.astype(np.int64),
+    }
     assert alias_graph({"m": state}, by="content").groups == ()
 
 
 def test_nan_and_minus_zero_are_compared_as_bytes():
     one, other = np.array([np.nan, 0.0], np.float32), np.array([np.nan, -0.0], np.float32)
-    assert names(alias_graph({"m": {"a": one, "b": one.copy(), "c": other}}, by="content")) == [["m:a", "m:b"]]
+    assert names(alias_graph({"m": {"a": one, "b": one.copy(), "c": other}}, by="content")) == [
+        ["m:a", "m:b"]
+    ]
 
 
 def collision() -> tuple[np.ndarray, np.ndarray]:
@@ -121,7 +149,9 @@ def collision() -> tuple[np.ndarray, np.ndarray]:
 
 def test_equal_checksums_are_no_proof(tmp_path):
     first, second = collision()
-    holdfast.save({"a": first, "b": second, "c": first.copy(), "d": second.copy()}, tmp_path / "m.pt")
+    holdfast.save(
+        {"a": first, "b": second, "c": first.copy(), "d": second.copy()}, tmp_path / "m.pt"
+    )
     with holdfast.open(tmp_path / "m.pt") as ckpt:
         assert len({str(digest) for digest in ckpt.digests().values()}) == 1
         graph = alias_graph({"m": ckpt}, by="content")
@@ -135,7 +165,9 @@ def test_a_file_that_lies_about_its_checksums_costs_no_more_than_its_bytes(tmp_p
     with holdfast.open(tmp_path / "m.safetensors") as ckpt:
         # As if the file said the same of all of them.
         lied = {
-            name: holdfast.LazyTensor.contiguous(name, t.dtype, t.shape, replace(t.chunks[0].storage, crc32=7), t.source)
+            name: holdfast.LazyTensor.contiguous(
+                name, t.dtype, t.shape, replace(t.chunks[0].storage, crc32=7), t.source
+            )
             for name, t in ckpt.items()
         }
         read = 0
@@ -151,7 +183,9 @@ def test_a_file_that_lies_about_its_checksums_costs_no_more_than_its_bytes(tmp_p
 
 def test_what_has_no_data_shares_nothing():
     empty = np.empty((0, 3), np.float32)
-    graph = alias_graph({"m": {"a": empty, "b": empty, "c": empty.copy(), "text": "x"}}, by="content")
+    graph = alias_graph(
+        {"m": {"a": empty, "b": empty, "c": empty.copy(), "text": "x"}}, by="content"
+    )
     assert graph.groups == ()
     assert graph.tensors == 3
 
@@ -167,14 +201,19 @@ def test_an_expanded_view_is_left_out_with_a_note(tmp_path):
 
 def test_tensors_of_torch():
     torch = pytest.importorskip("torch")
-    model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(5, 4), "head": torch.nn.Linear(4, 5, bias=False)})
+    model = torch.nn.ModuleDict(
+        {"emb": torch.nn.Embedding(5, 4), "head": torch.nn.Linear(4, 5, bias=False)}
+    )
     model["head"].weight = model["emb"].weight
     graph = alias_graph({"a": model.state_dict(), "b": {"w": model["emb"].weight.t()}})
     assert names(graph) == [["a:emb.weight", "a:head.weight", "b:w"]]
     # Bytes are compared wherever they lie: the transpose is another shape.
-    assert names(alias_graph({"a": model.state_dict(), "b": {"w": model["emb"].weight.detach().clone()}}, by="content")) == [
-        ["a:emb.weight", "a:head.weight", "b:w"]
-    ]
+    assert names(
+        alias_graph(
+            {"a": model.state_dict(), "b": {"w": model["emb"].weight.detach().clone()}},
+            by="content",
+        )
+    ) == [["a:emb.weight", "a:head.weight", "b:w"]]
 
 
 def test_names_are_made_safe():

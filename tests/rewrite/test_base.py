@@ -82,14 +82,20 @@ def test_what_did_not_change_is_a_link(tmp_path: Path):
     two = changed(one, "w3")
     saved = after(tmp_path / "1", tmp_path / "2", two)
     assert linked(tmp_path / "2", tmp_path / "1") == {"data-00001-of-00001.safetensors"}
-    assert saved.shared_nbytes == (tmp_path / "1" / "data-00001-of-00001.safetensors").stat().st_size
+    assert (
+        saved.shared_nbytes == (tmp_path / "1" / "data-00001-of-00001.safetensors").stat().st_size
+    )
     assert (
         saved.new_nbytes
         == saved.nbytes - saved.shared_nbytes
-        == sum(file.stat().st_size for file in (tmp_path / "2").iterdir() if file.stat().st_nlink == 1)
+        == sum(
+            file.stat().st_size for file in (tmp_path / "2").iterdir() if file.stat().st_nlink == 1
+        )
     )
     assert saved.nbytes == sum(file.stat().st_size for file in (tmp_path / "2").iterdir())
-    assert sorted(name for name, _ in saved.files) == sorted(file.name for file in (tmp_path / "2").iterdir())
+    assert sorted(name for name, _ in saved.files) == sorted(
+        file.name for file in (tmp_path / "2").iterdir()
+    )
     assert set(saved.crcs) == {"w3"}
     assert "shared with the base" in saved.explain()
     assert holdfast.verify(tmp_path / "1").notes == ()
@@ -116,7 +122,9 @@ def test_everything_changed(tmp_path: Path):
     two = changed(one, *one)
     saved = after(tmp_path / "1", tmp_path / "2", two)
     assert saved.shared_nbytes == 0
-    assert sorted(file.name for file in (tmp_path / "2").glob("data*")) == ["data-00001-of-00001.safetensors"]
+    assert sorted(file.name for file in (tmp_path / "2").glob("data*")) == [
+        "data-00001-of-00001.safetensors"
+    ]
     check(tmp_path / "2", two)
     third = after(tmp_path / "2", tmp_path / "3", two)
     assert third.shared_nbytes > 0
@@ -128,10 +136,16 @@ def test_a_dry_run_tells_and_writes_nothing(tmp_path: Path):
     told = after(tmp_path / "1", tmp_path / "2", changed(one, "w0"), dry_run=True)
     assert not (tmp_path / "2").exists()
     done = after(tmp_path / "1", tmp_path / "2", changed(one, "w0"))
-    assert (told.new_nbytes, told.shared_nbytes, told.files) == (done.new_nbytes, done.shared_nbytes, done.files)
+    assert (told.new_nbytes, told.shared_nbytes, told.files) == (
+        done.new_nbytes,
+        done.shared_nbytes,
+        done.files,
+    )
 
 
-def test_a_file_that_is_less_than_half_alive_is_written_again_apart_from_what_changed(tmp_path: Path):
+def test_a_file_that_is_less_than_half_alive_is_written_again_apart_from_what_changed(
+    tmp_path: Path,
+):
     one = arrays(8)
     first(tmp_path / "1", one)
     two = changed(one, *(f"w{i}" for i in range(5)))
@@ -165,7 +179,11 @@ def test_tensors_that_change_together_are_few_files(tmp_path: Path):
         saved = after(tmp_path / f"{step - 1}", tmp_path / f"{step}", state)
         assert len(list((tmp_path / f"{step}").glob("data*"))) <= 4
         if step % 5 > 1:
-            assert sum(nbytes for name, nbytes in saved.files if name.startswith("data")) - saved.shared_nbytes < 3 * 8 * 32 * 4
+            assert (
+                sum(nbytes for name, nbytes in saved.files if name.startswith("data"))
+                - saved.shared_nbytes
+                < 3 * 8 * 32 * 4
+            )
     assert max(file.name for file in (tmp_path / "20").glob("data*")) < "data-00006"
     check(tmp_path / "20", state)
 
@@ -208,7 +226,10 @@ def test_a_change_behind_the_head_is_found(tmp_path: Path):
 
 def test_what_changed_is_hashed_when_it_stands_still(tmp_path: Path):
     """A large tensor that changed has a head and no hash; the next time it is the same it is written with one, and then shared."""
-    state = {"w": np.arange(50_000, dtype=np.float32), "frozen": np.arange(90_000, dtype=np.float32)}
+    state = {
+        "w": np.arange(50_000, dtype=np.float32),
+        "frozen": np.arange(90_000, dtype=np.float32),
+    }
 
     def saved(step: int) -> tuple[dict[str, object], bool]:
         done = after(tmp_path / f"{step - 1}", tmp_path / f"{step}", state)
@@ -227,14 +248,22 @@ def test_what_changed_is_hashed_when_it_stands_still(tmp_path: Path):
     assert chunk["hash"] == f"{hash_bytes(state['w'].tobytes()).hash:032x}"
     chunk, written = saved(4)
     assert not written
-    assert linked(tmp_path / "4", tmp_path / "3") == {file.name for file in (tmp_path / "4").glob("data*")}
+    assert linked(tmp_path / "4", tmp_path / "3") == {
+        file.name for file in (tmp_path / "4").glob("data*")
+    }
 
 
 def test_tied_empty_strided_and_nested(tmp_path: Path):
     weight = np.arange(4096, dtype=np.float32).reshape(64, 64)
     big = np.arange(200_000, dtype=np.int32).reshape(400, 500)
     state = {
-        "model": {"w": weight, "tied": weight, "none": np.zeros((0, 3)), "t": weight.T, "turned": big[::-1, ::2]},
+        "model": {
+            "w": weight,
+            "tied": weight,
+            "none": np.zeros((0, 3)),
+            "t": weight.T,
+            "turned": big[::-1, ::2],
+        },
         "step": 3,
         "words": ["a", (1, 2.5)],
     }
@@ -252,14 +281,23 @@ def test_tied_empty_strided_and_nested(tmp_path: Path):
         assert found["model.none"].shape == (3, 0)
         assert_same(found.tree["step"], 4)
         for name in ("w", "tied", "t", "turned"):
-            assert found[f"model.{name}"].numpy().tobytes() == np.ascontiguousarray(state["model"][name]).tobytes()
+            assert (
+                found[f"model.{name}"].numpy().tobytes()
+                == np.ascontiguousarray(state["model"][name]).tobytes()
+            )
     assert holdfast.verify(tmp_path / "3").ok
 
 
 def test_packed_chunks_are_taken_over_and_told_apart(tmp_path: Path):
     random = np.random.default_rng(1)
-    sparse = np.where(random.random((300, 200)) < 0.1, random.standard_normal((300, 200)), 0).astype(np.float32)
-    one = {"s": sparse, "d": random.standard_normal((300, 200)).astype(np.float32), "c": np.zeros(50_000, np.float32)}
+    sparse = np.where(
+        random.random((300, 200)) < 0.1, random.standard_normal((300, 200)), 0
+    ).astype(np.float32)
+    one = {
+        "s": sparse,
+        "d": random.standard_normal((300, 200)).astype(np.float32),
+        "c": np.zeros(50_000, np.float32),
+    }
     first(tmp_path / "1", one, sparse="auto")
     assert "sparse" in manifest(tmp_path / "1")["tensors"]["s"]["chunks"][0]
     two = changed(one, "c")
@@ -278,7 +316,9 @@ def test_packed_chunks_are_taken_over_and_told_apart(tmp_path: Path):
 def test_split_tensors_of_a_base_stay_split(tmp_path: Path):
     one = arrays(4)
     holdfast.save(one, tmp_path / "plain", durable=False)
-    holdfast.reshard(tmp_path / "plain", tmp_path / "split", mesh="a=2", rules=["*: a=0"], durable=False)
+    holdfast.reshard(
+        tmp_path / "plain", tmp_path / "split", mesh="a=2", rules=["*: a=0"], durable=False
+    )
     # `reshard` records no hashes; put in by hand what it would have been.
     document = manifest(tmp_path / "split")
     for name, tensor in document["tensors"].items():
@@ -289,7 +329,9 @@ def test_split_tensors_of_a_base_stay_split(tmp_path: Path):
     reseal(tmp_path / "split", document)
     two = changed(one, "w1")
     saved = after(tmp_path / "split", tmp_path / "2", two)
-    assert linked(tmp_path / "2", tmp_path / "split") == {f"data-0000{i}-of-00002.safetensors" for i in (1, 2)}
+    assert linked(tmp_path / "2", tmp_path / "split") == {
+        f"data-0000{i}-of-00002.safetensors" for i in (1, 2)
+    }
     assert saved.new_nbytes < saved.shared_nbytes
     check(tmp_path / "2", two)
 
@@ -303,7 +345,14 @@ def reseal(path: Path, document: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("hash", "0" * 31), ("hash", "G" * 32), ("hash", "a" * 200), ("head", "123"), ("head", "0000000G")]
+    ("field", "value"),
+    [
+        ("hash", "0" * 31),
+        ("hash", "G" * 32),
+        ("hash", "a" * 200),
+        ("head", "123"),
+        ("head", "0000000G"),
+    ],
 )
 def test_a_hash_that_is_none_is_refused_at_its_place(tmp_path: Path, field: str, value: str):
     first(tmp_path / "1", {"w": np.zeros(100_000)})
@@ -316,7 +365,10 @@ def test_a_hash_that_is_none_is_refused_at_its_place(tmp_path: Path, field: str,
 
 def test_every_recorded_hash_is_that_of_the_elements(tmp_path: Path):
     random = np.random.default_rng(0)
-    state = {f"w{n}": random.integers(0, 9, n, np.uint8) for n in (0, 1, 65536, 65537, 300_000, (1 << 20) + 1, 5_000_001)}
+    state = {
+        f"w{n}": random.integers(0, 9, n, np.uint8)
+        for n in (0, 1, 65536, 65537, 300_000, (1 << 20) + 1, 5_000_001)
+    }
     state["odd"] = random.integers(0, 9, (1000, 3333), np.uint8)
     state["turned"] = state["odd"].T
     first(tmp_path / "1", state, threads=3)
@@ -417,7 +469,9 @@ def test_a_base_that_is_no_path_is_refused(tmp_path: Path, base: object):
 def test_other_formats_share_nothing(tmp_path: Path, name: str, option: str):
     first(tmp_path / "1", arrays())
     with pytest.raises(Unsupported, match=option):
-        holdfast.save(arrays(), tmp_path / name, **{option: tmp_path / "1" if option == "base" else True})
+        holdfast.save(
+            arrays(), tmp_path / name, **{option: tmp_path / "1" if option == "base" else True}
+        )
     with (tmp_path / name).open("wb") as file, pytest.raises(Unsupported, match=option):
         holdfast.save(arrays(), file, **{option: tmp_path / "1" if option == "base" else True})
 
@@ -437,8 +491,12 @@ def test_another_file_system_is_a_note(tmp_path: Path):
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP])
-def test_where_no_link_can_be_had_the_file_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int):
-    def link(self: Files, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+def test_where_no_link_can_be_had_the_file_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+):
+    def link(
+        self: Files, source: str, target: str, *, at: int, source_at: int | None = None
+    ) -> None:
         raise OSError(code, os.strerror(code))
 
     one, two = arrays(), changed(arrays(), "w1")
@@ -451,8 +509,12 @@ def test_where_no_link_can_be_had_the_file_is_copied(tmp_path: Path, monkeypatch
     check(tmp_path / "2", two)
 
 
-def test_a_link_that_fails_for_another_reason_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def link(self: Files, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+def test_a_link_that_fails_for_another_reason_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def link(
+        self: Files, source: str, target: str, *, at: int, source_at: int | None = None
+    ) -> None:
         raise OSError(errno.EIO, "input/output error")
 
     first(tmp_path / "1", arrays())
@@ -475,11 +537,15 @@ def test_a_data_file_that_is_a_link_elsewhere_is_not_taken_over(tmp_path: Path):
     check(tmp_path / "2", arrays())
 
 
-def test_a_base_that_is_replaced_meanwhile_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_base_that_is_replaced_meanwhile_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     first(tmp_path / "1", arrays())
     real = Files.link
 
-    def link(self: Files, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+    def link(
+        self: Files, source: str, target: str, *, at: int, source_at: int | None = None
+    ) -> None:
         shutil.copy(tmp_path / "1" / source, tmp_path / "copy")
         os.replace(tmp_path / "copy", tmp_path / "1" / source)
         real(self, source, target, at=at, source_at=source_at)
@@ -492,7 +558,9 @@ def test_a_base_that_is_replaced_meanwhile_is_not_used(tmp_path: Path, monkeypat
     check(tmp_path / "2", arrays())
 
 
-def test_a_base_that_is_removed_meanwhile_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_base_that_is_removed_meanwhile_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     first(tmp_path / "1", arrays())
     real = Files.stat
 
@@ -508,11 +576,15 @@ def test_a_base_that_is_removed_meanwhile_is_not_used(tmp_path: Path, monkeypatc
     check(tmp_path / "2", arrays())
 
 
-def test_a_base_that_is_written_to_meanwhile_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_base_that_is_written_to_meanwhile_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     first(tmp_path / "1", arrays())
     real = Files.link
 
-    def link(self: Files, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+    def link(
+        self: Files, source: str, target: str, *, at: int, source_at: int | None = None
+    ) -> None:
         real(self, source, target, at=at, source_at=source_at)
         with (tmp_path / "1" / source).open("r+b") as file:
             file.seek(-1, os.SEEK_END)
@@ -600,7 +672,10 @@ STEPS = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(steps=STEPS, gone=st.sets(st.integers(0, 7)), data=st.data())
 def test_every_step_is_whole_whichever_others_are_deleted(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple], gone: set[int], data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: list[tuple],
+    gone: set[int],
+    data: st.DataObject,
 ):
     place = tmp_path_factory.mktemp("run")
     try:
@@ -609,7 +684,11 @@ def test_every_step_is_whole_whichever_others_are_deleted(
         for step, (changes, missing, back, most) in enumerate(steps):
             for i in changes:
                 numbers[i] += 1
-            state = {f"w{i}": np.full(i * 40, 100 * i + numbers[i], np.int32) for i in range(10) if i not in missing}
+            state = {
+                f"w{i}": np.full(i * 40, 100 * i + numbers[i], np.int32)
+                for i in range(10)
+                if i not in missing
+            }
             options = {"max_shard_size": most} if most else {}
             if step:
                 after(place / f"{max(step - back, 0)}", place / f"{step}", state, **options)
@@ -634,7 +713,12 @@ def living(path: Path, file: str) -> None:
     if (path / file).stat().st_nlink < 2:
         return
     number = [one["name"] for one in document["files"]].index(file)
-    chunks = [chunk for tensor in document["tensors"].values() for chunk in tensor["chunks"] if chunk["file"] == number]
+    chunks = [
+        chunk
+        for tensor in document["tensors"].values()
+        for chunk in tensor["chunks"]
+        if chunk["file"] == number
+    ]
     alive = sum(chunk["bytes"][1] - chunk["bytes"][0] for chunk in chunks)
     header = 8 + int.from_bytes((path / file).read_bytes()[:8], "little")
     assert 2 * alive >= (path / file).stat().st_size - header

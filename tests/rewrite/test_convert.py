@@ -22,7 +22,10 @@ def trainer(tmp_path) -> Path:
     weight = torch.randn(64, 48)
     state = {
         "model": {"embed": weight, "head": weight, "norm": torch.ones(48, dtype=torch.bfloat16)},
-        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "avg": torch.randn(64, 48)}}, "groups": [{"lr": 0.1, "p": [0]}]},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0), "avg": torch.randn(64, 48)}},
+            "groups": [{"lr": 0.1, "p": [0]}],
+        },
         "epoch": 4,
     }
     torch.save(state, tmp_path / "trainer.pt")
@@ -60,11 +63,18 @@ def test_a_legacy_file(trainer, tmp_path):
 
 def test_edits_on_the_way(trainer, tmp_path):
     holdfast.convert(
-        trainer, tmp_path / "b.safetensors", keep=["model.*"], drop=["*.head"], rename=[("model.*", "*")], dtype="bf16"
+        trainer,
+        tmp_path / "b.safetensors",
+        keep=["model.*"],
+        drop=["*.head"],
+        rename=[("model.*", "*")],
+        dtype="bf16",
     )
     loaded = safetensors.torch.load_file(tmp_path / "b.safetensors")
     assert set(loaded) == {"embed", "norm"}
-    assert torch.equal(loaded["embed"], torch.load(trainer, weights_only=True)["model"]["embed"].bfloat16())
+    assert torch.equal(
+        loaded["embed"], torch.load(trainer, weights_only=True)["model"]["embed"].bfloat16()
+    )
 
 
 def test_explain_does_nothing_and_knows_everything(trainer, tmp_path):
@@ -141,7 +151,11 @@ def test_what_tensors_only_leaves_out_is_told(verb, dry_run, tmp_path):
     }
     torch.save(state, tmp_path / "a.pt")
     done = verb(tmp_path / "a.pt", tmp_path / "b.safetensors", tensors_only=True, dry_run=dry_run)
-    left = [note.removeprefix("only tensors are kept; ") for note in done.notes if note.startswith("only tensors")]
+    left = [
+        note.removeprefix("only tensors are kept; ")
+        for note in done.notes
+        if note.startswith("only tensors")
+    ]
     system = f"{os.system.__module__}.system"
     assert left == [
         "left out: 5 values: 'groups.0.lr', 'groups.0.betas.0', 'groups.0.betas.1' and 2 more",
@@ -152,11 +166,15 @@ def test_what_tensors_only_leaves_out_is_told(verb, dry_run, tmp_path):
 
 
 def test_what_keep_and_drop_leave_out_is_not_told_again(trainer, tmp_path):
-    done = holdfast.convert(trainer, tmp_path / "b", keep="optimizer.*", drop="*.step", tensors_only=True, dry_run=True)
+    done = holdfast.convert(
+        trainer, tmp_path / "b", keep="optimizer.*", drop="*.step", tensors_only=True, dry_run=True
+    )
     assert [note for note in done.notes if "only tensors" in note] == [
         "only tensors are kept; left out: 2 values: 'optimizer.groups.0.lr', 'optimizer.groups.0.p.0'"
     ]
-    done = holdfast.convert(trainer, tmp_path / "b", keep="model.*", tensors_only=True, dry_run=True)
+    done = holdfast.convert(
+        trainer, tmp_path / "b", keep="model.*", tensors_only=True, dry_run=True
+    )
     assert not [note for note in done.notes if "only tensors" in note]
 
 
@@ -173,7 +191,9 @@ def test_too_little_memory_is_an_error_that_says_how_much(trainer, tmp_path):
     with pytest.raises(LimitExceeded, match="max_memory is too small") as caught:
         holdfast.convert(trainer, tmp_path / "b.safetensors", max_memory="1MiB", threads=2)
     assert caught.value.expected > 1 << 20
-    holdfast.convert(trainer, tmp_path / "b.safetensors", max_memory=caught.value.expected, threads=2)
+    holdfast.convert(
+        trainer, tmp_path / "b.safetensors", max_memory=caught.value.expected, threads=2
+    )
 
 
 def test_damage_in_the_source_is_found(trainer, tmp_path):
@@ -214,7 +234,11 @@ def test_a_strided_tensor_is_written_in_order_in_small_blocks(tmp_path):
 @pytest.mark.parametrize("target", ["b.safetensors", "b.pt", "b"])
 def test_many_small_tensors_take_few_calls(source, target, tmp_path, monkeypatch):
     count = 400
-    state = {f"layers.{i}.{n}": np.full(3, i, np.float32) for i in range(count // 2) for n in ("weight", "bias")}
+    state = {
+        f"layers.{i}.{n}": np.full(3, i, np.float32)
+        for i in range(count // 2)
+        for n in ("weight", "bias")
+    }
     holdfast.save(state, tmp_path / source)
     calls: list[int] = []
     for name in ("preadv", "pread"):
@@ -227,7 +251,10 @@ def test_many_small_tensors_take_few_calls(source, target, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("target", ["b.safetensors", "b.pt"])
 def test_no_byte_is_published_that_does_not_read_back(target, tmp_path, monkeypatch):
-    state = {"large": np.arange(90_000, dtype=np.float32), **{f"small.{i}": np.full(3, i, np.int8) for i in range(20)}}
+    state = {
+        "large": np.arange(90_000, dtype=np.float32),
+        **{f"small.{i}": np.full(3, i, np.int8) for i in range(20)},
+    }
     holdfast.save(state, tmp_path / "a.pt")
     whole = holdfast.convert(tmp_path / "a.pt", tmp_path / target)
     real = write.read_at
@@ -265,7 +292,9 @@ class Watched(io.BytesIO):
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @pytest.mark.parametrize("target", ["out.safetensors", "out.pt", "out"])
-def test_a_stream_of_many_small_tensors_is_read_in_few_reads_from_front_to_back(target, dtype, tmp_path):
+def test_a_stream_of_many_small_tensors_is_read_in_few_reads_from_front_to_back(
+    target, dtype, tmp_path
+):
     state = {f"t{i}": np.arange(64, dtype=np.float32) + i for i in range(3000)}
     file = Watched(holdfast.to_bytes(state, "safetensors"))
     chosen = {} if dtype is None else {"dtype": dtype}
@@ -273,13 +302,18 @@ def test_a_stream_of_many_small_tensors_is_read_in_few_reads_from_front_to_back(
     assert file.reads < 20
     assert file.back < 8
     with holdfast.open(tmp_path / target) as made:
-        assert all((made[name].numpy().astype(np.float32) == made_of).all() for name, made_of in rounded(state, dtype).items())
+        assert all(
+            (made[name].numpy().astype(np.float32) == made_of).all()
+            for name, made_of in rounded(state, dtype).items()
+        )
 
 
 def rounded(state, dtype):
     if dtype is None:
         return state
-    return {name: torch.from_numpy(array).bfloat16().float().numpy() for name, array in state.items()}
+    return {
+        name: torch.from_numpy(array).bfloat16().float().numpy() for name, array in state.items()
+    }
 
 
 @pytest.mark.parametrize("name", ["b.safetensors", "b", "b.pt"])

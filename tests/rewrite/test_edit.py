@@ -13,13 +13,17 @@ from holdfast.errors import CannotHold, NotCommitted, Unsupported
 
 
 def made(path, **options) -> None:
-    holdfast.save({"m": {"w": np.ones((3, 2), np.float32), "b": np.zeros(3, np.float32)}}, path, **options)
+    holdfast.save(
+        {"m": {"w": np.ones((3, 2), np.float32), "b": np.zeros(3, np.float32)}}, path, **options
+    )
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "a"])
 def test_in_place(name, tmp_path):
     made(tmp_path / name)
-    done = holdfast.edit(tmp_path / name, in_place=True, rename=[("m.*", "*")], drop=["*.b"], dtype="f16")
+    done = holdfast.edit(
+        tmp_path / name, in_place=True, rename=[("m.*", "*")], drop=["*.b"], dtype="f16"
+    )
     assert done.path == str(tmp_path / name)
     with holdfast.open(tmp_path / name) as ckpt:
         assert {n: (t.dtype.name, t.shape) for n, t in ckpt.items()} == {"w": ("float16", (3, 2))}
@@ -68,14 +72,24 @@ def test_beside(tmp_path):
 @pytest.mark.parametrize("name", ["a.safetensors", "a"])
 def test_metadata(name, tmp_path):
     made(tmp_path / name, metadata={"author": "me", "licence": "mit"})
-    holdfast.edit(tmp_path / name, in_place=True, set_metadata={"licence": "apache-2.0", "step": "7"}, unset_metadata=["author"])
+    holdfast.edit(
+        tmp_path / name,
+        in_place=True,
+        set_metadata={"licence": "apache-2.0", "step": "7"},
+        unset_metadata=["author"],
+    )
     with holdfast.open(tmp_path / name) as ckpt:
-        assert {k: v for k, v in ckpt.metadata.items() if k != "format"} == {"licence": "apache-2.0", "step": "7"}
+        assert {k: v for k, v in ckpt.metadata.items() if k != "format"} == {
+            "licence": "apache-2.0",
+            "step": "7",
+        }
         assert len(ckpt) == 2
     with pytest.raises(CannotHold, match="no metadata 'author'"):
         holdfast.edit(tmp_path / name, in_place=True, unset_metadata=["author"])
     with pytest.raises(CannotHold, match="set and taken out"):
-        holdfast.edit(tmp_path / name, in_place=True, set_metadata={"step": "8"}, unset_metadata=["step"])
+        holdfast.edit(
+            tmp_path / name, in_place=True, set_metadata={"step": "8"}, unset_metadata=["step"]
+        )
 
 
 def test_what_cannot_be(tmp_path):
@@ -87,7 +101,11 @@ def test_what_cannot_be(tmp_path):
         holdfast.edit(tmp_path / "a.pt", in_place=True)
     with pytest.raises(CannotHold, match="matches nothing"):
         holdfast.edit(tmp_path / "a.pt", in_place=True, drop=["x"])
-    torch.save({"w": torch.ones(1), "b": torch.ones(1)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"w": torch.ones(1), "b": torch.ones(1)},
+        tmp_path / "old.pt",
+        _use_new_zipfile_serialization=False,
+    )
     with pytest.raises(Unsupported, match="read and not written"):
         holdfast.edit(tmp_path / "old.pt", in_place=True, drop=["w"])
     holdfast.edit(tmp_path / "old.pt", tmp_path / "new.pt", drop=["w"])

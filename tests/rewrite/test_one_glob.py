@@ -11,7 +11,9 @@ from holdfast.errors import BadArgument
 from holdfast.ranks.per_rank import mark
 
 LAYERS = 21
-NAMES = [f"layers.{n}.{what}" for n in range(LAYERS) for what in ("q.weight", "k.weight", "norm")] + ["head", "odd[0]{x}"]
+NAMES = [
+    f"layers.{n}.{what}" for n in range(LAYERS) for what in ("q.weight", "k.weight", "norm")
+] + ["head", "odd[0]{x}"]
 
 GLOBS = {
     "layers.{8..11}.*": [n for n in NAMES if n.split(".")[1:2] in (["8"], ["9"], ["10"], ["11"])],
@@ -27,7 +29,11 @@ GLOBS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("globs") / "model.safetensors"
-    holdfast.save({name: np.arange(1, 9, dtype=np.float32).reshape(2, 4) for name in NAMES}, path, durable=False)
+    holdfast.save(
+        {name: np.arange(1, 9, dtype=np.float32).reshape(2, 4) for name in NAMES},
+        path,
+        durable=False,
+    )
     return path
 
 
@@ -60,12 +66,18 @@ def test_writing(pattern, model, tmp_path):
     holdfast.convert(model, tmp_path / "rest.safetensors", drop=pattern, durable=False)
     assert _opened(tmp_path / "kept.safetensors") == meant
     assert _opened(tmp_path / "rest.safetensors") == set(NAMES) - meant
-    holdfast.convert(model, tmp_path / "half.safetensors", dtype={pattern: "f16", "*": "keep"}, durable=False)
+    holdfast.convert(
+        model, tmp_path / "half.safetensors", dtype={pattern: "f16", "*": "keep"}, durable=False
+    )
     with holdfast.open(tmp_path / "half.safetensors") as half:
         assert {name for name in half if half[name].dtype.name == "float16"} == meant
-    done = holdfast.prune(model, tmp_path / "pruned.safetensors", [f"{pattern}: 0.5"], durable=False)
+    done = holdfast.prune(
+        model, tmp_path / "pruned.safetensors", [f"{pattern}: 0.5"], durable=False
+    )
     assert {row.name for row in done.tensors} == meant
-    cut = holdfast.reshard(model, tmp_path / "cut", mesh="tp=2", rules=[f"{pattern}: tp=0"], durable=False)
+    cut = holdfast.reshard(
+        model, tmp_path / "cut", mesh="tp=2", rules=[f"{pattern}: tp=0"], durable=False
+    )
     with holdfast.open(cut.path) as sharded:
         assert {name for name in sharded if len(sharded[name].chunks) == 2} == meant
 

@@ -18,15 +18,27 @@ from tests.support import nbytes_on_disk
 def models():
     """A base with its tied head, and three adapters over it."""
     generator = torch.Generator().manual_seed(0)
-    emb, mid = torch.randn(1024, 256, generator=generator), torch.randn(256, 256, generator=generator)
+    emb, mid = (
+        torch.randn(1024, 256, generator=generator),
+        torch.randn(256, 256, generator=generator),
+    )
     base = {"emb": emb, "mid": mid, "head": emb}
-    adapters = {f"adapter{i}": {**base, "lora.a": torch.randn(4, 256, generator=generator)} for i in range(3)}
+    adapters = {
+        f"adapter{i}": {**base, "lora.a": torch.randn(4, 256, generator=generator)}
+        for i in range(3)
+    }
     return {"base": base, **adapters}
 
 
 def parts(models):
     """Bytes of the base and the adapters, each storage once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for s in models.values() for t in s.values()}.values())
+    return sum(
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for s in models.values()
+            for t in s.values()
+        }.values()
+    )
 
 
 def assert_holds(path, models):
@@ -46,7 +58,9 @@ def test_a_base_and_its_adapters_take_the_bytes_of_one_base(models, tmp_path, fo
     assert nbytes_on_disk(tmp_path / "p") == pytest.approx(parts(models), rel=0.01)
     for model, state in models.items():
         torch.save(state, tmp_path / f"{model}.pt")
-    assert sum(nbytes_on_disk(tmp_path / f"{model}.pt") for model in models) > 3.9 * nbytes_on_disk(tmp_path / "p")
+    assert sum(nbytes_on_disk(tmp_path / f"{model}.pt") for model in models) > 3.9 * nbytes_on_disk(
+        tmp_path / "p"
+    )
     assert_holds(tmp_path / "p", models)
 
 
@@ -65,7 +79,10 @@ def test_files_that_each_hold_the_base(models, tmp_path, suffix, format):
 
 def test_a_file_that_is_given_twice_is_one_file(models, tmp_path):
     holdfast.save(models["base"], tmp_path / "base.pt")
-    with holdfast.open(tmp_path / "base.pt") as first, holdfast.open(tmp_path / "base.pt") as second:
+    with (
+        holdfast.open(tmp_path / "base.pt") as first,
+        holdfast.open(tmp_path / "base.pt") as second,
+    ):
         given = {"a": first, "b": second, "c": tmp_path / "base.pt", "d": str(tmp_path / "base.pt")}
         saved = holdfast.package(given, tmp_path / "p.pt2")
     assert saved.nbytes < 1.02 * nbytes_on_disk(tmp_path / "base.pt")
@@ -105,7 +122,11 @@ def test_storages_that_are_equal_in_two_shapes(tmp_path):
 
 
 def test_what_looks_equal_in_another_dtype_stays(tmp_path):
-    zeros = {"a": np.zeros(100, np.float32), "b": np.zeros(100, np.int32), "c": np.zeros((10, 10), np.float32)}
+    zeros = {
+        "a": np.zeros(100, np.float32),
+        "b": np.zeros(100, np.int32),
+        "c": np.zeros((10, 10), np.float32),
+    }
     holdfast.package({"m": zeros}, tmp_path / "p.pt2", deduplicate="content")
     with holdfast.open(tmp_path / "p.pt2") as ckpt:
         assert ckpt.aliases == ()
@@ -115,15 +136,24 @@ def test_parameters_are_told_from_buffers(tmp_path):
     norm = torch.nn.BatchNorm1d(3)
     holdfast.package({"m": norm, "n": norm.state_dict()}, tmp_path / "p.pt2")
     with holdfast.open(tmp_path / "p.pt2") as ckpt:
-        assert {name for name, tensor in ckpt.items() if tensor.traits.parameter} == {"m.weight", "m.bias"}
+        assert {name for name, tensor in ckpt.items() if tensor.traits.parameter} == {
+            "m.weight",
+            "m.bias",
+        }
 
 
 def test_constants_of_a_package_stay_constants(tmp_path):
-    holdfast.package({"m": {"w": np.ones(3), "constants": {"mask": np.zeros(2)}}}, tmp_path / "a.pt2")
+    holdfast.package(
+        {"m": {"w": np.ones(3), "constants": {"mask": np.zeros(2)}}}, tmp_path / "a.pt2"
+    )
     holdfast.package({"again": tmp_path / "a.pt2", "more": {"w": np.ones(2)}}, tmp_path / "b.pt2")
     with holdfast.open(tmp_path / "b.pt2") as ckpt:
         assert list(ckpt) == ["again.w", "again.constants.mask", "more.w"]
-        assert ckpt["again.constants.mask"].chunks[0].storage.label.startswith("data/constants/tensor_")
+        assert (
+            ckpt["again.constants.mask"]
+            .chunks[0]
+            .storage.label.startswith("data/constants/tensor_")
+        )
 
 
 @pytest.mark.parametrize(
@@ -148,8 +178,12 @@ def test_what_cannot_be_packaged(tmp_path, models, words):
 
 def test_models_that_disagree_in_the_dtype_of_a_storage(tmp_path):
     words = torch.arange(6, dtype=torch.int32)
-    with pytest.raises(errors.CannotHold, match=r"b\.w: float32 over the storage of a\.w, which is int32"):
-        holdfast.package({"a": {"w": words}, "b": {"w": words.view(torch.float32)}}, tmp_path / "p.pt2")
+    with pytest.raises(
+        errors.CannotHold, match=r"b\.w: float32 over the storage of a\.w, which is int32"
+    ):
+        holdfast.package(
+            {"a": {"w": words}, "b": {"w": words.view(torch.float32)}}, tmp_path / "p.pt2"
+        )
     assert os.listdir(tmp_path) == []
 
 
@@ -191,24 +225,45 @@ def test_a_package_is_replaced_wholly_or_not(tmp_path):
 
 
 def test_weights_are_replaced_in_place_and_beside(tmp_path):
-    holdfast.package({"a": {"w": np.ones(3), "v": np.zeros(2)}, "b": {"w": np.ones(3)}}, tmp_path / "p.pt2")
+    holdfast.package(
+        {"a": {"w": np.ones(3), "v": np.zeros(2)}, "b": {"w": np.ones(3)}}, tmp_path / "p.pt2"
+    )
     holdfast.save({"w": np.full(3, 5.0), "v": np.full(2, 6.0)}, tmp_path / "new.safetensors")
-    holdfast.replace_weights(tmp_path / "p.pt2", tmp_path / "q.pt2", weights=tmp_path / "new.safetensors", model="a")
-    holdfast.replace_weights(tmp_path / "p.pt2", weights={"b": {"w": np.full(3, 7.0)}}, in_place=True)
+    holdfast.replace_weights(
+        tmp_path / "p.pt2", tmp_path / "q.pt2", weights=tmp_path / "new.safetensors", model="a"
+    )
+    holdfast.replace_weights(
+        tmp_path / "p.pt2", weights={"b": {"w": np.full(3, 7.0)}}, in_place=True
+    )
     with holdfast.open(tmp_path / "p.pt2") as p, holdfast.open(tmp_path / "q.pt2") as q:
         assert [float(p[name].numpy()[0]) for name in ("a.w", "a.v", "b.w")] == [1, 0, 7]
         assert [float(q[name].numpy()[0]) for name in ("a.w", "a.v", "b.w")] == [5, 6, 1]
 
 
 def test_weights_that_do_not_fit_are_listed_and_nothing_is_written(tmp_path):
-    holdfast.package({"a": {"w": np.ones(3), "v": np.zeros(2), "u": np.ones(1)}, "b": {"w": np.ones(3)}}, tmp_path / "p.pt2")
+    holdfast.package(
+        {"a": {"w": np.ones(3), "v": np.zeros(2), "u": np.ones(1)}, "b": {"w": np.ones(3)}},
+        tmp_path / "p.pt2",
+    )
     before = (tmp_path / "p.pt2").read_bytes()
     with pytest.raises(errors.CannotHold) as caught:
         holdfast.replace_weights(
-            tmp_path / "p.pt2", weights={"w": np.ones(3, np.float32), "v": np.ones(5), "x": np.ones(1)}, in_place=True, model="a"
+            tmp_path / "p.pt2",
+            weights={"w": np.ones(3, np.float32), "v": np.ones(5), "x": np.ones(1)},
+            in_place=True,
+            model="a",
         )
-    assert sorted(p.partition(":")[0] for p in caught.value.problems) == ["a.u", "a.v", "a.w", "a.x"]
-    for state, model in (({"w": np.ones(3)}, None), ({"w": np.ones(3)}, "c"), ({"w": np.ones(3), "n": 1}, "b")):
+    assert sorted(p.partition(":")[0] for p in caught.value.problems) == [
+        "a.u",
+        "a.v",
+        "a.w",
+        "a.x",
+    ]
+    for state, model in (
+        ({"w": np.ones(3)}, None),
+        ({"w": np.ones(3)}, "c"),
+        ({"w": np.ones(3), "n": 1}, "b"),
+    ):
         with pytest.raises(errors.CannotHold):
             holdfast.replace_weights(tmp_path / "p.pt2", weights=state, in_place=True, model=model)
     assert (tmp_path / "p.pt2").read_bytes() == before
@@ -260,7 +315,12 @@ def test_a_tie_needs_a_target_that_is_not_there(tmp_path):
 def test_the_parent_of_a_few_rows_goes_away(tmp_path):
     large = torch.arange(1_000_000.0)
     rows = large.view(1000, 1000)
-    state = {"first": rows[3:13, :5], "same": rows[3:13, :5], "inner": rows[4, :2], "last": large[-10:]}
+    state = {
+        "first": rows[3:13, :5],
+        "same": rows[3:13, :5],
+        "inner": rows[4, :2],
+        "last": large[-10:],
+    }
     torch.save(state, tmp_path / "a.pt")
     done = holdfast.compact(tmp_path / "a.pt", tmp_path / "b.pt")
     assert done.before_nbytes > 4_000_000
@@ -278,7 +338,9 @@ def test_the_parent_of_a_few_rows_goes_away(tmp_path):
 @pytest.mark.parametrize("name", ["m.safetensors", "m", "m.pt2"])
 def test_other_formats_stay_what_they_are(tmp_path, name):
     state = {"a": np.arange(10.0), "b": np.arange(3)}
-    holdfast.package({"model": state}, tmp_path / name) if name.endswith("pt2") else holdfast.save(state, tmp_path / name)
+    holdfast.package({"model": state}, tmp_path / name) if name.endswith("pt2") else holdfast.save(
+        state, tmp_path / name
+    )
     with holdfast.open(tmp_path / name) as ckpt:
         before = ckpt.digest()
     holdfast.compact(tmp_path / name, in_place=True)
@@ -307,7 +369,9 @@ def test_a_name_that_says_another_format(tmp_path, name):
 def test_weights_are_not_replaced_under_a_name_of_another_format(tmp_path):
     holdfast.package({"a": {"w": np.ones(3, np.float32)}}, tmp_path / "p.pt2")
     with pytest.raises(errors.Unsupported, match=r"call it q\.pt2"):
-        holdfast.replace_weights(tmp_path / "p.pt2", tmp_path / "q.safetensors", weights={"w": np.zeros(3, np.float32)})
+        holdfast.replace_weights(
+            tmp_path / "p.pt2", tmp_path / "q.safetensors", weights={"w": np.zeros(3, np.float32)}
+        )
     assert os.listdir(tmp_path) == ["p.pt2"]
 
 
@@ -315,7 +379,9 @@ def test_weights_are_not_replaced_under_a_name_of_another_format(tmp_path):
 def test_metadata_that_a_package_has_no_place_for_is_told(tmp_path, name):
     holdfast.save({"w": np.ones(3)}, tmp_path / "a.safetensors", metadata={"author": "somebody"})
     holdfast.save({"w": np.ones(3)}, tmp_path / "b.safetensors")
-    done = holdfast.package({"a": tmp_path / "a.safetensors", "b": tmp_path / "b.safetensors"}, tmp_path / name)
+    done = holdfast.package(
+        {"a": tmp_path / "a.safetensors", "b": tmp_path / "b.safetensors"}, tmp_path / name
+    )
     assert [note for note in done.notes if "metadata" in note] == [
         "model 'a': its metadata (author) has no place in a package and is not kept"
     ]

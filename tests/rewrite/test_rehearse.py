@@ -30,7 +30,9 @@ TENSORS = {name: torch.from_numpy(array) for name, array in STATE.items()}
 WRITERS = {
     "save .pt": lambda src, dst: holdfast.save(STATE, dst / "x.pt"),
     "save safetensors": lambda src, dst: holdfast.save(STATE, dst / "x.safetensors"),
-    "save safetensors in shards": lambda src, dst: holdfast.save(STATE, dst / "x", format="safetensors", max_shard_size=8),
+    "save safetensors in shards": lambda src, dst: holdfast.save(
+        STATE, dst / "x", format="safetensors", max_shard_size=8
+    ),
     "save native": lambda src, dst: holdfast.save(STATE, dst / "x"),
     "convert": lambda src, dst: holdfast.convert(src, dst / "x"),
     "edit": lambda src, dst: holdfast.edit(src, dst / "x.pt", rename=[("w", "v")]),
@@ -41,7 +43,9 @@ WRITERS = {
     "reshard": lambda src, dst: reshard(src, dst / "x", mesh={"dp": 2}),
     "ranks, native": lambda src, dst: ht.save_sharded(dst / "x", TENSORS),
     "ranks, dcp": lambda src, dst: ht.save_sharded(dst / "x", TENSORS, format="dcp"),
-    "ranks, safetensors": lambda src, dst: ht.save_sharded(dst / "x", TENSORS, format="safetensors"),
+    "ranks, safetensors": lambda src, dst: ht.save_sharded(
+        dst / "x", TENSORS, format="safetensors"
+    ),
 }
 
 
@@ -129,7 +133,9 @@ def test_what_the_reader_finds_is_what_was_to_be_saved(writer, change, src, dst,
 def test_a_rehearsal_reads_no_tensor(writer, src, dst, monkeypatch):
     """Data is read once, when it is written: until the plan was described, nobody has asked for any."""
     read: list[object] = []
-    monkeypatch.setattr("holdfast.engine.planned_store.small_bytes", lambda segment: read.append(segment) or b"")
+    monkeypatch.setattr(
+        "holdfast.engine.planned_store.small_bytes", lambda segment: read.append(segment) or b""
+    )
     WRITERS[writer](src, dst)
     assert read == []
 
@@ -184,7 +190,9 @@ def test_the_drop_in_writes_what_torch_writes(dst):
     assert torch.load(dst / "a.pt", weights_only=False)["i"] == 1 << 200
 
 
-@pytest.mark.parametrize("value", [np.str_(""), np.bytes_(b""), np.str_("ab"), np.bytes_(b"ab")], ids=repr)
+@pytest.mark.parametrize(
+    "value", [np.str_(""), np.bytes_(b""), np.str_("ab"), np.bytes_(b"ab")], ids=repr
+)
 def test_text_of_numpy_comes_back_from_a_torch_file(value, dst):
     holdfast.save({"t": value}, dst / "a.pt")
     with holdfast.open(dst / "a.pt") as ckpt:
@@ -205,7 +213,12 @@ def test_more_files_than_are_opened_are_refused(dst, monkeypatch):
 
 def test_a_planned_file_reads_as_it_will_be():
     tensor = Resident().array(np.arange(4, dtype=np.uint8))
-    segments = (Literal(b"head"), Data(tensor, "w"), Late(4, lambda crcs: b"%04d" % crcs["w"]), Literal(b"tail"))
+    segments = (
+        Literal(b"head"),
+        Data(tensor, "w"),
+        Late(4, lambda crcs: b"%04d" % crcs["w"]),
+        Literal(b"tail"),
+    )
     store = PlannedStore([FilePlan("f", segments)], name="x")
 
     def read(start: int, stop: int) -> bytes:

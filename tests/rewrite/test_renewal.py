@@ -25,7 +25,9 @@ def cut(path: str) -> None:
 
 
 def convert_onto_itself(path: str) -> None:
-    holdfast.convert(path, path, drop=["optim.*"], overwrite=True, format="native" if "run/" in path else None)
+    holdfast.convert(
+        path, path, drop=["optim.*"], overwrite=True, format="native" if "run/" in path else None
+    )
 
 
 VERBS: dict[str, Callable[[str], object]] = {
@@ -39,7 +41,10 @@ each_verb = pytest.mark.parametrize("verb", VERBS)
 
 def state(number: int) -> dict[str, object]:
     weights = np.full((40, 50), number, np.float32)
-    return {"model": {"w": weights, "tied": weights.copy()}, "optim": {"m": np.ones(9_000, np.float32)}}
+    return {
+        "model": {"w": weights, "tied": weights.copy()},
+        "optim": {"m": np.ones(9_000, np.float32)},
+    }
 
 
 def flat(number: int) -> dict[str, object]:
@@ -202,7 +207,9 @@ def test_by_a_link(tmp_path: Path):
 
 @pytest.mark.parametrize("single", [True, False], ids=["file", "folder"])
 def test_what_is_damaged_is_not_sealed_anew(tmp_path: Path, single: bool):
-    path = file_of(tmp_path / "last.safetensors") if single else folder_of(tmp_path / "checkpoint-5")
+    path = (
+        file_of(tmp_path / "last.safetensors") if single else folder_of(tmp_path / "checkpoint-5")
+    )
     weights = path if single else path / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + b"\1")
@@ -274,7 +281,9 @@ def test_a_seal_that_cannot_be_renewed_to_the_end(tmp_path: Path, monkeypatch: p
     assert seal.files[0].before is not None
 
 
-def test_where_nothing_is_published_the_seal_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_where_nothing_is_published_the_seal_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path, commit = file_of(tmp_path / "last.ckpt"), FileTransaction.commit
     before = (path.read_bytes(), (tmp_path / "last.ckpt.seal.json").read_bytes())
 

@@ -47,7 +47,10 @@ def test_boxes_of_all_ranks_tile_the_tensor():
     mesh = {"a": 3, "b": 2, "c": 4}
     for axes in ({"a": 0}, {"a": 0, "b": 0}, {"a": 1, "b": 0, "c": 1}, {}):
         boxes = {
-            local_box((7, 10), mesh, {"a": i, "b": j, "c": k}, axes=axes) for i in range(3) for j in range(2) for k in range(4)
+            local_box((7, 10), mesh, {"a": i, "b": j, "c": k}, axes=axes)
+            for i in range(3)
+            for j in range(2)
+            for k in range(4)
         }
         assert tiles(Box.whole((7, 10)), [box for box in boxes if box.count]), axes
 
@@ -66,7 +69,9 @@ def test_a_rule_that_is_none(text: str):
 
 def test_all_that_is_wrong_is_said_and_nothing_is_written(source: Path, tmp_path: Path):
     with pytest.raises(BadPlacement) as caught:
-        reshard(source, tmp_path / "out", mesh="tp=2", rules=["zz: tp=0", "norm: pp=0", "scalar: tp=0"])
+        reshard(
+            source, tmp_path / "out", mesh="tp=2", rules=["zz: tp=0", "norm: pp=0", "scalar: tp=0"]
+        )
     for part in ("'zz' matches no tensor", "no axis 'pp'", "no dimension 0"):
         assert part in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -75,7 +80,21 @@ def test_all_that_is_wrong_is_said_and_nothing_is_written(source: Path, tmp_path
 def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     plan = tmp_path / "rules.txt"
     plan.write_text("# columns\n*.q: tp=1  # all of them\n")
-    assert main(["reshard", str(source), str(tmp_path / "out"), "--mesh", "tp=2", "--plan", str(plan), "-q"]) == 0
+    assert (
+        main(
+            [
+                "reshard",
+                str(source),
+                str(tmp_path / "out"),
+                "--mesh",
+                "tp=2",
+                "--plan",
+                str(plan),
+                "-q",
+            ]
+        )
+        == 0
+    )
     assert main(["show", "--ranks", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert "│AAABBB│" in shown
@@ -96,29 +115,70 @@ MODEL = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    arrays = {name: np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape) for name, shape in MODEL.items()}
+    arrays = {
+        name: np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+        for name, shape in MODEL.items()
+    }
     holdfast.save(arrays, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
 def boxes(path: Path) -> dict[str, set[tuple[int, ...]]]:
     with holdfast.open(path) as found:
-        return {name: {chunk.box.shape for chunk in tensor.chunks} for name, tensor in found.items()}
+        return {
+            name: {chunk.box.shape for chunk in tensor.chunks} for name, tensor in found.items()
+        }
 
 
 @pytest.mark.parametrize(
     ("mesh", "cut"),
     [
-        ("dp=8", {"embed": (2, 8), "q": (1, 8), "q bias": (1,), "o": (1, 8), "o bias": (1,), "down": (1, 24)}),
-        ("fsdp=4", {"embed": (4, 8), "q": (2, 8), "q bias": (2,), "o": (2, 8), "o bias": (2,), "down": (2, 24)}),
+        (
+            "dp=8",
+            {
+                "embed": (2, 8),
+                "q": (1, 8),
+                "q bias": (1,),
+                "o": (1, 8),
+                "o bias": (1,),
+                "down": (1, 24),
+            },
+        ),
+        (
+            "fsdp=4",
+            {
+                "embed": (4, 8),
+                "q": (2, 8),
+                "q bias": (2,),
+                "o": (2, 8),
+                "o bias": (2,),
+                "down": (2, 24),
+            },
+        ),
         ("tp=4", {"embed": (4, 8), "q": (2, 8), "q bias": (2,), "o": (8, 2), "down": (8, 6)}),
-        ("dp=2,tp=4", {"embed": (2, 8), "q": (1, 8), "q bias": (1,), "o": (4, 2), "o bias": (4,), "down": (4, 6)}),
+        (
+            "dp=2,tp=4",
+            {
+                "embed": (2, 8),
+                "q": (1, 8),
+                "q bias": (1,),
+                "o": (4, 2),
+                "o bias": (4,),
+                "down": (4, 6),
+            },
+        ),
     ],
 )
-def test_without_rules_axes_cut_by_their_names(mesh: str, cut: dict[str, tuple[int, ...]], model: Path, tmp_path: Path):
+def test_without_rules_axes_cut_by_their_names(
+    mesh: str, cut: dict[str, tuple[int, ...]], model: Path, tmp_path: Path
+):
     done = reshard(model, tmp_path / "out", mesh=mesh)
-    names = dict(zip(("embed", "q", "q bias", "o", "o bias", "down", "norm", "step"), MODEL, strict=True))
-    assert boxes(tmp_path / "out") == {name: {cut.get(short, MODEL[name])} for short, name in names.items()}
+    names = dict(
+        zip(("embed", "q", "q bias", "o", "o bias", "down", "norm", "step"), MODEL, strict=True)
+    )
+    assert boxes(tmp_path / "out") == {
+        name: {cut.get(short, MODEL[name])} for short, name in names.items()
+    }
     told = [note for note in done.notes if " cut" in note]
     assert sum(int(note.split()[0]) for note in told) == len(MODEL)
     assert f"{len(MODEL) - len(cut)} tensors not cut" in " ".join(told)
@@ -159,16 +219,22 @@ def test_a_mesh_that_would_cut_nothing_is_refused(mesh: str, model: Path, tmp_pa
         ("dp=2,tp=2", ["*.c_attn.weight: tp=1, dp=0"], []),
     ],
 )
-def test_an_axis_that_cuts_nothing_is_named(mesh: str, rules: list[str], idle: list[str], tmp_path: Path):
+def test_an_axis_that_cuts_nothing_is_named(
+    mesh: str, rules: list[str], idle: list[str], tmp_path: Path
+):
     names = ("h.0.attn.c_attn.weight", "bert.encoder.layer.0.attention.self.query.weight")
-    holdfast.save({name: np.ones((8, 8), np.float32) for name in names}, tmp_path / "gpt2.safetensors")
+    holdfast.save(
+        {name: np.ones((8, 8), np.float32) for name in names}, tmp_path / "gpt2.safetensors"
+    )
     done = reshard(tmp_path / "gpt2.safetensors", tmp_path / "out", mesh=mesh, rules=rules)
     told = [note for note in done.notes if note.startswith("nothing is cut over ")]
     assert [note.split(":")[0].removeprefix("nothing is cut over ") for note in told] == idle
     assert all(("rules say" in note) is (not rules) for note in told)
 
 
-def test_the_command_says_what_was_cut(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_says_what_was_cut(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["reshard", str(model), str(tmp_path / "out"), "--mesh", "dp=8"]) == 0
     said = capsys.readouterr().out
     assert "6 tensors cut along dimension 0 over dp=8" in said

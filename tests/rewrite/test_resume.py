@@ -88,7 +88,11 @@ def test_a_changed_source_starts_anew(source, tmp_path, monkeypatch):
 def test_a_changed_source_of_what_is_computed_starts_anew(tmp_path, monkeypatch, sparse):
     """The bytes of a cast, or of what is stored packed, lie nowhere: what counts is the file that they are made of."""
     source, target = tmp_path / "in", tmp_path / "out"
-    how = {"max_shard_size": 6_000, "resume": True, "dtype": "float16" if sparse == "never" else None}
+    how = {
+        "max_shard_size": 6_000,
+        "resume": True,
+        "dtype": "float16" if sparse == "never" else None,
+    }
     states = [{f"w{i}": np.eye(50, dtype=np.float32) * (i + k) for i in range(6)} for k in (1, 2)]
     holdfast.save(states[0], source, sparse=sparse)
     interrupted(monkeypatch, 3)
@@ -98,4 +102,6 @@ def test_a_changed_source_of_what_is_computed_starts_anew(tmp_path, monkeypatch,
     interrupted(monkeypatch, -1)
     holdfast.convert(source, target, **how)
     with holdfast.open(target) as found:
-        assert {name: float(tensor.numpy()[0, 0]) for name, tensor in found.items()} == {f"w{i}": i + 2 for i in range(6)}
+        assert {name: float(tensor.numpy()[0, 0]) for name, tensor in found.items()} == {
+            f"w{i}": i + 2 for i in range(6)
+        }

@@ -22,7 +22,10 @@ TARGETS = ["a.pt", "a.safetensors", "a"]
 
 
 def nested() -> dict[str, object]:
-    return {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "inner": {"half": np.ones(3, ml_dtypes.bfloat16)}}
+    return {
+        "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "inner": {"half": np.ones(3, ml_dtypes.bfloat16)},
+    }
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -50,7 +53,13 @@ def test_a_checkpoint_is_streamed(name, tmp_path):
 
 
 def test_containers_keep_their_types_in_torch_and_native(tmp_path):
-    state = {"t": (1, [2.5, None]), "o": OrderedDict(b=1, a=True), "d": defaultdict(list, k=[np.zeros(2)]), 3: b"x", "s": {1, 2}}
+    state = {
+        "t": (1, [2.5, None]),
+        "o": OrderedDict(b=1, a=True),
+        "d": defaultdict(list, k=[np.zeros(2)]),
+        3: b"x",
+        "s": {1, 2},
+    }
     for name in ("a.pt", "a"):
         holdfast.save(state, tmp_path / name)
         with holdfast.open(tmp_path / name) as ckpt:
@@ -66,7 +75,10 @@ def test_containers_keep_their_types_in_torch_and_native(tmp_path):
 
 def test_what_safetensors_cannot_hold_is_listed_and_nothing_is_written(tmp_path):
     with pytest.raises(CannotHold) as caught:
-        holdfast.save({"w": np.zeros(2), "pair": (1, 2), "c": np.zeros(1, np.complex128), "n": None}, tmp_path / "a.safetensors")
+        holdfast.save(
+            {"w": np.zeros(2), "pair": (1, 2), "c": np.zeros(1, np.complex128), "n": None},
+            tmp_path / "a.safetensors",
+        )
     assert [p.partition(":")[0] for p in sorted(caught.value.problems)] == ["c", "n", "pair"]
     assert os.listdir(tmp_path) == []
     holdfast.save({"w": np.zeros(2), "pair": (1, 2)}, tmp_path / "a.safetensors", keep_tree=True)
@@ -197,7 +209,10 @@ def test_a_state_nested_too_deep_is_refused(tmp_path):
 
 def test_either_order_of_state_and_path(tmp_path):
     state = {"w": np.arange(3)}
-    assert holdfast.save(state, tmp_path / "a.pt").nbytes == holdfast.save(tmp_path / "b.pt", state).nbytes
+    assert (
+        holdfast.save(state, tmp_path / "a.pt").nbytes
+        == holdfast.save(tmp_path / "b.pt", state).nbytes
+    )
     with pytest.raises(holdfast.errors.BadPath):
         holdfast.save("hf://bucket/a.pt", state)
     with pytest.raises(holdfast.errors.NotAPath):
@@ -213,7 +228,9 @@ def test_an_array_that_cannot_be_had_is_refused_by_name(tmp_path):
 
     with pytest.raises(CannotHold) as caught:
         holdfast.save({"a": {"w": Elsewhere()}, "b": np.ones(2)}, tmp_path / "x.safetensors")
-    assert caught.value.problems == ("a.w: an Elsewhere gives no array: it spans devices of other processes",)
+    assert caught.value.problems == (
+        "a.w: an Elsewhere gives no array: it spans devices of other processes",
+    )
     assert not any(tmp_path.iterdir())
 
 
@@ -239,4 +256,6 @@ def test_a_dimension_of_one_may_have_any_stride(tmp_path: Path, suffix: str):
     for _ in range(2):
         holdfast.save(state, tmp_path / f"a{suffix}", overwrite=True)
         with holdfast.open(tmp_path / f"a{suffix}") as opened:
-            assert {name: opened[name].numpy().tolist() for name in opened} == {name: one.tolist() for name, one in state.items()}
+            assert {name: opened[name].numpy().tolist() for name in opened} == {
+                name: one.tolist() for name, one in state.items()
+            }

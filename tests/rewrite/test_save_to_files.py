@@ -24,7 +24,10 @@ def test_bytes():
     assert type(made) is bytes
     assert safetensors.numpy.load(made)["w"].tolist() == STATE["w"].tolist()
     assert holdfast.open(made).metadata["a"] == "b"
-    assert torch.load(io.BytesIO(holdfast.to_bytes({"w": torch.ones(2), "step": 3}, "torch")))["step"] == 3
+    assert (
+        torch.load(io.BytesIO(holdfast.to_bytes({"w": torch.ones(2), "step": 3}, "torch")))["step"]
+        == 3
+    )
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
@@ -44,7 +47,10 @@ def test_the_name_of_a_file_says_the_format(tmp_path):
         assert holdfast.save(STATE, file).format == "safetensors"
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         assert holdfast.save(STATE, file).format == "torch-zip"
-    with gzip.open(tmp_path / "a.pt.gz", "wb") as file, pytest.raises(BadArgument, match="say format='safetensors'"):
+    with (
+        gzip.open(tmp_path / "a.pt.gz", "wb") as file,
+        pytest.raises(BadArgument, match="say format='safetensors'"),
+    ):
         holdfast.save(STATE, file)
     with gzip.open(tmp_path / "a.gz", "wb") as file:
         holdfast.save(STATE, file, format="safetensors")
@@ -95,14 +101,21 @@ def test_files_of_text_are_refused_in_a_sentence(make):
             ("rb", holdfast.open),
             ("rb", holdfast.torch.open),
         ):
-            with pytest.raises(BadArgumentType, match=f"is a file of text; open it in binary mode \\('{mode}'\\)"):
+            with pytest.raises(
+                BadArgumentType, match=f"is a file of text; open it in binary mode \\('{mode}'\\)"
+            ):
                 call(file)
         with pytest.raises(TypeError, match="must be opened in binary mode"):
             holdfast.torch.load(file)
 
 
 def test_binary_files_of_all_kinds_are_none_of_text():
-    for make in (io.BytesIO, tempfile.TemporaryFile, tempfile.NamedTemporaryFile, tempfile.SpooledTemporaryFile):
+    for make in (
+        io.BytesIO,
+        tempfile.TemporaryFile,
+        tempfile.NamedTemporaryFile,
+        tempfile.SpooledTemporaryFile,
+    ):
         with make() as file:
             holdfast.save(STATE, file, format="safetensors")
             assert set(holdfast.open(file)) == {"w", "b"}

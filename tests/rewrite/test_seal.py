@@ -42,7 +42,11 @@ def trainer(folder: Path, *, name: str = "checkpoint-500", step: object = 500) -
 
 
 def lightning(path: Path, *, step: int = 70) -> Path:
-    monitor = {"monitor": "val_loss", "current_score": torch.tensor(1.25), "best_model_score": torch.tensor(0.5)}
+    monitor = {
+        "monitor": "val_loss",
+        "current_score": torch.tensor(1.25),
+        "best_model_score": torch.tensor(0.5),
+    }
     torch.save(
         {
             "pytorch-lightning_version": "2.6.6",
@@ -64,7 +68,9 @@ def test_a_folder_of_the_trainer(tmp_path: Path):
     assert np.isnan(done.metrics["eval_loss"])
     seal = read_seal(path)
     assert seal is not None
-    assert {file.name: file.nbytes for file in seal.files} == {f.name: f.stat().st_size for f in path.iterdir() if f.name != SEAL}
+    assert {file.name: file.nbytes for file in seal.files} == {
+        f.name: f.stat().st_size for f in path.iterdir() if f.name != SEAL
+    }
     assert all(file.digest and file.digest.startswith("xxh3-128:") for file in seal.files)
     assert not list(check_sizes(path, seal))
     assert done.files == tuple((file.name, file.nbytes) for file in seal.files)
@@ -108,15 +114,27 @@ def test_a_file_of_lightning_has_its_seal_beside_it(tmp_path: Path):
     ("name", "files", "step", "writer"),
     [
         ("global_step77", {"mp_rank_00_model_states.pt": {"a": 1}}, 77, "deepspeed"),
-        ("out", {"latest": b"global_step78\n", "global_step78/mp_rank_00_model_states.pt": {"a": 1}}, 78, "deepspeed"),
-        ("checkpoint_3", {"random_states_0.pkl": {"a": 1}, "optimizer.bin": {"a": 1}}, 3, "accelerate"),
+        (
+            "out",
+            {"latest": b"global_step78\n", "global_step78/mp_rank_00_model_states.pt": {"a": 1}},
+            78,
+            "deepspeed",
+        ),
+        (
+            "checkpoint_3",
+            {"random_states_0.pkl": {"a": 1}, "optimizer.bin": {"a": 1}},
+            3,
+            "accelerate",
+        ),
         ("step_90", {"random_states_0.pkl": {"a": 1}}, 90, "accelerate"),
         ("step-1000", {"weights.pt": {"a": 1}}, 1000, ""),
         ("epoch_3", {"weights.pt": {"a": 1}}, None, ""),
         ("final", {"weights.pt": {"a": 1}}, None, ""),
     ],
 )
-def test_the_step_of_other_trainers(tmp_path: Path, name: str, files: dict[str, object], step: int | None, writer: str):
+def test_the_step_of_other_trainers(
+    tmp_path: Path, name: str, files: dict[str, object], step: int | None, writer: str
+):
     for inner, content in files.items():
         (tmp_path / name / inner).parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, bytes):
@@ -149,7 +167,14 @@ def test_what_is_given_counts(tmp_path: Path):
     path = trainer(tmp_path)
     done = holdfast.seal(path, step=7, metrics={"val_loss": np.float32(0.5), "t": torch.tensor(2)})
     assert (done.step, dict(done.metrics)) == (7, {"val_loss": 0.5, "t": 2.0})
-    for wrong in ({"step": -1}, {"step": 10**30}, {"step": "x"}, {"metrics": {"a": "b"}}, {"metrics": {1: 2}}, {"digest": "md5"}):
+    for wrong in (
+        {"step": -1},
+        {"step": 10**30},
+        {"step": "x"},
+        {"metrics": {"a": "b"}},
+        {"metrics": {1: 2}},
+        {"digest": "md5"},
+    ):
         with pytest.raises(BadArgument):
             holdfast.seal(path, overwrite=True, **wrong)
 
@@ -184,7 +209,14 @@ def test_temporaries_locks_and_hidden_folders_are_no_part_of_it(tmp_path: Path):
     (path / "sub" / ".hidden").write_text("part of it")
     seal = {file for file, _ in holdfast.seal(path).files}
     assert "sub/.hidden" in seal
-    assert seal == {"model.safetensors", "optimizer.pt", "rng_state.pth", "training_args.bin", "trainer_state.json", "sub/.hidden"}
+    assert seal == {
+        "model.safetensors",
+        "optimizer.pt",
+        "rng_state.pth",
+        "training_args.bin",
+        "trainer_state.json",
+        "sub/.hidden",
+    }
     assert holdfast.verify(path).notes == ()
 
 
@@ -198,9 +230,13 @@ TORN: dict[str, Callable[[Path], object]] = {
     "no state at all": lambda path: os.truncate(path / "trainer_state.json", 0),
     "an index without its files": lambda path: (
         (path / "model.safetensors").unlink(),
-        (path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'),
+        (path / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'
+        ),
     ),
-    "the marker of the trainer": lambda path: (path / "checkpoint-is-incomplete.txt").write_text("in progress"),
+    "the marker of the trainer": lambda path: (path / "checkpoint-is-incomplete.txt").write_text(
+        "in progress"
+    ),
     "distributed, without its index": lambda path: (path / "__0_0.distcp").write_bytes(b"x"),
     "deepspeed's latest leads nowhere": lambda path: (path / "latest").write_text("global_step7"),
 }
@@ -221,7 +257,11 @@ def test_a_step_that_is_none_is_not_believed(tmp_path: Path, step: object):
         holdfast.seal(trainer(tmp_path, step=step))
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[1]", '{"global_step": ' + "1" * 5_000 + "}", "\udc80", ""], ids=range(5))
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, "[1]", '{"global_step": ' + "1" * 5_000 + "}", "\udc80", ""],
+    ids=range(5),
+)
 def test_a_state_that_is_none_is_not_believed(tmp_path: Path, text: str):
     path = trainer(tmp_path)
     (path / "trainer_state.json").write_text(text, errors="surrogatepass")
@@ -278,7 +318,9 @@ def test_limits_are_kept(tmp_path: Path):
 
 
 @pytest.mark.parametrize("change", ["grows", "is rewritten", "is replaced", "comes", "goes"])
-def test_what_changes_meanwhile_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str):
+def test_what_changes_meanwhile_is_not_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+):
     path = trainer(tmp_path)
     real, once = sealing._take, threading.Lock()
 
@@ -309,10 +351,20 @@ def test_what_changes_meanwhile_is_not_sealed(tmp_path: Path, monkeypatch: pytes
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "missing": (lambda path: (path / "rng_state.pth").unlink(), "rng_state.pth", "missing"),
-    "truncated": (lambda path: os.truncate(path / "optimizer.pt", 900), "optimizer.pt", "truncated"),
-    "longer": (lambda path: os.truncate(path / "trainer_state.json", 5_000), "trainer_state.json", "longer"),
+    "truncated": (
+        lambda path: os.truncate(path / "optimizer.pt", 900),
+        "optimizer.pt",
+        "truncated",
+    ),
+    "longer": (
+        lambda path: os.truncate(path / "trainer_state.json", 5_000),
+        "trainer_state.json",
+        "longer",
+    ),
     "changed": (
-        lambda path: (path / "trainer_state.json").write_text((path / "trainer_state.json").read_text().replace("500", "501")),
+        lambda path: (path / "trainer_state.json").write_text(
+            (path / "trainer_state.json").read_text().replace("500", "501")
+        ),
         "trainer_state.json",
         "changed",
     ),
@@ -338,7 +390,9 @@ def test_verify_names_what_is_not_as_it_was_sealed(tmp_path: Path, how: str):
     act(path)
     report = holdfast.verify(path)
     assert not report.ok
-    told = [(p.file, p.message) for p in report.problems] + [(d.file, d.message) for d in report.damaged]
+    told = [(p.file, p.message) for p in report.problems] + [
+        (d.file, d.message) for d in report.damaged
+    ]
     assert any(file == str(path / name) and said in message for file, message in told), told
     assert all(problem.damaged for problem in report.problems)
 
@@ -399,7 +453,9 @@ def test_a_seal_does_not_go_along_with_what_is_made_of_its_folder(tmp_path: Path
     holdfast.convert(path, tmp_path / "half", dtype="float16")
     assert sorted(os.listdir(tmp_path / "half")) == ["config.json", "model.safetensors"]
     holdfast.edit(path / "model.safetensors", in_place=True, set_metadata={"a": "b"})
-    assert holdfast.verify(path).ok, "its own seal goes along with a folder that is rewritten in place"
+    assert holdfast.verify(path).ok, (
+        "its own seal goes along with a folder that is rewritten in place"
+    )
 
 
 def test_a_sealed_folder_is_replaced_with_its_seal(tmp_path: Path):

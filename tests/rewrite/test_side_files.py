@@ -22,7 +22,13 @@ WEIGHTS = {
     "model.norm.weight": np.full(4, 2, np.float32),
     "lm_head.weight": np.linspace(2, 3, 64, dtype=np.float32).reshape(16, 4),
 }
-CONFIG = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-06, "dtype": "float32", "vocab_size": 16, "name": "Ωmega"}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "rms_norm_eps": 1e-06,
+    "dtype": "float32",
+    "vocab_size": 16,
+    "name": "Ωmega",
+}
 BESIDE = {
     "config.json": (json.dumps(CONFIG, indent=2, ensure_ascii=False) + "\n").encode(),
     "generation_config.json": b'{"eos_token_id": 2}\n',
@@ -44,11 +50,17 @@ def folder(path: Path, *, shards: int = 1, config: object = CONFIG, **more: byte
     if shards == 1:
         safetensors.numpy.save_file(WEIGHTS, path / "model.safetensors", {"format": "pt"})
     else:
-        weight_map = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
+        weight_map = {
+            name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors"
+            for i, name in enumerate(names)
+        }
         for file in sorted(set(weight_map.values())):
             part = {name: WEIGHTS[name] for name in names if weight_map[name] == file}
             safetensors.numpy.save_file(part, path / file, {"format": "pt"})
-        index = {"metadata": {"total_size": sum(w.nbytes for w in WEIGHTS.values())}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": sum(w.nbytes for w in WEIGHTS.values())},
+            "weight_map": weight_map,
+        }
         (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     for name, content in (BESIDE | more).items():
         (path / name).write_bytes(content)
@@ -57,7 +69,9 @@ def folder(path: Path, *, shards: int = 1, config: object = CONFIG, **more: byte
 
 
 def beside(path: Path) -> dict[str, bytes]:
-    return {name: (path / name).read_bytes() for name in os.listdir(path) if ".safetensors" not in name}
+    return {
+        name: (path / name).read_bytes() for name in os.listdir(path) if ".safetensors" not in name
+    }
 
 
 def loaded(path: Path) -> dict[str, np.ndarray]:
@@ -71,7 +85,9 @@ def loaded(path: Path) -> dict[str, np.ndarray]:
 
 
 def same(found: dict[str, np.ndarray], dtype: object = np.float32) -> bool:
-    return found.keys() == WEIGHTS.keys() and all(np.array_equal(found[name], w.astype(dtype)) for name, w in WEIGHTS.items())
+    return found.keys() == WEIGHTS.keys() and all(
+        np.array_equal(found[name], w.astype(dtype)) for name, w in WEIGHTS.items()
+    )
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -88,7 +104,10 @@ def test_a_folder_is_converted_to_a_folder(tmp_path, shards, name):
     assert done.nbytes == sum(nbytes for _, nbytes in done.files)
     split = holdfast.convert(b, tmp_path / "c", max_shard_size=300)
     files = [file for file, _ in split.files if file.startswith("model")]
-    assert files == [*(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), "model.safetensors.index.json"]
+    assert files == [
+        *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
+        "model.safetensors.index.json",
+    ]
     assert same(loaded(tmp_path / "c"))
     assert holdfast.verify(tmp_path / "c").ok
 
@@ -101,7 +120,9 @@ def test_the_config_says_what_the_weights_are(tmp_path, key):
     a = folder(tmp_path / "a", config=config)
     done = holdfast.convert(a, tmp_path / "b", dtype="bf16")
     wanted = config | {key: "bfloat16", "text_config": {key: "bfloat16", "hidden": 4}}
-    assert (tmp_path / "b" / "config.json").read_text() == json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"
+    assert (tmp_path / "b" / "config.json").read_text() == json.dumps(
+        wanted, indent=2, ensure_ascii=False
+    ) + "\n"
     assert any(f"{key} float32 → bfloat16" in note for note in done.notes)
     assert same(loaded(tmp_path / "b"), ml_dtypes.bfloat16)
     # Most of it decides; nothing that was cast to what it was changes a byte.
@@ -112,7 +133,9 @@ def test_the_config_says_what_the_weights_are(tmp_path, key):
 def test_a_config_that_cannot_be_edited(tmp_path):
     a = folder(tmp_path / "a", config={"torch_dtype": "float32"})
     done = holdfast.convert(a, tmp_path / "b", dtype="float8_e4m3fn")
-    assert any("config.json is as it was" in note and "float8_e4m3fn" in note for note in done.notes)
+    assert any(
+        "config.json is as it was" in note and "float8_e4m3fn" in note for note in done.notes
+    )
     (a / "config.json").write_text('{"torch_dtype": "float32", "torch_dtype": "float32"}')
     done = holdfast.convert(a, tmp_path / "c", dtype="bf16")
     assert any("config.json is as it was" in note for note in done.notes)
@@ -124,7 +147,11 @@ def test_a_config_that_cannot_be_edited(tmp_path):
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_in_place(tmp_path, shards):
-    others = {"training_args.bin": b"\x80\x02K\x01.", ".gitattributes": b"*", "events.log": b"1\n" * 5000}
+    others = {
+        "training_args.bin": b"\x80\x02K\x01.",
+        ".gitattributes": b"*",
+        "events.log": b"1\n" * 5000,
+    }
     a = folder(tmp_path / "a", shards=shards, **others)
     os.chmod(a / "events.log", 0o640)
     before = beside(a)
@@ -144,9 +171,13 @@ def test_in_place(tmp_path, shards):
 
 def test_other_weights_of_the_folder_stay(tmp_path):
     a = folder(tmp_path / "a", shards=2)
-    (a / "consolidated.safetensors").write_bytes(safetensors.numpy.save({"tok": np.ones(3, np.float32)}))
+    (a / "consolidated.safetensors").write_bytes(
+        safetensors.numpy.save({"tok": np.ones(3, np.float32)})
+    )
     (a / "pytorch_model.bin").write_bytes(b"PK\x03\x04" + bytes(100))
-    kept = {name: (a / name).read_bytes() for name in ("consolidated.safetensors", "pytorch_model.bin")}
+    kept = {
+        name: (a / name).read_bytes() for name in ("consolidated.safetensors", "pytorch_model.bin")
+    }
     holdfast.edit(a, in_place=True, drop=["lm_head.*"])
     assert {name: (a / name).read_bytes() for name in kept} == kept
     with holdfast.open(a) as opened:
@@ -157,12 +188,22 @@ def test_other_weights_of_the_folder_stay(tmp_path):
 
 
 def test_what_is_left_behind(tmp_path):
-    more = {"optimizer.pt": b"PK", "vocab.json": b"\x80\x04K\x01.", "modeling_x.py": b"import os", "notes.txt": bytes(100)}
+    more = {
+        "optimizer.pt": b"PK",
+        "vocab.json": b"\x80\x04K\x01.",
+        "modeling_x.py": b"import os",
+        "notes.txt": bytes(100),
+    }
     a = folder(tmp_path / "a", **more)
     (a / "onnx").mkdir()
     (a / "onnx" / "model.onnx").write_bytes(b"")
     done = holdfast.convert(a, tmp_path / "b")
-    assert set(os.listdir(tmp_path / "b")) == {"model.safetensors", "modeling_x.py", "notes.txt", *BESIDE}
+    assert set(os.listdir(tmp_path / "b")) == {
+        "model.safetensors",
+        "modeling_x.py",
+        "notes.txt",
+        *BESIDE,
+    }
     assert any("'vocab.json' is a pickle" in note for note in done.notes)
     assert any("trust_remote_code=True" in note and "modeling_x.py" in note for note in done.notes)
     assert any("'onnx', 'optimizer.pt'" in note for note in done.notes)
@@ -226,7 +267,10 @@ def test_twice_to_one_place(tmp_path):
 
 
 def test_the_hub_cache_and_links(tmp_path):
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs, snapshot = (
+        tmp_path / "models--a--b" / "blobs",
+        tmp_path / "models--a--b" / "snapshots" / "0123",
+    )
     snapshot.mkdir(parents=True)
     folder(tmp_path / "a").rename(blobs)
     for name in os.listdir(blobs):
@@ -272,14 +316,19 @@ def test_a_config_that_changes_meanwhile(tmp_path):
 def test_what_is_written_is_read_back(tmp_path, monkeypatch):
     a = folder(tmp_path / "a")
     read: list[str] = []
-    monkeypatch.setattr("holdfast.engine.targets.folder.check_written", lambda file, *rest, **more: read.append(file.key))
+    monkeypatch.setattr(
+        "holdfast.engine.targets.folder.check_written",
+        lambda file, *rest, **more: read.append(file.key),
+    )
     holdfast.convert(a, tmp_path / "b")
     assert set(read) == {"model.safetensors", *BESIDE}
 
 
 def test_resumed(tmp_path, monkeypatch):
     a = folder(tmp_path / "a")
-    monkeypatch.setattr(planned, "unchanged", lambda stores, target: (_ for _ in ()).throw(NotCommitted("cut off")))
+    monkeypatch.setattr(
+        planned, "unchanged", lambda stores, target: (_ for _ in ()).throw(NotCommitted("cut off"))
+    )
     with pytest.raises(NotCommitted, match="cut off"):
         holdfast.convert(a, tmp_path / "b", dtype="f16", resume=True)
     monkeypatch.undo()
@@ -291,7 +340,9 @@ def test_resumed(tmp_path, monkeypatch):
 
 def test_a_tensor_may_be_called_like_a_file(tmp_path):
     a = folder(tmp_path / "a")
-    (a / "model.safetensors").write_bytes(safetensors.numpy.save({"config.json": np.ones(3, np.float32)}))
+    (a / "model.safetensors").write_bytes(
+        safetensors.numpy.save({"config.json": np.ones(3, np.float32)})
+    )
     holdfast.convert(a, tmp_path / "b", format="safetensors")
     assert beside(tmp_path / "b") == beside(a)
     assert holdfast.verify(tmp_path / "b").ok
@@ -314,7 +365,10 @@ def test_formats_of_a_folder(tmp_path):
     a = folder(tmp_path / "a")
     assert holdfast.edit(a, tmp_path / "b", drop=["lm_head.*"], format="native").format == "native"
     assert beside(tmp_path / "b").keys() == {*BESIDE, "holdfast.json"}
-    assert holdfast.convert(tmp_path / "b", tmp_path / "c", format="safetensors").format == "safetensors-dir"
+    assert (
+        holdfast.convert(tmp_path / "b", tmp_path / "c", format="safetensors").format
+        == "safetensors-dir"
+    )
     assert beside(tmp_path / "c") == beside(a)
     assert holdfast.edit(a, tmp_path / "d", drop=["lm_head.*"]).format == "safetensors-dir"
     assert holdfast.convert(a, tmp_path / "e", sparse="auto").format == "native"
@@ -330,7 +384,10 @@ def test_weights_keep_their_name(tmp_path, stem):
     assert {name for name in os.listdir(a) if ".safetensors" in name} == {f"{stem}.safetensors"}
     holdfast.convert(a, tmp_path / "b", max_shard_size=150)
     found = sorted(name for name in os.listdir(tmp_path / "b") if ".safetensors" in name)
-    assert found == [*(f"{stem}-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), f"{stem}.safetensors.index.json"]
+    assert found == [
+        *(f"{stem}-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
+        f"{stem}.safetensors.index.json",
+    ]
     assert holdfast.diff(a, tmp_path / "b").equal
     holdfast.prune(tmp_path / "b", tmp_path / "c", ["*: 2:4"])
     assert f"{stem}.safetensors" in os.listdir(tmp_path / "c")
@@ -341,7 +398,9 @@ def test_weights_keep_their_name(tmp_path, stem):
 
 def test_a_file_that_is_in_the_way(tmp_path):
     a = folder(tmp_path / "a", shards=2)
-    (a / "model-00001-of-00001.safetensors").write_bytes(safetensors.numpy.save({"x": np.ones(3, np.float32)}))
+    (a / "model-00001-of-00001.safetensors").write_bytes(
+        safetensors.numpy.save({"x": np.ones(3, np.float32)})
+    )
     before = {path.name: path.read_bytes() for path in a.iterdir()}
     with pytest.raises(CannotHold, match="would be lost"):
         holdfast.edit(a, in_place=True, drop=["lm_head.*"])

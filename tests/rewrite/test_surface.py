@@ -41,8 +41,12 @@ VERBS: dict[str, Verb] = {
     "tie": holdfast.tie,
     "compact": holdfast.compact,
     "package": lambda src, dst, **options: holdfast.package({"m": src}, dst, **options),
-    "replace_weights": lambda src, dst, **options: holdfast.replace_weights(src, dst, weights={"w": W + 1, "v": W}, **options),
-    "reshard": lambda src, dst, **options: holdfast.reshard(src, dst, mesh="tp=2", rules=["w: tp=0"], **options),
+    "replace_weights": lambda src, dst, **options: holdfast.replace_weights(
+        src, dst, weights={"w": W + 1, "v": W}, **options
+    ),
+    "reshard": lambda src, dst, **options: holdfast.reshard(
+        src, dst, mesh="tp=2", rules=["w: tp=0"], **options
+    ),
 }
 SUFFIX = {"copy": ".pt", "package": ".pt2", "replace_weights": ".pt2", "reshard": ""}
 IN_PLACE = ("edit", "tie", "compact", "replace_weights")
@@ -53,7 +57,17 @@ RECORDS: dict[str, tuple[type, dict[str, object]]] = {
     "package": (options.PackageOptions, dict(options.OF_STATES)), "reshard": (options.ReshardOptions, {}),
 }  # fmt: skip
 
-SHARED = ("format", "overwrite", "durable", "read_back", "max_memory", "dry_run", "limits", "threads", "progress")
+SHARED = (
+    "format",
+    "overwrite",
+    "durable",
+    "read_back",
+    "max_memory",
+    "dry_run",
+    "limits",
+    "threads",
+    "progress",
+)
 """The last parameters of every verb, in this order."""
 
 
@@ -81,7 +95,11 @@ def test_the_parameters(verb):
     names = list(parameters)
     assert names[1] == "dst"
     # A reshard is a native directory, and other weights stay in their archive.
-    shared = [name for name in SHARED if name != "format" or verb not in ("reshard", "replace_weights", "copy")]
+    shared = [
+        name
+        for name in SHARED
+        if name != "format" or verb not in ("reshard", "replace_weights", "copy")
+    ]
     assert names[-len(shared) :] == shared
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in shared)
     assert parameters["overwrite"].default is (None if verb == "save" else False)
@@ -115,10 +133,14 @@ def test_the_result_and_a_dry_run(verb, source, target):
 
 def test_what_is_there_is_refused(verb, source, target):
     VERBS[verb](source if verb != "save" else STATE, target)
-    before = {path: path.read_bytes() for path in sorted(target.parent.rglob("*")) if path.is_file()}
+    before = {
+        path: path.read_bytes() for path in sorted(target.parent.rglob("*")) if path.is_file()
+    }
     with pytest.raises(NotCommitted, match="exists"):
         VERBS[verb](source if verb != "save" else STATE, target)
-    assert {path: path.read_bytes() for path in sorted(target.parent.rglob("*")) if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in sorted(target.parent.rglob("*")) if path.is_file()
+    } == before
     assert VERBS[verb](source if verb != "save" else STATE, target, overwrite=True).done
 
 
@@ -130,19 +152,26 @@ def test_what_is_there_is_refused_before_the_source_is_read(verb, source, target
     monkeypatch.setattr(package, "tie_state", read)
     monkeypatch.setattr(prune.Pruning, "measure", read)
     monkeypatch.setattr(formats, "choose", read)
-    more = {"save": {"format": "native", "sparse": "auto"}, "convert": {"format": "native", "sparse": "auto"}}.get(verb, {})
+    more = {
+        "save": {"format": "native", "sparse": "auto"},
+        "convert": {"format": "native", "sparse": "auto"},
+    }.get(verb, {})
     more |= {"deduplicate": "content"} if verb == "package" else {}
     target.mkdir() if "sparse" in more or verb == "reshard" else target.write_bytes(b"something")
     with pytest.raises(NotCommitted, match="exists; pass overwrite=True"):
         VERBS[verb](source if verb != "save" else STATE, target, **more)
     with pytest.raises(NotCommitted, match="folder to save into"):
-        VERBS[verb](source if verb != "save" else STATE, target.parent / "none" / target.name, **more)
+        VERBS[verb](
+            source if verb != "save" else STATE, target.parent / "none" / target.name, **more
+        )
 
 
 def test_the_command_line_has_the_same_defaults(verb):
     if verb in ("save", "replace_weights"):
         pytest.skip("no command of its own")
-    words = {"package": ["m=a.pt", "b.pt2"], "reshard": ["a.pt", "b", "--mesh", "tp=2"]}.get(verb, ["a.pt", "b.pt"])
+    words = {"package": ["m=a.pt", "b.pt2"], "reshard": ["a.pt", "b", "--mesh", "tp=2"]}.get(
+        verb, ["a.pt", "b.pt"]
+    )
     parameters = inspect.signature(getattr(holdfast, verb)).parameters
     verb = "cp" if verb == "copy" else verb
     record, defaults = RECORDS[verb]
@@ -174,7 +203,10 @@ def test_a_source_may_be_bytes(verb, source, target):
 
 def test_no_room_is_found_before_anything_is_written(verb, source, target, monkeypatch):
     monkeypatch.setattr(place, "free_nbytes", lambda path: 100)
-    assert "NOT ENOUGH" in VERBS[verb](source if verb != "save" else STATE, target, dry_run=True).explain()
+    assert (
+        "NOT ENOUGH"
+        in VERBS[verb](source if verb != "save" else STATE, target, dry_run=True).explain()
+    )
     with pytest.raises(NotCommitted, match="100 are free") as caught:
         VERBS[verb](source if verb != "save" else STATE, target)
     assert caught.value.errno == errno.ENOSPC
@@ -192,7 +224,9 @@ def test_a_source_that_changes_is_not_published(verb, source, target, monkeypatc
 
 def test_what_was_written_is_read_back(verb, source, target, monkeypatch):
     read: list[str] = []
-    monkeypatch.setattr(folder_target, "check_written", lambda file, *rest, **more: read.append(file.key))
+    monkeypatch.setattr(
+        folder_target, "check_written", lambda file, *rest, **more: read.append(file.key)
+    )
     VERBS[verb](source if verb != "save" else STATE, target, read_back=True)
     assert read
     read.clear()
@@ -237,7 +271,9 @@ def test_what_cannot_be_planned_leaves_nothing_open(verb, source, target):
 
 
 PUBLIC = {
-    name: value for name in holdfast.__all__ if inspect.isclass(value := getattr(holdfast, name)) or inspect.isfunction(value)
+    name: value
+    for name in holdfast.__all__
+    if inspect.isclass(value := getattr(holdfast, name)) or inspect.isfunction(value)
 }
 
 
@@ -257,7 +293,9 @@ def test_the_module_of_a_class_has_its_annotations():
 
 
 def test_errors_say_the_module_that_programs_catch_them_by():
-    assert traceback.format_exception_only(holdfast.HoldfastError("x"))[0].startswith("holdfast.errors.HoldfastError")
+    assert traceback.format_exception_only(holdfast.HoldfastError("x"))[0].startswith(
+        "holdfast.errors.HoldfastError"
+    )
     assert holdfast.metadata.Metadata.__module__ == "holdfast.metadata"
 
 
@@ -266,13 +304,19 @@ def test_what_the_command_line_can_do(tmp_path):
     holdfast.save(STATE | {"z": np.zeros((4, 4), np.float32)}, path)
     with holdfast.open(path) as opened:
         for src in (path, opened, path.read_bytes()):
-            assert {row.name: row.zeros for row in holdfast.sparsity(src, "[wz]", max_memory="200MiB")} == {"w": 1, "z": 16}
-            assert [row.maximum for row in holdfast.stats(src, "w", max_memory="200MiB", threads=2)] == [4095.0]
+            assert {
+                row.name: row.zeros for row in holdfast.sparsity(src, "[wz]", max_memory="200MiB")
+            } == {"w": 1, "z": 16}
+            assert [
+                row.maximum for row in holdfast.stats(src, "w", max_memory="200MiB", threads=2)
+            ] == [4095.0]
             for report in (holdfast.sparsity(src), holdfast.stats(src)):
                 assert (report.format, len(report), report[0].name) == ("torch-zip", 3, "w")
                 assert tuple(report) == report.tensors
             graph = holdfast.alias_graph(src, by="content", max_memory="200MiB")
-            assert [[member.name for member in group.members] for group in graph.groups] == [["w", "v"]]
+            assert [[member.name for member in group.members] for group in graph.groups] == [
+                ["w", "v"]
+            ]
             assert holdfast.verify(src, max_memory="200MiB").ok
             assert holdfast.diff(src, path, exact=True, max_memory="200MiB", threads=2).equal
     several = holdfast.alias_graph({"a": path, "b": STATE}, by="content")
@@ -288,7 +332,9 @@ def test_what_verify_read(tmp_path):
     assert report.nbytes == sum(nbytes for _, nbytes in report.files)
     assert all((tmp_path / "a" / name).stat().st_size == nbytes for name, nbytes in report.files)
     holdfast.save(STATE, tmp_path / "b.pt")
-    assert holdfast.verify(tmp_path / "b.pt").files == (("b.pt", (tmp_path / "b.pt").stat().st_size),)
+    assert holdfast.verify(tmp_path / "b.pt").files == (
+        ("b.pt", (tmp_path / "b.pt").stat().st_size),
+    )
 
 
 def test_metadata_is_a_mapping_and_nothing_else(tmp_path):
@@ -306,7 +352,14 @@ def test_masks_are_published_with_the_weights_or_not_at_all(tmp_path, monkeypatc
     holdfast.save(STATE, tmp_path / "a.pt")
 
     def prune(rule: str) -> holdfast.Pruned:
-        return holdfast.prune(tmp_path / "a.pt", f"{tmp_path}/b/", [f"w: {rule}"], masks="beside", format=format, overwrite=True)
+        return holdfast.prune(
+            tmp_path / "a.pt",
+            f"{tmp_path}/b/",
+            [f"w: {rule}"],
+            masks="beside",
+            format=format,
+            overwrite=True,
+        )
 
     def content() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
@@ -330,9 +383,14 @@ def test_masks_are_published_with_the_weights_or_not_at_all(tmp_path, monkeypatc
     monkeypatch.undo()
     prune("0.25")
     assert content()["masks.safetensors"] != first["masks.safetensors"]
-    with holdfast.open(tmp_path / "b") as weights, holdfast.open(tmp_path / "b" / "masks.safetensors") as masks:
+    with (
+        holdfast.open(tmp_path / "b") as weights,
+        holdfast.open(tmp_path / "b" / "masks.safetensors") as masks,
+    ):
         assert set(weights) == {"w", "v"}
-        kept = np.unpackbits(masks["w.mask"].numpy(), count=W.size, bitorder="little").reshape(W.shape)
+        kept = np.unpackbits(masks["w.mask"].numpy(), count=W.size, bitorder="little").reshape(
+            W.shape
+        )
         assert np.array_equal(weights["w"].numpy(), W * kept)
     assert holdfast.verify(tmp_path / "b").ok
     # Without masks, those of before go with what they belonged to.

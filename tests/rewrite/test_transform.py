@@ -26,7 +26,11 @@ def refused(tree: object, **edits: object) -> tuple[str, ...]:
     return caught.value.problems
 
 
-TREE = {"model": OrderedDict({"a.w": 1, "a.b": 2, "c": 3}), "opt": {"lr": 0.1, "state": {0: {"m": 4}}}, "step": 5}
+TREE = {
+    "model": OrderedDict({"a.w": 1, "a.b": 2, "c": 3}),
+    "opt": {"lr": 0.1, "state": {0: {"m": 4}}},
+    "step": 5,
+}
 
 
 def test_keep_and_drop():
@@ -38,7 +42,9 @@ def test_keep_and_drop():
 
 def test_containers_without_a_change_stay_themselves():
     counter, filled, size = Counter("aab"), defaultdict(list, k=[1]), torch.Size([2, 3])
-    state = tabulate_state({"a": {"x": 1}, "rest": {"c": counter, "d": filled, "s": size, "n": np.float32(1)}})
+    state = tabulate_state(
+        {"a": {"x": 1}, "rest": {"c": counter, "d": filled, "s": size, "n": np.float32(1)}}
+    )
     made = transform(state, Edits(drop=("a.x",))).tree
     assert made == {"rest": state.tree["rest"]}
     assert made["rest"] is state.tree["rest"]
@@ -56,8 +62,14 @@ def test_the_attributes_of_a_state_dict_stay():
 
 
 def test_rename():
-    assert changed(TREE, keep=("model.*",), rename=(("model.*", "*"),)) == {"a.w": 1, "a.b": 2, "c": 3}
-    assert changed({"m": {"a.w": 1, "b.w": 2}}, rename=(("m.*.w", "m.*.weight"),)) == {"m": {"a.weight": 1, "b.weight": 2}}
+    assert changed(TREE, keep=("model.*",), rename=(("model.*", "*"),)) == {
+        "a.w": 1,
+        "a.b": 2,
+        "c": 3,
+    }
+    assert changed({"m": {"a.w": 1, "b.w": 2}}, rename=(("m.*.w", "m.*.weight"),)) == {
+        "m": {"a.weight": 1, "b.weight": 2}
+    }
     assert list(changed({"x": 1, "y": 2, "z": 3}, rename=(("y", "why"),))) == ["x", "why", "z"]
     assert changed({"a.b": 1}, rename=(("*.*", "*/*"),)) == {"a/b": 1}
     # The first that matches wins, and names may trade places.
@@ -85,7 +97,9 @@ def test_edits_that_do_not_fit():
     first, second = refused(TREE, keep=("modle.*",), drop=("nothing",))
     assert first.startswith("'modle.*' matches nothing; near: model.")
     assert second == "'nothing' matches nothing"
-    assert refused(TREE, rename=(("model.*", "x"),)) == ("the rename 'model.*' → 'x' needs as many * on both sides",)
+    assert refused(TREE, rename=(("model.*", "x"),)) == (
+        "the rename 'model.*' → 'x' needs as many * on both sides",
+    )
     assert "cannot be taken out" in refused({"l": [1, 2]}, drop=("l.0",))[0]
     assert "no name that could be changed" in refused({"l": [1, 2]}, rename=(("l.0", "l.7"),))[0]
     assert "only a dict" in refused([1, 2], drop=("0",))[0]
@@ -99,14 +113,19 @@ def test_tensors_only_is_flat():
 
 def test_a_cast_leaves_integers_and_keeps_ties_and_views():
     base = torch.randn(4, 6)
-    state = tabulate_state({"base": base, "tied": base, "row": base[1:3], "turned": base.T, "i": torch.arange(3)})
+    state = tabulate_state(
+        {"base": base, "tied": base, "row": base[1:3], "turned": base.T, "i": torch.arange(3)}
+    )
     made = transform(state, Edits(casts=casts_of("bfloat16"))).tensors
     assert {t.dtype.name for n, t in made.items() if n != "i"} == {"bfloat16"}
     assert made["i"].dtype.name == "int64"
     assert len({t.chunks[0].storage for n, t in made.items() if n != "i"}) == 1
     half = base.bfloat16()
     for name, expected in (("base", half), ("tied", half), ("row", half[1:3]), ("turned", half.T)):
-        assert made[name].numpy().tobytes() == expected.contiguous().view(torch.int16).numpy().tobytes()
+        assert (
+            made[name].numpy().tobytes()
+            == expected.contiguous().view(torch.int16).numpy().tobytes()
+        )
 
 
 def test_a_cast_of_views_of_several_dtypes_casts_each_by_itself():
@@ -145,7 +164,10 @@ def test_a_cast_of_composites():
     quantized = torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)
     made = changed({"s": sparse, "q": quantized}, casts=casts_of("float16"))
     assert isinstance(made["s"], Composite)
-    assert {n: p.dtype.name for n, p in made["s"].parts.items()} == {"indices": "int64", "values": "float16"}
+    assert {n: p.dtype.name for n, p in made["s"].parts.items()} == {
+        "indices": "int64",
+        "values": "float16",
+    }
     assert made["q"].parts["int_repr"].dtype.name == "qint8"
 
 
@@ -165,12 +187,17 @@ def test_dtype_names():
 
 
 def dtypes(state, casts):
-    return {name: tensor.dtype.name for name, tensor in transform(state, Edits(casts=casts_of(casts))).tensors.items()}
+    return {
+        name: tensor.dtype.name
+        for name, tensor in transform(state, Edits(casts=casts_of(casts))).tensors.items()
+    }
 
 
 def test_dtypes_by_patterns():
     names = ("a.norm.weight", "a.up.weight", "router.weight")
-    state = tabulate_state({name: np.ones((2, 4), np.float32) for name in names} | {"ids": np.ones(2, np.int64)})
+    state = tabulate_state(
+        {name: np.ones((2, 4), np.float32) for name in names} | {"ids": np.ones(2, np.int64)}
+    )
     wanted = {"*norm*": "f64", "router.*": "keep", "*": "bf16"}
     assert dtypes(state, wanted) == {
         "a.norm.weight": "float64", "a.up.weight": "bfloat16", "router.weight": "float32", "ids": "int64",
@@ -206,8 +233,15 @@ def test_names_of_one_tensor_agree_in_their_dtype():
         dtypes(tabulate_state({"a": w, "b": w}), {"a": "f16"})
     # Other views of one storage come apart, each with its own values; those that agree stay together.
     state = tabulate_state({"whole": w, "half": w[:4], "tail": w[4:], "also": w[4:]})
-    made = transform(state, Edits(casts=casts_of({"whole": "f64", "half": "f16", "*": "bf16"}))).tensors
-    assert [made[name].dtype.name for name in made] == ["float64", "float16", "bfloat16", "bfloat16"]
+    made = transform(
+        state, Edits(casts=casts_of({"whole": "f64", "half": "f16", "*": "bf16"}))
+    ).tensors
+    assert [made[name].dtype.name for name in made] == [
+        "float64",
+        "float16",
+        "bfloat16",
+        "bfloat16",
+    ]
     assert [made[name].numpy().astype(np.float64).tolist() for name in made] == [
         [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7],
     ]  # fmt: skip
@@ -220,14 +254,45 @@ def test_names_of_one_tensor_agree_in_their_dtype():
 def test_losses_are_told_by_dtype(tmp_path):
     import holdfast
 
-    holdfast.save({"a": np.array([1e6, 1], np.float32), "b": np.array([1e-30, 1], np.float32)}, tmp_path / "a.pt")
-    done = holdfast.convert(tmp_path / "a.pt", tmp_path / "b.pt", dtype={"a": "f16", "*": "float8_e5m2"})
+    holdfast.save(
+        {"a": np.array([1e6, 1], np.float32), "b": np.array([1e-30, 1], np.float32)},
+        tmp_path / "a.pt",
+    )
+    done = holdfast.convert(
+        tmp_path / "a.pt", tmp_path / "b.pt", dtype={"a": "f16", "*": "float8_e5m2"}
+    )
     assert any("cast to float16: 1 of 2 values" in note and "'a'" in note for note in done.notes)
-    assert any("cast to float8_e5m2: 1 of 2 values" in note and "'b'" in note for note in done.notes)
+    assert any(
+        "cast to float8_e5m2: 1 of 2 values" in note and "'b'" in note for note in done.notes
+    )
 
 
-FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu")
-EXTREMES = (0.0, -0.0, 1.5, -3.0, 1e-300, -1e-40, 1e-8, 3e-3, 448.0, 6e4, -1e9, 1e39, 1e300, float("inf"), float("nan"))
+FLOATS = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e5m2",
+    "float8_e4m3fn",
+    "float8_e8m0fnu",
+)
+EXTREMES = (
+    0.0,
+    -0.0,
+    1.5,
+    -3.0,
+    1e-300,
+    -1e-40,
+    1e-8,
+    3e-3,
+    448.0,
+    6e4,
+    -1e9,
+    1e39,
+    1e300,
+    float("inf"),
+    float("nan"),
+)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -241,28 +306,41 @@ def test_many_are_cast_as_each_by_itself(tmp_path, dtype, format):
     to, state = dtype_named(dtype), {}
     for number, name in enumerate(FLOATS[:-1] * 3):
         with np.errstate(all="ignore"):
-            values = generator.choice(EXTREMES, size=generator.integers(0, 9)).astype(dtype_named(name).numpy)
-        state[f"{number}.{name}"] = torch.from_numpy(values.view(f"i{values.itemsize}")).view(getattr(torch, name))
+            values = generator.choice(EXTREMES, size=generator.integers(0, 9)).astype(
+                dtype_named(name).numpy
+            )
+        state[f"{number}.{name}"] = torch.from_numpy(values.view(f"i{values.itemsize}")).view(
+            getattr(torch, name)
+        )
     state["long"] = torch.from_numpy(generator.choice(EXTREMES, size=70_000))
     state["tied"], state["rows"], state["whole"] = state["long"], torch.arange(6.0), torch.arange(4)
     state["part"] = state["rows"][2:4]
     holdfast.save(state, tmp_path / f"source{format}")
     told = holdfast.convert(tmp_path / f"source{format}", tmp_path / f"target{format}", dtype=dtype)
     lost: dict[str, int] = {}
-    with holdfast.open(tmp_path / f"source{format}") as source, holdfast.open(tmp_path / f"target{format}") as target:
+    with (
+        holdfast.open(tmp_path / f"source{format}") as source,
+        holdfast.open(tmp_path / f"target{format}") as target,
+    ):
         assert set(source) == set(target)
         for name, tensor in target.items():
             given = source[name].numpy()
             changes = source[name].dtype.kind == "float" and source[name].dtype is not to
             made = cast(given.reshape(-1), to).reshape(given.shape) if changes else given
             assert tensor.dtype is (to if changes else source[name].dtype)
-            nan = np.isnan(made.astype("f8")) if made.dtype.kind != "i" else np.zeros(made.shape, bool)
+            nan = (
+                np.isnan(made.astype("f8"))
+                if made.dtype.kind != "i"
+                else np.zeros(made.shape, bool)
+            )
             assert tensor.numpy()[~nan].tobytes() == made[~nan].tobytes()
             assert not changes or np.isnan(tensor.numpy().astype("f8"))[nan].all()
             if changes and name not in ("tied", "part"):
                 for outcome, count in count_losses(given.reshape(-1), None, to).items():
                     lost[outcome] = lost.get(outcome, 0) + count
     counts = sorted(
-        int(note.split(": ", 1)[1].split(" of ")[0].replace(",", "")) for note in told.notes if note.startswith("cast to")
+        int(note.split(": ", 1)[1].split(" of ")[0].replace(",", ""))
+        for note in told.notes
+        if note.startswith("cast to")
     )
     assert counts == sorted(lost.values())

@@ -60,7 +60,9 @@ def another_program() -> None:
     clock_of.cache_clear()
 
 
-def saved_with(tmp_path: Path, jumps: list[float], *, between: float = 10.0, window: Within | None = None) -> list[int]:
+def saved_with(
+    tmp_path: Path, jumps: list[float], *, between: float = 10.0, window: Within | None = None
+) -> list[int]:
     """Save one step after the other, and before each set the clock by so much; what is left."""
     clocks = Clocks()
     with holdfast.Run(tmp_path, keep=[window or Within(hours=1)], durable=False) as run:
@@ -83,7 +85,14 @@ def saved_with(tmp_path: Path, jumps: list[float], *, between: float = 10.0, win
         [0, 7200, 7200, 7200, 7200, 7200],
         [0, 0, -60 * YEAR, 0, 0],
     ],
-    ids=["years back and repaired", "forward", "forward and repaired", "back for three steps", "at every save", "before 1970"],
+    ids=[
+        "years back and repaired",
+        "forward",
+        "forward and repaired",
+        "back for three steps",
+        "at every save",
+        "before 1970",
+    ],
 )
 def test_steps_of_the_last_seconds_stay_whatever_the_clock_does(tmp_path: Path, jumps: list[float]):
     assert saved_with(tmp_path, jumps) == list(range(len(jumps)))
@@ -170,7 +179,10 @@ def test_a_torch_run(tmp_path: Path, background: bool):
     another_program()
     clocks, left = Clocks(), {}
     for between in (10.0, 1800.0):
-        with clocks.told(), holdfast.torch.Run(tmp_path, keep=[Within(hours=1)], durable=False) as run:
+        with (
+            clocks.told(),
+            holdfast.torch.Run(tmp_path, keep=[Within(hours=1)], durable=False) as run,
+        ):
             for _ in range(5):
                 clocks.true += between
                 clocks.wrong += YEAR
@@ -226,8 +238,12 @@ Event = Save | Prune | Restart | Again | Rewind
 passing = st.sampled_from([0.0, 1.0, 60.0, 600.0, 1800.0, 3600.0, 4000.0, 86400.0])
 saving = passing.filter(bool)
 """No two saves are in one moment."""
-sizes = st.sampled_from([1.0, 30.0, 1800.0, 3601.0, 86400.0, 30 * 86400.0, YEAR, 30 * YEAR, 1000 * YEAR])
-jumping = st.one_of(st.just(0.0), st.builds(lambda size, sign: size * sign, sizes, st.sampled_from([-1, 1])))
+sizes = st.sampled_from(
+    [1.0, 30.0, 1800.0, 3601.0, 86400.0, 30 * 86400.0, YEAR, 30 * YEAR, 1000 * YEAR]
+)
+jumping = st.one_of(
+    st.just(0.0), st.builds(lambda size, sign: size * sign, sizes, st.sampled_from([-1, 1]))
+)
 events = st.one_of(
     st.builds(Save, saving, jumping),
     st.builds(Save, saving, jumping, st.integers(-3, 3)),
@@ -251,7 +267,12 @@ class Schedule:
 
 
 schedules = st.builds(
-    Schedule, st.lists(events, min_size=3, max_size=10), st.booleans(), st.booleans(), st.sampled_from([0, 0, 0, 2]), st.booleans()
+    Schedule,
+    st.lists(events, min_size=3, max_size=10),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0, 0, 0, 2]),
+    st.booleans(),
 )
 
 
@@ -260,7 +281,9 @@ def steady(event: Event) -> Event:
     if isinstance(event, Save):
         return replace(event, jump=0.0, ahead=max(1, event.ahead))
     if isinstance(event, Rewind):
-        return Prune(0.0)  # the time of steps that are gone is counted by the program that saved them, and by no other
+        return Prune(
+            0.0
+        )  # the time of steps that are gone is counted by the program that saved them, and by no other
     return replace(event, jump=0.0) if isinstance(event, Prune | Restart) else event
 
 
@@ -300,7 +323,14 @@ class World:
         start = self.saved[number]
         if number in self.uncounted:
             # As old as the next one that says it.
-            start = next((self.saved[one] for one in sorted(self.saved) if one > number and one not in self.uncounted), math.inf)
+            start = next(
+                (
+                    self.saved[one]
+                    for one in sorted(self.saved)
+                    if one > number and one not in self.uncounted
+                ),
+                math.inf,
+            )
         return sum(max(0.0, min(stop, at) - max(begin, start)) for begin, stop in self.spans)
 
     def look(self) -> None:
@@ -312,7 +342,9 @@ class World:
         gone = {number: ages[number] for number in self.saved if number not in left}
         assert all(age > WINDOW_S for age in gone.values()), f"too young to go: {gone}"
         if not self.schedule.jumps:
-            assert left == {number for number in self.saved if ages[number] <= WINDOW_S or number == newest}
+            assert left == {
+                number for number in self.saved if ages[number] <= WINDOW_S or number == newest
+            }
         self.saved = {number: when for number, when in self.saved.items() if number in left}
 
     def happen(self, event: Event) -> None:
@@ -393,6 +425,8 @@ def test_random_clocks(request: pytest.FixtureRequest):
             shutil.rmtree(f"{root}/{name}", ignore_errors=True)
 
     try:
-        settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))(given(schedules)(one))()
+        settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))(
+            given(schedules)(one)
+        )()
     finally:
         shutil.rmtree(root, ignore_errors=True)

@@ -18,11 +18,17 @@ from holdfast.stores.paths import place_of
 
 
 def state(number: int) -> dict[str, object]:
-    return {"model": {"w": np.full((4, 4), number, np.float32)}, "optim": {"m": np.ones(9)}, "step": number}
+    return {
+        "model": {"w": np.full((4, 4), number, np.float32)},
+        "optim": {"m": np.ones(9)},
+        "step": number,
+    }
 
 
 def test_every_so_many_steps(tmp_path: Path):
-    export = Export(tmp_path / "hf", dtype="bf16", every=10, keep="model.*", rename={"model.*": "*"})
+    export = Export(
+        tmp_path / "hf", dtype="bf16", every=10, keep="model.*", rename={"model.*": "*"}
+    )
     with holdfast.Run(tmp_path / "run", keep=Latest(1), export=export) as run:
         for number in (5, 10, 15, 20):
             run.save(number, state(number))
@@ -34,10 +40,13 @@ def test_every_so_many_steps(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("format", "name"), [("torch", "step-00000001.pt"), ("native", "step-00000001"), ("safetensors", "step-00000001")]
+    ("format", "name"),
+    [("torch", "step-00000001.pt"), ("native", "step-00000001"), ("safetensors", "step-00000001")],
 )
 def test_formats(tmp_path: Path, format: str, name: str):
-    with holdfast.Run(tmp_path / "run", export=[Export(tmp_path / "out", format=format, keep="model.*")]) as run:
+    with holdfast.Run(
+        tmp_path / "run", export=[Export(tmp_path / "out", format=format, keep="model.*")]
+    ) as run:
         run.save(1, state(1))
     assert os.listdir(tmp_path / "out") == [name]
     assert holdfast.verify(tmp_path / "out" / name).ok
@@ -51,12 +60,17 @@ def test_a_step_stays_until_it_was_exported(tmp_path: Path, monkeypatch: pytest.
         return real(*args, **options)
 
     monkeypatch.setattr(export_module, "convert", slow)
-    run = holdfast.Run(tmp_path / "run", keep=Latest(1), export=Export(tmp_path / "out", keep="model.*"))
+    run = holdfast.Run(
+        tmp_path / "run", keep=Latest(1), export=Export(tmp_path / "out", keep="model.*")
+    )
     for number in (1, 2, 3):
         run.save(number, state(number))
     assert [step.step for step in run] == [1, 2, 3]
     assert run.plan()[0].why == "is being exported"
-    assert run.plan()[1].why.startswith("waits to be exported") or "waits to be exported" in run.plan()[1].why
+    assert (
+        run.plan()[1].why.startswith("waits to be exported")
+        or "waits to be exported" in run.plan()[1].why
+    )
     go.set()
     run.close()
     assert len(os.listdir(tmp_path / "out")) == 3
@@ -87,12 +101,21 @@ def test_what_export_does_not_take(tmp_path: Path, wrong: object):
 
 
 def content(path: Path) -> dict[str, bytes]:
-    return {str(one.relative_to(path)): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
+    return {
+        str(one.relative_to(path)): one.read_bytes()
+        for one in sorted(path.rglob("*"))
+        if one.is_file()
+    }
 
 
 @pytest.mark.parametrize("kind", [holdfast.Run, holdfast.torch.Run], ids=["core", "torch"])
-@pytest.mark.parametrize("folder", ["run", "run/", "./run/../run", "link", "run/exports", "run/step-00000001", "link/exports"])
-def test_not_into_the_run_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[holdfast.Run], folder: str):
+@pytest.mark.parametrize(
+    "folder",
+    ["run", "run/", "./run/../run", "link", "run/exports", "run/step-00000001", "link/exports"],
+)
+def test_not_into_the_run_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[holdfast.Run], folder: str
+):
     monkeypatch.chdir(tmp_path)
     os.symlink("run", "link")
     with kind("run") as run:
@@ -117,7 +140,10 @@ def test_nor_before_the_run_has_a_directory(tmp_path: Path):
 LEFT = ["everything", "holdfast.run.json", ".holdfast.lock"]
 
 
-@pytest.mark.parametrize(("left", "below"), [*((left, below) for left in LEFT for below in ("", "exports")), ("steps", "")])
+@pytest.mark.parametrize(
+    ("left", "below"),
+    [*((left, below) for left in LEFT for below in ("", "exports")), ("steps", "")],
+)
 def test_nor_into_another_run(tmp_path: Path, left: str, below: str):
     with holdfast.Run(tmp_path / "other") as other:
         other.save(1, state(1))
@@ -134,7 +160,10 @@ def test_nor_into_another_run(tmp_path: Path, left: str, below: str):
 def test_two_exports_to_one_place(tmp_path: Path):
     os.symlink("hf", tmp_path / "link")
     for first, second in (("hf", "hf"), ("hf", "hf/."), ("hf", "link")):
-        exports = [Export(tmp_path / first, every=2), Export(f"{tmp_path}/{second}", every=3, format="native")]
+        exports = [
+            Export(tmp_path / first, every=2),
+            Export(f"{tmp_path}/{second}", every=3, format="native"),
+        ]
         with pytest.raises(BadArgument, match="two exports"):
             holdfast.Run(tmp_path / "run", export=exports)
     names = [Export(tmp_path / "hf", keep="model.*"), Export(tmp_path / "hf", format="torch")]
@@ -159,7 +188,9 @@ def others(tmp_path: Path, kind: str) -> Path:
     place = tmp_path / "hf" / ("step-00000001.pt" if kind == "file" else "step-00000001")
     place.parent.mkdir()
     if kind == "another run's export":
-        with holdfast.Run(tmp_path / "other", export=Export(tmp_path / "hf", keep="model.*")) as other:
+        with holdfast.Run(
+            tmp_path / "other", export=Export(tmp_path / "hf", keep="model.*")
+        ) as other:
             other.save(1, state(7))
     elif kind in ("checkpoint", "file"):
         holdfast.save({"w": np.ones(3)}, place)
@@ -177,7 +208,9 @@ def others(tmp_path: Path, kind: str) -> Path:
 def test_what_another_put_there_is_not_replaced(tmp_path: Path, kind: str):
     place = others(tmp_path, kind)
     before = content(place) if place.is_dir() else place.read_bytes()
-    export = Export(tmp_path / "hf", format="torch" if kind == "file" else "safetensors", keep="model.*")
+    export = Export(
+        tmp_path / "hf", format="torch" if kind == "file" else "safetensors", keep="model.*"
+    )
     for _ in range(2):  # nor by the next try
         run = holdfast.Run(tmp_path / "run", export=export)
         run.save(1, state(1), overwrite=True)

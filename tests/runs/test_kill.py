@@ -37,9 +37,13 @@ while True:
 def test_killed_at_random_moments(request: pytest.FixtureRequest):
     kills = 60 if request.config.getoption("--exhaustive") else 3
     chance, last = random.Random(20261116), 0
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+    ) as folder:
         for _ in range(kills):
-            program = subprocess.Popen([sys.executable, "-c", FOREVER, folder], stdout=subprocess.PIPE, text=True)
+            program = subprocess.Popen(
+                [sys.executable, "-c", FOREVER, folder], stdout=subprocess.PIPE, text=True
+            )
             try:
                 said = [program.stdout.readline()]
                 time.sleep(chance.uniform(0, 0.15))

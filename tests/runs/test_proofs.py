@@ -26,12 +26,20 @@ FROZEN = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
 
 
 def state(number: int) -> dict[str, object]:
-    return {"frozen": FROZEN.copy(), "w": np.random.default_rng(number).standard_normal(3_000).astype(np.float32), "step": number}
+    return {
+        "frozen": FROZEN.copy(),
+        "w": np.random.default_rng(number).standard_normal(3_000).astype(np.float32),
+        "step": number,
+    }
 
 
 @pytest.fixture(params=["directory", "bucket"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return os.fspath(tmp_path / "run") if request.param == "directory" else f"memory://{tmp_path.name}/run"
+    return (
+        os.fspath(tmp_path / "run")
+        if request.param == "directory"
+        else f"memory://{tmp_path.name}/run"
+    )
 
 
 def damage(step: holdfast.Step) -> None:
@@ -42,7 +50,11 @@ def damage(step: holdfast.Step) -> None:
     if isinstance(step.path, Url):
         bucket, key = bucket_of(step.path), step.path.below(storage.key).key
         parts = key.split("/")
-        key = "/".join([*parts[: parts.index("..") - 1], *parts[parts.index("..") + 1 :]]) if ".." in parts else key
+        key = (
+            "/".join([*parts[: parts.index("..") - 1], *parts[parts.index("..") + 1 :]])
+            if ".." in parts
+            else key
+        )
         content = bytearray(bucket.whole(key, 1 << 20).data)
         content[at] ^= 1
         bucket.put(key, bytes(content))
@@ -88,7 +100,9 @@ def test_a_step_that_does_not_read_back_is_no_base(place: str, monkeypatch: pyte
     run.pin(3)
     saved = run.save(4, state(4))  # step 3 was read back: it is a base again
     assert is_good(saved)
-    assert set(run._folder.identities(saved).values()) & set(run._folder.identities(run[3]).values())
+    assert set(run._folder.identities(saved).values()) & set(
+        run._folder.identities(run[3]).values()
+    )
     assert run.summary().damaged[0].startswith("step 2")
     run.close()
 
@@ -124,7 +138,9 @@ def test_what_could_not_be_resumed_from_is_no_base(place: str):
 
 
 def test_steps_are_whole_until_one_has_been_read_back(place: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(proofs.Proving, "watch", lambda *args, **named: None)  # nobody reads anything back
+    monkeypatch.setattr(
+        proofs.Proving, "watch", lambda *args, **named: None
+    )  # nobody reads anything back
     run = holdfast.Run(place)
     run.save(1, state(1))
     damage(run[1])
@@ -133,7 +149,9 @@ def test_steps_are_whole_until_one_has_been_read_back(place: str, monkeypatch: p
     damage(run[2])
     assert is_good(run.save(3, state(3)))
     assert run.latest(deep=True).step == 3
-    shared = set(run._folder.identities(run.save(4, state(4))).values()) & set(run._folder.identities(run[3]).values())
+    shared = set(run._folder.identities(run.save(4, state(4))).values()) & set(
+        run._folder.identities(run[3]).values()
+    )
     assert shared
     run.rewind(2)
     assert is_good(run.save(3, state(3)))  # steps 1 and 2 are still no base
@@ -151,7 +169,9 @@ def test_a_record_that_cannot_be_read_makes_every_step_doubtful(tmp_path: Path):
     record.write_text("{")
     with holdfast.Run(tmp_path) as run:
         saved = run.save(3, state(3))
-        assert not set(run._folder.identities(saved).values()) & set(run._folder.identities(run[2]).values())
+        assert not set(run._folder.identities(saved).values()) & set(
+            run._folder.identities(run[2]).values()
+        )
 
 
 @pytest.fixture
@@ -174,7 +194,9 @@ def test_rot_in_a_shared_file_is_found_and_not_linked_on(place: str, eager: None
     damage(run[3])
     run.save(4, state(4))
     until(lambda: run.summary().damaged)
-    with pytest.warns(HoldfastWarning, match=r"'frozen'; it is in step 1, 2, 3, 4, and no step is linked to it"):
+    with pytest.warns(
+        HoldfastWarning, match=r"'frozen'; it is in step 1, 2, 3, 4, and no step is linked to it"
+    ):
         saved = run.save(5, state(5))
     assert is_good(saved)
     assert "damaged: step 4" in str(run.summary())
@@ -183,7 +205,9 @@ def test_rot_in_a_shared_file_is_found_and_not_linked_on(place: str, eager: None
     run.close()
 
 
-def test_the_file_whose_last_proof_is_oldest_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_file_whose_last_proof_is_oldest_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run = holdfast.Run(tmp_path)
     other = np.arange(30_000.0)
     run.save(1, {"a": FROZEN})
@@ -192,12 +216,22 @@ def test_the_file_whose_last_proof_is_oldest_comes_first(tmp_path: Path, monkeyp
     run.close()
     assert not (tmp_path / "holdfast.proofs.json").exists()
     run, now = holdfast.Run(tmp_path), time.time()
-    files = [identity for name, identity in sorted(run._folder.identities(run[3]).items()) if name.startswith("data-")][:2]
-    content = {"format": "holdfast.proofs", "version": 1, "files": {files[0]: now - 4_000, files[1]: now - 9_000}}
+    files = [
+        identity
+        for name, identity in sorted(run._folder.identities(run[3]).items())
+        if name.startswith("data-")
+    ][:2]
+    content = {
+        "format": "holdfast.proofs",
+        "version": 1,
+        "files": {files[0]: now - 4_000, files[1]: now - 9_000},
+    }
     (tmp_path / "holdfast.proofs.json").write_text(json.dumps(content))
     monkeypatch.setattr(proofs, "SHARE", 10**9)
     run.save(4, {"a": FROZEN, "b": other, "w": np.zeros(10)})
-    until(lambda: run._proofs._thread is None or not run._proofs._thread.is_alive())  # it has no share, and is the only one at work
+    until(
+        lambda: run._proofs._thread is None or not run._proofs._thread.is_alive()
+    )  # it has no share, and is the only one at work
     run._proofs._credit = 1
     run._proofs._work()
     assert run._proofs._files[files[1]] > now - 1 > run._proofs._files[files[0]]
@@ -205,7 +239,9 @@ def test_the_file_whose_last_proof_is_oldest_comes_first(tmp_path: Path, monkeyp
     assert json.loads((tmp_path / "holdfast.proofs.json").read_text())["files"][files[1]] > now - 1
 
 
-def test_no_more_than_a_share_is_read_and_closing_ends_it(place: str, monkeypatch: pytest.MonkeyPatch):
+def test_no_more_than_a_share_is_read_and_closing_ends_it(
+    place: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(proofs, "OLD_S", -1.0)
     monkeypatch.setattr(proofs, "BATCH_NBYTES", 1)
     run = holdfast.Run(place)
@@ -224,7 +260,9 @@ def test_no_more_than_a_share_is_read_and_closing_ends_it(place: str, monkeypatc
     assert not [one for one in threading.enumerate() if one.name == "holdfast-proof"]
 
 
-def test_a_run_that_is_dropped_ends_it_and_does_not_wait(place: str, eager: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_is_dropped_ends_it_and_does_not_wait(
+    place: str, eager: None, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(proofs, "RATE", 1)  # a byte a second
     run = holdfast.Run(place)
     for number in (1, 2):
@@ -246,7 +284,9 @@ def test_what_is_young_is_not_read(place: str):
             assert run.summary().read_back_nbytes == 0
 
 
-def test_what_a_rule_reads_back_is_not_read_again(place: str, eager: None, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_rule_reads_back_is_not_read_again(
+    place: str, eager: None, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(proofs, "OLD_S", 1.0)
     with holdfast.Run(place, keep=Latest(1)) as run:
         run.save(1, state(1))
@@ -274,7 +314,11 @@ print("over", flush=True)
 """
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", program, os.fspath(tmp_path)], capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-c", program, os.fspath(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
     assert time.monotonic() - began < 100  # all of it would take 128 seconds

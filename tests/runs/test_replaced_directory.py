@@ -43,7 +43,11 @@ def is_untouched(path: Path) -> bool:
     """Whether all is there that the other run saved, and no more."""
     here = holdfast.Run(path)
     steps = {one.step: float(one.open()["w"].numpy()[0]) for one in here}
-    return steps == {1: 101.0, 2: 102.0, 3: 103.0} and not here.pins() and "within" not in (path / "holdfast.run.json").read_text()
+    return (
+        steps == {1: 101.0, 2: 102.0, 3: 103.0}
+        and not here.pins()
+        and "within" not in (path / "holdfast.run.json").read_text()
+    )
 
 
 def background(run: holdfast.torch.Run) -> None:
@@ -119,7 +123,9 @@ def test_it_is_compared_when_all_is_written(tmp_path: Path):
     assert [one.step for one in holdfast.Run(f"{path}.away")] == [1]
 
 
-def test_it_is_compared_when_steps_lose_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_is_compared_when_steps_lose_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The directory is another's when retention has looked at it and is about to delete."""
     path = tmp_path / "run"
     run = holdfast.Run(path)
@@ -177,7 +183,9 @@ def test_an_export_is_of_this_runs_step(tmp_path: Path, monkeypatch: pytest.Monk
     assert not out.exists()
 
 
-@pytest.mark.parametrize("save", [lambda run: run.save(9, tensors(9)), background], ids=["save", "async_save"])
+@pytest.mark.parametrize(
+    "save", [lambda run: run.save(9, tensors(9)), background], ids=["save", "async_save"]
+)
 def test_a_torch_run(tmp_path: Path, save: Callable[[holdfast.torch.Run], object]):
     path = tmp_path / "run"
     run = holdfast.torch.Run(path, keep=[Latest(1)])

@@ -25,19 +25,29 @@ def state(number: int) -> dict[str, object]:
 
 def is_state(found: object, number: int) -> bool:
     wanted = state(number)
-    return isinstance(found, dict) and all(np.array_equal(found[name], value) for name, value in wanted.items())
+    return isinstance(found, dict) and all(
+        np.array_equal(found[name], value) for name, value in wanted.items()
+    )
 
 
 @pytest.fixture(params=["directory", "bucket"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return os.fspath(tmp_path / "run") if request.param == "directory" else f"memory://{tmp_path.name}/run"
+    return (
+        os.fspath(tmp_path / "run")
+        if request.param == "directory"
+        else f"memory://{tmp_path.name}/run"
+    )
 
 
 def damage(step: holdfast.Step) -> None:
     """Change the last byte of the data of a step."""
     if isinstance(step.path, Url):
         bucket = bucket_of(step.path)
-        (key,) = [one.key for one in bucket.below(step.path.key + "/", 100) if one.key.endswith(".safetensors")]
+        (key,) = [
+            one.key
+            for one in bucket.below(step.path.key + "/", 100)
+            if one.key.endswith(".safetensors")
+        ]
         content = bytearray(bucket.whole(key, 1 << 20).data)
         content[-1] ^= 1
         bucket.put(key, bytes(content))
@@ -81,7 +91,9 @@ def test_a_step_that_went_before_it_was_opened_is_looked_for_again(
     assert is_state(found, 5)
 
 
-def test_a_step_that_went_while_it_was_read_is_looked_for_again(place: str, writer: holdfast.Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_that_went_while_it_was_read_is_looked_for_again(
+    place: str, writer: holdfast.Run, monkeypatch: pytest.MonkeyPatch
+):
     run = holdfast.Run(place)
     monkeypatch.setattr("holdfast.runs.run.fill", Overtaken(holdfast.runs.run.fill, writer, 1))
     found = run.resume(into=state(0))
@@ -99,7 +111,9 @@ def test_a_deep_look_does_not_take_a_step_that_went_for_a_damaged_one(
     assert is_state(run.resume(into=state(0), deep=True), 5)
 
 
-def test_looking_ends_where_every_step_goes_at_once(place: str, writer: holdfast.Run, monkeypatch: pytest.MonkeyPatch):
+def test_looking_ends_where_every_step_goes_at_once(
+    place: str, writer: holdfast.Run, monkeypatch: pytest.MonkeyPatch
+):
     run = holdfast.Run(place)
     monkeypatch.setattr(steps, "open_checkpoint", Overtaken(steps.open_checkpoint, writer, 10_000))
     into = state(0)
@@ -141,7 +155,9 @@ def test_a_damaged_step_leaves_the_state_as_it_was_and_says_what_passes_over_it(
         damage(run.save(2, state(2)))
     run = holdfast.Run(place)
     into = state(0)
-    with pytest.raises(Corrupted, match=r"the state is as it was.*resume\(deep=True\) passes over") as told:
+    with pytest.raises(
+        Corrupted, match=r"the state is as it was.*resume\(deep=True\) passes over"
+    ) as told:
         run.resume(into=into)
     assert told.value.tensor == "w9"  # the last in the file
     assert is_state(into, 0)

@@ -29,7 +29,9 @@ values = st.one_of(st.floats(-3, 3), st.sampled_from([math.nan, math.inf, -math.
 rules = st.one_of(
     st.builds(Latest, st.integers(1, 5)),
     st.builds(Every, st.integers(1, 7)),
-    st.builds(Best, st.sampled_from(["a", "b"]), st.integers(1, 4), st.sampled_from(["min", "max"])),
+    st.builds(
+        Best, st.sampled_from(["a", "b"]), st.integers(1, 4), st.sampled_from(["min", "max"])
+    ),
     st.builds(lambda hours: Within(hours=hours), st.integers(1, 30)),
 )
 known = st.lists(
@@ -73,7 +75,10 @@ def slow(rule: Rule, steps: list[Known]) -> set[int]:
                     keeps = True
                 else:
                     as_old = min(above, key=lambda other: other.step)
-                    keeps = newest.ran - as_old.ran <= rule.seconds or newest.saved - one.saved <= rule.seconds
+                    keeps = (
+                        newest.ran - as_old.ran <= rule.seconds
+                        or newest.saved - one.saved <= rule.seconds
+                    )
         if keeps:
             found.add(one.step)
     return found
@@ -94,7 +99,12 @@ def test_a_rule_has_a_text(rule: Rule):
 
 
 def test_public_names():
-    assert (holdfast.Latest, holdfast.Every, holdfast.Best, holdfast.Within) == (Latest, Every, Best, Within)
+    assert (holdfast.Latest, holdfast.Every, holdfast.Best, holdfast.Within) == (
+        Latest,
+        Every,
+        Best,
+        Within,
+    )
 
 
 def test_nan_is_never_best():
@@ -126,7 +136,20 @@ def test_an_age_is_what_both_clocks_say(steps: list[Known], kept: list[int]):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "latest", "latest:0", "latest:x", "every:", "best:", "best:a:0", "within:", "within:-1h", "newest:3", "within:1y"]
+    "text",
+    [
+        "",
+        "latest",
+        "latest:0",
+        "latest:x",
+        "every:",
+        "best:",
+        "best:a:0",
+        "within:",
+        "within:-1h",
+        "newest:3",
+        "within:1y",
+    ],
 )
 def test_what_is_no_rule_is_refused(text: str):
     with pytest.raises(BadArgument, match="is no rule"):
@@ -139,7 +162,16 @@ def test_what_keep_does_not_take(wrong: object):
         read_rules(wrong)
 
 
-@pytest.mark.parametrize("make", [lambda: Latest(0), lambda: Every(-1), lambda: Best("", 1), lambda: Best("a", 1, "least"), Within])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Latest(0),
+        lambda: Every(-1),
+        lambda: Best("", 1),
+        lambda: Best("a", 1, "least"),
+        Within,
+    ],
+)
 def test_rules_are_checked_when_they_are_made(make):
     with pytest.raises(BadArgument):
         make()
@@ -154,7 +186,14 @@ def test_a_metric_may_have_colons_in_its_name():
 
 
 def step(number: int, saved: float | None = None, **metrics: float) -> Step:
-    return Step(number, f"/run/step-{number}", float(number) if saved is None else saved, metrics, 1, f"step-{number}")
+    return Step(
+        number,
+        f"/run/step-{number}",
+        float(number) if saved is None else saved,
+        metrics,
+        1,
+        f"step-{number}",
+    )
 
 
 def goes(fates: list) -> list[int]:
@@ -175,7 +214,13 @@ def test_without_rules_nothing_goes():
 
 
 def test_pins_and_what_is_in_use():
-    fates = decide([step(n) for n in range(5)], [Latest(1)], sure={4}, pins={1: Pin(1, "paper")}, busy={2: "being exported"})
+    fates = decide(
+        [step(n) for n in range(5)],
+        [Latest(1)],
+        sure={4},
+        pins={1: Pin(1, "paper")},
+        busy={2: "being exported"},
+    )
     assert goes(fates) == [0, 3]
     assert (fates[1].why, fates[2].why) == ("pinned: paper", "being exported")
 

@@ -17,7 +17,15 @@ import pytest
 
 import holdfast
 from holdfast import Best, Every, Latest
-from holdfast.errors import BadArgument, BadArgumentType, Closed, DoesNotFit, HoldfastWarning, NotCommitted, SaveError
+from holdfast.errors import (
+    BadArgument,
+    BadArgumentType,
+    Closed,
+    DoesNotFit,
+    HoldfastWarning,
+    NotCommitted,
+    SaveError,
+)
 from holdfast.runs import run as run_module
 
 
@@ -54,7 +62,9 @@ def test_the_step_before_goes_when_the_newest_was_read_back(tmp_path: Path):
     assert numbers(run) == [2]
 
 
-def test_the_step_before_stays_where_the_newest_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_step_before_stays_where_the_newest_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run = holdfast.Run(tmp_path, keep=Latest(1))
     run.save(1, state(1))
     real = holdfast.runs.retention.verify
@@ -147,7 +157,9 @@ def test_what_is_no_step(tmp_path: Path, step: object):
         holdfast.Run(tmp_path).save(step, state(1))
 
 
-@pytest.mark.parametrize("metrics", [3, {"loss": "low"}, {1: 2.0}, {"loss": None}, {"loss": np.zeros(2)}])
+@pytest.mark.parametrize(
+    "metrics", [3, {"loss": "low"}, {1: 2.0}, {"loss": None}, {"loss": np.zeros(2)}]
+)
 def test_what_are_no_metrics(tmp_path: Path, metrics: object):
     with pytest.raises(BadArgumentType, match="metrics="):
         holdfast.Run(tmp_path).save(1, state(1), metrics=metrics)
@@ -156,7 +168,9 @@ def test_what_are_no_metrics(tmp_path: Path, metrics: object):
 
 def test_metrics_of_every_kind_come_back(tmp_path: Path):
     run = holdfast.Run(tmp_path)
-    run.save(1, state(1), metrics={"a": np.float32(0.5), "b": 3, "c": float("nan"), "d": float("-inf")})
+    run.save(
+        1, state(1), metrics={"a": np.float32(0.5), "b": 3, "c": float("nan"), "d": float("-inf")}
+    )
     found = run.latest().metrics
     assert (found["a"], found["b"], found["d"]) == (0.5, 3.0, float("-inf"))
     assert found["c"] != found["c"]
@@ -270,7 +284,9 @@ def test_pause_does_not_wait_for_what_never_comes(tmp_path: Path):
 def test_a_disk_that_is_full_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What was free is gone when the bytes are written: evict makes room and tries again, and then gives up."""
     run = holdfast.Run(tmp_path, keep=Latest(1), when_full="evict")
-    monkeypatch.setattr("holdfast.runs.retention.verify", lambda path: type("Report", (), {"ok": False}))
+    monkeypatch.setattr(
+        "holdfast.runs.retention.verify", lambda path: type("Report", (), {"ok": False})
+    )
     run.save(1, state(1))
     with pytest.warns(HoldfastWarning, match="read back"):
         run.save(2, state(2))
@@ -304,7 +320,9 @@ time.sleep(60)
 
 
 def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path):
-    first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert first.stdout.readline() == "saved\n"
         run = holdfast.Run(tmp_path, keep=Latest(1))
@@ -433,7 +451,9 @@ def test_a_base_that_is_gone_before_it_is_opened(tmp_path: Path, monkeypatch: py
     run.save(1, {"w": np.zeros(8)})
     place = run._place
     gone = str(tmp_path / "step-00000000")
-    monkeypatch.setattr(run, "_place", lambda step, overwrite: (*place(step, overwrite=overwrite)[:2], gone))
+    monkeypatch.setattr(
+        run, "_place", lambda step, overwrite: (*place(step, overwrite=overwrite)[:2], gone)
+    )
     saved = run.save(2, {"w": np.ones(8)})
     with holdfast.open(saved.path) as checkpoint:
         assert checkpoint["w"].numpy().tolist() == [1.0] * 8

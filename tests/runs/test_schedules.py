@@ -77,12 +77,16 @@ events = st.one_of(
     st.builds(Pin, st.integers(0, 9)),
     st.builds(Clock, st.sampled_from([60.0, 5000.0, -1e5, 1e9]), st.booleans()),
 )
-schedules = st.tuples(st.sampled_from(RULES), st.booleans(), st.lists(events, min_size=2, max_size=7))
+schedules = st.tuples(
+    st.sampled_from(RULES), st.booleans(), st.lists(events, min_size=2, max_size=7)
+)
 
 
 def publish(files: Files, number: int, saved: float, loss: float, ran: float) -> None:
     path = f"{ROOT}/{step_name(number)}"
-    plan = with_seal(plan_of(path, number, "native", None, "never"), Stamp(number, saved, {"loss": loss}, ran))
+    plan = with_seal(
+        plan_of(path, number, "native", None, "never"), Stamp(number, saved, {"loss": loss}, ran)
+    )
     write_plan(plan, path, Writing(overwrite=True, threads=1), files=files)
 
 
@@ -159,11 +163,17 @@ class World:
                     kept |= {number for number in whole if number % rule.steps == 0}
                 case Best():
                     good = [number for number in whole if not math.isnan(whole[number].loss)]
-                    good.sort(key=lambda n: (whole[n].loss if rule.mode == "min" else -whole[n].loss, -n))
+                    good.sort(
+                        key=lambda n: (whole[n].loss if rule.mode == "min" else -whole[n].loss, -n)
+                    )
                     kept |= set(good[: rule.count])
                 case Within():
                     end = whole[newest]
-                    kept |= {n for n, one in whole.items() if min(end.saved - one.saved, end.ran - one.ran) <= 3600}
+                    kept |= {
+                        n
+                        for n, one in whole.items()
+                        if min(end.saved - one.saved, end.ran - one.ran) <= 3600
+                    }
         return kept
 
     def save(self, event: Save) -> None:
@@ -181,7 +191,9 @@ class World:
             assert self.found() == set(self.whole)
             # What a power cut brought back of a replaced step stays as long as the step does, damaged or not, and no longer.
             tree = self.model.live()
-            beside = {name for name in tree if name.endswith(".old") and name[1:].split(".")[0] in tree}
+            beside = {
+                name for name in tree if name.endswith(".old") and name[1:].split(".")[0] in tree
+            }
             assert {*temporaries(tree)} <= beside
             return
         unsure = set(self.unsure)
@@ -203,7 +215,9 @@ class World:
         if number in found:
             assert self.kept(after) - unsure <= found <= set(after)
         else:
-            assert set(before) - unsure <= found <= set(before), "steps went before the new one was published"
+            assert set(before) - unsure <= found <= set(before), (
+                "steps went before the new one was published"
+            )
         self.whole = {n: one for n, one in after.items() if n in found}
 
     def damage(self, event: Damage) -> None:

@@ -18,7 +18,9 @@ import holdfast
 from holdfast.errors import BadArgument, Closed, SaveError
 from holdfast.runs.signals import read_signals
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are sent to processes here")
+pytestmark = pytest.mark.skipif(
+    sys.platform == "win32", reason="signals are sent to processes here"
+)
 
 STATE = {"w": np.ones(100)}
 
@@ -41,7 +43,9 @@ print("never printed")
 def test_a_program_that_is_asked_to_end_saves_and_ends_so(tmp_path: Path):
     seen = 0
     for _ in range(2):
-        program = subprocess.Popen([sys.executable, "-c", LOOP, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        program = subprocess.Popen(
+            [sys.executable, "-c", LOOP, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
         try:
             assert program.stdout.readline() == "training\n"
             time.sleep(0.1)
@@ -74,7 +78,9 @@ print("never printed")
 @pytest.mark.parametrize("run", ["holdfast.Run", "holdfast.torch.Run"])
 def test_a_run_with_signals_saves_when_it_is_asked_to_end(tmp_path: Path, run: str):
     code = WITHIN.format(run=run, more=", holdfast.torch" if "torch" in run else "")
-    program = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    program = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert program.stdout.readline() == "training\n"
         time.sleep(0.1)
@@ -120,7 +126,9 @@ def test_a_second_signal_is_not_held_back(tmp_path: Path, caught: list[int]):
         assert caught == [signal.SIGTERM]
 
 
-def test_a_handler_that_is_put_back_after_the_block_holds_nothing_back(tmp_path: Path, caught: list[int]):
+def test_a_handler_that_is_put_back_after_the_block_holds_nothing_back(
+    tmp_path: Path, caught: list[int]
+):
     """Somebody took ours for what was there before theirs."""
     with holdfast.Run(tmp_path) as run:
         with run.stopping():
@@ -152,7 +160,9 @@ def test_an_error_in_the_block_is_the_error(tmp_path: Path, caught: list[int]):
     assert caught == []
 
 
-def test_a_step_that_is_younger_than_a_save_takes_is_enough(tmp_path: Path, caught: list[int], monkeypatch: pytest.MonkeyPatch):
+def test_a_step_that_is_younger_than_a_save_takes_is_enough(
+    tmp_path: Path, caught: list[int], monkeypatch: pytest.MonkeyPatch
+):
     with holdfast.Run(tmp_path) as run, run.stopping(grace=1000):
         run.save(1, STATE)
         monkeypatch.setattr(run, "_times", [holdfast.runs.summary.SaveTimes(1, 500.0, 500.0, 1)])
@@ -164,7 +174,9 @@ def test_a_step_that_is_younger_than_a_save_takes_is_enough(tmp_path: Path, caug
         assert [step.step for step in run] == [1, 2]
 
 
-def test_a_grace_time_that_is_too_short(tmp_path: Path, caught: list[int], monkeypatch: pytest.MonkeyPatch):
+def test_a_grace_time_that_is_too_short(
+    tmp_path: Path, caught: list[int], monkeypatch: pytest.MonkeyPatch
+):
     with holdfast.Run(tmp_path) as run, run.stopping(grace=100):
         monkeypatch.setattr(run, "_times", [holdfast.runs.summary.SaveTimes(1, 500.0, 500.0, 1)])
         signal.raise_signal(signal.SIGTERM)
@@ -249,15 +261,22 @@ def test_a_handler_that_raises_still_closes_the_run(tmp_path: Path):
         other.save(3, STATE)
 
 
-@pytest.mark.parametrize("call", [lambda run: run.save(1, STATE), lambda run: run.interrupted(1, STATE)])
-def test_signals_without_the_block_of_the_run_are_refused(tmp_path: Path, call: Callable[[holdfast.Run], object]):
+@pytest.mark.parametrize(
+    "call", [lambda run: run.save(1, STATE), lambda run: run.interrupted(1, STATE)]
+)
+def test_signals_without_the_block_of_the_run_are_refused(
+    tmp_path: Path, call: Callable[[holdfast.Run], object]
+):
     with pytest.raises(SaveError, match=r"signals= .*`with`"):
         call(holdfast.Run(tmp_path, signals=True))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_signals_are_held_back_once(tmp_path: Path):
-    with holdfast.Run(tmp_path, signals=True) as run, pytest.raises(SaveError, match="holds signals back already"):
+    with (
+        holdfast.Run(tmp_path, signals=True) as run,
+        pytest.raises(SaveError, match="holds signals back already"),
+    ):
         run.stopping()
 
 

@@ -59,7 +59,13 @@ def test_steps_are_found_by_number(run: holdfast.Run):
 
 def test_a_run_that_is_not_there_yet(tmp_path: Path):
     run = holdfast.Run(tmp_path / "nothing")
-    assert (run.latest(), run.resume(), len(run), run.best("loss"), run.pins()) == (None, None, 0, None, {})
+    assert (run.latest(), run.resume(), len(run), run.best("loss"), run.pins()) == (
+        None,
+        None,
+        0,
+        None,
+        {},
+    )
     assert not (tmp_path / "nothing").exists()
 
 
@@ -139,8 +145,12 @@ def test_a_torn_step_is_passed_over(run: holdfast.Run, tear: Callable[[Path], No
     assert run.resume(into=into)["step"] == 2
 
 
-@pytest.mark.parametrize("tear", [tear for tear in TEARS if tear not in (replace_by_link, replace_by_file)])
-def test_a_torn_step_is_saved_again_and_never_deleted(run: holdfast.Run, tear: Callable[[Path], None]):
+@pytest.mark.parametrize(
+    "tear", [tear for tear in TEARS if tear not in (replace_by_link, replace_by_file)]
+)
+def test_a_torn_step_is_saved_again_and_never_deleted(
+    run: holdfast.Run, tear: Callable[[Path], None]
+):
     tear(folder(run, 3))
     with holdfast.Run(run.path, keep=holdfast.Latest(1)) as again:
         again.save(4, state(4))
@@ -259,7 +269,9 @@ def test_a_single_file_with_a_seal_beside_it(run: holdfast.Run):
     with holdfast.Run(run.path, keep="latest:1") as again:
         again.save(50, state(50))
         again.save(51, state(51))
-    assert sorted(name for name in os.listdir(run.path) if not name.startswith("holdfast")) == ["step-00000051"]
+    assert sorted(name for name in os.listdir(run.path) if not name.startswith("holdfast")) == [
+        "step-00000051"
+    ]
 
 
 def test_damaged_pins_keep_everything(run: holdfast.Run):
@@ -273,7 +285,10 @@ def test_damaged_pins_keep_everything(run: holdfast.Run):
     ):
         again.save(4, state(4))
     assert numbers(run) == [1, 2, 3, 4]
-    with holdfast.Run(run.path, keep="latest:1") as again, pytest.raises(holdfast.errors.HeaderError, match="damaged"):
+    with (
+        holdfast.Run(run.path, keep="latest:1") as again,
+        pytest.raises(holdfast.errors.HeaderError, match="damaged"),
+    ):
         again.prune()
 
 
@@ -295,7 +310,9 @@ def many(path: Path, numbers: range) -> None:
         folder = path / f"step-{number:08d}"
         folder.mkdir(parents=True)
         (folder / "data").write_bytes(b"x")
-        (folder / SEAL).write_bytes(encode_seal(Seal(number, 5.0, {}, (SealedFile("data", 1, None),))))
+        (folder / SEAL).write_bytes(
+            encode_seal(Seal(number, 5.0, {}, (SealedFile("data", 1, None),)))
+        )
 
 
 def test_the_newest_costs_the_same_among_many(tmp_path: Path):

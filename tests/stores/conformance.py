@@ -116,7 +116,9 @@ class StoreConformance:
     def test_what_is_in_memory_is_mapped(self, store):
         assert isinstance(store.medium.resident, bool)
         if store.medium.resident:
-            assert [bytes(store.map(key)) for key in self.keys] == [bytes([i]) + CONTENT for i in range(len(self.keys))]
+            assert [bytes(store.map(key)) for key in self.keys] == [
+                bytes([i]) + CONTENT for i in range(len(self.keys))
+            ]
 
     def test_the_block_that_it_prefers_is_a_length(self, store):
         assert store.medium.block_nbytes >= 0
@@ -132,7 +134,9 @@ class StoreConformance:
 
     def test_the_stamp_of_the_same_content_is_the_same_plain_value(self, store):
         stamps = [store.stamp(key) for key in self.keys]
-        assert json.loads(json.dumps(stamps)) == json.loads(json.dumps([store.stamp(key) for key in self.keys]))
+        assert json.loads(json.dumps(stamps)) == json.loads(
+            json.dumps([store.stamp(key) for key in self.keys])
+        )
         assert all(isinstance(stamp, tuple) for stamp in stamps)
 
     def test_nothing_has_changed_or_gone(self, store):

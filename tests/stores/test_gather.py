@@ -27,7 +27,9 @@ def file(tmp_path_factory):
     return path, content
 
 
-@given(st.lists(st.tuples(st.integers(0, NBYTES - 1), st.integers(0, 5000)), min_size=1, max_size=40))
+@given(
+    st.lists(st.tuples(st.integers(0, NBYTES - 1), st.integers(0, 5000)), min_size=1, max_size=40)
+)
 def test_every_range_is_what_the_file_has(file, ranges):
     path, content = file
     starts = np.sort(np.array([start for start, _ in ranges], np.int64))
@@ -50,14 +52,28 @@ def test_ranges_of_more_than_one_window(file, monkeypatch):
     starts = np.array([0, 10, 4990, 5001, 9000, 12_000], np.int64)
     out = np.zeros((6, 100), np.uint8)
     with closing(LocalStore(path)) as store:
-        assert store.gather("file", starts, np.full(6, 100), out.ctypes.data + 100 * np.arange(6, dtype=np.int64)) == 6
-    assert all(np.array_equal(out[i], content[start : start + 100]) for i, start in enumerate(starts))
+        assert (
+            store.gather(
+                "file",
+                starts,
+                np.full(6, 100),
+                out.ctypes.data + 100 * np.arange(6, dtype=np.int64),
+            )
+            == 6
+        )
+    assert all(
+        np.array_equal(out[i], content[start : start + 100]) for i, start in enumerate(starts)
+    )
 
 
 def test_pieces_far_apart_are_not_mapped(tmp_path, monkeypatch):
     """What lies between would count as memory, and be read around each piece where the file is not in the cache."""
     asked = []
-    monkeypatch.setattr(LocalStore, "gather", lambda self, key, starts, nbytes, places: asked.append(len(starts)) or 0)
+    monkeypatch.setattr(
+        LocalStore,
+        "gather",
+        lambda self, key, starts, nbytes, places: asked.append(len(starts)) or 0,
+    )
     wide = np.arange(64 * 20_000, dtype=np.float32).reshape(64, 20_000)
     save({"w": wide}, tmp_path / "w.safetensors")
     with open_checkpoint(tmp_path / "w.safetensors") as checkpoint:
@@ -93,7 +109,12 @@ def test_a_file_that_shrank_ends_the_gathering_and_not_the_process(tmp_path):
 def test_ranges_beyond_the_end_are_left_to_the_reader(file):
     store = LocalStore(file[0])
     out = np.zeros(2, np.uint8)
-    assert store.gather("file", np.array([0, NBYTES]), np.ones(2, np.int64), out.ctypes.data + np.arange(2)) == 0
+    assert (
+        store.gather(
+            "file", np.array([0, NBYTES]), np.ones(2, np.int64), out.ctypes.data + np.arange(2)
+        )
+        == 0
+    )
     store.close()
 
 

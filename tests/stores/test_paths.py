@@ -11,7 +11,15 @@ import torch
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.errors import BadPath, HoldfastError, NotAPath, NotCommitted, Refused, StoreError, Unsupported
+from holdfast.errors import (
+    BadPath,
+    HoldfastError,
+    NotAPath,
+    NotCommitted,
+    Refused,
+    StoreError,
+    Unsupported,
+)
 from holdfast.inspect.stats import stats
 from holdfast.pruning.prune import prune
 from holdfast.rewrite.reshard import reshard
@@ -70,8 +78,12 @@ WRITERS = {
     "save_sharded": lambda path: save_sharded(path, {"w": torch.ones(2)}),
     "async_save_sharded": lambda path: async_save_sharded(path, {"w": torch.ones(2)}).wait(),
     "convert": lambda path: holdfast.convert("here.pt", path, format="native"),
-    "convert with resume": lambda path: holdfast.convert("here.pt", path, format="native", resume=True),
-    "convert, only explained": lambda path: holdfast.convert("here.pt", path, format="native", dry_run=True),
+    "convert with resume": lambda path: holdfast.convert(
+        "here.pt", path, format="native", resume=True
+    ),
+    "convert, only explained": lambda path: holdfast.convert(
+        "here.pt", path, format="native", dry_run=True
+    ),
     "edit to": lambda path: holdfast.edit("here.pt", path, rename=[("w", "v")]),
     "prune": lambda path: prune("here.pt", path, ["*: 0.5"], format="native"),
     "reshard": lambda path: reshard("here.pt", path, mesh={"dp": 2}),
@@ -106,7 +118,9 @@ def test_what_is_no_path_is_refused_by_every_verb(verb: str, here: Path):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_an_object_store_that_is_not_there_is_an_error_and_no_folder(verb: str, here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_object_store_that_is_not_there_is_an_error_and_no_folder(
+    verb: str, here: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.setenv(name, "none")
@@ -169,13 +183,17 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_command_line_refuses_the_same(command: str, here: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_line_refuses_the_same(
+    command: str, here: Path, capsys: pytest.CaptureFixture[str]
+):
     for path in ("hf://bucket/x", "C:\\x", "~no-such-user/x", ""):
         code = main([part.format(path) for part in COMMANDS[command]])
         told = capsys.readouterr()
         assert code == 2, path
         assert "internal error" not in told.err
-        assert told.err.startswith("holdfast: ") or "not verified" in told.out or "error" in told.out
+        assert (
+            told.err.startswith("holdfast: ") or "not verified" in told.out or "error" in told.out
+        )
         assert os.listdir(here) == ["here.pt"]
 
 
@@ -200,7 +218,12 @@ def test_home_is_home_for_every_reader(verb: str, here: Path):
 
 def test_home_on_the_command_line(here: Path):
     assert main(["convert", "here.pt", "~/there.pt", "--quiet"]) == 0
-    assert main(["show", "~/there.pt"]) == main(["verify", "~/there.pt", "--quiet"]) == main(["scan", "~/there.pt"]) == 0
+    assert (
+        main(["show", "~/there.pt"])
+        == main(["verify", "~/there.pt", "--quiet"])
+        == main(["scan", "~/there.pt"])
+        == 0
+    )
     assert main(["read", "~/there.pt", "w", "-o", "~/w.npy"]) == 0
     assert sorted(os.listdir(os.path.expanduser("~"))) == ["there.pt", "w.npy"]
     assert os.listdir(here) == ["here.pt"]
@@ -235,7 +258,9 @@ def test_the_same_again(here: Path):
     """What comes out may be asked about again, also after `Path`."""
     for path in ("x", "./x", "./~x", "~/x", "/x", "a/~b", "./s3:/x", "..", ".", "a/b:/c"):
         once = local_path(path)
-        assert local_path(once) == local_path(Path(once)) == once or Path(local_path(Path(once))) == Path(once)
+        assert local_path(once) == local_path(Path(once)) == once or Path(
+            local_path(Path(once))
+        ) == Path(once)
     assert found_path("~x") == f"{here}/~x"
     assert found_path("x") == "x"
     with pytest.raises(BadPath, match="Windows"):
@@ -252,7 +277,9 @@ def test_names_that_are_too_long(here: Path):
 
 def test_the_drop_in_takes_paths_as_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """To torch a path is what the system makes of it: no home, no URLs, and no folder is made."""
-    for number, path in enumerate(("s3://bucket/x.pt", "~/x.pt", "~x.pt", "C:\\x.pt", "hf://x", "\\x.pt", "a:b.pt")):
+    for number, path in enumerate(
+        ("s3://bucket/x.pt", "~/x.pt", "~x.pt", "C:\\x.pt", "hf://x", "\\x.pt", "a:b.pt")
+    ):
         outcomes = []
         for who, call in (("ours", save), ("torch's", torch.save)):
             place = tmp_path / f"{who}-{number}"
@@ -264,7 +291,16 @@ def test_the_drop_in_takes_paths_as_torch_does(tmp_path: Path, monkeypatch: pyte
             except RuntimeError as error:
                 told = str(error).split(" (")[0]
             # Before it says that there is no folder, torch 2.6 makes an empty file of that name.
-            outcomes.append((told, {found.name: content for found in place.iterdir() if (content := found.read_bytes())}))
+            outcomes.append(
+                (
+                    told,
+                    {
+                        found.name: content
+                        for found in place.iterdir()
+                        if (content := found.read_bytes())
+                    },
+                )
+            )
         assert outcomes[0] == outcomes[1], path
 
 

@@ -122,7 +122,9 @@ def test_a_closed_or_unseekable_file_object_is_refused():
         FileObjectStore(pipe)
 
 
-@pytest.mark.parametrize("key", ["", ".", "..", "../x", "a/../b", "/etc/passwd", "a//b", "a/", "a\\b", "a\0b", "./a"])
+@pytest.mark.parametrize(
+    "key", ["", ".", "..", "../x", "a/../b", "/etc/passwd", "a//b", "a/", "a\\b", "a\0b", "./a"]
+)
 def test_keys_that_lead_out_are_refused(key, tmp_path):
     with pytest.raises(UnsafePath):
         check_key(key)
@@ -219,10 +221,15 @@ def test_what_a_file_says_of_itself(tmp_path):
 
 def test_the_place_of_memory_is_its_address():
     memory = bytearray(100)
-    one, other = MemoryStore({"a": memory}), MemoryStore({"b": memory, "part": memoryview(memory)[10:]})
+    one, other = (
+        MemoryStore({"a": memory}),
+        MemoryStore({"b": memory, "part": memoryview(memory)[10:]}),
+    )
     assert one.place("a") == other.place("b") != other.place("part")
     assert one.place() != other.place()
-    assert MemoryStore({"a": bytes(100)}).place("a") != MemoryStore({"a": bytearray(100)}).place("a")
+    assert MemoryStore({"a": bytes(100)}).place("a") != MemoryStore({"a": bytearray(100)}).place(
+        "a"
+    )
 
 
 def test_a_directory_of_more_files_than_stay_open(tmp_path, monkeypatch):
@@ -238,7 +245,9 @@ def test_a_directory_of_more_files_than_stay_open(tmp_path, monkeypatch):
                 assert out == bytes([i]) * 4
         assert bytes(store.map("7")) == b"\x07" * 10
         if before is not None:
-            assert len(os.listdir("/proc/self/fd")) <= before + 5  # the folder, three kept, one mapped
+            assert (
+                len(os.listdir("/proc/self/fd")) <= before + 5
+            )  # the folder, three kept, one mapped
         assert store.changed() == []
         (tmp_path / "7").write_bytes(b"another file")
         (tmp_path / "6").unlink()

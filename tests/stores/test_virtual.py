@@ -97,7 +97,9 @@ class TestComputed(StoreConformance):
         def make(content):
             store = Computed()
             for key, data in content.items():
-                made = store.tensor(row(bytes(255 - b for b in data)), BYTES, lambda elements: 255 - elements)
+                made = store.tensor(
+                    row(bytes(255 - b for b in data)), BYTES, lambda elements: 255 - elements
+                )
                 assert made.chunks[0].storage.key == key
             return store
 
@@ -113,7 +115,11 @@ class TestAssembled(StoreConformance):
             store = Assembled()
             for key, data in content.items():
                 halves = [(0, data[: len(data) // 2 + 1]), (len(data) // 2, data[len(data) // 2 :])]
-                copies = [Copy.of(row(half), AliasView(0, len(data), start * 8, (8,))) for start, half in halves if half]
+                copies = [
+                    Copy.of(row(half), AliasView(0, len(data), start * 8, (8,)))
+                    for start, half in halves
+                    if half
+                ]
                 assert store.storage(len(data), copies).key == key
             return store
 
@@ -124,14 +130,19 @@ class TestPlanned(StoreConformance):
     @pytest.fixture
     def fill(self):
         def make(content):
-            return PlannedStore([FilePlan(key, (Literal(b[:9]), Literal(b[9:]))) for key, b in content.items()], name="plan")
+            return PlannedStore(
+                [FilePlan(key, (Literal(b[:9]), Literal(b[9:]))) for key, b in content.items()],
+                name="plan",
+            )
 
         return make
 
 
 def test_a_computed_store_says_what_it_reads(tmp_path):
     (tmp_path / "x").write_bytes(bytes(80))
-    half = Computed().tensor(row(bytes(80)), DTYPES.name("float64"), lambda elements: elements.astype(np.float64))
+    half = Computed().tensor(
+        row(bytes(80)), DTYPES.name("float64"), lambda elements: elements.astype(np.float64)
+    )
     store, key = half.source.store, half.chunks[0].storage.key
     assert (store.size(key), store.cost(key, 640), store.cost(key, 8)) == (640, 80, 1)
     assert store.stamp(key)
@@ -145,7 +156,9 @@ def test_the_stamp_of_what_is_computed_is_that_of_its_file(tmp_path):
         save({"w": np.full(80 + value, 1, np.float32)}, tmp_path / "x.safetensors")
         with open(tmp_path / "x.safetensors") as source:
             tensor = source["w"][:80]
-            made = Computed().tensor(tensor, DTYPES.name("float16"), lambda elements: elements.astype(np.float16))
+            made = Computed().tensor(
+                tensor, DTYPES.name("float16"), lambda elements: elements.astype(np.float16)
+            )
             stamps.append(tensor_stamp(made))
             assert tensor_stamp(made) == stamps[-1]
     assert stamps[0] != stamps[1] != stamps[2]

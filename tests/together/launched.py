@@ -108,7 +108,9 @@ class Round:
                 happened = time.time()
             elif pid in self.pids:
                 self.ended[self.pids[pid]] = os.waitstatus_to_exitcode(status), time.time()
-                happened = time.time() if self.pids[pid] == self.victim and happened is None else happened
+                happened = (
+                    time.time() if self.pids[pid] == self.victim and happened is None else happened
+                )
             else:
                 time.sleep(0.005)
             left = {rank: own for own, rank in self.pids.items() if rank not in self.ended}
@@ -131,7 +133,13 @@ class Round:
             calls = room / f"{rank}.calls"
             count = int(calls.read_text() or 0) if calls.exists() else None
             ranks.append({"status": status, "seconds": end - started, "calls": count, **texts})
-        late = {} if happened is None else {rank: end - happened for rank, (_, end) in self.ended.items() if rank != self.victim}
+        late = (
+            {}
+            if happened is None
+            else {
+                rank: end - happened for rank, (_, end) in self.ended.items() if rank != self.victim
+            }
+        )
         shutil.rmtree(room)
         return {
             "argv": self.argv, "size": self.size, "agent": self.agent, "victim": self.victim, "what": self.what, "at": self.at,
@@ -139,16 +147,30 @@ class Round:
         }  # fmt: skip
 
     def _host(self, port: int) -> int:
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
+        store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=PATIENCE),
+        )
         while store:
             signal.pause()
         return 0
 
     def _rank(self, rank: int, port: int) -> int:
         for name, stream in (("out", 1), ("err", 2)):
-            os.dup2(os.open(os.path.join(self.room, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT, 0o600), stream)
+            os.dup2(
+                os.open(os.path.join(self.room, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT, 0o600),
+                stream,
+            )
         if self.size > 1:
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.environ.update(
+                RANK=str(rank),
+                WORLD_SIZE=str(self.size),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
             os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True"} if self.agent else {})
         fate = Fate(self.what, self.at if rank == self.victim and self.after is None else None)
         # On a busy machine ranks may start seconds apart: only where one is to be lost it is lost soon.
@@ -184,17 +206,41 @@ SIZE = 3
 def state(number: int) -> dict[str, np.ndarray]:
     """Everything in it tells the number."""
     rng = np.random.default_rng(number)
-    made = {f"layers.{i}.weight": rng.standard_normal((64, 40 + 8 * i), np.float32) for i in range(8)}
-    return made | {"embedding": rng.standard_normal((400, 96), np.float32), "number": np.full(7, number, np.int64)}
+    made = {
+        f"layers.{i}.weight": rng.standard_normal((64, 40 + 8 * i), np.float32) for i in range(8)
+    }
+    return made | {
+        "embedding": rng.standard_normal((400, 96), np.float32),
+        "number": np.full(7, number, np.int64),
+    }
 
 
 COMMANDS = {
     "native": ["convert", "{src}.pt", "{dst}", "--overwrite"],
     "file": ["convert", "{src}.pt", "{dst}.safetensors", "--dtype", "bf16", "--overwrite"],
     "zip": ["convert", "{src}.pt", "{dst}.pt", "--overwrite"],
-    "shards": ["convert", "{src}.pt", "{dst}", "--format", "safetensors", "--max-shard-size", "30KB", "--overwrite", "--resume"],
+    "shards": [
+        "convert",
+        "{src}.pt",
+        "{dst}",
+        "--format",
+        "safetensors",
+        "--max-shard-size",
+        "30KB",
+        "--overwrite",
+        "--resume",
+    ],
     "copy": ["cp", "{src}-hf", "{dst}", "--overwrite"],
-    "prune": ["prune", "{src}.pt", "{dst}", "--rule", "*weight: 0.5", "--rule", "embedding: 2:4", "--overwrite"],
+    "prune": [
+        "prune",
+        "{src}.pt",
+        "{dst}",
+        "--rule",
+        "*weight: 0.5",
+        "--rule",
+        "embedding: 2:4",
+        "--overwrite",
+    ],
 }
 
 
@@ -210,7 +256,9 @@ def same(one: Path, other: Path) -> bool:
     if one.is_file() or other.is_file():
         return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
     names = sorted(p.name for p in one.iterdir())
-    return names == sorted(p.name for p in other.iterdir()) and all(filecmp.cmp(one / n, other / n, shallow=False) for n in names)
+    return names == sorted(p.name for p in other.iterdir()) and all(
+        filecmp.cmp(one / n, other / n, shallow=False) for n in names
+    )
 
 
 def right(folder: Path, number: int, kind: str) -> str:
@@ -223,11 +271,15 @@ def prepare(folder: Path) -> None:
     for number in (0, 1):
         src = folder / f"src{number}"
         holdfast.save(state(number), f"{src}.pt", durable=False)
-        holdfast.save(state(number), f"{src}-hf", format="safetensors", max_shard_size="30KB", durable=False)
+        holdfast.save(
+            state(number), f"{src}-hf", format="safetensors", max_shard_size="30KB", durable=False
+        )
         (folder / f"src{number}-hf" / "config.json").write_text(json.dumps({"number": number}))
         for kind in COMMANDS:
             Path(right(folder, number, kind)).parent.mkdir(parents=True)
-            done = Round(words(kind, src, right(folder, number, kind)), 1, str(folder / "room")).run()
+            done = Round(
+                words(kind, src, right(folder, number, kind)), 1, str(folder / "room")
+            ).run()
             assert done["ranks"][0]["status"] == 0, done
 
 
@@ -236,13 +288,22 @@ def found_at(folder: Path, kind: str, dst: str) -> int | str | None:
     path = Path(made_by(kind, dst))
     if not path.exists():
         return None
-    whole = [number for number in (0, 1) if same(Path(made_by(kind, right(folder, number, kind))), path)]
-    return whole[0] if whole else f"neither: {sorted(p.name for p in path.iterdir()) if path.is_dir() else path.stat().st_size}"
+    whole = [
+        number for number in (0, 1) if same(Path(made_by(kind, right(folder, number, kind))), path)
+    ]
+    return (
+        whole[0]
+        if whole
+        else f"neither: {sorted(p.name for p in path.iterdir()) if path.is_dir() else path.stat().st_size}"
+    )
 
 
 def finished(slot: Path) -> dict[str, int]:
     """The files that a conversion which was ended has finished, with their inodes."""
-    return {p.name.removesuffix(".receipt"): p.with_suffix("").stat().st_ino for p in slot.glob(".*.part/*.receipt")}
+    return {
+        p.name.removesuffix(".receipt"): p.with_suffix("").stat().st_ino
+        for p in slot.glob(".*.part/*.receipt")
+    }
 
 
 def kill_rounds(folder: Path, slot: Path, kills: int, seed: int) -> list[dict[str, object]]:
@@ -266,13 +327,28 @@ def kill_rounds(folder: Path, slot: Path, kills: int, seed: int) -> list[dict[st
             src = folder / "src1"
         victim = chance.randrange(SIZE)
         row = Round(
-            words(kind, src, dst), SIZE, room, agent=chance.random() < 0.5, victim=victim, at=chance.randint(1, calls[kind][victim])
+            words(kind, src, dst),
+            SIZE,
+            room,
+            agent=chance.random() < 0.5,
+            victim=victim,
+            at=chance.randint(1, calls[kind][victim]),
         ).run()
         died = row["ranks"][victim]["status"] == -signal.SIGKILL
         deaths += died
         whole = finished(place)
-        row |= {"kind": kind, "slot": slot.name, "died": died, "before": standing[kind], "found": found_at(folder, kind, dst)}
-        names = {p.name for p in place.iterdir() if not is_temporary(p.name) and not p.name.endswith(".part")}
+        row |= {
+            "kind": kind,
+            "slot": slot.name,
+            "died": died,
+            "before": standing[kind],
+            "found": found_at(folder, kind, dst),
+        }
+        names = {
+            p.name
+            for p in place.iterdir()
+            if not is_temporary(p.name) and not p.name.endswith(".part")
+        }
         row["beside"] = sorted(names - {Path(made_by(kind, dst)).name})
         again = Round(words(kind, src, dst), SIZE, room, agent=chance.random() < 0.5).run()
         after = Path(made_by(kind, dst))
@@ -305,7 +381,9 @@ def kill_loop(folder: Path, kills: int, width: int, seed: int) -> list[dict[str,
     pids = [forked(lambda number=number: slot(number)) for number in range(width)]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     assert not any(statuses), statuses
-    return [row for number in range(width) for row in json.loads((folder / f"rows{number}").read_text())]
+    return [
+        row for number in range(width) for row in json.loads((folder / f"rows{number}").read_text())
+    ]
 
 
 def run_jobs(jobs: list[dict[str, object]]) -> list[dict[str, object]]:

@@ -26,8 +26,19 @@ TOLERANCE = 6.0
 def test_a_rank_of_a_command_is_killed(tmp_path: Path, request: pytest.FixtureRequest):
     kills = KILLS if request.config.getoption("--exhaustive") else FEW
     seed = secrets.randbelow(1 << 20)
-    words = [sys.executable, "-m", "tests.together.launched", "kills", str(tmp_path), str(kills), str(WIDTH), str(seed)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=580, env=os.environ | QUIET, check=False)
+    words = [
+        sys.executable,
+        "-m",
+        "tests.together.launched",
+        "kills",
+        str(tmp_path),
+        str(kills),
+        str(WIDTH),
+        str(seed),
+    ]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=580, env=os.environ | QUIET, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout)
     judge(rows, seed)
@@ -38,7 +49,9 @@ def judge(rows: list[dict[str, object]], seed: int) -> None:
     """Look at what came of each round."""
     for row in rows:
         told = json.dumps(row, indent=1) + f"\nseed {seed}"
-        statuses = {rank: one["status"] for rank, one in enumerate(row["ranks"]) if rank != row["victim"]}
+        statuses = {
+            rank: one["status"] for rank, one in enumerate(row["ranks"]) if rank != row["victim"]
+        }
         again = row["again"]
         assert not row["stuck"], told
         assert not row["beside"], told

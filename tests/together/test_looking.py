@@ -19,9 +19,16 @@ SIZES = [2, 3, 4]
 
 def state(seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    large = {f"layers.{i}.weight": rng.standard_normal((96, 64 + 8 * i)).astype(np.float32) for i in range(12)}
+    large = {
+        f"layers.{i}.weight": rng.standard_normal((96, 64 + 8 * i)).astype(np.float32)
+        for i in range(12)
+    }
     small = {f"small.{i}": rng.standard_normal(7).astype(np.float16) for i in range(100)}
-    return large | small | {"big": rng.standard_normal((3000, 800)).astype(np.float32), "empty": np.zeros((0, 3))}
+    return (
+        large
+        | small
+        | {"big": rng.standard_normal((3000, 800)).astype(np.float32), "empty": np.zeros((0, 3))}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +110,14 @@ def test_stats(folder: Path, size: int):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_diff(folder: Path, size: int):
-    found = alike(size, lambda group: holdfast.diff(folder / "native", folder / "b.safetensors", group=group))
+    found = alike(
+        size, lambda group: holdfast.diff(folder / "native", folder / "b.safetensors", group=group)
+    )
     assert [one.name for one in found.changed] == ["big"]
     assert [(one.a, one.b) for one in found.renamed] == [("layers.3.weight", "moved")]
-    alike(size, lambda group: holdfast.diff(folder / "hf", folder / "a.pt", exact=True, group=group))
+    alike(
+        size, lambda group: holdfast.diff(folder / "hf", folder / "a.pt", exact=True, group=group)
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -115,13 +126,23 @@ def test_report(folder: Path, size: int):
         return holdfast.report(folder / "b.safetensors", stats=True, svd=True, group=group).document
 
     alike(size, page)
-    alike(size, lambda group: holdfast.report(folder / "a.pt", folder / "b.safetensors", group=group).document)
+    alike(
+        size,
+        lambda group: (
+            holdfast.report(folder / "a.pt", folder / "b.safetensors", group=group).document
+        ),
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_scan(folder: Path, size: int):
     golden = Path("tests/golden")
-    found = alike(size, lambda group: asdict(holdfast.scan(golden / "hostile", golden / "files", folder, "nowhere", group=group)))
+    found = alike(
+        size,
+        lambda group: asdict(
+            holdfast.scan(golden / "hostile", golden / "files", folder, "nowhere", group=group)
+        ),
+    )
     assert len(found["reports"]) > 50
 
 

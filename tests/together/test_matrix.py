@@ -40,7 +40,11 @@ def state() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     made = {f"layers.{i}.weight": torch.randn(24 + 8 * i, 32) for i in range(5)}
     made |= {f"layers.{i}.bias": torch.randn(6).to(torch.bfloat16) for i in range(5)}
-    return made | {"embedding": torch.randn(120, 32), "half": torch.randn(16, 12).half(), "flags": torch.tensor([True, False])}
+    return made | {
+        "embedding": torch.randn(120, 32),
+        "half": torch.randn(16, 12).half(),
+        "flags": torch.tensor([True, False]),
+    }
 
 
 class Model(torch.nn.Module):
@@ -62,20 +66,30 @@ def make_sources(folder: Path) -> None:
     (folder / "hf" / "config.json").write_text('{"model_type": "toy"}')
     torch.save({"model": tensors, "step": 7, "tied": tensors["embedding"]}, folder / "x.pt")
     torch.save(tensors, folder / "x.th", _use_new_zipfile_serialization=False)
-    np.savez(folder / "x.npz", **{name: one.numpy() for name, one in tensors.items() if one.dtype != torch.bfloat16})
+    np.savez(
+        folder / "x.npz",
+        **{name: one.numpy() for name, one in tensors.items() if one.dtype != torch.bfloat16},
+    )
     np.save(folder / "x.npy", tensors["embedding"].numpy())
     holdfast.torch.save_sharded(folder / "dcp", tensors, format="dcp", durable=False)
-    placed = {name: (one, [Shard(0)]) for name, one in tensors.items() if one.dtype == torch.float32}
+    placed = {
+        name: (one, [Shard(0)]) for name, one in tensors.items() if one.dtype == torch.float32
+    }
     save_ranks(folder / "rank-files", (2,), placed)
     if versions.PT2_ARCHIVE:
         torch.export.save(torch.export.export(Model(), (torch.randn(2, 16),)), folder / "x.pt2")
     bins = folder / "bins"
     bins.mkdir()
-    files = {"pytorch_model-00001-of-00002.bin": [*tensors][:6], "pytorch_model-00002-of-00002.bin": [*tensors][6:]}
+    files = {
+        "pytorch_model-00001-of-00002.bin": [*tensors][:6],
+        "pytorch_model-00002-of-00002.bin": [*tensors][6:],
+    }
     for name, own in files.items():
         torch.save({one: tensors[one].clone() for one in own}, bins / name)
     places = {one: name for name, own in files.items() for one in own}
-    (bins / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (bins / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": places})
+    )
     for name in (
         "torchscript.pt",
         "tiny.gguf",
@@ -115,7 +129,13 @@ def test_every_format_is_here(sources: Path):
     for name, format in SOURCES.items():
         with holdfast.open(sources / name) as source:
             assert source.format == format
-    made = {"out.pt": "torch-zip", "out.safetensors": "safetensors", "native": "native", "hf": "safetensors-dir", "dcp": "dcp"}
+    made = {
+        "out.pt": "torch-zip",
+        "out.safetensors": "safetensors",
+        "native": "native",
+        "hf": "safetensors-dir",
+        "dcp": "dcp",
+    }
     assert {one.name for one in written_formats()} == {*made.values()}
     assert made.keys() <= {name for name, _ in TARGETS.values()}
 
@@ -146,7 +166,12 @@ ALONE: dict[tuple[str, ...], object] = {}
 
 
 def compared(
-    key: tuple[str, ...], call: Callable[[Path, ThreadGroup | None], object], name: str, size: int, room: Path, kept: Path
+    key: tuple[str, ...],
+    call: Callable[[Path, ThreadGroup | None], object],
+    name: str,
+    size: int,
+    room: Path,
+    kept: Path,
 ) -> None:
     """Do it alone, once for all sizes, and with so many ranks; look at every file, and at every report or refusal."""
     alone = kept / "-".join(key).replace("/", "_").replace(" ", "_")
@@ -191,10 +216,14 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_writes_the_same(verb: str, source: str, target: str, size: int, sources: Path, tmp_path: Path, kept: Path):
+def test_every_verb_writes_the_same(
+    verb: str, source: str, target: str, size: int, sources: Path, tmp_path: Path, kept: Path
+):
     function, arguments, own = VERBS[verb]
     name, options = TARGETS[target]
-    given = {key: value for key, value in {**options, **own}.items() if key not in KEPT.get(verb, ())}
+    given = {
+        key: value for key, value in {**options, **own}.items() if key not in KEPT.get(verb, ())
+    }
 
     def call(dst: Path, group: ThreadGroup | None) -> object:
         return function(sources / source, dst, *arguments, group=group, durable=False, **given)
@@ -218,7 +247,9 @@ def test_copies_are_the_same(source: str, size: int, sources: Path, tmp_path: Pa
 def test_reshards_are_the_same(source: str, size: int, sources: Path, tmp_path: Path, kept: Path):
     def call(dst: Path, group: ThreadGroup | None) -> object:
         rules = ["*weight: tp=0", "*embedding: tp=1", "*: "]
-        return holdfast.reshard(sources / source, dst, mesh="dp=2,tp=2", rules=rules, group=group, durable=False)
+        return holdfast.reshard(
+            sources / source, dst, mesh="dp=2,tp=2", rules=rules, group=group, durable=False
+        )
 
     compared(("reshard", source), call, "out", size, tmp_path, kept)
 

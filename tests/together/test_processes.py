@@ -31,7 +31,14 @@ TOLERANCE = 6.0
 def ran(jobs: list[dict[str, object]]) -> list[dict[str, object]]:
     """What came of commands, one after the other."""
     words = [sys.executable, "-m", "tests.together.launched", "jobs"]
-    done = subprocess.run(words, input=json.dumps(jobs), capture_output=True, text=True, env=os.environ | QUIET, check=False)
+    done = subprocess.run(
+        words,
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        env=os.environ | QUIET,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
@@ -42,7 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(0)
     state = {f"layers.{i}.weight": rng.standard_normal((64, 96), np.float32) for i in range(12)}
     holdfast.save(state, path / "a.pt", durable=False)
-    holdfast.save(state | {"layers.3.weight": state["layers.3.weight"] * 2}, path / "b.safetensors", durable=False)
+    holdfast.save(
+        state | {"layers.3.weight": state["layers.3.weight"] * 2},
+        path / "b.safetensors",
+        durable=False,
+    )
     holdfast.save(state, path / "hf", format="safetensors", max_shard_size="60KB", durable=False)
     raw = bytearray((path / "a.pt").read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -77,7 +88,11 @@ def without_times(text: str) -> str:
     if not text.startswith("{"):
         return text
     return json.dumps(
-        {key: value for key, value in json.loads(text).items() if key not in ("seconds", "free_nbytes", "peak_nbytes")}
+        {
+            key: value
+            for key, value in json.loads(text).items()
+            if key not in ("seconds", "free_nbytes", "peak_nbytes")
+        }
     )
 
 
@@ -90,16 +105,29 @@ def commands(folder: Path) -> dict[str, tuple[dict[str, object], dict[str, objec
             out = folder / "outs" / name / str(size)
             out.mkdir(parents=True)
             own = [
-                word.format(out=out) if "{out}" in word else str(folder / word) if (folder / word).exists() else word
+                word.format(out=out)
+                if "{out}" in word
+                else str(folder / word)
+                if (folder / word).exists()
+                else word
                 for word in words
             ]
-            jobs.append({"argv": own, "size": size, "room": str(folder / "room"), "agent": len(jobs) % 4 == 1})
+            jobs.append(
+                {
+                    "argv": own,
+                    "size": size,
+                    "room": str(folder / "room"),
+                    "agent": len(jobs) % 4 == 1,
+                }
+            )
     rows = ran(jobs)
     return {name: (rows[2 * at], rows[2 * at + 1]) for at, name in enumerate(COMMANDS)}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_says_what_one_process_says(name: str, folder: Path, commands: dict[str, tuple[dict[str, object], ...]]):
+def test_a_command_says_what_one_process_says(
+    name: str, folder: Path, commands: dict[str, tuple[dict[str, object], ...]]
+):
     alone, many = commands[name]
     first, *others = many["ranks"]
     status = COMMANDS[name][0]
@@ -107,10 +135,14 @@ def test_a_command_says_what_one_process_says(name: str, folder: Path, commands:
     assert first["status"] == status, many
     usage = name == "wrong usage"
     for other in others:
-        assert (other["status"], other["out"], other["err"]) == ((2, "", first["err"]) if usage else (0, "", "")), many
+        assert (other["status"], other["out"], other["err"]) == (
+            (2, "", first["err"]) if usage else (0, "", "")
+        ), many
     outs = folder / "outs" / name
     here, there = str(outs / "3"), str(outs / "1")
-    assert without_times(first["out"].replace(here, there)) == without_times(alone["ranks"][0]["out"])
+    assert without_times(first["out"].replace(here, there)) == without_times(
+        alone["ranks"][0]["out"]
+    )
     if status < 2:
         assert first["err"] == alone["ranks"][0]["err"]
     assert_same_files(outs / "1", outs / "3")
@@ -135,23 +167,33 @@ def misfortunes(folder: Path) -> list[tuple[Path, dict[str, object]]]:
     return [(Path(row["argv"][2]), row) for row in ran(jobs)]
 
 
-@pytest.mark.parametrize("number", range(9), ids=[f"{w}-{v}" for w in ("stopped", "full", "slow") for v in range(3)])
-def test_something_happens_to_a_rank(number: int, misfortunes: list[tuple[Path, dict[str, object]]], folder: Path):
+@pytest.mark.parametrize(
+    "number", range(9), ids=[f"{w}-{v}" for w in ("stopped", "full", "slow") for v in range(3)]
+)
+def test_something_happens_to_a_rank(
+    number: int, misfortunes: list[tuple[Path, dict[str, object]]], folder: Path
+):
     path, row = misfortunes[number + 1]
     what, victim = row["what"], row["victim"]
     first, told = row["ranks"][0], json.dumps(row, indent=1)
     assert not row["stuck"], told
     if what == "slow":
-        assert {rank["status"] for rank in row["ranks"]} == {0}, f"a rank that is slow is not lost\n{told}"
+        assert {rank["status"] for rank in row["ranks"]} == {0}, (
+            f"a rank that is slow is not lost\n{told}"
+        )
         assert min(rank["seconds"] for rank in row["ranks"]) > 2 * DEADLINE, told
         assert holdfast.diff(path, folder / "hf", tensors_only=True).equal
         return
-    assert holdfast.diff(path, folder / "b.safetensors", tensors_only=True).equal, "what was there is there"
+    assert holdfast.diff(path, folder / "b.safetensors", tensors_only=True).equal, (
+        "what was there is there"
+    )
     if what == "full":
         assert [rank["status"] for rank in row["ranks"]] == [2, 0, 0], told
         assert f"rank {victim}: " in first["err"], told
         assert "the disk is full" in first["err"], told
-        assert sorted(p.name for p in path.parent.iterdir()) == ["old.safetensors", "out"], "and nothing is left of it"
+        assert sorted(p.name for p in path.parent.iterdir()) == ["old.safetensors", "out"], (
+            "and nothing is left of it"
+        )
         return
     assert row["happened"], told
     assert all(late < DEADLINE + TOLERANCE for late in row["late"].values()), told
@@ -159,7 +201,9 @@ def test_something_happens_to_a_rank(number: int, misfortunes: list[tuple[Path, 
         assert first["status"] == 2, told
         assert f"no sign of life from rank {victim} for" in first["err"], told
         assert all(not rank["err"] for rank in row["ranks"][1:]), told
-        assert sorted(p.name for p in path.parent.iterdir()) == ["old.safetensors", "out"], "and nothing is left of it"
+        assert sorted(p.name for p in path.parent.iterdir()) == ["old.safetensors", "out"], (
+            "and nothing is left of it"
+        )
     else:
         for rank in row["ranks"][1:]:
             assert rank["status"] == 2, told
@@ -168,11 +212,27 @@ def test_something_happens_to_a_rank(number: int, misfortunes: list[tuple[Path, 
 
 # torchrun itself.
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "holdfast"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "holdfast",
+]
 
 
 def launched(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TORCHRUN, *words], capture_output=True, text=True, timeout=200, env=os.environ | QUIET, check=False)
+    return subprocess.run(
+        [*TORCHRUN, *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | QUIET,
+        check=False,
+    )
 
 
 def test_torchrun_has_the_status_of_the_first_rank(folder: Path, tmp_path: Path):
@@ -194,7 +254,9 @@ def test_torchrun_has_the_status_of_the_first_rank(folder: Path, tmp_path: Path)
 def test_torchrun_of_which_a_rank_is_ended(folder: Path, tmp_path: Path, how: str):
     """A rank is killed, or Ctrl-C comes to all: torchrun ends the others, nothing is published, and the next command cleans up."""
     big = tmp_path / "big.safetensors"
-    holdfast.save({f"w{i}": np.ones((1024, 8192), np.float32) for i in range(16)}, big, durable=False)
+    holdfast.save(
+        {f"w{i}": np.ones((1024, 8192), np.float32) for i in range(16)}, big, durable=False
+    )
     out = tmp_path / "there" / "out"
     out.parent.mkdir()
     words = [*TORCHRUN, "prune", str(big), str(out), "--rule", "*: 0.5"]
@@ -207,7 +269,9 @@ def test_torchrun_of_which_a_rank_is_ended(folder: Path, tmp_path: Path, how: st
             assert time.monotonic() < until
             time.sleep(0.01)
         if how == "killed":
-            below = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+            below = subprocess.run(
+                ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+            ).stdout.split()
             os.kill(max(map(int, below)), signal.SIGKILL)
         else:
             os.killpg(process.pid, signal.SIGINT)

@@ -24,12 +24,21 @@ HEADS = 400_000
 def state(kind: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     if kind == "giant":
-        return {"giant": rng.standard_normal((256 * N, 320), np.float32), "small": rng.standard_normal(100, np.float32)}
+        return {
+            "giant": rng.standard_normal((256 * N, 320), np.float32),
+            "small": rng.standard_normal(100, np.float32),
+        }
     # 32 layers of seven matrices, and an embedding four times as large as the largest of these.
     made = {"embedding.weight": rng.standard_normal((12 * N, N), np.float32)}
     for layer in range(32):
-        made |= {f"layers.{layer}.{name}.weight": rng.standard_normal((N, N), np.float32) for name in ("q", "k", "v", "o")}
-        made |= {f"layers.{layer}.{name}.weight": rng.standard_normal((3 * N, N), np.float32) for name in ("gate", "up", "down")}
+        made |= {
+            f"layers.{layer}.{name}.weight": rng.standard_normal((N, N), np.float32)
+            for name in ("q", "k", "v", "o")
+        }
+        made |= {
+            f"layers.{layer}.{name}.weight": rng.standard_normal((3 * N, N), np.float32)
+            for name in ("gate", "up", "down")
+        }
     return made
 
 
@@ -38,8 +47,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("shares")
     for kind in ("model", "giant"):
         holdfast.save(state(kind), path / f"{kind}.safetensors", durable=False)
-        holdfast.save({k: v * np.float32(1.5) for k, v in state(kind).items()}, path / f"{kind}-b.safetensors", durable=False)
-        holdfast.save(state(kind), path / f"{kind}-hf", format="safetensors", max_shard_size=4_000_000, durable=False)
+        holdfast.save(
+            {k: v * np.float32(1.5) for k, v in state(kind).items()},
+            path / f"{kind}-b.safetensors",
+            durable=False,
+        )
+        holdfast.save(
+            state(kind),
+            path / f"{kind}-hf",
+            format="safetensors",
+            max_shard_size=4_000_000,
+            durable=False,
+        )
     return path
 
 
@@ -65,13 +84,23 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 Verb = Callable[[Path, Path, "ThreadGroup | None"], object]
 VERBS: dict[str, Verb] = {
-    "convert": lambda src, out, group: holdfast.convert(src, out / "out", group=group, threads=1, durable=False),
-    "cast": lambda s, out, g: holdfast.convert(s, out / "out.safetensors", dtype="bf16", group=g, threads=1, durable=False),
-    "cp": lambda src, out, group: holdfast.copy(src, out / "out", group=group, threads=1, durable=False),
-    "prune": lambda s, out, g: holdfast.prune(s, out / "out", ["*: 2:4"], group=g, threads=1, durable=False),
+    "convert": lambda src, out, group: holdfast.convert(
+        src, out / "out", group=group, threads=1, durable=False
+    ),
+    "cast": lambda s, out, g: holdfast.convert(
+        s, out / "out.safetensors", dtype="bf16", group=g, threads=1, durable=False
+    ),
+    "cp": lambda src, out, group: holdfast.copy(
+        src, out / "out", group=group, threads=1, durable=False
+    ),
+    "prune": lambda s, out, g: holdfast.prune(
+        s, out / "out", ["*: 2:4"], group=g, threads=1, durable=False
+    ),
     "verify": lambda src, out, group: holdfast.verify(src, group=group, threads=1),
     "stats": lambda src, out, group: holdfast.stats(src, bins=0, group=group, threads=1),
-    "diff": lambda src, out, g: holdfast.diff(src, str(src)[: -len(".safetensors")] + "-b.safetensors", group=g, threads=1),
+    "diff": lambda src, out, g: holdfast.diff(
+        src, str(src)[: -len(".safetensors")] + "-b.safetensors", group=g, threads=1
+    ),
 }
 
 

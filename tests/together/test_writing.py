@@ -22,9 +22,18 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def state(seed: int = 0) -> dict[str, object]:
     rng = np.random.default_rng(seed)
-    layers = {f"layers.{i}.weight": rng.standard_normal((64 + 8 * i, 96)).astype(np.float32) for i in range(12)}
+    layers = {
+        f"layers.{i}.weight": rng.standard_normal((64 + 8 * i, 96)).astype(np.float32)
+        for i in range(12)
+    }
     small = {f"small.{i}": rng.standard_normal(5).astype(np.float16) for i in range(200)}
-    return {**layers, **small, "big": rng.standard_normal((700, 512)).astype(np.float32), "step": 7, "empty": np.zeros((0, 3))}
+    return {
+        **layers,
+        **small,
+        "big": rng.standard_normal((700, 512)).astype(np.float32),
+        "step": 7,
+        "empty": np.zeros((0, 3)),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +78,9 @@ def compared(verb: Verb, source: Path, folder: Path, name: str, size: int) -> ob
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "native", "hf"])
 def test_convert(source: Path, tmp_path: Path, name: str, size: int):
     first, found = compared(
-        lambda src, dst, group: holdfast.convert(src, dst, group=group, durable=False, **TARGETS[name]),
+        lambda src, dst, group: holdfast.convert(
+            src, dst, group=group, durable=False, **TARGETS[name]
+        ),
         source,
         tmp_path,
         name,
@@ -83,7 +94,11 @@ def test_convert(source: Path, tmp_path: Path, name: str, size: int):
 
 def test_edit_says_what_casts_lost_on_all_ranks(source: Path, tmp_path: Path):
     def edit(src: Path, dst: Path, group: ThreadGroup | None) -> holdfast.Conversion:
-        options = {"dtype": "float8_e4m3fn", "drop": ["small.1*"], "rename": {"layers.*": "model.layers.*"}}
+        options = {
+            "dtype": "float8_e4m3fn",
+            "drop": ["small.1*"],
+            "rename": {"layers.*": "model.layers.*"},
+        }
         return holdfast.edit(src, dst, group=group, durable=False, **options)
 
     first, found = compared(edit, source, tmp_path, "out.safetensors", 3)
@@ -95,7 +110,14 @@ def test_edit_in_place(source: Path, tmp_path: Path):
     for name in ("alone", "many"):
         holdfast.convert(source, tmp_path / name, durable=False)
     holdfast.edit(tmp_path / "alone", in_place=True, rename={"big": "large"})
-    good(on_ranks(3, lambda group: holdfast.edit(tmp_path / "many", in_place=True, rename={"big": "large"}, group=group)))
+    good(
+        on_ranks(
+            3,
+            lambda group: holdfast.edit(
+                tmp_path / "many", in_place=True, rename={"big": "large"}, group=group
+            ),
+        )
+    )
     assert same_files(tmp_path / "alone", tmp_path / "many")
 
 
@@ -104,7 +126,13 @@ def test_copy(source: Path, tmp_path: Path, name: str):
     made = tmp_path / "source" / name
     made.parent.mkdir()
     holdfast.convert(source, made, durable=False, **TARGETS.get(name, {}))
-    compared(lambda src, dst, group: holdfast.copy(src, dst, group=group, durable=False), made, tmp_path, name, 3)
+    compared(
+        lambda src, dst, group: holdfast.copy(src, dst, group=group, durable=False),
+        made,
+        tmp_path,
+        name,
+        3,
+    )
 
 
 def test_reshard(source: Path, tmp_path: Path):
@@ -142,27 +170,59 @@ def test_prune(source: Path, tmp_path: Path, rules: str, dtype: str):
         return holdfast.prune(src, dst, RULES[rules], group=group, durable=False)
 
     first, found = compared(prune, made, tmp_path, "out", 3)
-    assert all((one.tensors, one.norm_lost, one.notes) == (first.tensors, first.norm_lost, first.notes) for one in found)
-    looked = good(on_ranks(2, lambda group: holdfast.prune(made, tmp_path / "dry", RULES[rules], group=group, dry_run=True)))
-    assert all((one.tensors, one.norm_lost, one.done) == (first.tensors, first.norm_lost, False) for one in looked)
+    assert all(
+        (one.tensors, one.norm_lost, one.notes) == (first.tensors, first.norm_lost, first.notes)
+        for one in found
+    )
+    looked = good(
+        on_ranks(
+            2,
+            lambda group: holdfast.prune(
+                made, tmp_path / "dry", RULES[rules], group=group, dry_run=True
+            ),
+        )
+    )
+    assert all(
+        (one.tensors, one.norm_lost, one.done) == (first.tensors, first.norm_lost, False)
+        for one in looked
+    )
 
 
 def test_convert_to_packed_zeros(source: Path, tmp_path: Path):
     pruned = tmp_path / "pruned.safetensors"
     holdfast.prune(source, pruned, ["layers.*: 2:4", "big: block 16x16 0.75"], durable=False)
-    compared(lambda s, d, group: holdfast.convert(s, d, sparse="auto", group=group, durable=False), pruned, tmp_path, "out", 3)
+    compared(
+        lambda s, d, group: holdfast.convert(s, d, sparse="auto", group=group, durable=False),
+        pruned,
+        tmp_path,
+        "out",
+        3,
+    )
 
 
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "copy.pt"])
-def test_a_file_that_is_too_short_to_be_cut(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_a_file_that_is_too_short_to_be_cut(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
     """The first rank has it, who made it; as it is with most files: those up to 32 MiB."""
     monkeypatch.undo()
     verb = holdfast.copy if name == "copy.pt" else holdfast.convert
-    compared(lambda src, dst, group: verb(src, dst, group=group, durable=False), source, tmp_path, name, 3)
+    compared(
+        lambda src, dst, group: verb(src, dst, group=group, durable=False),
+        source,
+        tmp_path,
+        name,
+        3,
+    )
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path):
-    found = good(on_ranks(3, lambda group: holdfast.convert(source, tmp_path / "out.pt", group=group, dry_run=True)))
+    found = good(
+        on_ranks(
+            3,
+            lambda group: holdfast.convert(source, tmp_path / "out.pt", group=group, dry_run=True),
+        )
+    )
     assert not any(one.done for one in found)
     assert not [*tmp_path.iterdir()]
 
@@ -171,7 +231,9 @@ def test_progress_of_all_ranks_comes_to_the_first(source: Path, tmp_path: Path):
     heard: dict[int, list[int]] = {0: [], 1: [], 2: []}
 
     def job(group: ThreadGroup) -> holdfast.Conversion:
-        return holdfast.convert(source, tmp_path / "out.safetensors", group=group, progress=heard[group.rank].append)
+        return holdfast.convert(
+            source, tmp_path / "out.safetensors", group=group, progress=heard[group.rank].append
+        )
 
     (first, *_) = good(on_ranks(3, job))
     assert (sum(heard[0]), heard[1], heard[2]) == (first.nbytes, [], [])

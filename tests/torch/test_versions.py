@@ -19,7 +19,13 @@ from tests.support import needs
 
 @pytest.mark.parametrize(
     ("text", "version"),
-    [("2.15.0+cu132", (2, 15)), ("2.4.1", (2, 4)), ("3.0.0a0+git1234", (3, 0)), ("2.13", (2, 13)), ("?", (0, 0))],
+    [
+        ("2.15.0+cu132", (2, 15)),
+        ("2.4.1", (2, 4)),
+        ("3.0.0a0+git1234", (3, 0)),
+        ("2.13", (2, 13)),
+        ("?", (0, 0)),
+    ],
 )
 def test_a_version_is_its_first_two_numbers(text, version):
     assert parsed(text) == version
@@ -28,7 +34,8 @@ def test_a_version_is_its_first_two_numbers(text, version):
 @pytest.mark.parametrize("text", ["2.3.1", "1.13.0", "2.0.0+cu117"])
 def test_an_older_torch_is_refused_in_one_sentence(text):
     with pytest.raises(
-        Unsupported, match=rf"works with torch 2\.4 to 2\.15, and this is torch {text[:3]}.*install a newer torch"
+        Unsupported,
+        match=rf"works with torch 2\.4 to 2\.15, and this is torch {text[:3]}.*install a newer torch",
     ) as caught:
         check_version(text)
     assert caught.value.found == text
@@ -36,7 +43,10 @@ def test_an_older_torch_is_refused_in_one_sentence(text):
 
 @pytest.mark.parametrize("text", ["2.16.0", "2.100.0", "3.0.0a0"])
 def test_a_newer_torch_is_warned_about_in_one_sentence(text):
-    with pytest.warns(HoldfastWarning, match=rf"works with torch 2\.4 to 2\.15, and this is torch {text[:4]}.*not tried with it"):
+    with pytest.warns(
+        HoldfastWarning,
+        match=rf"works with torch 2\.4 to 2\.15, and this is torch {text[:4]}.*not tried with it",
+    ):
         check_version(text)
 
 
@@ -55,7 +65,9 @@ def test_nothing_is_said_of_those_between(text):
     ],
 )
 def test_it_is_said_when_it_is_imported(version, ended):
-    code = f"import torch; torch.__version__ = {version!r}; import holdfast.torch; print('imported')"
+    code = (
+        f"import torch; torch.__version__ = {version!r}; import holdfast.torch; print('imported')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended in done.stderr
     assert ("imported" in done.stdout) == (version == "2.16.0")
@@ -67,7 +79,12 @@ def test_this_torch_is_one_of_them():
 
 def test_a_change_is_true_from_its_version_on(monkeypatch):
     change, ended = Change((2, 7), "it does so"), Change((2, 7), "it does so", until=(2, 9))
-    for here, now, then in (((2, 6), False, False), ((2, 7), True, True), ((2, 8), True, True), ((2, 9), True, False)):
+    for here, now, then in (
+        ((2, 6), False, False),
+        ((2, 7), True, True),
+        ((2, 8), True, True),
+        ((2, 9), True, False),
+    ):
         monkeypatch.setattr(versions, "HERE", here)
         assert (bool(change), bool(ended)) == (now, then)
     assert change.reason == "torch 2.9: since 2.7, it does so"
@@ -95,14 +112,26 @@ def test_a_change_lies_inside_of_the_range(name):
     [
         (versions.BUFFER, lambda: hasattr(torch.nn, "Buffer")),
         (versions.THREAD_LOCAL, lambda: hasattr(torch.serialization, "_serialization_tls")),
-        (versions.UNSAFE_GLOBALS, lambda: hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint")),
+        (
+            versions.UNSAFE_GLOBALS,
+            lambda: hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"),
+        ),
         (versions.INT1, lambda: hasattr(torch, "int1")),
         (versions.FLOAT8_E8M0, lambda: hasattr(torch, "float8_e8m0fnu")),
         (versions.FLOAT4, lambda: hasattr(torch, "float4_e2m1fn_x2")),
         (versions.BCOMPLEX, lambda: hasattr(torch, "bcomplex32")),
-        (versions.DECOUPLED, lambda: "decoupled_weight_decay" in torch.optim.AdamW([torch.zeros(1)]).defaults),
-        (versions.SRC_DATA_RANK, lambda: "src_data_rank" in inspect.signature(distribute_tensor).parameters),
-        (versions.NESTED_ASKED_FOR, lambda: not versions.allowed_globals(["torch._utils._rebuild_nested_tensor"])),
+        (
+            versions.DECOUPLED,
+            lambda: "decoupled_weight_decay" in torch.optim.AdamW([torch.zeros(1)]).defaults,
+        ),
+        (
+            versions.SRC_DATA_RANK,
+            lambda: "src_data_rank" in inspect.signature(distribute_tensor).parameters,
+        ),
+        (
+            versions.NESTED_ASKED_FOR,
+            lambda: not versions.allowed_globals(["torch._utils._rebuild_nested_tensor"]),
+        ),
     ],
     ids=lambda value: value.what if isinstance(value, Change) else "",
 )

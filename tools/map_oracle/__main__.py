@@ -16,7 +16,9 @@ ORACLES = ("titan", "megatron", "stacked", "meta", "gguf")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("oracle", choices=ORACLES)
     parser.add_argument("--family")
     parser.add_argument("--variant")
@@ -32,8 +34,20 @@ def main() -> None:
                 continue
             for found in oracle.run(family, config):
                 ends = found.pop("about")
-                about = {"family": family, "variant": variant + found.pop("suffix", ""), **ends, "config": config}
-                record(found.pop("source"), found.pop("target"), about=about, debug=options.debug, out=options.out, **found)
+                about = {
+                    "family": family,
+                    "variant": variant + found.pop("suffix", ""),
+                    **ends,
+                    "config": config,
+                }
+                record(
+                    found.pop("source"),
+                    found.pop("target"),
+                    about=about,
+                    debug=options.debug,
+                    out=options.out,
+                    **found,
+                )
 
 
 if __name__ == "__main__":

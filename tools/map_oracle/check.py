@@ -15,7 +15,11 @@ RECORDED = Path("tests/maps/oracles")
 
 def _side(file: Path, side: str) -> Arrays:
     with np.load(file) as arrays:
-        return {name.removeprefix(f"{side}/"): arrays[name] for name in arrays if name.startswith(f"{side}/")}
+        return {
+            name.removeprefix(f"{side}/"): arrays[name]
+            for name in arrays
+            if name.startswith(f"{side}/")
+        }
 
 
 def main(folder: Path) -> None:
@@ -24,7 +28,9 @@ def main(folder: Path) -> None:
     for path in sorted(RECORDED.glob("*.json")):
         document = json.loads(path.read_text())
         there = _side(folder / f"{path.stem}.npz", "target")
-        if {name: (list(a.shape), digest(a)) for name, a in there.items()} != {n: (s, h) for n, s, h in document["target"]}:
+        if {name: (list(a.shape), digest(a)) for name, a in there.items()} != {
+            n: (s, h) for n, s, h in document["target"]
+        }:
             wrong += 1
             print(f"{path.stem}: hashes are not those of the index arrays")
         way_back = folder / f"{path.stem.rsplit('.', 1)[0]}.{document['to']}-hf.npz"
@@ -32,13 +38,18 @@ def main(folder: Path) -> None:
             continue
         begun = _side(folder / f"{path.stem}.npz", "source")
         between = _side(way_back, "source")
-        flat = np.concatenate([there.get(name, np.full(between[name].shape, -1)).ravel() for name in sorted(between)])
+        flat = np.concatenate(
+            [there.get(name, np.full(between[name].shape, -1)).ravel() for name in sorted(between)]
+        )
         back = {name: flat[a] for name, a in _side(way_back, "target").items()}
         differ = [name for name, a in back.items() if not np.array_equal(a, begun[name])]
         pairs += 1
         wrong += bool(differ)
         lost = len(begun) - len(back)
-        print(f"{path.stem}: {len(back)} tensors there and back, {len(differ)} differ" + (f", {lost} lost" if lost else ""))
+        print(
+            f"{path.stem}: {len(back)} tensors there and back, {len(differ)} differ"
+            + (f", {lost} lost" if lost else "")
+        )
     print(f"{pairs} pairs, {wrong} wrong")
     sys.exit(1 if wrong else 0)
 

@@ -3,11 +3,23 @@
 Sizes differ from each other wherever the family allows it, so that a wrong axis cannot have the right shape.
 """
 
-_COMMON = {"max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu", "num_hidden_layers": 3}
+_COMMON = {
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "num_hidden_layers": 3,
+}
 
 
 def _dense(
-    model_type: str, hidden: int, heads: tuple[int, int, int], *, ffn: int, vocab: int, tied: bool, **more: object
+    model_type: str,
+    hidden: int,
+    heads: tuple[int, int, int],
+    *,
+    ffn: int,
+    vocab: int,
+    tied: bool,
+    **more: object,
 ) -> dict[str, object]:
     """A dense decoder: `heads` are those of q, of k and v, and the size of one."""
     return {
@@ -24,7 +36,12 @@ def _dense(
     }
 
 
-_QWEN3_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "num_experts_per_tok": 2}
+_QWEN3_MOE = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 2,
+}
 _DEEPSEEK = {
     "model_type": "deepseek_v3",
     "hidden_size": 20,
@@ -62,10 +79,26 @@ CONFIGS: dict[str, dict[str, dict[str, object]]] = {
     },
     "qwen3_moe": {
         "gqa": _dense(
-            "qwen3_moe", 20, (6, 2, 8), ffn=22, vocab=37, tied=False, num_experts=6, moe_intermediate_size=10, **_QWEN3_MOE
+            "qwen3_moe",
+            20,
+            (6, 2, 8),
+            ffn=22,
+            vocab=37,
+            tied=False,
+            num_experts=6,
+            moe_intermediate_size=10,
+            **_QWEN3_MOE,
         ),
         "mqa": _dense(
-            "qwen3_moe", 16, (3, 1, 6), ffn=22, vocab=29, tied=False, num_experts=4, moe_intermediate_size=6, **_QWEN3_MOE
+            "qwen3_moe",
+            16,
+            (3, 1, 6),
+            ffn=22,
+            vocab=29,
+            tied=False,
+            num_experts=4,
+            moe_intermediate_size=6,
+            **_QWEN3_MOE,
         ),
     },
     "deepseek_v3": {
@@ -89,26 +122,72 @@ CONFIGS: dict[str, dict[str, dict[str, object]]] = {
     },
     "mixtral": {
         "gqa": _dense(
-            "mixtral", 24, (6, 3, 4), ffn=14, vocab=37, tied=False, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+            "mixtral",
+            24,
+            (6, 3, 4),
+            ffn=14,
+            vocab=37,
+            tied=False,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=None,
         ),
         "mqa": _dense(
-            "mixtral", 24, (3, 1, 8), ffn=10, vocab=29, tied=False, num_local_experts=6, num_experts_per_tok=2, sliding_window=None
+            "mixtral",
+            24,
+            (3, 1, 8),
+            ffn=10,
+            vocab=29,
+            tied=False,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=None,
         ),
     },
     "gemma3_text": {
         "gqa": _dense(
-            "gemma3_text", 24, (6, 2, 10), ffn=22, vocab=37, tied=True, hidden_activation="gelu_pytorch_tanh", sliding_window=16
+            "gemma3_text",
+            24,
+            (6, 2, 10),
+            ffn=22,
+            vocab=37,
+            tied=True,
+            hidden_activation="gelu_pytorch_tanh",
+            sliding_window=16,
         ),
         "mqa": _dense(
-            "gemma3_text", 21, (3, 1, 8), ffn=14, vocab=29, tied=True, hidden_activation="gelu_pytorch_tanh", sliding_window=16
+            "gemma3_text",
+            21,
+            (3, 1, 8),
+            ffn=14,
+            vocab=29,
+            tied=True,
+            hidden_activation="gelu_pytorch_tanh",
+            sliding_window=16,
         ),
     },
     "gpt_oss": {
         "gqa": _dense(
-            "gpt_oss", 24, (6, 2, 10), ffn=22, vocab=37, tied=False, num_local_experts=4, num_experts_per_tok=2, sliding_window=16
+            "gpt_oss",
+            24,
+            (6, 2, 10),
+            ffn=22,
+            vocab=37,
+            tied=False,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=16,
         ),
         "mqa": _dense(
-            "gpt_oss", 20, (3, 1, 8), ffn=14, vocab=29, tied=False, num_local_experts=6, num_experts_per_tok=2, sliding_window=16
+            "gpt_oss",
+            20,
+            (3, 1, 8),
+            ffn=14,
+            vocab=29,
+            tied=False,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=16,
         ),
     },
 }

@@ -14,7 +14,17 @@ from pathlib import Path
 import numpy as np
 from tools.map_oracle import hub
 
-FAMILIES = ("qwen3", "llama", "qwen3_moe", "qwen2", "mistral", "mixtral", "gemma3_text", "deepseek_v3", "gpt_oss")
+FAMILIES = (
+    "qwen3",
+    "llama",
+    "qwen3_moe",
+    "qwen2",
+    "mistral",
+    "mixtral",
+    "gemma3_text",
+    "deepseek_v3",
+    "gpt_oss",
+)
 
 
 def run(family: str, config: dict[str, object]) -> list[dict[str, object]]:
@@ -28,12 +38,23 @@ def run(family: str, config: dict[str, object]) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as temporary, torch.inference_mode():
         folder, file = Path(temporary, "hub"), Path(temporary, "made.gguf")
         on_hub = hub.write(config, folder, np.float32)
-        words = {f"w{i}": i for i in range(config["vocab_size"])}  # Gemma's embedding is cut to the tokenizer's words
-        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}, "added_tokens": []}))
-        kind = get_model_class(get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT))
-        unworded = type(kind.__name__, (kind,), {"set_vocab": lambda self: None, "model_arch": kind.model_arch})
+        words = {
+            f"w{i}": i for i in range(config["vocab_size"])
+        }  # Gemma's embedding is cut to the tokenizer's words
+        (folder / "tokenizer.json").write_text(
+            json.dumps({"model": {"vocab": words}, "added_tokens": []})
+        )
+        kind = get_model_class(
+            get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT)
+        )
+        unworded = type(
+            kind.__name__, (kind,), {"set_vocab": lambda self: None, "model_arch": kind.model_arch}
+        )
         unworded(folder, gguf.LlamaFileType.ALL_F32, file).write()
-        found = {t.name: np.array(t.data).reshape([int(n) for n in reversed(t.shape)]) for t in gguf.GGUFReader(file).tensors}
+        found = {
+            t.name: np.array(t.data).reshape([int(n) for n in reversed(t.shape)])
+            for t in gguf.GGUFReader(file).tensors
+        }
     return [
         {
             "about": {

@@ -25,7 +25,8 @@ def shapes(config: dict[str, object]) -> Shapes:
         found: Shapes = {}
         for file in Path(folder).glob("*.safetensors"):
             with safe_open(file, "np") as opened:
-                found.update({name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
+                for name in opened.keys():  # noqa: SIM118
+                    found[name] = tuple(opened.get_slice(name).get_shape())
         return found
 
 
@@ -38,7 +39,11 @@ def write(config: dict[str, object], folder: Path, dtype: type = np.float64) -> 
     made.dtype = np.dtype(dtype).name
     made.architectures = [_architecture(made)]
     made.save_pretrained(folder)
-    save_file({name: fill(a, dtype) for name, a in number(found).items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: fill(a, dtype) for name, a in number(found).items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return found
 
 
@@ -53,8 +58,13 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a folder, as float64."""
     found: dict[str, np.ndarray] = {}
     index = folder / "model.safetensors.index.json"
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    files = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if index.exists()
+        else ["model.safetensors"]
+    )
     for file in files:
         with safe_open(folder / file, "np") as opened:
-            found.update({name: opened.get_tensor(name).astype(np.float64) for name in opened.keys()})  # noqa: SIM118
+            for name in opened.keys():  # noqa: SIM118
+                found[name] = opened.get_tensor(name).astype(np.float64)
     return found

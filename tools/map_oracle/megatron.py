@@ -40,7 +40,9 @@ def _start() -> None:
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.Stream = lambda *_, **__: None
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel()
@@ -53,22 +55,32 @@ def _bridge(config: Config, *, local: bool, padded: bool) -> object:
     from transformers import AutoConfig
 
     made = AutoConfig.for_model(**config)
-    kind = _MODEL_REGISTRY["llama" if config["model_type"] == "mistral" else config["model_type"]]  # it has none for mistral
+    kind = _MODEL_REGISTRY[
+        "llama" if config["model_type"] == "mistral" else config["model_type"]
+    ]  # it has none for mistral
 
     def configured(**settings: object) -> object:
-        if config["model_type"] == "deepseek_v3":  # mbridge 0.15.1 calls it as an older megatron-core did
+        if (
+            config["model_type"] == "deepseek_v3"
+        ):  # mbridge 0.15.1 calls it as an older megatron-core did
             settings["original_max_position_embeddings"] = settings.pop("max_position_embeddings")
         return kind.TransformerConfigClass(**settings)
 
     class OnCpu(kind):
         TransformerConfigClass = staticmethod(configured)
-        _DIRECT_MAPPING: ClassVar[dict[str, str]] = dict(kind._DIRECT_MAPPING)  # a tied configuration changes it
+        _DIRECT_MAPPING: ClassVar[dict[str, str]] = dict(
+            kind._DIRECT_MAPPING
+        )  # a tied configuration changes it
 
         def __init__(self, *arguments: object, **more: object) -> None:
             super().__init__(*arguments, **more)
-            self.set_extra_args(use_cpu_initialization=True, perform_initialization=False, persist_layer_norm=False)
+            self.set_extra_args(
+                use_cpu_initialization=True, perform_initialization=False, persist_layer_norm=False
+            )
             if local:
-                self.set_extra_args(moe_grouped_gemm=False)  # its own grouped experts need a kernel for GPUs
+                self.set_extra_args(
+                    moe_grouped_gemm=False
+                )  # its own grouped experts need a kernel for GPUs
 
         def _get_safetensor_io(self, path: str) -> SafeTensorIO:
             return SafeTensorIO(path)
@@ -79,9 +91,16 @@ def _bridge(config: Config, *, local: bool, padded: bool) -> object:
             from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
             self.has_vp_stage = True
-            return get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+            return get_gpt_decoder_block_spec(
+                self.config,
+                use_transformer_engine=False,
+                normalization="RMSNorm",
+                vp_stage=vp_stage,
+            )
 
-    return OnCpu(made, dtype=torch.float32, make_vocab_size_divisible_by=PADDING if padded else None)
+    return OnCpu(
+        made, dtype=torch.float32, make_vocab_size_divisible_by=PADDING if padded else None
+    )
 
 
 def _folder_shapes(folder: Path) -> tuple[Shapes, list[str]]:
@@ -90,7 +109,9 @@ def _folder_shapes(folder: Path) -> tuple[Shapes, list[str]]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    shapes = {name: tuple(e.size) for name, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+    shapes = {
+        name: tuple(e.size) for name, e in entries.items() if isinstance(e, TensorStorageMetadata)
+    }
     return shapes, sorted(set(entries) - set(shapes))
 
 
@@ -104,7 +125,9 @@ def _read_folder(folder: Path) -> dict[str, np.ndarray]:
 
 def _state(model: torch.nn.Module) -> dict[str, object]:
     return model.sharded_state_dict(
-        prefix="", sharded_offsets=(), metadata={"singleton_local_shards": False, "dp_cp_group": _group()}
+        prefix="",
+        sharded_offsets=(),
+        metadata={"singleton_local_shards": False, "dp_cp_group": _group()},
     )
 
 
@@ -123,7 +146,9 @@ def _model(bridge: object) -> torch.nn.Module:
     return model
 
 
-def _convert(config: Config, *, local: bool = False, padded: bool = False) -> list[dict[str, object]]:
+def _convert(
+    config: Config, *, local: bool = False, padded: bool = False
+) -> list[dict[str, object]]:
     from megatron.core import dist_checkpointing
 
     bridge = _bridge(config, local=local, padded=padded)
@@ -145,7 +170,8 @@ def _convert(config: Config, *, local: bool = False, padded: bool = False) -> li
                     "from": "hf",
                     "to": to,
                     "made_by": f"{ran}.load_weights, {how}, dist_checkpointing.save",
-                    "note": (f"vocabulary padded to a multiple of {PADDING}. " if padded else "") + _bytes(others),
+                    "note": (f"vocabulary padded to a multiple of {PADDING}. " if padded else "")
+                    + _bytes(others),
                 },
                 "source": on_hub,
                 "target": there,
@@ -154,8 +180,13 @@ def _convert(config: Config, *, local: bool = False, padded: bool = False) -> li
         if local:
             return found
         (place / "numbers").mkdir()
-        torch_dist.write({name: torch.from_numpy(fill(a, np.float32)) for name, a in number(stacked).items()}, place / "numbers")
-        wanted = {name: entry for name, entry in _state(model).items() if "_extra_state" not in name}
+        torch_dist.write(
+            {name: torch.from_numpy(fill(a, np.float32)) for name, a in number(stacked).items()},
+            place / "numbers",
+        )
+        wanted = {
+            name: entry for name, entry in _state(model).items() if "_extra_state" not in name
+        }
         model.load_state_dict(dist_checkpointing.load(wanted, str(place / "numbers")), strict=False)
         back = {name: tensor.detach().numpy() for name, tensor in bridge.export_weights([model])}
         found.append(
@@ -176,8 +207,14 @@ def _convert(config: Config, *, local: bool = False, padded: bool = False) -> li
 
 def _bytes(names: list[str]) -> str:
     """What lies in the folder beside tensors, in words."""
-    kinds = sorted({re.sub(r"layers\.\d+\.", "layers.{layer}.", name.split("/")[0]) for name in names})
-    return f"The folder holds bytes too: {', '.join(kinds)} (one for each layer, as NAME/shard_0_3)." if kinds else ""
+    kinds = sorted(
+        {re.sub(r"layers\.\d+\.", "layers.{layer}.", name.split("/")[0]) for name in names}
+    )
+    return (
+        f"The folder holds bytes too: {', '.join(kinds)} (one for each layer, as NAME/shard_0_3)."
+        if kinds
+        else ""
+    )
 
 
 def _load(bridge: object, model: torch.nn.Module, folder: Path, *, local: bool) -> None:
@@ -191,7 +228,9 @@ def _load(bridge: object, model: torch.nn.Module, folder: Path, *, local: bool) 
         if not isinstance(tensor, torch.Tensor) or "_extra_state" in name:
             continue
         known = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
-        known = known if moe else known.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        known = (
+            known if moe else known.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        )
         if ".local_experts." in known:
             before, after = known.split(".local_experts.")
             expert, part = after.split(".", 1)
@@ -204,7 +243,10 @@ def run(family: str, config: Config) -> list[dict[str, object]]:
     """Both directions with transformer-engine's names, the names of Megatron's own modules, and a padded vocabulary."""
     _start()
     found = _convert(config)
-    if family in ("qwen3", "qwen3_moe"):  # with latent attention Megatron's own modules cannot be built
+    if family in (
+        "qwen3",
+        "qwen3_moe",
+    ):  # with latent attention Megatron's own modules cannot be built
         found += _convert(config, local=True)
     if family == "qwen3" and config["num_key_value_heads"] != config["num_attention_heads"]:
         found += [{**more, "suffix": "-padded"} for more in _convert(config, padded=True)]

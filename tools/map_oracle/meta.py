@@ -45,7 +45,9 @@ def _shapes(config: Config) -> Shapes:
 
     if not torch.distributed.is_initialized():
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
         initialize.initialize_model_parallel(1)
     model = Transformer(ModelArgs(**_params(config), max_batch_size=1, max_seq_len=16))
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -54,7 +56,9 @@ def _shapes(config: Config) -> Shapes:
 def _axis(name: str, llama: str) -> int | None:
     if "norm" in name or name == "rope.freqs":
         return None
-    across = name.endswith((".wo.weight", ".w2.weight")) or (name == "tok_embeddings.weight" and llama == "2")
+    across = name.endswith((".wo.weight", ".w2.weight")) or (
+        name == "tok_embeddings.weight" and llama == "2"
+    )
     return 1 if across else 0
 
 
@@ -62,7 +66,11 @@ def _cut(state: dict[str, torch.Tensor], llama: str, count: int) -> list[dict[st
     shards: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     for name, tensor in state.items():
         axis = _axis(name, llama)
-        parts = tensor.chunk(count, axis) if axis is not None else [tensor, *(torch.zeros_like(tensor) for _ in range(count - 1))]
+        parts = (
+            tensor.chunk(count, axis)
+            if axis is not None
+            else [tensor, *(torch.zeros_like(tensor) for _ in range(count - 1))]
+        )
         for shard, part in zip(shards, parts, strict=True):
             shard[name] = part.clone()
     return shards
@@ -71,9 +79,18 @@ def _cut(state: dict[str, torch.Tensor], llama: str, count: int) -> list[dict[st
 def _convert(config: Config, shapes: Shapes, llama: str, count: int) -> dict[str, object]:
     from transformers.models.llama import convert_llama_weights_to_hf as script
 
-    real = script.LlamaForCausalLM if not isinstance(script.LlamaForCausalLM, SimpleNamespace) else script.LlamaForCausalLM.real
-    whole = {"torch_dtype": torch.float32, "low_cpu_mem_usage": True}  # the script has bfloat16, which holds no numbers
-    script.LlamaForCausalLM = SimpleNamespace(real=real, from_pretrained=lambda path, **_: real.from_pretrained(path, **whole))
+    real = (
+        script.LlamaForCausalLM
+        if not isinstance(script.LlamaForCausalLM, SimpleNamespace)
+        else script.LlamaForCausalLM.real
+    )
+    whole = {
+        "torch_dtype": torch.float32,
+        "low_cpu_mem_usage": True,
+    }  # the script has bfloat16, which holds no numbers
+    script.LlamaForCausalLM = SimpleNamespace(
+        real=real, from_pretrained=lambda path, **_: real.from_pretrained(path, **whole)
+    )
     state = {name: torch.from_numpy(fill(a, np.float32)) for name, a in number(shapes).items()}
     shards = _cut(state, llama, count)
     with tempfile.TemporaryDirectory() as temporary:
@@ -82,7 +99,13 @@ def _convert(config: Config, shapes: Shapes, llama: str, count: int) -> dict[str
         (source / "params.json").write_text(json.dumps(_params(config)))
         for i, shard in enumerate(shards):
             torch.save(shard, source / f"consolidated.{i:02}.pth")
-        script.write_model(str(target), str(source), llama_version=llama, vocab_size=config["vocab_size"], num_shards=count)
+        script.write_model(
+            str(target),
+            str(source),
+            llama_version=llama,
+            vocab_size=config["vocab_size"],
+            num_shards=count,
+        )
         found = hub.read(target)
     first = {
         name: list(tensor.shape)

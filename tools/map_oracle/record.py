@@ -77,12 +77,18 @@ def record(
         if amount:
             added[name] = amount
     numbers = number(source)
-    used = np.unique(np.concatenate([a.ravel() for a in found.values()])) if found else np.empty(0, np.int64)
+    used = (
+        np.unique(np.concatenate([a.ravel() for a in found.values()]))
+        if found
+        else np.empty(0, np.int64)
+    )
     total = sum(a.size for a in numbers.values())
     if used.size and used[-1] >= total:
         raise ValueError("a value came out that did not go in")
     left_out = [name for name, a in numbers.items() if a.size and not np.isin(a, used).any()]
-    partly = [name for name, a in numbers.items() if name not in left_out and not np.isin(a, used).all()]
+    partly = [
+        name for name, a in numbers.items() if name not in left_out and not np.isin(a, used).all()
+    ]
     document: dict[str, object] = {
         **about,
         "source": [[name, list(a.shape)] for name, a in numbers.items()],
@@ -101,7 +107,9 @@ def record(
     if debug is not None:
         debug.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(
-            debug / f"{stem}.npz", **{f"source/{n}": a for n, a in numbers.items()}, **{f"target/{n}": a for n, a in found.items()}
+            debug / f"{stem}.npz",
+            **{f"source/{n}": a for n, a in numbers.items()},
+            **{f"target/{n}": a for n, a in found.items()},
         )
     counts = f"{len(numbers)} -> {len(found)} tensors, {total} elements"
     print(f"{path.name}: {counts}, left out {len(left_out)}, absent {len(absent or {})}")

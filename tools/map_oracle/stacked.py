@@ -13,7 +13,17 @@ import torch
 from tools.map_oracle import hub
 from tools.map_oracle.record import Shapes, fill, number
 
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text", "mistral", "qwen2", "qwen3", "llama")
+FAMILIES = (
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
+    "gemma3_text",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "llama",
+)
 
 
 def _kept(state: dict[str, torch.Tensor]) -> Shapes:
@@ -38,16 +48,28 @@ def run(family: str, config: dict[str, object]) -> list[dict[str, object]]:
     state = model.state_dict()
     there = {name: tensor.numpy() for name, tensor in state.items()}
     ours = _kept(state)
-    back = revert_weight_conversion(model, {name: torch.from_numpy(fill(a)) for name, a in number(ours).items()})
+    back = revert_weight_conversion(
+        model, {name: torch.from_numpy(fill(a)) for name, a in number(ours).items()}
+    )
     ran = f"transformers {version('transformers')}"
     return [
         {
-            "about": {"from": "hf", "to": "transformers", "made_by": f"{ran} from_pretrained", "note": _note(there, ours)},
+            "about": {
+                "from": "hf",
+                "to": "transformers",
+                "made_by": f"{ran} from_pretrained",
+                "note": _note(there, ours),
+            },
             "source": on_hub,
             "target": there,
         },
         {
-            "about": {"from": "transformers", "to": "hf", "made_by": f"{ran} revert_weight_conversion", "note": _note(there, ours)},
+            "about": {
+                "from": "transformers",
+                "to": "hf",
+                "made_by": f"{ran} revert_weight_conversion",
+                "note": _note(there, ours),
+            },
             "source": ours,
             "target": {name: tensor.numpy() for name, tensor in back.items()},
             "absent": {name: shape for name, shape in on_hub.items() if name not in back},
@@ -57,4 +79,8 @@ def run(family: str, config: dict[str, object]) -> list[dict[str, object]]:
 
 def _note(state: dict[str, np.ndarray], kept: Shapes) -> str:
     tied = sorted(set(state) - set(kept))
-    return f"{', '.join(tied)} of the state shares memory with another tensor, and is not saved." if tied else ""
+    return (
+        f"{', '.join(tied)} of the state shares memory with another tensor, and is not saved."
+        if tied
+        else ""
+    )

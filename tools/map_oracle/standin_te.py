@@ -36,7 +36,13 @@ class _Module(torch.nn.Module):
 
 class Linear(_Module):
     def __init__(
-        self, in_features: int, out_features: int, *, params_dtype: torch.dtype, bias: bool = True, **more: object
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        params_dtype: torch.dtype,
+        bias: bool = True,
+        **more: object,
     ) -> None:
         super().__init__()
         self.parallel_mode = more.get("parallel_mode")
@@ -48,7 +54,13 @@ class Linear(_Module):
 
 class LayerNormLinear(Linear):
     def __init__(
-        self, in_features: int, out_features: int, *, params_dtype: torch.dtype, normalization: str = "LayerNorm", **more: object
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        params_dtype: torch.dtype,
+        normalization: str = "LayerNorm",
+        **more: object,
     ) -> None:
         super().__init__(in_features, out_features, params_dtype=params_dtype, **more)
         self.layer_norm_weight = self._parameter(in_features, dtype=params_dtype)
@@ -58,14 +70,23 @@ class LayerNormLinear(Linear):
 
 class GroupedLinear(_Module):
     def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, *, params_dtype: torch.dtype, bias: bool = True, **_: object
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        params_dtype: torch.dtype,
+        bias: bool = True,
+        **_: object,
     ) -> None:
         super().__init__()
         self.num_gemms, self.use_bias = num_gemms, bias
         self.fp8_meta = {"fp8_checkpoint": False}
         self.fp8 = self.fp8_calibration = False
         for i in range(num_gemms):
-            setattr(self, f"weight{i}", self._parameter(out_features, in_features, dtype=params_dtype))
+            setattr(
+                self, f"weight{i}", self._parameter(out_features, in_features, dtype=params_dtype)
+            )
             if bias:
                 setattr(self, f"bias{i}", self._parameter(out_features, dtype=params_dtype))
 
@@ -86,7 +107,9 @@ class LayerNorm(RMSNorm):
 
 
 class DotProductAttention(_Module):
-    def __init__(self, *_: object, softmax_type: str = "vanilla", num_attention_heads: int = 0, **__: object) -> None:
+    def __init__(
+        self, *_: object, softmax_type: str = "vanilla", num_attention_heads: int = 0, **__: object
+    ) -> None:
         super().__init__()
         if softmax_type == "learnable":
             self.softmax_offset = self._parameter(num_attention_heads, dtype=torch.float32)
@@ -99,7 +122,15 @@ def get_cpu_offload_context(*_: object, **__: object) -> tuple[object, None]:
 
 _NAMES = {
     c.__name__: c
-    for c in (Linear, LayerNormLinear, GroupedLinear, RMSNorm, LayerNorm, DotProductAttention, get_cpu_offload_context)
+    for c in (
+        Linear,
+        LayerNormLinear,
+        GroupedLinear,
+        RMSNorm,
+        LayerNorm,
+        DotProductAttention,
+        get_cpu_offload_context,
+    )
 }
 
 
@@ -114,14 +145,22 @@ class _Fake(types.ModuleType):
             raise AttributeError(name)
         found = _NAMES.get(name)
         if found is None:
-            found = type(name, (), {}) if name[:1].isupper() else importlib.import_module(f"{self.__name__}.{name}")
+            found = (
+                type(name, (), {})
+                if name[:1].isupper()
+                else importlib.import_module(f"{self.__name__}.{name}")
+            )
         setattr(self, name, found)
         return found
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == ROOT else None
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if name.split(".")[0] == ROOT
+            else None
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _Fake(spec.name)

@@ -23,8 +23,14 @@ NOTES = {
         "TorchTitan's bug: to_hf drops every tensor of the experts in silence, because its table says mlp1_weight and the model "
         "has mlp1_weight_EGD."
     ),
-    ("qwen3_moe", "hf"): "expert_bias_E of TorchTitan's router has no place in hf; a map makes zeros.",
-    ("qwen3_moe", "titan"): "expert_bias_E of TorchTitan's router has no place in hf and is left out.",
+    (
+        "qwen3_moe",
+        "hf",
+    ): "expert_bias_E of TorchTitan's router has no place in hf; a map makes zeros.",
+    (
+        "qwen3_moe",
+        "titan",
+    ): "expert_bias_E of TorchTitan's router has no place in hf and is left out.",
 }
 
 
@@ -36,12 +42,16 @@ def _decoder(module: object, config: Config, layers: list) -> dict[str, object]:
     return {
         "dim": dim,
         "vocab_size": vocab,
-        "tok_embeddings": Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init=module._EMBEDDING_INIT),
+        "tok_embeddings": Embedding.Config(
+            num_embeddings=vocab, embedding_dim=dim, param_init=module._EMBEDDING_INIT
+        ),
         "norm": RMSNorm.Config(normalized_shape=dim, param_init=module._NORM_INIT),
         "lm_head": Linear.Config(
             in_features=dim,
             out_features=vocab,
-            param_init=module._output_linear_init(dim) if hasattr(module, "_output_linear_init") else module._LINEAR_INIT,
+            param_init=module._output_linear_init(dim)
+            if hasattr(module, "_output_linear_init")
+            else module._LINEAR_INIT,
         ),
         "layers": layers,
     }
@@ -62,9 +72,14 @@ def _llama(config: Config) -> tuple[object, type]:
 
     rope = ComplexRoPE.Config(dim=config["head_dim"], max_seq_len=64, theta=10000.0)
     layers = llama3._build_llama3_layers(
-        **_attention(config), n_kv_heads=config["num_key_value_heads"], hidden_dim=config["intermediate_size"], rope=rope
+        **_attention(config),
+        n_kv_heads=config["num_key_value_heads"],
+        hidden_dim=config["intermediate_size"],
+        rope=rope,
     )
-    made = llama3.Llama3Model.Config(**_decoder(llama3, config, layers), enable_weight_tying=config["tie_word_embeddings"])
+    made = llama3.Llama3Model.Config(
+        **_decoder(llama3, config, layers), enable_weight_tying=config["tie_word_embeddings"]
+    )
     return made, llama3.Llama3StateDictAdapter
 
 
@@ -73,7 +88,12 @@ def _qwen3(config: Config) -> tuple[object, type]:
     from torchtitan.models.common import CosSinRoPE
 
     rope = CosSinRoPE.Config(dim=config["head_dim"], max_seq_len=64, theta=10000.0)
-    same = {**_attention(config), "n_kv_heads": config["num_key_value_heads"], "head_dim": config["head_dim"], "rope": rope}
+    same = {
+        **_attention(config),
+        "n_kv_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"],
+        "rope": rope,
+    }
     if "num_experts" in config:
         layers = qwen3._build_qwen3_moe_layers(
             **same,
@@ -84,7 +104,9 @@ def _qwen3(config: Config) -> tuple[object, type]:
         )
     else:
         layers = qwen3._build_qwen3_layers(**same, hidden_dim=config["intermediate_size"])
-    made = qwen3.Qwen3Model.Config(**_decoder(qwen3, config, layers), enable_weight_tying=config["tie_word_embeddings"])
+    made = qwen3.Qwen3Model.Config(
+        **_decoder(qwen3, config, layers), enable_weight_tying=config["tie_word_embeddings"]
+    )
     return made, qwen3.Qwen3StateDictAdapter
 
 
@@ -112,7 +134,9 @@ def _deepseek(config: Config) -> tuple[object, type]:
         non_blocking_capacity_factor=None,
         rope=rope,
     )
-    made = deepseek_v3.DeepSeekV3Model.Config(**_decoder(deepseek_v3, config, layers), mtp_layers=[])
+    made = deepseek_v3.DeepSeekV3Model.Config(
+        **_decoder(deepseek_v3, config, layers), mtp_layers=[]
+    )
     return made, deepseek_v3.DeepSeekV3StateDictAdapter
 
 
@@ -124,8 +148,14 @@ def _gpt_oss(config: Config) -> tuple[object, type]:
 
     rope = CosSinRoPE.Config(dim=config["head_dim"], max_seq_len=64, theta=10000.0)
     real = gpt_oss._make_gptoss_attn_config
-    heads = {"n_heads": config["num_attention_heads"], "n_kv_heads": config["num_key_value_heads"], "head_dim": config["head_dim"]}
-    gpt_oss._make_gptoss_attn_config = functools.partial(real, **heads)  # the builder of layers has no parameter for heads
+    heads = {
+        "n_heads": config["num_attention_heads"],
+        "n_kv_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"],
+    }
+    gpt_oss._make_gptoss_attn_config = functools.partial(
+        real, **heads
+    )  # the builder of layers has no parameter for heads
     try:
         layers = gpt_oss._build_gptoss_layers(
             dim=config["hidden_size"],
@@ -140,7 +170,9 @@ def _gpt_oss(config: Config) -> tuple[object, type]:
         )
     finally:
         gpt_oss._make_gptoss_attn_config = real
-    return gpt_oss.GptOssModel.Config(**_decoder(gpt_oss, config, layers)), gpt_oss.GptOssStateDictAdapter
+    return gpt_oss.GptOssModel.Config(
+        **_decoder(gpt_oss, config, layers)
+    ), gpt_oss.GptOssStateDictAdapter
 
 
 FAMILIES: dict[str, Callable[[Config], tuple[object, type]]] = {
@@ -165,13 +197,20 @@ def run(family: str, config: Config) -> list[dict[str, object]]:
     made, adapter = FAMILIES[family](config)
     with torch.device("meta"):
         model = made.build()
-    ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    ours = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
     theirs = hub.shapes(config)
     ran = f"torchtitan {version('torchtitan')} {adapter.__name__}"
     there = _arrays(adapter(made, None).from_hf(_state(theirs)))
     back = _arrays(adapter(made, None).to_hf(_state(ours)))
     found = []
-    for ends, source, target, expected in ((("hf", "titan"), theirs, there, ours), (("titan", "hf"), ours, back, theirs)):
+    for ends, source, target, expected in (
+        (("hf", "titan"), theirs, there, ours),
+        (("titan", "hf"), ours, back, theirs),
+    ):
         wrong = {name: a.shape for name, a in target.items() if expected.get(name) != a.shape}
         if wrong and family != "gpt_oss":
             raise ValueError(f"not what a model of this configuration has: {wrong}")

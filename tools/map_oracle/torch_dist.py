@@ -41,7 +41,9 @@ def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _boxes(name: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     piece = chunk_shape(name, shape)
-    for offsets in itertools.product(*(range(0, whole, part) for whole, part in zip(shape, piece, strict=True))):
+    for offsets in itertools.product(
+        *(range(0, whole, part) for whole, part in zip(shape, piece, strict=True))
+    ):
         yield offsets, piece
 
 

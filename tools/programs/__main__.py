@@ -47,23 +47,40 @@ def _reason(name: str) -> str:
 
 def _differences(stock: Outcome, ours: Outcome) -> dict[str, tuple[str, str]]:
     names = dict.fromkeys((*stock.words, *ours.words))
-    pairs = {name: (stock.words.get(name, "absent"), ours.words.get(name, "absent")) for name in names}
+    pairs = {
+        name: (stock.words.get(name, "absent"), ours.words.get(name, "absent")) for name in names
+    }
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _suite(suite: Suite, place: Place) -> Row:
     place.install(f"{suite.package}=={suite.version}", *suite.needs)
-    ways = [Way(place, ours, place.folder / "runs" / suite.package / ("ours" if ours else "stock")) for ours in (False, True)]
+    ways = [
+        Way(place, ours, place.folder / "runs" / suite.package / ("ours" if ours else "stock"))
+        for ours in (False, True)
+    ]
     stock, ours = (run_suite(suite, way) for way in ways)
     differences = _differences(stock, ours)
     again = tuple(name for name in differences if "::" in name)
     if again:
-        ways = [Way(place, way.ours, way.folder.with_name(way.folder.name + "-again")) for way in ways]
+        ways = [
+            Way(place, way.ours, way.folder.with_name(way.folder.name + "-again")) for way in ways
+        ]
         twice = _differences(*(run_suite(suite, way, only=again) for way in ways))
-        chance = dict.fromkeys((name for name in again if twice.get(name) != differences[name]), "by chance")
-        stock, ours = (Outcome(each.words | chance, each.saves, each.loads) for each in (stock, ours))
+        chance = dict.fromkeys(
+            (name for name in again if twice.get(name) != differences[name]), "by chance"
+        )
+        stock, ours = (
+            Outcome(each.words | chance, each.saves, each.loads) for each in (stock, ours)
+        )
         differences = {name: pair for name, pair in differences.items() if name not in chance}
-    return Row(f"{suite.package} {suite.version}", f"its tests: {_short(suite.tests)}", stock, ours, differences)
+    return Row(
+        f"{suite.package} {suite.version}",
+        f"its tests: {_short(suite.tests)}",
+        stock,
+        ours,
+        differences,
+    )
 
 
 def _short(tests: tuple[str, ...]) -> str:
@@ -75,15 +92,29 @@ def _example(example: Example, place: Place) -> Row:
     if example.package != "torch":
         place.install(f"{example.package}=={example.version}", *example.needs)
     folder = place.folder / "runs" / example.package / Path(example.script).stem
-    stock, ours = (run_example(example, Way(place, way == "ours", folder / way)) for way in ("stock", "ours"))
+    stock, ours = (
+        run_example(example, Way(place, way == "ours", folder / way)) for way in ("stock", "ours")
+    )
     differences = {name: _told(*pair) for name, pair in _differences(stock, ours).items()}
     if any(word != PASSED for name, word in stock.words.items() if name.startswith("run ")):
-        return Row(f"{example.package} {example.version}", f"`{example.script}` FAILS WITH TORCH", Outcome({}), ours, {})
+        return Row(
+            f"{example.package} {example.version}",
+            f"`{example.script}` FAILS WITH TORCH",
+            Outcome({}),
+            ours,
+            {},
+        )
     # Files count as passed where they are the same.
     files = [name for name in stock.words if not name.startswith("run ")]
     stock = Outcome(stock.words | dict.fromkeys(files, PASSED))
-    ours = Outcome(ours.words | {name: PASSED for name in files if name not in differences}, ours.saves, ours.loads)
-    return Row(f"{example.package} {example.version}", f"`{example.script}`", stock, ours, differences)
+    ours = Outcome(
+        ours.words | {name: PASSED for name in files if name not in differences},
+        ours.saves,
+        ours.loads,
+    )
+    return Row(
+        f"{example.package} {example.version}", f"`{example.script}`", stock, ours, differences
+    )
 
 
 def _told(stock: str, ours: str) -> tuple[str, str]:
@@ -92,7 +123,9 @@ def _told(stock: str, ours: str) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="programs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="programs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("packages", nargs="*")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "programs")
     parser.add_argument("--holdfast", type=Path, default=ROOT / "src")
@@ -101,7 +134,9 @@ def main() -> int:
     place.folder.mkdir(parents=True, exist_ok=True)
     place.make()
     rows = []
-    print("| program | what | tests, or runs and files | passed with torch | with Holdfast | saves + loads | differences |")
+    print(
+        "| program | what | tests, or runs and files | passed with torch | with Holdfast | saves + loads | differences |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for program in (*OURS, *EXAMPLES, *SUITES):
         if not asked.packages or program.package in asked.packages:
@@ -110,7 +145,9 @@ def main() -> int:
             print(row, flush=True)
     for row in rows:
         for name, (stock, ours) in row.differences.items():
-            print(f"\n{row.program}: {name}\n    torch: {stock}; Holdfast: {ours}; {_reason(name) or 'NO REASON IS KNOWN'}")
+            print(
+                f"\n{row.program}: {name}\n    torch: {stock}; Holdfast: {ours}; {_reason(name) or 'NO REASON IS KNOWN'}"
+            )
     return int(any(row.unexplained for row in rows))
 
 

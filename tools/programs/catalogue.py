@@ -74,10 +74,18 @@ SUITES = (
     Suite(
         "skorch",
         "1.4.0",
-        ("skorch/tests/test_net.py", "skorch/tests/callbacks/test_training.py", "skorch/tests/test_utils.py"),
+        (
+            "skorch/tests/test_net.py",
+            "skorch/tests/callbacks/test_training.py",
+            "skorch/tests/test_utils.py",
+        ),
         needs=("flaky", "pandas", "safetensors"),
     ),
-    Suite("stable-baselines3", "2.9.2", ("tests/test_save_load.py", "tests/test_callbacks.py", "tests/test_vec_normalize.py")),
+    Suite(
+        "stable-baselines3",
+        "2.9.2",
+        ("tests/test_save_load.py", "tests/test_callbacks.py", "tests/test_vec_normalize.py"),
+    ),
     Suite("sb3-contrib", "2.9.2", ("tests/test_save_load.py",)),
     Suite(
         "poutyne",
@@ -103,18 +111,34 @@ EXAMPLES = (
         environment=(("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1"),),
         standins=True,
     ),
-    Example("schedulefree", "1.4.1", "examples/mnist/main.py", (("--epochs=1", "--save-model"),), standins=True),
+    Example(
+        "schedulefree",
+        "1.4.1",
+        "examples/mnist/main.py",
+        (("--epochs=1", "--save-model"),),
+        standins=True,
+    ),
     Example(
         "opacus",
         "1.6.0",
         "examples/mnist.py",
-        (("--device=cpu", "--epochs=1", "--save-model"), ("--device=cpu", "--epochs=1", "--disable-dp", "--save-model")),
+        (
+            ("--device=cpu", "--epochs=1", "--save-model"),
+            ("--device=cpu", "--epochs=1", "--disable-dp", "--save-model"),
+        ),
         needs=("tqdm",),
         standins=True,
     ),
     *(
         # The second run goes on where the first one ended. Its logs have times in them.
-        Example("poutyne", "1.19.0", f"examples/basic_random_{kind}_with_model_bundle.py", ((), ()), ("pandas",), ("*log.tsv",))
+        Example(
+            "poutyne",
+            "1.19.0",
+            f"examples/basic_random_{kind}_with_model_bundle.py",
+            ((), ()),
+            ("pandas",),
+            ("*log.tsv",),
+        )
         for kind in ("classification", "regression")
     ),
 )
@@ -143,4 +167,9 @@ OURS = (
     Example("pytorch-lightning", "2.6.6", "scripts/lightning_trainer.py", ((),), origin="here"),
 )
 
-REASONS = (Reason("test_disk_saver_atomic", "a save that fails leaves no half of a file, with `atomic=False` either"),)
+REASONS = (
+    Reason(
+        "test_disk_saver_atomic",
+        "a save that fails leaves no half of a file, with `atomic=False` either",
+    ),
+)

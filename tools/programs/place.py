@@ -54,7 +54,15 @@ class Place:
         folder = self.folder / "sdists" / f"{package}-{version}"
         if not folder.exists():
             archives = self.folder / "archives" / f"{package}-{version}"
-            self._pip("download", "--no-binary", ":all:", "--no-deps", "--dest", str(archives), f"{package}=={version}")
+            self._pip(
+                "download",
+                "--no-binary",
+                ":all:",
+                "--no-deps",
+                "--dest",
+                str(archives),
+                f"{package}=={version}",
+            )
             (archive,) = archives.iterdir()
             beside = folder.with_suffix(".part")
             with tarfile.open(archive) as tar:
@@ -65,7 +73,9 @@ class Place:
 
     def _pip(self, *arguments: str) -> None:
         said = subprocess.run(
-            [str(self.python), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], capture_output=True, text=True
+            [str(self.python), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments],
+            capture_output=True,
+            text=True,
         )
         if said.returncode:
             raise SystemExit(f"pip {' '.join(arguments)} failed:\n{said.stderr[-4000:]}")

@@ -47,7 +47,11 @@ class Way:
         return self.folder / "calls"
 
     def environment(self, *paths: Path, seed: str = "") -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON", "PROGRAMS"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTEST", "PYTHON", "PROGRAMS"))
+        }
         kept |= {
             "PYTHONPATH": os.pathsep.join(map(str, (HERE / "inside", self.place.holdfast, *paths))),
             "CUDA_VISIBLE_DEVICES": "",
@@ -73,7 +77,17 @@ def run_suite(suite: Suite, way: Way, *, only: tuple[str, ...] = ()) -> Outcome:
     way.clear()
     sources = way.place.unpacked(suite.package, suite.version)
     report, log = way.folder / "report", way.folder / "log"
-    command = [str(way.place.python), "-m", "pytest", "-q", "-p", "programs_report", "-p", "no:cacheprovider", "--timeout=300"]
+    command = [
+        str(way.place.python),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "programs_report",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=300",
+    ]
     command += [
         "--continue-on-collection-errors",
         "-o",
@@ -104,9 +118,13 @@ def run_example(example: Example, way: Way) -> Outcome:
     work, kept = way.folder.parent / "work", way.folder / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    sources = HERE if example.origin == "here" else way.place.unpacked(example.package, example.version)
+    sources = (
+        HERE if example.origin == "here" else way.place.unpacked(example.package, example.version)
+    )
     script = sources / example.script
-    environment = way.environment(*[HERE / "standins"][: example.standins], seed="1") | dict(example.environment)
+    environment = way.environment(*[HERE / "standins"][: example.standins], seed="1") | dict(
+        example.environment
+    )
     words = {}
     for number, arguments in enumerate(example.runs, 1):
         with (way.folder / f"log{number}").open("w") as file:

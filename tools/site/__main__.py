@@ -27,7 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BESIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages of the repository that are not in docs/, and what they are called on the site."""
 
-WEIGHTS = {"design": 0.01, "changelog.md": 0.01, "contributing.md": 0.1, "reference": 0.3, "benchmarks.md": 0.3, "index.md": 0.5}
+WEIGHTS = {
+    "design": 0.01,
+    "changelog.md": 0.01,
+    "contributing.md": 0.1,
+    "reference": 0.3,
+    "benchmarks.md": 0.3,
+    "index.md": 0.5,
+}
 """Pages and folders that the search ranks below the guides: a reader who asks how to do something wants a guide first."""
 
 WIDE = {"index.md"}
@@ -41,11 +48,15 @@ def main() -> int:
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(ROOT / "docs", target)
     for source, name in BESIDE.items():
-        (target / name).write_text(_moved((ROOT / source).read_text(encoding="utf-8")), encoding="utf-8")
+        (target / name).write_text(
+            _moved((ROOT / source).read_text(encoding="utf-8")), encoding="utf-8"
+        )
     names = reference.Names(ROOT / "src")
     for page in sorted(target.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
-        made = MARK.sub(lambda found, where=page: _made(found[1], found[2] or "", names, where), text)
+        made = MARK.sub(
+            lambda found, where=page: _made(found[1], found[2] or "", names, where), text
+        )
         # What tests know of a block (its files, that it is not run) is no matter of a reader's.
         made = re.sub(r"^<!-- (files|file|not run): .+ -->\n", "", made, flags=re.MULTILINE)
         page.write_text(_with_settings(made, page.relative_to(target)), encoding="utf-8")

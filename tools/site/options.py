@@ -13,7 +13,9 @@ from holdfast.runs.run import RunOptions
 
 def record_of(annotation: str) -> type | None:
     """The record that `Unpack[…]` names."""
-    return getattr(records, annotation[7:-1], RunOptions) if annotation.startswith("Unpack[") else None
+    return (
+        getattr(records, annotation[7:-1], RunOptions) if annotation.startswith("Unpack[") else None
+    )
 
 
 def table(record: type) -> str:
@@ -46,6 +48,10 @@ else:
                 )
                 for name, (kind, option) in records.options_of(record).items()
             ]  # fmt: skip
-            func.parameters = griffe.Parameters(*(one for one in func.parameters if one not in rest), *shown)
+            func.parameters = griffe.Parameters(
+                *(one for one in func.parameters if one not in rest), *shown
+            )
             if func.docstring:
-                func.docstring.value = f"{inspect.cleandoc(func.docstring.value)}\n\n{table(record)}"
+                func.docstring.value = (
+                    f"{inspect.cleandoc(func.docstring.value)}\n\n{table(record)}"
+                )

@@ -26,18 +26,37 @@ def drawn(folder: Path, what: str) -> str:
     name, globs, title = (part.strip() for part in what.split(":", 2))
     figures = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     cases = figures["cases"]
-    chosen = {case["case"]: case for glob in globs.split() for case in cases if fnmatch.fnmatchcase(case["case"], glob)}
+    chosen = {
+        case["case"]: case
+        for glob in globs.split()
+        for case in cases
+        if fnmatch.fnmatchcase(case["case"], glob)
+    }
     rows = [case for case in chosen.values() if case["ratio"]]
     if not rows:
         raise ValueError(f"{name}.json has no race that matches {globs}")
     machine = figures["machine"]
-    known = [f"{key} {machine[key]}" for key in ("python", "numpy", "torch", "safetensors") if key in machine]
-    about = ", ".join([machine["date"], f"{machine['cores']} cores", f"{machine['memory_gib']} GiB", machine["system"], *known])
+    known = [
+        f"{key} {machine[key]}"
+        for key in ("python", "numpy", "torch", "safetensors")
+        if key in machine
+    ]
+    about = ", ".join(
+        [
+            machine["date"],
+            f"{machine['cores']} cores",
+            f"{machine['memory_gib']} GiB",
+            machine["system"],
+            *known,
+        ]
+    )
     return f"{_svg(title, rows)}\n\n{_table(rows)}\n\n{html.escape(about)}; medians of {figures['rounds']} rounds."
 
 
 def _svg(title: str, rows: list[dict[str, object]]) -> str:
-    ratios = [float(row["ratio"]) for row in rows] + [float(row["target"]) for row in rows if row.get("target")]
+    ratios = [float(row["ratio"]) for row in rows] + [
+        float(row["target"]) for row in rows if row.get("target")
+    ]
     low = min(-1, math.floor(math.log2(min(ratios, default=1))))
     high = max(1, math.ceil(math.log2(max(ratios, default=1))))
     unit = (WIDE - LEFT - 60) / (high - low)
@@ -62,27 +81,48 @@ def _svg(title: str, rows: list[dict[str, object]]) -> str:
         y, ratio = TOP + number * ROW, float(row["ratio"])
         begin, end = sorted((x(1), x(ratio)))
         kind = "plot-bar" if ratio >= 1 else "plot-bar plot-behind"
-        parts.append(f'<text class="plot-name" x="{LEFT - 10}" y="{y + 16}">{html.escape(str(row["title"]))}</text>')
+        parts.append(
+            f'<text class="plot-name" x="{LEFT - 10}" y="{y + 16}">{html.escape(str(row["title"]))}</text>'
+        )
         parts.append(
             f'<rect class="{kind}" x="{begin}" y="{y + 4}" width="{max(round(end - begin, 1), 1)}" height="{ROW - 8}" rx="2"/>'
         )
         if row.get("target"):
             at = x(float(row["target"]))
-            parts.append(f'<line class="plot-target" x1="{at}" x2="{at}" y1="{y + 1}" y2="{y + ROW - 1}"/>')
-        parts.append(f'<text class="plot-value" x="{max(end, x(1)) + 6}" y="{y + 16}">{ratio:.2g}×</text>')
+            parts.append(
+                f'<line class="plot-target" x1="{at}" x2="{at}" y1="{y + 1}" y2="{y + ROW - 1}"/>'
+            )
+        parts.append(
+            f'<text class="plot-value" x="{max(end, x(1)) + 6}" y="{y + 16}">{ratio:.2g}×</text>'
+        )
     return "\n".join([*parts, "</svg>"])
 
 
 def _table(rows: list[dict[str, object]]) -> str:
-    lines = ["| case | ours | peer | ratio | target | peak memory, ours / peer |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| case | ours | peer | ratio | target | peak memory, ours / peer |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         ours, peer = (_time(row["medians"][side]) for side in ("ours", "peer"))
         target = f"≥ {row['target']:g}×" if row["target"] else ""
-        peaks = [side["peak_nbytes"] / (1 << 20) for side in row["quantities"].values() if "peak_nbytes" in side]
+        peaks = [
+            side["peak_nbytes"] / (1 << 20)
+            for side in row["quantities"].values()
+            if "peak_nbytes" in side
+        ]
         memory = " / ".join(f"{peak:,.0f} MiB" for peak in peaks)
-        lines.append(f"| {row['title']} | {ours} | {peer} {row['peer']} | {row['ratio']:.2f}× | {target} | {memory} |")
+        lines.append(
+            f"| {row['title']} | {ours} | {peer} {row['peer']} | {row['ratio']:.2f}× | {target} | {memory} |"
+        )
     return "\n".join(lines)
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.0f} ms"
+        if seconds >= 0.01
+        else f"{seconds * 1e3:.2f} ms"
+    )

@@ -13,10 +13,25 @@ from pathlib import Path
 import griffe
 
 MODULES = (
-    *("holdfast", "holdfast.torch", "holdfast.torch.sparsity", "holdfast.errors", "holdfast.metadata", "holdfast.jax"),
+    *(
+        "holdfast",
+        "holdfast.torch",
+        "holdfast.torch.sparsity",
+        "holdfast.errors",
+        "holdfast.metadata",
+        "holdfast.jax",
+    ),
     *(
         f"holdfast.integrations.{name}"
-        for name in ("dcp", "accelerate", "lightning", "sglang", "torchtitan", "transformers", "vllm")
+        for name in (
+            "dcp",
+            "accelerate",
+            "lightning",
+            "sglang",
+            "torchtitan",
+            "transformers",
+            "vllm",
+        )
     ),
 )
 SUBMODULES = {"holdfast": {"errors", "metadata"}, "holdfast.torch": {"sparsity"}}
@@ -56,7 +71,11 @@ class Names:
         return f"::: {module}.{name}"
 
     def public(self, module: str) -> list[str]:
-        return [str(name) for name in self._module(module).exports or [] if str(name) not in SUBMODULES.get(module, ())]
+        return [
+            str(name)
+            for name in self._module(module).exports or []
+            if str(name) not in SUBMODULES.get(module, ())
+        ]
 
     def problems(self) -> list[str]:
         found = list(self.unknown)
@@ -64,9 +83,13 @@ class Names:
             for name in self.public(module):
                 path = f"{module}.{name}"
                 thing = self._thing(path)
-                elsewhere = not self.placed[path] and thing is not None and thing.path in self.targets
+                elsewhere = (
+                    not self.placed[path] and thing is not None and thing.path in self.targets
+                )
                 if self.placed[path] != 1 and not elsewhere:
-                    found.append(f"{path} stands on {self.placed[path] or 'no'} pages of the reference; it is to stand on one")
+                    found.append(
+                        f"{path} stands on {self.placed[path] or 'no'} pages of the reference; it is to stand on one"
+                    )
                 found += [f"{where} has no docstring" for where in self._silent(path)]
         return found
 

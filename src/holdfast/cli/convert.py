@@ -46,7 +46,11 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.rewrite.convert import plan_conversion
 
-    with open_checkpoint(options.src, rules=options.rules, threads=1) if options.rules else nullcontext(options.src) as source:
+    with (
+        open_checkpoint(options.src, rules=options.rules, threads=1)
+        if options.rules
+        else nullcontext(options.src) as source
+    ):
         planned = plan_conversion(source, options.dst, given(options, ConvertOptions))
         return carry_out(planned, "Converting", options, fields=conversion_fields, more=rate)
 

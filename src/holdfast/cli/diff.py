@@ -51,13 +51,26 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("a", metavar="A", type=values.path, help=values.PATH_HELP)
     verb.add_argument("b", metavar="B", type=values.path, help="another one")
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match, on both sides")
-    verb.add_argument("--rename", metavar="OLD=NEW", action="append", default=[], type=values.pair, help="names of A: 'model.*=*'")
-    verb.add_argument("--map", metavar="MAP", help="see A in another layout: 'qwen3:hf->megatron'; auto")
+    verb.add_argument(
+        "--rename",
+        metavar="OLD=NEW",
+        action="append",
+        default=[],
+        type=values.pair,
+        help="names of A: 'model.*=*'",
+    )
+    verb.add_argument(
+        "--map", metavar="MAP", help="see A in another layout: 'qwen3:hf->megatron'; auto"
+    )
     verb.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
-    verb.add_argument("-e", "--exact", action="store_true", help="compare bytes even where checksums agree")
+    verb.add_argument(
+        "-e", "--exact", action="store_true", help="compare bytes even where checksums agree"
+    )
     order = "changed tensors by: change, the largest first (default); name; file"
     verb.add_argument("--sort", choices=("change", "name", "file"), help=order)
-    verb.add_argument("--top", metavar="N", type=values.positive, help="of the changed tensors, the first N")
+    verb.add_argument(
+        "--top", metavar="N", type=values.positive, help="of the changed tensors, the first N"
+    )
     verb.add_argument("-a", "--all", action="store_true", help="every difference")
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
     verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
@@ -68,7 +81,12 @@ def run(options: argparse.Namespace) -> int:
     with acting(options.group, "compare") as ranks, ExitStack() as stack:
         both = ((options.a, options.map), (options.b, None))
         checkpoints = (stack.enter_context(opened(path, map=map)) for path, map in both)
-        a, b = chosen_sides(checkpoints, rename=options.rename, filter=options.filter, tensors_only=options.tensors_only)
+        a, b = chosen_sides(
+            checkpoints,
+            rename=options.rename,
+            filter=options.filter,
+            tensors_only=options.tensors_only,
+        )
         threads = reading_threads(None, None, ranks.neighbours())
         comparison = Comparison(a, b, exact=options.exact, threads=threads, ranks=ranks)
         with (
@@ -77,15 +95,34 @@ def run(options: argparse.Namespace) -> int:
         ):
             found = comparison.run(counted)
         if options.json:
-            print_json(diff_document(found, sort=options.sort or ("file" if options.top is None else "change"), top=options.top))
+            print_json(
+                diff_document(
+                    found,
+                    sort=options.sort or ("file" if options.top is None else "change"),
+                    top=options.top,
+                )
+            )
         else:
-            lines = diff_lines(found, a.tensors, b.tensors, everything=options.all, sort=options.sort or "change", top=options.top)
+            lines = diff_lines(
+                found,
+                a.tensors,
+                b.tensors,
+                everything=options.all,
+                sort=options.sort or "change",
+                top=options.top,
+            )
             print_lines(lines)
     return 0 if found.equal else 1
 
 
 def diff_lines(
-    found: Diff, a: Tensors, b: Tensors, *, everything: bool = False, sort: str = "change", top: int | None = None
+    found: Diff,
+    a: Tensors,
+    b: Tensors,
+    *,
+    everything: bool = False,
+    sort: str = "change",
+    top: int | None = None,
 ) -> Iterator[Line]:
     """The difference for people: a line for each thing that differs, NaN and Inf that appeared first, and one of totals."""
     if not found.equal:
@@ -97,7 +134,10 @@ def diff_lines(
         [("!", "error", change.name, _changed(change)) for change in sick[:top]],
         [("-", "foreign", name, _described(a[name])) for name in in_order(found.removed)],
         [("+", "clean", name, _described(b[name])) for name in in_order(found.added)],
-        [(">", "group", r.a, ["→", escape(clip(r.b))]) for r in in_order(found.renamed, lambda one: one.a)],
+        [
+            (">", "group", r.a, ["→", escape(clip(r.b))])
+            for r in in_order(found.renamed, lambda one: one.a)
+        ],
         [("~", "value", change.name, _changed(change)) for change in ranked],
         [_value(change) for change in found.values],
     ]
@@ -107,27 +147,44 @@ def diff_lines(
     for section, part in zip(sections, shown, strict=True):
         rows = [cells for *_, cells in part]
         most = max(map(len, rows), default=0)
-        columns = [max((width(row[i]) for row in rows if i < len(row)), default=0) for i in range(most)]
+        columns = [
+            max((width(row[i]) for row in rows if i < len(row)), default=0) for i in range(most)
+        ]
         for mark, style, name, cells in part:
             text = escape(clip(name))
             gap = " " * max(room - width(text), 0)
-            padded = [cell + " " * (w - width(cell)) for cell, w in zip(cells, columns, strict=False)]
+            padded = [
+                cell + " " * (w - width(cell)) for cell, w in zip(cells, columns, strict=False)
+            ]
             yield [(f"{mark} {text}", style), (f"{gap}  {'  '.join(padded)}", "")]
         if len(part) < len(section):
             yield [(f"  … {len(section) - len(part):,} more: use --all or --json", "dim")]
     if top is not None and len(sick[:top]) + len(ranked) < len(found.changed):
-        yield [(f"  … {len(found.changed) - len(sick[:top]) - len(ranked):,} more that changed", "dim")]
+        yield [
+            (f"  … {len(found.changed) - len(sick[:top]) - len(ranked):,} more that changed", "dim")
+        ]
     for note in found.notes:
         yield [(f"note: {escape(note)}", "note")]
     yield [(totals(found), "title")]
 
 
 def totals(found: Diff) -> str:
-    parts = [f"NaN or Inf appeared in {plural(len(found.nonfinite), 'tensor')}"] if found.nonfinite else []
-    kinds = {"removed": found.removed, "added": found.added, "renamed": found.renamed, "changed": found.changed}
+    parts = (
+        [f"NaN or Inf appeared in {plural(len(found.nonfinite), 'tensor')}"]
+        if found.nonfinite
+        else []
+    )
+    kinds = {
+        "removed": found.removed,
+        "added": found.added,
+        "renamed": found.renamed,
+        "changed": found.changed,
+    }
     parts += [f"{len(things):,} {word}" for word, things in kinds.items() if things]
     if found.values:
-        parts.append(f"{plural(len(found.values), 'value')} differ{'s' if len(found.values) == 1 else ''}")
+        parts.append(
+            f"{plural(len(found.values), 'value')} differ{'s' if len(found.values) == 1 else ''}"
+        )
     unread = f" ({found.same_by_checksum:,} by checksum)" if found.same_by_checksum else ""
     parts.append(f"{plural(found.same, 'tensor')} the same{unread}")
     return " · ".join(parts)
@@ -142,7 +199,11 @@ def _changed(change: TensorChange) -> list[str]:
     shapes = [str(list(shape)) for shape in change.shapes]
     shape = shapes[0] if shapes[0] == shapes[1] else " → ".join(shapes)
     if change.content is None:
-        return [dtype, shape] if shapes[0] != shapes[1] else [dtype, shape, "one of them has no data (meta)"]
+        return (
+            [dtype, shape]
+            if shapes[0] != shapes[1]
+            else [dtype, shape, "one of them has no data (meta)"]
+        )
     return [dtype, shape, *_statistics(change.content)]
 
 
@@ -157,7 +218,9 @@ def _statistics(content: Content) -> list[str]:
     ]
     became = (content.nan_appeared, "became NaN"), (content.inf_appeared, "became Inf")
     odd = [
-        f"{count(many)} {what}" for many, what in (*became, (content.nan_went, "were NaN"), (content.inf_went, "were Inf")) if many
+        f"{count(many)} {what}"
+        for many, what in (*became, (content.nan_went, "were NaN"), (content.inf_went, "were Inf"))
+        if many
     ]
     if content.appeared:
         return [", ".join(odd), *cells]
@@ -197,12 +260,18 @@ def diff_document(found: Diff, *, sort: str = "file", top: int | None = None) ->
         "renamed": [{"a": r.a, "b": r.b} for r in found.renamed],
         "changed": [
             fields_of(change, "name dtypes")
-            | {"shapes": [list(shape) for shape in change.shapes], "content": change.content and _content(change.content)}
+            | {
+                "shapes": [list(shape) for shape in change.shapes],
+                "content": change.content and _content(change.content),
+            }
             for change in found.ranked(sort)[:top]
         ],
         "values": [
             {"path": list(change.path)}
-            | {side: None if isinstance(value, Absent) else _text(value) for side, value in (("a", change.a), ("b", change.b))}
+            | {
+                side: None if isinstance(value, Absent) else _text(value)
+                for side, value in (("a", change.a), ("b", change.b))
+            }
             for change in found.values
         ],
         "notes": list(found.notes),
@@ -211,7 +280,10 @@ def diff_document(found: Diff, *, sort: str = "file", top: int | None = None) ->
 
 def _content(content: Content) -> dict[str, object]:
     counted = "changed total cosine nans nan_appeared nan_went inf_appeared inf_went relative"
-    return fields_of(content, counted) | {"max_abs": _native(content.max_abs), "max_rel": _native(content.max_rel)}
+    return fields_of(content, counted) | {
+        "max_abs": _native(content.max_abs),
+        "max_rel": _native(content.max_rel),
+    }
 
 
 def _native(value: float | None) -> float | str | None:

@@ -39,7 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
         traceback = options.traceback
-        code = run_together(options) if getattr(options, "together", False) else int(options.run(options))
+        code = (
+            run_together(options)
+            if getattr(options, "together", False)
+            else int(options.run(options))
+        )
         sys.stdout.flush()
         return code
     except SystemExit as stop:  # argparse ends --help, --version and wrong usage this way
@@ -81,7 +85,11 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, HoldfastError):
         return str(error)
     if isinstance(error, OSError):
-        names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+        names = [
+            os.fsdecode(name)
+            for name in (error.filename, error.filename2)
+            if isinstance(name, str | bytes)
+        ]
         where = f": {', '.join(map(repr, names))}" if names else ""
         return f"{error.strerror or type(error).__name__}{where}"
     if isinstance(error, MemoryError):
@@ -141,9 +149,13 @@ def _with_slices_joined(arguments: Sequence[str]) -> list[str]:
 def parser() -> Parser:
     whole = Parser(prog="holdfast", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=Help)
     whole.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
-    whole.add_argument("--traceback", action="store_true", help="show where in Holdfast an error came from")
+    whole.add_argument(
+        "--traceback", action="store_true", help="show where in Holdfast an error came from"
+    )
     whole.set_defaults(run=lambda options: _help(whole))
-    verbs = whole.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser, prog="holdfast")
+    verbs = whole.add_subparsers(
+        title="commands", metavar="COMMAND", parser_class=Parser, prog="holdfast"
+    )
     for name, short in VERBS.items():
         verbs.add_parser(name, help=short, formatter_class=Help).fill = partial(_add, name)
     return whole

@@ -38,9 +38,15 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
-        "action", choices=("list", "check"), nargs="?", default="list", help="list them (default), or prove that one fits"
+        "action",
+        choices=("list", "check"),
+        nargs="?",
+        default="list",
+        help="list them (default), or prove that one fits",
     )
-    verb.add_argument("map", metavar="MAP", nargs="?", help="family:from->to, file.toml:from->to, or auto")
+    verb.add_argument(
+        "map", metavar="MAP", nargs="?", help="family:from->to, file.toml:from->to, or auto"
+    )
     verb.add_argument("path", metavar="PATH", type=values.path, nargs="?", help=values.PATH_HELP)
     verb.add_argument("--explain", metavar="NAME", help="where one tensor of the target comes from")
     verb.add_argument("-a", "--all", action="store_true", help="every tensor")
@@ -53,7 +59,9 @@ def run(options: argparse.Namespace) -> int:
     if options.action == "list":
         return _list(options)
     if options.map is None or options.path is None:
-        raise BadArgument("say which map, and of what: holdfast maps check 'qwen3:hf->megatron' PATH")
+        raise BadArgument(
+            "say which map, and of what: holdfast maps check 'qwen3:hf->megatron' PATH"
+        )
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.maps.find import find_map
     from holdfast.maps.mapped import MappedTensors
@@ -61,7 +69,14 @@ def run(options: argparse.Namespace) -> int:
     with open_checkpoint(options.path, threads=1) as checkpoint:
         found = find_map(options.map, checkpoint)
         if found is None:
-            print_lines([[(escape(clip(checkpoint.path, 200)), "title"), (" is in that layout already", "")]])
+            print_lines(
+                [
+                    [
+                        (escape(clip(checkpoint.path, 200)), "title"),
+                        (" is in that layout already", ""),
+                    ]
+                ]
+            )
             return 0
         bound = found.bind(checkpoint)
         made = MappedTensors(bound)
@@ -78,13 +93,20 @@ def _list(options: argparse.Namespace) -> int:
     from holdfast.maps.find import families
 
     if options.json:
-        rows = [{"family": one.name, "about": one.about, "layouts": [*one.layouts]} for one in families().values()]
+        rows = [
+            {"family": one.name, "about": one.about, "layouts": [*one.layouts]}
+            for one in families().values()
+        ]
         print_json({"schema": 1, "families": rows})
         return 0
     known = [*families().values()]
     for name, one in zip(padded([one.name for one in known]), known, strict=True):
-        print_lines([[(name, "title"), (f"  {one.about}", ""), (f"  {', '.join(one.layouts)}", "dim")]])
-    print_lines([[("a map leads from one layout to another of its family: 'qwen3:hf->megatron'", "dim")]])
+        print_lines(
+            [[(name, "title"), (f"  {one.about}", ""), (f"  {', '.join(one.layouts)}", "dim")]]
+        )
+    print_lines(
+        [[("a map leads from one layout to another of its family: 'qwen3:hf->megatron'", "dim")]]
+    )
     return 0
 
 
@@ -92,12 +114,20 @@ def _table(bound: Bound, made: MappedTensors, *, everything: bool) -> Iterator[L
     """A line for each part of the target, or for each tensor, with what it is made of."""
     yield [
         (escape(bound.what), "title"),
-        (f"  fits: {plural(len(bound.targets), 'tensor')} of {bound.used:,}, no byte of them read", "clean"),
+        (
+            f"  fits: {plural(len(bound.targets), 'tensor')} of {bound.used:,}, no byte of them read",
+            "clean",
+        ),
     ]
     rows: dict[str, tuple[str, int]] = {}
     for target in bound.targets:
-        parts, part = target.found.array.parts[bound.source.name], target.found.array.parts[bound.target.name][target.part]
-        name = target.name if everything else bound.target.name_of(target.found.state, part.name.text)
+        parts, part = (
+            target.found.array.parts[bound.source.name],
+            target.found.array.parts[bound.target.name][target.part],
+        )
+        name = (
+            target.name if everything else bound.target.name_of(target.found.state, part.name.text)
+        )
         met = zip(parts, made.meetings(target), strict=True)
         sources = ", ".join(one.name.text for one, meeting in met if not meeting.empty)
         rows[name] = f"{[*target.shape]}  from {sources}", rows.get(name, ("", 0))[1] + 1
@@ -112,19 +142,43 @@ def _explained(bound: Bound, made: MappedTensors, name: str) -> Iterator[Line]:
 
     target = next((one for one in bound.targets if one.name == name), None)
     if target is None:
-        raise NoSuchTensor(f"the map makes no tensor called {name!r}; 'holdfast maps check --all' lists them", found=name)
+        raise NoSuchTensor(
+            f"the map makes no tensor called {name!r}; 'holdfast maps check --all' lists them",
+            found=name,
+        )
     array = target.found.array
-    yield [(escape(name), "title"), (f"  {[*target.shape]}  {array.parts[bound.target.name][target.part].pattern}", "dim")]
+    yield [
+        (escape(name), "title"),
+        (f"  {[*target.shape]}  {array.parts[bound.target.name][target.part].pattern}", "dim"),
+    ]
     rows = made.sources(target)
     shapes = [bound.table.kind_of(row).shape for row in rows]
-    patterns = {row: array.parts[bound.source.name][part].pattern for (part, _), row in target.found.rows.items()}
-    for text, row, shape in zip(padded([bound.table.names[row] for row in rows]), rows, shapes, strict=True):
+    patterns = {
+        row: array.parts[bound.source.name][part].pattern
+        for (part, _), row in target.found.rows.items()
+    }
+    for text, row, shape in zip(
+        padded([bound.table.names[row] for row in rows]), rows, shapes, strict=True
+    ):
         yield [("  from ", "dim"), (text, "name"), (f"  {[*shape]}  {patterns[row]}", "dim")]
     axes = dict.fromkeys(axis for part in array.parts[bound.target.name] for axis in part.axes)
-    yield [("  with ", "dim"), (", ".join(f"{axis} {bound.sizes.known.get(axis)}" for axis in axes), "")]
+    yield [
+        ("  with ", "dim"),
+        (", ".join(f"{axis} {bound.sizes.known.get(axis)}" for axis in axes), ""),
+    ]
 
 
 def _document(bound: Bound, made: MappedTensors, path: str) -> dict[str, object]:
     names = bound.table.names
-    rows = [{"name": one.name, "shape": one.shape, "from": [names[row] for row in made.sources(one)]} for one in bound.targets]
-    return {"schema": 1, "path": path, "map": bound.what, "sizes": bound.sizes.known, "tensors": rows, "left_out": bound.dropped}
+    rows = [
+        {"name": one.name, "shape": one.shape, "from": [names[row] for row in made.sources(one)]}
+        for one in bound.targets
+    ]
+    return {
+        "schema": 1,
+        "path": path,
+        "map": bound.what,
+        "sizes": bound.sizes.known,
+        "tensors": rows,
+        "left_out": bound.dropped,
+    }

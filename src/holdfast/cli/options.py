@@ -40,7 +40,9 @@ WORDS: Mapping[str, Callable[[str], object]] = {
 """The parser of a word, by its kind."""
 
 
-def add_options(verb: argparse.ArgumentParser, record: type, *, without: Collection[str] = ()) -> None:
+def add_options(
+    verb: argparse.ArgumentParser, record: type, *, without: Collection[str] = ()
+) -> None:
     """Add a flag for every option of a record that has one. Only what is given will be in the namespace."""
     for name, (_, option) in options_of(record).items():
         if option.flag_of(name) and name not in without:
@@ -60,17 +62,43 @@ def _add_option(verb: argparse.ArgumentParser, name: str, option: Option) -> Non
             help=option.help,
         )  # fmt: skip
     elif option.default is True:
-        verb.add_argument(*names, dest=name, default=absent, action=argparse.BooleanOptionalAction, help=option.help)
+        verb.add_argument(
+            *names,
+            dest=name,
+            default=absent,
+            action=argparse.BooleanOptionalAction,
+            help=option.help,
+        )
     else:
-        verb.add_argument(*names, dest=name, default=absent, action="store_const", const=option.given, help=option.help)
+        verb.add_argument(
+            *names,
+            dest=name,
+            default=absent,
+            action="store_const",
+            const=option.given,
+            help=option.help,
+        )
     if option.word and option.default is True:
-        verb.add_argument(f"--no-{flag[2:]}", dest=name, default=absent, action="store_false", help="leave them out")
+        verb.add_argument(
+            f"--no-{flag[2:]}",
+            dest=name,
+            default=absent,
+            action="store_false",
+            help="leave them out",
+        )
 
 
-def given(options: argparse.Namespace, record: Callable[..., T], defaults: Mapping[str, object] = NOTHING, **more: object) -> T:
+def given(
+    options: argparse.Namespace,
+    record: Callable[..., T],
+    defaults: Mapping[str, object] = NOTHING,
+    **more: object,
+) -> T:
     """All options of a record, as a verb takes them: what was given at the shell, and `more`."""
     found = {
-        name: GATHERED.get(option.word, tuple)(vars(options)[name]) if option.many else vars(options)[name]
+        name: GATHERED.get(option.word, tuple)(vars(options)[name])
+        if option.many
+        else vars(options)[name]
         for name, (_, option) in options_of(record).items()
         if name in options
     }
@@ -90,11 +118,18 @@ def _dtypes(words: Sequence[str]) -> dict[str, str]:
         else:
             dtypes[pattern] = dtype
     if len(rest) > 1 or (rest and "*" in dtypes):
-        raise Unsupported("--dtype is given twice for all tensors; write GLOB=DTYPE for some of them", found=tuple(words))
+        raise Unsupported(
+            "--dtype is given twice for all tensors; write GLOB=DTYPE for some of them",
+            found=tuple(words),
+        )
     return dtypes | dict.fromkeys(("*",) * len(rest), *rest)
 
 
-GATHERED: Mapping[str, Callable[[Sequence[Any]], object]] = {"[GLOB=]DTYPE": _dtypes, "KEY=VALUE": dict, "NAME=VALUE": dict}
+GATHERED: Mapping[str, Callable[[Sequence[Any]], object]] = {
+    "[GLOB=]DTYPE": _dtypes,
+    "KEY=VALUE": dict,
+    "NAME=VALUE": dict,
+}
 """The function that joins all words of a flag that may be given several times."""
 
 WORD = re.compile(
@@ -109,7 +144,12 @@ WORD = re.compile(
 def flags_of(verb: argparse.ArgumentParser) -> dict[str, str]:
     """The flag of each option that a verb has, spelled out; and of `no_…`, where it can be denied."""
     # argparse shows its parts under private names only.
-    flags = [(action.dest, flag) for action in verb._actions for flag in action.option_strings if flag.startswith("--")]
+    flags = [
+        (action.dest, flag)
+        for action in verb._actions
+        for flag in action.option_strings
+        if flag.startswith("--")
+    ]
     denied = {f"no_{name}": flag for name, flag in flags if flag.startswith("--no-")}
     return {name: flag for name, flag in flags if flag not in denied.values()} | denied
 
@@ -133,6 +173,8 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
         value = (found["value"] or "").strip("'\"")
         if value in ("False", "None"):
             return other + flags.get(f"no_{name}", f"no {flag}")
-        return other + (flag if value in ("", "True", "…") or flag == "--content" else f"{flag} {value}")
+        return other + (
+            flag if value in ("", "True", "…") or flag == "--content" else f"{flag} {value}"
+        )
 
     return WORD.sub(translated, text)

@@ -133,7 +133,12 @@ def _inner(branch: Branch) -> Iterable[tuple[str, Branch]] | None:
 
 def _from_below(root: Branch, visit: Callable[[Branch, list[Any]], object]) -> None:
     """Visit every branch after those in it, with the results of their visits."""
-    rebuild(root, lambda branch, _: visit(branch, []), inside=_inner, make=lambda branch, inner, _: visit(branch, inner))
+    rebuild(
+        root,
+        lambda branch, _: visit(branch, []),
+        inside=_inner,
+        make=lambda branch, inner, _: visit(branch, inner),
+    )
 
 
 def arrange(root: Branch) -> None:
@@ -156,7 +161,9 @@ def total(root: Branch) -> None:
                 branch.tensors += child.times
                 if not child.tie.startswith("="):
                     branch.elements += child.tensor.size * child.times
-                    branch.nbytes += 0 if child.tensor.traits.meta else child.tensor.nbytes * child.times
+                    branch.nbytes += (
+                        0 if child.tensor.traits.meta else child.tensor.nbytes * child.times
+                    )
 
     _from_below(root, add_up)
 
@@ -176,9 +183,17 @@ class _Outlining(Struct):
         if isinstance(value, LazyTensor):
             traits = value.traits
             role = "parameter" if traits.parameter else "buffer" if traits.buffer else ""
-            return LeafNode(label, name, "tensor", tensor=value, role=role, tie=self.ties.get(name, ""))
-        if not isinstance(value, Mapping | list | tuple | Opaque | Composite) or self._shown_in_place(value):
-            kind, of = ("object", "object") if isinstance(value, Opaque) else ("value", type(value).__name__)
+            return LeafNode(
+                label, name, "tensor", tensor=value, role=role, tie=self.ties.get(name, "")
+            )
+        if not isinstance(
+            value, Mapping | list | tuple | Opaque | Composite
+        ) or self._shown_in_place(value):
+            kind, of = (
+                ("object", "object")
+                if isinstance(value, Opaque)
+                else ("value", type(value).__name__)
+            )
             return LeafNode(label, name, kind, brief(value), of, value=value)
         if id(value) in self.met:
             return LeafNode(label, name, "link", self.met[id(value)] or "(the root)")
@@ -189,7 +204,9 @@ class _Outlining(Struct):
             case Mapping():
                 return Branch(label, name, "dict")
             case Composite():
-                remark = ", ".join(f"{k}={brief(v, 20)}" for k, v in value.attributes.items() if scalar(v))
+                remark = ", ".join(
+                    f"{k}={brief(v, 20)}" for k, v in value.attributes.items() if scalar(v)
+                )
                 return Branch(label, name, value.kind, str(list(value.shape)), remark)
             case Opaque():
                 return self._object(value, label, name)
@@ -199,10 +216,18 @@ class _Outlining(Struct):
     def _object(self, value: Opaque, label: str, name: str) -> Branch:
         if module_contents(value) is None:
             return Branch(label, name, "object", brief(value.what, 80))
-        settings = itertools.chain.from_iterable(itertools.islice(state.items(), SETTINGS) for state in value.states())
-        sizes = [f"{k}={brief(v, 20)}" for k, v in settings if isinstance(k, str) and not k.startswith("_") and _is_size(v)]
+        settings = itertools.chain.from_iterable(
+            itertools.islice(state.items(), SETTINGS) for state in value.states()
+        )
+        sizes = [
+            f"{k}={brief(v, 20)}"
+            for k, v in settings
+            if isinstance(k, str) and not k.startswith("_") and _is_size(v)
+        ]
         shown = f"({', '.join(sizes[:4])})" if sizes else ""
-        return Branch(label, name, "module", brief(value.what, 80).removeprefix("torch.nn.modules.") + shown)
+        return Branch(
+            label, name, "module", brief(value.what, 80).removeprefix("torch.nn.modules.") + shown
+        )
 
     def fill(self, branch: Branch, value: object, *, depth: int) -> Unrolled[None]:
         if isinstance(value, Opaque):
@@ -218,11 +243,23 @@ class _Outlining(Struct):
         module = branch.kind == "module"
         for owner, children in contents(value) or ():
             if owner is not value and id(owner) in self.met:
-                branch.children.append(LeafNode("(shared)", f"{branch.name}.(shared)", "link", self.met[id(owner)] or "(the root)"))
+                branch.children.append(
+                    LeafNode(
+                        "(shared)",
+                        f"{branch.name}.(shared)",
+                        "link",
+                        self.met[id(owner)] or "(the root)",
+                    )
+                )
                 continue
             if owner is not value:
                 self.met[id(owner)] = branch.name
-            yield self._grow(branch, ((str(k), v) for k, v in children if not (module and v is None)), depth, split=False)
+            yield self._grow(
+                branch,
+                ((str(k), v) for k, v in children if not (module and v is None)),
+                depth,
+                split=False,
+            )
         for role in ("parameter", "buffer") if module else ():
             held = value.attribute(f"_{role}s")
             for child in branch.children:
@@ -244,7 +281,9 @@ class _Outlining(Struct):
             case _:
                 return False
 
-    def _grow(self, branch: Branch, items: Iterable[tuple[str, object]], depth: int, *, split: bool) -> Unrolled[None]:
+    def _grow(
+        self, branch: Branch, items: Iterable[tuple[str, object]], depth: int, *, split: bool
+    ) -> Unrolled[None]:
         """Add children; with `split`, one level for each dot in a key."""
         start = f"{branch.name}." if branch.name else ""
         groups: dict[str, Branch] = {"": branch}
@@ -256,7 +295,9 @@ class _Outlining(Struct):
                 level += key.count(".")
             self.room -= len(start) + len(key)
             if self.room < 0:
-                raise LimitExceeded("the names of the values take many times the characters that are stored")
+                raise LimitExceeded(
+                    "the names of the values take many times the characters that are stored"
+                )
             node = self.node(value, label, start + key, depth=level)
             parent.children.append(node)
             if isinstance(node, Branch):
@@ -316,7 +357,9 @@ class _Fold:
     def branch(self, branch: Branch, inner: list[int]) -> int:
         """Fold what is in a branch, where branches are folded and have these signatures; returns its own."""
         children, own = branch.children, iter(inner)
-        signatures = [next(own) if isinstance(child, Branch) else self._leaf(child) for child in children]
+        signatures = [
+            next(own) if isinstance(child, Branch) else self._leaf(child) for child in children
+        ]
         if len(children) > 1:
             children, signatures = self._merge(children, signatures)
         branch.children = [_joined(child) for child in children]
@@ -331,7 +374,9 @@ class _Fold:
             packing = packing_of(tensor)
             self._packings[id(tensor)] = "" if packing is None else packing.text
         packed = self._packings[id(tensor)]
-        return self._number((tensor.dtype.name, tensor.shape, leaf.role, leaf.tie[:1], tensor.traits.blocks, packed))
+        return self._number(
+            (tensor.dtype.name, tensor.shape, leaf.role, leaf.tie[:1], tensor.traits.blocks, packed)
+        )
 
     def _number(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))

@@ -54,15 +54,21 @@ def _package(options: argparse.Namespace) -> int:
     from holdfast.rewrite.package import plan_package
 
     if options.dst is None or options.in_place:
-        raise Unsupported("say where to write, last of all: holdfast package base=base.pt bundle.pt2")
+        raise Unsupported(
+            "say where to write, last of all: holdfast package base=base.pt bundle.pt2"
+        )
     models = dict(_pair(text) for text in options.models)
     if len(models) < len(options.models):
         raise Unsupported("two models have one name")
     begin = time.perf_counter()
     content = "deduplicate" in options
     with bar("Comparing", quiet=options.quiet or options.json or not content) as progress:
-        planned = plan_package(models, options.dst, given(options, PackageOptions, OF_STATES, progress=progress))
-    return carry_out(planned, "Packaging", options, fields=lambda done: {"models": models}, begin=begin)
+        planned = plan_package(
+            models, options.dst, given(options, PackageOptions, OF_STATES, progress=progress)
+        )
+    return carry_out(
+        planned, "Packaging", options, fields=lambda done: {"models": models}, begin=begin
+    )
 
 
 def _replace(options: argparse.Namespace) -> int:
@@ -70,13 +76,19 @@ def _replace(options: argparse.Namespace) -> int:
     from holdfast.rewrite.package import plan_replacement
 
     if "deduplicate" in options or "format" in options:
-        raise Unsupported("--replace keeps the format and the sharing of the new weights; leave out --content and --format")
+        raise Unsupported(
+            "--replace keeps the format and the sharing of the new weights; leave out --content and --format"
+        )
     if len(options.models) != 1:
         raise Unsupported("--replace takes one checkpoint of weights")
     name, equals, path = options.models[0].partition("=")
     # A path may have an equals sign, too; one that is there is a path.
-    model, weights = (name, path) if equals and not _is_path(options.models[0]) else (None, options.models[0])
-    planned = plan_replacement(options.replace, options.dst, given(options, ReplaceOptions, weights=weights, model=model))
+    model, weights = (
+        (name, path) if equals and not _is_path(options.models[0]) else (None, options.models[0])
+    )
+    planned = plan_replacement(
+        options.replace, options.dst, given(options, ReplaceOptions, weights=weights, model=model)
+    )
     fields = {"source": options.replace, "weights": weights, "model": model}
     return carry_out(planned, "Replacing", options, fields=lambda done: fields)
 

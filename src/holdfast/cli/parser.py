@@ -60,7 +60,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        print_lines([[(f"holdfast: {escape(message)} (try: {self.prog} --help)", "")]], file=sys.stderr)
+        print_lines(
+            [[(f"holdfast: {escape(message)} (try: {self.prog} --help)", "")]], file=sys.stderr
+        )
         self.exit(2)
 
     def placed(self, kind: Callable[[str], str], text: str) -> str:
@@ -76,4 +78,6 @@ def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
     # argparse shows its parts under private names only, to whoever writes help, completion and manuals.
     inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     choices = inner[0].choices if inner else {}
-    return {name: verb.filled() if isinstance(verb, Parser) else verb for name, verb in choices.items()}
+    return {
+        name: verb.filled() if isinstance(verb, Parser) else verb for name, verb in choices.items()
+    }

@@ -24,7 +24,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def add_place(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", metavar="RUN", type=values.target, help="the directory of a run, or its URL")
+    verb.add_argument(
+        "path", metavar="RUN", type=values.target, help="the directory of a run, or its URL"
+    )
     verb.add_argument("step", metavar="STEP", type=values.step, help="the number of a step")
 
 

@@ -22,10 +22,15 @@ if TYPE_CHECKING:
     R = TypeVar("R", bound=Saved)
 
 
-def add_places(verb: argparse.ArgumentParser, record: type, *, without: Collection[str] = ()) -> None:
+def add_places(
+    verb: argparse.ArgumentParser, record: type, *, without: Collection[str] = ()
+) -> None:
     """The source and the target of a verb, and the flags of its options. One that has `in_place` needs no target."""
     verb.add_argument("src", metavar="SRC", type=values.path, help="a checkpoint of any format")
-    where, count = "where to write; the suffix says the format", "?" if "in_place" in options_of(record) else None
+    where, count = (
+        "where to write; the suffix says the format",
+        "?" if "in_place" in options_of(record) else None,
+    )
     verb.add_argument("dst", metavar="DST", type=values.target, nargs=count, help=where)
     add_options(verb, record, without=without)
 
@@ -45,16 +50,36 @@ def carry_out(
 
     begin = time.perf_counter() if begin is None else begin
     dry_run = planned.writing.dry_run
-    with planned, bar(title, None if dry_run else planned.report.nbytes, quiet=options.quiet or options.json) as progress:
+    with (
+        planned,
+        bar(
+            title, None if dry_run else planned.report.nbytes, quiet=options.quiet or options.json
+        ) as progress,
+    ):
         done = planned.look(progress) if dry_run else planned.run(progress)
     seconds = time.perf_counter() - begin
     if not options.json:
-        done = replace(done, notes=tuple(in_flags(note, flags_of(options.verb)) for note in done.notes))
+        done = replace(
+            done, notes=tuple(in_flags(note, flags_of(options.verb)) for note in done.notes)
+        )
     if options.json:
         files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files]
-        written = {"target": done.path, **fields_of(done, "format done"), "write_nbytes": done.nbytes, "files": files}
+        written = {
+            "target": done.path,
+            **fields_of(done, "format done"),
+            "write_nbytes": done.nbytes,
+            "files": files,
+        }
         taken = round(seconds, 6) if done.done else None
-        print_json({"schema": 1, **fields(done), **written, **fields_of(done, "free_nbytes notes"), "seconds": taken})
+        print_json(
+            {
+                "schema": 1,
+                **fields(done),
+                **written,
+                **fields_of(done, "free_nbytes notes"),
+                "seconds": taken,
+            }
+        )
     elif options.quiet and not dry_run:
         pass
     elif lines is not None:

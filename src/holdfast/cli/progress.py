@@ -28,7 +28,9 @@ PATIENCE_S, INTERVAL_S = 0.4, 0.05
 
 
 @contextmanager
-def bar(title: str, total: int | None = None, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+def bar(
+    title: str, total: int | None = None, *, quiet: bool = False
+) -> Iterator[Callable[[int], None]]:
     """A bar on standard error while the block runs, if that is a terminal and `quiet` is not asked for; gone afterwards.
 
     `total` is in bytes; None where nobody knows, which leaves out the time left.
@@ -74,7 +76,12 @@ class Bar:
     def __enter__(self) -> Bar:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         # Also on Ctrl-C: the line goes away and the cursor comes back.
         with self._lock:
             self._over = True
@@ -83,7 +90,14 @@ class Bar:
 
     def _draw(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
         self._drawn = Progress(
             TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),

@@ -43,7 +43,9 @@ examples:
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_places(verb, PruneOptions)
     decides = "'*.weight: 2:4'; the first that matches decides"
-    verb.add_argument("--rule", metavar="RULE", dest="rules", action="append", default=[], help=decides)
+    verb.add_argument(
+        "--rule", metavar="RULE", dest="rules", action="append", default=[], help=decides
+    )
     file = "a file of rules, one a line; # begins a comment"
     verb.add_argument("--rules", metavar="FILE", dest="plan", type=values.path, help=file)
     verb.add_argument("-a", "--all", action="store_true", help="every tensor")
@@ -54,10 +56,15 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.pruning.prune import plan_prune
 
     lines = options.plan.read_text("utf-8").splitlines() if options.plan else []
-    rules = [*options.rules, *(line for line in (text.partition("#")[0].strip() for text in lines) if line)]
+    rules = [
+        *options.rules,
+        *(line for line in (text.partition("#")[0].strip() for text in lines) if line),
+    ]
     begin = time.perf_counter()
     with bar("Measuring", quiet=options.quiet or options.json) as progress:
-        planned = plan_prune(options.src, options.dst, rules, given(options, PruneOptions, progress=progress))
+        planned = plan_prune(
+            options.src, options.dst, rules, given(options, PruneOptions, progress=progress)
+        )
     most = None if options.all else LINES
     return carry_out(
         planned, "Weighing" if planned.writing.dry_run else "Writing", options, fields=pruned_fields, begin=begin,
@@ -89,7 +96,10 @@ def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Lin
         yield [(f"… {plural(len(done.tensors) - len(shown), 'more tensor')}: use --all", "dim")]
     yield [
         (plural(len(done.tensors), "tensor"), "title"),
-        (f"  {_percent(done.sparsity).strip()} zero, {_percent(done.norm_lost).strip()} of the norm lost", ""),
+        (
+            f"  {_percent(done.sparsity).strip()} zero, {_percent(done.norm_lost).strip()} of the norm lost",
+            "",
+        ),
         (f"  ({plural(done.kept, 'other')} unchanged)", "dim"),
     ]
     if not done.done:
@@ -99,7 +109,11 @@ def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Lin
     else:
         yield from written_lines(done, f"{seconds:.1f} s")
         if done.masks is not None and done.masks != done.path:
-            yield [("wrote ", "clean"), (escape(clip(done.masks, 400)), "title"), ("  masks", "dim")]
+            yield [
+                ("wrote ", "clean"),
+                (escape(clip(done.masks, 400)), "title"),
+                ("  masks", "dim"),
+            ]
 
 
 def _percent(part: float) -> str:

@@ -13,7 +13,9 @@ import os
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 
-TOGETHER = frozenset({"convert", "edit", "cp", "reshard", "prune", "verify", "diff", "stats", "scan", "report"})
+TOGETHER = frozenset(
+    {"convert", "edit", "cp", "reshard", "prune", "verify", "diff", "stats", "scan", "report"}
+)
 """The verbs that share their work out."""
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -21,7 +23,9 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def add_deadline(verb: argparse.ArgumentParser) -> None:
     text = "with torchrun: a rank without a sign of life for so long is lost (60)"
-    verb.add_argument("--deadline", metavar="SECONDS", type=_seconds, default=argparse.SUPPRESS, help=text)
+    verb.add_argument(
+        "--deadline", metavar="SECONDS", type=_seconds, default=argparse.SUPPRESS, help=text
+    )
 
 
 def _seconds(text: str) -> float:
@@ -56,7 +60,9 @@ def run(options: argparse.Namespace) -> int:
         torch = holdfast.torch
     except AttributeError as error:
         advice = "install torch, or unset RANK and WORLD_SIZE to work in this process alone"
-        raise Unsupported(f"{error}; the environment says that this is one of several ranks: {advice}") from None
+        raise Unsupported(
+            f"{error}; the environment says that this is one of several ranks: {advice}"
+        ) from None
     options.group = torch.group(deadline=getattr(options, "deadline", DEADLINE))
     if options.group.rank == 0:
         return int(options.run(options))

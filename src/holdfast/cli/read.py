@@ -61,10 +61,24 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="PATH", type=values.path, help=values.PATH_HELP)
-    verb.add_argument("names", metavar="NAME", nargs="+", help="names of tensors or values, or globs")
-    verb.add_argument("-s", "--slice", metavar="INDEX", help="as in numpy: '0:2, ::2, -1', '...', 'None'")
-    verb.add_argument("-o", "--output", metavar="FILE", type=values.file, help="write .npy or .npz instead of printing")
-    verb.add_argument("--raw", action="store_true", help="with -o: keep the bits of types that numpy lacks, as unsigned integers")
+    verb.add_argument(
+        "names", metavar="NAME", nargs="+", help="names of tensors or values, or globs"
+    )
+    verb.add_argument(
+        "-s", "--slice", metavar="INDEX", help="as in numpy: '0:2, ::2, -1', '...', 'None'"
+    )
+    verb.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=values.file,
+        help="write .npy or .npz instead of printing",
+    )
+    verb.add_argument(
+        "--raw",
+        action="store_true",
+        help="with -o: keep the bits of types that numpy lacks, as unsigned integers",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,15 +88,21 @@ def run(options: argparse.Namespace) -> int:
         if plain_values and (output is not None or index is not None):
             flag = "-o writes" if output is not None else "--slice is for"
             name = next(iter(plain_values))
-            raise Unsupported(f"{name!r} is a value and no tensor: {flag} tensors; leave it away to print the value")
+            raise Unsupported(
+                f"{name!r} is a value and no tensor: {flag} tensors; leave it away to print the value"
+            )
         tensors = choose(checkpoint, [name for name in names if name not in plain_values], index)
         if plain_values:
-            print_lines(show_values([leaf for name in names for leaf in plain_values.get(name, ())]))
+            print_lines(
+                show_values([leaf for name in names for leaf in plain_values.get(name, ())])
+            )
             print_lines([[]] if tensors else [])
         if output is None:
             print_lines(show_tensors(tensors))
         else:
-            print_lines(write_tensors(checkpoint, tensors, output, raw=options.raw), file=sys.stderr)
+            print_lines(
+                write_tensors(checkpoint, tensors, output, raw=options.raw), file=sys.stderr
+            )
     return 0
 
 
@@ -90,7 +110,11 @@ def find_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[
     """The plain values of names and globs that match no tensor: one by its name, or all that are below it."""
     from holdfast.cli.outline import leaves, outline
 
-    wanted = {name: matcher(name) for name in names if name not in checkpoint and not any(map(matcher(name), checkpoint))}
+    wanted = {
+        name: matcher(name)
+        for name in names
+        if name not in checkpoint and not any(map(matcher(name), checkpoint))
+    }
     found: dict[str, list[LeafNode]] = {}
     for leaf in leaves(outline(checkpoint, split=False)) if wanted and not checkpoint.flat else ():
         for name, matches in wanted.items():
@@ -108,14 +132,22 @@ def show_values(values: Sequence[LeafNode]) -> Iterator[Line]:
         yield [(escape(leaf.name), "title"), (f"  {leaf.type or leaf.kind}", "dtype")]
         value = leaf.value
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            text = np.array2string(value, threshold=THRESHOLD, max_line_width=line_width(sys.stdout) or 120)
+            text = np.array2string(
+                value, threshold=THRESHOLD, max_line_width=line_width(sys.stdout) or 120
+            )
         else:
-            text = f"the same object as {leaf.text}" if leaf.kind == "link" else brief(value, LONGEST_VALUE)
+            text = (
+                f"the same object as {leaf.text}"
+                if leaf.kind == "link"
+                else brief(value, LONGEST_VALUE)
+            )
         for line in text.splitlines():
             yield [(escape(line), "")]
 
 
-def choose(checkpoint: Checkpoint, names: Sequence[str], index: str | None) -> dict[str, LazyTensor]:
+def choose(
+    checkpoint: Checkpoint, names: Sequence[str], index: str | None
+) -> dict[str, LazyTensor]:
     """The tensors that the names or globs mean, in the order given, each sliced by `index`.
 
     A name that is there is taken as it is, even where it looks like a glob. Raises `NoSuchTensor` for what matches
@@ -145,29 +177,53 @@ def show_tensors(tensors: dict[str, LazyTensor]) -> Iterator[Line]:
             text = as_text(tensor)
         if position:
             yield []
-        yield [(escape(name), "title"), (f"  {tensor.dtype} ", "dtype"), (f" {list(tensor.shape)}  {nbytes(tensor.nbytes)}", "dim")]
+        yield [
+            (escape(name), "title"),
+            (f"  {tensor.dtype} ", "dtype"),
+            (f" {list(tensor.shape)}  {nbytes(tensor.nbytes)}", "dim"),
+        ]
         for line in text.splitlines():
             yield [(line, "")]
 
 
-def write_tensors(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], path: Path, *, raw: bool) -> Iterator[Line]:
+def write_tensors(
+    checkpoint: Checkpoint, tensors: dict[str, LazyTensor], path: Path, *, raw: bool
+) -> Iterator[Line]:
     """Write `.npy` (one tensor) or `.npz` (any number); the lines say what was written and what was widened."""
     kind = path.suffix.lower()
     if kind not in (".npy", ".npz"):
-        raise BadTarget(f"-o needs a name that ends in .npy or .npz, not {path.name!r}", file=str(path))
+        raise BadTarget(
+            f"-o needs a name that ends in .npy or .npz, not {path.name!r}", file=str(path)
+        )
     if kind == ".npy" and len(tensors) != 1:
-        raise BadTarget(f"an .npy file holds one array, and {len(tensors)} tensors were chosen: use .npz", file=str(path))
-    if path.exists() and os.path.exists(checkpoint.path) and os.path.samefile(path, checkpoint.path):
+        raise BadTarget(
+            f"an .npy file holds one array, and {len(tensors)} tensors were chosen: use .npz",
+            file=str(path),
+        )
+    if (
+        path.exists()
+        and os.path.exists(checkpoint.path)
+        and os.path.samefile(path, checkpoint.path)
+    ):
         raise BadTarget("-o names the checkpoint itself", file=str(path))
     if kind == ".npy":
         (tensor,) = tensors.values()
         write_npy(path, tensor, raw=raw)
     else:
         write_npz(path, tensors, raw=raw)
-    yield [(f"wrote {escape(str(path))}: {plural(len(tensors), 'array')}, {nbytes(path.stat().st_size)}", "dim")]
+    yield [
+        (
+            f"wrote {escape(str(path))}: {plural(len(tensors), 'array')}, {nbytes(path.stat().st_size)}",
+            "dim",
+        )
+    ]
     wider = sorted({t.dtype.name for t in tensors.values() if widens(t.dtype.numpy)})
     if wider:
-        how = "their bits as unsigned integers" if raw else "wider types that hold the same values (--raw keeps the bits)"
+        how = (
+            "their bits as unsigned integers"
+            if raw
+            else "wider types that hold the same values (--raw keeps the bits)"
+        )
         yield [(f"note: numpy has no {', '.join(wider)}; saved as {how}", "note")]
 
 
@@ -203,14 +259,21 @@ def as_text(tensor: LazyTensor) -> str:
     """The elements as `numpy.array2string` shows them. Of a large tensor only the corners that are shown are read."""
     small, wide = tensor.size <= THRESHOLD, line_width(sys.stdout) or 120
     array = plain_array(tensor.numpy() if small else _corners(tensor))
-    return np.array2string(array, threshold=THRESHOLD if small else 0, edgeitems=EDGE, max_line_width=wide)
+    return np.array2string(
+        array, threshold=THRESHOLD if small else 0, edgeitems=EDGE, max_line_width=wide
+    )
 
 
 def _corners(tensor: LazyTensor) -> np.ndarray:
     """A small array that numpy summarises to the same text as the whole: both ends of each long dimension, a gap of one between."""
-    parts = [[slice(0, EDGE), slice(-EDGE, None)] if n > 2 * EDGE else [slice(None)] for n in tensor.shape]
+    parts = [
+        [slice(0, EDGE), slice(-EDGE, None)] if n > 2 * EDGE else [slice(None)]
+        for n in tensor.shape
+    ]
     if 2 ** sum(len(p) == 2 for p in parts) > CORNERS:
-        raise Unsupported("too many long dimensions to show at once: choose some with --slice", tensor=tensor.name)
+        raise Unsupported(
+            "too many long dimensions to show at once: choose some with --slice", tensor=tensor.name
+        )
     out = np.zeros([min(n, 2 * EDGE + 1) for n in tensor.shape], tensor.dtype.numpy)
     for pick in itertools.product(*parts):
         tensor[pick].read(out=out[pick])
@@ -227,7 +290,10 @@ def write_npz(path: Path, tensors: dict[str, LazyTensor], *, raw: bool = False) 
     """Save several tensors under their names as `.npz`, one at a time, so that memory holds one."""
     for name in tensors:
         _check_member(name)
-    with _replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+    with (
+        _replacing(path) as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive,
+    ):
         for name, tensor in tensors.items():
             array = plain_array(tensor.numpy(), raw=raw)
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
@@ -242,7 +308,9 @@ def _check_member(name: str) -> None:
     except UnicodeEncodeError:
         length = 1 << 16
     if name.startswith(("/", "\\")) or ".." in parts or "\0" in name or length > 65_000:
-        raise Unsupported(f"the name {name[:200]!r} cannot be a file in an .npz: write this tensor alone, as .npy")
+        raise Unsupported(
+            f"the name {name[:200]!r} cannot be a file in an .npz: write this tensor alone, as .npy"
+        )
 
 
 @contextmanager
@@ -295,10 +363,16 @@ def _item(piece: str, text: str) -> Item:
         return _integer(piece, text)
     bounds = piece.split(":")
     if len(bounds) > 3:
-        raise BadIndex(f"cannot read the slice {text!r}: {piece!r} has more than two colons", found=piece)
-    start, stop, step = [_integer(b.strip(), text) if b.strip() else None for b in (*bounds, "")[:3]]
+        raise BadIndex(
+            f"cannot read the slice {text!r}: {piece!r} has more than two colons", found=piece
+        )
+    start, stop, step = [
+        _integer(b.strip(), text) if b.strip() else None for b in (*bounds, "")[:3]
+    ]
     if step == 0:
-        raise BadIndex(f"cannot read the slice {text!r}: the step of {piece!r} is zero", found=piece)
+        raise BadIndex(
+            f"cannot read the slice {text!r}: the step of {piece!r} is zero", found=piece
+        )
     return slice(start, stop, step)
 
 

@@ -33,22 +33,57 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_report_arguments(verb)
-    verb.add_argument("-o", "--output", metavar="FILE", type=values.file, help="where to write the page")
-    verb.add_argument("--overwrite", action="store_true", help="replace what is there, also where it is no page")
+    verb.add_argument(
+        "-o", "--output", metavar="FILE", type=values.file, help="where to write the page"
+    )
+    verb.add_argument(
+        "--overwrite", action="store_true", help="replace what is there, also where it is no page"
+    )
     verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
-    verb.add_argument("--json", action="store_true", help="print the data behind the page (its schema is in docs/report.md)")
+    verb.add_argument(
+        "--json",
+        action="store_true",
+        help="print the data behind the page (its schema is in docs/report.md)",
+    )
 
 
 def add_report_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", metavar="PATH", type=values.target, help="a checkpoint of any format, or a run's directory")
-    verb.add_argument("other", metavar="OTHER", type=values.target, nargs="?", help="a second one: show what differs")
-    verb.add_argument("--stats", action="store_true", help="read every tensor: sizes, zeros, NaN, histograms, quantiles, norms")
-    verb.add_argument("--sample", metavar="SHARE", type=_share, help="read only so much of each large tensor: 1%%")
-    verb.add_argument("--svd", action="store_true", help="singular values as well; reads matrices three times more")
+    verb.add_argument(
+        "path",
+        metavar="PATH",
+        type=values.target,
+        help="a checkpoint of any format, or a run's directory",
+    )
+    verb.add_argument(
+        "other",
+        metavar="OTHER",
+        type=values.target,
+        nargs="?",
+        help="a second one: show what differs",
+    )
+    verb.add_argument(
+        "--stats",
+        action="store_true",
+        help="read every tensor: sizes, zeros, NaN, histograms, quantiles, norms",
+    )
+    verb.add_argument(
+        "--sample", metavar="SHARE", type=_share, help="read only so much of each large tensor: 1%%"
+    )
+    verb.add_argument(
+        "--svd",
+        action="store_true",
+        help="singular values as well; reads matrices three times more",
+    )
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
-    verb.add_argument("--map", metavar="MAP", help="see PATH in another layout: 'qwen3:hf->megatron'; auto")
-    verb.add_argument("--mesh", metavar="N", help="which files each of N ranks would read; 2x2 for a grid")
-    verb.add_argument("--max-memory", metavar="SIZE", type=values.size, help="use no more than this")
+    verb.add_argument(
+        "--map", metavar="MAP", help="see PATH in another layout: 'qwen3:hf->megatron'; auto"
+    )
+    verb.add_argument(
+        "--mesh", metavar="N", help="which files each of N ranks would read; 2x2 for a grid"
+    )
+    verb.add_argument(
+        "--max-memory", metavar="SIZE", type=values.size, help="use no more than this"
+    )
     verb.add_argument("--threads", metavar="N", type=values.positive, help="how many threads")
 
 
@@ -79,7 +114,9 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.reports.report import Report, page_target, prepared
 
     if options.output is None and not options.json:
-        raise BadArgument("say where the page shall be: -o page.html; or --json prints the data behind it")
+        raise BadArgument(
+            "say where the page shall be: -o page.html; or --json prints the data behind it"
+        )
     if options.output is not None:
         # Before minutes of reading.
         page_target(options.output, overwrite=options.overwrite)
@@ -98,6 +135,8 @@ def run(options: argparse.Namespace) -> int:
         print_json(made.document)
     elif where is not None and not options.quiet:
         size = f"  {nbytes(os.path.getsize(where))}"
-        print_lines([[("wrote ", "clean"), (escape(clip(str(where), 400)), "title"), (size, "size")]])
+        print_lines(
+            [[("wrote ", "clean"), (escape(clip(str(where), 400)), "title"), (size, "size")]]
+        )
         print_lines([[(escape(clip(str(made.document["sentence"]), 2000)), "dim")]])
     return 0

@@ -31,7 +31,12 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_places(verb, ReshardOptions)
     cut = "how names are cut: '*.weight: tp=0'"
     verb.add_argument("--rule", metavar="RULE", dest="rules", action="append", default=[], help=cut)
-    verb.add_argument("--plan", metavar="FILE", type=values.path, help="a file of rules, one a line; # begins a comment")
+    verb.add_argument(
+        "--plan",
+        metavar="FILE",
+        type=values.path,
+        help="a file of rules, one a line; # begins a comment",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,10 +44,20 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.rewrite.reshard import parse_mesh, plan_reshard
 
     lines = options.plan.read_text("utf-8").splitlines() if options.plan else []
-    rules = [text for text in (*options.rules, *(line.partition("#")[0].strip() for line in lines)) if text]
+    rules = [
+        text
+        for text in (*options.rules, *(line.partition("#")[0].strip() for line in lines))
+        if text
+    ]
     planned = plan_reshard(options.src, options.dst, rules, given(options, ReshardOptions))
-    ranks = math.prod(parse_mesh(options.mesh).values())  # beside their files there may be a config and a tokenizer
+    ranks = math.prod(
+        parse_mesh(options.mesh).values()
+    )  # beside their files there may be a config and a tokenizer
     fields = {"source": str(options.src), "mesh": options.mesh, "ranks": ranks}
     return carry_out(
-        planned, "Resharding", options, fields=lambda done: fields, more=lambda done, seconds: f" for {plural(ranks, 'rank')}"
+        planned,
+        "Resharding",
+        options,
+        fields=lambda done: fields,
+        more=lambda done, seconds: f" for {plural(ranks, 'rank')}",
     )

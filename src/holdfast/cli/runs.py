@@ -58,12 +58,22 @@ NAMED, METRICS = 3, 4
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", metavar="RUN", type=values.target, help="the directory of a run, or its URL")
-    verb.add_argument("--keep", metavar="RULE", action="append", default=[], help="a rule, any number of times")
+    verb.add_argument(
+        "path", metavar="RUN", type=values.target, help="the directory of a run, or its URL"
+    )
+    verb.add_argument(
+        "--keep", metavar="RULE", action="append", default=[], help="a rule, any number of times"
+    )
     do = verb.add_mutually_exclusive_group()
-    do.add_argument("--plan", action="store_true", help="say what the rules would delete, and delete nothing")
+    do.add_argument(
+        "--plan", action="store_true", help="say what the rules would delete, and delete nothing"
+    )
     do.add_argument("--prune", action="store_true", help="delete what the rules do not keep")
-    do.add_argument("--gc", action="store_true", help="in a bucket: delete data that no manifest names, of saves that died")
+    do.add_argument(
+        "--gc",
+        action="store_true",
+        help="in a bucket: delete data that no manifest names, of saves that died",
+    )
     verb.add_argument("--grace", metavar="TIME", help="how old that has to be (24h)")
     verb.add_argument("--dry-run", action="store_true", help="with --gc: say what would be deleted")
     verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
@@ -79,7 +89,10 @@ def run(options: argparse.Namespace) -> int:
     if options.gc:
         return collect(options)
     if options.grace or options.dry_run:
-        raise BadArgument("--grace and --dry-run go with --gc; --plan says what the rules would delete", found=options.grace)
+        raise BadArgument(
+            "--grace and --dry-run go with --gc; --plan says what the rules would delete",
+            found=options.grace,
+        )
     path = place_of(options.path.rstrip("/") or "/")
     place = place_for(path)
     if not place.exists():
@@ -92,7 +105,10 @@ def run(options: argparse.Namespace) -> int:
         kept, recorded = None, True  # rules that cannot be read, and are not needed
     rules = read_rules(options.keep) if options.keep else kept.rules if kept is not None else ()
     if (options.plan or options.prune) and not rules:
-        raise BadArgument("no rules say which steps go: the run wrote none down; give some, as --keep latest:3", found=path)
+        raise BadArgument(
+            "no rules say which steps go: the run wrote none down; give some, as --keep latest:3",
+            found=path,
+        )
     done = prune(place, rules) if options.prune else None
     gone = done.steps if done is not None else ()
     table = look(place, rules, path, recorded=recorded)
@@ -125,7 +141,13 @@ def collect(options: argparse.Namespace) -> int:
 
     done = sweep(options.path, grace=options.grace or GRACE_S, dry_run=options.dry_run)
     if options.json:
-        print_json({"schema": 1, "deleted": list(done.keys), **fields_of(done, "path nbytes young notes done")})
+        print_json(
+            {
+                "schema": 1,
+                "deleted": list(done.keys),
+                **fields_of(done, "path nbytes young notes done"),
+            }
+        )
     else:
         print_lines(swept_lines(done))
     return 0
@@ -134,9 +156,14 @@ def collect(options: argparse.Namespace) -> int:
 def swept_lines(done: Swept) -> Iterator[Line]:
     yield from note_lines(done.notes)
     for key in done.keys:
-        yield [("deleted " if done.done else "would delete ", "error"), (escape(clip(key, 400)), "name")]
+        yield [
+            ("deleted " if done.done else "would delete ", "error"),
+            (escape(clip(key, 400)), "name"),
+        ]
     total = f"  {plural(len(done.keys), 'object')}, {nbytes(done.nbytes)}{' deleted' if done.done else ' would be deleted'}"
-    young = f"; {plural(done.young, 'object')} without a manifest not old enough" if done.young else ""
+    young = (
+        f"; {plural(done.young, 'object')} without a manifest not old enough" if done.young else ""
+    )
     yield [(escape(clip(done.path, 400)), "title"), (total + young, "dim")]
 
 
@@ -145,8 +172,18 @@ def lines(table: RunTable) -> Iterator[Line]:
     metrics = _columns([row.step for row in table.rows if row.step is not None])
     shares = any(row.shared_nbytes for row in table.rows)
     cells = [_cells(row, metrics, shares=shares, now=table.now) for row in table.rows]
-    titles = ["step", "age", "size", *(["new", "shared"] if shares else []), *(clip(name, 20) for name in metrics), "kept by"]
-    wide = [max((width(row[i]) for row in [titles, *cells] if i < len(row)), default=0) for i in range(len(titles))]
+    titles = [
+        "step",
+        "age",
+        "size",
+        *(["new", "shared"] if shares else []),
+        *(clip(name, 20) for name in metrics),
+        "kept by",
+    ]
+    wide = [
+        max((width(row[i]) for row in [titles, *cells] if i < len(row)), default=0)
+        for i in range(len(titles))
+    ]
     if cells:
         yield [(f"{_aligned(titles[:-1], wide)}  {titles[-1]}", "dim")]
     for row, cell in zip(table.rows, cells, strict=True):
@@ -168,7 +205,10 @@ def _head(table: RunTable) -> Iterator[Line]:
     yield [
         (escape(clip(table.path, 400)), "title"),
         (f"  {plural(whole, 'step')}, {nbytes(table.total_nbytes)}", "size"),
-        (f"  keep {escape(clip(rules, 300))}" if rules else f"  no rules: {table.without_rules}", "dim"),
+        (
+            f"  keep {escape(clip(rules, 300))}" if rules else f"  no rules: {table.without_rules}",
+            "dim",
+        ),
     ]
     if table.unsealed:
         more = f" and {len(table.unsealed) - NAMED:,} more" if len(table.unsealed) > NAMED else ""
@@ -181,7 +221,9 @@ def _head(table: RunTable) -> Iterator[Line]:
 
 def _columns(steps: Sequence[Step]) -> list[str]:
     counts = Counter(name for step in steps for name in step.metrics)
-    return sorted(counts, key=lambda name: (-counts[name], name))[:METRICS]  # those that most steps have
+    return sorted(counts, key=lambda name: (-counts[name], name))[
+        :METRICS
+    ]  # those that most steps have
 
 
 def _cells(row: RunRow, metrics: Sequence[str], *, shares: bool, now: float) -> list[str]:
@@ -192,12 +234,21 @@ def _cells(row: RunRow, metrics: Sequence[str], *, shares: bool, now: float) -> 
     if shares:
         cells += [nbytes(row.new_nbytes), nbytes(row.shared_nbytes)]
     cells += [f"{step.metrics[name]:.5g}" if name in step.metrics else "" for name in metrics]
-    return [*cells, "" if row.fate is None else "goes: no rule keeps it" if row.fate.goes else escape(clip(row.fate.why, 200))]
+    return [
+        *cells,
+        ""
+        if row.fate is None
+        else "goes: no rule keeps it"
+        if row.fate.goes
+        else escape(clip(row.fate.why, 200)),
+    ]
 
 
 def _aligned(cells: Sequence[str], wide: Sequence[int]) -> str:
     shown = [escape(cell) for cell in cells]
-    return "".join(f"  {' ' * (room - width(cell))}{cell}" for cell, room in zip(shown, wide, strict=False))
+    return "".join(
+        f"  {' ' * (room - width(cell))}{cell}" for cell, room in zip(shown, wide, strict=False)
+    )
 
 
 def age(seconds: float) -> str:
@@ -222,21 +273,34 @@ def plan_lines(table: RunTable) -> Iterator[Line]:
             continue
         going += row.fate.goes
         yield [
-            (f"  {'delete' if row.fate.goes else 'keep':<6}", "error" if row.fate.goes else "clean"),
+            (
+                f"  {'delete' if row.fate.goes else 'keep':<6}",
+                "error" if row.fate.goes else "clean",
+            ),
             (f"  step {row.step.step}", "name"),
             (f"  {nbytes(row.step.nbytes)}", "size"),
             (f"  {escape(clip(row.fate.why, 300))}", "dim"),
         ]
     for row in table.rows:
         if row.step is None:
-            yield [("  leave ", "note"), (f"  {escape(clip(row.found.name, 60))}: {escape(clip(row.found.why, 300))}", "dim")]
+            yield [
+                ("  leave ", "note"),
+                (
+                    f"  {escape(clip(row.found.name, 60))}: {escape(clip(row.found.why, 300))}",
+                    "dim",
+                ),
+            ]
     yield [(f"  {plural(going, 'step')} would be deleted", "note" if going else "dim")]
 
 
 def gone_lines(path: str, gone: Sequence[Step], notes: Sequence[str]) -> Iterator[Line]:
     yield from note_lines(notes)
     for step in gone:
-        yield [("deleted ", "error"), (f"step {step.step}", "name"), (f"  {nbytes(step.nbytes)}", "size")]
+        yield [
+            ("deleted ", "error"),
+            (f"step {step.step}", "name"),
+            (f"  {nbytes(step.nbytes)}", "size"),
+        ]
     yield [(escape(clip(path, 400)), "title"), (f"  {plural(len(gone), 'step')} deleted", "dim")]
 
 
@@ -248,7 +312,9 @@ def document(table: RunTable, gone: Sequence[Step]) -> dict[str, object]:
         "recorded": table.recorded,
         "unsealed": list(table.unsealed),
         "nbytes": table.total_nbytes,
-        "writer": None if table.writer is None else {"pid": table.writer.pid, "host": table.writer.host},
+        "writer": None
+        if table.writer is None
+        else {"pid": table.writer.pid, "host": table.writer.host},
         "steps": [_row_document(row) for row in table.rows],
         "deleted": [step.step for step in gone],
     }
@@ -266,7 +332,9 @@ def _row_document(row: RunRow) -> dict[str, object]:
         "new_nbytes": row.new_nbytes,
         "shared_nbytes": row.shared_nbytes,
         # JSON has no NaN.
-        "metrics": {} if step is None else {k: v if math.isfinite(v) else None for k, v in step.metrics.items()},
+        "metrics": {}
+        if step is None
+        else {k: v if math.isfinite(v) else None for k, v in step.metrics.items()},
         "kept_by": [] if fate is None else [str(rule) for rule in fate.rules],
         "kept_also": [] if fate is None else list(fate.others),
         "goes": fate is not None and fate.goes,

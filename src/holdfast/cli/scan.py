@@ -39,15 +39,33 @@ SHOWN, SKIPPED = 50, 10
 FINDING = "severity what reason uses calls stream offset paths allowed"
 """Fields of a finding in the document of `--json`."""
 
-EXIT: dict[Verdict, int] = {"clean": 0, "dangerous": 1, "suspicious": 1, "error": 2, "unknown": 3, "nothing scanned": 4}
+EXIT: dict[Verdict, int] = {
+    "clean": 0,
+    "dangerous": 1,
+    "suspicious": 1,
+    "error": 2,
+    "unknown": 3,
+    "nothing scanned": 4,
+}
 """0 is for clean alone: a script that looks for nothing else must not let in what was not read, or is not known."""
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("paths", metavar="PATH", type=values.path, nargs="+", help="files, and directories to search")
+    verb.add_argument(
+        "paths",
+        metavar="PATH",
+        type=values.path,
+        nargs="+",
+        help="files, and directories to search",
+    )
     verb.add_argument("--strict", action="store_true", help="count unknown globals as suspicious")
     verb.add_argument("-a", "--all", action="store_true", help="every finding of every file")
-    verb.add_argument("--allow", metavar="FILE", type=values.file, help="patterns of module.name, one a line: shown, not counted")
+    verb.add_argument(
+        "--allow",
+        metavar="FILE",
+        type=values.file,
+        help="patterns of module.name, one a line: shown, not counted",
+    )
     form = verb.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help=values.JSON_HELP)
     form.add_argument("--sarif", action="store_true", help="as SARIF 2.1.0")
@@ -65,7 +83,9 @@ def run(options: argparse.Namespace) -> int:
     return EXIT[report.verdict(strict=strict)]
 
 
-def scan_lines(report: ScanReport, *, everything: bool = False, strict: bool = False) -> Iterator[Line]:
+def scan_lines(
+    report: ScanReport, *, everything: bool = False, strict: bool = False
+) -> Iterator[Line]:
     """The report for people: each file, its findings, and one line of totals."""
     for file in report.reports:
         yield from _file_lines(file, everything)
@@ -73,16 +93,30 @@ def scan_lines(report: ScanReport, *, everything: bool = False, strict: bool = F
     if report.skipped:
         named = report.skipped_paths if everything else report.skipped_paths[:SKIPPED]
         more = f", and {report.skipped - len(named):,} more" if report.skipped > len(named) else ""
-        yield [(f"skipped, as no loader would do anything with it: {', '.join(escape(clip(p, 200)) for p in named)}{more}", "dim")]
+        yield [
+            (
+                f"skipped, as no loader would do anything with it: {', '.join(escape(clip(p, 200)) for p in named)}{more}",
+                "dim",
+            )
+        ]
     if report.count("unknown") and not strict:
         text = "unknown: classes and functions that nothing here knows; unsafe loading would import their modules"
-        yield [(f"{text} (--strict makes them count as suspicious, --allow FILE lets them pass)", "dim")]
+        yield [
+            (
+                f"{text} (--strict makes them count as suspicious, --allow FILE lets them pass)",
+                "dim",
+            )
+        ]
 
 
 def _file_lines(file: FileReport, everything: bool) -> Iterator[Line]:
     word = file.verdict()
     known = sum(f.severity == "known" for f in file.findings)
-    line: Line = [(escape(clip(file.path, 400)), "title"), (f"  {file.format}" if file.format else "", "dim"), (f"  {word}", word)]
+    line: Line = [
+        (escape(clip(file.path, 400)), "title"),
+        (f"  {file.format}" if file.format else "", "dim"),
+        (f"  {word}", word),
+    ]
     if known and not everything:
         line.append((f"  ({known:,} known)", "dim"))
     yield line
@@ -101,7 +135,9 @@ def _finding_lines(finding: Finding) -> Iterator[Line]:
     where = f"{finding.stream} byte {finding.offset:,}" if finding.uses else finding.stream
     if finding.paths:
         where += f", at {', '.join(clip(p, 60) for p in finding.paths[:2])}"
-    uses = "+".join(u for u in finding.uses if u != "mention") or ("mention" if finding.uses else "")
+    uses = "+".join(u for u in finding.uses if u != "mention") or (
+        "mention" if finding.uses else ""
+    )
     yield [
         (f"  {finding.severity:<10} ", finding.severity),
         ("allowed  " if finding.allowed else "", "dim"),
@@ -116,8 +152,15 @@ def _finding_lines(finding: Finding) -> Iterator[Line]:
 
 
 def _totals(report: ScanReport, *, strict: bool) -> str:
-    parts = [f"{plural(len(report.reports), 'file')} scanned"] if report.reports else ["nothing scanned"]
-    counts = {severity: report.count(severity) for severity in ("dangerous", "suspicious", "unknown", "known")}
+    parts = (
+        [f"{plural(len(report.reports), 'file')} scanned"]
+        if report.reports
+        else ["nothing scanned"]
+    )
+    counts = {
+        severity: report.count(severity)
+        for severity in ("dangerous", "suspicious", "unknown", "known")
+    }
     counts["allowed"] = sum(f.allowed for file in report.reports for f in file.findings)
     parts += [f"{number:,} {word}" for word, number in counts.items() if number]
     errors = sum(f.error is not None for f in report.reports)
@@ -146,16 +189,27 @@ def scan_document(report: ScanReport, *, strict: bool = False) -> dict[str, obje
     }
 
 
-SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+SARIF_SCHEMA = (
+    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+)
 
 RULES = {
-    "dangerous": ("error", "Loading this file runs commands or code, touches files or the network, or loads more code."),
+    "dangerous": (
+        "error",
+        "Loading this file runs commands or code, touches files or the network, or loads more code.",
+    ),
     "suspicious": (
         "warning",
         "Loading this file calls something that Holdfast does not know with what the file gives it, or code comes with it.",
     ),
-    "unknown": ("note", "Loading this file imports a module that Holdfast does not know, or sets the state of its classes."),
-    "unread": ("error", "This file could not be read to its end; what is said of it is not complete."),
+    "unknown": (
+        "note",
+        "Loading this file imports a module that Holdfast does not know, or sets the state of its classes.",
+    ),
+    "unread": (
+        "error",
+        "This file could not be read to its end; what is said of it is not complete.",
+    ),
 }
 """Levels and descriptions. A `known` finding is no result."""
 
@@ -166,7 +220,11 @@ def sarif_document(report: ScanReport, *, strict: bool = False) -> dict[str, obj
 
     results = [result for file in report.reports for result in _results(file, strict=strict)]
     rules = [
-        {"id": f"holdfast/{name}", "shortDescription": {"text": text}, "defaultConfiguration": {"level": level}}
+        {
+            "id": f"holdfast/{name}",
+            "shortDescription": {"text": text},
+            "defaultConfiguration": {"level": level},
+        }
         for name, (level, text) in RULES.items()
     ]
     failed = any(file.error is not None for file in report.reports)
@@ -175,7 +233,9 @@ def sarif_document(report: ScanReport, *, strict: bool = False) -> dict[str, obj
         "version": "2.1.0",
         "runs": [
             {
-                "tool": {"driver": {"name": "holdfast", "semanticVersion": __version__, "rules": rules}},
+                "tool": {
+                    "driver": {"name": "holdfast", "semanticVersion": __version__, "rules": rules}
+                },
                 "invocations": [{"executionSuccessful": not failed}],
                 "artifacts": [{"location": _location(file)} for file in report.reports],
                 "results": results,
@@ -191,20 +251,31 @@ def _results(file: FileReport, *, strict: bool) -> list[dict[str, object]]:
         if finding.severity in RULES:
             what = escape(clip(finding.calls[0] if finding.calls else finding.what, 400))
             text = f"{what}: {finding.reason} ({escape(finding.stream)}, byte {finding.offset:,})"
-            result = _result(file, finding.severity, text) | {"properties": fields_of(finding, "stream offset uses")}
+            result = _result(file, finding.severity, text) | {
+                "properties": fields_of(finding, "stream offset uses")
+            }
             if strict and finding.severity == "unknown":
                 result["level"] = "warning"
             if finding.allowed:
-                result["suppressions"] = [{"kind": "external", "justification": "on the list of what is allowed"}]
+                result["suppressions"] = [
+                    {"kind": "external", "justification": "on the list of what is allowed"}
+                ]
             found.append(result)
     if file.error is not None:
-        found.append(_result(file, "unread", f"not read to its end: {escape(clip(file.error, 1000))}"))
+        found.append(
+            _result(file, "unread", f"not read to its end: {escape(clip(file.error, 1000))}")
+        )
     return found
 
 
 def _result(file: FileReport, rule: str, text: str) -> dict[str, object]:
     places = [{"physicalLocation": {"artifactLocation": _location(file)}}]
-    return {"ruleId": f"holdfast/{rule}", "level": RULES[rule][0], "message": {"text": text}, "locations": places}
+    return {
+        "ruleId": f"holdfast/{rule}",
+        "level": RULES[rule][0],
+        "message": {"text": text},
+        "locations": places,
+    }
 
 
 def _location(file: FileReport) -> dict[str, str]:

@@ -36,7 +36,13 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     from holdfast.cli.options import add_options
     from holdfast.core.options import SealOptions
 
-    verb.add_argument("paths", metavar="PATH", nargs="+", type=values.path, help="a folder of a checkpoint, or one file")
+    verb.add_argument(
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        type=values.path,
+        help="a folder of a checkpoint, or one file",
+    )
     add_options(verb, SealOptions)
 
 
@@ -53,7 +59,9 @@ def run(options: argparse.Namespace) -> int:
     done: list[tuple[Sealed, float]] = []
     asked = given(options, SealOptions)
     dry_run = asked["dry_run"]
-    with bar("Sealing", sum(map(size_of, options.paths)), quiet=options.quiet or options.json or dry_run) as progress:
+    with bar(
+        "Sealing", sum(map(size_of, options.paths)), quiet=options.quiet or options.json or dry_run
+    ) as progress:
         asked["progress"] = progress
         for path in options.paths:
             begin = time.perf_counter()
@@ -68,14 +76,21 @@ def run(options: argparse.Namespace) -> int:
 
 def _lines(sealed: Sealed, seconds: float) -> Iterator[Line]:
     step = "no step" if sealed.step is None else f"step {sealed.step:,}"
-    about = [step, *(f"{escape(clip(name, 60))} {value:g}" for name, value in sealed.metrics.items())]
+    about = [
+        step,
+        *(f"{escape(clip(name, 60))} {value:g}" for name, value in sealed.metrics.items()),
+    ]
     yield [
         ("sealed " if sealed.done else "would seal ", "clean"),
         (escape(clip(sealed.path, 400)), "title"),
         (f"  {sealed.format}" if sealed.format else "", "dim"),
         (f"  {', '.join(about)}", ""),
         (f"  {nbytes(sealed.nbytes)}", "size"),
-        (f" in {plural(len(sealed.files), 'file')}" + (f"  {seconds:.1f} s" if sealed.done else ""), "dim"),
+        (
+            f" in {plural(len(sealed.files), 'file')}"
+            + (f"  {seconds:.1f} s" if sealed.done else ""),
+            "dim",
+        ),
     ]
     yield from note_lines(sealed.notes)
 
@@ -103,7 +118,11 @@ def sealed_words(seal: Seal) -> str:
 
 def seal_fields(seal: Seal) -> dict[str, object]:
     metrics = _numbers(seal.metrics)
-    return fields_of(seal, "step saved") | {"metrics": metrics, "files": len(seal.files), "nbytes": seal.nbytes}
+    return fields_of(seal, "step saved") | {
+        "metrics": metrics,
+        "files": len(seal.files),
+        "nbytes": seal.nbytes,
+    }
 
 
 def seal_lines(path: Path) -> Iterator[Line]:
@@ -118,7 +137,12 @@ def seal_lines(path: Path) -> Iterator[Line]:
         return
     if seal is None:
         return
-    metrics = ", ".join(f"{escape(clip(name, 60))} {value:g}" for name, value in seal.metrics.items())
-    yield [(f"seal      {sealed_words(seal)}, {nbytes(seal.nbytes)}", "note"), (f"  {metrics}", "dim")]
+    metrics = ", ".join(
+        f"{escape(clip(name, 60))} {value:g}" for name, value in seal.metrics.items()
+    )
+    yield [
+        (f"seal      {sealed_words(seal)}, {nbytes(seal.nbytes)}", "note"),
+        (f"  {metrics}", "dim"),
+    ]
     for name, wrong in check_sizes(path, seal):
         yield [("not whole ", "error"), (f"{escape(clip(name, 200))}: {wrong}", "")]

@@ -24,9 +24,29 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.outline import Branch, LeafNode, Node, arrange, branches, fold, leaves, outline, total
+from holdfast.cli.outline import (
+    Branch,
+    LeafNode,
+    Node,
+    arrange,
+    branches,
+    fold,
+    leaves,
+    outline,
+    total,
+)
 from holdfast.cli.seal import seal_lines
-from holdfast.cli.text import LINES, Line, fields_of, guides, line_width, padded, print_json, print_lines, width
+from holdfast.cli.text import (
+    LINES,
+    Line,
+    fields_of,
+    guides,
+    line_width,
+    padded,
+    print_json,
+    print_lines,
+    width,
+)
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
@@ -76,10 +96,18 @@ class OutlineRow(Value, frozen=True):
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="PATH", type=values.path, help=values.PATH_HELP)
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match; a flat table")
-    verb.add_argument("-d", "--depth", metavar="N", type=values.positive, help="levels of the tree to show")
-    verb.add_argument("-a", "--all", action="store_true", help="every line, with nothing folded or cut")
-    verb.add_argument("--ranks", action="store_true", help="draw which file holds which part of each tensor")
-    verb.add_argument("--sparsity", action="store_true", help="where the zeros of each tensor are; reads them all")
+    verb.add_argument(
+        "-d", "--depth", metavar="N", type=values.positive, help="levels of the tree to show"
+    )
+    verb.add_argument(
+        "-a", "--all", action="store_true", help="every line, with nothing folded or cut"
+    )
+    verb.add_argument(
+        "--ranks", action="store_true", help="draw which file holds which part of each tensor"
+    )
+    verb.add_argument(
+        "--sparsity", action="store_true", help="where the zeros of each tensor are; reads them all"
+    )
     verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
 
 
@@ -98,7 +126,12 @@ def run(options: argparse.Namespace) -> int:
         lines = [] if options.json or not path.is_dir() else list(seal_lines(path))
         if not lines:
             raise
-        print_lines([[(escape(str(path)), "title"), ("  holdfast opens its files one by one", "dim")], *lines])
+        print_lines(
+            [
+                [(escape(str(path)), "title"), ("  holdfast opens its files one by one", "dim")],
+                *lines,
+            ]
+        )
         return 0
     with opened as checkpoint:
         if options.json:
@@ -106,7 +139,9 @@ def run(options: argparse.Namespace) -> int:
         elif pattern is not None:
             print_lines(show_table(checkpoint, pattern, everything=options.all))
         else:
-            print_lines(show_tree(checkpoint, depth=options.depth, everything=options.all, pieces=guides()))
+            print_lines(
+                show_tree(checkpoint, depth=options.depth, everything=options.all, pieces=guides())
+            )
             print_lines(seal_lines(path))
     return 0
 
@@ -117,7 +152,11 @@ def short_dtype(dtype: DType) -> str:
 
 
 def show_tree(
-    checkpoint: Checkpoint, *, depth: int | None = None, everything: bool = False, pieces: tuple[str, str, str, str] = PIECES
+    checkpoint: Checkpoint,
+    *,
+    depth: int | None = None,
+    everything: bool = False,
+    pieces: tuple[str, str, str, str] = PIECES,
 ) -> Iterator[Line]:
     """The lines of the whole view: header, tree, notes."""
     found = survey(checkpoint)
@@ -131,7 +170,11 @@ def show_tree(
     wanted = sum(levels[:depth])
     if depth is None and not everything:
         depth = max((d for d in range(1, len(levels) + 1) if sum(levels[:d]) <= LINES), default=1)
-    rows = list(itertools.islice(_rows(root, "", depth or len(levels), pieces=pieces), None if everything else LINES))
+    rows = list(
+        itertools.islice(
+            _rows(root, "", depth or len(levels), pieces=pieces), None if everything else LINES
+        )
+    )
     yield from _aligned(rows)
     if len(rows) < wanted:
         yield [(f"… {wanted - len(rows):,} more lines: use --depth, --filter or --all", "dim")]
@@ -150,12 +193,18 @@ def show_table(checkpoint: Checkpoint, pattern: str, *, everything: bool = False
         for name, tensor in tensors.items()
     ]
     everywhere = leaves(outline(checkpoint, found, split=False))
-    values = in_order((leaf for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)), lambda leaf: leaf.name)
+    values = in_order(
+        (leaf for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)),
+        lambda leaf: leaf.name,
+    )
     rows += [OutlineRow("", [*_named(leaf.name), *_value(leaf)]) for leaf in values]
     size = nbytes(sum(tensor.nbytes for tensor in tensors.values()))
     yield [
         (escape(checkpoint.path), "title"),
-        (f"  {plural(len(tensors), 'tensor')} of {len(checkpoint):,} match {escape(pattern)} · {size}", "dim"),
+        (
+            f"  {plural(len(tensors), 'tensor')} of {len(checkpoint):,} match {escape(pattern)} · {size}",
+            "dim",
+        ),
     ]
     shown = rows if everything else rows[:LINES]
     yield from _aligned(shown)
@@ -181,23 +230,33 @@ def _header(checkpoint: Checkpoint, found: Survey, root: Branch) -> Line:
 
 def _sharing(checkpoint: Checkpoint, found: Survey) -> Iterator[Line]:
     """Lines that say which models of a package share how many bytes."""
-    models = list(checkpoint.tree) if not checkpoint.flat and isinstance(checkpoint.tree, dict) else []
+    models = (
+        list(checkpoint.tree) if not checkpoint.flat and isinstance(checkpoint.tree, dict) else []
+    )
     if len(models) < 2 or ", ".join(map(str, models)) != checkpoint.metadata.get("models"):
         return
     groups: dict[tuple[str, ...], list[int]] = {}
     # Of `a` and `a.b` the longer one is meant.
     known = sorted(map(str, models), key=len, reverse=True)
     for alias in found.aliases:
-        paths = [next((model for model in known if name.startswith(f"{model}.")), "") for name in alias.names]
+        paths = [
+            next((model for model in known if name.startswith(f"{model}.")), "")
+            for name in alias.names
+        ]
         together = tuple(dict.fromkeys(path for path in paths if path))
         if len(together) > 1:
             groups.setdefault(together, []).append(alias.storage.nbytes)
     for together, sizes in sorted(groups.items(), key=lambda item: -sum(item[1]))[:10]:
-        names = " + ".join(_plain_text(model, 40) for model in together[:8]) + (", …" if len(together) > 8 else "")
+        names = " + ".join(_plain_text(model, 40) for model in together[:8]) + (
+            ", …" if len(together) > 8 else ""
+        )
         saved = nbytes(sum(sizes) * (len(together) - 1))
         yield [
             (f"shared    {names}", "tie"),
-            (f"  {nbytes(sum(sizes))} in {plural(len(sizes), 'storage')}, which saves {saved}", "dim"),
+            (
+                f"  {nbytes(sum(sizes))} in {plural(len(sizes), 'storage')}, which saves {saved}",
+                "dim",
+            ),
         ]
     if len(groups) > 10:
         yield [(f"shared    … {len(groups) - 10:,} more sets of models", "dim")]
@@ -208,7 +267,10 @@ def _packed(found: Survey) -> Iterator[Line]:
     for tensor in found.tensors.odd.values():
         packing = packing_of(tensor)
         if packing is not None:
-            sizes[tensor.storages] = (packing.stored_nbytes, sum(storage.nbytes for storage in tensor.storages))
+            sizes[tensor.storages] = (
+                packing.stored_nbytes,
+                sum(storage.nbytes for storage in tensor.storages),
+            )
     if sizes:
         stored, dense = (sum(column) for column in zip(*sizes.values(), strict=True))
         text = f"{nbytes(stored)} in place of {nbytes(dense)} ({percent(stored, dense)})"
@@ -227,7 +289,10 @@ def _footer(checkpoint: Checkpoint) -> Iterator[Line]:
         shown = ", ".join(names[:5]) + (f", … {len(names) - 5:,} more" if len(names) > 5 else "")
         yield [
             (f"foreign   {shown}", "foreign"),
-            (f"  ({plural(len(names), 'global')} not imported, shown as data; see holdfast scan)", "dim"),
+            (
+                f"  ({plural(len(names), 'global')} not imported, shown as data; see holdfast scan)",
+                "dim",
+            ),
         ]
     for note in checkpoint.notes[:10]:
         from holdfast.cli.options import in_flags  # for the few files that have a note
@@ -237,7 +302,9 @@ def _footer(checkpoint: Checkpoint) -> Iterator[Line]:
         yield [(f"note      … {len(checkpoint.notes) - 10:,} more notes: see --json", "note")]
 
 
-def _rows(branch: Branch, lead: str, depth: int, *, pieces: tuple[str, str, str, str]) -> Iterator[OutlineRow]:
+def _rows(
+    branch: Branch, lead: str, depth: int, *, pieces: tuple[str, str, str, str]
+) -> Iterator[OutlineRow]:
     tee, corner, bar, gap = pieces
     for position, child in enumerate(branch.children):
         last = position == len(branch.children) - 1
@@ -275,7 +342,9 @@ def _tensor_row(lead: str, leaf: LeafNode) -> OutlineRow:
         short_dtype(leaf.tensor.dtype),
         shape if leaf.times == 1 else f"{leaf.times:,} × {shape}",
         # What is tied is stored once, and counted there: so the sizes on the screen add up.
-        "" if leaf.tie.startswith("=") or leaf.tensor.traits.meta else nbytes(leaf.tensor.nbytes * leaf.times),
+        ""
+        if leaf.tie.startswith("=") or leaf.tensor.traits.meta
+        else nbytes(leaf.tensor.nbytes * leaf.times),
         remark,
     )
 
@@ -287,11 +356,19 @@ def _branch_row(lead: str, branch: Branch) -> OutlineRow:
     elif branch.kind not in ("group", "dict", "list", "tuple"):
         shape = branch.text if branch.times == 1 else f"{branch.times:,} × {branch.text}"
         size = nbytes(branch.nbytes * branch.times)
-        return OutlineRow(lead, name, branch.kind, shape, size, [(_plain_text(branch.remark), "dim")])
-    inside = plural(branch.tensors, "tensor") if branch.tensors else plural(sum(child.times for child in branch.children), "item")
+        return OutlineRow(
+            lead, name, branch.kind, shape, size, [(_plain_text(branch.remark), "dim")]
+        )
+    inside = (
+        plural(branch.tensors, "tensor")
+        if branch.tensors
+        else plural(sum(child.times for child in branch.children), "item")
+    )
     if branch.times > 1:
         inside = f"{branch.times:,} × {inside}"
-    return OutlineRow(lead, name, "", inside, nbytes(branch.nbytes * branch.times) if branch.tensors else "")
+    return OutlineRow(
+        lead, name, "", inside, nbytes(branch.nbytes * branch.times) if branch.tensors else ""
+    )
 
 
 def _named(label: str) -> Line:
@@ -301,7 +378,10 @@ def _named(label: str) -> Line:
 def _value(leaf: LeafNode) -> Line:
     if leaf.kind == "link":
         return [(f" = {_plain_text(leaf.text)}", "tie"), (" (the same object)", "dim")]
-    return [(" = ", "dim"), (_plain_text(leaf.text), "foreign" if leaf.kind == "object" else "value")]
+    return [
+        (" = ", "dim"),
+        (_plain_text(leaf.text), "foreign" if leaf.kind == "object" else "value"),
+    ]
 
 
 def _plain_text(text: str, limit: int = 200) -> str:
@@ -317,7 +397,12 @@ def _aligned(rows: list[OutlineRow]) -> Iterator[Line]:
     shape_width = max((min(len(row.shape), 40) for _, row in tensors), default=0)
     size_width = max((len(row.size) for _, row in tensors), default=0)
     # In a narrow terminal, names of more than half of it push their columns to the next line, rather than those of all others.
-    widest = min(WIDEST_NAME, max(columns - dtype_width - shape_width - size_width - 6, columns // 2) if columns else WIDEST_NAME)
+    widest = min(
+        WIDEST_NAME,
+        max(columns - dtype_width - shape_width - size_width - 6, columns // 2)
+        if columns
+        else WIDEST_NAME,
+    )
     left_width = max((left for left, _ in tensors if left <= widest), default=0)
     for left, row in zip(lefts, rows, strict=True):
         line: Line = [(row.lead, "dim"), *row.name]
@@ -346,7 +431,9 @@ LONGEST, LISTED = 1024, 1000
 """Characters of the name that a link points at, and items of a plain list that are given in full."""
 
 
-def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, object]:
+def document(
+    checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, object]:
     """The checkpoint as values that JSON has. `wanted` chooses the names of tensors and values that are listed."""
     found = survey(checkpoint)
     root = outline(checkpoint, found, split=False)
@@ -363,7 +450,9 @@ def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda n
             for name, tensor in found.tensors.items()
             if wanted(name)
         ],
-        "values": [values.entry(leaf) for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)],
+        "values": [
+            values.entry(leaf) for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)
+        ],
         "objects": [
             {"name": b.name, "kind": b.kind, "class": b.text}
             for b in branches(root)
@@ -371,7 +460,12 @@ def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda n
         ],
         "aliases": [{"names": list(a.names), "storage": a.storage.label} for a in found.aliases],
         "foreign": [
-            {"module": f.what.module, "name": f.what.name, **fields_of(f, "uses stream offset paths")} for f in checkpoint.foreign
+            {
+                "module": f.what.module,
+                "name": f.what.name,
+                **fields_of(f, "uses stream offset paths"),
+            }
+            for f in checkpoint.foreign
         ],
         "notes": list(checkpoint.notes),
         "metadata": dict(checkpoint.metadata),
@@ -416,7 +510,12 @@ def _sparse(storage: SparseStorage) -> dict[str, object]:
     """The encoding of a packed chunk: `file` is the name of its dense bytes, and these are the ranges in the real file."""
     parts = [{"file": p.key, **fields_of(p, "start nbytes label crc32")} for p in storage.parts]
     encoding = storage.encoding
-    return {"encoding": encoding.name, "sizes": list(encoding.sizes), "stored_nbytes": storage.stored_nbytes, "parts": parts}
+    return {
+        "encoding": encoding.name,
+        "sizes": list(encoding.sizes),
+        "stored_nbytes": storage.stored_nbytes,
+        "parts": parts,
+    }
 
 
 class _Values:
@@ -431,7 +530,11 @@ class _Values:
         entry: dict[str, object] = {"name": leaf.name, "type": leaf.type, "text": leaf.text}
         if isinstance(leaf.value, list | tuple):
             entry["count"] = len(leaf.value)
-            if len(leaf.value) <= LISTED and self._fits(leaf.value) and all(map(_is_exact, leaf.value)):
+            if (
+                len(leaf.value) <= LISTED
+                and self._fits(leaf.value)
+                and all(map(_is_exact, leaf.value))
+            ):
                 entry["value"] = list(leaf.value)
         elif _is_exact(leaf.value) and self._fits((leaf.value,)):
             entry["value"] = leaf.value
@@ -467,22 +570,36 @@ def rank_lines(checkpoint: Checkpoint, pattern: str | None) -> Iterator[Line]:
         for chunk in tensor.chunks:
             key = _file(chunk.storage.key)
             held[key] = held.get(key, 0) + tensor.dtype.nbytes(chunk.box.count)
-        cut = (tensor.shape, tensor.dtype.name, tuple((c.box.start, c.box.stop, _file(c.storage.key)) for c in tensor.chunks))
+        cut = (
+            tensor.shape,
+            tensor.dtype.name,
+            tuple((c.box.start, c.box.stop, _file(c.storage.key)) for c in tensor.chunks),
+        )
         drawn.setdefault(cut, []).append(name)
         sample.setdefault(cut, tensor)
     letters = {key: LETTERS[i % len(LETTERS)] for i, key in enumerate(sorted(held, key=natural))}
     yield [(escape(clip(checkpoint.path, 200)), "title"), (f"  {checkpoint.format}", "dim")]
     for number, (picture_of, names) in enumerate(drawn.items()):
         if number == PICTURES:
-            yield [(f"… and {plural(len(drawn) - PICTURES, 'other picture')} (use --filter)", "dim")]
+            yield [
+                (f"… and {plural(len(drawn) - PICTURES, 'other picture')} (use --filter)", "dim")
+            ]
             break
         tensor = sample[picture_of]
         more = f"  and {len(names) - 1} more that are cut alike" if len(names) > 1 else ""
-        yield [(escape(clip(names[0], 70)), "name"), (f"  {short_dtype(tensor.dtype)} {list(tensor.shape)}", "dim"), (more, "dim")]
+        yield [
+            (escape(clip(names[0], 70)), "name"),
+            (f"  {short_dtype(tensor.dtype)} {list(tensor.shape)}", "dim"),
+            (more, "dim"),
+        ]
         for row in picture(tensor, letters):
             yield [("    ", ""), (row, "")]
     for key, letter in letters.items():
-        yield [(f"{letter} ", "title"), (escape(clip(key, 100)), ""), (f"  {nbytes(held[key])}", "size")]
+        yield [
+            (f"{letter} ", "title"),
+            (escape(clip(key, 100)), ""),
+            (f"  {nbytes(held[key])}", "size"),
+        ]
 
 
 def _file(key: str) -> str:
@@ -539,19 +656,32 @@ def _run_sparsity(options: argparse.Namespace) -> int:
 
     with open_checkpoint(options.path, threads=1) as checkpoint:
         tensors = chosen(checkpoint, options.filter)
-        with bar("Reading", sum(tensor.nbytes for tensor in tensors), quiet=options.json) as progress:
+        with bar(
+            "Reading", sum(tensor.nbytes for tensor in tensors), quiet=options.json
+        ) as progress:
             found = find_zeros(tensors, progress=progress)
         if options.json:
-            print_json({"schema": 1, "path": checkpoint.path, "tensors": [fields_of(row, SPARSITY) for row in found]})
+            print_json(
+                {
+                    "schema": 1,
+                    "path": checkpoint.path,
+                    "tensors": [fields_of(row, SPARSITY) for row in found],
+                }
+            )
         else:
             print_lines(sparsity_lines(checkpoint.path, found, None if options.all else LINES))
     return 0
 
 
-def sparsity_lines(path: str, found: tuple[TensorSparsity, ...], most: int | None) -> Iterator[Line]:
+def sparsity_lines(
+    path: str, found: tuple[TensorSparsity, ...], most: int | None
+) -> Iterator[Line]:
     size, zeros = sum(row.size for row in found), sum(row.zeros for row in found)
     share = f"{100 * zeros / size:.2f}% of {size:,} elements are zero" if size else "no elements"
-    yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')} · {share}", "dim")]
+    yield [
+        (escape(clip(path, 200)), "title"),
+        (f"  {plural(len(found), 'tensor')} · {share}", "dim"),
+    ]
     shown = in_order(found, lambda row: row.name)[:most]
     shapes = max((len(str(list(row.shape))) for row in shown), default=0)
     for name, row in zip(padded([row.name for row in shown]), shown, strict=True):

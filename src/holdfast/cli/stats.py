@@ -36,11 +36,17 @@ PLAIN_BARS = " .:-=+*#@"
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="PATH", type=values.path, help="a checkpoint of any format")
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
-    verb.add_argument("--bins", metavar="N", type=_bins, default=32, help="bars of the histogram (32); 0 for none")
+    verb.add_argument(
+        "--bins", metavar="N", type=_bins, default=32, help="bars of the histogram (32); 0 for none"
+    )
     verb.add_argument("--threads", metavar="N", type=values.positive, help="how many threads")
     verb.add_argument("-a", "--all", action="store_true", help="every tensor")
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
-    verb.add_argument("--json", action="store_true", help="print one JSON document (its schema is in docs/pruning.md)")
+    verb.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document (its schema is in docs/pruning.md)",
+    )
 
 
 def _bins(text: str) -> int:
@@ -56,12 +62,20 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.inspect.stats import chosen, measure, reading_nbytes
 
-    with acting(options.group, "measure tensors") as ranks, open_checkpoint(options.path, threads=1) as checkpoint:
+    with (
+        acting(options.group, "measure tensors") as ranks,
+        open_checkpoint(options.path, threads=1) as checkpoint,
+    ):
         tensors = chosen(checkpoint, options.filter)
         total = reading_nbytes(tensors, bins=options.bins)
         workers = reading_threads(None, options.threads, ranks.neighbours())
-        with bar("Reading", total, quiet=options.quiet or options.json) as progress, ranks.counting(progress) as counted:
-            found = measure(tensors, bins=options.bins, threads=workers, progress=counted, ranks=ranks)
+        with (
+            bar("Reading", total, quiet=options.quiet or options.json) as progress,
+            ranks.counting(progress) as counted,
+        ):
+            found = measure(
+                tensors, bins=options.bins, threads=workers, progress=counted, ranks=ranks
+            )
         if options.json:
             names = "name dtype shape size mean std norm nans infinities zeros histogram minimum maximum"
             rows = [fields_of(row, names) for row in found]
@@ -70,18 +84,29 @@ def run(options: argparse.Namespace) -> int:
         else:
             print_lines(
                 lines(
-                    checkpoint.path, found, None if options.all else LINES, bars=BARS if guides()[0].startswith("├") else PLAIN_BARS
+                    checkpoint.path,
+                    found,
+                    None if options.all else LINES,
+                    bars=BARS if guides()[0].startswith("├") else PLAIN_BARS,
                 )
             )
     return 0
 
 
-def lines(path: str, found: Sequence[TensorStats], most: int | None, *, bars: str) -> Iterator[Line]:
+def lines(
+    path: str, found: Sequence[TensorStats], most: int | None, *, bars: str
+) -> Iterator[Line]:
     yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')}", "dim")]
     shown = in_order(found, lambda row: row.name)[:most]
     for name, row in zip(padded([row.name for row in shown]), shown, strict=True):
         line: Line = [(name, "name"), (f"  {row.dtype} {list(row.shape)}", "dim")]
-        for label, value in (("min", row.minimum), ("max", row.maximum), ("mean", row.mean), ("std", row.std), ("norm", row.norm)):
+        for label, value in (
+            ("min", row.minimum),
+            ("max", row.maximum),
+            ("mean", row.mean),
+            ("std", row.std),
+            ("norm", row.norm),
+        ):
             line += [(f"  {label} ", "dim"), ("-" if value is None else f"{value:.4g}", "")]
         for label, number in (("zeros", row.zeros), ("NaN", row.nans), ("inf", row.infinities)):
             if number:

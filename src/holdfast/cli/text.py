@@ -33,7 +33,10 @@ def width(text: str) -> int:
         return len(text)
     import unicodedata
 
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )
 
 
 Span = tuple[str, str]
@@ -69,7 +72,9 @@ def print_lines(lines: Iterable[Line], *, file: TextIO | None = None) -> None:
     """Write lines to standard output, or to `file`."""
     out = sys.stdout if file is None else file
     # A terminal that knows colours, and no NO_COLOR (https://no-color.org).
-    colours = out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    colours = (
+        out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    )
     render = _coloured if colours else plain
     columns = line_width(out)
     for line in lines:
@@ -187,4 +192,7 @@ def guides() -> tuple[str, str, str, str]:
 
 
 def _coloured(line: Line) -> str:
-    return "".join(f"\x1b[{code}m{text}\x1b[0m" if text and (code := STYLES.get(style)) else text for text, style in line)
+    return "".join(
+        f"\x1b[{code}m{text}\x1b[0m" if text and (code := STYLES.get(style)) else text
+        for text, style in line
+    )

@@ -38,7 +38,9 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     total = os.path.getsize(options.src) if options.src.is_file() else None
     with bar("Comparing", total, quiet=options.quiet or options.json) as progress:
-        planned = plan_tie(options.src, options.dst, given(options, InPlaceOptions, progress=progress))
+        planned = plan_tie(
+            options.src, options.dst, given(options, InPlaceOptions, progress=progress)
+        )
     if not (options.json or options.quiet or planned.writing.dry_run):
         say("\n".join(planned.report.listing()))
     return carry_out(planned, "Tying", options, fields=found_fields, begin=begin)

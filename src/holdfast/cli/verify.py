@@ -53,9 +53,23 @@ VERDICTS = {
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("paths", metavar="PATH", type=values.path, nargs="+", help="checkpoints, files or directories")
-    verb.add_argument("--strict", action="store_true", help="what has no checksum to be compared with is a failure (exit code 3)")
-    verb.add_argument("--map", metavar="MAP", help="prove first that it is of a layout, whole: 'qwen3:hf->megatron'; auto")
+    verb.add_argument(
+        "paths",
+        metavar="PATH",
+        type=values.path,
+        nargs="+",
+        help="checkpoints, files or directories",
+    )
+    verb.add_argument(
+        "--strict",
+        action="store_true",
+        help="what has no checksum to be compared with is a failure (exit code 3)",
+    )
+    verb.add_argument(
+        "--map",
+        metavar="MAP",
+        help="prove first that it is of a layout, whole: 'qwen3:hf->megatron'; auto",
+    )
     verb.add_argument("-a", "--all", action="store_true", help="every damage")
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
     verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
@@ -67,16 +81,31 @@ def run(options: argparse.Namespace) -> int:
     total = sum(size_of(path) * (2 if is_sealed(path) else 1) for path in options.paths)
     with bar("Verifying", total, quiet=options.quiet or options.json) as progress:
         reports = [
-            verify(path, require=options.strict, progress=progress, group=options.group, map=options.map) for path in options.paths
+            verify(
+                path,
+                require=options.strict,
+                progress=progress,
+                group=options.group,
+                map=options.map,
+            )
+            for path in options.paths
         ]
     if options.json:
         print_json(verify_document(reports))
     else:
-        print_lines(line for report in reports for line in verify_lines(report, everything=options.all))
+        print_lines(
+            line for report in reports for line in verify_lines(report, everything=options.all)
+        )
     verdicts = {report.verdict for report in reports}
     if "unverified" in verdicts:
         return 2
-    return 1 if "damaged" in verdicts else 0 if all(report.ok for report in reports) else NOTHING_TO_COMPARE
+    return (
+        1
+        if "damaged" in verdicts
+        else 0
+        if all(report.ok for report in reports)
+        else NOTHING_TO_COMPARE
+    )
 
 
 def size_of(path: Path) -> int:
@@ -91,10 +120,18 @@ def size_of(path: Path) -> int:
 
 def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[Line]:
     """The report for people: a verdict, every damage, and what could not be checked."""
-    line: Line = [(escape(clip(report.path, 400)), "title"), (f"  {report.format}" if report.format else "", "dim")]
+    line: Line = [
+        (escape(clip(report.path, 400)), "title"),
+        (f"  {report.format}" if report.format else "", "dim"),
+    ]
     word, style = VERDICTS[report.verdict]
     # With --strict, what is not all compared is a failure.
-    line.append((f"  {word}", style if report.ok or report.verdict in ("damaged", "unverified") else "error"))
+    line.append(
+        (
+            f"  {word}",
+            style if report.ok or report.verdict in ("damaged", "unverified") else "error",
+        )
+    )
     if report.checked_nbytes:
         line.append((f"  {nbytes(report.checked_nbytes)} checked", "dim"))
     if report.seal is not None:
@@ -102,7 +139,10 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
     yield line
     for problem in report.problems:
         where = "" if problem.file == report.path else f"{problem.file}: "
-        yield [("  damaged  " if problem.damaged else "  error    ", "error"), (escape(clip(where + problem.message, 600)), "")]
+        yield [
+            ("  damaged  " if problem.damaged else "  error    ", "error"),
+            (escape(clip(where + problem.message, 600)), ""),
+        ]
         if problem.tensors:
             yield [("           ", ""), (_names(problem.tensors), "dim")]
     damaged = in_order(report.damaged, lambda damage: (*damage.tensors, damage.label)[0])
@@ -117,19 +157,28 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
         whole = report.checked_nbytes + report.unchecked_nbytes
         of = f" of {plural(report.tensors, 'tensor')}" if report.compared else ""
         amount = f"{len(report.unchecked):,}{of}" if of else plural(len(report.unchecked), "tensor")
-        size = nbytes(report.unchecked_nbytes) + (f" of {nbytes(whole)}" if report.checked_nbytes else "")
+        size = nbytes(report.unchecked_nbytes) + (
+            f" of {nbytes(whole)}" if report.checked_nbytes else ""
+        )
         text = f"  no checksums are recorded for {amount}, {size}: read without error, but the content cannot be verified"
         yield [(text, "note")]
 
 
 def _damage_lines(damage: Damage, path: str) -> Iterator[Line]:
     found = "what does not inflate" if damage.found is None else f"{damage.found:08x}"
-    where = "" if damage.file == path else f"  {escape(clip(os.path.relpath(damage.file, path), 200))}"
+    where = (
+        "" if damage.file == path else f"  {escape(clip(os.path.relpath(damage.file, path), 200))}"
+    )
     yield [
         ("  damaged  ", "error"),
         (_names(damage.tensors) or escape(clip(damage.label)) or "the file", ""),
         (where, "dim"),
-        (f"  {escape(clip(damage.label))}" if damage.tensors and damage.tensors != (damage.label,) else "", "dim"),
+        (
+            f"  {escape(clip(damage.label))}"
+            if damage.tensors and damage.tensors != (damage.label,)
+            else "",
+            "dim",
+        ),
         (f"  byte {damage.offset:,}, {nbytes(damage.nbytes)}" if damage.nbytes else "", "value"),
         (f"  expected {damage.expected:08x}, found {found}", "dim"),
     ]
@@ -152,8 +201,13 @@ def verify_document(reports: Sequence[VerifyReport]) -> dict[str, object]:
                 "files": len(report.files),
                 **fields_of(report, "checked_nbytes unchecked unchecked_nbytes skipped notes"),
                 "sealed": None if report.seal is None else seal_fields(report.seal),
-                "damaged": [fields_of(one, "file tensors label offset nbytes expected found message") for one in report.damaged],
-                "problems": [fields_of(one, "file message kind tensors damaged") for one in report.problems],
+                "damaged": [
+                    fields_of(one, "file tensors label offset nbytes expected found message")
+                    for one in report.damaged
+                ],
+                "problems": [
+                    fields_of(one, "file message kind tensors damaged") for one in report.problems
+                ],
             }
             for report in reports
         ],

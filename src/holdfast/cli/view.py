@@ -21,8 +21,12 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_report_arguments(verb)
-    verb.add_argument("--port", metavar="N", type=_port, default=0, help="the port (any that is free)")
-    verb.add_argument("--no-browser", action="store_true", help="print the address, and open nothing")
+    verb.add_argument(
+        "--port", metavar="N", type=_port, default=0, help="the port (any that is free)"
+    )
+    verb.add_argument(
+        "--no-browser", action="store_true", help="print the address, and open nothing"
+    )
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
 
 

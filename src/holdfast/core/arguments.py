@@ -25,13 +25,19 @@ MOST = 65_536  # Of things that are all made: threads, bins. Nobody means a mill
 LAST_STEP = (1 << 63) - 1  # What 64-bit readers of other languages hold.
 AnyDType: TypeAlias = "str | DType | np.dtype[np.generic] | type[np.generic] | torch.dtype"
 
-Reader = Callable[[object, str], object]  # Takes a value and the name of the parameter with its `=`; gives what the verb sees.
+Reader = Callable[
+    [object, str], object
+]  # Takes a value and the name of the parameter with its `=`; gives what the verb sees.
 
 
 def flag(value: object, name: str) -> bool:
     """True or False; 0 and 1 do as well. Text does not: "False" would be true."""
     numpy = sys.modules.get("numpy")
-    if isinstance(value, bool) or (type(value) is int and value in (0, 1)) or (numpy and isinstance(value, numpy.bool_)):
+    if (
+        isinstance(value, bool)
+        or (type(value) is int and value in (0, 1))
+        or (numpy and isinstance(value, numpy.bool_))
+    ):
         return bool(value)
     raise BadArgumentType(f"{name} takes True or False, not {shown(value)}", found=value)
 
@@ -56,7 +62,9 @@ def dtype(value: object, name: str) -> DType | str:
         return DTYPES.said(value) or value
     found = DTYPES.given(value)
     if found is None:
-        message = f"{name} takes a dtype ('bfloat16', np.float16, torch.bfloat16), not {shown(value)}"
+        message = (
+            f"{name} takes a dtype ('bfloat16', np.float16, torch.bfloat16), not {shown(value)}"
+        )
         raise BadArgumentType(message, found=value)
     return found
 
@@ -68,25 +76,41 @@ def dtypes(value: object, name: str) -> DType | str | dict[str, DType | str]:
 
 
 def patterns(value: object, name: str) -> tuple[str, ...]:
-    given = (value,) if isinstance(value, str) else _items(value, name, "a pattern, or a list of them")
+    given = (
+        (value,) if isinstance(value, str) else _items(value, name, "a pattern, or a list of them")
+    )
     for item in given:
         if not isinstance(item, str):
-            raise BadArgumentType(f"{name} takes patterns of names, which are text, not {shown(item)}", found=value)
+            raise BadArgumentType(
+                f"{name} takes patterns of names, which are text, not {shown(item)}", found=value
+            )
     return tuple(map(str, given))
 
 
 def pairs(value: object, name: str) -> tuple[tuple[str, str], ...]:
     """Old and new: a dict, or a list of pairs; one pair, or 'OLD=NEW', as on the command line."""
     what = "{'old': 'new'}, or a list of such pairs"
-    given = value.items() if isinstance(value, Mapping) else (value,) if isinstance(value, str) else _items(value, name, what)
+    given = (
+        value.items()
+        if isinstance(value, Mapping)
+        else (value,)
+        if isinstance(value, str)
+        else _items(value, name, what)
+    )
     given = tuple(given)
     if len(given) == 2 and all(isinstance(item, str) and "=" not in item for item in given):
         given = (given,)
     found = []
     for item in given:
         both = item.partition("=")[::2] if isinstance(item, str) and "=" in item else item
-        if not isinstance(both, tuple | list) or len(both) != 2 or not all(isinstance(one, str) for one in both):
-            raise BadArgumentType(f"{name} takes {what}, and {shown(item)} is no pair of names", found=value)
+        if (
+            not isinstance(both, tuple | list)
+            or len(both) != 2
+            or not all(isinstance(one, str) for one in both)
+        ):
+            raise BadArgumentType(
+                f"{name} takes {what}, and {shown(item)} is no pair of names", found=value
+            )
         found.append((str(both[0]), str(both[1])))
     return tuple(found)
 
@@ -99,23 +123,33 @@ def texts(value: object, name: str) -> dict[str, str]:
         if not isinstance(key, str) or not isinstance(item, str):
             wrong = f"{key!r}: {shown(item)}" if isinstance(key, str) else f"the key {shown(key)}"
             advice = "write str(…) or json.dumps(…) around it, or put it into the state itself"
-            raise BadArgumentType(f"{name} takes text under names, and {wrong} is none; {advice}", found=value)
+            raise BadArgumentType(
+                f"{name} takes text under names, and {wrong} is none; {advice}", found=value
+            )
     return dict(value)
 
 
 def group(value: object, name: str) -> object:
     """A `Group`, or a process group of torch, of which one is made."""
     torch = sys.modules.get("torch.distributed")
-    if all(hasattr(value, member) for member in ("rank", "size", "begin")) or (torch and isinstance(value, torch.ProcessGroup)):
+    if all(hasattr(value, member) for member in ("rank", "size", "begin")) or (
+        torch and isinstance(value, torch.ProcessGroup)
+    ):
         return value
-    raise BadArgumentType(f"{name} takes a process group, or what holdfast.torch.group() makes, not {shown(value)}", found=value)
+    raise BadArgumentType(
+        f"{name} takes a process group, or what holdfast.torch.group() makes, not {shown(value)}",
+        found=value,
+    )
 
 
 def map_name(value: object, name: str) -> object:
     """A `Map`, or the name of one."""
     if isinstance(value, str) or hasattr(value, "through"):
         return value
-    raise BadArgumentType(f"{name} takes the name of a map ('qwen3:hf->megatron'), or a Map, not {shown(value)}", found=value)
+    raise BadArgumentType(
+        f"{name} takes the name of a map ('qwen3:hf->megatron'), or a Map, not {shown(value)}",
+        found=value,
+    )
 
 
 size = byte_count
@@ -130,11 +164,16 @@ def limits(value: object, name: str) -> Limits:
     if isinstance(value, Limits):
         return value
     if not isinstance(value, Mapping):
-        raise BadArgumentType(f"{name} takes a holdfast.Limits, or a dict of its fields, not {shown(value)}", found=value)
+        raise BadArgumentType(
+            f"{name} takes a holdfast.Limits, or a dict of its fields, not {shown(value)}",
+            found=value,
+        )
     known = Limits.__struct_fields__
     strange = [key for key in value if key not in known]
     if strange:
-        raise BadArgument(f"{name} has no field {shown(strange[0])}; they are {', '.join(known)}", found=value)
+        raise BadArgument(
+            f"{name} has no field {shown(strange[0])}; they are {', '.join(known)}", found=value
+        )
     return Limits(**value)
 
 
@@ -146,7 +185,10 @@ def progress(value: object, name: str) -> Callable[[int], None] | None:
         # What it takes is only known when it is called.
         return value
     advice = "; with tqdm: progress=tqdm(unit='B', unit_scale=True).update" if value is True else ""
-    raise BadArgumentType(f"{name} takes a function that is told numbers of bytes, not {shown(value)}{advice}", found=value)
+    raise BadArgumentType(
+        f"{name} takes a function that is told numbers of bytes, not {shown(value)}{advice}",
+        found=value,
+    )
 
 
 def rules(kind: type) -> Reader:
@@ -191,7 +233,9 @@ def counts(value: object, name: str) -> dict[str, int] | str:
 
 
 def versions(value: object, name: str) -> dict[str, int]:
-    return {key: whole_number(item, f"{name}{{{key!r}: …}}") for key, item in named(value, name).items()}
+    return {
+        key: whole_number(item, f"{name}{{{key!r}: …}}") for key, item in named(value, name).items()
+    }
 
 
 def step(value: object, name: str) -> int:
@@ -204,7 +248,9 @@ def metrics(value: object, name: str) -> dict[str, float]:
     for key, item in named(value, name).items():
         metric = number(item) if isinstance(item, SupportsFloat) else None
         if metric is None:
-            raise BadArgumentType(f"{name} takes numbers under names, and {key!r} is {shown(item)}", found=value)
+            raise BadArgumentType(
+                f"{name} takes numbers under names, and {key!r} is {shown(item)}", found=value
+            )
         found[key] = metric
     return found
 
@@ -213,7 +259,9 @@ def contents(value: object, name: str) -> dict[str, str | bytes]:
     found: dict[str, str | bytes] = {}
     for key, item in named(value, name).items():
         if not isinstance(item, str | bytes):
-            raise BadArgumentType(f"{name} takes text or bytes under names, and {key!r} is {shown(item)}", found=value)
+            raise BadArgumentType(
+                f"{name} takes text or bytes under names, and {key!r} is {shown(item)}", found=value
+            )
         found[key] = item
     return found
 
@@ -221,7 +269,9 @@ def contents(value: object, name: str) -> dict[str, str | bytes]:
 def mapping(value: object, name: str) -> Mapping[object, object]:
     """A dict, of whose keys the verb knows which it takes."""
     if not isinstance(value, Mapping):
-        raise BadArgumentType(f"{name} takes a dict, names and what they stand for, not {shown(value)}", found=value)
+        raise BadArgumentType(
+            f"{name} takes a dict, names and what they stand for, not {shown(value)}", found=value
+        )
     return value
 
 
@@ -229,13 +279,17 @@ def named(value: object, name: str) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, item in mapping(value, name).items():
         if not isinstance(key, str):
-            raise BadArgumentType(f"{name} takes names, which are text, not {shown(key)}", found=value)
+            raise BadArgumentType(
+                f"{name} takes names, which are text, not {shown(key)}", found=value
+            )
         found[key] = item
     return found
 
 
 def _items(value: object, name: str, what: str) -> tuple[object, ...]:
-    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | memoryview | Mapping | os.PathLike):
+    if isinstance(value, Iterable) and not isinstance(
+        value, bytes | bytearray | memoryview | Mapping | os.PathLike
+    ):
         try:
             return tuple(value)
         except TypeError:  # a tensor without dimensions only looks like many

@@ -26,8 +26,12 @@ def shape_columns(shapes: Sequence[tuple[int, ...]]) -> Ints:
     """
     different = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
     most = max(map(len, different), default=0)
-    rows = np.array([(*shape, *[1] * (most - len(shape))) for shape in different], np.int64).reshape(len(different), most)
-    return rows.T.take(np.fromiter(map(different.__getitem__, shapes), np.int64, len(shapes)), axis=1)
+    rows = np.array(
+        [(*shape, *[1] * (most - len(shape))) for shape in different], np.int64
+    ).reshape(len(different), most)
+    return rows.T.take(
+        np.fromiter(map(different.__getitem__, shapes), np.int64, len(shapes)), axis=1
+    )
 
 
 def byte_row(array: np.ndarray) -> npt.NDArray[np.uint8]:
@@ -49,6 +53,8 @@ def inner(a: np.ndarray, b: np.ndarray) -> float:
     with np.errstate(over="ignore", invalid="ignore"):
         total = float(np.einsum("i,i->", a[whole:], b[whole:]))
         if whole:  # a third of einsum's time
-            rows = np.matmul(a[:whole].reshape(-1, 1, DOT_ELEMENTS), b[:whole].reshape(-1, DOT_ELEMENTS, 1))
+            rows = np.matmul(
+                a[:whole].reshape(-1, 1, DOT_ELEMENTS), b[:whole].reshape(-1, DOT_ELEMENTS, 1)
+            )
             total += float(rows.sum())
     return total

@@ -39,7 +39,9 @@ class Box(Value, frozen=True, gc=False):
     def at(cls, offsets: Sequence[int], sizes: Sequence[int]) -> Box:
         """The box of the given sizes whose lowest corner is at the given offsets."""
         if len(offsets) != len(sizes):
-            raise ValueError(f"a box needs as many offsets as sizes, got {tuple(offsets)} and {tuple(sizes)}")
+            raise ValueError(
+                f"a box needs as many offsets as sizes, got {tuple(offsets)} and {tuple(sizes)}"
+            )
         return cls(tuple(offsets), tuple(o + s for o, s in zip(offsets, sizes, strict=True)))
 
     @property
@@ -78,7 +80,10 @@ class Box(Value, frozen=True, gc=False):
             return False
         if other.count == 0:
             return True
-        return all(a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True))
+        return all(
+            a <= c and d <= b
+            for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True)
+        )
 
     def relative_to(self, origin: Sequence[int]) -> Box:
         """This box in coordinates that begin at `origin`."""

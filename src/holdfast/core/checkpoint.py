@@ -34,18 +34,33 @@ class Alias(Value, frozen=True):
 
 def find_aliases(table: Table, shared: SharedRows) -> tuple[Alias, ...]:
     """The storages that several rows of a table share, in the order of first rows."""
-    each = ((shared.storage_of(number, table.view(rows[0]), rows[0]), rows) for number, rows in shared.groups())
-    return tuple([Alias(tuple([table.names[row] for row in rows]), storage) for storage, rows in each])
+    each = (
+        (shared.storage_of(number, table.view(rows[0]), rows[0]), rows)
+        for number, rows in shared.groups()
+    )
+    return tuple(
+        [Alias(tuple([table.names[row] for row in rows]), storage) for storage, rows in each]
+    )
 
 
-def _seen_again(first: Callable[[Source], Checkpoint], through: Callable[[Checkpoint], Checkpoint], source: Source) -> Checkpoint:
+def _seen_again(
+    first: Callable[[Source], Checkpoint],
+    through: Callable[[Checkpoint], Checkpoint],
+    source: Source,
+) -> Checkpoint:
     return through(first(source))
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
     """An open checkpoint. Use it as a mapping, and as a context manager that closes the files behind it."""
 
-    def __init__(self, source: Source, description: Description, *, again: Callable[[Source], Checkpoint] | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        description: Description,
+        *,
+        again: Callable[[Source], Checkpoint] | None = None,
+    ) -> None:
         """`again` makes the checkpoint out of its source where that arrives in another process; a function of a module."""
         self._again = again
         self._source = source
@@ -59,9 +74,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
         except TypeError:
             if isinstance(name, Hashable):
                 raise
-            raise BadArgumentType(f"a name is text, not {shown(name)}; read(*names) reads several", file=self.path) from None
+            raise BadArgumentType(
+                f"a name is text, not {shown(name)}; read(*names) reads several", file=self.path
+            ) from None
         except KeyError:
-            raise NoSuchTensor(self._missing(name), file=self.path, tensor=None, found=name) from None
+            raise NoSuchTensor(
+                self._missing(name), file=self.path, tensor=None, found=name
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._description.tensors)
@@ -75,7 +94,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -103,9 +127,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
         table = found.tensors.without_views()
         if not self.flat or table is found.tensors:
             return self
-        return Checkpoint(self._source, replace(found, tensors=table, tree=table), again=self._again)
+        return Checkpoint(
+            self._source, replace(found, tensors=table, tree=table), again=self._again
+        )
 
-    def seen(self, description: Description, through: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
+    def seen(
+        self, description: Description, through: Callable[[Checkpoint], Checkpoint]
+    ) -> Checkpoint:
         """The files of this checkpoint under another description, which `through` makes of this checkpoint."""
         again = None if self._again is None else partial(_seen_again, self._again, through)
         return Checkpoint(self._source, description, again=again)
@@ -157,7 +185,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def model_names(self, prefix: str = "") -> list[str]:
         """The names that begin so, without the `non_model_keys`, unless the prefix leads there."""
         left = tuple(f"{key}." for key in self.non_model_keys if not prefix.startswith(f"{key}."))
-        return [name for name in self if name.startswith(prefix) and not (left and name.startswith(left))]
+        return [
+            name
+            for name in self
+            if name.startswith(prefix) and not (left and name.startswith(left))
+        ]
 
     @property
     def metadata(self) -> Mapping[str, str]:
@@ -180,7 +212,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def aliases(self) -> tuple[Alias, ...]:
         """Which names share a storage; names that stand alone are not listed."""
         if self._aliases is None:
-            self._aliases = find_aliases(self.stored, shared_rows([self.stored], stored_aliases=True))
+            self._aliases = find_aliases(
+                self.stored, shared_rows([self.stored], stored_aliases=True)
+            )
         return self._aliases
 
     @property
@@ -193,7 +227,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         Names may be given one by one, or as a list of them.
         """
-        wanted = [name for given in names for name in ([given] if isinstance(given, str) else patterns(given, "names="))]
+        wanted = [
+            name
+            for given in names
+            for name in ([given] if isinstance(given, str) else patterns(given, "names="))
+        ]
         wanted = wanted if names else list(self)
         table = self.stored
         known = table.rows if names else {}
@@ -210,8 +248,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """
         table = self.stored
         known = table.recorded_crcs()
-        rows = [row for row, kind in enumerate(table.kind) if row not in known and not table.kinds[kind].traits.meta]
-        known |= dict(zip(rows, self._source.digest([table.view(row) for row in rows]), strict=True))
+        rows = [
+            row
+            for row, kind in enumerate(table.kind)
+            if row not in known and not table.kinds[kind].traits.meta
+        ]
+        known |= dict(
+            zip(rows, self._source.digest([table.view(row) for row in rows]), strict=True)
+        )
         outlines = [canonical(kind.dtype, kind.shape) for kind in table.kinds]
         each = enumerate(zip(table.names, table.kind, strict=True))
         return {name: Digest(*outlines[kind], known.get(row)) for row, (name, kind) in each}
@@ -223,7 +267,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the path: the checkpoint is opened again where it arrives. `Replaced` where another is there by then."""
         if self._again is None:
-            raise Unsupported("this checkpoint cannot be sent to another process; open it there", file=self.path)
+            raise Unsupported(
+                "this checkpoint cannot be sent to another process; open it there", file=self.path
+            )
         return self._again, (self._source,)
 
     def __copy__(self) -> Checkpoint:
@@ -241,11 +287,22 @@ class Checkpoint(Mapping[str, LazyTensor]):
         first = [self[name] for name in in_order(self)[:ROWS]]
         largest = max((tensor.nbytes for tensor in first), default=0) or 1
         rows = [
-            (tensor.name, tensor.dtype.name, str(list(tensor.shape)), Bar(nbytes(tensor.nbytes), tensor.nbytes / largest))
+            (
+                tensor.name,
+                tensor.dtype.name,
+                str(list(tensor.shape)),
+                Bar(nbytes(tensor.nbytes), tensor.nbytes / largest),
+            )
             for tensor in first
         ]
-        facts = [("format", self.format), ("tensors", f"{len(self):,}"), ("foreign objects", f"{len(self.foreign):,}")]
-        return card(self.path, facts, tables=[table(("name", "dtype", "shape", "size"), rows, len(self))])
+        facts = [
+            ("format", self.format),
+            ("tensors", f"{len(self):,}"),
+            ("foreign objects", f"{len(self.foreign):,}"),
+        ]
+        return card(
+            self.path, facts, tables=[table(("name", "dtype", "shape", "size"), rows, len(self))]
+        )
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r} {self.format}, {len(self):,} tensors>"
@@ -254,5 +311,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         import difflib
 
         near = difflib.get_close_matches(str(name), list(self)[:10_000], n=3, cutoff=0.6)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; it has {len(self):,} tensors"
+        hint = (
+            f"; did you mean {' or '.join(map(repr, near))}?"
+            if near
+            else f"; it has {len(self):,} tensors"
+        )
         return f"no tensor called {name!r}{hint}"

@@ -58,7 +58,9 @@ class Storage(Extent, frozen=True, kw_only=True, eq=False):
         return 1
 
     def __repr__(self) -> str:
-        fields = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "home")
+        fields = (
+            f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "home"
+        )
         return f"{type(self).__name__}({', '.join(fields)})"
 
     # A device or a name is no part of it: the memory is the same. A checksum is: where two differ, both are checked.
@@ -93,7 +95,9 @@ class Chunk(Value, frozen=True):
 
     def __post_init__(self) -> None:
         if len(self.strides) != len(self.box.start):
-            raise ValueError(f"a chunk of rank {self.box.rank} cannot have {len(self.strides)} strides")
+            raise ValueError(
+                f"a chunk of rank {self.box.rank} cannot have {len(self.strides)} strides"
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -107,7 +111,9 @@ class Chunk(Value, frozen=True):
         """The part of this chunk that covers `box`, which must lie inside."""
         if not self.box.contains(box):
             raise ValueError(f"{box} is not inside {self.box}")
-        moved = sum((a - b) * s for a, b, s in zip(box.start, self.box.start, self.strides, strict=True))
+        moved = sum(
+            (a - b) * s for a, b, s in zip(box.start, self.box.start, self.strides, strict=True)
+        )
         return Chunk(box, self.storage, self.offset + moved, self.strides)
 
     def extent(self, dtype: DType) -> tuple[int, int]:

@@ -26,8 +26,12 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_intdigest
 from holdfast.core.crc import Sums, crc32
 
 HASH = "xxh3-128/1MiB"
-PIECE_NBYTES = 1 << 20  # A cache full, which a thread holds when it writes; smaller pieces would be more calls.
-HEAD_NBYTES = 64 << 10  # Enough that a step of an optimizer shows in it, and a fraction of a percent of a large tensor.
+PIECE_NBYTES = (
+    1 << 20
+)  # A cache full, which a thread holds when it writes; smaller pieces would be more calls.
+HEAD_NBYTES = (
+    64 << 10
+)  # Enough that a step of an optimizer shows in it, and a fraction of a percent of a large tensor.
 Bytes = bytes | bytearray | memoryview
 
 
@@ -50,8 +54,13 @@ def hash_bytes(data: Bytes) -> Hashed:
     'd725ef720e130d9fdf1a3c122ca59e45'
     """
     view = memoryview(data)
-    if view.nbytes <= PIECE_NBYTES:  # nearly all tensors are small, and most of their time goes to calls
-        return Hashed(xxh3_128_intdigest(view), crc32(view[:HEAD_NBYTES]) if view.nbytes > HEAD_NBYTES else None)
+    if (
+        view.nbytes <= PIECE_NBYTES
+    ):  # nearly all tensors are small, and most of their time goes to calls
+        return Hashed(
+            xxh3_128_intdigest(view),
+            crc32(view[:HEAD_NBYTES]) if view.nbytes > HEAD_NBYTES else None,
+        )
     whole = ContentHash(view.nbytes)
     whole.add(0, view)
     return whole.done()
@@ -120,10 +129,16 @@ class ContentHash:
         """The hash, when all bytes have come. Raises `ValueError` where some have not."""
         if not self._whole:
             return Hashed(None, self._head.crc32())
-        pieces = [xxh3_128_digest(b"")] if not self._nbytes else [piece for piece in self._pieces if piece is not None]
+        pieces = (
+            [xxh3_128_digest(b"")]
+            if not self._nbytes
+            else [piece for piece in self._pieces if piece is not None]
+        )
         if len(pieces) != len(self._pieces):
             raise ValueError("a hash was asked for before all bytes had come")
         head = self._head.crc32() if self._nbytes > HEAD_NBYTES else None
         if len(pieces) == 1:
             return Hashed(int.from_bytes(pieces[0], "big"), head)
-        return Hashed(xxh3_128_intdigest(self._nbytes.to_bytes(8, "little") + b"".join(pieces)), head)
+        return Hashed(
+            xxh3_128_intdigest(self._nbytes.to_bytes(8, "little") + b"".join(pieces)), head
+        )

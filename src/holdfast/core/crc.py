@@ -10,11 +10,15 @@ from collections.abc import Sequence
 
 from isal import isal_zlib
 
-KEPT_NBYTES = 5 << 10  # What is longer is summed without the interpreter lock (isal_zlibmodule.c, as CPython's zlib does it).
+KEPT_NBYTES = (
+    5 << 10
+)  # What is longer is summed without the interpreter lock (isal_zlibmodule.c, as CPython's zlib does it).
 SHORT_NBYTES = 64 << 10  # What takes about as long as a hand-over of that lock between threads.
 
 
-crc32 = isal_zlib.crc32  # CRC-32 as in zip, continued from a second argument. Releases the interpreter lock.
+crc32 = (
+    isal_zlib.crc32
+)  # CRC-32 as in zip, continued from a second argument. Releases the interpreter lock.
 
 
 def crc32_each(pieces: Sequence[bytes | memoryview]) -> list[int]:
@@ -25,7 +29,10 @@ def crc32_each(pieces: Sequence[bytes | memoryview]) -> list[int]:
     """
     if max(map(len, pieces), default=0) <= KEPT_NBYTES:
         return list(map(isal_zlib.crc32, pieces))
-    return [_kept(piece) if KEPT_NBYTES < len(piece) <= SHORT_NBYTES else crc32(piece) for piece in pieces]
+    return [
+        _kept(piece) if KEPT_NBYTES < len(piece) <= SHORT_NBYTES else crc32(piece)
+        for piece in pieces
+    ]
 
 
 def _kept(piece: bytes | memoryview) -> int:
@@ -35,7 +42,9 @@ def _kept(piece: bytes | memoryview) -> int:
     return found
 
 
-combine = isal_zlib.crc32_combine  # The CRC of two messages in a row, from their CRCs and the length of the second.
+combine = (
+    isal_zlib.crc32_combine
+)  # The CRC of two messages in a row, from their CRCs and the length of the second.
 
 
 def rest_of(whole: int, first: int, nbytes: int) -> int:
@@ -47,7 +56,9 @@ def rest_of(whole: int, first: int, nbytes: int) -> int:
     return whole ^ combine(first, 0, nbytes)
 
 
-def have_crcs(data: memoryview, begins: Sequence[int], ends: Sequence[int], crcs: Sequence[int]) -> bool:
+def have_crcs(
+    data: memoryview, begins: Sequence[int], ends: Sequence[int], crcs: Sequence[int]
+) -> bool:
     """Whether pieces of a buffer, one behind the other, have these checksums.
 
     All from the first to the last is summed by one call, without the interpreter lock, and compared with what the checksums of the
@@ -60,7 +71,9 @@ def have_crcs(data: memoryview, begins: Sequence[int], ends: Sequence[int], crcs
         return True
     if ends[-1] - begins[0] <= KEPT_NBYTES * len(begins):
         # To sum such a piece takes less time than to combine it.
-        return crc32_each([data[begin:end] for begin, end in zip(begins, ends, strict=True)]) == list(crcs)
+        return crc32_each(
+            [data[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        ) == list(crcs)
     total, at = 0, begins[0]
     for begin, end, crc in zip(begins, ends, crcs, strict=True):
         if begin > at:

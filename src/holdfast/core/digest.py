@@ -57,5 +57,7 @@ def combined(digests: Mapping[str, Digest]) -> str:
     import hashlib
     import json
 
-    lines = sorted(json.dumps([name, d.dtype.name, list(d.shape), d.checksum]) for name, d in digests.items())
+    lines = sorted(
+        json.dumps([name, d.dtype.name, list(d.shape), d.checksum]) for name, d in digests.items()
+    )
     return hashlib.blake2b("\n".join(lines).encode("ascii"), digest_size=16).hexdigest()

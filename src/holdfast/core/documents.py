@@ -76,7 +76,9 @@ class DocumentKind(Value, Generic[D], frozen=True, eq=False, kw_only=True):
 
 def message_kind(name: str, of: type[D]) -> DocumentKind[D]:
     """A kind of messages, from one rank to another. They are as long as what they describe."""
-    return DocumentKind(name=name, decoder=msgspec.msgpack.Decoder(of), most=UNLIMITED, canonical=True)
+    return DocumentKind(
+        name=name, decoder=msgspec.msgpack.Decoder(of), most=UNLIMITED, canonical=True
+    )
 
 
 def write_document(kind: DocumentKind[D], value: D) -> bytes:
@@ -84,11 +86,15 @@ def write_document(kind: DocumentKind[D], value: D) -> bytes:
     try:
         raw = _text(kind, value)
     except FAILURES as error:
-        raise HeaderError(f"this cannot stand in a {kind.name}: {error}", file=kind.file or None) from None
+        raise HeaderError(
+            f"this cannot stand in a {kind.name}: {error}", file=kind.file or None
+        ) from None
     return raw if kind.sealed is None else seal(raw, paid_nbytes(raw))
 
 
-def read_document(kind: DocumentKind[D], raw: bytes, limits: Limits = DEFAULTS, *, file: str | None = None) -> D:
+def read_document(
+    kind: DocumentKind[D], raw: bytes, limits: Limits = DEFAULTS, *, file: str | None = None
+) -> D:
     """The value of a text; `file` is where it stands. Raises `Corrupted` where it has not its own checksum, `HeaderError`,
     `LimitExceeded`, or `Unsupported` for an unknown version."""
     with located(file=file or kind.file or None):
@@ -105,18 +111,28 @@ def read_document(kind: DocumentKind[D], raw: bytes, limits: Limits = DEFAULTS, 
         return value
 
 
-def check_length(kind: DocumentKind[D], nbytes: int, limits: Limits = DEFAULTS, *, file: str | None = None) -> None:
+def check_length(
+    kind: DocumentKind[D], nbytes: int, limits: Limits = DEFAULTS, *, file: str | None = None
+) -> None:
     most, place = limits.index_nbytes if kind.most is None else kind.most, file or kind.file or None
     if nbytes > most:
-        limit = f"longer than Limits(index_nbytes={most})" if kind.most is None else f"longer than any ({most:,})"
-        raise LimitExceeded(f"a {kind.name} of {nbytes:,} bytes is {limit}", file=place, expected=most, found=nbytes)
+        limit = (
+            f"longer than Limits(index_nbytes={most})"
+            if kind.most is None
+            else f"longer than any ({most:,})"
+        )
+        raise LimitExceeded(
+            f"a {kind.name} of {nbytes:,} bytes is {limit}", file=place, expected=most, found=nbytes
+        )
 
 
 def proven(kind: DocumentKind[D], raw: bytes) -> D | None:
     """The value of a text that is the one that Holdfast writes of it; None for any other, be it valid or not."""
     try:
         value = kind.decoder.decode(raw)
-        same = kind.packed or _is_text_of(kind, value, raw if kind.sealed is None else raw.rstrip(b" "))
+        same = kind.packed or _is_text_of(
+            kind, value, raw if kind.sealed is None else raw.rstrip(b" ")
+        )
     except FAILURES:
         return None
     if not same or (kind.format and getattr(value, "format", "") != kind.format):
@@ -137,7 +153,11 @@ def explained(kind: DocumentKind[D], raw: bytes, limits: Limits) -> D:
     try:
         value = kind.decoder.decode(raw)
     except FAILURES as error:
-        raise HeaderError(f"the {kind.name}: {error}" if kind.canonical else _explanation(kind, document, str(error))) from None
+        raise HeaderError(
+            f"the {kind.name}: {error}"
+            if kind.canonical
+            else _explanation(kind, document, str(error))
+        ) from None
     if kind.canonical:
         raise HeaderError(f"the {kind.name} is not in the form in which it is written")
     return value
@@ -169,7 +189,9 @@ def _check_version(kind: DocumentKind[D], document: object) -> None:
     if not isinstance(document, dict):
         raise HeaderError(f"at $: expected an object, found {found_kind(document)}")
     if kind.format and document.get("format") != kind.format:
-        raise HeaderError(f"at $.format: expected {kind.format!r}, found {found_kind(document.get('format'))}")
+        raise HeaderError(
+            f"at $.format: expected {kind.format!r}, found {found_kind(document.get('format'))}"
+        )
     version, known = document.get("version"), kind.versions
     if type(version) is not int:
         raise HeaderError(f"at $.version: expected a number, found {found_kind(version)}")
@@ -198,7 +220,11 @@ def _explanation(kind: DocumentKind[D], document: object, said: str) -> str:
     for name, number in STEP.findall(inside.removesuffix("`")):
         step: str | int = name or (_wrong_key(value, shape) if number == "..." else int(number))
         value = value[step]  # type: ignore[index]  # msgspec has gone there
-        shape = next((one.type for one in _fields(shape) if one.encode_name == step), object) if name else _entry(shape)
+        shape = (
+            next((one.type for one in _fields(shape) if one.encode_name == step), object)
+            if name
+            else _entry(shape)
+        )
         steps.append(step)
     if unknown := UNKNOWN.fullmatch(reason):
         return f"at {pointer(*steps, unknown[1])}: a {kind.name} has no such field"
@@ -209,7 +235,11 @@ def _explanation(kind: DocumentKind[D], document: object, said: str) -> str:
 
 
 def _fields(shape: object) -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(shape) if isinstance(shape, type) and issubclass(shape, msgspec.Struct) else ()
+    return (
+        msgspec.structs.fields(shape)
+        if isinstance(shape, type) and issubclass(shape, msgspec.Struct)
+        else ()
+    )
 
 
 def _entry(shape: object) -> object:
@@ -242,7 +272,11 @@ HEX = frozenset("0123456789abcdef")
 
 def hexadecimal(digits: object) -> int | None:
     """A CRC-32 from its eight digits, or None for anything else."""
-    return int(digits, 16) if isinstance(digits, str) and len(digits) == len(BLANK) and HEX.issuperset(digits) else None
+    return (
+        int(digits, 16)
+        if isinstance(digits, str) and len(digits) == len(BLANK) and HEX.issuperset(digits)
+        else None
+    )
 
 
 def seal(raw: bytes, nbytes: int = 0) -> bytes:
@@ -278,9 +312,13 @@ def check_seal(raw: bytes, what: str, remedy: str = "get it again") -> bool:
     found = crc32(whole[at + len(BLANK) :], crc32(BLANK, crc32(whole[:at])))
     if found != expected:
         message = f"{what} does not have the checksum that it records of itself ({digits!r}, not {found:08x})"
-        raise Corrupted(f"{message}: it changed after it was written; {remedy}", expected=expected, found=found)
+        raise Corrupted(
+            f"{message}: it changed after it was written; {remedy}", expected=expected, found=found
+        )
     return True
 
 
 def _unsealed(kind: DocumentKind[D], what: str) -> Corrupted:
-    return Corrupted(f"a {what} ends with its own checksum, and this one does not: it changed after it was written; {kind.remedy}")
+    return Corrupted(
+        f"a {what} ends with its own checksum, and this one does not: it changed after it was written; {kind.remedy}"
+    )

@@ -63,7 +63,11 @@ class DType(Value, frozen=True, eq=False):
         if isinstance(other, np.dtype) and not other.isnative:
             return False
         # Not implemented, and so False, for what is no dtype: the other one may know better.
-        return NotImplemented if isinstance(other, DType) else DTYPES.given(other) is self or NotImplemented
+        return (
+            NotImplemented
+            if isinstance(other, DType)
+            else DTYPES.given(other) is self or NotImplemented
+        )
 
     __ne__ = object.__ne__  # a struct's own would compare otherwise
 
@@ -120,16 +124,30 @@ def _rows() -> list[DType]:
         rows.append(DType(name, array_dtype.itemsize * 8, array_dtype, code, name, storage, kind))
     # Pairs of halves: older numpy and ml_dtypes have no scalar for them, so each is a record with two named fields.
     for name, half in (("complex32", np.float16), ("bcomplex32", ml_dtypes.bfloat16)):
-        rows.append(DType(name, 32, np.dtype([("real", half), ("imag", half)]), None, name, None, "complex"))
-    rows.append(DType("quint4x2", 4, np.dtype(np.uint8), None, "quint4x2", "QUInt4x2Storage", "quantized"))
-    rows.append(DType("quint2x4", 2, np.dtype(np.uint8), None, "quint2x4", "QUInt2x4Storage", "quantized"))
+        rows.append(
+            DType(name, 32, np.dtype([("real", half), ("imag", half)]), None, name, None, "complex")
+        )
+    rows.append(
+        DType("quint4x2", 4, np.dtype(np.uint8), None, "quint4x2", "QUInt4x2Storage", "quantized")
+    )
+    rows.append(
+        DType("quint2x4", 2, np.dtype(np.uint8), None, "quint2x4", "QUInt2x4Storage", "quantized")
+    )
     # torch's shell types for narrow integers take a whole byte each (torch.uint4.itemsize == 1).
     for width in range(1, 8):
-        rows.append(DType(f"uint{width}", 8, np.dtype(np.uint8), None, f"uint{width}", None, "uint"))
+        rows.append(
+            DType(f"uint{width}", 8, np.dtype(np.uint8), None, f"uint{width}", None, "uint")
+        )
         rows.append(DType(f"int{width}", 8, np.dtype(np.int8), None, f"int{width}", None, "int"))
-    rows.append(DType("float4_e2m1fn", 4, np.dtype(ml_dtypes.float4_e2m1fn), "F4", None, None, "float"))
-    rows.append(DType("float6_e2m3fn", 6, np.dtype(ml_dtypes.float6_e2m3fn), "F6_E2M3", None, None, "float"))
-    rows.append(DType("float6_e3m2fn", 6, np.dtype(ml_dtypes.float6_e3m2fn), "F6_E3M2", None, None, "float"))
+    rows.append(
+        DType("float4_e2m1fn", 4, np.dtype(ml_dtypes.float4_e2m1fn), "F4", None, None, "float")
+    )
+    rows.append(
+        DType("float6_e2m3fn", 6, np.dtype(ml_dtypes.float6_e2m3fn), "F6_E2M3", None, None, "float")
+    )
+    rows.append(
+        DType("float6_e3m2fn", 6, np.dtype(ml_dtypes.float6_e3m2fn), "F6_E3M2", None, None, "float")
+    )
     return rows
 
 
@@ -176,9 +194,17 @@ class DTypes:
         if isinstance(dtype, np.dtype):
             return self.numpy(dtype)
         if isinstance(dtype, type):
-            return self.numpy(np.dtype(dtype)) if issubclass(dtype, np.generic) and dtype is not np.generic else None
+            return (
+                self.numpy(np.dtype(dtype))
+                if issubclass(dtype, np.generic) and dtype is not np.generic
+                else None
+            )
         kind = type(dtype)
-        return self.torch(str(dtype).removeprefix("torch.")) if (kind.__module__, kind.__name__) == ("torch", "dtype") else None
+        return (
+            self.torch(str(dtype).removeprefix("torch."))
+            if (kind.__module__, kind.__name__) == ("torch", "dtype")
+            else None
+        )
 
 
 DTYPES = DTypes(_rows())

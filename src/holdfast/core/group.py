@@ -50,7 +50,9 @@ CAUSES, STRETCHES = 16, 6
 LARGEST = 4
 """Pieces for each holder that are dealt one by one. The rest is then small beside what is there, and the Python loop short."""
 
-Decide = Callable[[list[bytes]], list[bytes]]  # On the first rank: from the messages of all to an answer for each.
+Decide = Callable[
+    [list[bytes]], list[bytes]
+]  # On the first rank: from the messages of all to an answer for each.
 
 
 @runtime_checkable
@@ -89,7 +91,9 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    def agree(self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED) -> bytes:
+    def agree(
+        self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED
+    ) -> bytes:
         """One step of everybody: what each rank has goes to the first one, whose decision, one a rank, goes to all. What fails on
         one rank fails on all; the message begins with what that means (`otherwise`)."""
         if isinstance(local, BaseException):
@@ -134,10 +138,17 @@ class SeveralRanks(Ranks):
         """The answer for this rank; the first rank has all of them."""
         raise NotImplementedError
 
-    def agree(self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED) -> bytes:
+    def agree(
+        self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED
+    ) -> bytes:
         """As for one process. A `DurabilityUncertain` of `decide` stays one, on every rank: something was published."""
         missed = local.filename or "" if isinstance(local, NoSuchPath) else None
-        head = self._doing, "" if isinstance(local, bytes) else _cause_of(local), _problems(local), missed
+        head = (
+            self._doing,
+            "" if isinstance(local, bytes) else _cause_of(local),
+            _problems(local),
+            missed,
+        )
         content = local if isinstance(local, bytes) else b""
         cause = local if isinstance(local, BaseException) else None
         try:
@@ -148,16 +159,26 @@ class SeveralRanks(Ranks):
             raise
         answers: list[bytes] | None = None
         if gathered is not None:
-            causes, contents, problems, absent = self._judged([(head, content), *map(_read, gathered)])
+            causes, contents, problems, absent = self._judged(
+                [(head, content), *map(_read, gathered)]
+            )
             try:
                 failed = [_failure(causes, problems, absent)] * self.size if causes else None
                 # What all ranks are told is one object, and travels once.
                 said: dict[bytes, bytes] = {}
-                answers = failed or [said.setdefault(answer, b"+" + answer) for answer in decide(contents)]
+                answers = failed or [
+                    said.setdefault(answer, b"+" + answer) for answer in decide(contents)
+                ]
             except DurabilityUncertain as error:
-                cause, answers = error, [b"?" + _cause_of(error).encode("utf-8", "replace")] * self.size
+                cause, answers = (
+                    error,
+                    [b"?" + _cause_of(error).encode("utf-8", "replace")] * self.size,
+                )
             except Exception as error:
-                cause, answers = error, [_failure({0: _cause_of(error)}, _problems(error))] * self.size
+                cause, answers = (
+                    error,
+                    [_failure({0: _cause_of(error)}, _problems(error))] * self.size,
+                )
         answer = self._answer(answers)
         if answer[:1] == b"+":
             return answer[1:]
@@ -166,12 +187,16 @@ class SeveralRanks(Ranks):
         listed, problems, absent = json.loads(answer[1:])
         known = {int(rank): str(text) for rank, text in listed.items()}
         if absent is not None:
-            raise RanksFoundNothing(f"{otherwise}: {_causes(known)}", absent, causes=known) from cause
+            raise RanksFoundNothing(
+                f"{otherwise}: {_causes(known)}", absent, causes=known
+            ) from cause
         if problems is not None:
             raise RanksRefused(f"{otherwise}: {_causes(known)}", problems, causes=known) from cause
         raise RanksFailed(f"{otherwise}: {_causes(known)}", causes=known) from cause
 
-    def _judged(self, gathered: list[Message]) -> tuple[dict[int, str], list[bytes], list[str] | None, str | None]:
+    def _judged(
+        self, gathered: list[Message]
+    ) -> tuple[dict[int, str], list[bytes], list[str] | None, str | None]:
         """The causes of failed ranks, all contents, all problems if each is a `CannotHold`, the path if no rank found anything."""
         causes: dict[int, str] = {}
         problems: dict[str, None] | None = {}
@@ -184,8 +209,17 @@ class SeveralRanks(Ranks):
             elif failed:
                 causes[rank] = failed
             if rank in causes:
-                problems = None if problems is None or refused is None else problems | dict.fromkeys(refused)
-        return causes, contents, None if problems is None else list(problems), absent[0] if len(absent) == self.size else None
+                problems = (
+                    None
+                    if problems is None or refused is None
+                    else problems | dict.fromkeys(refused)
+                )
+        return (
+            causes,
+            contents,
+            None if problems is None else list(problems),
+            absent[0] if len(absent) == self.size else None,
+        )
 
 
 @contextmanager
@@ -234,7 +268,12 @@ MARK_NBYTES = 16
 SHARES = message_kind("list of shares", list[bytes])
 
 
-def share_out(ranks: Ranks, nbytes: Sequence[int] | Ints, work: Callable[[list[int]], Sequence[T]], kind: type[T]) -> list[T]:
+def share_out(
+    ranks: Ranks,
+    nbytes: Sequence[int] | Ints,
+    work: Callable[[list[int]], Sequence[T]],
+    kind: type[T],
+) -> list[T]:
     """The results of pieces of work, in order. Each piece has a number and a weight; one rank does it, and all get its result, of
     this type (as msgspec reads it). Raises on every rank where one sees other pieces."""
     if ranks.size == 1:
@@ -245,7 +284,9 @@ def share_out(ranks: Ranks, nbytes: Sequence[int] | Ints, work: Callable[[list[i
     picks = ranks.size - 1 - deal(weights, np.zeros(ranks.size, np.int64))
     with telling(ranks):
         own = write_document(results, [*work(np.flatnonzero(picks == ranks.rank).tolist())])
-    found = [read_document(results, one)[::-1] for one in exchange(ranks, own, common=weights.tobytes())]
+    found = [
+        read_document(results, one)[::-1] for one in exchange(ranks, own, common=weights.tobytes())
+    ]
     return [found[rank].pop() for rank in picks.tolist()]
 
 
@@ -255,7 +296,9 @@ def exchange(ranks: Ranks, own: bytes, *, common: bytes) -> list[bytes]:
 
     def decide(messages: list[bytes]) -> list[bytes]:
         check_same([message[:MARK_NBYTES] for message in messages])
-        return [write_document(SHARES, [message[MARK_NBYTES:] for message in messages])] * len(messages)
+        return [write_document(SHARES, [message[MARK_NBYTES:] for message in messages])] * len(
+            messages
+        )
 
     mark = blake2b(common, digest_size=MARK_NBYTES).digest()
     return read_document(SHARES, ranks.agree(mark + own, decide))
@@ -265,8 +308,13 @@ def check_same(marks: Sequence[bytes]) -> None:
     """Raise `Replaced` where the ranks have not opened one checkpoint, by what each made of its own."""
     others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if others:
-        message = f"the ranks have opened different checkpoints ({say_ranks(others)} not that of rank 0)"
-        raise Replaced(f"{message}: it was saved again, or it is not on storage that all of them share", found=tuple(others))
+        message = (
+            f"the ranks have opened different checkpoints ({say_ranks(others)} not that of rank 0)"
+        )
+        raise Replaced(
+            f"{message}: it was saved again, or it is not on storage that all of them share",
+            found=tuple(others),
+        )
 
 
 def deal(nbytes: Ints, loads: Ints) -> Ints:
@@ -342,7 +390,9 @@ def _problems(local: object) -> list[str] | None:
     return list(local.problems) if isinstance(local, CannotHold) else None
 
 
-def _failure(causes: dict[int, str], problems: list[str] | None = None, absent: str | None = None) -> bytes:
+def _failure(
+    causes: dict[int, str], problems: list[str] | None = None, absent: str | None = None
+) -> bytes:
     return b"-" + json.dumps([causes, problems, absent]).encode()
 
 

@@ -6,7 +6,9 @@ import re
 
 from holdfast.errors import UnsafePath
 
-DATA = re.compile(r"data-([0-9a-f]{16})-[0-9]{5,}-of-[0-9]{5,}(?:-[0-9]{5,})?\.safetensors", re.ASCII)
+DATA = re.compile(
+    r"data-([0-9a-f]{16})-[0-9]{5,}-of-[0-9]{5,}(?:-[0-9]{5,})?\.safetensors", re.ASCII
+)
 """What a save to an object store calls its data, with the id of the save: nobody else has given such a name."""
 
 SIBLING = re.compile(rf"\.\./([^./\\\0][^/\\\0]*)/({DATA.pattern})", re.ASCII)
@@ -20,7 +22,9 @@ def check_key(key: str) -> str:
     """
     parts = key.split("/")
     if not key or "\\" in key or "\0" in key or any(p in ("", ".", "..") for p in parts):
-        raise UnsafePath(f"the name {key!r} does not stay inside the checkpoint; the file that holds it is not trustworthy")
+        raise UnsafePath(
+            f"the name {key!r} does not stay inside the checkpoint; the file that holds it is not trustworthy"
+        )
     return key
 
 

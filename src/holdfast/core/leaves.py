@@ -63,7 +63,9 @@ Convert = Callable[[object, Path], object]
 """From a leaf to a lazy tensor, a composite, or whatever is to be kept of it. Raises `Unsupported` where it cannot be kept."""
 
 
-Sort = tuple[type, frozenset[type], frozenset[type]]  # Of a container: its type, the types of its keys, and those of its values.
+Sort = tuple[
+    type, frozenset[type], frozenset[type]
+]  # Of a container: its type, the types of its keys, and those of its values.
 
 Form = tuple[bool, bool, bool, bool, bool, bool]
 """Of containers of one sort: whether all keys are texts; whether some are neither texts nor integers; whether there are plain
@@ -110,12 +112,20 @@ class Leaves:
         self.alone = False  # Whether the state is one tensor, with nothing around it.
         self.marked = False
         """Whether a tensor is more than its elements: a Parameter, one that wants a gradient. Said by whoever has asked."""
-        self.converted: dict[int, tuple[object, object]] = {}  # By identity: leaves of other types, and what was made of them.
-        self.odd: dict[int, LazyTensor] = {}  # By identity: the lazy tensors of those whose rows are odd.
+        self.converted: dict[
+            int, tuple[object, object]
+        ] = {}  # By identity: leaves of other types, and what was made of them.
+        self.odd: dict[
+            int, LazyTensor
+        ] = {}  # By identity: the lazy tensors of those whose rows are odd.
         self.places: list[tuple[str, object]] = []  # Those that became tensors, with their names.
         self.problems: list[str] = []  # What stands in the way of a save, by its path.
-        self.paths: dict[int, Path] = {}  # Of the tensors of these numbers, where they were asked for.
-        self.doubled: list[tuple[int, str]] = []  # Tensors whose names got a number, and what these were before.
+        self.paths: dict[
+            int, Path
+        ] = {}  # Of the tensors of these numbers, where they were asked for.
+        self.doubled: list[
+            tuple[int, str]
+        ] = []  # Tensors whose names got a number, and what these were before.
         self.left_out = 0  # References to containers that were gone through too often already.
         self._convert = convert
         self._like: dict[tuple[type, frozenset[type], frozenset[type]], object] = {}
@@ -145,24 +155,50 @@ class Leaves:
         for number, whole in sorted(wholes.items()):
             name, value = self.names[number], self.values[number]
             self.converted[id(value)] = value, whole
-            names += (*self.names[done:number], *[part if self.alone else f"{name}.{part}" for part in whole.parts])
+            names += (
+                *self.names[done:number],
+                *[part if self.alone else f"{name}.{part}" for part in whole.parts],
+            )
             values += (*self.values[done:number], *whole.parts.values())
             done = number + 1
-        self.names, self.values, self.nested = [*names, *self.names[done:]], [*values, *self.values[done:]], True
+        self.names, self.values, self.nested = (
+            [*names, *self.names[done:]],
+            [*values, *self.values[done:]],
+            True,
+        )
 
     def over(self, table: Table) -> Leaves:
         """The leaves as rows of another table, which has a row for each of them, in their order."""
         made = copy.copy(self)
-        wholes = [(key, value, one) for key, (value, one) in self.converted.items() if isinstance(one, Composite)]
+        wholes = [
+            (key, value, one)
+            for key, (value, one) in self.converted.items()
+            if isinstance(one, Composite)
+        ]
         if wholes:
             rows = dict(zip(map(id, self.values), range(len(self.values)), strict=True))
-            views = {id(part): table.view(rows[id(part)]) for _, _, one in wholes for part in one.parts.values()}
+            views = {
+                id(part): table.view(rows[id(part)])
+                for _, _, one in wholes
+                for part in one.parts.values()
+            }
             made.values = [views.get(id(value), value) for value in self.values]
             made.converted = dict(self.converted)
             for key, value, one in wholes:
-                made.converted[key] = value, replace(one, parts={name: views[id(part)] for name, part in one.parts.items()})
-        apart = {number for number, kind in enumerate(table.kinds) if not (kind.whole and kind.nbytes) or _is_more(kind.traits)}
-        rows_apart = [row for row, kind in enumerate(table.kind) if kind in apart or row in table.odd] if apart or table.odd else []
+                made.converted[key] = (
+                    value,
+                    replace(one, parts={name: views[id(part)] for name, part in one.parts.items()}),
+                )
+        apart = {
+            number
+            for number, kind in enumerate(table.kinds)
+            if not (kind.whole and kind.nbytes) or _is_more(kind.traits)
+        }
+        rows_apart = (
+            [row for row, kind in enumerate(table.kind) if kind in apart or row in table.odd]
+            if apart or table.odd
+            else []
+        )
         made.odd = {id(made.values[row]): table.view(row) for row in rows_apart}
         return made
 
@@ -188,20 +224,30 @@ class Leaves:
         policy.room(characters, len(names))
 
     def _go_through(self, state: object, policy: Policy) -> int:
-        kinds, entered, refuses, depth, paths = self.kinds, policy.entered, policy.refuses, policy.depth, policy.paths
+        kinds, entered, refuses, depth, paths = (
+            self.kinds,
+            policy.entered,
+            policy.refuses,
+            policy.depth,
+            policy.paths,
+        )
         names, values, forms = self.names, self.values, dict[Sort, Form]()
         spare, characters, room = policy.again, 0, FREE_CHARACTERS
         is_tensor = kinds.__contains__
         walked: dict[int, bool] = {}  # Containers, and whether there may be tensors in them.
         on_path: set[int] = set()
-        pending: list[tuple[Iterator[tuple[str | int, object]], str | None, object, Sequence[int], int]] = []
+        pending: list[
+            tuple[Iterator[tuple[str | int, object]], str | None, object, Sequence[int], int]
+        ] = []
         """Containers that are entered: what is left around each, what names around it begin with, itself, the identities of what it
         is stored in, and how much was found before it."""
         level = 0
         passed = 0  # Containers that were passed over, and may have tensors in them.
         path: list[str | int] = []
         inside: Iterator[tuple[str | int, Any]] = iter([("", state)])
-        prefix: str | None = ""  # What names in the container at work begin with; None where nobody asked for it yet.
+        prefix: str | None = (
+            ""  # What names in the container at work begin with; None where nobody asked for it yet.
+        )
         owners: Sequence[int]
         keys: Any
         content: Any
@@ -237,8 +283,13 @@ class Leaves:
                 if again:
                     if not on_path.isdisjoint((ident,) if held is None else owners):
                         # An object may hold what holds it.
-                        if refuses and not any(isinstance(one, Opaque) for one in (item, *[one[2] for one in pending])):
-                            self._problem((*path, key) if pending else (), f"a {kind.__name__} that contains itself")
+                        if refuses and not any(
+                            isinstance(one, Opaque) for one in (item, *[one[2] for one in pending])
+                        ):
+                            self._problem(
+                                (*path, key) if pending else (),
+                                f"a {kind.__name__} that contains itself",
+                            )
                         else:
                             passed += 1
                         continue
@@ -246,7 +297,11 @@ class Leaves:
                     if refuses and not walked[ident]:
                         continue
                 if held is not None:
-                    pairs = [pair for _, inner in held for pair in inner] if spare >= 0 or not again else []
+                    pairs = (
+                        [pair for _, inner in held for pair in inner]
+                        if spare >= 0 or not again
+                        else []
+                    )
                     keys, content = [one for one, _ in pairs], [one for _, one in pairs]
                 elif kind is list or kind is tuple:
                     keys, content = range(len(item)), item
@@ -260,10 +315,20 @@ class Leaves:
                         continue
                 if level >= depth:
                     if not refuses:
-                        raise LimitExceeded(f"the state nests deeper than Limits(depth={depth})", expected=depth, found=depth + 1)
-                    self.problems.append(f"{dotted((*path, key)[:4])}…: nested deeper than Limits(depth={depth})")
+                        raise LimitExceeded(
+                            f"the state nests deeper than Limits(depth={depth})",
+                            expected=depth,
+                            found=depth + 1,
+                        )
+                    self.problems.append(
+                        f"{dotted((*path, key)[:4])}…: nested deeper than Limits(depth={depth})"
+                    )
                     continue
-                sort = kind, INTEGER if type(keys) is range else frozenset(map(type, keys)), frozenset(map(type, content))
+                sort = (
+                    kind,
+                    INTEGER if type(keys) is range else frozenset(map(type, keys)),
+                    frozenset(map(type, content)),
+                )
                 if sort not in forms:
                     forms[sort] = self._form(sort, item)
                 texts, odd, plain, whole, flat, named = forms[sort]
@@ -295,7 +360,10 @@ class Leaves:
                         names += made
                         values += content
                         if paths:
-                            around, rows = (*path, key) if pending else (), enumerate(keys, len(values) - len(content))
+                            around, rows = (
+                                (*path, key) if pending else (),
+                                enumerate(keys, len(values) - len(content)),
+                            )
                             self.paths |= {row: (*around, one) for row, one in rows if row in paths}
                         continue
                 if pending:
@@ -304,7 +372,10 @@ class Leaves:
                 on_path.update(owners)
                 pending.append((inside, prefix, item, owners, len(values) + passed))
                 level += 1
-                inside, prefix = zip(keys, content, strict=True), below if named or not path else None
+                inside, prefix = (
+                    zip(keys, content, strict=True),
+                    below if named or not path else None,
+                )
                 break
             else:
                 if not pending:
@@ -322,7 +393,14 @@ class Leaves:
         if not isinstance(container, Opaque):
             self._like[sort] = container
         flat = types <= self.kinds | PLAIN
-        return keys <= TEXT, not keys <= KEYS, types <= PLAIN, types <= self.kinds, flat, not types <= CONTAINERS | PLAIN
+        return (
+            keys <= TEXT,
+            not keys <= KEYS,
+            types <= PLAIN,
+            types <= self.kinds,
+            flat,
+            not types <= CONTAINERS | PLAIN,
+        )
 
     def _number_names(self) -> None:
         seen: set[str] = set()
@@ -364,14 +442,21 @@ class Leaves:
 
     def others(self) -> list[object]:
         """Leaves that are neither tensors nor plain values."""
-        return [value for value, made in self.converted.values() if not isinstance(made, LazyTensor | Composite)]
+        return [
+            value
+            for value, made in self.converted.values()
+            if not isinstance(made, LazyTensor | Composite)
+        ]
 
     def composites(self) -> list[Composite]:
         return [made for _, made in self.converted.values() if isinstance(made, Composite)]
 
     def samples(self) -> list[object]:
         """A container of each kind, with some of its plain values."""
-        return [_sample(container, plain=not types.isdisjoint(PLAIN)) for (_, _, types), container in self._like.items()]
+        return [
+            _sample(container, plain=not types.isdisjoint(PLAIN))
+            for (_, _, types), container in self._like.items()
+        ]
 
 
 NO_LEAVES = Leaves((), lambda value, path: value)
@@ -387,7 +472,9 @@ def _sample(container: object, *, plain: bool) -> object:
     if not isinstance(container, dict):
         inside = cast("list[object] | tuple[object, ...]", container) if plain else ()
         return type(container)(islice((value for value in inside if type(value) in PLAIN), SAMPLED))  # type: ignore[call-arg]  # both take one
-    some = ((key, value) for key, value in (container.items() if plain else ()) if type(value) in PLAIN)
+    some = (
+        (key, value) for key, value in (container.items() if plain else ()) if type(value) in PLAIN
+    )
     made = refilled(container, dict(islice(some, SAMPLED)))
     versions = getattr(container, "_metadata", None)
     if isinstance(versions, dict):
@@ -427,13 +514,19 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
             set_name(tensor, name)
         elif own != name:
             tensors[name] = tensor.renamed(name)
-    paths = _opened(tree, limits, stored, {row for row, _ in leaves.doubled}).paths if leaves.doubled else {}
+    paths = (
+        _opened(tree, limits, stored, {row for row, _ in leaves.doubled}).paths
+        if leaves.doubled
+        else {}
+    )
     notes = [
         f"two tensors are called {base!r}; the one at path {paths[row]!r} is listed as {leaves.names[row]!r}"
         for row, base in leaves.doubled
     ]
     if leaves.left_out:
-        notes.append(f"{leaves.left_out:,} further references to shared containers were not listed by name; they are in the tree")
+        notes.append(
+            f"{leaves.left_out:,} further references to shared containers were not listed by name; they are in the tree"
+        )
     return Named(tensors, notes)
 
 
@@ -445,7 +538,17 @@ def tensor_paths(tree: object, limits: Limits, stored: int) -> dict[str, Path]:
 
 def _opened(tree: object, limits: Limits, stored: int, paths: Container[int] = ()) -> Leaves:
     leaves, entered = Leaves((LazyTensor,), None), (list, tuple, Opaque, Composite)
-    leaves.find(tree, Policy(limits.depth, stored + FREE_STEPS, lambda found, _: _room(found, stored), entered, False, paths))
+    leaves.find(
+        tree,
+        Policy(
+            limits.depth,
+            stored + FREE_STEPS,
+            lambda found, _: _room(found, stored),
+            entered,
+            False,
+            paths,
+        ),
+    )
     return leaves
 
 
@@ -459,6 +562,14 @@ def _room(characters: int, stored: int) -> int:
 
 
 def _held_nbytes(state: object) -> int:
-    containers = [value for _, value in walk(state, nested) if isinstance(value, dict | list | tuple)]
-    keys = {id(key): len(key) for value in containers if isinstance(value, dict) for key in value if isinstance(key, str)}
+    containers = [
+        value for _, value in walk(state, nested) if isinstance(value, dict | list | tuple)
+    ]
+    keys = {
+        id(key): len(key)
+        for value in containers
+        if isinstance(value, dict)
+        for key in value
+        if isinstance(key, str)
+    }
     return sum(keys.values()) + HELD_NBYTES * sum(map(len, containers))

@@ -56,8 +56,15 @@ class Limits(Value, frozen=True):
         for field in self.__struct_fields__:
             value: object = getattr(self, field)
             if type(value) is not int or value < 0:
-                name, of_bytes = f"Limits({field}=…)", field.endswith("_nbytes") and isinstance(value, str)
-                force_setattr(self, field, byte_count(value, name) if of_bytes else whole_number(value, name, least=0))
+                name, of_bytes = (
+                    f"Limits({field}=…)",
+                    field.endswith("_nbytes") and isinstance(value, str),
+                )
+                force_setattr(
+                    self,
+                    field,
+                    byte_count(value, name) if of_bytes else whole_number(value, name, least=0),
+                )
 
 
 DEFAULTS = Limits()

@@ -27,7 +27,9 @@ class Matched(Value, frozen=True):
     source: list[int]
     target: list[int]
     missing: list[int]  # Rows of the target whose name the source does not have.
-    refused: dict[int, str]  # Rows of the target that cannot have what the source has under their name, each with the reason.
+    refused: dict[
+        int, str
+    ]  # Rows of the target that cannot have what the source has under their name, each with the reason.
 
 
 class Met(Value, frozen=True):
@@ -43,7 +45,11 @@ class Met(Value, frozen=True):
 
 
 def match(
-    rows: Mapping[str, int], kind: Sequence[int], names: Sequence[str], kinds: Sequence[T], judge: Callable[[int, T], str | None]
+    rows: Mapping[str, int],
+    kind: Sequence[int],
+    names: Sequence[str],
+    kinds: Sequence[T],
+    judge: Callable[[int, T], str | None],
 ) -> Matched:
     """Match rows of a source with those of a target by name.
 
@@ -76,7 +82,10 @@ def match(
 
 
 def meet(
-    table: Table, rows: Sequence[int], boxes: Sequence[Sequence[Box] | None], given: Mapping[int, LazyTensor] | None = None
+    table: Table,
+    rows: Sequence[int],
+    boxes: Sequence[Sequence[Box] | None],
+    given: Mapping[int, LazyTensor] | None = None,
 ) -> Met:
     """Where rows of a source meet the boxes of their targets. `None` in the place of boxes is all of a tensor, in its own shape.
     `given` has tensors that take the place of the row of their pair: it is seen in another shape, or is no row. Boxes that have no
@@ -91,7 +100,9 @@ def meet(
         tensor = given[pair] if pair in given else table.view(row)
         for number, box in enumerate((Box.whole(tensor.shape),) if cut is None else cut):
             if box.count:
-                found.parts[len(found.pairs)] = tensor if box.shape == tensor.shape else tensor[box.slices]
+                found.parts[len(found.pairs)] = (
+                    tensor if box.shape == tensor.shape else tensor[box.slices]
+                )
                 found.pairs.append(pair)
                 found.boxes.append(number)
     return found

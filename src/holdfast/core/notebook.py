@@ -51,17 +51,25 @@ def text(value: str, limit: int = LONGEST) -> str:
 
 
 def card(title: str, facts: Iterable[tuple[str, str]], *, tables: Iterable[str] = ()) -> str:
-    line = " · ".join(f'<span style="{FAINT}">{text(label)}</span> {text(value)}' for label, value in facts)
+    line = " · ".join(
+        f'<span style="{FAINT}">{text(label)}</span> {text(value)}' for label, value in facts
+    )
     return f'<div style="margin:.4em 0"><div><strong>{text(title, 200)}</strong></div><div>{line}</div>{"".join(tables)}</div>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], total: int) -> str:
     shown = [row for row, _ in zip(rows, range(ROWS), strict=False)]
-    head = "".join(f'<th style="{CELL};font-weight:normal;{FAINT}">{text(column)}</th>' for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td style={QUOTE}{CELL}{QUOTE}>{_cell(cell)}</td>' for cell in row)}</tr>" for row in shown)
+    head = "".join(
+        f'<th style="{CELL};font-weight:normal;{FAINT}">{text(column)}</th>' for column in columns
+    )
+    body = "".join(
+        f"<tr>{''.join(f'<td style={QUOTE}{CELL}{QUOTE}>{_cell(cell)}</td>' for cell in row)}</tr>"
+        for row in shown
+    )
     more = f'<div style="{FAINT}">… {total - len(shown):,} more</div>' if total > len(shown) else ""
     return (
-        f'<table style="border-collapse:collapse;margin:.3em 0"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}'
+        '<table style="border-collapse:collapse;margin:.3em 0">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
     )
 
 
@@ -82,7 +90,8 @@ def _cell(cell: Cell) -> str:
     )
     wide = 2 * min(len(cell.counts), 64)
     return (
-        f'<svg width="{wide}" height="16" viewBox="0 0 {wide} 16" fill="currentColor" opacity=".55" aria-hidden="true">{bars}</svg>'
+        f'<svg width="{wide}" height="16" viewBox="0 0 {wide} 16" fill="currentColor" '
+        f'opacity=".55" aria-hidden="true">{bars}</svg>'
     )
 
 
@@ -103,7 +112,14 @@ class Shown:
 
     def _repr_html_(self) -> str:
         values = {name: self._arranged(name, value) for name, value in _fields(self).items()}
-        facts = [*self._headline(), *((_words(name), _fact(name, value)) for name, value in values.items() if _plain(value))]
+        facts = [
+            *self._headline(),
+            *(
+                (_words(name), _fact(name, value))
+                for name, value in values.items()
+                if _plain(value)
+            ),
+        ]
         tables = [_rows(name, value) for name, value in values.items() if not _plain(value)]
         return card(type(self).__name__, facts, tables=filter(None, tables))
 
@@ -120,7 +136,9 @@ def _fields(value: object) -> dict[str, object]:
         return {name: getattr(value, name) for name in value.__struct_fields__}
     if not dataclasses.is_dataclass(value):
         return {}
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr}
+    return {
+        field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr
+    }
 
 
 def _plain(value: object) -> bool:
@@ -140,7 +158,11 @@ def _fact(name: str, value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         # Room that has no end is as many bytes as can be counted.
-        return ("any" if value >= 1 << 62 else nbytes(value)) if name.endswith("nbytes") and value >= 0 else f"{value:,}"
+        return (
+            ("any" if value >= 1 << 62 else nbytes(value))
+            if name.endswith("nbytes") and value >= 0
+            else f"{value:,}"
+        )
     if isinstance(value, float):
         return f"{value:.4g}" if math.isfinite(value) else str(value)
     return "–" if value is None or value == "" else str(value)
@@ -154,10 +176,16 @@ def _rows(name: str, value: object) -> str:
         return ""
     some = [_flat(item) for item in value[:ROWS]]
     columns = list(dict.fromkeys(column for row in some for column in row))[:COLUMNS]
-    largest = {column: max((_size(row.get(column)) for row in some), default=0.0) for column in columns}
-    cells = [[_shown(column, row.get(column), largest[column]) for column in columns] for row in some]
+    largest = {
+        column: max((_size(row.get(column)) for row in some), default=0.0) for column in columns
+    }
+    cells = [
+        [_shown(column, row.get(column), largest[column]) for column in columns] for row in some
+    ]
     title = f'<div style="margin-top:.3em">{text(_words(name))} <span style="{FAINT}">{len(value):,}</span></div>'
-    return title + table([_words(column) if column else "" for column in columns], cells, len(value))
+    return title + table(
+        [_words(column) if column else "" for column in columns], cells, len(value)
+    )
 
 
 def _size(value: object) -> float:
@@ -182,8 +210,15 @@ def _shown(column: str, value: object, largest: float) -> Cell:
         if column == "histogram":
             return Bars(value)
         whole = all(type(n) is int for n in value)
-        inside = [str(list(item)) if isinstance(item, tuple) else str(item) if _plain(item) else "…" for item in value[:8]]
-        return str(list(value)) if whole and len(value) <= 8 else ", ".join(inside) + (" …" if len(value) > 8 else "")
+        inside = [
+            str(list(item)) if isinstance(item, tuple) else str(item) if _plain(item) else "…"
+            for item in value[:8]
+        ]
+        return (
+            str(list(value))
+            if whole and len(value) <= 8
+            else ", ".join(inside) + (" …" if len(value) > 8 else "")
+        )
     if isinstance(value, int) and column.endswith("nbytes") and not isinstance(value, bool):
         return Bar(nbytes(value) if value >= 0 else str(value), value / largest if largest else 0.0)
     if column in ("relative", "zeros") and isinstance(value, int | float):

@@ -58,9 +58,15 @@ class Opaque:
         self.what = what  # The callable or class: a `Global`, or another `Opaque` when the pickle computed it.
         self.args = args  # Positional arguments of the call or of `__new__`.
         self.kwargs = kwargs  # Keyword arguments (NEWOBJ_EX), if there were any.
-        self.state = state  # What `__setstate__` would have received, or what would have become `__dict__`.
-        self.items: list[object] = [] if items is None else items  # Elements that would have been appended or added.
-        self.entries: list[tuple[object, object]] = [] if entries is None else entries  # Key/value pairs that would have been set.
+        self.state = (
+            state  # What `__setstate__` would have received, or what would have become `__dict__`.
+        )
+        self.items: list[object] = (
+            [] if items is None else items
+        )  # Elements that would have been appended or added.
+        self.entries: list[tuple[object, object]] = (
+            [] if entries is None else entries
+        )  # Key/value pairs that would have been set.
 
     @property
     def module(self) -> str:
@@ -73,7 +79,9 @@ class Opaque:
     def states(self) -> tuple[dict[object, object], ...]:
         """The dicts that would have become attributes: the state, or the parts of a (dict, slots) pair. They are the stream's own,
         which many objects may share: whoever walks them counts each once."""
-        parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
+        parts = (
+            self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
+        )
         dicts = tuple(part for part in parts if isinstance(part, dict))
         return dicts[:1] if len(dicts) == 2 and dicts[0] is dicts[1] else dicts
 
@@ -103,14 +111,20 @@ class Opaque:
         if self.args:
             inside.append(f"{len(self.args)} args")
         if self.state is not None:
-            some = [key for key in itertools.islice(itertools.chain(*self.states()), 5) if isinstance(key, str)]
+            some = [
+                key
+                for key in itertools.islice(itertools.chain(*self.states()), 5)
+                if isinstance(key, str)
+            ]
             shown = ", ".join(key[:64] for key in some[:4]) + (", …" if len(some) > 4 else "")
             inside.append(f"state: {shown}" if some else "state")
         if self.items:
             inside.append(f"{len(self.items)} items")
         if self.entries:
             inside.append(f"{len(self.entries)} entries")
-        return f"<Opaque {self.module}.{self.name}{' (' + '; '.join(inside) + ')' if inside else ''}>"
+        return (
+            f"<Opaque {self.module}.{self.name}{' (' + '; '.join(inside) + ')' if inside else ''}>"
+        )
 
 
 def _label(key: object) -> str:

@@ -52,12 +52,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-MAX_MEMORY = "1GiB"  # What verbs keep to that make a checkpoint of a checkpoint, unless told otherwise.
+MAX_MEMORY = (
+    "1GiB"  # What verbs keep to that make a checkpoint of a checkpoint, unless told otherwise.
+)
 DEADLINE = 60.0  # After so many seconds without a sign of life, a rank is lost.
 DIGESTS = ("xxh3-128", "sha256")
 
 Progress = Callable[[int], None]  # Called with how many bytes more are done.
-CopyConfig = bool | str | os.PathLike[str]  # Whether config and tokenizer come along, or the folder that they are taken from.
+CopyConfig = (
+    bool | str | os.PathLike[str]
+)  # Whether config and tokenizer come along, or the folder that they are taken from.
 
 
 class Option(NamedTuple):
@@ -86,9 +90,15 @@ class Option(NamedTuple):
 class ReadOptions(TypedDict, total=False):
     """What every verb takes that reads tensors."""
 
-    limits: Annotated[Limits | None, Option(None, "what a file may ask for, at the most", read=arguments.limits, flag="")]
+    limits: Annotated[
+        Limits | None,
+        Option(None, "what a file may ask for, at the most", read=arguments.limits, flag=""),
+    ]
     threads: Annotated[int | None, Option(None, "how many threads", "N", arguments.count)]
-    progress: Annotated[Progress | None, Option(None, "called with numbers of bytes", read=arguments.progress, flag="")]
+    progress: Annotated[
+        Progress | None,
+        Option(None, "called with numbers of bytes", read=arguments.progress, flag=""),
+    ]
 
 
 class OverwriteOptions(TypedDict, total=False):
@@ -100,11 +110,15 @@ class OverwriteOptions(TypedDict, total=False):
 
 class CheckOptions(TypedDict, total=False):
     read_back: Annotated[bool, Option(True, "read what was written before publishing it")]
-    max_memory: Annotated[Size | None, Option(MAX_MEMORY, "use no more than this (1GiB)", "SIZE", arguments.size)]
+    max_memory: Annotated[
+        Size | None, Option(MAX_MEMORY, "use no more than this (1GiB)", "SIZE", arguments.size)
+    ]
 
 
 class DryRunOption(TypedDict, total=False):
-    dry_run: Annotated[bool, Option(False, "say what would be written, and write nothing", short="-n")]
+    dry_run: Annotated[
+        bool, Option(False, "say what would be written, and write nothing", short="-n")
+    ]
 
 
 class WriteOptions(OverwriteOptions, CheckOptions, DryRunOption, ReadOptions, total=False):
@@ -112,7 +126,9 @@ class WriteOptions(OverwriteOptions, CheckOptions, DryRunOption, ReadOptions, to
 
 
 class FormatOption(TypedDict, total=False):
-    format: Annotated[str | None, Option(None, "the format, whatever the suffix", "FORMAT", arguments.text)]
+    format: Annotated[
+        str | None, Option(None, "the format, whatever the suffix", "FORMAT", arguments.text)
+    ]
 
 
 class InPlaceOption(TypedDict, total=False):
@@ -120,7 +136,9 @@ class InPlaceOption(TypedDict, total=False):
 
 
 class StoreOption(TypedDict, total=False):
-    store: Annotated[object | None, Option(None, "an obstore store that the target is a key in", flag="")]
+    store: Annotated[
+        object | None, Option(None, "an obstore store that the target is a key in", flag="")
+    ]
 
 
 class GroupOption(TypedDict, total=False):
@@ -136,7 +154,10 @@ class MapOption(TypedDict, total=False):
 
 
 class ShardOption(TypedDict, total=False):
-    max_shard_size: Annotated[Size | None, Option(None, "split into files of at most 5GB, 500MiB, …", "SIZE", arguments.size)]
+    max_shard_size: Annotated[
+        Size | None,
+        Option(None, "split into files of at most 5GB, 500MiB, …", "SIZE", arguments.size),
+    ]
 
 
 class SparseOption(TypedDict, total=False):
@@ -158,31 +179,66 @@ class EditingOptions(TypedDict, total=False):
         None, "cast floating-point tensors: bf16, f16, f32, …; or those of a name: '*norm*=f32' ('=keep': not at all)",
         "[GLOB=]DTYPE", arguments.dtypes, many=True,
     )]  # fmt: skip
-    keep: Annotated[str | Iterable[str], Option((), "only names that match", "GLOB", arguments.patterns, many=True)]
-    drop: Annotated[str | Iterable[str], Option((), "all but names that match", "GLOB", arguments.patterns, many=True)]
+    keep: Annotated[
+        str | Iterable[str],
+        Option((), "only names that match", "GLOB", arguments.patterns, many=True),
+    ]
+    drop: Annotated[
+        str | Iterable[str],
+        Option((), "all but names that match", "GLOB", arguments.patterns, many=True),
+    ]
     rename: Annotated[
-        Mapping[str, str] | Iterable[tuple[str, str]], Option((), "'model.*=*'", "OLD=NEW", arguments.pairs, many=True)
+        Mapping[str, str] | Iterable[tuple[str, str]],
+        Option((), "'model.*=*'", "OLD=NEW", arguments.pairs, many=True),
     ]
     tensors_only: Annotated[bool, Option(False, "leave out what is no tensor")]
 
 
 class ConvertOptions(
-    EditingOptions, MapOption, FolderOptions, SparseOption, StoreOption, FormatOption, GroupOption, WriteOptions, total=False
+    EditingOptions,
+    MapOption,
+    FolderOptions,
+    SparseOption,
+    StoreOption,
+    FormatOption,
+    GroupOption,
+    WriteOptions,
+    total=False,
 ):
-    model: Annotated[str | None, Option(None, "of a package: the state dict of this model", "NAME", arguments.text)]
+    model: Annotated[
+        str | None,
+        Option(None, "of a package: the state dict of this model", "NAME", arguments.text),
+    ]
     constants: Annotated[bool, Option(False, "of a package: with the constants of its programs")]
-    sample_inputs: Annotated[bool, Option(False, "of a package: with the inputs that they were exported with")]
-    dequantize: Annotated[bool, Option(False, "of GGUF: the numbers that its quantised blocks stand for")]
-    keep_tree: Annotated[bool, Option(True, "safetensors: keep what is no tensor in the header, for Holdfast", flag="")]
+    sample_inputs: Annotated[
+        bool, Option(False, "of a package: with the inputs that they were exported with")
+    ]
+    dequantize: Annotated[
+        bool, Option(False, "of GGUF: the numbers that its quantised blocks stand for")
+    ]
+    keep_tree: Annotated[
+        bool,
+        Option(True, "safetensors: keep what is no tensor in the header, for Holdfast", flag=""),
+    ]
     resume: Annotated[bool, Option(False, "to a directory: keep what an interrupted try finished")]
 
 
-class EditOptions(InPlaceOption, EditingOptions, FolderOptions, FormatOption, GroupOption, WriteOptions, total=False):
+class EditOptions(
+    InPlaceOption,
+    EditingOptions,
+    FolderOptions,
+    FormatOption,
+    GroupOption,
+    WriteOptions,
+    total=False,
+):
     set_metadata: Annotated[
-        Mapping[str, str] | None, Option(None, "set metadata", "KEY=VALUE", arguments.texts, many=True, flag="--set")
+        Mapping[str, str] | None,
+        Option(None, "set metadata", "KEY=VALUE", arguments.texts, many=True, flag="--set"),
     ]
     unset_metadata: Annotated[
-        str | Iterable[str], Option((), "take metadata out", "KEY", arguments.patterns, many=True, flag="--unset")
+        str | Iterable[str],
+        Option((), "take metadata out", "KEY", arguments.patterns, many=True, flag="--unset"),
     ]
 
 
@@ -194,7 +250,9 @@ class InPlaceOptions(InPlaceOption, FormatOption, WriteOptions, total=False):
     """What `tie` and `compact` take."""
 
 
-class PruneOptions(FolderOptions, SparseOption, FormatOption, GroupOption, WriteOptions, total=False):
+class PruneOptions(
+    FolderOptions, SparseOption, FormatOption, GroupOption, WriteOptions, total=False
+):
     masks: Annotated[str | None, Option(
         None, "write the masks too, into the directory DST; or only them, to DST", "HOW", arguments.text, choices=("beside", "only")
     )]  # fmt: skip
@@ -205,37 +263,69 @@ class PackageOptions(WriteOptions, total=False):
         "storage", "store equal tensors once, wherever they are; reads what looks equal", read=arguments.text, flag="--content",
         given="content",
     )]  # fmt: skip
-    format: Annotated[str | None, Option(None, "the format, whatever the suffix", "PACKAGE", arguments.text)]
+    format: Annotated[
+        str | None, Option(None, "the format, whatever the suffix", "PACKAGE", arguments.text)
+    ]
 
 
 class ReplaceOptions(InPlaceOption, WriteOptions, total=False):
-    weights: Required[Annotated[object, Option(..., "a state dict, an open checkpoint, or what `open` takes", flag="")]]
-    model: Annotated[str | None, Option(None, "of an archive of several models: which", "NAME", arguments.text, flag="")]
+    weights: Required[
+        Annotated[
+            object, Option(..., "a state dict, an open checkpoint, or what `open` takes", flag="")
+        ]
+    ]
+    model: Annotated[
+        str | None,
+        Option(None, "of an archive of several models: which", "NAME", arguments.text, flag=""),
+    ]
 
 
 class ReshardOptions(MapOption, GroupOption, WriteOptions, total=False):
-    mesh: Required[Annotated[Mapping[str, int] | str, Option(..., "the ranks: 'dp=2,tp=4'", "NAME=N,…", arguments.counts)]]
+    mesh: Required[
+        Annotated[
+            Mapping[str, int] | str,
+            Option(..., "the ranks: 'dp=2,tp=4'", "NAME=N,…", arguments.counts),
+        ]
+    ]
 
 
 class SaveOptions(ShardOption, SparseOption, StoreOption, FormatOption, WriteOptions, total=False):
-    metadata: Annotated[Mapping[str, str] | None, Option(None, "text about the whole", read=arguments.texts)]
-    keep_tree: Annotated[bool, Option(False, "safetensors: keep what is no tensor in the header, for Holdfast")]
-    base: Annotated[str | os.PathLike[str] | None, Option(None, "the step before: what did not change is not written again")]
-    hashes: Annotated[bool, Option(False, "what did not change since this save need not be written again")]
+    metadata: Annotated[
+        Mapping[str, str] | None, Option(None, "text about the whole", read=arguments.texts)
+    ]
+    keep_tree: Annotated[
+        bool, Option(False, "safetensors: keep what is no tensor in the header, for Holdfast")
+    ]
+    base: Annotated[
+        str | os.PathLike[str] | None,
+        Option(None, "the step before: what did not change is not written again"),
+    ]
+    hashes: Annotated[
+        bool, Option(False, "what did not change since this save need not be written again")
+    ]
 
 
 class RankStateOptions(SparseOption, total=False):
     """What every rank says of its part of a state."""
 
-    metadata: Annotated[Mapping[str, str] | None, Option(None, "text about the whole", read=arguments.texts)]
+    metadata: Annotated[
+        Mapping[str, str] | None, Option(None, "text about the whole", read=arguments.texts)
+    ]
     values: Annotated[Literal["agree", "first"], Option(
         "agree", "must values that are no tensors be the same on all ranks?", read=arguments.one_of("agree", "first")
     )]  # fmt: skip
-    per_rank: Annotated[str | Sequence[str], Option((), "names of what each rank keeps for itself", read=arguments.patterns)]
-    check_replicas: Annotated[bool, Option(True, "compare plain tensors of all ranks by their checksums")]
+    per_rank: Annotated[
+        str | Sequence[str],
+        Option((), "names of what each rank keeps for itself", read=arguments.patterns),
+    ]
+    check_replicas: Annotated[
+        bool, Option(True, "compare plain tensors of all ranks by their checksums")
+    ]
     overwrite: Annotated[bool | None, Option(False, "replace what is there")]
     threads: Annotated[int | None, Option(None, "how many threads", "N", arguments.count)]
-    progress: Annotated[Progress | None, Option(None, "called with numbers of bytes", read=arguments.progress)]
+    progress: Annotated[
+        Progress | None, Option(None, "called with numbers of bytes", read=arguments.progress)
+    ]
 
 
 class ShardedOptions(RankStateOptions, StoreOption, total=False):
@@ -243,17 +333,30 @@ class ShardedOptions(RankStateOptions, StoreOption, total=False):
         "native", "the format: native, dcp or safetensors", read=arguments.text
     )]  # fmt: skip
     durable: Annotated[bool, Option(True, "wait for the disk (fsync)")]
-    deadline: Annotated[float, Option(DEADLINE, "a rank without a sign of life for so many seconds is lost", read=seconds)]
+    deadline: Annotated[
+        float,
+        Option(DEADLINE, "a rank without a sign of life for so many seconds is lost", read=seconds),
+    ]
     when_busy: Annotated[Literal["wait", "refuse"], Option(
         "wait", "what to do while another save of this process goes on", read=arguments.one_of("wait", "refuse")
     )]  # fmt: skip
-    base: Annotated[str | os.PathLike[str] | None, Option(None, "the step before: what did not change is not written again")]
-    hashes: Annotated[bool, Option(False, "what did not change since this save need not be written again")]
+    base: Annotated[
+        str | os.PathLike[str] | None,
+        Option(None, "the step before: what did not change is not written again"),
+    ]
+    hashes: Annotated[
+        bool, Option(False, "what did not change since this save need not be written again")
+    ]
 
 
 class HostMemoryOption(TypedDict, total=False):
     max_host_memory: Annotated[
-        int | None, Option(None, "page-locked memory for copies of what is on GPUs, at the most", read=arguments.size)
+        int | None,
+        Option(
+            None,
+            "page-locked memory for copies of what is on GPUs, at the most",
+            read=arguments.size,
+        ),
     ]
 
 
@@ -262,7 +365,9 @@ class AsyncShardedOptions(ShardedOptions, HostMemoryOption, total=False):
 
 
 class RankStepOptions(RankStateOptions, total=False):
-    metrics: Annotated[Mapping[str, float] | None, Option(None, "numbers of this step", read=arguments.metrics)]
+    metrics: Annotated[
+        Mapping[str, float] | None, Option(None, "numbers of this step", read=arguments.metrics)
+    ]
 
 
 class AsyncRankStepOptions(RankStepOptions, HostMemoryOption, total=False):
@@ -270,11 +375,16 @@ class AsyncRankStepOptions(RankStepOptions, HostMemoryOption, total=False):
 
 
 class SealOptions(OverwriteOptions, DryRunOption, ReadOptions, total=False):
-    step: Annotated[int | None, Option(None, "the step, whatever the files say", "STEP", arguments.step)]
+    step: Annotated[
+        int | None, Option(None, "the step, whatever the files say", "STEP", arguments.step)
+    ]
     metrics: Annotated[Mapping[str, float] | None, Option(
         None, "a metric; in place of what the files say", "NAME=VALUE", arguments.metrics, many=True, flag="--metric"
     )]  # fmt: skip
-    ran: Annotated[float | str | None, Option(None, "for how many seconds the training had run", read=seconds, flag="")]
+    ran: Annotated[
+        float | str | None,
+        Option(None, "for how many seconds the training had run", read=seconds, flag=""),
+    ]
     digest: Annotated[str, Option(
         "xxh3-128", "how files are digested (xxh3-128)", "HOW", arguments.one_of(*DIGESTS), choices=DIGESTS
     )]  # fmt: skip
@@ -303,7 +413,11 @@ OF_STATES: Mapping[str, object] = {"read_back": False, "max_memory": None}
 @functools.cache
 def options_of(record: Callable[..., object]) -> dict[str, tuple[object, Option]]:
     """The options of a record, each with its type; those that every writing verb has come last."""
-    common = [name for name in (*FormatOption.__annotations__, *WriteOptions.__annotations__) if name in record.__annotations__]
+    common = [
+        name
+        for name in (*FormatOption.__annotations__, *WriteOptions.__annotations__)
+        if name in record.__annotations__
+    ]
     made: dict[str, tuple[object, Option]] = {}
     for name in (*(name for name in record.__annotations__ if name not in common), *common):
         kind = record.__annotations__[name]
@@ -322,7 +436,9 @@ def options_of(record: Callable[..., object]) -> dict[str, tuple[object, Option]
 def readers() -> dict[str, Reader]:
     """What checks a parameter, by its name: it takes the same in every verb."""
     records = [one for one in globals().values() if isinstance(one, type) and issubclass(one, dict)]
-    known = {name: option.read for record in records for name, (_, option) in options_of(record).items()}
+    known = {
+        name: option.read for record in records for name, (_, option) in options_of(record).items()
+    }
     return OTHERS | {name: reader for name, reader in known.items() if reader is not None}
 
 
@@ -332,7 +448,11 @@ def pick(record: Callable[..., T], options: Mapping[str, Any], **more: Any) -> T
     return record(**{name: options[name] for name in fields if name in options}, **more)
 
 
-def checked(record: Callable[..., T], given: Mapping[str, object], defaults: Mapping[str, object] = MappingProxyType({})) -> T:
+def checked(
+    record: Callable[..., T],
+    given: Mapping[str, object],
+    defaults: Mapping[str, object] = MappingProxyType({}),
+) -> T:
     """All options of a record: what was given, checked, and the defaults."""
     read, absent = _checks(record, defaults)
     return cast("T", absent | {name: read(name, value) for name, value in given.items()})
@@ -358,26 +478,48 @@ def validated(verb: Callable[P, R], /) -> Callable[P, R]: ...
 
 
 @overload
-def validated(*, defaults: Mapping[str, object] = ..., **own: Reader) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def validated(
+    *, defaults: Mapping[str, object] = ..., **own: Reader
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def validated(
-    verb: Callable[P, R] | None = None, /, *, defaults: Mapping[str, object] = MappingProxyType({}), **own: Reader
+    verb: Callable[P, R] | None = None,
+    /,
+    *,
+    defaults: Mapping[str, object] = MappingProxyType({}),
+    **own: Reader,
 ) -> object:
     """A verb that is only ever called with what it takes. Its parameters are checked by their names; `own` checks stand before
     those of all verbs. `defaults` are those of options that this verb means otherwise. An option that it does not have is a
     `TypeError` that says the nearest name."""
-    return _validated(verb, own, defaults) if verb is not None else lambda verb: _validated(verb, own, defaults)
+    return (
+        _validated(verb, own, defaults)
+        if verb is not None
+        else lambda verb: _validated(verb, own, defaults)
+    )
 
 
-def _validated(verb: Callable[P, R], own: Mapping[str, Reader], defaults: Mapping[str, object]) -> Callable[P, R]:
+def _validated(
+    verb: Callable[P, R], own: Mapping[str, Reader], defaults: Mapping[str, object]
+) -> Callable[P, R]:
     signature = inspect.signature(verb)
-    named = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
+    named = {
+        name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD
+    }
     places = [name for name, one in named.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     by_name = readers()
     checks = {name: own.get(name) or by_name.get(name) for name in named}
-    checks |= {name: arguments.flag for name, one in named.items() if not checks[name] and isinstance(one.default, bool)}
-    absent = {name: None if name in SELF else one.default for name, one in named.items() if one.default is not one.empty}
+    checks |= {
+        name: arguments.flag
+        for name, one in named.items()
+        if not checks[name] and isinstance(one.default, bool)
+    }
+    absent = {
+        name: None if name in SELF else one.default
+        for name, one in named.items()
+        if one.default is not one.empty
+    }
     read_places = [at for at, name in enumerate(places) if checks[name] or name in absent]
     record = _record(verb)
     read_option, given_none = _checks(record, defaults) if record is not None else (None, {})
@@ -386,7 +528,11 @@ def _validated(verb: Callable[P, R], own: Mapping[str, Reader], defaults: Mappin
         if name not in checks:
             if read_option is None or name not in known:
                 raise _unexpected(verb.__name__, name, known)
-            return own[name](value, f"{name}=") if name in own and value is not None else read_option(name, value)
+            return (
+                own[name](value, f"{name}=")
+                if name in own and value is not None
+                else read_option(name, value)
+            )
         if value is None and name in absent:
             return absent[name]
         check = checks[name]
@@ -403,7 +549,9 @@ def _validated(verb: Callable[P, R], own: Mapping[str, Reader], defaults: Mappin
             kwargs[name] = read(name, value)
         missing = [name for name in required if name not in kwargs]
         if missing:
-            raise BadArgumentType(f"{verb.__name__}() needs {missing[0]}=: {options[missing[0]][1].help}")
+            raise BadArgumentType(
+                f"{verb.__name__}() needs {missing[0]}=: {options[missing[0]][1].help}"
+            )
         return verb(*given, **given_none | kwargs)  # type: ignore[arg-type]  # the same parameters, of narrower kinds
 
     options = {} if record is None else options_of(record)
@@ -430,16 +578,29 @@ def written(kind: object) -> str:
 
 def described(options: Mapping[str, tuple[object, Option]]) -> str:
     width = max(map(len, options))
-    return "\n".join(["Options:", *(f"    {name:{width}}  {option.help}" for name, (_, option) in options.items())])
+    return "\n".join(
+        [
+            "Options:",
+            *(f"    {name:{width}}  {option.help}" for name, (_, option) in options.items()),
+        ]
+    )
 
 
 def _record(verb: Callable[..., object]) -> type | None:
     """The record that a verb names in its signature: `**options: Unpack[ConvertOptions]`."""
-    rest = [one.annotation for one in inspect.signature(verb).parameters.values() if one.kind is one.VAR_KEYWORD]
+    rest = [
+        one.annotation
+        for one in inspect.signature(verb).parameters.values()
+        if one.kind is one.VAR_KEYWORD
+    ]
     if not rest or not isinstance(rest[0], str):
         return get_args(rest[0])[0] if rest else None
     # As text: nothing else of the signature has to be there when it is looked at.
-    return cast("type", vars(sys.modules[verb.__module__])[rest[0][7:-1]]) if rest[0].startswith("Unpack[") else None
+    return (
+        cast("type", vars(sys.modules[verb.__module__])[rest[0][7:-1]])
+        if rest[0].startswith("Unpack[")
+        else None
+    )
 
 
 def _unexpected(verb: str, name: str, known: Iterable[str]) -> BadArgumentType:
@@ -447,4 +608,6 @@ def _unexpected(verb: str, name: str, known: Iterable[str]) -> BadArgumentType:
 
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
-    return BadArgumentType(f"{verb}() got an unexpected keyword argument {name!r}; {hint}", found=name)
+    return BadArgumentType(
+        f"{verb}() got an unexpected keyword argument {name!r}; {hint}", found=name
+    )

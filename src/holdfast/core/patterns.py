@@ -64,25 +64,34 @@ class Piece:
         regex = "".join(atom.regex for atom in atoms)
         known = [atom.text for atom in atoms if atom.text is not None]
         self.text = "".join(known) if len(known) == len(atoms) else None
-        self._lengths = range(sum(atom.least for atom in atoms), sum(atom.most for atom in atoms) + 1)
+        self._lengths = range(
+            sum(atom.least for atom in atoms), sum(atom.most for atom in atoms) + 1
+        )
         self._regex = re.compile(regex, re.DOTALL)
         self._latest = re.compile(f".*({regex})", re.DOTALL)
 
     def fits(self, name: str) -> bool:
-        return name == self.text if self.text is not None else self._regex.fullmatch(name) is not None
+        return (
+            name == self.text if self.text is not None else self._regex.fullmatch(name) is not None
+        )
 
     def first(self, name: str) -> int | None:
         """Where the shortest match at the beginning of a name ends."""
         if self.text is not None:
             return len(self.text) if name.startswith(self.text) else None
-        return next((n for n in self._lengths if n <= len(name) and self._regex.fullmatch(name, 0, n)), None)
+        return next(
+            (n for n in self._lengths if n <= len(name) and self._regex.fullmatch(name, 0, n)), None
+        )
 
     def last(self, name: str) -> int | None:
         """Where the shortest match at its end begins."""
         end = len(name)
         if self.text is not None:
             return end - len(self.text) if name.endswith(self.text) else None
-        return next((end - n for n in self._lengths if n <= end and self._regex.fullmatch(name, end - n)), None)
+        return next(
+            (end - n for n in self._lengths if n <= end and self._regex.fullmatch(name, end - n)),
+            None,
+        )
 
     def latest(self, name: str, start: int, stop: int) -> tuple[int, int] | None:
         """The match inside of a range that begins as late as any."""
@@ -174,7 +183,10 @@ class Glob:
         """
         if len(self._starred) == 1 and not self._plain and self._texts == {self.pattern}:
             found = self._starred[0].each_stood_for(names)
-            return [() if one is None and name == self.pattern else one for name, one in zip(names, found, strict=True)]
+            return [
+                () if one is None and name == self.pattern else one
+                for name, one in zip(names, found, strict=True)
+            ]
         return [*map(self.stood_for, names)]
 
 
@@ -225,7 +237,9 @@ def renamed(renames: Renames, names: Sequence[str]) -> list[str]:
         first, *others = _new(new)
         below, count = f"{pattern}.", len(others)
         width = len(below)
-        for at, (known, name, stars) in enumerate(zip(made, names, glob(pattern).each_stood_for(names), strict=True)):
+        for at, (known, name, stars) in enumerate(
+            zip(made, names, glob(pattern).each_stood_for(names), strict=True)
+        ):
             if known is not None:
                 continue
             if stars is not None and count == 1 and stars and not stars[1:]:
@@ -289,7 +303,10 @@ def _alternatives(pattern: str) -> list[Alternative]:
             levels.pop()
             before, own = levels[-1]
             if len(own) * len(done + last) > MOST:
-                raise BadArgument(f"the braces of {_short(pattern)} stand for more than {MOST:,} globs; use fewer", found=pattern)
+                raise BadArgument(
+                    f"the braces of {_short(pattern)} stand for more than {MOST:,} globs; use fewer",
+                    found=pattern,
+                )
             levels[-1] = (before, [one + other for one in own for other in done + last])
         else:
             atom = _atom(token, pattern)
@@ -333,9 +350,13 @@ def _set(inside: str, pattern: str) -> Atom:
         return Atom(re.escape(inside), 1, 1, inside)
     mistaken = MISTAKEN.fullmatch(inside)
     if mistaken is not None:
-        meant = ",".join(f"{{{one.replace('-', '..')}}}" if "-" in one else one for one in inside.split(","))
+        meant = ",".join(
+            f"{{{one.replace('-', '..')}}}" if "-" in one else one for one in inside.split(",")
+        )
         meant = f"{{{meant}}}" if "," in inside else meant
-        said = f"[{inside}] in {_short(pattern)} is a set of characters, not of numbers; write {meant}"
+        said = (
+            f"[{inside}] in {_short(pattern)} is a set of characters, not of numbers; write {meant}"
+        )
         raise BadArgument(said, found=pattern)
     ranges, at = "", 1 if inside[0] == "!" else 0
     not_ = "^" * at
@@ -350,14 +371,19 @@ def _set(inside: str, pattern: str) -> Atom:
 def _numbers(low: str, high: str, pattern: str) -> Atom:
     """The numbers from one to another, as they are written; with leading zeros if one of them has some."""
     if max(len(low), len(high)) > DIGITS:
-        raise BadArgument(f"the numbers in {_short(pattern)} have more than {DIGITS} digits", found=pattern)
+        raise BadArgument(
+            f"the numbers in {_short(pattern)} have more than {DIGITS} digits", found=pattern
+        )
     padded = any(len(text) > 1 and text[0] == "0" for text in (low, high))
     low, high = sorted((low, high), key=int)
     if padded:
         width = max(len(low), len(high))
         return Atom(_of_one_width(low.zfill(width), high.zfill(width)), width, width)
     parts = [
-        _of_one_width(low if width == len(low) else "1".ljust(width, "0"), high if width == len(high) else "9" * width)
+        _of_one_width(
+            low if width == len(low) else "1".ljust(width, "0"),
+            high if width == len(high) else "9" * width,
+        )
         for width in range(len(low), len(high) + 1)
     ]
     return Atom(f"(?:{'|'.join(parts)})", len(low), len(high))

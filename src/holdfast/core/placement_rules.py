@@ -57,7 +57,9 @@ def parse_rule(text: str) -> PlacementRule:
                 break
             axes[name.strip()] = int(dimension)
     if not colon or not pattern.strip():
-        raise BadPlacement(f"a rule is written like '*.weight: tp=0' or 'norm.*: replicate', not {text!r}")
+        raise BadPlacement(
+            f"a rule is written like '*.weight: tp=0' or 'norm.*: replicate', not {text!r}"
+        )
     return PlacementRule(pattern.strip(), axes)
 
 
@@ -70,7 +72,13 @@ def default_axes(name: str, shape: tuple[int, ...], mesh: Mapping[str, int]) -> 
     axes: dict[str, int] = {}
     left = list(shape)
     for axis, size in mesh.items():
-        dimension = 0 if axis in DATA_AXES else _by_tensor(name, len(shape)) if axis in TENSOR_AXES else None
+        dimension = (
+            0
+            if axis in DATA_AXES
+            else _by_tensor(name, len(shape))
+            if axis in TENSOR_AXES
+            else None
+        )
         if dimension is None or dimension >= len(shape) or size < 2 or left[dimension] < size:
             continue
         if axis in TENSOR_AXES and left[dimension] % size:

@@ -35,10 +35,16 @@ SMALL = 4  # A number or a pair of brackets; or what stands between two values.
 RECORD = 48  # What is written of an object, a tensor or an array besides names and elements.
 NUMBERS = frozenset({int, float, bool, complex, type(None)})
 
-ALIKE = NUMBERS | {str, LazyTensor}  # Values of these types are counted together, all that are in one container.
+ALIKE = NUMBERS | {
+    str,
+    LazyTensor,
+}  # Values of these types are counted together, all that are in one container.
 CONTAINERS = (dict, list, tuple, set, frozenset)
 
-WHOLE, EDGES = 1000, 6  # numpy writes arrays of up to so many elements; of larger ones so many of every dimension.
+WHOLE, EDGES = (
+    1000,
+    6,
+)  # numpy writes arrays of up to so many elements; of larger ones so many of every dimension.
 STEP_CHARACTERS = 256  # For so many characters that are allowed, one step along containers that contain each other is followed.
 PLACE_CHARACTERS = 200
 
@@ -138,18 +144,24 @@ class Sizes:
             self.apart.append((vars(owner), link))
         size, children = self._alike(owner, owner.values(), link)
         of_keys, keys = self._alike(owner, owner, link)
-        return SMALL * (1 + 2 * len(owner)) + size + of_keys, chain(children, keys) if keys else children
+        return SMALL * (1 + 2 * len(owner)) + size + of_keys, chain(
+            children, keys
+        ) if keys else children
 
     def _alike(self, keys: Any, values: Any, link: Way) -> tuple[int, Children]:  # noqa: ANN401  # collections of anything
         """What the values take that are numbers, texts or tensors; and all others, each with its key."""
         kinds = {*map(type, values)}
         size, others = 0, kinds - ALIKE
         for kind in kinds - others:
-            own: Any = values if len(kinds) == 1 else [value for value in values if type(value) is kind]
+            own: Any = (
+                values if len(kinds) == 1 else [value for value in values if type(value) is kind]
+            )
             if kind is str:
                 size += sum(map(len, own))
             elif kind is LazyTensor:
-                self.apart += [(tensor.traits.state, link) for tensor in own if tensor.traits.state is not None]
+                self.apart += [
+                    (tensor.traits.state, link) for tensor in own if tensor.traits.state is not None
+                ]
                 size += RECORD * len(own) + sum(map(len, [tensor.name for tensor in own]))
             else:
                 size += SMALL * len(own)
@@ -166,7 +178,9 @@ class Sizes:
                 self.apart.append((value.traits.state, (link, key)))
             return RECORD + len(value.name)
         if isinstance(value, np.ndarray):
-            shown = value.size if value.size <= WHOLE else math.prod(min(n, EDGES) for n in value.shape)
+            shown = (
+                value.size if value.size <= WHOLE else math.prod(min(n, EDGES) for n in value.shape)
+            )
             return RECORD + shown * (SMALL + int(value.dtype.itemsize))
         known = self._known.get(id(value))
         if known is None:
@@ -180,7 +194,10 @@ class Sizes:
             self.apart += [(inner, link) for inner in inside if inner is not None]
             return len(value.module) + len(value.name)
         if isinstance(value, Composite):
-            self.apart += [(inner, link) for inner in (value.attributes, value.traits.state, *value.parts.values())]
+            self.apart += [
+                (inner, link)
+                for inner in (value.attributes, value.traits.state, *value.parts.values())
+            ]
         if isinstance(value, Global | Device | PurePath | np.dtype):
             return len(str(value))
         return value.itemsize if isinstance(value, np.generic) else 0
@@ -188,7 +205,11 @@ class Sizes:
     def _check(self, size: int, link: Way) -> None:
         if size <= self._most:
             return
-        place = f"what is at {escape(clip(name_at(link), PLACE_CHARACTERS))!r}" if link is not None else "the tree"
+        place = (
+            f"what is at {escape(clip(name_at(link), PLACE_CHARACTERS))!r}"
+            if link is not None
+            else "the tree"
+        )
         advice = "it refers to the same values again and again"
         message = f"{place} takes more than Limits(tree_nbytes={self._most:,}) characters when it is written out, as `print` does"
         raise LimitExceeded(f"{message}: {advice}", expected=self._most, found=size)

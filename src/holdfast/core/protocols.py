@@ -120,7 +120,9 @@ class Store:
         """Copy many short ranges to addresses in memory. How many were copied, from the first on; the others are to be read."""
         return 0
 
-    def scattered(self, key: str, starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[bytes | bytearray]:
+    def scattered(
+        self, key: str, starts: Sequence[int], nbytes: Sequence[int]
+    ) -> Sequence[bytes | bytearray]:
         """Many short ranges with much between them, each as bytes of its own. Raises as `read` does."""
         pieces = [bytearray(length) for length in nbytes]
         for start, piece in zip(starts, pieces, strict=True):
@@ -203,7 +205,9 @@ class Source(Protocol):
     def fetch(self, tensor: LazyTensor) -> np.ndarray:
         """A fresh array of one tensor."""
 
-    def arrays(self, rows: DenseRows, others: Sequence[int], tensor: Callable[[int], LazyTensor]) -> list[np.ndarray]:
+    def arrays(
+        self, rows: DenseRows, others: Sequence[int], tensor: Callable[[int], LazyTensor]
+    ) -> list[np.ndarray]:
         """Fresh arrays of dense tensors, and then of others by their numbers; `tensor` makes the one of a number."""
 
     def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
@@ -265,5 +269,7 @@ class State(Value, frozen=True):
     tree: object  # The nested state: the caller's own containers, and in them what `leaves` knows as tensors.
     tensors: Table  # Every tensor under its dotted name, a row each. Two rows with one storage are aliases.
     leaves: Leaves
-    metadata: Mapping[str, str] = field(default_factory=dict)  # Text to be kept with it (safetensors `__metadata__`).
+    metadata: Mapping[str, str] = field(
+        default_factory=dict
+    )  # Text to be kept with it (safetensors `__metadata__`).
     notes: tuple[str, ...] = ()  # Facts about the caller's tensors that no format records.

@@ -16,8 +16,27 @@ from holdfast.errors import BadArgument, BadArgumentType, Unsupported
 
 Size = SupportsIndex | float | str
 
-BYTES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "ms": 0.001, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+BYTES = {
+    "": 1,
+    "k": 1000,
+    "m": 1000**2,
+    "g": 1000**3,
+    "t": 1000**4,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
+SECONDS = {
+    "": 1.0,
+    "s": 1.0,
+    "sec": 1.0,
+    "ms": 0.001,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+}
 
 AMOUNT = re.compile(r"\s*([0-9_,.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.ASCII)
 
@@ -60,12 +79,16 @@ def byte_count(size: object, name: str = "a size") -> int:
     if isinstance(size, str):
         amount = _amount(size, BYTES, suffix="b")
         if amount is None:
-            raise Unsupported(f"{size!r} is no number of bytes; write 512MiB, 5GB or 1000000", found=size)
+            raise Unsupported(
+                f"{size!r} is no number of bytes; write 512MiB, 5GB or 1000000", found=size
+            )
         count = int(amount)
     else:
         found = _whole(size)
         if found is None:
-            message = f"{name} takes a number of bytes (2_000_000_000, 2e9 or '2GB'), not {shown(size)}"
+            message = (
+                f"{name} takes a number of bytes (2_000_000_000, 2e9 or '2GB'), not {shown(size)}"
+            )
             raise BadArgumentType(message, found=size)
         count = found
     if count <= 0:
@@ -101,15 +124,23 @@ def share(value: object, name: str = "a share") -> float:
     text = value.strip() if isinstance(value, str) else None
     if text is not None:
         try:
-            found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1) if text.isascii() else None
+            found = (
+                float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+                if text.isascii()
+                else None
+            )
         except ValueError:
             found = None
     else:
         found = number(value)
     if found is None:
-        raise BadArgumentType(f"{name} takes a share (0.01 or '1%'), not {shown(value)}", found=value)
+        raise BadArgumentType(
+            f"{name} takes a share (0.01 or '1%'), not {shown(value)}", found=value
+        )
     if not 0 < found <= 1:
-        raise BadArgument(f"{name} takes a share above 0 and up to 1 (or '100%'), not {shown(value)}", found=value)
+        raise BadArgument(
+            f"{name} takes a share above 0 and up to 1 (or '100%'), not {shown(value)}", found=value
+        )
     return found
 
 
@@ -124,9 +155,13 @@ def seconds(value: object, name: str = "a duration") -> float:
     else:
         found = _amount(value, SECONDS) if isinstance(value, str) else number(value)
     if found is None:
-        raise BadArgumentType(f"{name} takes seconds (60, '90s' or '5min'), not {shown(value)}", found=value)
+        raise BadArgumentType(
+            f"{name} takes seconds (60, '90s' or '5min'), not {shown(value)}", found=value
+        )
     if not found > 0:
-        raise BadArgument(f"{name} takes a time that is longer than none, not {shown(value)}", found=value)
+        raise BadArgument(
+            f"{name} takes a time that is longer than none, not {shown(value)}", found=value
+        )
     return found
 
 
@@ -155,7 +190,9 @@ def _whole(value: object) -> int | None:
     return None
 
 
-def _amount(text: str, units: dict[str, float] | dict[str, int], *, suffix: str = "") -> float | None:
+def _amount(
+    text: str, units: dict[str, float] | dict[str, int], *, suffix: str = ""
+) -> float | None:
     found = AMOUNT.fullmatch(text.lower())
     unit = found[2].removesuffix(suffix) if found else ""
     if found is None or unit not in units:

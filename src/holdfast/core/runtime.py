@@ -15,7 +15,9 @@ from typing import Any, Protocol, TypeVar
 from weakref import proxy, ref
 
 
-def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> threading.Thread | None:
+def start(
+    run: Callable[[], None], *, name: str, daemon: bool | None = None
+) -> threading.Thread | None:
     """Call something on a thread of its own. None, and nothing done, where no thread can be started."""
     thread = threading.Thread(target=run, name=name, daemon=daemon)
     try:
@@ -79,7 +81,9 @@ class _Lock(Protocol):
 
 L = TypeVar("L")
 
-_locks: set[ref[_Lock]] = set()  # Each goes with its lock. Adding and discarding are one step each: no lock is needed.
+_locks: set[ref[_Lock]] = (
+    set()
+)  # Each goes with its lock. Adding and discarding are one step each: no lock is needed.
 
 
 def renewed(lock: L) -> L:
@@ -101,10 +105,14 @@ Call = Callable[[], None]
 NOTHING: Call = lambda: None  # noqa: E731  # a default
 
 
-def at_fork(*, before: Call = NOTHING, after_in_parent: Call = NOTHING, after_in_child: Call = NOTHING) -> None:
+def at_fork(
+    *, before: Call = NOTHING, after_in_parent: Call = NOTHING, after_in_child: Call = NOTHING
+) -> None:
     """Call these whenever this process forks. Windows has no fork, and nothing to call."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=before, after_in_parent=after_in_parent, after_in_child=after_in_child)
+        os.register_at_fork(
+            before=before, after_in_parent=after_in_parent, after_in_child=after_in_child
+        )
 
 
 at_fork(after_in_child=_in_child)

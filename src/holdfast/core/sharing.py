@@ -32,7 +32,9 @@ View = tuple[DType, tuple[int, ...], tuple[Chunk, ...], bool, bool]
 """What all names of one and the same view have in common, and no other view: dtype, shape, chunks, and whether the elements are the
 conjugates or the negatives of what is stored."""
 
-Span = tuple[int, int, T]  # The first byte of something, the byte after its last one, and what it is.
+Span = tuple[
+    int, int, T
+]  # The first byte of something, the byte after its last one, and what it is.
 
 
 def identity(tensor: LazyTensor, *, stored_alias: bool = False) -> View:
@@ -53,11 +55,17 @@ def several(keys: Sequence[K], values: Sequence[T]) -> dict[K, list[T]]:
 class SharedRows(Value, frozen=True, eq=False):
     """Rows of tables that have bytes, with the storages that they lie in."""
 
-    rows: Sequence[int]  # Positions, ascending; those of one table behind those of the table before.
-    storage: Sequence[int]  # The number of the storage of each; of a row in several storages, a number for all of them together.
+    rows: Sequence[
+        int
+    ]  # Positions, ascending; those of one table behind those of the table before.
+    storage: Sequence[
+        int
+    ]  # The number of the storage of each; of a row in several storages, a number for all of them together.
     view: Sequence[int]  # Rows with one number are the same elements of the same bytes.
     nbytes: Mapping[int, int]  # By the number of a storage.
-    parts: Mapping[int, tuple[int, ...]]  # Of numbers that stand for several storages, the numbers of these.
+    parts: Mapping[
+        int, tuple[int, ...]
+    ]  # Of numbers that stand for several storages, the numbers of these.
     stored_aliases: bool  # Whether copies count as the views that they were before they were saved.
 
     def ties(self) -> dict[int, int]:
@@ -91,13 +99,19 @@ class SharedRows(Value, frozen=True, eq=False):
     def storage_of(self, number: int, tensor: LazyTensor, row: int) -> Storage:
         """The storage of a number that a row lies in; `tensor` is that row."""
         storages = tensor.shared_storages if self.stored_aliases else tensor.storages
-        return storages[self.parts[self.storage[bisect_left(self.rows, row)]].index(number) if len(storages) > 1 else 0]
+        return storages[
+            self.parts[self.storage[bisect_left(self.rows, row)]].index(number)
+            if len(storages) > 1
+            else 0
+        ]
 
     def total_nbytes(self) -> int:
         return sum([self.nbytes[number] for number in {*self.pieces()[1]}])
 
 
-def shared_rows(tables: Iterable[Table], *, stored_aliases: bool = False, by_place: bool = False) -> SharedRows:
+def shared_rows(
+    tables: Iterable[Table], *, stored_aliases: bool = False, by_place: bool = False
+) -> SharedRows:
     """Compare where the rows of tables lie. `by_place` compares files by their real paths and memory by its address, so that one
     that was opened twice is one."""
     search = _Search(stored_aliases=stored_aliases, by_place=by_place)
@@ -134,10 +148,18 @@ class _Search:
     def add(self, table: Table) -> None:
         first, self._first = self._first, self._first + len(table)
         kind, storage = table.kind, table.storage
-        aliased = {at for at, one in enumerate(table.kinds) if self._stored_aliases and one.traits.alias is not None}
+        aliased = {
+            at
+            for at, one in enumerate(table.kinds)
+            if self._stored_aliases and one.traits.alias is not None
+        }
         rows: Sequence[int] = range(len(table))
         if table.odd or aliased:
-            rows = [row for row, number in enumerate(storage) if number != ODD and kind[row] not in aliased]
+            rows = [
+                row
+                for row, number in enumerate(storage)
+                if number != ODD and kind[row] not in aliased
+            ]
             for row in sorted({*range(len(table))}.difference(rows)):
                 tensor = table.view(row)
                 chunks = tensor.shared_chunks if self._stored_aliases else tensor.chunks
@@ -162,23 +184,40 @@ class _Search:
                     lies[at] = placed[way]
         self._lies += lies
 
-    def _keys(self, table: Table, numbers: Sequence[int], rows: Sequence[int]) -> Iterable[Hashable]:
+    def _keys(
+        self, table: Table, numbers: Sequence[int], rows: Sequence[int]
+    ) -> Iterable[Hashable]:
         storages = table.storages
         if isinstance(storages, FileColumns):
             owners = [self._owner(place.source, place.home, place.key) for place in storages.files]
-            file, *columns = (column[numbers].tolist() for column in (storages.file, storages.start, storages.nbytes, storages.crc))
+            file, *columns = (
+                column[numbers].tolist()
+                for column in (storages.file, storages.start, storages.nbytes, storages.crc)
+            )
             return zip(map(owners.__getitem__, file), *columns, strict=True)
         if not self._by_place:
             return zip(repeat(id(storages)), numbers, strict=False)
-        tensors = {number: table.view(row) for number, row in dict(zip(numbers, rows, strict=True)).items()}
-        return map({number: self._key(one, one.storages[0]) for number, one in tensors.items()}.__getitem__, numbers)
+        tensors = {
+            number: table.view(row) for number, row in dict(zip(numbers, rows, strict=True)).items()
+        }
+        return map(
+            {
+                number: self._key(one, one.storages[0]) for number, one in tensors.items()
+            }.__getitem__,
+            numbers,
+        )
 
     def _key(self, tensor: LazyTensor, storage: Storage) -> Hashable:
         owner = self._owner(tensor.source, storage.home, storage.key)
         # By its exact class: a storage of another kind may not know its place before it is asked.
         if type(storage) is not Storage:
             return owner, type(storage), storage.ranges, storage.nbytes
-        return owner, storage.start, storage.nbytes, NO_CRC if storage.crc32 is None else storage.crc32
+        return (
+            owner,
+            storage.start,
+            storage.nbytes,
+            NO_CRC if storage.crc32 is None else storage.crc32,
+        )
 
     def _owner(self, source: Source, home: object, key: str) -> Hashable:
         """What a key belongs to: a store; or by place this process's memory, a file by its real path, a source like no other."""
@@ -202,17 +241,29 @@ class _Search:
     def _view(self, kind: Kind) -> int:
         """The number of a way to lie in a storage, from its first byte on."""
         strides = () if 0 in kind.shape else kind.strides
-        return self._views.setdefault((kind.dtype, kind.shape, strides, kind.traits.conj, kind.traits.neg), len(self._views))
+        return self._views.setdefault(
+            (kind.dtype, kind.shape, strides, kind.traits.conj, kind.traits.neg), len(self._views)
+        )
 
     def _odd_view(self, tensor: LazyTensor, chunks: Sequence[Chunk]) -> int:
         traits = tensor.traits
         place: Hashable = chunks[0].strides
         offset = chunks[0].offset
         if len(chunks) > 1 or chunks[0].box != Box.whole(tensor.shape):
-            place, offset = tuple([(one.box, self._number(tensor, (one,)), one.offset, one.strides) for one in chunks]), 0
+            place, offset = (
+                tuple(
+                    [
+                        (one.box, self._number(tensor, (one,)), one.offset, one.strides)
+                        for one in chunks
+                    ]
+                ),
+                0,
+            )
         elif 0 in tensor.shape:
             place, offset = (), 0
-        lies = self._views.setdefault((tensor.dtype, tensor.shape, place, traits.conj, traits.neg), len(self._views))
+        lies = self._views.setdefault(
+            (tensor.dtype, tensor.shape, place, traits.conj, traits.neg), len(self._views)
+        )
         return self._views.setdefault((lies, offset), len(self._views)) if offset else lies
 
     def found(self) -> SharedRows:
@@ -222,7 +273,10 @@ class _Search:
             storage = [*storage, *(number for _, number, *_ in self._odd)]
             times = Counter(storage)
             # How a tensor lies is asked only where there are others: some have to read that.
-            odd = [self._odd_view(tensor, chunks) if times[number] > 1 else -1 for _, number, tensor, chunks in self._odd]
+            odd = [
+                self._odd_view(tensor, chunks) if times[number] > 1 else -1
+                for _, number, tensor, chunks in self._odd
+            ]
             lies = [*lies, *odd]
         order = sorted(range(len(rows)), key=rows.__getitem__) if self._odd else range(len(rows))
         if self._odd or 0 in self._nbytes.values():
@@ -258,13 +312,17 @@ def disjoint_groups(spans: Iterable[Span[T]], *, touching: bool = False) -> list
     return found
 
 
-def reached_spans(tensors: Iterable[LazyTensor], *, aligned: int = 1) -> dict[Storage, list[SpanGroup[None]]]:
+def reached_spans(
+    tensors: Iterable[LazyTensor], *, aligned: int = 1
+) -> dict[Storage, list[SpanGroup[None]]]:
     """The bytes of storages that tensors reach: what overlaps or touches is one span, which begins at a multiple of `aligned`."""
     found: dict[Storage, list[Span[None]]] = {}
     for tensor in tensors:
         for chunk in tensor.chunks:
             start, stop = chunk.extent(tensor.dtype)
-            found.setdefault(chunk.storage, []).extend([(start - start % aligned, stop, None)] if start < stop else ())
+            found.setdefault(chunk.storage, []).extend(
+                [(start - start % aligned, stop, None)] if start < stop else ()
+            )
     return {storage: disjoint_groups(spans, touching=True) for storage, spans in found.items()}
 
 

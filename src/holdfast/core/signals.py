@@ -24,7 +24,9 @@ Before = Callable[[int, FrameType | None], object] | int
 class SignalOverride:
     """A handler for as long as it is `wanted`. It calls `catch`, which may `pass_on` the signal."""
 
-    def __init__(self, catch: Callable[[int, FrameType | None], None], *, wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self, catch: Callable[[int, FrameType | None], None], *, wanted: Callable[[], bool]
+    ) -> None:
         self._catch = catch
         self._wanted = wanted
         self._before: dict[int, Before] = {}
@@ -84,7 +86,12 @@ _forking = threading.local()
 def _before_fork() -> None:
     _forking.mask = None
     if sys.platform != "win32":
-        ours = {number for override in list(_overrides) for number in override._before if signal.getsignal(number) is override}
+        ours = {
+            number
+            for override in list(_overrides)
+            for number in override._before
+            if signal.getsignal(number) is override
+        }
         if ours:
             _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
 

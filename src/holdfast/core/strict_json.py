@@ -27,16 +27,22 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded
 
-BLOCK_NBYTES = 1 << 18  # Bytes that the depth count looks at in one go: its masks stay in the cache, whatever the document's size.
+BLOCK_NBYTES = (
+    1 << 18
+)  # Bytes that the depth count looks at in one go: its masks stay in the cache, whatever the document's size.
 
 CONTAINER_NBYTES = 10
 """Fewest bytes of text for each list or object. The densest that is honest is a sharding note, with 13 for each
 (`"w":{"saved_offsets":[0]},`); `[],[],[],…` has 3, and would take 27 times its length in memory."""
 
 FREE_CONTAINERS = 1000  # Lists and objects that a document may have however short it is.
-NO_BRACKETS = bytes(sorted({*range(256)} - {*b'[]{}"'}))  # What neither opens nor closes a list, an object or a text.
+NO_BRACKETS = bytes(
+    sorted({*range(256)} - {*b'[]{}"'})
+)  # What neither opens nor closes a list, an object or a text.
 
-FREE_BRACKETS = 64  # So few brackets can neither nest too deeply nor be too many: they are not looked at.
+FREE_BRACKETS = (
+    64  # So few brackets can neither nest too deeply nor be too many: they are not looked at.
+)
 SPACES = b" \t\n\r"  # What may stand between values. Inside of texts it is deleted in both documents that are compared.
 INTEGER_DIGITS = 20  # Digits (and sign) of the longest 64-bit integer. Longer ones take quadratic time to parse and fit no tensor.
 ANY_DIGIT = bytes.maketrans(b"123456789", b"000000000")
@@ -44,9 +50,13 @@ ANY_DIGIT = bytes.maketrans(b"123456789", b"000000000")
 LONG_NUMBER = b"0" * INTEGER_DIGITS  # Digits, by `ANY_DIGIT`, that may be those of a longer one.
 SHOWN = 80
 
-PLAIN_STEP = re.compile(r"[A-Za-z0-9_./:\-]{1,200}\Z")  # Keys that can stand in a pointer as they are; all others are quoted.
+PLAIN_STEP = re.compile(
+    r"[A-Za-z0-9_./:\-]{1,200}\Z"
+)  # Keys that can stand in a pointer as they are; all others are quoted.
 
-Steps = tuple["Steps", str | int] | None  # The way to a value, innermost step last, as a linked list.
+Steps = (
+    tuple["Steps", str | int] | None
+)  # The way to a value, innermost step last, as a linked list.
 
 
 class Flaw(Value, frozen=True):
@@ -131,7 +141,9 @@ def _parse_slowly(raw: bytes, file: str | None, start: int) -> object:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise HeaderError(f"not UTF-8: {error.reason}", file=file, offset=start + error.start) from None
+        raise HeaderError(
+            f"not UTF-8: {error.reason}", file=file, offset=start + error.start
+        ) from None
     flaws: list[Flaw] = []
 
     def flaw(reason: str) -> Flaw:
@@ -140,7 +152,11 @@ def _parse_slowly(raw: bytes, file: str | None, start: int) -> object:
 
     def make_object(pairs: list[tuple[str, object]]) -> object:
         made = dict(pairs)
-        return made if len(made) == len(pairs) else flaw(f"the key {quoted(_first_double(pairs))} occurs twice")
+        return (
+            made
+            if len(made) == len(pairs)
+            else flaw(f"the key {quoted(_first_double(pairs))} occurs twice")
+        )
 
     def make_int(digits: str) -> object:
         if len(digits) > INTEGER_DIGITS:
@@ -156,7 +172,10 @@ def _parse_slowly(raw: bytes, file: str | None, start: int) -> object:
         return flaw(f"{word} is not JSON")
 
     decoder = json.JSONDecoder(
-        object_pairs_hook=make_object, parse_int=make_int, parse_float=make_float, parse_constant=make_constant
+        object_pairs_hook=make_object,
+        parse_int=make_int,
+        parse_float=make_float,
+        parse_constant=make_constant,
     )
     try:
         document = decoder.decode(text)
@@ -165,7 +184,9 @@ def _parse_slowly(raw: bytes, file: str | None, start: int) -> object:
         raise HeaderError(f"not JSON: {error.msg}", file=file, offset=place) from None
     except RecursionError:
         # A caller may have raised `limits.depth` above what the interpreter has left.
-        raise LimitExceeded("the JSON document nests too deeply to be parsed", file=file, offset=start) from None
+        raise LimitExceeded(
+            "the JSON document nests too deeply to be parsed", file=file, offset=start
+        ) from None
     if flaws or re.search(rb"\\u[dD]", raw):
         _report_flaw(document, file, start)
     return document
@@ -182,7 +203,11 @@ def _first_double(pairs: list[tuple[str, object]]) -> str:
 
 def _check_paid(count: int, nbytes: int, file: str | None, *, start: int) -> None:
     if count > FREE_CONTAINERS + nbytes // CONTAINER_NBYTES:
-        raise HeaderError(f"{count:,} lists and objects in {nbytes:,} bytes describe no tensors", file=file, offset=start)
+        raise HeaderError(
+            f"{count:,} lists and objects in {nbytes:,} bytes describe no tensors",
+            file=file,
+            offset=start,
+        )
 
 
 def _count_brackets(raw: bytes, limit: int, file: str | None, *, start: int) -> int:
@@ -225,7 +250,11 @@ def _report_flaw(document: object, file: str | None, start: int) -> None:
             case list():
                 waiting += [((path, i), value[i]) for i in reversed(range(len(value)))]
             case dict():
-                reason = "a key with half of a surrogate pair" if any(map(LONE_SURROGATE.search, value)) else None
+                reason = (
+                    "a key with half of a surrogate pair"
+                    if any(map(LONE_SURROGATE.search, value))
+                    else None
+                )
                 waiting += [((path, key), value[key]) for key in reversed(value)]
         if reason is not None:
             raise HeaderError(f"at {pointer(*_steps(path))}: {reason}", file=file, offset=start)

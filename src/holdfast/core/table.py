@@ -72,11 +72,15 @@ class Kind(Value, frozen=True, eq=False):
 
     @staticmethod
     @lru_cache(maxsize=4096)
-    def plain(dtype: DType, shape: tuple[int, ...], traits: Traits = PLAIN, *, location: str = "") -> Kind:
+    def plain(
+        dtype: DType, shape: tuple[int, ...], traits: Traits = PLAIN, *, location: str = ""
+    ) -> Kind:
         """Tensors in C order that are all of their storages."""
         nbytes = dtype.nbytes(math.prod(shape))
         strides = c_strides(shape, dtype.bits)
-        return Kind.strided(dtype, shape, strides, storage_nbytes=nbytes, traits=traits, location=location)
+        return Kind.strided(
+            dtype, shape, strides, storage_nbytes=nbytes, traits=traits, location=location
+        )
 
     @classmethod
     def strided(
@@ -94,7 +98,19 @@ class Kind(Value, frozen=True, eq=False):
             and in_c_order(shape, strides, dtype.bits)
         )
         whole = dense and nbytes == storage_nbytes
-        return cls(dtype, shape, traits, nbytes, strides, storage_nbytes, inside, byteorder, location, dense, whole)
+        return cls(
+            dtype,
+            shape,
+            traits,
+            nbytes,
+            strides,
+            storage_nbytes,
+            inside,
+            byteorder,
+            location,
+            dense,
+            whole,
+        )
 
     def marked(self, traits: Traits, *, inside: bool = True) -> Kind:
         """This kind with other traits; not `inside`: of rows that do not begin with a whole byte, or end behind their storages."""
@@ -113,7 +129,11 @@ def with_outside(kinds: list[Kind], kind: list[int], offsets: Mapping[int, int])
     """Give rows that reach out of their storages kinds of their own. `kinds` and `kind` are those of rows with these offsets."""
     room = [8 * (one.storage_nbytes - one.nbytes) if one.dense else -1 for one in kinds]
     reach = ((row, offset, room[kind[row]]) for row, offset in offsets.items())
-    out = [row for row, offset, most in reach if most >= 0 and not (0 <= offset <= most and not offset % 8)]
+    out = [
+        row
+        for row, offset, most in reach
+        if most >= 0 and not (0 <= offset <= most and not offset % 8)
+    ]
     made: dict[int, int] = {}
     for row in out:
         own = kind[row]
@@ -148,7 +168,9 @@ class MemoryBytes(Protocol):
     def divisible(self) -> bool:
         """Whether parts of storages are read together, as whole ones are."""
 
-    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[Piece]:
+    def read_parts(
+        self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
+    ) -> Sequence[Piece]:
         """So many bytes of storages of these numbers, from these bytes on; where they are `divisible`."""
 
     def alone(self, number: int, label: str) -> bytes | Data | Memory:
@@ -182,7 +204,9 @@ Column = Sequence[int] | Ints
 class FileColumns:
     """Ranges of files. Columns may grow until somebody asks for them as arrays."""
 
-    def __init__(self, files: Sequence[FilePlace], file: Column, start: Column, nbytes: Column, crc: Column) -> None:
+    def __init__(
+        self, files: Sequence[FilePlace], file: Column, start: Column, nbytes: Column, crc: Column
+    ) -> None:
         self.files = files
         self._file, self._start, self._nbytes, self._crc = file, start, nbytes, crc
 
@@ -220,8 +244,15 @@ class Table(Mapping[str, LazyTensor]):
         odd: Mapping[int, LazyTensor], *, offsets: Mapping[int, int] = NO_OFFSETS, views: Sequence[LazyTensor] | None = None,
     ) -> None:  # fmt: skip
         """`views` are the rows as lazy tensors, where they are there already: the leaves of a tree."""
-        self.names, self.kinds, self.kind = names, kinds, kind  # `kind` of each row is a position in `kinds`.
-        self.storage, self.storages = storage, storages  # `storage` of each row is a number in `storages`; `ODD` for an odd row.
+        self.names, self.kinds, self.kind = (
+            names,
+            kinds,
+            kind,
+        )  # `kind` of each row is a position in `kinds`.
+        self.storage, self.storages = (
+            storage,
+            storages,
+        )  # `storage` of each row is a number in `storages`; `ODD` for an odd row.
         self.odd = odd
         self.offsets = offsets
         """By row, the bit of its storage where the first element lies; of those that do not begin with their storage."""
@@ -230,7 +261,11 @@ class Table(Mapping[str, LazyTensor]):
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        return tuple(dict.fromkeys((*self.storages.stores, *(tensor.source.store for tensor in self.odd.values()))))
+        return tuple(
+            dict.fromkeys(
+                (*self.storages.stores, *(tensor.source.store for tensor in self.odd.values()))
+            )
+        )
 
     @cached_property
     def rows(self) -> Mapping[str, int]:
@@ -250,18 +285,26 @@ class Table(Mapping[str, LazyTensor]):
         """Rows that are read by themselves, in order, by their lazy tensors (`view`): odd ones, and views that are no range of
         bytes of a storage, or of one that is not read in parts."""
         parts, kinds = self.storages.divisible, enumerate(self.kinds)
-        return self._rows_not({number for number, kind in kinds if not (kind.whole or (parts and kind.dense))})
+        return self._rows_not(
+            {number for number, kind in kinds if not (kind.whole or (parts and kind.dense))}
+        )
 
     def _rows_not(self, kinds: set[int]) -> dict[int, None]:
         odd = self.odd
-        return dict.fromkeys([row for row, one in enumerate(self.kind) if one in kinds or row in odd] if odd or kinds else ())
+        return dict.fromkeys(
+            [row for row, one in enumerate(self.kind) if one in kinds or row in odd]
+            if odd or kinds
+            else ()
+        )
 
     def view(self, row: int) -> LazyTensor:
         if self._views is not None:
             return self._views[row]
         if row in self.odd:
             return self.odd[row]
-        return self.storages.view(self.storage[row], self.kinds[self.kind[row]], self.names[row], self.offset_of(row))
+        return self.storages.view(
+            self.storage[row], self.kinds[self.kind[row]], self.names[row], self.offset_of(row)
+        )
 
     def offset_of(self, row: int) -> int:
         return self.offsets.get(row, 0)
@@ -276,7 +319,9 @@ class Table(Mapping[str, LazyTensor]):
             return {}
         crcs, whole = self.storages.crc.tolist(), [kind.whole for kind in self.kinds]
         rows = [
-            row for row, (number, kind) in enumerate(zip(self.storage, self.kind, strict=True)) if number != ODD and whole[kind]
+            row
+            for row, (number, kind) in enumerate(zip(self.storage, self.kind, strict=True))
+            if number != ODD and whole[kind]
         ]
         return {row: crc for row in rows if (crc := crcs[self.storage[row]]) != NO_CRC}
 
@@ -290,7 +335,9 @@ class Table(Mapping[str, LazyTensor]):
         return np.array([min(kind.nbytes, MOST_NBYTES) for kind in self.kinds], np.int64)
 
     def nbytes_of(self, rows: Column) -> Ints:
-        where = slice(rows.start, rows.stop) if isinstance(rows, range) else np.asarray(rows, np.int64)
+        where = (
+            slice(rows.start, rows.stop) if isinstance(rows, range) else np.asarray(rows, np.int64)
+        )
         return self.kind_nbytes[self.kind_numbers[where]]
 
     def read(self, rows: Sequence[int]) -> Sequence[Piece]:
@@ -315,28 +362,47 @@ class Table(Mapping[str, LazyTensor]):
             raise self._moved(row) from None
 
     def _moved(self, row: int) -> SaveError:
-        return SaveError("its storage was resized or freed while it was saved", tensor=self.names[row])
+        return SaveError(
+            "its storage was resized or freed while it was saved", tensor=self.names[row]
+        )
 
     def select(self, rows: Sequence[int], names: Sequence[str] | None = None) -> Table:
         kind, storage = [self.kind[row] for row in rows], [self.storage[row] for row in rows]
         chosen = [self.names[row] for row in rows] if names is None else names
         odd = {}
         if self.odd:
-            odd = {at: self.odd[row].renamed(chosen[at]) for at, row in enumerate(rows) if row in self.odd}
-        return Table(chosen, self.kinds, kind, storage, self.storages, odd, offsets=self.offsets_of(rows))
+            odd = {
+                at: self.odd[row].renamed(chosen[at])
+                for at, row in enumerate(rows)
+                if row in self.odd
+            }
+        return Table(
+            chosen, self.kinds, kind, storage, self.storages, odd, offsets=self.offsets_of(rows)
+        )
 
     def offsets_of(self, rows: Sequence[int]) -> Mapping[int, int]:
         offsets = self.offsets
-        return {at: offsets[row] for at, row in enumerate(rows) if row in offsets} if offsets else offsets
+        return (
+            {at: offsets[row] for at, row in enumerate(rows) if row in offsets}
+            if offsets
+            else offsets
+        )
 
     def compact_kinds(self) -> Table:
         used = {number: at for at, number in enumerate(sorted({*self.kind}))}
         if len(used) == len(self.kinds):
             return self
-        kinds, kind = [self.kinds[number] for number in used], [used[number] for number in self.kind]
-        return Table(self.names, kinds, kind, self.storage, self.storages, self.odd, offsets=self.offsets)
+        kinds, kind = (
+            [self.kinds[number] for number in used],
+            [used[number] for number in self.kind],
+        )
+        return Table(
+            self.names, kinds, kind, self.storage, self.storages, self.odd, offsets=self.offsets
+        )
 
-    def with_entries(self, rows: Sequence[int], entries: Mapping[int, Mapping[str, LazyTensor]]) -> Table:
+    def with_entries(
+        self, rows: Sequence[int], entries: Mapping[int, Mapping[str, LazyTensor]]
+    ) -> Table:
         """A table of these rows, with other entries in the place of some of them."""
         names: list[str] = []
         kinds, odd, offsets = [*self.kinds], dict[int, LazyTensor](), dict[int, int]()
@@ -369,7 +435,9 @@ class Table(Mapping[str, LazyTensor]):
         kind, storage = self.kind, self.storage
         numbers: Sequence[int] = range(len(rows))
         if self.odd or not all(one.dense for one in kinds):
-            numbers = [at for at, row in enumerate(rows) if storage[row] != ODD and kinds[kind[row]].dense]
+            numbers = [
+                at for at, row in enumerate(rows) if storage[row] != ODD and kinds[kind[row]].dense
+            ]
             rows = [rows[at] for at in numbers]
         own = [kind[row] for row in rows]
         start = storages.start
@@ -382,24 +450,40 @@ class Table(Mapping[str, LazyTensor]):
         if not all(one.whole for one in kinds if one.dense):
             places = np.array(own, np.int64)
             if offsets := self.offsets:
-                starts = starts + np.array([offsets[row] // 8 if row in offsets else 0 for row in rows], np.int64)
+                starts = starts + np.array(
+                    [offsets[row] // 8 if row in offsets else 0 for row in rows], np.int64
+                )
             nbytes = np.array([one.nbytes if one.dense else 0 for one in kinds], np.int64)[places]
             crcs = np.where(np.array([one.whole for one in kinds], np.bool_)[places], crcs, NO_CRC)
         keys, files = [place.key for place in storages.files], storages.file[where]
-        dense = DenseRows(numbers, [dtypes[one] for one in own], [shapes[one] for one in own], keys, files, starts, nbytes, crcs)
+        dense = DenseRows(
+            numbers,
+            [dtypes[one] for one in own],
+            [shapes[one] for one in own],
+            keys,
+            files,
+            starts,
+            nbytes,
+            crcs,
+        )
         by: dict[Source, list[int]] = {}
         for file, place in enumerate(storages.files):
             by.setdefault(place.source, []).append(file)
         if len(by) == 1:
             return [(source, dense) for source in by]
-        return [(source, dense.some(np.flatnonzero(np.isin(files, own_files)))) for source, own_files in by.items()]
+        return [
+            (source, dense.some(np.flatnonzero(np.isin(files, own_files))))
+            for source, own_files in by.items()
+        ]
 
     def arrays(self, rows: Sequence[int]) -> list[np.ndarray]:
         """Fresh arrays of these rows: in parallel, with neighbouring reads joined."""
         dense = dict(self.dense(rows))
         others: dict[Source, list[int]] = {source: [] for source in dense}
         if sum(map(len, dense.values())) < len(rows):
-            for number in sorted({*range(len(rows))}.difference(*(found.numbers for found in dense.values()))):
+            for number in sorted(
+                {*range(len(rows))}.difference(*(found.numbers for found in dense.values()))
+            ):
                 others.setdefault(self.view(rows[number]).source, []).append(number)
         arrays = [NO_ARRAY] * len(rows)
         with gc_paused():
@@ -415,13 +499,30 @@ class Table(Mapping[str, LazyTensor]):
         if self._views is not None:
             return self
         views = [self.view(row) for row in range(len(self.names))]
-        return Table(self.names, self.kinds, self.kind, self.storage, self.storages, self.odd, offsets=self.offsets, views=views)
+        return Table(
+            self.names,
+            self.kinds,
+            self.kind,
+            self.storage,
+            self.storages,
+            self.odd,
+            offsets=self.offsets,
+            views=views,
+        )
 
     def without_views(self) -> Table:
         """This table without the lazy tensors that were made; they are made again when they are asked for."""
         if self._views is None:
             return self
-        return Table(self.names, self.kinds, self.kind, self.storage, self.storages, self.odd, offsets=self.offsets)
+        return Table(
+            self.names,
+            self.kinds,
+            self.kind,
+            self.storage,
+            self.storages,
+            self.odd,
+            offsets=self.offsets,
+        )
 
     def __getitem__(self, name: str) -> LazyTensor:
         if self._asked:

@@ -109,7 +109,9 @@ FileRange = tuple[str, int, int, int]
 
 NO_CRC = -1
 
-BEYOND = 1 << 61  # No file reaches so far. What claims to is left to arithmetic that does not overflow.
+BEYOND = (
+    1 << 61
+)  # No file reaches so far. What claims to is left to arithmetic that does not overflow.
 
 
 class Position(Protocol):
@@ -149,7 +151,12 @@ def range_in(layout: Layout, dtype: DType, shape: tuple[int, ...]) -> FileRange 
         return None
     nbytes = _dense_nbytes(dtype.bits, shape, strides)
     at, start = offset // 8, storage.start
-    if nbytes < 0 or offset % 8 or not 0 <= at <= storage.nbytes - nbytes or not 0 <= start < BEYOND:
+    if (
+        nbytes < 0
+        or offset % 8
+        or not 0 <= at <= storage.nbytes - nbytes
+        or not 0 <= start < BEYOND
+    ):
         return None
     if storage.byteorder != "little" and dtype.swap_nbytes > 1:
         return None
@@ -180,7 +187,9 @@ class TensorFields(Value, frozen=True, eq=False):
     chunks: tuple[Chunk, ...] | LaterChunks
     source: Source
     traits: Traits = PLAIN
-    position: Position | None = None  # Where it lies, where its one chunk is made when somebody asks for it.
+    position: Position | None = (
+        None  # Where it lies, where its one chunk is made when somebody asks for it.
+    )
 
 
 _CHUNKS: MemberDescriptorType = vars(TensorFields)["chunks"]
@@ -213,7 +222,9 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return self.position is None or bool(_CHUNKS.__get__(self))
 
     @classmethod
-    def contiguous(cls, name: str, dtype: DType, shape: tuple[int, ...], storage: Storage, source: Source) -> LazyTensor:
+    def contiguous(
+        cls, name: str, dtype: DType, shape: tuple[int, ...], storage: Storage, source: Source
+    ) -> LazyTensor:
         """A whole tensor in C order from the first byte of its storage on."""
         box, strides = _in_order(shape, dtype.bits)
         return cls(name, dtype, shape, (Chunk(box, storage, 0, strides),), source)
@@ -224,7 +235,12 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
             return self.position.layout()
         chunks = self.chunks
         # By its exact class: a chunk of another kind may not know its place before it is asked.
-        if len(chunks) != 1 or type(chunks[0]) is not Chunk or chunks[0].box.stop != self.shape or any(chunks[0].box.start):
+        if (
+            len(chunks) != 1
+            or type(chunks[0]) is not Chunk
+            or chunks[0].box.stop != self.shape
+            or any(chunks[0].box.start)
+        ):
             return None
         return chunks[0].storage, chunks[0].offset, chunks[0].strides
 
@@ -241,13 +257,30 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
     def __replace__(self, /, **changes: Any) -> LazyTensor:  # noqa: ANN401  # those of a tensor
         if changes.keys() <= {"name", "traits"}:
             name, traits = changes.get("name", self.name), changes.get("traits", self.traits)
-            return LazyTensor(name, self.dtype, self.shape, _CHUNKS.__get__(self), self.source, traits, self.position)
+            return LazyTensor(
+                name,
+                self.dtype,
+                self.shape,
+                _CHUNKS.__get__(self),
+                self.source,
+                traits,
+                self.position,
+            )
         # Whoever makes another tensor of this one says where that lies.
         fields = ("name", "dtype", "shape", "chunks", "source", "traits")
-        return LazyTensor(**{name: getattr(self, name) for name in fields if name not in changes}, **changes)
+        return LazyTensor(
+            **{name: getattr(self, name) for name in fields if name not in changes}, **changes
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return LazyTensor, (self.name, self.dtype, self.shape, self.chunks, self.source, self.traits)
+        return LazyTensor, (
+            self.name,
+            self.dtype,
+            self.shape,
+            self.chunks,
+            self.source,
+            self.traits,
+        )
 
     @property
     def ndim(self) -> int:
@@ -275,7 +308,9 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         if view is None:
             return self.chunks
         # Numbers below 0 are no places in a file: the storages that a file remembers are no others.
-        storage = Storage("", -1 - view.group, view.nbytes, label=f"shared/{view.group}", home=self.source.store)
+        storage = Storage(
+            "", -1 - view.group, view.nbytes, label=f"shared/{view.group}", home=self.source.store
+        )
         return (Chunk(Box.whole(self.shape), storage, view.offset, view.strides),)
 
     @property
@@ -309,16 +344,25 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
             # Of eight thousand pieces a rank wants one or two.
             chunks = slice_chunks(picks, chunks.made(*_bounds(picks)))
             return LazyTensor(self.name, self.dtype, left, chunks, self.source, traits)
-        if len(chunks) == 1 and type(chunk := chunks[0]) is Chunk and chunk.box.stop == shape and not any(chunk.box.start):
+        if (
+            len(chunks) == 1
+            and type(chunk := chunks[0]) is Chunk
+            and chunk.box.stop == shape
+            and not any(chunk.box.start)
+        ):
             left, offset, strides, _ = sliced(shape, chunk.offset, chunk.strides, index)
             position = None if 0 in left else ChunkSlice(chunk, offset, strides)
             return LazyTensor(self.name, self.dtype, left, (), self.source, traits, position)
         left, _, _, picks = sliced(shape, 0, shape, index)
-        return LazyTensor(self.name, self.dtype, left, slice_chunks(picks, chunks), self.source, traits)
+        return LazyTensor(
+            self.name, self.dtype, left, slice_chunks(picks, chunks), self.source, traits
+        )
 
     def permute(self, *axes: int | Sequence[int]) -> LazyTensor:
         """A view with the dimensions in another order, given one by one or as a tuple; nothing is read."""
-        given: Sequence[object] = axes[0] if len(axes) == 1 and isinstance(axes[0], Sequence) else axes
+        given: Sequence[object] = (
+            axes[0] if len(axes) == 1 and isinstance(axes[0], Sequence) else axes
+        )
         try:
             order = [at + self.ndim if at < 0 else at for at in map(operator.index, given)]  # type: ignore[arg-type]  # the TypeError is the check
         except TypeError:
@@ -329,8 +373,16 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         def turn(values: Sequence[int]) -> tuple[int, ...]:
             return tuple(values[a] for a in order)
 
-        chunks = tuple(Chunk(Box(turn(c.box.start), turn(c.box.stop)), c.storage, c.offset, turn(c.strides)) for c in self.chunks)
-        return replace(self, shape=turn(self.shape), chunks=chunks, traits=replace(self.traits, alias=None, blocks=None))
+        chunks = tuple(
+            Chunk(Box(turn(c.box.start), turn(c.box.stop)), c.storage, c.offset, turn(c.strides))
+            for c in self.chunks
+        )
+        return replace(
+            self,
+            shape=turn(self.shape),
+            chunks=chunks,
+            traits=replace(self.traits, alias=None, blocks=None),
+        )
 
     @property
     def T(self) -> LazyTensor:  # noqa: N802  # numpy's and torch's name
@@ -340,7 +392,15 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
     def renamed(self, name: str) -> LazyTensor:
         """This tensor under another name."""
         # Nothing but the name differs, so one that has no chunks yet needs none now.
-        return LazyTensor(name, self.dtype, self.shape, _CHUNKS.__get__(self), self.source, self.traits, self.position)
+        return LazyTensor(
+            name,
+            self.dtype,
+            self.shape,
+            _CHUNKS.__get__(self),
+            self.source,
+            self.traits,
+            self.position,
+        )
 
     def numpy(self) -> np.ndarray:
         """The elements as an array: over mapped memory where the checkpoint is mapped and the layout allows, else read."""
@@ -352,7 +412,9 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         if out is None:
             return self.source.fetch(self)
         if not isinstance(out, np.ndarray):
-            raise BadTarget(f"out= must be a numpy array, not {type(out).__name__}", tensor=self.name)
+            raise BadTarget(
+                f"out= must be a numpy array, not {type(out).__name__}", tensor=self.name
+            )
         if out.shape != self.shape or out.dtype != self.dtype.numpy or not out.flags.writeable:
             given = f"{'a' if out.flags.writeable else 'a read-only'} {out.dtype} array of shape {out.shape}"
             message = f"out= must be a writable {self.dtype.numpy} array of shape {self.shape}, not {given}"
@@ -364,7 +426,10 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
     def item(self) -> bool | int | float | complex:
         """The one element of a tensor that has one, as a number of Python's; reads it."""
         if self.size != 1:
-            raise BadArgument(f"item() is for tensors of one element, and this one has {self.size:,}", tensor=self.name)
+            raise BadArgument(
+                f"item() is for tensors of one element, and this one has {self.size:,}",
+                tensor=self.name,
+            )
         (value,) = np.asarray(self.tolist(), dtype=object).reshape(-1)
         return value  # type: ignore[no-any-return]  # a number, as `tolist` gives them
 
@@ -372,7 +437,9 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         """The elements as numbers of Python's in nested lists, or as one number; reads them."""
         array = self.numpy()
         if self.dtype.kind == "other" or (self.dtype.packed and self.dtype.kind == "quantized"):
-            raise Unsupported(f"{self.dtype} has no numbers; numpy() gives the bytes", tensor=self.name)
+            raise Unsupported(
+                f"{self.dtype} has no numbers; numpy() gives the bytes", tensor=self.name
+            )
         if array.dtype.names:
             # A pair of halves, which numpy has no complex numbers of.
             array = array["real"].astype(np.float32) + 1j * array["imag"].astype(np.float32)
@@ -415,7 +482,10 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         """A fresh array that can hold the elements; refused where an expanded view would cost more than was stored."""
         self.check_expansion()
         if self.traits.meta:
-            raise Unsupported("this tensor was saved on the meta device: it has a shape and no data", tensor=self.name)
+            raise Unsupported(
+                "this tensor was saved on the meta device: it has a shape and no data",
+                tensor=self.name,
+            )
         return np.empty(self.shape, self.dtype.numpy)
 
     def check_expansion(self) -> None:
@@ -429,19 +499,28 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
             message = f"reading {nbytes:,} bytes out of {stored:,} stored ones: {advice}"
             raise LimitExceeded(message, tensor=self.name, expected=allowed, found=nbytes)
 
-    def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None
+    ) -> np.ndarray:
         """What `np.asarray` calls. Reading makes the copy, so `copy=False` works over mapped memory alone, as numpy asks."""
         view = self.source.view(self)
         same = dtype is None or dtype == self.dtype.numpy
         if copy is False and (view is None or not same):
-            raise ValueError("this tensor cannot be an array without a copy; open with mmap=True, or leave copy=False away")
+            raise ValueError(
+                "this tensor cannot be an array without a copy; open with mmap=True, or leave copy=False away"
+            )
         array = view if view is not None else self.read()
         if not same:
             return array.astype(dtype)
         return array.copy() if copy and view is not None else array
 
     def __dlpack__(
-        self, *, stream: object = None, max_version: object = None, dl_device: object = None, copy: object = None
+        self,
+        *,
+        stream: object = None,
+        max_version: object = None,
+        dl_device: object = None,
+        copy: object = None,
     ) -> object:
         """What `torch.as_tensor` and `torch.tensor` call: the elements, read, in the memory of the CPU."""
         if "torch" in sys.modules:
@@ -472,8 +551,15 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 
         files = list(dict.fromkeys(storage.key for storage in self.storages))
         place = ", ".join(files[:3]) + (", …" if len(files) > 3 else "")
-        facts = [("dtype", self.dtype.name), ("shape", str(list(self.shape))), ("elements", f"{self.size:,}")]
-        facts += [("size", nbytes(self.nbytes)), *([("blocks", self.traits.blocks)] if self.traits.blocks is not None else [])]
+        facts = [
+            ("dtype", self.dtype.name),
+            ("shape", str(list(self.shape))),
+            ("elements", f"{self.size:,}"),
+        ]
+        facts += [
+            ("size", nbytes(self.nbytes)),
+            *([("blocks", self.traits.blocks)] if self.traits.blocks is not None else []),
+        ]
         facts.append(("no data", "meta device") if self.traits.meta else ("in", place))
         return card(self.name, facts)
 
@@ -484,9 +570,15 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 # Slices. A program that gathers rows takes ten thousand of them, and each is an offset that moved. So an index is a list of plain
 # tuples, and dimensions behind those that it names are not looked at.
 
-Pick = tuple[int, int, int]  # What is taken of a dimension: the first coordinate, the step to the next, and how many.
+Pick = tuple[
+    int, int, int
+]  # What is taken of a dimension: the first coordinate, the step to the next, and how many.
 TAKEN = -1  # In the place of their number: one, and the dimension goes.
-NEW_AXIS: Pick = (0, 0, 1)  # A dimension of length 1 that the tensor does not have. No dimension that is there has a step of 0.
+NEW_AXIS: Pick = (
+    0,
+    0,
+    1,
+)  # A dimension of length 1 that the tensor does not have. No dimension that is there has a step of 0.
 
 Slice = tuple[tuple[int, ...], int, tuple[int, ...], list[Pick]]
 """Its shape; where it begins and its strides, of a tensor in one piece; and what it takes of the dimensions."""
@@ -508,7 +600,9 @@ def sliced(shape: tuple[int, ...], offset: int, strides: tuple[int, ...], index:
     if len(parts) > len(shape):
         used = sum(1 for part in parts if part is not None and part is not Ellipsis)
         if used > len(shape):
-            raise BadIndex(f"too many indices: the tensor has {len(shape)} dimensions, but {used} were indexed")
+            raise BadIndex(
+                f"too many indices: the tensor has {len(shape)} dimensions, but {used} were indexed"
+            )
     picks: list[Pick] = []
     left: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
@@ -521,7 +615,11 @@ def sliced(shape: tuple[int, ...], offset: int, strides: tuple[int, ...], index:
         if part is Ellipsis:
             if sum(1 for one in parts if one is Ellipsis) > 1:
                 raise BadIndex("an index can only have a single ellipsis ('...')")
-            after = dim + len(shape) - sum(1 for one in parts if one is not None and one is not Ellipsis)
+            after = (
+                dim
+                + len(shape)
+                - sum(1 for one in parts if one is not None and one is not Ellipsis)
+            )
             picks += [(0, 1, length) for length in shape[dim:after]]
             left, steps, dim = (*left, *shape[dim:after]), (*steps, *strides[dim:after]), after
             continue
@@ -540,7 +638,12 @@ def _pick(part: object, length: int, dim: int) -> Pick:
         return part, 0, TAKEN
     if isinstance(part, slice):
         first, last = part.start, part.stop
-        if part.step is None and type(first) is int and type(last) is int and 0 <= first < last <= length:
+        if (
+            part.step is None
+            and type(first) is int
+            and type(last) is int
+            and 0 <= first < last <= length
+        ):
             return first, 1, last - first
         try:
             start, stop, step = part.indices(length)
@@ -555,7 +658,9 @@ def _pick(part: object, length: int, dim: int) -> Pick:
             pass
         else:
             if not -length <= at < length:
-                raise BadIndex(f"index {at} is out of bounds for dimension {dim} with size {length}")
+                raise BadIndex(
+                    f"index {at} is out of bounds for dimension {dim} with size {length}"
+                )
             return at % length, 0, TAKEN
     raise BadIndex(
         f"a lazy tensor takes integers, slices, ... and None, not {type(part).__name__}; "
@@ -565,7 +670,11 @@ def _pick(part: object, length: int, dim: int) -> Pick:
 
 def _bounds(picks: Sequence[Pick]) -> tuple[list[int], list[int]]:
     """The lowest and the highest corner of what is picked."""
-    ends = [(start, start + step * max(count - 1, 0)) for start, step, count in picks if step or count == TAKEN]
+    ends = [
+        (start, start + step * max(count - 1, 0))
+        for start, step, count in picks
+        if step or count == TAKEN
+    ]
     return [min(pair) for pair in ends], [max(pair) + 1 for pair in ends]
 
 

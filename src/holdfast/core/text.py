@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 
-INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
+INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
 """Characters that Unicode calls printable and that take no room: the default-ignorable ones of categories L and M."""
 
 LABEL_LIMIT = 200  # Characters of one name on a line. Real ones stay below 120; a hostile one may have millions.
@@ -22,7 +24,10 @@ def escape(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(c if c.isprintable() and not INVISIBLE.match(c) else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() and not INVISIBLE.match(c) else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def clip(text: str, limit: int = LABEL_LIMIT) -> str:

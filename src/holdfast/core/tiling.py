@@ -101,10 +101,15 @@ def tiles(whole: Box, parts: Iterable[Box]) -> bool:
     (True, False)
     """
     boxes = [box for box in parts if box.count]
-    if sum(box.count for box in boxes) != whole.count or not all(whole.contains(box) for box in boxes):
+    if sum(box.count for box in boxes) != whole.count or not all(
+        whole.contains(box) for box in boxes
+    ):
         return False
     origin = whole.start
-    return covers(whole.shape, [(tuple(a - o for a, o in zip(b.start, origin, strict=True)), b.shape) for b in boxes])
+    return covers(
+        whole.shape,
+        [(tuple(a - o for a, o in zip(b.start, origin, strict=True)), b.shape) for b in boxes],
+    )
 
 
 def covers(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
@@ -117,7 +122,9 @@ def covers(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
         return math.prod(size) == sum(math.prod(sizes) for _, sizes in boxes)
     cut = [d for d, n in enumerate(size) if boxes[0][1][d] != n]
     d = cut[0] if cut else 0
-    if len(cut) == 1 and all(sizes[:d] == size[:d] and sizes[d + 1 :] == size[d + 1 :] for _, sizes in boxes):
+    if len(cut) == 1 and all(
+        sizes[:d] == size[:d] and sizes[d + 1 :] == size[d + 1 :] for _, sizes in boxes
+    ):
         return _follow(size, boxes, d)
     starts, sizes = (np.array([box[side] for box in boxes], np.int64).T for side in (0, 1))
     return _weights_agree(size, starts, starts + sizes)

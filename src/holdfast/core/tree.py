@@ -24,12 +24,16 @@ from holdfast.errors import LimitExceeded
 Path = tuple[str | int, ...]
 R = TypeVar("R")
 
-NAME_CHARACTERS_A_BYTE = 16  # Characters of names for each stored byte: a key is stored once and stands in many names.
+NAME_CHARACTERS_A_BYTE = (
+    16  # Characters of names for each stored byte: a key is stored once and stands in many names.
+)
 FREE_CHARACTERS = 4 << 20  # Characters of names that are allowed however small the file.
 KEY_CHARACTERS = 64  # Of a key that is neither text nor an integer, where it stands in a path.
 
 MOST_LEAVES = 4_000_000  # Places in a tree that are looked at one by one; shared containers count several times.
-MOST_CALLS = 100_000  # Levels of states that are gone through together. What is deeper contains itself.
+MOST_CALLS = (
+    100_000  # Levels of states that are gone through together. What is deeper contains itself.
+)
 TOO_OFTEN = "this state refers to the same containers too often to be gone through leaf by leaf"
 
 LONE_TENSOR_NAME = "tensor"
@@ -69,7 +73,9 @@ def contents(value: object) -> Contents | None:
             module = module_contents(value)
             if module is not None:
                 return [(value, iter(())), *module]
-            states: Contents = [(state, ((step(k), v) for k, v in state.items())) for state in value.states()]
+            states: Contents = [
+                (state, ((step(k), v) for k, v in state.items())) for state in value.states()
+            ]
             return [(value, iter(())), *states, (value, value.non_attributes())]
         case Composite():
             return [(value, iter(value.children()))]
@@ -87,7 +93,9 @@ def module_contents(opaque: Opaque) -> Contents | None:
     transient = skipped if isinstance(skipped, set | frozenset) else frozenset[object]()
     # A buffer that is left out is None in its place, as torch writes one that is not set.
     kept = ((step(k), None if k in transient else v) for k, v in dicts[1].items())
-    parameters, modules = (((step(k), v) for k, v in group.items()) for group in (dicts[0], dicts[2]))
+    parameters, modules = (
+        ((step(k), v) for k, v in group.items()) for group in (dicts[0], dicts[2])
+    )
     return [(dicts[0], parameters), (dicts[1], kept), (dicts[2], modules)]
 
 
@@ -112,7 +120,9 @@ def _cut(value: object) -> object:
 Way = tuple["Way", object] | None
 """The way to a value: the way to what holds it, and its key there. Costs the same at any depth; None is the way to the top."""
 
-Inside = Callable[[Any], Iterable[tuple[object, object]] | None]  # What is in a value, each with its key; None for a leaf.
+Inside = Callable[
+    [Any], Iterable[tuple[object, object]] | None
+]  # What is in a value, each with its key; None for a leaf.
 
 
 def path_to(way: Way) -> Path:
@@ -134,7 +144,13 @@ def name_at(way: Way) -> str:
 
 def children(value: object) -> Iterable[tuple[object, object]] | None:
     """What is in a dict, a list or a tuple of any class."""
-    return value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
+    return (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list | tuple)
+        else None
+    )
 
 
 def mapped_children(value: object) -> Iterable[tuple[object, object]] | None:
@@ -146,7 +162,11 @@ def every_child(value: object) -> Iterable[tuple[object, object]] | None:
     """What is in a container, keys and members of sets too; None for one with nothing in it."""
     if not isinstance(value, dict | list | tuple | set | frozenset) or not value:
         return None
-    return zip(repeat(None), chain(value, value.values()) if isinstance(value, dict) else value, strict=False)
+    return zip(
+        repeat(None),
+        chain(value, value.values()) if isinstance(value, dict) else value,
+        strict=False,
+    )
 
 
 def usual_children(value: object) -> Iterable[tuple[object, object]] | None:
@@ -179,7 +199,9 @@ def walk(
     >>> [(path_to(way), value) for way, value in walk({"a": [1, 2]})]
     [((), {'a': [1, 2]}), (('a',), [1, 2]), (('a', 0), 1), (('a', 1), 2)]
     """
-    met: dict[int, object] = {}  # Containers that are not entered again. They are kept, so that the identity of each stays its own.
+    met: dict[
+        int, object
+    ] = {}  # Containers that are not entered again. They are kept, so that the identity of each stays its own.
     around: list[tuple[Iterator[tuple[object, object]], Way, object]] = []
     level: Iterator[tuple[object, object]] = iter([(None, tree)])
     above: Way = None
@@ -201,7 +223,9 @@ def walk(
                 level, above = iter(inner), way
                 break
             elif most is not None:
-                raise LimitExceeded(f"{name_at(way)[:KEY_CHARACTERS]}: a {type(value).__name__} that contains itself")
+                raise LimitExceeded(
+                    f"{name_at(way)[:KEY_CHARACTERS]}: a {type(value).__name__} that contains itself"
+                )
         else:
             if not around:
                 return
@@ -225,7 +249,9 @@ def with_paths(places: Iterable[tuple[Way, object]]) -> Iterator[tuple[Path, obj
 
 def _check_depth(found: int, depth: int | None) -> None:
     if depth is not None and found > depth:
-        raise LimitExceeded(f"the state nests deeper than Limits(depth={depth})", expected=depth, found=found)
+        raise LimitExceeded(
+            f"the state nests deeper than Limits(depth={depth})", expected=depth, found=found
+        )
 
 
 Replace = Callable[[Any, Way], object]
@@ -243,8 +269,12 @@ def rebuild(
     them again. A container in which nothing changes stays the same object, unless it contains itself: then it contains what was
     made of it. With `most`, containers are made wherever they stand, and `LimitExceeded` is raised as by `walk`, also for
     `depth`."""
-    done: dict[int, tuple[object, object]] = {}  # By identity: containers, kept so that it stays theirs, and what was made of them.
-    entered: dict[int, object] = {}  # Containers that are being made: what stands for each in itself, None where nobody asked.
+    done: dict[
+        int, tuple[object, object]
+    ] = {}  # By identity: containers, kept so that it stays theirs, and what was made of them.
+    entered: dict[
+        int, object
+    ] = {}  # Containers that are being made: what stands for each in itself, None where nobody asked.
     around: list[tuple[Iterator[tuple[object, object]], Way, list[object], object]] = []
     level: Iterator[tuple[object, object]] = iter([(None, tree)])
     above: Way = None
@@ -264,10 +294,20 @@ def rebuild(
                 made.append(replace(value, way))
             elif id(value) in entered and not isinstance(value, tuple):
                 if most is not None:
-                    raise LimitExceeded(f"{name_at(way)[:KEY_CHARACTERS]}: a {type(value).__name__} that contains itself")
+                    raise LimitExceeded(
+                        f"{name_at(way)[:KEY_CHARACTERS]}: a {type(value).__name__} that contains itself"
+                    )
                 if entered[id(value)] is None:
-                    empty: object = refilled(value, {}) if isinstance(value, dict) else [] if isinstance(value, list) else value
-                    entered[id(value)] = empty if make is None or empty is value else make(empty, [], way)
+                    empty: object = (
+                        refilled(value, {})
+                        if isinstance(value, dict)
+                        else []
+                        if isinstance(value, list)
+                        else value
+                    )
+                    entered[id(value)] = (
+                        empty if make is None or empty is value else make(empty, [], way)
+                    )
                 made.append(entered[id(value)])
             else:
                 # A tuple that contains itself does so through a dict or a list, which is not entered again.
@@ -281,7 +321,10 @@ def rebuild(
                 return made[0]
             own, way = made, above
             level, above, made, value = around.pop()
-            result, shell = rebuilt(value, own) if make is None else make(value, own, way), entered.pop(id(value), None)
+            result, shell = (
+                rebuilt(value, own) if make is None else make(value, own, way),
+                entered.pop(id(value), None),
+            )
             if isinstance(shell, dict) and isinstance(result, dict) and shell is not value:
                 for name, one in result.items():
                     shell[name] = one
@@ -293,7 +336,9 @@ def rebuild(
             made.append(result)
 
 
-Unrolled = Generator[Any, Any, R]  # A function that would call itself: it yields the call, and is sent what that returns.
+Unrolled = Generator[
+    Any, Any, R
+]  # A function that would call itself: it yields the call, and is sent what that returns.
 
 
 def unroll(call: Unrolled[R]) -> R:
@@ -306,7 +351,10 @@ def unroll(call: Unrolled[R]) -> R:
             calls.append(calls[-1].send(result))
             result = None
             if len(calls) > MOST_CALLS:
-                raise LimitExceeded(f"the state contains itself, or nests deeper than {MOST_CALLS:,} levels", expected=MOST_CALLS)
+                raise LimitExceeded(
+                    f"the state contains itself, or nests deeper than {MOST_CALLS:,} levels",
+                    expected=MOST_CALLS,
+                )
         except StopIteration as done:
             calls.pop()
             result = done.value
@@ -328,7 +376,9 @@ def dict_leaves(tree: object) -> Iterator[tuple[str, object]]:
     >>> [*dict_leaves({"a": {"x": 1}, "b": [2]})]
     [('a.x', 1), ('b', [2])]
     """
-    places = walk(tree, lambda value: value.items() if isinstance(value, dict) else None, most=MOST_LEAVES)
+    places = walk(
+        tree, lambda value: value.items() if isinstance(value, dict) else None, most=MOST_LEAVES
+    )
     return ((name_at(way), value) for way, value in places if not isinstance(value, dict))
 
 
@@ -399,7 +449,11 @@ def leaf_names(tree: object) -> list[str]:
 
 def rebuilt(container: Any, children: Sequence[object]) -> Any:  # noqa: ANN401  # the same kind of container
     """A container with other children in the places of its own; itself, where they are the same objects."""
-    return container if all(map(is_, children, values_of(container))) else remade(container, children, None)
+    return (
+        container
+        if all(map(is_, children, values_of(container)))
+        else remade(container, children, None)
+    )
 
 
 def remade(container: Any, children: Sequence[object], _: Way) -> Any:  # noqa: ANN401  # as `rebuilt`
@@ -411,7 +465,11 @@ def remade(container: Any, children: Sequence[object], _: Way) -> Any:  # noqa: 
 
 def plainly(container: Any, children: Sequence[object], _: Way) -> Any:  # noqa: ANN401  # as `rebuilt`
     """A container with other children in the places of its own; a mapping of any class becomes a plain dict."""
-    return dict(zip(container, children, strict=True)) if isinstance(container, Mapping) else type(container)(children)
+    return (
+        dict(zip(container, children, strict=True))
+        if isinstance(container, Mapping)
+        else type(container)(children)
+    )
 
 
 def refilled(kind: dict[object, object], items: Mapping[object, object]) -> dict[object, object]:

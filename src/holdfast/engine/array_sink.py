@@ -17,7 +17,14 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Store
 from holdfast.engine.checksums import Checks
-from holdfast.engine.reads import ChunkRead, FileReads, ReadBatch, ReadPlan, range_chunk, range_index
+from holdfast.engine.reads import (
+    ChunkRead,
+    FileReads,
+    ReadBatch,
+    ReadPlan,
+    range_chunk,
+    range_index,
+)
 from holdfast.engine.transfer import Sink, Straight, transfer
 
 FEW_READS = 4  # Up to so many are looked at one by one: numpy would take longer to find those that belong together.
@@ -25,7 +32,14 @@ FEW_READS = 4  # Up to so many are looked at one by one: numpy would take longer
 
 def execute(plan: ReadPlan, store: Store, threads: int, checks: Checks) -> None:
     """Carry out every fetch; `checks` sees the bytes of the storages that it wants. Raises the first error at the end."""
-    transfer(((store, file, ArraySink(batch, file, checks)) for batch in plan.batches for file in batch.files), threads)
+    transfer(
+        (
+            (store, file, ArraySink(batch, file, checks))
+            for batch in plan.batches
+            for file in batch.files
+        ),
+        threads,
+    )
 
 
 class ArraySink(Sink):
@@ -45,11 +59,17 @@ class ArraySink(Sink):
         edges: Sequence[int] = range(1, count)
         if count > FEW_READS:
             single = np.diff(heads) == 1
-            edges = (np.flatnonzero((owners[1:] != owners[:-1]) | (single[1:] != single[:-1])) + 1).tolist()
+            edges = (
+                np.flatnonzero((owners[1:] != owners[:-1]) | (single[1:] != single[:-1])) + 1
+            ).tolist()
         for low, high in pairwise([0, *edges, count]):
             read = self._chunk_reads[owners[low]]
             if read.direct and heads[high] - heads[low] == high - low:
-                addresses[low:high] = _places(read, self._file.numbers[heads[low:high]]) if read.ranges.outer else _address(read)
+                addresses[low:high] = (
+                    _places(read, self._file.numbers[heads[low:high]])
+                    if read.ranges.outer
+                    else _address(read)
+                )
                 seen[low:high] = self._checks.wants(read.chunk.storage)
         return Straight(addresses, seen)
 
@@ -61,7 +81,12 @@ class ArraySink(Sink):
         span = slice(*self._file.heads[number : number + 2].tolist())
         owners, numbers = self._file.owners[span], self._file.numbers[span]
         read = self._chunk_reads[int(owners[0])]
-        if len(owners) > 1 and len(read.ranges.outer) == 1 and (owners == owners[0]).all() and (np.diff(numbers) == 1).all():
+        if (
+            len(owners) > 1
+            and len(read.ranges.outer) == 1
+            and (owners == owners[0]).all()
+            and (np.diff(numbers) == 1).all()
+        ):
             # Ranges side by side are one box of the read: placed together.
             (axis,) = read.ranges.outer
             rows = slice(int(numbers[0]), int(numbers[-1]) + 1)
@@ -79,7 +104,11 @@ class ArraySink(Sink):
             else:
                 place(read.chunk, read.dtype, data, start, read.target)
                 begin = read.chunk.storage.start + read.ranges.base // 8 - start
-                self._checks.add(read.chunk.storage, begin + start, data[begin : begin + (read.ranges.extent + 7) // 8])
+                self._checks.add(
+                    read.chunk.storage,
+                    begin + start,
+                    data[begin : begin + (read.ranges.extent + 7) // 8],
+                )
 
 
 def _address(read: ChunkRead) -> int:
@@ -111,7 +140,9 @@ def place(chunk: Chunk, dtype: DType, fetched: memoryview, start: int, target: n
     # Without the dimensions of length 1: two more are added here, and numpy stops at 64.
     lengths = tuple(n for n in shape if n != 1)
     steps = tuple(s for n, s in zip(shape, strides, strict=True) if n != 1)
-    swapped = np.ndarray((*lengths, units, unit), np.uint8, fetched, offset // 8, (*steps, unit, 1))[..., ::-1]
+    swapped = np.ndarray(
+        (*lengths, units, unit), np.uint8, fetched, offset // 8, (*steps, unit, 1)
+    )[..., ::-1]
     target[...] = np.ascontiguousarray(swapped).reshape(-1).view(dtype.numpy).reshape(shape)
 
 

@@ -29,7 +29,9 @@ from holdfast.stores.memory import MemoryStore
 
 ARRAY_TYPES = (np.ndarray,)
 
-DTYPE, SHAPE, STRIDES, NBYTES, BASE, FLAGS = map(attrgetter, ("dtype", "shape", "strides", "nbytes", "base", "flags"))
+DTYPE, SHAPE, STRIDES, NBYTES, BASE, FLAGS = map(
+    attrgetter, ("dtype", "shape", "strides", "nbytes", "base", "flags")
+)
 IN_ORDER, OWNED = attrgetter("c_contiguous"), attrgetter("owndata")
 
 
@@ -46,9 +48,14 @@ class ArrayStorages:
 
     divisible = True
 
-    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> list[memoryview]:
+    def read_parts(
+        self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
+    ) -> list[memoryview]:
         whole = {number: self._bytes(number) for number in {*numbers}}
-        return [whole[number][start : start + count] for number, start, count in zip(numbers, starts, nbytes, strict=True)]
+        return [
+            whole[number][start : start + count]
+            for number, start, count in zip(numbers, starts, nbytes, strict=True)
+        ]
 
     def _bytes(self, number: int) -> memoryview:
         array = self._arrays[number]
@@ -67,35 +74,58 @@ def tabulate_arrays(values: list[object]) -> Tabulated:
     arrays = cast("list[np.ndarray]", values)
     rows: Sequence[int] = range(len(arrays))
     flags = list(map(FLAGS, arrays))
-    plain = {*map(id, map(BASE, arrays))} == {id(None)} and all(map(IN_ORDER, flags)) and all(map(OWNED, flags))
+    plain = (
+        {*map(id, map(BASE, arrays))} == {id(None)}
+        and all(map(IN_ORDER, flags))
+        and all(map(OWNED, flags))
+    )
     roots = arrays
     if not plain:
         bases = [*map(BASE, arrays)]
         viewed = {kind for kind in {*map(type, bases)} if issubclass(kind, np.ndarray)}
-        roots = [base if kind in viewed else one for one, base, kind in zip(arrays, bases, map(type, bases), strict=True)]
+        roots = [
+            base if kind in viewed else one
+            for one, base, kind in zip(arrays, bases, map(type, bases), strict=True)
+        ]
         known_roots = {id(root): root for root in roots}
         good = {place for place, root in known_roots.items() if _is_root(root)}
         fine = [place in good for place in map(id, roots)]
-        arrays, roots, rows = [*compress(arrays, fine)], [*compress(roots, fine)], [*compress(rows, fine)]
+        arrays, roots, rows = (
+            [*compress(arrays, fine)],
+            [*compress(roots, fine)],
+            [*compress(rows, fine)],
+        )
     dtypes = list(map(DTYPE, arrays))
     known = {dtype: _plain_dtype(dtype) for dtype in set(dtypes)}
     if any(row is None for row in known.values()):
         fine = [known[dtype] is not None for dtype in dtypes]
-        arrays, roots, rows, dtypes = ([*compress(column, fine)] for column in (arrays, roots, rows, dtypes))
+        arrays, roots, rows, dtypes = (
+            [*compress(column, fine)] for column in (arrays, roots, rows, dtypes)
+        )
     positions: dict[tuple[object, ...], int] = {}
     placed: dict[int, int] = {}
     if plain:
-        kind = [positions.setdefault(one, len(positions)) for one in zip(dtypes, map(SHAPE, arrays), strict=True)]
+        kind = [
+            positions.setdefault(one, len(positions))
+            for one in zip(dtypes, map(SHAPE, arrays), strict=True)
+        ]
         kinds = [Kind.plain(known[dtype], shape) for dtype, shape in positions]
     else:
         starts = [root.__array_interface__["data"][0] for root in roots]
         each = zip(arrays, roots, starts, strict=True)
-        offsets = [0 if one is root else one.__array_interface__["data"][0] - start for one, root, start in each]
-        asked = zip(dtypes, map(SHAPE, arrays), map(STRIDES, arrays), map(NBYTES, roots), strict=True)
+        offsets = [
+            0 if one is root else one.__array_interface__["data"][0] - start
+            for one, root, start in each
+        ]
+        asked = zip(
+            dtypes, map(SHAPE, arrays), map(STRIDES, arrays), map(NBYTES, roots), strict=True
+        )
         kind = [positions.setdefault(one, len(positions)) for one in asked]
         kinds = [_view_kind(known[dtype], *rest) for dtype, *rest in positions]  # type: ignore[arg-type]
         # What is empty lies nowhere.
-        placed = {at: 8 * offset for at, offset in enumerate(offsets) if offset and kinds[kind[at]].nbytes}
+        placed = {
+            at: 8 * offset for at, offset in enumerate(offsets) if offset and kinds[kind[at]].nbytes
+        }
         with_outside(kinds, kind, placed)
     storage: Sequence[int] = range(len(arrays))
     keys: list[object] = [*map(id, roots)]
@@ -114,7 +144,12 @@ def tabulate_arrays(values: list[object]) -> Tabulated:
 
 def _is_root(array: object) -> bool:
     """Whether an array is no view of another one, and all bytes from its first to its last are its own."""
-    return type(array) is np.ndarray and not isinstance(array.base, np.ndarray) and array.flags.forc and not array.dtype.hasobject
+    return (
+        type(array) is np.ndarray
+        and not isinstance(array.base, np.ndarray)
+        and array.flags.forc
+        and not array.dtype.hasobject
+    )
 
 
 def _view_kind(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int) -> Kind:
@@ -134,7 +169,12 @@ def _known_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[in
     """Bytes from one element to the next; not below zero where there is no next element, as a dimension of one may have it."""
     if min(strides, default=0) >= 0:
         return strides
-    return tuple([abs(stride) if length == 1 or 0 in shape else stride for length, stride in zip(shape, strides, strict=True)])
+    return tuple(
+        [
+            abs(stride) if length == 1 or 0 in shape else stride
+            for length, stride in zip(shape, strides, strict=True)
+        ]
+    )
 
 
 class Resident:
@@ -163,7 +203,9 @@ class Resident:
             raise Unsupported(f"an array of {array.dtype} has no counterpart among tensors")
         if dtype.packed:
             # numpy gives each narrow element a byte of its own: keep the bytes under the dtype that has that layout.
-            raise Unsupported(f"numpy arrays of {array.dtype} are unpacked; save them as uint8 or as a LazyTensor")
+            raise Unsupported(
+                f"numpy arrays of {array.dtype} are unpacked; save them as uint8 or as a LazyTensor"
+            )
         root = array
         while isinstance(root.base, np.ndarray) and root.base.flags.forc:
             root = root.base
@@ -173,9 +215,13 @@ class Resident:
         start = root.__array_interface__["data"][0]
         storage = self.memory(start, flat.data, owner=root)
         offset = array.__array_interface__["data"][0] - start
-        return self.strided(storage, dtype, array.shape, _known_strides(array.shape, array.strides), offset)
+        return self.strided(
+            storage, dtype, array.shape, _known_strides(array.shape, array.strides), offset
+        )
 
-    def memory(self, address: int, content: memoryview, *, owner: object, location: str = "cpu") -> Storage:
+    def memory(
+        self, address: int, content: memoryview, *, owner: object, location: str = "cpu"
+    ) -> Storage:
         """The storage for a range of memory; the same one for the same range."""
         found = self._storages.get((address, content.nbytes))
         if found is None:
@@ -186,7 +232,13 @@ class Resident:
         return found
 
     def strided(
-        self, storage: Storage, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, traits: Traits = PLAIN
+        self,
+        storage: Storage,
+        dtype: DType,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int,
+        traits: Traits = PLAIN,
     ) -> LazyTensor:
         """A tensor over a storage; offset and strides in bytes."""
         if 0 in shape:
@@ -194,7 +246,13 @@ class Resident:
         chunk = Chunk(Box.whole(shape), storage, offset * 8, tuple([s * 8 for s in strides]))
         return LazyTensor("", dtype, shape, (chunk,), self._source, traits)
 
-    def parts(self, dtype: DType, shape: tuple[int, ...], chunks: tuple[Chunk, ...], traits: Traits = PLAIN) -> LazyTensor:
+    def parts(
+        self,
+        dtype: DType,
+        shape: tuple[int, ...],
+        chunks: tuple[Chunk, ...],
+        traits: Traits = PLAIN,
+    ) -> LazyTensor:
         return LazyTensor("", dtype, shape, chunks, self._source, traits)
 
     def meta(self, dtype: DType, shape: tuple[int, ...], traits: Traits) -> LazyTensor:

@@ -52,9 +52,15 @@ def contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
         return None
     (chunk,) = tensor.chunks
     dtype = tensor.dtype
-    if chunk.shape != tensor.shape or (chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1):
+    if chunk.shape != tensor.shape or (
+        chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1
+    ):
         return None
-    if not in_c_order(tensor.shape, chunk.strides, dtype.bits) or chunk.offset % 8 or (tensor.size * dtype.bits) % 8:
+    if (
+        not in_c_order(tensor.shape, chunk.strides, dtype.bits)
+        or chunk.offset % 8
+        or (tensor.size * dtype.bits) % 8
+    ):
         return None
     return chunk.storage.key, chunk.storage.start + chunk.offset // 8
 

@@ -13,8 +13,12 @@ from holdfast.errors import LimitExceeded
 SMALLEST_BLOCK_NBYTES = 64 << 10
 LARGEST_BLOCK_NBYTES = 4 << 20
 
-REMOTE_BLOCK_NBYTES = 1 << 20  # A remote store is not asked for smaller pieces: there are fewer threads instead.
-BASE_NBYTES = 64 << 20  # What the plan and the interpreter take beside the blocks, counted against the budget.
+REMOTE_BLOCK_NBYTES = (
+    1 << 20
+)  # A remote store is not asked for smaller pieces: there are fewer threads instead.
+BASE_NBYTES = (
+    64 << 20
+)  # What the plan and the interpreter take beside the blocks, counted against the budget.
 COPIES = 4  # Blocks that one thread may hold: what was read, what is computed from it, what is written, what is checked.
 
 
@@ -28,14 +32,26 @@ class Budget(Value, frozen=True):
 
 
 def budget(
-    max_memory: Size, threads: int | None = None, *, smallest: int = SMALLEST_BLOCK_NBYTES, requests: int = 0, processes: int = 1
+    max_memory: Size,
+    threads: int | None = None,
+    *,
+    smallest: int = SMALLEST_BLOCK_NBYTES,
+    requests: int = 0,
+    processes: int = 1,
 ) -> Budget:
     """What fits into so many bytes. `smallest` is the block that cannot be cut: all threads get it, or fewer threads do. `requests`
     is how many reads a remote source wants under way at once; its blocks are larger, and it takes half of the memory, since the
     target may be remote as well. `processes` share the machine. Raises `LimitExceeded` where not even that fits, and says what
     would. Threads that the caller asked for are never taken away."""
-    room, workers = byte_count(max_memory) - BASE_NBYTES, threads or max(default_threads(processes), requests)
-    least, most = (REMOTE_BLOCK_NBYTES, 2 * LARGEST_BLOCK_NBYTES) if requests else (smallest, LARGEST_BLOCK_NBYTES)
+    room, workers = (
+        byte_count(max_memory) - BASE_NBYTES,
+        threads or max(default_threads(processes), requests),
+    )
+    least, most = (
+        (REMOTE_BLOCK_NBYTES, 2 * LARGEST_BLOCK_NBYTES)
+        if requests
+        else (smallest, LARGEST_BLOCK_NBYTES)
+    )
     room = room // 2 if requests else room
     if threads is None:
         workers = max(1, min(workers, room // (COPIES * max(least, smallest))))

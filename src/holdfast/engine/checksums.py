@@ -26,13 +26,23 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.coalesce import SUMS, Parts, Ranges, join_files
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import Scratch, Sink, run_reads, tasks
-from holdfast.errors import Corrupted, HoldfastError, Replaced, StoreError, Truncated, detached, located
+from holdfast.errors import (
+    Corrupted,
+    HoldfastError,
+    Replaced,
+    StoreError,
+    Truncated,
+    detached,
+    located,
+)
 
 SWEPT = message_kind("list of checksums of a rank", tuple[list[bytes], dict[int, tuple[str, str]]])
 ERRORS = {kind.__name__: kind for kind in (StoreError, Truncated, Corrupted, Replaced)}
 """What reading a file may raise, by name."""
 
-Progress = Callable[[int], None]  # Called with how many more bytes are done, from several threads at once.
+Progress = Callable[
+    [int], None
+]  # Called with how many more bytes are done, from several threads at once.
 
 
 class Span(Value, frozen=True):
@@ -50,7 +60,12 @@ class Sweep:
     """The sums of ranges of one store. Run every task of `tasks`, on any thread, and then ask for the outcomes."""
 
     def __init__(
-        self, store: Store, spans: Iterable[Span] | Ranges, *, summed: Bools | None = None, block: int = SUMS.block
+        self,
+        store: Store,
+        spans: Iterable[Span] | Ranges,
+        *,
+        summed: Bools | None = None,
+        block: int = SUMS.block,
     ) -> None:
         """Take spans one by one, or ranges as columns; `summed` says of which the CRC is wanted (by default of all)."""
         if not isinstance(spans, Ranges):
@@ -61,11 +76,17 @@ class Sweep:
         self._summed = np.ones(len(spans), np.bool_) if summed is None else summed
         self._policy = replace(SUMS, block=block)
         starts, stops = spans.starts, spans.starts + spans.nbytes
-        self._cut = (stops - 1) // block > starts // block  # Which lie in several blocks, and so in several parts.
-        self._whole: Ints = np.zeros(len(spans), np.int64)  # The CRC of each range that lies in one block.
+        self._cut = (
+            stops - 1
+        ) // block > starts // block  # Which lie in several blocks, and so in several parts.
+        self._whole: Ints = np.zeros(
+            len(spans), np.int64
+        )  # The CRC of each range that lies in one block.
         self._sums = {number: Sums() for number in (self._cut & self._summed).nonzero()[0].tolist()}
         self._known: Bools = np.zeros(len(spans), np.bool_)  # Which of them were summed here.
-        self.errors: dict[int, HoldfastError] = {}  # What kept ranges from being read, by their numbers.
+        self.errors: dict[
+            int, HoldfastError
+        ] = {}  # What kept ranges from being read, by their numbers.
 
     def reads(self) -> list[Parts]:
         """The ranges of each file, cut and joined; each byte of each range is in one part."""
@@ -75,7 +96,11 @@ class Sweep:
         """What is to be done, about a block each. They raise nothing that is about the files."""
         scratch, block = Scratch(), self._policy.block
         jobs = [(parts, _Summed(self, parts, progress, scratch=scratch)) for parts in self.reads()]
-        return [task for parts, sink in jobs for task in tasks(self._store, parts, sink, scratch=scratch, nbytes=block)]
+        return [
+            task
+            for parts, sink in jobs
+            for task in tasks(self._store, parts, sink, scratch=scratch, nbytes=block)
+        ]
 
     def add(self, columns: tuple[Ints, Ints, Ints], origin: int, data: memoryview) -> None:
         """Sum up parts of ranges (their numbers, starts and stops) whose sums are wanted; byte `origin` of the file comes first."""
@@ -88,7 +113,9 @@ class Sweep:
         cut = self._cut[owners]
         if cut.any():
             for at in np.flatnonzero(cut).tolist():
-                self._sums[int(owners[at])].note(int(begins[at]), int(ends[at] - begins[at]), crcs[at])
+                self._sums[int(owners[at])].note(
+                    int(begins[at]), int(ends[at] - begins[at]), crcs[at]
+                )
             self._whole[owners[~cut]] = np.array(crcs, np.int64)[~cut]
             self._known[owners[~cut]] = True
         else:
@@ -101,17 +128,27 @@ class Sweep:
         except HoldfastError as error:
             self.errors.setdefault(number, detached(error))
         else:
-            self.add((np.array([number]), np.array([start]), np.array([start + out.nbytes])), start, out)
+            self.add(
+                (np.array([number]), np.array([start]), np.array([start + out.nbytes])), start, out
+            )
 
     def join(self, ranks: Ranks) -> None:
         """Take what the other ranks have summed, each by its own tasks."""
         if ranks.size == 1:
             return
         (numbers,) = self._known.nonzero()
-        blocks = [(number, *block) for number, sums in self._sums.items() for block in sums.blocks()]
-        errors = {number: (type(error).__name__, error.message) for number, error in self.errors.items()}
-        columns = [np.asarray(one, "<i8").tobytes() for one in (numbers, self._whole[numbers], blocks)]
-        for other in exchange(ranks, write_document(SWEPT, (columns, errors)), common=self._ranges.nbytes.tobytes()):
+        blocks = [
+            (number, *block) for number, sums in self._sums.items() for block in sums.blocks()
+        ]
+        errors = {
+            number: (type(error).__name__, error.message) for number, error in self.errors.items()
+        }
+        columns = [
+            np.asarray(one, "<i8").tobytes() for one in (numbers, self._whole[numbers], blocks)
+        ]
+        for other in exchange(
+            ranks, write_document(SWEPT, (columns, errors)), common=self._ranges.nbytes.tobytes()
+        ):
             (own, crcs, cut), failed = read_document(SWEPT, other)
             self._whole[np.frombuffer(own, "<i8")] = np.frombuffer(crcs, "<i8")
             for number, *block in np.frombuffer(cut, "<i8").reshape(-1, 4).tolist():
@@ -149,7 +186,9 @@ class Sweep:
 
 
 class _Summed(Sink):
-    def __init__(self, sweep: Sweep, parts: Parts, progress: Progress | None, *, scratch: Scratch) -> None:
+    def __init__(
+        self, sweep: Sweep, parts: Parts, progress: Progress | None, *, scratch: Scratch
+    ) -> None:
         self._sweep, self._parts, self._progress, self._scratch = sweep, parts, progress, scratch
 
     def take(self, number: int, data: memoryview) -> None:

@@ -35,10 +35,14 @@ from holdfast.numeric.dequantize import BLOCKS, BlockType
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
 Compute = Callable[[np.ndarray], np.ndarray]
-Observe = Callable[[np.ndarray, np.ndarray], None]  # Sees elements and what was computed of them, on any thread.
+Observe = Callable[
+    [np.ndarray, np.ndarray], None
+]  # Sees elements and what was computed of them, on any thread.
 
 
-def read_flat(tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | None = None) -> np.ndarray:
+def read_flat(
+    tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | None = None
+) -> np.ndarray:
     """The elements [start, stop) of a tensor in C order, as a 1-D array; in `out`, where there is one."""
     out = np.empty(stop - start, tensor.dtype.numpy) if out is None else out
     source = tensor.source
@@ -49,7 +53,9 @@ def read_flat(tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | No
         if place is not None:
             # A plan for each megabyte would take half as long as to copy it, with the interpreter's lock.
             with located(tensor=tensor.name):
-                source.store.read(place[0], place[1] + start * out.dtype.itemsize, byte_row(out).data)
+                source.store.read(
+                    place[0], place[1] + start * out.dtype.itemsize, byte_row(out).data
+                )
             source.read_nbytes += out.nbytes
             return out
     requests, at = [], 0
@@ -79,7 +85,10 @@ class Seen:
         if start >= stop:
             return []
         with self._lock:
-            first, last = bisect_left(self._stops, start), bisect_right(self._starts, stop)  # those that it touches
+            first, last = (
+                bisect_left(self._stops, start),
+                bisect_right(self._starts, stop),
+            )  # those that it touches
             touched = list(zip(self._starts[first:last], self._stops[first:last], strict=True))
             fresh, at = [], start
             for begin, end in touched:
@@ -108,7 +117,9 @@ class Computation(Value, frozen=True, eq=False):
             made = np.ascontiguousarray(self.compute(elements), self.dtype.numpy)
             if self.observe is not None:
                 for begin, end in self.seen.add(first, last):
-                    self.observe(elements[begin - first : end - first], made[begin - first : end - first])
+                    self.observe(
+                        elements[begin - first : end - first], made[begin - first : end - first]
+                    )
             begin = start - first * width
             out[:] = made.view(np.uint8).data[begin : begin + out.nbytes]
 
@@ -120,16 +131,31 @@ class Computed(Sourced):
         super().__init__("<computed>")
 
     def tensor(
-        self, original: LazyTensor, dtype: DType, compute: Compute, *, observe: Observe | None = None, seen: Seen | None = None
+        self,
+        original: LazyTensor,
+        dtype: DType,
+        compute: Compute,
+        *,
+        observe: Observe | None = None,
+        seen: Seen | None = None,
     ) -> LazyTensor:
         """The tensor of the same shape whose elements are `compute` of the original's. `compute` works element by element.
         `observe` sees every element that is computed, once, however often it is read."""
         if dtype.packed:
-            raise Unsupported(f"elements of {dtype} share bytes and cannot be computed one by one", tensor=original.name)
-        nbytes, made = dtype.nbytes(original.size), Computation(original, dtype, compute, observe, seen or Seen())
+            raise Unsupported(
+                f"elements of {dtype} share bytes and cannot be computed one by one",
+                tensor=original.name,
+            )
+        nbytes, made = (
+            dtype.nbytes(original.size),
+            Computation(original, dtype, compute, observe, seen or Seen()),
+        )
         # As many elements are read, of another width.
         entry = VirtualFile(
-            nbytes, made.read, stamp=partial(tensor_stamp, original), read_nbytes=original.dtype.nbytes(original.size)
+            nbytes,
+            made.read,
+            stamp=partial(tensor_stamp, original),
+            read_nbytes=original.dtype.nbytes(original.size),
         )
         storage = Storage(self.put(entry), 0, nbytes, label=original.name, home=self)
         tensor = LazyTensor.contiguous(original.name, dtype, original.shape, storage, self.source)
@@ -153,21 +179,36 @@ class ComputedStorages:
     those of a medium there are the elements of tensors, in C order: what is no storage of it, or is computed by itself."""
 
     def __init__(
-        self, origin: Storages, names: Mapping[int, str], ways: Sequence[Elementwise], way: Ints, tensors: Sequence[LazyTensor] = ()
+        self,
+        origin: Storages,
+        names: Mapping[int, str],
+        ways: Sequence[Elementwise],
+        way: Ints,
+        tensors: Sequence[LazyTensor] = (),
     ) -> None:
         """`way` says of each storage how it is computed: a position in `ways`, -1 for one that stays as it is. `names` has for
         messages a tensor of each storage of `origin` that is computed."""
         self._origin, self._names, self._ways, self._way = origin, names, ways, way
         self._first, self._tensors = len(origin.nbytes), tensors
         sizes = np.array(
-            [tensor.size * ways[way[self._first + at]].origin.numpy.itemsize for at, tensor in enumerate(tensors)], np.int64
+            [
+                tensor.size * ways[way[self._first + at]].origin.numpy.itemsize
+                for at, tensor in enumerate(tensors)
+            ],
+            np.int64,
         )
         self.nbytes: Ints = np.concatenate([origin.nbytes, sizes])
         for number, one in enumerate(ways):
             own = way == number
-            self.nbytes[own] = self.nbytes[own] // one.origin.numpy.itemsize * one.dtype.numpy.itemsize
-        self.read_nbytes: Ints = np.concatenate([origin.read_nbytes, np.array([tensor.nbytes for tensor in tensors], np.int64)])
-        self.stores = tuple(dict.fromkeys((*origin.stores, *(tensor.source.store for tensor in tensors))))
+            self.nbytes[own] = (
+                self.nbytes[own] // one.origin.numpy.itemsize * one.dtype.numpy.itemsize
+            )
+        self.read_nbytes: Ints = np.concatenate(
+            [origin.read_nbytes, np.array([tensor.nbytes for tensor in tensors], np.int64)]
+        )
+        self.stores = tuple(
+            dict.fromkeys((*origin.stores, *(tensor.source.store for tensor in tensors)))
+        )
         self._computed = Computed()
         self._rows: dict[int, tuple[LazyTensor, Seen]] = {}
         """Of storages that were asked for by themselves: all elements, and which of them were seen."""
@@ -176,7 +217,9 @@ class ComputedStorages:
 
     divisible = False
 
-    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[Piece]:
+    def read_parts(
+        self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
+    ) -> Sequence[Piece]:
         raise NotImplementedError
 
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
@@ -185,7 +228,9 @@ class ComputedStorages:
         ways = self._way[wanted]
         for number in np.unique(ways[ways >= 0]).tolist():
             way, places = self._ways[number], np.flatnonzero(ways == number)
-            elements = np.frombuffer(b"".join([pieces[place] for place in places.tolist()]), way.origin.numpy)
+            elements = np.frombuffer(
+                b"".join([pieces[place] for place in places.tolist()]), way.origin.numpy
+            )
             with computing():
                 made = np.ascontiguousarray(way.compute(elements), way.dtype.numpy)
                 self._observe(way, wanted[places], elements, made)
@@ -197,7 +242,11 @@ class ComputedStorages:
 
     def _originals(self, numbers: Sequence[int]) -> list[Piece]:
         first = self._first
-        here = [at for at, number in enumerate(numbers) if number < first] if self._tensors else range(len(numbers))
+        here = (
+            [at for at, number in enumerate(numbers) if number < first]
+            if self._tensors
+            else range(len(numbers))
+        )
         try:
             found = self._origin.read([numbers[at] for at in here])
         except StorageMoved as moved:
@@ -207,11 +256,16 @@ class ComputedStorages:
         pieces: list[Piece] = [b""] * len(numbers)
         others = [at for at, number in enumerate(numbers) if number >= first]
         arrays = read_tensors([self._tensors[numbers[at] - first] for at in others])
-        for at, piece in chain(zip(here, found, strict=True), zip(others, [byte_row(array).data for array in arrays], strict=True)):
+        for at, piece in chain(
+            zip(here, found, strict=True),
+            zip(others, [byte_row(array).data for array in arrays], strict=True),
+        ):
             pieces[at] = piece
         return pieces
 
-    def _observe(self, way: Elementwise, numbers: Ints, elements: np.ndarray, made: np.ndarray) -> None:
+    def _observe(
+        self, way: Elementwise, numbers: Ints, elements: np.ndarray, made: np.ndarray
+    ) -> None:
         counts = self.nbytes[numbers] // way.dtype.numpy.itemsize
         filled = counts > 0
         numbers, counts = numbers[filled], counts[filled]
@@ -224,23 +278,36 @@ class ComputedStorages:
             names, kept = self._named(numbers[fresh]), np.repeat(fresh, counts)
             every = fresh.all()
             own = np.cumsum(counts[fresh]) - counts[fresh]
-            way.observe(names, own, elements if every else elements[kept], made if every else made[kept])
+            way.observe(
+                names, own, elements if every else elements[kept], made if every else made[kept]
+            )
         for at in np.flatnonzero(known & ~again).tolist():
             number = int(numbers[at])
             for low, high in self._rows[number][1].add(0, int(counts[at])):
                 part = slice(int(starts[at]) + low, int(starts[at]) + high)
-                way.observe(self._named(numbers[at : at + 1]), np.zeros(1, np.int64), elements[part], made[part])
+                way.observe(
+                    self._named(numbers[at : at + 1]),
+                    np.zeros(1, np.int64),
+                    elements[part],
+                    made[part],
+                )
 
     def _named(self, numbers: Ints) -> list[str]:
         first, names, tensors = self._first, self._names, self._tensors
-        return [names[number] if number < first else tensors[number - first].name for number in numbers.tolist()]
+        return [
+            names[number] if number < first else tensors[number - first].name
+            for number in numbers.tolist()
+        ]
 
     def _row(self, number: int) -> LazyTensor:
         with self._lock:
             if number not in self._rows:
                 way, seen = self._ways[self._way[number]], Seen()
                 if number < self._first:
-                    name, count = self._names[number], int(self.nbytes[number]) // way.dtype.numpy.itemsize
+                    name, count = (
+                        self._names[number],
+                        int(self.nbytes[number]) // way.dtype.numpy.itemsize,
+                    )
                     original = self._origin.view(number, Kind.plain(way.origin, (count,)), name, 0)
                 else:
                     original = self._tensors[number - self._first]
@@ -251,7 +318,12 @@ class ComputedStorages:
                     if not done[number]:
                         way.observe([name], np.zeros(1, np.int64), elements, made)
 
-                self._rows[number] = self._computed.tensor(original, way.dtype, way.compute, observe=observe, seen=seen), seen
+                self._rows[number] = (
+                    self._computed.tensor(
+                        original, way.dtype, way.compute, observe=observe, seen=seen
+                    ),
+                    seen,
+                )
             return self._rows[number][0]
 
     def alone(self, number: int, label: str) -> bytes | Data | Memory:
@@ -267,7 +339,9 @@ class ComputedStorages:
         return LazyTensor(name, kind.dtype, kind.shape, (chunk,), row.source, kind.traits)
 
 
-RUN_ELEMENTS = 1 << 18  # Elements that are decoded at a time: what lies between the steps stays in the cache.
+RUN_ELEMENTS = (
+    1 << 18
+)  # Elements that are decoded at a time: what lies between the steps stays in the cache.
 
 
 @validated
@@ -299,9 +373,13 @@ class Dequantized(Sourced):
             return replace(stored, dtype=dtype, shape=shape, traits=traits)
         nbytes = stored.size // blocks.nbytes * blocks.elements * 4
         read = partial(_decode, stored, blocks)
-        entry = VirtualFile(nbytes, read, stamp=partial(tensor_stamp, stored), read_nbytes=stored.nbytes)
+        entry = VirtualFile(
+            nbytes, read, stamp=partial(tensor_stamp, stored), read_nbytes=stored.nbytes
+        )
         storage = Storage(self.put(entry), 0, nbytes, label=stored.name, home=self)
-        return replace(LazyTensor.contiguous(stored.name, dtype, shape, storage, self.source), traits=traits)
+        return replace(
+            LazyTensor.contiguous(stored.name, dtype, shape, storage, self.source), traits=traits
+        )
 
 
 def _decode(stored: LazyTensor, blocks: BlockType, start: int, out: memoryview) -> None:
@@ -313,7 +391,12 @@ def _decode(stored: LazyTensor, blocks: BlockType, start: int, out: memoryview) 
     run = max(RUN_ELEMENTS // blocks.elements, 1)
     for at in range(0, last - first, run):
         with np.errstate(all="ignore"):  # a scale may be infinite, or no number
-            made = blocks.decode(raw[at : at + run]).astype("<f4", copy=False).reshape(-1).view(np.uint8)
+            made = (
+                blocks.decode(raw[at : at + run])
+                .astype("<f4", copy=False)
+                .reshape(-1)
+                .view(np.uint8)
+            )
         begin = (first + at) * width - start
         low, high = max(begin, 0), min(begin + made.nbytes, out.nbytes)
         out[low:high] = made.data[low - begin : high - begin]
@@ -332,4 +415,8 @@ def _known(stored: LazyTensor) -> BlockType:
 def _unknown(blocks: BlockType | None, stored: LazyTensor) -> Unsupported:
     can = ", ".join(name for name, row in BLOCKS.items() if row.decode is not None)
     name = stored.traits.blocks if blocks is None else blocks.name
-    return Unsupported(f"blocks of {name} are read as they are, and not decoded; {can} are", tensor=stored.name, found=name)
+    return Unsupported(
+        f"blocks of {name} are read as they are, and not decoded; {can} are",
+        tensor=stored.name,
+        found=name,
+    )

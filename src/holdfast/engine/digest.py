@@ -39,7 +39,9 @@ from holdfast.errors import located
 if TYPE_CHECKING:
     from holdfast.core.content_hash import Hashed  # it imports a library, for those who save
 
-BLOCK_NBYTES = 8 << 20  # Bytes of a piece: enough rows of a strided tensor that neighbouring runs are read together.
+BLOCK_NBYTES = (
+    8 << 20
+)  # Bytes of a piece: enough rows of a strided tensor that neighbouring runs are read together.
 
 
 def recorded_crc(tensor: LazyTensor) -> int | None:
@@ -86,7 +88,9 @@ def _run_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
     cut = next((d for d, n in enumerate(chunk.shape) if n > 1), tensor.ndim)
     if chunk.shape[cut + 1 :] != tensor.shape[cut + 1 :]:
         return None
-    start = sum(a * s for a, s in zip(chunk.box.start, c_strides(tensor.shape, dtype.bits), strict=True))
+    start = sum(
+        a * s for a, s in zip(chunk.box.start, c_strides(tensor.shape, dtype.bits), strict=True)
+    )
     return start // 8 if start % 8 == 0 else None
 
 
@@ -120,12 +124,17 @@ def tensor_crcs(
             spans.append(Span(place[0], place[1], tensor.nbytes))
         else:
             parts[i] = Sums()
-            work += [_block_task(piece, tensor.name, parts[i], progress) for piece in contiguous_blocks(tensor, BLOCK_NBYTES)]
+            work += [
+                _block_task(piece, tensor.name, parts[i], progress)
+                for piece in contiguous_blocks(tensor, BLOCK_NBYTES)
+            ]
     sweeps = [(numbers, Sweep(store, spans)) for store, (numbers, spans) in swept.items()]
     for _, sweep in sweeps:
         work += sweep.tasks(progress)
     if work:
-        run_reads(work, threads or default_threads(), stores=[tensor.source.store for tensor in tensors])
+        run_reads(
+            work, threads or default_threads(), stores=[tensor.source.store for tensor in tensors]
+        )
     for numbers, sweep in sweeps:
         for position, i in enumerate(numbers):
             known[i] = sweep.crc32(position, name=tensors[i].name)
@@ -134,7 +143,9 @@ def tensor_crcs(
     return [known[alias_of.get(i, i)] or 0 for i in range(len(tensors))]
 
 
-def _block_task(piece: ContiguousBlock, name: str, sums: Sums, progress: Progress | None) -> Callable[[], None]:
+def _block_task(
+    piece: ContiguousBlock, name: str, sums: Sums, progress: Progress | None
+) -> Callable[[], None]:
     def run() -> None:
         with located(tensor=name):
             data = read_block(piece)
@@ -153,18 +164,30 @@ TOGETHER = 64
 
 
 def unchanged(
-    tensors: Mapping[str, LazyTensor], recorded: Mapping[str, Hashed], *, threads: int | None = None, block: int | None = None
+    tensors: Mapping[str, LazyTensor],
+    recorded: Mapping[str, Hashed],
+    *,
+    threads: int | None = None,
+    block: int | None = None,
 ) -> tuple[set[str], set[str]]:
     """The names of the tensors that have the hash that is recorded for them, and of those that have another head. Each name has a
     record. One without a hash is in neither where the head is the same: it may have changed, or not."""
-    heads = _heads({name: tensors[name] for name, known in recorded.items() if known.head is not None}, threads)
+    heads = _heads(
+        {name: tensors[name] for name, known in recorded.items() if known.head is not None}, threads
+    )
     changed = {name for name, head in heads.items() if head != recorded[name].head}
-    likely = {name: tensors[name] for name, known in recorded.items() if name not in changed and known.hash is not None}
+    likely = {
+        name: tensors[name]
+        for name, known in recorded.items()
+        if name not in changed and known.hash is not None
+    }
     found = tensor_hashes(likely, threads=threads, block=block)
     return {name for name, hashed in found.items() if hashed.hash == recorded[name].hash}, changed
 
 
-def unchanged_rows(table: Table, recorded: Mapping[int, int], *, threads: int | None = None) -> set[int]:
+def unchanged_rows(
+    table: Table, recorded: Mapping[int, int], *, threads: int | None = None
+) -> set[int]:
     """The plain rows of a table, none longer than a head, that have the hash that is recorded for them."""
     from holdfast.core.content_hash import hash_short
 
@@ -172,17 +195,27 @@ def unchanged_rows(table: Table, recorded: Mapping[int, int], *, threads: int | 
     rows = [*recorded]
 
     def compare(some: Sequence[int]) -> None:
-        found.update([row for row, now in zip(some, hash_short(table.read(some)), strict=True) if now == recorded[row]])
+        found.update(
+            [
+                row
+                for row, now in zip(some, hash_short(table.read(some)), strict=True)
+                if now == recorded[row]
+            ]
+        )
 
     work = [partial(compare, rows[first : first + BATCH]) for first in range(0, len(rows), BATCH)]
     run_reads(work, threads or default_threads(), stores=table.stores)
     return found
 
 
-def tensor_hashes(tensors: Mapping[str, LazyTensor], *, threads: int | None = None, block: int | None = None) -> dict[str, Hashed]:
+def tensor_hashes(
+    tensors: Mapping[str, LazyTensor], *, threads: int | None = None, block: int | None = None
+) -> dict[str, Hashed]:
     """The hash of each tensor. Every byte is read once; memory beyond the tensors is a few blocks a thread."""
     pieces = (
-        (name, piece) for name, one in tensors.items() for piece in contiguous_blocks(one, block_size(one, block or HASHED_NBYTES))
+        (name, piece)
+        for name, one in tensors.items()
+        for piece in contiguous_blocks(one, block_size(one, block or HASHED_NBYTES))
     )
     return _hashed(tensors, pieces, threads, whole=True)
 
@@ -191,15 +224,24 @@ def _heads(tensors: Mapping[str, LazyTensor], threads: int | None) -> dict[str, 
     from holdfast.core.content_hash import HEAD_NBYTES
 
     begins = (
-        (name, takewhile(lambda piece: piece.start < HEAD_NBYTES, contiguous_blocks(one, HEAD_NBYTES)))
+        (
+            name,
+            takewhile(lambda piece: piece.start < HEAD_NBYTES, contiguous_blocks(one, HEAD_NBYTES)),
+        )
         for name, one in tensors.items()
     )
-    found = _hashed(tensors, ((name, piece) for name, some in begins for piece in some), threads, whole=False)
+    found = _hashed(
+        tensors, ((name, piece) for name, some in begins for piece in some), threads, whole=False
+    )
     return {name: hashed.head for name, hashed in found.items()}
 
 
 def _hashed(
-    tensors: Mapping[str, LazyTensor], pieces: Iterable[tuple[str, ContiguousBlock]], threads: int | None, *, whole: bool
+    tensors: Mapping[str, LazyTensor],
+    pieces: Iterable[tuple[str, ContiguousBlock]],
+    threads: int | None,
+    *,
+    whole: bool,
 ) -> dict[str, Hashed]:
     """What `pieces` of tensors, each under the name of its tensor, say of each: its hash, or its head alone."""
     from holdfast.core.content_hash import ContentHash
@@ -220,5 +262,9 @@ def _hashed(
             some = []
     if some:
         work.append(partial(add, some))
-    run_reads(work, threads or default_threads(), stores=[tensor.source.store for tensor in tensors.values()])
+    run_reads(
+        work,
+        threads or default_threads(),
+        stores=[tensor.source.store for tensor in tensors.values()],
+    )
     return {name: content.done() for name, content in contents.items()}

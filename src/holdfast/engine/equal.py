@@ -23,7 +23,9 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import Scratch, Sink, transfer
 from holdfast.errors import HoldfastError, located
 
-SIDE = replace(SUMS, block=2 << 20)  # Of each side at a time: two of them take as much cache as one block that is summed.
+SIDE = replace(
+    SUMS, block=2 << 20
+)  # Of each side at a time: two of them take as much cache as one block that is summed.
 Pair = tuple[LazyTensor, LazyTensor]
 Places = list[tuple[str, int, int]]
 
@@ -34,7 +36,9 @@ class Located(Value, frozen=True, eq=False):
     name: Callable[[int], str]  # What a range is called, for messages.
 
 
-def same_bytes(pairs: Sequence[Pair], progress: Progress | None = None, *, threads: int | None = None) -> list[bool]:
+def same_bytes(
+    pairs: Sequence[Pair], progress: Progress | None = None, *, threads: int | None = None
+) -> list[bool]:
     """Whether each pair has one dtype, one shape and the same bytes. False also where that cannot be told without looking at
     elements: strides, pieces, byte orders. Progress counts pairs that turn out to be the same; whoever reads the others again
     counts those."""
@@ -52,13 +56,20 @@ def same_bytes(pairs: Sequence[Pair], progress: Progress | None = None, *, threa
                 side.append((key, start, a.nbytes))
     for (first, second), (numbers, left, right) in by_stores.items():
         names = [[pairs[number][side].name for number in numbers] for side in (0, 1)]
-        one, other = Located(first, Ranges.of(left), names[0].__getitem__), Located(second, Ranges.of(right), names[1].__getitem__)
-        for number, equal in zip(numbers, same_ranges(one, other, progress, threads=threads).tolist(), strict=True):
+        one, other = (
+            Located(first, Ranges.of(left), names[0].__getitem__),
+            Located(second, Ranges.of(right), names[1].__getitem__),
+        )
+        for number, equal in zip(
+            numbers, same_ranges(one, other, progress, threads=threads).tolist(), strict=True
+        ):
             same[number] = equal
     return same
 
 
-def same_ranges(a: Located, b: Located, progress: Progress | None = None, *, threads: int | None = None) -> Bools:
+def same_ranges(
+    a: Located, b: Located, progress: Progress | None = None, *, threads: int | None = None
+) -> Bools:
     """Whether each range of `a` has the bytes of that of `b` with its number, which is as long. Progress as for `same_bytes`."""
     comparison = Comparison(a, b, progress)
     work = [(a.store, parts, OneSide(comparison, parts)) for parts in join_files(a.ranges, SIDE)]
@@ -96,14 +107,18 @@ class Comparison:
                 equal = _equal(data, begins[few], other, starts[few] - span[0], lengths[few])
                 self._settle(owners[few], lengths[few], equal)
 
-    def _other(self, key: str, span: tuple[int, int], owners: Ints, starts: Ints, lengths: Ints) -> memoryview:
+    def _other(
+        self, key: str, span: tuple[int, int], owners: Ints, starts: Ints, lengths: Ints
+    ) -> memoryview:
         out = self._scratch.of(span[1] - span[0])
         read = self._b.store.read
         try:
             read(key, span[0], out)
         except HoldfastError:
             # Each by itself, so that the error names the one that cannot be read.
-            for owner, start, nbytes in zip(owners.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+            for owner, start, nbytes in zip(
+                owners.tolist(), starts.tolist(), lengths.tolist(), strict=True
+            ):
                 with located(tensor=self._b.name(owner)):
                     read(key, start, out[start - span[0] : start - span[0] + nbytes])
         return out
@@ -131,7 +146,9 @@ def _equal(a: memoryview, begins: Ints, b: memoryview, starts: Ints, lengths: In
         edges = np.column_stack((begins, begins + lengths)).reshape(-1) - begins[0]
         return ~np.logical_or.reduceat(differing, edges)[::2]
     rows = zip(begins.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-    return np.fromiter((bytes(a[x : x + n]) == bytes(b[y : y + n]) for x, y, n in rows), np.bool_, len(begins))
+    return np.fromiter(
+        (bytes(a[x : x + n]) == bytes(b[y : y + n]) for x, y, n in rows), np.bool_, len(begins)
+    )
 
 
 class OneSide(Sink):

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.engine.checksums import Progress
 
 if TYPE_CHECKING:
-    from holdfast.engine.stream import Writer  # and not for `show`, which reads a seal and writes nothing
+    from holdfast.engine.stream import (
+        Writer,
+    )  # and not for `show`, which reads a seal and writes nothing
 
-BLOCK = 1 << 20  # Bytes at a time: they stay in the second-level cache between the reading and the digest.
+BLOCK = (
+    1 << 20
+)  # Bytes at a time: they stay in the second-level cache between the reading and the digest.
 
 
 class Hash(Protocol):
@@ -21,7 +25,9 @@ class Hash(Protocol):
     def hexdigest(self) -> str: ...
 
 
-def digest_of(algorithm: str, read: Callable[[int, int], bytes], progress: Progress | None = None) -> tuple[str, int]:
+def digest_of(
+    algorithm: str, read: Callable[[int, int], bytes], progress: Progress | None = None
+) -> tuple[str, int]:
     """The digest, under its name, of all that `read(nbytes, offset)` gives until it gives nothing; and how many bytes that were."""
     state, done = _new(algorithm), 0
     while block := read(BLOCK, done):
@@ -44,7 +50,10 @@ class Digesting:
 
     @property
     def digests(self) -> dict[str, str]:
-        return {algorithm: f"{algorithm}:{state.hexdigest()}" for algorithm, state in self._states.items()}
+        return {
+            algorithm: f"{algorithm}:{state.hexdigest()}"
+            for algorithm, state in self._states.items()
+        }
 
 
 def _new(algorithm: str) -> Hash:

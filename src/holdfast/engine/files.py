@@ -52,7 +52,13 @@ class ViewTable(Table):
             raise AttributeError(f"a table has no {name!r}", name=name, obj=self)
         made = tabulate(self.names, self._views or ())
         # Whoever comes second makes the same.
-        self.kinds, self.kind, self.storage, self.storages, self.odd = made.kinds, made.kind, made.storage, made.storages, made.odd
+        self.kinds, self.kind, self.storage, self.storages, self.odd = (
+            made.kinds,
+            made.kind,
+            made.storage,
+            made.storages,
+            made.odd,
+        )
         self.offsets = made.offsets
         return getattr(made, name)
 
@@ -66,7 +72,9 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
     positions: dict[object, int] = {}
     kind: list[int] = []
     storage: list[int] = []
-    parts: dict[FileStorages, int] = {}  # Columns that rows are in, each with the number of its first storage.
+    parts: dict[
+        FileStorages, int
+    ] = {}  # Columns that rows are in, each with the number of its first storage.
     others: list[int] = []
     offsets: dict[int, int] = {}
     count, first, held = 0, 0, NO_FILES
@@ -104,13 +112,26 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
         else:
             one, offset, strides = found
             inside = is_inside(offset, view.nbytes, one.nbytes)
-            like = id(view.dtype), view.shape, strides, inside, one.nbytes, one.byteorder, one.location, id(traits)
+            like = (
+                id(view.dtype),
+                view.shape,
+                strides,
+                inside,
+                one.nbytes,
+                one.byteorder,
+                one.location,
+                id(traits),
+            )
             if offset:
                 offsets[row] = offset
-            storage[row] = single.setdefault(one if one.nbytes else row, (count + len(single), one, view))[0]
+            storage[row] = single.setdefault(
+                one if one.nbytes else row, (count + len(single), one, view)
+            )[0]
         if like not in positions:
             positions[like] = len(kinds)
-            kinds.append(Kind.of(view) if found else Kind(view.dtype, view.shape, traits, view.nbytes))
+            kinds.append(
+                Kind.of(view) if found else Kind(view.dtype, view.shape, traits, view.nbytes)
+            )
         kind[row] = positions[like]
     columns = [*parts]
     if single:
@@ -119,7 +140,16 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
     if single and isinstance(storages, JoinedStorages):
         numbers = storages.numbers_from(count)
         storage = [number if number < count else numbers[number - count] for number in storage]
-    return Table(names, kinds, array("q", kind), array("q", storage), storages, odd, offsets=offsets, views=views)
+    return Table(
+        names,
+        kinds,
+        array("q", kind),
+        array("q", storage),
+        storages,
+        odd,
+        offsets=offsets,
+        views=views,
+    )
 
 
 def _one_range(view: LazyTensor) -> Layout | None:
@@ -128,7 +158,11 @@ def _one_range(view: LazyTensor) -> Layout | None:
     if layout is None or type(layout[0]) is not Storage:
         return None
     storage, offset, _ = layout
-    inside = 0 <= storage.start < BEYOND and storage.nbytes < BEYOND and 0 <= offset <= 8 * storage.nbytes
+    inside = (
+        0 <= storage.start < BEYOND
+        and storage.nbytes < BEYOND
+        and 0 <= offset <= 8 * storage.nbytes
+    )
     return layout if inside and view.nbytes < BEYOND else None
 
 
@@ -141,9 +175,18 @@ def _storages_of(single: Sequence[tuple[Storage, LazyTensor]]) -> FileStorages:
         if key not in files:
             files[key] = len(places)
             places.append(FilePlace(view.source, storage.key, storage.home))
-        rows.append((files[key], storage.start, storage.nbytes, NO_CRC if storage.crc32 is None else storage.crc32))
+        rows.append(
+            (
+                files[key],
+                storage.start,
+                storage.nbytes,
+                NO_CRC if storage.crc32 is None else storage.crc32,
+            )
+        )
     names, labels = [view.name for _, view in single], [storage.label for storage, _ in single]
-    return FileStorages(places, *np.array(rows, np.int64).reshape(-1, 4).T, names=names, labels=labels)
+    return FileStorages(
+        places, *np.array(rows, np.int64).reshape(-1, 4).T, names=names, labels=labels
+    )
 
 
 class FileRow(Value, frozen=True, eq=False):
@@ -162,7 +205,12 @@ class FileRow(Value, frozen=True, eq=False):
         if not kind.dense:
             return None
         start = own.start_of(number) + self.offset // 8
-        return own.files[own.file_of(number)].key, start, kind.nbytes, int(own._crc[number]) if kind.whole else NO_CRC
+        return (
+            own.files[own.file_of(number)].key,
+            start,
+            kind.nbytes,
+            int(own._crc[number]) if kind.whole else NO_CRC,
+        )
 
 
 class FileStorages(FileColumns):
@@ -206,7 +254,15 @@ class FileStorages(FileColumns):
 
     def view(self, number: int, kind: Kind, name: str, offset: int = 0) -> LazyTensor:
         source = self.files[self._file[number]].source
-        return LazyTensor(name, kind.dtype, kind.shape, (), source, kind.traits, FileRow(self, number, kind, offset))
+        return LazyTensor(
+            name,
+            kind.dtype,
+            kind.shape,
+            (),
+            source,
+            kind.traits,
+            FileRow(self, number, kind, offset),
+        )
 
     divisible = True
 
@@ -214,9 +270,13 @@ class FileStorages(FileColumns):
         wanted = np.array(numbers, np.int64)
         return self._pieces(wanted, self.start[wanted], self.nbytes[wanted])
 
-    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> list[memoryview]:
+    def read_parts(
+        self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
+    ) -> list[memoryview]:
         wanted = np.array(numbers, np.int64)
-        return self._pieces(wanted, self.start[wanted] + np.array(starts, np.int64), np.array(nbytes, np.int64))
+        return self._pieces(
+            wanted, self.start[wanted] + np.array(starts, np.int64), np.array(nbytes, np.int64)
+        )
 
     def _pieces(self, wanted: Ints, begins: Ints, nbytes: Ints) -> list[memoryview]:
         """So many bytes of storages of these numbers, from these bytes of files on; neighbours by one read."""
@@ -233,13 +293,17 @@ class FileStorages(FileColumns):
                 begin = int(starts[first])
                 own = slice(first, last)
                 data = self._span(wanted[places[own]], starts[own], stops[own])
-                cut = zip(places[own].tolist(), starts[own].tolist(), stops[own].tolist(), strict=True)
+                cut = zip(
+                    places[own].tolist(), starts[own].tolist(), stops[own].tolist(), strict=True
+                )
                 for place, start, stop in cut:
                     pieces[place] = data[start - begin : stop - begin]
         # The checksum of a storage says nothing about a part of it.
         recorded = np.where(nbytes == self.nbytes[wanted], self.crc[wanted], NO_CRC)
         if (recorded != NO_CRC).any():
-            for number, found, crc in zip(wanted.tolist(), crc32_each(pieces), recorded.tolist(), strict=True):
+            for number, found, crc in zip(
+                wanted.tolist(), crc32_each(pieces), recorded.tolist(), strict=True
+            ):
                 if found != crc != NO_CRC:
                     raise self._changed(number, crc, found)
         return pieces
@@ -253,7 +317,9 @@ class FileStorages(FileColumns):
             store.read(place.key, start, data)
         except HoldfastError:
             # Each by itself, so that the error names the one that cannot be read.
-            for number, begin, end in zip(numbers.tolist(), starts.tolist(), stops.tolist(), strict=True):
+            for number, begin, end in zip(
+                numbers.tolist(), starts.tolist(), stops.tolist(), strict=True
+            ):
                 with located(tensor=self.names[number]):
                     store.read(place.key, begin, data[begin - start : end - start])
         return data
@@ -267,7 +333,11 @@ class FileStorages(FileColumns):
 
     def alone(self, number: int, label: str) -> Data | bytes:
         nbytes = int(self.nbytes[number])
-        return Data(self.view(number, Kind.plain(BYTES, (nbytes,)), self.names[number]), label) if nbytes else b""
+        return (
+            Data(self.view(number, Kind.plain(BYTES, (nbytes,)), self.names[number]), label)
+            if nbytes
+            else b""
+        )
 
 
 class JoinedStorages(FileStorages):
@@ -278,9 +348,14 @@ class JoinedStorages(FileStorages):
             own = [((id(place.source), id(place.home), place.key), place) for place in part.files]
             numbers = [files.setdefault(key, (len(files), place))[0] for key, place in own]
             file.append(np.array(numbers, np.int64)[part.file] if len(part) else part.file)
-        columns = [np.concatenate(column) for column in zip(*((one.start, one.nbytes, one.crc) for one in parts), strict=True)]
+        columns = [
+            np.concatenate(column)
+            for column in zip(*((one.start, one.nbytes, one.crc) for one in parts), strict=True)
+        ]
         names = [name for part in parts for name in part.names]
-        super().__init__([place for _, place in files.values()], np.concatenate(file), *columns, names=names)
+        super().__init__(
+            [place for _, place in files.values()], np.concatenate(file), *columns, names=names
+        )
         self._parts = parts
         self._edges = [*accumulate(len(part) for part in parts)]
 
@@ -296,16 +371,22 @@ class JoinedStorages(FileStorages):
         if before:
             columns = self.file, self.start, self.nbytes, self.crc
             places = zip(*(column[before].tolist() for column in columns), strict=True)
-            known = {place: number for place, number in zip(places, before, strict=True) if place[2]}
+            known = {
+                place: number for place, number in zip(places, before, strict=True) if place[2]
+            }
             later = zip(*(column[first:].tolist() for column in columns), strict=True)
-            numbers = [known.get(place, number) for place, number in zip(later, numbers, strict=True)]
+            numbers = [
+                known.get(place, number) for place, number in zip(later, numbers, strict=True)
+            ]
         return numbers
 
 
 NO_FILES = FileStorages([], (), (), (), (), names=())
 
 
-Piece = tuple[int, Storage, Store]  # A row, one of its storages, and the store that has the bytes of that.
+Piece = tuple[
+    int, Storage, Store
+]  # A row, one of its storages, and the store that has the bytes of that.
 
 
 class StoredRanges(Value, frozen=True, eq=False):
@@ -333,12 +414,19 @@ class StoredRanges(Value, frozen=True, eq=False):
     def some(self, wanted: Bools) -> StoredRanges:
         counts, kept = np.diff(self.heads), wanted[self.owners]
         heads = np.append(0, np.cumsum(counts[wanted]))
-        return StoredRanges(self.ranges.some(wanted), self.stores, self.crcs[wanted], heads, self.rows[kept])
+        return StoredRanges(
+            self.ranges.some(wanted), self.stores, self.crcs[wanted], heads, self.rows[kept]
+        )
 
-    def with_unused(self, ranges: Sequence[tuple[int, int]], crcs: Sequence[int], *, store: Store, key: str) -> StoredRanges:
+    def with_unused(
+        self, ranges: Sequence[tuple[int, int]], crcs: Sequence[int], *, store: Store, key: str
+    ) -> StoredRanges:
         """All ranges, and behind them ranges (start, length) of one file that no row uses."""
         keys, stores = [*self.ranges.keys], [*self.stores]
-        file = next((number for number, one in enumerate(stores) if one is store and keys[number] == key), len(keys))
+        file = next(
+            (number for number, one in enumerate(stores) if one is store and keys[number] == key),
+            len(keys),
+        )
         if file == len(keys):
             keys.append(key)
             stores.append(store)
@@ -347,7 +435,9 @@ class StoredRanges(Value, frozen=True, eq=False):
         every = (own.files, np.full(len(starts), file)), (own.starts, starts), (own.nbytes, nbytes)
         heads = np.append(self.heads, np.full(len(starts), self.heads[-1]))
         joined = Ranges(keys, *(np.concatenate(pair) for pair in every))
-        return StoredRanges(joined, stores, np.append(self.crcs, np.array(crcs, np.int64)), heads, self.rows)
+        return StoredRanges(
+            joined, stores, np.append(self.crcs, np.array(crcs, np.int64)), heads, self.rows
+        )
 
     def folded(self, hosts: Bools) -> tuple[StoredRanges, Bools]:
         """Ranges without a checksum that lie in a host are left out, and their rows become rows of the host; and which are left.
@@ -408,11 +498,30 @@ def stored_ranges(table: Table, pieces: Iterable[Piece]) -> StoredRanges:
     (rows,) = (numbers != ODD).nonzero()
     columns = [np.zeros((5, 0), np.int64)]
     if isinstance(held, FileColumns) and len(rows):
-        own = np.array([file_of(store_of(place.source, place.key), place.key) for place in held.files], np.int64)
+        own = np.array(
+            [file_of(store_of(place.source, place.key), place.key) for place in held.files],
+            np.int64,
+        )
         numbers = numbers[rows]
-        columns.append(np.stack((own[held.file[numbers]], held.start[numbers], held.nbytes[numbers], held.crc[numbers], rows)))
+        columns.append(
+            np.stack(
+                (
+                    own[held.file[numbers]],
+                    held.start[numbers],
+                    held.nbytes[numbers],
+                    held.crc[numbers],
+                    rows,
+                )
+            )
+        )
     more = [
-        (file_of(store, one.key), one.start, one.nbytes, NO_CRC if one.crc32 is None else one.crc32, row)
+        (
+            file_of(store, one.key),
+            one.start,
+            one.nbytes,
+            NO_CRC if one.crc32 is None else one.crc32,
+            row,
+        )
         for row, one, store in pieces
     ]
     if more:

@@ -26,7 +26,9 @@ SLOW_NS, LATE_NS = 800_000, 6_400_000
 """By the clock of the processor and by that on the wall, on which other programs have their part. A page that is there takes
 200,000: it is only made zero."""
 
-PAUSE_NBYTES = 128 << 20  # Memory left in small pages after a large one that was slow; it doubles each time.
+PAUSE_NBYTES = (
+    128 << 20
+)  # Memory left in small pages after a large one that was slow; it doubles each time.
 SETTING = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 

@@ -23,7 +23,9 @@ from holdfast.engine.transfer import INLINE_NBYTES, Sink, Straight, transfer
 from holdfast.errors import Corrupted, HoldfastError, located
 
 UNKNOWN = -1  # In the place of a checksum: there is none to compare.
-Place = tuple[int, int, int, int]  # First byte in the file, length, address in memory, and CRC-32 or `UNKNOWN`.
+Place = tuple[
+    int, int, int, int
+]  # First byte in the file, length, address in memory, and CRC-32 or `UNKNOWN`.
 
 
 class MemoryRanges(Value, frozen=True, eq=False):
@@ -40,22 +42,43 @@ class MemoryRanges(Value, frozen=True, eq=False):
 
     @classmethod
     def of_file(
-        cls, key: str, places: Sequence[Place], name: Callable[[int], str], damaged: Callable[[int, int], Corrupted]
+        cls,
+        key: str,
+        places: Sequence[Place],
+        name: Callable[[int], str],
+        damaged: Callable[[int, int], Corrupted],
     ) -> MemoryRanges:
         starts, nbytes, addresses, crcs = zip(*places, strict=True) if places else ((),) * 4
         return cls([key], ((0,) * len(places), starts, nbytes, addresses, crcs), name, damaged)
 
 
-def read_to_memory(store: Store, wanted: MemoryRanges, *, threads: int, verify: bool = True, policy: Policy = RECORDS) -> int:
+def read_to_memory(
+    store: Store,
+    wanted: MemoryRanges,
+    *,
+    threads: int,
+    verify: bool = True,
+    policy: Policy = RECORDS,
+) -> int:
     """Read every range to its place; how many bytes were read. Raises `damaged` for the first whose checksum does not match."""
     if store.medium.resident and (total := sum(listed(wanted.columns[2]))) < INLINE_NBYTES:
         _copy(store, wanted, verify=verify)
         return total
-    files, starts, nbytes, addresses, crcs = (np.asarray(column, np.int64) for column in wanted.columns)
+    files, starts, nbytes, addresses, crcs = (
+        np.asarray(column, np.int64) for column in wanted.columns
+    )
     ranges = Ranges(wanted.keys, files, starts, nbytes)
     compared = crcs if verify else np.full(len(crcs), UNKNOWN, np.int64)
-    sinks = [MemorySink(wanted, ranges, parts, addresses=addresses, crcs=compared) for parts in join_files(ranges, policy)]
-    transfer([(store, sink.parts, sink) for sink in sinks], threads, nbytes=policy.block, step=policy.block)
+    sinks = [
+        MemorySink(wanted, ranges, parts, addresses=addresses, crcs=compared)
+        for parts in join_files(ranges, policy)
+    ]
+    transfer(
+        [(store, sink.parts, sink) for sink in sinks],
+        threads,
+        nbytes=policy.block,
+        step=policy.block,
+    )
     for sink in sinks:
         sink.finish()
     return sum(sink.parts.nbytes for sink in sinks)
@@ -64,7 +87,9 @@ def read_to_memory(store: Store, wanted: MemoryRanges, *, threads: int, verify: 
 def _copy(store: Store, wanted: MemoryRanges, *, verify: bool) -> None:
     """Ranges of a store that is memory itself: each is copied as it is, and there is nothing to join."""
     keys, read = wanted.keys, store.read
-    for number, (file, start, nbytes, address, crc) in enumerate(zip(*map(listed, wanted.columns), strict=True)):
+    for number, (file, start, nbytes, address, crc) in enumerate(
+        zip(*map(listed, wanted.columns), strict=True)
+    ):
         out = memory_at(address, nbytes)
         try:
             read(keys[file], start, out)
@@ -78,7 +103,9 @@ def _copy(store: Store, wanted: MemoryRanges, *, verify: bool) -> None:
 class MemorySink(Sink):
     """Ranges of one file, cut where its blocks end."""
 
-    def __init__(self, wanted: MemoryRanges, ranges: Ranges, parts: Parts, *, addresses: Ints, crcs: Ints) -> None:
+    def __init__(
+        self, wanted: MemoryRanges, ranges: Ranges, parts: Parts, *, addresses: Ints, crcs: Ints
+    ) -> None:
         self._wanted, self._ranges, self.parts = wanted, ranges, parts
         owners = parts.owners
         self._addresses = addresses[owners] + parts.begins - ranges.starts[owners]
@@ -92,7 +119,10 @@ class MemorySink(Sink):
 
     def straight(self, first: int, last: int) -> Straight:
         heads = self.parts.heads[first : last + 1]
-        return Straight(np.where(heads[1:] - heads[:-1] == 1, self._addresses[heads[:-1]], 0), self._crcs[heads[:-1]] != UNKNOWN)
+        return Straight(
+            np.where(heads[1:] - heads[:-1] == 1, self._addresses[heads[:-1]], 0),
+            self._crcs[heads[:-1]] != UNKNOWN,
+        )
 
     def passed(self, number: int, start: int, data: memoryview) -> None:
         self._sum(int(self.parts.owners[self.parts.heads[number]]), start, data)
@@ -103,13 +133,30 @@ class MemorySink(Sink):
         begins, ends, crcs = parts.begins[span], parts.ends[span], self._crcs[span]
         known = (crcs != UNKNOWN) & self._whole[span]
         # Whole ranges by one call; only where one is damaged each of them, to say which.
-        good = have_crcs(data, (begins[known] - origin).tolist(), (ends[known] - origin).tolist(), crcs[known].tolist())
+        good = have_crcs(
+            data,
+            (begins[known] - origin).tolist(),
+            (ends[known] - origin).tolist(),
+            crcs[known].tolist(),
+        )
         for part in ((crcs != UNKNOWN) & ~(known & good)).nonzero()[0].tolist():
             begin = begins.item(part)
-            self._sum(int(parts.owners[span][part]), begin, data[begin - origin : ends.item(part) - origin])
+            self._sum(
+                int(parts.owners[span][part]),
+                begin,
+                data[begin - origin : ends.item(part) - origin],
+            )
         sources = begins + (np.frombuffer(data, np.uint8).ctypes.data - origin)
         # By a map: to copy one takes less time than a turn of a loop.
-        deque(map(ctypes.memmove, self._addresses[span].tolist(), sources.tolist(), (ends - begins).tolist()), maxlen=0)
+        deque(
+            map(
+                ctypes.memmove,
+                self._addresses[span].tolist(),
+                sources.tolist(),
+                (ends - begins).tolist(),
+            ),
+            maxlen=0,
+        )
 
     def _sum(self, owner: int, start: int, data: memoryview) -> None:
         _, first, nbytes = self._ranges.place(owner)

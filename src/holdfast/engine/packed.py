@@ -55,7 +55,9 @@ from holdfast.numeric.pack import (
 from holdfast.numeric.zeros import PATTERNS, BitCounts, BlockCounts, whole_patterns
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
-SMALLEST_NBYTES = 4096  # Smaller tensors are not packed: the entries in the header would take what is saved.
+SMALLEST_NBYTES = (
+    4096  # Smaller tensors are not packed: the entries in the header would take what is saved.
+)
 LARGEST_SHARE = 0.95  # The part of the dense bytes that a packed tensor may take at the most.
 SAMPLED_GROUPS = 8  # Groups of rows of a tensor in which blocks are looked for first.
 
@@ -73,12 +75,20 @@ def choose(
     def count(numbers: list[int]) -> list[CountedGroups | None]:
         return _chosen([whole[number] for number in numbers], wanted, worth, workers=workers)
 
-    counted = share_out(ranks, [tensor.nbytes for tensor in whole], count, cast("type[CountedGroups | None]", CountedGroups | None))
+    counted = share_out(
+        ranks,
+        [tensor.nbytes for tensor in whole],
+        count,
+        cast("type[CountedGroups | None]", CountedGroups | None),
+    )
     packed, made = Packed(), dict[str, SparseParts]()
     for name, tensor, found in zip(names, whole, counted, strict=True):
         if found is not None:
             encoding = encoding_of(found.encoding, found.sizes, tensor.shape)
-            starts, crcs = np.frombuffer(found.starts, np.uint64), np.frombuffer(found.crcs, np.uint32)
+            starts, crcs = (
+                np.frombuffer(found.starts, np.uint64),
+                np.frombuffer(found.crcs, np.uint32),
+            )
             made[name] = packed.parts(Counted(tensor, encoding, starts, crcs))
     return made
 
@@ -92,31 +102,52 @@ class CountedGroups(Struct):
     crcs: bytes
 
 
-def _chosen(every: Sequence[LazyTensor], wanted: AllowedEncodings, worth: float, *, workers: int) -> list[CountedGroups | None]:
+def _chosen(
+    every: Sequence[LazyTensor], wanted: AllowedEncodings, worth: float, *, workers: int
+) -> list[CountedGroups | None]:
     # A multiple of every m.
     step = BLOCK_ELEMENTS // LARGEST_M * (wanted.pattern[1] if wanted.pattern else LARGEST_M)
     bits = scan(
-        every, lambda at: BitCounts(useful_patterns(every[at], wanted)), lambda at: blocks(every[at].size, step), threads=workers
+        every,
+        lambda at: BitCounts(useful_patterns(every[at], wanted)),
+        lambda at: blocks(every[at].size, step),
+        threads=workers,
     )
     promising = [at for at, found in enumerate(bits) if found.filled < worth * every[at].size]
     look_for_blocks = "block" in wanted.kinds and wanted.block is None
     filled = _count_blocks(every, promising if look_for_blocks else (), worth, threads=workers)
-    shares = {at: smallest_encoding(every[at], wanted, worth, bits=bits[at], blocks=filled.get(at)) for at in promising}
+    shares = {
+        at: smallest_encoding(every[at], wanted, worth, bits=bits[at], blocks=filled.get(at))
+        for at in promising
+    }
     chosen = [(at, encoding) for at, encoding in shares.items() if encoding is not None]
     made: list[CountedGroups | None] = [None] * len(every)
-    for (at, _), ready in zip(chosen, _counted([(every[at], encoding) for at, encoding in chosen], workers), strict=True):
+    for (at, _), ready in zip(
+        chosen, _counted([(every[at], encoding) for at, encoding in chosen], workers), strict=True
+    ):
         # Of a block shape that was asked for, the size is known only now.
-        if pays(packed_nbytes(ready.encoding, int(ready.starts[-1]), ready.tensor), ready.tensor, worth):
+        if pays(
+            packed_nbytes(ready.encoding, int(ready.starts[-1]), ready.tensor), ready.tensor, worth
+        ):
             own = ready.encoding
-            made[at] = CountedGroups(own.name, own.sizes, ready.starts.tobytes(), ready.crcs.tobytes())
+            made[at] = CountedGroups(
+                own.name, own.sizes, ready.starts.tobytes(), ready.crcs.tobytes()
+            )
     return made
 
 
 def _possible(tensor: LazyTensor, smallest: int) -> bool:
-    return not tensor.dtype.packed and not tensor.traits.meta and tensor.size > 0 and tensor.nbytes >= smallest
+    return (
+        not tensor.dtype.packed
+        and not tensor.traits.meta
+        and tensor.size > 0
+        and tensor.nbytes >= smallest
+    )
 
 
-def _count_blocks(every: Sequence[LazyTensor], numbers: Sequence[int], worth: float, *, threads: int) -> dict[int, BlockCounts]:
+def _count_blocks(
+    every: Sequence[LazyTensor], numbers: Sequence[int], worth: float, *, threads: int
+) -> dict[int, BlockCounts]:
     """The blocks of tensors, by their numbers, in which some groups of rows from all over them have blocks that would pay."""
     groups = {number: row_groups(every[number]) for number in numbers}
     sampled = {number: own[:: max(len(own) // SAMPLED_GROUPS, 1)] for number, own in groups.items()}
@@ -124,7 +155,12 @@ def _count_blocks(every: Sequence[LazyTensor], numbers: Sequence[int], worth: fl
 
     def count(wanted: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         own, cuts = [*wanted], [*wanted.values()]
-        scan([every[number] for number in own], lambda at: found[own[at]], cuts.__getitem__, threads=threads)
+        scan(
+            [every[number] for number in own],
+            lambda at: found[own[at]],
+            cuts.__getitem__,
+            threads=threads,
+        )
 
     count(sampled)
     blocky = [number for number in numbers if have_blocks(found[number], worth)]
@@ -133,8 +169,16 @@ def _count_blocks(every: Sequence[LazyTensor], numbers: Sequence[int], worth: fl
 
 
 def _counted(chosen: Sequence[tuple[LazyTensor, Encoding]], workers: int) -> list[Counted]:
-    cuts = [blocks(tensor.size, run_length(tensor, encoding) * encoding.group) for tensor, encoding in chosen]
-    found = scan([tensor for tensor, _ in chosen], lambda at: GroupSums(chosen[at][1]), cuts.__getitem__, threads=workers)
+    cuts = [
+        blocks(tensor.size, run_length(tensor, encoding) * encoding.group)
+        for tensor, encoding in chosen
+    ]
+    found = scan(
+        [tensor for tensor, _ in chosen],
+        lambda at: GroupSums(chosen[at][1]),
+        cuts.__getitem__,
+        threads=workers,
+    )
     made = []
     for (tensor, encoding), (counts, crcs) in zip(chosen, found, strict=True):
         starts = np.concatenate(([0], counts)).cumsum(dtype=np.uint64)
@@ -167,7 +211,11 @@ class Counted(Value, frozen=True):
     def crc32(self) -> int:
         sums = Sums()
         for group, crc in enumerate(self.crcs.tolist()):
-            sums.note(group * self.encoding.group * self.width, spread(self.encoding, group) * self.width, crc)
+            sums.note(
+                group * self.encoding.group * self.width,
+                spread(self.encoding, group) * self.width,
+                crc,
+            )
         return sums.crc32()
 
 
@@ -185,7 +233,9 @@ def read_elements(tensor: LazyTensor, start: int, stop: int) -> Elements:
     return out
 
 
-def _runs(tensor: LazyTensor, encoding: Encoding, first: int, *, last: int) -> Iterator[tuple[int, Elements]]:
+def _runs(
+    tensor: LazyTensor, encoding: Encoding, first: int, *, last: int
+) -> Iterator[tuple[int, Elements]]:
     """The dense elements of groups [first, last), in runs of groups: the first of each, and their elements."""
     run = run_length(tensor, encoding)
     for begin in range(first, last, run):
@@ -211,14 +261,27 @@ class Packed(Sourced):
         encoding, count, crc = counted.encoding, int(counted.starts[-1]), counted.crc32()
         # With the checksum, so that a conversion that is resumed does not take a part of other elements for its own.
         number, self._count = f"{self._count} {crc:08x}", self._count + 1
-        values = self._part(f"{number} values", counted, counted.tensor.dtype, count, self._read_values)
-        where = self._part(f"{number} where", counted, _plain("uint8"), where_total(encoding), self._read_where)
-        starts = self._part(f"{number} starts", counted, _plain("uint64"), len(counted.starts), _read_starts)
+        values = self._part(
+            f"{number} values", counted, counted.tensor.dtype, count, self._read_values
+        )
+        where = self._part(
+            f"{number} where", counted, _plain("uint8"), where_total(encoding), self._read_where
+        )
+        starts = self._part(
+            f"{number} starts", counted, _plain("uint64"), len(counted.starts), _read_starts
+        )
         return SparseParts(encoding, crc, values, where, starts if encoding.counted else None)
 
-    def _part(self, key: str, counted: Counted, dtype: DType, count: int, read: ReadPart) -> LazyTensor:
+    def _part(
+        self, key: str, counted: Counted, dtype: DType, count: int, read: ReadPart
+    ) -> LazyTensor:
         nbytes = dtype.nbytes(count)
-        self.put(VirtualFile(nbytes, partial(read, counted), stamp=partial(tensor_stamp, counted.tensor)), key)
+        self.put(
+            VirtualFile(
+                nbytes, partial(read, counted), stamp=partial(tensor_stamp, counted.tensor)
+            ),
+            key,
+        )
         storage = Storage(key, 0, nbytes, label=counted.tensor.name, home=self)
         return LazyTensor.contiguous(counted.tensor.name, dtype, (count,), storage, self.source)
 
@@ -230,7 +293,9 @@ class Packed(Sourced):
         for group, dense in _runs(counted.tensor, counted.encoding, first, last=last):
             with computing():
                 _check(counted, group, dense)
-                _overlap(counted.encoding.take(dense).view(np.uint8), int(bounds[group]), start, out)
+                _overlap(
+                    counted.encoding.take(dense).view(np.uint8), int(bounds[group]), start, out
+                )
 
     def _read_where(self, counted: Counted, start: int, out: memoryview) -> None:
         encoding = counted.encoding
@@ -261,8 +326,12 @@ def _check(counted: Counted, first: int, dense: Elements) -> None:
     size = counted.encoding.group
     for group, at in enumerate(range(0, len(dense), size), first):
         if crc32(dense[at : at + size].view(np.uint8).data) != int(counted.crcs[group]):
-            advice = "it is not what it was when its zeros were counted; save when nobody writes to it"
-            raise StoreError(f"the tensor changed while it was saved: {advice}", tensor=counted.tensor.name)
+            advice = (
+                "it is not what it was when its zeros were counted; save when nobody writes to it"
+            )
+            raise StoreError(
+                f"the tensor changed while it was saved: {advice}", tensor=counted.tensor.name
+            )
 
 
 def _plain(name: str) -> DType:
@@ -274,7 +343,9 @@ def _plain(name: str) -> DType:
 
 class AllowedEncodings(Value, frozen=True):
     kinds: frozenset[str]
-    pattern: tuple[int, int] | None = None  # N:M that is asked for, instead of those that are found.
+    pattern: tuple[int, int] | None = (
+        None  # N:M that is asked for, instead of those that are found.
+    )
     block: tuple[int, int] | None = None
 
 
@@ -315,16 +386,28 @@ def row_groups(tensor: LazyTensor) -> list[tuple[int, int]]:
     """Ranges of whole rows in which blocks are counted; none where rows are too long for them."""
     columns = matrix_shape(tensor.shape)[1]
     step = group_rows(columns) * columns
-    return [(start, min(start + step, tensor.size)) for start in range(0, tensor.size, step)] if step else []
+    return (
+        [(start, min(start + step, tensor.size)) for start in range(0, tensor.size, step)]
+        if step
+        else []
+    )
 
 
 def have_blocks(found: BlockCounts, worth: float) -> bool:
     """Whether blocks of any shape would pay among the elements that were looked at."""
-    return any(height * width * count < worth * found.elements for (height, width), count in found.counts.items())
+    return any(
+        height * width * count < worth * found.elements
+        for (height, width), count in found.counts.items()
+    )
 
 
 def smallest_encoding(
-    tensor: LazyTensor, wanted: AllowedEncodings, worth: float, *, bits: BitCounts, blocks: BlockCounts | None
+    tensor: LazyTensor,
+    wanted: AllowedEncodings,
+    worth: float,
+    *,
+    bits: BitCounts,
+    blocks: BlockCounts | None,
 ) -> Encoding | None:
     """The encoding that takes the fewest bytes, or None where none is worth it. That of given blocks is not counted, and may be."""
     if wanted.block is not None:
@@ -332,8 +415,15 @@ def smallest_encoding(
         height, width = wanted.block
         fits = height <= rows and width <= columns and height * columns <= BAND_ELEMENTS
         return encoding_of("block", wanted.block, tensor.shape) if fits else None
-    found = [(packed_nbytes(encoding, values, tensor), encoding) for encoding, values in _candidates(tensor, wanted, bits, blocks)]
-    return min((each for each in found if pays(each[0], tensor, worth)), key=lambda each: each[0], default=(0, None))[1]
+    found = [
+        (packed_nbytes(encoding, values, tensor), encoding)
+        for encoding, values in _candidates(tensor, wanted, bits, blocks)
+    ]
+    return min(
+        (each for each in found if pays(each[0], tensor, worth)),
+        key=lambda each: each[0],
+        default=(0, None),
+    )[1]
 
 
 def _candidates(
@@ -375,7 +465,10 @@ class GroupSums:
         bits, size = as_bits(values), self._encoding.group
         for group, at in enumerate(range(0, len(bits), size), start // size):
             dense = bits[at : at + size]
-            self._counts[group], self._crcs[group] = self._encoding.count_values(dense), crc32(dense.view(np.uint8).data)
+            self._counts[group], self._crcs[group] = (
+                self._encoding.count_values(dense),
+                crc32(dense.view(np.uint8).data),
+            )
 
     def result(self) -> tuple[Ints, Ints]:
         return self._counts, self._crcs

@@ -17,7 +17,17 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from holdfast.core.protocols import Medium
-from holdfast.engine.saves import Data, FilePlan, Gathered, Late, LinkedFile, Literal, Memory, Segment, known_later
+from holdfast.engine.saves import (
+    Data,
+    FilePlan,
+    Gathered,
+    Late,
+    LinkedFile,
+    Literal,
+    Memory,
+    Segment,
+    known_later,
+)
 from holdfast.engine.write import small_bytes
 from holdfast.stores.virtual import Virtual, VirtualFile
 
@@ -44,7 +54,9 @@ class PlannedFile:
             low, high = max(begin, start), min(end, stop)
             if isinstance(segment, Data):
                 inside = begin <= start < stop <= end
-                pieces.append(_looked_at(segment, low - begin, high - begin) if inside else bytes(high - low))
+                pieces.append(
+                    _looked_at(segment, low - begin, high - begin) if inside else bytes(high - low)
+                )
             elif isinstance(segment, Gathered) and segment.zeros is None:
                 pieces.append(bytes(high - low))
             elif (low, high) == (begin, end):
@@ -80,7 +92,9 @@ def _looked_at(segment: Data, start: int, stop: int) -> memoryview:
 class PlannedStore(Virtual):
     medium = Medium(exact=True)
 
-    def __init__(self, files: Iterable[FilePlan], *, name: str, linked: Iterable[LinkedFile] = ()) -> None:
+    def __init__(
+        self, files: Iterable[FilePlan], *, name: str, linked: Iterable[LinkedFile] = ()
+    ) -> None:
         super().__init__(name)
         plans = list(files)
         crcs = {key: 0 for plan in plans for key in known_later(plan.segments)}

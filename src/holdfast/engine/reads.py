@@ -105,14 +105,25 @@ class ReadPlan(Value, frozen=True):
 
     def explain(self) -> str:
         wanted, read = self.wanted_nbytes, self.read_nbytes
-        over = f", {read - wanted:,} more than wanted ({(read - wanted) / wanted:.1%})" if read > wanted else ""
+        over = (
+            f", {read - wanted:,} more than wanted ({(read - wanted) / wanted:.1%})"
+            if read > wanted
+            else ""
+        )
         return f"{self.fetches:,} reads of {read:,} bytes{over}"
 
 
 def plan_reads(requests: Sequence[Request], policy: Policy | None = None) -> ReadPlan:
     policy = policy or MEMORY
-    batches = tuple(_plan_batch(reads, policy) for reads in _batched(_chunk_reads(requests, policy)))
-    wanted = sum(r.tensor.dtype.nbytes(c.box.count // _repeats(c)) for r in requests for c in r.tensor.chunks if c.box.count)
+    batches = tuple(
+        _plan_batch(reads, policy) for reads in _batched(_chunk_reads(requests, policy))
+    )
+    wanted = sum(
+        r.tensor.dtype.nbytes(c.box.count // _repeats(c))
+        for r in requests
+        for c in r.tensor.chunks
+        if c.box.count
+    )
     return ReadPlan(batches, wanted)
 
 
@@ -128,7 +139,14 @@ def _chunk_reads(requests: Sequence[Request], policy: Policy) -> Iterator[ChunkR
             # Most tensors lie in the file as they will in memory: no need to look at them dimension by dimension.
             extent = _dense_bits(chunk, tensor.dtype, request.out)
             if 0 < extent <= policy.block * 8 and chunk.shape == tensor.shape:
-                yield ChunkRead(chunk, tensor.dtype, request.out, StridedRanges(chunk.offset, extent, ()), True, tensor.name)
+                yield ChunkRead(
+                    chunk,
+                    tensor.dtype,
+                    request.out,
+                    StridedRanges(chunk.offset, extent, ()),
+                    True,
+                    tensor.name,
+                )
                 continue
             for part, ranges in cut(chunk, tensor.dtype, policy):
                 whole = part.shape == tensor.shape
@@ -139,7 +157,11 @@ def _chunk_reads(requests: Sequence[Request], policy: Policy) -> Iterator[ChunkR
 
 def _dense_bits(chunk: Chunk, dtype: DType, out: np.ndarray) -> int:
     """Bits of a chunk whose elements lie in the file just as in the target, in C order; 0 for any other."""
-    if dtype.packed or (chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1) or not out.flags.c_contiguous:
+    if (
+        dtype.packed
+        or (chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1)
+        or not out.flags.c_contiguous
+    ):
         return 0
     return chunk.box.count * dtype.bits if in_c_order(chunk.shape, chunk.strides, dtype.bits) else 0
 
@@ -152,10 +174,16 @@ def cut(chunk: Chunk, dtype: DType, policy: Policy) -> Iterator[tuple[Chunk, Str
     long = ranges.extent > policy.block * 8
     many = ranges.count(chunk) > MAX_RANGES
     # Inside a range that is too long, the dimension that makes it so; with too many ranges, the outermost one.
-    inside = [d for d in range(chunk.box.rank) if d not in ranges.outer and chunk.shape[d] > 1] if long else []
+    inside = (
+        [d for d in range(chunk.box.rank) if d not in ranges.outer and chunk.shape[d] > 1]
+        if long
+        else []
+    )
     if inside:
         axis = max(inside, key=lambda d: abs(chunk.strides[d]) * chunk.shape[d])
-        parts = -(-chunk.shape[axis] // max(1, policy.block * 8 // max(abs(chunk.strides[axis]), 1)))
+        parts = -(
+            -chunk.shape[axis] // max(1, policy.block * 8 // max(abs(chunk.strides[axis]), 1))
+        )
     elif many:
         axis = ranges.outer[0]
         parts = -(-ranges.count(chunk) // MAX_RANGES)
@@ -171,7 +199,10 @@ def _direct(chunk: Chunk, dtype: DType, target: np.ndarray, ranges: StridedRange
         return False
     inner = [d for d in range(chunk.box.rank) if d not in ranges.outer and chunk.shape[d] > 1]
     dense = c_strides([chunk.shape[d] for d in inner], dtype.bits)
-    return all(chunk.strides[d] == bits and target.strides[d] * 8 == bits for d, bits in zip(inner, dense, strict=True))
+    return all(
+        chunk.strides[d] == bits and target.strides[d] * 8 == bits
+        for d, bits in zip(inner, dense, strict=True)
+    )
 
 
 def _batched(reads: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
@@ -199,7 +230,9 @@ def _plan_batch(reads: list[ChunkRead], policy: Policy) -> ReadBatch:
         starts, stops, owners, numbers = starts[order], stops[order], owners[order], numbers[order]
         heads = coalesce(starts, stops, policy)
         reach = np.maximum.reduceat(stops, heads) if len(heads) else stops
-        files.append(FileReads(key, starts[heads], reach, np.append(heads, len(starts)), owners, numbers))
+        files.append(
+            FileReads(key, starts[heads], reach, np.append(heads, len(starts)), owners, numbers)
+        )
     return ReadBatch(tuple(reads), tuple(files))
 
 
@@ -219,7 +252,12 @@ def _ranges_of(reads: list[ChunkRead], members: list[int]) -> tuple[Ints, Ints, 
             stops.append((bits + read.ranges.extent + 7) // 8)
             owners.append(np.full(len(bits), i, np.int64))
             numbers.append(np.arange(len(bits), dtype=np.int64))
-    return np.concatenate(starts), np.concatenate(stops), np.concatenate(owners), np.concatenate(numbers)
+    return (
+        np.concatenate(starts),
+        np.concatenate(stops),
+        np.concatenate(owners),
+        np.concatenate(numbers),
+    )
 
 
 def range_index(read: ChunkRead, number: int) -> tuple[int | slice, ...]:

@@ -206,7 +206,14 @@ class LinkedFile(Value, frozen=True):
 
 def text_nbytes(files: Iterable[FilePlan]) -> int:
     """Bytes of files that are no data: headers, pickles, manifests."""
-    return sum([segment.nbytes for file in files for segment in file.segments if not isinstance(segment, Data | Memory | Gathered)])
+    return sum(
+        [
+            segment.nbytes
+            for file in files
+            for segment in file.segments
+            if not isinstance(segment, Data | Memory | Gathered)
+        ]
+    )
 
 
 class SavePlan(Value, frozen=True):
@@ -239,12 +246,16 @@ class SavePlan(Value, frozen=True):
     @property
     def listed(self) -> list[tuple[str, int]]:
         """Every file of the checkpoint and its length, those that are linked first."""
-        return [(f.key, f.nbytes) for f in self.linked] + [(f.key, f.nbytes) for f in (*self.files, *self.index)]
+        return [(f.key, f.nbytes) for f in self.linked] + [
+            (f.key, f.nbytes) for f in (*self.files, *self.index)
+        ]
 
     def tensors(self) -> Sequence[LazyTensor]:
         """Every tensor that is written, in the order of the files."""
         found: list[LazyTensor] = []
-        for segment in (segment for file in (*self.files, *self.index) for segment in file.segments):
+        for segment in (
+            segment for file in (*self.files, *self.index) for segment in file.segments
+        ):
             if isinstance(segment, Data):
                 found.append(segment.tensor)
             elif isinstance(segment, Gathered):
@@ -252,6 +263,9 @@ class SavePlan(Value, frozen=True):
         return found
 
     def explain(self) -> str:
-        rows = [f"{f.key or 'one file'}: {f.nbytes:,} bytes in {len(f.segments):,} segments" for f in (*self.files, *self.index)]
+        rows = [
+            f"{f.key or 'one file'}: {f.nbytes:,} bytes in {len(f.segments):,} segments"
+            for f in (*self.files, *self.index)
+        ]
         rows += [f"{f.key}: {f.nbytes:,} bytes, linked from {f.folder}" for f in self.linked]
         return "\n".join([f"{self.format}: {self.nbytes:,} bytes", *rows])

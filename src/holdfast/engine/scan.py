@@ -36,7 +36,9 @@ from holdfast.numeric.pack import matrix_shape
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-BLOCK_ELEMENTS = 1 << 18  # Elements at a time, a multiple of eight so that packed types are cut between bytes: 2 MiB as float64.
+BLOCK_ELEMENTS = (
+    1 << 18
+)  # Elements at a time, a multiple of eight so that packed types are cut between bytes: 2 MiB as float64.
 
 LOCAL = replace(SUMS, alone=256 << 10, block=1 << 20)
 """Blocks that are computed with: what is read together stays in a core's cache until the last of it was looked at."""
@@ -45,7 +47,9 @@ LOCAL = replace(SUMS, alone=256 << 10, block=1 << 20)
 Block = tuple[int, int] | Box
 """Elements [start, stop) in C order, or a rectangle of the tensor as a matrix (first axis by all others)."""
 
-DenseBlock = tuple[int, tuple[int, int], tuple[str, int, int]]  # Number of a tensor, elements; file, first byte, length.
+DenseBlock = tuple[
+    int, tuple[int, int], tuple[str, int, int]
+]  # Number of a tensor, elements; file, first byte, length.
 
 
 class Accumulator(Protocol[T_co]):
@@ -73,7 +77,9 @@ def start_of(tensor: LazyTensor, block: Block) -> int:
 def elements(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
     """Elements in C order as a 1-D array of something that numpy can compute with."""
     if tensor.dtype.name == PAIRS:
-        return computable(tensor, read_flat(tensor, start // 2, -(-stop // 2)))[start % 2 :][: stop - start]
+        return computable(tensor, read_flat(tensor, start // 2, -(-stop // 2)))[start % 2 :][
+            : stop - start
+        ]
     return computable(tensor, read_flat(tensor, start, stop))
 
 
@@ -81,7 +87,9 @@ def read_block(tensor: LazyTensor, block: Block) -> np.ndarray:
     if not isinstance(block, Box):
         return read_flat(tensor, *block)
     (top, left), (bottom, right), width = block.start, block.stop, matrix_shape(tensor.shape)[1]
-    return np.stack([read_flat(tensor, row * width + left, row * width + right) for row in range(top, bottom)])
+    return np.stack(
+        [read_flat(tensor, row * width + left, row * width + right) for row in range(top, bottom)]
+    )
 
 
 def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
@@ -110,21 +118,36 @@ def scan(
         elif own:
             key, first, width = place[0], place[1], tensor.dtype.bits // 8
             dense.setdefault(tensor.source.store, []).extend(
-                (number, block, (key, first + block[0] * width, (block[1] - block[0]) * width)) for block in flat
+                (number, block, (key, first + block[0] * width, (block[1] - block[0]) * width))
+                for block in flat
             )
     jobs = [
         (store, parts, _Shown(run, store, known, parts))
         for store, known in dense.items()
-        for parts in join_files(Ranges.of([at for _, _, at in known]), REMOTE if store.medium.requests else LOCAL, whole=True)
+        for parts in join_files(
+            Ranges.of([at for _, _, at in known]),
+            REMOTE if store.medium.requests else LOCAL,
+            whole=True,
+        )
     ]
-    transfer(jobs, threads or default_threads(), others=odd, stores=[tensor.source.store for tensor in tensors])
+    transfer(
+        jobs,
+        threads or default_threads(),
+        others=odd,
+        stores=[tensor.source.store for tensor in tensors],
+    )
     return run.results()
 
 
 class _Scan(Generic[T]):
     """The accumulators of tensors that are begun, and the results of those that are finished."""
 
-    def __init__(self, tensors: Sequence[LazyTensor], make: Callable[[int], Accumulator[T]], progress: Progress | None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[LazyTensor],
+        make: Callable[[int], Accumulator[T]],
+        progress: Progress | None,
+    ) -> None:
         self.tensors, self._make, self._progress = tensors, make, progress
         self.left: list[int] = []  # Blocks of each tensor that were not looked at yet.
         self._begun: dict[int, Accumulator[T]] = {}
@@ -151,11 +174,16 @@ class _Scan(Generic[T]):
             self._progress(self.tensors[number].dtype.nbytes(values.size))
 
     def results(self) -> list[T]:
-        return [self._found[at] if at in self._found else self._make(at).result() for at in range(len(self.tensors))]
+        return [
+            self._found[at] if at in self._found else self._make(at).result()
+            for at in range(len(self.tensors))
+        ]
 
 
 class _Shown(Sink, Generic[T]):
-    def __init__(self, run: _Scan[T], store: Store, dense: Sequence[DenseBlock], parts: Parts) -> None:
+    def __init__(
+        self, run: _Scan[T], store: Store, dense: Sequence[DenseBlock], parts: Parts
+    ) -> None:
         self._run, self._store, self._dense, self._parts = run, store, dense, parts
 
     def name(self, number: int) -> str:
@@ -180,7 +208,12 @@ class _Shown(Sink, Generic[T]):
     def _show(self, block: int, data: memoryview) -> None:
         tensor, (number, own, _) = self._tensor(block), self._dense[block]
         source, place = tensor.source, tensor.file_range() if own == (0, tensor.size) else None
-        if place is not None and place[3] != NO_CRC and isinstance(source, OpenSource) and source.verify:
+        if (
+            place is not None
+            and place[3] != NO_CRC
+            and isinstance(source, OpenSource)
+            and source.verify
+        ):
             found = crc32(data)
             if found != place[3]:
                 raise damage(tensor.storages[0], tensor.name, found)

@@ -33,7 +33,9 @@ from holdfast.engine.transfer import INLINE_NBYTES, TASK_READS, Scratch
 from holdfast.errors import HoldfastError, Unsupported, located
 from holdfast.stores.virtual import Virtual
 
-HEAD_NBYTES = 4096  # First bytes of a file that are read at once, since formats are recognised by them.
+HEAD_NBYTES = (
+    4096  # First bytes of a file that are read at once, since formats are recognised by them.
+)
 NO_FILE = (None, b"", 0)
 
 
@@ -53,7 +55,9 @@ class OpenSource:
         self.verify = verify  # Whether checksums that the file records are compared when a storage is read from end to end.
         self.policy = policy or (REMOTE if medium.requests else MEMORY)
         self._resident = medium.resident
-        self._reads_ahead = not (medium.requests or medium.exact)  # Whether more may be read of a file than was asked for.
+        self._reads_ahead = not (
+            medium.requests or medium.exact
+        )  # Whether more may be read of a file than was asked for.
         self._first: tuple[str | None, bytes, int] = NO_FILE
         """The file whose first bytes were read last, these, and how many were wanted."""
         self.read_nbytes = 0
@@ -104,15 +108,21 @@ class OpenSource:
         for request in requests:
             _resolve(request)
 
-    def arrays(self, rows: DenseRows, others: Sequence[int], tensor: Callable[[int], LazyTensor]) -> list[np.ndarray]:
+    def arrays(
+        self, rows: DenseRows, others: Sequence[int], tensor: Callable[[int], LazyTensor]
+    ) -> list[np.ndarray]:
         arrays, left = [NO_ARRAY] * (len(rows) + len(others)), [*range(len(rows))]
         if self.limits.expansion >= 1 and left:
             policy, verify = self.policy, self.verify
-            left, nbytes = read_dense(self.store, rows, arrays, tensor, policy=policy, verify=verify, threads=self.threads)
+            left, nbytes = read_dense(
+                self.store, rows, arrays, tensor, policy=policy, verify=verify, threads=self.threads
+            )
             self.read_nbytes += nbytes
         if left or others:
             numbers = rows.numbers
-            wanted = [(at, tensor(numbers[at])) for at in left] + [(at, tensor(one)) for at, one in enumerate(others, len(rows))]
+            wanted = [(at, tensor(numbers[at])) for at in left] + [
+                (at, tensor(one)) for at, one in enumerate(others, len(rows))
+            ]
             requests = []
             for at, one in wanted:
                 arrays[at] = one.empty()
@@ -123,7 +133,12 @@ class OpenSource:
 
     def fetch(self, tensor: LazyTensor) -> np.ndarray:
         place = tensor.file_range() if self.limits.expansion >= 1 else None
-        if place is None or place[2] > SMALL_NBYTES or self.store.medium.requests or self.store.medium.in_order:
+        if (
+            place is None
+            or place[2] > SMALL_NBYTES
+            or self.store.medium.requests
+            or self.store.medium.in_order
+        ):
             out = tensor.empty()
             self.read([Request(tensor, out)])
             return out
@@ -160,7 +175,13 @@ class OpenSource:
         memory = None if dtype.packed or foreign_order else self.store.map(storage.key)
         if memory is None:
             return None
-        return np.ndarray(tensor.shape, dtype.numpy, memory, storage.start + offset // 8, tuple([s // 8 for s in strides]))
+        return np.ndarray(
+            tensor.shape,
+            dtype.numpy,
+            memory,
+            storage.start + offset // 8,
+            tuple([s // 8 for s in strides]),
+        )
 
     def digest(self, tensors: Sequence[LazyTensor]) -> list[int]:
         from holdfast.engine.digest import tensor_crcs
@@ -183,7 +204,10 @@ def _resolve(request: Request) -> None:
         elif request.tensor.dtype.kind in ("float", "complex", "int", "uint"):
             np.negative(out, out=out)
         else:
-            raise Unsupported(f"a {request.tensor.dtype} tensor that is marked as negated", tensor=request.tensor.name)
+            raise Unsupported(
+                f"a {request.tensor.dtype} tensor that is marked as negated",
+                tensor=request.tensor.name,
+            )
 
 
 class Sourced(Virtual):
@@ -201,7 +225,9 @@ class Sourced(Virtual):
         return found
 
 
-SMALL_NBYTES = 16 << 10  # Above this a call for each is little beside the copy, which other threads can do meanwhile.
+SMALL_NBYTES = (
+    16 << 10
+)  # Above this a call for each is little beside the copy, which other threads can do meanwhile.
 
 SHARED_NBYTES = 2 << 10
 """Of tensors that are shorter than this on the average, one thread makes all arrays: to make one takes the interpreter lock, which
@@ -236,7 +262,13 @@ def read_dense(
     work: list[Callable[[], None]] = []
     for low, high in pairwise([0, *edges, len(order)]):
         if low < high:
-            work += arrays.tasks(rows.keys[files.item(low)], order[low:high], starts[low:high], stops[low:high], policy)
+            work += arrays.tasks(
+                rows.keys[files.item(low)],
+                order[low:high],
+                starts[low:high],
+                stops[low:high],
+                policy,
+            )
     if len(work) > 1 and threads > 1:
         wanted = int(lengths.sum())
         threads = 1 if wanted < INLINE_NBYTES or wanted < SHARED_NBYTES * len(order) else threads
@@ -245,7 +277,9 @@ def read_dense(
     return left, arrays.read_nbytes
 
 
-def fetch(store: Store, tensor: LazyTensor, place: tuple[str, int, int, int], *, verify: bool) -> np.ndarray:
+def fetch(
+    store: Store, tensor: LazyTensor, place: tuple[str, int, int, int], *, verify: bool
+) -> np.ndarray:
     """A small dense tensor by itself: one call straight into the array."""
     key, start, nbytes, crc = place
     if not nbytes:
@@ -263,13 +297,21 @@ def fetch(store: Store, tensor: LazyTensor, place: tuple[str, int, int, int], *,
 
 class _Arrays:
     def __init__(
-        self, store: Store, rows: DenseRows, out: list[np.ndarray], tensor: Callable[[int], LazyTensor], *, verify: bool
+        self,
+        store: Store,
+        rows: DenseRows,
+        out: list[np.ndarray],
+        tensor: Callable[[int], LazyTensor],
+        *,
+        verify: bool,
     ) -> None:
         self._store, self._rows, self._out, self._tensor = store, rows, out, tensor
         self._verify = verify and rows.crcs.item(rows.crcs.argmax()) != NO_CRC
         self._scratch = Scratch()
         self.read_nbytes = 0
-        self._changed: dict[int, int] = {}  # Rows with another checksum than their file records, and the one that was found.
+        self._changed: dict[
+            int, int
+        ] = {}  # Rows with another checksum than their file records, and the one that was found.
 
     def check(self) -> None:
         if self._changed:
@@ -277,7 +319,9 @@ class _Arrays:
             tensor = self._tensor(self._rows.numbers[row])
             raise damage(tensor.storages[0], tensor.name, self._changed[row])
 
-    def tasks(self, key: str, members: Ints, starts: Ints, stops: Ints, policy: Policy) -> Iterator[Callable[[], None]]:
+    def tasks(
+        self, key: str, members: Ints, starts: Ints, stops: Ints, policy: Policy
+    ) -> Iterator[Callable[[], None]]:
         """The reads of one file: of rows in its order, with their first bytes and the bytes after their last."""
         single: list[int] = []
         for first, last in pairwise([*coalesce(starts, stops, policy).tolist(), len(members)]):
@@ -299,24 +343,38 @@ class _Arrays:
             self._store.read(key, start, data)
         except HoldfastError as error:
             raise self._named(key, members, error) from None
-        array, shapes, dtypes, places = np.ndarray, rows.shapes, rows.dtypes, (starts - start).tolist()
+        array, shapes, dtypes, places = (
+            np.ndarray,
+            rows.shapes,
+            rows.dtypes,
+            (starts - start).tolist(),
+        )
         for number, place in zip(members.tolist(), places, strict=True):
             out[number] = array(shapes[number], dtypes[number], data, place).copy()
         if self._verify:
             ends = (starts - start + rows.nbytes[members]).tolist()
-            self._compare(members, [data[place:end] for place, end in zip(places, ends, strict=True)])
+            self._compare(
+                members, [data[place:end] for place, end in zip(places, ends, strict=True)]
+            )
 
     def _scattered(self, key: str, members: Ints) -> None:
         rows, out = self._rows, self._out
         try:
-            pieces = self._store.scattered(key, rows.starts[members].tolist(), rows.nbytes[members].tolist())
+            pieces = self._store.scattered(
+                key, rows.starts[members].tolist(), rows.nbytes[members].tolist()
+            )
         except HoldfastError as error:
             raise self._named(key, members, error) from None
         numbers = members.tolist()
-        shapes, dtypes = [rows.shapes[number] for number in numbers], [rows.dtypes[number] for number in numbers]
+        shapes, dtypes = (
+            [rows.shapes[number] for number in numbers],
+            [rows.dtypes[number] for number in numbers],
+        )
         if shapes[0] and shapes.count(shapes[0]) == dtypes.count(dtypes[0]) == len(numbers):
             # The rows of one array, of which there are views in half of the time that it takes to make arrays.
-            made: Iterable[np.ndarray] = np.frombuffer(b"".join(pieces), dtypes[0]).reshape(-1, *shapes[0])
+            made: Iterable[np.ndarray] = np.frombuffer(b"".join(pieces), dtypes[0]).reshape(
+                -1, *shapes[0]
+            )
         else:
             made = map(np.ndarray, shapes, dtypes, pieces)
         for number, row in zip(numbers, made, strict=True):
@@ -326,7 +384,9 @@ class _Arrays:
 
     def _compare(self, members: Ints, pieces: Sequence[Piece | bytearray]) -> None:
         """Record the rows whose bytes do not have the checksum that their file records."""
-        for row, crc, piece in zip(members.tolist(), self._rows.crcs[members].tolist(), pieces, strict=True):
+        for row, crc, piece in zip(
+            members.tolist(), self._rows.crcs[members].tolist(), pieces, strict=True
+        ):
             if crc != NO_CRC and (found := crc32(piece)) != crc:
                 self._changed[row] = found
 
@@ -334,7 +394,11 @@ class _Arrays:
         """The error of the first of these rows that cannot be read, with the name of its tensor."""
         for row in sorted(members.tolist()):
             try:
-                self._store.read(key, self._rows.starts.item(row), memoryview(bytearray(self._rows.nbytes.item(row))))
+                self._store.read(
+                    key,
+                    self._rows.starts.item(row),
+                    memoryview(bytearray(self._rows.nbytes.item(row))),
+                )
             except HoldfastError as found:
                 found.tensor = found.tensor or self._tensor(self._rows.numbers[row]).name
                 return found

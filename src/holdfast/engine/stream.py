@@ -20,9 +20,28 @@ from holdfast.core.content_hash import ContentHash
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.value import Value
 from holdfast.engine.blocks import ContiguousBlock, block_size, contiguous_blocks, read_block
-from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, known_later
+from holdfast.engine.saves import (
+    HASH_KEY,
+    HEAD_KEY,
+    Data,
+    FilePlan,
+    Gathered,
+    Hole,
+    Late,
+    Literal,
+    Memory,
+    known_later,
+)
 from holdfast.engine.threads import BackgroundCall, default_threads, run_all
-from holdfast.engine.write import GATHER_NBYTES, blocks_of, check_source, fetch_small, file_content, recorded_sums, small_bytes
+from holdfast.engine.write import (
+    GATHER_NBYTES,
+    blocks_of,
+    check_source,
+    fetch_small,
+    file_content,
+    recorded_sums,
+    small_bytes,
+)
 from holdfast.errors import SaveError, located
 
 BLOCK_NBYTES = 4 << 20
@@ -66,7 +85,11 @@ def write_stream(
         write_all(target, content)
         _flush(target)
         return receipt.crcs
-    remote = [segment for segment in plan.segments if isinstance(segment, Data) and segment.tensor.source.store.medium.requests]
+    remote = [
+        segment
+        for segment in plan.segments
+        if isinstance(segment, Data) and segment.tensor.source.store.medium.requests
+    ]
     wanted = max((segment.tensor.source.store.medium.requests for segment in remote), default=0)
     window = max(1, min(wanted, requests or wanted))
     foreseen: dict[str, int] = {}
@@ -80,7 +103,12 @@ def write_stream(
 
 
 def _write_all(
-    plan: FilePlan, target: Writer, foreseen: Mapping[str, int], *, known: Mapping[str, int] | None, blocks: Iterator[memoryview]
+    plan: FilePlan,
+    target: Writer,
+    foreseen: Mapping[str, int],
+    *,
+    known: Mapping[str, int] | None,
+    blocks: Iterator[memoryview],
 ) -> dict[str, int]:
     crcs = {**(known or {}), **foreseen}
     own = {*known_later(plan.segments)}
@@ -107,7 +135,10 @@ def _write_all(
     changed = [label for label, crc in foreseen.items() if crcs[label] != crc]
     if changed:
         check_source(plan, crcs)
-        raise SaveError(f"{changed[0]!r} changed while it was saved; what was written is of no use", tensor=changed[0])
+        raise SaveError(
+            f"{changed[0]!r} changed while it was saved; what was written is of no use",
+            tensor=changed[0],
+        )
     _flush(target)
     return {label: crcs[label] for label in own if label in crcs}  # not where a record has none
 
@@ -161,10 +192,16 @@ def _fetch(segment: Data, piece: ContiguousBlock) -> list[memoryview]:
 
 def _fetch_few(segments: list[Data]) -> list[memoryview]:
     fetched = fetch_small(segments)
-    return [fetched[one.label] if one.label in fetched else memoryview(small_bytes(one)) for one in segments if one.nbytes]
+    return [
+        fetched[one.label] if one.label in fetched else memoryview(small_bytes(one))
+        for one in segments
+        if one.nbytes
+    ]
 
 
-def _ahead(calls: Iterable[Callable[[], list[memoryview]]], window: int) -> Generator[memoryview, None, None]:
+def _ahead(
+    calls: Iterable[Callable[[], list[memoryview]]], window: int
+) -> Generator[memoryview, None, None]:
     """What calls give, in their order, so many of them under way at once. Nothing is called before the first is asked for."""
     waiting: deque[BackgroundCall[list[memoryview]]] = deque()
     try:
@@ -181,7 +218,9 @@ def _ahead(calls: Iterable[Callable[[], list[memoryview]]], window: int) -> Gene
             one.__exit__(None, None, None)
 
 
-def _sums(plan: FilePlan, blocks: Iterator[memoryview], *, known: Mapping[str, int]) -> dict[str, int]:
+def _sums(
+    plan: FilePlan, blocks: Iterator[memoryview], *, known: Mapping[str, int]
+) -> dict[str, int]:
     sums: dict[str, int] = {}
     for segment in plan.segments:
         match segment:

@@ -18,7 +18,16 @@ from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
 from holdfast.core.leaves import NO_LEAVES
 from holdfast.core.protocols import State
-from holdfast.core.table import NO_OFFSETS, ODD, FilePlace, Kind, MemoryBytes, Piece, StorageMoved, Table
+from holdfast.core.table import (
+    NO_OFFSETS,
+    ODD,
+    FilePlace,
+    Kind,
+    MemoryBytes,
+    Piece,
+    StorageMoved,
+    Table,
+)
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine import saves
@@ -27,7 +36,9 @@ from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, M
 
 MEASURE = 1 << 20
 
-TOGETHER = 2 * saves.BATCH  # Most rows of one segment. Reading them holds the interpreter lock: fewer would be no gain.
+TOGETHER = (
+    2 * saves.BATCH
+)  # Most rows of one segment. Reading them holds the interpreter lock: fewer would be no gain.
 
 
 class Tabulated(Value, frozen=True, eq=False):
@@ -36,35 +47,49 @@ class Tabulated(Value, frozen=True, eq=False):
     rows: Sequence[int]  # Which of the tensors that were given.
     kinds: Sequence[Kind]
     kind: Sequence[int]  # Of each row, a position in `kinds`.
-    storage: Sequence[int]  # Of each row, the number of its storage. Rows of one storage have one number.
+    storage: Sequence[
+        int
+    ]  # Of each row, the number of its storage. Rows of one storage have one number.
     storages: MemoryBytes
-    addresses: Callable[[], Sequence[int]]  # Where each storage begins in this process; 0 where that is not known.
+    addresses: Callable[
+        [], Sequence[int]
+    ]  # Where each storage begins in this process; 0 where that is not known.
     offsets: Mapping[int, int] = NO_OFFSETS  # By position among the rows, as `Table.offsets`.
 
 
 class StateStorages:
     """The storages of a state, those of one library behind those of another. `view` makes a tensor over memory."""
 
-    def __init__(self, parts: Sequence[MemoryBytes], view: Callable[[int, Kind, str, int], LazyTensor]) -> None:
+    def __init__(
+        self, parts: Sequence[MemoryBytes], view: Callable[[int, Kind, str, int], LazyTensor]
+    ) -> None:
         self._parts, self._view = parts, view
         self._edges = [*accumulate((len(part.nbytes) for part in parts), initial=0)]
         columns = [part.nbytes for part in parts]
-        self.nbytes: Ints = columns[0] if len(parts) == 1 else np.concatenate(columns or [np.zeros(0, np.int64)])
+        self.nbytes: Ints = (
+            columns[0] if len(parts) == 1 else np.concatenate(columns or [np.zeros(0, np.int64)])
+        )
         self.read_nbytes = self.nbytes
-        self.stores = tuple(store for part in parts if isinstance(part, FileStorages) for store in part.stores)
+        self.stores = tuple(
+            store for part in parts if isinstance(part, FileStorages) for store in part.stores
+        )
         self.divisible = all(part.divisible for part in parts)
 
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
         return self._read(numbers, lambda part, own, here: part.read(own))
 
-    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[Piece]:
+    def read_parts(
+        self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
+    ) -> Sequence[Piece]:
         def read(part: MemoryBytes, own: Sequence[int], here: Sequence[int]) -> Sequence[Piece]:
             return part.read_parts(own, [starts[at] for at in here], [nbytes[at] for at in here])
 
         return self._read(numbers, read)
 
     def _read(
-        self, numbers: Sequence[int], read: Callable[[MemoryBytes, Sequence[int], Sequence[int]], Sequence[Piece]]
+        self,
+        numbers: Sequence[int],
+        read: Callable[[MemoryBytes, Sequence[int], Sequence[int]], Sequence[Piece]],
     ) -> Sequence[Piece]:
         """What each part reads: `read` is given the numbers there, and where these stand in all."""
         if len(self._parts) == 1:
@@ -75,7 +100,9 @@ class StateStorages:
         for side in np.unique(sides).tolist():
             here = np.flatnonzero(sides == side)
             try:
-                found = read(self._parts[side], (wanted[here] - self._edges[side]).tolist(), here.tolist())
+                found = read(
+                    self._parts[side], (wanted[here] - self._edges[side]).tolist(), here.tolist()
+                )
             except StorageMoved as moved:
                 raise StorageMoved(int(here[moved.at])) from None
             for place, piece in zip(here.tolist(), found, strict=True):
@@ -112,7 +139,9 @@ def as_written(table: Table) -> Table:
     numbers, kind = np.array(table.storage, np.int64), np.array(table.kind, np.int64)
     rows = np.flatnonzero(numbers != ODD)
     held = numbers[rows]
-    apart = np.array([one.traits.alias is not None or one.traits.meta for one in table.kinds], np.bool_)
+    apart = np.array(
+        [one.traits.alias is not None or one.traits.meta for one in table.kinds], np.bool_
+    )
     local = np.array([_is_local(place) for place in storages.files], np.bool_)
     left = apart[kind[rows]] | ~local[storages.file[held]]
     taken = np.zeros(len(storages), np.bool_)
@@ -121,10 +150,20 @@ def as_written(table: Table) -> Table:
     left = taken[held]
     storages = storages.named(_names(table, rows, held))
     if not left.any():
-        return Table(table.names, table.kinds, table.kind, table.storage, storages, table.odd, offsets=table.offsets)
+        return Table(
+            table.names,
+            table.kinds,
+            table.kind,
+            table.storage,
+            storages,
+            table.odd,
+            offsets=table.offsets,
+        )
     odd = {**table.odd, **{row: table.view(row) for row in rows[left].tolist()}}
     numbers[rows[left]] = ODD
-    return Table(table.names, table.kinds, table.kind, numbers.tolist(), storages, odd, offsets=table.offsets)
+    return Table(
+        table.names, table.kinds, table.kind, numbers.tolist(), storages, odd, offsets=table.offsets
+    )
 
 
 def _is_local(place: FilePlace) -> bool:
@@ -137,12 +176,26 @@ def _numbers_of(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[i
     """The numbers of the storages of lazy tensors, as far as they are among these."""
     # By its exact class: a storage of another kind may not know its place before it is asked, and is none of these.
     places = {
-        (id(one.home), one.key, one.start, one.nbytes) for tensor in tensors for one in tensor.storages if type(one) is Storage
+        (id(one.home), one.key, one.start, one.nbytes)
+        for tensor in tensors
+        for one in tensor.storages
+        if type(one) is Storage
     }
-    alike = np.flatnonzero(np.isin(storages.start, [place[2] for place in places])) if places else np.zeros(0, np.int64)
+    alike = (
+        np.flatnonzero(np.isin(storages.start, [place[2] for place in places]))
+        if places
+        else np.zeros(0, np.int64)
+    )
     files = [(id(place.home), place.key) for place in storages.files]
-    each = (column.tolist() for column in (alike, storages.file[alike], storages.start[alike], storages.nbytes[alike]))
-    return [number for number, file, start, nbytes in zip(*each, strict=True) if (*files[file], start, nbytes) in places]
+    each = (
+        column.tolist()
+        for column in (alike, storages.file[alike], storages.start[alike], storages.nbytes[alike])
+    )
+    return [
+        number
+        for number, file, start, nbytes in zip(*each, strict=True)
+        if (*files[file], start, nbytes) in places
+    ]
 
 
 def _names(table: Table, rows: Ints, numbers: Ints) -> Sequence[str]:
@@ -166,7 +219,9 @@ def tabulate_lazy(tensors: Sequence[LazyTensor]) -> Tabulated:
     rows = [row for row, number in enumerate(table.storage) if number != ODD]
     kind, storage = [table.kind[row] for row in rows], [table.storage[row] for row in rows]
     places = lambda: [0] * len(table.storages.nbytes)  # noqa: E731
-    return Tabulated(rows, table.kinds, kind, storage, table.storages, places, table.offsets_of(rows))
+    return Tabulated(
+        rows, table.kinds, kind, storage, table.storages, places, table.offsets_of(rows)
+    )
 
 
 def segment_of(table: Table, row: int, label: str, hashed: Hashing = "") -> Segment | None:
@@ -180,26 +235,42 @@ def segment_of(table: Table, row: int, label: str, hashed: Hashing = "") -> Segm
 
 
 def segments(
-    table: Table, rows: Sequence[int], nbytes: Ints, labels: Sequence[str], hashing: Mapping[str, Hashing], *, stops: Ints
+    table: Table,
+    rows: Sequence[int],
+    nbytes: Ints,
+    labels: Sequence[str],
+    hashing: Mapping[str, Hashing],
+    *,
+    stops: Ints,
 ) -> list[Segment]:
     """The bytes of rows that follow each other in a file: small plain ones together, a few megabytes a segment. `nbytes` are those
     of these rows, `stops` their sums up to each. `hashing` says by name which are hashed, and how."""
     found: list[Segment] = []
     kind, single = table.kind, table.single
     long = {number for number, one in enumerate(table.kinds) if one.nbytes > saves.SMALL_NBYTES}
-    alone = [at for at, row in enumerate(rows) if kind[row] in long or row in single] if long or single else []
+    alone = (
+        [at for at, row in enumerate(rows) if kind[row] in long or row in single]
+        if long or single
+        else []
+    )
     apart = {*alone}
     for first, stop in segment_runs(alone, stops):
         if first in apart:
             name = table.names[rows[first]]
-            one = segment_of(table, rows[first], labels[first], hashing.get(name, "") if hashing else "")
+            one = segment_of(
+                table, rows[first], labels[first], hashing.get(name, "") if hashing else ""
+            )
             found += () if one is None else (one,)
             continue
         own, named = rows[first:stop], labels[first:stop]
         lengths = nbytes[first:stop].tolist()
         if 0 in lengths:
             filled = [at for at, length in enumerate(lengths) if length]
-            own, named, lengths = [own[at] for at in filled], [named[at] for at in filled], [lengths[at] for at in filled]
+            own, named, lengths = (
+                [own[at] for at in filled],
+                [named[at] for at in filled],
+                [lengths[at] for at in filled],
+            )
         if own:
             found.append(_gathered(table, own, named, hashing, lengths))
     return found
@@ -212,7 +283,12 @@ def segment_runs(alone: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]
         while first < single:
             before = int(stops[first - 1]) if first else 0
             # Up to the first one that passes the size, and with it.
-            stop = bisect_left(stops, before + saves.BLOCK_NBYTES, first, min(first + TOGETHER, single) - 1) + 1
+            stop = (
+                bisect_left(
+                    stops, before + saves.BLOCK_NBYTES, first, min(first + TOGETHER, single) - 1
+                )
+                + 1
+            )
             yield first, stop
             first = stop
         if single < len(stops):
@@ -221,21 +297,37 @@ def segment_runs(alone: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]
 
 
 def _gathered(
-    table: Table, rows: Sequence[int], labels: Sequence[str], hashing: Mapping[str, Hashing], lengths: Sequence[int]
+    table: Table,
+    rows: Sequence[int],
+    labels: Sequence[str],
+    hashing: Mapping[str, Hashing],
+    lengths: Sequence[int],
 ) -> Gathered:
 
     def make() -> tuple[bytes, dict[str, int]]:
         pieces = table.read(rows)
         known = dict(zip(labels, crc32_each(pieces), strict=True))
         if hashing:
-            from holdfast.core.content_hash import hash_short  # for those who save: it imports a library
+            from holdfast.core.content_hash import (
+                hash_short,
+            )  # for those who save: it imports a library
 
             # No row here is longer than a head (`SMALL_NBYTES`): it has a hash, and no head.
-            known.update(zip([label + HASH_KEY for label in labels], hash_short(pieces), strict=True))
+            known.update(
+                zip([label + HASH_KEY for label in labels], hash_short(pieces), strict=True)
+            )
             known.update(dict.fromkeys([label + HEAD_KEY for label in labels], 0))
         return b"".join(pieces), known
 
     storages, read = table.storages, None
     if storages.read_nbytes is not storages.nbytes:
         read = int(storages.read_nbytes[[table.storage[row] for row in rows]].sum())
-    return Gathered(sum(lengths), labels, make, lengths, lambda: [table.view(row) for row in rows], bool(hashing), read_nbytes=read)
+    return Gathered(
+        sum(lengths),
+        labels,
+        make,
+        lengths,
+        lambda: [table.view(row) for row in rows],
+        bool(hashing),
+        read_nbytes=read,
+    )

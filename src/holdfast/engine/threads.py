@@ -93,7 +93,9 @@ class ThreadPool:
         self._turn = threading.Lock()
         self._helpers = 0
         self._over = False
-        self._rested = threading.Lock()  # Taken, until the last helper has come to rest after the end.
+        self._rested = (
+            threading.Lock()
+        )  # Taken, until the last helper has come to rest after the end.
         self._rested.acquire()
 
     def run(self, helpers: int) -> None:
@@ -172,7 +174,12 @@ class BackgroundCall(Generic[T]):
         self._run()
         return self._future.result()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         interrupt: BaseException | None = None
         while True:
             try:

@@ -32,11 +32,15 @@ from holdfast.engine.coalesce import Reads
 from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError, located
 
-TASK_NBYTES = 8 << 20  # Work that one thread takes at a time: large enough to forget the hand-over, small enough to share a tensor.
+TASK_NBYTES = (
+    8 << 20
+)  # Work that one thread takes at a time: large enough to forget the hand-over, small enough to share a tensor.
 TASK_READS = 2048
 
 GATHER_READS = 16  # Reads in a row below which the store is asked for each.
-GATHER_NBYTES = 16 << 10  # A read above which copying dominates, so that one call for many saves nothing.
+GATHER_NBYTES = (
+    16 << 10
+)  # A read above which copying dominates, so that one call for many saves nothing.
 
 GATHER_SPREAD = 16  # One part in so many of a stretch must be wanted, or the system would read too much around it.
 CACHED_NBYTES = 1 << 20  # Bytes that stay in the cache of a core between reading and summing them.
@@ -99,9 +103,15 @@ def transfer(
     the first error after all threads have stopped."""
     jobs = list(work)
     remote = any(store.medium.requests for store, _, _ in jobs)
-    threads = threads if remote or others or sum(reads.nbytes for _, reads, _ in jobs) >= INLINE_NBYTES else 1
+    threads = (
+        threads
+        if remote or others or sum(reads.nbytes for _, reads, _ in jobs) >= INLINE_NBYTES
+        else 1
+    )
     # Of a remote store each read is a task: none waits for another.
-    nbytes, step = (1, TASK_NBYTES) if remote else (nbytes, step or cached_nbytes(threads, TASK_NBYTES))
+    nbytes, step = (
+        (1, TASK_NBYTES) if remote else (nbytes, step or cached_nbytes(threads, TASK_NBYTES))
+    )
     scratch = Scratch()
     todo = (task for job in jobs for task in tasks(*job, scratch=scratch, nbytes=nbytes, step=step))
     run_reads(chain(todo, others), threads, stores=chain((store for store, _, _ in jobs), stores))
@@ -120,7 +130,13 @@ def run_reads(work: Iterable[Callable[[], None]], threads: int, *, stores: Itera
 
 
 def tasks(
-    store: Store, reads: Reads, sink: Sink, *, scratch: Scratch, nbytes: int = TASK_NBYTES, step: int = CACHED_NBYTES
+    store: Store,
+    reads: Reads,
+    sink: Sink,
+    *,
+    scratch: Scratch,
+    nbytes: int = TASK_NBYTES,
+    step: int = CACHED_NBYTES,
 ) -> Iterator[Callable[[], None]]:
     """The reads of one file as pieces of work. What is seen by its sink in its place is read `step` bytes at a time."""
     reach = (reads.stops - reads.starts).cumsum()
@@ -145,13 +161,17 @@ class ReadTask(Struct):
         straight = self.sink.straight(self.first, self.last)
         if straight is None:
             for number in range(self.first, self.last):
-                self._hand_over(number, int(self.reads.starts[number]), int(self.reads.stops[number]))
+                self._hand_over(
+                    number, int(self.reads.starts[number]), int(self.reads.stops[number])
+                )
             return
         at = 0
         for low, high in self._short_rows(straight):
             self._one_by_one(straight, at, low)
             starts, stops = self._ranges(low, high)
-            at = low + self.store.gather(self.reads.key, starts, stops - starts, straight.addresses[low:high])
+            at = low + self.store.gather(
+                self.reads.key, starts, stops - starts, straight.addresses[low:high]
+            )
         self._one_by_one(straight, at, self.last - self.first)
 
     def _ranges(self, low: int, high: int) -> tuple[Ints, Ints]:
@@ -191,7 +211,9 @@ class ReadTask(Struct):
                 self._hand_over(number, start, start + end)
             else:
                 for at in range(start, start + end - address, self.step):
-                    piece = memory[address + at - start : min(address + at - start + self.step, end)]
+                    piece = memory[
+                        address + at - start : min(address + at - start + self.step, end)
+                    ]
                     if not self._read(number, at, piece):
                         break
                     self.sink.passed(number, at, piece)

@@ -27,19 +27,41 @@ from holdfast.core.arrays import byte_row
 from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.protocols import Request, Store, by_source
-from holdfast.engine.blocks import block_size, contiguous_blocks, lent_bytes, mapped_bytes, pack, read_block
+from holdfast.engine.blocks import (
+    block_size,
+    contiguous_blocks,
+    lent_bytes,
+    mapped_bytes,
+    pack,
+    read_block,
+)
 from holdfast.engine.checksums import Span, Sweep
 from holdfast.engine.coalesce import Ranges
 from holdfast.engine.digest import recorded_crc
-from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
+from holdfast.engine.saves import (
+    HASH_KEY,
+    HEAD_KEY,
+    Data,
+    FilePlan,
+    Gathered,
+    Hole,
+    Late,
+    Literal,
+    Memory,
+    Segment,
+)
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.engine.transfer import cached_nbytes, run_reads
 from holdfast.errors import Corrupted, NotCommitted, located
 from holdfast.stores.local import read_at
 from holdfast.stores.virtual import Virtual, VirtualFile
 
-BLOCK_NBYTES = 4 << 20  # Most bytes that one thread reads, sums and writes at a time; few threads take less.
-GATHER_NBYTES = 256 << 10  # Neighbouring segments are gathered into one write as long as they are smaller than this together.
+BLOCK_NBYTES = (
+    4 << 20
+)  # Most bytes that one thread reads, sums and writes at a time; few threads take less.
+GATHER_NBYTES = (
+    256 << 10
+)  # Neighbouring segments are gathered into one write as long as they are smaller than this together.
 
 GATHERED_PART, SMALL_PART = 2, 16
 """Where a store would rather be asked for so many bytes at a time (a GPU), segments are gathered up to the first part of them, and
@@ -49,7 +71,9 @@ GATHERERS = 4
 """Threads that write a file of which most is gathered, at the most: what makes such segments holds the interpreter lock for a part
 of the time, and sixteen threads would rather wait for it than write."""
 
-Progress = Callable[[int], None]  # Called with the bytes that were written since the last call, from several threads.
+Progress = Callable[
+    [int], None
+]  # Called with the bytes that were written since the last call, from several threads.
 
 
 class WritableFile(Protocol):
@@ -63,7 +87,9 @@ class WritableFile(Protocol):
 
 
 Task = Callable[[], None]
-Block = tuple[int, int, int]  # Bytes as they were written: the first one's place in the file, how many, their CRC-32.
+Block = tuple[
+    int, int, int
+]  # Bytes as they were written: the first one's place in the file, how many, their CRC-32.
 
 
 class Receipt(Struct):
@@ -71,7 +97,9 @@ class Receipt(Struct):
 
     nbytes: int
     crcs: dict[str, int] = field(default_factory=dict)
-    blocks: list[Block] = field(default_factory=list)  # All bytes but those of holes, in no order; some may be there twice.
+    blocks: list[Block] = field(
+        default_factory=list
+    )  # All bytes but those of holes, in no order; some may be there twice.
 
 
 class Written(Struct):
@@ -89,14 +117,22 @@ class Written(Struct):
     @classmethod
     def none_of(cls, plan: FilePlan) -> Written:
         """Of a file of which nothing is written yet."""
-        return cls({segment.label: Sums() for segment in plan.segments if isinstance(segment, Data | Memory)})
+        return cls(
+            {
+                segment.label: Sums()
+                for segment in plan.segments
+                if isinstance(segment, Data | Memory)
+            }
+        )
 
     def add(self, segment: Data | Memory, start: int, data: memoryview | bytearray) -> int:
         """Sum and hash a block of a tensor, while it is in the cache; its CRC-32."""
         label = segment.label
         if isinstance(segment, Data) and segment.hashed:
             if start == 0 and len(data) == segment.nbytes:
-                self.hashed[label] = hash_bytes(data) if segment.hashed == "hash" else head_bytes(data)
+                self.hashed[label] = (
+                    hash_bytes(data) if segment.hashed == "hash" else head_bytes(data)
+                )
             else:
                 self.hashes[label].add(start, data)
         return self.sums[label].add(start, data)
@@ -117,7 +153,9 @@ def write_file(
                 progress(len(content))
         return receipt
     sink.allocate(plan.nbytes)
-    written = write_part(plan, sink, (0, plan.nbytes), threads=threads, progress=progress, block=block)
+    written = write_part(
+        plan, sink, (0, plan.nbytes), threads=threads, progress=progress, block=block
+    )
     return finish_file(plan, sink, written, crcs=crcs, progress=progress)
 
 
@@ -127,7 +165,9 @@ def write_part(
 ) -> Written:  # fmt: skip
     """Write the blocks of a file that begin in this range of its bytes. Who writes the others cuts by the same `block`."""
     written = Written.none_of(plan)
-    large = [s for s in plan.segments if isinstance(s, Data) and s.hashed and s.nbytes > GATHER_NBYTES]
+    large = [
+        s for s in plan.segments if isinstance(s, Data) and s.hashed and s.nbytes > GATHER_NBYTES
+    ]
     written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashed == "hash") for s in large}
     stores = _stores(plan)
     remote = max((store.medium.requests for store in stores), default=0)
@@ -136,7 +176,9 @@ def write_part(
     threads = threads or max(usual, remote)
     block = block or (2 * BLOCK_NBYTES if remote else cached_nbytes(threads, BLOCK_NBYTES))
     tasks = _tasks(plan, plan.offsets(), sink, written, progress, block)
-    run_reads((task for offset, task in tasks if part[0] <= offset < part[1]), threads, stores=stores)
+    run_reads(
+        (task for offset, task in tasks if part[0] <= offset < part[1]), threads, stores=stores
+    )
     return written
 
 
@@ -152,7 +194,9 @@ def finish_file(
             receipt.crcs[segment.label] = written.sums[segment.label].crc32()
             if isinstance(segment, Data) and segment.hashed:
                 label = segment.label
-                receipt.crcs |= _hash_fields(label, written.hashed.get(label) or written.hashes[label].done())
+                receipt.crcs |= _hash_fields(
+                    label, written.hashed.get(label) or written.hashes[label].done()
+                )
     known = {**crcs, **receipt.crcs} if crcs and receipt.crcs else crcs or receipt.crcs
     for begin, content, late in _joined_late(plan, plan.offsets(), known, written.made):
         sink.write(begin, memoryview(content))
@@ -182,7 +226,9 @@ class PartSums(Struct):
             if isinstance(segment, Data | Memory):
                 rows += [(number, *block) for block in written.sums[segment.label].blocks()]
             elif isinstance(segment, Gathered) and segment.labels and segment.labels[0] in more:
-                gathered[number] = np.array([more.pop(label) for label in segment.labels], "<u4").tobytes()
+                gathered[number] = np.array(
+                    [more.pop(label) for label in segment.labels], "<u4"
+                ).tobytes()
         return cls(np.array(rows, "<i8").tobytes(), gathered, more, [*written.made])
 
     @classmethod
@@ -192,7 +238,9 @@ class PartSums(Struct):
         written.gathered = dict(crcs)
         for segment in plan.segments:
             if isinstance(segment, Data | Memory):
-                written.sums[segment.label].note(0, segment.nbytes, written.gathered.pop(segment.label))
+                written.sums[segment.label].note(
+                    0, segment.nbytes, written.gathered.pop(segment.label)
+                )
         return cls.of(plan, written)
 
     def whole(self, plan: FilePlan) -> dict[str, int]:
@@ -208,7 +256,9 @@ class PartSums(Struct):
         for number, crcs in self.gathered.items():
             one = segments[number]
             assert isinstance(one, Gathered)  # the ranks have the same plan
-            written.gathered.update(zip(one.labels, np.frombuffer(crcs, "<u4").tolist(), strict=True))
+            written.gathered.update(
+                zip(one.labels, np.frombuffer(crcs, "<u4").tolist(), strict=True)
+            )
         written.gathered.update(self.more)
         written.made.update(self.made)
 
@@ -229,11 +279,17 @@ def file_content(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Receip
             if isinstance(segment, Late) and pieces[at] is None:
                 pieces[at] = segment.content(known)
     content = b"".join(cast("list[bytes]", pieces))
-    return content, Receipt(plan.nbytes, here, [(0, len(content), crc32(content))] if content else [])
+    return content, Receipt(
+        plan.nbytes, here, [(0, len(content), crc32(content))] if content else []
+    )
 
 
 def _stores(plan: FilePlan) -> list[Store]:
-    return [*dict.fromkeys([segment.tensor.source.store for segment in plan.segments if isinstance(segment, Data)])]
+    return [
+        *dict.fromkeys(
+            [segment.tensor.source.store for segment in plan.segments if isinstance(segment, Data)]
+        )
+    ]
 
 
 def _hash_fields(label: str, hashed: Hashed) -> dict[str, int]:
@@ -274,7 +330,9 @@ def _tasks(
     size, most = 0, GATHER_NBYTES
     for segment, offset in zip(plan.segments, offsets, strict=True):
         wished = _wished_nbytes(segment)
-        large = segment.nbytes > max(GATHER_NBYTES, wished // SMALL_PART) and isinstance(segment, Data | Memory | Hole)
+        large = segment.nbytes > max(GATHER_NBYTES, wished // SMALL_PART) and isinstance(
+            segment, Data | Memory | Hole
+        )
         if large or (isinstance(segment, Gathered) and segment.nbytes > GATHER_NBYTES):
             if stretch:
                 yield stretch[0][0], _stretch(stretch, sink, written, progress)
@@ -284,7 +342,10 @@ def _tasks(
                     yield offset, _gathered(segment, offset, sink, written, progress)
                 case Data() | Memory():
                     for start, lend in blocks_of(segment, block):
-                        yield offset + start, _block(segment, start, lend, offset, sink, written, progress)
+                        yield (
+                            offset + start,
+                            _block(segment, start, lend, offset, sink, written, progress),
+                        )
             continue
         stretch.append((offset, segment))
         size, most = size + segment.nbytes, max(most, wished // GATHERED_PART)
@@ -303,7 +364,9 @@ def _wished_nbytes(segment: Segment) -> int:
     return 0 if store.medium.requests else store.medium.block_nbytes
 
 
-Lend = Callable[[], AbstractContextManager[memoryview]]  # Bytes for a while, in memory that somebody lends.
+Lend = Callable[
+    [], AbstractContextManager[memoryview]
+]  # Bytes for a while, in memory that somebody lends.
 
 
 def _held(data: memoryview) -> AbstractContextManager[memoryview]:
@@ -321,7 +384,13 @@ def blocks_of(segment: Data | Memory, nbytes: int) -> Iterator[tuple[int, Lend]]
 
 
 def _block(
-    segment: Data | Memory, start: int, lend: Lend, offset: int, sink: WritableFile, written: Written, progress: Progress | None
+    segment: Data | Memory,
+    start: int,
+    lend: Lend,
+    offset: int,
+    sink: WritableFile,
+    written: Written,
+    progress: Progress | None,
 ) -> Callable[[], None]:
     def run() -> None:
         with ExitStack() as lent:
@@ -351,7 +420,10 @@ def _gathered(
 
 
 def _stretch(
-    parts: list[tuple[int, Segment]], sink: WritableFile, written: Written, progress: Progress | None
+    parts: list[tuple[int, Segment]],
+    sink: WritableFile,
+    written: Written,
+    progress: Progress | None,
 ) -> Callable[[], None]:
     """Neighbouring small segments in one write; the place of a late one is left blank until it is known."""
 
@@ -374,7 +446,10 @@ def _stretch(
         places.append((known, begin + content.nbytes))
         if content:
             sink.write(begin, content)
-            written.blocks += [(start, stop - start, crc32(content[start - begin : stop - begin])) for start, stop in places]
+            written.blocks += [
+                (start, stop - start, crc32(content[start - begin : stop - begin]))
+                for start, stop in places
+            ]
             if progress:
                 progress(content.nbytes - blank)
 
@@ -384,7 +459,9 @@ def _stretch(
 Piece = bytes | bytearray | memoryview | None
 
 
-def _pieces(segments: Sequence[Segment], here: dict[str, int], written: Written | None = None) -> list[Piece]:
+def _pieces(
+    segments: Sequence[Segment], here: dict[str, int], written: Written | None = None
+) -> list[Piece]:
     """The bytes of small segments; None in the place of a late one that needs more than is known. What is known of their data is
     added `here`, and to what is `written` of a file of which they are a part."""
     data_segments = [segment for segment in segments if isinstance(segment, Data)]
@@ -405,13 +482,20 @@ def _pieces(segments: Sequence[Segment], here: dict[str, int], written: Written 
             pieces.append(bytes(segment.nbytes))
         else:
             with located(tensor=segment.label):
-                data = segment.content if isinstance(segment, Memory) else fetched.get(segment.label) or small_bytes(segment)
+                data = (
+                    segment.content
+                    if isinstance(segment, Memory)
+                    else fetched.get(segment.label) or small_bytes(segment)
+                )
             if written is not None:
                 here[segment.label] = written.add(segment, 0, data)
             else:
                 here[segment.label] = crc32(data)
                 if isinstance(segment, Data) and segment.hashed:
-                    here |= _hash_fields(segment.label, hash_bytes(data) if segment.hashed == "hash" else head_bytes(data))
+                    here |= _hash_fields(
+                        segment.label,
+                        hash_bytes(data) if segment.hashed == "hash" else head_bytes(data),
+                    )
             pieces.append(data)
     return pieces
 
@@ -419,12 +503,20 @@ def _pieces(segments: Sequence[Segment], here: dict[str, int], written: Written 
 def fetch_small(segments: Iterable[Data]) -> dict[str, memoryview]:
     """The bytes of small tensors by their labels, neighbours by one read; not of memory, nor of a stream, which is read in
     order."""
-    wanted = [s for s in segments if s.nbytes and not ((medium := s.tensor.source.store.medium).resident or medium.in_order)]
+    wanted = [
+        s
+        for s in segments
+        if s.nbytes and not ((medium := s.tensor.source.store.medium).resident or medium.in_order)
+    ]
     outs = [np.empty(s.tensor.shape, s.tensor.dtype.numpy) for s in wanted]
-    for source, requests in by_source(Request(s.tensor, out) for s, out in zip(wanted, outs, strict=True)).items():
+    for source, requests in by_source(
+        Request(s.tensor, out) for s, out in zip(wanted, outs, strict=True)
+    ).items():
         source.read(requests)
     return {
-        s.label: memoryview(pack(out, s.tensor.dtype)) if s.tensor.dtype.packed else byte_row(out).data
+        s.label: memoryview(pack(out, s.tensor.dtype))
+        if s.tensor.dtype.packed
+        else byte_row(out).data
         for s, out in zip(wanted, outs, strict=True)
     }
 
@@ -443,7 +535,9 @@ def recorded_sums(plan: FilePlan) -> Iterator[tuple[Data, int]]:
     """The data of a plan whose source records its CRC-32, with that."""
     for segment in plan.segments:
         # Nothing is recorded of memory, which is most of what is saved.
-        if isinstance(segment, Data) and any(chunk.storage.crc32 is not None for chunk in segment.tensor.chunks):
+        if isinstance(segment, Data) and any(
+            chunk.storage.crc32 is not None for chunk in segment.tensor.chunks
+        ):
             crc = recorded_crc(segment.tensor)
             if crc is not None and segment.nbytes:
                 yield segment, crc
@@ -468,7 +562,9 @@ def check_written(
     all, and of a hundred thousand tensors a few. Where one is not the same, or where the blocks are not all of the file, every
     tensor is compared by itself, so that the one can be named."""
     covered = _covers(plan, blocks)
-    wrong = _wrong_block(descriptor, blocks, nbytes=plan.nbytes, threads=threads) if covered else None
+    wrong = (
+        _wrong_block(descriptor, blocks, nbytes=plan.nbytes, threads=threads) if covered else None
+    )
     if covered and wrong is None:
         return
     for label, found in file_crcs(plan, descriptor, threads=threads).items():
@@ -478,7 +574,9 @@ def check_written(
         raise NotCommitted(CHANGED, file=path)
 
 
-def check_part(plan: FilePlan, descriptor: int, written: Written, *, path: str, threads: int | None = None) -> None:
+def check_part(
+    plan: FilePlan, descriptor: int, written: Written, *, path: str, threads: int | None = None
+) -> None:
     """Compare what a file gives back of a part of it with what was written there. What is wrong is named by its place."""
     wrong = _wrong_block(descriptor, written.blocks, nbytes=plan.nbytes, threads=threads)
     if wrong is not None:
@@ -502,13 +600,17 @@ def _covers(plan: FilePlan, blocks: Sequence[Block]) -> bool:
     return reach == plan.nbytes
 
 
-def _wrong_block(descriptor: int, blocks: Sequence[Block], *, nbytes: int, threads: int | None) -> int | None:
+def _wrong_block(
+    descriptor: int, blocks: Sequence[Block], *, nbytes: int, threads: int | None
+) -> int | None:
     """The number of the first block that a file does not give back as it was written."""
     written = Virtual("<written>")
     key = written.put(VirtualFile(nbytes, partial(read_at, descriptor)))
     sweep = Sweep(written, (Span(key, start, length) for start, length, _ in blocks))
     run_all(sweep.tasks(), threads or default_threads())
-    return next((number for number, (_, _, crc) in enumerate(blocks) if sweep.outcome(number) != crc), None)
+    return next(
+        (number for number, (_, _, crc) in enumerate(blocks) if sweep.outcome(number) != crc), None
+    )
 
 
 def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) -> dict[str, int]:
@@ -518,7 +620,9 @@ def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) ->
     return stored_crcs(plan, written, key, threads=threads)
 
 
-def stored_crcs(plan: FilePlan, store: Store, key: str, *, threads: int | None = None) -> dict[str, int]:
+def stored_crcs(
+    plan: FilePlan, store: Store, key: str, *, threads: int | None = None
+) -> dict[str, int]:
     """The CRC-32 of every data segment of a file that has this layout, from what its store gives."""
     labels: list[str] = []
     starts: list[int] = []
@@ -532,8 +636,17 @@ def stored_crcs(plan: FilePlan, store: Store, key: str, *, threads: int | None =
             labels += segment.labels
             starts += [*accumulate(segment.lengths, initial=offset)][:-1]
             lengths += segment.lengths
-    ranges = Ranges([key], np.zeros(len(labels), np.int64), np.array(starts, np.int64), np.array(lengths, np.int64))
-    sweep = Sweep(store, ranges, block=store.medium.block_nbytes) if store.medium.block_nbytes else Sweep(store, ranges)
+    ranges = Ranges(
+        [key],
+        np.zeros(len(labels), np.int64),
+        np.array(starts, np.int64),
+        np.array(lengths, np.int64),
+    )
+    sweep = (
+        Sweep(store, ranges, block=store.medium.block_nbytes)
+        if store.medium.block_nbytes
+        else Sweep(store, ranges)
+    )
     run_all(sweep.tasks(), store.medium.requests or threads or default_threads())
     for number in sorted(sweep.errors):
         sweep.crc32(number, name=labels[number])  # raises

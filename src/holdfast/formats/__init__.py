@@ -114,7 +114,11 @@ class Format(Value, frozen=True):
     @property
     def opened_as(self) -> tuple[str, ...]:
         """The formats that a folder may be opened as: one file in a folder of its own is just that file."""
-        alone = (one.name for one in FORMATS if self.folder and not one.folder and one.choices and one.choices == self.choices)
+        alone = (
+            one.name
+            for one in FORMATS
+            if self.folder and not one.folder and one.choices and one.choices == self.choices
+        )
         return self.name, *alone
 
     def owns(self, name: str) -> bool:
@@ -252,7 +256,11 @@ def written_in_words() -> str:
     for one in written_formats():
         ends = [suffix for suffix in one.suffixes if suffix != f".{one.title}"]
         more = f" ({', '.join(suffix or 'no suffix' for suffix in ends)})" if ends else ""
-        told += [f"a {one.title} directory{more}" if one.folder else f"{one.title}{more}"] if one.suffixes else []
+        told += (
+            [f"a {one.title} directory{more}" if one.folder else f"{one.title}{more}"]
+            if one.suffixes
+            else []
+        )
     return f"{', '.join(told[:-1])}, or {told[-1]}"
 
 

@@ -24,7 +24,12 @@ def _refuse_second_reading(source: Source, key: str, found: Format) -> None:
         )
 
 
-OPCODES = frozenset(map(bytes, zip(b"()BCFGIJKLMNPSTUVX]ci}\x80\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x95\x96\x97")))
+OPCODES = frozenset(
+    map(
+        bytes,
+        zip(b"()BCFGIJKLMNPSTUVX]ci}\x80\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x95\x96\x97"),
+    )
+)
 """First bytes of pickles. An unpickler refuses every other byte at once: most opcodes need a stack or a memo. (`i` needs a
 stack as well, but CPython's unpickler in Python imports first.)
 """
@@ -38,7 +43,11 @@ def _unpickles(source: Source, key: str) -> bool:
     from holdfast.formats.torch.legacy import MAGIC
 
     size = source.store.size(key)
-    found = read_ahead(lambda start, stop: source.bytes(key, start, min(stop, size)) if start < size else b"", size, source.limits)
+    found = read_ahead(
+        lambda start, stop: source.bytes(key, start, min(stop, size)) if start < size else b"",
+        size,
+        source.limits,
+    )
     return found.acts or found.value == MAGIC
 
 
@@ -47,7 +56,10 @@ HINTS = (
     (b"\x89HDF", "it is an HDF5 file, which Holdfast does not read"),
     (b"\x1f\x8b", "it is gzip-compressed; unpack it first"),
     (b"PYTORCH1", "it was written by a preview release of torch that no torch reads today"),
-    (b"version https://git-lfs", "it is a Git LFS pointer, not the file itself; run `git lfs pull`"),
+    (
+        b"version https://git-lfs",
+        "it is a Git LFS pointer, not the file itself; run `git lfs pull`",
+    ),
     (b"<", "it looks like a web page; the download went wrong"),
 )
 """Files that people open by mistake, and hints."""
@@ -67,9 +79,14 @@ def detect(source: Source) -> Format:
     from holdfast.formats.rank_files.recognise import PATTERN
 
     halves = (key.partition("/") for key in keys)
-    inner = sorted({folder for folder, _, name in halves if name == ".metadata" or PATTERN.fullmatch(name)})
+    inner = sorted(
+        {folder for folder, _, name in halves if name == ".metadata" or PATTERN.fullmatch(name)}
+    )
     if inner:
-        raise UnknownFormat(f"no checkpoint in this folder itself; its folder {inner[0]!r} has one, open that", found=inner[:3])
+        raise UnknownFormat(
+            f"no checkpoint in this folder itself; its folder {inner[0]!r} has one, open that",
+            found=inner[:3],
+        )
     if len(keys) > 1:
         from holdfast.formats.index_file import FOREIGN, USUAL, some
 
@@ -95,5 +112,8 @@ def unknown(source: Source, key: str) -> UnknownFormat:
     head = source.first(key, 32)
     if not head:
         return UnknownFormat("the file is empty")
-    hint = next((text for start, text in HINTS if head.startswith(start)), "it is none of the formats that Holdfast knows")
+    hint = next(
+        (text for start, text in HINTS if head.startswith(start)),
+        "it is none of the formats that Holdfast knows",
+    )
     return UnknownFormat(f"not a checkpoint: {hint}", found=head[:8])

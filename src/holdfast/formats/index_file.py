@@ -21,7 +21,15 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
 from holdfast.core.strict_json import kind, parse, pointer, quoted
 from holdfast.core.value import Value
-from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, StoreError, UnsafePath, Unsupported
+from holdfast.errors import (
+    HeaderError,
+    HoldfastError,
+    LimitExceeded,
+    MetadataError,
+    StoreError,
+    UnsafePath,
+    Unsupported,
+)
 
 INDEX = ".index.json"
 """The end of the name of an index, after the suffix of its files."""
@@ -34,7 +42,9 @@ WEIGHT_MAP = "weight_map"
 FILES = "holdfast.files"
 """The field of `metadata` with all files, if pieces of a tensor lie in several."""
 
-TORCH_WEIGHTS = re.compile(r"(?:[^/.][^/]*[._-])?(?:pytorch_model|adapter_model|pytorch_lora_weights)[^/]*\.bin")
+TORCH_WEIGHTS = re.compile(
+    r"(?:[^/.][^/]*[._-])?(?:pytorch_model|adapter_model|pytorch_lora_weights)[^/]*\.bin"
+)
 """Names of files of `torch.save` in transformers, diffusers and peft: with a number, a variant (`.fp16`), a first word."""
 
 FOREIGN = re.compile(r"[^./][^/]*\.(?:h5|msgpack|ot|onnx)")
@@ -53,7 +63,9 @@ class Index(Value, frozen=True):
     @property
     def files(self) -> list[str]:
         more = self.metadata.get(FILES)
-        return list(dict.fromkeys([*self.weight_map.values(), *(more if isinstance(more, list) else ())]))
+        return list(
+            dict.fromkeys([*self.weight_map.values(), *(more if isinstance(more, list) else ())])
+        )
 
 
 NUMBERED = re.compile(r"-\d{5}-of-\d{5}$")
@@ -73,7 +85,11 @@ class WeightFiles(Value, frozen=True):
 
 def choose_index(keys: Sequence[str], directory: str, suffix: str = ".safetensors") -> str | None:
     """The index of a folder: that of the usual name, else the only one at the top. Raises `Unsupported` for several."""
-    found = [key for key in keys if key.endswith(suffix + INDEX) and "/" not in key and not key.startswith(".")]
+    found = [
+        key
+        for key in keys
+        if key.endswith(suffix + INDEX) and "/" not in key and not key.startswith(".")
+    ]
     usual = USUAL[suffix] + suffix + INDEX
     if usual in found:
         return usual
@@ -86,7 +102,9 @@ def choose_index(keys: Sequence[str], directory: str, suffix: str = ".safetensor
     return found[0] if found else None
 
 
-def by_index(source: Source, keys: Sequence[str], suffix: str = ".safetensors") -> WeightFiles | None:
+def by_index(
+    source: Source, keys: Sequence[str], suffix: str = ".safetensors"
+) -> WeightFiles | None:
     """The files that the index of a folder names; None without an index. Raises as `choose_index` and `read_index` do."""
     index = choose_index(keys, source.store.name, suffix)
     listed = None if index is None else read_index(source, index)
@@ -106,7 +124,9 @@ def read_index(source: Source, key: str) -> Index:
         raise HeaderError(f"at $: the field {WEIGHT_MAP} is missing", file=key)
     weight_map = document[WEIGHT_MAP]
     if not isinstance(weight_map, dict):
-        raise HeaderError(f"at {pointer(WEIGHT_MAP)}: expected an object, found {kind(weight_map)}", file=key)
+        raise HeaderError(
+            f"at {pointer(WEIGHT_MAP)}: expected an object, found {kind(weight_map)}", file=key
+        )
     present = set(source.store.list())
     plain: set[str] = set()
     missing: dict[str, None] = {}
@@ -114,10 +134,16 @@ def read_index(source: Source, key: str) -> Index:
     metadata = found if isinstance(found, dict) else {}
     more = metadata.get(FILES, [])
     if not isinstance(more, list):
-        raise HeaderError(f"at {pointer('metadata', FILES)}: expected a list, found {kind(more)}", file=key)
+        raise HeaderError(
+            f"at {pointer('metadata', FILES)}: expected a list, found {kind(more)}", file=key
+        )
     for name, file in (*weight_map.items(), *((FILES, file) for file in more)):
         if not isinstance(file, str):
-            raise HeaderError(f"at {pointer(WEIGHT_MAP, name)}: expected text, found {kind(file)}", file=key, tensor=name)
+            raise HeaderError(
+                f"at {pointer(WEIGHT_MAP, name)}: expected text, found {kind(file)}",
+                file=key,
+                tensor=name,
+            )
         if file not in plain:
             if not is_plain_path(file):
                 message = f"at {pointer(WEIGHT_MAP, name)}: {quoted(file)} is not the plain name of a file inside the directory"
@@ -126,12 +152,18 @@ def read_index(source: Source, key: str) -> Index:
             if file not in present:
                 missing[file] = None
     if missing:
-        raise StoreError(f"the index names files that are not there: {some(list(missing))}", file=key, found=tuple(missing))
+        raise StoreError(
+            f"the index names files that are not there: {some(list(missing))}",
+            file=key,
+            found=tuple(missing),
+        )
     return Index(weight_map, metadata)
 
 
 def is_plain_path(file: str) -> bool:
-    return not ("\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/")))
+    return not (
+        "\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/"))
+    )
 
 
 def claimed_twice(name: str, files: Sequence[str]) -> MetadataError:
@@ -140,7 +172,9 @@ def claimed_twice(name: str, files: Sequence[str]) -> MetadataError:
     return MetadataError(message, file=files[-1], tensor=name, found=tuple(files))
 
 
-def check_mapped(weight_map: Mapping[str, str], holding: Mapping[str, Collection[object]], index: str) -> None:
+def check_mapped(
+    weight_map: Mapping[str, str], holding: Mapping[str, Collection[object]], index: str
+) -> None:
     """Raise `MetadataError` where a file lacks a tensor of the index. `holding` has the tensors of each file."""
     for name, key in weight_map.items():
         if name not in holding[key]:

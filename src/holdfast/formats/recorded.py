@@ -50,11 +50,17 @@ class Shared(Value, frozen=True, eq=False):
         notes = []
         if self.aliases:
             count = len(self.aliases)
-            which = "1 name is a second name of a tensor" if count == 1 else f"{count:,} names are second names of tensors"
+            which = (
+                "1 name is a second name of a tensor"
+                if count == 1
+                else f"{count:,} names are second names of tensors"
+            )
             notes.append(f"{which}; the bytes are written once")
         shared = sum(len(names) for _, names in self.groups if len(names) > 1)
         if shared:
-            notes.append(f"{shared:,} tensors are views of shared storages; each is written as a copy, and the views are noted")
+            notes.append(
+                f"{shared:,} tensors are views of shared storages; each is written as a copy, and the views are noted"
+            )
         return notes
 
 
@@ -75,7 +81,11 @@ def share(table: Table) -> Shared:
     shared = shared_rows([table])
     again, first = shared.ties(), shared.first_rows(count)
     meta = {row for row, tensor in table.odd.items() if not tensor.chunks}
-    rows = [row for row in range(count) if row not in again and row not in meta] if again or meta else range(count)
+    rows = (
+        [row for row in range(count) if row not in again and row not in meta]
+        if again or meta
+        else range(count)
+    )
     ordered = sorted(again, key=first.__getitem__) if again else ()
     aliases = {names[row]: names[again[row]] for row in ordered}
     return Shared(rows, aliases, _view_groups(table, rows, first, viewed))
@@ -84,13 +94,27 @@ def share(table: Table) -> Shared:
 def _has_view(kind: Kind) -> bool:
     if kind.whole or len(kind.strides) < len(kind.shape):
         return kind.traits.alias is not None
-    return kind.traits.alias is not None or not in_c_order(kind.shape, kind.strides, kind.dtype.bits)
+    return kind.traits.alias is not None or not in_c_order(
+        kind.shape, kind.strides, kind.dtype.bits
+    )
 
 
-def _view_groups(table: Table, rows: Sequence[int], first: Sequence[int], viewed: Collection[int]) -> list[ViewGroup]:
-    storage, kinds, kind, names, offsets = table.storage, table.kinds, table.kind, table.names, table.offsets
+def _view_groups(
+    table: Table, rows: Sequence[int], first: Sequence[int], viewed: Collection[int]
+) -> list[ViewGroup]:
+    storage, kinds, kind, names, offsets = (
+        table.storage,
+        table.kinds,
+        table.kind,
+        table.names,
+        table.offsets,
+    )
     written = np.array(rows, np.int64)
-    several = np.bincount(np.array(first, np.int64)[written], minlength=len(table)) > 1 if len(rows) else ()
+    several = (
+        np.bincount(np.array(first, np.int64)[written], minlength=len(table)) > 1
+        if len(rows)
+        else ()
+    )
     some = [row for row in rows if several[first[row]] or kind[row] in viewed or row in table.odd]
     groups: dict[object, list[tuple[str, Kind, int]]] = {}
     nbytes: dict[object, int] = {}
@@ -117,7 +141,10 @@ def _view_groups(table: Table, rows: Sequence[int], first: Sequence[int], viewed
 def _group(nbytes: int, members: Sequence[tuple[str, Kind, int]]) -> ViewGroup | None:
     views: dict[str, tuple[int, tuple[int, ...]]] = {}
     kinds: list[Kind] = []
-    of_each = {one: one.traits.alias.strides if one.traits.alias else one.strides for one in {one for _, one, _ in members}}
+    of_each = {
+        one: one.traits.alias.strides if one.traits.alias else one.strides
+        for one in {one for _, one, _ in members}
+    }
     ascending = {one for one, strides in of_each.items() if min(strides, default=0) >= 0}
     for name, one, offset in members:
         if one.traits.conj or one.traits.neg:
@@ -132,7 +159,9 @@ def _group(nbytes: int, members: Sequence[tuple[str, Kind, int]]) -> ViewGroup |
         ((_, strides),) = views.values()
         kind = kinds[0]
         large = math.prod(kind.shape) < 2 or nbytes > LARGEST_STORAGE_RATIO * kind.nbytes
-        return None if large or in_c_order(kind.shape, strides, kind.dtype.bits) else (nbytes, views)
+        return (
+            None if large or in_c_order(kind.shape, strides, kind.dtype.bits) else (nbytes, views)
+        )
     each = {*kinds}
     if len({one.dtype for one in each}) > 1 and any(one.byteorder != "little" for one in each):
         # Elements of several widths over the same big-endian bytes: little-endian, no storage has them all.
@@ -188,24 +217,32 @@ def parse_recorded(document: Mapping[str, object]) -> Recorded:
     dtypes = _texts(document.get("dtypes", {}), "dtypes")
     for name, dtype in dtypes.items():
         if dtype != PAIRS:
-            raise HeaderError(f"at {pointer('dtypes', name)}: only {PAIRS} is noted here, found {kind(dtype)}")
+            raise HeaderError(
+                f"at {pointer('dtypes', name)}: only {PAIRS} is noted here, found {kind(dtype)}"
+            )
     groups = document.get("views", [])
     if not isinstance(groups, list):
         raise HeaderError(f"at {pointer('views')}: expected a list, found {kind(groups)}")
     views: dict[str, AliasView] = {}
     for number, group in enumerate(groups):
         match group:
-            case {"nbytes": int(nbytes), "names": dict(names), **rest} if not rest and _place(nbytes):
+            case {"nbytes": int(nbytes), "names": dict(names), **rest} if not rest and _place(
+                nbytes
+            ):
                 pass
             case _:
-                raise HeaderError(f"at {pointer('views', number)}: expected nbytes and names, found {kind(group)}")
+                raise HeaderError(
+                    f"at {pointer('views', number)}: expected nbytes and names, found {kind(group)}"
+                )
         for name, view in names.items():
             at = pointer("views", number, "names", name)
             match view:
                 case [int(offset), list(strides)] if _place(offset) and all(map(_place, strides)):
                     pass
                 case _:
-                    raise HeaderError(f"at {at}: expected an offset and strides, found {kind(view)}")
+                    raise HeaderError(
+                        f"at {at}: expected an offset and strides, found {kind(view)}"
+                    )
             if name in views:
                 raise HeaderError(f"at {at}: a tensor that is a view of another storage already")
             views[name] = AliasView(number, nbytes, offset, tuple(strides))
@@ -228,7 +265,9 @@ def _place(value: object) -> bool:
 def with_recorded(stored: Table, recorded: Recorded) -> Table:
     """The rows of a file with their other names, original storages and true dtypes."""
     firsts = [*stored.names, *recorded.aliases.values()]
-    table = stored.select([*map(stored.rows.__getitem__, firsts)], [*stored.names, *recorded.aliases])
+    table = stored.select(
+        [*map(stored.rows.__getitem__, firsts)], [*stored.names, *recorded.aliases]
+    )
     kinds, kind = [*table.kinds], [*table.kind]
     odd = dict(table.odd)
     changed = recorded.views.keys() | recorded.pairs
@@ -241,7 +280,9 @@ def with_recorded(stored: Table, recorded: Recorded) -> Table:
             odd[row] = tensor
         kind[row] = len(kinds)
         kinds.append(Kind.of(tensor))
-    return Table(table.names, kinds, kind, table.storage, table.storages, odd, offsets=table.offsets)
+    return Table(
+        table.names, kinds, kind, table.storage, table.storages, odd, offsets=table.offsets
+    )
 
 
 def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Table, object]:
@@ -251,13 +292,19 @@ def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Table, o
     rows = stored.rows if recorded.changes_tensors else {}
     for other, first in recorded.aliases.items():
         if first not in rows:
-            raise HeaderError(f"at {pointer('aliases', other)}: there is no tensor {quoted(first)}", tensor=other)
+            raise HeaderError(
+                f"at {pointer('aliases', other)}: there is no tensor {quoted(first)}", tensor=other
+            )
         if other in rows:
-            raise HeaderError(f"at {pointer('aliases', other)}: a tensor that has bytes of its own", tensor=other)
+            raise HeaderError(
+                f"at {pointer('aliases', other)}: a tensor that has bytes of its own", tensor=other
+            )
     for name in (*recorded.views, *recorded.pairs):
         if name not in rows:
             field = "views" if name in recorded.views else "dtypes"
-            raise HeaderError(f"at {pointer(field)}: there is no tensor {quoted(name)}", tensor=name)
+            raise HeaderError(
+                f"at {pointer(field)}: there is no tensor {quoted(name)}", tensor=name
+            )
     for name, view in recorded.views.items():
         _check_view(_as_pairs(stored[name]) if name in recorded.pairs else stored[name], view)
     tensors = with_recorded(stored, recorded) if recorded.changes_tensors else stored
@@ -266,7 +313,9 @@ def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Table, o
     tree, found = decode_tree(recorded.tree, tensors.__getitem__, source, at=("tree",))
     for name in tensors:
         if name not in found:
-            raise HeaderError(f"at {pointer('tree')}: the tensor {quoted(name)} is missing", tensor=name)
+            raise HeaderError(
+                f"at {pointer('tree')}: the tensor {quoted(name)} is missing", tensor=name
+            )
     return ViewTable(found), tree
 
 
@@ -288,8 +337,19 @@ def _check_view(tensor: LazyTensor, view: AliasView) -> None:
 def _as_pairs(tensor: LazyTensor) -> LazyTensor:
     if tensor.dtype is PAIRS_DTYPE:
         return tensor
-    if tensor.dtype.name != "float4_e2m1fn" or not tensor.ndim or tensor.shape[-1] % 2 or len(tensor.chunks) != 1:
-        raise MetadataError(f"{tensor.dtype} {list(tensor.shape)} is no {PAIRS}", tensor=tensor.name, found=tensor.shape)
+    if (
+        tensor.dtype.name != "float4_e2m1fn"
+        or not tensor.ndim
+        or tensor.shape[-1] % 2
+        or len(tensor.chunks) != 1
+    ):
+        raise MetadataError(
+            f"{tensor.dtype} {list(tensor.shape)} is no {PAIRS}",
+            tensor=tensor.name,
+            found=tensor.shape,
+        )
     shape = (*tensor.shape[:-1], tensor.shape[-1] // 2)
-    pairs = LazyTensor.contiguous(tensor.name, PAIRS_DTYPE, shape, tensor.chunks[0].storage, tensor.source)
+    pairs = LazyTensor.contiguous(
+        tensor.name, PAIRS_DTYPE, shape, tensor.chunks[0].storage, tensor.source
+    )
     return replace(pairs, traits=tensor.traits)

@@ -39,12 +39,25 @@ from holdfast.formats.dcp.write import joined, lay_out_items
 from holdfast.formats.dcp.write_index import Listed, dcp_index
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.boxes import OWN, BoxEntries, Boxes, BoxFiles, HashAll, Pack, data_name
-from holdfast.formats.native.manifest import INDEX, FileBoxes, StoredBoxes, as_bytes, as_column, lay_out_index
+from holdfast.formats.native.manifest import (
+    INDEX,
+    FileBoxes,
+    StoredBoxes,
+    as_bytes,
+    as_column,
+    lay_out_index,
+)
 from holdfast.formats.native.schema import DataFile
 from holdfast.formats.native.write import SHARD_NBYTES
 from holdfast.formats.recorded import order_fields
 from holdfast.formats.safetensors.schema import METADATA as RESERVED
-from holdfast.formats.safetensors.write import RANK, file_order_notes, fill_shards, index_file, name_problem
+from holdfast.formats.safetensors.write import (
+    RANK,
+    file_order_notes,
+    fill_shards,
+    index_file,
+    name_problem,
+)
 from holdfast.formats.torch.write import lay_out_torch_zip, unkept_texts
 from holdfast.formats.tree_json.scalars import is_unicode
 
@@ -127,17 +140,25 @@ def spread(boxes: Boxes, count: int, reuse: Reuse = NOTHING) -> Shares:
         changed = [row for row in changed if row not in reuse.chunks and row not in reuse.moved]
     # As in one process: what only moved is not mixed with what changes.
     shares = _spread(boxes, moved, count) if moved else []
-    return shares + _spread(boxes, changed, count) if changed or not (moved or reuse.linked) else shares
+    return (
+        shares + _spread(boxes, changed, count)
+        if changed or not (moved or reuse.linked)
+        else shares
+    )
 
 
 class Sharded:
     """How ranks write a format: each rank its files, and the first rank the index after all files."""
 
-    def files(self, part: RankOutput, shares: Shares, how: Storing, save: str = "") -> list[RankFile]:
+    def files(
+        self, part: RankOutput, shares: Shares, how: Storing, save: str = ""
+    ) -> list[RankFile]:
         """Lay out the files of one rank. In an object store their names carry the id of the save."""
         raise NotImplementedError
 
-    def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
+    def index(
+        self, contents: Contents, delivered: Delivered, *, path: str, save: str = ""
+    ) -> list[FilePlan]:
         """The files that are written last and make the others a checkpoint, which is saved under a path. In an object store
         (`save`) that is one file."""
         raise NotImplementedError
@@ -150,17 +171,29 @@ class Sharded:
 class NativeShards(Sharded):
     """Data files and a manifest that has the whole state."""
 
-    def files(self, part: RankOutput, shares: Shares, how: Storing, save: str = "") -> list[RankFile]:
-        linked = bool(how.reuse.taken) and not save  # what carries the id of its save meets no other name
+    def files(
+        self, part: RankOutput, shares: Shares, how: Storing, save: str = ""
+    ) -> list[RankFile]:
+        linked = (
+            bool(how.reuse.taken) and not save
+        )  # what carries the id of its save meets no other name
         names = how.reuse.names_of_rank(part.rank, part.size) if linked else iter(())
 
         def name(turn: int, count: int) -> str:
             again = f"-{turn + 1:05}" if turn else ""
-            return next(names) if linked else data_name(part.rank, part.size, save).replace(".safetensors", f"{again}.safetensors")
+            return (
+                next(names)
+                if linked
+                else data_name(part.rank, part.size, save).replace(
+                    ".safetensors", f"{again}.safetensors"
+                )
+            )
 
         return _box_files(part, shares, name, how, strict=False)
 
-    def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
+    def index(
+        self, contents: Contents, delivered: Delivered, *, path: str, save: str = ""
+    ) -> list[FilePlan]:
         fields: dict[str, object] = {}
         catalogue = contents.catalogue
         if contents.aliases:
@@ -174,13 +207,19 @@ class NativeShards(Sharded):
         every = list(zip(catalogue.dtypes, catalogue.shapes, strict=True))
         kinds = {pair: number for number, pair in enumerate(dict.fromkeys(every))}
         outlines = catalogue.names, [*kinds], [kinds[pair] for pair in every]
-        return list(lay_out_index(listed, outlines, parts, fields=fields, metadata=contents.metadata, alone=bool(save)))
+        return list(
+            lay_out_index(
+                listed, outlines, parts, fields=fields, metadata=contents.metadata, alone=bool(save)
+            )
+        )
 
 
 class SafetensorsShards(Sharded):
     """Files of pieces, each of which says where it lies, for torch's reader."""
 
-    def files(self, part: RankOutput, shares: Shares, how: Storing, save: str = "") -> list[RankFile]:
+    def files(
+        self, part: RankOutput, shares: Shares, how: Storing, save: str = ""
+    ) -> list[RankFile]:
         mark = f"{save}-" if save else ""
 
         def name(turn: int, count: int) -> str:
@@ -188,7 +227,9 @@ class SafetensorsShards(Sharded):
 
         return _box_files(part, shares, name, how, strict=True)
 
-    def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
+    def index(
+        self, contents: Contents, delivered: Delivered, *, path: str, save: str = ""
+    ) -> list[FilePlan]:
         """An index only in an object store: the file of each tensor or of its first piece, and a list of all files."""
         if not save:
             return []
@@ -196,16 +237,29 @@ class SafetensorsShards(Sharded):
         total = 0
         for writes, receipts in delivered:
             for receipt in receipts:
-                boxes, starts, stops = (as_column(c) for c in (receipt.stored.boxes, receipt.stored.starts, receipt.stored.stops))
+                boxes, starts, stops = (
+                    as_column(c)
+                    for c in (receipt.stored.boxes, receipt.stored.starts, receipt.stored.stops)
+                )
                 total += int((stops - starts).sum())
                 for tensor in writes.tensors[np.sort(boxes)].tolist():
                     first.setdefault(contents.catalogue.names[tensor], receipt.key)
-        return [index_file(INDEX, first, total, files=[receipt.key for _, receipts in delivered for receipt in receipts])]
+        return [
+            index_file(
+                INDEX,
+                first,
+                total,
+                files=[receipt.key for _, receipts in delivered for receipt in receipts],
+            )
+        ]
 
     def unkept(self, state: State) -> Iterable[str]:
         table = state.tensors
         wanted = _marked(table, lambda traits: traits.requires_grad or traits.parameter)
-        yield from _listed(wanted, "safetensors files of ranks do not say that {} is a Parameter or requires a gradient")
+        yield from _listed(
+            wanted,
+            "safetensors files of ranks do not say that {} is a Parameter or requires a gradient",
+        )
         if not wanted and not state.leaves.flat:
             yield "safetensors files of ranks keep dotted names, and not the containers around them"
         ranks = [RANK.get(kind.dtype.safetensors or "", 0) for kind in table.kinds]
@@ -216,24 +270,55 @@ class SafetensorsShards(Sharded):
 class DcpShards(Sharded):
     """Items, one behind the other, and torch's index of them."""
 
-    def files(self, part: RankOutput, shares: Shares, how: Storing, save: str = "") -> list[RankFile]:
+    def files(
+        self, part: RankOutput, shares: Shares, how: Storing, save: str = ""
+    ) -> list[RankFile]:
         mark = f"-{save}" if save else ""
-        given = [(f"__{part.rank}_{i}{mark}.distcp", share, {} if i else part.values) for i, share in enumerate(shares)]
-        return [_dcp_file(key, part.boxes, share, values) for key, share, values in given if share or values]
+        given = [
+            (f"__{part.rank}_{i}{mark}.distcp", share, {} if i else part.values)
+            for i, share in enumerate(shares)
+        ]
+        return [
+            _dcp_file(key, part.boxes, share, values)
+            for key, share, values in given
+            if share or values
+        ]
 
-    def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
+    def index(
+        self, contents: Contents, delivered: Delivered, *, path: str, save: str = ""
+    ) -> list[FilePlan]:
         every = contents.catalogue
-        listed = Listed(every.names, every.dtypes, every.shapes, contents.aliases, contents.values, contents.paths, contents.grads)
-        return index_files(dcp_index(listed, *_of_files(delivered), path=path, save_id=str(uuid.uuid4())), save)
+        listed = Listed(
+            every.names,
+            every.dtypes,
+            every.shapes,
+            contents.aliases,
+            contents.values,
+            contents.paths,
+            contents.grads,
+        )
+        return index_files(
+            dcp_index(listed, *_of_files(delivered), path=path, save_id=str(uuid.uuid4())), save
+        )
 
     def unkept(self, state: State) -> Iterable[str]:
         wanted = _marked(state.tensors, lambda traits: traits.parameter)
         yield from _listed(wanted, "a DCP directory does not say that {} is a Parameter")
         dicts = [value for _, value in walk(state.tree, nested) if isinstance(value, dict)]
-        keys = [str(key)[:60] for one in dicts if {*map(type, one)} - {str} for key in one if type(key) is not str]
+        keys = [
+            str(key)[:60]
+            for one in dicts
+            if {*map(type, one)} - {str}
+            for key in one
+            if type(key) is not str
+        ]
         yield from _listed(keys, "a DCP directory has text as keys: {} becomes text")
-        attributes = dict.fromkeys(name for one in dicts if isinstance(one, OrderedDict) for name in vars(one))
-        yield from _listed([*attributes], "a DCP directory does not keep the attributes of an OrderedDict: {}")
+        attributes = dict.fromkeys(
+            name for one in dicts if isinstance(one, OrderedDict) for name in vars(one)
+        )
+        yield from _listed(
+            [*attributes], "a DCP directory does not keep the attributes of an OrderedDict: {}"
+        )
 
 
 def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = "") -> SavePlan:
@@ -246,7 +331,11 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
     table = flat.kept(state.tensors)
     names, kinds = table.names, [table.kinds[number] for number in table.kind]
     problems = [*flat.problems, *common_problems(table, flat)]
-    lacking = ((name, kind.dtype) for name, kind in zip(names, kinds, strict=True) if kind.dtype.torch is None)
+    lacking = (
+        (name, kind.dtype)
+        for name, kind in zip(names, kinds, strict=True)
+        if kind.dtype.torch is None
+    )
     problems += [f"{name}: torch has no dtype for {dtype}" for name, dtype in lacking]
     described = {name: value.described for name, value in flat.values.items()}
     try:
@@ -255,23 +344,52 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
         problems += error.problems
     if problems:
         raise CannotHold("a DCP directory cannot hold this state", list(dict.fromkeys(problems)))
-    values = {name: joined(lay_out_torch_zip(value_state(value)).files[0].segments) for name, value in described.items()}
+    values = {
+        name: joined(lay_out_torch_zip(value_state(value)).files[0].segments)
+        for name, value in described.items()
+    }
     ties = {row: first for row, first in tied(table).items() if kinds[row].nbytes}
     rows = [row for row in range(len(table)) if row not in ties]
     extents = shape_columns([kind.shape for kind in kinds])
     boxes = Boxes(table, np.zeros_like(extents), table.kind)
-    shares = [rows[some.start : some.stop] for some in fill_shards(table.nbytes_of(rows), max_shard_size or SHARD_NBYTES)]
+    shares = [
+        rows[some.start : some.stop]
+        for some in fill_shards(table.nbytes_of(rows), max_shard_size or SHARD_NBYTES)
+    ]
     files = every.files(RankOutput(0, 1, boxes, {}, values), shares, Storing(), save)
-    receipts = [Receipt(file.plan.key, file.plan.nbytes, file.stored({}), [*file.values]) for file in files]
-    parts = [FileBoxes(one.stored, np.arange(len(table)), boxes.starts, extents, 0) for one in receipts]
+    receipts = [
+        Receipt(file.plan.key, file.plan.nbytes, file.stored({}), [*file.values]) for file in files
+    ]
+    parts = [
+        FileBoxes(one.stored, np.arange(len(table)), boxes.starts, extents, 0) for one in receipts
+    ]
     aliases = {names[row]: names[first] for row, first in ties.items()}
     grads = {name for name, kind in zip(names, kinds, strict=True) if kind.traits.requires_grad}
-    listed = Listed(names, [kind.dtype.name for kind in kinds], [kind.shape for kind in kinds], aliases, values, flat.paths, grads)
+    listed = Listed(
+        names,
+        [kind.dtype.name for kind in kinds],
+        [kind.shape for kind in kinds],
+        aliases,
+        values,
+        flat.paths,
+        grads,
+    )
     # Neither a place nor a new number is in it: the same state gives the same bytes.
-    known = str(uuid.uuid5(uuid.NAMESPACE_OID, repr((save, [(one.key, one.nbytes) for one in receipts], names))))
+    known = str(
+        uuid.uuid5(
+            uuid.NAMESPACE_OID, repr((save, [(one.key, one.nbytes) for one in receipts], names))
+        )
+    )
     index = index_files(dcp_index(listed, receipts, parts, path=None, save_id=known), save)
     notes = (*every.unkept(state), *unkept_texts(state.metadata, "a DCP directory"))
-    return SavePlan("dcp", tuple(file.plan for file in files), notes, directory=True, index=tuple(index), holds=table)
+    return SavePlan(
+        "dcp",
+        tuple(file.plan for file in files),
+        notes,
+        directory=True,
+        index=tuple(index),
+        holds=table,
+    )
 
 
 def index_files(metadata: bytes, save: str = "") -> list[FilePlan]:
@@ -284,13 +402,21 @@ def _of_files(delivered: Delivered) -> tuple[list[Receipt], list[FileBoxes]]:
     """Every file of every rank, and the boxes in it."""
     every = [(writes, receipt) for writes, receipts in delivered for receipt in receipts]
     parts = [
-        FileBoxes(receipt.stored, writes.tensors, writes.offsets, writes.sizes, sum(map(len, receipt.stored.tails)))
+        FileBoxes(
+            receipt.stored,
+            writes.tensors,
+            writes.offsets,
+            writes.sizes,
+            sum(map(len, receipt.stored.tails)),
+        )
         for writes, receipt in every
     ]
     return [receipt for _, receipt in every], parts
 
 
-def _box_files(part: RankOutput, shares: Shares, name: Callable[[int, int], str], how: Storing, *, strict: bool) -> list[RankFile]:
+def _box_files(
+    part: RankOutput, shares: Shares, name: Callable[[int, int], str], how: Storing, *, strict: bool
+) -> list[RankFile]:
     boxes = part.boxes
     rounds = [ones for share in shares for ones in _once_each(boxes.table, share)]
     laid_out = []
@@ -300,7 +426,9 @@ def _box_files(part: RankOutput, shares: Shares, name: Callable[[int, int], str]
         texts = dict(part.metadata)
         if strict or boxes.has_parts(ones):
             texts |= boxes.sharding_texts(ones)
-        entries = BoxEntries.of(boxes, ones, pack=how.pack, hashes=how.hashes, changed=how.reuse.changed)
+        entries = BoxEntries.of(
+            boxes, ones, pack=how.pack, hashes=how.hashes, changed=how.reuse.changed
+        )
         file = BoxFiles.of(entries, {key: entries.inside}, texts, fields={} if strict else OWN)
         laid_out.append(RankFile(file.plans[0], partial(_stored, file)))
     return laid_out
@@ -318,7 +446,9 @@ def _spread(boxes: Boxes, rows: Sequence[int], files: int) -> list[Sequence[int]
     stops = nbytes.cumsum()
     middles = stops - nbytes + nbytes // 2
     share = np.minimum(middles * files // max(int(nbytes.sum()), 1), files - 1)
-    shares = [[rows[at] for at in (share == number).nonzero()[0].tolist()] for number in range(files)]
+    shares = [
+        [rows[at] for at in (share == number).nonzero()[0].tolist()] for number in range(files)
+    ]
     return [own for number, own in enumerate(shares) if own or not number]
 
 
@@ -341,10 +471,18 @@ def _check_names(table: Table, rows: Sequence[int], *, strict: bool) -> None:
     names, problems = [table.names[row] for row in rows], list[str]()
     if RESERVED in names or not is_unicode("".join(names)):
         problems += [f"{name}: {problem}" for name in names if (problem := name_problem(name))]
-    lacking = {k: kind.dtype for k, kind in enumerate(table.kinds) if not kind.dtype.safetensors} if strict else {}
+    lacking = (
+        {k: kind.dtype for k, kind in enumerate(table.kinds) if not kind.dtype.safetensors}
+        if strict
+        else {}
+    )
     if lacking:
         held = ((table.names[row], lacking.get(table.kind[row])) for row in rows)
-        problems += [f"{name}: safetensors has no dtype for {dtype}" for name, dtype in held if dtype is not None]
+        problems += [
+            f"{name}: safetensors has no dtype for {dtype}"
+            for name, dtype in held
+            if dtype is not None
+        ]
     if problems:
         raise CannotHold("safetensors files cannot hold this state", problems)
 
@@ -354,7 +492,9 @@ def _dcp_file(key: str, boxes: Boxes, rows: Sequence[int], values: Mapping[str, 
     stops = items.cumsum()
     starts = stops - items
     of_values = [(name, int(starts[at]), int(stops[at])) for at, name in enumerate(values)]
-    stored = StoredBoxes(as_bytes(rows), as_bytes(starts[len(values) :]), as_bytes(stops[len(values) :]))
+    stored = StoredBoxes(
+        as_bytes(rows), as_bytes(starts[len(values) :]), as_bytes(stops[len(values) :])
+    )
     return RankFile(plan, lambda crcs: stored, of_values)
 
 
@@ -363,7 +503,11 @@ SHOWN = 3
 
 def _marked(table: Table, wanted: Callable[[Traits], bool]) -> list[str]:
     kinds = {number for number, kind in enumerate(table.kinds) if wanted(kind.traits)}
-    return [name for name, kind in zip(table.names, table.kind, strict=True) if kind in kinds] if kinds else []
+    return (
+        [name for name, kind in zip(table.names, table.kind, strict=True) if kind in kinds]
+        if kinds
+        else []
+    )
 
 
 def _listed(names: Sequence[str], text: str) -> list[str]:

@@ -22,7 +22,21 @@ ITEMS, LEVELS = 6, 3
 """Items of one container that are shown, and containers inside containers that are entered."""
 
 SCALARS = (
-    *(bool, int, float, complex, str, bytes, bytearray, type(None), np.generic, np.dtype, DType, Device, Global),
+    *(
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        bytearray,
+        type(None),
+        np.generic,
+        np.dtype,
+        DType,
+        Device,
+        Global,
+    ),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, pathlib.PurePath, range),
 )
 
@@ -70,9 +84,17 @@ def _text(value: object, limit: int, levels: int) -> str:
             return repr(value)
         case int():
             # CPython refuses to write very large integers in decimal; the interpreter's limit is 16 bytes.
-            return repr(value) if value.bit_length() <= 256 else f"<int of {value.bit_length():,} bits>"
+            return (
+                repr(value)
+                if value.bit_length() <= 256
+                else f"<int of {value.bit_length():,} bits>"
+            )
         case str():
-            return repr(value) if len(value) <= limit else f"{value[:limit]!r}… ({len(value):,} characters)"
+            return (
+                repr(value)
+                if len(value) <= limit
+                else f"{value[:limit]!r}… ({len(value):,} characters)"
+            )
         case bytes() | bytearray():
             head = bytes(value[:limit])
             return repr(head) if len(value) <= limit else f"{head!r}… ({len(value):,} bytes)"
@@ -90,7 +112,11 @@ def _text(value: object, limit: int, levels: int) -> str:
             return f"dtype({printable(str(value), limit)!r})"
         case slice():
             parts = (value.start, value.stop, value.step)
-            return f"slice({', '.join(_text(v, limit, levels - 1) for v in parts)})" if levels > 0 else "…"
+            return (
+                f"slice({', '.join(_text(v, limit, levels - 1) for v in parts)})"
+                if levels > 0
+                else "…"
+            )
         case Device():
             return f"device({str(value)[:limit]!r})"
         case Global():
@@ -110,7 +136,9 @@ def _container(value: object, limit: int, levels: int) -> str:
         case Opaque():
             return _call(value, limit, levels)
         case dict():
-            pairs = (f"{_text(k, limit, levels)}: {_text(v, limit, levels)}" for k, v in value.items())
+            pairs = (
+                f"{_text(k, limit, levels)}: {_text(v, limit, levels)}" for k, v in value.items()
+            )
             return f"{{{_join(pairs, len(value), limit)}}}"
         case list():
             return f"[{_join((_text(v, limit, levels) for v in value), len(value), limit)}]"

@@ -68,7 +68,13 @@ def label(value: object) -> ContainerKind | Global | None:
     match value:
         case defaultdict():
             made = value.default_factory
-            name = f"{made.__module__}.{made.__qualname__}" if isinstance(made, type) else "" if made is None else hex(id(made))
+            name = (
+                f"{made.__module__}.{made.__qualname__}"
+                if isinstance(made, type)
+                else ""
+                if made is None
+                else hex(id(made))
+            )
             return ContainerKind(f"defaultdict({name})")
         case Counter():
             return ContainerKind("Counter")
@@ -96,7 +102,10 @@ def edges(value: object, spent: Spent) -> list[Edge]:
         case dict():
             found = list(_entries(value.items(), spent))
             if isinstance(value, OrderedDict):
-                found += [Edge(("attribute", name), name, None, inside) for name, inside in vars(value).items()]
+                found += [
+                    Edge(("attribute", name), name, None, inside)
+                    for name, inside in vars(value).items()
+                ]
             return found
         case list() | tuple():
             return [Edge(i, i, i, inside) for i, inside in enumerate(value)]
@@ -104,7 +113,10 @@ def edges(value: object, spent: Spent) -> list[Edge]:
             return [*_object(value, spent)]
         case Composite():
             parts = [Edge(("part", name), name, name, part) for name, part in value.parts.items()]
-            return [Edge(("attribute", name), name, name, inside) for name, inside in value.attributes.items()] + parts
+            return [
+                Edge(("attribute", name), name, name, inside)
+                for name, inside in value.attributes.items()
+            ] + parts
         case np.ndarray():
             return [Edge(i, i, i, inside) for i, inside in enumerate(value.reshape(-1).tolist())]
         case _:
@@ -137,7 +149,9 @@ def _object(value: Opaque, spent: Spent) -> Iterator[Edge]:
     if value.kwargs:
         yield Edge("kwargs", "kwargs", "kwargs", value.kwargs)
     yield from (Edge(("item", i), i, i, inside) for i, inside in enumerate(value.items))
-    yield from (Edge(("entry", e.token), e.shown, e.named, e.value) for e in _entries(value.entries, spent))
+    yield from (
+        Edge(("entry", e.token), e.shown, e.named, e.value) for e in _entries(value.entries, spent)
+    )
 
 
 def same_leaf(a: object, b: object, spent: Spent) -> bool:
@@ -162,7 +176,9 @@ def leaf_token(value: object, spent: Spent) -> tuple[str, bytes] | None:
         case None:
             return "none", b""
         case np.str_():
-            return "numpy.str", "".join(value).encode("utf-8", "surrogatepass")  # its array loses NUL characters at its end
+            return "numpy.str", "".join(value).encode(
+                "utf-8", "surrogatepass"
+            )  # its array loses NUL characters at its end
         case np.bytes_():
             return "numpy.bytes", bytes(value)
         case np.generic():
@@ -186,7 +202,9 @@ def leaf_token(value: object, spent: Spent) -> tuple[str, bytes] | None:
         case Device():
             return "device", f"{value.index} {value.type}".encode("utf-8", "surrogatepass")
         case Global():
-            return "global", f"{len(value.module)} {value.module} {value.name}".encode("utf-8", "surrogatepass")
+            return "global", f"{len(value.module)} {value.module} {value.name}".encode(
+                "utf-8", "surrogatepass"
+            )
         case PurePath():
             flavour = "posix" if isinstance(value, PurePosixPath) else "windows"
             return f"path.{flavour}", str(value).encode("utf-8", "surrogatepass")
@@ -196,7 +214,10 @@ def leaf_token(value: object, spent: Spent) -> tuple[str, bytes] | None:
             return f"array.{type(value).__name__}", _array_bytes(value)
         case datetime.timedelta() if type(value) is datetime.timedelta:
             return "timedelta", b"%x %x %x" % (value.days, value.seconds, value.microseconds)
-        case datetime.datetime() | datetime.time() if type(value) in (datetime.datetime, datetime.time):
+        case datetime.datetime() | datetime.time() if type(value) in (
+            datetime.datetime,
+            datetime.time,
+        ):
             return type(value).__name__, f"{value.isoformat()} {value.fold}".encode()
         case datetime.date() if type(value) is datetime.date:
             return "date", value.isoformat().encode()
@@ -217,7 +238,10 @@ def _float(value: float) -> bytes:
 
 
 def _dtype_bytes(dtype: np.dtype[np.generic]) -> bytes:
-    parts = [b"%s %s %d" % (dtype.name.encode(), dtype.byteorder.replace("=", "<").encode(), dtype.itemsize)]
+    parts = [
+        b"%s %s %d"
+        % (dtype.name.encode(), dtype.byteorder.replace("=", "<").encode(), dtype.itemsize)
+    ]
     if dtype.subdtype is not None:
         parts += [_dtype_bytes(dtype.subdtype[0]), b"%r" % (dtype.subdtype[1],)]
     for name in dtype.names or ():
@@ -234,7 +258,10 @@ def _tensor(tensor: LazyTensor) -> bytes:
     """The content of a tensor in a key or a set, which has no name, so it is read here; there is hardly ever one."""
     if tensor.traits.meta:
         return f"meta {tensor.dtype} {tensor.shape}".encode()
-    return f"{tensor.dtype} {tensor.shape} ".encode() + hashlib.blake2b(np.ascontiguousarray(tensor.numpy()).tobytes()).digest()
+    return (
+        f"{tensor.dtype} {tensor.shape} ".encode()
+        + hashlib.blake2b(np.ascontiguousarray(tensor.numpy()).tobytes()).digest()
+    )
 
 
 class Spent(Struct):
@@ -268,19 +295,27 @@ def _digest(value: object, spent: Spent) -> bytes:
         frame = frames[-1]
         found = next(frame.inside, None)
         if found is None:
-            made = _hashed(frame.label.encode("utf-8", "surrogatepass"), frame.parts if frame.ordered else sorted(frame.parts))
+            made = _hashed(
+                frame.label.encode("utf-8", "surrogatepass"),
+                frame.parts if frame.ordered else sorted(frame.parts),
+            )
             frames.pop()
             del around[id(frame.value)]
             if frame.lowest >= frame.depth:
                 spent.digests[id(frame.value)] = made
             if not frames:
                 return made
-            frames[-1].lowest = min(frames[-1].lowest, frame.lowest if frame.lowest < frame.depth else 1 << 60)
+            frames[-1].lowest = min(
+                frames[-1].lowest, frame.lowest if frame.lowest < frame.depth else 1 << 60
+            )
             frames[-1].parts.append(frames[-1].prefix + made)
             continue
         spent.steps -= frame.again
         if spent.steps < 0:
-            raise LimitExceeded("the keys and sets of these checkpoints hold too much to be compared", expected=STEPS)
+            raise LimitExceeded(
+                "the keys and sets of these checkpoints hold too much to be compared",
+                expected=STEPS,
+            )
         frame.prefix, inside = found
         leaf = leaf_token(inside, spent)
         if leaf is not None:
@@ -289,7 +324,9 @@ def _digest(value: object, spent: Spent) -> bytes:
             frame.parts.append(frame.prefix + spent.digests[id(inside)])
         elif id(inside) in around:
             frame.lowest = min(frame.lowest, around[id(inside)])
-            frame.parts.append(frame.prefix + _hashed(b"around", [b"%d" % (len(frames) - around[id(inside)])]))
+            frame.parts.append(
+                frame.prefix + _hashed(b"around", [b"%d" % (len(frames) - around[id(inside)])])
+            )
         else:
             around[id(inside)] = len(frames)
             frames.append(_frame(inside, frames, spent))
@@ -318,7 +355,10 @@ def _content(value: object, spent: Spent) -> tuple[str, Iterator[tuple[bytes, ob
         fields = (value.what, value.args, value.kwargs, value.state, value.items, value.entries)
         return name, ((b"", part) for part in fields), True
     # Tokens are positions and names of attributes here, never keys.
-    tokens = ((repr(edge.token).encode("utf-8", "surrogatepass"), edge.value) for edge in edges(value, spent))
+    tokens = (
+        (repr(edge.token).encode("utf-8", "surrogatepass"), edge.value)
+        for edge in edges(value, spent)
+    )
     return name, ((_hashed(b"edge", [token]), inside) for token, inside in tokens), True
 
 
@@ -398,7 +438,10 @@ class Compared(Struct):
 
     def notes(self) -> tuple[str, ...]:
         """Sentences about what is no difference, and yet worth one."""
-        texts = (self.reordered, "the keys of {} are in another order"), (self.attributes, "{} has attributes on one side only")
+        texts = (
+            (self.reordered, "the keys of {} are in another order"),
+            (self.attributes, "{} has attributes on one side only"),
+        )
 
         def places(paths: Sequence[Path]) -> str:
             named = ", ".join(repr(dotted(path)) if path else "the whole" for path in paths[:SHOWN])
@@ -498,7 +541,10 @@ class ValueComparison:
     def _tensors(self, place: Way, a: LazyTensor, b: LazyTensor) -> Iterator[Pair]:
         if self._settled is None or not self._settled(a, b):
             self.found.pairs.append((TreeTensor(place, a), TreeTensor(place, b)))
-        parts = ("<class>", a.traits.subclass, b.traits.subclass), ("<attributes>", a.traits.state, b.traits.state)
+        parts = (
+            ("<class>", a.traits.subclass, b.traits.subclass),
+            ("<attributes>", a.traits.state, b.traits.state),
+        )
         for name, one, other in parts:
             if one is not None and other is not None:
                 yield (place, Edge(name, name, name, None)), one, other
@@ -509,7 +555,9 @@ class ValueComparison:
         before = self._count(side)
         unroll(self._list([(place, value)], side))
         if self._count(side) == before:
-            self._only(place, label(value) or value, side)  # a loop, or something that is listed elsewhere
+            self._only(
+                place, label(value) or value, side
+            )  # a loop, or something that is listed elsewhere
 
     def _list(self, values: Iterable[tuple[Way, object]], side: int) -> Unrolled[None]:
         for here, value in values:
@@ -562,4 +610,7 @@ def _is_attribute(edge: Edge) -> bool:
 
 def compare_metadata(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[ValueChange, ...]:
     differing = [key for key in dict.fromkeys((*a, *b)) if a.get(key) != b.get(key)]
-    return tuple(ValueChange(("__metadata__", key), a.get(key, ABSENT), b.get(key, ABSENT)) for key in differing)
+    return tuple(
+        ValueChange(("__metadata__", key), a.get(key, ABSENT), b.get(key, ABSENT))
+        for key in differing
+    )

@@ -20,7 +20,16 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.opaque import Opaque
 from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, Path, contents, dotted, module_contents, walk, with_paths
+from holdfast.core.tree import (
+    FREE_CHARACTERS,
+    NAME_CHARACTERS_A_BYTE,
+    Path,
+    contents,
+    dotted,
+    module_contents,
+    walk,
+    with_paths,
+)
 from holdfast.errors import LimitExceeded
 from holdfast.metadata import (
     BytesStorageMetadata,
@@ -60,7 +69,9 @@ def _describe(checkpoint: Checkpoint, stored_nbytes: int, tree: object) -> Metad
     places: dict[MetadataIndex, StorageInfo] = {}
     for name, tensor in checkpoint.items():
         chunks = [ChunkStorageMetadata.of(chunk.box) for chunk in tensor.chunks]
-        tensors[name] = TensorStorageMetadata(TensorProperties.create_from_tensor(tensor), tensor.shape, chunks)
+        tensors[name] = TensorStorageMetadata(
+            TensorProperties.create_from_tensor(tensor), tensor.shape, chunks
+        )
         paths[name] = (name,)
         for i, chunk in enumerate(tensor.chunks):
             index = MetadataIndex(name, chunk.box.start, i)
@@ -68,7 +79,9 @@ def _describe(checkpoint: Checkpoint, stored_nbytes: int, tree: object) -> Metad
             # An empty chunk may begin where another does: then it is the other that is found there.
             if last > first or index not in places:
                 places.pop(index, None)
-                places[index] = StorageInfo(chunk.storage.key, chunk.storage.start + first, last - first)
+                places[index] = StorageInfo(
+                    chunk.storage.key, chunk.storage.start + first, last - first
+                )
     room = NAME_CHARACTERS_A_BYTE * stored_nbytes + FREE_CHARACTERS
     doubles: dict[str, int] = {}
     for path, value in _leaves(tree) if tree is not NOTHING else ():
@@ -82,7 +95,10 @@ def _describe(checkpoint: Checkpoint, stored_nbytes: int, tree: object) -> Metad
             name = f"{base}#{doubles[base]}"
         room -= len(name)
         if room < 0:
-            raise LimitExceeded("the names of the values take many times the characters that are stored", found=len(tensors))
+            raise LimitExceeded(
+                "the names of the values take many times the characters that are stored",
+                found=len(tensors),
+            )
         tensors[name], paths[name] = BytesStorageMetadata(), path
     return Metadata(tensors, paths, places, StorageMeta(checkpoint.path))
 
@@ -113,7 +129,9 @@ def _leaves(tree: object) -> Iterator[tuple[Path, object]]:
         return found
 
     places = walk(tree, inside)
-    return with_paths((way, value) for way, value in places if id(value) not in entered or id(value) in empty)
+    return with_paths(
+        (way, value) for way, value in places if id(value) not in entered or id(value) in empty
+    )
 
 
 def _worth_entering(tree: object) -> set[int]:

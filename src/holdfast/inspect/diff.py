@@ -57,7 +57,13 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import HoldfastError, located
 from holdfast.formats import format_of
-from holdfast.inspect.compare_values import ABSENT, ContainerKind, ValueChange, compare_metadata, compare_trees
+from holdfast.inspect.compare_values import (
+    ABSENT,
+    ContainerKind,
+    ValueChange,
+    compare_metadata,
+    compare_trees,
+)
 from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.side import Side, chosen_sides, same_view
 from holdfast.numeric.compare import Content, Tally, compare_arrays
@@ -71,7 +77,9 @@ SMALL_NBYTES, TOGETHER = 16 << 10, 256
 Pair = tuple[LazyTensor, LazyTensor]
 
 
-def compare_tensors(pairs: Sequence[Pair], progress: Progress | None, *, threads: int | None = None) -> list[Content]:
+def compare_tensors(
+    pairs: Sequence[Pair], progress: Progress | None, *, threads: int | None = None
+) -> list[Content]:
     """The difference of each pair, in bounded memory: at most a few blocks of each side a thread.
 
     Most tensors of most pairs are the same, so their bytes are compared first, where that can be done without looking at
@@ -90,10 +98,20 @@ def compare_tensors(pairs: Sequence[Pair], progress: Progress | None, *, threads
         if max(a.nbytes, b.nbytes) <= SMALL_NBYTES:
             small.append(number)
         else:
-            work += [partial(counting.block, number, start, stop) for start, stop in blocks(elements_of(a))]
-    work += [partial(counting.together, small[at : at + TOGETHER]) for at in range(0, len(small), TOGETHER)]
+            work += [
+                partial(counting.block, number, start, stop)
+                for start, stop in blocks(elements_of(a))
+            ]
+    work += [
+        partial(counting.together, small[at : at + TOGETHER])
+        for at in range(0, len(small), TOGETHER)
+    ]
     if work:
-        run_reads(work, threads or default_threads(), stores=[tensor.source.store for pair in pairs for tensor in pair])
+        run_reads(
+            work,
+            threads or default_threads(),
+            stores=[tensor.source.store for pair in pairs for tensor in pair],
+        )
     return [tally.content() for tally in counting.tallies]
 
 
@@ -123,7 +141,14 @@ class DensePairs(Value, frozen=True, eq=False):
 
     def some(self, wanted: Bools) -> DensePairs:
         crcs = self.crcs[0][wanted], self.crcs[1][wanted]
-        return DensePairs(self.names, self.numbers[wanted], self.a.some(wanted), self.b.some(wanted), self.stores, crcs)
+        return DensePairs(
+            self.names,
+            self.numbers[wanted],
+            self.a.some(wanted),
+            self.b.some(wanted),
+            self.stores,
+            crcs,
+        )
 
     def different(self, progress: Progress | None, *, threads: int | None) -> Bools:
         """Which pairs are not the same byte for byte. Reads all; progress counts those that are."""
@@ -131,27 +156,46 @@ class DensePairs(Value, frozen=True, eq=False):
         def name(number: int) -> str:
             return self.names[self.numbers.item(number)]
 
-        a, b = (Located(store, ranges, name) for store, ranges in zip(self.stores, (self.a, self.b), strict=True))
+        a, b = (
+            Located(store, ranges, name)
+            for store, ranges in zip(self.stores, (self.a, self.b), strict=True)
+        )
         return ~same_ranges(a, b, progress, threads=threads)
 
 
-def dense_pairs(a: Table, b: Table, rows: tuple[Sequence[int], Sequence[int]], names: Sequence[str]) -> list[DensePairs]:
+def dense_pairs(
+    a: Table, b: Table, rows: tuple[Sequence[int], Sequence[int]], names: Sequence[str]
+) -> list[DensePairs]:
     """The pairs of these rows that are dense on both sides, grouped by their sources; `names` of all pairs, for messages."""
-    kinds = [np.asarray(side.kind, np.int64)[np.asarray(own, np.int64)] for side, own in zip((a, b), rows, strict=True)]
+    kinds = [
+        np.asarray(side.kind, np.int64)[np.asarray(own, np.int64)]
+        for side, own in zip((a, b), rows, strict=True)
+    ]
     # A pair of kinds is judged once.
     codes, where = np.unique(kinds[0] * max(len(b.kinds), 1) + kinds[1], return_inverse=True)
-    judged = [(a.kinds[code // len(b.kinds)], b.kinds[code % len(b.kinds)]) for code in codes.tolist()]
-    alike = np.array([x.dtype is y.dtype and x.shape == y.shape for x, y in judged], np.bool_)[where]
+    judged = [
+        (a.kinds[code // len(b.kinds)], b.kinds[code % len(b.kinds)]) for code in codes.tolist()
+    ]
+    alike = np.array([x.dtype is y.dtype and x.shape == y.shape for x, y in judged], np.bool_)[
+        where
+    ]
     found = []
     for source, left in a.dense(rows[0]):
         for other, right in b.dense(rows[1]):
             own, theirs = np.asarray(left.numbers, np.int64), np.asarray(right.numbers, np.int64)
-            numbers, first, second = np.intersect1d(own, theirs, assume_unique=True, return_indices=True)
+            numbers, first, second = np.intersect1d(
+                own, theirs, assume_unique=True, return_indices=True
+            )
             wanted = alike[numbers]
             sides = (left, first[wanted]), (right, second[wanted])
-            one, two = (Ranges(side.keys, side.files[at], side.starts[at], side.nbytes[at]) for side, at in sides)
+            one, two = (
+                Ranges(side.keys, side.files[at], side.starts[at], side.nbytes[at])
+                for side, at in sides
+            )
             crcs = left.crcs[first[wanted]], right.crcs[second[wanted]]
-            found.append(DensePairs(names, numbers[wanted], one, two, (source.store, other.store), crcs))
+            found.append(
+                DensePairs(names, numbers[wanted], one, two, (source.store, other.store), crcs)
+            )
     return found
 
 
@@ -171,7 +215,9 @@ class Counting:
             self.tallies[number] += found
         if self._progress is not None:
             share, count = stop - start, elements_of(a)
-            self._progress(a.dtype.nbytes(a.size * share // count) + b.dtype.nbytes(b.size * share // count))
+            self._progress(
+                a.dtype.nbytes(a.size * share // count) + b.dtype.nbytes(b.size * share // count)
+            )
 
     def together(self, numbers: Sequence[int]) -> None:
         pairs = [self._pairs[number] for number in numbers]
@@ -182,7 +228,9 @@ class Counting:
             for number, (a, _) in zip(numbers, pairs, strict=True):
                 self.block(number, 0, elements_of(a))
             return
-        for number, pair, first, second in zip(numbers, pairs, arrays[::2], arrays[1::2], strict=True):
+        for number, pair, first, second in zip(
+            numbers, pairs, arrays[::2], arrays[1::2], strict=True
+        ):
             self.tallies[number] = compare_arrays(pair, first, second)
         if self._progress is not None:
             self._progress(sum(tensor.nbytes for pair in pairs for tensor in pair))
@@ -317,7 +365,9 @@ class Diff(Shown):
     def nonfinite(self) -> tuple[TensorChange, ...]:
         """The changed tensors in which NaN or infinities appeared: what to look at first. Most of them first."""
         sick = [change for change in self.changed if change.appeared]
-        return tuple(sorted(in_order(sick, attrgetter("name")), key=lambda change: -change.appeared))
+        return tuple(
+            sorted(in_order(sick, attrgetter("name")), key=lambda change: -change.appeared)
+        )
 
     def ranked(self, by: str = "change") -> tuple[TensorChange, ...]:
         """The changed tensors by "change": those in which NaN or infinities appeared, then the others, each the largest first; by
@@ -325,7 +375,11 @@ class Diff(Shown):
         if one_of(*ORDERS)(by, "by=") == "file":
             return self.changed
         named = in_order(self.changed, attrgetter("name"))
-        return tuple(named if by == "name" else sorted(named, key=lambda change: (-change.appeared, -change.size)))
+        return tuple(
+            named
+            if by == "name"
+            else sorted(named, key=lambda change: (-change.appeared, -change.size))
+        )
 
     def _arranged(self, field: str, value: object) -> object:
         if field == "renamed":
@@ -362,19 +416,34 @@ def diff(
     at its word. Of the ranks of a `group` each reads some of the tensors, and all get all differences. `progress` is called
     with the number of bytes that were read since its last call, from any thread.
     """
-    with acting(group, "compare") as ranks, ranks.counting(progress) as counted, ExitStack() as stack:
+    with (
+        acting(group, "compare") as ranks,
+        ranks.counting(progress) as counted,
+        ExitStack() as stack,
+    ):
         sides = ((a, map), (b, None))
-        checkpoints = (stack.enter_context(opened(src, limits=limits, map=own)) for src, own in sides)
+        checkpoints = (
+            stack.enter_context(opened(src, limits=limits, map=own)) for src, own in sides
+        )
         chosen = chosen_sides(checkpoints, rename=rename, filter=filter, tensors_only=tensors_only)
         threads = reading_threads(max_memory, threads, ranks.neighbours())
-        return Comparison(*chosen, find_renamed=find_renamed, exact=exact, threads=threads, ranks=ranks).run(counted)
+        return Comparison(
+            *chosen, find_renamed=find_renamed, exact=exact, threads=threads, ranks=ranks
+        ).run(counted)
 
 
 class Comparison:
     """A diff that is planned and not done: `nbytes` says how much would be read, `run` reads it."""
 
     def __init__(
-        self, a: Side, b: Side, *, find_renamed: bool = True, exact: bool = False, threads: int | None = None, ranks: Ranks = ALONE
+        self,
+        a: Side,
+        b: Side,
+        *,
+        find_renamed: bool = True,
+        exact: bool = False,
+        threads: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._ranks = ranks
         flat = a.flat and b.flat
@@ -386,21 +455,37 @@ class Comparison:
         self._same = self._by_checksum = self._differing = 0
         # Two checkpoints of the same names in one order, as most are, need no position by name.
         alike = left.names == right.names
-        rows: Sequence[int] = range(len(left)) if alike else [row for row, name in enumerate(left) if name in right]
+        rows: Sequence[int] = (
+            range(len(left)) if alike else [row for row, name in enumerate(left) if name in right]
+        )
         names = left.names if alike else [left.names[row] for row in rows]
         others = rows if alike else [right.rows[name] for name in names]
         self._dense: list[DensePairs] = []
         for name in self._plan_dense(dense_pairs(left, right, (rows, others), names), names):
             self._plan_pair(name, (left[name], right[name]))
-        self._trees = compare_trees(a.tree, b.tree, settled=lambda one, other: self._are(one.name, one, other))
+        self._trees = compare_trees(
+            a.tree, b.tree, settled=lambda one, other: self._are(one.name, one, other)
+        )
         self._plan_places()
         if flat and a.ordered and b.ordered and (np.diff(np.asarray(others, np.int64)) < 0).any():
             self._trees.reordered.insert(0, ())
-        self._removed = {name: left[name] for name in left if name not in right} if len(rows) < len(left) else {}
-        self._added = {name: right[name] for name in right if name not in left} if len(others) < len(right) else {}
-        self._candidates = _candidates(self._removed.values(), self._added.values()) if find_renamed else ([], [])
+        self._removed = (
+            {name: left[name] for name in left if name not in right}
+            if len(rows) < len(left)
+            else {}
+        )
+        self._added = (
+            {name: right[name] for name in right if name not in left}
+            if len(others) < len(right)
+            else {}
+        )
+        self._candidates = (
+            _candidates(self._removed.values(), self._added.values()) if find_renamed else ([], [])
+        )
         lone = [t for side in self._candidates for t in side if exact or recorded_crc(t) is None]
-        self.nbytes = sum(x.nbytes + y.nbytes for x, y in self._pairs.values()) + sum(t.nbytes for t in lone)
+        self.nbytes = sum(x.nbytes + y.nbytes for x, y in self._pairs.values()) + sum(
+            t.nbytes for t in lone
+        )
         self.nbytes += sum(dense.nbytes for dense in self._dense)
 
     def run(self, progress: Progress | None = None) -> Diff:
@@ -417,7 +502,10 @@ class Comparison:
         values = (*self._trees.changes, *moved)
         texts = self._a.metadata, self._b.metadata
         # What other formats say about themselves comes from the programs that wrote them.
-        both = all(one.metadata and one.weights_by for one in map(format_of, (self._a.format, self._b.format)))
+        both = all(
+            one.metadata and one.weights_by
+            for one in map(format_of, (self._a.format, self._b.format))
+        )
         if both and texts[0] is not None and texts[1] is not None:
             values += compare_metadata(texts[0], texts[1])
         order = self._a.tensors.rows if changes else {}
@@ -433,7 +521,10 @@ class Comparison:
         differing = [name for dense in self._dense for name in self._different(dense, progress)]
         self._differing = len(differing)
         found = self._compare(list(self._pairs.values()), progress)
-        yield from ((name, pair, content) for (name, pair), content in zip(self._pairs.items(), found, strict=True))
+        yield from (
+            (name, pair, content)
+            for (name, pair), content in zip(self._pairs.items(), found, strict=True)
+        )
         for at in range(0, len(differing), BATCH):
             names = differing[at : at + BATCH]
             pairs = [(self._a.tensors[name], self._b.tensors[name]) for name in names]
@@ -448,11 +539,17 @@ class Comparison:
             return [*map(bool, dense.some(some).different(progress, threads=self._threads))]
 
         found = share_out(self._ranks, dense.a.nbytes, look, bool)
-        return [dense.names[number] for number, other in zip(dense.numbers.tolist(), found, strict=True) if other]
+        return [
+            dense.names[number]
+            for number, other in zip(dense.numbers.tolist(), found, strict=True)
+            if other
+        ]
 
     def _compare(self, pairs: Sequence[Pair], progress: Progress | None) -> list[Content]:
         def look(numbers: list[int]) -> list[Content]:
-            return compare_tensors([pairs[number] for number in numbers], progress, threads=self._threads)
+            return compare_tensors(
+                [pairs[number] for number in numbers], progress, threads=self._threads
+            )
 
         return share_out(self._ranks, [a.nbytes + b.nbytes for a, b in pairs], look, Content)
 
@@ -483,14 +580,23 @@ class Comparison:
                 while name in self._a.tensors or name in self._pairs or name in self._changes:
                     name += "'"
                 self._plan_pair(name, (a, b))
-                self._same, self._by_checksum = known, by_checksum  # counted under its name, if it has one
+                self._same, self._by_checksum = (
+                    known,
+                    by_checksum,
+                )  # counted under its name, if it has one
 
     def _moved(self) -> tuple[list[ValueChange], list[str]]:
         """Tensors that both have under one name at two places: as differences, or as a note where one side has names only."""
         names = [{found.name for found in side} for side in self._trees.alone]
-        both = {name for name in names[0] & names[1] if name in self._a.tensors and name in self._b.tensors}
+        both = {
+            name
+            for name in names[0] & names[1]
+            if name in self._a.tensors and name in self._b.tensors
+        }
         if both and (_names_only(self._a) or _names_only(self._b)):
-            return [], [f"{len(both):,} tensors are nested on one side and have dotted names on the other"]
+            return [], [
+                f"{len(both):,} tensors are nested on one side and have dotted names on the other"
+            ]
         sides = [[found for found in side if found.name in both] for side in self._trees.alone]
         return [
             *(ValueChange(found.path, _kind(found.tensor), ABSENT) for found in sides[0]),
@@ -500,7 +606,11 @@ class Comparison:
     def _plan_pair(self, name: str, pair: Pair) -> None:
         a, b = pair
         alike = canonical(a.dtype, a.shape) == canonical(b.dtype, b.shape)
-        if a.traits.meta or b.traits.meta or canonical(a.dtype, a.shape)[1] != canonical(b.dtype, b.shape)[1]:
+        if (
+            a.traits.meta
+            or b.traits.meta
+            or canonical(a.dtype, a.shape)[1] != canonical(b.dtype, b.shape)[1]
+        ):
             if alike and a.traits.meta and b.traits.meta:
                 self._same += 1
             else:
@@ -520,7 +630,9 @@ class Comparison:
 
         def sums(numbers: list[int]) -> list[int]:
             own = [both[number] for number in numbers]
-            return tensor_crcs(own, recorded=not self._exact, threads=self._threads, progress=progress)
+            return tensor_crcs(
+                own, recorded=not self._exact, threads=self._threads, progress=progress
+            )
 
         crcs = share_out(self._ranks, [tensor.nbytes for tensor in both], sums, int)
         digests = [Digest.of(t.dtype, t.shape, crc) for t, crc in zip(both, crcs, strict=True)]
@@ -537,7 +649,9 @@ class Comparison:
 def _names_only(side: Side) -> bool:
     """Whether this is a file of tensors and names, without a state around them."""
     tree = side.tree
-    flat = isinstance(tree, dict) and all(type(key) is str and isinstance(value, LazyTensor) for key, value in tree.items())
+    flat = isinstance(tree, dict) and all(
+        type(key) is str and isinstance(value, LazyTensor) for key, value in tree.items()
+    )
     return (side.flat or flat) and format_of(side.format).keeps != "state"
 
 
@@ -545,7 +659,9 @@ def _kind(tensor: LazyTensor) -> ContainerKind:
     return ContainerKind(f"tensor {tensor.dtype} {list(tensor.shape)}")
 
 
-def _candidates(old: Iterable[LazyTensor], new: Iterable[LazyTensor]) -> tuple[list[LazyTensor], list[LazyTensor]]:
+def _candidates(
+    old: Iterable[LazyTensor], new: Iterable[LazyTensor]
+) -> tuple[list[LazyTensor], list[LazyTensor]]:
     """The tensors on both sides whose dtype and shape the other side has too; not those without data, which all look alike."""
     sides = [[t for t in side if not t.traits.meta] for side in (old, new)]
     kinds = [{canonical(t.dtype, t.shape) for t in side} for side in sides]

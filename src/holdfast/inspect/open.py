@@ -21,7 +21,15 @@ from holdfast.core.quantities import shown
 from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.errors import BadArgument, BadArgumentType, HoldfastError, Replaced, UnknownFormat, ZipError, located
+from holdfast.errors import (
+    BadArgument,
+    BadArgumentType,
+    HoldfastError,
+    Replaced,
+    UnknownFormat,
+    ZipError,
+    located,
+)
 from holdfast.formats import FORMATS, format_of
 from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.formats.detect import detect
@@ -67,7 +75,9 @@ def open(
     given = tuple(cast("tuple[str | PlacementRule, ...]", rules))
 
     def look(store: Store) -> Checkpoint:
-        source = OpenSource(store, limits=limits, threads=threads, mapped=mmap, verify=verify, rules=given)
+        source = OpenSource(
+            store, limits=limits, threads=threads, mapped=mmap, verify=verify, rules=given
+        )
         checkpoint = _described(source)
         if given and not format_of(checkpoint.format).rules:
             said = f"rules= are for folders of Megatron's ranks; this is {checkpoint.format}, which says itself how tensors lie"
@@ -77,9 +87,13 @@ def open(
     try:
         return steady(path, limits, look, store=store)
     except ZipError as error:
-        if isinstance(path, str | os.PathLike) and any(one.data and str(path).endswith(one.data) for one in FORMATS):
+        if isinstance(path, str | os.PathLike) and any(
+            one.data and str(path).endswith(one.data) for one in FORMATS
+        ):
             # Several archives, one behind the other, of which the index beside them knows the places.
-            raise UnknownFormat("one of the data files of a distributed checkpoint; open the folder that it is in") from error
+            raise UnknownFormat(
+                "one of the data files of a distributed checkpoint; open the folder that it is in"
+            ) from error
         raise
 
 
@@ -120,7 +134,9 @@ def _described(source: Source) -> Checkpoint:
         return Checkpoint(source, detect(source).describe(source), again=_described)
 
 
-def steady(path: Openable, limits: Limits, look: Callable[[Store], T], *, store: object | None = None) -> T:
+def steady(
+    path: Openable, limits: Limits, look: Callable[[Store], T], *, store: object | None = None
+) -> T:
     """What `look` makes of the store at a path; it takes the store over. An error closes it.
 
     A directory may be replaced meanwhile, and what is left of the old one is removed file by file: where a file was gone that had
@@ -151,7 +167,9 @@ def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> 
     if isinstance(path, io.IOBase) or all(hasattr(path, name) for name in ("read", "seek", "tell")):
         check_binary(path, "rb")
         return FileObjectStore(path)
-    raise BadArgumentType(f"a checkpoint is a path, bytes or a seekable binary file, not {shown(path)}", found=path)
+    raise BadArgumentType(
+        f"a checkpoint is a path, bytes or a seekable binary file, not {shown(path)}", found=path
+    )
 
 
 def _recover(path: str) -> str | None:
@@ -169,7 +187,9 @@ def read(tensors: Iterable[LazyTensor]) -> list[np.ndarray]:
     for one in wanted:
         if not isinstance(one, LazyTensor):
             more = " (of a checkpoint: its values())" if isinstance(tensors, Mapping) else ""
-            raise BadArgumentType(f"read takes a list of lazy tensors, and {shown(one)} is none{more}", found=one)
+            raise BadArgumentType(
+                f"read takes a list of lazy tensors, and {shown(one)} is none{more}", found=one
+            )
     return read_tensors(wanted)
 
 
@@ -179,9 +199,18 @@ def checkpoint_mark(checkpoint: Checkpoint) -> bytes:
     alike."""
     from hashlib import blake2b  # for ranks
 
-    mark = blake2b(repr((checkpoint.format, sorted(checkpoint.metadata.items()))).encode("utf-8", "surrogatepass"), digest_size=16)
+    mark = blake2b(
+        repr((checkpoint.format, sorted(checkpoint.metadata.items()))).encode(
+            "utf-8", "surrogatepass"
+        ),
+        digest_size=16,
+    )
     for name, tensor in checkpoint.items():
         # The checksums of DCP's items stand in the items, which are not read to be told apart.
-        sums = [0 if isinstance(storage, ItemStorage) else storage.crc32 for storage in tensor.storages]
-        mark.update(repr((name, tensor.dtype.name, tensor.shape, sums)).encode("utf-8", "surrogatepass"))
+        sums = [
+            0 if isinstance(storage, ItemStorage) else storage.crc32 for storage in tensor.storages
+        ]
+        mark.update(
+            repr((name, tensor.dtype.name, tensor.shape, sums)).encode("utf-8", "surrogatepass")
+        )
     return mark.digest()

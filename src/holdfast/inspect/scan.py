@@ -53,7 +53,13 @@ from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.open import store_of
 from holdfast.inspect.scanning.archives import Span
-from holdfast.inspect.scanning.findings import Finding, Findings, allowed_patterns, mark_allowed, places_of
+from holdfast.inspect.scanning.findings import (
+    Finding,
+    Findings,
+    allowed_patterns,
+    mark_allowed,
+    places_of,
+)
 from holdfast.inspect.scanning.walk import WHOLE, FileScan
 from holdfast.inspect.severity import ORDER, Severity
 from holdfast.stores.paths import found_path, place_of
@@ -70,7 +76,9 @@ ELSEWHERE = "a loader with trust_remote_code=True would fetch this from the repo
 
 WHAT = "Python code beside weights"
 NAMED = "a loader with trust_remote_code=True would run it, for a config beside it names it"
-IMPORTED = "a loader with trust_remote_code=True runs what a config here names, and that may import it"
+IMPORTED = (
+    "a loader with trust_remote_code=True runs what a config here names, and that may import it"
+)
 ALONE = (
     "no config here names it: it would run where a loader is told to take code from this folder (trust_remote_code=True with "
     "another config, a custom pipeline of diffusers, torch.hub with a local source)"
@@ -91,7 +99,9 @@ def look_at_config(span: Span, name: str, found: Findings) -> bool:
     """Report all code that a config names; True where there is any. Loaders read nothing that is no JSON."""
     if span.nbytes > CONFIG_NBYTES:
         if name.endswith("config.json"):
-            found.error(f"a config of {span.nbytes:,} bytes, of which {CONFIG_NBYTES:,} may be read; not read")
+            found.error(
+                f"a config of {span.nbytes:,} bytes, of which {CONFIG_NBYTES:,} may be read; not read"
+            )
         return False
     try:
         document = json.loads(span.read(0, span.nbytes), object_pairs_hook=Pairs)
@@ -112,9 +122,19 @@ def _named(document: object, name: str) -> Iterator[tuple[str, str]]:
             for key, inner in value:
                 if key in ("auto_map", "custom_pipelines"):
                     yield from ((key, text) for text in _texts(inner) if "." in text)
-                elif key == "_class_name" and type(inner) is list and inner and isinstance(inner[0], str):
+                elif (
+                    key == "_class_name"
+                    and type(inner) is list
+                    and inner
+                    and isinstance(inner[0], str)
+                ):
                     yield key, ".".join(one for one in inner if isinstance(one, str))
-                elif key == "type" and name == MODULES and isinstance(inner, str) and not inner.startswith(OWN):
+                elif (
+                    key == "type"
+                    and name == MODULES
+                    and isinstance(inner, str)
+                    and not inner.startswith(OWN)
+                ):
                     yield key, inner
                 waiting.append(inner)
         elif isinstance(value, list):
@@ -148,7 +168,10 @@ def model_code_findings(
     named = {one.what.partition(".")[0] for one in findings if one.reason == LOCAL}
     other = GENERATES if generates else IMPORTED if named else ALONE
     reasons = {name: NAMED if name.removesuffix(".py") in named else other for name in code}
-    return {name: Finding("suspicious", WHAT, reason, (), (), name, 0) for name, reason in reasons.items()}
+    return {
+        name: Finding("suspicious", WHAT, reason, (), (), name, 0)
+        for name, reason in reasons.items()
+    }
 
 
 Verdict = Literal["dangerous", "suspicious", "unknown", "error", "nothing scanned", "clean"]
@@ -203,20 +226,39 @@ class ScanReport(Shown):
 
     def _repr_html_(self) -> str:
         """The card of a notebook: a table of files, and one of their findings, the worst first."""
-        files = [(one.path, one.format, one.verdict(), f"{len(one.findings):,}", one.error or "") for one in self.reports]
-        found = sorted(
-            ((f, one.path) for one in self.reports for f in one.findings), key=lambda pair: ORDER.index(pair[0].severity)
-        )
-        rows = [(f"{f.severity}{' (allowed)' * f.allowed}", f.what, f.reason, path, f.stream) for f, path in found]
-        tables = [
-            table(("file", "format", "verdict", "findings", "error"), files, len(files)) if files else "",
-            table(("severity", "what", "reason", "file", "stream"), rows, len(rows)) if rows else "",
+        files = [
+            (one.path, one.format, one.verdict(), f"{len(one.findings):,}", one.error or "")
+            for one in self.reports
         ]
-        return card("ScanReport", [("verdict", self.verdict()), ("skipped", f"{self.skipped:,}")], tables=tables)
+        found = sorted(
+            ((f, one.path) for one in self.reports for f in one.findings),
+            key=lambda pair: ORDER.index(pair[0].severity),
+        )
+        rows = [
+            (f"{f.severity}{' (allowed)' * f.allowed}", f.what, f.reason, path, f.stream)
+            for f, path in found
+        ]
+        tables = [
+            table(("file", "format", "verdict", "findings", "error"), files, len(files))
+            if files
+            else "",
+            table(("severity", "what", "reason", "file", "stream"), rows, len(rows))
+            if rows
+            else "",
+        ]
+        return card(
+            "ScanReport",
+            [("verdict", self.verdict()), ("skipped", f"{self.skipped:,}")],
+            tables=tables,
+        )
 
     def count(self, severity: Severity, *, allowed: bool = False) -> int:
         """Findings of one severity, without those that are allowed; or of those alone."""
-        return sum(f.severity == severity and f.allowed == allowed for file in self.reports for f in file.findings)
+        return sum(
+            f.severity == severity and f.allowed == allowed
+            for file in self.reports
+            for f in file.findings
+        )
 
     def verdict(self, *, strict: bool = False) -> Verdict:
         """The first word for any file: `dangerous`, `suspicious`, `unknown`, `error` (something could not be read), `clean`.
@@ -270,7 +312,9 @@ class _Looked:
         try:
             path = place_at(place_of(given)).settled(self._limits)
         except HoldfastError as error:
-            refused = FileReport(str(given) if isinstance(given, str | Path) else shown(given), "", error=str(error))
+            refused = FileReport(
+                str(given) if isinstance(given, str | Path) else shown(given), "", error=str(error)
+            )
             return lambda: [refused]
         if not place_at(path).is_folder:
             self._todo[path, True] = None
@@ -280,11 +324,18 @@ class _Looked:
     def look(self) -> None:
         wanted = [*self._todo]
         listed = functools.cache(lambda folder: place_at(folder).files())
-        nbytes = [_nbytes(path, listed) for path, _ in wanted] if self._ranks.size > 1 else [0] * len(wanted)
+        nbytes = (
+            [_nbytes(path, listed) for path, _ in wanted]
+            if self._ranks.size > 1
+            else [0] * len(wanted)
+        )
 
         def look(numbers: list[int]) -> list[FileReport | None]:
             some = (wanted[number] for number in numbers)
-            return [_scan_file(path, self._limits) if named else _scan_found(path, self._limits) for path, named in some]
+            return [
+                _scan_file(path, self._limits) if named else _scan_found(path, self._limits)
+                for path, named in some
+            ]
 
         kind = cast("type[FileReport | None]", FileReport | None)
         self._todo.update(zip(wanted, share_out(self._ranks, nbytes, look, kind), strict=True))
@@ -294,12 +345,21 @@ class _Looked:
         Python code is judged by what lies beside it."""
         problems: list[FileReport] = []
         folders: list[tuple[str, Sequence[str], list[str]]] = []
-        walk = place_at(directory).walk(self._limits.files, lambda place, why: problems.append(FileReport(place, "", error=why)))
+        walk = place_at(directory).walk(
+            self._limits.files, lambda place, why: problems.append(FileReport(place, "", error=why))
+        )
         for folder, names in walk:
             # The files of a native directory, and those of a distributed checkpoint, are one checkpoint together.
             native, distributed = MANIFEST in names, any(map(_belongs, names))
-            alone = [name for name in sorted(names) if not native and not (distributed and _belongs(name))]
-            places = [*([folder] if native or distributed else []), *(_below(folder, name) for name in alone)]
+            alone = [
+                name
+                for name in sorted(names)
+                if not native and not (distributed and _belongs(name))
+            ]
+            places = [
+                *([folder] if native or distributed else []),
+                *(_below(folder, name) for name in alone),
+            ]
             folders.append((folder, names, places))
             self._todo.update(dict.fromkeys((place, False) for place in places))
 
@@ -308,10 +368,17 @@ class _Looked:
             """Folders with a report."""
             for folder, names, places in folders:
                 found = {place: self._todo[place, False] for place in places}
-                findings = [finding for report in found.values() if report is not None for finding in report.findings]
+                findings = [
+                    finding
+                    for report in found.values()
+                    if report is not None
+                    for finding in report.findings
+                ]
                 here = any(report is not None for report in found.values())
                 at = place_at(folder)
-                code = model_code_findings(at.name, names, findings, weights=here, above=at.parent.rstrip("/") in reported)
+                code = model_code_findings(
+                    at.name, names, findings, weights=here, above=at.parent.rstrip("/") in reported
+                )
                 reported |= {folder.rstrip("/")} if here else set()
                 for name in code:
                     found.setdefault(_below(folder, name), None)
@@ -330,7 +397,11 @@ def _nbytes(path: str, listed: Callable[[str], Mapping[str, int]]) -> int:
     """About how many bytes a file, or a folder that is one checkpoint, has; 0 where nobody can say."""
     place = place_at(path)
     try:
-        return sum(listed(path).values()) if place.is_folder else listed(place.parent).get(place.name, 0)
+        return (
+            sum(listed(path).values())
+            if place.is_folder
+            else listed(place.parent).get(place.name, 0)
+        )
     except OSError:
         return 0
 
@@ -407,7 +478,9 @@ def _scan_bytes(path: str, limits: Limits) -> FileReport:
             walk.kinds.add("config")
         opened = _open(path, limits)
         if span.read(0, len(POINTER)) == POINTER:
-            opened = replace(opened, refusal="a Git LFS pointer, not the file itself; run `git lfs pull`")
+            opened = replace(
+                opened, refusal="a Git LFS pointer, not the file itself; run `git lfs pull`"
+            )
         paths = opened.paths or _paths_of_pickle(walk, span)
     finally:
         store.close()
@@ -430,7 +503,8 @@ class OpenOutcome(Value, frozen=True):
 
 
 TEMPLATE_REASON = (
-    "a template that programs render with Jinja, which is a language: it is shown by `holdfast show`, and was not judged"
+    "a template that programs render with Jinja, which is a language: "
+    "it is shown by `holdfast show`, and was not judged"
 )
 
 
@@ -440,7 +514,9 @@ def _open(path: str, limits: Limits) -> OpenOutcome:
             paths = places_of(checkpoint.tree) if checkpoint.foreign else {}
             paths |= {str(item.what): item.paths for item in checkpoint.foreign if item.paths}
             template = format_of(checkpoint.format).templates
-            templates = tuple(name for name in checkpoint.metadata if template in name) if template else ()
+            templates = (
+                tuple(name for name in checkpoint.metadata if template in name) if template else ()
+            )
             return OpenOutcome(checkpoint.format, None, paths, templates)
     except UnknownFormat:
         return OpenOutcome()
@@ -452,25 +528,40 @@ def _paths_of_pickle(walk: FileScan, span: Span) -> dict[str, tuple[str, ...]]:
     if "pickle" not in walk.kinds or span.nbytes > walk.limits.pickle_nbytes:
         return {}
     try:
-        done = interpret(span.read(0, span.nbytes), PlainTable(), limits=walk.limits, stream="pickle")
+        done = interpret(
+            span.read(0, span.nbytes), PlainTable(), limits=walk.limits, stream="pickle"
+        )
     except HoldfastError:
         return {}
     return places_of(done.value)
 
 
-def _report(path: str, walk: FileScan, opened: OpenOutcome, *, paths: dict[str, tuple[str, ...]]) -> FileReport:
+def _report(
+    path: str, walk: FileScan, opened: OpenOutcome, *, paths: dict[str, tuple[str, ...]]
+) -> FileReport:
     for name in opened.templates:
         walk.found.add_other("unknown", name, TEMPLATE_REASON, stream=WHOLE)
     findings = walk.found.sorted(paths)
     errors = list(walk.found.errors)
     other = walk.kinds & {"zip", "tar"} and not walk.torch_zip
-    if other and not opened.format and not walk.streams and not findings and not walk.kinds & {"npz", "torch-package"}:
+    if (
+        other
+        and not opened.format
+        and not walk.streams
+        and not findings
+        and not walk.kinds & {"npz", "torch-package"}
+    ):
         # An archive in which there is nothing for any loader: a wheel, a document, pictures.
         ordinary = not errors or ("refused" in walk.kinds and len(errors) == 1)
         return FileReport(path, "", error=None if ordinary else _joined(errors))
     # An array of something that is no tensor, which was walked to its end.
     array = "npy" in walk.kinds and opened.other
-    if opened.refusal is not None and not errors and not array and not (other and "refused" not in walk.kinds):
+    if (
+        opened.refusal is not None
+        and not errors
+        and not array
+        and not (other and "refused" not in walk.kinds)
+    ):
         errors.append(opened.refusal)
     if not opened.format and walk.trailing is not None:
         errors.append(walk.trailing)
@@ -521,14 +612,22 @@ def _scan_items(walk: FileScan, spans: dict[str, Span]) -> None:
     done: set[tuple[object, object, object]] = set()
     for item in walk.items:
         name, offset, length = (item.get(field) for field in ("relative_path", "offset", "length"))
-        if type(name) is not str or type(offset) is not int or type(length) is not int or (name, offset, length) in done:
+        if (
+            type(name) is not str
+            or type(offset) is not int
+            or type(length) is not int
+            or (name, offset, length) in done
+        ):
             continue
         done.add((name, offset, length))
         try:
             check_key(name)
         except HoldfastError:
             walk.found.add_other(
-                "suspicious", f"an item in the file {name[:200]!r}", "reads a file outside of the checkpoint", stream=".metadata"
+                "suspicious",
+                f"an item in the file {name[:200]!r}",
+                "reads a file outside of the checkpoint",
+                stream=".metadata",
             )
             continue
         span = spans.get(name)
@@ -540,4 +639,6 @@ def _scan_items(walk: FileScan, spans: dict[str, Span]) -> None:
             return
         part = span.part(offset, offset + length)
         if not walk.look(part, f"{name} at byte {offset:,}", 1) and part.nbytes:
-            walk.found.error(f"{name}: the item at byte {offset:,} is neither a pickle nor an archive; not read")
+            walk.found.error(
+                f"{name}: the item at byte {offset:,} is neither a pickle nor an archive; not read"
+            )

@@ -131,7 +131,13 @@ PURE = """
 """
 """Functions of tensors, which an activation or an initialisation names; `from_file` and its like are `MEMBERS`."""
 
-REBUILDERS = ("_rebuild_", "__randomstate_ctor", "__generator_ctor", "__bit_generator_ctor", "_pickle_")
+REBUILDERS = (
+    "_rebuild_",
+    "__randomstate_ctor",
+    "__generator_ctor",
+    "__bit_generator_ctor",
+    "_pickle_",
+)
 
 CYTHON = "__pyx_unpickle_"
 """How Cython makes an object of a class of its own: `__pyx_unpickle_Tree(Tree, checksum, state)`."""
@@ -158,7 +164,12 @@ def _built() -> frozenset[tuple[str, str]]:
     from holdfast.formats.dcp.schema import MetadataTable
     from holdfast.formats.torch.reducers import buildable
 
-    return buildable() | frozenset(MetadataTable().calls) | frozenset(MetadataTable().news) | frozenset(MetadataTable().values)
+    return (
+        buildable()
+        | frozenset(MetadataTable().calls)
+        | frozenset(MetadataTable().news)
+        | frozenset(MetadataTable().values)
+    )
 
 
 def judge(what: Global, uses: Collection[str], *, given: bool = False) -> tuple[Severity, str]:
@@ -189,7 +200,11 @@ def judge(what: Global, uses: Collection[str], *, given: bool = False) -> tuple[
     if "result" in uses:
         # Whatever comes out of a call that is called itself is nothing that holds data.
         reason = _module_reason(full)
-        return ("dangerous", reason) if reason else ("suspicious", "what comes out of it would be called")
+        return (
+            ("dangerous", reason)
+            if reason
+            else ("suspicious", "what comes out of it would be called")
+        )
     if (module, what.name) in _built():
         return "safe", "built as data"
     if full in _KNOWN:
@@ -199,10 +214,17 @@ def judge(what: Global, uses: Collection[str], *, given: bool = False) -> tuple[
     return _judge_foreign(module, what.name, uses, given=given)
 
 
-def _judge_foreign(module: str, name: str, uses: Collection[str], *, given: bool) -> tuple[Severity, str]:
+def _judge_foreign(
+    module: str, name: str, uses: Collection[str], *, given: bool
+) -> tuple[Severity, str]:
     full = f"{module}.{name}"
     last = name.rpartition(".")[2]
-    if full.startswith(_PURE) and full.count(".") <= 3 and last not in _MEMBERS and not last.startswith("__"):
+    if (
+        full.startswith(_PURE)
+        and full.count(".") <= 3
+        and last not in _MEMBERS
+        and not last.startswith("__")
+    ):
         return "known", "a function of tensors"
     if last.startswith(CYTHON) and "." not in name:
         last = name = last.removeprefix(CYTHON)
@@ -213,7 +235,11 @@ def _judge_foreign(module: str, name: str, uses: Collection[str], *, given: bool
         return "known", "a function or a class of numpy, named and not called"
     rebuilds = last.startswith(REBUILDERS) and "." not in name
     holds_data = full.startswith(_KNOWN_UNDER)
-    if holds_data and "." not in name and (rebuilds or (_classlike(last) and not CALLED & set(uses))):
+    if (
+        holds_data
+        and "." not in name
+        and (rebuilds or (_classlike(last) and not CALLED & set(uses)))
+    ):
         return "known", "part of ordinary checkpoints"
     reason = None if holds_data else _module_reason(full)
     if reason is not None:
@@ -233,7 +259,10 @@ def _judge_name(name: str, uses: Collection[str], *, given: bool) -> tuple[Sever
     # Since protocol 4 a name may have dots, and each one is an attribute: `linear.os.system` of any module that imports os.
     for part in parts[:-1]:
         if part.lstrip("_") in _MODULES or part in _MODULES:
-            return "dangerous", f"{_MODULES.get(part) or _MODULES[part.lstrip('_')]}, reached through another module"
+            return (
+                "dangerous",
+                f"{_MODULES.get(part) or _MODULES[part.lstrip('_')]}, reached through another module",
+            )
     if any(part.startswith("__") for part in parts):
         return "dangerous", "reaches into the interpreter"
     if any(not _classlike(part) for part in parts[:-1]):
@@ -244,10 +273,16 @@ def _judge_name(name: str, uses: Collection[str], *, given: bool) -> tuple[Sever
         return "dangerous", "a module, reached through another one"
     if CALLED & set(uses):
         if _classlike(parts[-1]):
-            return "suspicious", "a class that nothing here knows: its constructor or its methods would run"
+            return (
+                "suspicious",
+                "a class that nothing here knows: its constructor or its methods would run",
+            )
         return "suspicious", "a function that nothing here knows would be called"
     if "new" in uses and given:
-        return "suspicious", "a class that nothing here knows would be made with arguments of this file"
+        return (
+            "suspicious",
+            "a class that nothing here knows would be made with arguments of this file",
+        )
     if _classlike(parts[-1]):
         return "unknown", "a class that nothing here knows; its module would be imported"
     return "unknown", "mentioned and not called; its module would be imported"

@@ -48,12 +48,24 @@ class Side(Value, frozen=True):
         flat = checkpoint.flat or _flat(tree, tensors)
         if flat:
             tensors, tree = tensors.without_views(), refilled(cast(AnyDict, tree), {})
-        return cls(checkpoint.path, checkpoint.format, tensors, tree, checkpoint.metadata, flat, ordered=flat)
+        return cls(
+            checkpoint.path,
+            checkpoint.format,
+            tensors,
+            tree,
+            checkpoint.metadata,
+            flat,
+            ordered=flat,
+        )
 
     def made(self) -> Side:
         """The side with all tensors made, each once, and in the tree."""
         tensors = self.tensors.made()
-        tree = refilled(cast(AnyDict, self.tree), cast(AnyDict, dict(tensors))) if self.ordered else self.tree
+        tree = (
+            refilled(cast(AnyDict, self.tree), cast(AnyDict, dict(tensors)))
+            if self.ordered
+            else self.tree
+        )
         return replace(self, tensors=tensors, tree=tree)
 
 
@@ -62,16 +74,26 @@ def same_view(one: LazyTensor | None, other: LazyTensor) -> bool:
         return one is other
     # One position, under two names: nothing has to be made to tell.
     alike = one.position is not None and one.position is other.position and one.shape == other.shape
-    return (alike and one.traits is other.traits and one.dtype is other.dtype) or identity(one) == identity(other)
+    return (alike and one.traits is other.traits and one.dtype is other.dtype) or identity(
+        one
+    ) == identity(other)
 
 
 def _flat(tree: object, tensors: Table) -> bool:
     """Whether a dict has the tensors under their names in their order, and they are nothing but tensors."""
-    if type(tree) not in (dict, OrderedDict) or not isinstance(tree, dict) or len(tree) != len(tensors):
+    if (
+        type(tree) not in (dict, OrderedDict)
+        or not isinstance(tree, dict)
+        or len(tree) != len(tensors)
+    ):
         return False
-    if not all(map(eq, tree, tensors)) or not all(isinstance(value, LazyTensor) for value in tree.values()):
+    if not all(map(eq, tree, tensors)) or not all(
+        isinstance(value, LazyTensor) for value in tree.values()
+    ):
         return False
-    plain = all(kind.traits.subclass is None and kind.traits.state is None for kind in tensors.kinds)
+    plain = all(
+        kind.traits.subclass is None and kind.traits.state is None for kind in tensors.kinds
+    )
     return plain and all(map(same_view, tree.values(), map(tensors.view, range(len(tensors)))))
 
 
@@ -85,7 +107,9 @@ def chosen_sides(
     `NoSuchTensor` where nothing passes the filter.
     """
     if isinstance(rename, bool):
-        raise Unsupported("rename= takes pairs of globs; whether tensors that moved are found is said by find_renamed=")
+        raise Unsupported(
+            "rename= takes pairs of globs; whether tensors that moved are found is said by find_renamed="
+        )
     rename = tuple(rename.items() if isinstance(rename, Mapping) else rename)
     wanted = matcher("*" if filter is None else filter)
     names: list[str] = []
@@ -98,7 +122,14 @@ def chosen_sides(
             side = _chosen(checkpoint, _renamer(checkpoint, own), wanted)
         if not tensors_only and filter is None:
             return side
-        return Side(side.path, side.format, side.tensors, {} if tensors_only else side.tree, None, tensors_only or side.flat)
+        return Side(
+            side.path,
+            side.format,
+            side.tensors,
+            {} if tensors_only else side.tree,
+            None,
+            tensors_only or side.flat,
+        )
 
     first, second = map(side_of, checkpoints, (rename, ()))
     if filter is not None and not any(side.tensors or side.tree for side in (first, second)):
@@ -119,7 +150,9 @@ def _renamer(checkpoint: Checkpoint, rename: Renames) -> Callable[[str], str]:
     return renamer(rename)
 
 
-def _chosen(checkpoint: Checkpoint, new: Callable[[str], str], wanted: Callable[[str], bool]) -> Side:
+def _chosen(
+    checkpoint: Checkpoint, new: Callable[[str], str], wanted: Callable[[str], bool]
+) -> Side:
     table = checkpoint.stored
     rows: dict[str, int] = {}
     twice: dict[str, None] = {}
@@ -131,7 +164,10 @@ def _chosen(checkpoint: Checkpoint, new: Callable[[str], str], wanted: Callable[
             twice[now] = None
         rows[now] = row
     if twice:
-        raise CannotHold("these names cannot be changed so", [f"two tensors would be called {name!r}" for name in twice])
+        raise CannotHold(
+            "these names cannot be changed so",
+            [f"two tensors would be called {name!r}" for name in twice],
+        )
     values: dict[str, object] = {}
     for path, value in leaf_paths(checkpoint.tree):
         name = new(dotted(path))

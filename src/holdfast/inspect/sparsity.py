@@ -31,7 +31,22 @@ from holdfast.numeric.pack import matrix_shape
 from holdfast.numeric.statistics import countable
 from holdfast.numeric.zeros import ZeroPlaces
 
-BLOCKS = ((64, 64), (32, 32), (16, 16), (8, 8), (4, 4), (1, 64), (64, 1), (1, 16), (16, 1), (1, 8), (8, 1), (1, 4), (4, 1), (2, 2))
+BLOCKS = (
+    (64, 64),
+    (32, 32),
+    (16, 16),
+    (8, 8),
+    (4, 4),
+    (1, 64),
+    (64, 1),
+    (1, 16),
+    (16, 1),
+    (1, 8),
+    (8, 1),
+    (1, 4),
+    (4, 1),
+    (2, 2),
+)
 """Block shapes that are looked for, the largest first."""
 
 TILE_ROWS, TILE_COLUMNS = 64, 1 << 13  # half a million elements
@@ -84,7 +99,11 @@ def sparsity(
     """
     workers = reading_threads(max_memory, threads)
     with opened(src, threads=1, limits=limits) as source:
-        rows = find_zeros([source[name] for name in filter(matcher(pattern), source)], threads=workers, progress=progress)
+        rows = find_zeros(
+            [source[name] for name in filter(matcher(pattern), source)],
+            threads=workers,
+            progress=progress,
+        )
         return SparsityReport(source.path, source.format, rows, source.notes)
 
 
@@ -116,10 +135,19 @@ def tiles(tensor: LazyTensor) -> Iterator[Block]:
 
 def _row(tensor: LazyTensor, about: ZeroPlaces) -> TensorSparsity:
     filled = tensor.size - about.zeros
-    fits = [(n / m, m, n) for m, n in about.most.items() if 0 < n < m and filled >= EXPLAINED * tensor.size * n / m]
+    fits = [
+        (n / m, m, n)
+        for m, n in about.most.items()
+        if 0 < n < m and filled >= EXPLAINED * tensor.size * n / m
+    ]
     pattern = min(fits, default=None)
     block = None
     if about.zeros and filled:
-        block = next((shape for shape in BLOCKS if about.explained.get(shape, 0) >= EXPLAINED * about.zeros), None)
+        block = next(
+            (shape for shape in BLOCKS if about.explained.get(shape, 0) >= EXPLAINED * about.zeros),
+            None,
+        )
     found = (pattern[2], pattern[1]) if pattern else None
-    return TensorSparsity(tensor.name, tensor.dtype.name, tensor.shape, about.zeros, found, block, *about.dead)
+    return TensorSparsity(
+        tensor.name, tensor.dtype.name, tensor.shape, about.zeros, found, block, *about.dead
+    )

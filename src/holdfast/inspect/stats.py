@@ -100,7 +100,9 @@ def stats(
     with acting(group, "measure tensors") as ranks, ranks.counting(progress) as counted:
         workers = reading_threads(max_memory, threads, ranks.neighbours())
         with opened(src, threads=1, limits=limits) as source:
-            rows = measure(chosen(source, pattern), bins=bins, threads=workers, progress=counted, ranks=ranks)
+            rows = measure(
+                chosen(source, pattern), bins=bins, threads=workers, progress=counted, ranks=ranks
+            )
             return StatsReport(source.path, source.format, rows, source.notes)
 
 
@@ -108,7 +110,9 @@ def chosen(source: Checkpoint, pattern: str | None) -> list[LazyTensor]:
     """The tensors whose names match a glob: of None all, and of any other at least one, or `NoSuchTensor` is raised."""
     found = [source[name] for name in filter(matcher("*" if pattern is None else pattern), source)]
     if not found and pattern not in (None, "*"):
-        raise NoSuchTensor(f"no tensor in the checkpoint is called {pattern!r}", file=source.path, found=pattern)
+        raise NoSuchTensor(
+            f"no tensor in the checkpoint is called {pattern!r}", file=source.path, found=pattern
+        )
     return found
 
 
@@ -127,9 +131,18 @@ def measure(
     def rows(numbers: list[int]) -> list[TensorStats]:
         own = [wanted[number] for number in numbers]
         found = scan(own, lambda at: NumberStats(own[at], bins), threads=threads, progress=progress)
-        again = [at for at, (moments, counts) in enumerate(found) if bins and counts is None and moments.finite]
+        again = [
+            at
+            for at, (moments, counts) in enumerate(found)
+            if bins and counts is None and moments.finite
+        ]
         left = [own[at] for at in again]
-        drawn = scan(left, lambda at: NumberStats(left[at], bins, found[again[at]][0]), threads=threads, progress=progress)
+        drawn = scan(
+            left,
+            lambda at: NumberStats(left[at], bins, found[again[at]][0]),
+            threads=threads,
+            progress=progress,
+        )
         for at, both in zip(again, drawn, strict=True):
             found[at] = both
         return [_row(tensor, *one) for tensor, one in zip(own, found, strict=True)]
@@ -143,7 +156,9 @@ def reading_nbytes(tensors: Iterable[LazyTensor], *, bins: int) -> int:
     def once(tensor: LazyTensor) -> bool:
         return not bins or counts_patterns(tensor) or tensor.size <= BLOCK_ELEMENTS
 
-    return sum(tensor.nbytes * (1 if once(tensor) else 2) for tensor in tensors if countable(tensor))
+    return sum(
+        tensor.nbytes * (1 if once(tensor) else 2) for tensor in tensors if countable(tensor)
+    )
 
 
 def _row(tensor: LazyTensor, found: Moments, counts: Ints | None) -> TensorStats:

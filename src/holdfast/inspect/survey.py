@@ -33,9 +33,13 @@ def survey(checkpoint: Checkpoint) -> Survey:
     ties: dict[str, str] = {}
     for _, rows in shared.groups():
         for row in rows[1:]:
-            ties.setdefault(names[row], f"= {names[same[row]]}" if row in same else f"in {names[rows[0]]}")
+            ties.setdefault(
+                names[row], f"= {names[same[row]]}" if row in same else f"in {names[rows[0]]}"
+            )
     counts = np.bincount(np.asarray(table.kind, np.int64), minlength=len(table.kinds)).tolist()
-    elements: dict[DType, int] = {table.kinds[number].dtype: 0 for number in dict.fromkeys(table.kind)}
+    elements: dict[DType, int] = {
+        table.kinds[number].dtype: 0 for number in dict.fromkeys(table.kind)
+    }
     for row in same:
         counts[table.kind[row]] -= 1
     for kind, count in zip(table.kinds, counts, strict=True):

@@ -29,7 +29,14 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
-from holdfast.errors import Corrupted, FormatError, HoldfastError, Replaced, StoreError, UnknownFormat
+from holdfast.errors import (
+    Corrupted,
+    FormatError,
+    HoldfastError,
+    Replaced,
+    StoreError,
+    UnknownFormat,
+)
 from holdfast.formats import FORMATS, file_suffixes
 from holdfast.formats.index_file import INDEX, USUAL
 from holdfast.formats.safetensors.record import MANIFEST
@@ -46,7 +53,9 @@ STATE_NBYTES = 256 << 20
 SPEEDS = ("_runtime", "_per_second", "_time")
 """How the names end of what an evaluation says about itself, and not about the model."""
 
-STEP = re.compile(r"(?:^|[-_=.])(?:global_?step|steps?|checkpoint|ckpt|iter|iteration)[-_=]?(\d{1,18})(?=$|[-_.])")
+STEP = re.compile(
+    r"(?:^|[-_=.])(?:global_?step|steps?|checkpoint|ckpt|iter|iteration)[-_=]?(\d{1,18})(?=$|[-_.])"
+)
 """A step in a name: checkpoint-500, step-500, global_step500, epoch=3-step=500.ckpt. An epoch is no step."""
 
 ONE_OF_MANY = re.compile(r"(?:model|epoch|weights?|net)[-_=]?\d{1,18}(?:$|\.)")
@@ -55,7 +64,14 @@ ONE_OF_MANY = re.compile(r"(?:model|epoch|weights?|net)[-_=]?\d{1,18}(?:$|\.)")
 COUNTED = re.compile(r"checkpoint_(\d+)")
 """What accelerate calls its folders by itself: the number of the save."""
 
-AT_THE_TOP = ("global_step", "step", "iteration", "trainer.global_step", "train_state.step", "train_state.global_step")
+AT_THE_TOP = (
+    "global_step",
+    "step",
+    "iteration",
+    "trainer.global_step",
+    "train_state.step",
+    "train_state.global_step",
+)
 """Where programs of people's own keep the step."""
 
 
@@ -76,12 +92,20 @@ def recognised(path: str, names: Sequence[str], limits: Limits) -> TrainerFolder
     there = set(names)
     if TRAINER_STATE in there:
         return _of_trainer(os.path.join(path, TRAINER_STATE), named)
-    if "latest" in there or any(name.endswith(("_optim_states.pt", "_model_states.pt")) for name in there):
+    if "latest" in there or any(
+        name.endswith(("_optim_states.pt", "_model_states.pt")) for name in there
+    ):
         tag = _tag(os.path.join(path, "latest")) if "latest" in there else None
         return TrainerFolder("deepspeed", named if named is not None else _step_in(tag or ""))
     if any(re.fullmatch(r"random_states_\d+\.pkl", name) for name in there):
         counted = COUNTED.fullmatch(base)
-        notes = (f"step {int(counted[1])} is the number of the save, which is all that accelerate records",) if counted else ()
+        notes = (
+            (
+                f"step {int(counted[1])} is the number of the save, which is all that accelerate records",
+            )
+            if counted
+            else ()
+        )
         return TrainerFolder("accelerate", named, notes=notes)
     writer = "dcp" if ".metadata" in there else "holdfast" if MANIFEST in there else ""
     if named is not None or not writer:
@@ -120,11 +144,19 @@ def torn(path: str, names: Sequence[str], limits: Limits) -> list[tuple[str, str
         elif last in (".metadata", MANIFEST):
             wrong = _does_not_open(os.path.join(path, folder), limits)
         elif last.endswith(tuple(suffix + INDEX for suffix in USUAL)):
-            wrong = _names_nothing(os.path.join(path, name), {one for one in there if one.rpartition("/")[0] == folder})
-        elif any(one.data and last.endswith(one.data) and os.path.join(folder, one.index) not in there for one in FORMATS):
+            wrong = _names_nothing(
+                os.path.join(path, name), {one for one in there if one.rpartition("/")[0] == folder}
+            )
+        elif any(
+            one.data and last.endswith(one.data) and os.path.join(folder, one.index) not in there
+            for one in FORMATS
+        ):
             wrong = "part of a distributed checkpoint whose .metadata is not there; that is written last"
         found += [(name, wrong)] if wrong else []
-    of_trainer = re.fullmatch(r"checkpoint-\d+", os.path.basename(os.path.abspath(path))) and "training_args.bin" in there
+    of_trainer = (
+        re.fullmatch(r"checkpoint-\d+", os.path.basename(os.path.abspath(path)))
+        and "training_args.bin" in there
+    )
     if of_trainer and TRAINER_STATE not in there:
         found.append((TRAINER_STATE, "missing; transformers writes it last"))
     if TRAINER_STATE in there:
@@ -211,10 +243,16 @@ def _of_trainer(path: str, named: int | None) -> TrainerFolder:
         raise FormatError(f"cannot be read: {error}", file=path) from None
     notes: list[str] = []
     if named is not None and named != step:
-        notes.append(f"the name says step {named:,}, and {TRAINER_STATE} says {step:,}, which counts")
+        notes.append(
+            f"the name says step {named:,}, and {TRAINER_STATE} says {step:,}, which counts"
+        )
     metrics, at = _evaluation(log if isinstance(log, list) else [])
     if metrics and at != step:
-        notes.append(f"the metrics are of the last evaluation, at step {at:,}" if _is_step(at) else "the evaluation has no step")
+        notes.append(
+            f"the metrics are of the last evaluation, at step {at:,}"
+            if _is_step(at)
+            else "the evaluation has no step"
+        )
     return TrainerFolder("transformers", step, metrics, tuple(notes))
 
 
@@ -231,8 +269,16 @@ def _evaluation(log: Sequence[object]) -> tuple[dict[str, float], object]:
     for entry in reversed(log):
         if not isinstance(entry, dict):
             continue
-        numbers = {name: value for name, value in entry.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-        found = {name: float(n) for name, n in numbers.items() if name.startswith("eval_") and not name.endswith(SPEEDS)}
+        numbers = {
+            name: value
+            for name, value in entry.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        found = {
+            name: float(n)
+            for name, n in numbers.items()
+            if name.startswith("eval_") and not name.endswith(SPEEDS)
+        }
         if found and (not metrics or entry.get("step") == at):
             metrics, at = {**found, **metrics}, entry.get("step")
         elif found:
@@ -257,7 +303,12 @@ def _single(path: str, named: int | None, limits: Limits) -> TrainerFolder:
     notes: tuple[str, ...] = ()
     if step is not None and named is not None and step != named:
         notes = (f"the name says step {named:,}, and the file says {step:,}, which counts",)
-    return TrainerFolder("lightning" if lightning else "", named if step is None else step, notes=notes, metrics=metrics)
+    return TrainerFolder(
+        "lightning" if lightning else "",
+        named if step is None else step,
+        notes=notes,
+        metrics=metrics,
+    )
 
 
 def _step_of(checkpoint: Checkpoint) -> int | None:

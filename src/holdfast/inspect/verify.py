@@ -182,10 +182,20 @@ def verify(
         if map is not None:
             with opened(src, limits=limits, map=map):
                 pass  # it was proved
-        return replace(_verified(src, limits or Limits(), workers, progress=counted, ranks=ranks), required=require)
+        return replace(
+            _verified(src, limits or Limits(), workers, progress=counted, ranks=ranks),
+            required=require,
+        )
 
 
-def _verified(src: Openable | Checkpoint, limits: Limits, workers: int, *, progress: Progress | None, ranks: Ranks) -> VerifyReport:
+def _verified(
+    src: Openable | Checkpoint,
+    limits: Limits,
+    workers: int,
+    *,
+    progress: Progress | None,
+    ranks: Ranks,
+) -> VerifyReport:
     check = Verification(limits, workers, progress, ranks)
     if isinstance(src, Checkpoint):
         check.opened(src)
@@ -215,7 +225,9 @@ def _verified(src: Openable | Checkpoint, limits: Limits, workers: int, *, progr
 class Verification:
     """Collects what is found in one or several checkpoints."""
 
-    def __init__(self, limits: Limits, threads: int, progress: Progress | None, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, limits: Limits, threads: int, progress: Progress | None, ranks: Ranks = ALONE
+    ) -> None:
         self._limits, self._threads, self._progress, self._ranks = limits, threads, progress, ranks
         self._formats: list[str] = []
         self._damaged: list[Damage] = []
@@ -247,7 +259,13 @@ class Verification:
     def sealed(self, path: str, *, whole: bool = False) -> None:
         """Compare a folder, or a file, with its seal, if it has one. `whole` where it is all that is verified."""
         try:
-            found = compared(path, self._limits, threads=self._threads, progress=self._progress, ranks=self._ranks)
+            found = compared(
+                path,
+                self._limits,
+                threads=self._threads,
+                progress=self._progress,
+                ranks=self._ranks,
+            )
         except HoldfastError as error:
             self.refuse(seal_path(path), error, ours=True)
             return
@@ -255,7 +273,14 @@ class Verification:
             return
         self._seal = found.seal if whole else self._seal
         for file, one in found.wrong.items():
-            self._problems.append(Problem(file, one.message, "Corrupted" if one.damaged else "StoreError", damaged=one.damaged))
+            self._problems.append(
+                Problem(
+                    file,
+                    one.message,
+                    "Corrupted" if one.damaged else "StoreError",
+                    damaged=one.damaged,
+                )
+            )
         self._broken |= {file for file, one in found.wrong.items() if one.damaged}
         self._vouched |= found.vouched
         inside = "" if whole else f"{os.path.basename(path)}/"
@@ -282,14 +307,29 @@ class Verification:
                 self.replaced = store.gone
                 store.close()
         if self.replaced:
-            self.refuse(path, failed or Replaced("the folder was replaced while it was read; verify it again", file=path))
+            self.refuse(
+                path,
+                failed
+                or Replaced(
+                    "the folder was replaced while it was read; verify it again", file=path
+                ),
+            )
             return
         found_before, on_disk = len(self._formats), place_at(path).on_disk
         for key in keys:
-            if key.endswith(f"/{SEAL}") and on_disk and os.path.join(path, key) not in self._vouched:
+            if (
+                key.endswith(f"/{SEAL}")
+                and on_disk
+                and os.path.join(path, key) not in self._vouched
+            ):
                 self.sealed(os.path.dirname(os.path.join(path, key)))
         for key in keys:
-            if key in done or key == SEAL or key.endswith(SUFFIX) or key.rsplit("/", 1)[-1].startswith("."):
+            if (
+                key in done
+                or key == SEAL
+                or key.endswith(SUFFIX)
+                or key.rsplit("/", 1)[-1].startswith(".")
+            ):
                 continue
             file = join(path, key)
             if key + SUFFIX in keys and on_disk:
@@ -298,9 +338,15 @@ class Verification:
                 self.one(file, optional=True, ours=MANIFEST in keys)
             elif file not in self._vouched:
                 self._skipped.append(file)
-        named = any(problem.file != path for problem in self._problems) and not isinstance(failed, Corrupted)
+        named = any(problem.file != path for problem in self._problems) and not isinstance(
+            failed, Corrupted
+        )
         verified = len(self._formats) > found_before or self._vouched
-        if failed is not None and not named and not (isinstance(failed, UnknownFormat) and verified):
+        if (
+            failed is not None
+            and not named
+            and not (isinstance(failed, UnknownFormat) and verified)
+        ):
             self.refuse(path, failed, ours=MANIFEST in keys)
 
     def one(self, path: Openable, *, optional: bool = False, ours: bool = False) -> None:
@@ -334,16 +380,30 @@ class Verification:
         if isinstance(error, OF_RANKS):
             raise error
         place = file if error.file in (None, file) else place_at(file).file(error.file)
-        if isinstance(error, Corrupted) and isinstance(error.expected, int) and isinstance(error.found, int):
-            self._damaged.append(Damage(place, (), "", error.offset or 0, 0, error.expected, error.found, error.message))
+        if (
+            isinstance(error, Corrupted)
+            and isinstance(error.expected, int)
+            and isinstance(error.found, int)
+        ):
+            self._damaged.append(
+                Damage(
+                    place, (), "", error.offset or 0, 0, error.expected, error.found, error.message
+                )
+            )
         else:
-            damaged = isinstance(error, Corrupted) or ((ours or place in self._broken) and isinstance(error, FormatError))
-            self._problems.append(Problem(place, error.message, type(error).__name__, damaged=damaged))
+            damaged = isinstance(error, Corrupted) or (
+                (ours or place in self._broken) and isinstance(error, FormatError)
+            )
+            self._problems.append(
+                Problem(place, error.message, type(error).__name__, damaged=damaged)
+            )
 
     def _checkpoint(self, store: Store, path: str) -> set[str]:
         """Verify what one store holds; gives the keys of its files back. Raises where it does not open."""
         with store.reading():
-            return self._content(OpenSource(store, limits=self._limits, threads=self._threads), path)
+            return self._content(
+                OpenSource(store, limits=self._limits, threads=self._threads), path
+            )
 
     def _content(self, source: OpenSource, path: str) -> set[str]:
         tensors: Table = NO_TENSORS
@@ -400,14 +460,23 @@ class Verification:
         self._sweep(found, keys=keys, path=path)
         self._formats.append(format.name)
         place = place_at(path)
-        self._files += [(os.path.basename(path) if place.file(key) == path else key, source.store.size(key)) for key in keys]
+        self._files += [
+            (os.path.basename(path) if place.file(key) == path else key, source.store.size(key))
+            for key in keys
+        ]
         return set(keys)
 
     def _lost(self, path: str, error: HoldfastError, name: str) -> None:
         """Enter a tensor whose bytes cannot be found, because what says where they are is damaged."""
         file = place_at(path).file(error.file) if error.file else path
-        if isinstance(error, Corrupted) and isinstance(error.expected, int) and isinstance(error.found, int):
-            self._damaged.append(Damage(file, (name,), "", error.offset or 0, 0, error.expected, error.found))
+        if (
+            isinstance(error, Corrupted)
+            and isinstance(error.expected, int)
+            and isinstance(error.found, int)
+        ):
+            self._damaged.append(
+                Damage(file, (name,), "", error.offset or 0, 0, error.expected, error.found)
+            )
         else:
             self._problems.append(Problem(file, error.message, type(error).__name__, (name,)))
 
@@ -426,7 +495,10 @@ class Verification:
         inflated: Sweep | None = None
         if len(computed):
             stores.append(stored.stores[stored.ranges.files.item(computed.item(0))])
-            ranges, sums = stored.ranges.some(~stored.in_store(store)), stored.crcs[computed] != NO_CRC
+            ranges, sums = (
+                stored.ranges.some(~stored.in_store(store)),
+                stored.crcs[computed] != NO_CRC,
+            )
             inflated = Sweep(stores[-1], ranges, summed=sums)
             work += inflated.tasks(self._progress)
         # A task is about a block. The first rank has the fewest, where they cannot all have as many.
@@ -440,49 +512,80 @@ class Verification:
         if inflated is not None:
             # What is unpacked from damaged parts says nothing new.
             damaged = {name for damage in self._damaged for name in damage.tensors}
-            fresh = np.array([damaged.isdisjoint(found.names(number)) for number in computed.tolist()], np.bool_)
+            fresh = np.array(
+                [damaged.isdisjoint(found.names(number)) for number in computed.tolist()], np.bool_
+            )
             self._settle(found, computed, inflated, path, fresh=fresh, file=path)
         for number, missed in sorted(sweep.errors.items()):
             if number >= len(own):
                 key = between.keys[between.files.item(number - len(own))]
-                self._problems.append(Problem(place_at(path).file(key), missed.message, type(missed).__name__))
+                self._problems.append(
+                    Problem(place_at(path).file(key), missed.message, type(missed).__name__)
+                )
         for number, nbytes in found.packed.items():
             self._settle_packed(found, number, nbytes, path)
 
     def _settle(
-        self, found: CheckpointBytes, numbers: Ints, sweep: Sweep, path: str, *, fresh: Bools | None = None, file: str = ""
+        self,
+        found: CheckpointBytes,
+        numbers: Ints,
+        sweep: Sweep,
+        path: str,
+        *,
+        fresh: Bools | None = None,
+        file: str = "",
     ) -> None:
         """Enter the outcome of ranges (those of these numbers that are `fresh`) under their files, or under `file`."""
         stored = found.stored
-        crcs, nbytes, sums = stored.crcs[numbers], stored.ranges.nbytes[numbers], sweep.crcs()[: len(numbers)]
+        crcs, nbytes, sums = (
+            stored.crcs[numbers],
+            stored.ranges.nbytes[numbers],
+            sweep.crcs()[: len(numbers)],
+        )
         counts = np.ones(len(numbers), np.bool_) if fresh is None else fresh
         failed = np.zeros(len(numbers), np.bool_)
         failed[[number for number in sweep.errors if number < len(numbers)]] = True
         recorded = crcs != NO_CRC
         self._checked += int(nbytes[counts & recorded & ~failed].sum())
         for at in np.flatnonzero(counts & (failed | (recorded & (sums != crcs)))).tolist():
-            self._enter(found, numbers.item(at), sweep.outcome(at), file or found.file(numbers.item(at), path))
-        vouched = np.array([(file or place_at(path).file(key)) in self._vouched for key in stored.ranges.keys], np.bool_)
+            self._enter(
+                found,
+                numbers.item(at),
+                sweep.outcome(at),
+                file or found.file(numbers.item(at), path),
+            )
+        vouched = np.array(
+            [(file or place_at(path).file(key)) in self._vouched for key in stored.ranges.keys],
+            np.bool_,
+        )
         used = np.diff(stored.heads)[numbers] > 0
         unknown = counts & ~recorded & ~failed & used & ~vouched[stored.ranges.files[numbers]]
         self._unchecked_nbytes += int(nbytes[unknown].sum())
         waiting = np.zeros(len(stored), np.bool_)
         waiting[numbers[unknown]] = True
         names = found.table.names
-        self._unchecked.update((names[row], None) for row in stored.rows[waiting[stored.owners]].tolist())
+        self._unchecked.update(
+            (names[row], None) for row in stored.rows[waiting[stored.owners]].tolist()
+        )
 
-    def _settle_packed(self, found: CheckpointBytes, number: int, content_nbytes: int, path: str) -> None:
+    def _settle_packed(
+        self, found: CheckpointBytes, number: int, content_nbytes: int, path: str
+    ) -> None:
         key, start, nbytes = found.stored.ranges.place(number)
         outcome: int | HoldfastError | None
         try:
-            outcome = inflated_crc(found.source, key, (start, start + nbytes), content_nbytes=content_nbytes)
+            outcome = inflated_crc(
+                found.source, key, (start, start + nbytes), content_nbytes=content_nbytes
+            )
         except HoldfastError as error:
             outcome = detached(error)
         self._checked += 0 if isinstance(outcome, HoldfastError) else nbytes
         if outcome != found.stored.crcs.item(number):
             self._enter(found, number, outcome, found.file(number, path))
 
-    def _enter(self, found: CheckpointBytes, number: int, outcome: int | HoldfastError | None, file: str) -> None:
+    def _enter(
+        self, found: CheckpointBytes, number: int, outcome: int | HoldfastError | None, file: str
+    ) -> None:
         names = found.names(number)
         if isinstance(outcome, HoldfastError):
             self._problems.append(Problem(file, outcome.message, type(outcome).__name__, names))
@@ -544,10 +647,19 @@ class CheckpointBytes:
         left = [
             record
             for record in archive.records.besides(starts, nbytes)
-            if record.nbytes and record.crc32 is not None and record.stop not in ends and member_key(key, record) not in inflated
+            if record.nbytes
+            and record.crc32 is not None
+            and record.stop not in ends
+            and member_key(key, record) not in inflated
         ]
-        self._labels |= {number: record.name[cut:] for number, record in enumerate(left, len(stored))}
-        self.packed |= {number: record.content_nbytes for number, record in enumerate(left, len(stored)) if not record.stored}
+        self._labels |= {
+            number: record.name[cut:] for number, record in enumerate(left, len(stored))
+        }
+        self.packed |= {
+            number: record.content_nbytes
+            for number, record in enumerate(left, len(stored))
+            if not record.stored
+        }
         crcs = [NO_CRC if record.crc32 is None else record.crc32 for record in left]
         places = [(record.start, record.nbytes) for record in left]
         self.stored = stored.with_unused(places, crcs, store=store, key=key)

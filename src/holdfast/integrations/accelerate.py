@@ -42,7 +42,9 @@ NAMED = re.compile(r"checkpoint_(\d+)")
 
 def guard(accelerator: Accelerator) -> None:
     """From now on `accelerator.load_state` refuses what is not sealed and whole, and `save_state` over a folder takes its seal."""
-    accelerator.register_save_state_pre_hook(lambda models, weights, folder: _open_up(accelerator, folder))
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: _open_up(accelerator, folder)
+    )
     accelerator.register_load_state_pre_hook(lambda models, folder: check_whole(folder))
 
 
@@ -52,9 +54,16 @@ def check_whole(folder: AnyPath, *, deep: bool = False) -> None:
     if found is None:
         message = "this has no seal: it was not written to its end, or by another program (`holdfast seal` looks at it)"
         raise Corrupted(message, file=str(folder))
-    wrong = [(one.name, one.message) for one in check_digests(folder, found)] if deep else list(check_sizes(folder, found))
+    wrong = (
+        [(one.name, one.message) for one in check_digests(folder, found)]
+        if deep
+        else list(check_sizes(folder, found))
+    )
     if wrong:
-        raise Corrupted(f"this is not whole: {'; '.join(f'{name}: {why}' for name, why in wrong[:5])}", file=str(folder))
+        raise Corrupted(
+            f"this is not whole: {'; '.join(f'{name}: {why}' for name, why in wrong[:5])}",
+            file=str(folder),
+        )
 
 
 def save_state(
@@ -75,8 +84,12 @@ def save_state(
     limit = None
     if output_dir is None:
         if not project.automatic_checkpoint_naming:
-            raise NotCommitted("say where to save, or let accelerate choose the names (ProjectConfiguration, its automatic naming)")
-        folder = os.path.join(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
+            raise NotCommitted(
+                "say where to save, or let accelerate choose the names (ProjectConfiguration, its automatic naming)"
+            )
+        folder = os.path.join(
+            accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}"
+        )
         limit = project.total_limit
         if os.path.lexists(folder):
             message = "this exists; say where to go on with accelerator.project_configuration.iteration (load_state does that)"
@@ -103,12 +116,18 @@ def save_state(
     return folder
 
 
-def load_state(accelerator: Accelerator, input_dir: AnyPath | None = None, *, deep: bool = False) -> str | None:
+def load_state(
+    accelerator: Accelerator, input_dir: AnyPath | None = None, *, deep: bool = False
+) -> str | None:
     """Load the newest state that is whole, and say which; None, and nothing loaded, where there is none.
 
     `input_dir` is a folder of such folders, or one of them; without it, that of `automatic_checkpoint_naming`.
     """
-    root = os.path.join(accelerator.project_dir, "checkpoints") if input_dir is None else local_path(input_dir)
+    root = (
+        os.path.join(accelerator.project_dir, "checkpoints")
+        if input_dir is None
+        else local_path(input_dir)
+    )
     chosen: list[str | None] = [None]
     if accelerator.is_main_process:
         sealed = os.path.isdir(root) and read_seal(root) is not None

@@ -44,7 +44,9 @@ from holdfast.saving.transform import Casts, Edits, casts_of, transform
 Where: TypeAlias = "Sharding | jax.Device | None"
 """Where an array goes; None is JAX's default device."""
 
-Shardings: TypeAlias = "Where | Mapping[str, object] | Callable[[str, tuple[int, ...]], Where] | object"
+Shardings: TypeAlias = (
+    "Where | Mapping[str, object] | Callable[[str, tuple[int, ...]], Where] | object"
+)
 """One for all, a function of name and shape, or a tree of them: its paths are names, or patterns of names."""
 
 Choose: TypeAlias = "Callable[[str, tuple[int, ...]], Where]"
@@ -90,16 +92,22 @@ def load(
     """
     casts = casts_of(dtype)
     with opened(path, limits=limits, threads=threads, verify=verify) as checkpoint:
-        state = transform(tabulate_state(checkpoint), Edits(keep=tuple(keep), drop=tuple(drop)), limits)
+        state = transform(
+            tabulate_state(checkpoint), Edits(keep=tuple(keep), drop=tuple(drop)), limits
+        )
         tree = lazy_tree(state)
         tensors: dict[str, LazyTensor] = {}
         depth = (limits or Limits()).depth
-        paths = tensor_paths(tree, limits or Limits(), MOST_VISITS + HELD_NBYTES * len(state.tensors))
+        paths = tensor_paths(
+            tree, limits or Limits(), MOST_VISITS + HELD_NBYTES * len(state.tensors)
+        )
         names = {path: name for name, path in paths.items()}
         _Mapped(names, depth, tensors.setdefault).walk(tree, (), False)
         wanted = _placed(tensors, _chooser(shardings, tensors, checkpoint.path), casts)
         arrays = dict(_made(_planned(dict.fromkeys(wanted.values()), checkpoint.path)))
-        return _Mapped(names, depth, lambda name, tensor: arrays[wanted[name]]).walk(tree, (), False)
+        return _Mapped(names, depth, lambda name, tensor: arrays[wanted[name]]).walk(
+            tree, (), False
+        )
 
 
 class WantedArray(Value, frozen=True, eq=False):
@@ -112,7 +120,9 @@ class WantedArray(Value, frozen=True, eq=False):
     def parts(self) -> dict[Box, LazyTensor]:
         """The slices that this process reads: those of its devices, or all of it where that is no more."""
         shape = self.lazy.shape
-        jax.ShapeDtypeStruct(shape, self.lazy.dtype.numpy, sharding=self.sharding)  # says whether the rank will do
+        jax.ShapeDtypeStruct(
+            shape, self.lazy.dtype.numpy, sharding=self.sharding
+        )  # says whether the rank will do
         indices = self.sharding.addressable_devices_indices_map(shape).values()
         boxes = {_box(index, shape): index for index in indices}
         if sum(math.prod(stop - start for start, stop in box) for box in boxes) == self.lazy.size:
@@ -132,7 +142,9 @@ class WantedArray(Value, frozen=True, eq=False):
 class _Mapped:
     """Makes a tree again with plain dicts in it, and what `leaf` makes of every tensor and its name."""
 
-    def __init__(self, names: Mapping[Path, str], depth: int, leaf: Callable[[str, LazyTensor], object]) -> None:
+    def __init__(
+        self, names: Mapping[Path, str], depth: int, leaf: Callable[[str, LazyTensor], object]
+    ) -> None:
         self._names = names
         self._depth = depth
         self._leaf = leaf
@@ -143,7 +155,10 @@ class _Mapped:
         walk = self.walk
         self._left -= again
         if self._left < 0:
-            raise LimitExceeded("this state refers to the same containers too often to be a tree of JAX", expected=MOST_VISITS)
+            raise LimitExceeded(
+                "this state refers to the same containers too often to be a tree of JAX",
+                expected=MOST_VISITS,
+            )
         if isinstance(value, dict | list | tuple | Opaque):
             again = again or id(value) in self._seen
             self._seen.add(id(value))
@@ -153,30 +168,56 @@ class _Mapped:
             case dict():
                 return {key: walk(inner, (*path, step(key)), again) for key, inner in value.items()}
             case list() | tuple() if type(value) in (list, tuple):
-                return type(value)([walk(inner, (*path, at), again) for at, inner in enumerate(value)])
-            case Opaque() if (module := module_contents(value)) is not None and len(path) <= self._depth:
-                return {key: walk(one, (*path, key), again) for _, children in module for key, one in children if one is not None}
+                return type(value)(
+                    [walk(inner, (*path, at), again) for at, inner in enumerate(value)]
+                )
+            case Opaque() if (module := module_contents(value)) is not None and len(
+                path
+            ) <= self._depth:
+                return {
+                    key: walk(one, (*path, key), again)
+                    for _, children in module
+                    for key, one in children
+                    if one is not None
+                }
             case Composite():
                 part = next(iter(value.parts.values())).name
                 advice = f"leave it out (drop={part.rpartition('.')[0]!r}), or have its parts from holdfast.open"
-                raise Unsupported(f"a {value.kind} tensor, of which JAX has no kind; {advice}", tensor=part)
+                raise Unsupported(
+                    f"a {value.kind} tensor, of which JAX has no kind; {advice}", tensor=part
+                )
         return value
 
 
-def _placed(tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts) -> dict[str, WantedArray]:
+def _placed(
+    tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts
+) -> dict[str, WantedArray]:
     """The array of every name. Tied tensors that go to one place are one array, and read once."""
     patterns = [(matcher(pattern), to) for pattern, to in casts]
     once: dict[object, WantedArray] = {}
     found: dict[str, WantedArray] = {}
     for name, lazy in tensors.items():
-        to = next((to for means, to in patterns if means(name)), None) if lazy.dtype.kind == "float" else None
+        to = (
+            next((to for means, to in patterns if means(name)), None)
+            if lazy.dtype.kind == "float"
+            else None
+        )
         if to is not None and _held(to) != to.numpy:
-            raise BadArgument(f"dtype={to} needs 64 bits: jax.config.update('jax_enable_x64', True) comes first", found=to)
+            raise BadArgument(
+                f"dtype={to} needs 64 bits: jax.config.update('jax_enable_x64', True) comes first",
+                found=to,
+            )
         where = choose(name, lazy.shape)
-        sharding = where if isinstance(where, Sharding) else SingleDeviceSharding(where or _default_device())
+        sharding = (
+            where
+            if isinstance(where, Sharding)
+            else SingleDeviceSharding(where or _default_device())
+        )
         _held(lazy.dtype, name)
         dtype = to or lazy.dtype
-        found[name] = once.setdefault((identity(lazy), sharding, dtype), WantedArray(lazy, sharding, dtype))
+        found[name] = once.setdefault(
+            (identity(lazy), sharding, dtype), WantedArray(lazy, sharding, dtype)
+        )
     return found
 
 
@@ -191,15 +232,26 @@ def _planned(wanted: Iterable[WantedArray], path: str) -> dict[WantedArray, dict
             wrong[one.lazy.name] = f"{list(one.lazy.shape)}: {error}"
     if wrong:
         message = "; ".join(f"{name} {why}" for name, why in list(wrong.items())[:SHOWN])
-        raise DoesNotFit(f"{len(wrong):,} shardings do not fit their tensors: {message}", mismatched=wrong, file=path)
+        raise DoesNotFit(
+            f"{len(wrong):,} shardings do not fit their tensors: {message}",
+            mismatched=wrong,
+            file=path,
+        )
     return planned
 
 
-def _made(planned: Mapping[WantedArray, dict[Box, LazyTensor]]) -> Iterator[tuple[WantedArray, jax.Array]]:
+def _made(
+    planned: Mapping[WantedArray, dict[Box, LazyTensor]],
+) -> Iterator[tuple[WantedArray, jax.Array]]:
     for batch in _batches(planned):
         arrays = iter(read([part for one in batch for part in planned[one].values()]))
         for one in batch:
-            yield one, one.make({box: _as(next(arrays), part, one.dtype) for box, part in planned[one].items()})
+            yield (
+                one,
+                one.make(
+                    {box: _as(next(arrays), part, one.dtype) for box, part in planned[one].items()}
+                ),
+            )
 
 
 def _batches(planned: Mapping[WantedArray, dict[Box, LazyTensor]]) -> Iterator[list[WantedArray]]:
@@ -223,11 +275,18 @@ def _chooser(shardings: Shardings, names: Iterable[str], path: str) -> Choose:
         return lambda name, shape: _where(shardings(name, shape), f"for {name!r}")
     places = dict(_leaves(shardings))
     rules = [(matcher(place), place) for place in places]
-    found = {name: name if name in places else next((place for fits, place in rules if fits(name)), None) for name in names}
+    found = {
+        name: name if name in places else next((place for fits, place in rules if fits(name)), None)
+        for name in names
+    }
     missing = [name for name, place in found.items() if place is None]
     unused = [place for place in places if place not in found.values() and place != "*"]
     if missing or unused:
-        message = [f"no sharding for {', '.join(missing[:SHOWN])}; '*' would stand for all the rest"] if missing else []
+        message = (
+            [f"no sharding for {', '.join(missing[:SHOWN])}; '*' would stand for all the rest"]
+            if missing
+            else []
+        )
         message += [f"no tensor for the sharding at {', '.join(unused[:SHOWN])}"] if unused else []
         raise DoesNotFit("; ".join(message), missing=unused, unexpected=missing, file=path)
     chosen = {place: _where(value, f"at {place!r}") for place, value in places.items()}
@@ -239,7 +298,9 @@ def _leaves(value: object, above: str = "") -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping):
         children = [(str(key), inner) for key, inner in value.items()]
     else:
-        level = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is None or inner is not value)[0]
+        level = jax.tree_util.tree_flatten_with_path(
+            value, is_leaf=lambda inner: inner is None or inner is not value
+        )[0]
         children = [(jax.tree_util.keystr(path, simple=True), inner) for path, inner in level]
     for key, inner in children:
         if inner is value:
@@ -261,7 +322,10 @@ def _default_device() -> jax.Device:
 
 
 def _box(index: Index, shape: tuple[int, ...]) -> Box:
-    return tuple(one.indices(n)[:2] for one, n in zip(index or (slice(None),) * len(shape), shape, strict=True))
+    return tuple(
+        one.indices(n)[:2]
+        for one, n in zip(index or (slice(None),) * len(shape), shape, strict=True)
+    )
 
 
 def _held(dtype: DType, tensor: str | None = None) -> np.dtype[np.generic]:
@@ -283,7 +347,12 @@ def _as(array: np.ndarray, lazy: LazyTensor, dtype: DType) -> np.ndarray:
         made = array.astype(held)
     # Numbers may be rounded. An integer is to be the same, and what was finite is not to become infinite.
     whole = dtype.kind in ("int", "uint")
-    if not (np.array_equal(made, array) if whole else np.array_equal(np.isinf(made), np.isinf(array))):
+    if not (
+        np.array_equal(made, array) if whole else np.array_equal(np.isinf(made), np.isinf(array))
+    ):
         advice = "jax.config.update('jax_enable_x64', True) before any array is made, or leave it out (drop=…)"
-        raise Unsupported(f"numbers that do not fit into 32 bits, and JAX has no more here: {advice}", tensor=lazy.name)
+        raise Unsupported(
+            f"numbers that do not fit into 32 bits, and JAX has no more here: {advice}",
+            tensor=lazy.name,
+        )
     return made

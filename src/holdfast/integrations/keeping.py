@@ -24,7 +24,9 @@ def rules_of(keep: Keep) -> tuple[Rule, ...]:
 
 def keep_by(folder: AnyPath, rules: Collection[Rule], *, durable: bool = True) -> None:
     """Delete the sealed steps that no rule keeps. Call it when a new one is sealed, and never before; it warns of what stays."""
-    for note in retain(RunDirectory(os.path.abspath(local_path(folder))), rules, durable=durable).notes:
+    for note in retain(
+        RunDirectory(os.path.abspath(local_path(folder))), rules, durable=durable
+    ).notes:
         warnings.warn(note, HoldfastWarning, stacklevel=3)
 
 

@@ -55,7 +55,9 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]  # Lightning may not be th
         self._durable = durable
         self._queue = Queue() if background else None
 
-    def save_checkpoint(self, checkpoint: dict[str, object], path: Where, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, object], path: Where, storage_options: object = None
+    ) -> None:
         """Save a checkpoint. In the background, this returns when the checkpoint has been copied."""
         if storage_options is not None:
             raise TypeError(f"a file on disk has no storage_options; found {storage_options!r}")
@@ -68,7 +70,9 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]  # Lightning may not be th
         copied, target = StateCopies().of(checkpoint), os.path.join(os.getcwd(), target)
         self._queue.put(lambda: self._write(copied, target), target)
 
-    def load_checkpoint(self, path: Where, map_location: MapLocation = None, weights_only: bool | None = None) -> dict[str, object]:
+    def load_checkpoint(
+        self, path: Where, map_location: MapLocation = None, weights_only: bool | None = None
+    ) -> dict[str, object]:
         """Load a checkpoint, after all saves. Nothing in it is run, unless `weights_only=False`."""
         found = local_path(path)
         if self._queue is not None:
@@ -129,7 +133,9 @@ class Queue:
             self._tasks.append((work, os.path.abspath(path), after_success))
             if len(self._tasks) > 1:
                 return
-            thread = None if after_success else start(self._run, name="holdfast-lightning", daemon=False)
+            thread = (
+                None if after_success else start(self._run, name="holdfast-lightning", daemon=False)
+            )
             self._thread = thread or self._thread
         if thread is None:
             self._run()
@@ -152,7 +158,9 @@ class Queue:
     def wait_for(self, path: Where) -> None:
         """Wait until no work on this file is left. What went wrong is raised to whoever put the work."""
         with self._turn:
-            self._turn.wait_for(lambda: os.path.abspath(path) not in (task[1] for task in self._tasks))
+            self._turn.wait_for(
+                lambda: os.path.abspath(path) not in (task[1] for task in self._tasks)
+            )
 
     def _run(self) -> None:
         while True:
@@ -245,12 +253,23 @@ class StateCopies:
 
 
 def _entered(value: object) -> Iterable[tuple[object, object]] | None:
-    ordered = isinstance(value, dict) and (hasattr(value, "_metadata") or type(value).__name__ == "OrderedDict")
+    ordered = isinstance(value, dict) and (
+        hasattr(value, "_metadata") or type(value).__name__ == "OrderedDict"
+    )
     return children(value) if ordered or type(value) in (dict, list, tuple) else None
 
 
 def _plain(tensor: object) -> TypeGuard[torch.Tensor]:
-    if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if not isinstance(tensor, torch.Tensor) or type(tensor) not in (
+        torch.Tensor,
+        torch.nn.Parameter,
+    ):
         return False
-    special = tensor.is_quantized or tensor.is_nested or tensor.is_meta or tensor.is_conj() or tensor.is_neg()
+    special = (
+        tensor.is_quantized
+        or tensor.is_nested
+        or tensor.is_meta
+        or tensor.is_conj()
+        or tensor.is_neg()
+    )
     return tensor.layout is torch.strided and not special and tensor.is_leaf

@@ -31,7 +31,9 @@ class HoldfastLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not
         """Nothing is downloaded; a checkpoint that is not there is an error here."""
         self._options.path(model_config.model_path)
 
-    def _get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def _get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         self.counter_before_loading_weights = time.perf_counter()
         yield from self._options.weights(model_config.model_path)
         for source in getattr(model, "secondary_weights", ()):

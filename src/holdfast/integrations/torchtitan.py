@@ -26,7 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, BaseCheckpointManager, ModelWrapper
+from torchtitan.components.checkpointer.base import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    BaseCheckpointManager,
+    ModelWrapper,
+)
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
@@ -63,7 +70,10 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
             BaseCheckpointManager.Config.__post_init__(self)
             known = titles(one for one in rank_formats() if one.keeps != "tensors")
             if self.format not in known:
-                raise BadArgument(f"format= takes {' or '.join(map(repr, known))}, not {self.format!r}", found=self.format)
+                raise BadArgument(
+                    f"format= takes {' or '.join(map(repr, known))}, not {self.format!r}",
+                    found=self.format,
+                )
 
     def __init__(
         self,
@@ -88,7 +98,12 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         self._model = ModelWrapper(model_parts)
         self._adapter = sd_adapter
         self._states = states
-        states |= {MODEL: self._model, OPTIMIZER: optimizers, DATALOADER: dataloader, LR_SCHEDULER: lr_schedulers}
+        states |= {
+            MODEL: self._model,
+            OPTIMIZER: optimizers,
+            DATALOADER: dataloader,
+            LR_SCHEDULER: lr_schedulers,
+        }
 
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -103,7 +118,9 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         elif last_step or not config.background:
             save_sharded(self._state(), path, format=config.format, values="first", overwrite=True)
         else:
-            self.save_future = async_save_sharded(self._state(), path, format=config.format, values="first", overwrite=True)
+            self.save_future = async_save_sharded(
+                self._state(), path, format=config.format, values="first", overwrite=True
+            )
             return True
         self._purge()
         return True
@@ -117,11 +134,20 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
             path = self._path(step)
             if not os.path.exists(path):
                 raise FileNotFoundError(f"there is no step {step} to load: {path} does not exist")
-            self._fill(path, self._model.state_dict() if step == 0 else self._state(without=config.exclude_from_loading))
+            self._fill(
+                path,
+                self._model.state_dict()
+                if step == 0
+                else self._state(without=config.exclude_from_loading),
+            )
             return True
         if config.initial_load_path is None and not config.initial_load_in_hf:
             return False
-        path = config.initial_load_path or (self._adapter.hf_assets_path if self._adapter is not None else None) or ""
+        path = (
+            config.initial_load_path
+            or (self._adapter.hf_assets_path if self._adapter is not None else None)
+            or ""
+        )
         if not os.path.exists(path):
             raise FileNotFoundError(f"the checkpoint to begin with is not there: {path!r}")
         if config.initial_load_in_hf:
@@ -153,8 +179,14 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
     def _state(self, *, without: list[str] | None = None) -> dict[str, object]:
         unknown = [name for name in without or () if name not in self._states]
         if unknown:
-            raise BadArgument(f"exclude_from_loading names {', '.join(unknown)}, and the state has {', '.join(self._states)}")
-        left = {name: value for name, value in self._states.items() if name not in (MODEL, *(without or ()))}
+            raise BadArgument(
+                f"exclude_from_loading names {', '.join(unknown)}, and the state has {', '.join(self._states)}"
+            )
+        left = {
+            name: value
+            for name, value in self._states.items()
+            if name not in (MODEL, *(without or ()))
+        }
         model: dict[str, object] = self._model.state_dict()
         return left | model
 
@@ -168,10 +200,16 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         loaded = load_sharded(path, state, strict=False, cast=cast)
         if loaded.missing:
             names = ", ".join(loaded.missing[:5])
-            raise DoesNotFit(f"the step lacks {len(loaded.missing):,} names: {names}", missing=loaded.missing, file=path)
+            raise DoesNotFit(
+                f"the step lacks {len(loaded.missing):,} names: {names}",
+                missing=loaded.missing,
+                file=path,
+            )
 
     def _fill_from_hf(self, path: str) -> None:
-        assert self._adapter is not None, "initial_load_in_hf=True needs a model with a state dict adapter"
+        assert self._adapter is not None, (
+            "initial_load_in_hf=True needs a model with a state dict adapter"
+        )
         state = self._adapter.to_hf(self._model.state_dict())
         if self.config.initial_load_in_hf_quantized:
             dcp_load(state, storage_reader=self._adapter.get_hf_storage_reader(path, True))
@@ -183,7 +221,9 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         """Save the model alone, in the dtype and format of the configuration; complete when this returns."""
         dtype = TORCH_DTYPE_MAP[self.config.export_dtype]
         state = {
-            name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            name: value.to(dtype)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
             for name, value in self._model.state_dict().items()
         }
         if not self.config.last_save_in_hf:
@@ -198,7 +238,13 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         def put_together() -> None:
             config = assets if assets is not None and os.path.isdir(assets) else False
             convert(
-                parts, path, format="safetensors-dir", copy_config=config, keep_tree=False, max_shard_size=SHARD, overwrite=True
+                parts,
+                path,
+                format="safetensors-dir",
+                copy_config=config,
+                keep_tree=False,
+                max_shard_size=SHARD,
+                overwrite=True,
             )
             shutil.rmtree(parts)
 
@@ -206,11 +252,17 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
 
     def _steps(self) -> Iterator[int]:
         names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
-        yield from sorted((int(found[1]) for name in names if (found := STEP.fullmatch(name))), reverse=True)
+        yield from sorted(
+            (int(found[1]) for name in names if (found := STEP.fullmatch(name))), reverse=True
+        )
 
     def _newest(self) -> int:
         """The newest whole step that a training can go on from; -1 where there is no step at all."""
-        whole = [(step, resumable) for step in self._steps() if (resumable := self._resumable(step)) is not None]
+        whole = [
+            (step, resumable)
+            for step in self._steps()
+            if (resumable := self._resumable(step)) is not None
+        ]
         # Where no step has an optimizer, the newest: loading it says what it lacks.
         return next((step for step, resumable in whole if resumable), whole[0][0] if whole else -1)
 
@@ -218,7 +270,9 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         """Whether a step has more than a model; None where it is torn."""
         try:
             with open_checkpoint(self._path(step)) as checkpoint:
-                return step == 0 or (isinstance(checkpoint.tree, dict) and OPTIMIZER in checkpoint.tree)
+                return step == 0 or (
+                    isinstance(checkpoint.tree, dict) and OPTIMIZER in checkpoint.tree
+                )
         except HoldfastError:
             return None
 

@@ -40,12 +40,16 @@ class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may n
     `holdfast.seal`. A seal that cannot be written raises, as a save does that fails.
     """
 
-    def __init__(self, *, keep: Keep = None, digest: str = "xxh3-128", durable: bool = True) -> None:
+    def __init__(
+        self, *, keep: Keep = None, digest: str = "xxh3-128", durable: bool = True
+    ) -> None:
         self._keep = rules_of(keep)
         self._digest, self._durable = digest, durable
         self._began = 0.0
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object
+    ) -> None:
         """Record when the training began, and warn of an option that would undo the work."""
         self._began = time.time()
         if args.should_save and self._keep:
@@ -55,21 +59,29 @@ class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may n
             message = f"use SealCallback(keep=…) in place of save_total_limit: {why}"
             warnings.warn(message, HoldfastWarning, stacklevel=2)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object
+    ) -> None:
         """Unseal a folder that is going to be written over."""
         if control.should_save:
             self._about_to_write(args, state)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object
+    ) -> None:
         if control.should_save:
             self._about_to_write(args, state)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object
+    ) -> None:
         """With save_strategy="best", a save may follow the evaluation."""
         if str(getattr(args.save_strategy, "value", args.save_strategy)) == "best":
             self._about_to_write(args, state)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object
+    ) -> None:
         """Seal what was written, when every rank has written its part."""
         _meet()
         folder = _folder(args, state)
@@ -78,7 +90,9 @@ class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may n
             seal(folder, ran=ran, digest=self._digest, durable=self._durable, overwrite=True)
             keep_by(args.output_dir, self._keep, durable=self._durable)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object
+    ) -> None:
         """Seal what was written since the training began and has no seal yet, if it is whole."""
         _meet()
         if not args.should_save or not os.path.isdir(args.output_dir):

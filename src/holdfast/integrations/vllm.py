@@ -39,10 +39,14 @@ class HoldfastLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not t
         """Nothing is downloaded; a checkpoint that is not there is an error here."""
         self._options.path(model_config.model)
 
-    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors, read ahead and compared with their checksums. Experts that other ranks have are not read."""
         self.counter_before_loading_weights = time.perf_counter()
-        yield from self._options.weights(model_config.model, skip=lambda name: should_skip_weight(name, self.local_expert_ids))
+        yield from self._options.weights(
+            model_config.model, skip=lambda name: should_skip_weight(name, self.local_expert_ids)
+        )
         for source in getattr(model, "secondary_weights", ()):
             for name, tensor in Options({}).weights(source.model_or_path):
                 yield source.prefix + name, tensor

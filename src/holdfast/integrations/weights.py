@@ -27,7 +27,9 @@ class Options:
     def __init__(self, given: object) -> None:
         extra = dict(given) if isinstance(given, Mapping) else {}
         self._own = {
-            name: read(extra.pop(name), f"{name!r} of the loader's extra config") for name, read in KNOWN.items() if name in extra
+            name: read(extra.pop(name), f"{name!r} of the loader's extra config")
+            for name, read in KNOWN.items()
+            if name in extra
         }
         self.rest: object = extra if isinstance(given, Mapping) else given
         """The options of the framework itself."""
@@ -35,8 +37,13 @@ class Options:
     def path(self, model: str | os.PathLike[str]) -> str:
         found = local_path(str(self._own.get("path", model)))
         if not os.path.exists(found):
-            advice = "name one by --model-loader-extra-config '{\"path\": …}'; nothing is downloaded"
-            raise BadArgument(f"the loader reads checkpoints on disk, and {found!r} is none: {advice}", found=found)
+            advice = (
+                "name one by --model-loader-extra-config '{\"path\": …}'; nothing is downloaded"
+            )
+            raise BadArgument(
+                f"the loader reads checkpoints on disk, and {found!r} is none: {advice}",
+                found=found,
+            )
         return found
 
     def weights(

@@ -51,7 +51,10 @@ class Problems(Value, frozen=True, eq=False):
         """Raise `DoesNotFit` with everything, if there is anything."""
         lines = [f"{name}: {why}" for name, why in self.wrong.items()]
         lines += [f"{name}: missing" for name in self.missing]
-        lines += [f"{name}: left over, {SCALED if name.endswith(SCALE) else 'no part is called so'}" for name in self.left_over]
+        lines += [
+            f"{name}: left over, {SCALED if name.endswith(SCALE) else 'no part is called so'}"
+            for name in self.left_over
+        ]
         if not lines:
             return
         raise DoesNotFit(
@@ -73,7 +76,13 @@ class Target(Value, frozen=True, eq=False):
 class Sizes:
     """Sizes of axes, by name: given, from the config, from what a file says of itself, or from shapes."""
 
-    def __init__(self, family: Family, given: Mapping[str, int], config: Mapping[str, object], metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        family: Family,
+        given: Mapping[str, int],
+        config: Mapping[str, object],
+        metadata: Mapping[str, str],
+    ) -> None:
         self._family, self._config, self._metadata = family, config, metadata
         self.known: dict[str, int] = dict(given)
         self.origin = dict.fromkeys(given, "given")
@@ -88,7 +97,11 @@ class Sizes:
             value: object = self._config
             for key in rest.split("."):
                 value = value.get(key) if isinstance(value, Mapping) else None
-            return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40 else None
+            return (
+                value
+                if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40
+                else None
+            )
         if head == "metadata":
             text = self._metadata.get(rest, "")
             return int(text) if text.isdecimal() and len(text) < 12 else None
@@ -98,7 +111,10 @@ class Sizes:
 
     def of(self, span: AxisRange) -> tuple[int, int] | None:
         """The places of a range; None while they are not known."""
-        start, stop = evaluate(span.start, self.lookup), evaluate(span.stop or span.axis, self.lookup)
+        start, stop = (
+            evaluate(span.start, self.lookup),
+            evaluate(span.stop or span.axis, self.lookup),
+        )
         return None if start is None or stop is None or not 0 <= start <= stop else (start, stop)
 
     def settle(self) -> bool:
@@ -119,7 +135,11 @@ class Sizes:
             rows = 1
             for _, span in spans:
                 rows *= span[1] - span[0] if span is not None else 1
-            name = (open_[0].stop or open_[0].axis) if len(open_) == 1 and open_[0].start == "0" else ""
+            name = (
+                (open_[0].stop or open_[0].axis)
+                if len(open_) == 1 and open_[0].start == "0"
+                else ""
+            )
             if name.isidentifier() and name not in self.known and rows and length % rows == 0:
                 self.known[name], self.origin[name] = length // rows, "shapes"
         return len(self.known) > count
@@ -146,7 +166,11 @@ class Bound:
             self.found = self._find()
             self.sizes = self._size(Sizes(family, given, config, metadata or {}))
             self._check()
-            self.targets = [] if any((self.problems.missing, self.problems.left_over, self.problems.wrong)) else self._targets()
+            self.targets = (
+                []
+                if any((self.problems.missing, self.problems.left_over, self.problems.wrong))
+                else self._targets()
+            )
         except BadMap as error:
             error.file = file
             raise
@@ -170,17 +194,28 @@ class Bound:
             if state and not self.target.states:
                 self.dropped.append(name)
                 continue
-            tensors = found.setdefault((state, number), FoundTensors(self.family.arrays[number], state, {}))
+            tensors = found.setdefault(
+                (state, number), FoundTensors(self.family.arrays[number], state, {})
+            )
             before = tensors.rows.setdefault((part, places), row)
             if before != row:
-                self.problems.wrong[name] = f"is there twice: {self.table.names[before]!r} is the same"
+                self.problems.wrong[name] = (
+                    f"is there twice: {self.table.names[before]!r} is the same"
+                )
         return [*found.values()]
 
-    def _part_of(self, name: str, parts: Mapping[str, list[tuple[int, int]]]) -> tuple[str, int, int, Places] | None:
-        for state, short in (("", name.removeprefix(self._prefix)), self.source.state_of(name) or ("", "")):
+    def _part_of(
+        self, name: str, parts: Mapping[str, list[tuple[int, int]]]
+    ) -> tuple[str, int, int, Places] | None:
+        for state, short in (
+            ("", name.removeprefix(self._prefix)),
+            self.source.state_of(name) or ("", ""),
+        ):
             digits = tuple(DIGITS.findall(short))
             for number, part in parts.get(DIGITS.sub("#", short), ()):
-                places = self.family.arrays[number].parts[self.source.name][part].name.places(digits)
+                places = (
+                    self.family.arrays[number].parts[self.source.name][part].name.places(digits)
+                )
                 if places is not None:
                     return state, number, part, places
         return None
@@ -217,7 +252,12 @@ class Bound:
         there = {found.array.id for found in self.found if not found.state}
         for array in self.family.arrays:
             wanted = array.parts[self.source.name] and array.parts[self.target.name]
-            if array.id not in there and wanted and not array.optional and not (array.tied and self._tied is not False):
+            if (
+                array.id not in there
+                and wanted
+                and not array.optional
+                and not (array.tied and self._tied is not False)
+            ):
                 self.found.append(FoundTensors(array, "", {}))
         for found in [*self.found, *self._ties()]:
             for layout in (self.source.name, self.target.name):
@@ -234,7 +274,9 @@ class Bound:
         for name in left:
             short = name.removeprefix(self._prefix)
             plain, digits = DIGITS.sub("#", short), tuple(DIGITS.findall(short))
-            dropped = any(drop.plain == plain and self._is_place(drop, digits) for drop in self.source.drops)
+            dropped = any(
+                drop.plain == plain and self._is_place(drop, digits) for drop in self.source.drops
+            )
             (self.dropped if dropped else self.problems.left_over).append(name)
 
     def _is_place(self, pattern: NamePattern, digits: tuple[str, ...]) -> bool:
@@ -242,8 +284,15 @@ class Bound:
         places = pattern.places(digits)
         if places is None:
             return False
-        ranged = [(span, place) for span, place in zip(pattern.spans, places, strict=True) if span != AxisRange(span.axis)]
-        return all((known := self.sizes.of(span)) is not None and place in range(*known) for span, place in ranged)
+        ranged = [
+            (span, place)
+            for span, place in zip(pattern.spans, places, strict=True)
+            if span != AxisRange(span.axis)
+        ]
+        return all(
+            (known := self.sizes.of(span)) is not None and place in range(*known)
+            for span, place in ranged
+        )
 
     def _check_tiles(self, array: Array, layout: str) -> None:
         """Do the parts of a layout cover an array, each element once?"""
@@ -251,7 +300,12 @@ class Bound:
         if not parts or None in parts:
             return
         axes = [
-            *dict.fromkeys(axis for one in (self.source.name, self.target.name) for part in array.parts[one] for axis in part.axes)
+            *dict.fromkeys(
+                axis
+                for one in (self.source.name, self.target.name)
+                for part in array.parts[one]
+                for axis in part.axes
+            )
         ]
         reach = [{axis: part.reach(axis) for axis in axes} for part in parts if part is not None]
         whole = {axis: self.places(array, axis) for axis in axes}
@@ -259,15 +313,24 @@ class Bound:
         boxes = []
         for one in reach:
             spans = [one[axis] or (whole[axis].start, whole[axis].stop) for axis in axes]
-            boxes.append((tuple(a - b for (a, _), b in zip(spans, low, strict=True)), tuple(b - a for a, b in spans)))
+            boxes.append(
+                (
+                    tuple(a - b for (a, _), b in zip(spans, low, strict=True)),
+                    tuple(b - a for a, b in spans),
+                )
+            )
         shape = tuple(len(span) for span in whole.values())
         nowhere = any(one[axis] is None and not whole[axis] for one in reach for axis in axes)
         inside = not nowhere and all(
-            a >= 0 and a + n <= size for starts, sizes in boxes for a, n, size in zip(starts, sizes, shape, strict=True)
+            a >= 0 and a + n <= size
+            for starts, sizes in boxes
+            for a, n, size in zip(starts, sizes, shape, strict=True)
         )
         if not inside or not covers(shape, [box for box in boxes if all(box[1])]):
             said = " ".join(f"{axis}={len(span)}" for axis, span in whole.items())
-            self.problems.wrong[f"array {array.id}"] = f"its parts in the layout {layout!r} do not make the whole of {said}"
+            self.problems.wrong[f"array {array.id}"] = (
+                f"its parts in the layout {layout!r} do not make the whole of {said}"
+            )
 
     def places(self, array: Array, axis: str) -> range:
         """All places of an axis that an array has."""
@@ -278,8 +341,13 @@ class Bound:
         """The parts of a layout with their sizes; None for one whose sizes are not known, which is a problem."""
         made: list[Placed | None] = []
         for part in array.parts[layout]:
-            spans = [[(one.axis, self.sizes.of(self._ranged(array, one))) for one in dim] for dim in part.dims]
-            numbers = {span.axis: self.sizes.of(self._ranged(array, span)) for span in part.name.spans}
+            spans = [
+                [(one.axis, self.sizes.of(self._ranged(array, one))) for one in dim]
+                for dim in part.dims
+            ]
+            numbers = {
+                span.axis: self.sizes.of(self._ranged(array, span)) for span in part.name.spans
+            }
             unknown = [axis for dim in spans for axis, span in dim if span is None] + [
                 a for a, span in numbers.items() if span is None
             ]
@@ -290,11 +358,20 @@ class Bound:
                 continue
             count = math.prod(span[1] - span[0] for span in numbers.values() if span is not None)
             if count > (4 * len(self.table) + 4096 if layout == self.source.name else MOST_TENSORS):
-                self.problems.wrong[part.name.text] = f"would be {count:,} tensors, which no checkpoint has"
+                self.problems.wrong[part.name.text] = (
+                    f"would be {count:,} tensors, which no checkpoint has"
+                )
                 made.append(None)
                 continue
-            dims = tuple(tuple(AxisSpan(axis, *span) for axis, span in dim if span is not None) for dim in spans)
-            made.append(Placed(dims, {axis: range(*span) for axis, span in numbers.items() if span is not None}))
+            dims = tuple(
+                tuple(AxisSpan(axis, *span) for axis, span in dim if span is not None)
+                for dim in spans
+            )
+            made.append(
+                Placed(
+                    dims, {axis: range(*span) for axis, span in numbers.items() if span is not None}
+                )
+            )
         return made
 
     def _ranged(self, array: Array, span: AxisRange) -> AxisRange:
@@ -304,11 +381,18 @@ class Bound:
         table, problems, prefix = self.table, self.problems, self._prefix
         optional = found.array.optional or bool(found.state)
         for number, (part, placed) in enumerate(
-            zip(found.array.parts[self.source.name], self.placed(found.array, self.source.name), strict=True)
+            zip(
+                found.array.parts[self.source.name],
+                self.placed(found.array, self.source.name),
+                strict=True,
+            )
         ):
             if placed is None or len(problems.missing) > MOST_TENSORS:
                 continue
-            expected = {tuple(places.values()): places for places in every_place(part.name.axes, placed.places)}
+            expected = {
+                tuple(places.values()): places
+                for places in every_place(part.name.axes, placed.places)
+            }
             rows = {places: row for (own, places), row in found.rows.items() if own == number}
             shape = placed.shape
             for places, row in rows.items():
@@ -317,21 +401,29 @@ class Bound:
                     problems.left_over.append(table.names[row])
                     del found.rows[number, places]
                 elif (blocks := kind.traits.blocks) is not None:
-                    problems.wrong[table.names[row]] = f"is in blocks of {blocks}: make numbers of them first (dequantize=True)"
+                    problems.wrong[table.names[row]] = (
+                        f"is in blocks of {blocks}: make numbers of them first (dequantize=True)"
+                    )
                 elif kind.shape != shape:
                     used = [span.axis for dim in placed.dims for span in dim]
                     sizes = ", ".join(f"{axis} {self._said(axis)}" for axis in dict.fromkeys(used))
-                    problems.wrong[table.names[row]] = f"{list(kind.shape)}, and '{part.pattern}' is {list(shape)}, with {sizes}"
+                    problems.wrong[table.names[row]] = (
+                        f"{list(kind.shape)}, and '{part.pattern}' is {list(shape)}, with {sizes}"
+                    )
             if not rows and optional and not found.rows:
                 continue
             named = (
-                self.source.name_of(found.state, part.name.name(places)) for key, places in expected.items() if key not in rows
+                self.source.name_of(found.state, part.name.name(places))
+                for key, places in expected.items()
+                if key not in rows
             )
             problems.missing.extend((name if found.state else prefix + name) for name in named)
 
     def _said(self, axis: str) -> str:
         origin = self.sizes.origin.get(axis, "")
-        return f"{self.sizes.known.get(axis)}" + (f" ({origin})" if origin.startswith(("config", "given")) else "")
+        return f"{self.sizes.known.get(axis)}" + (
+            f" ({origin})" if origin.startswith(("config", "given")) else ""
+        )
 
     # The target.
 
@@ -344,8 +436,12 @@ class Bound:
             parts = () if twin else found.array.parts[self.target.name]
             if not parts:
                 names = [self.table.names[row] for row in found.rows.values()]
-                (self.problems.left_over if names[0].endswith(SCALE) else self.dropped).extend(names)
-            for number, (part, placed) in enumerate(zip(parts, self.placed(found.array, self.target.name), strict=False)):
+                (self.problems.left_over if names[0].endswith(SCALE) else self.dropped).extend(
+                    names
+                )
+            for number, (part, placed) in enumerate(
+                zip(parts, self.placed(found.array, self.target.name), strict=False)
+            ):
                 assert placed is not None  # else there were problems
                 for places in every_place(part.name.axes, placed.places):
                     name = self.target.name_of(found.state, part.name.name(places))
@@ -358,7 +454,9 @@ class Bound:
             lacking = array.parts[self.target.name] and not array.parts[self.source.name]
             if lacking:
                 names = [part.name.text for part in array.parts[self.target.name]]
-                self.notes.append(f"not in the layout {self.source.name!r}, and so not made: {', '.join(names)}")
+                self.notes.append(
+                    f"not in the layout {self.source.name!r}, and so not made: {', '.join(names)}"
+                )
         return [*made.values()]
 
     def _ties(self) -> Iterator[FoundTensors]:

@@ -91,8 +91,15 @@ class WeightLayout(Value, frozen=True, eq=False):
             return None
         before, first, between, _, after = re.split(STATES, self.states)
         inside = name.removeprefix(before).removesuffix(after)
-        start, found, rest = inside.partition(between) if first == "{state}" else inside.rpartition(between)[::-1]
-        if before + inside + after != name or not found or not rest or not re.fullmatch(r"[a-z0-9_]+", start):
+        start, found, rest = (
+            inside.partition(between) if first == "{state}" else inside.rpartition(between)[::-1]
+        )
+        if (
+            before + inside + after != name
+            or not found
+            or not rest
+            or not re.fullmatch(r"[a-z0-9_]+", start)
+        ):
             return None
         return start, rest
 
@@ -110,15 +117,23 @@ class Family(Value, frozen=True, eq=False):
 
     def layout(self, name: str) -> WeightLayout:
         if name not in self.layouts:
-            raise BadMap(f"the family {self.name!r} has no layout {name!r}: it has {', '.join(self.layouts)}", found=name)
+            raise BadMap(
+                f"the family {self.name!r} has no layout {name!r}: it has {', '.join(self.layouts)}",
+                found=name,
+            )
         return self.layouts[name]
 
 
 def read_family(name: str, content: bytes) -> Family:
     """The family of a TOML file. Raises `BadMap` where it is none."""
     if len(content) > MOST_NBYTES:
-        raise BadMap(f"the file of a family has at most {MOST_NBYTES:,} bytes, and this one {len(content):,}", file=name)
-    if max(line.count(b".") for line in content.split(b"\n")) > MOST_DOTS:  # tomllib takes the square of a key's memory
+        raise BadMap(
+            f"the file of a family has at most {MOST_NBYTES:,} bytes, and this one {len(content):,}",
+            file=name,
+        )
+    if (
+        max(line.count(b".") for line in content.split(b"\n")) > MOST_DOTS
+    ):  # tomllib takes the square of a key's memory
         raise BadMap(f"a line of the file of a family has at most {MOST_DOTS} dots", file=name)
     try:
         text = msgspec.convert(tomllib.loads(content.decode()), FamilyText)
@@ -145,13 +160,23 @@ def _layout(name: str, text: LayoutText, others: Mapping[str, LayoutText]) -> We
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
         raise BadMap(f"{name[:40]!r} is no name of a layout")
     if text.base and (text.base not in others or others[text.base].base):
-        raise BadMap(f"the layout {name!r} is made from {text.base!r}, which is no layout, or made from another one itself")
+        raise BadMap(
+            f"the layout {name!r} is made from {text.base!r}, which is no layout, or made from another one itself"
+        )
     words = re.split(STATES, text.states)
-    if text.states and (sorted(words[1::2]) != ["{name}", "{state}"] or not re.search(r"[^a-z0-9_]", words[2])):
+    if text.states and (
+        sorted(words[1::2]) != ["{name}", "{state}"] or not re.search(r"[^a-z0-9_]", words[2])
+    ):
         raise BadMap(f"states are written 'optimizer.{{state}}.{{name}}', not {text.states!r}")
     base = others.get(text.base, text)
     drops = tuple(map(NamePattern.read, _texts(text.drop or base.drop)))
-    return WeightLayout(name, drops, text.states or base.states, text.format or base.format, text.torch_dist or base.torch_dist)
+    return WeightLayout(
+        name,
+        drops,
+        text.states or base.states,
+        text.format or base.format,
+        text.torch_dist or base.torch_dist,
+    )
 
 
 def _array(number: int, given: Mapping[str, object], layouts: Mapping[str, LayoutText]) -> Array:
@@ -164,10 +189,14 @@ def _array(number: int, given: Mapping[str, object], layouts: Mapping[str, Layou
     parts: dict[str, tuple[Part, ...]] = {}
     for layout, about in layouts.items():
         texts = given.get(layout, given.get(about.base, []))
-        if not isinstance(texts, str) and not (isinstance(texts, list) and all(isinstance(one, str) for one in texts)):
+        if not isinstance(texts, str) and not (
+            isinstance(texts, list) and all(isinstance(one, str) for one in texts)
+        ):
             raise BadMap(f"the parts of array {number} in {layout!r} are no texts")
         made = tuple(map(Part.read, _texts(cast("Texts", texts))))
-        parts[layout] = made if layout in given else tuple(_renamed(one, about.replace) for one in made)
+        parts[layout] = (
+            made if layout in given else tuple(_renamed(one, about.replace) for one in made)
+        )
         if len(made) > MOST_PARTS:
             raise BadMap(f"an array has at most {MOST_PARTS} parts")
     ranges: dict[str, AxisRange] = {}
@@ -188,7 +217,10 @@ def _renamed(part: Part, replaced: Mapping[str, str]) -> Part:
     for old, new in replaced.items():
         text = text.replace(old, new)
         if len(text) > LONGEST:
-            raise BadMap(f"a name has at most {LONGEST} characters, and this one {len(text):,}", found=text[:LONGEST])
+            raise BadMap(
+                f"a name has at most {LONGEST} characters, and this one {len(text):,}",
+                found=text[:LONGEST],
+            )
     name = NamePattern.read(text)
     dims = tuple(dim for dim in part.dims if not (len(dim) == 1 and dim[0].axis in name.axes))
     return Part(name, dims, part.pattern)
@@ -196,16 +228,23 @@ def _renamed(part: Part, replaced: Mapping[str, str]) -> Part:
 
 def _check(layouts: Mapping[str, WeightLayout], arrays: tuple[Array, ...]) -> None:
     """What can be said of a family without a checkpoint: no two parts have one name, ties lead to arrays with the same axes."""
-    axes = {one.id: {axis for parts in one.parts.values() for part in parts for axis in part.axes} for one in arrays}
+    axes = {
+        one.id: {axis for parts in one.parts.values() for part in parts for axis in part.axes}
+        for one in arrays
+    }
     if len(axes) < len(arrays):
         raise BadMap("two arrays have one id")
     for array in arrays:
         if array.tied and axes.get(array.tied) != axes[array.id]:
-            raise BadMap(f"{array.id!r} is tied to {array.tied!r}, which is no array, or has other axes")
+            raise BadMap(
+                f"{array.id!r} is tied to {array.tied!r}, which is no array, or has other axes"
+            )
     for layout in layouts:
         seen: dict[tuple[str, tuple[str, ...]], str] = {}
         for one in (part.name for array in arrays for part in array.parts[layout]):
             key = one.plain, tuple(number if number.isdecimal() else "" for number in one.numbers)
             if key in seen:
-                raise BadMap(f"{one.text!r} and {seen[key]!r} are one name in the layout {layout!r}")
+                raise BadMap(
+                    f"{one.text!r} and {seen[key]!r} are one name in the layout {layout!r}"
+                )
             seen[key] = one.text

@@ -28,7 +28,9 @@ from holdfast.maps.parts import DIGITS
 
 AUTO, SUFFIX = "auto", ".toml"
 COMMON = "hf"  # The layout that `auto` leads to.
-SPEC = re.compile(r"(?P<family>.+?):(?P<source>[a-z0-9-]+)->(?P<target>[a-z0-9-]+)(?:\?(?P<more>.*))?", re.DOTALL)
+SPEC = re.compile(
+    r"(?P<family>.+?):(?P<source>[a-z0-9-]+)->(?P<target>[a-z0-9-]+)(?:\?(?P<more>.*))?", re.DOTALL
+)
 
 
 class Map(Value, frozen=True, eq=False):
@@ -53,7 +55,9 @@ class Map(Value, frozen=True, eq=False):
         return map_named(name)
 
     def __str__(self) -> str:
-        return f"{self.family.name}:{self.source}->{self.target}" + (f", {self.then}" if self.then is not None else "")
+        return f"{self.family.name}:{self.source}->{self.target}" + (
+            f", {self.then}" if self.then is not None else ""
+        )
 
     def invert(self) -> Map:
         """The way back."""
@@ -86,7 +90,12 @@ def families() -> Mapping[str, Family]:
     """The families of the package, by name."""
     folder = files("holdfast.maps") / "families"
     found = sorted(one.name for one in folder.iterdir() if one.name.endswith(SUFFIX))
-    return {name.removesuffix(SUFFIX): read_family(name.removesuffix(SUFFIX), (folder / name).read_bytes()) for name in found}
+    return {
+        name.removesuffix(SUFFIX): read_family(
+            name.removesuffix(SUFFIX), (folder / name).read_bytes()
+        )
+        for name in found
+    }
 
 
 def map_named(text: str) -> Map:
@@ -94,7 +103,8 @@ def map_named(text: str) -> Map:
     found = SPEC.fullmatch(text)
     if found is None:
         raise BadMap(
-            f"a map is written 'qwen3:hf->megatron', with a family or a file before the colon, not {text[:80]!r}", found=text
+            f"a map is written 'qwen3:hf->megatron', with a family or a file before the colon, not {text[:80]!r}",
+            found=text,
         )
     name = found["family"]
     if name.endswith(SUFFIX):
@@ -103,7 +113,8 @@ def map_named(text: str) -> Map:
         family = families()[name]
     else:
         raise BadMap(
-            f"there is no family {name!r}: there are {', '.join(families())}; a file of your own ends with .toml", found=name
+            f"there is no family {name!r}: there are {', '.join(families())}; a file of your own ends with .toml",
+            found=name,
         )
     sizes: dict[str, int] = {}
     prefix = ""
@@ -114,7 +125,10 @@ def map_named(text: str) -> Map:
         elif equals and value.isdecimal() and len(value) < 12:
             sizes[key] = int(value)
         else:
-            raise BadMap(f"behind the map stand sizes, '?group=4', or '?prefix=model.', not {part[:40]!r}", found=text)
+            raise BadMap(
+                f"behind the map stand sizes, '?group=4', or '?prefix=model.', not {part[:40]!r}",
+                found=text,
+            )
     return Map(family, found["source"], found["target"], sizes, prefix)
 
 
@@ -127,7 +141,9 @@ def _family_at(path: str) -> Family:
     return read_family(os.path.basename(path).removesuffix(SUFFIX), content)
 
 
-def find_map(text: AnyMap, checkpoint: Checkpoint, wanted: Callable[[], Iterable[str]] | None = None) -> Map | None:
+def find_map(
+    text: AnyMap, checkpoint: Checkpoint, wanted: Callable[[], Iterable[str]] | None = None
+) -> Map | None:
     """The map of a name, or the one that fits a checkpoint; None where that is in the layout already. `wanted` gives the names of
     the other side, where they are known: a model's. Raises `BadMap` where none fits, or several do."""
     if isinstance(text, Map):
@@ -143,7 +159,8 @@ def find_map(text: AnyMap, checkpoint: Checkpoint, wanted: Callable[[], Iterable
             ends = [layout for own, layout in targets if own is family]
         elif source == (target or COMMON) and not target:
             raise BadMap(
-                f"this is {family.name} in the layout {source!r}: say where to, 'auto->{_other(family, source)}'", found=text
+                f"this is {family.name} in the layout {source!r}: say where to, 'auto->{_other(family, source)}'",
+                found=text,
             )
         else:
             ends = [target or COMMON] if (target or COMMON) in family.layouts else []
@@ -151,9 +168,15 @@ def find_map(text: AnyMap, checkpoint: Checkpoint, wanted: Callable[[], Iterable
     if any(one.source == one.target for one in fitting):
         return None
     if len(fitting) != 1:
-        said = "fits none of the families" if not fitting else "fits several: " + ", ".join(map(str, fitting))
+        said = (
+            "fits none of the families"
+            if not fitting
+            else "fits several: " + ", ".join(map(str, fitting))
+        )
         raise BadMap(
-            f"the map auto: the checkpoint {said}; name one ('holdfast maps' lists them)", file=checkpoint.path, found=text
+            f"the map auto: the checkpoint {said}; name one ('holdfast maps' lists them)",
+            file=checkpoint.path,
+            found=text,
         )
     return fitting[0]
 
@@ -162,7 +185,9 @@ def _other(family: Family, layout: str) -> str:
     return next((one for one in family.layouts if one != layout), layout)
 
 
-def _layouts_of(names: Iterable[str], config: Mapping[str, object] | None = None) -> Iterator[tuple[Family, str]]:
+def _layouts_of(
+    names: Iterable[str], config: Mapping[str, object] | None = None
+) -> Iterator[tuple[Family, str]]:
     """The layouts whose parts are called as these names are, numbers aside. Of several families config.json decides, and of layouts
     of a family that hold all arrays alike the first one counts."""
     plain = {DIGITS.sub("#", name) for name in names}
@@ -170,14 +195,26 @@ def _layouts_of(names: Iterable[str], config: Mapping[str, object] | None = None
     for family in families().values():
         seen = list[object]()
         for layout in family.layouts.values():
-            alike = [(one.name.text, one.pattern) for array in family.arrays for one in array.parts[layout.name]]
+            alike = [
+                (one.name.text, one.pattern)
+                for array in family.arrays
+                for one in array.parts[layout.name]
+            ]
             if alike in seen:
                 continue
             seen.append(alike)
-            parts = {part.name.plain: array for array in family.arrays for part in array.parts[layout.name]}
+            parts = {
+                part.name.plain: array
+                for array in family.arrays
+                for part in array.parts[layout.name]
+            }
             needed = {name for name, array in parts.items() if not (array.optional or array.tied)}
             known = {*parts, *(one.plain for one in layout.drops)}
-            others = {name for name in plain - known if (layout.state_of(name) or ("", ""))[1] not in known}
+            others = {
+                name
+                for name in plain - known
+                if (layout.state_of(name) or ("", ""))[1] not in known
+            }
             if needed and needed <= plain and not others:
                 found.append((family, layout.name))
     kind = (config or {}).get("model_type")

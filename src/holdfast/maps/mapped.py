@@ -30,7 +30,11 @@ class MappedTensors:
             here = bound.placed(array, bound.target.name)[target.part]
             assert here is not None  # it was proved
             first = {axis: bound.places(array, axis).start for axis in array.ranges}
-            self._meetings[key] = [Meeting(here, one, first) for one in bound.placed(array, bound.source.name) if one is not None]
+            self._meetings[key] = [
+                Meeting(here, one, first)
+                for one in bound.placed(array, bound.source.name)
+                if one is not None
+            ]
         return self._meetings[key]
 
     def source_row(self, target: Target) -> int | None:
@@ -39,13 +43,18 @@ class MappedTensors:
         if len(found) != 1 or not found[0][1].renames:
             return None
         part, meeting = found[0]
-        return target.found.rows.get((part, meeting.source_places(next(meeting.steps(target.places)))))
+        return target.found.rows.get(
+            (part, meeting.source_places(next(meeting.steps(target.places))))
+        )
 
     def sources(self, target: Target) -> list[int]:
         """The rows that a target is made of, in the order of the checkpoint."""
         rows = set[int]()
         for part, meeting in enumerate(self.meetings(target)):
-            rows |= {target.found.rows[part, meeting.source_places(at)] for at in meeting.steps(target.places)}
+            rows |= {
+                target.found.rows[part, meeting.source_places(at)]
+                for at in meeting.steps(target.places)
+            }
         return sorted(rows)
 
     def tensor(self, target: Target, row: int) -> LazyTensor:
@@ -69,7 +78,9 @@ class MappedChunks(Value, frozen=True, eq=False):
             chunk
             for part, meeting in self.meetings
             for at in meeting.steps(self.places, low, high)
-            for chunk in meeting.placed(at, self.table.view(self.rows[part, meeting.source_places(at)]))
+            for chunk in meeting.placed(
+                at, self.table.view(self.rows[part, meeting.source_places(at)])
+            )
         ]
         return tuple(sorted(found, key=lambda chunk: chunk.box.start))
 
@@ -85,7 +96,9 @@ def mapped_table(bound: Bound) -> Table:
         if row is not None and row not in renamed:
             renamed[row] = target.name
             continue
-        rows = made.sources(target) or sorted(target.found.rows.values())[:1]  # without elements it is of any
+        rows = (
+            made.sources(target) or sorted(target.found.rows.values())[:1]
+        )  # without elements it is of any
         _check_dtypes(bound, target, rows)
         entries.setdefault(rows[0], {})[target.name] = made.tensor(target, rows[0])
     bound.problems.refuse(bound.what, "")
@@ -93,7 +106,9 @@ def mapped_table(bound: Bound) -> Table:
         names[row] = name
         if row in entries:
             entries[row] = {name: table.view(row).renamed(name), **entries[row]}
-    return table.select(range(len(table)), names).with_entries(sorted({*renamed, *entries}), entries)
+    return table.select(range(len(table)), names).with_entries(
+        sorted({*renamed, *entries}), entries
+    )
 
 
 def _check_dtypes(bound: Bound, target: Target, rows: Sequence[int]) -> None:
@@ -103,10 +118,15 @@ def _check_dtypes(bound: Bound, target: Target, rows: Sequence[int]) -> None:
         bound.problems.wrong[target.name] = f"would be made of {said}: cast them to one dtype first"
 
 
-def mapped(checkpoint: Checkpoint, bound: Bound, again: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
+def mapped(
+    checkpoint: Checkpoint, bound: Bound, again: Callable[[Checkpoint], Checkpoint]
+) -> Checkpoint:
     """The checkpoint as the target layout has it. `again` makes the same of one that was opened again."""
     table = mapped_table(bound)
-    notes = [f"seen through the map {bound.what}: {plural(len(bound.targets), 'tensor')} of {bound.used:,}", *bound.left_out()]
+    notes = [
+        f"seen through the map {bound.what}: {plural(len(bound.targets), 'tensor')} of {bound.used:,}",
+        *bound.left_out(),
+    ]
     if not checkpoint.flat:
         notes.append("left out: what is no tensor, which a map says nothing of")
     description = Description(

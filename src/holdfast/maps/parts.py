@@ -67,11 +67,17 @@ def tokens(text: str) -> list[str]:
         found = TOKEN.match(text, at)
         is_operator = found is not None and found.group(3) is not None
         if found is None or is_operator != bool(len(words) % 2) or len(text) > LONGEST:
-            raise BadMap(f"{text[:80]!r} is no size: write numbers and names with + - * / between them", found=text)
+            raise BadMap(
+                f"{text[:80]!r} is no size: write numbers and names with + - * / between them",
+                found=text,
+            )
         words.append(found.group(0).strip())
         at = found.end()
     if not len(words) % 2:
-        raise BadMap(f"{text[:80]!r} is no size: write numbers and names with + - * / between them", found=text)
+        raise BadMap(
+            f"{text[:80]!r} is no size: write numbers and names with + - * / between them",
+            found=text,
+        )
     return words
 
 
@@ -107,7 +113,9 @@ class NamePattern(Value, frozen=True):
         if "#" in text or re.search(r"\d\{|\}\d|\}\{", text) or not text.strip():
             raise BadMap(f"a name has its numbers apart, and no # in it: {text[:80]!r}", found=text)
         plain = DIGITS.sub("#", NUMBER.sub("#", text))
-        numbers = tuple(axis or digits for axis, digits in re.findall(rf"\{{({NAME})[^{{}}]*\}}|(\d+)", text))
+        numbers = tuple(
+            axis or digits for axis, digits in re.findall(rf"\{{({NAME})[^{{}}]*\}}|(\d+)", text)
+        )
         return cls(text, plain, numbers, spans)
 
     @property
@@ -116,9 +124,16 @@ class NamePattern(Value, frozen=True):
 
     def places(self, digits: tuple[str, ...]) -> tuple[int, ...] | None:
         """The places that a name with these digits stands for; None where others always stand there, or too many."""
-        if any(len(found) > 9 or (own.isdecimal() and own != found) for own, found in zip(self.numbers, digits, strict=True)):
+        if any(
+            len(found) > 9 or (own.isdecimal() and own != found)
+            for own, found in zip(self.numbers, digits, strict=True)
+        ):
             return None
-        return tuple(int(found) for own, found in zip(self.numbers, digits, strict=True) if not own.isdecimal())
+        return tuple(
+            int(found)
+            for own, found in zip(self.numbers, digits, strict=True)
+            if not own.isdecimal()
+        )
 
     def name(self, places: Mapping[str, int]) -> str:
         return NUMBER.sub(lambda found: str(places[found.group(1).partition("[")[0]]), self.text)
@@ -136,19 +151,26 @@ class Part(Value, frozen=True):
         """Read a part. Raises `BadMap` with the text where it is none."""
         name, colon, pattern = text.partition(" : ")
         if len(text) > LONGEST or not colon:
-            raise BadMap(f"a part is written 'name : axis (axis axis)', not {text[:80]!r}", found=text)
+            raise BadMap(
+                f"a part is written 'name : axis (axis axis)', not {text[:80]!r}", found=text
+            )
         dims: list[tuple[AxisRange, ...]] = []
         for found in re.finditer(r"\(([^()]*)\)|([^\s()]+)|(\S)", pattern):
             inside, single, odd = found.groups()
             if odd is not None:
                 raise BadMap(f"a bracket is not closed in {text[:80]!r}", found=text)
-            words = re.findall(r"[^\s\[]+(?:\[[^\]]*\])?", inside) if inside is not None else [single]
+            words = (
+                re.findall(r"[^\s\[]+(?:\[[^\]]*\])?", inside) if inside is not None else [single]
+            )
             dims.append(tuple(_axis_range(word, text) for word in words))
         return cls(NamePattern.read(name.strip()), tuple(dims), " ".join(pattern.split()))
 
     def __post_init__(self) -> None:
         if len({*self.axes}) < len(self.axes) or len(self.axes) > MOST_AXES:
-            raise BadMap(f"an axis stands twice in {self.name.text!r}, or there are more than {MOST_AXES}", found=self.name.text)
+            raise BadMap(
+                f"an axis stands twice in {self.name.text!r}, or there are more than {MOST_AXES}",
+                found=self.name.text,
+            )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -173,4 +195,6 @@ def every_place(axes: tuple[str, ...], ranges: Mapping[str, range]) -> list[dict
     >>> every_place(("layer",), {"layer": range(2)})
     [{'layer': 0}, {'layer': 1}]
     """
-    return [dict(zip(axes, places, strict=True)) for places in product(*(ranges[axis] for axis in axes))]
+    return [
+        dict(zip(axes, places, strict=True)) for places in product(*(ranges[axis] for axis in axes))
+    ]

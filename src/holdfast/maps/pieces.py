@@ -43,7 +43,10 @@ class Placed(Value, frozen=True):
         """The places that tensors of this part have of an axis; None for an axis that they do not have."""
         if axis in self.places:
             return self.places[axis].start, self.places[axis].stop
-        return next(((span.start, span.stop) for dim in self.dims for span in dim if span.axis == axis), None)
+        return next(
+            ((span.start, span.stop) for dim in self.dims for span in dim if span.axis == axis),
+            None,
+        )
 
 
 class Stride(NamedTuple):
@@ -87,17 +90,29 @@ class Meeting:
             own, other = target.reach(axis), source.reach(axis)
             # Along an axis that the target does not have all places are the same: the first one is taken.
             low, high = own or (first.get(axis, 0), first.get(axis, 0) + 1)
-            self.common[axis] = (low, high) if other is None else (max(low, other[0]), min(high, other[1]))
+            self.common[axis] = (
+                (low, high) if other is None else (max(low, other[0]), min(high, other[1]))
+            )
         self.empty = any(low >= high for low, high in self.common.values())
         self.runs = [] if self.empty else self._runs()
-        running = {axis for _, axes in self._running for axis in axes} if not self.empty else set[str]()
-        self.stepped = [axis for axis, (low, high) in self.common.items() if axis not in running and axis not in target.places]
+        running = (
+            {axis for _, axes in self._running for axis in axes} if not self.empty else set[str]()
+        )
+        self.stepped = [
+            axis
+            for axis, (low, high) in self.common.items()
+            if axis not in running and axis not in target.places
+        ]
         """Axes that are gone through place by place."""
 
     @property
     def renames(self) -> bool:
         """Whether a target is a source under another name."""
-        whole = [RowRun(dim, 0, count, dim, 0, 1) for dim, count in enumerate(self.target.shape) if count > 1]
+        whole = [
+            RowRun(dim, 0, count, dim, 0, 1)
+            for dim, count in enumerate(self.target.shape)
+            if count > 1
+        ]
         alike = [axis for axis in self.stepped if self.common[axis][1] - self.common[axis][0] > 1]
         return not alike and sorted(self.runs) == whole and self.target.shape == self.source.shape
 
@@ -129,16 +144,24 @@ class Meeting:
             if axes:
                 dim = self._there[axes[0]].dim
                 used.add(dim)
-                first = sum((self.common[a][0] - self._here[a].start) * self._here[a].rows for a in axes)
-                there_first = sum((self.common[a][0] - self._there[a].start) * self._there[a].rows for a in axes)
+                first = sum(
+                    (self.common[a][0] - self._here[a].start) * self._here[a].rows for a in axes
+                )
+                there_first = sum(
+                    (self.common[a][0] - self._there[a].start) * self._there[a].rows for a in axes
+                )
                 runs.append(RowRun(number, first, count, dim, there_first, step))
                 self._running.append((number, axes))
         return runs
 
-    def steps(self, places: Mapping[str, int], low: Sequence[int] = (), high: Sequence[int] = ()) -> Iterator[dict[str, int]]:
+    def steps(
+        self, places: Mapping[str, int], low: Sequence[int] = (), high: Sequence[int] = ()
+    ) -> Iterator[dict[str, int]]:
         """The places of all axes but those of runs, for each chunk of the target at these places; of those chunks alone that may
         meet a box."""
-        if self.empty or any(not first <= places[a] < last for a, (first, last) in self.common.items() if a in places):
+        if self.empty or any(
+            not first <= places[a] < last for a, (first, last) in self.common.items() if a in places
+        ):
             return
         for values in product(*(self._near(axis, low, high) for axis in self.stepped)):
             yield {**places, **dict(zip(self.stepped, values, strict=True))}
@@ -149,7 +172,10 @@ class Meeting:
         here = self._here.get(axis)
         if here is None or here.dim >= len(low) or self.target.dims[here.dim][0].axis != axis:
             return range(first, last)
-        return range(max(first, here.start + low[here.dim] // here.rows), min(last, here.start - -high[here.dim] // here.rows))
+        return range(
+            max(first, here.start + low[here.dim] // here.rows),
+            min(last, here.start - -high[here.dim] // here.rows),
+        )
 
     def source_places(self, at: Mapping[str, int]) -> tuple[int, ...]:
         """The numbers in the name of the source."""
@@ -180,9 +206,15 @@ class Meeting:
         return [_moved(chunk, starts, sizes, dims, bits=tensor.dtype.bits) for chunk in part.chunks]
 
 
-def _moved(chunk: Chunk, starts: Sequence[int], sizes: Sequence[int], dims: Mapping[int, int], *, bits: int) -> Chunk:
+def _moved(
+    chunk: Chunk, starts: Sequence[int], sizes: Sequence[int], dims: Mapping[int, int], *, bits: int
+) -> Chunk:
     """A chunk of a part of a source as one of the target: `dims` says which dimension of the part is which of the target."""
-    low, high, strides = list(starts), [start + size for start, size in zip(starts, sizes, strict=True)], [bits] * len(starts)
+    low, high, strides = (
+        list(starts),
+        [start + size for start, size in zip(starts, sizes, strict=True)],
+        [bits] * len(starts),
+    )
     for dim, own in dims.items():
         low[dim], high[dim] = starts[dim] + chunk.box.start[own], starts[dim] + chunk.box.stop[own]
         strides[dim] = chunk.strides[own]

@@ -30,7 +30,9 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.dtype import DType
 from holdfast.core.value import Value
 
-BLOCK_ELEMENTS = 1 << 17  # Elements at a time: they stay near a core, in calls long enough for threads.
+BLOCK_ELEMENTS = (
+    1 << 17
+)  # Elements at a time: they stay near a core, in calls long enough for threads.
 SATURATING = "float8_e4m3fn"
 POWERS = "float8_e8m0fnu"
 
@@ -61,7 +63,11 @@ def _cast_block(array: np.ndarray, out: np.ndarray, dtype: DType) -> None:
         if dtype.name == "float32":
             as_float32(array, out)
         else:
-            out[:] = as_float64(array) if array.dtype == np.float16 and dtype.name == "float64" else array
+            out[:] = (
+                as_float64(array)
+                if array.dtype == np.float16 and dtype.name == "float64"
+                else array
+            )
         return
     # `mode` only says that no index needs to be checked: the table has every pattern.
     table.take(patterns, out=out.view(table.dtype), mode="clip")
@@ -101,7 +107,11 @@ def count_losses(array: np.ndarray, made: np.ndarray | None, dtype: DType) -> di
     found = dict.fromkeys(OUTCOMES, 0)
     kinds = _kinds(array.dtype, dtype) if array.itemsize == 1 else None
     bounds = _bounds(array.dtype, dtype) if kinds is None else None
-    for start in range(0, array.size if (kinds is None or kinds.any()) and (bounds is None or bounds.any) else 0, BLOCK_ELEMENTS):
+    for start in range(
+        0,
+        array.size if (kinds is None or kinds.any()) and (bounds is None or bounds.any) else 0,
+        BLOCK_ELEMENTS,
+    ):
         part = slice(start, start + BLOCK_ELEMENTS)
         if made is None or not _ordinary(made[part], dtype):
             if bounds is not None:
@@ -177,7 +187,11 @@ def _count_block(array: np.ndarray, bounds: Bounds, found: dict[str, int]) -> No
     kind = bits.dtype.type
     sizes = bits & kind((1 << (8 * array.itemsize - 1)) - 1)
     # One comparison tells that all is well, as it mostly is: what is less than `low` wraps around to the top.
-    if bounds.few == "smallest" or np.count_nonzero((sizes - kind(bounds.low)) < kind(bounds.high - bounds.low)) < sizes.size:
+    if (
+        bounds.few == "smallest"
+        or np.count_nonzero((sizes - kind(bounds.low)) < kind(bounds.high - bounds.low))
+        < sizes.size
+    ):
         for outcome, lost in _lost_in(bits, bounds):
             found[outcome] += int(np.count_nonzero(lost))
 
@@ -194,17 +208,27 @@ def _lost_in(bits: np.ndarray, bounds: Bounds) -> Iterator[tuple[str, Bools]]:
         yield "unsigned", (bits > kind(sign)) & (sizes < kind(bounds.stop))
 
 
-def count_losses_each(array: np.ndarray, made: np.ndarray, dtype: DType, starts: Ints) -> dict[str, Ints]:
+def count_losses_each(
+    array: np.ndarray, made: np.ndarray, dtype: DType, starts: Ints
+) -> dict[str, Ints]:
     """`count_losses` of each of the parts that begin there and follow each other, none of which is empty."""
     if not count_losses(array, made, dtype):
         return {}
     if array.itemsize == 1:
         kinds = _kinds(array.dtype, dtype)
         patterns = kinds.take(array.view(np.uint8))
-        lost = [(outcome, (patterns >> at & 1).astype(np.bool_)) for at, outcome in enumerate(OUTCOMES) if (kinds >> at & 1).any()]
+        lost = [
+            (outcome, (patterns >> at & 1).astype(np.bool_))
+            for at, outcome in enumerate(OUTCOMES)
+            if (kinds >> at & 1).any()
+        ]
     else:
         lost = [*_lost_in(array.view(f"u{array.itemsize}"), _bounds(array.dtype, dtype))]
-    return {outcome: np.add.reduceat(mask, starts, dtype=np.int64) for outcome, mask in lost if mask.any()}
+    return {
+        outcome: np.add.reduceat(mask, starts, dtype=np.int64)
+        for outcome, mask in lost
+        if mask.any()
+    }
 
 
 def _count_bytes(array: np.ndarray, kinds: np.ndarray, found: dict[str, int]) -> None:
@@ -225,8 +249,12 @@ def _kinds(source: np.dtype[np.generic], dtype: DType) -> np.ndarray:
     return kinds
 
 
-MISSING_EXPONENT = np.float32(2.0**112)  # Between the least normal float16 and the least normal float32.
-LEAST = np.array([1 << 13], np.int32).view(np.float32)  # The least float16 on its way: no normal float32.
+MISSING_EXPONENT = np.float32(
+    2.0**112
+)  # Between the least normal float16 and the least normal float32.
+LEAST = np.array([1 << 13], np.int32).view(
+    np.float32
+)  # The least float16 on its way: no normal float32.
 
 PLACES = np.int32(0x8FFF_E000 - (1 << 32))
 """Of a float16 that was widened with its sign and shifted: the sign, five bits of exponent, ten of fraction."""
@@ -265,4 +293,8 @@ def _shift(values: np.ndarray, out: np.ndarray) -> np.ndarray:
 def _may_shift(values: np.ndarray) -> bool:
     """Of float16: all are finite, and the least survive. What is not finite is the largest of its sign, as integers."""
     bits = values.view(np.uint16)
-    return bool(LEAST[0] * MISSING_EXPONENT and bits.max(initial=0) < 0xFC00 and bits.view(np.int16).max(initial=0) < 0x7C00)
+    return bool(
+        LEAST[0] * MISSING_EXPONENT
+        and bits.max(initial=0) < 0xFC00
+        and bits.view(np.int16).max(initial=0) < 0x7C00
+    )

@@ -108,8 +108,19 @@ class Tally(Value, frozen=True):
         )  # fmt: skip
 
     def content(self) -> Content:
-        most, ratio = (None, None) if 0 < self.changed == self.beyond else (self.max_abs, self.max_rel)
-        return Content(self.changed, self.total, most, ratio, self._cosine(), self.nans, self._relative(), *self.odd[:4])
+        most, ratio = (
+            (None, None) if 0 < self.changed == self.beyond else (self.max_abs, self.max_rel)
+        )
+        return Content(
+            self.changed,
+            self.total,
+            most,
+            ratio,
+            self._cosine(),
+            self.nans,
+            self._relative(),
+            *self.odd[:4],
+        )
 
     def _relative(self) -> float | None:
         if not self.squares_a or any(self.odd):
@@ -127,14 +138,20 @@ class Tally(Value, frozen=True):
 
 def compare_arrays(pair: tuple[LazyTensor, LazyTensor], a: np.ndarray, b: np.ndarray) -> Tally:
     """The tally of all elements of two tensors that have been read."""
-    sides = [computable(tensor, array.reshape(-1)) for tensor, array in zip(pair, (a, b), strict=True)]
+    sides = [
+        computable(tensor, array.reshape(-1)) for tensor, array in zip(pair, (a, b), strict=True)
+    ]
     return tally(*sides, same_bits=compared_dtype(pair[0]) is compared_dtype(pair[1]))
 
 
 def computable(tensor: LazyTensor, array: np.ndarray) -> np.ndarray:
     """Elements of a tensor as something that numpy can compute with."""
     if tensor.dtype.name == PAIRS:
-        return np.stack((array & 15, array >> 4), axis=1).reshape(-1).view(compared_dtype(tensor).numpy)
+        return (
+            np.stack((array & 15, array >> 4), axis=1)
+            .reshape(-1)
+            .view(compared_dtype(tensor).numpy)
+        )
     return array.view(np.uint8) if array.dtype == np.bool_ else array
 
 
@@ -145,7 +162,11 @@ def compared_dtype(tensor: LazyTensor) -> DType:
 
 def tally(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
     """Compare two 1-D arrays of one length. With `same_bits`, they have one dtype, and the bits decide what is the same."""
-    plain = _Plain(same_bits, exact=_is_integer(a) and _is_integer(b)) if _is_narrow(a) and _is_narrow(b) else None
+    plain = (
+        _Plain(same_bits, exact=_is_integer(a) and _is_integer(b))
+        if _is_narrow(a) and _is_narrow(b)
+        else None
+    )
     total = Tally()
     for at in range(0, a.size, STEP_ELEMENTS):
         left, right = a[at : at + STEP_ELEMENTS], b[at : at + STEP_ELEMENTS]
@@ -179,7 +200,9 @@ class _Plain:
         # What is not finite stays so in the sum of squares, and no finite number of 32 bits makes it so.
         if not (math.isfinite(squares_a) and math.isfinite(squares_b)):
             return False
-        changed = int(np.count_nonzero(_differing_bits(a, b) if self._same_bits else wide_a != wide_b))
+        changed = int(
+            np.count_nonzero(_differing_bits(a, b) if self._same_bits else wide_a != wide_b)
+        )
         self._total += a.size
         self._squares_a += squares_a
         self._squares_b += squares_b
@@ -201,8 +224,12 @@ class _Plain:
 
     def tally(self) -> Tally:
         most = int(self._max_abs) if self._exact else self._max_abs
-        dot, squares_a, squares_b, apart = (Fraction(x) for x in (self._dot, self._squares_a, self._squares_b, self._apart))
-        return Tally(self._changed, self._total, most, self._max_rel, 0, dot, squares_a, squares_b, apart)
+        dot, squares_a, squares_b, apart = (
+            Fraction(x) for x in (self._dot, self._squares_a, self._squares_b, self._apart)
+        )
+        return Tally(
+            self._changed, self._total, most, self._max_rel, 0, dot, squares_a, squares_b, apart
+        )
 
 
 LEAST = 5e-324
@@ -232,7 +259,13 @@ def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
         nans = int((nan_a | nan_b).sum())
         # A complex number with a NaN in it is that, whatever the other part.
         inf_a, inf_b = np.isinf(wide_a) & ~nan_a, np.isinf(wide_b) & ~nan_b
-        counts = (nan_b & ~nan_a, nan_a & ~nan_b, inf_b & ~inf_a, inf_a & ~inf_b, inf_a & inf_b & changed)
+        counts = (
+            nan_b & ~nan_a,
+            nan_a & ~nan_b,
+            inf_b & ~inf_a,
+            inf_a & ~inf_b,
+            inf_a & inf_b & changed,
+        )
         odd = tuple(int(count.sum()) for count in counts)
         left, right = wide_a[usable], wide_b[usable]
     max_abs, max_rel = _largest(wide_a[countable], wide_b[countable])
@@ -324,7 +357,9 @@ def _greatest(a: np.ndarray, b: np.ndarray) -> tuple[int, float]:
     size_a, size_b = np.where(below_a, -words_a, words_a), np.where(below_b, -words_b, words_b)
     same_sign = below_a == below_b
     # Of one sign, the magnitudes differ by less than 2^64; of two, they add up, perhaps to more.
-    apart = np.where(same_sign, np.maximum(size_a, size_b) - np.minimum(size_a, size_b), size_a + size_b)
+    apart = np.where(
+        same_sign, np.maximum(size_a, size_b) - np.minimum(size_a, size_b), size_a + size_b
+    )
     carried = ~same_sign & (apart < size_a)
     most = (1 << 64) + int(apart[carried].max()) if carried.any() else int(apart.max())
     larger = np.maximum(size_a, size_b).astype(np.float64)
@@ -338,4 +373,8 @@ def _negative(array: np.ndarray) -> Bools:
 
 def _words(array: np.ndarray) -> npt.NDArray[np.uint64]:
     """Modulo 2^64."""
-    return array.astype(np.int64).view(np.uint64) if array.dtype.kind == "i" else array.astype(np.uint64)
+    return (
+        array.astype(np.int64).view(np.uint64)
+        if array.dtype.kind == "i"
+        else array.astype(np.uint64)
+    )

@@ -105,7 +105,9 @@ def _q3_k(blocks: Bytes) -> Floats:
     """32 bytes of third bits, 64 bytes of q, 12 bytes of scales, d. A third bit that is not set takes four away. The scales have
     six bits: eight bytes with the low four of two scales each, four with the high two of four each."""
     third = _shifted(blocks[:, :32], tuple(range(8)), 1, run=32)
-    q = _shifted(blocks[:, 32:96], (0, 2, 4, 6), 3, run=32).astype(np.int8) - (np.int8(4) - 4 * third.astype(np.int8))
+    q = _shifted(blocks[:, 32:96], (0, 2, 4, 6), 3, run=32).astype(np.int8) - (
+        np.int8(4) - 4 * third.astype(np.int8)
+    )
     low = _shifted(blocks[:, 96:104], (0, 4), 15, run=8)
     high = _shifted(blocks[:, 104:108], (0, 2, 4, 6), 3, run=4)
     scales = (low | high << 4).astype(np.float32) - 32
@@ -139,17 +141,24 @@ def _q5_k(blocks: Bytes) -> Floats:
 
 def _q6_k(blocks: Bytes) -> Floats:
     """128 bytes of low halves, 64 bytes of high bits, 16 signed scales, d: q − 32."""
-    q = _shifted(blocks[:, :128], (0, 4), 15, run=64) | _shifted(blocks[:, 128:192], (0, 2, 4, 6), 3, run=32) << 4
+    q = (
+        _shifted(blocks[:, :128], (0, 4), 15, run=64)
+        | _shifted(blocks[:, 128:192], (0, 2, 4, 6), 3, run=32) << 4
+    )
     scales = _float(blocks, 208) * blocks[:, 192:208].view(np.int8)
     return _scaled(scales, q.astype(np.int8) - 32)
 
 
 def _tq2_0(blocks: Bytes) -> Floats:
     """64 bytes of q, d: q − 1."""
-    return _float(blocks, 64) * (_shifted(blocks[:, :64], (0, 2, 4, 6), 3, run=32).astype(np.float32) - 1)
+    return _float(blocks, 64) * (
+        _shifted(blocks[:, :64], (0, 2, 4, 6), 3, run=32).astype(np.float32) - 1
+    )
 
 
-CURVE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+CURVE = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
+)
 """What the sixteen values of IQ4 stand for."""
 
 

@@ -29,7 +29,9 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import MetadataError
 
-Elements = np.ndarray  # One dimension of unsigned integers, or of 16-byte records; little-endian as stored.
+Elements = (
+    np.ndarray
+)  # One dimension of unsigned integers, or of 16-byte records; little-endian as stored.
 ByteArray = np.ndarray
 
 
@@ -75,7 +77,9 @@ def fill(out: Elements, positions: np.ndarray, values: Elements) -> None:
 
 
 def unequal(marked: int, values: int) -> MetadataError:
-    return MetadataError(f"marks for {marked:,} values, and {values:,} values", expected=marked, found=values)
+    return MetadataError(
+        f"marks for {marked:,} values, and {values:,} values", expected=marked, found=values
+    )
 
 
 def translate(byte_rows: ByteArray, table: bytes) -> ByteArray:
@@ -89,7 +93,9 @@ def set_bits(byte_rows: ByteArray) -> int:
     return int(translate(byte_rows, POPULATION).sum(dtype=np.int64))
 
 
-BITMAP_ELEMENTS = 1 << 16  # Elements of a group: a slice unpacks hardly more than it needs, and all stays in a cache.
+BITMAP_ELEMENTS = (
+    1 << 16
+)  # Elements of a group: a slice unpacks hardly more than it needs, and all stays in a cache.
 
 
 class Bitmap(Value, frozen=True):
@@ -104,7 +110,9 @@ class Bitmap(Value, frozen=True):
 
     count: int
     name: ClassVar[str] = "bitmap"
-    counted: ClassVar[bool] = True  # Whether groups have different numbers of values, so that there are `starts`.
+    counted: ClassVar[bool] = (
+        True  # Whether groups have different numbers of values, so that there are `starts`.
+    )
     unit: ClassVar[int] = 1  # Values come in multiples of this.
 
     @property
@@ -143,7 +151,9 @@ class Bitmap(Value, frozen=True):
 
 
 BLOCKS_ELEMENTS = 1 << 17  # Elements that a group of bands has if it can.
-BAND_ELEMENTS = 1 << 20  # Elements of the largest band: what has to be unpacked for one of its elements.
+BAND_ELEMENTS = (
+    1 << 20
+)  # Elements of the largest band: what has to be unpacked for one of its elements.
 GROUP_ROWS = 64  # Rows that a group has at the least, as long as they fit: blocks up to this height then have groups of one size.
 
 
@@ -172,9 +182,14 @@ class Blocks(Value, frozen=True):
     counted: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not (1 <= self.height <= self.rows and 1 <= self.width <= self.columns) or self.height * self.columns > BAND_ELEMENTS:
+        if (
+            not (1 <= self.height <= self.rows and 1 <= self.width <= self.columns)
+            or self.height * self.columns > BAND_ELEMENTS
+        ):
             shape = f"{self.rows:,} × {self.columns:,}"
-            raise MetadataError(f"blocks of {self.height:,} × {self.width:,} do not fit a matrix of {shape}")
+            raise MetadataError(
+                f"blocks of {self.height:,} × {self.width:,} do not fit a matrix of {shape}"
+            )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -218,7 +233,9 @@ class Blocks(Value, frozen=True):
         even = len(out) == bits * self.unit
         grid = out if even else np.empty(bits * self.unit, out.dtype)
         grid.view(np.uint8)[:] = 0
-        self._blocks(grid.reshape(bands * self.height, -1))[marked] = values.reshape(-1, self.height, self.width)
+        self._blocks(grid.reshape(bands * self.height, -1))[marked] = values.reshape(
+            -1, self.height, self.width
+        )
         if not even:
             placed = out.reshape(-1, self.columns)
             placed[...] = grid.reshape(bands * self.height, -1)[: len(placed), : self.columns]
@@ -300,7 +317,9 @@ class Pattern(Value, frozen=True):
     def mark(self, dense: Elements) -> ByteArray:
         if not self._by_bytes or len(dense) % 8:
             return self._positions(np.flatnonzero(self._kept(dense)))
-        return translate(np.packbits(are_set(dense), bitorder="little"), _tables(self.n, self.m).positions)
+        return translate(
+            np.packbits(are_set(dense), bitorder="little"), _tables(self.n, self.m).positions
+        )
 
     def take(self, dense: Elements) -> Elements:
         if not self._by_bytes or len(dense) % 8:
@@ -321,7 +340,9 @@ class Pattern(Value, frozen=True):
     def unpack(self, where: ByteArray, values: Elements, out: Elements) -> None:
         if self._by_bytes and len(out) % 8 == 0:
             # A byte that is no positions is no marks, so that there are too few.
-            found = np.flatnonzero(marks_of(translate(where, _tables(self.n, self.m).marks), len(out)))
+            found = np.flatnonzero(
+                marks_of(translate(where, _tables(self.n, self.m).marks), len(out))
+            )
             if len(found) != len(values):
                 raise self._disorder()
             fill(out, found, values)
@@ -334,7 +355,9 @@ class Pattern(Value, frozen=True):
         if found[wanted:].any():
             raise MetadataError("positions behind the last group")
         found = found[:wanted]
-        rising = all(bool((found[k :: self.n] > found[k - 1 :: self.n]).all()) for k in range(1, self.n))
+        rising = all(
+            bool((found[k :: self.n] > found[k - 1 :: self.n]).all()) for k in range(1, self.n)
+        )
         if not rising or int(found.max(initial=0)) >= self.m:
             raise self._disorder()
         fill(out, found + _origins(self.n, self.m, PACKED_GROUPS)[: len(found)], values)
@@ -369,7 +392,9 @@ class Pattern(Value, frozen=True):
         return MetadataError(f"more than {self.n} of {self.m} elements are not zero")
 
     def _disorder(self) -> MetadataError:
-        return MetadataError(f"positions in a group of {self.m} that are outside of it, twice the same, or not in order")
+        return MetadataError(
+            f"positions in a group of {self.m} that are outside of it, twice the same, or not in order"
+        )
 
 
 def position_bits(m: int) -> int:
@@ -395,7 +420,9 @@ def most_set(marked: np.ndarray, byte_rows: ByteArray, m: int) -> int:
 @lru_cache(maxsize=3)
 def _most_in_byte(m: int) -> bytes:
     """For each byte, the largest number of bits in one of its groups of `m`."""
-    return bytes(max((byte >> at & (1 << m) - 1).bit_count() for at in range(0, 8, m)) for byte in range(256))
+    return bytes(
+        max((byte >> at & (1 << m) - 1).bit_count() for at in range(0, 8, m)) for byte in range(256)
+    )
 
 
 class Tables(Value, frozen=True):
@@ -418,7 +445,11 @@ def _tables(n: int, m: int) -> Tables:
             groups.append(sorted(found + zeros[: max(n - len(found), 0)]))
         if all(len(group) == n for group in groups):
             stored[byte] = sum(1 << g * m + k for g, group in enumerate(groups) for k in group)
-            positions[byte] = sum(k << (g * n + i) * width for g, group in enumerate(groups) for i, k in enumerate(group))
+            positions[byte] = sum(
+                k << (g * n + i) * width
+                for g, group in enumerate(groups)
+                for i, k in enumerate(group)
+            )
             marks[positions[byte]] = stored[byte]
     return Tables(bytes(stored), bytes(positions), bytes(marks))
 
@@ -462,7 +493,9 @@ def spread(encoding: Encoding, group: int) -> int:
 
 def where_total(encoding: Encoding) -> int:
     last = group_count(encoding) - 1
-    return last * encoding.where_nbytes(encoding.group) + encoding.where_nbytes(spread(encoding, last))
+    return last * encoding.where_nbytes(encoding.group) + encoding.where_nbytes(
+        spread(encoding, last)
+    )
 
 
 class SparseStorage(Storage, frozen=True, kw_only=True, eq=False):
@@ -520,4 +553,6 @@ def packing_of(tensor: LazyTensor) -> Packing | None:
 
 
 def _named(encoding: Encoding) -> str:
-    return {"nm": ":", "block": "x"}.get(encoding.name, "").join(map(str, encoding.sizes)) or encoding.name
+    return {"nm": ":", "block": "x"}.get(encoding.name, "").join(
+        map(str, encoding.sizes)
+    ) or encoding.name

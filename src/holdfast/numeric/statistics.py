@@ -36,20 +36,26 @@ STEP_ELEMENTS = 1 << 17
 """Elements that are looked at together: 1 MiB as float64, near a core's own cache, in calls long enough that threads do not wait
 for each other's turn at the interpreter."""
 
-COUNTED_ELEMENTS = 1 << 16  # 16-bit tensors from this size on are counted by patterns; else the table would be larger.
+COUNTED_ELEMENTS = (
+    1 << 16
+)  # 16-bit tensors from this size on are counted by patterns; else the table would be larger.
 
 
 PAIRED_BINS = 128  # Histograms of fewer bins are drawn for two numbers at a time, by a table of at most 128 KiB.
 
 
 def countable(tensor: LazyTensor) -> bool:
-    return tensor.dtype.kind in ("float", "int", "uint", "bool", "complex") and not tensor.traits.meta
+    return (
+        tensor.dtype.kind in ("float", "int", "uint", "bool", "complex") and not tensor.traits.meta
+    )
 
 
 def counts_patterns(tensor: LazyTensor) -> bool:
     """Whether the elements are narrow enough, and as many, that their patterns are counted: then one reading tells all."""
     width = tensor.dtype.numpy.itemsize
-    return not tensor.dtype.paired and (width == 1 or (width == 2 and tensor.size >= COUNTED_ELEMENTS))
+    return not tensor.dtype.paired and (
+        width == 1 or (width == 2 and tensor.size >= COUNTED_ELEMENTS)
+    )
 
 
 def number_type(tensor: LazyTensor) -> np.dtype[np.generic]:
@@ -123,7 +129,11 @@ def widened(values: np.ndarray) -> Iterator[np.ndarray]:
             yield np.hypot(step["real"].astype(np.float64), step["imag"].astype(np.float64))
             continue
         with np.errstate(invalid="ignore"):  # a signalling NaN that is widened
-            wide = np.abs(step).astype(np.float64) if step.dtype.kind == "c" else step.astype(np.float64)
+            wide = (
+                np.abs(step).astype(np.float64)
+                if step.dtype.kind == "c"
+                else step.astype(np.float64)
+            )
         yield wide
 
 
@@ -131,7 +141,12 @@ def histogram(values: np.ndarray, found: Moments, bins: int) -> Ints:
     """How many numbers of a 1-D array fall into bins of one width from the least to the largest of `found`, both in."""
     counts = np.zeros(bins, np.int64)
     for wide in widened(values):
-        _bin(counts, wide[np.isfinite(wide)] if found.nans or found.infinities else wide, None, found=found)
+        _bin(
+            counts,
+            wide[np.isfinite(wide)] if found.nans or found.infinities else wide,
+            None,
+            found=found,
+        )
     return counts
 
 
@@ -142,7 +157,9 @@ def _bin(counts: Ints, wide: np.ndarray, often: Ints | None, *, found: Moments) 
         counts[bins // 2] += wide.size if often is None else int(often.sum())
         return
     low, span = found.low, found.high - found.low
-    if not math.isfinite(span):  # from the least to the largest float64 is farther than a float64 can say
+    if not math.isfinite(
+        span
+    ):  # from the least to the largest float64 is farther than a float64 can say
         wide /= 2
         low, span = low / 2, found.high / 2 - low / 2
     wide -= low
@@ -159,7 +176,11 @@ def _bin(counts: Ints, wide: np.ndarray, often: Ints | None, *, found: Moments) 
         pairs = places[:half] * np.int32(bins + 1)
         pairs += places[half : 2 * half]
         both = np.bincount(pairs, minlength=len(made) ** 2).reshape(len(made), len(made))
-        made += both.sum(axis=0) + both.sum(axis=1) + np.bincount(places[2 * half :], minlength=len(made))
+        made += (
+            both.sum(axis=0)
+            + both.sum(axis=1)
+            + np.bincount(places[2 * half :], minlength=len(made))
+        )
     else:
         made += np.bincount(wide.astype(np.intp), minlength=bins + 1)
     counts += made[:bins]
@@ -187,10 +208,14 @@ class NumberStats:
 
     def result(self) -> tuple[Moments, Ints | None]:
         if self._counts is None:
-            found = self._known or sum((self._parts[start] for start in sorted(self._parts)), Moments())
+            found = self._known or sum(
+                (self._parts[start] for start in sorted(self._parts)), Moments()
+            )
             return found, np.sum([*self._drawn.values()], axis=0) if self._drawn else None
         found = self._counts.moments()
-        return found, self._counts.histogram(found, self._bins) if self._bins and found.finite else None
+        return found, self._counts.histogram(
+            found, self._bins
+        ) if self._bins and found.finite else None
 
 
 class BitPatternCounts:
@@ -206,7 +231,9 @@ class BitPatternCounts:
         return np.zeros(1 << (8 * self.dtype.itemsize), np.int64)
 
     def add(self, values: np.ndarray) -> None:
-        own = np.bincount(values.view(f"u{self.dtype.itemsize}"), minlength=1 << (8 * self.dtype.itemsize))
+        own = np.bincount(
+            values.view(f"u{self.dtype.itemsize}"), minlength=1 << (8 * self.dtype.itemsize)
+        )
         with self._lock:
             self.there += own
 
@@ -247,7 +274,11 @@ class BitPatternCounts:
 def pattern_values(dtype: np.dtype[np.generic]) -> np.ndarray:
     """The number that each pattern of one or two bytes stands for, as float64."""
     with np.errstate(invalid="ignore"):
-        return np.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}").view(dtype).astype(np.float64)
+        return (
+            np.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}")
+            .view(dtype)
+            .astype(np.float64)
+        )
 
 
 QUANTILES = (0.0, 0.001, 0.01, 0.25, 0.5, 0.75, 0.99, 0.999, 1.0)
@@ -293,7 +324,10 @@ class Tails(Value, frozen=True):
         d, n, m = b.mean - a.mean, a.finite, b.finite
         # By multiplying: a power that is beyond float64 would be an error, and a product is infinite.
         square, cubes, fourths = d * d, self.cubes + other.cubes, self.fourths + other.fourths
-        cubes += square * d * n * m * (n - m) / count**2 + 3 * d * (n * b.deviations - m * a.deviations) / count
+        cubes += (
+            square * d * n * m * (n - m) / count**2
+            + 3 * d * (n * b.deviations - m * a.deviations) / count
+        )
         fourths += square * square * n * m * (n * n - n * m + m * m) / count**3
         fourths += 6 * square * (n * n * b.deviations + m * m * a.deviations) / count**2
         fourths += 4 * d * (n * other.cubes - m * self.cubes) / count
@@ -334,7 +368,11 @@ class Norms:
 
     def _add(self, row: int, column: int, block: Floats) -> None:
         height, width = block.shape
-        tall = np.bincount((row + np.arange(height)) * len(self.rows) // self.height, block.sum(axis=1), minlength=len(self.rows))
+        tall = np.bincount(
+            (row + np.arange(height)) * len(self.rows) // self.height,
+            block.sum(axis=1),
+            minlength=len(self.rows),
+        )
         across = block.sum(axis=0) if height > 1 else block[0]
         first = int(np.searchsorted(self._first, column, "right")) - 1
         last = int(np.searchsorted(self._first, column + width))
@@ -350,10 +388,16 @@ class Distributed:
         """`count` elements of it are going to be looked at; `groups` rows and columns have norms, or none where it is 0."""
         self._few = count <= COUNTED_ELEMENTS
         # Pairs of 4-bit floats are looked at one by one.
-        self._norms = Norms(tensor.shape, groups) if groups and tensor.dtype.name != "float4_e2m1fn_x2" else None
+        self._norms = (
+            Norms(tensor.shape, groups)
+            if groups and tensor.dtype.name != "float4_e2m1fn_x2"
+            else None
+        )
         self._counted = not self._few and counts_patterns(tensor)
         # Of wide numbers, the upper halves as float32.
-        self._counts = BitPatternCounts(number_type(tensor) if self._counted else np.dtype(np.uint16))
+        self._counts = BitPatternCounts(
+            number_type(tensor) if self._counted else np.dtype(np.uint16)
+        )
         self._parts: dict[int, BlockSummary] = {}
 
     def add(self, start: int, values: np.ndarray) -> None:
@@ -365,7 +409,10 @@ class Distributed:
         if self._counted:
             self._counts.add(values)
             if self._norms is not None:
-                table, patterns = pattern_squares(values.dtype), values.view(f"u{values.dtype.itemsize}")
+                table, patterns = (
+                    pattern_squares(values.dtype),
+                    values.view(f"u{values.dtype.itemsize}"),
+                )
                 for at in range(0, values.size, STEP_ELEMENTS):
                     self._norms.add(start + at, table.take(patterns[at : at + STEP_ELEMENTS]))
             return BlockSummary(values.size)
@@ -407,9 +454,15 @@ class Distributed:
             order = np.argsort(values, kind="stable")
             return self._of_values(count, values[order], often[order], self._counts.moments())
         if self._few:
-            wide = np.concatenate([part.few for part in parts if part.few is not None]) if parts else np.zeros(0)
+            wide = (
+                np.concatenate([part.few for part in parts if part.few is not None])
+                if parts
+                else np.zeros(0)
+            )
             values, often = np.unique(wide[np.isfinite(wide)], return_counts=True)
-            return self._of_values(count, values, often, Moments.of(wide) if wide.size else Moments())
+            return self._of_values(
+                count, values, often, Moments.of(wide) if wide.size else Moments()
+            )
         moments, tails = Moments(), Tails()
         for part in parts:
             tails = tails.plus(part.tails, moments, part.moments)
@@ -419,7 +472,9 @@ class Distributed:
         negative = int(often[low < 0].sum()) / moments.finite if moments.finite else None
         quantiles = _interpolated(low, high, often, moments=moments)
         size = _kurtosis(moments, tails.fourths)
-        return Distribution(count, moments, size, negative, first, exponents, quantiles, False, *self._sizes())
+        return Distribution(
+            count, moments, size, negative, first, exponents, quantiles, False, *self._sizes()
+        )
 
     def _of_values(self, count: int, values: Floats, often: Ints, moments: Moments) -> Distribution:
         """Of numbers in ascending order, and how often each is there."""
@@ -430,16 +485,22 @@ class Distributed:
             fourths = float((squares * squares * often).sum())
         first, exponents = _exponents(values, often)
         ends = np.cumsum(often)
-        places = np.searchsorted(ends, [math.floor(q * (int(ends[-1]) - 1)) for q in QUANTILES], "right")
+        places = np.searchsorted(
+            ends, [math.floor(q * (int(ends[-1]) - 1)) for q in QUANTILES], "right"
+        )
         quantiles = tuple(float(value) for value in values[places])
         negative = int(often[values < 0].sum()) / moments.finite
         size = _kurtosis(moments, fourths)
-        return Distribution(count, moments, size, negative, first, exponents, quantiles, True, *self._sizes())
+        return Distribution(
+            count, moments, size, negative, first, exponents, quantiles, True, *self._sizes()
+        )
 
     def _sizes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         if self._norms is None:
             return (), ()
-        rows, columns = (tuple(np.sqrt(found).tolist()) for found in (self._norms.rows, self._norms.columns))
+        rows, columns = (
+            tuple(np.sqrt(found).tolist()) for found in (self._norms.rows, self._norms.columns)
+        )
         return rows if self._norms.height > 1 else (), columns if self._norms.width > 1 else ()
 
 
@@ -487,7 +548,11 @@ def _bins(prefixes: Ints, moments: Moments) -> tuple[Floats, Floats, Ints]:
         far = ((some.astype(np.uint32) << 16) | 0xFFFF).view(np.float32).astype(np.float64)
     # What is beyond float32 came to be infinite on the way; it lies between the largest float32 and the largest that is there.
     near = np.clip(near, moments.low, moments.high)
-    far = np.where(np.isfinite(far), np.clip(far, moments.low, moments.high), np.clip(near, moments.low, moments.high))
+    far = np.where(
+        np.isfinite(far),
+        np.clip(far, moments.low, moments.high),
+        np.clip(near, moments.low, moments.high),
+    )
     low, high = np.minimum(near, far), np.maximum(near, far)
     order = np.argsort(low, kind="stable")
     return low[order], high[order], prefixes[some][order]

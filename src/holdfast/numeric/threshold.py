@@ -24,10 +24,19 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.value import Value
 from holdfast.numeric.cast import as_float32, as_float64
 
-INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000}
+INFINITY_BITS = {
+    "float16": 0x7C00,
+    "bfloat16": 0x7F80,
+    "float32": 0x7F80_0000,
+    "float64": 0x7FF0_0000_0000_0000,
+}
 """The key of infinity, by the float whose bits are the keys."""
 
-SPLITMIX = (0x9E37_79B9_7F4A_7C15, 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)  # Step and factors (Steele, Lea, Flood, 2014).
+SPLITMIX = (
+    0x9E37_79B9_7F4A_7C15,
+    0xBF58_476D_1CE4_E5B9,
+    0x94D0_49BB_1331_11EB,
+)  # Step and factors (Steele, Lea, Flood, 2014).
 SORTED_KEYS = 1 << 20  # As many keys as are held and sorted directly: 8 MiB.
 
 SHIFTS = {15: (0,), 31: (16, 0), 63: (47, 31, 15, 0), 64: (47, 31, 15, 0)}
@@ -46,7 +55,9 @@ ORDERS: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = {
 
 STEP, *FACTORS = map(np.uint64, SPLITMIX)
 
-CERTAIN_DEVIATIONS = 8.0  # Standard deviations around which the threshold of random keys is looked for.
+CERTAIN_DEVIATIONS = (
+    8.0  # Standard deviations around which the threshold of random keys is looked for.
+)
 
 
 def nan_key(order: str) -> int:
@@ -77,7 +88,11 @@ class KeyBits(Value, frozen=True):
 
     def begin(self, keys: np.ndarray, width: int) -> np.ndarray:
         """The keys, of so many bits, that begin with the prefix."""
-        return keys if self.known == width else keys[(keys >> keys.dtype.type(self.known)) == self.prefix]
+        return (
+            keys
+            if self.known == width
+            else keys[(keys >> keys.dtype.type(self.known)) == self.prefix]
+        )
 
     def count(self, keys: np.ndarray, width: int) -> Ints:
         low, bins = self.begin(keys, width), 1 << (self.known - self.shift)
@@ -149,7 +164,9 @@ def answered(asked: Search, answer: Callable[[KeyBits], np.ndarray]) -> Threshol
 def magnitude_keys(values: np.ndarray, order: str) -> np.ndarray:
     """The order of absolute values, as the bits of a float that holds them all."""
     bits = ORDERS[order][1]
-    keys: np.ndarray = _own(values, order).view(bits) & bits.type((1 << (8 * bits.itemsize - 1)) - 1)
+    keys: np.ndarray = _own(values, order).view(bits) & bits.type(
+        (1 << (8 * bits.itemsize - 1)) - 1
+    )
     if keys.size and keys.max() > INFINITY_BITS[order]:  # to look costs a tenth of the minimum
         np.minimum(keys, bits.type(nan_key(order)), out=keys)
     return keys
@@ -249,7 +266,9 @@ class Parted(Value, frozen=True, eq=False):
     below: int
     places: Ints
     keys: np.ndarray
-    bits: npt.NDArray[np.uint8]  # A bit for each, the first in the lowest bit; set for those above the range.
+    bits: npt.NDArray[
+        np.uint8
+    ]  # A bit for each, the first in the lowest bit; set for those above the range.
 
 
 class RandomOrder(Value, frozen=True):
@@ -273,7 +292,9 @@ class RandomOrder(Value, frozen=True):
         apart = (CERTAIN_DEVIATIONS + tries) * 2**tries * deviation + 1 / self.count
         # Ends that the bits tell apart which are known first.
         most, unit = 1 << TOLD_BITS, 1 << (63 - TOLD_BITS)
-        return max(int((part - apart) * most), 0) * unit, min(int((part + apart) * most) + 1, most) * unit
+        return max(int((part - apart) * most), 0) * unit, min(
+            int((part + apart) * most) + 1, most
+        ) * unit
 
     def part(self, start: int, stop: int, low: int, *, high: int) -> Parted:
         """The keys of one of these ranges as those below, in and above [low, high), whose ends `around` has given."""
@@ -290,7 +311,12 @@ class RandomOrder(Value, frozen=True):
             own[inside] = False
             some.append(_finished(mixed.take(inside) + np.uint64(2 * low)))
             places.append(inside + at)
-        return Parted(below, np.concatenate(places), np.concatenate(some), np.packbits(kept, bitorder="little"))
+        return Parted(
+            below,
+            np.concatenate(places),
+            np.concatenate(some),
+            np.packbits(kept, bitorder="little"),
+        )
 
 
 def mean_squares(values: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -17,15 +17,31 @@ import numpy as np
 
 from holdfast.core.arrays import Bools
 from holdfast.core.tensor import LazyTensor
-from holdfast.numeric.pack import ByteArray, are_set, as_bits, count_set, group_rows, matrix_shape, most_set, set_bits
+from holdfast.numeric.pack import (
+    ByteArray,
+    are_set,
+    as_bits,
+    count_set,
+    group_rows,
+    matrix_shape,
+    most_set,
+    set_bits,
+)
 
 PATTERNS = (2, 4, 8, 16)
 
 Shape = tuple[int, int]
 
 
-SIDES, LENGTHS = (4, 8, 16, 32, 64), (8, 16, 32, 64)  # Sides of square blocks, and lengths of blocks of one row or column.
-SHAPES: tuple[Shape, ...] = (*((1, n) for n in LENGTHS), *((n, 1) for n in LENGTHS), *((n, n) for n in SIDES))
+SIDES, LENGTHS = (
+    (4, 8, 16, 32, 64),
+    (8, 16, 32, 64),
+)  # Sides of square blocks, and lengths of blocks of one row or column.
+SHAPES: tuple[Shape, ...] = (
+    *((1, n) for n in LENGTHS),
+    *((n, 1) for n in LENGTHS),
+    *((n, n) for n in SIDES),
+)
 
 
 def whole_patterns(shape: Sequence[int], wanted: Collection[int] = PATTERNS) -> list[int]:
@@ -112,7 +128,9 @@ class ZeroPlaces:
         self.explained = {block: 0 for block in blocks if block[0] <= rows and block[1] <= columns}
         """By the shape of blocks: zeros in blocks that are all zeros."""
         # A vector has no rows that could be dead.
-        self._rows, self._columns = (np.zeros(count if len(shape) > 1 else 0, np.bool_) for count in self._matrix)
+        self._rows, self._columns = (
+            np.zeros(count if len(shape) > 1 else 0, np.bool_) for count in self._matrix
+        )
         self._lock = threading.Lock()
 
     @property
@@ -183,7 +201,9 @@ class BlockCounts:
         rows, self._columns = matrix_shape(tensor.shape)
         high = min(group_rows(self._columns), rows)
         self.elements = 0
-        self.counts = {shape: 0 for shape in SHAPES if shape[0] <= high and shape[1] <= self._columns}
+        self.counts = {
+            shape: 0 for shape in SHAPES if shape[0] <= high and shape[1] <= self._columns
+        }
         self._lock = threading.Lock()
 
     def add(self, start: int, values: np.ndarray) -> None:

@@ -107,7 +107,9 @@ class Weighed:
         self._mask, self._tally = mask, tally
 
     def add(self, start: int, values: np.ndarray) -> None:
-        self._tally.add(start, start + len(values), prune_values(values.copy(), self._mask, start, weigh=True))
+        self._tally.add(
+            start, start + len(values), prune_values(values.copy(), self._mask, start, weigh=True)
+        )
 
     def result(self) -> None: ...
 
@@ -160,7 +162,9 @@ def loss_of_counts(there: Ints, gone: Ints, order: str) -> Loss:
 def _lost(before: np.ndarray, after: np.ndarray, gone: int) -> Loss:
     kind = f"u{before.dtype.itemsize}"
     bits = after.view(kind)
-    with np.errstate(invalid="ignore", over="ignore"):  # a signalling NaN that is widened, a float64 whose square is none
+    with np.errstate(
+        invalid="ignore", over="ignore"
+    ):  # a signalling NaN that is widened, a float64 whose square is none
         wide = as_float64(before)
         lost = as_float64((before.view(kind) ^ bits).view(before.dtype))
         nonfinite = 0
@@ -192,7 +196,9 @@ class Content(Value, frozen=True):
         elif start % width or out.nbytes % width:
             first, last, begin = start // width, -(-(start + out.nbytes) // width), start % width
         else:
-            self._fill(start // width, np.ndarray(out.nbytes // width, self.tensor.dtype.numpy, out))
+            self._fill(
+                start // width, np.ndarray(out.nbytes // width, self.tensor.dtype.numpy, out)
+            )
             return
         at = 0
         for low, high in self._pieces(first, last):
@@ -247,14 +253,22 @@ class Masked(Sourced):
         """The tensor with its mask applied. It shares its storage with nothing. Reading it adds the losses to the tally."""
         key = self._add(Content(original, mask, tally, packed=False))
         storage = Storage(key, 0, original.nbytes, label=original.name, home=self)
-        made = LazyTensor.contiguous(original.name, original.dtype, original.shape, storage, self.source)
+        made = LazyTensor.contiguous(
+            original.name, original.dtype, original.shape, storage, self.source
+        )
         return replace(made, traits=replace(original.traits, conj=False, neg=False, alias=None))
 
-    def bits(self, name: str, original: LazyTensor, mask: Mask, *, tally: Tally | None = None) -> LazyTensor:
+    def bits(
+        self, name: str, original: LazyTensor, mask: Mask, *, tally: Tally | None = None
+    ) -> LazyTensor:
         """The mask, a bit an element in C order, the first in the lowest bit; set for what is kept."""
         content = Content(original, mask, tally, packed=True)
         count = content.nbytes
-        return LazyTensor.contiguous(name, BYTES, (count,), Storage(self._add(content), 0, count, home=self), self.source)
+        return LazyTensor.contiguous(
+            name, BYTES, (count,), Storage(self._add(content), 0, count, home=self), self.source
+        )
 
     def _add(self, content: Content) -> str:
-        return self.put(VirtualFile(content.nbytes, content.read, stamp=partial(tensor_stamp, content.tensor)))
+        return self.put(
+            VirtualFile(content.nbytes, content.read, stamp=partial(tensor_stamp, content.tensor))
+        )

@@ -24,7 +24,14 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import scan
 from holdfast.engine.threads import computing, run_all
 from holdfast.numeric.pack import matrix_shape
-from holdfast.numeric.threshold import Parted, RandomOrder, Threshold, lowest, magnitude_keys, pruned_count
+from holdfast.numeric.threshold import (
+    Parted,
+    RandomOrder,
+    Threshold,
+    lowest,
+    magnitude_keys,
+    pruned_count,
+)
 from holdfast.pruning.select import BlockScores, KeySearch, Magnitudes, pieces, select
 
 HELD_SCORES = 1 << 22
@@ -61,7 +68,11 @@ class ThresholdMask(Value, frozen=True, eq=False):
     def prune(self, values: np.ndarray, start: int) -> int:
         """Make +0.0 of elements that do not stay, in their place, and return their number."""
         keys = self.keys
-        if not isinstance(keys, Magnitudes) or keys.order != keys.tensor.dtype.name or self.key >= keys.most:
+        if (
+            not isinstance(keys, Magnitudes)
+            or keys.order != keys.tensor.dtype.name
+            or self.key >= keys.most
+        ):
             return zero_out(values, self.keep(values, start))
         before = min(max(self.cut - start, 0), len(values))
         return zero_below(values[:before], self.key + 1) + zero_below(values[before:], self.key)
@@ -121,7 +132,9 @@ class RandomMask:
             if self._threshold is None:
                 raise ValueError("a random mask is prepared before it is used")
             return self._threshold.keep(values, start)
-        kept = np.unpackbits(bits[start // 8 : -(-stop // 8)], bitorder="little")[start % 8 :][: len(values)]
+        kept = np.unpackbits(bits[start // 8 : -(-stop // 8)], bitorder="little")[start % 8 :][
+            : len(values)
+        ]
         with self._lock:
             self._unread -= len(values)
             if self._unread <= 0:
@@ -140,7 +153,10 @@ class RandomMask:
         for tries in count():
             every = self._parted(*self._keys.around(self._gone, tries))
             rank = self._gone - sum(part.below for part in every)
-            keys, places = np.concatenate([part.keys for part in every]), np.concatenate([part.places for part in every])
+            keys, places = (
+                np.concatenate([part.keys for part in every]),
+                np.concatenate([part.places for part in every]),
+            )
             if 0 < rank <= len(keys):
                 break
         order = np.argsort(keys, kind="stable")
@@ -201,7 +217,9 @@ def group_keep(keys: np.ndarray, zeros: int, *, m: int) -> Bools:
     """
     if m > COMPARED:
         groups = np.ones((len(keys) // m, m), np.bool_)
-        np.put_along_axis(groups, np.argsort(keys.reshape(-1, m), axis=1, kind="stable")[:, :zeros], False, axis=1)
+        np.put_along_axis(
+            groups, np.argsort(keys.reshape(-1, m), axis=1, kind="stable")[:, :zeros], False, axis=1
+        )
         return groups.reshape(-1)
     kept = np.empty(len(keys), np.bool_)
     step = COMPARED_KEYS // m * m
@@ -246,11 +264,19 @@ class BlockMask(Value, frozen=True, eq=False):
     def keep(self, values: np.ndarray, start: int) -> Bools:
         stop = start + len(values)
         first, last = start // self.columns, -(-stop // self.columns)
-        begin, end = (start - first * self.columns, stop - first * self.columns) if last - first == 1 else (0, self.columns)
+        begin, end = (
+            (start - first * self.columns, stop - first * self.columns)
+            if last - first == 1
+            else (0, self.columns)
+        )
         top, left = first // self.height, begin // self.width // 8 * 8
-        some = self.bits[top : (last - 1) // self.height + 1, left // 8 : -(-end // self.width // 8) + 1]
+        some = self.bits[
+            top : (last - 1) // self.height + 1, left // 8 : -(-end // self.width // 8) + 1
+        ]
         kept = np.unpackbits(some, axis=1, bitorder="little").view(np.bool_)
-        wide = np.repeat(kept, self.width, axis=1)[:, begin - left * self.width : end - left * self.width]
+        wide = np.repeat(kept, self.width, axis=1)[
+            :, begin - left * self.width : end - left * self.width
+        ]
         rows = wide[np.arange(first, last) // self.height - top]
         at = start - first * self.columns - begin
         return rows.reshape(-1)[at : at + len(values)]
@@ -273,7 +299,9 @@ class BlockMask(Value, frozen=True, eq=False):
         bands = np.arange(first, first + len(values) // self.columns) // self.height
         kept = np.unpackbits(self.bits[bands[0] : bands[-1] + 1], axis=1, bitorder="little")
         marks = np.negative(kept.view(np.int8)).astype(f"i{word}")
-        marks = np.repeat(marks, self.width * width // word, axis=1)[:, : self.columns * width // word]
+        marks = np.repeat(marks, self.width * width // word, axis=1)[
+            :, : self.columns * width // word
+        ]
         marks = marks[bands - bands[0]]
         values.view(f"i{word}").reshape(marks.shape)[...] &= marks
         return len(values) - int(np.count_nonzero(marks)) * word // width
@@ -304,7 +332,9 @@ class BlockChoice:
         across = self._scores.grid[1]
         row, column = divmod(first, across)
         if len(keys) >= across:
-            self._bits[row : row + len(keys) // across] = np.packbits(kept.reshape(-1, across), axis=1, bitorder="little")
+            self._bits[row : row + len(keys) // across] = np.packbits(
+                kept.reshape(-1, across), axis=1, bitorder="little"
+            )
         else:
             packed = np.packbits(kept, bitorder="little")
             self._bits[row, column // 8 : column // 8 + len(packed)] = packed
@@ -315,7 +345,9 @@ class BlockChoice:
             found = lowest(held, self._gone) if self._gone else Threshold(0, 0)
             before = int(np.flatnonzero(held == found.key)[found.ties - 1]) + 1 if found.ties else 0
             self._mark(0, held, found.key, before=before)
-        return BlockMask(scores.height, scores.width_of_block, matrix_shape(scores.tensor.shape)[1], self._bits)
+        return BlockMask(
+            scores.height, scores.width_of_block, matrix_shape(scores.tensor.shape)[1], self._bits
+        )
 
 
 def block_masks(
@@ -326,7 +358,11 @@ def block_masks(
     gone = [pruned_count(level, one.count) for one, level in zip(scores, levels, strict=True)]
 
     def choose(numbers: list[int]) -> list[bytes]:
-        many = {at: KeySearch([scores[at]], gone[at]) for at in numbers if scores[at].count > HELD_SCORES}
+        many = {
+            at: KeySearch([scores[at]], gone[at])
+            for at in numbers
+            if scores[at].count > HELD_SCORES
+        }
         select([*many.values()], threads=threads, progress=progress)
         masks = scan(
             [scores[at].tensor for at in numbers],
@@ -337,7 +373,9 @@ def block_masks(
 
     made = share_out(ranks, [one.tensor.nbytes for one in scores], choose, bytes)
     return [
-        BlockMask(one.height, one.width_of_block, matrix_shape(one.tensor.shape)[1], _block_bits(one, raw))
+        BlockMask(
+            one.height, one.width_of_block, matrix_shape(one.tensor.shape)[1], _block_bits(one, raw)
+        )
         for one, raw in zip(scores, made, strict=True)
     ]
 

@@ -55,7 +55,14 @@ from holdfast.pruning.rules import (
 )
 from holdfast.pruning.select import BlockScores, KeySearch, Magnitudes, pieces, select_together
 from holdfast.saving.formats import Options, check_opens, check_sparse, format_for, plan_save
-from holdfast.saving.planned import Destination, Planned, Saved, layout_of, planned_fields, rewritten
+from holdfast.saving.planned import (
+    Destination,
+    Planned,
+    Saved,
+    layout_of,
+    planned_fields,
+    rewritten,
+)
 from holdfast.saving.rows import flat_state, with_odd, with_table
 from holdfast.saving.state import tabulate_state
 
@@ -114,7 +121,10 @@ class Pruned(Saved):
 
 @validated(rules=rules_of(PruningRule))
 def prune(
-    src: Openable | Checkpoint, dst: str | os.PathLike[str], rules: Sequence[str | PruningRule], **options: Unpack[PruneOptions]
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str],
+    rules: Sequence[str | PruningRule],
+    **options: Unpack[PruneOptions],
 ) -> Pruned:
     """Write a checkpoint with weights set to zero by rules (`pruning/rules.py`), the first that matches a name deciding.
 
@@ -129,7 +139,10 @@ def prune(
 
 
 def plan_prune(
-    src: Openable | Checkpoint, dst: str | os.PathLike[str], rules: Sequence[str | PruningRule], asked: PruneOptions
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str],
+    rules: Sequence[str | PruningRule],
+    asked: PruneOptions,
 ) -> Planned[Pruned]:
     """Lay the rules over a checkpoint, find what goes, which reads, and lay out what stays."""
     options, masks, progress = layout_of(asked), asked["masks"], asked["progress"]
@@ -143,30 +156,54 @@ def plan_prune(
         if masks != "only":
             # The state is laid out now: a target that cannot hold it is refused before anything is read.
             check_sparse(target, chosen, options.sparse)
-            directory = plan_save(target, state, chosen, options=replace(options, sparse="never")).directory
+            directory = plan_save(
+                target, state, chosen, options=replace(options, sparse="never")
+            ).directory
             if masks == "beside" and not directory:
                 problem = f"{target!r} is one file, and two files cannot be published in one step: give a directory"
-                raise CannotHold("the masks have no place", [f"{problem}, or write them by themselves (masks='only')"], file=target)
+                raise CannotHold(
+                    "the masks have no place",
+                    [f"{problem}, or write them by themselves (masks='only')"],
+                    file=target,
+                )
         pruning = Pruning(state, jobs, masks, options=where.options(options))
         with where.ranks.counting(progress) as counted:
             pruning.measure(where.writing.reading_threads, counted)
         plan = pruning.plan(target, chosen)
         plan = replace(plan, notes=(*notes, *plan.notes))
-        beside = os.path.join(target, MASKS_FILE) if masks == "beside" else target if masks == "only" else None
+        beside = (
+            os.path.join(target, MASKS_FILE)
+            if masks == "beside"
+            else target
+            if masks == "only"
+            else None
+        )
         report = Pruned(**planned_fields(plan, target), source=source.path, masks=beside)
 
         def finish(report: Pruned, progress: Progress | None) -> Pruned:
             return pruning.report(report, where.writing.reading_threads, progress)
 
         findings = TallyFindings(jobs)
-        return Planned(plan, report, where.writing, reads=state.tensors.stores, finish=finish, findings=findings)
+        return Planned(
+            plan,
+            report,
+            where.writing,
+            reads=state.tensors.stores,
+            finish=finish,
+            findings=findings,
+        )
 
     directory = False if masks == "only" else None
     return rewritten(src, dst, lay_out, asked, elsewhere=True, directory=directory)
 
 
 def _jobs(
-    source: Checkpoint, state: State, rules: Sequence[str | PruningRule], *, masks: str | None, notes: list[str]
+    source: Checkpoint,
+    state: State,
+    rules: Sequence[str | PruningRule],
+    *,
+    masks: str | None,
+    notes: list[str],
 ) -> list[Job]:
     """The tensors that rules apply to; notes say what a rule leaves alone. Raises `CannotHold` with all that does not fit."""
     problems: list[str] = []
@@ -200,7 +237,9 @@ class TallyFindings(Findings):
         return write_document(TALLIES, [job.tally.parts() for job in self._jobs])
 
     def put(self, found: Sequence[bytes]) -> None:
-        for job, *parts in zip(self._jobs, *(read_document(TALLIES, one) for one in found), strict=True):
+        for job, *parts in zip(
+            self._jobs, *(read_document(TALLIES, one) for one in found), strict=True
+        ):
             job.tally.clear()
             for own in parts:
                 job.tally.put(own)
@@ -209,7 +248,9 @@ class TallyFindings(Findings):
 class Pruning:
     """The tensors that are pruned: `measure` finds the masks, `plan` lays out what they leave, `report` gives the losses."""
 
-    def __init__(self, state: State, jobs: list[Job], masks: str | None, *, options: Options) -> None:
+    def __init__(
+        self, state: State, jobs: list[Job], masks: str | None, *, options: Options
+    ) -> None:
         self._state, self._jobs, self._masks, self._options = state, jobs, masks, options
 
     def measure(self, workers: int, progress: Progress | None) -> None:
@@ -224,7 +265,12 @@ class Pruning:
             match job.rule.method:
                 case Magnitude(level):
                     keys = Magnitudes(tensor, tensor.dtype.name)
-                    searches.append((KeySearch([keys], pruned_count(level, keys.count), job.counted), [(job, keys)]))
+                    searches.append(
+                        (
+                            KeySearch([keys], pruned_count(level, keys.count), job.counted),
+                            [(job, keys)],
+                        )
+                    )
                 case Global(level):
                     together.append((job, level))
                 case Groups(n, m):
@@ -237,8 +283,15 @@ class Pruning:
         if together:
             common = common_order([job.tensor.dtype.name for job, _ in together])
             every = [Magnitudes(job.tensor, common) for job, _ in together]
-            gone = pruned_count(max(level for _, level in together), sum(keys.count for keys in every))
-            searches.append((KeySearch(every, gone), [(job, keys) for (job, _), keys in zip(together, every, strict=True)]))
+            gone = pruned_count(
+                max(level for _, level in together), sum(keys.count for keys in every)
+            )
+            searches.append(
+                (
+                    KeySearch(every, gone),
+                    [(job, keys) for (job, _), keys in zip(together, every, strict=True)],
+                )
+            )
         select_together([one for one, _ in searches], ranks, threads=workers, progress=progress)
         self._share_losses()
         for one, own in searches:
@@ -291,19 +344,28 @@ class Pruning:
         sick = sum(1 for row in rows if row.nonfinite)
         note = f"{plural(total.nonfinite, 'element')} of {plural(sick, 'tensor')} are NaN or infinite: norms are of the others"
         notes = (*report.notes, note) if sick else report.notes
-        return replace(report, tensors=tuple(rows), kept=kept, norm_lost=total.norm_lost, notes=notes)
+        return replace(
+            report, tensors=tuple(rows), kept=kept, norm_lost=total.norm_lost, notes=notes
+        )
 
     def plan(self, target: str, format: str) -> SavePlan:
         """All that is written: weights, masks, or both in one directory."""
         masked = Masked()
         if self._masks == "only":
             return plan_save(target, self._bits(masked), format, options=Options())
-        plan = plan_save(target, self._pruned(masked), format, options=replace(self._options, index=self._masks is not None))
+        plan = plan_save(
+            target,
+            self._pruned(masked),
+            format,
+            options=replace(self._options, index=self._masks is not None),
+        )
         if self._masks is None:
             return plan
         (bits,) = plan_save(target, self._bits(masked), "safetensors", options=Options()).files
         # The reader is asked once more: it must not take the masks for weights.
-        return check_opens(replace(plan, files=(*plan.files, replace(bits, key=MASKS_FILE)), opens=False), target)
+        return check_opens(
+            replace(plan, files=(*plan.files, replace(bits, key=MASKS_FILE)), opens=False), target
+        )
 
     def _pruned(self, masked: Masked) -> State:
         table, made = self._state.tensors, dict[int, LazyTensor]()
@@ -323,7 +385,9 @@ class Pruning:
         for job in self._jobs:
             for name in job.names:
                 tally = job.open_tally if self._masks == "only" else None
-                tensors[f"{name}.mask"] = masked.bits(f"{name}.mask", job.tensor, _mask(job), tally=tally)
+                tensors[f"{name}.mask"] = masked.bits(
+                    f"{name}.mask", job.tensor, _mask(job), tally=tally
+                )
                 notes[name] = {"shape": list(job.tensor.shape), "rule": job.rule.text}
         return flat_state(lazy_table([*tensors], [*tensors.values()]), {MASKS: json.dumps(notes)})
 

@@ -139,7 +139,9 @@ def _problem(method: Method) -> str:
             return f"{n}:{m} keeps n of every m, with n at most m and m at least 1"
         case Block(height, width, _) if min(height, width) < 1:
             return f"a block of {height} x {width} has no elements"
-        case Magnitude(level) | Block(_, _, level) | Random(level, _) | Global(level) if not 0 <= level <= 1:  # NaN as well
+        case Magnitude(level) | Block(_, _, level) | Random(level, _) | Global(level) if (
+            not 0 <= level <= 1
+        ):  # NaN as well
             hint = f"; for {level:g} percent write {level / 100:g}" if 1 < level <= 100 else ""
             return f"a level is the part that is pruned, from 0 to 1; found {level:g}{hint}"
     return ""
@@ -189,11 +191,15 @@ def conflicts(rules: Sequence[PruningRule]) -> list[str]:
     problems = []
     for rule in rules:
         if rule.pattern in seen:
-            problems.append(f"rule {rule.pattern!r} is there twice: {seen[rule.pattern]!r} and {rule.text!r}")
+            problems.append(
+                f"rule {rule.pattern!r} is there twice: {seen[rule.pattern]!r} and {rule.text!r}"
+            )
         seen.setdefault(rule.pattern, rule.text)
     levels = dict.fromkeys(rule.method.level for rule in rules if isinstance(rule.method, Global))
     if len(levels) > 1:
-        problems.append(f"global rules share one threshold and so one level; found {', '.join(f'{x:g}' for x in levels)}")
+        problems.append(
+            f"global rules share one threshold and so one level; found {', '.join(f'{x:g}' for x in levels)}"
+        )
     return problems
 
 
@@ -215,14 +221,23 @@ def _left_alone(name: str, tensor: LazyTensor, rule: PruningRule) -> str:
     if tensor.ndim < 2:
         return NO_MATRIX
     modules = name.lower().split(".")[:-1]
-    words = [word for module in modules for word in ("embed", *TABLES) if module == word or (word == "embed" and word in module)]
+    words = [
+        word
+        for module in modules
+        for word in ("embed", *TABLES)
+        if module == word or (word == "embed" and word in module)
+    ]
     return LOOKED_UP if words and not any(word in rule.pattern.lower() for word in words) else ""
 
 
-def assign(state: State, rules: Sequence[PruningRule], problems: list[str], notes: list[str]) -> list[Job]:
+def assign(
+    state: State, rules: Sequence[PruningRule], problems: list[str], notes: list[str]
+) -> list[Job]:
     """The tensors that rules apply to, in the order of names. Notes say what N:M leaves alone."""
     wholes = state.leaves.composites()
-    whole = {identity(part, stored_alias=True): one.kind for one in wholes for part in one.parts.values()}
+    whole = {
+        identity(part, stored_alias=True): one.kind for one in wholes for part in one.parts.values()
+    }
     meant = [matcher(rule.pattern) for rule in rules]
     matched = [0] * len(rules)
     decided = [0] * len(rules)
@@ -251,12 +266,18 @@ def assign(state: State, rules: Sequence[PruningRule], problems: list[str], note
             continue
         job = jobs.setdefault(own, Job(tensor, [], rule))
         if job.rule.method != rule.method:
-            problems.append(f"{job.names[0]} and {name} are one tensor, and rules {job.rule.text!r} and {rule.text!r} apply to it")
+            problems.append(
+                f"{job.names[0]} and {name} are one tensor, and rules {job.rule.text!r} and {rule.text!r} apply to it"
+            )
         job.names.append(name)
     for own, held in aside.items():
         # A head that is tied to the embedding is left with it, unless it was named in full.
         tied = jobs.get(own)
-        if tied is not None and tied.rule.pattern not in tied.names and _left_alone(held[0][0], tied.tensor, tied.rule):
+        if (
+            tied is not None
+            and tied.rule.pattern not in tied.names
+            and _left_alone(held[0][0], tied.tensor, tied.rule)
+        ):
             held += [(name, tied.rule, held[0][2]) for name in jobs.pop(own).names]
         elif tied is not None:
             left.setdefault(own, held[0][0])
@@ -269,13 +290,30 @@ def assign(state: State, rules: Sequence[PruningRule], problems: list[str], note
     ]
     for i, rule in enumerate(rules):
         if not matched[i]:
-            near = difflib.get_close_matches(rule.pattern, list(state.tensors)[:10_000], n=2, cutoff=0.4)
-            problems.append(f"rule {rule.pattern!r} matches no tensor" + (f"; near: {', '.join(near)}" if near else ""))
-        elif decided[i] and not any(job.rule is rule for job in jobs.values()) and any(one is rule for _, one, _ in every):
+            near = difflib.get_close_matches(
+                rule.pattern, list(state.tensors)[:10_000], n=2, cutoff=0.4
+            )
+            problems.append(
+                f"rule {rule.pattern!r} matches no tensor"
+                + (f"; near: {', '.join(near)}" if near else "")
+            )
+        elif (
+            decided[i]
+            and not any(job.rule is rule for job in jobs.values())
+            and any(one is rule for _, one, _ in every)
+        ):
             problem = "finds no matrix: N:M is for weights of two dimensions or more that are no embeddings"
-            problems.append(f"rule '{rule.pattern}: {rule.text}' {problem}; name a tensor in full to prune it all the same")
-        elif not decided[i] and not isinstance(rule.method, Keep) and [r.pattern for r in rules].count(rule.pattern) < 2:
-            problems.append(f"rule {rule.pattern!r} decides nothing: rules before it match all of its names")
+            problems.append(
+                f"rule '{rule.pattern}: {rule.text}' {problem}; name a tensor in full to prune it all the same"
+            )
+        elif (
+            not decided[i]
+            and not isinstance(rule.method, Keep)
+            and [r.pattern for r in rules].count(rule.pattern) < 2
+        ):
+            problems.append(
+                f"rule {rule.pattern!r} decides nothing: rules before it match all of its names"
+            )
     problems += _overlaps(state, jobs)
     return list(jobs.values())
 
@@ -292,7 +330,9 @@ def _asides(alone: Sequence[tuple[str, PruningRule, str]]) -> list[str]:
             more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
             shown = ", ".join(map(repr, names[:SHOWN]))
             parts.append(f"{len(names):,} {why} ({shown}{more})")
-        notes.append(f"'{rule_text}' is for matrices and leaves other tensors alone: {'; '.join(parts)}")
+        notes.append(
+            f"'{rule_text}' is for matrices and leaves other tensors alone: {'; '.join(parts)}"
+        )
     return notes
 
 
@@ -303,7 +343,9 @@ def _unfit(tensor: LazyTensor, rule: PruningRule, part_of: str | None) -> str:
         what = "quantised" if part_of == "quantized" else part_of.replace("_", " ")
         return f"a part of a {what} tensor; put a rule that keeps it first"
     if tensor.dtype.name not in FLOATS:
-        return f"{tensor.dtype.name} is not one of {', '.join(FLOATS)}; put a rule that keeps it first"
+        return (
+            f"{tensor.dtype.name} is not one of {', '.join(FLOATS)}; put a rule that keeps it first"
+        )
     if tensor.traits.meta:
         return "it has no data (meta device)"
     if tensor.ndim == 0:
@@ -326,9 +368,13 @@ def _overlaps(state: State, jobs: Mapping[View, Job]) -> Iterable[str]:
         if not tensor.size or tensor.traits.meta:
             continue
         for chunk in tensor.shared_chunks:
-            spans.setdefault(chunk.storage, {}).setdefault((*chunk.extent(tensor.dtype), identity(tensor, stored_alias=True)), name)
+            spans.setdefault(chunk.storage, {}).setdefault(
+                (*chunk.extent(tensor.dtype), identity(tensor, stored_alias=True)), name
+            )
     for held in spans.values():
-        reached: dict[bool, tuple[int, View, str]] = {}  # the furthest stop so far, among pruned ones and among others
+        reached: dict[
+            bool, tuple[int, View, str]
+        ] = {}  # the furthest stop so far, among pruned ones and among others
         for (start, stop, own), name in sorted(held.items(), key=lambda item: item[0][:2]):
             pruned = own in jobs
             for kind, (end, other, before) in reached.items():

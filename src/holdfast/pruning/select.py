@@ -26,7 +26,17 @@ from holdfast.engine.scan import Block, blocks, read_block, scan, start_of
 from holdfast.engine.threads import run_all
 from holdfast.errors import NotCommitted
 from holdfast.numeric.pack import matrix_shape
-from holdfast.numeric.threshold import ORDERS, RUN_KEYS, KeyBits, Search, magnitude_keys, mean_squares, nan_key, search, top_counts
+from holdfast.numeric.threshold import (
+    ORDERS,
+    RUN_KEYS,
+    KeyBits,
+    Search,
+    magnitude_keys,
+    mean_squares,
+    nan_key,
+    search,
+    top_counts,
+)
 
 PIECE_ELEMENTS = 1 << 19
 """Elements at a time: 4 MiB as 64-bit numbers. With fewer, threads wait for each other's turn at the interpreter; more only take
@@ -113,19 +123,28 @@ class BlockScores(Value, frozen=True):
         if not self.count:
             return
         if across * size <= PIECE_ELEMENTS:
-            yield from blocks(rows * columns, max(PIECE_ELEMENTS // (across * size), 1) * self.height * columns)
+            yield from blocks(
+                rows * columns, max(PIECE_ELEMENTS // (across * size), 1) * self.height * columns
+            )
             return
         step = max(PIECE_ELEMENTS // size // 8, 1) * 8 * self.width_of_block
         for top in range(0, rows, self.height):
-            yield from (Box((top, left), (min(top + self.height, rows), right)) for left, right in blocks(columns, step))
+            yield from (
+                Box((top, left), (min(top + self.height, rows), right))
+                for left, right in blocks(columns, step)
+            )
 
     def place(self, start: int) -> int:
         top, left = divmod(start, matrix_shape(self.tensor.shape)[1])
         return top // self.height * self.grid[1] + left // self.width_of_block
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        matrix = values if values.ndim > 1 else values.reshape(-1, matrix_shape(self.tensor.shape)[1])
-        return magnitude_keys(mean_squares(matrix, self.height, self.width_of_block).reshape(-1), "float64")
+        matrix = (
+            values if values.ndim > 1 else values.reshape(-1, matrix_shape(self.tensor.shape)[1])
+        )
+        return magnitude_keys(
+            mean_squares(matrix, self.height, self.width_of_block).reshape(-1), "float64"
+        )
 
     def begin(self, values: np.ndarray, bits: KeyBits) -> np.ndarray:
         return bits.begin(self.of(values), self.width)
@@ -143,11 +162,18 @@ OnCounts = Callable[[Ints, Ints], None]
 class KeySearch:
     """A search for the keys of some tensors that go together: every key below `key`, and of equal ones those before an index."""
 
-    def __init__(self, sources: Sequence[Keys], gone: int, on_counts: OnCounts | None = None) -> None:
+    def __init__(
+        self, sources: Sequence[Keys], gone: int, on_counts: OnCounts | None = None
+    ) -> None:
         """`gone` keys go, all of one width. `on_counts` is called where one histogram was enough."""
         self.sources, self._on_counts = sources, on_counts
-        self._work = [(number, block) for number, source in enumerate(sources) for block in source.blocks()]
-        self._at = {(number, start_of(sources[number].tensor, block)): at for at, (number, block) in enumerate(self._work)}
+        self._work = [
+            (number, block) for number, source in enumerate(sources) for block in source.blocks()
+        ]
+        self._at = {
+            (number, start_of(sources[number].tensor, block)): at
+            for at, (number, block) in enumerate(self._work)
+        }
         self._lock = threading.Lock()
         self.key, self.before = 0, (0,) * len(sources)
         """The key that was found, and the index in each tensor before which equal keys go. Known after `select`."""
@@ -157,14 +183,18 @@ class KeySearch:
         """How many keys equal to the one that was found each part of the work has."""
         self._ties = self._passes = 0
         if gone > 0:
-            self._search: Search = search(gone, total=sum(source.count for source in sources), width=sources[0].width)
+            self._search: Search = search(
+                gone, total=sum(source.count for source in sources), width=sources[0].width
+            )
             self._begin(next(self._search))
 
     def _begin(self, asked: KeyBits) -> None:
         self.asked, self._left = asked, len(self.sources)
         self._passes += 1
         self._parts: Ints | None = None
-        self._taken: list[np.ndarray] = [np.empty(0, np.uint64)] * (len(self._work) if asked.taken else 0)
+        self._taken: list[np.ndarray] = [np.empty(0, np.uint64)] * (
+            len(self._work) if asked.taken else 0
+        )
 
     def look(self, number: int, start: int, values: np.ndarray) -> None:
         """Count the keys of one block, or take them, for this pass."""
@@ -193,17 +223,29 @@ class KeySearch:
     def join(self, ranks: Ranks) -> None:
         """Go on with the search when all ranks have looked at their tensors."""
         own = None if self._parts is None else (self._parts.shape, self._parts.tobytes())
-        keys = {at: (keys.dtype.str, keys.tobytes()) for at, keys in enumerate(self._taken) if len(keys)}
-        found = [read_document(PASS, one) for one in exchange(ranks, write_document(PASS, (own, keys)), common=b"")]
-        counted = [np.frombuffer(raw, np.int64).reshape(shape) for shape, raw in (one[0] for one in found if one[0] is not None)]
+        keys = {
+            at: (keys.dtype.str, keys.tobytes()) for at, keys in enumerate(self._taken) if len(keys)
+        }
+        found = [
+            read_document(PASS, one)
+            for one in exchange(ranks, write_document(PASS, (own, keys)), common=b"")
+        ]
+        counted = [
+            np.frombuffer(raw, np.int64).reshape(shape)
+            for shape, raw in (one[0] for one in found if one[0] is not None)
+        ]
         taken = self._taken
-        for at, (kind, raw) in ((at, keys) for _, own_keys in found for at, keys in own_keys.items()):
+        for at, (kind, raw) in (
+            (at, keys) for _, own_keys in found for at, keys in own_keys.items()
+        ):
             taken[at] = np.frombuffer(raw, kind)
         self._go_on(np.sum(counted, axis=0) if counted else None, taken)
 
     def _go_on(self, parts: Ints | None, taken: list[np.ndarray]) -> None:
         try:
-            self._begin(self._search.send(np.concatenate(taken) if parts is None else parts.sum(axis=0)))
+            self._begin(
+                self._search.send(np.concatenate(taken) if parts is None else parts.sum(axis=0))
+            )
         except StopIteration as done:
             self.asked, self._parts, self._taken = None, None, []
             self.key, self._ties = done.value.key, done.value.ties
@@ -234,7 +276,11 @@ class KeySearch:
             places = np.flatnonzero(source.of(read_block(source.tensor, block)) == self.key)
             if ties <= len(places):
                 last = source.place(start_of(source.tensor, block)) + int(places[ties - 1]) + 1
-                self.before = (*(one.count for one in sources[:number]), last, *(0 for _ in sources[number + 1 :]))
+                self.before = (
+                    *(one.count for one in sources[:number]),
+                    last,
+                    *(0 for _ in sources[number + 1 :]),
+                )
                 return
             ties -= len(places)
         problem = "a tensor changed while its threshold was looked for; nothing was written"
@@ -254,9 +300,16 @@ class KeyPass:
             self._search.finish()
 
 
-def select(searches: Sequence[KeySearch], *, threads: int = 1, progress: Progress | None = None) -> None:
+def select(
+    searches: Sequence[KeySearch], *, threads: int = 1, progress: Progress | None = None
+) -> None:
     """Carry out searches, all of them together, until each knows what goes."""
-    while waiting := [KeyPass(one, number) for one in searches if one.asked is not None for number in range(len(one.sources))]:
+    while waiting := [
+        KeyPass(one, number)
+        for one in searches
+        if one.asked is not None
+        for number in range(len(one.sources))
+    ]:
         _look(waiting, threads, progress)
     run_all([one.locate for one in searches], threads)
 
@@ -267,7 +320,9 @@ def _look(waiting: Sequence[KeyPass], threads: int, progress: Progress | None) -
     scan(tensors, waiting.__getitem__, cuts.__getitem__, threads=threads, progress=progress)
 
 
-PASS = message_kind("counts of a pass", tuple[tuple[tuple[int, int], bytes] | None, dict[int, tuple[str, bytes]]])
+PASS = message_kind(
+    "counts of a pass", tuple[tuple[tuple[int, int], bytes] | None, dict[int, tuple[str, bytes]]]
+)
 
 
 class FoundKey(Struct):
@@ -277,7 +332,13 @@ class FoundKey(Struct):
     before: tuple[int, ...]
 
 
-def select_together(searches: Sequence[KeySearch], ranks: Ranks, *, threads: int = 1, progress: Progress | None = None) -> None:
+def select_together(
+    searches: Sequence[KeySearch],
+    ranks: Ranks,
+    *,
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> None:
     """Carry out searches with all ranks. Each of one tensor is one rank's; the tensors of the others are dealt."""
     if ranks.size == 1:
         select(searches, threads=threads, progress=progress)
@@ -289,11 +350,17 @@ def select_together(searches: Sequence[KeySearch], ranks: Ranks, *, threads: int
         select(own, threads=threads, progress=progress)
         return [FoundKey(int(one.key), tuple(map(int, one.before))) for one in own]
 
-    for one, found in zip(alone, share_out(ranks, [one.sources[0].tensor.nbytes for one in alone], search, FoundKey), strict=True):
+    for one, found in zip(
+        alone,
+        share_out(ranks, [one.sources[0].tensor.nbytes for one in alone], search, FoundKey),
+        strict=True,
+    ):
         one.key, one.before = found.key, found.before
     for one in (one for one in searches if len(one.sources) > 1):
         nbytes = np.array([source.tensor.nbytes for source in one.sources], np.int64)
-        own = np.flatnonzero(deal(nbytes, np.zeros(ranks.size, np.int64)) == ranks.size - 1 - ranks.rank).tolist()
+        own = np.flatnonzero(
+            deal(nbytes, np.zeros(ranks.size, np.int64)) == ranks.size - 1 - ranks.rank
+        ).tolist()
         while one.asked is not None:
             with telling(ranks):
                 _look([KeyPass(one, number, shared=True) for number in own], threads, progress)

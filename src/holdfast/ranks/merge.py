@@ -52,16 +52,32 @@ def merge(states: Sequence[RankState]) -> Merged:
     places: dict[Catalogue, Ints | None] = {}
     for catalogue in holders:
         means = list(zip(catalogue.dtypes, catalogue.shapes, strict=True))
-        new = [at for at, name in enumerate(catalogue.names) if name not in positions] if positions else range(len(means))
-        positions.update(zip([catalogue.names[at] for at in new], range(len(meanings), len(meanings) + len(new)), strict=True))
+        new = (
+            [at for at, name in enumerate(catalogue.names) if name not in positions]
+            if positions
+            else range(len(means))
+        )
+        positions.update(
+            zip(
+                [catalogue.names[at] for at in new],
+                range(len(meanings), len(meanings) + len(new)),
+                strict=True,
+            )
+        )
         meanings += [means[at] for at in new]
         own = [positions[name] for name in catalogue.names]
-        disputed.update([place for place, meaning in zip(own, means, strict=True) if meanings[place] != meaning])
+        disputed.update(
+            [place for place, meaning in zip(own, means, strict=True) if meanings[place] != meaning]
+        )
         places[catalogue] = None if own == list(range(len(own))) else np.array(own, np.int64)
     if len(holders) == 1:
         merged = next(iter(holders))
     else:
-        merged = Catalogue(tuple(positions), tuple(dtype for dtype, _ in meanings), tuple(shape for _, shape in meanings))
+        merged = Catalogue(
+            tuple(positions),
+            tuple(dtype for dtype, _ in meanings),
+            tuple(shape for _, shape in meanings),
+        )
     conflicts = {place: _dispute(merged.names[place], holders) for place in sorted(disputed)}
     return Merged(merged, tuple(places[state.catalogue] for state in states), conflicts)
 
@@ -86,7 +102,9 @@ class RankBoxes(Value, frozen=True):
     state: RankState
 
     def taken(self, columns: Ints, begin: int, stop: int) -> Ints:
-        return columns[..., begin:stop] if self.order is None else columns[..., self.order[begin:stop]]
+        return (
+            columns[..., begin:stop] if self.order is None else columns[..., self.order[begin:stop]]
+        )
 
 
 def hold(state: RankState, places: Ints | None) -> RankBoxes:
@@ -98,7 +116,9 @@ def hold(state: RankState, places: Ints | None) -> RankBoxes:
     return RankBoxes(tensors[order], order, state)
 
 
-def agreed_aliases(held: Sequence[RankBoxes], merged: Merged) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+def agreed_aliases(
+    held: Sequence[RankBoxes], merged: Merged
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Pairs (name, base) that are one tensor on every rank that has any of either; and a note for each pair that is not.
 
     Such a rank must declare the pair, with the same boxes for both. What is stored once comes back tied on all ranks, so one rank
@@ -108,7 +128,9 @@ def agreed_aliases(held: Sequence[RankBoxes], merged: Merged) -> tuple[tuple[tup
     if not pairs:
         return (), ()
     positions = merged.catalogue.positions
-    names, bases = (np.array([positions[pair[side]] for pair in pairs], np.int64) for side in (0, 1))
+    names, bases = (
+        np.array([positions[pair[side]] for pair in pairs], np.int64) for side in (0, 1)
+    )
     yes: list[list[int]] = [[] for _ in pairs]
     no: list[list[int]] = [[] for _ in pairs]
     for rank, h in enumerate(held):
@@ -120,12 +142,18 @@ def agreed_aliases(held: Sequence[RankBoxes], merged: Merged) -> tuple[tuple[tup
     notes = []
     for i, (name, base) in enumerate(pairs):
         if no[i]:
-            where = f"on {say_ranks(yes[i])} but not on {say_ranks(no[i])}" if yes[i] else "nowhere in the same boxes"
+            where = (
+                f"on {say_ranks(yes[i])} but not on {say_ranks(no[i])}"
+                if yes[i]
+                else "nowhere in the same boxes"
+            )
             notes.append(f"{name!r} and {base!r} share memory {where}, so both are stored")
     return agreed, tuple(notes)
 
 
-def _compare(h: RankBoxes, names: Ints, bases: Ints) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _compare(
+    h: RankBoxes, names: Ints, bases: Ints
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """For each pair: whether the rank has any of either, and whether the boxes of both are the same."""
     filled = np.flatnonzero((h.taken(h.state.sizes, 0, h.state.count) > 0).all(axis=0))
     tensors = h.tensors[filled]
@@ -144,7 +172,9 @@ def _compare(h: RankBoxes, names: Ints, bases: Ints) -> tuple[npt.NDArray[np.boo
     return has, same
 
 
-def share_values(states: Sequence[RankState], merged: Merged) -> tuple[list[tuple[str, ...]], list[str]]:
+def share_values(
+    states: Sequence[RankState], merged: Merged
+) -> tuple[list[tuple[str, ...]], list[str]]:
     """For each rank the values that it writes, and the problems. A value is written by the lowest rank that has it."""
     alike: dict[tuple[tuple[str, bytes], ...], list[int]] = {}
     for rank, state in enumerate(states):
@@ -163,7 +193,9 @@ def share_values(states: Sequence[RankState], merged: Merged) -> tuple[list[tupl
             problems.append(f"the value {name!r} differs between {said}; {hint}")
         writes[ranks[0]].append(name)
     for name in [name for name in shared if name in merged.catalogue.positions]:
-        tensor = say_ranks(rank for rank, state in enumerate(states) if name in state.catalogue.positions)
+        tensor = say_ranks(
+            rank for rank, state in enumerate(states) if name in state.catalogue.positions
+        )
         value = say_ranks(rank for rank, state in enumerate(states) if name in state.values)
         problems.append(f"{name!r} is a tensor on {tensor}, but a value on {value}")
     return [tuple(names) for names in writes], problems
@@ -227,7 +259,9 @@ def _merge(one: object, other: object, *, at: str, ranks: list[int], merged: Mer
     for raw, (key, value) in theirs.items():
         if raw in pairs:
             name = key if isinstance(key, str) else raw.decode()
-            value = _merge(pairs[raw][1], value, at=f"{at}.{name}".lstrip("."), ranks=ranks, merged=merged)
+            value = _merge(
+                pairs[raw][1], value, at=f"{at}.{name}".lstrip("."), ranks=ranks, merged=merged
+            )
         pairs[raw] = key, value
     node = _node(kind, pairs)
     if metadata is not None and more is not None:
@@ -243,7 +277,11 @@ def _mapping(node: object) -> tuple[tuple[tuple[str, object], ...], Pairs, objec
         return None
     if TAG not in node:
         return ((TAG, "dict"),), _pairs(node.items()), None
-    kind = tuple((name, value) for name, value in node.items() if name not in ("entries", "items", "metadata"))
+    kind = tuple(
+        (name, value)
+        for name, value in node.items()
+        if name not in ("entries", "items", "metadata")
+    )
     entries = node["entries"].items() if "entries" in node else node["items"]
     return kind, _pairs(entries), node.get("metadata")
 
@@ -262,7 +300,9 @@ def _node(kind: tuple[tuple[str, object], ...], pairs: Pairs) -> dict[str, objec
     return {**dict(kind), "entries": entries}
 
 
-def one_tree(told: Sequence[bytes | None], states: Sequence[RankState], values: str) -> tuple[object | None, list[str]]:
+def one_tree(
+    told: Sequence[bytes | None], states: Sequence[RankState], values: str
+) -> tuple[object | None, list[str]]:
     """The tree of all ranks from what each told, None where it is a plain dict of tensors; and what stands in the way."""
     if len({*told}) == 1:
         # Nearly always all ranks tell the same. It names the tensors of each, so none is lost.
@@ -275,9 +315,16 @@ def one_tree(told: Sequence[bytes | None], states: Sequence[RankState], values: 
         trees.append(flat[state.catalogue] if own is None else own)
     merged = merge_trees(trees)
     problems = merged.problems() if values != "first" else []
-    lost = merged.lost(dict.fromkeys(name for state in dict.fromkeys(s.catalogue for s in states) for name in state.names))
+    lost = merged.lost(
+        dict.fromkeys(
+            name for state in dict.fromkeys(s.catalogue for s in states) for name in state.names
+        )
+    )
     if not problems:
-        problems = [f"{name}: it stands in a list or tuple of which the first rank has another one" for name in lost]
+        problems = [
+            f"{name}: it stands in a list or tuple of which the first rank has another one"
+            for name in lost
+        ]
     return merged.tree, problems
 
 
@@ -289,13 +336,21 @@ def differing(sums_of_ranks: Sequence[bytes]) -> dict[str, list[list[int]]]:
             continue  # replicas are not compared
         alike.setdefault(sums, []).append(rank)
     # Nearly always all ranks that have a tensor told the same of it.
-    decoded = [(read_document(SUMS, sums), ranks) for sums, ranks in alike.items()] if len(alike) > 1 else []
+    decoded = (
+        [(read_document(SUMS, sums), ranks) for sums, ranks in alike.items()]
+        if len(alike) > 1
+        else []
+    )
     first: dict[str, tuple[int | bytes]] = {}
     suspect: dict[str, None] = {}
     for own, _ in decoded:
-        suspect |= dict.fromkeys([name for name, one in own.items() if name in first and first[name] != one])
+        suspect |= dict.fromkeys(
+            [name for name, one in own.items() if name in first and first[name] != one]
+        )
         first |= {name: one for name, one in own.items() if name not in first}
-    found: dict[str, dict[int | bytes, list[int]]] = {name: {} for name in first if name in suspect} if suspect else {}
+    found: dict[str, dict[int | bytes, list[int]]] = (
+        {name: {} for name in first if name in suspect} if suspect else {}
+    )
     for own, ranks in decoded:
         for name in [name for name in own if name in suspect]:
             found[name].setdefault(own[name][0], []).extend(ranks)

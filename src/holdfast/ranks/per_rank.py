@@ -14,7 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 
 from holdfast.core.patterns import matcher
-from holdfast.core.tree import MOST_LEAVES, TOO_OFTEN, Path, Unrolled, dotted, mapped_children, name_ends, rebuilt, step, unroll
+from holdfast.core.tree import (
+    MOST_LEAVES,
+    TOO_OFTEN,
+    Path,
+    Unrolled,
+    dotted,
+    mapped_children,
+    name_ends,
+    rebuilt,
+    step,
+    unroll,
+)
 from holdfast.errors import LimitExceeded
 
 KEY = re.compile(r"rank-(\d{1,9})-of-(\d{1,9})")
@@ -72,11 +83,19 @@ class _Marking:
             if hits:
                 made.append({self._key: inner})
             else:
-                made.append((yield self.marked(inner, f"{name}.")) if isinstance(inner, Mapping | list | tuple) else inner)
+                made.append(
+                    (yield self.marked(inner, f"{name}."))
+                    if isinstance(inner, Mapping | list | tuple)
+                    else inner
+                )
         around.remove(id(value))
         self._left -= len(made)
         if self._left < 0:
             raise LimitExceeded(TOO_OFTEN, expected=MOST_LEAVES)
         if isinstance(value, Mapping) and not isinstance(value, dict):
-            return value if all(map(is_, made, value.values())) else dict(zip(value, made, strict=True))
+            return (
+                value
+                if all(map(is_, made, value.values()))
+                else dict(zip(value, made, strict=True))
+            )
         return rebuilt(value, made)

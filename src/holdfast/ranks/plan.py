@@ -98,13 +98,17 @@ def plan_ranks(states: Sequence[RankState]) -> RankPlan:
     found = _Written(len(states))
     for batch in survey(held, catalogue, left_out):
         found.add(batch)
-    of_tensors = sorted([*merged.conflicts.items(), *found.problems], key=lambda problem: problem[0])
+    of_tensors = sorted(
+        [*merged.conflicts.items(), *found.problems], key=lambda problem: problem[0]
+    )
     problems = [text for _, text in of_tensors] + value_problems + _too_large(catalogue)
     if problems:
         disputed = frozenset(catalogue.names[place] for place in merged.conflicts)
         return RankPlan(catalogue, (), aliases, tuple(problems), notes, disputed)
     found.settle()
-    return RankPlan(catalogue, tuple(_writes(states, merged, found, values=values)), aliases, (), notes)
+    return RankPlan(
+        catalogue, tuple(_writes(states, merged, found, values=values)), aliases, (), notes
+    )
 
 
 class _Written:
@@ -161,16 +165,25 @@ class _Written:
         """Choose the writers of the boxes that have several holders, so that all ranks write about as much."""
         every = [*self.shared.items()]
         classes = [shared.classes for _, shared in every]
-        stops = np.sum([np.bincount(c, minlength=len(self.holders)) for c in classes], axis=0, dtype=np.int64).cumsum()
+        stops = np.sum(
+            [np.bincount(c, minlength=len(self.holders)) for c in classes], axis=0, dtype=np.int64
+        ).cumsum()
         nbytes = np.empty(int(stops[-1]), np.int64)
         for (_, shared), (order, places) in zip(every, _grouped(classes, stops), strict=True):
             nbytes[places] = shared.nbytes[order]
-        picks = np.concatenate(deal_classes(list(zip(self.holders, np.split(nbytes, stops[:-1]), strict=True)), self.loads))
+        picks = np.concatenate(
+            deal_classes(
+                list(zip(self.holders, np.split(nbytes, stops[:-1]), strict=True)), self.loads
+            )
+        )
         for (i, shared), (order, places) in zip(every, _grouped(classes, stops), strict=True):
             # A holder of this very box: should two sets ever have one key, only the balance would suffer.
             chosen = shared.heads[order] + np.minimum(picks[places], shared.counts[order] - 1)
             numbers = shared.numbers[order]
-            self.writers[i][numbers], self.boxes[i][numbers] = shared.ranks[chosen], shared.boxes[chosen]
+            self.writers[i][numbers], self.boxes[i][numbers] = (
+                shared.ranks[chosen],
+                shared.boxes[chosen],
+            )
 
     def settle(self) -> None:
         """Fix the writers of all boxes, and with them the loads."""
@@ -216,8 +229,13 @@ def _grouped(parts: Sequence[Ints | Int32s], stops: Ints) -> Iterator[tuple[Ints
     for numbers in parts:
         counts = np.bincount(numbers, minlength=len(stops))
         # numpy sorts 16-bit numbers in linear time.
-        order = (numbers.astype(np.uint16) if len(stops) <= 1 << 16 else numbers).argsort(kind="stable")
-        yield order, np.arange(len(numbers)) + (next_places - (counts.cumsum() - counts)).repeat(counts)
+        order = (numbers.astype(np.uint16) if len(stops) <= 1 << 16 else numbers).argsort(
+            kind="stable"
+        )
+        yield (
+            order,
+            np.arange(len(numbers)) + (next_places - (counts.cumsum() - counts)).repeat(counts),
+        )
         next_places += counts
 
 
@@ -229,11 +247,15 @@ def _marks(ranks: int) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _writes(states: Sequence[RankState], merged: Merged, found: _Written, *, values: list[tuple[str, ...]]) -> Iterator[RankWrites]:
+def _writes(
+    states: Sequence[RankState], merged: Merged, found: _Written, *, values: list[tuple[str, ...]]
+) -> Iterator[RankWrites]:
     for rank, (state, own) in enumerate(zip(states, found.by_rank(), strict=True)):
         # A rank that writes all it has, in the order in which it has it, needs no copy.
         all_of_it = len(own) == state.count and bool((own[1:] > own[:-1]).all())
-        tensors, offsets, sizes = (c if all_of_it else c[..., own] for c in (state.tensors, state.offsets, state.sizes))
+        tensors, offsets, sizes = (
+            c if all_of_it else c[..., own] for c in (state.tensors, state.offsets, state.sizes)
+        )
         places = merged.places[rank]
         tensors = tensors if places is None else places[tensors]
         yield RankWrites(own, tensors, offsets, sizes, values[rank], int(found.loads[rank]))
@@ -241,9 +263,15 @@ def _writes(states: Sequence[RankState], merged: Merged, found: _Written, *, val
 
 def _too_large(catalogue: Catalogue) -> list[str]:
     every = [*zip(catalogue.dtypes, catalogue.shapes, strict=True)]
-    nbytes = {(dtype, shape): (math.prod(shape) * BITS[dtype] + 7) // 8 for dtype, shape in {*every}}
+    nbytes = {
+        (dtype, shape): (math.prod(shape) * BITS[dtype] + 7) // 8 for dtype, shape in {*every}
+    }
     total = sum(map(nbytes.__getitem__, every))
-    return [f"the tensors take {total:,} bytes, more than {MAX_NBYTES:,}"] if total > MAX_NBYTES else []
+    return (
+        [f"the tensors take {total:,} bytes, more than {MAX_NBYTES:,}"]
+        if total > MAX_NBYTES
+        else []
+    )
 
 
 ROUNDS = 8

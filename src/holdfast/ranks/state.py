@@ -59,7 +59,10 @@ class CatalogueDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 CATALOGUE = DocumentKind(
-    name="catalogue of a rank", decoder=msgspec.json.Decoder(CatalogueDocument), most=UNLIMITED, canonical=True
+    name="catalogue of a rank",
+    decoder=msgspec.json.Decoder(CatalogueDocument),
+    most=UNLIMITED,
+    canonical=True,
 )
 
 
@@ -83,7 +86,9 @@ class Catalogue:
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
             counts = f"{len(self.names)}, {len(self.dtypes)} and {len(self.shapes)}"
-            raise MetadataError(f"a catalogue needs as many names as dtypes and shapes, got {counts}")
+            raise MetadataError(
+                f"a catalogue needs as many names as dtypes and shapes, got {counts}"
+            )
         positions = dict(zip(self.names, range(len(self.names)), strict=True))
         if len(positions) < len(self.names):
             twice = next(name for i, name in enumerate(self.names) if positions[name] != i)
@@ -95,7 +100,9 @@ class Catalogue:
         for shape in set(self.shapes):
             if not _possible(shape):
                 name = self.names[self.shapes.index(shape)]
-                raise MetadataError(f"{shape} is no shape that a tensor can have", tensor=name, found=shape)
+                raise MetadataError(
+                    f"{shape} is no shape that a tensor can have", tensor=name, found=shape
+                )
         object.__setattr__(self, "positions", positions)
         object.__setattr__(self, "extents", shape_columns(self.shapes))
         encoded = _written(CATALOGUE, CatalogueDocument(self.names, self.dtypes, self.shapes))
@@ -138,23 +145,37 @@ class RankState(Value, frozen=True, eq=False):
 
     @classmethod
     def of_table(
-        cls, table: Table, *, values: Mapping[str, bytes] | None = None, aliases: Iterable[tuple[str, str]] = ()
+        cls,
+        table: Table,
+        *,
+        values: Mapping[str, bytes] | None = None,
+        aliases: Iterable[tuple[str, str]] = (),
     ) -> RankState:
         """From the rows of a table. A row in one piece is one box, the whole tensor; an odd one has a box for each of its chunks.
 
         A tensor of which this rank has no part has one box without elements, or none where it has no dimensions.
         """
-        dtypes, shapes = [kind.dtype.name for kind in table.kinds], [kind.shape for kind in table.kinds]
+        dtypes, shapes = (
+            [kind.dtype.name for kind in table.kinds],
+            [kind.shape for kind in table.kinds],
+        )
         kind = table.kind
-        catalogue = Catalogue(tuple(table.names), tuple([dtypes[k] for k in kind]), tuple([shapes[k] for k in kind]))
+        catalogue = Catalogue(
+            tuple(table.names), tuple([dtypes[k] for k in kind]), tuple([shapes[k] for k in kind])
+        )
         counts = np.ones(len(table), np.int64)
         cut: dict[int, list[Box]] = {}
         for row, tensor in table.odd.items():
-            boxes = [chunk.box for chunk in tensor.chunks] or [Box((0,) * tensor.ndim, (0,) * tensor.ndim)] * bool(tensor.ndim)
+            boxes = [chunk.box for chunk in tensor.chunks] or [
+                Box((0,) * tensor.ndim, (0,) * tensor.ndim)
+            ] * bool(tensor.ndim)
             if len(boxes) != 1 or boxes[0].shape != tensor.shape:
                 cut[row], counts[row] = boxes, len(boxes)
         owners = np.arange(len(table), dtype=np.int64).repeat(counts)
-        offsets, sizes = np.zeros((catalogue.rank, len(owners)), np.int64), catalogue.extents.take(owners, axis=1)
+        offsets, sizes = (
+            np.zeros((catalogue.rank, len(owners)), np.int64),
+            catalogue.extents.take(owners, axis=1),
+        )
         firsts = counts.cumsum() - counts
         for row, boxes in cut.items():
             for number, box in enumerate(boxes, int(firsts[row])):
@@ -166,9 +187,14 @@ class RankState(Value, frozen=True, eq=False):
         return len(self.tensors)
 
     def _check_columns(self) -> None:
-        columns, form = (self.tensors, self.offsets, self.sizes), (self.catalogue.rank, len(self.tensors))
+        columns, form = (
+            (self.tensors, self.offsets, self.sizes),
+            (self.catalogue.rank, len(self.tensors)),
+        )
         if any(c.dtype != np.int64 for c in columns) or self.tensors.ndim != 1:
-            raise MetadataError(f"boxes must be columns of int64, got {', '.join(f'{c.dtype}{c.shape}' for c in columns)}")
+            raise MetadataError(
+                f"boxes must be columns of int64, got {', '.join(f'{c.dtype}{c.shape}' for c in columns)}"
+            )
         if self.offsets.shape != form or self.sizes.shape != form:
             raise MetadataError(
                 f"{form[1]} boxes of up to {form[0]} dimensions need columns of that form",
@@ -176,37 +202,59 @@ class RankState(Value, frozen=True, eq=False):
             )
         if not form[1]:
             return
-        if np.count_nonzero(self.tensors.view(np.uint64) >= len(self.catalogue)):  # a negative number is a very large one
-            raise MetadataError(f"a box belongs to a tensor outside of a catalogue of {len(self.catalogue)}")
+        if np.count_nonzero(
+            self.tensors.view(np.uint64) >= len(self.catalogue)
+        ):  # a negative number is a very large one
+            raise MetadataError(
+                f"a box belongs to a tensor outside of a catalogue of {len(self.catalogue)}"
+            )
         if form[0] and (self.offsets.min() < 0 or self.sizes.min() < 0):
-            place = int(np.flatnonzero((self.offsets < 0).any(axis=0) | (self.sizes < 0).any(axis=0))[0])
+            place = int(
+                np.flatnonzero((self.offsets < 0).any(axis=0) | (self.sizes < 0).any(axis=0))[0]
+            )
             raise MetadataError("a box has a negative offset or size", tensor=self._name(place))
         # Beyond the rank of its tensor a box must be as if it had no more dimensions, or equal boxes would look different.
-        ranks = np.fromiter(map(len, self.catalogue.shapes), np.int64, len(self.catalogue))[self.tensors]
+        ranks = np.fromiter(map(len, self.catalogue.shapes), np.int64, len(self.catalogue))[
+            self.tensors
+        ]
         for d in range(int(ranks.min()), form[0]):
             wrong = (ranks <= d) & ((self.offsets[d] != 0) | (self.sizes[d] != 1))
             if wrong.any():
                 place = int(wrong.nonzero()[0][0])
-                raise MetadataError(f"a box has an extent in dimension {d}, which its tensor lacks", tensor=self._name(place))
+                raise MetadataError(
+                    f"a box has an extent in dimension {d}, which its tensor lacks",
+                    tensor=self._name(place),
+                )
 
     def _check_names(self) -> None:
         known = self.catalogue.positions
         if not self.values.keys().isdisjoint(known.keys()):
-            raise MetadataError(f"{min(self.values.keys() & known.keys())!r} is the name of two things")
+            raise MetadataError(
+                f"{min(self.values.keys() & known.keys())!r} is the name of two things"
+            )
         for name, digest in self.values.items():
             if len(digest) > MAX_DIGEST_NBYTES:
-                raise MetadataError(f"value {name!r} has a digest of {len(digest)} bytes; a hash is meant")
+                raise MetadataError(
+                    f"value {name!r} has a digest of {len(digest)} bytes; a hash is meant"
+                )
         seen: set[str] = set()
         for name, base in self.aliases:
             if name not in known or base not in known or name == base or name in seen:
                 raise MetadataError(f"{name!r} cannot be an alias of {base!r}", tensor=name)
             i, j = known[name], known[base]
-            if self.catalogue.dtypes[i] != self.catalogue.dtypes[j] or self.catalogue.shapes[i] != self.catalogue.shapes[j]:
-                raise MetadataError(f"{name!r} and {base!r} share memory, but not dtype and shape", tensor=name)
+            if (
+                self.catalogue.dtypes[i] != self.catalogue.dtypes[j]
+                or self.catalogue.shapes[i] != self.catalogue.shapes[j]
+            ):
+                raise MetadataError(
+                    f"{name!r} and {base!r} share memory, but not dtype and shape", tensor=name
+                )
             seen.add(name)
         for _, base in self.aliases:
             if base in seen:
-                raise MetadataError(f"{base!r} is an alias and cannot be the base of one", tensor=base)
+                raise MetadataError(
+                    f"{base!r} is an alias and cannot be the base of one", tensor=base
+                )
 
     def _name(self, box: int) -> str:
         return self.catalogue.names[int(self.tensors[box])]
@@ -221,7 +269,11 @@ def _written(kind: DocumentKind[D], value: D) -> bytes:
 
 def _possible(shape: tuple[int, ...]) -> bool:
     # Zeros count as ones: (0, 2**60) has no element, but its strides would not fit.
-    return len(shape) <= MAX_RANK and all(n >= 0 for n in shape) and math.prod(max(n, 1) for n in shape) <= MAX_COUNT
+    return (
+        len(shape) <= MAX_RANK
+        and all(n >= 0 for n in shape)
+        and math.prod(max(n, 1) for n in shape) <= MAX_COUNT
+    )
 
 
 MAGIC = b"hf-rank\x02"
@@ -238,7 +290,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aliases: tuple[tuple[str, str], ...]
 
 
-HEADER = DocumentKind(name="header of a rank", decoder=msgspec.json.Decoder(Header), most=UNLIMITED, canonical=True)
+HEADER = DocumentKind(
+    name="header of a rank", decoder=msgspec.json.Decoder(Header), most=UNLIMITED, canonical=True
+)
 
 
 def encode(state: RankState) -> bytes:
@@ -248,7 +302,10 @@ def encode(state: RankState) -> bytes:
     header = _written(HEADER, Header(state.count, values, state.aliases))
     header += b" " * (-(PREFIX_NBYTES + len(catalogue) + len(header)) % WORD)
     lengths = (len(part).to_bytes(WORD, "little") for part in (catalogue, header))
-    columns = (column.astype("<i8", copy=False).tobytes() for column in (state.tensors, state.offsets, state.sizes))
+    columns = (
+        column.astype("<i8", copy=False).tobytes()
+        for column in (state.tensors, state.offsets, state.sizes)
+    )
     return b"".join((MAGIC, *lengths, catalogue, header, *columns))
 
 
@@ -262,7 +319,9 @@ def decode(data: bytes, known: dict[bytes, Catalogue] | None = None) -> RankStat
     middle = PREFIX_NBYTES + int.from_bytes(data[WORD : 2 * WORD], "little")
     begin = middle + int.from_bytes(data[2 * WORD : PREFIX_NBYTES], "little")
     if begin > len(data) or begin % WORD:
-        raise HeaderError(f"the header of a rank's description ends at byte {begin} of {len(data)}", offset=begin)
+        raise HeaderError(
+            f"the header of a rank's description ends at byte {begin} of {len(data)}", offset=begin
+        )
     digest = hashlib.blake2b(data[PREFIX_NBYTES:middle], digest_size=16).digest()
     if digest not in known:
         document = read_document(CATALOGUE, data[PREFIX_NBYTES:middle])
@@ -274,11 +333,20 @@ def decode(data: bytes, known: dict[bytes, Catalogue] | None = None) -> RankStat
     header = read_document(HEADER, text)
     wanted = header.boxes * (1 + 2 * catalogue.rank) * WORD
     if header.boxes < 0 or begin + wanted != len(data):
-        raise HeaderError(f"{header.boxes} boxes take {wanted} bytes, {len(data) - begin} are there", offset=begin)
+        raise HeaderError(
+            f"{header.boxes} boxes take {wanted} bytes, {len(data) - begin} are there", offset=begin
+        )
     columns = np.frombuffer(data, "<i8", offset=begin).astype(np.int64, copy=False)
     tensors, offsets, sizes = np.split(columns, [header.boxes, header.boxes * (1 + catalogue.rank)])
     form = (catalogue.rank, header.boxes)
-    return RankState(catalogue, tensors, offsets.reshape(form), sizes.reshape(form), _digests(header.values), header.aliases)
+    return RankState(
+        catalogue,
+        tensors,
+        offsets.reshape(form),
+        sizes.reshape(form),
+        _digests(header.values),
+        header.aliases,
+    )
 
 
 def decode_all(described: Iterable[bytes], own: Catalogue | None = None) -> list[RankState]:
@@ -293,10 +361,15 @@ def _digests(pairs: tuple[tuple[str, str], ...]) -> dict[str, bytes]:
         try:
             digest = bytes.fromhex(text)
         except ValueError as error:
-            raise HeaderError(f"the digest of value {name!r} is no hexadecimal number", found=text) from error
+            raise HeaderError(
+                f"the digest of value {name!r} is no hexadecimal number", found=text
+            ) from error
         # `fromhex` skips spaces and takes capitals.
         if digest.hex() != text:
-            raise HeaderError(f"the digest of value {name!r} is not in the form in which it is written", found=text)
+            raise HeaderError(
+                f"the digest of value {name!r} is not in the form in which it is written",
+                found=text,
+            )
         if name in digests:
             raise HeaderError(f"two values are called {name!r}")
         digests[name] = digest

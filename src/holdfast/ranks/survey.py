@@ -88,7 +88,9 @@ class _Boxes(Value, frozen=True):
     sizes: Ints
 
     def at(self, where: Ints | Bools) -> _Boxes:
-        return _Boxes(self.tensors[where], self.ranks[where], self.boxes[where], *self.geometry(where))
+        return _Boxes(
+            self.tensors[where], self.ranks[where], self.boxes[where], *self.geometry(where)
+        )
 
     def geometry(self, where: Ints | Bools) -> tuple[Ints, Ints]:
         places = where.nonzero()[0] if where.dtype == np.bool_ else where
@@ -107,7 +109,9 @@ def cut_batches(held: Sequence[RankBoxes], catalogue: Catalogue) -> list[int]:
         window = slice(begin, begin + BATCH_TENSORS)
         # As floating point no sum overflows, and up to twice the limit all are exact.
         elements = counts[window].cumsum(dtype=np.float64).searchsorted(BATCH_COUNT, "right")
-        edges.append(begin + max(int(min(boxes[window].cumsum().searchsorted(room, "right"), elements)), 1))
+        edges.append(
+            begin + max(int(min(boxes[window].cumsum().searchsorted(room, "right"), elements)), 1)
+        )
     return edges
 
 
@@ -117,8 +121,12 @@ def survey(held: Sequence[RankBoxes], catalogue: Catalogue, left_out: Bools) -> 
     cuts = [h.tensors.searchsorted(edges).tolist() for h in held]
     bits = np.array([BITS[dtype] for dtype in catalogue.dtypes], np.int64)
     for i, (begin, stop) in enumerate(pairwise(edges)):
-        parts = [(rank, h, *cut[i : i + 2]) for rank, (h, cut) in enumerate(zip(held, cuts, strict=True))]
-        gathered = _gather([part for part in parts if part[2] < part[3]], first=begin, rank=catalogue.rank)
+        parts = [
+            (rank, h, *cut[i : i + 2]) for rank, (h, cut) in enumerate(zip(held, cuts, strict=True))
+        ]
+        gathered = _gather(
+            [part for part in parts if part[2] < part[3]], first=begin, rank=catalogue.rank
+        )
         about = _About(catalogue, begin, catalogue.extents[:, begin:stop], bits[begin:stop])
         yield about.batch(gathered, left_out[begin:stop].copy())
 
@@ -129,11 +137,19 @@ def _gather(parts: Sequence[tuple[int, RankBoxes, int, int]], *, first: int, ran
         return _Boxes(np.zeros(0, np.int64), none, none, no_columns, no_columns)
     return _Boxes(
         np.concatenate([h.tensors[a:b] for _, h, a, b in parts]) - first,
-        np.array([number for number, _, _, _ in parts], np.int32).repeat([b - a for _, _, a, b in parts]),
+        np.array([number for number, _, _, _ in parts], np.int32).repeat(
+            [b - a for _, _, a, b in parts]
+        ),
         # A rank whose boxes were not sorted has its own numbers.
-        np.concatenate([np.arange(a, b) if h.order is None else h.order[a:b] for _, h, a, b in parts]).astype(np.int32),
-        np.concatenate([_filled(h.taken(h.state.offsets, a, b), rank, 0) for _, h, a, b in parts], axis=1),
-        np.concatenate([_filled(h.taken(h.state.sizes, a, b), rank, 1) for _, h, a, b in parts], axis=1),
+        np.concatenate(
+            [np.arange(a, b) if h.order is None else h.order[a:b] for _, h, a, b in parts]
+        ).astype(np.int32),
+        np.concatenate(
+            [_filled(h.taken(h.state.offsets, a, b), rank, 0) for _, h, a, b in parts], axis=1
+        ),
+        np.concatenate(
+            [_filled(h.taken(h.state.sizes, a, b), rank, 1) for _, h, a, b in parts], axis=1
+        ),
     )
 
 
@@ -141,7 +157,9 @@ def _filled(columns: Ints, rank: int, value: int) -> Ints:
     """The columns of a rank; where it has no tensor of so many dimensions, with those added."""
     if len(columns) == rank:
         return columns
-    return np.concatenate((columns, np.full((rank - len(columns), columns.shape[1]), value, np.int64)))
+    return np.concatenate(
+        (columns, np.full((rank - len(columns), columns.shape[1]), value, np.int64))
+    )
 
 
 class _About(Value, frozen=True):
@@ -155,7 +173,11 @@ class _About(Value, frozen=True):
     def batch(self, boxes: _Boxes, left_out: Bools) -> BoxBatch:
         if self._are_one_each(boxes, left_out):
             return BoxBatch(
-                np.arange(len(boxes.tensors) + 1), boxes.ranks, boxes.boxes, self._nbytes(boxes.tensors, boxes.sizes), ()
+                np.arange(len(boxes.tensors) + 1),
+                boxes.ranks,
+                boxes.boxes,
+                self._nbytes(boxes.tensors, boxes.sizes),
+                (),
             )
         boxes, problems = self._inside(boxes, left_out)
         order, same = self._sorted(boxes)
@@ -176,7 +198,11 @@ class _About(Value, frozen=True):
     def _are_one_each(self, boxes: _Boxes, left_out: Bools) -> bool:
         """Whether each tensor has one box, which is all of it, and elements: then nothing is to be sorted or found wrong."""
         extents, count = self.extents, self.extents.shape[1]
-        if np.count_nonzero(left_out) or np.count_nonzero(boxes.offsets) or np.count_nonzero(extents) < extents.size:
+        if (
+            np.count_nonzero(left_out)
+            or np.count_nonzero(boxes.offsets)
+            or np.count_nonzero(extents) < extents.size
+        ):
             return False
         in_order = boxes.tensors.tobytes() == np.arange(count).tobytes()
         return in_order and boxes.sizes.tobytes() == extents.tobytes()
@@ -189,14 +215,22 @@ class _About(Value, frozen=True):
         """The boxes that have elements, of the tensors all of whose boxes lie inside; the others are marked as left out."""
         unwanted = left_out[boxes.tensors]
         # Not the sum of offset and size: it may not fit 64 bits.
-        outside = np.logical_or.reduce(boxes.offsets > self.extents.take(boxes.tensors, axis=1) - boxes.sizes) & ~unwanted
+        outside = (
+            np.logical_or.reduce(
+                boxes.offsets > self.extents.take(boxes.tensors, axis=1) - boxes.sizes
+            )
+            & ~unwanted
+        )
         problems = []
         if np.count_nonzero(outside):
             beyond = outside.nonzero()[0]
             of_each = np.bincount(boxes.tensors[beyond], minlength=len(left_out))
             firsts = _first_of_each(boxes.tensors[beyond], beyond)
             owners = boxes.tensors[firsts].tolist()
-            problems = [(t, self._say_outside(boxes, i, int(of_each[t]))) for i, t in zip(firsts, owners, strict=True)]
+            problems = [
+                (t, self._say_outside(boxes, i, int(of_each[t])))
+                for i, t in zip(firsts, owners, strict=True)
+            ]
             left_out |= of_each > 0
             unwanted = left_out[boxes.tensors]
         unwanted |= np.logical_or.reduce(boxes.sizes == 0)
@@ -240,7 +274,10 @@ class _About(Value, frozen=True):
         return f"{self._name(boxes, i)}: rank {boxes.ranks[i]} has {self._box(boxes, i)}, which is outside of {shape}{more}"
 
     def _explain(self, defect: Defect, boxes: _Boxes, different: Ints) -> str:
-        name, shape = self.catalogue.names[self.first + defect.tensor], self.catalogue.shapes[self.first + defect.tensor]
+        name, shape = (
+            self.catalogue.names[self.first + defect.tensor],
+            self.catalogue.shapes[self.first + defect.tensor],
+        )
         holders = np.unique(boxes.ranks[boxes.tensors == defect.tensor]).tolist()
         if defect.point is None:
             return f"{name!r}: the boxes of {say_ranks(holders)} do not cover {shape} exactly once"
@@ -248,8 +285,15 @@ class _About(Value, frozen=True):
         if defect.boxes is None:
             who = f"of {say_ranks(holders)} none" if holders else "no rank"
             return f"{name!r}: {who} covers {point} of {shape}"
-        (a, one), (b, other) = sorted((int(boxes.ranks[i]), self._box(boxes, i)) for i in different[list(defect.boxes)].tolist())
-        both = f"rank {a} has {one} and rank {b} has {other}" if a != b else f"rank {a} has both {one} and {other}"
+        (a, one), (b, other) = sorted(
+            (int(boxes.ranks[i]), self._box(boxes, i))
+            for i in different[list(defect.boxes)].tolist()
+        )
+        both = (
+            f"rank {a} has {one} and rank {b} has {other}"
+            if a != b
+            else f"rank {a} has both {one} and {other}"
+        )
         return f"{name!r}: {both}, which overlap at {point} without being the same"
 
 
@@ -294,7 +338,10 @@ def defects(extents: Ints, tensors: Ints, *, starts: Ints, sizes: Ints) -> list[
     found: dict[int, Defect] = {}
     # A box that is all of its tensor covers it, and is there once. Most tensors of most saves are not cut.
     if np.count_nonzero(sizes != extents.take(tensors, axis=1)):
-        found = {d.tensor: d for d in _defects_of_cut(extents, totals, _Different(tensors, starts, sizes))}
+        found = {
+            d.tensor: d
+            for d in _defects_of_cut(extents, totals, _Different(tensors, starts, sizes))
+        }
     totals[tensors] = 0
     found.update((int(t), Defect(int(t), (0,) * len(extents), None)) for t in totals.nonzero()[0])
     return [found[t] for t in sorted(found)]
@@ -330,7 +377,9 @@ def _defects_of_cut(extents: Ints, totals: Ints, boxes: _Different) -> Iterator[
     return _first_defects(extents, cut, boxes, heads=heads, stops=tails + 1, suspect=suspect)
 
 
-def _first_defects(extents: Ints, cut: Bools, boxes: _Different, *, heads: Ints, stops: Ints, suspect: Ints) -> Iterator[Defect]:
+def _first_defects(
+    extents: Ints, cut: Bools, boxes: _Different, *, heads: Ints, stops: Ints, suspect: Ints
+) -> Iterator[Defect]:
     """Compare corners: of tensors that are cut in the same dimensions together, as many as `MAX_CORNERS` allows."""
     owners = boxes.tensors[heads]
     alike: dict[tuple[int, ...], list[int]] = {}
@@ -344,17 +393,23 @@ def _first_defects(extents: Ints, cut: Bools, boxes: _Different, *, heads: Ints,
         while begin < len(groups):
             stop = begin + int(np.searchsorted(counts[begin:].cumsum(), room, side="right"))
             if stop == begin or len(dims) > MAX_CUT:
-                yield from _slowly(extents, boxes, begin=int(heads[groups[begin]]), stop=int(stops[groups[begin]]))
+                yield from _slowly(
+                    extents, boxes, begin=int(heads[groups[begin]]), stop=int(stops[groups[begin]])
+                )
                 begin += 1
                 continue
             chosen = groups[begin:stop]
-            rows = (heads[chosen] - counts[begin:stop].cumsum() + counts[begin:stop]).repeat(counts[begin:stop])
+            rows = (heads[chosen] - counts[begin:stop].cumsum() + counts[begin:stop]).repeat(
+                counts[begin:stop]
+            )
             rows += np.arange(len(rows))
             yield from _compared(extents, dims, boxes, whole=owners[chosen], rows=rows)
             begin = stop
 
 
-def _compared(extents: Ints, dims: tuple[int, ...], boxes: _Different, *, whole: Ints, rows: Ints) -> Iterator[Defect]:
+def _compared(
+    extents: Ints, dims: tuple[int, ...], boxes: _Different, *, whole: Ints, rows: Ints
+) -> Iterator[Defect]:
     """The defects of the tensors `whole`, whose boxes are at `rows`."""
     # A corner's number: its place, in C order, among the corners of all these tensors.
     weights = np.ones((len(dims), extents.shape[1]), np.int64)
@@ -365,8 +420,13 @@ def _compared(extents: Ints, dims: tuple[int, ...], boxes: _Different, *, whole:
     bases = np.zeros(extents.shape[1], np.int64)
     bases[whole[1:]] = volume[whole].cumsum()[:-1]
     tensors = boxes.tensors[rows]
-    sides = [(w[tensors], boxes.starts[d][rows], boxes.sizes[d][rows]) for d, w in zip(dims, weights, strict=True)]
-    plus, minus = _corners(bases[tensors], [(start * w, (start + size) * w) for w, start, size in sides])
+    sides = [
+        (w[tensors], boxes.starts[d][rows], boxes.sizes[d][rows])
+        for d, w in zip(dims, weights, strict=True)
+    ]
+    plus, minus = _corners(
+        bases[tensors], [(start * w, (start + size) * w) for w, start, size in sides]
+    )
     edges = [(w * extents[d])[whole] for d, w in zip(dims, weights, strict=True)]
     less, more = _corners(bases[whole], [(np.zeros_like(whole), edge) for edge in edges])
     left, right = np.concatenate((*plus, *more)), np.concatenate((*minus, *less))
@@ -375,10 +435,14 @@ def _compared(extents: Ints, dims: tuple[int, ...], boxes: _Different, *, whole:
     differ = (left != right).nonzero()[0]
     corners = np.minimum(left[differ], right[differ])
     # A tensor has as many positive corners as negative ones, so the lists of one never shift those of the next.
-    first, at = np.unique(np.searchsorted(bases[whole], corners, side="right") - 1, return_index=True)
+    first, at = np.unique(
+        np.searchsorted(bases[whole], corners, side="right") - 1, return_index=True
+    )
     for t, i in zip(whole[first].tolist(), at.tolist(), strict=True):
         point = np.zeros(len(extents), np.int64)
-        point[list(dims)] = (int(corners[i]) - bases[t]) // weights[:, t] % (extents[list(dims), t] + 1)
+        point[list(dims)] = (
+            (int(corners[i]) - bases[t]) // weights[:, t] % (extents[list(dims), t] + 1)
+        )
         holders = None
         if left[differ[i]] < right[differ[i]]:
             holds = tensors == t
@@ -393,12 +457,18 @@ def _corners(bases: Ints, sides: list[tuple[Ints, Ints]]) -> tuple[list[Ints], l
     """The numbers of the corners of all boxes: those with an even number of stops, and those with an odd one."""
     plus, minus = [bases], list[Ints]()
     for low, high in sides:
-        plus, minus = [*(x + low for x in plus), *(x + high for x in minus)], [*(x + high for x in plus), *(x + low for x in minus)]
+        plus, minus = (
+            [*(x + low for x in plus), *(x + high for x in minus)],
+            [*(x + high for x in plus), *(x + low for x in minus)],
+        )
     return plus, minus
 
 
 def _slowly(extents: Ints, boxes: _Different, *, begin: int, stop: int) -> Iterator[Defect]:
     tensor = int(boxes.tensors[begin])
     starts, sizes = boxes.starts[:, begin:stop].T.tolist(), boxes.sizes[:, begin:stop].T.tolist()
-    if not covers(tuple(extents[:, tensor].tolist()), list(zip(map(tuple, starts), map(tuple, sizes), strict=True))):
+    if not covers(
+        tuple(extents[:, tensor].tolist()),
+        list(zip(map(tuple, starts), map(tuple, sizes), strict=True)),
+    ):
         yield Defect(tensor, None, None)

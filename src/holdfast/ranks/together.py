@@ -64,7 +64,9 @@ class Together(Value, frozen=True):
         return sum(writes.nbytes for writes in self.writes)
 
 
-def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[str], own: RankState) -> Together:
+def put_together(
+    messages: Sequence[bytes], *, values: str, per_rank: Sequence[str], own: RankState
+) -> Together:
     """Make one checkpoint of the messages of all ranks. Raises `CannotHold` with all problems."""
     heads, states, sums = [], [], []
     for told in messages:
@@ -76,14 +78,26 @@ def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[s
     decoded = [own, *decode_all(states[1:], own.catalogue)]
     if values == "first":
         seen: dict[str, bytes] = {}
-        decoded = [replace(s, values={n: seen.setdefault(n, d) for n, d in s.values.items()}) for s in decoded]
+        decoded = [
+            replace(s, values={n: seen.setdefault(n, d) for n, d in s.values.items()})
+            for s in decoded
+        ]
     plan = plan_ranks(decoded)
     trees = [head.tree for head in heads]
     tree, problem = one_tree(trees, decoded, values)
     problems = [*plan.problems, *problem]
-    problems += [say_different(name, ranks) for name, ranks in differing(sums).items() if name not in plan.disputed]
-    useless = [pattern for pattern in per_rank if not any(pattern in head.matched for head in heads)]
-    problems += [f"per_rank={pattern!r}: nothing in the state of any rank has such a name" for pattern in useless]
+    problems += [
+        say_different(name, ranks)
+        for name, ranks in differing(sums).items()
+        if name not in plan.disputed
+    ]
+    useless = [
+        pattern for pattern in per_rank if not any(pattern in head.matched for head in heads)
+    ]
+    problems += [
+        f"per_rank={pattern!r}: nothing in the state of any rank has such a name"
+        for pattern in useless
+    ]
     if problems:
         raise CannotHold("the ranks' states do not make one checkpoint", problems)
     contents = Contents(
@@ -106,12 +120,17 @@ def _with_empty(plan: RankPlan, states: Sequence[RankState]) -> list[RankWrites]
     for tensor in np.flatnonzero((catalogue.extents == 0).any(axis=0)).tolist():
         name = catalogue.names[tensor]
         if name not in aliases:
-            rank = next(rank for rank, state in enumerate(states) if name in state.catalogue.positions)
+            rank = next(
+                rank for rank, state in enumerate(states) if name in state.catalogue.positions
+            )
             found.setdefault(rank, []).append(tensor)
     writes = [*plan.writes]
     for rank, tensors in found.items():
         state, own = states[rank], writes[rank]
-        firsts = [int(np.argmax(state.tensors == state.catalogue.positions[catalogue.names[tensor]])) for tensor in tensors]
+        firsts = [
+            int(np.argmax(state.tensors == state.catalogue.positions[catalogue.names[tensor]]))
+            for tensor in tensors
+        ]
         rank_of = len(own.sizes)
         writes[rank] = replace(
             own,

@@ -45,12 +45,29 @@ from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import StoredBoxes, as_column
 from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.sharded import NOTHING, Contents, RankFile, RankOutput, Receipt, Storing, spread
+from holdfast.formats.sharded import (
+    NOTHING,
+    Contents,
+    RankFile,
+    RankOutput,
+    Receipt,
+    Storing,
+    spread,
+)
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
 from holdfast.ranks.together import Together
-from holdfast.saving.formats import Outline, check_holds, check_opens, described, is_part, near_limits, note_opened, was_opened
+from holdfast.saving.formats import (
+    Outline,
+    check_holds,
+    check_opens,
+    described,
+    is_part,
+    near_limits,
+    note_opened,
+    was_opened,
+)
 from holdfast.saving.references import replaced_at
 from holdfast.saving.state import tabulate_state
 from holdfast.seals.document import Stamp, seal_file
@@ -77,18 +94,35 @@ def check_contents_open(format: Format, contents: Contents, path: str) -> None:
     catalogue = sample.catalogue
     tensors = [_nowhere(*one) for one in _outlines(catalogue).items()]
     every, storages = [Kind.of(tensor) for tensor in tensors], NO_TENSORS.storages
-    table = Table(catalogue.names, every, range(len(every)), [ODD] * len(every), storages, dict(enumerate(tensors)))
+    table = Table(
+        catalogue.names,
+        every,
+        range(len(every)),
+        [ODD] * len(every),
+        storages,
+        dict(enumerate(tensors)),
+    )
     none = np.zeros((catalogue.rank, len(catalogue)), np.int64)
     numbers = np.arange(len(catalogue), dtype=np.int64)
     writes = RankWrites(numbers, numbers, none, catalogue.extents, (), 0)
     # What is no tensor is looked at where it is, by `check_value`.
-    nothing = joined(lay_out_torch_zip(value_state(None)).files[0].segments) if sample.values else b""
+    nothing = (
+        joined(lay_out_torch_zip(value_state(None)).files[0].segments) if sample.values else b""
+    )
     values = dict.fromkeys(sample.values, nothing)
     boxes = Boxes.cut(table, range(len(table)), none, catalogue.extents)
-    files = format.sharded.files(RankOutput(0, 1, boxes, sample.metadata, values), spread(boxes, 1), Storing())
+    files = format.sharded.files(
+        RankOutput(0, 1, boxes, sample.metadata, values), spread(boxes, 1), Storing()
+    )
     unknown: Mapping[str, int] = defaultdict(int)
-    receipts = [Receipt(file.plan.key, file.plan.nbytes, file.stored(unknown), [*file.values]) for file in files]
-    plans = [*(file.plan for file in files), *format.sharded.index(sample, [(writes, receipts)], path=path)]
+    receipts = [
+        Receipt(file.plan.key, file.plan.nbytes, file.stored(unknown), [*file.values])
+        for file in files
+    ]
+    plans = [
+        *(file.plan for file in files),
+        *format.sharded.index(sample, [(writes, receipts)], path=path),
+    ]
     found = described(PlannedStore(plans, name=path), format.opened_as)
     check_holds(found.tensors, _outlines(catalogue), path)
     if not contents.metadata:
@@ -103,14 +137,21 @@ def check_containers(state: State) -> None:
 
 def _of_each_kind(catalogue: Catalogue) -> dict[tuple[str, int, bool], int]:
     """A tensor of each kind. Lengths of dimensions make no kinds."""
-    every = dict(zip(zip(catalogue.dtypes, catalogue.shapes, strict=True), range(len(catalogue)), strict=True))
+    every = dict(
+        zip(
+            zip(catalogue.dtypes, catalogue.shapes, strict=True), range(len(catalogue)), strict=True
+        )
+    )
     return {(dtype, len(shape), 0 in shape): number for (dtype, shape), number in every.items()}
 
 
 def _sample(contents: Contents, rows: Sequence[int]) -> Contents:
     catalogue = contents.catalogue
     names = tuple([catalogue.names[row] for row in rows])
-    dtypes, shapes = tuple([catalogue.dtypes[row] for row in rows]), tuple([catalogue.shapes[row] for row in rows])
+    dtypes, shapes = (
+        tuple([catalogue.dtypes[row] for row in rows]),
+        tuple([catalogue.shapes[row] for row in rows]),
+    )
     values = frozenset(sorted(contents.values)[:1])
     return Contents(
         catalogue=Catalogue(names, dtypes, shapes),
@@ -173,17 +214,35 @@ class Publishing(Value, frozen=True):
 
 
 def open_publishing(
-    path: str, format: Format, together: Together, *, durable: bool, overwrite: bool, step: AsStep | None = None
+    path: str,
+    format: Format,
+    together: Together,
+    *,
+    durable: bool,
+    overwrite: bool,
+    step: AsStep | None = None,
 ) -> Publishing:
     """Begin the target in which the checkpoint comes together."""
     base = None
     if step is not None:
         overwrite, base = step.begin(together.nbytes)
-    return Publishing(path, format, open_together(path, format, durable=durable, overwrite=overwrite), together, step, base)
+    return Publishing(
+        path,
+        format,
+        open_together(path, format, durable=durable, overwrite=overwrite),
+        together,
+        step,
+        base,
+    )
 
 
 def open_together(
-    path: str, format: Format, *, durable: bool, overwrite: bool, replaceable: Callable[[str], bool] = is_part
+    path: str,
+    format: Format,
+    *,
+    durable: bool,
+    overwrite: bool,
+    replaceable: Callable[[str], bool] = is_part,
 ) -> Target:
     """On the first rank: begin a target for a save to a path or URL. Raises `NotCommitted` where there may be none."""
     # Of a DCP directory no checksum is recorded beside its index: that would be a second name to write, and two names cannot be put
@@ -196,7 +255,14 @@ def open_together(
     )
     plan = SavePlan(format.name, (), directory=True, index=(FilePlan(index, ()),))
     return target_of(
-        path, plan, overwrite=overwrite, durable=durable, names=lambda: names, replaceable=replaceable, save=save_id(), parents=True
+        path,
+        plan,
+        overwrite=overwrite,
+        durable=durable,
+        names=lambda: names,
+        replaceable=replaceable,
+        save=save_id(),
+        parents=True,
     )
 
 
@@ -204,7 +270,9 @@ def _other_indexes(url: Url, index: str, there: Collection[str], *, overwrite: b
     """The indexes of other formats that are there. Raises `NotCommitted` where one may not, or cannot, be replaced."""
     others = [one.index for one in rank_formats() if one.index != index and one.index in there]
     if others and not overwrite:
-        raise refusal("a checkpoint exists there; pass overwrite=True to replace it", url, errno.EEXIST)
+        raise refusal(
+            "a checkpoint exists there; pass overwrite=True to replace it", url, errno.EEXIST
+        )
     if MANIFEST in others:
         message = f"there is a checkpoint with a {MANIFEST}, which would still be the one that is opened; save elsewhere"
         raise refusal(f"{message}, or remove that object first", url, errno.EEXIST)
@@ -222,14 +290,19 @@ def write_files(
 ) -> list[Receipt]:
     """Write the files of one rank, all at once; files of the base are linked first. A receipt says whether its file is linked."""
     given = zip(reuse.linked, reuse.by_file(), strict=True)
-    taken = [Receipt(file.key, file.nbytes, StoredBoxes.of(*inside), linked=True) for file, inside in given]
+    taken = [
+        Receipt(file.key, file.nbytes, StoredBoxes.of(*inside), linked=True)
+        for file, inside in given
+    ]
     receipts: dict[str, Receipt] = {}
     each = max(threads // max(len(files), 1), 1)
 
     def task(file: RankFile, fill: Fill) -> Callable[[], None]:
         def run() -> None:
             crcs = fill(Saving(seals=NO_SEALS, threads=each, progress=progress, block=block))
-            receipts[file.plan.key] = Receipt(file.plan.key, file.plan.nbytes, file.stored(crcs), [*file.values])
+            receipts[file.plan.key] = Receipt(
+                file.plan.key, file.plan.nbytes, file.stored(crcs), [*file.values]
+            )
 
         return run
 
@@ -252,24 +325,38 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, p
         found = [as_column(receipt.stored.boxes) for receipt in receipts]
         values = sorted(name for receipt in receipts for name, _, _ in receipt.values)
         numbers = np.sort(np.concatenate([*found, NONE]))
-        if numbers.tobytes() != np.arange(len(writes.boxes)).tobytes() or values != sorted(writes.values):
-            raise NotCommitted(f"rank {rank} did not write what was planned for it", file=publishing.path)
+        if numbers.tobytes() != np.arange(len(writes.boxes)).tobytes() or values != sorted(
+            writes.values
+        ):
+            raise NotCommitted(
+                f"rank {rank} did not write what was planned for it", file=publishing.path
+            )
     everything = [receipt for receipts in delivered for receipt in receipts]
 
     def last() -> None:
         if whole:
             with closing(into.written()) as store:
-                check_holds(described(store, format.opened_as).tensors, _outlines(contents.catalogue), store.name)
+                check_holds(
+                    described(store, format.opened_as).tensors,
+                    _outlines(contents.catalogue),
+                    store.name,
+                )
         if step is not None:
             step.sure()
 
     index = format.sharded.index(contents, together, path=path, save=into.save)
-    whole = not publishing.together.sampled or near_limits(sum(f.nbytes for f in index), len(contents.catalogue), len(everything))
+    whole = not publishing.together.sampled or near_limits(
+        sum(f.nbytes for f in index), len(contents.catalogue), len(everything)
+    )
     step, attributes = publishing.step, None
     if step is not None:
         step.linked(sum(receipt.nbytes for receipt in everything if receipt.linked))
         attributes = step.attributes([(receipt.key, receipt.nbytes) for receipt in everything])
         if attributes is None:
-            index.append(seal_file([(receipt.key, receipt.nbytes) for receipt in everything], index, step.stamp))
+            index.append(
+                seal_file(
+                    [(receipt.key, receipt.nbytes) for receipt in everything], index, step.stamp
+                )
+            )
     others = [(one.key, one.nbytes, one.linked) for receipts in delivered[1:] for one in receipts]
     into.publish(index, Saving(seals=NO_SEALS, last=last, attributes=attributes), others)

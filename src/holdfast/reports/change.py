@@ -20,20 +20,39 @@ from holdfast.reports.structure import Structure
 SAME, CHANGED, ADDED, REMOVED, MOVED, UNLIKE = range(6)
 """States of a tensor: the last is one of another shape, or one of which one side has no data."""
 
-STATES = ("the same", "changed", "only in the second", "only in the first", "renamed", "not comparable")
+STATES = (
+    "the same",
+    "changed",
+    "only in the second",
+    "only in the first",
+    "renamed",
+    "not comparable",
+)
 
 
-def compare(a: Structure, b: Structure, *, threads: int | None = None, ranks: Ranks = ALONE) -> tuple[Structure, Comparison]:
+def compare(
+    a: Structure, b: Structure, *, threads: int | None = None, ranks: Ranks = ALONE
+) -> tuple[Structure, Comparison]:
     """The first checkpoint with the tensors that only the second has behind its own, and the comparison, which is not read yet."""
-    sides = [Side(one.checkpoint.path, one.checkpoint.format, ViewTable(one.tensors), {}, None, flat=True) for one in (a, b)]
-    union = {**a.tensors, **{name: tensor for name, tensor in b.tensors.items() if name not in a.tensors}}
+    sides = [
+        Side(
+            one.checkpoint.path, one.checkpoint.format, ViewTable(one.tensors), {}, None, flat=True
+        )
+        for one in (a, b)
+    ]
+    union = {
+        **a.tensors,
+        **{name: tensor for name, tensor in b.tensors.items() if name not in a.tensors},
+    }
     return replace(a, tensors=union), Comparison(sides[0], sides[1], threads=threads, ranks=ranks)
 
 
 def rows_of(found: Structure, told: Diff) -> Structure:
     """The rows of the page: a renamed tensor is one row, and not two."""
     moved = {one.a for one in told.renamed}
-    return replace(found, tensors={name: tensor for name, tensor in found.tensors.items() if name not in moved})
+    return replace(
+        found, tensors={name: tensor for name, tensor in found.tensors.items() if name not in moved}
+    )
 
 
 def columns(found: Structure, told: Diff) -> tuple[Document, list[Document]]:
@@ -47,9 +66,19 @@ def columns(found: Structure, told: Diff) -> tuple[Document, list[Document]]:
         change = changes.get(name)
         contents.append(change.content if change is not None else None)
         if change is not None:
-            states.append(UNLIKE if change.content is None else CHANGED if change.content.changed else SAME)
+            states.append(
+                UNLIKE if change.content is None else CHANGED if change.content.changed else SAME
+            )
         else:
-            states.append(MOVED if name in moved else ADDED if name in added else REMOVED if name in removed else SAME)
+            states.append(
+                MOVED
+                if name in moved
+                else ADDED
+                if name in added
+                else REMOVED
+                if name in removed
+                else SAME
+            )
     more: Document = {
         "state": states,
         "was": {
@@ -93,18 +122,29 @@ def _measure(
 
 
 def sentence(first: str, second: str, told: Diff) -> str:
-    kinds = {"changed": told.changed, "added": told.added, "removed": told.removed, "renamed": told.renamed}
+    kinds = {
+        "changed": told.changed,
+        "added": told.added,
+        "removed": told.removed,
+        "renamed": told.renamed,
+    }
     parts = [f"{len(things):,} {word}" for word, things in kinds.items() if things]
     names = f"{escape(clip(first, 120))} and {escape(clip(second, 120))}"
     if not parts:
         return f"{names} hold the same: {plural(told.same, 'tensor')}, not one of them changed."
-    sick = f"NaN or Inf appeared in {plural(len(told.nonfinite), 'tensor')}; " if told.nonfinite else ""
+    sick = (
+        f"NaN or Inf appeared in {plural(len(told.nonfinite), 'tensor')}; "
+        if told.nonfinite
+        else ""
+    )
     return f"{names} differ: {sick}{', '.join(parts)}, {plural(told.same, 'tensor')} the same."
 
 
 def facts(told: Diff) -> list[list[str]]:
     elements = sum(one.content.changed for one in told.changed if one.content is not None)
-    sick = [["NaN or Inf appeared", plural(len(told.nonfinite), "tensor")]] if told.nonfinite else []
+    sick = (
+        [["NaN or Inf appeared", plural(len(told.nonfinite), "tensor")]] if told.nonfinite else []
+    )
     return [
         *sick,
         ["changed", f"{len(told.changed):,} tensors, {count(elements)} elements"],

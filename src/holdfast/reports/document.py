@@ -49,15 +49,24 @@ def front_coded(names: Iterable[str]) -> dict[str, list[int] | list[str]]:
     rest: list[str] = []
     before = ""
     for name in names:
-        common = next((at for at, (a, b) in enumerate(zip(before, name, strict=False)) if a != b), min(len(before), len(name)))
+        common = next(
+            (at for at, (a, b) in enumerate(zip(before, name, strict=False)) if a != b),
+            min(len(before), len(name)),
+        )
         # Characters beyond 16 bits are two units each in JavaScript.
-        shared.append(common if name.isascii() else common + sum(character > "\uffff" for character in name[:common]))
+        shared.append(
+            common
+            if name.isascii()
+            else common + sum(character > "\uffff" for character in name[:common])
+        )
         rest.append(name[common:])
         before = name
     return {"shared": shared, "rest": rest}
 
 
-def labelled(values: Iterable[Hashable], known: Sequence[Hashable] = ()) -> dict[str, list[object] | list[int]]:
+def labelled(
+    values: Iterable[Hashable], known: Sequence[Hashable] = ()
+) -> dict[str, list[object] | list[int]]:
     """Each value once, in the order in which they are met, and the number of each; those that are `known` come first.
 
     >>> labelled(["f32", "bf16", "f32"])
@@ -65,7 +74,10 @@ def labelled(values: Iterable[Hashable], known: Sequence[Hashable] = ()) -> dict
     """
     labels: dict[Hashable, int] = {value: number for number, value in enumerate(known)}
     at = [labels.setdefault(value, len(labels)) for value in values]
-    return {"labels": [list(label) if isinstance(label, tuple) else label for label in labels], "at": at}
+    return {
+        "labels": [list(label) if isinstance(label, tuple) else label for label in labels],
+        "at": at,
+    }
 
 
 def rounded(value: float | None, digits: int = 4) -> float | int | None:

@@ -41,7 +41,9 @@ def run_at(path: object) -> RunTable | None:
         return None
     place = place_for(where)
     kept = place.kept()
-    table = look(place, kept.rules if kept is not None else (), str(where), recorded=kept is not None)
+    table = look(
+        place, kept.rules if kept is not None else (), str(where), recorded=kept is not None
+    )
     return table if table.rows or kept is not None else None
 
 
@@ -63,7 +65,9 @@ def _metric(steps: Sequence[Step], word: str) -> str | None:
     return min(counts, key=lambda name: (-counts[name], len(name), name), default=None)
 
 
-def _step(row: RunRow, table: RunTable, *, loss: str | None, scale: str | None, norm: Norm | None) -> Document:
+def _step(
+    row: RunRow, table: RunTable, *, loss: str | None, scale: str | None, norm: Norm | None
+) -> Document:
     step, fate, rules = row.step, row.fate, bool(table.rules)
     metrics: Mapping[str, float] = {} if step is None else step.metrics
     size = metrics.get(scale) if scale is not None else None
@@ -78,11 +82,18 @@ def _step(row: RunRow, table: RunTable, *, loss: str | None, scale: str | None, 
         "kept": step is not None and (fate is None or not rules or not fate.goes),
         "pinned": fate is not None and any(why.startswith("pinned") for why in fate.others),
         "why": clip(
-            row.found.why if step is None else fate.why if fate is not None and rules else f"no rules: {table.without_rules}", 300
+            row.found.why
+            if step is None
+            else fate.why
+            if fate is not None and rules
+            else f"no rules: {table.without_rules}",
+            300,
         ),
         "norm": rounded(size, 6),
         "loss": rounded(metrics.get(loss) if loss is not None else None, 6),
-        "metrics": {clip(name, 80): rounded(value, 6) for name, value in list(metrics.items())[:20]},
+        "metrics": {
+            clip(name, 80): rounded(value, 6) for name, value in list(metrics.items())[:20]
+        },
         "state": "torn" if step is None else "whole",
     }
 
@@ -105,5 +116,11 @@ def sentence(table: RunTable) -> str:
     torn = len(table.rows) - len(whole)
     name = escape(clip(table.path.rstrip("/").rpartition("/")[2] or table.path, 120))
     newest = f", the newest is {whole[-1].step}" if whole else ""
-    broken = f"; {plural(torn, 'step')} not whole" if torn else "; all of them are whole" if whole else ""
+    broken = (
+        f"; {plural(torn, 'step')} not whole"
+        if torn
+        else "; all of them are whole"
+        if whole
+        else ""
+    )
     return f"{name} is a run of {plural(len(whole), 'step')}{newest}, {nbytes(table.total_nbytes)} on disk{broken}."

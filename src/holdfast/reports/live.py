@@ -72,7 +72,9 @@ class Live:
         try:
             self._server = _Server((ADDRESS, port), Answer)
         except OSError as error:
-            raise BadArgument(f"port {port} of {ADDRESS} cannot be had: {error.strerror or error}", found=port) from error
+            raise BadArgument(
+                f"port {port} of {ADDRESS} cannot be had: {error.strerror or error}", found=port
+            ) from error
 
     @property
     def port(self) -> int:
@@ -95,12 +97,17 @@ class Live:
     def trusts(self, token: str | None, host: str | None) -> bool:
         """Whether a request has the token, and was sent to this server under its own name."""
         known = host in (f"{ADDRESS}:{self.port}", f"localhost:{self.port}")
-        return known and hmac.compare_digest((token or "").encode("utf-8", "replace"), self.token.encode("ascii"))
+        return known and hmac.compare_digest(
+            (token or "").encode("utf-8", "replace"), self.token.encode("ascii")
+        )
 
     def ask(self, path: str, query: dict[str, list[str]]) -> Document:
         """The answer to a request of a page. Raises errors that a person can read."""
         if path == "/api/detail":
-            return self._detail(_whole(query, "tensor", len(self._tensors) - 1), svd=query.get("svd", ["0"])[-1] == "1")
+            return self._detail(
+                _whole(query, "tensor", len(self._tensors) - 1),
+                svd=query.get("svd", ["0"])[-1] == "1",
+            )
         if path == "/api/tile":
             return self._tile(query)
         raise BadArgument("there is nothing of that name", found=path)
@@ -133,7 +140,14 @@ class Live:
         rows, columns = made.values.shape
         low, high = (None, None) if made.ends is None else (rounded(end, 6) for end in made.ends)
         values = base64.b64encode(made.values.astype("<f4").tobytes()).decode("ascii")
-        return {"rows": rows, "cols": columns, "values": values, "low": low, "high": high, "sampled": not made.whole}
+        return {
+            "rows": rows,
+            "cols": columns,
+            "values": values,
+            "low": low,
+            "high": high,
+            "sampled": not made.whole,
+        }
 
 
 def _whole(query: dict[str, list[str]], name: str, most: int = 1 << 62) -> int:
@@ -165,7 +179,11 @@ class _Answer(BaseHTTPRequestHandler):
         query = parse_qs(asked.query[:4000])
         token = query.get("token", [""])[-1] if asked.path == "/" else self.headers.get(HEADER)
         if not live.trusts(token, self.headers.get("Host")):
-            self._send(403, b"403: open the address that holdfast view printed, with its token\n", "text/plain; charset=utf-8")
+            self._send(
+                403,
+                b"403: open the address that holdfast view printed, with its token\n",
+                "text/plain; charset=utf-8",
+            )
         elif asked.path == "/":
             self._send(200, live.page, "text/html; charset=utf-8")
         else:
@@ -178,7 +196,11 @@ class _Answer(BaseHTTPRequestHandler):
 
     def _send(self, status: int, content: bytes, kind: str) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **SAFE_HEADERS}.items():
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            **SAFE_HEADERS,
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
@@ -213,18 +235,33 @@ def tile(tensor: LazyTensor, row: int, column: int, *, level: int = 0) -> Tile:
     """The tile whose upper left element is there."""
     height, width = plane(tensor)
     if not 0 <= level <= DEEPEST or not 0 <= row < height or not 0 <= column < width:
-        raise BadArgument(f"no tile at row {row:,}, column {column:,}, level {level} in {height:,} × {width:,}", tensor=tensor.name)
+        raise BadArgument(
+            f"no tile at row {row:,}, column {column:,}, level {level} in {height:,} × {width:,}",
+            tensor=tensor.name,
+        )
     cell = 1 << level
     rows, columns = _cells(row, height, cell), _cells(column, width, cell)
     wide = columns[-1][1] - columns[0][0]
-    runs = [(columns[0][0], columns[-1][1])] if wide <= WIDEST else [(a, min(b, a + RUN)) for a, b in columns]
+    runs = (
+        [(columns[0][0], columns[-1][1])]
+        if wide <= WIDEST
+        else [(a, min(b, a + RUN)) for a, b in columns]
+    )
     across = sum(stop - start for start, stop in runs)
     # Rows of a cell that are read.
     deep = max(1, MOST // (across * len(rows)))
-    picked = [start + (stop - start) * i // min(deep, stop - start) for start, stop in rows for i in range(min(deep, stop - start))]
+    picked = [
+        start + (stop - start) * i // min(deep, stop - start)
+        for start, stop in rows
+        for i in range(min(deep, stop - start))
+    ]
     numbers = _read(tensor, picked, runs)
     down = np.cumsum([0, *(min(deep, stop - start) for start, stop in rows)])
-    right = [stop - start for start, stop in columns] if len(runs) == 1 else [stop - start for start, stop in runs]
+    right = (
+        [stop - start for start, stop in columns]
+        if len(runs) == 1
+        else [stop - start for start, stop in runs]
+    )
     made = _means(numbers, down[:-1], np.cumsum([0, *right])[:-1])
     return Tile(made, all(stop - start <= deep for start, stop in rows) and len(runs) == 1)
 
@@ -244,13 +281,19 @@ def _read(tensor: LazyTensor, rows: Sequence[int], runs: Sequence[tuple[int, int
             left, count = 0, math.prod(part.stop - part.start for part in box)
             for start, stop in runs:
                 part = whole[(*box, slice(start, stop))]
-                requests.append(Request(part, out[at : at + count, left : left + stop - start].reshape(part.shape)))
+                requests.append(
+                    Request(
+                        part, out[at : at + count, left : left + stop - start].reshape(part.shape)
+                    )
+                )
                 left += stop - start
             at += count
     tensor.source.read(requests)
     with np.errstate(all="ignore"):
         if out.dtype.names:
-            return np.asarray(np.hypot(out["real"].astype(np.float32), out["imag"].astype(np.float32)))
+            return np.asarray(
+                np.hypot(out["real"].astype(np.float32), out["imag"].astype(np.float32))
+            )
         plain: np.ndarray = np.abs(out) if out.dtype.kind == "c" else out
         return plain.astype(np.float32)
 
@@ -274,7 +317,9 @@ def _means(numbers: np.ndarray, down: np.ndarray, right: np.ndarray) -> np.ndarr
     if len(down) == numbers.shape[0] and len(right) == numbers.shape[1]:
         return numbers
     with np.errstate(all="ignore"):
-        sums: np.ndarray = np.add.reduceat(np.add.reduceat(numbers, down, axis=0, dtype=np.float64), right, axis=1)
+        sums: np.ndarray = np.add.reduceat(
+            np.add.reduceat(numbers, down, axis=0, dtype=np.float64), right, axis=1
+        )
         counts = np.diff([*down, numbers.shape[0]])[:, None] * np.diff([*right, numbers.shape[1]])
         means: np.ndarray = sums / counts
         return means.astype(np.float32)

@@ -84,7 +84,9 @@ def sample_ranges(size: int, share: float | None) -> list[tuple[int, int]]:
 
 def reading_nbytes(tensors: Iterable[LazyTensor], share: float | None) -> int:
     return sum(
-        tensor.nbytes if share is None else tensor.dtype.nbytes(sum(b - a for a, b in sample_ranges(tensor.size, share)))
+        tensor.nbytes
+        if share is None
+        else tensor.dtype.nbytes(sum(b - a for a, b in sample_ranges(tensor.size, share)))
         for tensor in _different(tensors)
     )
 
@@ -119,11 +121,19 @@ def measure(
 
     def look(numbers: list[int]) -> list[Distribution]:
         own = [chosen[number] for number in numbers]
-        return scan(own, lambda i: make(numbers[i]), lambda i: ranges[numbers[i]], threads=threads, progress=progress)
+        return scan(
+            own,
+            lambda i: make(numbers[i]),
+            lambda i: ranges[numbers[i]],
+            threads=threads,
+            progress=progress,
+        )
 
     made = share_out(ranks, [tensor.nbytes for tensor in chosen], look, Distribution)
     found = dict(zip(read.values(), made, strict=True))
-    return Measured([found.get(identity(tensor)) if countable(tensor) else None for tensor in tensors], share)
+    return Measured(
+        [found.get(identity(tensor)) if countable(tensor) else None for tensor in tensors], share
+    )
 
 
 MEASURES: tuple[tuple[str, str, str, str, Callable[[Distribution], float | None]], ...] = (
@@ -152,7 +162,9 @@ def measured_columns(measured: Measured) -> tuple[list[Document], Document]:
     fine = 3 if len(measured.found) <= MANY else 2
     each = [None if found is None else detail(found, fine=fine) for found in measured.found]
     names = ("exponents", "negative", "quantiles", "rows", "columns")
-    details: Document = {name: [None if one is None else one[name] for one in each] for name in names}
+    details: Document = {
+        name: [None if one is None else one[name] for one in each] for name in names
+    }
     return columns, {**details, "singular": None}
 
 
@@ -176,7 +188,13 @@ def _bar(count: int, top: int) -> int:
     [0, 1, 128, 255, 255]
     """
     height = count * LARGEST_BAR / top if top else 0
-    return 0 if not count else 1 if height < COARSE else min(round(height / COARSE) * COARSE, LARGEST_BAR)
+    return (
+        0
+        if not count
+        else 1
+        if height < COARSE
+        else min(round(height / COARSE) * COARSE, LARGEST_BAR)
+    )
 
 
 def plane(tensor: LazyTensor) -> tuple[int, int]:
@@ -197,7 +215,12 @@ def spectral(tensor: LazyTensor, budget: int = BUDGET_NBYTES) -> bool:
     """Whether a tensor is a matrix of real numbers whose thin matrices fit into the budget."""
     height, width = plane(tensor)
     thin = 8 * (VALUES + BESIDE) * 2 * (height + width)
-    return countable(tensor) and tensor.dtype.kind != "complex" and min(height, width) > 1 and thin + 16 * width <= budget
+    return (
+        countable(tensor)
+        and tensor.dtype.kind != "complex"
+        and min(height, width) > 1
+        and thin + 16 * width <= budget
+    )
 
 
 def spectrum_nbytes(tensor: LazyTensor, budget: int = BUDGET_NBYTES) -> int:

@@ -31,8 +31,14 @@ LAST = "main.js"
 @cache
 def _assets() -> tuple[str, str, str]:
     folder = files("holdfast.reports").joinpath("page")
-    found = {one.name: one.read_text("utf-8") for one in folder.iterdir() if one.name.endswith((".html", ".css", ".js"))}
-    scripts = sorted((name for name in found if name.endswith(".js")), key=lambda name: (name == LAST, name))
+    found = {
+        one.name: one.read_text("utf-8")
+        for one in folder.iterdir()
+        if one.name.endswith((".html", ".css", ".js"))
+    }
+    scripts = sorted(
+        (name for name in found if name.endswith(".js")), key=lambda name: (name == LAST, name)
+    )
     styles = sorted(name for name in found if name.endswith(".css"))
     script = '"use strict";\n' + "\n".join(found[name].strip() for name in scripts) + "\n"
     return found["page.html"], "\n".join(found[name].strip() for name in styles) + "\n", script

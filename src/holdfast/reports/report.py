@@ -47,7 +47,16 @@ from holdfast.reports.measures import (
 )
 from holdfast.reports.page import BEGINNING, page
 from holdfast.reports.shards import shards
-from holdfast.reports.structure import columns, facts, iso, look, made_at, name_of, scanned, sentence
+from holdfast.reports.structure import (
+    columns,
+    facts,
+    iso,
+    look,
+    made_at,
+    name_of,
+    scanned,
+    sentence,
+)
 from holdfast.runs.steps import Step
 from holdfast.runs.table import RunTable
 from holdfast.stores.paths import local_path
@@ -92,7 +101,9 @@ class Report:
     def _repr_html_(self) -> str:
         """The card of a notebook: the facts; `save` writes the page."""
         given = self.document["facts"]
-        facts = [(str(label), str(fact)) for label, fact in given] if isinstance(given, list) else []
+        facts = (
+            [(str(label), str(fact)) for label, fact in given] if isinstance(given, list) else []
+        )
         return card(str(self.document["sentence"]), facts)
 
     def __repr__(self) -> str:
@@ -109,11 +120,19 @@ def page_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> str
             return where
         # Not opened unless it is a file: a pipe would wait for a writer.
         if not stat.S_ISREG(found.st_mode):
-            raise refusal("there is a folder or a device with this name; write the page to a file", where, errno.EISDIR)
+            raise refusal(
+                "there is a folder or a device with this name; write the page to a file",
+                where,
+                errno.EISDIR,
+            )
         if not overwrite:
             with open(where, "rb") as file:
                 if file.read(len(BEGINNING)) != BEGINNING:
-                    raise refusal("the file is no page of holdfast; pass overwrite=True to replace it", where, errno.EEXIST)
+                    raise refusal(
+                        "the file is no page of holdfast; pass overwrite=True to replace it",
+                        where,
+                        errno.EEXIST,
+                    )
     return where
 
 
@@ -188,12 +207,16 @@ def report(
 
 
 @contextmanager
-def prepared(src: Openable | Checkpoint, other: Openable | Checkpoint | None, asked: ReportRequest) -> Iterator[Prepared]:
+def prepared(
+    src: Openable | Checkpoint, other: Openable | Checkpoint | None, asked: ReportRequest
+) -> Iterator[Prepared]:
     """Open what is to be looked at, for a block."""
     with ExitStack() as stack:
         if other is not None:
             both = ((src, asked.map), (other, None))
-            first, second = (stack.enter_context(opened(one, limits=asked.limits, map=map)) for one, map in both)
+            first, second = (
+                stack.enter_context(opened(one, limits=asked.limits, map=map)) for one, map in both
+            )
             yield _difference(_Looked(src, first, asked), _Looked(other, second, asked))
             return
         table = history.run_at(src) if history.is_run(src) else None
@@ -211,11 +234,17 @@ def prepared(src: Openable | Checkpoint, other: Openable | Checkpoint | None, as
 
 
 class _Looked:
-    def __init__(self, src: Openable | Checkpoint, checkpoint: Checkpoint, asked: ReportRequest) -> None:
+    def __init__(
+        self, src: Openable | Checkpoint, checkpoint: Checkpoint, asked: ReportRequest
+    ) -> None:
         self.checkpoint, self.asked = checkpoint, asked
         self.found = look(checkpoint, None if asked.filter is None else matcher(asked.filter))
         if asked.filter is not None and not self.found.tensors:
-            raise NoSuchTensor(f"no tensor in the checkpoint is called {asked.filter!r}", file=checkpoint.path, found=asked.filter)
+            raise NoSuchTensor(
+                f"no tensor in the checkpoint is called {asked.filter!r}",
+                file=checkpoint.path,
+                found=asked.filter,
+            )
         self.scan = scanned(checkpoint.path if isinstance(src, Checkpoint) else src, asked.limits)
 
     @property
@@ -256,11 +285,19 @@ def _reading(tensors: Iterable[LazyTensor], asked: ReportRequest) -> int:
     return reading_nbytes(tensors, asked.sample) + spectra
 
 
-def _with_numbers(document: Document, tensors: Sequence[LazyTensor], asked: ReportRequest, *, progress: Progress | None) -> Made:
+def _with_numbers(
+    document: Document,
+    tensors: Sequence[LazyTensor],
+    asked: ReportRequest,
+    *,
+    progress: Progress | None,
+) -> Made:
     """The document with the numbers of the tensors, if these are wanted."""
     if not asked.stats:
         return Made(document, tensors)
-    measured = measure(tensors, asked.sample, threads=asked.workers, progress=progress, ranks=asked.ranks)
+    measured = measure(
+        tensors, asked.sample, threads=asked.workers, progress=progress, ranks=asked.ranks
+    )
     colours, details = measured_columns(measured)
     if asked.svd:
         spectra = cast("type[tuple[float, ...] | None]", tuple[float, ...] | None)
@@ -269,10 +306,17 @@ def _with_numbers(document: Document, tensors: Sequence[LazyTensor], asked: Repo
             lambda numbers: [singular_values(tensors[number], budget=asked.budget, progress=progress) for number in numbers],
             spectra,
         )  # fmt: skip
-        details["singular"] = [None if values is None else [rounded(value, 3) for value in values] for values in found]
+        details["singular"] = [
+            None if values is None else [rounded(value, 3) for value in values] for values in found
+        ]
     known = document["measures"]
     assert isinstance(known, list)  # every document begins with one
-    more: Document = {"stats": True, "sampled": None, "measures": [*known, *colours], "details": details}
+    more: Document = {
+        "stats": True,
+        "sampled": None,
+        "measures": [*known, *colours],
+        "details": details,
+    }
     if (share := measured.share) is not None:
         text = f"{100 * share:.3g}% of each large tensor was read, in blocks that lie evenly in it; small ones were read whole"
         more["sampled"] = {"share": share, "text": text}
@@ -305,17 +349,32 @@ def _difference(a: _Looked, b: _Looked) -> Prepared:
 def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
     steps = [row.step for row in table.rows if row.step is not None]
     newest = steps[-1] if steps else None
-    looked = None if newest is None else _Looked(newest.path, stack.enter_context(newest.open()), asked)
+    looked = (
+        None if newest is None else _Looked(newest.path, stack.enter_context(newest.open()), asked)
+    )
     tensors = [] if looked is None else list(looked.found.tensors.values())
     sick: list[int] = []
 
     def make(progress: Progress | None) -> Made:
-        document = _nothing() if looked is None else {**looked.frame("run"), "tensors": columns(looked.found)}
-        notes = [] if newest is None else [f"The tensors are those of step {newest.step}, the newest that is whole."]
+        document = (
+            _nothing()
+            if looked is None
+            else {**looked.frame("run"), "tensors": columns(looked.found)}
+        )
+        notes = (
+            []
+            if newest is None
+            else [f"The tensors are those of step {newest.step}, the newest that is whole."]
+        )
         over_time = history.history(table, norm)
         if sick:
-            steps = ", ".join(map(str, sick[:5])) + (f" and {len(sick) - 5:,} more" if len(sick) > 5 else "")
-            notes.insert(0, f"NaN or Inf is in the tensors of {plural(len(sick), 'step')}, which have no norm: {steps}.")
+            steps = ", ".join(map(str, sick[:5])) + (
+                f" and {len(sick) - 5:,} more" if len(sick) > 5 else ""
+            )
+            notes.insert(
+                0,
+                f"NaN or Inf is in the tensors of {plural(len(sick), 'step')}, which have no norm: {steps}.",
+            )
         document = {
             **document,
             "kind": "run",
@@ -323,7 +382,10 @@ def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
             "path": table.path,
             "made": None if newest is None else iso(newest.saved),
             "sentence": history.sentence(table),
-            "facts": [*history.facts(table), *([] if looked is None else facts(looked.found, looked.verdict))],
+            "facts": [
+                *history.facts(table),
+                *([] if looked is None else facts(looked.found, looked.verdict)),
+            ],
             "notes": [*notes, *([] if looked is None else looked.checkpoint.notes[:NOTES])],
             "run": over_time,
         }
@@ -331,7 +393,9 @@ def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
 
     def norm_of(step: Step) -> float | None:
         with step.open() as checkpoint:
-            rows = measure_stats(checkpoint.values(), bins=0, threads=asked.workers, ranks=asked.ranks)
+            rows = measure_stats(
+                checkpoint.values(), bins=0, threads=asked.workers, ranks=asked.ranks
+            )
         # A step with a NaN in it has no norm, and the line over the steps a gap.
         if any(row.nans or row.infinities for row in rows):
             sick.append(step.step)

@@ -49,17 +49,28 @@ def shards(found: Structure, mesh: Mapping[str, int] | str | None = None) -> Doc
     known = set(store.list())
     files = [file for file in found.files if file in known]
     if not files:
-        return None if mesh is None else {"files": [], "boxes": _boxes(found, []), "replicas": 0, "gaps": 0, "mesh": None}
+        return (
+            None
+            if mesh is None
+            else {"files": [], "boxes": _boxes(found, []), "replicas": 0, "gaps": 0, "mesh": None}
+        )
     spans = _spans(found, known)
     most = max(FEWEST, min(STRIPS, 5 * STRIPS // len(files)))
     drawn = {file: stretches_of(spans.get(file, []), store.size(file)) for file in files}
     return {
         "files": [
-            {"name": file, "nbytes": store.size(file), "strips": list(map(list, joined(drawn[file], most)))} for file in files
+            {
+                "name": file,
+                "nbytes": store.size(file),
+                "strips": list(map(list, joined(drawn[file], most))),
+            }
+            for file in files
         ],
         "boxes": _boxes(found, files),
         # Copies of boxes beyond the first, where the source keeps them apart and compares them.
-        "replicas": sum(max(one.copies - 1, 0) for tensor in found.tensors.values() for one in tensor.storages),
+        "replicas": sum(
+            max(one.copies - 1, 0) for tensor in found.tensors.values() for one in tensor.storages
+        ),
         "gaps": sum(kind == UNREACHED for strips in drawn.values() for _, _, kind, _ in strips),
         "mesh": None if mesh is None else _mesh(found, files, mesh_of(mesh)),
     }
@@ -166,13 +177,23 @@ def mesh_of(mesh: Mapping[str, int] | str) -> dict[str, int]:
     ({'0': 2, '1': 4}, {'tp': 8})
     """
     if isinstance(mesh, str):
-        sizes = re.fullmatch(r"\s*[0-9]{1,6}(\s*[x×]\s*[0-9]{1,6})*\s*", mesh, re.ASCII if "×" not in mesh else re.NOFLAG)
-        found = {str(axis): int(size) for axis, size in enumerate(re.findall("[0-9]+", mesh))} if sizes else parse_mesh(mesh)
+        sizes = re.fullmatch(
+            r"\s*[0-9]{1,6}(\s*[x×]\s*[0-9]{1,6})*\s*",
+            mesh,
+            re.ASCII if "×" not in mesh else re.NOFLAG,
+        )
+        found = (
+            {str(axis): int(size) for axis, size in enumerate(re.findall("[0-9]+", mesh))}
+            if sizes
+            else parse_mesh(mesh)
+        )
     else:
         found = dict(mesh)
     ranks = math.prod(found.values())
     if not found or not 1 <= ranks <= RANKS:
-        raise BadPlacement(f"a mesh of 1 to {RANKS:,} ranks is looked at, written like '4', '2x2' or 'dp=2,tp=4'; not {mesh!r}")
+        raise BadPlacement(
+            f"a mesh of 1 to {RANKS:,} ranks is looked at, written like '4', '2x2' or 'dp=2,tp=4'; not {mesh!r}"
+        )
     return found
 
 
@@ -190,13 +211,26 @@ def _mesh(found: Structure, files: Sequence[str], mesh: Mapping[str, int]) -> Do
         at = dict(zip(mesh, place, strict=True))
         bits: dict[int, int] = {}
         for (shape, width, cut), times in alike.items():
-            axes = {axis: dimension for dimension, axis in enumerate(mesh) if dimension < len(shape)}
+            axes = {
+                axis: dimension for dimension, axis in enumerate(mesh) if dimension < len(shape)
+            }
             own = local_box(shape, mesh, at, axes=axes)
             for box, file in cut:
                 part = own.intersect(box)
                 if part is not None:
                     bits[file] = bits.get(file, 0) + part.count * width * times
-        ranks.append({"rank": rank, "files": sorted(file for file in bits if file >= 0), "nbytes": sum(bits.values()) // 8})
+        ranks.append(
+            {
+                "rank": rank,
+                "files": sorted(file for file in bits if file >= 0),
+                "nbytes": sum(bits.values()) // 8,
+            }
+        )
     sizes = list(mesh.values())
     grid = f"a grid of {' × '.join(map(str, sizes))}, each along an axis of its own"
-    return {"text": f"{len(ranks):,} ranks along axis 0" if len(sizes) == 1 else f"{len(ranks):,} ranks in {grid}", "ranks": ranks}
+    return {
+        "text": f"{len(ranks):,} ranks along axis 0"
+        if len(sizes) == 1
+        else f"{len(ranks):,} ranks in {grid}",
+        "ranks": ranks,
+    }

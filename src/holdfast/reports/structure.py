@@ -69,12 +69,16 @@ def places(names: Sequence[str]) -> list[MatrixCell]:
     """
     found = [_numbered(name) for name in names]
     series: dict[str, set[int]] = {}
-    ends = [None if place is not None else _ending(name) for name, place in zip(names, found, strict=True)]
+    ends = [
+        None if place is not None else _ending(name)
+        for name, place in zip(names, found, strict=True)
+    ]
     for end in ends:
         if end is not None:
             series.setdefault(end.role, set()).add(end.layer)
     return [
-        place or (end if end is not None and len(series[end.role]) >= FEWEST else MatrixCell(NONE, name))
+        place
+        or (end if end is not None and len(series[end.role]) >= FEWEST else MatrixCell(NONE, name))
         for name, place, end in zip(names, found, ends, strict=True)
     ]
 
@@ -120,9 +124,16 @@ class Structure(Value, frozen=True):
 def look(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Structure:
     """Look at every tensor once; `wanted` says which names are listed."""
     found = survey(checkpoint)
-    tensors = {name: tensor for name, tensor in found.tensors.items() if wanted is None or wanted(name)}
+    tensors = {
+        name: tensor for name, tensor in found.tensors.items() if wanted is None or wanted(name)
+    }
     known = Known()
-    ranges = ((tensor, key) for tensor in tensors.values() for storage in tensor.storages for key, _, _ in storage.ranges)
+    ranges = (
+        (tensor, key)
+        for tensor in tensors.values()
+        for storage in tensor.storages
+        for key, _, _ in storage.ranges
+    )
     files = sorted({file_of(key, known.keys(tensor)) for tensor, key in ranges})
     return Structure(checkpoint, found, tensors, tuple(files), dead(found))
 
@@ -143,14 +154,20 @@ class Known:
 
 def file_of(key: str, known: Container[str]) -> str:
     """The file behind a key: what is made when it is read (a member that is inflated) has one of its own, `FILE@BYTE`."""
-    return key if key in known else next((file for file in (key.rpartition("@")[0],) if file in known), key)
+    return (
+        key
+        if key in known
+        else next((file for file in (key.rpartition("@")[0],) if file in known), key)
+    )
 
 
 def dead(found: Survey) -> int:
     """Bytes of storages that no tensor reaches, as `compact` would drop them."""
     # Where the elements of a distributed checkpoint's item lie is known when it is read; there are no others in it.
     stored = [tensor for tensor in found.tensors.values() if not tensor.traits.meta]
-    reached = reached_spans(t for t in stored if all(type(c) is Chunk and type(c.storage) is Storage for c in t.chunks))
+    reached = reached_spans(
+        t for t in stored if all(type(c) is Chunk and type(c.storage) is Storage for c in t.chunks)
+    )
     whole = sum(storage.nbytes for storage in reached)
     used = sum(span.stop - span.start for spans in reached.values() for span in spans)
     return max(whole - used, 0)
@@ -231,12 +248,26 @@ def scanned(path: object, limits: Limits | None) -> Document:
     if not isinstance(path, str | os.PathLike):
         return {"verdict": "not scanned", "findings": []}
     report = scan(found_path(path if isinstance(path, str) else str(path)), limits=limits)
-    findings = [finding for file in report.reports for finding in file.findings if not finding.allowed]
-    texts = [(finding.severity, f"{clip(finding.what)}: {clip(finding.reason)}") for finding in findings[:FINDINGS]]
+    findings = [
+        finding for file in report.reports for finding in file.findings if not finding.allowed
+    ]
+    texts = [
+        (finding.severity, f"{clip(finding.what)}: {clip(finding.reason)}")
+        for finding in findings[:FINDINGS]
+    ]
     shown: list[Document] = [{"severity": severity, "text": text} for severity, text in texts]
-    shown += [{"severity": "error", "text": clip(file.error, 600)} for file in report.reports if file.error]
+    shown += [
+        {"severity": "error", "text": clip(file.error, 600)}
+        for file in report.reports
+        if file.error
+    ]
     if len(findings) > FINDINGS:
-        shown.append({"severity": "note", "text": f"{len(findings) - FINDINGS:,} more findings: holdfast scan lists them"})
+        shown.append(
+            {
+                "severity": "note",
+                "text": f"{len(findings) - FINDINGS:,} more findings: holdfast scan lists them",
+            }
+        )
     return {"verdict": report.verdict(), "findings": shown[: FINDINGS + 1]}
 
 
@@ -258,7 +289,10 @@ def facts(found: Structure, verdict: str) -> list[list[str]]:
         ["dtypes", dtypes or "none"],
         ["tied", f"{tied:,} names over {plural(len(seen.aliases), 'storage')}" if tied else "none"],
         ["dead bytes", nbytes(found.dead_nbytes) if found.dead_nbytes else "none"],
-        ["foreign objects", (", ".join(escape(clip(name, 80)) for name in foreign[:5]) or "none") + more],
+        [
+            "foreign objects",
+            (", ".join(escape(clip(name, 80)) for name in foreign[:5]) or "none") + more,
+        ],
         ["scan", verdict],
     ]
 
@@ -266,18 +300,28 @@ def facts(found: Structure, verdict: str) -> list[list[str]]:
 def sentence(found: Structure, verdict: str) -> str:
     checkpoint, seen = found.checkpoint, found.survey
     elements = sum(seen.elements.values())
-    common = sorted(((dtype.name, n) for dtype, n in seen.elements.items() if n), key=lambda item: -item[1])
+    common = sorted(
+        ((dtype.name, n) for dtype, n in seen.elements.items() if n), key=lambda item: -item[1]
+    )
     kinds = [name for name, _ in common]
-    dtypes = f", all {kinds[0]}" if len(kinds) == 1 else f", most of them {kinds[0]}" if kinds else ""
+    dtypes = (
+        f", all {kinds[0]}" if len(kinds) == 1 else f", most of them {kinds[0]}" if kinds else ""
+    )
     parts = [
         f"{escape(clip(name_of(checkpoint), 120))} is a {checkpoint.format} checkpoint of {plural(len(checkpoint), 'tensor')} with "
         f"{count(elements)} elements in {nbytes(seen.nbytes)}{dtypes}"
     ]
     tied = sum(len(alias.names) for alias in seen.aliases)
     parts.append(f"{tied:,} names are tied" if tied else "nothing is tied")
-    parts.append(f"{nbytes(found.dead_nbytes)} are reached by no tensor" if found.dead_nbytes else "no bytes are dead")
+    parts.append(
+        f"{nbytes(found.dead_nbytes)} are reached by no tensor"
+        if found.dead_nbytes
+        else "no bytes are dead"
+    )
     if checkpoint.foreign:
-        parts.append(f"{plural(len({str(one.what) for one in checkpoint.foreign}), 'foreign object')} not built")
+        parts.append(
+            f"{plural(len({str(one.what) for one in checkpoint.foreign}), 'foreign object')} not built"
+        )
     parts.append(f"a scan says {verdict}" if verdict != "not scanned" else "it was not scanned")
     return "; ".join(parts) + "."
 
@@ -294,7 +338,9 @@ def made_at(checkpoint: Checkpoint) -> str | None:
         root = str(place[1])
         for key in checkpoint.source.store.list():
             try:
-                times.append(os.stat(os.path.join(root, key) if os.path.isdir(root) else root).st_mtime)
+                times.append(
+                    os.stat(os.path.join(root, key) if os.path.isdir(root) else root).st_mtime
+                )
             except OSError:
                 continue
     return None if not times else iso(max(times))

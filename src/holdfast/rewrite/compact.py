@@ -46,11 +46,18 @@ class Compacted(Saved):
 
     def _lines(self) -> list[str]:
         would = "went" if self.done else "would go"
-        return [f"{self.source}: {self.dropped_nbytes:,} of {self.before_nbytes:,} bytes {would}", *Saved._lines(self)]
+        return [
+            f"{self.source}: {self.dropped_nbytes:,} of {self.before_nbytes:,} bytes {would}",
+            *Saved._lines(self),
+        ]
 
 
 @validated
-def compact(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = None, **options: Unpack[InPlaceOptions]) -> Compacted:
+def compact(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
+    **options: Unpack[InPlaceOptions],
+) -> Compacted:
     """Write a checkpoint again without what no tensor reaches: at `dst`, or in its place, atomically (`in_place=True`).
 
     Raises `Unsupported` for a format that can be read and not written, where no other path is given.
@@ -58,12 +65,18 @@ def compact(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = Non
     return plan_compact(src, dst, options).carry_out(options["progress"])
 
 
-def plan_compact(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: InPlaceOptions) -> Planned[Compacted]:
+def plan_compact(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: InPlaceOptions
+) -> Planned[Compacted]:
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Compacted]:
         described = tabulate_state(source, limits=options["limits"])
         plan = plan_rewrite(source, _without_gaps(described), where)
-        report = Compacted(**planned_fields(plan, where.path), source=source.path, before_nbytes=source.stored_nbytes)
+        report = Compacted(
+            **planned_fields(plan, where.path),
+            source=source.path,
+            before_nbytes=source.stored_nbytes,
+        )
         return Planned(plan, report, where.writing, reads=described.tensors.stores)
 
     return rewritten(src, dst, lay_out, options, programs=True)
@@ -73,9 +86,17 @@ def _without_gaps(state: State) -> State:
     """A state in which no storage holds more than its tensors reach without a gap."""
     table = state.tensors
     views = {number for number, kind in enumerate(table.kinds) if not kind.whole}
-    parts = {number for number, kind in zip(table.storage, table.kind, strict=True) if kind in views} if views else set()
+    parts = (
+        {number for number, kind in zip(table.storage, table.kind, strict=True) if kind in views}
+        if views
+        else set()
+    )
     # A row that is all of its storage leaves nothing of it, and neither do others over that storage.
-    tensors = {row: table.view(row) for row, number in enumerate(table.storage) if number in parts or number == ODD}
+    tensors = {
+        row: table.view(row)
+        for row, number in enumerate(table.storage)
+        if number in parts or number == ODD
+    }
     found = reached_spans(tensors.values(), aligned=WIDEST_NBYTES)
     moved: dict[int, LazyTensor] = {}
     for row, tensor in tensors.items():
@@ -91,5 +112,10 @@ def _in_group(chunk: Chunk, tensor: LazyTensor, found: Sequence[SpanGroup[None]]
     if len(found) < 2 or start == stop or tensor.dtype.packed:
         return chunk
     group = found[bisect_right(found, start, key=lambda one: one.start) - 1]
-    storage = replace(chunk.storage, start=chunk.storage.start + group.start, nbytes=group.stop - group.start, crc32=None)
+    storage = replace(
+        chunk.storage,
+        start=chunk.storage.start + group.start,
+        nbytes=group.stop - group.start,
+        crc32=None,
+    )
     return replace(chunk, storage=storage, offset=chunk.offset - group.start * 8)

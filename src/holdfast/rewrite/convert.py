@@ -36,7 +36,14 @@ from holdfast.formats import format_of
 from holdfast.inspect.open import Openable
 from holdfast.saving.formats import Options, format_for, plan_save
 from holdfast.saving.models import Selection, select
-from holdfast.saving.planned import Destination, Planned, Saved, layout_of, planned_fields, rewritten
+from holdfast.saving.planned import (
+    Destination,
+    Planned,
+    Saved,
+    layout_of,
+    planned_fields,
+    rewritten,
+)
 from holdfast.saving.state import tabulate_state
 from holdfast.saving.transform import Edits, Losses, LossFindings, casts_of, left_out, transform
 from holdfast.stores.paths import place_of
@@ -56,14 +63,28 @@ class Conversion(Saved):
     """Memory above the interpreter's own that the conversion keeps to; None without a budget."""
 
     def _lines(self) -> list[str]:
-        over = f" ({self.over_read_nbytes:,} of them between wanted ones)" if self.over_read_nbytes else ""
+        over = (
+            f" ({self.over_read_nbytes:,} of them between wanted ones)"
+            if self.over_read_nbytes
+            else ""
+        )
         where, write, *space = Saved._lines(self)
-        memory = [] if self.peak_nbytes is None else [f"memory {self.peak_nbytes:,} bytes at the most"]
-        return [f"{self.source} {where}", f"read   {self.read_nbytes:,} bytes{over}", write, *memory, *space]
+        memory = (
+            [] if self.peak_nbytes is None else [f"memory {self.peak_nbytes:,} bytes at the most"]
+        )
+        return [
+            f"{self.source} {where}",
+            f"read   {self.read_nbytes:,} bytes{over}",
+            write,
+            *memory,
+            *space,
+        ]
 
 
 @validated
-def convert(src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unpack[ConvertOptions]) -> Conversion:
+def convert(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unpack[ConvertOptions]
+) -> Conversion:
     """Convert a checkpoint of any format that opens to any format that can be written.
 
     `keep`, `drop` and `rename` take globs on dotted names; `dtype` casts floating-point tensors: all, or by globs on the names that
@@ -90,12 +111,20 @@ def convert(src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: 
         return plan_conversion(src, dst, options).carry_out(options["progress"])
 
 
-def plan_conversion(src: Openable | Checkpoint, dst: str | os.PathLike[str], options: ConvertOptions) -> Planned[Conversion]:
+def plan_conversion(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str], options: ConvertOptions
+) -> Planned[Conversion]:
     edits = pick(Edits, options, casts=casts_of(options["dtype"]))
     lay_out = partial(
-        lay_out_conversion, selection=pick(Selection, options), edits=edits, options=layout_of(options), limits=options["limits"]
+        lay_out_conversion,
+        selection=pick(Selection, options),
+        edits=edits,
+        options=layout_of(options),
+        limits=options["limits"],
     )
-    return rewritten(src, dst if options["store"] is None else place_of(dst, options["store"]), lay_out, options)
+    return rewritten(
+        src, dst if options["store"] is None else place_of(dst, options["store"]), lay_out, options
+    )
 
 
 def lay_out_conversion(
@@ -117,7 +146,12 @@ def lay_out_conversion(
 
 
 def _planned(
-    source: Checkpoint, where: Destination, plan: SavePlan, described: State, left: Sequence[str], losses: Mapping[DType, Losses]
+    source: Checkpoint,
+    where: Destination,
+    plan: SavePlan,
+    described: State,
+    left: Sequence[str],
+    losses: Mapping[DType, Losses],
 ) -> Planned[Conversion]:
     """The plan of a conversion; `left` are notes about what is left out."""
     plan = replace(plan, notes=(*source.notes, *described.notes, *left, *plan.notes))
@@ -133,25 +167,46 @@ def _planned(
     )  # fmt: skip
 
     def finish(report: Conversion, progress: Progress | None) -> Conversion:
-        lost = (note for dtype, lost in losses.items() for note in lost.notes(dtype)) if report.done else ()
+        lost = (
+            (note for dtype, lost in losses.items() for note in lost.notes(dtype))
+            if report.done
+            else ()
+        )
         return replace(report, notes=(*report.notes, *lost))
 
     findings = LossFindings(dict(losses))
-    return Planned(plan, report, where.writing, reads=described.tensors.stores, finish=finish, findings=findings)
+    return Planned(
+        plan,
+        report,
+        where.writing,
+        reads=described.tensors.stores,
+        finish=finish,
+        findings=findings,
+    )
 
 
-def _with_metadata(state: State, metadata: Mapping[str, str | None], format: str, *, path: str) -> State:
+def _with_metadata(
+    state: State, metadata: Mapping[str, str | None], format: str, *, path: str
+) -> State:
     found = format_of(format)
     if not found.metadata and any(text is not None for text in metadata.values()):
-        raise Unsupported(f"a {found.title} file has no place for metadata; write safetensors or a native directory", file=path)
+        raise Unsupported(
+            f"a {found.title} file has no place for metadata; write safetensors or a native directory",
+            file=path,
+        )
     absent = [key for key, text in metadata.items() if text is None and key not in state.metadata]
     if absent:
-        raise CannotHold("these edits do not fit the checkpoint", [f"there is no metadata {key!r}" for key in absent])
+        raise CannotHold(
+            "these edits do not fit the checkpoint",
+            [f"there is no metadata {key!r}" for key in absent],
+        )
     merged: dict[str, str | None] = {**state.metadata, **metadata}
     return replace(state, metadata={key: text for key, text in merged.items() if text is not None})
 
 
-def _plan(target: str, state: State, format: str, *, options: Options, tensors_only: bool) -> SavePlan:
+def _plan(
+    target: str, state: State, format: str, *, options: Options, tensors_only: bool
+) -> SavePlan:
     try:
         return plan_save(target, state, format, options=options)
     except CannotHold as error:
@@ -177,7 +232,11 @@ def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
 
 
 @validated
-def edit(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = None, **options: Unpack[EditOptions]) -> Conversion:
+def edit(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
+    **options: Unpack[EditOptions],
+) -> Conversion:
     """Change a checkpoint: as a new one at `dst`, whose suffix may ask for another format, or in its place (`in_place=True`).
 
     Patterns, `dtype` and `copy_config` are as in `convert`; in place, the other files of a folder stay. `set_metadata` and
@@ -194,14 +253,25 @@ def metadata_changes(changed: Mapping[str, str], removed: Iterable[str]) -> dict
     removed = tuple(removed)
     both = [key for key in removed if key in changed]
     if both:
-        raise CannotHold("these edits do not fit each other", [f"the metadata {key!r} is set and taken out" for key in both])
+        raise CannotHold(
+            "these edits do not fit each other",
+            [f"the metadata {key!r} is set and taken out" for key in both],
+        )
     return {**changed, **dict.fromkeys(removed)}
 
 
-def plan_edit(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: EditOptions) -> Planned[Conversion]:
+def plan_edit(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: EditOptions
+) -> Planned[Conversion]:
     edits = pick(Edits, options, casts=casts_of(options["dtype"]))
     metadata = metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
     if not edits and not metadata:
         raise Unsupported("nothing to do: say what to keep, drop, rename, cast or set")
-    lay_out = partial(lay_out_conversion, edits=edits, metadata=metadata, options=layout_of(options), limits=options["limits"])
+    lay_out = partial(
+        lay_out_conversion,
+        edits=edits,
+        metadata=metadata,
+        options=layout_of(options),
+        limits=options["limits"],
+    )
     return rewritten(src, dst, lay_out, options)

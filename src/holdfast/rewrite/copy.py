@@ -40,7 +40,14 @@ from holdfast.formats.dcp.index import is_index
 from holdfast.formats.native.schema import made_whole, parse_manifest
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.inspect.open import Openable, checkpoint_mark, opened, store_of
-from holdfast.saving.planned import Planned, Saved, Writing, begin_ranks, check_target, planned_fields
+from holdfast.saving.planned import (
+    Planned,
+    Saved,
+    Writing,
+    begin_ranks,
+    check_target,
+    planned_fields,
+)
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import join, place_at, same_place
 from holdfast.stores.remote.url import COPIED_NBYTES
@@ -56,7 +63,9 @@ class Copied(Saved):
 
 
 @validated
-def copy(src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unpack[CopyOptions]) -> Copied:
+def copy(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unpack[CopyOptions]
+) -> Copied:
     """Copy a checkpoint of any format as it is, all files of its folder included; paths and URLs on both sides.
 
     Where the source records checksums, they are compared on the way. What is there already is refused unless `overwrite=True`. A
@@ -66,7 +75,9 @@ def copy(src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unp
     return plan_copy(src, dst, options).carry_out(options["progress"])
 
 
-def plan_copy(src: Openable | Checkpoint, dst: str | os.PathLike[str], options: CopyOptions) -> Planned[Copied]:
+def plan_copy(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str], options: CopyOptions
+) -> Planned[Copied]:
     with ExitStack() as stack:
         ranks, common = begin_ranks(options, dst, stack)
         stack.enter_context(telling(ranks))
@@ -77,21 +88,29 @@ def plan_copy(src: Openable | Checkpoint, dst: str | os.PathLike[str], options: 
         if not store.folder and place_at(target).says_folder:
             target = join(target, os.path.basename(source.path))
         if same_place(target, source.path):
-            raise CannotHold("the target is read while it is written", [f"{target!r} is the source"], file=target)
+            raise CannotHold(
+                "the target is read while it is written", [f"{target!r} is the source"], file=target
+            )
         writing = pick(Writing, {**options, **common}, requests=store.medium.requests)
         check_target(target, directory=store.folder, writing=writing)
         recorded, whole = _recorded(source)
         plan, checked = _lay_out(source, store, target, limits, recorded=recorded)
         report = Copied(**planned_fields(plan, target), source=source.path, checked_nbytes=checked)
-        report = replace(report, notes=(*report.notes, *_unchecked(whole, checked, by_store=bool(plan.linked))))
+        report = replace(
+            report, notes=(*report.notes, *_unchecked(whole, checked, by_store=bool(plan.linked)))
+        )
         mark = partial(checkpoint_mark, source)
-        return Planned(plan, report, writing, reads=(store,), sources=stack.pop_all(), ranks=ranks, mark=mark)
+        return Planned(
+            plan, report, writing, reads=(store,), sources=stack.pop_all(), ranks=ranks, mark=mark
+        )
 
 
 def _unchecked(whole: int, checked: int, *, by_store: bool) -> Iterator[str]:
     """A note where tensors are copied without being compared with a checksum."""
     if checked < whole:
-        compared = f"{nbytes(checked)} of {nbytes(whole)} of tensors were" if checked else "nothing was"
+        compared = (
+            f"{nbytes(checked)} of {nbytes(whole)} of tensors were" if checked else "nothing was"
+        )
         recorded = "no other checksums are recorded" if checked else "no checksums are recorded"
         why = "the store copies by itself" if by_store else recorded
         yield f"{compared} compared on the way: {why}"
@@ -117,8 +136,14 @@ def _lay_out(
     files: list[FilePlan] = []
     index: list[FilePlan] = []
     checked, url, goal = 0, place_at(source.path).url, place_at(target).url
-    shares = url is not None and goal is not None and url.root == goal.root and url.client is goal.client
-    listed = parse_manifest(origin.bytes(MANIFEST, 0, store.size(MANIFEST)), limits).files if last == MANIFEST else ()
+    shares = (
+        url is not None and goal is not None and url.root == goal.root and url.client is goal.client
+    )
+    listed = (
+        parse_manifest(origin.bytes(MANIFEST, 0, store.size(MANIFEST)), limits).files
+        if last == MANIFEST
+        else ()
+    )
     shared = {file.name: at for file in listed if (at := sibling_key(file.name))}
     for name in (*names, *shared):
         folder, key = shared.get(name, ("", name if store.folder else ""))
@@ -126,14 +151,23 @@ def _lay_out(
             linked.append(LinkedFile(key, store.size(name), url.sibling(folder) if folder else url))
             continue
         if name == last and shared:
-            text = made_whole(origin.bytes(name, 0, store.size(name)), {one: at for one, (_, at) in shared.items()})
+            text = made_whole(
+                origin.bytes(name, 0, store.size(name)),
+                {one: at for one, (_, at) in shared.items()},
+            )
             index.append(FilePlan(name, (Literal(text),)))
             continue
         file, compared = _copied(name, origin, recorded.get(name), key=key)
         (index if name == last else files).append(file)
         checked += compared
     plan = SavePlan(
-        source.format, tuple(files), directory=store.folder, index=tuple(index), opens=True, linked=tuple(linked), copied=True
+        source.format,
+        tuple(files),
+        directory=store.folder,
+        index=tuple(index),
+        opens=True,
+        linked=tuple(linked),
+        copied=True,
     )
     return plan, checked
 
@@ -144,7 +178,9 @@ def _index(names: Sequence[str], source: Checkpoint) -> str | None:
         return MANIFEST
     found = next((name for name in names if "/" not in name and is_index(name)), None)
     format = format_of(source.format)
-    return format.weight_files(source.source).index if found is None and format.weights_by else found
+    return (
+        format.weight_files(source.source).index if found is None and format.weights_by else found
+    )
 
 
 def _recorded(source: Checkpoint) -> tuple[dict[str, Ints], int]:
@@ -155,12 +191,20 @@ def _recorded(source: Checkpoint) -> tuple[dict[str, Ints], int]:
     if isinstance(storages, FileStorages):
         used = np.unique(np.asarray(table.storage, np.int64))
         used = used[used != ODD]
-        file, start, nbytes, crc = (column[used] for column in (storages.file, storages.start, storages.nbytes, storages.crc))
-        columns, summed = np.stack((start, start + nbytes, crc), axis=1), (crc != NO_CRC) & (nbytes > 0)
+        file, start, nbytes, crc = (
+            column[used]
+            for column in (storages.file, storages.start, storages.nbytes, storages.crc)
+        )
+        columns, summed = (
+            np.stack((start, start + nbytes, crc), axis=1),
+            (crc != NO_CRC) & (nbytes > 0),
+        )
         for number, place in enumerate(storages.files):
             found.setdefault(place.key, []).append(columns[summed & (file == number)])
         whole = int(nbytes.sum())
-    for storage in dict.fromkeys(storage for tensor in table.odd.values() for storage in tensor.storages):
+    for storage in dict.fromkeys(
+        storage for tensor in table.odd.values() for storage in tensor.storages
+    ):
         whole += storage.nbytes
         if storage.crc32 is not None and storage.nbytes:
             own = storage.start, storage.start + storage.nbytes, storage.crc32
@@ -194,7 +238,9 @@ def _copied(name: str, origin: Source, recorded: Ints | None, *, key: str) -> tu
     crcs = np.full(len(starts), NO_CRC)
     crcs[np.searchsorted(starts, ranges[:, 0])] = ranges[:, 2]
     labels = [f"{name} from byte {start}" for start in starts.tolist()]
-    storages = FileStorages([FilePlace(origin, name, store)], np.zeros_like(starts), starts, lengths, crcs, names=labels)
+    storages = FileStorages(
+        [FilePlace(origin, name, store)], np.zeros_like(starts), starts, lengths, crcs, names=labels
+    )
     of_length, kind = np.unique(lengths, return_inverse=True)
     kinds = [Kind.plain(BYTES, (length,)) for length in of_length.tolist()]
     rows = range(len(starts))

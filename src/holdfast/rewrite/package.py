@@ -45,7 +45,15 @@ from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.tie import tie_state
 from holdfast.saving.formats import Options, check_archive_name, plan_save, suffix_of
 from holdfast.saving.models import CONSTANTS, models_in, non_weight_keys, weights_of
-from holdfast.saving.planned import Destination, Planned, Saved, Writing, check_target, planned_fields, rewritten
+from holdfast.saving.planned import (
+    Destination,
+    Planned,
+    Saved,
+    Writing,
+    check_target,
+    planned_fields,
+    rewritten,
+)
 from holdfast.saving.rejoin import rejoin
 from holdfast.saving.rows import lazy_tree, with_table
 from holdfast.saving.state import tabulate_state, tabulate_tree
@@ -58,7 +66,9 @@ EXTRACT = "extract the weights alone first (convert)"
 
 
 @validated(defaults=OF_STATES)
-def package(models: Mapping[str, object], dst: str | os.PathLike[str], **options: Unpack[PackageOptions]) -> Saved:
+def package(
+    models: Mapping[str, object], dst: str | os.PathLike[str], **options: Unpack[PackageOptions]
+) -> Saved:
     """Save several models in one checkpoint, in which each storage is held once and every view is a view.
 
     A model is a state (nested dicts of arrays, tensors, lazy tensors), a module, an open checkpoint, or what `open` takes.
@@ -71,19 +81,39 @@ def package(models: Mapping[str, object], dst: str | os.PathLike[str], **options
     return plan_package(models, dst, options).carry_out(options["progress"])
 
 
-def plan_package(models: Mapping[str, object], dst: str | os.PathLike[str], options: PackageOptions) -> Planned[Saved]:
+def plan_package(
+    models: Mapping[str, object], dst: str | os.PathLike[str], options: PackageOptions
+) -> Planned[Saved]:
     """Lay out a package. With `deduplicate="content"`, what looks equal is read and compared."""
-    target, format, deduplicate, writing = place_of(dst), options["format"], options["deduplicate"], pick(Writing, options)
+    target, format, deduplicate, writing = (
+        place_of(dst),
+        options["format"],
+        options["deduplicate"],
+        pick(Writing, options),
+    )
     among, suffix = [one for one in FORMATS if one.packages], suffix_of(target)
-    found = next((one for one in among if suffix in one.suffixes), None) if format is None else chosen(format, among)
+    found = (
+        next((one for one in among if suffix in one.suffixes), None)
+        if format is None
+        else chosen(format, among)
+    )
     if found is None and format is None:
         check_archive_name(target)
-        message = f"a package is a .pt2 archive, or a directory without a suffix; {suffix!r} says neither"
-        raise Unsupported(f"{message}: choose another name, or say format=", file=target, found=suffix)
+        message = (
+            f"a package is a .pt2 archive, or a directory without a suffix; {suffix!r} says neither"
+        )
+        raise Unsupported(
+            f"{message}: choose another name, or say format=", file=target, found=suffix
+        )
     if found is None:
-        raise Unsupported(f"a package is {' or '.join(map(repr, titles(among)))}, not {format!r}", found=format)
+        raise Unsupported(
+            f"a package is {' or '.join(map(repr, titles(among)))}, not {format!r}", found=format
+        )
     if deduplicate not in ("storage", "content"):
-        raise Unsupported(f"equal tensors are found by 'storage' or by 'content', not by {deduplicate!r}", found=deduplicate)
+        raise Unsupported(
+            f"equal tensors are found by 'storage' or by 'content', not by {deduplicate!r}",
+            found=deduplicate,
+        )
     if deduplicate == "content":
         # Otherwise nothing is read until the target is opened.
         check_target(target, directory=found.folder, writing=writing)
@@ -94,7 +124,9 @@ def plan_package(models: Mapping[str, object], dst: str | os.PathLike[str], opti
             raise CannotHold("some weights of this package are not all there", problems)
         state = share_files(state)
         if deduplicate == "content":
-            state, _, more = tie_state(state, threads=writing.reading_threads, progress=options["progress"])
+            state, _, more = tie_state(
+                state, threads=writing.reading_threads, progress=options["progress"]
+            )
             notes += more
         if not found.programs:
             plan = _plan_state(state, beside, target, found)
@@ -103,7 +135,13 @@ def plan_package(models: Mapping[str, object], dst: str | os.PathLike[str], opti
             plan = _plan_pt2(lazy_tree(rejoined.state), beside, archive_name(target))
             notes += rejoined.notes
         plan = replace(plan, notes=(*notes, *plan.notes))
-        return Planned(plan, Saved(**planned_fields(plan, target)), writing, reads=reads, sources=stack.pop_all())
+        return Planned(
+            plan,
+            Saved(**planned_fields(plan, target)),
+            writing,
+            reads=reads,
+            sources=stack.pop_all(),
+        )
 
 
 def _describe(
@@ -112,12 +150,18 @@ def _describe(
     """All models as one state, those in memory together; the other records of each `.pt2` among them; and notes."""
     if not isinstance(models, Mapping) or not models:
         raise CannotHold("a package holds models by their names", ["there is no model"])
-    wrong = [f"{model!r} is no name for a model" for model in models if not isinstance(model, str) or not model]
+    wrong = [
+        f"{model!r} is no name for a model"
+        for model in models
+        if not isinstance(model, str) or not model
+    ]
     if wrong:
         raise CannotHold("a package holds models by their names", wrong)
     opened: dict[tuple[object, ...], object] = {}
     trees: dict[str, object] = {}
-    once: dict[int, tuple[State, object]] = {}  # by identity: two models of one checkpoint are rows of one table
+    once: dict[
+        int, tuple[State, object]
+    ] = {}  # by identity: two models of one checkpoint are rows of one table
     beside: dict[str, SideRecords] = {}
     memory: dict[str, object] = {}
     notes: list[str] = []
@@ -137,17 +181,29 @@ def _describe(
             state, trees[model] = once[id(value)]
             notes += [f"model {model!r}: {note}" for note in state.notes]
             texts = ", ".join(sorted(without_origin(state.metadata).keys() - {"models"})[:8])
-            notes += [f"model {model!r}: its metadata ({texts}) has no place in a package and is not kept"] if texts else []
+            notes += (
+                [
+                    f"model {model!r}: its metadata ({texts}) has no place in a package and is not kept"
+                ]
+                if texts
+                else []
+            )
         else:
             # The state of a module, in which its parameters differ from its buffers.
-            state_dict = getattr(value, "state_dict", None) if not isinstance(value, Mapping) else None
+            state_dict = (
+                getattr(value, "state_dict", None) if not isinstance(value, Mapping) else None
+            )
             memory[model] = state_dict(keep_vars=True) if callable(state_dict) else value
     described = tabulate_state(memory, limits=limits)
     if not trees:
         return replace(described, notes=()), beside, described.notes
     inside = lazy_tree(described)
     trees |= inside if isinstance(inside, dict) else {}
-    return tabulate_tree({model: trees[model] for model in models}, limits=limits), beside, (*notes, *described.notes)
+    return (
+        tabulate_tree({model: trees[model] for model in models}, limits=limits),
+        beside,
+        (*notes, *described.notes),
+    )
 
 
 def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, SideRecords]:
@@ -159,15 +215,23 @@ def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, Side
     ((model, tree),) = models.items()
     beside = read_side_records(checkpoint.source, model)
     apart = non_weight_keys(tree)
-    member = {name: value for name, value in tree.items() if name not in beside.weights and name not in apart}
+    member = {
+        name: value
+        for name, value in tree.items()
+        if name not in beside.weights and name not in apart
+    }
     for key in apart:
         constants = tree[key] if key.removesuffix("#2") == CONSTANTS else None
         if isinstance(constants, dict):
-            member[key] = {name: value for name, value in constants.items() if name not in beside.constants}
+            member[key] = {
+                name: value for name, value in constants.items() if name not in beside.constants
+            }
     return member, beside
 
 
-def _plan_state(state: State, besides: Mapping[str, SideRecords], target: str, format: Format) -> SavePlan:
+def _plan_state(
+    state: State, besides: Mapping[str, SideRecords], target: str, format: Format
+) -> SavePlan:
     problems = []
     for model, beside in besides.items():
         has = ["a program"] if beside.program is not None else []
@@ -177,9 +241,17 @@ def _plan_state(state: State, besides: Mapping[str, SideRecords], target: str, f
         problems += [f"{model}: {', '.join(has)}"] if has else []
         problems += [f"{model}: {problem}" for problem in beside.problems]
     if problems:
-        raise CannotHold(f"a {format.title} package has no place for what these .pt2 files hold; {EXTRACT}", problems)
+        raise CannotHold(
+            f"a {format.title} package has no place for what these .pt2 files hold; {EXTRACT}",
+            problems,
+        )
     models = ", ".join(map(str, state.tree)) if isinstance(state.tree, dict) else ""
-    return plan_save(target, replace(state, metadata={**state.metadata, "models": models}), format.name, options=Options())
+    return plan_save(
+        target,
+        replace(state, metadata={**state.metadata, "models": models}),
+        format.name,
+        options=Options(),
+    )
 
 
 def _plan_pt2(tree: object, besides: Mapping[str, SideRecords], name: str) -> SavePlan:
@@ -190,13 +262,21 @@ def _plan_pt2(tree: object, besides: Mapping[str, SideRecords], name: str) -> Sa
         part = parts[model]
         problems += [f"{model}: {problem}" for problem in beside.problems]
         parts[model] = ModelWeights(
-            {**beside.weights, **part.weights}, {**part.constants, **beside.constants}, beside.program, beside.sample_inputs
+            {**beside.weights, **part.weights},
+            {**part.constants, **beside.constants},
+            beside.program,
+            beside.sample_inputs,
         )
         # Two archives may have extra files of one name. Readers of zip archives ignore case.
         taken = {key.casefold() for key in extra}
-        extra |= {f"{model}/{key}" if key.casefold() in taken else key: content for key, content in beside.extra.items()}
+        extra |= {
+            f"{model}/{key}" if key.casefold() in taken else key: content
+            for key, content in beside.extra.items()
+        }
     if problems:
-        raise CannotHold(f"a package has no place for what these .pt2 files hold; {EXTRACT}", problems)
+        raise CannotHold(
+            f"a package has no place for what these .pt2 files hold; {EXTRACT}", problems
+        )
     return lay_out_pt2(parts, name=name, extra=extra)
 
 
@@ -207,12 +287,16 @@ def _parts(models: object) -> dict[str, ModelWeights]:
     trees, constants = {}, {}
     for model, tree in models.items():
         key = _constants_key(tree)
-        trees[model] = tree if key is None else {name: value for name, value in tree.items() if name != key}
+        trees[model] = (
+            tree if key is None else {name: value for name, value in tree.items() if name != key}
+        )
         constants[model] = {} if key is None else tree[key]
     parts = models_of(trees)
     problems = _two_dtypes({model: part.weights for model, part in parts.items()})
     if problems:
-        raise CannotHold("models of this package share storages in ways that a pt2 archive cannot say", problems)
+        raise CannotHold(
+            "models of this package share storages in ways that a pt2 archive cannot say", problems
+        )
     return {model: replace(part, constants=constants[model]) for model, part in parts.items()}
 
 
@@ -220,7 +304,9 @@ def _constants_key(tree: object) -> str | None:
     """The key of the constants in the tree of a model; a weight may have the usual name."""
     for key in (CONSTANTS, f"{CONSTANTS}#2"):
         beside = tree.get(key) if isinstance(tree, dict) else None
-        if isinstance(beside, dict) and all(isinstance(value, LazyTensor) for value in beside.values()):
+        if isinstance(beside, dict) and all(
+            isinstance(value, LazyTensor) for value in beside.values()
+        ):
             return key
     return None
 
@@ -234,7 +320,9 @@ def _incomplete(state: State) -> list[str]:
         if tensor.traits.meta:
             problems.append(f"{name}: on the meta device it has no data")
         elif here < math.prod(tensor.shape):
-            problems.append(f"{name}: {here:,} of {tensor.size:,} elements are here, and no member of its group has them all")
+            problems.append(
+                f"{name}: {here:,} of {tensor.size:,} elements are here, and no member of its group has them all"
+            )
     return problems
 
 
@@ -248,7 +336,9 @@ def _two_dtypes(models: Mapping[str, Mapping[str, object]]) -> list[str]:
                 continue
             other, earlier = first.setdefault(tensor.chunks[0].storage, (f"{model}.{name}", tensor))
             if earlier.dtype is not tensor.dtype:
-                problems.append(f"{model}.{name}: {tensor.dtype} over the storage of {other}, which is {earlier.dtype}")
+                problems.append(
+                    f"{model}.{name}: {tensor.dtype} over the storage of {other}, which is {earlier.dtype}"
+                )
     return problems
 
 
@@ -274,7 +364,9 @@ def share_files(state: State) -> State:
 
 @validated
 def replace_weights(
-    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = None, **options: Unpack[ReplaceOptions]
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
+    **options: Unpack[ReplaceOptions],
 ) -> Saved:
     """Put other weights into a `.pt2`: as a new archive at `dst`, or in its place, atomically (`in_place=True`).
 
@@ -286,7 +378,9 @@ def replace_weights(
     return plan_replacement(src, dst, options).carry_out(options["progress"])
 
 
-def plan_replacement(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: ReplaceOptions) -> Planned[Saved]:
+def plan_replacement(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: ReplaceOptions
+) -> Planned[Saved]:
     limits = options["limits"]
     if dst is not None and not options["in_place"]:
         check_archive_name(place_of(dst))
@@ -297,10 +391,21 @@ def plan_replacement(src: Openable | Checkpoint, dst: str | os.PathLike[str] | N
             given = _opened(options["weights"], stack, limits)
             state = tabulate_state(given, limits=limits)
             tree = lazy_tree(rejoin(state).state)
-            states = _states(tree, given if isinstance(given, Checkpoint) else None, _models(source), model=options["model"])
+            states = _states(
+                tree,
+                given if isinstance(given, Checkpoint) else None,
+                _models(source),
+                model=options["model"],
+            )
             plan = lay_out_replaced(source, states, name=archive_name(where.path))
             report = Saved(**planned_fields(plan, where.path))
-            return Planned(plan, report, where.writing, reads=(source.store, *state.tensors.stores), sources=stack.pop_all())
+            return Planned(
+                plan,
+                report,
+                where.writing,
+                reads=(source.store, *state.tensors.stores),
+                sources=stack.pop_all(),
+            )
 
     return rewritten(src, dst, lay_out, options, directory=False, programs=True)
 
@@ -316,11 +421,15 @@ def _opened(value: object, stack: ExitStack, limits: Limits | None) -> object:
 def _models(source: Source) -> list[str]:
     keys = source.store.list()
     if len(keys) != 1:
-        raise Unsupported("weights are replaced in a .pt2, which is one file", file=source.store.name)
+        raise Unsupported(
+            "weights are replaced in a .pt2, which is one file", file=source.store.name
+        )
     return Pt2Reader(source, keys[0], read_archive(source, keys[0])).names()
 
 
-def _states(tree: object, opened: Checkpoint | None, names: list[str], *, model: str | None) -> dict[str, Mapping[str, LazyTensor]]:
+def _states(
+    tree: object, opened: Checkpoint | None, names: list[str], *, model: str | None
+) -> dict[str, Mapping[str, LazyTensor]]:
     if opened is not None and format_of(opened.format).programs:
         found = weights_of(opened, tree)
         if model is None and len(names) > 1:
@@ -330,16 +439,25 @@ def _states(tree: object, opened: Checkpoint | None, names: list[str], *, model:
             return {model or names[0]: weights}
         if model in found:
             return {model: found[model]}
-        raise CannotHold("these weights do not fit the archive", [f"the weights are of several models: {', '.join(found)}"])
+        raise CannotHold(
+            "these weights do not fit the archive",
+            [f"the weights are of several models: {', '.join(found)}"],
+        )
     if not names:
         raise CannotHold("these weights do not fit the archive", ["there is no model in it"])
     if model is not None:
         return {model: _flat(model, tree)}
     if len(names) == 1:
         return {names[0]: _flat(names[0], tree)}
-    if isinstance(tree, dict) and tree and all(key in names and isinstance(value, dict) for key, value in tree.items()):
+    if (
+        isinstance(tree, dict)
+        and tree
+        and all(key in names and isinstance(value, dict) for key, value in tree.items())
+    ):
         return {str(key): _flat(str(key), value) for key, value in tree.items()}
-    raise CannotHold("these weights do not fit the archive", [f"say of which model they are: {', '.join(names)}"])
+    raise CannotHold(
+        "these weights do not fit the archive", [f"say of which model they are: {', '.join(names)}"]
+    )
 
 
 def _flat(model: str, tree: object) -> dict[str, LazyTensor]:
@@ -347,6 +465,9 @@ def _flat(model: str, tree: object) -> dict[str, LazyTensor]:
     weights = {name: value for name, value in leaves.items() if isinstance(value, LazyTensor)}
     others = {name: value for name, value in leaves.items() if name not in weights}
     if others:
-        problems = [f"{model}.{name}: a {type(value).__name__}, and no weight" for name, value in others.items()]
+        problems = [
+            f"{model}.{name}: a {type(value).__name__}, and no weight"
+            for name, value in others.items()
+        ]
         raise CannotHold("these weights do not fit the archive", problems)
     return weights

@@ -47,15 +47,24 @@ def parse_mesh(text: str) -> dict[str, int]:
         name, equals, size = part.partition("=")
         name = name.strip()
         if not equals or not name or not size.strip().isdecimal() or int(size) < 1 or name in mesh:
-            raise BadPlacement(f"a mesh is written like 'dp=2,tp=4', with each name once and at least one rank; not {text!r}")
+            raise BadPlacement(
+                f"a mesh is written like 'dp=2,tp=4', with each name once and at least one rank; not {text!r}"
+            )
         mesh[name] = int(size)
     return mesh
 
 
-def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[PlacementRule], *, save: str = "") -> SavePlan:
+def lay_out_reshard(
+    state: State, mesh: Mapping[str, int], rules: Sequence[PlacementRule], *, save: str = ""
+) -> SavePlan:
     """The plan of a native directory with a file for each rank of the mesh; `save` as for `data_name`."""
     known = ", ".join(mesh)
-    problems = [f"rule {r.pattern!r}: the mesh has no axis {a!r}, only {known}" for r in rules for a in r.axes if a not in mesh]
+    problems = [
+        f"rule {r.pattern!r}: the mesh has no axis {a!r}, only {known}"
+        for r in rules
+        for a in r.axes
+        if a not in mesh
+    ]
     meant = [matcher(rule.pattern) for rule in rules]
     used: set[int] = set()
     placed: dict[str, Mapping[str, int]] = {}
@@ -69,7 +78,10 @@ def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Place
         used.add(number)
         axes = rules[number].axes
         bad = [d for d in axes.values() if not -len(shape) <= d < len(shape)]
-        problems += [f"{name}: no dimension {d} in a tensor of {list(shape)} (rule {rules[number].pattern!r})" for d in bad]
+        problems += [
+            f"{name}: no dimension {d} in a tensor of {list(shape)} (rule {rules[number].pattern!r})"
+            for d in bad
+        ]
         placed[name] = {} if bad else {axis: d % len(shape) for axis, d in axes.items()}
     if not rules:
         placed = {name: default_axes(name, shape, mesh) for name, shape in shapes.items()}
@@ -78,9 +90,14 @@ def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Place
                 f"without rules nothing is cut over {known}: dp and fsdp cut dimension 0 of what has a row for each rank, "
                 "tp the matrices of a transformer, by their names; give rules, like '*.weight: tp=0' ('*: replicate': as it is)"
             )
-    problems += [f"rule {rule.pattern!r} matches no tensor" for i, rule in enumerate(rules) if i not in used]
+    problems += [
+        f"rule {rule.pattern!r} matches no tensor" for i, rule in enumerate(rules) if i not in used
+    ]
     if problems:
-        raise BadPlacement("; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else ""))
+        raise BadPlacement(
+            "; ".join(problems[:20])
+            + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
+        )
     parts: list[dict[str, Box]] = []
     written: dict[str, set[Box]] = {name: set() for name in shapes}
     for place in itertools.product(*(range(size) for size in mesh.values())):
@@ -96,13 +113,23 @@ def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Place
     return replace(plan, notes=(*plan.notes, *_cuts(placed, mesh, default=not rules)))
 
 
-def _cuts(placed: Mapping[str, Mapping[str, int]], mesh: Mapping[str, int], *, default: bool) -> Iterator[str]:
+def _cuts(
+    placed: Mapping[str, Mapping[str, int]], mesh: Mapping[str, int], *, default: bool
+) -> Iterator[str]:
     """Notes: how many tensors are cut, and how, and how many are whole."""
-    counts = Counter(tuple((axis, axes[axis]) for axis in mesh if axis in axes) for axes in placed.values())
+    counts = Counter(
+        tuple((axis, axes[axis]) for axis in mesh if axis in axes) for axes in placed.values()
+    )
     for axes, count in counts.items():
-        cut = " and ".join(f"along dimension {dimension} over {axis}={mesh[axis]}" for axis, dimension in axes)
+        cut = " and ".join(
+            f"along dimension {dimension} over {axis}={mesh[axis]}" for axis, dimension in axes
+        )
         many = f"{count:,} tensor{'s' * (count > 1)}"
-        why = ": too small for the mesh, not divisible, or of a name that these axes do not cut" if default else ""
+        why = (
+            ": too small for the mesh, not divisible, or of a name that these axes do not cut"
+            if default
+            else ""
+        )
         yield f"{many} cut {cut}" if cut else f"{many} not cut{why}"
     for axis, size in mesh.items():
         if size > 1 and not any(axis in axes for axes in placed.values()):
@@ -110,7 +137,13 @@ def _cuts(placed: Mapping[str, Mapping[str, int]], mesh: Mapping[str, int], *, d
             yield f"nothing is cut over {axis}={size}: its {size:,} ranks have the same{how}"
 
 
-def local_box(shape: tuple[int, ...], mesh: Mapping[str, int], at: Mapping[str, int], *, axes: Mapping[str, int]) -> Box:
+def local_box(
+    shape: tuple[int, ...],
+    mesh: Mapping[str, int],
+    at: Mapping[str, int],
+    *,
+    axes: Mapping[str, int],
+) -> Box:
     """The part of a tensor that the rank at a point of the mesh has."""
     start, stop = [0] * len(shape), list(shape)
     for axis, size in mesh.items():
@@ -141,7 +174,10 @@ def reshard(
 
 
 def plan_reshard(
-    src: Openable | Checkpoint, dst: str | os.PathLike[str], rules: Sequence[PlacementRule | str], options: ReshardOptions
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str],
+    rules: Sequence[PlacementRule | str],
+    options: ReshardOptions,
 ) -> Planned[Saved]:
     mesh = options["mesh"]
     grid = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
@@ -149,7 +185,15 @@ def plan_reshard(
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Saved]:
         state = tabulate_state(source, limits=options["limits"])
-        plan = replace(lay_out_reshard(state, grid, parsed, save=save_name(where.path, where.writing.save)), holds=state.tensors)
-        return Planned(plan, Saved(**planned_fields(plan, where.path)), where.writing, reads=state.tensors.stores)
+        plan = replace(
+            lay_out_reshard(state, grid, parsed, save=save_name(where.path, where.writing.save)),
+            holds=state.tensors,
+        )
+        return Planned(
+            plan,
+            Saved(**planned_fields(plan, where.path)),
+            where.writing,
+            reads=state.tensors.stores,
+        )
 
     return rewritten(src, dst, lay_out, options, directory=True)

@@ -37,7 +37,9 @@ from holdfast.stores.paths import check_binary, content_and_path, place_of
 
 
 @validated(defaults={**OF_STATES, "overwrite": None})
-def save(state: object, dst: str | os.PathLike[str] | Writer, **options: Unpack[SaveOptions]) -> Saved:
+def save(
+    state: object, dst: str | os.PathLike[str] | Writer, **options: Unpack[SaveOptions]
+) -> Saved:
     """Save a state: nested dicts, lists and tuples of arrays, tensors, lazy tensors and plain values; or an open checkpoint.
 
     `save(path, state)` is understood as well: which of the two is the path can be seen.
@@ -64,13 +66,30 @@ def save(state: object, dst: str | os.PathLike[str] | Writer, **options: Unpack[
     nothing changed, `DurabilityUncertain` when the new content is in place but could not be flushed.
     """
     state, path = content_and_path(state, dst)
-    layout, writing, limits, progress = pick(Options, options), pick(Writing, options), options["limits"], options["progress"]
-    format, metadata, base, hashes = options["format"], options["metadata"], options["base"], options["hashes"]
+    layout, writing, limits, progress = (
+        pick(Options, options),
+        pick(Writing, options),
+        options["limits"],
+        options["progress"],
+    )
+    format, metadata, base, hashes = (
+        options["format"],
+        options["metadata"],
+        options["base"],
+        options["hashes"],
+    )
     older = None if base is None else place_of(base)
     if not isinstance(path, str | os.PathLike) and hasattr(path, "write"):
         check_shares("", "a file object", older, hashes)
         described = tabulate_state(state, metadata=metadata, limits=limits)
-        return _stream(described, cast(Writer, path), format=format, options=layout, writing=writing, progress=progress)
+        return _stream(
+            described,
+            cast(Writer, path),
+            format=format,
+            options=layout,
+            writing=writing,
+            progress=progress,
+        )
     plan = partial(
         plan_saving, state, place_of(path, options["store"]), format=format, metadata=metadata, options=layout, writing=writing,
         limits=limits,
@@ -89,7 +108,12 @@ def save(state: object, dst: str | os.PathLike[str] | Writer, **options: Unpack[
 
 @validated
 def to_bytes(
-    state: object, format: str, *, metadata: Mapping[str, str] | None = None, keep_tree: bool = False, limits: Limits | None = None
+    state: object,
+    format: str,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    keep_tree: bool = False,
+    limits: Limits | None = None,
 ) -> bytes:
     """A state as the bytes of one file, as `save` would write it: `to_bytes(state, "safetensors")`. `open` takes such bytes.
 
@@ -103,7 +127,13 @@ def to_bytes(
 
 
 def _stream(
-    described: State, file: Writer, *, format: str | None, options: Options, writing: Writing, progress: Progress | None
+    described: State,
+    file: Writer,
+    *,
+    format: str | None,
+    options: Options,
+    writing: Writing,
+    progress: Progress | None,
 ) -> Saved:
     check_binary(file, "wb")
     name = getattr(file, "name", None)
@@ -122,7 +152,9 @@ def _stream(
 def _plan_stream(described: State, name: str, format: str | None, options: Options) -> SavePlan:
     suffix = os.path.splitext(name)[1].lower()
     if format is None and (not suffix or suffix not in written_suffixes()):
-        raise BadArgument("say format='safetensors' or format='torch': a file object has no suffix that would tell")
+        raise BadArgument(
+            "say format='safetensors' or format='torch': a file object has no suffix that would tell"
+        )
     found = format_named(f"archive{suffix}", format, options)
     if format_of(found).folder:
         more = ", and so is what max_shard_size= asks for" if options.max_shard_size else ""
@@ -137,7 +169,10 @@ def _write_stream(plan: SavePlan, file: Writer, described: State, where: str) ->
     check_source(one, write_stream(one, file))
     for store in described.tensors.stores:
         if store.changed():
-            raise SaveError(f"the source {store.name!r} changed while it was read; what was written is of no use", file=where)
+            raise SaveError(
+                f"the source {store.name!r} changed while it was read; what was written is of no use",
+                file=where,
+            )
 
 
 def plan_saving(
@@ -154,7 +189,9 @@ def plan_saving(
         reads = described.tensors.stores
         if base is not None or hashes:
             within = writing.budget
-            threads, block = (writing.threads, None) if within is None else (within.threads, within.block)
+            threads, block = (
+                (writing.threads, None) if within is None else (within.threads, within.block)
+            )
             opened = open_base(base, target, limits=limits, threads=threads, block=block)
             stack.callback(opened.close)
             reads = (*reads, *((opened.store,) if opened.store else ()))
@@ -162,4 +199,10 @@ def plan_saving(
         plan = plan_save(target, described, found, options=options)
         if described.notes:
             plan = replace(plan, notes=(*described.notes, *plan.notes))
-        return Planned(plan, Saved(**planned_fields(plan, target)), writing, reads=reads, sources=stack.pop_all())
+        return Planned(
+            plan,
+            Saved(**planned_fields(plan, target)),
+            writing,
+            reads=reads,
+            sources=stack.pop_all(),
+        )

@@ -74,7 +74,11 @@ def seal(src: AnyPath, **options: Unpack[SealOptions]) -> Sealed:
     Raises `NotCommitted`, and there is no new seal: where what lies there is torn, changes meanwhile, or has a seal already and
     `overwrite` is not given.
     """
-    limits, overwrite, dry_run = options["limits"] or Limits(), bool(options["overwrite"]), options["dry_run"]
+    limits, overwrite, dry_run = (
+        options["limits"] or Limits(),
+        bool(options["overwrite"]),
+        options["dry_run"],
+    )
     step, metrics = options["step"], options["metrics"]
     path = local_path(src)
     files = system_files()
@@ -109,7 +113,13 @@ def seal(src: AnyPath, **options: Unpack[SealOptions]) -> Sealed:
     if not dry_run:
         same = old is not None and old.step == report.step
         saved = old.saved if old is not None and same else max(time.time(), 0.0)
-        counted = seconds(options["ran"]) if options["ran"] is not None else old.ran if old is not None and same else None
+        counted = (
+            seconds(options["ran"])
+            if options["ran"] is not None
+            else old.ran
+            if old is not None and same
+            else None
+        )
         about = Seal(report.step, saved, report.metrics, (), counted)
         write_seal(
             path, about, listing=listing, digest=options["digest"], overwrite=overwrite, durable=options["durable"], limits=limits,

@@ -117,11 +117,15 @@ class AliasGroup:
     def line(self, names: Sequence[str]) -> str:
         """The group in a line; `names` are those of the first members."""
         first, more = self.members[0], len(self.members) - len(names)
-        what = f"{first.dtype} {list(first.shape)}" if self.same else f"views of {self.nbytes:,} bytes"
+        what = (
+            f"{first.dtype} {list(first.shape)}" if self.same else f"views of {self.nbytes:,} bytes"
+        )
         if self.storages > 1:
             what += f", {self.storages:,} copies, {self.savable_nbytes:,} bytes could be saved"
         else:
-            what += ", stored once" + (f", {self.saved_nbytes:,} bytes saved" if self.saved_nbytes else "")
+            what += ", stored once" + (
+                f", {self.saved_nbytes:,} bytes saved" if self.saved_nbytes else ""
+            )
         every = [*names, *([f"… {more:,} more"] if more else [])]
         return f"{(' = ' if self.same else ' ~ ').join(every)}    {what}"
 
@@ -142,7 +146,9 @@ class AliasGraph(Shown):
     groups: tuple[AliasGroup, ...]
     notes: tuple[str, ...] = ()
     """Tensors that were not compared, and why."""
-    _index: Mapping[tuple[str, str], AliasGroup] = field(default_factory=dict, repr=False, compare=False)
+    _index: Mapping[tuple[str, str], AliasGroup] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def saved_nbytes(self) -> int:
@@ -159,7 +165,9 @@ class AliasGraph(Shown):
         return self._index.get((model, name))
 
     def __str__(self) -> str:
-        totals = [f"{len(self.models):,} models, {self.tensors:,} tensors, {self.nbytes:,} bytes in {self.storages:,} storages"]
+        totals = [
+            f"{len(self.models):,} models, {self.tensors:,} tensors, {self.nbytes:,} bytes in {self.storages:,} storages"
+        ]
         if self.savable_nbytes:
             totals.append(f"{self.savable_nbytes:,} bytes could be saved")
         order = sorted(self.groups, key=lambda group: -(group.savable_nbytes or group.saved_nbytes))
@@ -189,11 +197,15 @@ def alias_graph(
         for model, state in given.items():
             if isinstance(state, str | os.PathLike | bytes | bytearray | memoryview):
                 state = stack.enter_context(open_checkpoint(state, limits=limits, threads=threads))
-            models[model] = state.stored if isinstance(state, Checkpoint) else tabulate_state(state).tensors
+            models[model] = (
+                state.stored if isinstance(state, Checkpoint) else tabulate_state(state).tensors
+            )
         if by == "storage":
             return ModelRows(models, stored_aliases=True).by_storage()
         if by != "content":
-            raise Unsupported(f"aliases are found by 'storage' or by 'content', not by {by!r}", found=by)
+            raise Unsupported(
+                f"aliases are found by 'storage' or by 'content', not by {by!r}", found=by
+            )
         rows = ModelRows(models)
         copies, notes = rows.equal_copies(reading_threads(max_memory, threads), progress)
         return rows.by_content(copies, notes, tied=True)
@@ -202,21 +214,33 @@ def alias_graph(
 class ModelRows:
     """The rows of all models that have elements; rows that are one view are one *copy*."""
 
-    def __init__(self, models: Mapping[str, Table], *, stored_aliases: bool = False, among: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, Table],
+        *,
+        stored_aliases: bool = False,
+        among: Collection[str] | None = None,
+    ) -> None:
         """With `stored_aliases`, copies that shared a storage before they were saved count as sharing it. `among`: these names."""
         self._stored_aliases = stored_aliases
         self._models, self._tables = [*models], [*models.values()]
         self._first = [*accumulate(map(len, self._tables), initial=0)]
         """The position of the first row of each table among the rows of all."""
-        self.shared = found = shared_rows(self._tables, stored_aliases=stored_aliases, by_place=True)
-        self.storage, self.view = (dict(zip(found.rows, column, strict=True)) for column in (found.storage, found.view))
+        self.shared = found = shared_rows(
+            self._tables, stored_aliases=stored_aliases, by_place=True
+        )
+        self.storage, self.view = (
+            dict(zip(found.rows, column, strict=True)) for column in (found.storage, found.view)
+        )
         filled = self._of_kinds(lambda kind: not kind.traits.meta and 0 not in kind.shape)
         self._rows = [row for row in found.rows if filled[row]]
         if among is not None:
             names = [name for table in self._tables for name in table.names]
             self._rows = [row for row in self._rows if names[row] in among]
         views = [self.view[row] for row in self._rows]
-        self._numbers = dict(zip(dict.fromkeys(self.storage[row] for row in self._rows), count(), strict=False))
+        self._numbers = dict(
+            zip(dict.fromkeys(self.storage[row] for row in self._rows), count(), strict=False)
+        )
         """The number of each storage that people see."""
         self._copies = dict(zip(reversed(views), reversed(self._rows), strict=True))
         """The first row of each view, which stands for the copy."""
@@ -249,26 +273,45 @@ class ModelRows:
             place = (chunk.offset, *chunk.strides) if len(tensor.chunks) == 1 else None
         bits = kind.dtype.bits
         if place is not None:
-            place = None if any(step % bits for step in place) else tuple([step // bits for step in place])
+            place = (
+                None
+                if any(step % bits for step in place)
+                else tuple([step // bits for step in place])
+            )
         offset, strides = (None, None) if place is None else (place[0], place[1:])
         storage = self._numbers[self.storage[position]]
         name, dtype = table.names[row], kind.dtype.name
-        return AliasMember(self._models[number], name, dtype, kind.shape, kind.nbytes, storage, offset, strides)
+        return AliasMember(
+            self._models[number], name, dtype, kind.shape, kind.nbytes, storage, offset, strides
+        )
 
     def _graph(self, by: By, groups: Sequence[AliasGroup], notes: Sequence[str] = ()) -> AliasGraph:
         index = {(member.model, member.name): group for group in groups for member in group.members}
         nbytes = sum([self.shared.nbytes[storage] for storage in self._numbers])
-        return AliasGraph(by, tuple(self._models), self._first[-1], len(self._numbers), nbytes, tuple(groups), tuple(notes), index)
+        return AliasGraph(
+            by,
+            tuple(self._models),
+            self._first[-1],
+            len(self._numbers),
+            nbytes,
+            tuple(groups),
+            tuple(notes),
+            index,
+        )
 
     def by_storage(self) -> AliasGraph:
         made = []
         for storage, rows in several([self.storage[row] for row in self._rows], self._rows).items():
             members, nbytes = tuple(map(self.member, rows)), self.shared.nbytes[storage]
             saved = max(sum(member.nbytes for member in members) - nbytes, 0)
-            made.append(AliasGroup(members, nbytes, saved, same=len({self.view[row] for row in rows}) == 1))
+            made.append(
+                AliasGroup(members, nbytes, saved, same=len({self.view[row] for row in rows}) == 1)
+            )
         return self._graph("storage", made)
 
-    def by_content(self, classes: Sequence[Sequence[int]], notes: Sequence[str], *, tied: bool) -> AliasGraph:
+    def by_content(
+        self, classes: Sequence[Sequence[int]], notes: Sequence[str], *, tied: bool
+    ) -> AliasGraph:
         """Groups of copies that hold the same; `tied` says whether names of one copy are a group where it has no other."""
         freed = self._freed(classes)
         if tied:
@@ -276,14 +319,21 @@ class ModelRows:
             classes = [*classes, *([copy] for copy in self._names if copy not in within)]
         made = {}
         for number, copies in enumerate(classes):
-            held = {storage: self.shared.nbytes[storage] for storage in map(self.storage.__getitem__, copies)}
+            held = {
+                storage: self.shared.nbytes[storage]
+                for storage in map(self.storage.__getitem__, copies)
+            }
             members = tuple(map(self.member, self.rows_of(copies)))
             again = members[0].nbytes * (len(members) - len(copies))
-            savable = sum([nbytes for storage, nbytes in held.items() if freed.get(storage) == number])
+            savable = sum(
+                [nbytes for storage, nbytes in held.items() if freed.get(storage) == number]
+            )
             made[min(copies)] = AliasGroup(members, sum(held.values()), again, savable)
         return self._graph("content", [made[first] for first in sorted(made)], notes)
 
-    def equal_copies(self, threads: int | None, progress: Progress | None) -> tuple[list[list[int]], list[str]]:
+    def equal_copies(
+        self, threads: int | None, progress: Progress | None
+    ) -> tuple[list[list[int]], list[str]]:
         """Copies that hold the same, two or more each; and why some were not compared. Reads what looks equal."""
         firsts, notes, read = sorted(self._copies.values()), list[str](), dict[int, LazyTensor]()
         sums: dict[int, int] = {}
@@ -296,9 +346,13 @@ class ModelRows:
                 read[copy] = tensor
             except LimitExceeded as error:
                 notes.append(f"{self.member(copy)}: not compared: {error.message}")
-        sums |= zip(read, tensor_crcs([*read.values()], threads=threads, progress=progress), strict=True)
+        sums |= zip(
+            read, tensor_crcs([*read.values()], threads=threads, progress=progress), strict=True
+        )
         known: dict[object, int] = {}
-        outline = self._of_kinds(lambda kind: known.setdefault(canonical(kind.dtype, kind.shape), len(known)))
+        outline = self._of_kinds(
+            lambda kind: known.setdefault(canonical(kind.dtype, kind.shape), len(known))
+        )
         compared = [copy for copy in firsts if copy in sums]
         alike = several([(outline[copy], sums[copy]) for copy in compared], compared)
         return _classes([*alike.values()], self.tensor, threads, progress), notes
@@ -315,12 +369,17 @@ class ModelRows:
 
 
 def _classes(
-    alike: Sequence[Sequence[int]], tensor: Callable[[int], LazyTensor], threads: int | None, progress: Progress | None
+    alike: Sequence[Sequence[int]],
+    tensor: Callable[[int], LazyTensor],
+    threads: int | None,
+    progress: Progress | None,
 ) -> list[list[int]]:
     """Classes of copies that hold the same, of copies that look alike; two or more each, in their order."""
     tensors = {copy: tensor(copy) for copies in alike for copy in copies}
     rivals = [(copies[0], copy) for copies in alike for copy in copies[1:]]
-    same = same_bytes([(tensors[first], tensors[copy]) for first, copy in rivals], progress, threads=threads)
+    same = same_bytes(
+        [(tensors[first], tensors[copy]) for first, copy in rivals], progress, threads=threads
+    )
     classes = {first: [first] for first, _ in rivals}
     by_hash: dict[tuple[int, bytes], list[int]] = {}
     for (first, copy), equal in zip(rivals, same, strict=True):
@@ -362,7 +421,10 @@ class Tied(Saved):
         order = sorted(self.groups, key=lambda group: -group.savable_nbytes)
         more = [f"… {len(order) - LISTED:,} more groups"] if len(order) > LISTED else []
         first = f"{self.source}: {self.savable_nbytes:,} of {self.storage_nbytes:,} bytes could be saved"
-        lines = [group.line([quoted(member.name) for member in group.members[:LISTED]]) for group in order[:LISTED]]
+        lines = [
+            group.line([quoted(member.name) for member in group.members[:LISTED]])
+            for group in order[:LISTED]
+        ]
         return [first, *lines, *more]
 
     def _lines(self) -> list[str]:
@@ -373,7 +435,11 @@ class Tied(Saved):
 
 
 @validated
-def tie(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = None, **options: Unpack[InPlaceOptions]) -> Tied:
+def tie(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
+    **options: Unpack[InPlaceOptions],
+) -> Tied:
     """Write a checkpoint in which tensors that hold the same, byte by byte, are stored once: at `dst`, or `in_place=True`.
 
     With `dry_run=True` they are only found, and the result says what could be saved. The suffix of `dst` says the format, if
@@ -383,7 +449,9 @@ def tie(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = None, *
     return plan_tie(src, dst, options).carry_out(options["progress"])
 
 
-def plan_tie(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: InPlaceOptions) -> Planned[Tied]:
+def plan_tie(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: InPlaceOptions
+) -> Planned[Tied]:
     """Find tensors that hold the same, which are read and compared here, and lay out the checkpoint in which they are tied."""
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Tied]:
@@ -409,11 +477,19 @@ def _weights(opened: Checkpoint, state: State) -> Collection[str] | None:
         return None
     models = weights_of(opened, state.tree)
     several = isinstance(state.tree, dict) and len(models) > 1
-    return {f"{model}.{name}" if several else name for model, weights in models.items() for name in weights}
+    return {
+        f"{model}.{name}" if several else name
+        for model, weights in models.items()
+        for name in weights
+    }
 
 
 def tie_state(
-    state: State, among: Collection[str] | None = None, *, threads: int | None = None, progress: Progress | None = None
+    state: State,
+    among: Collection[str] | None = None,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> tuple[State, AliasGraph, tuple[str, ...]]:
     """The state with tensors that hold the same tied, `among` these names; the graph of what held the same; and notes.
 
@@ -427,14 +503,23 @@ def tie_state(
     tying = _Tying(table, found)
     for copies in sorted(classes):
         tying.add(found.rows_of(copies))
-    return with_table(state, tying.table()) if classes else state, graph, (*rejoined.notes, *unread, *tying.notes)
+    return (
+        with_table(state, tying.table()) if classes else state,
+        graph,
+        (*rejoined.notes, *unread, *tying.notes),
+    )
 
 
 class _Tying:
     """Gives rows that hold the same one storage."""
 
     def __init__(self, table: Table, found: ModelRows) -> None:
-        self._table, self._storage, self._view, self._parts = table, found.storage, found.view, found.shared.parts
+        self._table, self._storage, self._view, self._parts = (
+            table,
+            found.storage,
+            found.view,
+            found.shared.parts,
+        )
         rows, storages = found.shared.pieces()
         views = {*zip(storages, map(self._view.__getitem__, rows), strict=True)}
         self._views = Counter([storage for storage, _ in views])
@@ -461,9 +546,13 @@ class _Tying:
             else:
                 stays.append(self._table.names[row])
         if stays:
-            shown = ", ".join(map(repr, stays[:3])) + (f" and {len(stays) - 3:,} more" if len(stays) > 3 else "")
+            shown = ", ".join(map(repr, stays[:3])) + (
+                f" and {len(stays) - 3:,} more" if len(stays) > 3 else ""
+            )
             name = self._table.names[first]
-            self.notes.append(f"equal to {name!r}, and left where other views of their storages are: {shown}")
+            self.notes.append(
+                f"equal to {name!r}, and left where other views of their storages are: {shown}"
+            )
 
     def _holder(self, row: int) -> int:
         """A row of the storage that a row ends up in; a storage that others moved to may move itself."""
@@ -486,7 +575,11 @@ class _Tying:
         kinds, kind, storage, odd = [*table.kinds], [*table.kind], [*table.storage], dict(table.odd)
         offsets = dict(table.offsets)
         known: dict[tuple[int, ...], int] = {}
-        for row in [row for row, view in self._view.items() if view in self._first or self._storage[row] in self._onto]:
+        for row in [
+            row
+            for row, view in self._view.items()
+            if view in self._first or self._storage[row] in self._onto
+        ]:
             first = self._first.get(self._view[row], row)
             holder = self._holder(first)
             like, traits = self._kind(first), table.kind_of(row).traits
@@ -495,17 +588,30 @@ class _Tying:
             storage[row] = table.storage[holder]
             if holder in table.odd:
                 tensor, target = table.view(first), table.view(holder)
-                chunks = tensor.chunks if first == holder else tuple(chunk.over(target.storages[0]) for chunk in tensor.chunks)
-                odd[row] = replace(table.view(row), chunks=chunks, source=target.source, traits=traits)
+                chunks = (
+                    tensor.chunks
+                    if first == holder
+                    else tuple(chunk.over(target.storages[0]) for chunk in tensor.chunks)
+                )
+                odd[row] = replace(
+                    table.view(row), chunks=chunks, source=target.source, traits=traits
+                )
                 kind[row] = len(kinds)
                 kinds.append(Kind.of(odd[row]))
                 continue
             odd.pop(row, None)
-            offsets[row] = table.odd[first].chunks[0].offset if first in table.odd else table.offset_of(first)
+            offsets[row] = (
+                table.odd[first].chunks[0].offset if first in table.odd else table.offset_of(first)
+            )
             if not offsets[row]:
                 del offsets[row]
             # Odd rows of one kind may lie in different ways.
-            key = first if first in table.odd else -1, table.kind[first], table.kind[row], table.kind[holder]
+            key = (
+                first if first in table.odd else -1,
+                table.kind[first],
+                table.kind[row],
+                table.kind[holder],
+            )
             kind[row] = known.setdefault(key, len(kinds))
             if kind[row] == len(kinds):
                 kinds.append(replace(like.marked(traits), location=table.kind_of(holder).location))

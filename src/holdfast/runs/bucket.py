@@ -56,7 +56,18 @@ from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, SaveError
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.runs.lock import Holder
 from holdfast.runs.place import Change, Choose, RunPlace, Sizes
-from holdfast.runs.record import MOST_NBYTES, PINS, D, Pin, Pins, RunRules, decoded, marked_since, marked_steps, pins_by_step
+from holdfast.runs.record import (
+    MOST_NBYTES,
+    PINS,
+    D,
+    Pin,
+    Pins,
+    RunRules,
+    decoded,
+    marked_since,
+    marked_steps,
+    pins_by_step,
+)
 from holdfast.runs.steps import NAMED, FoundStep, Step, claim, found_steps, step_name
 from holdfast.saving.planned import Planned, Saved
 from holdfast.saving.references import References, listed, named_by
@@ -112,7 +123,10 @@ def stamp_text(stamp: Stamp, more: Mapping[str, object]) -> str:
     """A stamp as text of visible ASCII without spaces, which every header takes; numbers exactly."""
     metrics = {name: repr(float(value)) for name, value in stamp.metrics.items()}
     ran = {} if stamp.ran is None else {"ran": stamp.ran}
-    text = json.dumps({"step": stamp.step, "saved": stamp.saved, **ran, "metrics": metrics, **more}, separators=(",", ":"))
+    text = json.dumps(
+        {"step": stamp.step, "saved": stamp.saved, **ran, "metrics": metrics, **more},
+        separators=(",", ":"),
+    )
     return text.replace(" ", "\\u0020").replace("\x7f", "\\u007f")
 
 
@@ -124,10 +138,17 @@ def attributes_of(stamp: Stamp, files: Iterable[tuple[str, int]]) -> Mapping[str
     """The attributes of the manifest of a step with this data; none where that is more than stores take."""
     sizes = dict(files)
     shared = sorted(name for name in sizes if sibling_key(name))
-    saves = {found[1] if (found := DATA.fullmatch(name)) else "" for name in sizes if name not in shared}
+    saves = {
+        found[1] if (found := DATA.fullmatch(name)) else "" for name in sizes if name not in shared
+    }
     if len(saves) > 1 or "" in saves:
         return {}
-    more = {"save": "".join(saves), "files": digest_of(sizes), "nbytes": sum(sizes.values()), "beside": shared}
+    more = {
+        "save": "".join(saves),
+        "files": digest_of(sizes),
+        "nbytes": sum(sizes.values()),
+        "beside": shared,
+    }
     text = stamp_text(stamp, more)
     return {ATTRIBUTE: text} if len(text) <= ATTRIBUTE_NBYTES else {}
 
@@ -143,7 +164,9 @@ def read_stamp(text: str | None) -> tuple[Stamp, Mapping[str, object]] | None:
         found = json.loads(text or "")
         metrics = {name: float(value) for name, value in found["metrics"].items()}
         ran = float(found.get("ran", math.nan))  # an older Holdfast did not count
-        stamp = Stamp(found["step"], float(found["saved"]), metrics, ran if 0 <= ran < math.inf else None)
+        stamp = Stamp(
+            found["step"], float(found["saved"]), metrics, ran if 0 <= ran < math.inf else None
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return (stamp, found) if type(stamp.step) is int and 0 <= stamp.step <= LARGEST else None
@@ -175,7 +198,9 @@ class RunBucket(RunPlace):
         claims, found = self._named(below), None
         for _ in range(LOOKS):
             numbers = sorted(claims, reverse=True)
-            found = next(filter(None, (self._at(number, claims[number]) for number in numbers)), None)
+            found = next(
+                filter(None, (self._at(number, claims[number]) for number in numbers)), None
+            )
             passed = [number for number in numbers if found is None or number > found.step]
             if not passed:
                 break
@@ -219,15 +244,23 @@ class RunBucket(RunPlace):
             found = self._examine(name, number, lambda folder: tree.get(folder, {}))
             seen[name] = found if isinstance(found, Step) else self._look(name, number)
 
-        run_all((partial(look, name, number) for number, names in claims.items() for name in names), AT_ONCE)
+        run_all(
+            (partial(look, name, number) for number, names in claims.items() for name in names),
+            AT_ONCE,
+        )
         keys = {self.key(name, MANIFEST) for name in published}
         self._manifests = {key: info for key, info in self._manifests.items() if key in keys}
         rows = found_steps(claims, lambda name, number: seen[name])
-        return rows, max((number for number, names in claims.items() for name in names if seen[name] is None), default=-1)
+        return rows, max(
+            (number for number, names in claims.items() for name in names if seen[name] is None),
+            default=-1,
+        )
 
     def before_saving(self, step: int, *, base: bool) -> tuple[Step | None, Step | None]:
         own, last = self.get(step), self._last
-        if not base or (last is not None and last.step != step and self._manifest_etag(last) is not None):
+        if not base or (
+            last is not None and last.step != step and self._manifest_etag(last) is not None
+        ):
             return own, last if base else None  # by one request, and no listing
         found = self.newest()
         return own, self.newest(below=step) if found is not None and found.step == step else found
@@ -249,7 +282,9 @@ class RunBucket(RunPlace):
     def written(self, step: Step, names: Sequence[str]) -> Mapping[str, float]:
         keys, now = self.identities(step), time.time()
         found = {name: if_there(self.bucket.head, keys[name]) for name in names}
-        return {name: now if one is None else one.changed.timestamp() for name, one in found.items()}
+        return {
+            name: now if one is None else one.changed.timestamp() for name, one in found.items()
+        }
 
     def writer(self) -> Holder | None:
         return None
@@ -271,7 +306,11 @@ class RunBucket(RunPlace):
         except StoreError as error:
             if isinstance(error, SaveError):
                 raise
-            raise refusal(f"the run cannot be looked at: {error.message}; nothing was published", self.path, error.errno) from None
+            raise refusal(
+                f"the run cannot be looked at: {error.message}; nothing was published",
+                self.path,
+                error.errno,
+            ) from None
 
     def begin(self, kept: RunRules, *, durable: bool) -> ExitStack:
         self.write_rules(kept, durable=durable)
@@ -287,13 +326,17 @@ class RunBucket(RunPlace):
         # Only what is published and not whole: what another run publishes meanwhile is not replaced.
         return isinstance(self._look(step_name(step), step), str)
 
-    def with_stamp(self, metadata: Mapping[str, str] | None, stamp: Stamp) -> Mapping[str, str] | None:
+    def with_stamp(
+        self, metadata: Mapping[str, str] | None, stamp: Stamp
+    ) -> Mapping[str, str] | None:
         return {**(metadata or {}), **metadata_of(stamp)}
 
     def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
         plan = planned.plan
         index = {file.key for file in plan.index}
-        attributes = self.attributes(stamp, [(key, nbytes) for key, nbytes in plan.listed if key not in index])
+        attributes = self.attributes(
+            stamp, [(key, nbytes) for key, nbytes in plan.listed if key not in index]
+        )
         return replace(planned, plan=replace(plan, attributes=attributes))
 
     def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str]:
@@ -301,10 +344,22 @@ class RunBucket(RunPlace):
 
     def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
         name = step_name(stamp.step)
-        self._lengths[name] = {self.key(*(sibling_key(file) or (name, file))): nbytes for file, nbytes in planned.report.files}
+        self._lengths[name] = {
+            self.key(*(sibling_key(file) or (name, file))): nbytes
+            for file, nbytes in planned.report.files
+        }
         files = [file for file, _ in planned.report.files if file != MANIFEST]
         nbytes = planned.report.nbytes
-        self._last = Step(stamp.step, self.path.below(name), stamp.saved, stamp.metrics, nbytes, name, tuple(files), stamp.ran)
+        self._last = Step(
+            stamp.step,
+            self.path.below(name),
+            stamp.saved,
+            stamp.metrics,
+            nbytes,
+            name,
+            tuple(files),
+            stamp.ran,
+        )
         return self._last
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
@@ -312,7 +367,11 @@ class RunBucket(RunPlace):
 
         def mark(found: Pins | None) -> Pins | None:
             going[:] = choose(pins_by_step(found))
-            return self.with_pins(found, pins_by_step(found), mark=[one.step for one in going]) if going else None
+            return (
+                self.with_pins(found, pins_by_step(found), mark=[one.step for one in going])
+                if going
+                else None
+            )
 
         def unmark(found: Pins | None) -> Pins:
             return self.with_pins(found, pins_by_step(found), unmark=[one.step for one in going])
@@ -322,8 +381,13 @@ class RunBucket(RunPlace):
         notes: list[str] = []
         for one in going:
             try:
-                now, seen = self._manifest_etag(one), self._manifests.get(self.key(one.name, MANIFEST))
-                if now is not None and seen is not None and now == seen.etag:  # the manifest that was decided about
+                now, seen = (
+                    self._manifest_etag(one),
+                    self._manifests.get(self.key(one.name, MANIFEST)),
+                )
+                if (
+                    now is not None and seen is not None and now == seen.etag
+                ):  # the manifest that was decided about
                     self._unpublish(one)
                     gone.append(one)
             except StoreError as error:
@@ -350,17 +414,32 @@ class RunBucket(RunPlace):
         """Delete the data of steps whose manifests are gone, unless other steps have it, too. What stood in the way, in words."""
         names = [(step.name, name) for step in steps for name in step.files]
         keys = dict.fromkeys(
-            self.key(*(sibling_key(name) or (own, name))) for own, name in names if "/" not in name or sibling_key(name)
+            self.key(*(sibling_key(name) or (own, name)))
+            for own, name in names
+            if "/" not in name or sibling_key(name)
         )
         try:
             left = release(self.path, list(keys), self._references.named).used
         except HoldfastError as error:
             numbers = ", ".join(str(step.step) for step in steps)
-            return [f"step {numbers} is deleted, and not all of its data ({error.message}); a sweep of the run does that"]
-        return [f"a save uses {len(left):,} objects of deleted steps; a sweep of the run deletes what nobody names"] if left else []
+            return [
+                f"step {numbers} is deleted, and not all of its data ({error.message}); a sweep of the run does that"
+            ]
+        return (
+            [
+                f"a save uses {len(left):,} objects of deleted steps; a sweep of the run deletes what nobody names"
+            ]
+            if left
+            else []
+        )
 
     def with_pins(
-        self, found: Pins | None, pins: Mapping[int, Pin], *, mark: Iterable[int] = (), unmark: Iterable[int] = ()
+        self,
+        found: Pins | None,
+        pins: Mapping[int, Pin],
+        *,
+        mark: Iterable[int] = (),
+        unmark: Iterable[int] = (),
     ) -> Pins:
         """As `RunPlace.with_pins`. Marks of others stay as long as they count."""
         ordered, marks = [pins[step] for step in sorted(pins)], marked_steps(found) | set(mark)
@@ -390,7 +469,10 @@ class RunBucket(RunPlace):
             made = change(found)
             if made is None:
                 return
-            raw, failed = write_document(kind, msgspec.structs.replace(made, write=secrets.token_hex(8))), None
+            raw, failed = (
+                write_document(kind, msgspec.structs.replace(made, write=secrets.token_hex(8))),
+                None,
+            )
             try:
                 self.bucket.put(self.key(kind.file), raw, create=etag is None, match=etag)
                 return
@@ -413,11 +495,17 @@ class RunBucket(RunPlace):
         if info is None or info.etag != etag or info.wrong:
             return None
         names = info.shared if info.files is None else [name for name, _ in info.files]
-        return None if names is None else {found[0] for name in names if (found := sibling_key(name))}
+        return (
+            None if names is None else {found[0] for name in names if (found := sibling_key(name))}
+        )
 
     def _named(self, below: int | None = None) -> dict[int, list[str]]:
-        claims = self._claims(name.rstrip("/").rpartition("/")[2] for name in self.bucket.folders(self.key() + "/")[0])
-        return {number: names for number, names in claims.items() if below is None or number < below}
+        claims = self._claims(
+            name.rstrip("/").rpartition("/")[2] for name in self.bucket.folders(self.key() + "/")[0]
+        )
+        return {
+            number: names for number, names in claims.items() if below is None or number < below
+        }
 
     def _claims(self, names: Iterable[str]) -> dict[int, list[str]]:
         """Names by the number that they say, the one that counts first."""
@@ -429,7 +517,9 @@ class RunBucket(RunPlace):
         return claims
 
     def _at(self, number: int, names: Iterable[str]) -> Step | None:
-        return next((found for name in names if isinstance(found := self._look(name, number), Step)), None)
+        return next(
+            (found for name in names if isinstance(found := self._look(name, number), Step)), None
+        )
 
     def _look(self, name: str, number: int) -> Step | str | None:
         """A step by its own listing: whole, or what is wrong with it, or None where nothing was published."""
@@ -440,7 +530,9 @@ class RunBucket(RunPlace):
             now = self._manifests.get(self.key(name, MANIFEST))
             if found is None and MANIFEST in objects:
                 continue  # it went between the listing and the question
-            if not isinstance(found, str) or (now is not None and now.etag == objects[MANIFEST].etag):
+            if not isinstance(found, str) or (
+                now is not None and now.etag == objects[MANIFEST].etag
+            ):
                 break
         return found
 
@@ -448,7 +540,9 @@ class RunBucket(RunPlace):
         start = self.key(folder) + "/"
         return {one.key.removeprefix(start): one for one in self.bucket.below(start, MOST_OBJECTS)}
 
-    def _examine(self, name: str, number: int, folders: Callable[[str], Mapping[str, client.RemoteObject]]) -> Step | str | None:
+    def _examine(
+        self, name: str, number: int, folders: Callable[[str], Mapping[str, client.RemoteObject]]
+    ) -> Step | str | None:
         """The step of this name, by the objects in the folders of the run; what is wrong with it; None where none is published."""
         objects = folders(name)
         manifest = objects.get(MANIFEST)
@@ -461,7 +555,11 @@ class RunBucket(RunPlace):
             return f"it was renamed: it says that it is step {info.stamp.step}"
         files = info.files
         if files is None:
-            own = {key: one.nbytes for key, one in objects.items() if (found := DATA.fullmatch(key)) and found[1] == info.save}
+            own = {
+                key: one.nbytes
+                for key, one in objects.items()
+                if (found := DATA.fullmatch(key)) and found[1] == info.save
+            }
             places = {file: sibling_key(file) for file in info.shared or ()}
             there = {file: folders(at[0]).get(at[1]) for file, at in places.items() if at}
             own |= {file: one.nbytes for file, one in there.items() if one}
@@ -485,7 +583,9 @@ class RunBucket(RunPlace):
         stamp = info.stamp or Stamp(number, manifest.changed.timestamp(), {})
         total = sum(nbytes for _, nbytes in files) + info.nbytes
         names = tuple(file for file, _ in files)
-        return Step(number, self.path.below(name), stamp.saved, stamp.metrics, total, name, names, stamp.ran)
+        return Step(
+            number, self.path.below(name), stamp.saved, stamp.metrics, total, name, names, stamp.ran
+        )
 
     def _info(self, name: str, etag: str | None) -> ManifestInfo | None:
         """The content of a manifest, from its attribute where it has one; None where it is gone."""
@@ -501,9 +601,18 @@ class RunBucket(RunPlace):
             return self._read(name)
         stamp, more = found
         shared = more.get("beside", [])
-        if not isinstance(shared, list) or not all(isinstance(one, str) and sibling_key(one) for one in shared):
+        if not isinstance(shared, list) or not all(
+            isinstance(one, str) and sibling_key(one) for one in shared
+        ):
             return self._read(name)
-        info = ManifestInfo(got.found.etag, got.found.nbytes, stamp, str(more.get("save")), str(more.get("files")), tuple(shared))
+        info = ManifestInfo(
+            got.found.etag,
+            got.found.nbytes,
+            stamp,
+            str(more.get("save")),
+            str(more.get("files")),
+            tuple(shared),
+        )
         self._manifests[key] = info
         return info
 

@@ -23,7 +23,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from holdfast.core.documents import DocumentKind, write_document
 from holdfast.core.value import replace
 from holdfast.engine.commit.target import refusal, refusing
-from holdfast.engine.commit.temporaries import LockedName, empty, locked, longest_name, set_aside, temporary_name
+from holdfast.engine.commit.temporaries import (
+    LockedName,
+    empty,
+    locked,
+    longest_name,
+    set_aside,
+    temporary_name,
+)
 from holdfast.engine.commit.temporaries import clean as clean_target
 from holdfast.engine.commit.transactions import replace_file
 from holdfast.errors import HeaderError, NoSuchPath
@@ -220,7 +227,12 @@ class RunDirectory(RunFolder, RunPlace):
                     found = None
                 made = change(found)
                 if made is not None:
-                    replace_file(os.path.join(self.path, kind.file), write_document(kind, made), durable=durable, files=files)
+                    replace_file(
+                        os.path.join(self.path, kind.file),
+                        write_document(kind, made),
+                        durable=durable,
+                        files=files,
+                    )
         except FileNotFoundError:
             raise NoSuchPath("there is no such directory", file=self.path) from None
 
@@ -244,7 +256,9 @@ class RunDirectory(RunFolder, RunPlace):
     def replaces(self, step: int) -> bool:
         return True  # what is not whole is of no use to anybody
 
-    def with_stamp(self, metadata: Mapping[str, str] | None, stamp: Stamp) -> Mapping[str, str] | None:
+    def with_stamp(
+        self, metadata: Mapping[str, str] | None, stamp: Stamp
+    ) -> Mapping[str, str] | None:
         return metadata  # the seal has the stamp
 
     def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
@@ -253,7 +267,9 @@ class RunDirectory(RunFolder, RunPlace):
         report = replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files))
         return replace(planned, plan=plan, report=report, sure=self.check)
 
-    def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
+    def attributes(
+        self, stamp: Stamp, files: Sequence[tuple[str, int]]
+    ) -> Mapping[str, str] | None:
         return None
 
     def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
@@ -281,7 +297,9 @@ class RunDirectory(RunFolder, RunPlace):
                         except FileNotFoundError:
                             continue  # somebody else deleted it
                         except OSError as error:
-                            notes.append(f"step {one.step} cannot be deleted: {error.strerror or error}")
+                            notes.append(
+                                f"step {one.step} cannot be deleted: {error.strerror or error}"
+                            )
             finally:
                 for each in hidden:
                     each.remove(durable=durable)
@@ -332,7 +350,10 @@ def turn(folder: RunFolder) -> Iterator[tuple[Files, int]]:
         deadline = time.monotonic() + PATIENCE_S
         while not locked(files, at):
             if time.monotonic() > deadline:
-                raise refusal("another process has been deleting steps or changing pins for long; try again", folder.path)
+                raise refusal(
+                    "another process has been deleting steps or changing pins for long; try again",
+                    folder.path,
+                )
             time.sleep(PAUSE_S)
         folder.check(at)
         yield files, at

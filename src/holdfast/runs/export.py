@@ -29,7 +29,13 @@ from holdfast.core.arguments import AnyDType
 from holdfast.core.quantities import Size, shown, whole_number
 from holdfast.core.runtime import renewed, start
 from holdfast.engine.commit.target import refusal
-from holdfast.errors import BadArgument, BadArgumentType, HoldfastError, HoldfastWarning, NotCommitted
+from holdfast.errors import (
+    BadArgument,
+    BadArgumentType,
+    HoldfastError,
+    HoldfastWarning,
+    NotCommitted,
+)
 from holdfast.formats import format_of
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.rewrite.convert import convert
@@ -103,7 +109,10 @@ class Export:
         """Raise `BadArgument` where exports of the run at a place must not go to this folder."""
         why = misplaced(place_of(self.path), run)
         if why is not None:
-            raise BadArgument(f"export= goes to {self.path!r}: {why}; give exports a folder of their own", found=self.path)
+            raise BadArgument(
+                f"export= goes to {self.path!r}: {why}; give exports a folder of their own",
+                found=self.path,
+            )
 
 
 def read_exports(given: object, run: str) -> tuple[Export, ...]:
@@ -112,7 +121,9 @@ def read_exports(given: object, run: str) -> tuple[Export, ...]:
     if several is None:
         return ()
     if not isinstance(several, Sequence) or not all(isinstance(one, Export) for one in several):
-        raise BadArgumentType(f"export= takes holdfast.Export(…), or a list of them, not {shown(given)}", found=given)
+        raise BadArgumentType(
+            f"export= takes holdfast.Export(…), or a list of them, not {shown(given)}", found=given
+        )
     places: set[str] = set()
     for one in several:
         one.check(run)
@@ -152,7 +163,9 @@ class Exports:
     def busy(self) -> Mapping[int, str]:
         with self._turn:
             waiting = {step.step: "waits to be exported" for _, step in self._queue}
-            return waiting if self._now is None else {**waiting, self._now.step: "is being exported"}
+            return (
+                waiting if self._now is None else {**waiting, self._now.step: "is being exported"}
+            )
 
     def tell(self) -> None:
         """Warn of failures since the last call."""
@@ -182,21 +195,29 @@ class Exports:
             except Exception as error:
                 # Whatever it is, it is told at the next call; training does not end because of it.
                 with self._turn:
-                    self._failed.append(f"step {step.step} could not be exported to {export.target(step.step)}: {error}")
+                    self._failed.append(
+                        f"step {step.step} could not be exported to {export.target(step.step)}: {error}"
+                    )
 
 
 def misplaced(folder: str, run: str) -> str | None:
     """Why exports of the run at a place must not go to this folder; None where they may. Folders come, and links change."""
     folder, own = place_at(folder).real, place_at(run)
     if own.is_same(place_at(folder)):
-        return "that is the directory of the run itself, and exports would take the place of its steps"
+        return (
+            "that is the directory of the run itself, and exports would take the place of its steps"
+        )
     for around in _around(folder):
         if own.is_same(place_at(around)):
             return "that is inside of the run's own directory"
     for around in _around(run, itself=True):
         name = around.rstrip("/").rpartition("/")[2]
         found = TARGET.fullmatch(name)
-        if found and found[1] in (None, *written_suffixes()) and place_at(place_at(around).parent).is_same(place_at(folder)):
+        if (
+            found
+            and found[1] in (None, *written_suffixes())
+            and place_at(place_at(around).parent).is_same(place_at(folder))
+        ):
             return f"an export would have the name {name}, which is that of the run's own directory, or of one around it"
     for around in _around(folder, itself=True):
         if mark := _mark(around, steps=around == folder):
@@ -227,7 +248,11 @@ def _mark(folder: str, *, steps: bool) -> str | None:
     if found is not None or not steps:
         return found
     with suppress(OSError):
-        for step in (entry for entry in os.scandir(folder) if NAMED.fullmatch(entry.name) and not entry.is_symlink()):
+        for step in (
+            entry
+            for entry in os.scandir(folder)
+            if NAMED.fullmatch(entry.name) and not entry.is_symlink()
+        ):
             if all(os.path.lexists(os.path.join(step.path, inner)) for inner in (MANIFEST, SEAL)):
                 return step.name
     return None

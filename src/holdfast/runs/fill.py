@@ -107,7 +107,9 @@ def _new(found: object, fit: Fit) -> object:
 
     def leaf(value: object, _: Way) -> object:
         if isinstance(value, Composite):
-            raise Unsupported(f"a {value.kind} tensor has no array; use holdfast.torch.Run", found=value.kind)
+            raise Unsupported(
+                f"a {value.kind} tensor has no array; use holdfast.torch.Run", found=value.kind
+            )
         if not isinstance(value, LazyTensor):
             return value
         fit.requests.append(Request(value, value.empty()))
@@ -126,7 +128,9 @@ def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]
         own = keeps.state_dict()
         return HeldState(into, keeps, own, (yield _fitted(own, found, way, fit)))
     if hasattr(into, "__dlpack__") and not isinstance(into, np.ndarray | np.generic):
-        fit.mismatched[name_at(way)] = f"a {type(into).__name__} is filled by holdfast.torch.Run, not by holdfast.Run"
+        fit.mismatched[name_at(way)] = (
+            f"a {type(into).__name__} is filled by holdfast.torch.Run, not by holdfast.Run"
+        )
         return into
     if isinstance(into, Mapping) and isinstance(found, Mapping):
         fit.missing += [name_at((way, key)) for key in into if key not in found]
@@ -135,7 +139,11 @@ def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]
         for key in [key for key in into if key in found]:
             made[key] = yield _fitted(into[key], found[key], (way, key), fit)
         return made
-    if isinstance(into, list | tuple) and isinstance(found, list | tuple) and type(into) in (list, tuple):
+    if (
+        isinstance(into, list | tuple)
+        and isinstance(found, list | tuple)
+        and type(into) in (list, tuple)
+    ):
         if len(into) != len(found):
             fit.mismatched[name_at(way)] = f"{len(into)} items, and the step has {len(found)}"
             return into
@@ -143,7 +151,11 @@ def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]
         for i, (one, other) in enumerate(zip(into, found, strict=True)):
             rows.append((yield _fitted(one, other, (way, i), fit)))
         return rows
-    if isinstance(into, Mapping | list | tuple | np.ndarray) and type(into) is not type(found) and into is not None:
+    if (
+        isinstance(into, Mapping | list | tuple | np.ndarray)
+        and type(into) is not type(found)
+        and into is not None
+    ):
         kind = "tensor" if isinstance(found, LazyTensor) else type(found).__name__
         fit.mismatched[name_at(way)] = f"a {type(into).__name__}, and the step has a {kind}"
         return into
@@ -152,7 +164,9 @@ def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]
 
 def _request(into: np.ndarray, found: LazyTensor, way: Way, fit: Fit) -> None:
     if into.shape != found.shape:
-        fit.mismatched[name_at(way)] = f"its shape is {list(into.shape)}, and the step has {list(found.shape)}"
+        fit.mismatched[name_at(way)] = (
+            f"its shape is {list(into.shape)}, and the step has {list(found.shape)}"
+        )
     elif into.dtype != found.dtype.numpy:
         fit.mismatched[name_at(way)] = f"its dtype is {into.dtype}, and the step has {found.dtype}"
     elif not into.flags.writeable:
@@ -183,4 +197,6 @@ def _placed(into: object, made: object) -> Unrolled[object]:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(map(repr, names[:3])) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )

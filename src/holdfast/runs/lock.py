@@ -47,7 +47,9 @@ class Holder(msgspec.Struct, frozen=True):
         return f"process {self.pid} on {self.host}, since {when}"
 
 
-DOCUMENT = DocumentKind(name="lock", file=LOCK, decoder=msgspec.json.Decoder(Holder), most=MOST_NBYTES)
+DOCUMENT = DocumentKind(
+    name="lock", file=LOCK, decoder=msgspec.json.Decoder(Holder), most=MOST_NBYTES
+)
 
 
 class RunLock:
@@ -78,7 +80,9 @@ class RunLock:
             return
         found = None if at is None else self._kept.files.stat(LOCK, at=at)
         if found is None or found.identity != self._kept.identity:
-            raise _lost(None if at is None else who_writes(self._kept.files, at=at), path, found is not None)
+            raise _lost(
+                None if at is None else who_writes(self._kept.files, at=at), path, found is not None
+            )
 
     def close(self) -> None:
         """Release the lock. In a fork it was not ours, and is the parent's still."""
@@ -170,7 +174,11 @@ def _alive(holder: Holder | None) -> bool:
 
 
 def _lost(holder: Holder | None, path: str, taken: bool) -> NotCommitted:
-    now = f"another run has this directory now ({holder or 'nobody knows whose'})" if taken else f"this run's {LOCK} is gone"
+    now = (
+        f"another run has this directory now ({holder or 'nobody knows whose'})"
+        if taken
+        else f"this run's {LOCK} is gone"
+    )
     why = "the directory that it was opened in was renamed or removed, or the lock was"
     todo = "nothing was changed here; make a new Run, in a directory that no other run writes into"
     return refusal(f"{now}: {why}; {todo}", path, errno.EBUSY if taken else errno.ENOENT)
@@ -178,8 +186,14 @@ def _lost(holder: Holder | None, path: str, taken: bool) -> NotCommitted:
 
 def _refused(holder: Holder | None, path: str) -> NotCommitted:
     if holder is not None and holder.pid == os.getpid() and holder.host == platform.node():
-        return refusal("this process has another Run open in this directory; close that one, or go on with it", path, errno.EBUSY)
+        return refusal(
+            "this process has another Run open in this directory; close that one, or go on with it",
+            path,
+            errno.EBUSY,
+        )
     who = "another process" if holder is None else str(holder)
     return refusal(
-        f"another run writes into this directory: {who}; wait for it, or give this run a directory of its own", path, errno.EBUSY
+        f"another run writes into this directory: {who}; wait for it, or give this run a directory of its own",
+        path,
+        errno.EBUSY,
     )

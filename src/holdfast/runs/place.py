@@ -15,7 +15,18 @@ from holdfast.core.documents import DocumentKind
 from holdfast.errors import HeaderError, NoSuchStep
 from holdfast.runs import record
 from holdfast.runs.lock import Holder, RunLock
-from holdfast.runs.record import D, Pin, Pins, Proofs, RunRules, marked_steps, parse_rules, pins_by_step, receipts_of, record_of
+from holdfast.runs.record import (
+    D,
+    Pin,
+    Pins,
+    Proofs,
+    RunRules,
+    marked_steps,
+    parse_rules,
+    pins_by_step,
+    receipts_of,
+    record_of,
+)
 from holdfast.runs.steps import FoundStep, Step
 from holdfast.saving.planned import Planned, Saved
 from holdfast.seals.document import Stamp
@@ -112,9 +123,17 @@ class RunPlace(Protocol):
 
         def add(found: Pins | None) -> Pins:
             if step in marked_steps(found):
-                raise NoSuchStep(f"step {step} is being deleted; ask again in a minute", file=self.path, found=step)
+                raise NoSuchStep(
+                    f"step {step} is being deleted; ask again in a minute",
+                    file=self.path,
+                    found=step,
+                )
             if self.get(step) is None:
-                raise NoSuchStep(f"there is no whole step {step} to pin; `holdfast runs` lists them", file=self.path, found=step)
+                raise NoSuchStep(
+                    f"there is no whole step {step} to pin; `holdfast runs` lists them",
+                    file=self.path,
+                    found=step,
+                )
             return self.with_pins(found, {**pins_by_step(found), step: pin})
 
         self.change_record(record.PINS, add, durable=durable)
@@ -152,7 +171,11 @@ class RunPlace(Protocol):
 
     def add_exported(self, target: str, stamps: Stamps, *, durable: bool) -> None:
         def add(found: record.Receipts | None) -> record.Receipts:
-            rest = {name: one for name, one in (found.exports if found else {}).items() if name != target}
+            rest = {
+                name: one
+                for name, one in (found.exports if found else {}).items()
+                if name != target
+            }
             return receipts_of({**rest, target: stamps})
 
         self.change_record(record.EXPORTS, add, durable=durable)
@@ -174,13 +197,17 @@ class RunPlace(Protocol):
     def replaces(self, step: int) -> bool:
         """Whether a save that replaces nothing whole may replace what is left of a step."""
 
-    def with_stamp(self, metadata: Mapping[str, str] | None, stamp: Stamp) -> Mapping[str, str] | None:
+    def with_stamp(
+        self, metadata: Mapping[str, str] | None, stamp: Stamp
+    ) -> Mapping[str, str] | None:
         """The metadata of a step, with the stamp where it has to stand there."""
 
     def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
         """A save, completed by what makes a step of it."""
 
-    def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
+    def attributes(
+        self, stamp: Stamp, files: Sequence[tuple[str, int]]
+    ) -> Mapping[str, str] | None:
         """What the manifest of a step with this data says of itself, where that makes a step of it; None where a seal does."""
 
     def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:

@@ -113,11 +113,20 @@ class Proving:
         """Record that a step did not read back: from now on no step is a base that is not read back well later."""
         with self._turn:
             known = self._known()
-            known.update({_key(one): f"step {step.step} did not read back" for one in (place or self._place).steps()})
+            known.update(
+                {
+                    _key(one): f"step {step.step} did not read back"
+                    for one in (place or self._place).steps()
+                }
+            )
             known[_key(step)] = why
             self._bad.add(_key(step))
             self._unwritten = True
-            self._found = ReadBack(self._found.nbytes, self._found.at, (*self._found.damaged, f"step {step.step}: {why}"))
+            self._found = ReadBack(
+                self._found.nbytes,
+                self._found.at,
+                (*self._found.damaged, f"step {step.step}: {why}"),
+            )
 
     def good(self, step: Step) -> None:
         """Record that a step was read back well."""
@@ -152,7 +161,9 @@ class Proving:
             place, known = place or self._place, self._known()
             there = {_key(one) for one in place.steps()} if known else set()
             self._doubts = {key: why for key, why in known.items() if key in there}
-            doubts = [Doubt(step, saved, why) for (step, saved), why in sorted(self._doubts.items())]
+            doubts = [
+                Doubt(step, saved, why) for (step, saved), why in sorted(self._doubts.items())
+            ]
             place.write_proofs(Proofs("holdfast.proofs", 1, doubts, dict(self._files)))
             self._unwritten = False
 
@@ -241,13 +252,20 @@ class Proving:
         at = self._reading[1] if self._reading[0] == identity else 0
         with step.open() as checkpoint:
             batch, size = list[Piece](), 0
-            pieces = [piece for piece in pieces_of(read_manifest(checkpoint.source), name) if piece.start >= at]
+            pieces = [
+                piece
+                for piece in pieces_of(read_manifest(checkpoint.source), name)
+                if piece.start >= at
+            ]
             for number, piece in enumerate(pieces, 1):
                 batch.append(piece)
                 size += piece.stop - piece.start
                 if size < BATCH_NBYTES and number < len(pieces):
                     continue
-                sweep = Sweep(checkpoint.source.store, [Span(name, one.start, one.stop - one.start) for one in batch])
+                sweep = Sweep(
+                    checkpoint.source.store,
+                    [Span(name, one.start, one.stop - one.start) for one in batch],
+                )
                 for task in sweep.tasks(self._pace):
                     task()
                 for place, one in enumerate(batch):
@@ -282,9 +300,13 @@ class Proving:
             raise Stopped
 
 
-def _times(place: RunPlace, step: Step, files: Mapping[str, str], known: Mapping[str, float]) -> dict[str, float]:
+def _times(
+    place: RunPlace, step: Step, files: Mapping[str, str], known: Mapping[str, float]
+) -> dict[str, float]:
     """When each of these files of a step was written, or read back as far as that is known; by identity."""
-    written = place.written(step, [name for name, identity in files.items() if not known.get(identity)])
+    written = place.written(
+        step, [name for name, identity in files.items() if not known.get(identity)]
+    )
     return {identity: known.get(identity) or written[name] for name, identity in files.items()}
 
 
@@ -298,7 +320,13 @@ def pieces_of(manifest: Parsed, name: str) -> list[Piece]:
                 first, last = cut.spans[:, at].tolist()
                 found[first, last] = Piece(first, last, cut.crc(at), tensor)
         for chunk in stored.chunks:
-            parts = [(chunk.file, chunk.bytes, chunk.crc32 if chunk.sparse is None else chunk.sparse.values)]
+            parts = [
+                (
+                    chunk.file,
+                    chunk.bytes,
+                    chunk.crc32 if chunk.sparse is None else chunk.sparse.values,
+                )
+            ]
             packed = () if chunk.sparse is None else (chunk.sparse.where, chunk.sparse.starts)
             parts += [(one.file, one.bytes, one.crc32) for one in packed if one is not None]
             for file, span, crc in parts:

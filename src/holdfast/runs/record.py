@@ -105,11 +105,25 @@ D = TypeVar("D", RunRecord, Pins, Proofs, Receipts)
 
 def _kind(format: str, name: str, type: type[D]) -> DocumentKind[D]:
     decoder = msgspec.json.Decoder(type)
-    return DocumentKind(name=name, file=f"{format}.json", decoder=decoder, format=format, versions=(1,), most=MOST_NBYTES, indent=1)
+    return DocumentKind(
+        name=name,
+        file=f"{format}.json",
+        decoder=decoder,
+        format=format,
+        versions=(1,),
+        most=MOST_NBYTES,
+        indent=1,
+    )
 
 
-RECORD, PINS = _kind("holdfast.run", "record of a run", RunRecord), _kind("holdfast.pins", "list of pins", Pins)
-PROOFS, EXPORTS = _kind("holdfast.proofs", "list of proofs", Proofs), _kind("holdfast.exports", "list of exports", Receipts)
+RECORD, PINS = (
+    _kind("holdfast.run", "record of a run", RunRecord),
+    _kind("holdfast.pins", "list of pins", Pins),
+)
+PROOFS, EXPORTS = (
+    _kind("holdfast.proofs", "list of proofs", Proofs),
+    _kind("holdfast.exports", "list of exports", Receipts),
+)
 
 
 def decoded(raw: bytes, kind: DocumentKind[D]) -> D:
@@ -119,7 +133,9 @@ def decoded(raw: bytes, kind: DocumentKind[D]) -> D:
     except Unsupported as error:
         raise HeaderError(error.message, file=kind.file, found=error.found) from None
     except (HeaderError, LimitExceeded) as error:
-        raise HeaderError(f"this file is damaged: {error.message}; mend or remove it", file=kind.file) from None
+        raise HeaderError(
+            f"this file is damaged: {error.message}; mend or remove it", file=kind.file
+        ) from None
 
 
 def parse_rules(found: RunRecord) -> RunRules:

@@ -80,7 +80,10 @@ def decide(
     if not steps:
         return []
     own = {one.step for one in steps}
-    counted: list[Facts] = [*steps, *([coming] if coming is not None and coming.step not in own else [])]
+    counted: list[Facts] = [
+        *steps,
+        *([coming] if coming is not None and coming.step not in own else []),
+    ]
     kept = kept_by(rules, counted)
     newest = steps[-1]
     last = {max(steps, key=lambda one: (one.saved, one.step)).step}

@@ -97,18 +97,29 @@ class Best(Rule):
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or not self.metric:
-            raise BadArgumentType(f"Best(…) takes the name of a metric, not {shown(self.metric)}", found=self.metric)
+            raise BadArgumentType(
+                f"Best(…) takes the name of a metric, not {shown(self.metric)}", found=self.metric
+            )
         object.__setattr__(self, "count", whole_number(self.count, "Best(…)"))
         if self.mode not in ("min", "max"):
-            raise BadArgument(f"mode= takes 'min' or 'max', not {shown(self.mode)}", found=self.mode)
+            raise BadArgument(
+                f"mode= takes 'min' or 'max', not {shown(self.mode)}", found=self.mode
+            )
 
     def __str__(self) -> str:
         return f"best:{self.metric}:{self.count}" + (":max" if self.mode == "max" else "")
 
     def _keeps(self, steps: Sequence[Facts]) -> list[int]:
         sign = 1 if self.mode == "min" else -1
-        known = [(sign * one.metrics[self.metric], -one.step) for one in steps if self.metric in one.metrics]
-        return [-number for _, number in sorted(pair for pair in known if not math.isnan(pair[0]))[: self.count]]
+        known = [
+            (sign * one.metrics[self.metric], -one.step)
+            for one in steps
+            if self.metric in one.metrics
+        ]
+        return [
+            -number
+            for _, number in sorted(pair for pair in known if not math.isnan(pair[0]))[: self.count]
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +133,18 @@ class Within(Rule):
     def __post_init__(self) -> None:
         for name in ("days", "hours", "minutes"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise BadArgumentType(f"Within({name}=…) takes a number, not {shown(value)}", found=value)
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 <= value < math.inf
+            ):
+                raise BadArgumentType(
+                    f"Within({name}=…) takes a number, not {shown(value)}", found=value
+                )
         if not 0 < self.seconds < math.inf:
-            raise BadArgument("Within(…) takes a time that is longer than none: hours=24, days=2, minutes=30")
+            raise BadArgument(
+                "Within(…) takes a time that is longer than none: hours=24, days=2, minutes=30"
+            )
 
     @property
     def seconds(self) -> float:
@@ -184,7 +203,9 @@ def read_rule(text: str) -> Rule:
             case "best":
                 return _read_best(rest)
     except BadArgument as error:
-        raise BadArgument(f"{text!r} is no rule: {error.message}; write {HINT}", found=text) from None
+        raise BadArgument(
+            f"{text!r} is no rule: {error.message}; write {HINT}", found=text
+        ) from None
     raise BadArgument(f"{text!r} is no rule; write {HINT}", found=text)
 
 
@@ -206,7 +227,9 @@ def read_rules(given: object) -> tuple[Rule, ...]:
         return ()
     several = (given,) if isinstance(given, str | Rule) else given
     if not isinstance(several, Iterable):
-        raise BadArgumentType(f"keep= takes rules, such as Latest(3), not {shown(given)}", found=given)
+        raise BadArgumentType(
+            f"keep= takes rules, such as Latest(3), not {shown(given)}", found=given
+        )
     made: list[Rule] = []
     for one in several:
         if isinstance(one, str):
@@ -214,5 +237,7 @@ def read_rules(given: object) -> tuple[Rule, ...]:
         elif isinstance(one, Rule):
             made.append(one)
         else:
-            raise BadArgumentType(f"keep= takes rules, such as Latest(3) or 'latest:3', not {shown(one)}", found=one)
+            raise BadArgumentType(
+                f"keep= takes rules, such as Latest(3) or 'latest:3', not {shown(one)}", found=one
+            )
     return tuple(dict.fromkeys(made))

@@ -98,18 +98,34 @@ class RunOptions(StoreOption, total=False):
     """The options of `Run`."""
 
     keep: Annotated[
-        Rule | str | Collection[Rule | str], Option((), "rules of what is kept", read=lambda value, name: read_rules(value))
+        Rule | str | Collection[Rule | str],
+        Option((), "rules of what is kept", read=lambda value, name: read_rules(value)),
     ]
-    budget: Annotated[Size | None, Option(None, "what all steps together may have", read=byte_count)]
-    when_full: Annotated[WhenFull, Option("error", "what a save does that has no room", read=one_of("error", "evict", "pause"))]
-    export: Annotated[Export | Sequence[Export], Option((), "conversions of published steps, in the background")]
+    budget: Annotated[
+        Size | None, Option(None, "what all steps together may have", read=byte_count)
+    ]
+    when_full: Annotated[
+        WhenFull,
+        Option(
+            "error", "what a save does that has no room", read=one_of("error", "evict", "pause")
+        ),
+    ]
+    export: Annotated[
+        Export | Sequence[Export], Option((), "conversions of published steps, in the background")
+    ]
     share: Annotated[bool, Option(True, "write only what changed since the step before")]
     durable: Annotated[bool, Option(True, "wait for the disk (fsync)")]
     signals: Annotated[
         bool | signal.Signals | Iterable[signal.Signals],
-        Option(False, "hold SIGTERM back until `interrupted` is asked", read=lambda value, name: read_run_signals(value)),
+        Option(
+            False,
+            "hold SIGTERM back until `interrupted` is asked",
+            read=lambda value, name: read_run_signals(value),
+        ),
     ]
-    grace: Annotated[float | str | None, Option(None, "the time from a signal to the kill", read=seconds)]
+    grace: Annotated[
+        float | str | None, Option(None, "the time from a signal to the kill", read=seconds)
+    ]
 
 
 class Run(RunView):
@@ -137,7 +153,10 @@ class Run(RunView):
         durable, grace, budget = options["durable"], options["grace"], options["budget"]
         self._signals = read_run_signals(options["signals"])
         if grace is not None and not self._signals:
-            raise BadArgument("grace= goes with signals=: signals=True holds SIGTERM back for that time", found=grace)
+            raise BadArgument(
+                "grace= goes with signals=: signals=True holds SIGTERM back for that time",
+                found=grace,
+            )
         self._grace = GRACE_S if grace is None else grace
         super().__init__(path, read_rules(options["keep"]), durable=durable, store=options["store"])
         self.budget = None if budget is None else byte_count(budget)
@@ -145,7 +164,9 @@ class Run(RunView):
         self.share = options["share"]
         self.resumed: Step | None = None
         """The step that `resume` loaded."""
-        self._exports = Exports(read_exports(options["export"], self._folder.path), self._folder, durable=durable)
+        self._exports = Exports(
+            read_exports(options["export"], self._folder.path), self._folder, durable=durable
+        )
         self._sizes: dict[tuple[str, float], Sizes] = {}
         """The files of steps that were looked at before: they do not change."""
         self._process = os.getpid()
@@ -184,7 +205,9 @@ class Run(RunView):
                 with unharmed():
                     opened = found.open()
                 with opened as checkpoint:
-                    state = loaded(checkpoint) if into is None else fill(into, checkpoint, checked=deep)
+                    state = (
+                        loaded(checkpoint) if into is None else fill(into, checkpoint, checked=deep)
+                    )
             except HoldfastError as error:
                 if isinstance(error, DoesNotFit) or not self._is_gone(found):
                     if isinstance(error, Corrupted | FormatError):
@@ -199,7 +222,13 @@ class Run(RunView):
     def summary(self, *, mtbf: float | str | None = None) -> Summary:
         """What saving cost so far, and how often to save where one failure is to be expected every `mtbf` ("6h")."""
         expected = MTBF_S if mtbf is None else seconds(mtbf, "mtbf=")
-        return summarize(self._times, failed=self._failed, deleted=self._deleted, mtbf_s=expected, found=self._proofs.found())
+        return summarize(
+            self._times,
+            failed=self._failed,
+            deleted=self._deleted,
+            mtbf_s=expected,
+            found=self._proofs.found(),
+        )
 
     # Keeping.
 
@@ -232,10 +261,14 @@ class Run(RunView):
             self._folder.check()
             number = self[step].step
             later = [one for one in self.steps() if one.step > number]
-            held = [one.step for one in later if one.step in self.pins() or one.step in self._busy()]
+            held = [
+                one.step for one in later if one.step in self.pins() or one.step in self._busy()
+            ]
             if held:
                 raise refusal(
-                    f"step {held[0]} is pinned or being exported, and later than {number}; unpin it first", self.path, errno.EBUSY
+                    f"step {held[0]} is pinned or being exported, and later than {number}; unpin it first",
+                    self.path,
+                    errno.EBUSY,
                 )
             with refusing("deleting later steps", self.path):
                 self._folder.delete(later, durable=self.durable)
@@ -243,7 +276,9 @@ class Run(RunView):
 
     # Saving.
 
-    @validated(step=lambda value, name: read_step(value), metrics=lambda value, name: read_metrics(value))
+    @validated(
+        step=lambda value, name: read_step(value), metrics=lambda value, name: read_metrics(value)
+    )
     def save(
         self,
         step: int,
@@ -271,9 +306,18 @@ class Run(RunView):
                 path, replaced, base = self._place(step, overwrite=overwrite)
             metadata = self._folder.with_stamp(metadata, stamp)
             writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
-            options = Options(None if max_shard_size is None else byte_count(max_shard_size), False, sparse)
+            options = Options(
+                None if max_shard_size is None else byte_count(max_shard_size), False, sparse
+            )
             plan = partial(
-                plan_saving, state, path, format="native", metadata=metadata, options=options, writing=writing, limits=None
+                plan_saving,
+                state,
+                path,
+                format="native",
+                metadata=metadata,
+                options=options,
+                writing=writing,
+                limits=None,
             )
             try:
                 while True:
@@ -282,7 +326,9 @@ class Run(RunView):
                             saved = self._carry_out(planned, stamp, progress)
                         break
                     except (NoBase, NotCommitted) as error:
-                        if base is None or (isinstance(error, NotCommitted) and error.errno != errno.ESTALE):
+                        if base is None or (
+                            isinstance(error, NotCommitted) and error.errno != errno.ESTALE
+                        ):
                             raise
                         base = None  # somebody removed the step before: as it was opened, or while this one was linked to it
             except HoldfastError:
@@ -298,7 +344,10 @@ class Run(RunView):
 
     @validated(signals=lambda value, name: read_signals(value), grace=seconds)
     def stopping(
-        self, *, signals: Iterable[signal.Signals] | signal.Signals = signal.SIGTERM, grace: float | str = GRACE_S
+        self,
+        *,
+        signals: Iterable[signal.Signals] | signal.Signals = signal.SIGTERM,
+        grace: float | str = GRACE_S,
     ) -> SignalGuard:
         """A block in which a signal that asks the program to end waits for `interrupted`; after it, the signal does what it does.
 
@@ -306,11 +355,18 @@ class Run(RunView):
         second signal is not held back. Handlers that were there are there again after the block, and are called then.
         """
         if self._block is not None:
-            raise SaveError("this run holds signals back already, by its signals=; leave `stopping` out", file=self.path)
-        self._guard = SignalGuard(read_signals(signals), seconds(grace, "grace="), last=self._before_signal)
+            raise SaveError(
+                "this run holds signals back already, by its signals=; leave `stopping` out",
+                file=self.path,
+            )
+        self._guard = SignalGuard(
+            read_signals(signals), seconds(grace, "grace="), last=self._before_signal
+        )
         return self._guard
 
-    def interrupted(self, step: int, state: object, *, metrics: Mapping[str, float] | None = None) -> bool:
+    def interrupted(
+        self, step: int, state: object, *, metrics: Mapping[str, float] | None = None
+    ) -> bool:
         """Whether a signal has come, in a block of `stopping` or `signals`. Called once a step, where the state is consistent.
 
         It is True when the state has been saved as this step; or when that was not worth it, because the step before is younger
@@ -337,7 +393,9 @@ class Run(RunView):
     def _before_signal(self) -> None:
         """Nothing here; `holdfast.torch.Run` waits for its save."""
 
-    def _follow(self, saved: Step, base: str | None, *, shares: bool, steps: Sequence[Step] | None = None) -> None:
+    def _follow(
+        self, saved: Step, base: str | None, *, shares: bool, steps: Sequence[Step] | None = None
+    ) -> None:
         """After a save the rules delete, and old files are read back. Failures are warnings. `steps` are all, if just listed."""
         try:
             self._proofs.saved(saved, whole=base is None)
@@ -345,17 +403,26 @@ class Run(RunView):
             self._proofs.write()
             self._proofs.watch(saved, shares=shares)
         except (HoldfastError, OSError) as error:
-            warnings.warn(f"{self.path}: what was read back cannot be noted: {error}", HoldfastWarning, stacklevel=4)
+            warnings.warn(
+                f"{self.path}: what was read back cannot be noted: {error}",
+                HoldfastWarning,
+                stacklevel=4,
+            )
 
     def _carry_out(self, planned: Planned[Saved], stamp: Stamp, progress: Progress | None) -> Step:
         """Make room and write; where the disk is full after all, make more room as long as there is any to be made."""
-        planned, coming = self._folder.sealed(planned, stamp), Coming(stamp.step, stamp.saved, stamp.metrics, stamp.ran)
+        planned, coming = (
+            self._folder.sealed(planned, stamp),
+            Coming(stamp.step, stamp.saved, stamp.metrics, stamp.ran),
+        )
         while True:
             with self._folder.asking():
                 self._make_room(planned.report.new_nbytes, coming)
             free = self._folder.free()
             try:
-                report = planned.report if free is None else replace(planned.report, free_nbytes=free)
+                report = (
+                    planned.report if free is None else replace(planned.report, free_nbytes=free)
+                )
                 replace(planned, report=report).run(progress)
                 self._sure.discard(stamp.step)
                 return self._folder.published(planned, stamp)
@@ -368,12 +435,18 @@ class Run(RunView):
         if lacking and self.when_full == "evict":
             self._retain(coming, enough=nbytes)
             lacking = self._lacking(nbytes)
-        while lacking and self.when_full == "pause" and not (self.budget is not None and nbytes > self.budget):
+        while (
+            lacking
+            and self.when_full == "pause"
+            and not (self.budget is not None and nbytes > self.budget)
+        ):
             self._wait_for_room(lacking)
             lacking = self._lacking(nbytes)
         if lacking:
             refused = refusal(
-                f"{lacking}; nothing was written, and every old step is intact", self._step_path(coming.step), errno.ENOSPC
+                f"{lacking}; nothing was written, and every old step is intact",
+                self._step_path(coming.step),
+                errno.ENOSPC,
             )
             refused.expected = nbytes
             raise refused
@@ -411,11 +484,17 @@ class Run(RunView):
         return False
 
     def _wait_for_room(self, lacking: str) -> None:
-        warnings.warn(f"saving into {self.path} waits for room: {lacking}", HoldfastWarning, stacklevel=5)
+        warnings.warn(
+            f"saving into {self.path} waits for room: {lacking}", HoldfastWarning, stacklevel=5
+        )
         time.sleep(PAUSE_S)
 
     def _retain(
-        self, coming: Coming | None = None, *, enough: int | None = None, steps: Sequence[Step] | None = None
+        self,
+        coming: Coming | None = None,
+        *,
+        enough: int | None = None,
+        steps: Sequence[Step] | None = None,
     ) -> tuple[Step, ...]:
         """Delete what no rule keeps. After a save, whatever stands in the way is a warning: the step is saved.
 
@@ -424,7 +503,9 @@ class Run(RunView):
         before = self._deleted
 
         def stop() -> bool:
-            return enough is not None and (self._deleted > before if not enough else not self._lacking(enough))
+            return enough is not None and (
+                self._deleted > before if not enough else not self._lacking(enough)
+            )
 
         gone: list[Step] = []
         try:
@@ -434,20 +515,35 @@ class Run(RunView):
                 if enough is None or not done:
                     break
         except (HoldfastError, OSError) as error:
-            warnings.warn(f"no step of {self.path} was deleted: {error}", HoldfastWarning, stacklevel=4)
+            warnings.warn(
+                f"no step of {self.path} was deleted: {error}", HoldfastWarning, stacklevel=4
+            )
         return tuple(gone)
 
     def _let_go(
-        self, coming: Coming | None = None, *, most: int | None = None, steps: Sequence[Step] | None = None
+        self,
+        coming: Coming | None = None,
+        *,
+        most: int | None = None,
+        steps: Sequence[Step] | None = None,
     ) -> tuple[Step, ...]:
         """Delete what no rule keeps; what stands in the way of one step is a warning."""
         done = retain(
-            self._folder, self.keep, sure=self._sure, busy=self._busy, coming=coming, most=most, durable=self.durable, steps=steps
+            self._folder,
+            self.keep,
+            sure=self._sure,
+            busy=self._busy,
+            coming=coming,
+            most=most,
+            durable=self.durable,
+            steps=steps,
         )
         self._deleted += len(done.steps)
         if done.read_back is not None:
             step, well = done.read_back
-            self._proofs.good(step) if well else self._proofs.damaged(step, "it could not be read back")
+            self._proofs.good(step) if well else self._proofs.damaged(
+                step, "it could not be read back"
+            )
         for note in done.notes:
             warnings.warn(f"{self.path}: {note}", HoldfastWarning, stacklevel=5)
         return done.steps
@@ -487,7 +583,9 @@ class Run(RunView):
             raise refusal(message, found.path, errno.EEXIST)
         if found is not None and found.path != path:
             raise refusal(
-                f"step {step} is there under the name {found.name!r}; remove that to save another one", path, errno.EEXIST
+                f"step {step} is there under the name {found.name!r}; remove that to save another one",
+                path,
+                errno.EEXIST,
             )
         while base is not None and (base.step == step or self._proofs.is_doubted(base)):
             base = self._folder.newest(below=base.step)
@@ -535,21 +633,35 @@ class Run(RunView):
             self._block = self.stopping(signals=self._signals, grace=self._grace).__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         ending = ExitStack()
-        ending.push(self._end)  # after the signal was sent on: whoever has it now may raise, and the run is closed all the same
+        ending.push(
+            self._end
+        )  # after the signal was sent on: whoever has it now may raise, and the run is closed all the same
         if self._block is not None:
             ending.push(self._block)
             self._block = None
         ending.__exit__(kind, error, trace)
 
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _end(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             self.close()
         except HoldfastError as late:
             if error is None:
                 raise
-            warnings.warn(f"{self.path}: {late}", HoldfastWarning, stacklevel=2)  # what ended the block is more
+            warnings.warn(
+                f"{self.path}: {late}", HoldfastWarning, stacklevel=2
+            )  # what ended the block is more
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path!r}, keep {', '.join(map(str, self.keep)) or 'everything'}>"
@@ -558,7 +670,9 @@ class Run(RunView):
 def read_metrics(value: object) -> dict[str, float]:
     """Check `metrics=`: numbers of any kind under names."""
     if not isinstance(value, Mapping):
-        raise BadArgumentType(f"metrics= takes numbers under names, not {shown(value)}", found=value)
+        raise BadArgumentType(
+            f"metrics= takes numbers under names, not {shown(value)}", found=value
+        )
     found: dict[str, float] = {}
     for name, number in value.items():
         try:

@@ -36,13 +36,21 @@ GRACE_S = 30.0
 
 def read_signals(given: object) -> tuple[signal.Signals, ...]:
     """The signals of `signals=`: one, or any number of them."""
-    several = given if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (given,)
+    several = (
+        given if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (given,)
+    )
     found = []
     for one in several:
         try:
-            found.append(signal.Signals[one] if isinstance(one, str) else signal.Signals(whole_number(one, "signals=")))
+            found.append(
+                signal.Signals[one]
+                if isinstance(one, str)
+                else signal.Signals(whole_number(one, "signals="))
+            )
         except (ValueError, KeyError):  # what is no number is a ValueError, too
-            raise BadArgument(f"signals= takes signals, such as signal.SIGTERM, not {shown(one)}", found=one) from None
+            raise BadArgument(
+                f"signals= takes signals, such as signal.SIGTERM, not {shown(one)}", found=one
+            ) from None
     return tuple(dict.fromkeys(found))
 
 
@@ -60,7 +68,9 @@ def read_run_signals(given: object) -> tuple[signal.Signals, ...]:
 class SignalGuard:
     """Holds signals back for as long as the block lasts."""
 
-    def __init__(self, signals: tuple[signal.Signals, ...], grace_s: float, *, last: Callable[[], None]) -> None:
+    def __init__(
+        self, signals: tuple[signal.Signals, ...], grace_s: float, *, last: Callable[[], None]
+    ) -> None:
         """`last` is called at the end of the block, before a signal that was held back is sent on."""
         self.grace_s = grace_s
         self.came_s: float | None = None
@@ -73,7 +83,9 @@ class SignalGuard:
 
     @property
     def left_s(self) -> float:
-        return self.grace_s if self.came_s is None else self.came_s + self.grace_s - time.monotonic()
+        return (
+            self.grace_s if self.came_s is None else self.came_s + self.grace_s - time.monotonic()
+        )
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -82,11 +94,18 @@ class SignalGuard:
         for number in self._signals:
             if signal.getsignal(number) is None:
                 self._give_back()
-                raise SaveError(f"{number.name} has a handler that is not Python's, which could not be given back; leave it out")
+                raise SaveError(
+                    f"{number.name} has a handler that is not Python's, which could not be given back; leave it out"
+                )
             self._override.put(number)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._give_back()
         if error is None:
             self._last()

@@ -176,7 +176,11 @@ class RunFolder:
         while True:
             with self._looking() as look:
                 numbers = sorted(look.claims, reverse=True) if look else []
-                whole = (look.at(number) for number in numbers if look and (below is None or number < below))
+                whole = (
+                    look.at(number)
+                    for number in numbers
+                    if look and (below is None or number < below)
+                )
                 found = next(filter(None, whole), None)
                 if look is None or not look.lost(above=found):
                     return found
@@ -211,8 +215,13 @@ class RunFolder:
         with self._looking() as look:
             if look is None:
                 return []
-            found = found_steps(look.claims, look.examine, sealed=lambda name: not look.is_of_others(name))
-            return [*found, *(FoundStep(name, None, None, why) for name, why in look.others.items())]
+            found = found_steps(
+                look.claims, look.examine, sealed=lambda name: not look.is_of_others(name)
+            )
+            return [
+                *found,
+                *(FoundStep(name, None, None, why) for name, why in look.others.items()),
+            ]
 
     def unsealed(self) -> list[str]:
         with self._looking() as look:
@@ -242,7 +251,9 @@ class RunFolder:
         if isinstance(error, HoldfastError):
             return error
         kind = NoSuchPath if isinstance(error, FileNotFoundError) else StoreError
-        return kind(f"the run's directory cannot be looked at: {error.strerror or error}", file=self.path)
+        return kind(
+            f"the run's directory cannot be looked at: {error.strerror or error}", file=self.path
+        )
 
 
 class _Look:
@@ -278,7 +289,9 @@ class _Look:
         assert found is not None  # whoever calls has looked
         target = found[1]
         files, at = self.files, self.folder
-        if files.stat(target, at=at) is None and set_aside(files, target, at=at, there=asides, longest=SURE_NBYTES) == [name]:
+        if files.stat(target, at=at) is None and set_aside(
+            files, target, at=at, there=asides, longest=SURE_NBYTES
+        ) == [name]:
             claim(self.claims, int(target.removeprefix("step-")), name)
 
     def _look_inside(self, name: str) -> None:
@@ -301,12 +314,24 @@ class _Look:
     def unsealed(self) -> list[str]:
         """Names without a seal that are like those of other trainers' checkpoints."""
         known = {*self.others, *(name for names in self.claims.values() for name in names)}
-        found = [(name, self.files.stat(name, at=self.folder)) for name in self._foreign if name not in known]
-        kinds = [(name, entry.kind) for name, entry in found if entry is not None and entry.kind in ("file", "directory")]
-        return sorted(name for name, kind in kinds if looks_like_a_step(name, folder=kind == "directory"))
+        found = [
+            (name, self.files.stat(name, at=self.folder))
+            for name in self._foreign
+            if name not in known
+        ]
+        kinds = [
+            (name, entry.kind)
+            for name, entry in found
+            if entry is not None and entry.kind in ("file", "directory")
+        ]
+        return sorted(
+            name for name, kind in kinds if looks_like_a_step(name, folder=kind == "directory")
+        )
 
     def _seal_inside(self, name: str) -> Seal | None:
-        return self._inside(name, lambda folder: None if folder is None else self._seal(SEAL, at=folder))
+        return self._inside(
+            name, lambda folder: None if folder is None else self._seal(SEAL, at=folder)
+        )
 
     def _seal(self, name: str, *, at: int) -> Seal | None:
         found = self.files.stat(name, at=at)
@@ -338,7 +363,12 @@ class _Look:
 
     def lost(self, *, above: Step | None) -> bool:
         """Whether a step above `above` was listed and has been deleted since: then a newer one is there that was not seen yet."""
-        names = (name for number, names in self.claims.items() if above is None or number > above.step for name in names)
+        names = (
+            name
+            for number, names in self.claims.items()
+            if above is None or number > above.step
+            for name in names
+        )
         return any(self.files.stat(name, at=self.folder) is None for name in names)
 
     def at(self, number: int) -> Step | None:
@@ -360,7 +390,9 @@ class _Look:
             if found is not None:
                 return found
             if self.is_of_others(name):
-                return "another program wrote it, and it has no seal; `holdfast seal` makes it a step"
+                return (
+                    "another program wrote it, and it has no seal; `holdfast seal` makes it a step"
+                )
             return "neither a seal nor a manifest: it was not written to its end"
         except HoldfastError as error:
             return error.message
@@ -379,7 +411,9 @@ class _Look:
 
     def is_of_others(self, name: str) -> bool:
         """Whether a folder has neither a seal nor a manifest, and what other writers write last: torch's DCP, transformers."""
-        there = self._inside(name, lambda folder: set[str]() if folder is None else {*self.files.list(folder)})
+        there = self._inside(
+            name, lambda folder: set[str]() if folder is None else {*self.files.list(folder)}
+        )
         return not there & {SEAL, MANIFEST} and bool(there & LAST)
 
     def _sealed(self, name: str, number: int, seal: Seal, folder: int) -> Step | str:
@@ -397,14 +431,31 @@ class _Look:
 
         for file, wrong in misfits(seal, size):
             return f"{file}: {wrong}"
-        return Step(number, self._path(name), seal.saved, seal.metrics, sum(sizes.values()), name, tuple(sizes), seal.ran)
+        return Step(
+            number,
+            self._path(name),
+            seal.saved,
+            seal.metrics,
+            sum(sizes.values()),
+            name,
+            tuple(sizes),
+            seal.ran,
+        )
 
     def _by_manifest(self, name: str, number: int, manifest: FileEntry) -> Step | str:
         with open_checkpoint(self._path(name)) as checkpoint:
             if format_of(checkpoint.format).index != MANIFEST:
                 return f"it has no seal and is {checkpoint.format}; `holdfast seal` makes it a step"
             names = tuple(checkpoint.source.store.list())
-            return Step(number, self._path(name), manifest.changed_s, {}, checkpoint.stored_nbytes, name, names)
+            return Step(
+                number,
+                self._path(name),
+                manifest.changed_s,
+                {},
+                checkpoint.stored_nbytes,
+                name,
+                names,
+            )
 
     def _path(self, name: str) -> str:
         """The path under which a step is opened; of one that was moved aside, the one before."""

@@ -57,16 +57,27 @@ class Summary:
     def __str__(self) -> str:
         if not self.saves:
             return "no step has been saved yet"
-        counts = f"{self.saves} saved, {self.deleted} deleted" + (f", {self.failed} failed" if self.failed else "")
+        counts = f"{self.saves} saved, {self.deleted} deleted" + (
+            f", {self.failed} failed" if self.failed else ""
+        )
         stall = f"{_time(self.stalled_s)} (at most {_time(self.longest_stall_s)})"
         times = f"a save stops training for {stall} and takes {_time(self.took_s)}"
-        every = f"with a failure every {_time(self.mtbf_s)}, save every {_time(self.interval_s or 0)}"
+        every = (
+            f"with a failure every {_time(self.mtbf_s)}, save every {_time(self.interval_s or 0)}"
+        )
         proofs = f"; {self.read_back_nbytes:,} bytes read back" if self.read_back_nbytes else ""
-        return f"{counts}; {times}; {every}{proofs}" + "".join(f"; damaged: {one}" for one in self.damaged)
+        return f"{counts}; {times}; {every}{proofs}" + "".join(
+            f"; damaged: {one}" for one in self.damaged
+        )
 
 
 def summarize(
-    times: Sequence[SaveTimes], *, failed: int, deleted: int, mtbf_s: float = MTBF_S, found: ReadBack | None = None
+    times: Sequence[SaveTimes],
+    *,
+    failed: int,
+    deleted: int,
+    mtbf_s: float = MTBF_S,
+    found: ReadBack | None = None,
 ) -> Summary:
     count, found = len(times), found or ReadBack()
     stalled = sum(one.stalled_s for one in times) / count if count else 0.0

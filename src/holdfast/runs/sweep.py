@@ -60,7 +60,11 @@ class Swept(Value, frozen=True):
 
 @validated(grace=seconds)
 def sweep(
-    path: str | os.PathLike[str], *, grace: float | str = GRACE_S, dry_run: bool = False, store: object | None = None
+    path: str | os.PathLike[str],
+    *,
+    grace: float | str = GRACE_S,
+    dry_run: bool = False,
+    store: object | None = None,
 ) -> Swept:
     """Delete what dead savers left below a prefix of a bucket: data that no published manifest names, older than `grace` ("24h").
 
@@ -69,7 +73,10 @@ def sweep(
     place = place_of(path, store)
     url = place_at(place).url
     if url is None:
-        raise BadArgument("a sweep is for object stores; in a directory, the next save removes what dead ones left", found=place)
+        raise BadArgument(
+            "a sweep is for object stores; in a directory, the next save removes what dead ones left",
+            found=place,
+        )
     bucket, tree = bucket_of(url), listed(url)
     found = [(folder, name, one) for folder, below in tree.items() for name, one in below.items()]
     now = _now(bucket, url, (one for _, _, one in found), dry_run=dry_run)
@@ -77,7 +84,10 @@ def sweep(
     objects = {one.key: one for _, _, one in found}
     # Data right in the prefix may be that of a step, and named by other steps.
     groups = [
-        (References(url), [one.key for folder, name, one in found if folder and DATA.fullmatch(name)]),
+        (
+            References(url),
+            [one.key for folder, name, one in found if folder and DATA.fullmatch(name)],
+        ),
         (
             References(url.parent if url.key else url),
             [one.key for folder, name, one in found if not folder and DATA.fullmatch(name)],
@@ -85,7 +95,10 @@ def sweep(
     ]
     traces = [one.key for folder, name, one in found if _is_trace(folder, name)]
     dead = [
-        key for key in traces if objects[key].changed <= min(before, now - timedelta(seconds=2 * LIFE_S if CLAIMS in key else 0))
+        key
+        for key in traces
+        if objects[key].changed
+        <= min(before, now - timedelta(seconds=2 * LIFE_S if CLAIMS in key else 0))
     ]
     young, notes = len(traces) - len(dead), list[str]()
     try:
@@ -95,21 +108,38 @@ def sweep(
             left = set(keys) - (references.named(keys) if keys else set())
             old = [key for key in keys if key in left and objects[key].changed <= before]
             young += len(left) - len(old)
-            released = Released(old) if dry_run else release(references.parent, old, references.named)
+            released = (
+                Released(old) if dry_run else release(references.parent, old, references.named)
+            )
             dead += released.gone
             notes += [
                 f"{folder or references.parent}: its manifest cannot be understood, so nothing beside it goes: {why}"
                 for folder, why in references.notes.items()
             ]
-            notes += [f"a save uses {len(released.used):,} objects; sweep again later"] if released.used else []
+            notes += (
+                [f"a save uses {len(released.used):,} objects; sweep again later"]
+                if released.used
+                else []
+            )
     except StoreError as error:
-        raise refusal(f"not all was deleted: {error.message}; sweep again", url, error.errno) from None
+        raise refusal(
+            f"not all was deleted: {error.message}; sweep again", url, error.errno
+        ) from None
     keys = sorted(dead)
-    return Swept(url, tuple(keys), sum(objects[key].nbytes for key in keys), young, tuple(notes), done=not dry_run)
+    return Swept(
+        url,
+        tuple(keys),
+        sum(objects[key].nbytes for key in keys),
+        young,
+        tuple(notes),
+        done=not dry_run,
+    )
 
 
 def _is_trace(folder: str, name: str) -> bool:
-    return folder == CLAIMS or ("/" not in name and (PROBE.fullmatch(name) is not None or is_temporary(name)))
+    return folder == CLAIMS or (
+        "/" not in name and (PROBE.fullmatch(name) is not None or is_temporary(name))
+    )
 
 
 def _now(bucket: Bucket, url: Url, seen: Iterable[RemoteObject], *, dry_run: bool) -> datetime:

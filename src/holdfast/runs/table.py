@@ -68,5 +68,8 @@ def look(folder: RunPlace, rules: Collection[Rule], path: str, *, recorded: bool
         seen.update(own)
         fate = fates.get(found.whole.step) if found.whole is not None else None
         rows.append(RunRow(found, fate, new, sum(own.values()) - new))
-    unsealed = [*(found.name for found in every if not found.sealed), *(() if recorded else folder.unsealed())]
+    unsealed = [
+        *(found.name for found in every if not found.sealed),
+        *(() if recorded else folder.unsealed()),
+    ]
     return RunTable(path, rows, tuple(rules), writer, now, sum(seen.values()), recorded, unsealed)

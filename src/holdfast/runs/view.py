@@ -41,7 +41,12 @@ class RunView:
     """The steps in a run's directory, or below a prefix of a bucket."""
 
     def __init__(
-        self, path: str | os.PathLike[str], keep: tuple[Rule, ...] = (), *, durable: bool = True, store: object | None = None
+        self,
+        path: str | os.PathLike[str],
+        keep: tuple[Rule, ...] = (),
+        *,
+        durable: bool = True,
+        store: object | None = None,
     ) -> None:
         self.path = place_of(path, store)
         self.keep = keep
@@ -55,7 +60,11 @@ class RunView:
     def latest(self, *, deep: bool = False) -> Step | None:
         """The newest step that is whole; None where there is none. With `deep`, one whose every byte has its checksum."""
         below, looks = None, self._looks()
-        while (found := self._folder.newest(below=below)) is not None and deep and not read_back(found, require=True):
+        while (
+            (found := self._folder.newest(below=below)) is not None
+            and deep
+            and not read_back(found, require=True)
+        ):
             if self._is_gone(found):
                 next(looks)
                 below = None
@@ -71,7 +80,10 @@ class RunView:
 
     def _looks(self) -> Iterator[None]:
         yield from repeat(None, LOOKS)
-        raise StoreError("each step was deleted before it could be read: the run keeps too few; try again", file=self.path)
+        raise StoreError(
+            "each step was deleted before it could be read: the run keeps too few; try again",
+            file=self.path,
+        )
 
     def _is_gone(self, step: Step) -> bool:
         """Whether a step was deleted after it was looked for, or another one is in its place."""
@@ -105,11 +117,17 @@ class RunView:
         if found is None:
             newest = self._folder.newest()
             near = "it has none yet" if newest is None else f"the newest is {newest.step}"
-            raise NoSuchStep(f"this run has no whole step {number}; {near}", file=self.path, found=number)
+            raise NoSuchStep(
+                f"this run has no whole step {number}; {near}", file=self.path, found=number
+            )
         return found
 
     def __contains__(self, step: object) -> bool:
-        return isinstance(step, int) and not isinstance(step, bool) and self._folder.get(step) is not None
+        return (
+            isinstance(step, int)
+            and not isinstance(step, bool)
+            and self._folder.get(step) is not None
+        )
 
     def plan(self) -> list[Fate]:
         """What the rules would do now: for every whole step why it is kept, or that it goes. Nothing is deleted."""
@@ -119,7 +137,9 @@ class RunView:
     def _repr_html_(self) -> str:
         """The card of a notebook: a row for each whole step, the newest first."""
         fates = RunView.plan(self)[::-1]
-        metrics = [*dict.fromkeys(name for fate in fates for name in fate.step.metrics)][:MOST_METRICS]
+        metrics = [*dict.fromkeys(name for fate in fates for name in fate.step.metrics)][
+            :MOST_METRICS
+        ]
         rows = [
             (
                 str(fate.step.step), time.strftime("%Y-%m-%d %H:%M", time.localtime(fate.step.saved)), nbytes(fate.step.nbytes),
@@ -127,7 +147,9 @@ class RunView:
             )
             for fate in fates
         ]  # fmt: skip
-        shown = table(("step", "saved", "size", *metrics, "kept by"), rows, len(rows)) if rows else ""
+        shown = (
+            table(("step", "saved", "size", *metrics, "kept by"), rows, len(rows)) if rows else ""
+        )
         return card("Run", [("path", self.path), ("steps", f"{len(fates):,}")], tables=[shown])
 
     def pins(self) -> Mapping[int, Pin]:

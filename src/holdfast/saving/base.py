@@ -48,7 +48,10 @@ def check_shares(path: str, format: str, base: str | None, hashes: bool) -> None
     """Raise `Unsupported` where bytes are to be shared with a base, now or later, in a format that shares none."""
     if "take_over" not in format_of(format).takes and (base is not None or hashes):
         given = "base=" if base is not None else "hashes="
-        raise Unsupported(f"only native directories share files, and this is {format}; leave {given} away", file=path or None)
+        raise Unsupported(
+            f"only native directories share files, and this is {format}; leave {given} away",
+            file=path or None,
+        )
 
 
 class OpenBase(Value, frozen=True):
@@ -64,7 +67,9 @@ class OpenBase(Value, frozen=True):
         """The data of these rows, each a tensor, that the base has already. Reads as much of them as is needed to know."""
         if self.base is None:
             return Reuse(notes=self.notes)
-        return self._taken(self.base, table, self.base.tensors(table, rows), range(len(self.base.manifest.files)))
+        return self._taken(
+            self.base, table, self.base.tensors(table, rows), range(len(self.base.manifest.files))
+        )
 
     def take_over_boxes(self, boxes: Boxes) -> Reuse:
         """The data of these boxes of one rank that the base has already."""
@@ -83,10 +88,20 @@ class OpenBase(Value, frozen=True):
         of: dict[str, int] = {}
         for row in [row for row in there if row not in short]:
             known = recorded_chunks(there[row], base.manifest.hash)
-            for number, (chunk, hashed) in enumerate(zip(there[row], known, strict=True) if known is not None else ()):
+            for number, (chunk, hashed) in enumerate(
+                zip(there[row], known, strict=True) if known is not None else ()
+            ):
                 # No name has half of a surrogate pair; several boxes have the name of one tensor.
-                key = f"{table.names[row]}\udc00{row}.{number}" if number or table.names[row] in pieces else table.names[row]
-                pieces[key], recorded[key], of[key] = elements_of(table.view(row), chunk), hashed, row
+                key = (
+                    f"{table.names[row]}\udc00{row}.{number}"
+                    if number or table.names[row] in pieces
+                    else table.names[row]
+                )
+                pieces[key], recorded[key], of[key] = (
+                    elements_of(table.view(row), chunk),
+                    hashed,
+                    row,
+                )
         found, changed = unchanged(pieces, recorded, threads=self.threads, block=self.block)
         same |= {*of.values()} - {of[key] for key in pieces if key not in found}
         reuse = base.reuse({row: chunks for row, chunks in there.items() if row in same}, files)
@@ -101,7 +116,12 @@ class OpenBase(Value, frozen=True):
 
 
 def open_base(
-    path: str | None, target: str, *, limits: Limits | None = None, threads: int | None = None, block: int | None = None
+    path: str | None,
+    target: str,
+    *,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    block: int | None = None,
 ) -> OpenBase:
     """Open the base of a save to `target`; without a path there is none, and what is saved has hashes for the next one.
 
@@ -130,7 +150,9 @@ class NoBase(BadArgument):
 
 
 def _nothing_at(path: str) -> NoBase:
-    return NoBase(f"base= is to be an older checkpoint, and there is nothing at {path!r}; leave it away for the first one")
+    return NoBase(
+        f"base= is to be an older checkpoint, and there is nothing at {path!r}; leave it away for the first one"
+    )
 
 
 def not_shared(path: str, problem: str) -> str:
@@ -160,11 +182,17 @@ def _open_directory(path: str, target: str, limits: Limits) -> tuple[Base, Store
         _check_hashes(manifest)
         if any(os.path.islink(os.path.join(folder, file.name)) for file in manifest.files):
             raise Unsupported("its data files are links to other places")
-        starts = [int.from_bytes(source.bytes(file.name, 0, PREFIX_NBYTES), "little") for file in manifest.files]
+        starts = [
+            int.from_bytes(source.bytes(file.name, 0, PREFIX_NBYTES), "little")
+            for file in manifest.files
+        ]
     except BaseException:
         store.close()
         raise
-    data = [file.nbytes - PREFIX_NBYTES - start for file, start in zip(manifest.files, starts, strict=True)]
+    data = [
+        file.nbytes - PREFIX_NBYTES - start
+        for file, start in zip(manifest.files, starts, strict=True)
+    ]
     return Base(folder, manifest, data), store
 
 
@@ -179,7 +207,11 @@ def _open_sibling(url: Url, target: Url, limits: Limits) -> Base:
 
     parent, own = target.parent, target.key.rpartition("/")[2]
     folder = url.key.rpartition("/")[2]
-    if url.parent.identity != parent.identity or not target.key or not sibling_key(f"../{folder}/{SOME_DATA}"):
+    if (
+        url.parent.identity != parent.identity
+        or not target.key
+        or not sibling_key(f"../{folder}/{SOME_DATA}")
+    ):
         raise Unsupported("it is not beside the new one, in the same prefix")
     try:
         store = RemoteStore(url, limits=limits)
@@ -192,14 +224,22 @@ def _open_sibling(url: Url, target: Url, limits: Limits) -> Base:
             raise Unsupported("it is no native checkpoint")
         manifest = read_manifest(OpenSource(store, limits=limits))
         _check_hashes(manifest)
-        places = {file.name: sibling_key(file.name) or (folder, file.name) for file in manifest.files}
+        places = {
+            file.name: sibling_key(file.name) or (folder, file.name) for file in manifest.files
+        }
         if not all(DATA.fullmatch(name) for _, name in places.values()):
             raise Unsupported("its data has names that other checkpoints may write, too")
         if claims_below(parent, "deletes").intersection(one for one, _ in places.values()):
             raise Unsupported("data that it names is being deleted, or was when a process died")
         starts = [bytearray(PREFIX_NBYTES) for _ in manifest.files]
         asked = zip(manifest.files, starts, strict=True)
-        run_all([partial(store.read, file.name, 0, memoryview(start)) for file, start in asked], store.medium.requests)
-        data = [f.nbytes - PREFIX_NBYTES - int.from_bytes(s, "little") for f, s in zip(manifest.files, starts, strict=True)]
+        run_all(
+            [partial(store.read, file.name, 0, memoryview(start)) for file, start in asked],
+            store.medium.requests,
+        )
+        data = [
+            f.nbytes - PREFIX_NBYTES - int.from_bytes(s, "little")
+            for f, s in zip(manifest.files, starts, strict=True)
+        ]
     names = {name: at if one == own else f"../{one}/{at}" for name, (one, at) in places.items()}
     return Base(url, manifest, data, names)

@@ -100,20 +100,29 @@ def format_named(path: str, format: str | None, options: Options) -> str:
         found = asked.name
     else:
         *first, last = titles(written_formats())
-        raise Unsupported(f"{format!r} is no format that can be written; use {', '.join(first)} or {last}", found=format)
+        raise Unsupported(
+            f"{format!r} is no format that can be written; use {', '.join(first)} or {last}",
+            found=format,
+        )
     return folder_of(found) or found if options.max_shard_size is not None else found
 
 
 def folder_of(format: str) -> str | None:
     """The format of a folder with several files of a format; None where there is none."""
     asked = format_of(format).choices
-    return next((one.name for one in written_formats() if one.folder and one.choices == asked), None)
+    return next(
+        (one.name for one in written_formats() if one.folder and one.choices == asked), None
+    )
 
 
 def for_programs(path: str, format: str | None) -> bool:
     """Whether an archive of programs is asked for: by its format, or by the suffix of the path."""
     archives = [one for one in FORMATS if one.programs]
-    return any(suffix_of(path) in one.suffixes for one in archives) if format is None else chosen(format, archives) is not None
+    return (
+        any(suffix_of(path) in one.suffixes for one in archives)
+        if format is None
+        else chosen(format, archives) is not None
+    )
 
 
 def check_archive_name(path: str) -> None:
@@ -121,23 +130,38 @@ def check_archive_name(path: str) -> None:
     suffix, known = suffix_of(path), written_suffixes()
     if suffix and suffix in known:
         message = f"a .pt2 archive is written here, and the suffix {suffix!r} says {known[suffix]}"
-        raise Unsupported(f"{message}; call it {os.path.splitext(os.path.basename(path))[0]}.pt2", file=path, found=suffix)
+        raise Unsupported(
+            f"{message}; call it {os.path.splitext(os.path.basename(path))[0]}.pt2",
+            file=path,
+            found=suffix,
+        )
 
 
 def check_sparse(path: str, format: str, sparse: str) -> None:
     """Raise `Unsupported` where tensors shall be stored packed in a format that stores none so, or in a way that there is not."""
     if parse_wanted(sparse) is not None and "pack" not in format_of(format).takes:
-        raise Unsupported(f"only a native directory stores tensors packed, and this is {format}; leave sparse= away", file=path)
+        raise Unsupported(
+            f"only a native directory stores tensors packed, and this is {format}; leave sparse= away",
+            file=path,
+        )
 
 
 def plan_save(path: str, state: State, format: str, *, options: Options) -> SavePlan:
     """Lay out a state, so that it opens again. Raises `CannotHold` with every problem when the format cannot hold it."""
     check_sparse(path, format, options.sparse)
     plan = _lay_out(path, state, format, options=options)
-    return _check_kinds_open(plan if plan.holds is not None else replace(plan, holds=state.tensors), path, state, format, options)
+    return _check_kinds_open(
+        plan if plan.holds is not None else replace(plan, holds=state.tensors),
+        path,
+        state,
+        format,
+        options,
+    )
 
 
-def _check_kinds_open(plan: SavePlan, path: str, state: State, format: str, options: Options) -> SavePlan:
+def _check_kinds_open(
+    plan: SavePlan, path: str, state: State, format: str, options: Options
+) -> SavePlan:
     """The plan, known to open because a state with one tensor of each of its kinds, laid out alike, opens.
 
     Of fifty thousand tensors the reader would read the same header fields fifty thousand times. What it counts is compared with
@@ -169,12 +193,20 @@ def _check_kinds_open(plan: SavePlan, path: str, state: State, format: str, opti
     else:
         sample: dict[str, object] = {f"{at}": table.view(row) for at, row in enumerate(rows)}
         if not leaves.flat:
-            sample["containers"] = {f"{at}": container for at, container in enumerate(leaves.samples())}
+            sample["containers"] = {
+                f"{at}": container for at, container in enumerate(leaves.samples())
+            }
             sample |= {"others": others} if (others := leaves.others()) else {}
-            sample |= {"composites": {f"{at}": whole for at, whole in enumerate(wholes)}} if wholes else {}
+            sample |= (
+                {"composites": {f"{at}": whole for at, whole in enumerate(wholes)}}
+                if wholes
+                else {}
+            )
         described = tabulate_state(sample, metadata=state.metadata)
         own = replace(options, base=None if options.base is None else OpenBase())
-        check_opens(replace(_lay_out(path, described, format, options=own), holds=described.tensors), path)
+        check_opens(
+            replace(_lay_out(path, described, format, options=own), holds=described.tensors), path
+        )
         plan = replace(plan, opens=True)
     if plain:
         note_opened(key)
@@ -198,7 +230,11 @@ def note_opened(key: object) -> None:
 
 
 def _two_views(table: Table) -> tuple[int, ...]:
-    parts = {number for number, kind in enumerate(table.kinds) if kind.dense and kind.nbytes and not kind.whole}
+    parts = {
+        number
+        for number, kind in enumerate(table.kinds)
+        if kind.dense and kind.nbytes and not kind.whole
+    }
     seen: dict[int, int] = {}
     for row, one in enumerate(table.kind if parts else ()):
         if one in parts and table.storage[row] != ODD:
@@ -214,7 +250,15 @@ def _likeness(kind: Kind) -> tuple[object, ...]:
     traits = kind.traits
     marks = (traits.requires_grad, traits.parameter, traits.buffer)
     usual = kind.strides == c_strides(kind.shape, kind.dtype.bits)
-    return kind.dtype.name, len(kind.shape), kind.nbytes == 0, usual, kind.whole, marks, kind.location
+    return (
+        kind.dtype.name,
+        len(kind.shape),
+        kind.nbytes == 0,
+        usual,
+        kind.whole,
+        marks,
+        kind.location,
+    )
 
 
 def _near_limits(plan: SavePlan, table: Table, *, flat: bool) -> bool:
@@ -245,7 +289,11 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
     given = {name: LAYOUT[name](path, options) for name in found.takes}
     rejoined = rejoin(state) if found.storages else None
     plan = found.lay_out(state if rejoined is None else rejoined.state, **given)
-    return replace(plan, notes=(*rejoined.notes, *plan.notes)) if rejoined is not None and rejoined.notes else plan
+    return (
+        replace(plan, notes=(*rejoined.notes, *plan.notes))
+        if rejoined is not None and rejoined.notes
+        else plan
+    )
 
 
 LAYOUT: Mapping[str, Callable[[str, Options], object]] = {
@@ -257,7 +305,9 @@ LAYOUT: Mapping[str, Callable[[str, Options], object]] = {
     "index": lambda path, options: options.index,
     "stem": lambda path, options: options.stem,
     "pack": lambda path, options: (
-        None if (wanted := parse_wanted(options.sparse)) is None else partial(choose, wanted=wanted, ranks=options.ranks)
+        None
+        if (wanted := parse_wanted(options.sparse)) is None
+        else partial(choose, wanted=wanted, ranks=options.ranks)
     ),
     "hashes": lambda path, options: None if options.base is None else options.base.hashes,
     "take_over": lambda path, options: None if options.base is None else options.base.take_over,
@@ -299,8 +349,14 @@ def check_opens(plan: SavePlan, path: str) -> SavePlan:
         if plan.holds is not None:
             lost = [str(one.what) for one in found.foreign if one.uses != ("mention",)]
             if lost:
-                raise CannotHold(WHAT, [f"{what}: it would not be built" for what in lost], file=path)
-            check_holds(found.tensors, dict(zip(plan.holds, map(plan.holds.outline, plan.holds), strict=True)), path)
+                raise CannotHold(
+                    WHAT, [f"{what}: it would not be built" for what in lost], file=path
+                )
+            check_holds(
+                found.tensors,
+                dict(zip(plan.holds, map(plan.holds.outline, plan.holds), strict=True)),
+                path,
+            )
         del found
     return replace(plan, opens=True)
 
@@ -311,10 +367,19 @@ def described(store: Store, formats: Collection[str]) -> Description:
         with located(file=store.name):
             source = OpenSource(store, limits=DEFAULTS)
             if len(store.list()) > source.limits.files:
-                raise CannotHold(WHAT, [f"{len(store.list()):,} files are more than Limits(files={source.limits.files:,})"])
+                raise CannotHold(
+                    WHAT,
+                    [
+                        f"{len(store.list()):,} files are more than Limits(files={source.limits.files:,})"
+                    ],
+                )
             found = detect(source)
             if found.name not in formats:
-                raise CannotHold(WHAT, [f"it would be opened as {found.name}, and is {' or '.join(formats)}"], file=store.name)
+                raise CannotHold(
+                    WHAT,
+                    [f"it would be opened as {found.name}, and is {' or '.join(formats)}"],
+                    file=store.name,
+                )
             return found.describe(source)
     except CannotHold:
         raise
@@ -326,12 +391,16 @@ def check_holds(found: Table, holds: Mapping[str, Outline], path: str) -> None:
     """Raise `CannotHold` where tensors that were found are not those that were to be saved: by name, dtype and shape."""
     there = dict.fromkeys(found)
     problems = [f"{name}: it would not be there" for name in holds if name not in there]
-    problems += [f"{name}: it was not saved, and it would be there" for name in there if name not in holds]
+    problems += [
+        f"{name}: it was not saved, and it would be there" for name in there if name not in holds
+    ]
     if not problems:
         for name, (dtype, shape) in holds.items():
             seen = found.outline(name)
             if seen[0] is not dtype or seen[1] != shape:
-                problems.append(f"{name}: it would be read as {seen[0]} {list(seen[1])}, and is {dtype} {list(shape)}")
+                problems.append(
+                    f"{name}: it would be read as {seen[0]} {list(seen[1])}, and is {dtype} {list(shape)}"
+                )
     if problems:
         more = [f"and {len(problems) - SHOWN:,} more"] if len(problems) > SHOWN else []
         raise CannotHold(WHAT, [*problems[:SHOWN], *more], file=path)

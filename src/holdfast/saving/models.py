@@ -49,7 +49,11 @@ def models_in(checkpoint: Checkpoint, tree: object) -> dict[str, Tree]:
     """The tree of each model of a package, taken from a tree like the package's own."""
     named: Tree = tree if isinstance(tree, dict) else {}
     names = checkpoint.metadata.get("models", "")
-    several = bool(named) and all(isinstance(value, dict) for value in named.values()) and ", ".join(map(str, named)) == names
+    several = (
+        bool(named)
+        and all(isinstance(value, dict) for value in named.values())
+        and ", ".join(map(str, named)) == names
+    )
     if not several:
         return {names or "model": named}
     return {str(model): value for model, value in named.items() if isinstance(value, dict)}
@@ -67,7 +71,9 @@ def programs_of(checkpoint: Checkpoint) -> list[str]:
     return program_names(checkpoint.source) if format_of(checkpoint.format).programs else []
 
 
-def select(checkpoint: Checkpoint, state: State, selection: Selection) -> tuple[State, tuple[str, ...]]:
+def select(
+    checkpoint: Checkpoint, state: State, selection: Selection
+) -> tuple[State, tuple[str, ...]]:
     """The part of a package that is wanted, and notes about what is left out of it.
 
     A `.pt2` always becomes a state dict. Any other checkpoint stays as it is where nothing is selected.
@@ -78,10 +84,16 @@ def select(checkpoint: Checkpoint, state: State, selection: Selection) -> tuple[
     if selection == Selection() and not archive:
         return state, ()
     if not is_package(checkpoint):
-        raise CannotHold("this checkpoint is no package", ["it has no models to choose from; keep= and rename= choose by name"])
+        raise CannotHold(
+            "this checkpoint is no package",
+            ["it has no models to choose from; keep= and rename= choose by name"],
+        )
     models = models_in(checkpoint, state.tree)
     if selection.model is not None and selection.model not in models:
-        raise CannotHold("this package lacks the model", [f"there is no {selection.model!r}; there are {', '.join(models)}"])
+        raise CannotHold(
+            "this package lacks the model",
+            [f"there is no {selection.model!r}; there are {', '.join(models)}"],
+        )
     chosen = {model: tree for model, tree in models.items() if selection.model in (None, model)}
     wanted = {CONSTANTS: selection.constants, INPUTS: selection.sample_inputs}
     programs = programs_of(checkpoint)
@@ -91,7 +103,9 @@ def select(checkpoint: Checkpoint, state: State, selection: Selection) -> tuple[
         beside = non_weight_keys(tree, compiled=archive)
         left = [key for key in beside if not wanted.get(key.removesuffix("#2"), True)]
         kept[model] = {name: value for name, value in tree.items() if name not in left}
-        parts = [key.removesuffix("#2").replace("_", " ") for key in left] + ["the program"] * (model in programs)
+        parts = [key.removesuffix("#2").replace("_", " ") for key in left] + ["the program"] * (
+            model in programs
+        )
         if parts:
             notes.append(f"left out of model {model!r}: {', '.join(parts)}")
     if selection.model is None and (len(models) > 1 or not archive):
@@ -106,7 +120,9 @@ def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePl
     if for_programs(where.path, where.format):
         return _plan_pt2(source, lazy_tree(state), where.path)
     options = where.options(Options(keep_tree=True))
-    plan = plan_save(where.path, state, format_for(where.path, where.format, options), options=options)
+    plan = plan_save(
+        where.path, state, format_for(where.path, where.format, options), options=options
+    )
     left = (f"left out of model {model!r}: the program" for model in programs_of(source))
     return replace(plan, notes=(*left, *plan.notes))
 
@@ -118,8 +134,16 @@ def _plan_pt2(source: Checkpoint, tree: object, target: str) -> SavePlan:
     models = weights_of(source, tree)
     if not any(models.values()):
         raise Unsupported("this package has no weights", file=source.path)
-    plain = {model: weights for model, weights in models.items() if all(t.traits.subclass is None for t in weights.values())}
-    kept = [f"model {model!r} has weights that are pickled objects, and keeps them all" for model in models if model not in plain]
+    plain = {
+        model: weights
+        for model, weights in models.items()
+        if all(t.traits.subclass is None for t in weights.values())
+    }
+    kept = [
+        f"model {model!r} has weights that are pickled objects, and keeps them all"
+        for model in models
+        if model not in plain
+    ]
     plan = lay_out_replaced(source.source, plain, name=name)
     return replace(plan, notes=(*kept, *plan.notes))
 
@@ -127,4 +151,9 @@ def _plan_pt2(source: Checkpoint, tree: object, target: str) -> SavePlan:
 def non_weight_keys(tree: Tree, *, compiled: bool = True) -> list[str]:
     """The keys of a model's tree that are no weights of it."""
     keys = (CONSTANTS, INPUTS, COMPILED) if compiled else (CONSTANTS,)
-    return [key for name in keys for key in (name, f"{name}#2") if key in tree and not isinstance(tree[key], LazyTensor)]
+    return [
+        key
+        for name in keys
+        for key in (name, f"{name}#2")
+        if key in tree and not isinstance(tree[key], LazyTensor)
+    ]

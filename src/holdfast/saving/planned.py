@@ -89,14 +89,18 @@ class Writing(Value, frozen=True, kw_only=True):
     def budget(self) -> Budget | None:
         if self.max_memory is None:
             return None
-        return budget(self.max_memory, self.threads, requests=self.requests, processes=self.processes)
+        return budget(
+            self.max_memory, self.threads, requests=self.requests, processes=self.processes
+        )
 
     @property
     def parts(self) -> int | None:
         """How many parts of an upload may be under way at once: half of the memory is theirs."""
         if self.max_memory is None:
             return None
-        return max(1, min(UPLOADING, (byte_count(self.max_memory) - BASE_NBYTES) // 2 // PART_NBYTES))
+        return max(
+            1, min(UPLOADING, (byte_count(self.max_memory) - BASE_NBYTES) // 2 // PART_NBYTES)
+        )
 
     @property
     def reading_threads(self) -> int:
@@ -134,7 +138,9 @@ class Saved(Shown):
 
     def _lines(self) -> list[str]:
         count, enough = len(self.files), self.done or self.free_nbytes >= self.new_nbytes
-        shared = f", {self.shared_nbytes:,} of them shared with the base" if self.shared_nbytes else ""
+        shared = (
+            f", {self.shared_nbytes:,} of them shared with the base" if self.shared_nbytes else ""
+        )
         room = f"space  {self.free_nbytes:,} bytes free" + ("" if enough else ": NOT ENOUGH")
         return [
             f"→ {self.path} ({self.format})",
@@ -167,7 +173,11 @@ def _free(target: str) -> int:
     try:
         free = place_at(target).free_nbytes()
     except StoreError as error:
-        raise refusal(f"the folder to save into cannot be used: {error.message} ({error.file!r})", target, error.errno) from None
+        raise refusal(
+            f"the folder to save into cannot be used: {error.message} ({error.file!r})",
+            target,
+            error.errno,
+        ) from None
     return ENDLESS if free is None else free
 
 
@@ -213,8 +223,12 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
         if report.free_nbytes < report.new_nbytes and wait_for_room():
             report = replace(report, free_nbytes=_free(report.path))
         # Where nobody may write, how much room there is is not what is wrong.
-        if report.free_nbytes < report.new_nbytes and os.access(os.path.dirname(os.path.abspath(report.path)), os.W_OK):
-            room = f"{report.new_nbytes:,} bytes are to be written and {report.free_nbytes:,} are free"
+        if report.free_nbytes < report.new_nbytes and os.access(
+            os.path.dirname(os.path.abspath(report.path)), os.W_OK
+        ):
+            room = (
+                f"{report.new_nbytes:,} bytes are to be written and {report.free_nbytes:,} are free"
+            )
             refused = refusal(f"the disk is full: {room}", report.path, errno.ENOSPC)
             refused.expected, refused.found = report.new_nbytes, report.free_nbytes
             raise refused
@@ -240,7 +254,9 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
         if copied:
             nbytes = sum(file.nbytes for file in copied)
             note = f"the file system gave no second name to {len(copied):,} files of the base: {nbytes:,} bytes were copied"
-            report = replace(report, notes=(*report.notes, note), shared_nbytes=report.shared_nbytes - nbytes)
+            report = replace(
+                report, notes=(*report.notes, note), shared_nbytes=report.shared_nbytes - nbytes
+            )
         return self.finish(replace(report, done=True, crcs=crcs), None)
 
     def carry_out(self, progress: Progress | None = None) -> R:
@@ -251,7 +267,12 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
     def __enter__(self) -> Planned[R]:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -279,10 +300,18 @@ class Destination(Value, frozen=True):
 
     def options(self, options: Options) -> Options:
         """The options of the layout, and what the place needs of it."""
-        return replace(options, index=options.index or self.index, stem=self.stem, ranks=self.ranks, save=self.writing.save)
+        return replace(
+            options,
+            index=options.index or self.index,
+            stem=self.stem,
+            ranks=self.ranks,
+            save=self.writing.save,
+        )
 
 
-def begin_ranks(asked: Mapping[str, Any], dst: object, stack: ExitStack) -> tuple[Ranks, dict[str, Any]]:
+def begin_ranks(
+    asked: Mapping[str, Any], dst: object, stack: ExitStack
+) -> tuple[Ranks, dict[str, Any]]:
     """The ranks that a verb is asked to write with, and fields of `Writing` that they have in common. `stack` closes them."""
     ranks = begin(asked.get("group"), f"write {dst}")
     if ranks is ALONE:
@@ -306,45 +335,69 @@ def rewritten(
     whether a directory is written, where the format of the path does not; `programs` whether the verb writes such archives. Raises
     `NotCommitted` for a target that cannot be written, and `Unsupported` as `_destination` does, before `lay_out` reads anything.
     """
-    limits, format, in_place, copy_config = map(asked.get, ("limits", "format", "in_place", "copy_config"))
+    limits, format, in_place, copy_config = map(
+        asked.get, ("limits", "format", "in_place", "copy_config")
+    )
     copy_config = True if copy_config is None else copy_config
     options = layout_of(asked)
     with ExitStack() as stack:
         ranks, common = begin_ranks(asked, dst, stack)
         stack.enter_context(telling(ranks))
         # Blocks are read by the threads that write them.
-        source = stack.enter_context(opened(src, threads=1, limits=limits, map=asked.get("map"))).without_views()
+        source = stack.enter_context(
+            opened(src, threads=1, limits=limits, map=asked.get("map"))
+        ).without_views()
         writing = pick(Writing, {**asked, **common}, requests=source.source.store.medium.requests)
         if in_place is None:
             where = Destination(place_of(dst), format, writing)
         else:
-            where = _destination(source, dst, in_place=in_place, format=format, writing=writing, programs=programs)
+            where = _destination(
+                source, dst, in_place=in_place, format=format, writing=writing, programs=programs
+            )
         if elsewhere and same_place(where.path, source.path):
             problem = f"the target {where.path!r} is the source; write beside it"
             raise CannotHold("the target is read while it is written", [problem], file=where.path)
         if directory is None:
             archive = programs and for_programs(where.path, where.format)
             if not archive:
-                where = replace(where, format=_model_format(source, where, options, copy_config) or where.format)
-            directory = not archive and format_of(format_for(where.path, where.format, options)).folder
+                where = replace(
+                    where, format=_model_format(source, where, options, copy_config) or where.format
+                )
+            directory = (
+                not archive and format_of(format_for(where.path, where.format, options)).folder
+            )
         check_target(where.path, directory=directory, writing=where.writing)
-        side_files = find_side_files(source, where.path, copy_config, directory=directory, stack=stack, limits=limits)
+        side_files = find_side_files(
+            source, where.path, copy_config, directory=directory, stack=stack, limits=limits
+        )
         if source.torch_dist and where.format == source.usual_format:
             side_files = replace(side_files, files={**side_files.files, **torch_dist_files()})
-        planned = lay_out(source, replace(where, index=side_files.weights, stem=side_files.stem, ranks=ranks))
+        planned = lay_out(
+            source, replace(where, index=side_files.weights, stem=side_files.stem, ranks=ranks)
+        )
         stack.callback(planned.close)
         seals = find_seals(source, limits) if same_place(where.path, source.path) else NOTHING
         planned = _accompanied(planned, side_files, source, seals)
-        return replace(planned, sources=stack.pop_all(), ranks=ranks, mark=partial(checkpoint_mark, source))
+        return replace(
+            planned, sources=stack.pop_all(), ranks=ranks, mark=partial(checkpoint_mark, source)
+        )
 
 
-def _accompanied(planned: Planned[R], side_files: SideFiles, source: Checkpoint, seals: Renewal) -> Planned[R]:
+def _accompanied(
+    planned: Planned[R], side_files: SideFiles, source: Checkpoint, seals: Renewal
+) -> Planned[R]:
     """The plan with the side files in its directory, published with it, and sealed again where it was."""
     plan, added = side_files.add_to(planned.plan, source)
-    seals = seals.laid_out(plan, {file.key for file in added if file in plan.files}, source.source.store.list())
+    seals = seals.laid_out(
+        plan, {file.key for file in added if file in plan.files}, source.source.store.list()
+    )
     if sealing := seals.files():
         added = (*added, *sealing)
-        plan = replace(plan, index=(*plan.index, *sealing)) if place_at(planned.report.path).on_disk else plan
+        plan = (
+            replace(plan, index=(*plan.index, *sealing))
+            if place_at(planned.report.path).on_disk
+            else plan
+        )
     if plan is planned.plan and not added:
         return replace(planned, renews=seals)
     plan, report = check_opens(plan, planned.report.path), planned.report
@@ -355,7 +408,9 @@ def _accompanied(planned: Planned[R], side_files: SideFiles, source: Checkpoint,
     return replace(planned, plan=plan, report=report, reads=tuple(reads), renews=seals)
 
 
-def _model_format(source: Checkpoint, where: Destination, options: Options, copy_config: CopyConfig) -> str | None:
+def _model_format(
+    source: Checkpoint, where: Destination, options: Options, copy_config: CopyConfig
+) -> str | None:
     """The format that others expect, where the name of the target says none: of a layout, or of a Hugging Face folder."""
     if not suffix_of(where.path) and where.format is None and source.usual_format:
         return folder_of(format_named(where.path, source.usual_format, options))
@@ -364,7 +419,9 @@ def _model_format(source: Checkpoint, where: Destination, options: Options, copy
     if where.format is not None:
         return folder_of(format_named(where.path, where.format, options))
     # A native directory with a config beside it stays one, unless it is told otherwise.
-    stays = source.format == format_named(where.path, None, options) and isinstance(copy_config, bool)
+    stays = source.format == format_named(where.path, None, options) and isinstance(
+        copy_config, bool
+    )
     models = (one.name for one in written_formats() if one.weights_by and one.folder)
     return None if stays or options.sparse != "never" else next(models)
 
@@ -376,7 +433,10 @@ def check_target(path: str, *, directory: bool, writing: Writing) -> None:
         return
     if not place_at(path).on_disk:
         if writing.resume:
-            raise Unsupported("resume=True takes over files of a directory; a save to an object store begins anew", file=path)
+            raise Unsupported(
+                "resume=True takes over files of a directory; a save to an object store begins anew",
+                file=path,
+            )
         return  # the save itself looks, with the same requests
     target = open_target(system_files(), path)
     try:
@@ -387,7 +447,13 @@ def check_target(path: str, *, directory: bool, writing: Writing) -> None:
 
 
 def _destination(
-    source: Checkpoint, dst: str | os.PathLike[str] | None, *, in_place: bool, format: str | None, writing: Writing, programs: bool
+    source: Checkpoint,
+    dst: str | os.PathLike[str] | None,
+    *,
+    in_place: bool,
+    format: str | None,
+    writing: Writing,
+    programs: bool,
 ) -> Destination:
     """The target that was named, or the place of the source, in its own format.
 
@@ -396,12 +462,17 @@ def _destination(
     # A dry run without a target looks at what it would be in place.
     in_place = in_place or (dst is None and writing.dry_run)
     if dst is not None and in_place:
-        raise Unsupported("a target and in_place=True exclude each other; leave one of them out", file=source.path)
+        raise Unsupported(
+            "a target and in_place=True exclude each other; leave one of them out", file=source.path
+        )
     if dst is None and not in_place:
         message = "say where to write: a target, or in_place=True to replace the source"
         raise Unsupported(f"{message}; dry_run=True only looks", file=source.path)
     if dst is None and source.source.store.place() != place_at(source.path).identity:
-        raise Unsupported("what was not opened by a path has no place to be replaced in; give a target", file=source.path)
+        raise Unsupported(
+            "what was not opened by a path has no place to be replaced in; give a target",
+            file=source.path,
+        )
     path = source.path if dst is None else place_of(dst)
     if dst is not None and not same_place(path, source.path):
         return Destination(path, format, writing)
@@ -409,7 +480,9 @@ def _destination(
     if format is None and not own.written_by and not (programs and own.programs):
         message = f"{source.format} can be read and not written, so it cannot be replaced; give the new one another path"
         raise Unsupported(message, file=source.path, found=source.format)
-    return Destination(path, format or source.format, replace(writing, overwrite=writing.overwrite or in_place))
+    return Destination(
+        path, format or source.format, replace(writing, overwrite=writing.overwrite or in_place)
+    )
 
 
 def unchanged(stores: Iterable[Store], target: str) -> None:
@@ -418,7 +491,9 @@ def unchanged(stores: Iterable[Store], target: str) -> None:
         changed = store.changed()
         if changed:
             message = f"the source {store.name!r} changed while it was read ({', '.join(changed[:3])}); nothing was published"
-            raised = refusal(f"{message}: start again when nobody writes to it", target, errno.ESTALE)
+            raised = refusal(
+                f"{message}: start again when nobody writes to it", target, errno.ESTALE
+            )
             raised.found = changed
             raise raised
 

@@ -43,7 +43,10 @@ Foreign = Callable[[str, str | None], Collection[str] | None]
 def named_by(raw: bytes) -> tuple[tuple[tuple[str, int], ...], Mapping[str, str]]:
     """The files that a manifest names, with their lengths, and its metadata. Raises what `parse_manifest` raises."""
     manifest = parse_manifest(raw, LIMITS)
-    files = [*((file.name, file.nbytes) for file in manifest.files), *((file.name, file.nbytes) for file in manifest.others)]
+    files = [
+        *((file.name, file.nbytes) for file in manifest.files),
+        *((file.name, file.nbytes) for file in manifest.others),
+    ]
     return tuple(files), manifest.metadata
 
 
@@ -72,7 +75,11 @@ class References:
         """The keys among these that a published manifest names, as the store has it now."""
         wanted = {key: key.removeprefix(self._start).rpartition("/")[0] for key in keys}
         folders = set(wanted.values())
-        published = {folder: below[MANIFEST].etag for folder, below in listed(self.parent).items() if MANIFEST in below}
+        published = {
+            folder: below[MANIFEST].etag
+            for folder, below in listed(self.parent).items()
+            if MANIFEST in below
+        }
         read = []
         for folder, etag in published.items():
             known, others = self._known.get(folder), self._foreign(folder, etag)
@@ -86,7 +93,11 @@ class References:
         found: set[str] = set()
         for folder, (_, names) in self._known.items():
             if isinstance(names, bytes):
-                found |= {key for key, own in wanted.items() if own == folder or key.rpartition("/")[2].encode() in names}
+                found |= {
+                    key
+                    for key, own in wanted.items()
+                    if own == folder or key.rpartition("/")[2].encode() in names
+                }
             else:
                 found |= wanted.keys() & names
         return found
@@ -115,7 +126,12 @@ class References:
             self.notes[folder] = error.message
             return
         places = (sibling_key(name) or (folder, name) for name, _ in files)
-        self._known[folder] = etag, frozenset(f"{self._start}{one}/{name}" if one else self._start + name for one, name in places)
+        self._known[folder] = (
+            etag,
+            frozenset(
+                f"{self._start}{one}/{name}" if one else self._start + name for one, name in places
+            ),
+        )
 
 
 SAVED = re.compile(r"-[0-9a-f]{16}(?:-\d{5}-of-\d{5}(?:-\d{5})?\.safetensors|\.distcp)\Z")
@@ -140,13 +156,21 @@ def replaced_at(url: Url, there: Collection[str]) -> ReplacedObjects:
             raw = bytearray(source.store.size(MANIFEST))
             source.store.peek(MANIFEST, 0, memoryview(raw))
             manifest = parse_manifest(bytes(raw), LIMITS)
-            names = [MANIFEST, *(file.name for file in manifest.files), *(file.name for file in manifest.others)]
+            names = [
+                MANIFEST,
+                *(file.name for file in manifest.files),
+                *(file.name for file in manifest.others),
+            ]
             shared = manifest.hash is not None
         elif METADATA in there:
             names = [METADATA]
             with suppress(HoldfastError):  # a damaged one goes as well, and its data stays
                 names += read_dcp_index(source, whole=False).files
-            names += [name for name in there if name != METADATA and is_checkpoint(name) and not name.endswith(DATA_SUFFIX)]
+            names += [
+                name
+                for name in there
+                if name != METADATA and is_checkpoint(name) and not name.endswith(DATA_SUFFIX)
+            ]
         else:
             index = choose_index(sorted(there), url)
             # Data without its index is what a save left, or what steps beside this one name: not for us to delete.
@@ -159,6 +183,10 @@ def replaced_at(url: Url, there: Collection[str]) -> ReplacedObjects:
 
 
 NAMES = BucketNames(
-    counts=is_checkpoint, late=lambda name: not SAVED.search(name), weights=is_replaceable, replaced=replaced_at, stale=(BESIDE,)
+    counts=is_checkpoint,
+    late=lambda name: not SAVED.search(name),
+    weights=is_replaceable,
+    replaced=replaced_at,
+    stale=(BESIDE,),
 )
 """The rules about names for a save by one process (`engine/targets/bucket`)."""

@@ -17,7 +17,12 @@ from holdfast.formats.tree_json.encode import is_marked
 def flat_state(table: Table, metadata: Mapping[str, str]) -> State:
     """A plain dict of the rows of a table. None of them is made."""
     leaves = _marked(Leaves.of_rows(table.names), table)
-    return State(dict(zip(table.names, leaves.values, strict=True)), table, leaves.over(table), dict(metadata))
+    return State(
+        dict(zip(table.names, leaves.values, strict=True)),
+        table,
+        leaves.over(table),
+        dict(metadata),
+    )
 
 
 def _marked(leaves: Leaves, table: Table) -> Leaves:
@@ -32,7 +37,15 @@ def with_odd(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
     for row, tensor in tensors.items():
         kind[row], storage[row] = len(kinds), ODD
         kinds.append(Kind.of(tensor))
-    return Table(table.names, kinds, kind, storage, table.storages, {**table.odd, **tensors}, offsets=table.offsets)
+    return Table(
+        table.names,
+        kinds,
+        kind,
+        storage,
+        table.storages,
+        {**table.odd, **tensors},
+        offsets=table.offsets,
+    )
 
 
 def with_table(state: State, table: Table) -> State:
@@ -44,7 +57,9 @@ def with_tree(state: State, tree: object, limits: Limits | None = None) -> State
     """The state of another tree over tensors of this one, under the names that they have there."""
     leaves = state.leaves
     rows = dict(zip(map(id, leaves.values), range(len(leaves.values)), strict=True))
-    found = find_leaves(tree, leaves.kinds, lambda value, path: leaves.described(value), (limits or DEFAULTS).depth)
+    found = find_leaves(
+        tree, leaves.kinds, lambda value, path: leaves.described(value), (limits or DEFAULTS).depth
+    )
     found.refuse()
     moved = state.tensors.select([rows[id(value)] for value in found.values], found.names)
     return replace(state, tree=tree, tensors=moved, leaves=_marked(found.over(moved), moved))

@@ -51,7 +51,21 @@ from holdfast.stores.place import place_at, same_place
 
 CONFIG, TORCH_STEM = "config.json", "pytorch_model"
 
-SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".md", ".py", ".tiktoken", ".vocab", ".bpe", ".spm", ".yaml", ".yml")
+SUFFIXES = (
+    ".json",
+    ".jsonl",
+    ".txt",
+    ".model",
+    ".jinja",
+    ".md",
+    ".py",
+    ".tiktoken",
+    ".vocab",
+    ".bpe",
+    ".spm",
+    ".yaml",
+    ".yml",
+)
 """The suffixes of config, tokenizer, template, code and text files. `.model` is a SentencePiece tokenizer."""
 
 PLAIN_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
@@ -77,14 +91,21 @@ def is_side_file(name: str) -> bool:
     >>> [is_side_file(name) for name in ("tokenizer.json", "model.safetensors.index.json", "training_args.bin", "LICENSE")]
     [True, False, False, True]
     """
-    if "/" in name or name.startswith(".") or is_replaceable(name) or name.endswith((".index.json", SEAL_SUFFIX)):
+    if (
+        "/" in name
+        or name.startswith(".")
+        or is_replaceable(name)
+        or name.endswith((".index.json", SEAL_SUFFIX))
+    ):
         return False
     return name.lower().endswith(SUFFIXES) or name.partition(".")[0].upper() in PLAIN_NAMES
 
 
 def _shows_model(name: str) -> bool:
     """Whether a folder with such a file is a model's."""
-    return is_side_file(name) and (name.endswith(CONFIG) or name.startswith("tokenizer") or name == "params.json")
+    return is_side_file(name) and (
+        name.endswith(CONFIG) or name.startswith("tokenizer") or name == "params.json"
+    )
 
 
 def is_model(source: Checkpoint, copy_config: CopyConfig = True) -> bool:
@@ -110,16 +131,29 @@ class SideFiles(Value, frozen=True):
         """Whether there are safetensors files among them, which only an index tells from those that are written."""
         return any(name.endswith(SUFFIX) for name in self.files)
 
-    def add_to(self, plan: SavePlan, source: Mapping[str, LazyTensor]) -> tuple[SavePlan, tuple[FilePlan, ...]]:
+    def add_to(
+        self, plan: SavePlan, source: Mapping[str, LazyTensor]
+    ) -> tuple[SavePlan, tuple[FilePlan, ...]]:
         """The plan with these files in it, and their own plans. `source` are the tensors that the weights are made of."""
         if not self.files and not self.notes:
             return plan, ()
         written = {file.key for file in (*plan.files, *plan.index)}
-        labels = {segment.label for file in plan.files for segment in file.segments if isinstance(segment, Data)}
+        labels = {
+            segment.label
+            for file in plan.files
+            for segment in file.segments
+            if isinstance(segment, Data)
+        }
         both = [name for name in self.files if name in written]
-        lost = [f"{name!r} is no part of the checkpoint, and a file of that name is written" for name in both]
+        lost = [
+            f"{name!r} is no part of the checkpoint, and a file of that name is written"
+            for name in both
+        ]
         if lost:
-            raise CannotHold("other files of the folder would be lost; move them away, or give another target", lost)
+            raise CannotHold(
+                "other files of the folder would be lost; move them away, or give another target",
+                lost,
+            )
         added, late, notes = [], [], list(self.notes)
         for name, origin in self.files.items():
             config = self._config(origin, plan, source, notes) if name == CONFIG else None
@@ -128,10 +162,17 @@ class SideFiles(Value, frozen=True):
                 late.append(FilePlan(name, (Literal(config),)))
             elif not self.stays:
                 added.append(_copied(name, origin, labels))
-        made = replace(plan, files=(*plan.files, *added), index=(*late, *plan.index), notes=(*plan.notes, *notes))
+        made = replace(
+            plan,
+            files=(*plan.files, *added),
+            index=(*late, *plan.index),
+            notes=(*plan.notes, *notes),
+        )
         return replace(made, opens=plan.opens and not self.strangers), (*added, *late)
 
-    def _config(self, origin: Source, plan: SavePlan, source: Mapping[str, LazyTensor], notes: list[str]) -> bytes | None:
+    def _config(
+        self, origin: Source, plan: SavePlan, source: Mapping[str, LazyTensor], notes: list[str]
+    ) -> bytes | None:
         """The config with the dtype that the weights have now; None where nothing is to be changed in it."""
         now = None if plan.holds is None else _prevailing(plan.holds.values())
         if now is None or (not self.elsewhere and now == _prevailing(source.values())):
@@ -140,10 +181,14 @@ class SideFiles(Value, frozen=True):
         try:
             made = _edited(origin, now, changes)
         except HoldfastError as error:
-            notes.append(f"{CONFIG} is as it was, and may name another dtype than the weights have: {error.message}")
+            notes.append(
+                f"{CONFIG} is as it was, and may name another dtype than the weights have: {error.message}"
+            )
             return None
         if changes:
-            notes.append(f"{CONFIG} says what the weights are now: {', '.join(f'{at} {how}' for at, how in changes.items())}")
+            notes.append(
+                f"{CONFIG} says what the weights are now: {', '.join(f'{at} {how}' for at, how in changes.items())}"
+            )
         return made if changes else None
 
 
@@ -162,7 +207,13 @@ def _edited(origin: Source, dtype: str, changes: dict[str, str]) -> bytes:
 
 
 def find_side_files(
-    source: Checkpoint, target: str, copy_config: CopyConfig, *, directory: bool, stack: ExitStack, limits: Limits | None
+    source: Checkpoint,
+    target: str,
+    copy_config: CopyConfig,
+    *,
+    directory: bool,
+    stack: ExitStack,
+    limits: Limits | None,
 ) -> SideFiles:
     """The files that go beside the weights at the target. Another folder that is opened for them is closed with the stack.
 
@@ -170,7 +221,9 @@ def find_side_files(
     """
     if not isinstance(copy_config, bool | str | os.PathLike) or copy_config == "":
         kind = type(copy_config).__name__
-        raise Unsupported(f"copy_config is True, False, or the folder that config and tokenizer come from; not a {kind}")
+        raise Unsupported(
+            f"copy_config is True, False, or the folder that config and tokenizer come from; not a {kind}"
+        )
     own = tuple(source.source.store.list())
     folder = len(own) > 1 or source.source.store.folder
     if not directory:
@@ -187,11 +240,15 @@ def find_side_files(
         kept = kept if place_at(target).on_disk else {}
         strangers = any(not is_side_file(name) for name in kept)
         stem = _stem(next(iter(taken.values())).store.list(), source)
-        return SideFiles(kept | taken, elsewhere=True, strangers=strangers, notes=tuple(notes), stem=stem)
+        return SideFiles(
+            kept | taken, elsewhere=True, strangers=strangers, notes=tuple(notes), stem=stem
+        )
     stem = _stem(own, source) if folder else STEM
     if kept and not place_at(target).on_disk:
         # Nothing there is moved out of the way, so nothing has to be put back.
-        return SideFiles({name: origin for name, origin in kept.items() if name == CONFIG}, stays=True, stem=stem)
+        return SideFiles(
+            {name: origin for name, origin in kept.items() if name == CONFIG}, stays=True, stem=stem
+        )
     if kept:
         return SideFiles(kept, strangers=any(not is_side_file(name) for name in kept), stem=stem)
     if not copy_config or not folder or not any(map(_shows_model, own)):
@@ -199,14 +256,23 @@ def find_side_files(
     taken = dict.fromkeys(_chosen(source.source, own, notes), source.source)
     format = format_of(source.format)
     used = {*format.weight_files(source.source).files} if format.weights_by else set()
-    others = (name for name in own if not is_part(name) and name not in taken and name not in used and name[0] != ".")
+    others = (
+        name
+        for name in own
+        if not is_part(name) and name not in taken and name not in used and name[0] != "."
+    )
     left = sorted({name.partition("/")[0] for name in others if not name.endswith(INDEX)})
     if left:
         notes.append(f"left behind, since they are no config, tokenizer or text: {_some(left)}")
     return SideFiles(taken, notes=tuple(notes), stem=stem)
 
 
-TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+TORCH_DIST = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 """`metadata.json` of a folder that megatron-core 0.16 loads."""
 
 
@@ -222,8 +288,16 @@ def _of_one_file(source: Checkpoint, own: Sequence[str], copy_config: CopyConfig
     if not isinstance(copy_config, bool):
         message = "one file has no place for a config; give a directory (with a slash at its end, or format=)"
         raise Unsupported(f"{message}, or leave copy_config= away", found=str(copy_config))
-    left = [name for name in own if is_side_file(name)] if copy_config and any(map(_shows_model, own)) else []
-    notes = (f"one file is written; these stay in {source.path!r} alone: {_some(left)}",) if left else ()
+    left = (
+        [name for name in own if is_side_file(name)]
+        if copy_config and any(map(_shows_model, own))
+        else []
+    )
+    notes = (
+        (f"one file is written; these stay in {source.path!r} alone: {_some(left)}",)
+        if left
+        else ()
+    )
     return SideFiles({}, notes=notes)
 
 
@@ -250,7 +324,9 @@ def _stem(names: Sequence[str], source: Checkpoint) -> str:
         return STEM + called.removeprefix(TORCH_STEM) if called.startswith(TORCH_STEM) else called
     top = [name for name in names if "/" not in name and not name.startswith(".")]
     found = [name.removesuffix(INDEX_SUFFIX) for name in top if name.endswith(INDEX_SUFFIX)]
-    found = found or [NUMBERED.sub("", name.removesuffix(SUFFIX)) for name in top if name.endswith(SUFFIX)]
+    found = found or [
+        NUMBERED.sub("", name.removesuffix(SUFFIX)) for name in top if name.endswith(SUFFIX)
+    ]
     return found[0] if len(found) == 1 and found[0] else STEM
 
 
@@ -258,7 +334,9 @@ def _from_folder(
     folder: str | os.PathLike[str], stack: ExitStack, limits: Limits | None, notes: list[str]
 ) -> tuple[list[str], Source]:
     path, within = place_of(folder), limits or Limits()
-    absent = NoSuchPath("config and tokenizer were to be copied from this folder, and there is none", file=path)
+    absent = NoSuchPath(
+        "config and tokenizer were to be copied from this folder, and there is none", file=path
+    )
     if place_at(path).on_disk and not os.path.isdir(path):
         raise absent
     try:
@@ -281,14 +359,20 @@ def _chosen(origin: Source, names: Sequence[str], notes: list[str]) -> list[str]
         size = origin.store.size(name)
         head = origin.bytes(name, 0, min(size, len(ZIP)))
         if size > MOST_NBYTES:
-            notes.append(f"left behind: {name!r} has {size:,} bytes, more than any config or tokenizer")
+            notes.append(
+                f"left behind: {name!r} has {size:,} bytes, more than any config or tokenizer"
+            )
         elif head.startswith(ZIP) or (head[:1] == PICKLE and b"\x02" <= head[1:2] <= b"\x05"):
-            notes.append(f"left behind: {name!r} is a pickle or an archive under the name of something else")
+            notes.append(
+                f"left behind: {name!r} is a pickle or an archive under the name of something else"
+            )
         else:
             found.append(name)
     code = [name for name in found if name.endswith(".py")]
     if code:
-        notes.append(f"code came along as it is, which trust_remote_code=True would run: {_some(code)}")
+        notes.append(
+            f"code came along as it is, which trust_remote_code=True would run: {_some(code)}"
+        )
     return found
 
 

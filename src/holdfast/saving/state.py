@@ -49,7 +49,11 @@ SHOWN = 3
 
 
 def tabulate_state(
-    state: object, *, metadata: Mapping[str, str] | None = None, limits: Limits | None = None, whole: bool = False
+    state: object,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+    whole: bool = False,
 ) -> State:
     """Describe a state without copying its data: tensors are rows of a table, and the tree is the caller's own.
 
@@ -69,7 +73,11 @@ def tabulate_state(
 
 
 def tabulate_tree(
-    tree: object, *, metadata: Mapping[str, str] | None = None, limits: Limits | None = None, arrays: Arrays = "values"
+    tree: object,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+    arrays: Arrays = "values",
 ) -> State:
     """The state of a tree of usual containers. Arrays in the tree of an open checkpoint are plain values, as they were.
 
@@ -83,7 +91,9 @@ def tabulate_tree(
     table = tabulating.table()
     leaves.refuse()
     leaves.marked = any(is_marked(kind.traits) for kind in table.kinds)
-    return State(tree, table, leaves, dict(metadata or {}), _unkept_notes(leaves, table, tabulating.others))
+    return State(
+        tree, table, leaves, dict(metadata or {}), _unkept_notes(leaves, table, tabulating.others)
+    )
 
 
 def model_of(checkpoint: Checkpoint, *, whole: bool) -> tuple[object, tuple[str, ...]]:
@@ -105,7 +115,11 @@ def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[
     odd = [(row, table.names[row], leaves.values[row]) for row in others]
     for name, value in leaves.places:
         made = leaves.described(value)
-        first = next((f"{name}.{part}" for part, _ in made.children()), name) if isinstance(made, Composite) else name
+        first = (
+            next((f"{name}.{part}" for part, _ in made.children()), name)
+            if isinstance(made, Composite)
+            else name
+        )
         odd.append((table.rows.get(first, 0), name, value))
     seen: set[int] = set()
     for _, name, value in sorted(odd, key=lambda one: one[0]):
@@ -115,7 +129,11 @@ def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[
     notes = []
     for what, names in unkept_names.items():
         more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-        notes.append(f"{what} is not kept of {', '.join(map(repr, names[:SHOWN]))}{more}".replace("its hooks is", "hooks are"))
+        notes.append(
+            f"{what} is not kept of {', '.join(map(repr, names[:SHOWN]))}{more}".replace(
+                "its hooks is", "hooks are"
+            )
+        )
     return tuple(notes)
 
 
@@ -127,7 +145,10 @@ class Library(Value, frozen=True, eq=False):
 
 
 def _libraries(arrays: Arrays) -> tuple[Library, ...]:
-    return (*((NUMPY,) if arrays == "tensors" else ()), *(_torch_library() if "torch" in sys.modules else ()))
+    return (
+        *((NUMPY,) if arrays == "tensors" else ()),
+        *(_torch_library() if "torch" in sys.modules else ()),
+    )
 
 
 @cache
@@ -144,14 +165,28 @@ NUMPY = Library(ARRAY_TYPES, tabulate_arrays)
 def _plain_types(*, torch: bool) -> frozenset[type]:
     """Types of which none keeps a state, and which hold nothing that does."""
     libraries = (NUMPY, *(_torch_library() if torch else ()))
-    return frozenset({*NO_STATEFUL, bool, *LAZY_TYPES, *(kind for library in libraries for kind in library.types)})
+    return frozenset(
+        {
+            *NO_STATEFUL,
+            bool,
+            *LAZY_TYPES,
+            *(kind for library in libraries for kind in library.types),
+        }
+    )
 
 
 class _Tabulating:
     """Makes the table of a state's leaves: rows of each library by columns, and of lazy tensors for what is left."""
 
-    def __init__(self, leaves: Leaves, leaf: Leaf, resident: Resident, libraries: Sequence[Library]) -> None:
-        self._leaves, self._leaf, self._resident, self._libraries = leaves, leaf, resident, libraries
+    def __init__(
+        self, leaves: Leaves, leaf: Leaf, resident: Resident, libraries: Sequence[Library]
+    ) -> None:
+        self._leaves, self._leaf, self._resident, self._libraries = (
+            leaves,
+            leaf,
+            resident,
+            libraries,
+        )
         self.others: dict[int, LazyTensor] = {}
         """Rows that no library gave in columns: a lazy tensor each."""
 
@@ -188,7 +223,9 @@ class _Tabulating:
             value = leaves.values[row]
             if id(value) not in made:
                 try:
-                    made[id(value)] = value if isinstance(value, LazyTensor) else self._leaf(value, ())
+                    made[id(value)] = (
+                        value if isinstance(value, LazyTensor) else self._leaf(value, ())
+                    )
                 except Unsupported as error:
                     made[id(value)] = None
                     leaves.problems.append(f"{leaves.names[row]}: {error.message}")
@@ -206,7 +243,9 @@ class _Tabulating:
         place = (np.cumsum(grown) - grown).tolist()
         self.others = {place[row]: tensor for row, tensor in self.others.items()}
         for row, whole in wholes.items():
-            self.others |= {place[row] + at: tensor for at, (_, tensor) in enumerate(whole.children())}
+            self.others |= {
+                place[row] + at: tensor for at, (_, tensor) in enumerate(whole.children())
+            }
         leaves.take_apart(wholes)
         return [replace(part, rows=[place[row] for row in part.rows]) for part in parts]
 
@@ -218,7 +257,12 @@ class _Tabulating:
         offsets: Mapping[int, int]
         odd: dict[int, LazyTensor] = {}
         if len(parts) == 1 and not self.others:
-            kinds, kind, storage, offsets = [*parts[0].kinds], parts[0].kind, parts[0].storage, parts[0].offsets
+            kinds, kind, storage, offsets = (
+                [*parts[0].kinds],
+                parts[0].kind,
+                parts[0].storage,
+                parts[0].offsets,
+            )
         else:
             rows = sorted(self.others)
             lazy = tabulate_lazy([self.others[row] for row in rows])
@@ -243,9 +287,15 @@ class _Tabulating:
                 if not row_of:
                     row_of.update(zip(storage, range(len(storage)), strict=True))
                 value = owners[row_of[number]]
-                made[number] = value if isinstance(value, LazyTensor) else cast("LazyTensor", self._leaf(value, ()))
+                made[number] = (
+                    value
+                    if isinstance(value, LazyTensor)
+                    else cast("LazyTensor", self._leaf(value, ()))
+                )
             whole = made[number]
-            offset, strides = (0, (0,) * len(kind.shape)) if 0 in kind.shape else (offset, kind.strides)
+            offset, strides = (
+                (0, (0,) * len(kind.shape)) if 0 in kind.shape else (offset, kind.strides)
+            )
             chunk = Chunk(Box.whole(kind.shape), whole.chunks[0].storage, offset, strides)
             return LazyTensor(name, kind.dtype, kind.shape, (chunk,), whole.source, kind.traits)
 
@@ -254,17 +304,34 @@ class _Tabulating:
 
     def _numbers(self, parts: Sequence[Tabulated]) -> list[Sequence[int]]:
         """The numbers of each part's storages among those of all parts. One memory has one number, in whichever part it is."""
-        places, known, found, before = self._resident.places(), dict[tuple[int, int], int](), list[Sequence[int]](), 0
+        places, known, found, before = (
+            self._resident.places(),
+            dict[tuple[int, int], int](),
+            list[Sequence[int]](),
+            0,
+        )
         for part in parts:
             lengths = part.storages.nbytes.tolist()
             if isinstance(part.storages, FileStorages):
-                keys = [place.key if place.home is self._resident.store else "" for place in part.storages.files]
+                keys = [
+                    place.key if place.home is self._resident.store else ""
+                    for place in part.storages.files
+                ]
                 own = [places.get(keys[file], (0, 0)) for file in part.storages.file.tolist()]
             else:
                 own = [*zip(part.addresses(), lengths, strict=True)]
             here = range(before, before + len(lengths))
-            found.append([known[place] if place in known else number for place, number in zip(own, here, strict=True)])  # noqa: SIM401  # a call each
-            known |= {place: number for place, number in zip(own, found[-1], strict=True) if place[0] and place[1]}
+            found.append(
+                [
+                    known[place] if place in known else number  # noqa: SIM401  # a call each
+                    for place, number in zip(own, here, strict=True)
+                ]
+            )
+            known |= {
+                place: number
+                for place, number in zip(own, found[-1], strict=True)
+                if place[0] and place[1]
+            }
             before += len(lengths)
         return found
 
@@ -312,7 +379,9 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: object, /) -> object: ...
 
 
-def state_and_path(state: object, path: object) -> tuple[Stateful | Mapping[str, object], str | os.PathLike[str]]:
+def state_and_path(
+    state: object, path: object
+) -> tuple[Stateful | Mapping[str, object], str | os.PathLike[str]]:
     """The state and the path, whichever was given first (`content_and_path`)."""
     state, path = content_and_path(state, path)
     return cast("Stateful | Mapping[str, object]", state), cast("str | os.PathLike[str]", path)
@@ -348,7 +417,9 @@ def state_dicts(state: object) -> object:
     taking = Taking()
     if not taking.may_have(state):
         return state
-    return rebuild(state, lambda value, _: value, inside=taking.inside, make=taking.made, depth=MOST_CALLS)
+    return rebuild(
+        state, lambda value, _: value, inside=taking.inside, make=taking.made, depth=MOST_CALLS
+    )
 
 
 def _has(value: object, name: str) -> bool:
@@ -377,7 +448,10 @@ class Taking:
             containers: list[Any] = [value for value in level if type(value) in CONTAINERS]
             inner = dict(zip(map(id, containers), containers, strict=True))
             inside = [inner[one] for one in inner.keys() - seen]
-            dicts, others = [one for one in inside if type(one) in DICTS], [one for one in inside if type(one) not in DICTS]
+            dicts, others = (
+                [one for one in inside if type(one) in DICTS],
+                [one for one in inside if type(one) not in DICTS],
+            )
             level = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(others)]
             seen.update(inner)
         return False
@@ -394,7 +468,11 @@ class Taking:
         if isinstance(value, Mapping) and (first := stateful_keys(value)):
             self._keys[id(value)] = keys = [*dict.fromkeys(chain(first, value))]
             return ((key, value[key]) for key in keys)
-        return mapped_children(value) if isinstance(value, Mapping) or type(value) in (list, tuple) else None
+        return (
+            mapped_children(value)
+            if isinstance(value, Mapping) or type(value) in (list, tuple)
+            else None
+        )
 
     def made(self, value: Any, children: list[object], _: Way) -> object:  # noqa: ANN401  # what `inside` entered
         if id(value) in self._stateful:

@@ -118,7 +118,9 @@ class LossFindings(Findings):
         self._losses = losses
 
     def take(self) -> bytes:
-        return write_document(LOST, {dtype.name: (one.elements, one.counts) for dtype, one in self._losses.items()})
+        return write_document(
+            LOST, {dtype.name: (one.elements, one.counts) for dtype, one in self._losses.items()}
+        )
 
     def put(self, found: Sequence[bytes]) -> None:
         every = [read_document(LOST, one) for one in found]
@@ -182,10 +184,18 @@ def casts_of(dtype: AnyDType | Mapping[str, AnyDType] | None) -> Casts:
     if dtype is None or dtype == "":
         return ()
     wanted = dtype if isinstance(dtype, Mapping) else {ALL: dtype}
-    return tuple((pattern, None if name == KEEP else dtype_named(name)) for pattern, name in wanted.items())
+    return tuple(
+        (pattern, None if name == KEEP else dtype_named(name)) for pattern, name in wanted.items()
+    )
 
 
-def transform(state: State, edits: Edits, limits: Limits | None = None, *, losses: dict[DType, Losses] | None = None) -> State:
+def transform(
+    state: State,
+    edits: Edits,
+    limits: Limits | None = None,
+    *,
+    losses: dict[DType, Losses] | None = None,
+) -> State:
     """The state with the edits applied. Raises `CannotHold` with every problem when they do not fit it.
 
     What casts lose is added to `losses`, by dtype, while the tensors are read.
@@ -227,7 +237,12 @@ def left_out(tree: object, edits: Edits) -> list[str]:
         name = dotted(path)
         # Of an object its tensors are named, and not itself.
         below = name if not isinstance(value, Opaque) else f"{name}."
-        if isinstance(value, LazyTensor | Leaf) or not path or (edits.keep and not kept(name) and not kept(below)) or dropped(name):
+        if (
+            isinstance(value, LazyTensor | Leaf)
+            or not path
+            or (edits.keep and not kept(name) and not kept(below))
+            or dropped(name)
+        ):
             continue
         if isinstance(value, Composite):
             parts.append(f"{name[:SHOWN_CHARACTERS]!r} ({value.kind})")
@@ -236,11 +251,21 @@ def left_out(tree: object, edits: Edits) -> list[str]:
             objects.append(f"{name[:SHOWN_CHARACTERS]!r} ({str(what)[:SHOWN_CHARACTERS]})")
         else:
             values.append(repr(name[:SHOWN_CHARACTERS]))
-    versions = any(isinstance(value, OrderedDict) and vars(value) for _, value in walk(tree, nested))
+    versions = any(
+        isinstance(value, OrderedDict) and vars(value) for _, value in walk(tree, nested)
+    )
     notes = [f"only tensors are kept; left out: {_counted(values, 'value')}"] if values else []
-    notes += [f"only tensors are kept; left out: {_counted(objects, 'foreign object')}"] if objects else []
+    notes += (
+        [f"only tensors are kept; left out: {_counted(objects, 'foreign object')}"]
+        if objects
+        else []
+    )
     notes += [f"only tensors are kept; taken apart: {_counted(parts, 'tensor')}"] if parts else []
-    notes += ["only tensors are kept; left out: what state dicts record of their modules (_metadata)"] if versions else []
+    notes += (
+        ["only tensors are kept; left out: what state dicts record of their modules (_metadata)"]
+        if versions
+        else []
+    )
     return notes
 
 
@@ -279,7 +304,10 @@ def _refuse_blocks(table: Table) -> None:
         except Unsupported as error:
             problems.append(f"{table.names[row]}: {error.message}")
     if problems:
-        raise CannotHold("not all of this checkpoint can be dequantized; drop what cannot, or leave it as it is", problems)
+        raise CannotHold(
+            "not all of this checkpoint can be dequantized; drop what cannot, or leave it as it is",
+            problems,
+        )
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
@@ -295,13 +323,17 @@ def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
     names = leaf_names(tree)
     for pattern in unmatched((*edits.keep, *edits.drop, *(old for old, _ in edits.rename)), names):
         near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
-        problems.append(f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else ""))
+        problems.append(
+            f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else "")
+        )
     new = _new_names(names, edits)
     _check_names(names, new, problems)
     if names == new or problems:
         return tree
     if not isinstance(tree, dict):
-        problems.append(f"the top of this checkpoint is a {type(tree).__name__}; only a dict can be edited")
+        problems.append(
+            f"the top of this checkpoint is a {type(tree).__name__}; only a dict can be edited"
+        )
         return tree
     rebuilding = Rebuilding(names, new, problems)
     made = rebuilding.rebuild(tree)
@@ -316,17 +348,28 @@ def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
 def _new_names(names: Sequence[str], edits: Edits) -> list[str | None]:
     new: list[str | None] = [*renamed(edits.rename, names)] if edits.rename else [*names]
     if edits.keep:
-        new = [name if kept else None for name, kept in zip(new, meant(edits.keep, names), strict=True)]
+        new = [
+            name if kept else None for name, kept in zip(new, meant(edits.keep, names), strict=True)
+        ]
     if edits.drop:
-        new = [None if dropped else name for name, dropped in zip(new, meant(edits.drop, names), strict=True)]
+        new = [
+            None if dropped else name
+            for name, dropped in zip(new, meant(edits.drop, names), strict=True)
+        ]
     return new
 
 
 def _check_names(names: Sequence[str], new: Sequence[str | None], problems: list[str]) -> None:
     """Add a problem where two things would have one name that they had not before, or a name would be empty."""
-    given = dict.fromkeys(now for name, now in zip(names, new, strict=True) if now != name and now is not None)
+    given = dict.fromkeys(
+        now for name, now in zip(names, new, strict=True) if now != name and now is not None
+    )
     taken = Counter(new) if len({*new}) < len(new) else {}
-    problems += [f"renaming gives {taken[name]:,} things the name {name!r}" for name in given if taken and taken[name] > 1]
+    problems += [
+        f"renaming gives {taken[name]:,} things the name {name!r}"
+        for name in given
+        if taken and taken[name] > 1
+    ]
     if "" in given:
         problems.append("renaming leaves nothing of a name")
 
@@ -343,7 +386,9 @@ def _inside(value: object) -> Iterable[tuple[object, object]] | None:
 class Rebuilding:
     """Makes a tree again with some of its leaves elsewhere or nowhere; `names` are theirs in the order of `leaf_names`."""
 
-    def __init__(self, names: Sequence[str], new: Sequence[str | None], problems: list[str]) -> None:
+    def __init__(
+        self, names: Sequence[str], new: Sequence[str | None], problems: list[str]
+    ) -> None:
         self._names, self._new, self._problems = names, new, problems
         self._at = 0
         """Leaves that came before."""
@@ -351,23 +396,39 @@ class Rebuilding:
         """Leaves whose new names begin with another container's, for the top of the tree."""
 
     def rebuild(self, tree: object) -> object:
-        return rebuild(tree, lambda value, way: self._next(1)[0], inside=_inside, make=self._made, most=MOST_LEAVES + 1)
+        return rebuild(
+            tree,
+            lambda value, way: self._next(1)[0],
+            inside=_inside,
+            make=self._made,
+            most=MOST_LEAVES + 1,
+        )
 
     def _next(self, count: int) -> range:
         self._at += count
         return range(self._at - count, self._at)
 
-    def _made(self, value: dict[object, object] | list[object] | tuple[object, ...], children: list[object], way: Way) -> object:
+    def _made(
+        self,
+        value: dict[object, object] | list[object] | tuple[object, ...],
+        children: list[object],
+        way: Way,
+    ) -> object:
         """A container with something in it, or `GONE`. In the places of its leaves, `children` has their numbers."""
         made = children or self._next(len(value))
         if isinstance(value, dict):
             return self._dict(value, made, way)
-        inside = [self._leaf(*one) for one in zip(range(len(value)), value, entered(value), made, strict=True)]
+        inside = [
+            self._leaf(*one)
+            for one in zip(range(len(value)), value, entered(value), made, strict=True)
+        ]
         if all(made is GONE for _, made in inside):
             return GONE
         what = f"an element of a {type(value).__name__}"
         if any(made is GONE for _, made in inside):
-            self._problems.append(f"{name_at(way)}: {what} cannot be taken out without moving the others")
+            self._problems.append(
+                f"{name_at(way)}: {what} cannot be taken out without moving the others"
+            )
         elif any(name != number for number, (name, _) in enumerate(inside)):
             self._problems.append(f"{name_at(way)}: {what} has no name that could be changed")
         return rebuilt(value, [made for _, made in inside])
@@ -379,9 +440,15 @@ class Rebuilding:
             name, made = self._leaf(*one)
             if made is not GONE:
                 if name in items:
-                    self._problems.append(f"renaming gives two things the name {dotted((*path_to(way), str(name)))!r}")
+                    self._problems.append(
+                        f"renaming gives two things the name {dotted((*path_to(way), str(name)))!r}"
+                    )
                 items[name] = made
-        same = len(items) == len(value) and all(map(is_, items, value)) and all(map(is_, items.values(), inside))
+        same = (
+            len(items) == len(value)
+            and all(map(is_, items, value))
+            and all(map(is_, items.values(), inside))
+        )
         return value if same else refilled(value, items) if items else GONE
 
     def _leaf(self, key: object, value: object, below: bool, made: object) -> tuple[object, object]:
@@ -399,7 +466,9 @@ class Rebuilding:
         return key, GONE
 
 
-def _cast_rows(state: State, edits: Edits, problems: list[str], losses: dict[DType, Losses]) -> Table:
+def _cast_rows(
+    state: State, edits: Edits, problems: list[str], losses: dict[DType, Losses]
+) -> Table:
     """The rows of a state, cast as the first pattern says that matches their names.
 
     A storage whose rows are of one dtype, and are to be of one, is cast as a row of elements: all of them are views of the result.
@@ -412,21 +481,44 @@ def _cast_rows(state: State, edits: Edits, problems: list[str], losses: dict[DTy
     chosen: list[int | None] = [0 if casts[0][0] == ALL else None] * len(rows)
     for number in range(len(casts)) if casts[0][0] != ALL else ():
         found = meant([casts[number][0]], names)
-        chosen = [number if known is None and own else known for known, own in zip(chosen, found, strict=True)]
+        chosen = [
+            number if known is None and own else known
+            for known, own in zip(chosen, found, strict=True)
+        ]
     _check_casts(casts, names, {*chosen}, problems)
     if len({*chosen}) > 1:
-        wanted = {row: None if number is None else casts[number][1] for row, number in zip(rows, chosen, strict=True)}
+        wanted = {
+            row: None if number is None else casts[number][1]
+            for row, number in zip(rows, chosen, strict=True)
+        }
         for row, first in tied(table).items():
             # Names of one tensor must agree in what it is to be.
             if row in wanted and wanted[row] is not wanted[first]:
-                both = ["is to stay as it is" if one is None else f"is to be {one}" for one in (wanted[first], wanted[row])]
+                both = [
+                    "is to stay as it is" if one is None else f"is to be {one}"
+                    for one in (wanted[first], wanted[row])
+                ]
                 how = f"under one name it {', the other '.join(both)}"
-                problems.append(f"{table.names[first]} and {table.names[row]} are one tensor, and {how}")
+                problems.append(
+                    f"{table.names[first]} and {table.names[row]} are one tensor, and {how}"
+                )
     # Quantised tensors stay as they are: their parts mean nothing in another dtype.
-    whole = [] if edits.tensors_only else [one for one in state.leaves.composites() if one.kind == "quantized"]
+    whole = (
+        []
+        if edits.tensors_only
+        else [one for one in state.leaves.composites() if one.kind == "quantized"]
+    )
     parts = {id(part) for one in whole for part in one.parts.values()}
-    stay = {row for row, leaf in enumerate(state.leaves.values) if id(leaf) in parts} if parts else set()
-    new = {row: number for row, number in zip(rows, chosen, strict=True) if number is not None and row not in stay}
+    stay = (
+        {row for row, leaf in enumerate(state.leaves.values) if id(leaf) in parts}
+        if parts
+        else set()
+    )
+    new = {
+        row: number
+        for row, number in zip(rows, chosen, strict=True)
+        if number is not None and row not in stay
+    }
     return Casting(table, [dtype for _, dtype in casts], new, losses).table()
 
 
@@ -438,12 +530,20 @@ class Casting:
     """
 
     def __init__(
-        self, table: Table, dtypes: Sequence[DType | None], chosen: Mapping[int, int], losses: dict[DType, Losses]
+        self,
+        table: Table,
+        dtypes: Sequence[DType | None],
+        chosen: Mapping[int, int],
+        losses: dict[DType, Losses],
     ) -> None:
         self._table, self._losses, self._chosen = table, losses, chosen
         kind = table.kind
         pairs = sorted({(number, kind[row]) for row, number in chosen.items()})
-        self._pairs = {(one, number): to for number, one in pairs if (to := dtypes[number]) and to is not table.kinds[one].dtype}
+        self._pairs = {
+            (one, number): to
+            for number, one in pairs
+            if (to := dtypes[number]) and to is not table.kinds[one].dtype
+        }
         """Pairs of a kind and a position, with the dtype that rows of this kind are cast to."""
         for dtype in self._pairs.values():
             losses.setdefault(dtype, Losses())
@@ -462,13 +562,19 @@ class Casting:
         if not pairs:
             return table
         nbytes, numbers = table.storages.nbytes, np.array(table.storage, np.int64)
-        cast = {(one, number): self._cast_kind(self._kinds[one], dtype) for (one, number), dtype in pairs.items()}
+        cast = {
+            (one, number): self._cast_kind(self._kinds[one], dtype)
+            for (one, number), dtype in pairs.items()
+        }
         way, wanted = np.full(len(table), -1), np.zeros(len(table), np.bool_)
         for row, number in chosen.items():
             found = kind[row], number
             if found in cast:
                 # An element that lies across others cannot be cast with them.
-                fits = row not in self._offsets or not self._offsets[row] % self._kinds[kind[row]].dtype.bits
+                fits = (
+                    row not in self._offsets
+                    or not self._offsets[row] % self._kinds[kind[row]].dtype.bits
+                )
                 way[row], wanted[row] = cast[found][1] if fits else -1, True
         # The rows of a storage are cast together where all of them are cast in one way.
         held = np.flatnonzero(numbers != ODD)
@@ -483,12 +589,22 @@ class Casting:
             old, kind[row] = self._kinds[kind[row]], cast[kind[row], chosen[row]][0]
             names.setdefault(self._storage[row], table.names[row])
             if row in self._offsets:
-                self._offsets[row] = self._offsets[row] // old.dtype.bits * self._kinds[kind[row]].dtype.bits
+                self._offsets[row] = (
+                    self._offsets[row] // old.dtype.bits * self._kinds[kind[row]].dtype.bits
+                )
         self._cast_apart(np.flatnonzero(apart).tolist())
         ways = [self._way(*pair) for pair in self._ways]
         each = np.concatenate([by, np.array(self._of_tensors, np.int64)])
         storages = ComputedStorages(table.storages, names, ways, each, self._tensors)
-        made = Table(table.names, self._kinds, kind, self._storage, storages, self._odd, offsets=self._offsets)
+        made = Table(
+            table.names,
+            self._kinds,
+            kind,
+            self._storage,
+            storages,
+            self._odd,
+            offsets=self._offsets,
+        )
         return made.compact_kinds()
 
     def _cast_kind(self, kind: Kind, dtype: DType) -> tuple[int, int]:
@@ -497,18 +613,30 @@ class Casting:
         -1 in its place where the bytes are no such row.
         """
         bits, traits = kind.dtype.bits, kind.traits
-        odd = kind.dtype.packed or traits.alias is not None or traits.meta or kind.byteorder != "little"
+        odd = (
+            kind.dtype.packed
+            or traits.alias is not None
+            or traits.meta
+            or kind.byteorder != "little"
+        )
         if odd or kind.storage_nbytes * 8 % bits or any(stride % bits for stride in kind.strides):
             return -1, -1
-        strides, nbytes = _scaled(kind.strides, kind.dtype, dtype), kind.storage_nbytes * 8 // bits * dtype.bits // 8
-        made = Kind.strided(dtype, kind.shape, strides, storage_nbytes=nbytes, traits=traits, inside=kind.inside)
+        strides, nbytes = (
+            _scaled(kind.strides, kind.dtype, dtype),
+            kind.storage_nbytes * 8 // bits * dtype.bits // 8,
+        )
+        made = Kind.strided(
+            dtype, kind.shape, strides, storage_nbytes=nbytes, traits=traits, inside=kind.inside
+        )
         self._kinds.append(replace(made, location=kind.location))
         return len(self._kinds) - 1, self._ways.setdefault((kind.dtype, dtype), len(self._ways))
 
     def _way(self, origin: DType, dtype: DType) -> Elementwise:
         losses = self._losses[dtype]
 
-        def observe(names: Sequence[str], starts: Ints, elements: np.ndarray, made: np.ndarray) -> None:
+        def observe(
+            names: Sequence[str], starts: Ints, elements: np.ndarray, made: np.ndarray
+        ) -> None:
             losses.add(names, elements.size, count_losses_each(elements, made, dtype, starts))
 
         return Elementwise(origin, dtype, lambda elements: cast(elements, dtype), observe)
@@ -516,7 +644,11 @@ class Casting:
     def _cast_apart(self, rows: Sequence[int]) -> None:
         """Cast rows that are odd, or share a storage with rows that are not cast alike."""
         table, kind, chosen = self._table, self._table.kind, self._chosen
-        new = {row: self._pairs[pair] for row in rows if row in chosen and (pair := (kind[row], chosen[row])) in self._pairs}
+        new = {
+            row: self._pairs[pair]
+            for row in rows
+            if row in chosen and (pair := (kind[row], chosen[row])) in self._pairs
+        }
         tensors = {row: table.view(row) for row in rows} if new else {}
         alike: dict[Storage, set[tuple[DType, DType | None]]] = {}
         for row, tensor in tensors.items():
@@ -529,9 +661,15 @@ class Casting:
             traits = tensor.traits
             if traits.alias is not None:
                 uniform = all(len(alike[storage]) == 1 for storage in tensor.shared_storages)
-                traits = replace(traits, alias=_cast_alias(traits.alias, tensor.dtype, dtype) if uniform else None)
+                traits = replace(
+                    traits,
+                    alias=_cast_alias(traits.alias, tensor.dtype, dtype) if uniform else None,
+                )
             if traits.meta:
-                self._odd[row], self._kind[row] = replace(tensor, dtype=dtype, traits=traits), len(self._kinds)
+                self._odd[row], self._kind[row] = (
+                    replace(tensor, dtype=dtype, traits=traits),
+                    len(self._kinds),
+                )
                 self._kinds.append(Kind.of(self._odd[row]))
                 continue
             key, original, (offset, *strides) = _origin(tensor, alike)
@@ -541,13 +679,36 @@ class Casting:
             if (key, dtype) not in numbers:
                 numbers[key, dtype] = len(table.storages.nbytes) + len(self._tensors)
                 self._tensors.append(original)
-                self._of_tensors.append(self._ways.setdefault((tensor.dtype, dtype), len(self._ways)))
+                self._of_tensors.append(
+                    self._ways.setdefault((tensor.dtype, dtype), len(self._ways))
+                )
             offset, nbytes = offset * dtype.bits, dtype.nbytes(original.size)
             inside = is_inside(offset, dtype.nbytes(tensor.size), nbytes)
-            like = id(dtype), tensor.shape, *strides, nbytes, inside, id(tensor.traits), traits.alias, traits.neg
+            like = (
+                id(dtype),
+                tensor.shape,
+                *strides,
+                nbytes,
+                inside,
+                id(tensor.traits),
+                traits.alias,
+                traits.neg,
+            )
             if like not in kinds:
-                kinds[like], steps = len(self._kinds), tuple([stride * dtype.bits for stride in strides])
-                self._kinds.append(Kind.strided(dtype, tensor.shape, steps, storage_nbytes=nbytes, traits=traits, inside=inside))
+                kinds[like], steps = (
+                    len(self._kinds),
+                    tuple([stride * dtype.bits for stride in strides]),
+                )
+                self._kinds.append(
+                    Kind.strided(
+                        dtype,
+                        tensor.shape,
+                        steps,
+                        storage_nbytes=nbytes,
+                        traits=traits,
+                        inside=inside,
+                    )
+                )
             self._kind[row], self._storage[row] = kinds[like], numbers[key, dtype]
             self._odd.pop(row, None)
             self._offsets.pop(row, None)
@@ -555,7 +716,9 @@ class Casting:
                 self._offsets[row] = offset
 
 
-def _origin(tensor: LazyTensor, alike: Mapping[Storage, Collection[object]]) -> tuple[Storage | View, LazyTensor, tuple[int, ...]]:
+def _origin(
+    tensor: LazyTensor, alike: Mapping[Storage, Collection[object]]
+) -> tuple[Storage | View, LazyTensor, tuple[int, ...]]:
     """The origin of a cast tensor: its storage as a row of elements, where all rows over that are cast alike; else the tensor.
 
     First comes a key of the origin, and last where the tensor lies in it: offset and strides, in elements.
@@ -563,7 +726,11 @@ def _origin(tensor: LazyTensor, alike: Mapping[Storage, Collection[object]]) -> 
     dtype, chunks = tensor.dtype, tensor.chunks
     if len(chunks) == 1 and chunks[0].shape == tensor.shape:
         storage, places = chunks[0].storage, (chunks[0].offset, *chunks[0].strides)
-        if storage.nbytes and len(alike[storage]) == 1 and not any(place % dtype.bits for place in places):
+        if (
+            storage.nbytes
+            and len(alike[storage]) == 1
+            and not any(place % dtype.bits for place in places)
+        ):
             count = storage.nbytes * 8 // dtype.bits
             every = Chunk(Box((0,), (count,)), storage, 0, (dtype.bits,))
             elements = LazyTensor(tensor.name, dtype, (count,), (every,), tensor.source)
@@ -584,7 +751,9 @@ def _scaled(places: tuple[int, ...], old: DType, new: DType) -> tuple[int, ...]:
     return tuple([place // old.bits * new.bits for place in places])
 
 
-def _check_casts(casts: Casts, names: Sequence[str], deciding: set[int | None], problems: list[str]) -> None:
+def _check_casts(
+    casts: Casts, names: Sequence[str], deciding: set[int | None], problems: list[str]
+) -> None:
     """Add a problem for each pattern that casts nothing, unless there is nothing to cast at all."""
     for number, (pattern, _) in enumerate(casts):
         if pattern == ALL and number == len(casts) - 1:
@@ -594,4 +763,6 @@ def _check_casts(casts: Casts, names: Sequence[str], deciding: set[int | None], 
             hint = f"; near: {', '.join(near)}" if near else ""
             problems.append(f"the dtype of {pattern!r}: it matches no floating-point tensor{hint}")
         elif number not in deciding:
-            problems.append(f"the dtype of {pattern!r} decides nothing: patterns before it match all of its names")
+            problems.append(
+                f"the dtype of {pattern!r} decides nothing: patterns before it match all of its names"
+            )

@@ -19,7 +19,16 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.file_digest import digest_of
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import BadPath, HoldfastError, LimitExceeded, StoreError, UnsafePath
-from holdfast.seals.document import DOCUMENT, SEAL, SUFFIX, Seal, SealedFile, misfits, parse_seal, seal_name
+from holdfast.seals.document import (
+    DOCUMENT,
+    SEAL,
+    SUFFIX,
+    Seal,
+    SealedFile,
+    misfits,
+    parse_seal,
+    seal_name,
+)
 from holdfast.stores import platform
 from holdfast.stores.files import is_temporary
 from holdfast.stores.local import OpenFile, open_folder, plain
@@ -38,7 +47,9 @@ def is_part(name: str) -> bool:
     >>> is_part("optimizer.pt"), is_part(".metadata"), is_part(".model.0123456789abcdef.tmp"), is_part("a.lock")
     (True, True, False, False)
     """
-    return not (is_temporary(name) or name.endswith(LOCKS) or name in PASSING or name.startswith(".nfs"))
+    return not (
+        is_temporary(name) or name.endswith(LOCKS) or name in PASSING or name.startswith(".nfs")
+    )
 
 
 def seal_path(path: AnyPath) -> str:
@@ -98,25 +109,42 @@ class Misfit(Value, frozen=True):
 
 
 def check_digests(
-    path: AnyPath, seal: Seal, *, threads: int | None = None, progress: Progress | None = None, ranks: Ranks = ALONE
+    path: AnyPath,
+    seal: Seal,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[Misfit]:
     """Read every file that has a digest, and compare: all files that are not what was sealed, in the order of their names. Of
     several ranks each reads some."""
     wrong = {}
     for name, message in check_sizes(path, seal):
-        more = ": it was there when the folder was sealed" if message == "missing" else "; it was sealed otherwise"
+        more = (
+            ": it was there when the folder was sealed"
+            if message == "missing"
+            else "; it was sealed otherwise"
+        )
         wrong[name] = Misfit(name, message + more, damaged=True)
     folder = open_folder(_root(path))
     todo = [file for file in seal.files if file.digest is not None and file.name not in wrong]
-    todo.sort(key=lambda file: -file.nbytes)  # the longest first, so that no thread begins it when the others have ended
+    todo.sort(
+        key=lambda file: -file.nbytes
+    )  # the longest first, so that no thread begins it when the others have ended
 
     def look(file: SealedFile, found: dict[str, Misfit]) -> None:
         try:
             opened = folder.open(file.name)
             plain(opened, file.name)
-            digest, nbytes = digest_of(str(file.digest).partition(":")[0], partial(platform.read_block, opened.number), progress)
+            digest, nbytes = digest_of(
+                str(file.digest).partition(":")[0],
+                partial(platform.read_block, opened.number),
+                progress,
+            )
         except OSError as error:
-            found[file.name] = Misfit(file.name, f"cannot be read: {error.strerror or error}", damaged=False)
+            found[file.name] = Misfit(
+                file.name, f"cannot be read: {error.strerror or error}", damaged=False
+            )
         except UnsafePath as error:
             found[file.name] = Misfit(file.name, error.message, damaged=True)
         else:
@@ -126,10 +154,14 @@ def check_digests(
 
     def look_at(numbers: list[int]) -> list[Misfit | None]:
         found: dict[str, Misfit] = {}
-        run_all([partial(look, todo[number], found) for number in numbers], threads or default_threads())
+        run_all(
+            [partial(look, todo[number], found) for number in numbers], threads or default_threads()
+        )
         return [found.get(todo[number].name) for number in numbers]
 
-    misfits = share_out(ranks, [file.nbytes for file in todo], look_at, cast("type[Misfit | None]", Misfit | None))
+    misfits = share_out(
+        ranks, [file.nbytes for file in todo], look_at, cast("type[Misfit | None]", Misfit | None)
+    )
     wrong |= {one.name: one for one in misfits if one is not None}
     return [wrong[name] for name in sorted(wrong)]
 
@@ -158,7 +190,11 @@ def compared(
     misfits = check_digests(place, seal, threads=threads, progress=progress, ranks=ranks)
     wrong = {os.path.join(folder, one.name): one for one in misfits}
     sealed = {os.path.join(folder, file.name): file for file in seal.files}
-    vouched = {file: one.nbytes for file, one in sealed.items() if one.digest is not None and file not in wrong}
+    vouched = {
+        file: one.nbytes
+        for file, one in sealed.items()
+        if one.digest is not None and file not in wrong
+    }
     extra = extra_files(place, seal, limits) if os.path.isdir(place) else []
     return Compared(seal, wrong, vouched, [name for name in extra if not name.endswith(SUFFIX)])
 
@@ -174,7 +210,9 @@ def extra_files(path: AnyPath, seal: Seal, limits: Limits | None = None) -> list
             if key not in known and key != SEAL:
                 found.append(key)
                 if len(found) > most:
-                    raise LimitExceeded(f"more files than Limits(files={most})", file=root, expected=most)
+                    raise LimitExceeded(
+                        f"more files than Limits(files={most})", file=root, expected=most
+                    )
     return found
 
 

@@ -132,7 +132,9 @@ def encode_seal(seal: Seal) -> bytes:
     It is read again before it is given back, so that no seal is written that no reader takes: raises what `parse_seal` raises.
     """
     text = seal_text(seal)
-    parse_seal(text, DEFAULTS if len(seal.files) <= DEFAULTS.files else Limits(files=len(seal.files)))
+    parse_seal(
+        text, DEFAULTS if len(seal.files) <= DEFAULTS.files else Limits(files=len(seal.files))
+    )
     return text
 
 
@@ -147,7 +149,9 @@ def seal_text(seal: Seal) -> bytes:
     )  # fmt: skip
     metrics = {name: _stored(value) for name, value in seal.metrics.items() if name != RAN}
     metrics |= {} if seal.ran is None else {RAN: _stored(seal.ran)}
-    return write_document(DOCUMENT, Document(FORMAT, VERSION, seal.step, float(seal.saved), metrics, files))
+    return write_document(
+        DOCUMENT, Document(FORMAT, VERSION, seal.step, float(seal.saved), metrics, files)
+    )
 
 
 def parse_seal(raw: bytes, limits: Limits, *, file: str = SEAL) -> Seal:
@@ -188,7 +192,10 @@ def misfits(seal: Seal, size: Callable[[str], int | None]) -> Iterator[tuple[str
         if found is None:
             yield file.name, "missing"
         elif found != file.nbytes and (file.before is None or found != file.before.nbytes):
-            yield file.name, f"{'truncated' if found < file.nbytes else 'longer'}: {found:,} of {file.nbytes:,} bytes"
+            yield (
+                file.name,
+                f"{'truncated' if found < file.nbytes else 'longer'}: {found:,} of {file.nbytes:,} bytes",
+            )
 
 
 def _stored(value: float) -> float | str:
@@ -206,23 +213,41 @@ def _validated(document: Document, limits: Limits) -> Seal:
     metrics = {name: _metric(value, name) for name, value in document.metrics.items()}
     if len(document.files) > limits.files:
         count, most = len(document.files), limits.files
-        raise LimitExceeded(f"a seal of {count:,} files is more than Limits(files={most})", expected=most, found=count)
+        raise LimitExceeded(
+            f"a seal of {count:,} files is more than Limits(files={most})",
+            expected=most,
+            found=count,
+        )
     last = ""
     files = []
     for i, file in enumerate(document.files):
         _check_name(check_key(file.name), last, i)
-        before = None if isinstance(file.before, msgspec.UnsetType) else _sealed(file.name, file.before, i, "before")
+        before = (
+            None
+            if isinstance(file.before, msgspec.UnsetType)
+            else _sealed(file.name, file.before, i, "before")
+        )
         files.append(_sealed(file.name, file, i, before=before))
         last = file.name
     ran = metrics.pop(RAN, math.nan)
-    return Seal(document.step, document.saved, metrics, tuple(files), ran if 0 <= ran < math.inf else None)
+    return Seal(
+        document.step, document.saved, metrics, tuple(files), ran if 0 <= ran < math.inf else None
+    )
 
 
-def _sealed(name: str, stored: StoredFile | StoredBefore, *at: str | int, before: SealedFile | None = None) -> SealedFile:
+def _sealed(
+    name: str, stored: StoredFile | StoredBefore, *at: str | int, before: SealedFile | None = None
+) -> SealedFile:
     _check_count(stored.nbytes, "files", *at, "nbytes")
-    digest = None if isinstance(stored.digest, msgspec.UnsetType) else _digest(stored.digest, "files", *at, "digest")
+    digest = (
+        None
+        if isinstance(stored.digest, msgspec.UnsetType)
+        else _digest(stored.digest, "files", *at, "digest")
+    )
     if before is not None and str(before.digest).partition(":")[0] != str(digest).partition(":")[0]:
-        raise HeaderError(f"at {pointer('files', *at, 'before')}: both digests are of one algorithm, or neither is there")
+        raise HeaderError(
+            f"at {pointer('files', *at, 'before')}: both digests are of one algorithm, or neither is there"
+        )
     return SealedFile(name, stored.nbytes, digest, before)
 
 
@@ -242,7 +267,9 @@ def _check_name(name: str, last: str, i: int) -> None:
 def _metric(value: float | str, name: str) -> float:
     if isinstance(value, str):
         if value not in NOT_FINITE:
-            raise HeaderError(f"at {pointer('metrics', name)}: expected a number, found {kind(value)}")
+            raise HeaderError(
+                f"at {pointer('metrics', name)}: expected a number, found {kind(value)}"
+            )
         return NOT_FINITE[value]
     return value
 
@@ -251,7 +278,9 @@ def _digest(text: str, *at: str | int) -> str:
     algorithm, _, digits = text.partition(":")
     if algorithm not in DIGESTS:
         known = ", ".join(DIGESTS)
-        raise Unsupported(f"at {pointer(*at)}: {quoted(text)} is no digest that this Holdfast knows ({known})")
+        raise Unsupported(
+            f"at {pointer(*at)}: {quoted(text)} is no digest that this Holdfast knows ({known})"
+        )
     if len(digits) != DIGESTS[algorithm] or not HEX.issuperset(digits):
         wanted = f"{DIGESTS[algorithm]} hexadecimal digits behind {algorithm}"
         raise HeaderError(f"at {pointer(*at)}: expected {wanted}, found {quoted(digits)}")
@@ -291,11 +320,21 @@ def with_seal(plan: SavePlan, says: Stamp) -> SavePlan:
     """The plan of a directory with its seal as one more file."""
     made: dict[str, bytes] = {}
     index = tuple(_recording(file, made) for file in plan.index)
-    data = [*((file.key, file.nbytes) for file in plan.linked), *((file.key, file.nbytes) for file in plan.files)]
+    data = [
+        *((file.key, file.nbytes) for file in plan.linked),
+        *((file.key, file.nbytes) for file in plan.files),
+    ]
 
     def make(crcs: Mapping[str, int]) -> bytes:
         # A seal with other digests of the same length was read before.
-        return seal_text(_seal(data, index, says, lambda file: digest_of(made.get(file.key) or content_of(file, crcs))))
+        return seal_text(
+            _seal(
+                data,
+                index,
+                says,
+                lambda file: digest_of(made.get(file.key) or content_of(file, crcs)),
+            )
+        )
 
     late = Late(len(encode_seal(_seal(data, index, says, lambda file: BLANK_DIGEST))), make)
     return replace(plan, index=(*index, FilePlan(SEAL, (late,))))
@@ -303,10 +342,22 @@ def with_seal(plan: SavePlan, says: Stamp) -> SavePlan:
 
 def seal_file(data: Sequence[tuple[str, int]], index: Sequence[FilePlan], says: Stamp) -> FilePlan:
     """The seal of data files, by name and length, and of an index that is known."""
-    return FilePlan(SEAL, (Literal(encode_seal(_seal(data, index, says, lambda file: digest_of(content_of(file, {}))))),))
+    return FilePlan(
+        SEAL,
+        (
+            Literal(
+                encode_seal(_seal(data, index, says, lambda file: digest_of(content_of(file, {}))))
+            ),
+        ),
+    )
 
 
-def _seal(data: Sequence[tuple[str, int]], index: Sequence[FilePlan], says: Stamp, digest: Callable[[FilePlan], str]) -> Seal:
+def _seal(
+    data: Sequence[tuple[str, int]],
+    index: Sequence[FilePlan],
+    says: Stamp,
+    digest: Callable[[FilePlan], str],
+) -> Seal:
     files = [SealedFile(key, nbytes, None) for key, nbytes in data]
     files += [SealedFile(file.key, file.nbytes, digest(file)) for file in index]
     return Seal(says.step, says.saved, says.metrics, tuple(files), says.ran)

@@ -43,7 +43,11 @@ def unseal(src: AnyPath, *, durable: bool = True) -> bool:
     with refusing("removing the seal of what is to be written again", path):
         try:
             folder = is_folder(files, path)
-            root, name = (path, SEAL) if folder else (split_path(path.rstrip("/"))[0], seal_name(split_path(path.rstrip("/"))[1]))
+            root, name = (
+                (path, SEAL)
+                if folder
+                else (split_path(path.rstrip("/"))[0], seal_name(split_path(path.rstrip("/"))[1]))
+            )
             at = files.open_directory(files.resolve(root or os.curdir))
         except FileNotFoundError:
             return False
@@ -75,7 +79,9 @@ def write_seal(
         at = files.open_directory(files.resolve(root or os.curdir))
         try:
             made: dict[str, SealedFile] = {}
-            take = partial(_take, files, at, made, digest=digest, durable=durable, progress=progress)
+            take = partial(
+                _take, files, at, made, digest=digest, durable=durable, progress=progress
+            )
             order = sorted(listing, key=lambda name: -listing[name].nbytes)
             run_all([partial(take, one) for one in order], threads or default_threads())
             if durable:
@@ -86,10 +92,18 @@ def write_seal(
         finally:
             files.close(at)
         if changed:
-            names = ", ".join(map(repr, changed[:SHOWN])) + (f" and {len(changed) - SHOWN:,} more" if len(changed) > SHOWN else "")
+            names = ", ".join(map(repr, changed[:SHOWN])) + (
+                f" and {len(changed) - SHOWN:,} more" if len(changed) > SHOWN else ""
+            )
             message = f"{names} changed while it was sealed: somebody still writes there; seal it when that is done"
             raise refusal(f"{message}. No seal was written", path, errno.EBUSY)
-        sealed = Seal(about.step, about.saved, about.metrics, tuple(made[one] for one in sorted(made)), about.ran)
+        sealed = Seal(
+            about.step,
+            about.saved,
+            about.metrics,
+            tuple(made[one] for one in sorted(made)),
+            about.ran,
+        )
         text = encode_seal(sealed)
     place = os.path.join(path, SEAL) if name is None else seal_name(path.rstrip("/"))
     replace_file(place, text, durable=durable, overwrite=overwrite, files=files)
@@ -117,35 +131,64 @@ def list_files(files: Files, path: str, limits: Limits) -> Listing:
     return dict(sorted(found.items()))
 
 
-def _collect(files: Files, at: int, found: Listing, *, prefix: str, path: str, limits: Limits) -> None:
+def _collect(
+    files: Files, at: int, found: Listing, *, prefix: str, path: str, limits: Limits
+) -> None:
     if prefix.count("/") > limits.depth:
-        raise LimitExceeded(f"folders nest deeper than Limits(depth={limits.depth})", file=path, expected=limits.depth)
+        raise LimitExceeded(
+            f"folders nest deeper than Limits(depth={limits.depth})",
+            file=path,
+            expected=limits.depth,
+        )
     for name in files.list(at):
         label = os.path.join(path, prefix + name)
         entry = files.stat(name, at=at)
         if entry is None:
-            raise refusal(f"{prefix + name!r} went away: somebody still writes there; seal it when that is done", path, errno.EBUSY)
+            raise refusal(
+                f"{prefix + name!r} went away: somebody still writes there; seal it when that is done",
+                path,
+                errno.EBUSY,
+            )
         if entry.kind == "directory":
             if name.startswith("."):
                 continue
             inner = files.open_directory(name, at=at)
             try:
-                _collect(files, inner, found, prefix=f"{_plain_name(prefix + name, label)}/", path=path, limits=limits)
+                _collect(
+                    files,
+                    inner,
+                    found,
+                    prefix=f"{_plain_name(prefix + name, label)}/",
+                    path=path,
+                    limits=limits,
+                )
             finally:
                 files.close(inner)
         elif is_part(name) and prefix + name != SEAL:
             found[_plain_name(prefix + name, label)] = _plain(entry, label)
             if len(found) > limits.files:
-                raise LimitExceeded(f"more files than Limits(files={limits.files})", file=path, expected=limits.files)
+                raise LimitExceeded(
+                    f"more files than Limits(files={limits.files})",
+                    file=path,
+                    expected=limits.files,
+                )
 
 
 def _plain_name(name: str, label: str) -> str:
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        raise refusal("the name is no UTF-8 text, and could not stand in a seal; rename it", label, errno.EILSEQ) from None
+        raise refusal(
+            "the name is no UTF-8 text, and could not stand in a seal; rename it",
+            label,
+            errno.EILSEQ,
+        ) from None
     if "\\" in name:
-        raise refusal("the name has a backslash, which other systems take for a folder; rename it", label, errno.EINVAL)
+        raise refusal(
+            "the name has a backslash, which other systems take for a folder; rename it",
+            label,
+            errno.EINVAL,
+        )
     return name
 
 
@@ -161,7 +204,14 @@ def _plain(entry: FileEntry | None, label: str) -> FileEntry:
 
 
 def _take(
-    files: Files, root: int, made: dict[str, SealedFile], name: str, *, digest: str, durable: bool, progress: Progress | None
+    files: Files,
+    root: int,
+    made: dict[str, SealedFile],
+    name: str,
+    *,
+    digest: str,
+    durable: bool,
+    progress: Progress | None,
 ) -> None:
     with _folder_of(files, root, name) as (at, last):
         descriptor = files.open(last, at=at)
@@ -191,7 +241,11 @@ def _folder_of(files: Files, root: int, name: str) -> Iterator[tuple[int, str]]:
 def _sync_folders(files: Files, root: int, listing: Listing) -> None:
     """Make the names durable: of the files, and of the folders they are in, from the inside out."""
     inner = {name.rpartition("/")[0] for name in listing if "/" in name}
-    every = {"/".join(folder.split("/")[:depth]) for folder in inner for depth in range(1, folder.count("/") + 2)}
+    every = {
+        "/".join(folder.split("/")[:depth])
+        for folder in inner
+        for depth in range(1, folder.count("/") + 2)
+    }
     for folder in sorted(every, key=lambda name: -name.count("/")):
         with _folder_of(files, root, f"{folder}/.") as (at, _):
             files.sync(at)
@@ -209,8 +263,15 @@ def _sync_parent(files: Files, path: str) -> None:
 
 def _changed(before: Listing, after: Listing, made: Mapping[str, SealedFile]) -> list[str]:
     """Names that came, went, or are of another file, length or time than before; and those of which another length was read."""
-    then, now = ({name: (e.identity, e.nbytes, e.changed_s) for name, e in listing.items()} for listing in (before, after))
-    same = {name for name, stamp in then.items() if now.get(name) == stamp and made[name].nbytes == before[name].nbytes}
+    then, now = (
+        {name: (e.identity, e.nbytes, e.changed_s) for name, e in listing.items()}
+        for listing in (before, after)
+    )
+    same = {
+        name
+        for name, stamp in then.items()
+        if now.get(name) == stamp and made[name].nbytes == before[name].nbytes
+    }
     return sorted({*before, *after} - same)
 
 
@@ -227,7 +288,9 @@ def check_place(files: Files, place: str, *, overwrite: bool) -> None:
     target = open_target(files, place)
     try:
         if target.existing is not None and target.existing.kind == "file" and not overwrite:
-            raise refusal("there is a seal already; pass overwrite=True to seal it again", place, errno.EEXIST)
+            raise refusal(
+                "there is a seal already; pass overwrite=True to seal it again", place, errno.EEXIST
+            )
         refuse_existing(target.existing, place, directory=False, overwrite=overwrite)
     finally:
         target.close()

@@ -72,7 +72,9 @@ class Known(Value, frozen=True):
 
     @property
     def algorithm(self) -> str:
-        return next((file.digest.partition(":")[0] for file in self.seal.files if file.digest), "xxh3-128")
+        return next(
+            (file.digest.partition(":")[0] for file in self.seal.files if file.digest), "xxh3-128"
+        )
 
     @property
     def is_bare(self) -> bool:
@@ -84,7 +86,9 @@ class Known(Value, frozen=True):
         return f"{self.name}/{key}" if self.name and key else self.name or key
 
     def about(self, names: Collection[str]) -> Seal:
-        return replace(self.seal, files=tuple(file for file in self.seal.files if file.name in names))
+        return replace(
+            self.seal, files=tuple(file for file in self.seal.files if file.name in names)
+        )
 
 
 class Renewal(Value, frozen=True):
@@ -114,16 +118,24 @@ class Renewal(Value, frozen=True):
         data = [key for key, _ in made if key not in index] if MANIFEST in index else ()
         names = {key for key, _ in made}
         # The seal of a file that goes is not renewed.
-        stay = [one.name or one.is_whole or names.issuperset(file.name for file in one.seal.files) for one in self.seals]
+        stay = [
+            one.name or one.is_whole or names.issuperset(file.name for file in one.seal.files)
+            for one in self.seals
+        ]
         seals = tuple(compress(self.seals, stay))
         renewed = replace(self, seals=seals, replaced=replaced, made=made, data=frozenset(data))
         for one in seals:
-            gone = one.about(set(map(one.named, replaced - names)).difference(renewed._listed(one))).files
+            gone = one.about(
+                set(map(one.named, replaced - names)).difference(renewed._listed(one))
+            ).files
             if one.name and gone:
                 problem = (
-                    f"{gone[0].name!r} would go, and {one.place!r} says that it is there; remove that seal, or write elsewhere"
+                    f"{gone[0].name!r} would go, and {one.place!r} says that it is there; "
+                    "remove that seal, or write elsewhere"
                 )
-                raise CannotHold("this is a part of something that was sealed", [problem], file=self.path)
+                raise CannotHold(
+                    "this is a part of something that was sealed", [problem], file=self.path
+                )
         return renewed
 
     def files(self) -> tuple[FilePlan, ...]:
@@ -132,29 +144,43 @@ class Renewal(Value, frozen=True):
         def late(one: Known, crcs: Mapping[str, int]) -> bytes:
             return self._text(one)
 
-        return tuple(FilePlan(one.key, (Late(len(self._text(one)), partial(late, one)),)) for one in inside)
+        return tuple(
+            FilePlan(one.key, (Late(len(self._text(one)), partial(late, one)),)) for one in inside
+        )
 
     def check(self, threads: int | None = None) -> None:
         """Raise `NotCommitted` where what is to be replaced is not as it was sealed."""
         for one in self.seals:
             old = one.about({*map(one.named, self.replaced), *self._listed(one)})
-            wrong = check_digests(one.folder, old, threads=threads) if place_at(self.path).on_disk else []
+            wrong = (
+                check_digests(one.folder, old, threads=threads)
+                if place_at(self.path).on_disk
+                else []
+            )
             if wrong:
                 reasons = "; ".join(f"{misfit.name}: {misfit.message}" for misfit in wrong[:SHOWN])
                 message = f"this is not as it was sealed ({reasons}), and in its place nothing would tell; nothing was changed"
-                raise refusal(f"{message}. Seal it again first if it is right as it is (overwrite=True)", self.path)
+                raise refusal(
+                    f"{message}. Seal it again first if it is right as it is (overwrite=True)",
+                    self.path,
+                )
 
     def take(self, target: Target, threads: int | None = None) -> None:
         """Digest what was written to a target, as far as it is there and not known."""
         if self.seals:
-            run_all([partial(self._take, target, key) for key, _ in self.made], threads or default_threads())
+            run_all(
+                [partial(self._take, target, key) for key, _ in self.made],
+                threads or default_threads(),
+            )
 
     def _take(self, target: Target, key: str) -> None:
         if not (wanted := self.wanted(key)):
             return
         with target.reading(key) as read:
             if read is not None:
-                self.digests.update({(algorithm, key): digest_of(algorithm, read)[0] for algorithm in wanted})
+                self.digests.update(
+                    {(algorithm, key): digest_of(algorithm, read)[0] for algorithm in wanted}
+                )
 
     @contextmanager
     def noting(self, key: str, file: Writer) -> Iterator[Writer]:
@@ -165,7 +191,9 @@ class Renewal(Value, frozen=True):
             return
         passing = Digesting(file, wanted)
         yield passing
-        self.digests.update({(algorithm, key): digest for algorithm, digest in passing.digests.items()})
+        self.digests.update(
+            {(algorithm, key): digest for algorithm, digest in passing.digests.items()}
+        )
 
     def wanted(self, key: str) -> set[str]:
         """The algorithms by which a file has to be digested yet."""
@@ -193,7 +221,11 @@ class Renewal(Value, frozen=True):
                     replace_file(one.place, encode_seal(one.seal), durable=durable, files=files)
             if isinstance(error, NotCommitted):
                 raise
-            raise refusal(f"its seal cannot be renewed: {error.message}; nothing else changed", self.path, error.errno) from error
+            raise refusal(
+                f"its seal cannot be renewed: {error.message}; nothing else changed",
+                self.path,
+                error.errno,
+            ) from error
         for one in outer:
             try:
                 replace_file(one.place, self._text(one), durable=durable, files=files)
@@ -223,7 +255,9 @@ class Renewal(Value, frozen=True):
         try:
             bucket.put(key, replace(self, replaced=frozenset(gone))._text(inside), create=True)
         except HoldfastError as error:
-            raise _uncertain(f"it is in place, and its seal could not be put: {error.message}", url, error) from error
+            raise _uncertain(
+                f"it is in place, and its seal could not be put: {error.message}", url, error
+            ) from error
 
     def _text(self, one: Known, *, both: bool = False) -> bytes:
         """The text of a seal of the new files; with `both`, of the old ones as well."""
@@ -232,12 +266,18 @@ class Renewal(Value, frozen=True):
         new = {name: file for name, file in files.items() if name not in gone}
         for key, nbytes in self.made:
             name, blank = one.named(key), f"{one.algorithm}:{'0' * DIGESTS[one.algorithm]}"
-            digest = None if one.is_bare and key in self.data else self.digests.get((one.algorithm, key), blank)
+            digest = (
+                None
+                if one.is_bare and key in self.data
+                else self.digests.get((one.algorithm, key), blank)
+            )
             if not both or name in files:
                 new[name] = SealedFile(name, nbytes, digest, before=files[name] if both else None)
         for name, other in () if both else seals.items():
             text = self._text(other)
-            new[name] = SealedFile(name, len(text), digest_of(one.algorithm, partial(_slice, text))[0])
+            new[name] = SealedFile(
+                name, len(text), digest_of(one.algorithm, partial(_slice, text))[0]
+            )
         return encode_seal(replace(one.seal, files=tuple(new.values())))
 
     def _listed(self, one: Known) -> Mapping[str, Known]:
@@ -261,7 +301,11 @@ def find_seals(source: Checkpoint, limits: Limits | None = None) -> Renewal:
     own, found = read_seal(path, limits), list[Known]()
     inside = os.path.isdir(path)
     for key in source.source.store.list() if inside else ():
-        one = read_seal(os.path.join(path, key.removesuffix(SUFFIX)), limits) if key != SEAL and key.endswith(SUFFIX) else None
+        one = (
+            read_seal(os.path.join(path, key.removesuffix(SUFFIX)), limits)
+            if key != SEAL and key.endswith(SUFFIX)
+            else None
+        )
         if one is not None:
             found.append(Known(one, path, place=os.path.join(path, key)))
     if own is not None:
@@ -271,7 +315,9 @@ def find_seals(source: Checkpoint, limits: Limits | None = None) -> Renewal:
     while True:
         with suppress(HoldfastError):  # a seal that cannot be read is passed over
             over, name = read_seal(folder, limits), _below(path, folder)
-            if over is not None and any(file.name == name or file.name.startswith(f"{name}/") for file in over.files):
+            if over is not None and any(
+                file.name == name or file.name.startswith(f"{name}/") for file in over.files
+            ):
                 found.append(Known(over, folder, name, seal_path(folder)))
         if folder == os.path.dirname(folder):
             return Renewal(source.path, tuple(replace(one, seal=_settled(one)) for one in found))
@@ -287,7 +333,9 @@ def _settled(one: Known) -> Seal:
     files = []
     for file in one.seal.files:
         now = replace(file, before=None)
-        is_now = file.before is None or not check_digests(one.folder, replace(one.seal, files=(now,)))
+        is_now = file.before is None or not check_digests(
+            one.folder, replace(one.seal, files=(now,))
+        )
         files.append(now if is_now or file.before is None else file.before)
     return replace(one.seal, files=tuple(files))
 

@@ -40,7 +40,9 @@ Names = list[str]
 
 MAX_WRITE = 1 << 30  # Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast.
 
-COPY_BLOCK = 1 << 20  # Bytes that `copy_all` holds at a time; larger blocks leave the second-level cache.
+COPY_BLOCK = (
+    1 << 20
+)  # Bytes that `copy_all` holds at a time; larger blocks leave the second-level cache.
 
 CANNOT_COPY = ABSENT | {errno.EXDEV, errno.EPERM, errno.ETXTBSY, errno.EBADF}
 """What copy_file_range(2) answers between file systems that it cannot copy between."""
@@ -59,7 +61,9 @@ class FileEntry(Value, frozen=True, gc=False):
     """What there is under a name, or behind a descriptor."""
 
     kind: Kind
-    identity: tuple[int, int]  # Device and inode: equal for the same file, whatever its name is now.
+    identity: tuple[
+        int, int
+    ]  # Device and inode: equal for the same file, whatever its name is now.
     mode: int  # Permission bits, with those for setuid, setgid and sticky.
     nbytes: int
     owner: tuple[int, int] = (0, 0)  # User and group.
@@ -76,7 +80,10 @@ class Files:
     def _check(self) -> None:
         if self._process != _process:
             # Its descriptors are closed here, and their numbers may stand for something else.
-            raise OSError(errno.ESTALE, f"the save belongs to process {self._process}, of which this one is a fork")
+            raise OSError(
+                errno.ESTALE,
+                f"the save belongs to process {self._process}, of which this one is a fork",
+            )
 
     def resolve(self, path: str) -> str:
         """An absolute path with every link followed; what does not exist yet is kept as it is."""
@@ -127,10 +134,14 @@ class Files:
         self._check()
         return platform.read_block(descriptor, nbytes, offset)
 
-    def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
+    def copy_range(
+        self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int
+    ) -> int:
         """Copy some bytes from file to file inside the kernel (shared on disk where that is possible), and say how many."""
         self._check()
-        return platform.copy_range(source, target, nbytes, source_offset=source_offset, offset=offset)
+        return platform.copy_range(
+            source, target, nbytes, source_offset=source_offset, offset=offset
+        )
 
     def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
         """Have the disk begin with a range that will be synced; several threads call it. Nothing is promised."""
@@ -169,7 +180,13 @@ class Files:
     def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
         """Give a file, perhaps of another directory (`source_at`), a second name; an existing one is `FileExistsError`."""
         self._check()
-        os.link(source, target, src_dir_fd=at if source_at is None else source_at, dst_dir_fd=at, follow_symlinks=False)
+        os.link(
+            source,
+            target,
+            src_dir_fd=at if source_at is None else source_at,
+            dst_dir_fd=at,
+            follow_symlinks=False,
+        )
 
     def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
         """Make a directory. Private: for this user alone."""
@@ -259,7 +276,9 @@ def write_all(files: Files, descriptor: int, data: Buffer, *, offset: int) -> No
         done += count
 
 
-def read_all(files: Files, name: str, found: FileEntry | None, *, at: int, most: int) -> bytes | None:
+def read_all(
+    files: Files, name: str, found: FileEntry | None, *, at: int, most: int
+) -> bytes | None:
     """A small file as a whole, which `found` is; None where that is no plain file, is longer than `most`, or grows meanwhile."""
     if found is None or found.kind != "file" or found.nbytes > most:
         return None
@@ -274,14 +293,18 @@ def read_all(files: Files, name: str, found: FileEntry | None, *, at: int, most:
         files.close(descriptor)
 
 
-def copy_all(files: Files, source: int, target: int, *, nbytes: int, source_offset: int, offset: int) -> None:
+def copy_all(
+    files: Files, source: int, target: int, *, nbytes: int, source_offset: int, offset: int
+) -> None:
     """Copy a range from file to file, inside the kernel where it can, through a block of memory where not. Raises `Truncated` where
     the source ends before the range does."""
     done = 0
     while done < nbytes:
         at, to = source_offset + done, offset + done
         try:
-            count = files.copy_range(source, target, min(nbytes - done, MAX_WRITE), source_offset=at, offset=to)
+            count = files.copy_range(
+                source, target, min(nbytes - done, MAX_WRITE), source_offset=at, offset=to
+            )
         except OSError as error:
             if error.errno not in CANNOT_COPY:
                 raise
@@ -290,7 +313,9 @@ def copy_all(files: Files, source: int, target: int, *, nbytes: int, source_offs
             # Also some file systems' way to say that they cannot (Linux before 5.19); reading tells whether it is the end.
             block = platform.read_block(source, min(nbytes - done, COPY_BLOCK), at)
             if not block:
-                raise Truncated(f"the source ends {nbytes - done} bytes before the range to copy", offset=at)
+                raise Truncated(
+                    f"the source ends {nbytes - done} bytes before the range to copy", offset=at
+                )
             write_all(files, target, block, offset=to)
             count = len(block)
         done += count
@@ -318,7 +343,9 @@ def entry_of(status: os.stat_result) -> FileEntry:
     kind, mode = status.st_mode & ~PERMISSIONS, status.st_mode & PERMISSIONS
     found = KINDS[kind] if kind in KINDS else "other"  # noqa: SIM401  # a call less
     owner = (status.st_uid, status.st_gid)
-    return FileEntry(found, (status.st_dev, status.st_ino), mode, status.st_size, owner, status.st_mtime)
+    return FileEntry(
+        found, (status.st_dev, status.st_ino), mode, status.st_size, owner, status.st_mtime
+    )
 
 
 PERMISSIONS = 0o7777
@@ -329,12 +356,16 @@ def make_parents(path: str, *, durable: bool) -> None:
     """Make the folders that lead to a path, where they are missing; with `durable`, so that they survive a power cut."""
     is_link = False
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        is_link = stat.S_ISLNK(os.lstat(path).st_mode)  # a path that is too long says so before a part of it is made
+        is_link = stat.S_ISLNK(
+            os.lstat(path).st_mode
+        )  # a path that is too long says so before a part of it is made
     if not is_link and os.path.isdir(os.path.dirname(path.rstrip("/")) or os.curdir):
         return
     missing = []
     parent = os.path.dirname(os.path.realpath(path))
-    while not os.path.lexists(parent) and parent != os.path.dirname(parent):  # a drive may be missing, and leads nowhere
+    while not os.path.lexists(parent) and parent != os.path.dirname(
+        parent
+    ):  # a drive may be missing, and leads nowhere
         missing.append(parent)
         parent = os.path.dirname(parent)
     for folder in reversed(missing):
@@ -344,7 +375,14 @@ def make_parents(path: str, *, durable: bool) -> None:
             platform.sync_directory(os.path.dirname(folder))
 
 
-PAUSES_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)  # Between tries to replace or remove what somebody has open.
+PAUSES_S = (
+    0.01,
+    0.02,
+    0.04,
+    0.08,
+    0.16,
+    0.32,
+)  # Between tries to replace or remove what somebody has open.
 LONGEST = 255  # Characters of a name on every file system of Windows, and no fewer bytes.
 LOCK = re.compile(r"\.holdfast\.[0-9a-f]{16}\.lock")
 IN_USE = "it is open in this or another program"
@@ -362,7 +400,9 @@ class OpenFile(Struct):
     lock: tuple[int, str] | None = None  # The descriptor of its lock file, and where that is.
 
 
-_opened: dict[int, OpenFile] = {}  # What saves have open: directories under numbers below zero, files under descriptors.
+_opened: dict[
+    int, OpenFile
+] = {}  # What saves have open: directories under numbers below zero, files under descriptors.
 _numbers = itertools.count(-2, -1)  # -1 is what a failed call of C's gives, and stands for nothing
 
 
@@ -414,7 +454,9 @@ class PathFiles(Files):
         descriptor = os.open(path, flags | ALWAYS, 0o666)
         try:
             # By path and not by descriptor: what the two say of identity is not the same in every Python. It is open, and stays.
-            _opened[descriptor] = OpenFile(path, entry_of(os.lstat(path)).identity, bool(flags & os.O_RDWR))
+            _opened[descriptor] = OpenFile(
+                path, entry_of(os.lstat(path)).identity, bool(flags & os.O_RDWR)
+            )
         except BaseException:
             os.close(descriptor)
             raise
@@ -457,7 +499,9 @@ class PathFiles(Files):
             if known.path == before:
                 known.path = after
                 with suppress(OSError):
-                    known.identity = entry_of(os.lstat(after)).identity  # which on FAT is where the name stands
+                    known.identity = entry_of(
+                        os.lstat(after)
+                    ).identity  # which on FAT is where the name stands
             elif known.path.startswith(before + os.sep):
                 known.path = after + known.path[len(before) :]
 
@@ -465,7 +509,10 @@ class PathFiles(Files):
         return False
 
     def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
-        os.link(os.path.normpath(self._path(source, at if source_at is None else source_at)), self._path(target, at))
+        os.link(
+            os.path.normpath(self._path(source, at if source_at is None else source_at)),
+            self._path(target, at),
+        )
 
     def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
         # Never for this user alone: since Python 3.12.4 that would be an access list, which everything in it keeps for ever.
@@ -556,7 +603,9 @@ def _known(number: int) -> OpenFile:
 
 def _let_go(path: str) -> None:
     """Close the files of ours that have this path; their numbers stand for the null device until they are closed."""
-    for number in [number for number, known in list(_opened.items()) if number >= 0 and known.path == path]:
+    for number in [
+        number for number, known in list(_opened.items()) if number >= 0 and known.path == path
+    ]:
         null = os.open(os.devnull, os.O_RDWR | ALWAYS)
         try:
             os.dup2(null, number, inheritable=False)

@@ -52,8 +52,12 @@ from holdfast.stores.platform import ALWAYS, DIRECTORY, NO_LINK, NO_WAIT, OPENS_
 
 Keys = list[str]
 
-ALIVE: set[int] = set()  # Descriptors that readers hold. Adding and discarding are one step each, so no lock is needed.
-GONE = frozenset({errno.ENOENT, errno.ESTALE})  # Answers for a file that was listed and is gone; the second is NFS's.
+ALIVE: set[int] = (
+    set()
+)  # Descriptors that readers hold. Adding and discarding are one step each, so no lock is needed.
+GONE = frozenset(
+    {errno.ENOENT, errno.ESTALE}
+)  # Answers for a file that was listed and is gone; the second is NFS's.
 
 A_LINK = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 """What open(2) says of a link that it must not follow: Linux, of one on the way as well, and FreeBSD."""
@@ -117,7 +121,9 @@ class Folder:
             if error.errno not in GONE or self.in_place():
                 raise
         if not self.in_place():
-            raise Replaced("the folder was replaced while it was looked at; open it again", file=self.path)
+            raise Replaced(
+                "the folder was replaced while it was looked at; open it again", file=self.path
+            )
         return sorted(keys)
 
     def _collect(self, prefix: str, keys: Keys, most: int) -> None:
@@ -125,19 +131,25 @@ class Folder:
         with self._entries(prefix) as entries:
             for entry in entries:
                 if entry.is_dir():
-                    if not entry.name.startswith(".") and (not prefix or _is_listed(prefix, entry.name)):
+                    if not entry.name.startswith(".") and (
+                        not prefix or _is_listed(prefix, entry.name)
+                    ):
                         folders.append(f"{prefix}{entry.name}/")
                 elif entry.is_file() and not is_temporary(entry.name):
                     keys.append(prefix + entry.name)
                     if len(keys) > most:
-                        raise LimitExceeded(f"more files than Limits(files={most})", file=self.path, expected=most)
+                        raise LimitExceeded(
+                            f"more files than Limits(files={most})", file=self.path, expected=most
+                        )
         for folder in folders:
             self._collect(folder, keys, most)
 
     @contextmanager
     def _entries(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
         # A descriptor of its own: the place in a listing belongs to the descriptor, which others may use.
-        here = OpenFile(os.open(prefix or ".", os.O_RDONLY | DIRECTORY | ALWAYS, dir_fd=self._file.number))
+        here = OpenFile(
+            os.open(prefix or ".", os.O_RDONLY | DIRECTORY | ALWAYS, dir_fd=self._file.number)
+        )
         with os.scandir(here.number) as entries:
             yield entries
 
@@ -147,7 +159,9 @@ class Folder:
         at = self._file
         try:
             for folder in folders:
-                at = OpenFile(os.open(folder, os.O_RDONLY | DIRECTORY | NO_LINK | ALWAYS, dir_fd=at.number))
+                at = OpenFile(
+                    os.open(folder, os.O_RDONLY | DIRECTORY | NO_LINK | ALWAYS, dir_fd=at.number)
+                )
             return OpenFile(os.open(name, READ | NO_LINK, dir_fd=at.number))
         except OSError as error:
             if error.errno not in A_LINK:
@@ -163,7 +177,10 @@ class Folder:
         if os.path.basename(revisions) == "snapshots":
             allowed.append(os.path.join(os.path.dirname(revisions), "blobs"))
         if not any(path.startswith(place.rstrip(os.sep) + os.sep) for place in allowed):
-            raise UnsafePath(f"a link leads out of the checkpoint, to {path!r}", file=os.path.join(self.path, key))
+            raise UnsafePath(
+                f"a link leads out of the checkpoint, to {path!r}",
+                file=os.path.join(self.path, key),
+            )
         file = OpenFile(os.open(path, READ | NO_LINK))
         if not self.in_place():
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -188,7 +205,9 @@ class PathFolder(Folder):
 
 
 def _is_listed(prefix: str, name: str) -> bool:
-    return prefix.count("/") == 1 and (name.startswith(RANK) or name == UNIVERSAL or prefix == f"{UNIVERSAL}/")
+    return prefix.count("/") == 1 and (
+        name.startswith(RANK) or name == UNIVERSAL or prefix == f"{UNIVERSAL}/"
+    )
 
 
 def open_folder(path: str, *, instead_of: str | None = None) -> Folder:
@@ -210,7 +229,9 @@ def plain(file: OpenFile, label: str) -> os.stat_result:
     return found
 
 
-WINDOW_NBYTES = 8 << 20  # Bytes of a file that are mapped at a time: a mapping counts as memory of the process.
+WINDOW_NBYTES = (
+    8 << 20
+)  # Bytes of a file that are mapped at a time: a mapping counts as memory of the process.
 VECTORS = 1024  # The most ranges that Linux takes in one call (IOV_MAX).
 
 
@@ -224,7 +245,14 @@ def _process_vm_readv() -> ProcessRead | None:
     if found is None:
         return None
     found.restype = ctypes.c_ssize_t
-    found.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    found.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    ]
     return cast(ProcessRead, found)
 
 
@@ -253,7 +281,9 @@ def gather(descriptor: int, starts: Ints, nbytes: Ints, places: Ints) -> int:
 def _copy(call: ProcessRead, descriptor: int, starts: Ints, nbytes: Ints, places: Ints) -> int:
     low = int(starts[0]) & -mmap.ALLOCATIONGRANULARITY
     try:
-        area = mmap.mmap(descriptor, int((starts + nbytes).max()) - low, access=mmap.ACCESS_READ, offset=low)
+        area = mmap.mmap(
+            descriptor, int((starts + nbytes).max()) - low, access=mmap.ACCESS_READ, offset=low
+        )
     except (OSError, ValueError):
         return 0
     with area:
@@ -265,18 +295,24 @@ def _copy(call: ProcessRead, descriptor: int, starts: Ints, nbytes: Ints, places
         for first in range(0, len(starts), VECTORS):
             count = min(VECTORS, len(starts) - first)
             at = 16 * first
-            got = call(os.getpid(), local.ctypes.data + at, count, remote.ctypes.data + at, count, 0)
+            got = call(
+                os.getpid(), local.ctypes.data + at, count, remote.ctypes.data + at, count, 0
+            )
             if got != int(nbytes[first : first + count].sum()):
                 return first
     return len(starts)
 
 
-Stamp = tuple[int, int, int]  # Inode, length and time of the last write: those of one file, on every host that has the file system.
+Stamp = tuple[
+    int, int, int
+]  # Inode, length and time of the last write: those of one file, on every host that has the file system.
 KEPT = 256
 
 SHARE = 2  # All that readers keep open is at most one part in so many of what the process may have open.
 
-NO_MORE = frozenset({errno.EMFILE, errno.ENFILE})  # Answers of open(2) where no more files may be open.
+NO_MORE = frozenset(
+    {errno.EMFILE, errno.ENFILE}
+)  # Answers of open(2) where no more files may be open.
 ELSEWHERE = "another checkpoint is here than the one that was sent to this process by its path: it was saved again; open it again"
 
 MAX_READ = 1 << 30  # Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast.
@@ -302,7 +338,13 @@ class LocalStore(Store):
     """A file, a directory and what is in it, or those files of a directory whose names fit: `actor/optim_*.pt`. `instead_of` is the
     path that a directory stands in for, where a save was cut off while it was replaced (`recover`)."""
 
-    def __init__(self, path: str | os.PathLike[str], *, max_files: int = 100_000, instead_of: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_files: int = 100_000,
+        instead_of: str | None = None,
+    ) -> None:
         self.name = local_path(path)
         self._lock = renewed(threading.Lock())
         self._handles: dict[str, Handle] = {}
@@ -346,7 +388,11 @@ class LocalStore(Store):
             if self._keys is None:
                 try:
                     found = self._bound().list(self._max_files)
-                    self._keys = [key for key in found if "/" not in key and fnmatchcase(key, self._only)] if self._only else found
+                    self._keys = (
+                        [key for key in found if "/" not in key and fnmatchcase(key, self._only)]
+                        if self._only
+                        else found
+                    )
                 except Replaced:
                     self._gone = True
                     raise
@@ -379,12 +425,18 @@ class LocalStore(Store):
 
     def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
         handle = self._open(key)
-        if _process_vm_readv() is None or int(starts.min()) < 0 or int((starts + nbytes).max()) > handle.nbytes:
+        if (
+            _process_vm_readv() is None
+            or int(starts.min()) < 0
+            or int((starts + nbytes).max()) > handle.nbytes
+        ):
             return 0
         file = handle.file or self._again(key, handle)
         return gather(file.number, starts, nbytes, places)
 
-    def scattered(self, key: str, starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[bytes | bytearray]:
+    def scattered(
+        self, key: str, starts: Sequence[int], nbytes: Sequence[int]
+    ) -> Sequence[bytes | bytearray]:
         handle = self._open(key)
         file = handle.file
         if file is not None and platform.READS_AT:
@@ -414,7 +466,9 @@ class LocalStore(Store):
                         raise
                     if isinstance(error, OSError) and error.errno in NO_MORE:
                         return None
-                    raise StoreError(f"cannot map the file into memory: {error}", file=self._label(key)) from None
+                    raise StoreError(
+                        f"cannot map the file into memory: {error}", file=self._label(key)
+                    ) from None
             return handle.mapped if handle.nbytes else memoryview(b"")
 
     def stamp(self, key: str) -> tuple[int, int]:
@@ -437,7 +491,11 @@ class LocalStore(Store):
             except (OSError, HoldfastError):
                 found.append(key)
                 continue
-            if ((now.st_dev, now.st_ino), now.st_size, now.st_mtime_ns) != (handle.identity, handle.nbytes, handle.changed_ns):
+            if ((now.st_dev, now.st_ino), now.st_size, now.st_mtime_ns) != (
+                handle.identity,
+                handle.nbytes,
+                handle.changed_ns,
+            ):
                 found.append(key)
         return sorted(found)
 
@@ -457,7 +515,11 @@ class LocalStore(Store):
             if self._closed:
                 raise self._was_closed()
             stamps = {key: handle.stamp for key, handle in self._handles.items()}
-        return _arrived, (os.path.abspath(os.path.join(self._working, self.name)), self._max_files, stamps)
+        return _arrived, (
+            os.path.abspath(os.path.join(self._working, self.name)),
+            self._max_files,
+            stamps,
+        )
 
     def _label(self, key: str) -> str:
         return os.path.join(self._root, key) if self._directory else self.name
@@ -485,7 +547,9 @@ class LocalStore(Store):
                     raise Replaced(ELSEWHERE, file=self._label(key))
                 if not platform.REMOVES_OPEN_FILES:
                     handle.file = None  # or nobody could replace a checkpoint that somebody reads
-                elif self._directory and (len(self._handles) >= KEPT or len(ALIVE) > platform.most_open_files() // SHARE):
+                elif self._directory and (
+                    len(self._handles) >= KEPT or len(ALIVE) > platform.most_open_files() // SHARE
+                ):
                     handle.file = None
                 self._handles[key] = handle
             return self._handles[key]
@@ -498,7 +562,10 @@ class LocalStore(Store):
         found = os.fstat(file.number)
         now = (found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns
         if now != (handle.identity, handle.nbytes, handle.changed_ns):
-            raise Replaced("the file was changed or replaced while the checkpoint was open; open it again", file=self._label(key))
+            raise Replaced(
+                "the file was changed or replaced while the checkpoint was open; open it again",
+                file=self._label(key),
+            )
         return file
 
     def _opened(self, key: str) -> OpenFile:
@@ -523,7 +590,11 @@ class LocalStore(Store):
 
     def _let_go(self) -> bool:
         """Close what is kept open of a directory; False where there was nothing."""
-        kept = [handle for handle in list(self._handles.values()) if handle.file is not None] if self._directory else []
+        kept = (
+            [handle for handle in list(self._handles.values()) if handle.file is not None]
+            if self._directory
+            else []
+        )
         for handle in kept:
             handle.file = None
         return bool(kept)
@@ -531,10 +602,17 @@ class LocalStore(Store):
     def _missing(self, key: str, error: OSError | UnicodeEncodeError) -> StoreError:
         """What to say of a file that the file system does not give: `Replaced` for one that it had."""
         label = self._label(key)
-        known = key in self._handles or key in self._expected or (self._keys is not None and key in self._keys)
+        known = (
+            key in self._handles
+            or key in self._expected
+            or (self._keys is not None and key in self._keys)
+        )
         if isinstance(error, OSError) and error.errno in GONE and known:
             self._gone = True
-            gone = Replaced("the file is gone: the checkpoint was replaced or removed while it was open; open it again", file=label)
+            gone = Replaced(
+                "the file is gone: the checkpoint was replaced or removed while it was open; open it again",
+                file=label,
+            )
             gone.errno = error.errno
             return gone
         return _refused(label, error, inside=self._directory)
@@ -577,7 +655,9 @@ class DescriptorStore(Store):
         self._turn: threading.Lock | None = None
         if not platform.READS_AT:
             found = os.fstat(descriptor)
-            self._turn = _positions.setdefault((found.st_dev, found.st_ino), renewed(threading.Lock()))
+            self._turn = _positions.setdefault(
+                (found.st_dev, found.st_ino), renewed(threading.Lock())
+            )
 
     def list(self) -> Sequence[str]:
         return [self.KEY]
@@ -613,7 +693,9 @@ class DescriptorStore(Store):
         return file
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise Unsupported("what is read from an open file cannot be sent to another process; open it there by its path")
+        raise Unsupported(
+            "what is read from an open file cannot be sent to another process; open it there by its path"
+        )
 
 
 def read_at(descriptor: int, start: int, out: memoryview) -> None:
@@ -622,7 +704,10 @@ def read_at(descriptor: int, start: int, out: memoryview) -> None:
     while done < total:
         got = platform.read_some(descriptor, out[done : done + MAX_READ], start + done)
         if got == 0:
-            raise Truncated(f"the file shrank while it was read: {total - done} bytes are gone", offset=start + done)
+            raise Truncated(
+                f"the file shrank while it was read: {total - done} bytes are gone",
+                offset=start + done,
+            )
         done += got
 
 
@@ -633,7 +718,9 @@ def free_nbytes(path: str) -> int:
         raise _refused(path, error) from None
 
 
-def _refused(label: str, error: OSError | UnicodeEncodeError, *, inside: bool = False) -> StoreError:
+def _refused(
+    label: str, error: OSError | UnicodeEncodeError, *, inside: bool = False
+) -> StoreError:
     """What the file system said; `inside` is for a file of a folder that was opened."""
     if isinstance(error, UnicodeEncodeError):
         return StoreError("the path has a character that the file system cannot hold", file=label)
@@ -645,6 +732,10 @@ def _refused(label: str, error: OSError | UnicodeEncodeError, *, inside: bool = 
         errno.ELOOP: "links that go round in circles",
         errno.EMFILE: "this process has as many files open as it may (ulimit -n); close some, or raise the limit",
     }.get(error.errno or 0, error.strerror or str(error))
-    refused = NoSuchPath(reason, file=label) if error.errno == errno.ENOENT and not inside else StoreError(reason, file=label)
+    refused = (
+        NoSuchPath(reason, file=label)
+        if error.errno == errno.ENOENT and not inside
+        else StoreError(reason, file=label)
+    )
     refused.errno = error.errno
     return refused

@@ -20,7 +20,9 @@ LARGE = 64 << 10  # From this many bytes on, other threads should not wait for a
 class MemoryStore(Store):
     medium = Medium(resident=True)
 
-    def __init__(self, content: Mapping[str, bytes | bytearray | memoryview], *, name: str = "<memory>") -> None:
+    def __init__(
+        self, content: Mapping[str, bytes | bytearray | memoryview], *, name: str = "<memory>"
+    ) -> None:
         self.name = name
         self._content = {key: memoryview(value).cast("B") for key, value in content.items()}
         self._closed = False
@@ -47,7 +49,11 @@ class MemoryStore(Store):
         content = self._bytes(key)
         stop = start + out.nbytes
         if start < 0 or stop > content.nbytes:
-            raise Truncated(f"wanted bytes {start} to {stop} of {content.nbytes}", file=key, offset=content.nbytes)
+            raise Truncated(
+                f"wanted bytes {start} to {stop} of {content.nbytes}",
+                file=key,
+                offset=content.nbytes,
+            )
         if out.nbytes < LARGE:
             out[:] = content[start:stop]
         else:
@@ -62,13 +68,19 @@ class MemoryStore(Store):
         content = self._bytes(key) if key else None
         if not content:
             return super().place(key)
-        return "memory", np.frombuffer(content, np.uint8).__array_interface__["data"][0], content.nbytes
+        return (
+            "memory",
+            np.frombuffer(content, np.uint8).__array_interface__["data"][0],
+            content.nbytes,
+        )
 
     def close(self) -> None:
         self._closed = True
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise Unsupported("what lies in the memory of this process cannot be read lazily in another; save it and send the path")
+        raise Unsupported(
+            "what lies in the memory of this process cannot be read lazily in another; save it and send the path"
+        )
 
     def _bytes(self, key: str) -> memoryview:
         if self._closed:
@@ -104,7 +116,9 @@ class FileObjectStore(Store):
         except (OSError, AttributeError, ValueError, TypeError) as error:
             raise StoreError(f"a file object must be open, binary and seekable: {error}") from None
         if text:
-            raise StoreError(f"this {type(file).__name__} gives text; open the file in binary mode: open(path, 'rb')")
+            raise StoreError(
+                f"this {type(file).__name__} gives text; open the file in binary mode: open(path, 'rb')"
+            )
 
     def list(self) -> Sequence[str]:
         return [self.KEY]
@@ -118,14 +132,19 @@ class FileObjectStore(Store):
         if self._closed:
             raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
         if start < 0 or start + out.nbytes > self.size(key):
-            raise Truncated(f"wanted bytes {start} to {start + out.nbytes} of {self._size}", offset=self._size)
+            raise Truncated(
+                f"wanted bytes {start} to {start + out.nbytes} of {self._size}", offset=self._size
+            )
         done = 0
         with self.reading(), self._exclusive():
             self._file.seek(start)
             while done < out.nbytes:
                 got = self._some(out[done:])
                 if not got:
-                    raise Truncated(f"the file object ended {out.nbytes - done} bytes early", offset=start + done)
+                    raise Truncated(
+                        f"the file object ended {out.nbytes - done} bytes early",
+                        offset=start + done,
+                    )
                 done += got
 
     @contextmanager
@@ -167,12 +186,16 @@ class FileObjectStore(Store):
             return 0  # also None, which a file says that does not wait
         content = memoryview(part).cast("B")
         if content.nbytes > out.nbytes:
-            raise StoreError(f"the file object was asked for {out.nbytes} bytes and gave {content.nbytes}")
+            raise StoreError(
+                f"the file object was asked for {out.nbytes} bytes and gave {content.nbytes}"
+            )
         out[: content.nbytes] = content
         return content.nbytes
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise Unsupported("what is read from a file object cannot be sent to another process; open it there by its path")
+        raise Unsupported(
+            "what is read from a file object cannot be sent to another process; open it there by its path"
+        )
 
     def close(self) -> None:
         """Forget the file object; it belongs to the caller, who closes it."""

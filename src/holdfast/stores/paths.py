@@ -29,7 +29,9 @@ AnyPath = str | os.PathLike[str]
 SCHEME = re.compile(r"[^/\\]*:(?=[/\\]|$)")
 """A first part that ends with a colon: of a URL, also of one behind another (`simplecache::s3://`), or a drive."""
 
-SPECIAL = re.compile(r"[~:\\\0]")  # What every path has that is not, or not yet, one for the system.
+SPECIAL = re.compile(
+    r"[~:\\\0]"
+)  # What every path has that is not, or not yet, one for the system.
 DRIVE = re.compile(r"\s*[A-Za-z]:")
 SHOWN = 200
 
@@ -44,7 +46,11 @@ def local_path(path: object) -> str:
         raise _refused(f"a path is text or a pathlib.Path, not {_kind(path)}", path, kind=NotAPath)
     text = os.fspath(path)
     if not isinstance(text, str):
-        raise _refused(f"a path must be text, not {_kind(text)}; os.fsdecode makes text of it", text, kind=NotAPath)
+        raise _refused(
+            f"a path must be text, not {_kind(text)}; os.fsdecode makes text of it",
+            text,
+            kind=NotAPath,
+        )
     if text and not SPECIAL.search(text):
         return text
     text = _slashed(text)
@@ -54,7 +60,11 @@ def local_path(path: object) -> str:
         raise _refused("a path cannot hold a NUL character", text)
     if not _says_more(text):
         # `Path` makes `~x` of `./~x`, and would give it a meaning that it did not have.
-        return _slashed(os.path.join(os.getcwd(), text)) if text.startswith("./") and _says_more(_undotted(text)) else text
+        return (
+            _slashed(os.path.join(os.getcwd(), text))
+            if text.startswith("./") and _says_more(_undotted(text))
+            else text
+        )
     if not text.startswith("~"):
         raise _elsewhere(text)
     try:
@@ -63,14 +73,21 @@ def local_path(path: object) -> str:
         home = text
     if _says_more(home):
         user = re.split(r"[/\\]", text)[0]
-        raise _refused(f"there is no home of {user[:SHOWN]!r}; a file of that name is given by its absolute path", text)
+        raise _refused(
+            f"there is no home of {user[:SHOWN]!r}; a file of that name is given by its absolute path",
+            text,
+        )
     return _slashed(home)
 
 
 def place_of(path: object, store: object | None = None) -> str:
     """A path on this machine, or the `Url` of something in an object store; with a `store`, `path` is a key in it."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    return url_of(text, store) if isinstance(text, str) and (store is not None or is_url(text)) else local_path(path)
+    return (
+        url_of(text, store)
+        if isinstance(text, str) and (store is not None or is_url(text))
+        else local_path(path)
+    )
 
 
 def found_path(path: str) -> str:
@@ -95,7 +112,9 @@ def content_and_path(content: object, path: object) -> tuple[object, object]:
     """
     places = (str, os.PathLike)
     # With a file object in the second place, the first one is what is saved, be it text.
-    swapped = isinstance(content, places) and not isinstance(path, places) and not hasattr(path, "write")
+    swapped = (
+        isinstance(content, places) and not isinstance(path, places) and not hasattr(path, "write")
+    )
     return (path, content) if swapped else (content, path)
 
 
@@ -128,7 +147,9 @@ def _undotted(text: str) -> str:
 def _elsewhere(text: str) -> BadPath:
     named = "a file of that name is given by its absolute path"
     if DRIVE.match(text) or text.startswith("\\\\"):
-        return _refused(f"{text[:SHOWN]!r} is a path of Windows, and this machine has no drives; {named}", text)
+        return _refused(
+            f"{text[:SHOWN]!r} is a path of Windows, and this machine has no drives; {named}", text
+        )
     scheme = SCHEME.match(text)
     if scheme is not None and scheme[0].strip().lower() == "file:":
         return _refused(f"{text[:SHOWN]!r} is a URL; give the path alone, without file://", text)
@@ -136,7 +157,9 @@ def _elsewhere(text: str) -> BadPath:
         message = "only a file of this machine can be used here; `holdfast cp` copies a checkpoint to it, or from it"
     else:
         message = "of object stores, s3://, gs:// and az:// are understood"
-    return _refused(f"{text[:SHOWN]!r} is a URL and no path on this machine: {message} ({named})", text)
+    return _refused(
+        f"{text[:SHOWN]!r} is a URL and no path on this machine: {message} ({named})", text
+    )
 
 
 def _kind(value: object) -> str:

@@ -40,7 +40,9 @@ DIRECTORY: int = getattr(os, "O_DIRECTORY", 0)
 NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
 NO_WAIT: int = getattr(os, "O_NONBLOCK", 0)  # Opening a FIFO that nobody writes to must not wait.
 
-HOLD: int = getattr(os, "O_PATH", 0)  # Holds a file without reading it, for as long as it is open; 0 where there is none.
+HOLD: int = getattr(
+    os, "O_PATH", 0
+)  # Holds a file without reading it, for as long as it is open; 0 where there is none.
 READS_AT = hasattr(os, "pread")  # Whether a read leaves the position of a file alone.
 
 OPENS_DIRECTORIES = (
@@ -51,10 +53,16 @@ OPENS_DIRECTORIES = (
 """Whether a directory can be held by a descriptor, and names be looked up in there."""
 
 MAP_PRIVATE: int | None = getattr(mmap, "MAP_PRIVATE", None)
-MAP_SHARED: int | None = getattr(mmap, "MAP_SHARED", None)  # Flags of a mapping; None where mappings have none.
-REMOVES_OPEN_FILES = os.name != "nt"  # Whether the name of a file that is open can be removed, or given to another file.
+MAP_SHARED: int | None = getattr(
+    mmap, "MAP_SHARED", None
+)  # Flags of a mapping; None where mappings have none.
+REMOVES_OPEN_FILES = (
+    os.name != "nt"
+)  # Whether the name of a file that is open can be removed, or given to another file.
 DRIVES = os.name == "nt"  # Whether `C:` begins a path, and a backslash is a slash.
-BLOCK = 1 << 20  # Bytes at a time that go through memory of ours; larger blocks leave the second-level cache.
+BLOCK = (
+    1 << 20
+)  # Bytes at a time that go through memory of ours; larger blocks leave the second-level cache.
 FEW_FILES = 512  # Files that every system lets a process have open: what the C library of Windows begins with.
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # Flags of renameat2(2), Linux 3.15.
 RENAME_SWAP, RENAME_EXCL = 2, 4  # Flags of renameatx_np(2), macOS 10.12.
@@ -69,7 +77,9 @@ def _module(name: str) -> ModuleType | None:
 
 _fcntl, _resource = _module("fcntl"), _module("resource")
 _os: ModuleType = os
-_mmap: ModuleType = mmap  # For names that not every system has: a type checker on another one need not know them.
+_mmap: ModuleType = (
+    mmap  # For names that not every system has: a type checker on another one need not know them.
+)
 _FULL_SYNC: int | None = getattr(_fcntl, "F_FULLFSYNC", None)
 _turns: dict[int, threading.Lock] = {}  # By descriptor: who may move its position.
 
@@ -166,7 +176,9 @@ def sync(descriptor: int) -> None:
             # fsync(2) of macOS hands the bytes to the disk, which may keep them in its own memory.
             _fcntl.fcntl(descriptor, _FULL_SYNC)
         except OSError as error:
-            if error.errno not in ABSENT | {errno.ENOTTY}:  # a file system that does not know it: FAT, SMB
+            if error.errno not in ABSENT | {
+                errno.ENOTTY
+            }:  # a file system that does not know it: FAT, SMB
                 raise
         else:
             return
@@ -250,8 +262,16 @@ def _renamed(source: str, target: str, *, at: int, linux: int, macos: int) -> bo
     for name, flags in (("renameat2", linux), ("renameatx_np", macos)):
         call = c_function(name)
         if call is not None:
-            call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-            return called(call(at, os.fsencode(source), at, os.fsencode(target), flags), source, target)
+            call.argtypes = [
+                ctypes.c_int,
+                ctypes.c_char_p,
+                ctypes.c_int,
+                ctypes.c_char_p,
+                ctypes.c_uint,
+            ]
+            return called(
+                call(at, os.fsencode(source), at, os.fsencode(target), flags), source, target
+            )
     return False
 
 

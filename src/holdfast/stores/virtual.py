@@ -131,7 +131,11 @@ class Virtual(Store):
             return store.cost(key, nbytes)
         entry = self.entry(key)
         whole = entry.size()
-        return nbytes if entry.read_nbytes is None or not whole else -(-nbytes * entry.read_nbytes // whole)
+        return (
+            nbytes
+            if entry.read_nbytes is None or not whole
+            else -(-nbytes * entry.read_nbytes // whole)
+        )
 
     def close(self) -> None:
         self._closed = True
@@ -141,7 +145,9 @@ class Virtual(Store):
 
     def __getstate__(self) -> object:
         if self._over is None:
-            raise Unsupported("what is computed in this process cannot be read lazily in another; save it and send the path")
+            raise Unsupported(
+                "what is computed in this process cannot be read lazily in another; save it and send the path"
+            )
         return self.__dict__
 
 
@@ -152,7 +158,9 @@ class ContentCache:
         self._most_nbytes = most_nbytes
         self._content: OrderedDict[Hashable, np.ndarray] = OrderedDict()
         self._nbytes = 0
-        self.lock = renewed(threading.RLock())  # Whoever holds it makes something while nobody else does.
+        self.lock = renewed(
+            threading.RLock()
+        )  # Whoever holds it makes something while nobody else does.
 
     @property
     def nbytes(self) -> int:
@@ -190,7 +198,14 @@ def tensor_stamp(tensor: LazyTensor) -> Stamp:
     """What identifies the elements of a tensor: where they lie, and the stamps of what they lie in."""
     store = tensor.source.store
     places = [
-        (chunk.storage.key, chunk.storage.start, chunk.storage.nbytes, chunk.offset, chunk.strides, store.stamp(chunk.storage.key))
+        (
+            chunk.storage.key,
+            chunk.storage.start,
+            chunk.storage.nbytes,
+            chunk.offset,
+            chunk.strides,
+            store.stamp(chunk.storage.key),
+        )
         for chunk in tensor.chunks
     ]
     return tensor.dtype.name, tensor.shape, store.name, places

@@ -69,7 +69,12 @@ from holdfast.torch.tensors.slices import Slices, slices
 if TYPE_CHECKING:
     from holdfast.torch import sparsity
     from holdfast.torch.export.packaging import package_program
-    from holdfast.torch.export.shared_weights import TensorProperties, Weights, get_complete, group_weights
+    from holdfast.torch.export.shared_weights import (
+        TensorProperties,
+        Weights,
+        get_complete,
+        group_weights,
+    )
     from holdfast.torch.ranks.background import SaveHandle
     from holdfast.torch.ranks.group import group
     from holdfast.torch.ranks.load_sharded import LoadedShards, load_full, load_sharded

@@ -14,15 +14,25 @@ from holdfast.torch import versions
 def device(value: object, name: str) -> torch.device:
     """A device of this machine, from a torch.device, its name or its number."""
     if not isinstance(value, torch.device | str | int) or isinstance(value, bool):
-        raise BadArgumentType(f"{name} takes a torch.device or its name ('cpu', 'cuda:0'), not {shown(value)}", found=value)
+        raise BadArgumentType(
+            f"{name} takes a torch.device or its name ('cpu', 'cuda:0'), not {shown(value)}",
+            found=value,
+        )
     try:
         found = torch.device(value)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else "torch knows no such device"
-        raise BadArgument(f"{name} takes a torch.device or its name, not {shown(value)}: {reason}", found=value) from None
+        raise BadArgument(
+            f"{name} takes a torch.device or its name, not {shown(value)}: {reason}", found=value
+        ) from None
     # A build with CUDA makes the device where there is no driver, and fails when it is used.
-    if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        raise BadArgument(f"{name} is {found}, and torch finds {count} CUDA devices here; give another, or 'cpu'", found=value)
+    if found.type == "cuda" and (found.index or 0) >= (
+        count := torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ):
+        raise BadArgument(
+            f"{name} is {found}, and torch finds {count} CUDA devices here; give another, or 'cpu'",
+            found=value,
+        )
     return found
 
 

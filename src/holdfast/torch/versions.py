@@ -41,9 +41,16 @@ def check_version(text: str) -> None:
     version = parsed(text)
     supported = f"holdfast.torch works with torch {_text(OLDEST)} to {_text(NEWEST)}, and this is torch {text}"
     if version < OLDEST:
-        raise Unsupported(f"{supported}: install a newer torch, or use `holdfast` alone, which needs none", found=text)
+        raise Unsupported(
+            f"{supported}: install a newer torch, or use `holdfast` alone, which needs none",
+            found=text,
+        )
     if version > NEWEST:
-        warnings.warn(f"{supported}: it was not tried with it, and there may be a newer Holdfast", HoldfastWarning, stacklevel=2)
+        warnings.warn(
+            f"{supported}: it was not tried with it, and there may be a newer Holdfast",
+            HoldfastWarning,
+            stacklevel=2,
+        )
 
 
 def _text(version: Version) -> str:
@@ -76,64 +83,117 @@ class Change(Value, frozen=True):
         """Raise `Unsupported` where this torch is too old for what is wanted."""
         if not self:
             raise Unsupported(
-                f"{wanted} needs torch {_text(self.since)} or later, and this is torch {torch.__version__}", found=torch.__version__
+                f"{wanted} needs torch {_text(self.since)} or later, and this is torch {torch.__version__}",
+                found=torch.__version__,
             )
 
 
 # Names that torch has.
 
-DTENSOR = Change((2, 5), "torch.distributed.tensor is public, has LocalShardsWrapper, and checkpoints know holders of shards")
+DTENSOR = Change(
+    (2, 5),
+    "torch.distributed.tensor is public, has LocalShardsWrapper, and checkpoints know holders of shards",
+)
 MANY_VERSIONS = Change((2, 5), "torch.autograd.graph.increment_version takes several tensors")
-LENGTHS_KEPT = Change((2, 5), "jagged tensors are made with their shortest and longest length, and pickled as such")
+LENGTHS_KEPT = Change(
+    (2, 5), "jagged tensors are made with their shortest and longest length, and pickled as such"
+)
 MPS = Change((2, 5), "torch.mps says whether it is available")
 BUFFER = Change((2, 5), "torch.nn.Buffer exists")
 THREAD_LOCAL = Change((2, 5), "torch.serialization has skip_data, safe_globals and a thread-local")
-UNSAFE_GLOBALS = Change((2, 6), "torch.serialization has get_unsafe_globals_in_checkpoint and checksum options")
+UNSAFE_GLOBALS = Change(
+    (2, 6), "torch.serialization has get_unsafe_globals_in_checkpoint and checksum options"
+)
 FULLY_SHARD = Change((2, 6), "torch.distributed.fsdp has fully_shard")
 CONFIG = Change((2, 7), "torch.utils.serialization.config holds the switches of save and load")
 PT2_ARCHIVE = Change((2, 9), "torch.export writes and reads archives with one record per storage")
-SHARED_WEIGHTS = Change((2, 11), "torch.export.pt2_archive puts the weights together that cover a storage in parts")
-PROGRAM_ALONE = Change((2, 12), "torch.export serialises a program without its weights, and knows every dtype of them")
+SHARED_WEIGHTS = Change(
+    (2, 11), "torch.export.pt2_archive puts the weights together that cover a storage in parts"
+)
+PROGRAM_ALONE = Change(
+    (2, 12), "torch.export serialises a program without its weights, and knows every dtype of them"
+)
 CUSTOM_OBJECTS = Change((2, 13), "torch.export.save writes constants of registered classes")
-CUSTOM_OBJECTS_RENAMED = Change((2, 14), "what torch called opaque values are called objects of custom classes")
-FAKE_KINDS = Change((2, 14), "torch asks is_fake_tensor whether a tensor is fake, and no longer its class")
+CUSTOM_OBJECTS_RENAMED = Change(
+    (2, 14), "what torch called opaque values are called objects of custom classes"
+)
+FAKE_KINDS = Change(
+    (2, 14), "torch asks is_fake_tensor whether a tensor is fake, and no longer its class"
+)
 NO_DIST = Change((2, 7), "torch.distributed.checkpoint is told by no_dist that it is alone")
-SRC_DATA_RANK = Change((2, 7), "distribute_tensor is told by src_data_rank that every rank has the whole tensor")
-FORKS = Change((2, 8), "a process that has imported torch.distributed can be forked into ranks; it was seen not to in 2.6")
-EMPTY_SHARDS = Change((2, 8), "LocalShardsWrapper may hold shards of any number of dimensions, or none")
-FSDP_ON_CPU = Change((2, 8), "a model that FSDP shards runs and is trained on a CPU; it was seen not to in 2.6")
-UNEVEN_PARALLEL = Change((2, 8), "FSDP cuts what tensor parallelism cut before also where it does not come out even")
-HUGGING_FACE = Change((2, 9), "torch.distributed.checkpoint writes folders of safetensors in pieces, and ranks may save alone")
-CHECKPOINTABLE_TENSOR = Change((2, 14), "a tensor with global_shape and three fields more is a shard to dcp.save and dcp.load")
+SRC_DATA_RANK = Change(
+    (2, 7), "distribute_tensor is told by src_data_rank that every rank has the whole tensor"
+)
+FORKS = Change(
+    (2, 8),
+    "a process that has imported torch.distributed can be forked into ranks; it was seen not to in 2.6",
+)
+EMPTY_SHARDS = Change(
+    (2, 8), "LocalShardsWrapper may hold shards of any number of dimensions, or none"
+)
+FSDP_ON_CPU = Change(
+    (2, 8), "a model that FSDP shards runs and is trained on a CPU; it was seen not to in 2.6"
+)
+UNEVEN_PARALLEL = Change(
+    (2, 8), "FSDP cuts what tensor parallelism cut before also where it does not come out even"
+)
+HUGGING_FACE = Change(
+    (2, 9),
+    "torch.distributed.checkpoint writes folders of safetensors in pieces, and ranks may save alone",
+)
+CHECKPOINTABLE_TENSOR = Change(
+    (2, 14), "a tensor with global_shape and three fields more is a shard to dcp.save and dcp.load"
+)
 
 UINT16 = Change((2, 6), "torch saves uint16, uint32 and uint64, and bits of any width")
 INT1 = Change((2, 6), "torch has int1 to int7")
 FLOAT8_E8M0 = Change((2, 7), "torch has float8_e8m0fnu")
 FLOAT4 = Change((2, 8), "torch has float4_e2m1fn_x2")
-FLOAT4_COPIED = Change((2, 11), "torch copies tensors of float4_e2m1fn_x2; it was seen not to in 2.8")
+FLOAT4_COPIED = Change(
+    (2, 11), "torch copies tensors of float4_e2m1fn_x2; it was seen not to in 2.8"
+)
 BCOMPLEX = Change((2, 14), "torch has bcomplex32")
-TRANSFORMS = Change((2, 7), "the description of a sharded checkpoint says how items were transformed, and of which modules")
+TRANSFORMS = Change(
+    (2, 7),
+    "the description of a sharded checkpoint says how items were transformed, and of which modules",
+)
 VERSIONED = Change((2, 9), "the description of a sharded checkpoint has a version")
 
 # What torch does.
 
 WEIGHTS_ONLY = Change((2, 6), "torch.load is called with weights_only=True unless told otherwise")
 DECOUPLED = Change((2, 7), "the state of Adam and AdamW says whether weights decay on their own")
-NUMBERED_CONTAINER = Change((2, 7), "torch.save records the format of an archive and its alignment, and orders storages by number")
+NUMBERED_CONTAINER = Change(
+    (2, 7),
+    "torch.save records the format of an archive and its alignment, and orders storages by number",
+)
 META_SHARES = Change((2, 15), "tensors of one storage share it after a load to the meta device")
-NESTED_ASKED_FOR = Change((2, 15), "weights_only=True loads nested tensors where they were allowed by name only")
+NESTED_ASKED_FOR = Change(
+    (2, 15), "weights_only=True loads nested tensors where they were allowed by name only"
+)
 SPARSE_UNCHECKED = Change(
-    (2, 8), "torch.load does not look at the indices of sparse tensors, which meta and fake ones do not have", until=(2, 15)
+    (2, 8),
+    "torch.load does not look at the indices of sparse tensors, which meta and fake ones do not have",
+    until=(2, 15),
 )
 NARROW_INTS = Change((2, 7), "weights_only=True knows int1 to int7 and uint1 to uint7")
-QUALIFIED_NAMES = Change((2, 7), "classes inside of others are allowed by their qualified names, and refusals give full names")
-BYTES_FOUND = Change(
-    (2, 7), "torch.load works within skip_data, pretends devices of fake tensors, and says where the bytes of such storages are"
+QUALIFIED_NAMES = Change(
+    (2, 7),
+    "classes inside of others are allowed by their qualified names, and refusals give full names",
 )
-SETITEM_REFUSED = Change((2, 10), "weights_only=True says in a sentence that an item was set in what is no dict")
+BYTES_FOUND = Change(
+    (2, 7),
+    "torch.load works within skip_data, pretends devices of fake tensors, and says where the bytes of such storages are",
+)
+SETITEM_REFUSED = Change(
+    (2, 10), "weights_only=True says in a sentence that an item was set in what is no dict"
+)
 PLACEMENTS_IN_C = Change((2, 10), "placements of DTensors are objects of C++")
 WORDS = Change((2, 11), "torch.load says in the words of today what is wrong with a file")
-WHOLE_TAGS = Change((2, 11), "the tag of a device is matched as a whole, may be a device in a dict, and is known for mtia")
+WHOLE_TAGS = Change(
+    (2, 11),
+    "the tag of a device is matched as a whole, may be a device in a dict, and is known for mtia",
+)
 NUMBERED_FAKES = Change((2, 13), "a fake tensor that is loaded to cuda is on cuda:0")
 ANY_CASE = Change((2, 13), "the variables TORCH_FORCE_… are read in small and capital letters")
 SATURATES = Change((2, 13), "a number beyond the largest of float8_e4m3fn becomes that and not NaN")
@@ -152,7 +212,9 @@ def dtype(name: str | None) -> torch.dtype | None:
 def allowed_globals(known: Iterable[str]) -> frozenset[str]:
     """The names among `known` that `torch.load(weights_only=True)` of this torch allows by default."""
     # Private to torch, and in every version of the range. A newer one without it is believed to allow what 2.15 does.
-    torchs: Callable[[], Mapping[str, object]] | None = getattr(torch._weights_only_unpickler, "_get_allowed_globals", None)
+    torchs: Callable[[], Mapping[str, object]] | None = getattr(
+        torch._weights_only_unpickler, "_get_allowed_globals", None
+    )
     return frozenset(known) if torchs is None else frozenset(known) & torchs().keys()
 
 
@@ -171,7 +233,9 @@ has_names: Callable[[torch.Tensor], bool] | None = getattr(torch.Tensor, "has_na
 """Whether the dimensions of a tensor have names, which torch does not save; None where this torch has no such tensors."""
 
 
-def serialize_program(program: object, opset_version: dict[str, int] | None, protocol: int) -> tuple[bytes, bytes]:
+def serialize_program(
+    program: object, opset_version: dict[str, int] | None, protocol: int
+) -> tuple[bytes, bytes]:
     """An exported program and its example inputs, without its weights where torch can leave them out."""
     from torch._export.serde.serialize import serialize
 
@@ -185,25 +249,35 @@ def is_custom_object(value: object) -> bool:
     if not CUSTOM_OBJECTS:
         return False
     module = importlib.import_module("torch._library.opaque_object")
-    return bool((module.is_custom_class_obj if CUSTOM_OBJECTS_RENAMED else module.is_opaque_value)(value))
+    return bool(
+        (module.is_custom_class_obj if CUSTOM_OBJECTS_RENAMED else module.is_opaque_value)(value)
+    )
 
 
 def is_fake(tensor: object) -> bool:
     """Whether a tensor is fake, of either of torch's two kinds."""
     module = importlib.import_module("torch._subclasses.fake_tensor")
-    return bool(module.is_fake_tensor(tensor)) if FAKE_KINDS else isinstance(tensor, module.FakeTensor)
+    return (
+        bool(module.is_fake_tensor(tensor)) if FAKE_KINDS else isinstance(tensor, module.FakeTensor)
+    )
 
 
 def is_faking() -> bool:
     # torch's own function takes as long as reading a small file. Without these two it never finds a mode.
-    if not FAKE_KINDS and torch._guards.TracingContext.try_get() is None and not torch._C._len_torch_dispatch_stack():
+    if (
+        not FAKE_KINDS
+        and torch._guards.TracingContext.try_get() is None
+        and not torch._C._len_torch_dispatch_stack()
+    ):
         return False
     return torch._guards.detect_fake_mode(None) is not None
 
 
 def ordered_set() -> type:
     """The class of sets in which `torch.export` holds weights that share a storage; before it did, any class of sets."""
-    found: type = importlib.import_module("torch.utils._ordered_set").OrderedSet if PT2_ARCHIVE else set
+    found: type = (
+        importlib.import_module("torch.utils._ordered_set").OrderedSet if PT2_ARCHIVE else set
+    )
     return found
 
 
@@ -228,7 +302,9 @@ def mark_changed(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def dtensor_module() -> ModuleType:
-    return importlib.import_module("torch.distributed.tensor" if DTENSOR else "torch.distributed._tensor")
+    return importlib.import_module(
+        "torch.distributed.tensor" if DTENSOR else "torch.distributed._tensor"
+    )
 
 
 class _Local(threading.local):
@@ -269,5 +345,9 @@ if TYPE_CHECKING:
     config = torch.utils.serialization.config
     local = torch.serialization._serialization_tls
 else:
-    config = importlib.import_module("torch.utils.serialization").config if CONFIG else SimpleNamespace(load=_Load(), save=_Save())
+    config = (
+        importlib.import_module("torch.utils.serialization").config
+        if CONFIG
+        else SimpleNamespace(load=_Load(), save=_Save())
+    )
     local = torch.serialization._serialization_tls if THREAD_LOCAL else _Local()

@@ -53,14 +53,27 @@ def record(module: str, name: str, state: bytes | None = None) -> bytes:
 
 def fields(**values: bytes | None) -> bytes:
     """A dict of attributes; None leaves one out."""
-    return dict_of(*(part for name, value in values.items() if value is not None for part in (text(name), value)))
+    return dict_of(
+        *(
+            part
+            for name, value in values.items()
+            if value is not None
+            for part in (text(name), value)
+        )
+    )
 
 
 def size(numbers: Sequence[int] | bytes) -> bytes:
-    return numbers if isinstance(numbers, bytes) else call("torch", "Size", tuple_of(*map(integer, numbers)))
+    return (
+        numbers
+        if isinstance(numbers, bytes)
+        else call("torch", "Size", tuple_of(*map(integer, numbers)))
+    )
 
 
-def chunk(offsets: Sequence[int] | bytes, sizes: Sequence[int] | bytes, *, module: str = METADATA) -> bytes:
+def chunk(
+    offsets: Sequence[int] | bytes, sizes: Sequence[int] | bytes, *, module: str = METADATA
+) -> bytes:
     return record(module, "ChunkStorageMetadata", fields(offsets=size(offsets), sizes=size(sizes)))
 
 
@@ -73,15 +86,23 @@ def properties(
     more: bytes = b"",
 ) -> bytes:
     layout = call("torch.serialization", "_get_layout", text("torch.strided"))
-    state = tuple_of(named("torch", dtype), layout, grad, call(module, encoding, integer(0)), FALSE, more)
+    state = tuple_of(
+        named("torch", dtype), layout, grad, call(module, encoding, integer(0)), FALSE, more
+    )
     return record(module, "TensorProperties", state)
 
 
 def tensor(
-    shape: Sequence[int] | bytes, chunks: Sequence[bytes] | bytes, props: bytes | None = None, *, module: str = METADATA
+    shape: Sequence[int] | bytes,
+    chunks: Sequence[bytes] | bytes,
+    props: bytes | None = None,
+    *,
+    module: str = METADATA,
 ) -> bytes:
     listed = chunks if isinstance(chunks, bytes) else list_of(*chunks)
-    state = fields(properties=properties() if props is None else props, size=size(shape), chunks=listed)
+    state = fields(
+        properties=properties() if props is None else props, size=size(shape), chunks=listed
+    )
     return record(module, "TensorStorageMetadata", state)
 
 
@@ -89,9 +110,19 @@ def value(module: str = METADATA) -> bytes:
     return record(module, "BytesStorageMetadata")
 
 
-def index(name: str, offset: Sequence[int] | bytes | None = None, hint: int | None = 0, *, module: str = METADATA) -> bytes:
+def index(
+    name: str,
+    offset: Sequence[int] | bytes | None = None,
+    hint: int | None = 0,
+    *,
+    module: str = METADATA,
+) -> bytes:
     place = None if offset is None else size(offset)
-    return record(module, "MetadataIndex", fields(fqn=text(name), index=NONE if hint is None else integer(hint), offset=place))
+    return record(
+        module,
+        "MetadataIndex",
+        fields(fqn=text(name), index=NONE if hint is None else integer(hint), offset=place),
+    )
 
 
 def info(
@@ -114,7 +145,9 @@ def info(
     )
 
 
-def note(path: bytes = call("pathlib", "PosixPath", text("ckpt")), save_id: bytes = text("id-1")) -> bytes:
+def note(
+    path: bytes = call("pathlib", "PosixPath", text("ckpt")), save_id: bytes = text("id-1")
+) -> bytes:
     state = fields(checkpoint_id=path, save_id=save_id, load_id=NONE, modules=list_of())
     return record(METADATA, "StorageMeta", state)
 
@@ -140,8 +173,16 @@ def metadata(
     protocol: int = 2,
 ) -> bytes:
     """A `.metadata`; None leaves a field out."""
-    entries = tensors if isinstance(tensors, bytes) else dict_of(*(p for k, v in tensors.items() for p in (text(k), v)))
-    places = items if items is None or isinstance(items, bytes) else dict_of(*(p for pair in items for p in pair))
+    entries = (
+        tensors
+        if isinstance(tensors, bytes)
+        else dict_of(*(p for k, v in tensors.items() for p in (text(k), v)))
+    )
+    places = (
+        items
+        if items is None or isinstance(items, bytes)
+        else dict_of(*(p for pair in items for p in pair))
+    )
     state = fields(
         state_dict_metadata=entries, planner_data=planner, storage_data=places, storage_meta=note() if meta is None else meta,
         version=version, **(more or {}),
@@ -149,7 +190,13 @@ def metadata(
     return stream(record(module, "Metadata", state), protocol=protocol)
 
 
-def folder(tensors: Mapping[str, bytes], contents: Sequence[tuple[bytes, bytes]], *, file: str = FILE, **more: object) -> Files:
+def folder(
+    tensors: Mapping[str, bytes],
+    contents: Sequence[tuple[bytes, bytes]],
+    *,
+    file: str = FILE,
+    **more: object,
+) -> Files:
     """A directory whose data file holds these items, each under its index, end to end."""
     at, items, raw = 0, [], b""
     for place, content in contents:
@@ -162,7 +209,11 @@ def folder(tensors: Mapping[str, bytes], contents: Sequence[tuple[bytes, bytes]]
 def honest() -> Files:
     """One tensor and one value."""
     tensors = {"w": tensor([2, 2], [chunk([0, 0], [2, 2])]), "step": value()}
-    return folder(tensors, [(index("step", None, None), SEVEN), (index("w", [0, 0]), W)], planner=paths(w=["w"], step=["step"]))
+    return folder(
+        tensors,
+        [(index("step", None, None), SEVEN), (index("w", [0, 0]), W)],
+        planner=paths(w=["w"], step=["step"]),
+    )
 
 
 def opened(files: Files, **more: object) -> holdfast.Checkpoint:

@@ -41,13 +41,20 @@ def alone(array: np.ndarray) -> bytes:
     assert dtype is not None
     content = np.ascontiguousarray(array).reshape(array.shape)
     payload = Memory(memoryview(content.reshape(-1).view(np.uint8)), "x") if array.size else b""
-    return written(FilePlan("", lay_out_container("archive", tensor_pickle(dtype, array.shape), [("data/0", payload)])))
+    return written(
+        FilePlan(
+            "",
+            lay_out_container("archive", tensor_pickle(dtype, array.shape), [("data/0", payload)]),
+        )
+    )
 
 
 @pytest.mark.parametrize("names", [[*ARRAYS], ["floats"], ["empty"]])
 def test_each_archive_is_the_one_of_its_tensor(names):
     table = tabulate_state(ARRAYS).tensors
-    plan, lengths = lay_out_items("file", [b"a value", b"another"], table, [table.rows[name] for name in names])
+    plan, lengths = lay_out_items(
+        "file", [b"a value", b"another"], table, [table.rows[name] for name in names]
+    )
     expected = [b"a value", b"another", *(alone(ARRAYS[name]) for name in names)]
     assert lengths.tolist() == [*map(len, expected)]
     assert written(plan) == b"".join(expected)

@@ -8,9 +8,31 @@ import zlib
 
 import numpy as np
 import pytest
-from tests.formats.dcp.craft_dcp import FILE, SEVEN, W, chunk, folder, index, opened, properties, tensor, value
+from tests.formats.dcp.craft_dcp import (
+    FILE,
+    SEVEN,
+    W,
+    chunk,
+    folder,
+    index,
+    opened,
+    properties,
+    tensor,
+    value,
+)
 from tests.formats.zip.craft import Item, build
-from tests.hostile.craft_pickle import FALSE, TRUE, call, dict_of, doubled, integer, list_of, stream, text, tuple_of
+from tests.hostile.craft_pickle import (
+    FALSE,
+    TRUE,
+    call,
+    dict_of,
+    doubled,
+    integer,
+    list_of,
+    stream,
+    text,
+    tuple_of,
+)
 from tests.hostile.craft_torch import records, storage, torch_zip
 from tests.hostile.craft_torch import tensor as rebuilt
 
@@ -40,10 +62,16 @@ class CountingStore(MemoryStore):
         super().read(key, start, out)
 
 
-def item(rows: int, columns: int, data: bytes, *, kind: str = "FloatStorage", **more: bytes) -> bytes:
+def item(
+    rows: int, columns: int, data: bytes, *, kind: str = "FloatStorage", **more: bytes
+) -> bytes:
     """An item with a C-ordered tensor."""
     count = rows * columns
-    return torch_zip(stream(rebuilt(storage(count=count, kind=kind), (rows, columns), (columns, 1))), {"0": data}, **more)
+    return torch_zip(
+        stream(rebuilt(storage(count=count, kind=kind), (rows, columns), (columns, 1))),
+        {"0": data},
+        **more,
+    )
 
 
 def numbers(count: int, start: int = 0) -> bytes:
@@ -54,7 +82,9 @@ def many(count: int, rows: int = 64, columns: int = 32):
     """A directory of tensors of one shape, and what is in them."""
     data = {f"t{i}": numbers(rows * columns, i) for i in range(count)}
     tensors = {name: tensor([rows, columns], [chunk([0, 0], [rows, columns])]) for name in data}
-    return folder(tensors, [(index(name, [0, 0]), item(rows, columns, raw)) for name, raw in data.items()]), data
+    return folder(
+        tensors, [(index(name, [0, 0]), item(rows, columns, raw)) for name, raw in data.items()]
+    ), data
 
 
 def test_opening_reads_the_metadata_and_nothing_else():
@@ -172,7 +202,10 @@ def test_a_known_kind_brings_its_own_checksum():
 def test_a_large_tensor_is_checked_by_blocks():
     count = 3 << 20
     raw = bytes(4 * count)
-    files = folder({"w": tensor([3, 1 << 20], [chunk([0, 0], [3, 1 << 20])])}, [(index("w", [0, 0]), item(3, 1 << 20, raw))])
+    files = folder(
+        {"w": tensor([3, 1 << 20], [chunk([0, 0], [3, 1 << 20])])},
+        [(index("w", [0, 0]), item(3, 1 << 20, raw))],
+    )
     with opened(files) as ckpt:
         assert not ckpt["w"].numpy().any()
     at = files[FILE].index(bytes(64)) + (9 << 20)
@@ -183,7 +216,9 @@ def test_a_large_tensor_is_checked_by_blocks():
 def test_items_without_checksums():
     zero = {"central": {"crc": 0}, "descriptor": b"PK\7\x08" + struct.pack("<3I", 0, 16, 16)}
     plain = records(stream(rebuilt(storage())))
-    raw = build([Item(r.name, r.content, **(zero if r.name.endswith("data/0") else {})) for r in plain])
+    raw = build(
+        [Item(r.name, r.content, **(zero if r.name.endswith("data/0") else {})) for r in plain]
+    )
     tensors = {name: tensor([2, 2], [chunk([0, 0], [2, 2])]) for name in ("a", "b")}
     with opened(folder(tensors, [(index("a", [0, 0]), raw), (index("b", [0, 0]), raw)])) as ckpt:
         assert [ckpt[name].chunks[0].storage.crc32 for name in "ab"] == [None, None]
@@ -192,19 +227,27 @@ def test_items_without_checksums():
 
 def test_strides_are_those_of_the_item():
     turned = torch_zip(stream(rebuilt(storage(count=6), (3, 2), (1, 3))), {"0": numbers(6)})
-    with opened(folder({"w": tensor([3, 2], [chunk([0, 0], [3, 2])])}, [(index("w", [0, 0]), turned)])) as ckpt:
+    with opened(
+        folder({"w": tensor([3, 2], [chunk([0, 0], [3, 2])])}, [(index("w", [0, 0]), turned)])
+    ) as ckpt:
         assert ckpt["w"].numpy().tolist() == [[0, 3], [1, 4], [2, 5]]
         assert ckpt["w"][1:, ::-1].numpy().tolist() == [[4, 1], [5, 2]]
-        assert ckpt["w"].digest().crc32 == zlib.crc32(np.array([[0, 3], [1, 4], [2, 5]], np.float32).tobytes())
+        assert ckpt["w"].digest().crc32 == zlib.crc32(
+            np.array([[0, 3], [1, 4], [2, 5]], np.float32).tobytes()
+        )
 
 
 def test_a_view_of_a_larger_storage():
-    part = torch_zip(stream(rebuilt(storage(count=10), (2, 2), (2, 1), offset=3)), {"0": numbers(10)})
+    part = torch_zip(
+        stream(rebuilt(storage(count=10), (2, 2), (2, 1), offset=3)), {"0": numbers(10)}
+    )
     tensors = {name: tensor([2, 2], [chunk([0, 0], [2, 2])]) for name in ("a", "b")}
     with opened(folder(tensors, [(index("a", [0, 0]), part), (index("b", [0, 0]), part)])) as ckpt:
         for name in ckpt:
             assert ckpt[name].numpy().tolist() == [[3, 4], [5, 6]]
-            assert ckpt[name].chunks[0].storage.crc32 is None, "the checksum is of more than the tensor"
+            assert ckpt[name].chunks[0].storage.crc32 is None, (
+                "the checksum is of more than the tensor"
+            )
 
 
 def test_big_endian_items():
@@ -222,17 +265,27 @@ def flagged(flag: str) -> bytes:
 def test_conjugated_and_negated():
     data = (np.arange(4) + 1j).astype(np.complex64).tobytes()
     tensors = {"w": tensor([2, 2], [chunk([0, 0], [2, 2])], properties("complex64"))}
-    with opened(folder(tensors, [(index("w", [0, 0]), torch_zip(stream(flagged("conj")), {"0": data}))])) as ckpt:
+    with opened(
+        folder(tensors, [(index("w", [0, 0]), torch_zip(stream(flagged("conj")), {"0": data}))])
+    ) as ckpt:
         assert ckpt["w"].numpy().tolist() == [[-1j, 1 - 1j], [2 - 1j, 3 - 1j]]
     with pytest.raises(errors.Unsupported, match="negated"):
-        opened(folder(tensors, [(index("w", [0, 0]), torch_zip(stream(flagged("neg")), {"0": data}))]))
+        opened(
+            folder(tensors, [(index("w", [0, 0]), torch_zip(stream(flagged("neg")), {"0": data}))])
+        )
 
 
 def test_pieces_of_a_column_sharded_tensor():
-    left, right = np.arange(6, dtype=np.float32).reshape(3, 2), np.arange(3, dtype=np.float32).reshape(3, 1)
+    left, right = (
+        np.arange(6, dtype=np.float32).reshape(3, 2),
+        np.arange(3, dtype=np.float32).reshape(3, 1),
+    )
     whole = np.concatenate([left, right], axis=1)
     tensors = {"w": tensor([3, 3], [chunk([0, 0], [3, 2]), chunk([0, 2], [3, 1])])}
-    contents = [(index("w", [0, 2], 1), item(3, 1, right.tobytes())), (index("w", [0, 0], 0), item(3, 2, left.tobytes()))]
+    contents = [
+        (index("w", [0, 2], 1), item(3, 1, right.tobytes())),
+        (index("w", [0, 0], 0), item(3, 2, left.tobytes())),
+    ]
     with opened(folder(tensors, contents)) as ckpt:
         assert np.array_equal(ckpt["w"].numpy(), whole)
         assert np.array_equal(ckpt["w"][1, 1:].numpy(), whole[1, 1:])
@@ -240,8 +293,15 @@ def test_pieces_of_a_column_sharded_tensor():
 
 
 def test_empty_pieces_ask_no_item():
-    tensors = {"w": tensor([2, 2], [chunk([0, 0], [2, 2]), chunk([2, 0], [0, 2])]), "e": tensor([0, 3], [chunk([0, 0], [0, 3])])}
-    contents = [(index("w", [0, 0]), W), (index("w", [2, 0]), b"nothing to read here"), (index("e", [0, 0]), b"nor here")]
+    tensors = {
+        "w": tensor([2, 2], [chunk([0, 0], [2, 2]), chunk([2, 0], [0, 2])]),
+        "e": tensor([0, 3], [chunk([0, 0], [0, 3])]),
+    }
+    contents = [
+        (index("w", [0, 0]), W),
+        (index("w", [2, 0]), b"nothing to read here"),
+        (index("e", [0, 0]), b"nor here"),
+    ]
     with opened(folder(tensors, contents)) as ckpt:
         assert ckpt["w"].numpy().tolist() == [[1, 2], [3, 4]]
         assert ckpt["e"].numpy().shape == (0, 3)
@@ -260,7 +320,12 @@ def test_values_are_read_together():
     pickles = (integer(1), text("two"), list_of(integer(3)), integer(4), text("five"))
     contents = [torch_zip(stream(content), {}) for content in pickles]
     names = [f"v{i}" for i in range(len(contents))]
-    store = CountingStore(folder(dict.fromkeys(names, value()), [(index(n), c) for n, c in zip(names, contents, strict=True)]))
+    store = CountingStore(
+        folder(
+            dict.fromkeys(names, value()),
+            [(index(n), c) for n, c in zip(names, contents, strict=True)],
+        )
+    )
     described = describe_dcp(OpenSource(store))
     assert described.tree == {"v0": 1, "v1": "two", "v2": [3], "v3": 4, "v4": "five"}
     assert len(store.reads) == 2
@@ -276,7 +341,12 @@ def test_a_foreign_value_is_kept_and_listed():
 def test_a_damaged_value_is_named():
     at = SEVEN.index(b"K\x07.")
     with pytest.raises(errors.Corrupted) as caught:
-        opened(folder({"a": value(), "x": value()}, [(index("a"), SEVEN), (index("x"), flipped(SEVEN, at, 0x0F))]))
+        opened(
+            folder(
+                {"a": value(), "x": value()},
+                [(index("a"), SEVEN), (index("x"), flipped(SEVEN, at, 0x0F))],
+            )
+        )
     assert (caught.value.file, caught.value.tensor) == (FILE, "x")
 
 
@@ -284,7 +354,9 @@ def test_too_many_values_stay_where_they_are(monkeypatch):
     monkeypatch.setattr(values_module, "EAGER_ITEMS", 3)
     hostile = torch_zip(stream(call("os", "system", text("true"))), {})
     names = ["a", "b", "c", "d"]
-    files = folder(dict.fromkeys(names, value()), [(index(n), hostile if n == "d" else SEVEN) for n in names])
+    files = folder(
+        dict.fromkeys(names, value()), [(index(n), hostile if n == "d" else SEVEN) for n in names]
+    )
     with opened(files) as ckpt:
         stub = ckpt.tree["a"]
         assert isinstance(stub, Unread)
@@ -297,7 +369,9 @@ def test_too_many_values_stay_where_they_are(monkeypatch):
 def test_a_value_that_is_read_later_is_measured_then(monkeypatch):
     monkeypatch.setattr(values_module, "EAGER_ITEMS", 1)
     bomb = torch_zip(stream(doubled(60, b")")), {})
-    with opened(folder({"a": value(), "b": value()}, [(index("a"), SEVEN), (index("b"), bomb)])) as ckpt:
+    with opened(
+        folder({"a": value(), "b": value()}, [(index("a"), SEVEN), (index("b"), bomb)])
+    ) as ckpt:
         assert ckpt.tree["a"].read() == 7
         with pytest.raises(errors.LimitExceeded, match="tree_nbytes"):
             ckpt.tree["b"].read()
@@ -312,7 +386,9 @@ def test_a_scan_asks_every_item(tmp_path):
         for key, raw in content.items():
             (tmp_path / name / key).write_bytes(raw)
     report = holdfast.scan(tmp_path)
-    assert [(file.path.rsplit("/", 1)[1], file.format, file.verdict()) for file in report.reports] == [
+    assert [
+        (file.path.rsplit("/", 1)[1], file.format, file.verdict()) for file in report.reports
+    ] == [
         ("evil", "dcp", "dangerous"),
         ("good", "dcp", "clean"),
     ]
@@ -335,6 +411,12 @@ def test_verify_names_every_damage(tmp_path):
 
 
 def test_the_global_of_a_parameter_is_no_reason_to_refuse():
-    wrapped = call("torch._utils", "_rebuild_parameter", rebuilt(storage()), TRUE, call("collections", "OrderedDict"))
+    wrapped = call(
+        "torch._utils",
+        "_rebuild_parameter",
+        rebuilt(storage()),
+        TRUE,
+        call("collections", "OrderedDict"),
+    )
     with opened(folder(SQUARE, [(index("w", [0, 0]), torch_zip(stream(wrapped)))])) as ckpt:
         assert ckpt["w"].numpy().tolist() == [[1, 2], [3, 4]]

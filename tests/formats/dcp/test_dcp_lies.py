@@ -30,14 +30,19 @@ def one(shape=(2, 2), chunks=(((0, 0), (2, 2)),), places=((0, 0),), props=None, 
     """A directory with the tensor w; a chunk and a place for each item."""
     listed = [chunk(offsets, sizes) for offsets, sizes in chunks]
     items = contents or [W] * len(places)
-    return folder({"w": tensor(shape, listed, props)}, [(index("w", at), raw) for at, raw in zip(places, items, strict=True)])
+    return folder(
+        {"w": tensor(shape, listed, props)},
+        [(index("w", at), raw) for at, raw in zip(places, items, strict=True)],
+    )
 
 
 GEOMETRY = {
     "hole": one((4, 2), [((0, 0), (2, 2))]),
     "hole between": one((6, 2), [((0, 0), (2, 2)), ((4, 0), (2, 2))], [(0, 0), (4, 0)]),
     "overlap": one((3, 2), [((0, 0), (2, 2)), ((1, 0), (2, 2))], [(0, 0), (1, 0)]),
-    "overlap and hole of one size": one((4, 2), [((0, 0), (2, 2)), ((1, 0), (2, 2))], [(0, 0), (1, 0)]),
+    "overlap and hole of one size": one(
+        (4, 2), [((0, 0), (2, 2)), ((1, 0), (2, 2))], [(0, 0), (1, 0)]
+    ),
     "outside": one((2, 2), [((1, 0), (2, 2))], [(1, 0)]),
     "larger than the tensor": one((1, 2)),
     "a chunk twice": one((2, 2), [((0, 0), (2, 2))] * 2, [(0, 0), (0, 0)]),
@@ -64,7 +69,10 @@ GEOMETRY = {
 
 @pytest.mark.parametrize("name", GEOMETRY)
 def test_geometry(name):
-    with pytest.raises((errors.MetadataError, errors.LimitExceeded)) as caught, opened(GEOMETRY[name]) as ckpt:
+    with (
+        pytest.raises((errors.MetadataError, errors.LimitExceeded)) as caught,
+        opened(GEOMETRY[name]) as ckpt,
+    ):
         ckpt["w"].numpy()
     # What the row of torch.Size refuses is not known to belong to a tensor yet; the byte of the pickle is.
     assert caught.value.tensor == "w" or caught.value.offset is not None
@@ -87,14 +95,22 @@ PLACES = {
     "NUL": (info("a\0b", 0, len(W)), errors.UnsafePath),
     "nameless": (info("", 0, len(W)), errors.UnsafePath),
     "missing": (info("__9_0.distcp", 0, len(W)), errors.StoreError),
-    "an unknown transform": (info(FILE, 0, len(W), transforms=list_of(text("stream.rot13/1"))), errors.Unsupported),
+    "an unknown transform": (
+        info(FILE, 0, len(W), transforms=list_of(text("stream.rot13/1"))),
+        errors.Unsupported,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_places(name):
     where, refusal = PLACES[name]
-    files = {".metadata": metadata({"w": tensor([2, 2], [chunk([0, 0], [2, 2])])}, [(index("w", [0, 0]), where)]), FILE: W}
+    files = {
+        ".metadata": metadata(
+            {"w": tensor([2, 2], [chunk([0, 0], [2, 2])])}, [(index("w", [0, 0]), where)]
+        ),
+        FILE: W,
+    }
     with pytest.raises(refusal) as caught, opened(files) as ckpt:
         ckpt["w"].numpy()
     assert caught.value.file is not None
@@ -102,7 +118,10 @@ def test_places(name):
 
 def test_items_that_overlap():
     both = {name: tensor([2, 2], [chunk([0, 0], [2, 2])]) for name in ("a", "b")}
-    items = [(index("a", [0, 0]), info(FILE, 0, len(W))), (index("b", [0, 0]), info(FILE, 8, len(W) - 8))]
+    items = [
+        (index("a", [0, 0]), info(FILE, 0, len(W))),
+        (index("b", [0, 0]), info(FILE, 8, len(W) - 8)),
+    ]
     with pytest.raises(errors.MetadataError, match="belong to 'a'") as caught:
         opened({".metadata": metadata(both, items), FILE: W})
     assert (caught.value.file, caught.value.tensor, caught.value.offset) == (FILE, "b", 8)
@@ -129,30 +148,55 @@ def test_one_item_for_two_shapes():
 @pytest.mark.parametrize("other", ["a tensor", "a value"])
 def test_values_share_no_item(other: str):
     """A value is interpreted for each name, so many names of one item would cost more than the file."""
-    entries = {"a": tensor([2, 2], [chunk([0, 0], [2, 2])]) if other == "a tensor" else value(), "b": value()}
+    entries = {
+        "a": tensor([2, 2], [chunk([0, 0], [2, 2])]) if other == "a tensor" else value(),
+        "b": value(),
+    }
     first = index("a", [0, 0]) if other == "a tensor" else index("a")
     with pytest.raises(errors.MetadataError, match="belong to 'a'"):
-        opened({".metadata": metadata(entries, [(first, info(FILE, 0, len(W))), (index("b"), info(FILE, 0, len(W)))]), FILE: W})
+        opened(
+            {
+                ".metadata": metadata(
+                    entries, [(first, info(FILE, 0, len(W))), (index("b"), info(FILE, 0, len(W)))]
+                ),
+                FILE: W,
+            }
+        )
 
 
 ITEMS = {
     "a value": (SEVEN + bytes(200), errors.FormatError),
-    "a value in place of a tensor": (torch_zip(stream(integer(7)), {"0": bytes(16)}), errors.MetadataError),
+    "a value in place of a tensor": (
+        torch_zip(stream(integer(7)), {"0": bytes(16)}),
+        errors.MetadataError,
+    ),
     "a call": (torch_zip(stream(call("os", "system", text("true")))), errors.PickleError),
     "a call that is popped": (
         torch_zip(stream(call("os", "system", text("true")), b"0", rebuilt(storage()))),
         errors.PickleError,
     ),
-    "two tensors": (torch_zip(stream(tuple_of(rebuilt(storage()), rebuilt(storage())))), errors.MetadataError),
+    "two tensors": (
+        torch_zip(stream(tuple_of(rebuilt(storage()), rebuilt(storage())))),
+        errors.MetadataError,
+    ),
     "a view with gaps": (
         torch_zip(stream(rebuilt(storage(count=8), (2, 2), (4, 1))), {"0": bytes(32)}),
         errors.Unsupported,
     ),
-    "an expanded row": (torch_zip(stream(rebuilt(storage(count=2), (2, 2), (0, 1))), {"0": bytes(8)}), errors.Unsupported),
+    "an expanded row": (
+        torch_zip(stream(rebuilt(storage(count=2), (2, 2), (0, 1))), {"0": bytes(8)}),
+        errors.Unsupported,
+    ),
     "no storage": (torch_zip(stream(rebuilt(storage())), {}), errors.MetadataError),
     "no zip": (bytes(2000), errors.FormatError),
-    "a storage of another length": (torch_zip(stream(rebuilt(storage())), {"0": bytes(20)}), errors.MetadataError),
-    "another byte order": (torch_zip(stream(rebuilt(storage())), byteorder=b"middle"), errors.HeaderError),
+    "a storage of another length": (
+        torch_zip(stream(rebuilt(storage())), {"0": bytes(20)}),
+        errors.MetadataError,
+    ),
+    "another byte order": (
+        torch_zip(stream(rebuilt(storage())), byteorder=b"middle"),
+        errors.HeaderError,
+    ),
     "another version": (torch_zip(stream(rebuilt(storage())), version=b"99\n"), errors.HeaderError),
 }
 
@@ -190,7 +234,11 @@ def test_items_without_metadata_are_noted():
     ids=["another name", "empty", "too long", "a number", "deep", "far"],
 )
 def test_a_path_that_leads_elsewhere_is_not_followed(path):
-    files = folder({"w": tensor([2, 2], [chunk([0, 0], [2, 2])])}, [(index("w", [0, 0]), W)], planner=paths(w=path))
+    files = folder(
+        {"w": tensor([2, 2], [chunk([0, 0], [2, 2])])},
+        [(index("w", [0, 0]), W)],
+        planner=paths(w=path),
+    )
     with opened(files) as ckpt:
         assert list(ckpt.tree) == ["w"]
         assert any("cannot be followed" in line for line in ckpt.notes)
@@ -198,6 +246,10 @@ def test_a_path_that_leads_elsewhere_is_not_followed(path):
 
 def test_a_path_through_a_leaf():
     tensors = {"a": value(), "a.b": value()}
-    files = folder(tensors, [(index("a"), SEVEN), (index("a.b"), SEVEN)], planner=paths(a=["a"], a__b=["a", "b"]))
+    files = folder(
+        tensors,
+        [(index("a"), SEVEN), (index("a.b"), SEVEN)],
+        planner=paths(a=["a"], a__b=["a", "b"]),
+    )
     with opened(files) as ckpt:
         assert ckpt.tree == {"a": 7, "a.b": 7}

@@ -60,10 +60,21 @@ def test_together_they_say_what_each_says(saved):
         assert len(plain) > 100
         for row, name in enumerate(located.names):
             own, other = located.view(row), alone[name]
-            assert [(c.box, c.offset, c.strides) for c in own.chunks] == [(c.box, c.offset, c.strides) for c in other.chunks]
+            assert [(c.box, c.offset, c.strides) for c in own.chunks] == [
+                (c.box, c.offset, c.strides) for c in other.chunks
+            ]
             for one, two in zip(own.storages, other.storages, strict=True):
-                assert (one.key, one.start, one.nbytes, one.crc32) == (two.key, two.start, two.nbytes, two.crc32)
-                assert (one.byteorder, one.location, one.label) == (two.byteorder, two.location, two.label)
+                assert (one.key, one.start, one.nbytes, one.crc32) == (
+                    two.key,
+                    two.start,
+                    two.nbytes,
+                    two.crc32,
+                )
+                assert (one.byteorder, one.location, one.label) == (
+                    two.byteorder,
+                    two.location,
+                    two.label,
+                )
         pieces = located.read(plain)
         for row, piece in zip(plain, pieces, strict=True):
             assert bytes(piece) == alone[located.names[row]].numpy().tobytes()
@@ -75,7 +86,9 @@ def test_most_items_are_compared_and_not_parsed(saved, monkeypatch):
     path, _ = saved
     parsed = []
     read = item.read_archive
-    monkeypatch.setattr(item, "read_archive", lambda *args, **kwargs: parsed.append(1) or read(*args, **kwargs))
+    monkeypatch.setattr(
+        item, "read_archive", lambda *args, **kwargs: parsed.append(1) or read(*args, **kwargs)
+    )
     with holdfast.open(path) as checkpoint:
         before = len(parsed)
         checkpoint.stored.located(range(len(checkpoint)))
@@ -84,7 +97,10 @@ def test_most_items_are_compared_and_not_parsed(saved, monkeypatch):
 
 def test_all_of_it_is_loaded(saved):
     path, state = saved
-    into = {name: torch.empty_like(value) if isinstance(value, torch.Tensor) else None for name, value in state.items()}
+    into = {
+        name: torch.empty_like(value) if isinstance(value, torch.Tensor) else None
+        for name, value in state.items()
+    }
     done = holdfast.torch.load_sharded(path, into)
     for name, value in tensors_in(state).items():
         assert torch.equal(into[name], value), name
@@ -103,7 +119,11 @@ def test_a_damaged_item_is_named(saved, tmp_path, seed):
         name = drawn.choice(names)
         storage = checkpoint[name].storages[0]
         item = storage.item
-        at = drawn.randrange(storage.start, storage.start + storage.nbytes) if seed % 2 else drawn.randrange(item.offset, item.stop)
+        at = (
+            drawn.randrange(storage.start, storage.start + storage.nbytes)
+            if seed % 2
+            else drawn.randrange(item.offset, item.stop)
+        )
         file = copy / item.file
     with file.open("r+b") as opened:
         opened.seek(at)
@@ -116,7 +136,10 @@ def test_a_damaged_item_is_named(saved, tmp_path, seed):
             checkpoint[name].numpy()
     except HoldfastError as error:
         alone = error
-    into = {name: torch.empty_like(value) if isinstance(value, torch.Tensor) else None for name, value in state.items()}
+    into = {
+        name: torch.empty_like(value) if isinstance(value, torch.Tensor) else None
+        for name, value in state.items()
+    }
     if alone is None:
         holdfast.torch.load_sharded(copy, into)
         return

@@ -61,7 +61,11 @@ def test_honest():
         assert values(ckpt) == [1, 2, 3, 4]
         assert ckpt.tree["step"] == 7
         assert ckpt.foreign == ()
-        assert dict(ckpt.metadata) == {"version": "1.0.0", "save_id": "id-1", "checkpoint_id": "ckpt"}
+        assert dict(ckpt.metadata) == {
+            "version": "1.0.0",
+            "save_id": "id-1",
+            "checkpoint_id": "ckpt",
+        }
         assert "1 rank wrote 1 data file" in ckpt.notes[0]
 
 
@@ -72,14 +76,24 @@ def test_every_protocol_is_declared_and_read(protocol):
 
 
 def test_objects_as_protocols_0_and_1_make_them():
-    made = call("copy_reg", "_reconstructor", named(METADATA, "BytesStorageMetadata"), named("__builtin__", "object"), NONE)
+    made = call(
+        "copy_reg",
+        "_reconstructor",
+        named(METADATA, "BytesStorageMetadata"),
+        named("__builtin__", "object"),
+        NONE,
+    )
     with opened(folder({"s": made}, [(index("s"), SEVEN)])) as ckpt:
         assert ckpt.tree == {"s": 7}
 
 
 @pytest.mark.parametrize(
     ("module", "encoding"),
-    [(SHARDED, "MEM_FORMAT_ENCODING"), (f"{OLD}.metadata", "_MEM_FORMAT_ENCODING"), (METADATA, "_MEM_FORMAT_ENCODING")],
+    [
+        (SHARDED, "MEM_FORMAT_ENCODING"),
+        (f"{OLD}.metadata", "_MEM_FORMAT_ENCODING"),
+        (METADATA, "_MEM_FORMAT_ENCODING"),
+    ],
 )
 def test_properties_of_every_time(module, encoding):
     props = properties(module=module, encoding=encoding, grad=TRUE)
@@ -88,14 +102,21 @@ def test_properties_of_every_time(module, encoding):
         assert ckpt["w"].traits.requires_grad
 
 
-@pytest.mark.parametrize(("more", "strides"), [(tuple_of(integer(2), integer(1)), (2, 1)), (NONE, None), (b"", None)])
+@pytest.mark.parametrize(
+    ("more", "strides"), [(tuple_of(integer(2), integer(1)), (2, 1)), (NONE, None), (b"", None)]
+)
 def test_properties_with_strides_as_torch_2_15_writes_them(more, strides):
-    with opened(folder({"w": tensor([2, 2], [chunk([0, 0], [2, 2])], properties(more=more))}, ITEM)) as ckpt:
+    with opened(
+        folder({"w": tensor([2, 2], [chunk([0, 0], [2, 2])], properties(more=more))}, ITEM)
+    ) as ckpt:
         assert values(ckpt) == [1, 2, 3, 4]
         assert ckpt.describe().state_dict_metadata["w"].properties.strides == strides
 
 
-@pytest.mark.parametrize("more", [text("rows"), integer(2), tuple_of(integer(2), text("one")), tuple_of(*[integer(1)] * 65)])
+@pytest.mark.parametrize(
+    "more",
+    [text("rows"), integer(2), tuple_of(integer(2), text("one")), tuple_of(*[integer(1)] * 65)],
+)
 def test_strides_that_are_none(more):
     with pytest.raises(errors.FormatError):
         opened(folder({"w": tensor([2, 2], [chunk([0, 0], [2, 2])], properties(more=more))}, ITEM))
@@ -103,12 +124,20 @@ def test_strides_that_are_none(more):
 
 def test_the_package_before_november_2022():
     old = f"{OLD}.metadata"
-    tensors = {"w": tensor([2, 2], [chunk([0, 0], [2, 2], module=old)], properties(module=old), module=old), "s": value(old)}
+    tensors = {
+        "w": tensor(
+            [2, 2], [chunk([0, 0], [2, 2], module=old)], properties(module=old), module=old
+        ),
+        "s": value(old),
+    }
     items = [
         (index("w", [0, 0], module=old), info(FILE, 0, len(W), module=f"{OLD}.filesystem")),
         (index("s", module=old), info(FILE, len(W), len(SEVEN), module=f"{OLD}.filesystem")),
     ]
-    files = {".metadata": metadata(tensors, items, module=old, meta=NONE, version=None, planner=None), FILE: W + SEVEN}
+    files = {
+        ".metadata": metadata(tensors, items, module=old, meta=NONE, version=None, planner=None),
+        FILE: W + SEVEN,
+    }
     with opened(files) as ckpt:
         assert values(ckpt) == [1, 2, 3, 4]
         assert ckpt.tree["s"] == 7
@@ -119,7 +148,9 @@ def test_the_package_before_november_2022():
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 @pytest.mark.parametrize("kind", ["PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"])
 def test_paths_of_every_system(module, kind):
-    with opened(folder(ONE, ITEM, meta=note(call(module, kind, text("ckpt"), text("step"))))) as ckpt:
+    with opened(
+        folder(ONE, ITEM, meta=note(call(module, kind, text("ckpt"), text("step"))))
+    ) as ckpt:
         assert ckpt.metadata["checkpoint_id"] in ("ckpt/step", "ckpt\\step")
         assert ckpt.foreign == ()
 
@@ -132,7 +163,9 @@ def test_the_place_of_a_single_chunk_may_lack_its_offset():
 def test_storage_meta_of_a_class_of_somebody_else_is_refused_and_a_field_of_somebody_else_is_kept():
     with pytest.raises(errors.PickleError):
         opened(folder(ONE, ITEM, meta=record("their", "StorageMeta", EMPTY_DICT)))
-    with opened(folder(ONE, ITEM, more={"mcore_data": record("megatron.core", "Data", EMPTY_DICT)})) as ckpt:
+    with opened(
+        folder(ONE, ITEM, more={"mcore_data": record("megatron.core", "Data", EMPTY_DICT)})
+    ) as ckpt:
         assert any("mcore_data" in line for line in ckpt.notes)
         assert [str(f.what) for f in ckpt.foreign] == ["megatron.core.Data"]
 
@@ -195,11 +228,16 @@ def test_the_metadata_limit():
 
 
 def test_metadata_of_several_ranks_is_put_together():
-    left, right = ({"w": tensor([4, 2], [chunk([row, 0], [2, 2])]), "step": value()} for row in (0, 2))
+    left, right = (
+        {"w": tensor([4, 2], [chunk([row, 0], [2, 2])]), "step": value()} for row in (0, 2)
+    )
     nine = torch_zip(stream(integer(9)), {})
 
     def share(file: str, row: int) -> list[tuple[bytes, bytes]]:
-        return [(index("w", [row, 0]), info(file, 0, len(W))), (index("step"), info(file, len(W), len(SEVEN)))]
+        return [
+            (index("w", [row, 0]), info(file, 0, len(W))),
+            (index("step"), info(file, len(W), len(SEVEN))),
+        ]
 
     files = {
         "__0.metadata": metadata(left, share("__0_0.distcp", 0)),
@@ -221,7 +259,10 @@ def test_metadata_of_several_ranks_is_put_together():
 def test_ranks_that_do_not_agree():
     files = {
         "__0.metadata": metadata(ONE, [(index("w", [0, 0]), info(FILE, 0, len(W)))]),
-        "__1.metadata": metadata({"w": tensor([4, 2], [chunk([2, 0], [2, 2])])}, [(index("w", [2, 0]), info(FILE, 0, len(W)))]),
+        "__1.metadata": metadata(
+            {"w": tensor([4, 2], [chunk([2, 0], [2, 2])])},
+            [(index("w", [2, 0]), info(FILE, 0, len(W)))],
+        ),
         FILE: W,
     }
     with pytest.raises(errors.MetadataError, match="different sizes"):
@@ -241,14 +282,28 @@ def test_the_public_vocabulary_says_what_the_file_says():
     w = described.state_dict_metadata["w"]
     assert (w.size, w.chunks[0].offsets, w.chunks[0].sizes) == ((2, 2), (0, 0), (2, 2))
     assert w.properties.dtype.name == "float32"
-    places = {(place.fqn, place.offset): (at.relative_path, at.offset, at.length) for place, at in described.storage_data.items()}
-    assert places == {("step", None): (FILE, 0, len(SEVEN)), ("w", (0, 0)): (FILE, len(SEVEN), len(W))}
+    places = {
+        (place.fqn, place.offset): (at.relative_path, at.offset, at.length)
+        for place, at in described.storage_data.items()
+    }
+    assert places == {
+        ("step", None): (FILE, 0, len(SEVEN)),
+        ("w", (0, 0)): (FILE, len(SEVEN), len(W)),
+    }
 
 
 def test_nested_names():
     tensors = {"model.w": ONE["w"], "opt.0.lr": value(), "opt.1.lr": value(), "ids.3": value()}
-    contents = [(index("model.w", [0, 0]), W), *((index(name), SEVEN) for name in list(tensors)[1:])]
-    planner = paths(model__w=["model", "w"], opt__0__lr=["opt", 0, "lr"], opt__1__lr=["opt", 1, "lr"], ids__3=["ids", "3"])
+    contents = [
+        (index("model.w", [0, 0]), W),
+        *((index(name), SEVEN) for name in list(tensors)[1:]),
+    ]
+    planner = paths(
+        model__w=["model", "w"],
+        opt__0__lr=["opt", 0, "lr"],
+        opt__1__lr=["opt", 1, "lr"],
+        ids__3=["ids", "3"],
+    )
     with opened(folder(tensors, contents, planner=planner)) as ckpt:
         assert ckpt.tree["opt"] == [{"lr": 7}, {"lr": 7}]
         assert ckpt.tree["ids"] == {"3": 7}

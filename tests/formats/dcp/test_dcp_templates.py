@@ -41,22 +41,35 @@ def written(seed: int, *, count: int = 300, own_names: bool = False, protocol: i
             shape = drawn.choice(SHAPES)
             cut = drawn.random() < 0.2 and bool(shape) and shape[0] > 1
             starts = range(0, shape[0], 1) if cut else (0,)
-            corners = [torch.Size([start, *[0] * (len(shape) - 1)][: len(shape)]) for start in starts]
+            corners = [
+                torch.Size([start, *[0] * (len(shape) - 1)][: len(shape)]) for start in starts
+            ]
             sizes = torch.Size([1, *shape[1:]] if cut else shape)
             chunks = [m.ChunkStorageMetadata(corner, sizes) for corner in corners]
-            properties = m.TensorProperties(dtype=drawn.choice(DTYPES), requires_grad=drawn.random() < 0.5)
+            properties = m.TensorProperties(
+                dtype=drawn.choice(DTYPES), requires_grad=drawn.random() < 0.5
+            )
             entries[name] = m.TensorStorageMetadata(properties, torch.Size(shape), chunks)
-            places = [m.MetadataIndex(other, corner, number) for number, corner in enumerate(corners)]
+            places = [
+                m.MetadataIndex(other, corner, number) for number, corner in enumerate(corners)
+            ]
         for place in places:
             items[place] = f._StorageInfo(drawn.choice(FILES), at, length)
             at += length
-    return pickle.dumps(m.Metadata(entries, {name: (name,) for name in entries}, items), protocol=protocol)  # type: ignore[arg-type]
+    return pickle.dumps(
+        m.Metadata(entries, {name: (name,) for name in entries}, items), protocol=protocol
+    )  # type: ignore[arg-type]
 
 
 def plain(value: object) -> object:
     """A value as containers and text, with no object of ours in it."""
     if isinstance(value, PickledObject):
-        slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if name != "state"]
+        slots = [
+            name
+            for cls in type(value).__mro__
+            for name in getattr(cls, "__slots__", ())
+            if name != "state"
+        ]
         return type(value).__name__, [(name, plain(getattr(value, name))) for name in slots]
     if isinstance(value, dict):
         return [(plain(key), plain(inner)) for key, inner in value.items()]
@@ -70,7 +83,13 @@ def outcome(raw: bytes, table: ReducerTable, limits: Limits) -> object:
         done = interpret_whole(raw, table, limits=limits)
     except HoldfastError as error:
         return type(error), error.message, error.offset
-    return plain(done.value), done.opcodes, done.foreign, table.spending.containers, table.spending.probes
+    return (
+        plain(done.value),
+        done.opcodes,
+        done.foreign,
+        table.spending.containers,
+        table.spending.probes,
+    )
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
@@ -115,7 +134,9 @@ def test_damaged_bytes_are_read_alike(seed):
     if drawn.random() < 0.8:
         # So that the frame does not end it all.
         raw[3:11] = (len(raw) - 11).to_bytes(8, "little")
-    assert outcome(bytes(raw), IndexTable(), Limits()) == outcome(bytes(raw), MetadataTable(), Limits())
+    assert outcome(bytes(raw), IndexTable(), Limits()) == outcome(
+        bytes(raw), MetadataTable(), Limits()
+    )
 
 
 @pytest.mark.parametrize("limits", [Limits(marks=6), Limits(marks=4), Limits(integer_nbytes=2)])

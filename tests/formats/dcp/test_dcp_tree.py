@@ -47,7 +47,10 @@ def test_numbers_as_text_stay_text():
 
 def test_keys_with_dots():
     assert nested(("model", "layer.0.weight"), ("model", "layer.1.weight")).tree == {
-        "model": {"layer.0.weight": "model.layer.0.weight", "layer.1.weight": "model.layer.1.weight"}
+        "model": {
+            "layer.0.weight": "model.layer.0.weight",
+            "layer.1.weight": "model.layer.1.weight",
+        }
     }
 
 
@@ -56,7 +59,10 @@ def test_dicts_that_are_values_are_left_alone():
     assert grow({"a": leaf}, {"a": ("a",)}, Limits()).tree["a"] is leaf
 
 
-@pytest.mark.parametrize("path", [None, "a", ["a"], (), (True,), (-1,), (1 << 40,), ("b",), ("a",) * 100, (("a",),), (b"a",)])
+@pytest.mark.parametrize(
+    "path",
+    [None, "a", ["a"], (), (True,), (-1,), (1 << 40,), ("b",), ("a",) * 100, (("a",),), (b"a",)],
+)
 def test_no_path(path):
     grown = grow({"a": 1}, {"a": path}, Limits())
     assert grown.tree == {"a": 1}

@@ -31,8 +31,20 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def nested() -> dict[str, object]:
-    values = {"step": 3, "rate": 0.5, "name": "é", "on": True, "none": None, "pair": (1, "a"), "list": [1, 2], "empty": {}}
-    more = {"list": [torch.ones(2), {"x": torch.zeros(1)}], "groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1]}]}
+    values = {
+        "step": 3,
+        "rate": 0.5,
+        "name": "é",
+        "on": True,
+        "none": None,
+        "pair": (1, "a"),
+        "list": [1, 2],
+        "empty": {},
+    }
+    more = {
+        "list": [torch.ones(2), {"x": torch.zeros(1)}],
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1]}],
+    }
     return {"model": tensors(), "values": values, "optim": more, "huge": 1 << 80}
 
 
@@ -41,15 +53,25 @@ def blank(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return torch.full_like(value, 1)
     if isinstance(value, dict):
-        return {key: blank(one) for key, one in value.items() if one != {}}  # torch does not ask for empty ones
-    return [blank(one) for one in value] if isinstance(value, list) and any(isinstance(one, dict) for one in value) else "nothing"
+        return {
+            key: blank(one) for key, one in value.items() if one != {}
+        }  # torch does not ask for empty ones
+    return (
+        [blank(one) for one in value]
+        if isinstance(value, list) and any(isinstance(one, dict) for one in value)
+        else "nothing"
+    )
 
 
 def same(found: object, wanted: object) -> None:
     if isinstance(wanted, torch.Tensor):
         assert isinstance(found, torch.Tensor)
         assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        assert found.contiguous().view(torch.uint8).equal(wanted.contiguous().view(torch.uint8)) if wanted.ndim else found == wanted
+        assert (
+            found.contiguous().view(torch.uint8).equal(wanted.contiguous().view(torch.uint8))
+            if wanted.ndim
+            else found == wanted
+        )
     elif isinstance(wanted, dict):
         for key, one in wanted.items():
             if not isinstance(one, dict) or one:
@@ -69,7 +91,10 @@ def loaded(path: Path, like: dict[str, object]) -> dict[str, object]:
 
 def digests(path: Path) -> dict[str, tuple[object, ...]]:
     with holdfast.open(path) as found:
-        return {name: (found[name].dtype.name, found[name].shape, found[name].numpy().tobytes()) for name in found}
+        return {
+            name: (found[name].dtype.name, found[name].shape, found[name].numpy().tobytes())
+            for name in found
+        }
 
 
 @pytest.fixture
@@ -83,7 +108,10 @@ def test_torch_loads_what_was_converted(source: Path, tmp_path: Path, between: s
     if between != source.name:
         holdfast.convert(source, tmp_path / between)
     done = holdfast.convert(tmp_path / between, tmp_path / "b", format="dcp", read_back=True)
-    assert (done.format, [name for name, _ in done.files]) == ("dcp", ["__0_0.distcp", ".holdfast.json", ".metadata"])
+    assert (done.format, [name for name, _ in done.files]) == (
+        "dcp",
+        ["__0_0.distcp", ".holdfast.json", ".metadata"],
+    )
     assert digests(tmp_path / "b") == digests(source)
     assert holdfast.verify(tmp_path / "b").ok
     assert holdfast.diff(source, tmp_path / "b").equal
@@ -98,7 +126,11 @@ def test_ties_are_stored_once_and_gradients_are_wanted(tmp_path: Path):
     listed = dcp.FileSystemReader(tmp_path / "b").read_metadata()
     places = {one.fqn: info for one, info in listed.storage_data.items()}
     assert places["a"] == places["b"]
-    assert [listed.state_dict_metadata[name].properties.requires_grad for name in "abc"] == [False, False, True]
+    assert [listed.state_dict_metadata[name].properties.requires_grad for name in "abc"] == [
+        False,
+        False,
+        True,
+    ]
     with holdfast.open(tmp_path / "b") as found:
         assert found["c"].traits.requires_grad
 
@@ -106,7 +138,9 @@ def test_ties_are_stored_once_and_gradients_are_wanted(tmp_path: Path):
 def test_it_says_what_ranks_would_say(tmp_path: Path):
     holdfast.torch.save_sharded(tmp_path / "ranks", nested(), format="dcp")
     holdfast.save(nested(), tmp_path / "one", format="dcp")
-    ours, theirs = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("one", "ranks"))
+    ours, theirs = (
+        dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("one", "ranks")
+    )
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
     assert ours.planner_data == theirs.planner_data
@@ -122,7 +156,9 @@ def test_it_says_what_ranks_would_say(tmp_path: Path):
 def test_files_are_cut(tmp_path: Path):
     state = {f"w{number}": torch.full((1000,), float(number)) for number in range(10)}
     done = holdfast.save({**state, "step": 7}, tmp_path / "a", format="dcp", max_shard_size=12_000)
-    assert [name for name, _ in done.files if name.endswith(".distcp")] == [f"__0_{number}.distcp" for number in range(4)]
+    assert [name for name, _ in done.files if name.endswith(".distcp")] == [
+        f"__0_{number}.distcp" for number in range(4)
+    ]
     same(loaded(tmp_path / "a", {**state, "step": 7}), {**state, "step": 7})
 
 
@@ -135,13 +171,31 @@ def test_the_same_bytes_each_time(tmp_path: Path):
 
 
 def test_what_it_cannot_hold_is_told_at_once(tmp_path: Path):
-    state = {"a": object(), "pair": (W,), "sparse": W.to_sparse(), "b": [1, {"c": lambda: 1}], "w": W}
+    state = {
+        "a": object(),
+        "pair": (W,),
+        "sparse": W.to_sparse(),
+        "b": [1, {"c": lambda: 1}],
+        "w": W,
+    }
     with pytest.raises(CannotHold) as caught:
         holdfast.save(state, tmp_path / "a", format="dcp")
     told = "\n".join(caught.value.problems)
-    assert all(text in told for text in ("a: a builtins.object", "pair.0: a tensor inside of a tuple", "sparse: a ", "b.1.c: a "))
+    assert all(
+        text in told
+        for text in (
+            "a: a builtins.object",
+            "pair.0: a tensor inside of a tuple",
+            "sparse: a ",
+            "b.1.c: a ",
+        )
+    )
     assert not (tmp_path / "a").exists()
-    holdfast.save({"p": np.random.default_rng(0).integers(9, size=4), "s": ("MT", np.arange(5))}, tmp_path / "a", format="dcp")
+    holdfast.save(
+        {"p": np.random.default_rng(0).integers(9, size=4), "s": ("MT", np.arange(5))},
+        tmp_path / "a",
+        format="dcp",
+    )
     with holdfast.open(tmp_path / "a") as found:
         assert list(found) == ["p"]
         assert found.tree["s"][1].tolist() == [0, 1, 2, 3, 4]
@@ -157,11 +211,15 @@ def test_a_dtype_that_torch_does_not_have(tmp_path: Path):
 def test_tensors_alone(source: Path, tmp_path: Path):
     holdfast.convert(source, tmp_path / "b", format="dcp", tensors_only=True)
     listed = dcp.FileSystemReader(tmp_path / "b").read_metadata()
-    assert {type(one).__name__ for one in listed.state_dict_metadata.values()} == {"TensorStorageMetadata"}
+    assert {type(one).__name__ for one in listed.state_dict_metadata.values()} == {
+        "TensorStorageMetadata"
+    }
     assert digests(tmp_path / "b") == digests(source)
 
 
-def test_the_command_and_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_and_a_dry_run(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["convert", str(source), str(tmp_path / "b"), "--format", "dcp", "--dry-run"]) == 0
     assert "in 3 files" in capsys.readouterr().out
     assert not (tmp_path / "b").exists()
@@ -189,12 +247,18 @@ def test_a_bucket(source: Path):
     assert all(name.startswith("__0_") for name in names[:-1])
     assert digests(url) == first == digests(source)
     holdfast.copy(url, f"{url}-copy")
-    assert [name for name, _ in holdfast.verify(f"{url}-copy").files] == names[:-1]  # nothing of the first is left
+    assert [name for name, _ in holdfast.verify(f"{url}-copy").files] == names[
+        :-1
+    ]  # nothing of the first is left
 
 
 def test_without_torch_within_a_budget(tmp_path: Path):
     size = 200 << 20
-    holdfast.save({f"w{n}": np.zeros(size // 8 // 4, np.float32) for n in range(8)}, tmp_path / "a.safetensors", durable=False)
+    holdfast.save(
+        {f"w{n}": np.zeros(size // 8 // 4, np.float32) for n in range(8)},
+        tmp_path / "a.safetensors",
+        durable=False,
+    )
     code = """
 import resource, sys
 import holdfast
@@ -204,6 +268,15 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
     peaks = {}
     for format in ("native", "dcp"):
-        command = [sys.executable, "-c", code, str(tmp_path / "a.safetensors"), str(tmp_path / format), format]
-        peaks[format] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            str(tmp_path / "a.safetensors"),
+            str(tmp_path / format),
+            format,
+        ]
+        peaks[format] = int(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
     assert peaks["dcp"] < peaks["native"] + 16_000  # kilobytes; the file has 200,000

@@ -6,7 +6,18 @@ import sys
 
 import numpy as np
 import pytest
-from tests.formats.dcp.craft_dcp import FILE, SEVEN, W, chunk, index, info, metadata, opened, tensor, value
+from tests.formats.dcp.craft_dcp import (
+    FILE,
+    SEVEN,
+    W,
+    chunk,
+    index,
+    info,
+    metadata,
+    opened,
+    tensor,
+    value,
+)
 from tests.hostile.craft_pickle import list_of, stream, text
 from tests.hostile.craft_torch import storage, torch_zip
 from tests.hostile.craft_torch import tensor as rebuilt
@@ -25,7 +36,11 @@ def files(*, w: bytes = W, step: bytes = SEVEN, shape=(2, 2)) -> dict[str, bytes
     """A tensor and a value, compressed, and a tensor that is not."""
     first, second = packed(step), packed(w)
     square = tensor([2, 2], [chunk([0, 0], [2, 2])])
-    tensors = {"step": value(), "w": tensor(shape, [chunk((0,) * len(shape), shape)]), "plain": square}
+    tensors = {
+        "step": value(),
+        "w": tensor(shape, [chunk((0,) * len(shape), shape)]),
+        "plain": square,
+    }
     items = [
         (index("step"), info(FILE, 0, len(first), transforms=ZSTD)),
         (index("w", (0,) * len(shape)), info(FILE, len(first), len(second), transforms=ZSTD)),
@@ -39,14 +54,19 @@ def test_read():
         assert ckpt.tree["step"] == 7
         assert ckpt["w"].numpy().tolist() == [[1, 2], [3, 4]]
         assert ckpt["w"][1, 1:].numpy().tolist() == [4]
-        assert {name: array.tolist() for name, array in ckpt.read().items()} == {"w": [[1, 2], [3, 4]], "plain": [[1, 2], [3, 4]]}
+        assert {name: array.tolist() for name, array in ckpt.read().items()} == {
+            "w": [[1, 2], [3, 4]],
+            "plain": [[1, 2], [3, 4]],
+        }
         assert ckpt["w"].digest() == ckpt["plain"].digest()
         assert any("zstd" in line for line in ckpt.notes)
 
 
 def test_a_larger_item_is_read_by_blocks():
     data = np.arange(3 << 20, dtype=np.float32)
-    big = torch_zip(stream(rebuilt(storage(count=data.size), data.shape, (1,))), {"0": data.tobytes()})
+    big = torch_zip(
+        stream(rebuilt(storage(count=data.size), data.shape, (1,))), {"0": data.tobytes()}
+    )
     with opened(files(w=big, shape=data.shape)) as ckpt:
         assert np.array_equal(ckpt["w"].numpy(), data)
 

@@ -6,7 +6,15 @@ import os
 
 from holdfast.core.dtype import DType
 from holdfast.errors import Unsupported
-from holdfast.formats.dcp.schema import Item, ItemIndex, Metadata, StorageNote, StoredBox, StoredBytes, StoredTensor
+from holdfast.formats.dcp.schema import (
+    Item,
+    ItemIndex,
+    Metadata,
+    StorageNote,
+    StoredBox,
+    StoredBytes,
+    StoredTensor,
+)
 from holdfast.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -36,7 +44,11 @@ def to_metadata(parsed: Metadata) -> Described:
             case StoredBytes():
                 tensors[str(name)] = BytesStorageMetadata()
             case _:
-                raise Unsupported("an entry that is neither a tensor nor bytes", tensor=str(name), found=type(stored).__name__)
+                raise Unsupported(
+                    "an entry that is neither a tensor nor bytes",
+                    tensor=str(name),
+                    found=type(stored).__name__,
+                )
     items = {
         MetadataIndex(place.name, place.offset, place.index): StorageInfo(
             item.file, item.offset, item.length, list(item.transforms) or None
@@ -45,7 +57,13 @@ def to_metadata(parsed: Metadata) -> Described:
         if isinstance(place, ItemIndex) and isinstance(item, Item)
     }
     version = parsed.version if isinstance(parsed.version, str) else None
-    return Described(tensors, _paths(parsed.planner), items, None if parsed.note is None else _note(parsed.note), version)
+    return Described(
+        tensors,
+        _paths(parsed.planner),
+        items,
+        None if parsed.note is None else _note(parsed.note),
+        version,
+    )
 
 
 def _tensor(stored: StoredTensor) -> TensorStorageMetadata:
@@ -59,7 +77,11 @@ def _tensor(stored: StoredTensor) -> TensorStorageMetadata:
         MemoryFormat.named(properties.memory_format),
         properties.pin_memory,
     )
-    chunks = [ChunkStorageMetadata(box.offsets, box.sizes) for box in stored.boxes if isinstance(box, StoredBox)]
+    chunks = [
+        ChunkStorageMetadata(box.offsets, box.sizes)
+        for box in stored.boxes
+        if isinstance(box, StoredBox)
+    ]
     return TensorStorageMetadata(described, stored.size, chunks)
 
 

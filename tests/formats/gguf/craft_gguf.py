@@ -27,10 +27,18 @@ def texts(*contents: str) -> bytes:
 
 
 def info(
-    name: str | bytes, dims: Sequence[int], kind: int = 0, offset: int = 0, *, rank: int | None = None, order: str = "<"
+    name: str | bytes,
+    dims: Sequence[int],
+    kind: int = 0,
+    offset: int = 0,
+    *,
+    rank: int | None = None,
+    order: str = "<",
 ) -> bytes:
     """What the header says of a tensor; `dims` as they are written, the fastest first."""
-    numbers = struct.pack(f"{order}I{len(dims)}QIQ", len(dims) if rank is None else rank, *dims, kind, offset)
+    numbers = struct.pack(
+        f"{order}I{len(dims)}QIQ", len(dims) if rank is None else rank, *dims, kind, offset
+    )
     return text(name, order=order) + numbers
 
 
@@ -46,6 +54,10 @@ def gguf(
     order: str = "<",
 ) -> bytes:
     """A file. `tensors` and `count` are what is said of how many tensors and values there are."""
-    numbers = (version, len(infos) if tensors is None else tensors, len(values) if count is None else count)
+    numbers = (
+        version,
+        len(infos) if tensors is None else tensors,
+        len(values) if count is None else count,
+    )
     head = b"GGUF" + struct.pack(order + "I2Q", *numbers) + b"".join(values) + b"".join(infos)
     return head + bytes(-len(head) % alignment if data or infos else 0) + data

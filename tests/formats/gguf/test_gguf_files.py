@@ -31,7 +31,9 @@ def test_tensors_and_values():
         value("tiny.tied", 7, b"\1"), value("tokens", 9, texts("<s>", 'a "quote"', "☃")),
         value("grid", 9, array(9, 2, array(5, 2, struct.pack("<2i", -1, 2)) + array(5, 1, struct.pack("<i", 3)))),
     ]  # fmt: skip
-    raw = gguf([info("w", [3, 2]), info("b", [4], 25, 32)], w.tobytes() + bytes(8) + b.tobytes(), values)
+    raw = gguf(
+        [info("w", [3, 2]), info("b", [4], 25, 32)], w.tobytes() + bytes(8) + b.tobytes(), values
+    )
     with holdfast.open(raw) as ckpt:
         assert ckpt.format == "gguf"
         assert ckpt["w"].numpy().tolist() == w.tolist()
@@ -48,7 +50,12 @@ def test_tensors_and_values():
 def test_big_endian():
     data = np.arange(8, dtype=">f4")
     with holdfast.open(
-        gguf([info("w", [8], order=">")], data.tobytes(), [value("n", 4, struct.pack(">I", 7), order=">")], order=">")
+        gguf(
+            [info("w", [8], order=">")],
+            data.tobytes(),
+            [value("n", 4, struct.pack(">I", 7), order=">")],
+            order=">",
+        )
     ) as ckpt:
         assert ckpt["w"].numpy().tolist() == list(range(8))
         assert ckpt.metadata["n"] == "7"
@@ -63,7 +70,9 @@ def test_a_header_is_read_in_pieces_and_nothing_else(monkeypatch):
     seen = []
     read = MemoryStore.read
     monkeypatch.setattr(
-        MemoryStore, "read", lambda self, key, start, out: (seen.append(out.nbytes), read(self, key, start, out))[1]
+        MemoryStore,
+        "read",
+        lambda self, key, start, out: (seen.append(out.nbytes), read(self, key, start, out))[1],
     )
     with holdfast.open(raw) as ckpt:
         assert len(json.loads(ckpt.metadata["words"])) == 30_000
@@ -74,7 +83,12 @@ def test_a_header_is_read_in_pieces_and_nothing_else(monkeypatch):
 
 def test_alignment_of_its_own():
     values = [number("general.alignment", 64)]
-    raw = gguf([info("a", [1]), info("b", [1], offset=64)], bytes(64) + struct.pack("<f", 7), values, alignment=64)
+    raw = gguf(
+        [info("a", [1]), info("b", [1], offset=64)],
+        bytes(64) + struct.pack("<f", 7),
+        values,
+        alignment=64,
+    )
     with holdfast.open(raw) as ckpt:
         assert ckpt["b"].numpy().tolist() == [7]
 
@@ -114,7 +128,10 @@ def test_blocks_stay_blocks_where_they_are_not_decoded(target, tmp_path):
     holdfast.convert(TINY, tmp_path / target)
     with holdfast.open(tmp_path / target) as made, holdfast.open(TINY) as ckpt:
         assert made["blk.1.Q6_K"].traits.blocks == "Q6_K"
-        assert holdfast.dequantize(made["blk.1.Q6_K"]).digest() == holdfast.dequantize(ckpt["blk.1.Q6_K"]).digest()
+        assert (
+            holdfast.dequantize(made["blk.1.Q6_K"]).digest()
+            == holdfast.dequantize(ckpt["blk.1.Q6_K"]).digest()
+        )
         assert dict(made.metadata) | dict(ckpt.metadata) == dict(made.metadata)
     assert not holdfast.diff(TINY, tmp_path / target).changed
 
@@ -132,7 +149,9 @@ def test_convert_decodes_when_asked(target, tmp_path):
 def test_convert_decodes_and_then_casts(tmp_path):
     holdfast.convert(TINY, tmp_path / "m.safetensors", dequantize=True, dtype="bf16", keep="*Q8_0")
     with holdfast.open(tmp_path / "m.safetensors") as made, holdfast.open(TINY) as ckpt:
-        wanted = holdfast.dequantize(ckpt["blk.1.Q8_0"]).numpy().astype(made["blk.1.Q8_0"].dtype.numpy)
+        wanted = (
+            holdfast.dequantize(ckpt["blk.1.Q8_0"]).numpy().astype(made["blk.1.Q8_0"].dtype.numpy)
+        )
         assert made["blk.1.Q8_0"].numpy().tobytes() == wanted.tobytes()
 
 
@@ -152,10 +171,19 @@ def test_a_record_that_lies_about_blocks_is_refused(tmp_path):
     assert not holdfast.verify(damaged).ok
 
 
-def split(number_: int, count: int, names: str, *, total: int | None = None, said: int | None = None) -> bytes:
-    values = [number("split.no", number_, 2), number("split.count", count if said is None else said, 2)]
+def split(
+    number_: int, count: int, names: str, *, total: int | None = None, said: int | None = None
+) -> bytes:
+    values = [
+        number("split.no", number_, 2),
+        number("split.count", count if said is None else said, 2),
+    ]
     values += [] if total is None else [number("split.tensors.count", total, 5)]
-    return gguf([info(name, [8], offset=32 * i) for i, name in enumerate(names)], bytes(range(32)) * len(names), values)
+    return gguf(
+        [info(name, [8], offset=32 * i) for i, name in enumerate(names)],
+        bytes(range(32)) * len(names),
+        values,
+    )
 
 
 def test_split_files_open_as_one(tmp_path):
@@ -174,14 +202,44 @@ def test_split_files_open_as_one(tmp_path):
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"m-00001-of-00003.gguf": split(0, 3, "a"), "m-00002-of-00003.gguf": split(1, 3, "b")}, "not here"),
-        ({"m-00001-of-00003.gguf": split(0, 3, "a"), "m-00003-of-00003.gguf": split(2, 3, "b")}, "00002-of-00003"),
-        ({"m-00001-of-00002.gguf": split(0, 2, "a"), "n-00002-of-00002.gguf": split(1, 2, "b")}, "several models"),
-        ({"m-00001-of-00002.gguf": split(1, 2, "a"), "m-00002-of-00002.gguf": split(0, 2, "b")}, "by its name"),
-        ({"m-00001-of-00002.gguf": split(0, 2, "a"), "m-00002-of-00002.gguf": split(1, 2, "b", said=3)}, "by its name"),
-        ({"m-00001-of-00002.gguf": split(0, 2, "a"), "m-00002-of-00002.gguf": split(1, 2, "a")}, "as well"),
-        ({"m-00001-of-00002.gguf": split(0, 2, "a", total=9), "m-00002-of-00002.gguf": split(1, 2, "b")}, "says 9 tensors"),
-        ({"m-00001-of-99999.gguf": split(0, 2, "a"), "m-00002-of-99999.gguf": split(1, 2, "b")}, "not here"),
+        (
+            {"m-00001-of-00003.gguf": split(0, 3, "a"), "m-00002-of-00003.gguf": split(1, 3, "b")},
+            "not here",
+        ),
+        (
+            {"m-00001-of-00003.gguf": split(0, 3, "a"), "m-00003-of-00003.gguf": split(2, 3, "b")},
+            "00002-of-00003",
+        ),
+        (
+            {"m-00001-of-00002.gguf": split(0, 2, "a"), "n-00002-of-00002.gguf": split(1, 2, "b")},
+            "several models",
+        ),
+        (
+            {"m-00001-of-00002.gguf": split(1, 2, "a"), "m-00002-of-00002.gguf": split(0, 2, "b")},
+            "by its name",
+        ),
+        (
+            {
+                "m-00001-of-00002.gguf": split(0, 2, "a"),
+                "m-00002-of-00002.gguf": split(1, 2, "b", said=3),
+            },
+            "by its name",
+        ),
+        (
+            {"m-00001-of-00002.gguf": split(0, 2, "a"), "m-00002-of-00002.gguf": split(1, 2, "a")},
+            "as well",
+        ),
+        (
+            {
+                "m-00001-of-00002.gguf": split(0, 2, "a", total=9),
+                "m-00002-of-00002.gguf": split(1, 2, "b"),
+            },
+            "says 9 tensors",
+        ),
+        (
+            {"m-00001-of-99999.gguf": split(0, 2, "a"), "m-00002-of-99999.gguf": split(1, 2, "b")},
+            "not here",
+        ),
     ],
 )
 def test_split_files_that_do_not_go_together(files, said, tmp_path):
@@ -192,7 +250,9 @@ def test_split_files_that_do_not_go_together(files, said, tmp_path):
 
 
 def test_scan_tells_of_templates(tmp_path):
-    (tmp_path / "m.gguf").write_bytes(gguf([], b"", [value("tokenizer.chat_template", 8, text("{{ x }}"))]))
+    (tmp_path / "m.gguf").write_bytes(
+        gguf([], b"", [value("tokenizer.chat_template", 8, text("{{ x }}"))])
+    )
     (tmp_path / "n.gguf").write_bytes(gguf())
     told, plain = (holdfast.scan(tmp_path / name).reports[0] for name in ("m.gguf", "n.gguf"))
     assert (told.verdict(), told.findings[0].what) == ("unknown", "tokenizer.chat_template")
@@ -201,7 +261,10 @@ def test_scan_tells_of_templates(tmp_path):
 
 def test_the_metadata_shows_itself():
     with holdfast.open(TINY) as ckpt:
-        assert repr(ckpt.metadata) == "<8 values: general.architecture, general.name, tiny.block_count, tiny.rope.freq_base, …>"
+        assert (
+            repr(ckpt.metadata)
+            == "<8 values: general.architecture, general.name, tiny.block_count, tiny.rope.freq_base, …>"
+        )
     hostile = Values(b"", {"x" * 10_000: (0, 0)}, "<")
     assert repr(hostile) == f"<1 value: {'x' * 64}>"
     assert repr(Values(b"", {}, "<")) == "<0 values>"

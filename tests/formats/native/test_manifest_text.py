@@ -11,7 +11,15 @@ from holdfast.core.documents import proven
 from holdfast.core.limits import Limits
 from holdfast.engine.saves import Late, Literal
 from holdfast.formats.native.manifest import FileBoxes, Outlines, StoredBoxes, lay_out_index
-from holdfast.formats.native.schema import DOCUMENT, DataFile, StoredChunk, StoredPart, StoredSparse, StoredTensor, parse_manifest
+from holdfast.formats.native.schema import (
+    DOCUMENT,
+    DataFile,
+    StoredChunk,
+    StoredPart,
+    StoredSparse,
+    StoredTensor,
+    parse_manifest,
+)
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 NUMBERS = st.integers(0, 1 << 50)
@@ -20,24 +28,42 @@ SHAPES = ((), (4,), (4, 6), (0, 3))
 
 
 @st.composite
-def manifests(draw: st.DrawFn) -> tuple[list[DataFile], Outlines, list[list[tuple[int, StoredChunk]]]]:
+def manifests(
+    draw: st.DrawFn,
+) -> tuple[list[DataFile], Outlines, list[list[tuple[int, StoredChunk]]]]:
     """Tensors, whole or cut into two, in the files of up to three ranks."""
     names = draw(st.lists(NAMES, max_size=8, unique=True))
     kinds = [(dtype, shape) for dtype in ("float32", "int8") for shape in SHAPES]
     kind = [draw(st.integers(0, len(kinds) - 1)) for _ in names]
-    files = [DataFile(f"data-{number}.safetensors", draw(NUMBERS)) for number in range(draw(st.integers(1, 3)))]
+    files = [
+        DataFile(f"data-{number}.safetensors", draw(NUMBERS))
+        for number in range(draw(st.integers(1, 3)))
+    ]
     inside: list[list[tuple[int, StoredChunk]]] = [[] for _ in files]
     for tensor, one in enumerate(kind):
         shape = kinds[one][1]
         cut = shape[:1] == (4,) and draw(st.booleans())
         for part in range(1 + cut):
-            start, stop = ((2 * part, *(0,) * (len(shape) - 1)), (2 * part + 2, *shape[1:])) if cut else (None, None)
+            start, stop = (
+                ((2 * part, *(0,) * (len(shape) - 1)), (2 * part + 2, *shape[1:]))
+                if cut
+                else (None, None)
+            )
             hash = draw(st.none() | st.just("5" * 32))
             file = draw(st.integers(0, len(files) - 1))
             piece = StoredPart(file, (draw(NUMBERS), draw(NUMBERS)), draw(DIGITS))
-            sparse = draw(st.none() | st.just(StoredSparse("bitmap", (), draw(DIGITS), piece, draw(st.none() | st.just(piece)))))
+            sparse = draw(
+                st.none()
+                | st.just(
+                    StoredSparse(
+                        "bitmap", (), draw(DIGITS), piece, draw(st.none() | st.just(piece))
+                    )
+                )
+            )
             head = draw(st.none() | DIGITS)
-            chunk = StoredChunk(file, (draw(NUMBERS), draw(NUMBERS)), draw(DIGITS), start, stop, sparse, hash, head)
+            chunk = StoredChunk(
+                file, (draw(NUMBERS), draw(NUMBERS)), draw(DIGITS), start, stop, sparse, hash, head
+            )
             inside[file].append((tensor, chunk))
     return files, (names, kinds, kind), inside
 
@@ -51,31 +77,50 @@ def boxes_of(part: list[tuple[int, StoredChunk]], outlines: Outlines) -> FileBox
         start, stop = chunk.start or (0,) * len(shape), chunk.stop or shape
         starts[: len(shape), at], sizes[: len(shape), at] = start, np.subtract(stop, start)
     stored = StoredBoxes.of(range(len(part)), [chunk for _, chunk in part])
-    return FileBoxes(stored, np.array([tensor for tensor, _ in part], np.int64), starts, sizes, sum(map(len, stored.tails)))
+    return FileBoxes(
+        stored,
+        np.array([tensor for tensor, _ in part], np.int64),
+        starts,
+        sizes,
+        sum(map(len, stored.tails)),
+    )
 
 
 @given(manifests())
-def test_it_is_the_text_of_its_schema(given_manifest: tuple[list[DataFile], Outlines, list[list[tuple[int, StoredChunk]]]]):
+def test_it_is_the_text_of_its_schema(
+    given_manifest: tuple[list[DataFile], Outlines, list[list[tuple[int, StoredChunk]]]],
+):
     files, outlines, inside = given_manifest
     parts = [boxes_of(part, outlines) for part in inside]
     (*_, known) = lay_out_index(files, outlines, parts, fields={}, metadata={"a": "b"}, alone=True)
     (*_, later) = lay_out_index(
-        files, outlines, parts, later=lambda crcs: [part.stored for part in parts], fields={}, metadata={"a": "b"}, alone=True
+        files,
+        outlines,
+        parts,
+        later=lambda crcs: [part.stored for part in parts],
+        fields={},
+        metadata={"a": "b"},
+        alone=True,
     )
     (literal,), (late,) = known.segments, later.segments
     assert isinstance(literal, Literal)
     assert isinstance(late, Late)
-    assert late.content({}) == literal.data  # which compares its length with the one that was measured
+    assert (
+        late.content({}) == literal.data
+    )  # which compares its length with the one that was measured
     found = proven(DOCUMENT, literal.data)
     assert found is not None  # msgspec writes the very same text
     wanted: dict[str, list[StoredChunk]] = {}
     for tensor, chunk in sorted(
-        ((tensor, chunk) for part in inside for tensor, chunk in part), key=lambda one: (one[0], one[1].file)
+        ((tensor, chunk) for part in inside for tensor, chunk in part),
+        key=lambda one: (one[0], one[1].file),
     ):
         wanted.setdefault(outlines[0][tensor], []).append(chunk)
     names, every, kind = outlines
     kinds = {name: every[at] for name, at in zip(names, kind, strict=True)}
-    assert found.tensors == {name: StoredTensor(*kinds[name], tuple(chunks)) for name, chunks in wanted.items()}
+    assert found.tensors == {
+        name: StoredTensor(*kinds[name], tuple(chunks)) for name, chunks in wanted.items()
+    }
     assert list(found.tensors) == list(wanted)
     assert parse_manifest(literal.data, Limits()).tensors == found.tensors
     assert found.metadata == {"a": "b"}

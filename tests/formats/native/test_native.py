@@ -11,7 +11,15 @@ import pytest
 import safetensors.numpy
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.formats.slow_save import Memory, assert_same, execute, raw_bytes, reopen, state_of, state_of_checkpoint
+from tests.formats.slow_save import (
+    Memory,
+    assert_same,
+    execute,
+    raw_bytes,
+    reopen,
+    state_of,
+    state_of_checkpoint,
+)
 from tests.formats.tree_strategies import trees
 
 import holdfast
@@ -68,7 +76,9 @@ def test_every_dtype_comes_back_and_safetensors_opens_the_files():
 def test_the_directory_is_what_hugging_face_loads():
     memory = Memory()
     arrays = {f"l.{i}": np.full((i + 1, 2), i, np.float32) for i in range(5)}
-    plan = lay_out_native(state_of({name: memory.array(array) for name, array in arrays.items()}), max_shard_size=50)
+    plan = lay_out_native(
+        state_of({name: memory.array(array) for name, array in arrays.items()}), max_shard_size=50
+    )
     assert plan.directory
     assert [file.key for file in plan.index] == ["model.safetensors.index.json", MANIFEST]
     files = execute(plan)
@@ -117,12 +127,21 @@ def test_it_opens_from_disk(tmp_path):
 def test_any_state_comes_back(data):
     memory = Memory()
     tensor = st.builds(
-        lambda n, p: memory.array(np.full(n, n, np.int16), parameter=p, requires_grad=p), st.integers(0, 3), st.booleans()
+        lambda n, p: memory.array(np.full(n, n, np.int16), parameter=p, requires_grad=p),
+        st.integers(0, 3),
+        st.booleans(),
     )
     tree = data.draw(trees(tensor))
     state = state_of(tree)
-    assume(all(name != "__metadata__" and name.encode("utf-8", "replace").decode() == name for name in state.tensors))
-    ckpt = reopen(execute(lay_out_native(state, max_shard_size=data.draw(st.none() | st.integers(1, 10)))))
+    assume(
+        all(
+            name != "__metadata__" and name.encode("utf-8", "replace").decode() == name
+            for name in state.tensors
+        )
+    )
+    ckpt = reopen(
+        execute(lay_out_native(state, max_shard_size=data.draw(st.none() | st.integers(1, 10))))
+    )
     assert_same(tree, ckpt.tree)
     assert list(ckpt) == list(state.tensors)
     assert_same(ckpt.tree, reopen(execute(lay_out_native(state_of_checkpoint(ckpt)))).tree)
@@ -130,11 +149,28 @@ def test_any_state_comes_back(data):
 
 def test_a_training_state_with_everything_in_it():
     memory = Memory()
-    w = memory.array(np.arange(12, dtype=np.float32).reshape(3, 4), requires_grad=True, parameter=True)
-    meta = holdfast.LazyTensor("", DTYPES.name("bfloat16"), (2, 2), (), memory.source, Traits(meta=True))
-    parts = {"int_repr": memory.raw("qint8", (2,)), "scales": memory.array(np.ones(2)), "zero_points": memory.array(np.zeros(2))}
-    quantized = Composite("quantized", (2,), parts, {"qscheme": "per_channel_affine", "axis": 0}, Traits())
-    model = OrderedDict({"w": w, "tied": memory.view(w, (3, 4), (4, 1)), "row": memory.view(w, (4,), (1,), 4), "q": quantized})
+    w = memory.array(
+        np.arange(12, dtype=np.float32).reshape(3, 4), requires_grad=True, parameter=True
+    )
+    meta = holdfast.LazyTensor(
+        "", DTYPES.name("bfloat16"), (2, 2), (), memory.source, Traits(meta=True)
+    )
+    parts = {
+        "int_repr": memory.raw("qint8", (2,)),
+        "scales": memory.array(np.ones(2)),
+        "zero_points": memory.array(np.zeros(2)),
+    }
+    quantized = Composite(
+        "quantized", (2,), parts, {"qscheme": "per_channel_affine", "axis": 0}, Traits()
+    )
+    model = OrderedDict(
+        {
+            "w": w,
+            "tied": memory.view(w, (3, 4), (4, 1)),
+            "row": memory.view(w, (4,), (1,), 4),
+            "q": quantized,
+        }
+    )
     model._metadata = OrderedDict({"": {"version": 1}})
     tree = {
         "model": model, "optimizer": {"state": {0: {"step": memory.array(np.float32(3)), "m": meta}}, "betas": (0.9, 0.999)},
@@ -144,7 +180,10 @@ def test_a_training_state_with_everything_in_it():
     assert_same(tree, ckpt.tree)
     assert ckpt["model.tied"].storages == ckpt["model.w"].storages
     assert ckpt["model.row"].traits.alias.group == ckpt["model.w"].traits.alias.group
-    assert (ckpt["model.row"].traits.alias.offset, ckpt["model.row"].traits.alias.strides) == (128, (32,))
+    assert (ckpt["model.row"].traits.alias.offset, ckpt["model.row"].traits.alias.strides) == (
+        128,
+        (32,),
+    )
     assert "optimizer.state.0.m" in ckpt
 
 
@@ -173,7 +212,15 @@ def split_directory():
         files[key] = content
         begin = len(content) - piece.nbytes
         crc = f"{zlib.crc32(piece.tobytes()):08x}"
-        chunks.append({"file": i, "bytes": [begin, len(content)], "crc32": crc, "start": list(start), "stop": list(stop)})
+        chunks.append(
+            {
+                "file": i,
+                "bytes": [begin, len(content)],
+                "crc32": crc,
+                "start": list(start),
+                "stop": list(stop),
+            }
+        )
     manifest = {
         "format": "holdfast", "version": 1, "files": [{"name": key, "nbytes": len(content)} for key, content in files.items()],
         "tensors": {"w": {"dtype": "int32", "shape": [4, 6], "chunks": chunks}}, "metadata": {},
@@ -312,7 +359,9 @@ def test_a_manifest_that_lies_is_refused_at_its_place(case, pretty):
 
 TEXTS = {
     "double key": lambda raw: raw.replace(b'"metadata":{}', b'"metadata":{},"metadata":{}'),
-    "double tensor": lambda raw: raw.replace(b'"tensors":{', b'"tensors":{"w":{"dtype":"int8","shape":[0],"chunks":[]},'),
+    "double tensor": lambda raw: raw.replace(
+        b'"tensors":{', b'"tensors":{"w":{"dtype":"int8","shape":[0],"chunks":[]},'
+    ),
     "NaN": lambda raw: raw.replace(b'"version":1', b'"version":NaN'),
     "minus zero": lambda raw: raw.replace(b'"file":0', b'"file":-0'),
     "trailing text": lambda raw: raw + b"x",
@@ -339,7 +388,13 @@ def test_a_manifest_over_the_limit_is_not_read():
 def test_what_the_fast_parser_takes_the_exact_one_takes_alike():
     memory = Memory()
     w = memory.array(np.ones((2, 3)))
-    tree = {"w": w, "t": memory.view(w, (3, 2), (1, 3)), "same": w, "ü\n": memory.array(np.ones(1)), "k": {1: (2.5, "x")}}
+    tree = {
+        "w": w,
+        "t": memory.view(w, (3, 2), (1, 3)),
+        "same": w,
+        "ü\n": memory.array(np.ones(1)),
+        "k": {1: (2.5, "x")},
+    }
     raw = save(tree, {"ä": '"\\'})[MANIFEST]
     assert proven(DOCUMENT, raw) is not None
     assert proven(DOCUMENT, raw) == explained(DOCUMENT, raw, json_limits(Limits()))
@@ -349,13 +404,23 @@ def test_what_the_fast_parser_takes_the_exact_one_takes_alike():
 @given(st.binary(max_size=6), st.integers(0, 1 << 30), st.integers(0, 8))
 def test_no_change_of_a_manifest_causes_any_other_error(noise, at, length):
     files, manifest, _ = split_directory()
-    raw = dumped(manifest | {"aliases": {"b": "w"}, "tree": {"x": [{"$": "tensor", "name": "w"}, {"$": "tensor", "name": "b"}]}})
+    raw = dumped(
+        manifest
+        | {
+            "aliases": {"b": "w"},
+            "tree": {"x": [{"$": "tensor", "name": "w"}, {"$": "tensor", "name": "b"}]},
+        }
+    )
     at %= len(raw)
     with contextlib.suppress(HoldfastError):
         reopen(files | {MANIFEST: raw[:at] + noise + raw[at + length :]})
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"strategy": "hold fast"}', b"\0" * 64], ids=["empty", "{}", "other", "zeros"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b'{"strategy": "hold fast"}', b"\0" * 64],
+    ids=["empty", "{}", "other", "zeros"],
+)
 def test_a_folder_with_a_holdfast_json_is_native_or_refused(content):
     data = safetensors.numpy.save({"w": np.ones(1)})
     with pytest.raises(HeaderError) as caught:
@@ -388,7 +453,10 @@ def test_fields_of_a_later_version_are_refused(field):
 
 def test_version_3_without_its_checksum_is_damaged():
     files, manifest, _ = split_directory()
-    for raw in (dumped(manifest | {"version": 3}), dumped(manifest | {"version": 3, "self": "0" * 8, "metadata": {}})):
+    for raw in (
+        dumped(manifest | {"version": 3}),
+        dumped(manifest | {"version": 3, "self": "0" * 8, "metadata": {}}),
+    ):
         with pytest.raises(Corrupted) as caught:
             reopen(files | {MANIFEST: raw})
         assert caught.value.file == MANIFEST

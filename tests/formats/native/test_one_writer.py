@@ -41,11 +41,15 @@ def said(folder: Path) -> dict[str, object]:
     begins: dict[int, int] = {}
     for tensor in document["tensors"].values():
         for chunk in tensor["chunks"]:
-            begins[chunk["file"]] = min(chunk["bytes"][0], begins.get(chunk["file"], chunk["bytes"][0]))
+            begins[chunk["file"]] = min(
+                chunk["bytes"][0], begins.get(chunk["file"], chunk["bytes"][0])
+            )
     for tensor in document["tensors"].values():
         for chunk in tensor["chunks"]:
             chunk["bytes"] = [at - begins[chunk["file"]] for at in chunk["bytes"]]
-    return {name: document[name] for name in ("format", "version", "metadata")} | {"tensors": dict(document["tensors"])}
+    return {name: document[name] for name in ("format", "version", "metadata")} | {
+        "tensors": dict(document["tensors"])
+    }
 
 
 @pytest.mark.parametrize("who", ["mesh", "ranks"])
@@ -53,7 +57,11 @@ def test_the_manifest_is_that_of_one_process(tmp_path: Path, who: str):
     alone, other = written(tmp_path, "process"), written(tmp_path, who)
     assert said(other) == said(alone)
     maps = [json.loads((folder / INDEX).read_text()) for folder in (alone, other)]
-    assert maps[0]["metadata"] == maps[1]["metadata"] == {"total_size": sum(array.nbytes for array in STATE.values())}
+    assert (
+        maps[0]["metadata"]
+        == maps[1]["metadata"]
+        == {"total_size": sum(array.nbytes for array in STATE.values())}
+    )
     assert maps[0]["weight_map"].keys() == maps[1]["weight_map"].keys() == STATE.keys()
     assert holdfast.verify(other).ok
 

@@ -21,7 +21,16 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.engine.packed import choose, parse_wanted
 from holdfast.engine.source import OpenSource
-from holdfast.errors import Closed, Corrupted, HeaderError, HoldfastError, LimitExceeded, MetadataError, StoreError, Unsupported
+from holdfast.errors import (
+    Closed,
+    Corrupted,
+    HeaderError,
+    HoldfastError,
+    LimitExceeded,
+    MetadataError,
+    StoreError,
+    Unsupported,
+)
 from holdfast.formats.detect import detect
 from holdfast.formats.native import chunks as unpacked
 from holdfast.formats.native.write import lay_out_native
@@ -55,7 +64,9 @@ def shrink(patch):
 def save(tree, sparse, **options):
     """A directory in memory; every tensor is packed that can be, unless options say otherwise."""
     asked = {"smallest": 0, "worth": 100.0, "threads": 1} | options
-    return execute(lay_out_native(state_of(tree), pack=partial(choose, wanted=parse_wanted(sparse), **asked)))
+    return execute(
+        lay_out_native(state_of(tree), pack=partial(choose, wanted=parse_wanted(sparse), **asked))
+    )
 
 
 def zeroed(rng, dtype, shape, how):
@@ -96,7 +107,12 @@ def test_round_trips(dtype, shape, how, sparse, data):
         assert tensor.digest() == dense.digest()
         out = np.empty(shape, dtype.numpy, order="F")
         assert tensor.read(out=out).tobytes() == dense.numpy().tobytes()
-        index = tuple(data.draw(st.one_of(st.integers(-n, n - 1) if n else st.just(slice(None)), st.slices(n))) for n in shape)
+        index = tuple(
+            data.draw(
+                st.one_of(st.integers(-n, n - 1) if n else st.just(slice(None)), st.slices(n))
+            )
+            for n in shape
+        )
         assert tensor[index].numpy().tobytes() == dense[index].numpy().tobytes()
         ckpt._description.check()
 
@@ -105,7 +121,14 @@ def test_the_asked_encoding_is_used(small_groups):
     rng = np.random.default_rng(0)
     array = np.zeros((16, 16), np.float32)
     array[:8, ::2] = rng.standard_normal((8, 8))
-    for sparse, text in [("bitmap", "bitmap"), ("nm", "1:2"), ("2:4", "2:4"), ("3x5", "3x5"), ("1:4", None), ("1:3", None)]:
+    for sparse, text in [
+        ("bitmap", "bitmap"),
+        ("nm", "1:2"),
+        ("2:4", "2:4"),
+        ("3x5", "3x5"),
+        ("1:4", None),
+        ("1:3", None),
+    ]:
         found = packing_of(reopen(save({"w": Memory().array(array)}, sparse))["w"])
         assert (found and found.text) == text, sparse
 
@@ -126,10 +149,16 @@ def test_patterns_and_blocks_are_found():
     anywhere[rng.random(anywhere.shape) < 0.5] = 0
     tree = {"full": full, "2:4": two_of_four(rng, full.copy()), "32x32": tiled, "bitmap": anywhere}
     tree |= {"small": np.zeros(500), "zero": np.zeros((64, 640), np.float16)}
-    ckpt = reopen(execute(lay_out_native(state_of({k: Memory().array(v) for k, v in tree.items()}), pack=auto)))
+    ckpt = reopen(
+        execute(
+            lay_out_native(state_of({k: Memory().array(v) for k, v in tree.items()}), pack=auto)
+        )
+    )
     for name, array in tree.items():
         found = packing_of(ckpt[name])
-        assert (found.text if found else None) == {"full": None, "small": None, "zero": "1x64"}.get(name, name)
+        assert (found.text if found else None) == {"full": None, "small": None, "zero": "1x64"}.get(
+            name, name
+        )
         assert ckpt[name].numpy().tobytes() == array.tobytes()
     assert packing_of(ckpt["zero"]).stored_nbytes * 1024 >= tree["zero"].nbytes
 
@@ -142,7 +171,13 @@ def test_a_pattern_of_the_first_block_is_not_taken_for_that_of_the_whole():
     groups = np.ones((4, 1 << 14, 16), np.float32)
     groups[0, :, 5:] = groups[1:, :, 8:] = 0
     for array in (groups.reshape(-1), groups.reshape(-1, 1024)):
-        ckpt = reopen(execute(lay_out_native(state_of({"w": Memory().array(array)}), pack=partial(auto, threads=1))))
+        ckpt = reopen(
+            execute(
+                lay_out_native(
+                    state_of({"w": Memory().array(array)}), pack=partial(auto, threads=1)
+                )
+            )
+        )
         assert ":" not in packing_of(ckpt["w"]).text
         assert ckpt["w"].numpy().tobytes() == array.tobytes()
 
@@ -154,9 +189,16 @@ def test_blocks_are_counted_as_slowly(rows, columns, seed):
     marked = rng.random((rows, columns)) < rng.choice([0.002, 0.02, 0.3])
     found = MarkedBlocks(marked)
     for height, width in {*SHAPES, *BLOCKS}:
-        blocks = [marked[t : t + height, x : x + width] for t in range(0, rows, height) for x in range(0, columns, width)]
+        blocks = [
+            marked[t : t + height, x : x + width]
+            for t in range(0, rows, height)
+            for x in range(0, columns, width)
+        ]
         filled = [block.size for block in blocks if block.any()]
-        assert (found.count(height, width), found.area(height, width)) == (len(filled), sum(filled)), (height, width)
+        assert (found.count(height, width), found.area(height, width)) == (
+            len(filled),
+            sum(filled),
+        ), (height, width)
 
 
 def test_groups_have_the_sizes_of_the_document():
@@ -184,15 +226,55 @@ def test_the_bytes_are_those_of_the_document():
     bits = {name.removeprefix("w.sparse."): part for name, part in parts["bitmap"].items()}
     assert bits["values"].tolist() == [7, 8, 9]
     assert bits["starts"].tolist() == [0, 1, 2, 3]
-    assert {i: int(octet) for i, octet in enumerate(bits["where"]) if octet} == {0: 8, 8192: 1, 17_499: 128}
+    assert {i: int(octet) for i, octet in enumerate(bits["where"]) if octet} == {
+        0: 8,
+        8192: 1,
+        17_499: 128,
+    }
     pattern = {name.removeprefix("w.sparse."): part for name, part in parts["1:4"].items()}
     assert sorted(pattern) == ["values", "where"]
-    assert {i: int(value) for i, value in enumerate(pattern["values"]) if value} == {0: 7, 16_384: 8, 34_999: 9}
-    assert {i: int(octet) for i, octet in enumerate(pattern["where"]) if octet} == {0: 3, 8749: 3 << 6}
+    assert {i: int(value) for i, value in enumerate(pattern["values"]) if value} == {
+        0: 7,
+        16_384: 8,
+        34_999: 9,
+    }
+    assert {i: int(octet) for i, octet in enumerate(pattern["where"]) if octet} == {
+        0: 3,
+        8749: 3 << 6,
+    }
     block = {name.removeprefix("w.sparse."): part for name, part in parts["2x4"].items()}
-    assert block["values"].tolist() == [0, 0, 0, 7, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 9]
+    assert block["values"].tolist() == [
+        0,
+        0,
+        0,
+        7,
+        0,
+        0,
+        0,
+        0,
+        8,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        9,
+    ]
     assert block["starts"].tolist() == [0, 24]
-    assert {i: int(octet) for i, octet in enumerate(block["where"]) if octet} == {0: 1, 2048: 1, 2187: 8}
+    assert {i: int(octet) for i, octet in enumerate(block["where"]) if octet} == {
+        0: 1,
+        2048: 1,
+        2187: 8,
+    }
 
 
 def test_a_slice_reads_its_groups_only(tmp_path):
@@ -230,17 +312,24 @@ def test_chunks_of_a_split_tensor_are_packed_each_for_itself(small_groups, cut):
     rng = np.random.default_rng(5)
     array = rng.integers(0, 3, (30, 28), np.int16)
     memory, files, chunks = Memory(), {}, []
-    for number, (low, high, sparse) in enumerate([(0, 9, "bitmap"), (9, 20, "2x3"), (20, array.shape[cut], "never")]):
+    for number, (low, high, sparse) in enumerate(
+        [(0, 9, "bitmap"), (9, 20, "2x3"), (20, array.shape[cut], "never")]
+    ):
         box = (slice(low, high), slice(None))[:: 1 - 2 * cut]
         tree = {"w": memory.array(np.ascontiguousarray(array[box]))}
         made = save(tree, sparse) if sparse != "never" else execute(lay_out_native(state_of(tree)))
         chunk = json.loads(made[MANIFEST])["tensors"]["w"]["chunks"][0]
-        for part in (chunk, *(chunk["sparse"][part] for part in ("where", "starts") if "sparse" in chunk)):
+        for part in (
+            chunk,
+            *(chunk["sparse"][part] for part in ("where", "starts") if "sparse" in chunk),
+        ):
             part["file"] = number
         start, stop = ([0, 0], list(array.shape))
         start[cut], stop[cut] = low, high
         chunks.append(chunk | {"start": start, "stop": stop})
-        files[f"{number}.safetensors"] = next(content for key, content in made.items() if key.startswith("data-"))
+        files[f"{number}.safetensors"] = next(
+            content for key, content in made.items() if key.startswith("data-")
+        )
     manifest = {
         "format": "holdfast", "version": 2, "files": [{"name": key, "nbytes": len(content)} for key, content in files.items()],
         "tensors": {"w": {"dtype": "int16", "shape": [30, 28], "chunks": chunks}}, "metadata": {},
@@ -264,7 +353,9 @@ def test_a_name_that_is_taken_stays_dense():
 def test_views_and_second_names_come_back(tmp_path):
     array = np.zeros((100, 100))
     array[::3, ::5] = -0.0
-    holdfast.save({"w": array, "same": array, "t": array.T, "rows": array[::2]}, tmp_path / "c", sparse="auto")
+    holdfast.save(
+        {"w": array, "same": array, "t": array.T, "rows": array[::2]}, tmp_path / "c", sparse="auto"
+    )
     with holdfast.open(tmp_path / "c") as ckpt:
         assert packing_of(ckpt["w"]) is not None
         assert ckpt["t"].numpy().tobytes() == array.T.tobytes()
@@ -300,7 +391,10 @@ def test_a_tensor_that_changes_while_it_is_saved_is_refused():
 def packed_directory(tmp_path):
     """A directory with a tensor of each encoding and a dense one; and the arrays."""
     rng = np.random.default_rng(3)
-    arrays = {"bitmap": rng.standard_normal((100, 100)), "nm": rng.standard_normal((100, 100)).astype(np.float32)}
+    arrays = {
+        "bitmap": rng.standard_normal((100, 100)),
+        "nm": rng.standard_normal((100, 100)).astype(np.float32),
+    }
     arrays["bitmap"][rng.random((100, 100)) < 0.7] = 0
     two_of_four(rng, arrays["nm"])
     arrays["block"] = np.zeros((128, 128), np.float16)
@@ -323,7 +417,9 @@ def test_convert_reshard_and_diff(packed_directory, tmp_path):
     reshard(packed, tmp_path / "split", mesh="tp=2", rules=["bitmap: tp=0", "*: tp=1"])
     for name in ("plain", "out.safetensors", "out.pt", "out", "again", "split"):
         with holdfast.open(tmp_path / name) as ckpt:
-            assert all(ckpt[key].numpy().tobytes() == array.tobytes() for key, array in arrays.items()), name
+            assert all(
+                ckpt[key].numpy().tobytes() == array.tobytes() for key, array in arrays.items()
+            ), name
             assert {key: tensor.digest() for key, tensor in ckpt.items()} == digests
         assert holdfast.diff(packed, tmp_path / name).equal
     assert (tmp_path / "again" / MANIFEST).read_bytes() == (packed / MANIFEST).read_bytes()
@@ -348,14 +444,20 @@ def test_a_flipped_bit_is_found_and_named(packed_directory, name, part):
     content[at.start + at.nbytes // 2] ^= 1
     file.write_bytes(content)
     report = holdfast.verify(path)
-    assert [(damage.tensors, damage.label, damage.offset) for damage in report.damaged] == [((name,), at.label, at.start)]
+    assert [(damage.tensors, damage.label, damage.offset) for damage in report.damaged] == [
+        ((name,), at.label, at.start)
+    ]
     assert not report.problems
     with holdfast.open(path) as ckpt:
         with pytest.raises(Corrupted) as caught:
             ckpt[name].numpy()
         assert caught.value.tensor == name
         assert caught.value.file.startswith(at.key)
-        assert all(ckpt[key].numpy().tobytes() == array.tobytes() for key, array in arrays.items() if key != name)
+        assert all(
+            ckpt[key].numpy().tobytes() == array.tobytes()
+            for key, array in arrays.items()
+            if key != name
+        )
     if part == "values":
         with holdfast.open(path, verify=False) as ckpt:
             assert ckpt[name].numpy().tobytes() != arrays[name].tobytes()
@@ -562,7 +664,9 @@ def test_starts_do_not_lead_to_the_bytes_of_others(monkeypatch):
     total = (chunk["bytes"][1] - chunk["bytes"][0]) // 2
     start, key = chunk["sparse"]["starts"]["bytes"][0], "w.safetensors"
     first, second = np.frombuffer(files[key][start + 8 : start + 24], "<u8").tolist()
-    files[key] = put(files[key], start + 8, np.array([total, total + second - first], "<u8").tobytes())
+    files[key] = put(
+        files[key], start + 8, np.array([total, total + second - first], "<u8").tobytes()
+    )
     tensor = reopen(files | {MANIFEST: with_crcs(files, manifest)})["w"]
     with pytest.raises(MetadataError, match="cannot be true"):
         tensor[0, 16:32].numpy()
@@ -592,7 +696,11 @@ def test_a_damaged_source_is_not_packed(tmp_path):
 @settings(deadline=None, max_examples=200)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["w", "p", "b", MANIFEST]), st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=3
+        st.tuples(
+            st.sampled_from(["w", "p", "b", MANIFEST]), st.integers(0, 1 << 16), st.integers(0, 255)
+        ),
+        min_size=1,
+        max_size=3,
     )
 )
 def test_any_changed_bytes_are_refused_or_harmless(changes):

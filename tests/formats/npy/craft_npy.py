@@ -26,9 +26,19 @@ def npy(
     prefix = 10 if version == (1, 0) else 12
     raw += b" " * (-(prefix + len(raw) + 1) % 64) + b"\n"
     said = len(raw) if length is None else length
-    return b"\x93NUMPY" + bytes(version) + struct.pack("<H" if prefix == 10 else "<I", said) + raw + data
+    return (
+        b"\x93NUMPY"
+        + bytes(version)
+        + struct.pack("<H" if prefix == 10 else "<I", said)
+        + raw
+        + data
+    )
 
 
 def npz(members: dict[str, bytes], *, method: int = 0) -> bytes:
     """An archive of them, as CPython writes it."""
-    return build([Item(name, raw, method=method, flags=0) for name, raw in members.items()], wide=False, alignment=0)
+    return build(
+        [Item(name, raw, method=method, flags=0) for name, raw in members.items()],
+        wide=False,
+        alignment=0,
+    )

@@ -34,7 +34,9 @@ def archived(compressed: bool = False, **arrays: np.ndarray) -> bytes:
         return file.getvalue()
 
 
-def random_array(code: str, order: str, shape: tuple[int, ...], *, turned: bool, seed: int) -> np.ndarray:
+def random_array(
+    code: str, order: str, shape: tuple[int, ...], *, turned: bool, seed: int
+) -> np.ndarray:
     dtype = np.dtype(code).newbyteorder(order)
     raw = np.random.default_rng(seed).bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
     made = np.frombuffer(raw, np.uint8) % 2 == 0 if code == "?" else np.frombuffer(raw, dtype)
@@ -62,12 +64,16 @@ def test_an_array_is_what_numpy_reads(array, version):
         assert found.shape == wanted.shape
         assert found.tobytes() == wanted.astype(found.dtype).tobytes()
         index = (..., slice(None, None, -1)) if wanted.ndim else ()
-        assert ckpt["tensor"][index].numpy().tobytes() == wanted[index].astype(found.dtype).tobytes()
+        assert (
+            ckpt["tensor"][index].numpy().tobytes() == wanted[index].astype(found.dtype).tobytes()
+        )
 
 
 @settings(max_examples=30)
 @given(
-    members=st.dictionaries(st.sampled_from(["a", "A", "b.c", "d/e", "\u2603", "x.npy"]), arrays, max_size=4),
+    members=st.dictionaries(
+        st.sampled_from(["a", "A", "b.c", "d/e", "\u2603", "x.npy"]), arrays, max_size=4
+    ),
     compressed=st.booleans(),
 )
 def test_an_archive_is_what_numpy_reads(members, compressed):
@@ -84,7 +90,9 @@ def test_nothing_but_headers_is_read_when_an_archive_is_opened(monkeypatch):
     seen = []
     read = MemoryStore.read
     monkeypatch.setattr(
-        MemoryStore, "read", lambda self, key, start, out: (seen.append(out.nbytes), read(self, key, start, out))[1]
+        MemoryStore,
+        "read",
+        lambda self, key, start, out: (seen.append(out.nbytes), read(self, key, start, out))[1],
     )
     with holdfast.open(raw) as ckpt:
         assert len(ckpt) == 10
@@ -156,7 +164,11 @@ def test_what_is_no_tensor(array, said):
 
 def test_converted_compared_and_counted(tmp_path):
     path = tmp_path / "w.npz"
-    path.write_bytes(archived(True, **{"a/b": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "n": np.arange(3)}))
+    path.write_bytes(
+        archived(
+            True, **{"a/b": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "n": np.arange(3)}
+        )
+    )
     for target in ("w.safetensors", "w.pt", "native"):
         holdfast.convert(path, tmp_path / target)
         assert holdfast.diff(path, tmp_path / target).equal
@@ -195,7 +207,12 @@ def test_a_header_may_be_written_in_other_ways():
     other = npy(text="{'descr':'<f4','fortran_order':False,'shape':(2,3)}")
     for raw in (usual, other):
         found = parse_layout(raw[:-24], rank=64)
-        assert (found.dtype.name, found.byteorder, found.shape, found.fortran) == ("float32", "little", (2, 3), False)
+        assert (found.dtype.name, found.byteorder, found.shape, found.fortran) == (
+            "float32",
+            "little",
+            (2, 3),
+            False,
+        )
 
 
 def test_scan_reads_the_pickle_of_an_array_of_objects(tmp_path):

@@ -21,7 +21,9 @@ from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.pickle.rare import RARE
 
 VALUE = {
-    "weights": collections.OrderedDict(a=np.arange(6, dtype=">f4").reshape(2, 3), b=np.float64(2.5)),
+    "weights": collections.OrderedDict(
+        a=np.arange(6, dtype=">f4").reshape(2, 3), b=np.float64(2.5)
+    ),
     "structured": np.zeros(2, [("x", "i4"), ("y", "f8")]),
     "when": np.datetime64("2024-01-01"),
     "counts": collections.Counter("aab"),
@@ -34,7 +36,12 @@ VALUE = {
 }
 STREAMS = [pickle.dumps(VALUE, protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
 PIECES = [bytes([op]) for op in (*RARE, *b"rKh(XtRQ)NjqMJue.", 0x94, 0x8C, 0x86, 0x89, 0x88, 0x95)]
-PIECES += [b"cnumpy\ndtype\n", b"cnumpy.core.multiarray\nscalar\n", b"cnumpy.core.multiarray\n_reconstruct\n", b"cnumpy\nndarray\n"]
+PIECES += [
+    b"cnumpy\ndtype\n",
+    b"cnumpy.core.multiarray\nscalar\n",
+    b"cnumpy.core.multiarray\n_reconstruct\n",
+    b"cnumpy\nndarray\n",
+]
 PIECES += [
     b"cbuiltins\nset\n",
     b"ccollections\nOrderedDict\n",

@@ -37,23 +37,79 @@ CALLS = {
     "OBJ": (b"(" + SYSTEM + CMD + b"o.", "os.system", ("mention", "new")),
     "NEWOBJ": (P2 + SYSTEM + CMD + b"\x85\x81.", "os.system", ("mention", "new")),
     "NEWOBJ_EX": (P2 + SYSTEM + CMD + b"\x85}\x92.", "os.system", ("mention", "new")),
-    "NEWOBJ_EX with keywords": (P2 + SYSTEM + b")}" + STR(b"a") + CMD + b"s\x92.", "os.system", ("mention", "new")),
-    "BUILD on a module": (P2 + b"csys\nmodules\n}" + STR(b"a") + CMD + b"sb.", "sys.modules", ("build", "mention")),
-    "BUILD on a class": (P2 + b"cbuiltins\ndict\n}" + STR(b"__setstate__") + SYSTEM + b"sb.", "os.system", ("mention",)),
-    "BUILD on an object": (P2 + b"ca\nB\n)\x81}" + STR(b"__class__") + SYSTEM + b"sb.", "os.system", ("mention",)),
-    "STACK_GLOBAL from the memo": (b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x86h\x00h\x01\x93)R\x86.", "os.system", None),
-    "dotted name": (b"\x80\x04\x8c\x08builtins\x8c\x0ddict.__init__\x93" + CMD + b"\x85R.", "builtins.dict.__init__", None),
+    "NEWOBJ_EX with keywords": (
+        P2 + SYSTEM + b")}" + STR(b"a") + CMD + b"s\x92.",
+        "os.system",
+        ("mention", "new"),
+    ),
+    "BUILD on a module": (
+        P2 + b"csys\nmodules\n}" + STR(b"a") + CMD + b"sb.",
+        "sys.modules",
+        ("build", "mention"),
+    ),
+    "BUILD on a class": (
+        P2 + b"cbuiltins\ndict\n}" + STR(b"__setstate__") + SYSTEM + b"sb.",
+        "os.system",
+        ("mention",),
+    ),
+    "BUILD on an object": (
+        P2 + b"ca\nB\n)\x81}" + STR(b"__class__") + SYSTEM + b"sb.",
+        "os.system",
+        ("mention",),
+    ),
+    "STACK_GLOBAL from the memo": (
+        b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x86h\x00h\x01\x93)R\x86.",
+        "os.system",
+        None,
+    ),
+    "dotted name": (
+        b"\x80\x04\x8c\x08builtins\x8c\x0ddict.__init__\x93" + CMD + b"\x85R.",
+        "builtins.dict.__init__",
+        None,
+    ),
     "homoglyph": ("cоs\nsystem\n".encode() + CMD + b"\x85R.", "оs.system", ("call", "mention")),
     "newline in a name": (b"\x80\x04\x8c\x03o\ns\x8c\x01x\x93)R.", "o\ns.x", None),
-    "Python 2 name": (b"c__builtin__\neval\n" + CMD + b"\x85R.", "builtins.eval", ("call", "mention")),
+    "Python 2 name": (
+        b"c__builtin__\neval\n" + CMD + b"\x85R.",
+        "builtins.eval",
+        ("call", "mention"),
+    ),
     "popped again": (P2 + SYSTEM + CMD + b"\x85R0N.", "os.system", ("call", "mention")),
-    "getattr of a global": (P2 + b"cbuiltins\ngetattr\ncos\nsystem\n" + CMD + b"\x86R" + CMD + b"\x85R.", "builtins.getattr", None),
-    "inside a known call": (P2 + b"ccollections\nOrderedDict\n(](" + CMD + SYSTEM + CMD + b"\x85RtatR.", "os.system", None),
-    "copyreg": (P2 + b"ccopy_reg\n_reconstructor\n(cposix\nsystem\nc__builtin__\nobject\nNtR.", "posix.system", ("mention", "new")),
-    "copyreg.__newobj__": (P2 + b"ccopyreg\n__newobj__\ncposix\nsystem\n" + CMD + b"\x86R.", "posix.system", ("mention", "new")),
-    "defaultdict with a foreign factory": (P2 + b"ccollections\ndefaultdict\n" + SYSTEM + b"\x85R.", "os.system", ("mention",)),
-    "codec with side effects": (P2 + b"c_codecs\nencode\n" + CMD + STR(b"zlib") + b"\x86R.", "_codecs.encode", ("call", "mention")),
-    "numpy subclass": (P2 + b"cnumpy.core.multiarray\n_reconstruct\nca\nB\nK\x00\x85U\x01b\x87R.", "a.B", ("mention",)),
+    "getattr of a global": (
+        P2 + b"cbuiltins\ngetattr\ncos\nsystem\n" + CMD + b"\x86R" + CMD + b"\x85R.",
+        "builtins.getattr",
+        None,
+    ),
+    "inside a known call": (
+        P2 + b"ccollections\nOrderedDict\n(](" + CMD + SYSTEM + CMD + b"\x85RtatR.",
+        "os.system",
+        None,
+    ),
+    "copyreg": (
+        P2 + b"ccopy_reg\n_reconstructor\n(cposix\nsystem\nc__builtin__\nobject\nNtR.",
+        "posix.system",
+        ("mention", "new"),
+    ),
+    "copyreg.__newobj__": (
+        P2 + b"ccopyreg\n__newobj__\ncposix\nsystem\n" + CMD + b"\x86R.",
+        "posix.system",
+        ("mention", "new"),
+    ),
+    "defaultdict with a foreign factory": (
+        P2 + b"ccollections\ndefaultdict\n" + SYSTEM + b"\x85R.",
+        "os.system",
+        ("mention",),
+    ),
+    "codec with side effects": (
+        P2 + b"c_codecs\nencode\n" + CMD + STR(b"zlib") + b"\x86R.",
+        "_codecs.encode",
+        ("call", "mention"),
+    ),
+    "numpy subclass": (
+        P2 + b"cnumpy.core.multiarray\n_reconstruct\nca\nB\nK\x00\x85U\x01b\x87R.",
+        "a.B",
+        ("mention",),
+    ),
 }
 
 
@@ -118,14 +174,32 @@ BAD = {
     # Frames
     "frame beyond the end": (b"\x80\x04\x95" + struct.pack("<Q", 100) + b"N.", Truncated),
     "frame of 2**63": (b"\x80\x04\x95" + struct.pack("<Q", 1 << 63) + b"N.", Truncated),
-    "nested frame": (b"\x80\x04\x95" + struct.pack("<Q", 11) + b"\x95" + struct.pack("<Q", 2) + b"N.", PickleError),
-    "opcode across a frame": (b"\x80\x04\x95" + struct.pack("<Q", 3) + b"J\x00\x00\x00\x00.", PickleError),
-    "number across a frame": (b"\x80\x04\x95" + struct.pack("<Q", 3) + b"G" + bytes(8) + b".", PickleError),
+    "nested frame": (
+        b"\x80\x04\x95" + struct.pack("<Q", 11) + b"\x95" + struct.pack("<Q", 2) + b"N.",
+        PickleError,
+    ),
+    "opcode across a frame": (
+        b"\x80\x04\x95" + struct.pack("<Q", 3) + b"J\x00\x00\x00\x00.",
+        PickleError,
+    ),
+    "number across a frame": (
+        b"\x80\x04\x95" + struct.pack("<Q", 3) + b"G" + bytes(8) + b".",
+        PickleError,
+    ),
     "number beyond the end": (b"\x80\x02G" + bytes(7), Truncated),
     "memo entry across a frame": (b"\x80\x04\x95" + struct.pack("<Q", 2) + b"Nq\0.", PickleError),
-    "text across a frame": (b"\x80\x04\x95" + struct.pack("<Q", 3) + b"\x8c\x05hello.", PickleError),
-    "line across a frame": (b"\x80\x04\x95" + struct.pack("<Q", 3) + b"cos\nsystem\n.", PickleError),
-    "STOP before the end of a frame": (b"\x80\x04\x95" + struct.pack("<Q", 3) + b"N.N", PickleError),
+    "text across a frame": (
+        b"\x80\x04\x95" + struct.pack("<Q", 3) + b"\x8c\x05hello.",
+        PickleError,
+    ),
+    "line across a frame": (
+        b"\x80\x04\x95" + struct.pack("<Q", 3) + b"cos\nsystem\n.",
+        PickleError,
+    ),
+    "STOP before the end of a frame": (
+        b"\x80\x04\x95" + struct.pack("<Q", 3) + b"N.N",
+        PickleError,
+    ),
     "empty frame": (b"\x80\x04\x95" + struct.pack("<Q", 0) + b"N.", PickleError),
     # Lengths
     "BINUNICODE of 2**31": (P2 + b"X\x00\x00\x00\x80abc.", Truncated),
@@ -170,19 +244,34 @@ BAD = {
     "hash bomb by DUP": (P2 + b"}" + b"N\x85" + b"2\x86" * 100 + b"Ns.", LimitExceeded),
     "hash bomb in a set": (b"\x80\x04\x8f(N\x85" + b"2\x86" * 100 + b"\x90.", LimitExceeded),
     "hash bomb in a frozenset": (b"\x80\x04(N\x85" + b"2\x86" * 100 + b"\x91.", LimitExceeded),
-    "hash bomb in an OrderedDict": (P2 + ORDERED + b"N\x85" + b"2\x86" * 100 + b"Ns.", LimitExceeded),
-    "hash bomb in set()": (P2 + b"cbuiltins\nset\n]N\x85" + b"2\x86" * 100 + b"a\x85R.", LimitExceeded),
+    "hash bomb in an OrderedDict": (
+        P2 + ORDERED + b"N\x85" + b"2\x86" * 100 + b"Ns.",
+        LimitExceeded,
+    ),
+    "hash bomb in set()": (
+        P2 + b"cbuiltins\nset\n]N\x85" + b"2\x86" * 100 + b"a\x85R.",
+        LimitExceeded,
+    ),
     "deep key": (P2 + b"}N" + b"\x85" * 100_000 + b"Ns.", LimitExceeded),
     "integers that collide": (
         P2 + b"}(" + b"".join(long1(i * (2**61 - 1)) + b"N" for i in range(1, 20_000)) + b"u.",
         LimitExceeded,
     ),
     "tuples that collide": (
-        P2 + b"}(" + b"".join(long1(i * (2**61 - 1)) + b"K\x00\x86N" for i in range(1, 30_000)) + b"u.",
+        P2
+        + b"}("
+        + b"".join(long1(i * (2**61 - 1)) + b"K\x00\x86N" for i in range(1, 30_000))
+        + b"u.",
         LimitExceeded,
     ),
     "long texts compared again and again": (
-        P2 + STR(b"a" * 100_000) + b"q\x000" + STR(b"a" * 100_000) + b"q\x010}(" + b"h\x00Nh\x01N" * 20_000 + b"u.",
+        P2
+        + STR(b"a" * 100_000)
+        + b"q\x000"
+        + STR(b"a" * 100_000)
+        + b"q\x010}("
+        + b"h\x00Nh\x01N" * 20_000
+        + b"u.",
         LimitExceeded,
     ),
     "a set copied again and again": (
@@ -214,11 +303,20 @@ BAD = {
     "range by 0": (P2 + b"cbuiltins\nrange\nK\x00K\x05K\x00\x87R.", PickleError),
     "complex of text": (P2 + b"cbuiltins\ncomplex\n" + CMD + CMD + b"\x86R.", PickleError),
     "path of a number": (P2 + b"cpathlib\nPosixPath\nK\x05\x85R.", PickleError),
-    "path without end": (P2 + b"cpathlib\nPosixPath\n" + STR(b"a/" * 5000) + b"\x85R.", PickleError),
-    "encode of bytes beyond Latin-1": (P2 + b"c_codecs\nencode\n" + STR("Ā".encode()) + STR(b"latin1") + b"\x86R.", PickleError),
+    "path without end": (
+        P2 + b"cpathlib\nPosixPath\n" + STR(b"a/" * 5000) + b"\x85R.",
+        PickleError,
+    ),
+    "encode of bytes beyond Latin-1": (
+        P2 + b"c_codecs\nencode\n" + STR("Ā".encode()) + STR(b"latin1") + b"\x86R.",
+        PickleError,
+    ),
     "a call computed by calls": (P2 + SYSTEM + b")R" * 1000 + b".", PickleError),
     "dtype of an array": (P2 + b"cnumpy\ndtype\n]\x85R.", PickleError),
-    "dtype state that is short": (P2 + b"cnumpy\ndtype\n" + STR(b"f4") + b"\x85RK\x03\x85b.", PickleError),
+    "dtype state that is short": (
+        P2 + b"cnumpy\ndtype\n" + STR(b"f4") + b"\x85RK\x03\x85b.",
+        PickleError,
+    ),
 }
 
 # Odd, and harmless: these open.
@@ -228,8 +326,14 @@ FINE = {
     "deep tuples": deep(b"\x85", 200_000),
     "deep objects": P2 + b"ca\nB\nq\x000N" + b"q\x010h\x00h\x01\x85R" * 20_000 + b".",
     # Freed recursively by CPython unless they are a subclass.
-    "deep default dicts": P2 + b"ccollections\ndefaultdict\nq\x000)q\x020N" + b"q\x010h\x00h\x02RNh\x01s" * 100_000 + b".",
-    "slice of slices": P2 + b"cbuiltins\nslice\nq\x000N" + b"q\x010h\x00h\x01NN\x87R" * 20_000 + b".",
+    "deep default dicts": P2
+    + b"ccollections\ndefaultdict\nq\x000)q\x020N"
+    + b"q\x010h\x00h\x02RNh\x01s" * 100_000
+    + b".",
+    "slice of slices": P2
+    + b"cbuiltins\nslice\nq\x000N"
+    + b"q\x010h\x00h\x01NN\x87R" * 20_000
+    + b".",
     "self-containing list": P2 + b"]q\x00h\x00a.",
     "object in its own state": P2 + b"ca\nB\n)\x81q\x00}" + STR(b"me") + b"h\x00sb.",
     "tuple in a list in it": P2 + b"]q\x00h\x00\x85a.",
@@ -238,9 +342,18 @@ FINE = {
     "lone surrogate": P2 + STR(b"\xed\xa0\x80") + b".",
     "memo out of order": P2 + b"Nq\x020K\x01q\x000K\x02q\x010h\x02h\x00h\x01\x87.",
     "keys named like attributes": P2 + ORDERED + b"}" + STR(b"__class__") + SYSTEM + b"sb.",
-    "10,000 scattered integers": P2 + b"}(" + b"".join(long1(i * 0x9E3779B97F4A7C1 % 2**60) + b"N" for i in range(10_000)) + b"u.",
-    "pairs of words": P2 + b"}(" + b"".join(STR(b"%d" % i) + STR(b"x") + b"\x86N" for i in range(40_000)) + b"u.",
-    "20,000 counting keys": P2 + b"}(" + b"".join(b"M" + struct.pack("<H", i) + b"N" for i in range(20_000)) + b"u.",
+    "10,000 scattered integers": P2
+    + b"}("
+    + b"".join(long1(i * 0x9E3779B97F4A7C1 % 2**60) + b"N" for i in range(10_000))
+    + b"u.",
+    "pairs of words": P2
+    + b"}("
+    + b"".join(STR(b"%d" % i) + STR(b"x") + b"\x86N" for i in range(40_000))
+    + b"u.",
+    "20,000 counting keys": P2
+    + b"}("
+    + b"".join(b"M" + struct.pack("<H", i) + b"N" for i in range(20_000))
+    + b"u.",
 }
 
 
@@ -353,7 +466,11 @@ def test_the_collector_is_restored():
 )
 def test_memory_for_each_byte(name, unit):
     """What the densest streams take; beyond a million containers `Spending` stops them."""
-    stream = b"\x80\x04ca\nB\n\x940ccollections\nOrderedDict\n\x940(" + unit * (20_000 // len(unit)) + b"l."
+    stream = (
+        b"\x80\x04ca\nB\n\x940ccollections\nOrderedDict\n\x940("
+        + unit * (20_000 // len(unit))
+        + b"l."
+    )
     table = PlainTable()
     tracemalloc.start()
     found = interpret_whole(stream, table, limits=Limits())

@@ -45,7 +45,9 @@ print("inert")
 
 
 def test_no_audit_event():
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "inert", done.stderr
 
 
@@ -61,5 +63,7 @@ def test_the_interpreter_imports_no_pickle_of_pythons():
                     assert node.func.id not in {"eval", "exec", "__import__", "compile", "setattr"}, path
         print("clean")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "clean", done.stderr

@@ -36,7 +36,14 @@ def filled(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_arrays(dtype, protocol):
     base = filled(dtype, (2, 3, 4))
-    arrays = [base, np.asfortranarray(base), base.transpose(1, 2, 0), base[:, ::2], base[0, 0, 0:0], np.array(base[0, 0, 0], dtype)]
+    arrays = [
+        base,
+        np.asfortranarray(base),
+        base.transpose(1, 2, 0),
+        base[:, ::2],
+        base[0, 0, 0:0],
+        np.array(base[0, 0, 0], dtype),
+    ]
     for array in arrays:
         stream = pickle.dumps(array, protocol)
         ours, theirs = unpickled(stream), pickle.loads(stream)
@@ -71,7 +78,9 @@ def test_the_memo_holds_the_finished_array():
 
 
 def test_empty_text_scalars():
-    ours = unpickled(pickle.dumps([np.str_(""), np.bytes_(b""), {np.str_("k"): 1, np.int64(5): 2}], 2))
+    ours = unpickled(
+        pickle.dumps([np.str_(""), np.bytes_(b""), {np.str_("k"): 1, np.int64(5): 2}], 2)
+    )
     assert ours == ["", b"", {"k": 1, 5: 2}]
 
 
@@ -125,7 +134,9 @@ DTYPE = b"cnumpy\ndtype\nX\x02\x00\x00\x00f4\x89\x88\x87R(K\x03X\x01\x00\x00\x00
     ],
 )
 def test_lies_about_arrays(name, shape, data):
-    head = b"\x80\x03cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R(K\x01"
+    head = (
+        b"\x80\x03cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R(K\x01"
+    )
     with pytest.raises(PickleError) as caught:
         unpickled(head + shape + DTYPE + b"\x89" + data + b"tb.")
     assert caught.value.offset is not None

@@ -21,12 +21,21 @@ LIMITS, TABLE = Limits(), PlainTable()
 any_text = st.text(st.characters(exclude_categories=()), max_size=12)
 integers = st.integers(1 - 2**128, 2**128 - 1) | st.integers(-70000, 70000)
 keys = st.recursive(
-    st.none() | st.booleans() | integers | st.floats(allow_nan=False) | any_text | st.binary(max_size=6),
+    st.none()
+    | st.booleans()
+    | integers
+    | st.floats(allow_nan=False)
+    | any_text
+    | st.binary(max_size=6),
     lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
     max_leaves=6,
 )
 leaves = (
-    keys | st.floats() | st.complex_numbers(allow_nan=False) | st.binary(max_size=40).map(bytearray) | st.sets(keys, max_size=4)
+    keys
+    | st.floats()
+    | st.complex_numbers(allow_nan=False)
+    | st.binary(max_size=40).map(bytearray)
+    | st.sets(keys, max_size=4)
 )
 trees = st.recursive(
     leaves,
@@ -66,7 +75,9 @@ def assert_same(ours: object, theirs: object) -> None:
             waiting += zip(a.values(), b.values(), strict=True)
         elif isinstance(b, set | frozenset):
             assert a == b
-            assert sorted(map(repr, a)) == sorted(map(repr, b)) or any(isinstance(x, frozenset) for x in flat(b))
+            assert sorted(map(repr, a)) == sorted(map(repr, b)) or any(
+                isinstance(x, frozenset) for x in flat(b)
+            )
         elif isinstance(b, float):
             assert struct.pack("<d", a) == struct.pack("<d", b)
         elif isinstance(b, complex):
@@ -94,9 +105,16 @@ def test_plain_data_at_every_protocol(tree):
 @given(st.data())
 def test_sharing_and_cycles(data):
     count = data.draw(st.integers(1, 6))
-    nodes = [data.draw(st.sampled_from([list, dict, collections.OrderedDict]))() for _ in range(count)]
-    for a, b in data.draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=14)):
-        target, value = nodes[a], data.draw(st.sampled_from([nodes[b], (nodes[b],), (nodes[b], [nodes[a]])]))
+    nodes = [
+        data.draw(st.sampled_from([list, dict, collections.OrderedDict]))() for _ in range(count)
+    ]
+    for a, b in data.draw(
+        st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=14)
+    ):
+        target, value = (
+            nodes[a],
+            data.draw(st.sampled_from([nodes[b], (nodes[b],), (nodes[b], [nodes[a]])])),
+        )
         if isinstance(target, list):
             target.append(value)
         else:
@@ -135,7 +153,11 @@ def test_default_dicts_and_paths(protocol):
     assert ours == value
     assert ours.default_factory is list
     assert ours["new"] == []
-    for path in (pathlib.PurePosixPath("/a/b"), pathlib.PureWindowsPath("C:/x/y"), pathlib.Path("q/w")):
+    for path in (
+        pathlib.PurePosixPath("/a/b"),
+        pathlib.PureWindowsPath("C:/x/y"),
+        pathlib.Path("q/w"),
+    ):
         found = read(pickle.dumps(path, protocol))
         assert str(found) == str(path)
         assert isinstance(found, pathlib.PurePath)

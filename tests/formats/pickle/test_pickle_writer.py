@@ -73,7 +73,15 @@ def test_the_bytes_are_those_of_cpython(value: object):
     assert written(value) == pickle.dumps(value, 2)
 
 
-ATOMS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(min_size=1) | st.complex_numbers()
+ATOMS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary(min_size=1)
+    | st.complex_numbers()
+)
 KEYS = st.text() | st.integers() | st.tuples(st.integers(), st.text())
 NESTED = st.recursive(
     ATOMS,
@@ -116,7 +124,11 @@ def test_an_empty_array_is_written_over_empty_bytes():
 
 def test_identities_of_what_the_writer_makes_are_not_taken_twice():
     # Texts, lists and tuples are made on the way; were they freed, another value could get their place and be taken for them.
-    value = [bytes([i % 256, i // 256]) for i in range(2000)] + [{i} for i in range(500)] + [np.float32(i) for i in range(500)]
+    value = (
+        [bytes([i % 256, i // 256]) for i in range(2000)]
+        + [{i} for i in range(500)]
+        + [np.float32(i) for i in range(500)]
+    )
     assert written(value) == pickle.dumps(value, 2)
 
 

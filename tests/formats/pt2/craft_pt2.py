@@ -35,7 +35,14 @@ def meta(sizes=(2, 3), strides=(3, 1), offset=0, *, dtype=7, **changed) -> dict[
     return {**made, **changed}
 
 
-def entry(record: object = "weight_0", tensor_meta: object = None, *, is_param: object = False, use_pickle: object = False, **more):
+def entry(
+    record: object = "weight_0",
+    tensor_meta: object = None,
+    *,
+    is_param: object = False,
+    use_pickle: object = False,
+    **more,
+):
     return {"path_name": record, "is_param": is_param, "use_pickle": use_pickle,
             "tensor_meta": meta() if tensor_meta is None else tensor_meta, **more}  # fmt: skip
 
@@ -46,11 +53,22 @@ def config(entries: Mapping[str, object]) -> bytes:
 
 def program(parameters=("w",), constants=()) -> bytes:
     """A program that asks for these."""
-    specs = [{"parameter": {"arg": {"name": f"p_{name}"}, "parameter_name": name}} for name in parameters]
-    specs += [{"tensor_constant": {"arg": {"name": f"c_{name}"}, "tensor_constant_name": name}} for name in constants]
+    specs = [
+        {"parameter": {"arg": {"name": f"p_{name}"}, "parameter_name": name}} for name in parameters
+    ]
+    specs += [
+        {"tensor_constant": {"arg": {"name": f"c_{name}"}, "tensor_constant_name": name}}
+        for name in constants
+    ]
     specs.append({"user_input": {"arg": {"as_tensor": {"name": "x"}}}})
-    graph = {"nodes": [{"target": "torch.ops.aten.relu.default"}], "tensor_values": {"x": meta((3,), (1,))}}
-    signature = {"input_specs": specs, "output_specs": [{"user_output": {"arg": {"as_tensor": {"name": "x"}}}}]}
+    graph = {
+        "nodes": [{"target": "torch.ops.aten.relu.default"}],
+        "tensor_values": {"x": meta((3,), (1,))},
+    }
+    signature = {
+        "input_specs": specs,
+        "output_specs": [{"user_output": {"arg": {"as_tensor": {"name": "x"}}}}],
+    }
     document = {
         "graph_module": {"graph": graph, "signature": signature}, "opset_version": {"aten": 10}, "range_constraints": {},
         "schema_version": {"major": 8, "minor": 20}, "torch_version": "2.13.0",
@@ -62,9 +80,13 @@ def records(changed: Mapping[str, bytes | None] | None = None) -> dict[str, byte
     """The records of an honest archive, some of them changed, left out (None) or added."""
     made = {
         "data/weights/weight_0": DATA,
-        "data/weights/model_weights_config.json": config({"w": entry(is_param=True), "v": entry(tensor_meta=meta((3,), (1,), 2))}),
+        "data/weights/model_weights_config.json": config(
+            {"w": entry(is_param=True), "v": entry(tensor_meta=meta((3,), (1,), 2))}
+        ),
         "data/constants/tensor_0": DATA[:8],
-        "data/constants/model_constants_config.json": config({"c": entry("tensor_0", meta((2,), (1,)))}),
+        "data/constants/model_constants_config.json": config(
+            {"c": entry("tensor_0", meta((2,), (1,)))}
+        ),
         "models/model.json": program(("w", "v"), ("c",)),
         **HEADER,
     }

@@ -96,7 +96,9 @@ WORDS = {
     "a size as a float": {"tensor_meta": meta((2.0, 3))},
     "a size as a bool": {"tensor_meta": meta((True, 3), (3, 1))},
     "a bare size": {"tensor_meta": meta(sizes=([2], [3]))},
-    "two words for a size": {"tensor_meta": meta(sizes=({"as_int": 2, "as_expr": {}}, {"as_int": 3}))},
+    "two words for a size": {
+        "tensor_meta": meta(sizes=({"as_int": 2, "as_expr": {}}, {"as_int": 3}))
+    },
     "no strides": {"tensor_meta": meta(strides=()) | {"strides": None}},
     "no offset": {"tensor_meta": meta() | {"storage_offset": None}},
     "a device as text": {"tensor_meta": meta(device="cpu")},
@@ -117,7 +119,18 @@ def test_a_config_with_other_words(name):
 
 @pytest.mark.parametrize(
     "path",
-    ["../constants/tensor_0", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "C:weight_0", "weight_0\0", "weight_0/../weight_0"],
+    [
+        "../constants/tensor_0",
+        "/etc/passwd",
+        "..",
+        ".",
+        "",
+        "a/b",
+        "a\\b",
+        "C:weight_0",
+        "weight_0\0",
+        "weight_0/../weight_0",
+    ],
 )
 def test_a_path_that_leaves_its_folder(path):
     error = refusal(weights(record=path))
@@ -134,8 +147,11 @@ def test_a_record_that_is_not_there(path):
 
 
 DOCUMENTS = {
-    "two equal names": b'{"config": {"w": %s, "w": %s}}' % (json.dumps(entry()).encode(), json.dumps(entry()).encode()),
-    "two equal words": config({"w": entry()}).replace(b'"is_param": false', b'"is_param": false, "is_param": true'),
+    "two equal names": b'{"config": {"w": %s, "w": %s}}'
+    % (json.dumps(entry()).encode(), json.dumps(entry()).encode()),
+    "two equal words": config({"w": entry()}).replace(
+        b'"is_param": false', b'"is_param": false, "is_param": true'
+    ),
     "two equal sizes": config({"w": entry()}).replace(b'"as_int": 2', b'"as_int": 2, "as_int": 2'),
     "two configs": b'{"config": {}, "config": {}}',
     "NaN": config({"w": entry()}).replace(b'"dtype": 7', b'"dtype": NaN'),
@@ -162,7 +178,10 @@ def test_a_config_that_readers_could_take_for_another(name):
 
 
 def test_a_config_that_nests():
-    assert isinstance(refusal(honest({W: b'{"config": ' + b"[" * 100_000})), errors.LimitExceeded | errors.HeaderError)
+    assert isinstance(
+        refusal(honest({W: b'{"config": ' + b"[" * 100_000})),
+        errors.LimitExceeded | errors.HeaderError,
+    )
 
 
 def test_a_config_of_empty_lists_costs_what_its_length_allows():
@@ -185,19 +204,31 @@ def test_one_record_under_two_dtypes():
 
 
 def test_models_that_disagree_about_a_record_they_share():
-    error = refusal(honest({"data/weights/other_weights_config.json": config({"x": entry(tensor_meta=meta(dtype=4))})}))
+    error = refusal(
+        honest(
+            {
+                "data/weights/other_weights_config.json": config(
+                    {"x": entry(tensor_meta=meta(dtype=4))}
+                )
+            }
+        )
+    )
     assert isinstance(error, errors.MetadataError)
     assert 'weight "x" of model "other"' in str(error)
     assert '"model.w"' in str(error)
 
 
 def test_weights_that_are_described_twice():
-    error = refusal(honest({"data/weights/model.pt": torch_zip(stream(dict_of(text("w"), tensor(storage()))))}))
+    error = refusal(
+        honest({"data/weights/model.pt": torch_zip(stream(dict_of(text("w"), tensor(storage()))))})
+    )
     assert isinstance(error, errors.HeaderError)
     assert 'model "model"' in str(error)
 
 
-@pytest.mark.parametrize(("lacking", "asked"), [("w", program(("w", "gone"))), ("c", program(("w", "v"), ("gone",)))])
+@pytest.mark.parametrize(
+    ("lacking", "asked"), [("w", program(("w", "gone"))), ("c", program(("w", "v"), ("gone",)))]
+)
 def test_a_program_that_lacks_a_weight(lacking, asked):
     error = refusal(honest({"models/model.json": asked}))
     assert isinstance(error, errors.MetadataError)
@@ -214,7 +245,9 @@ def test_a_program_without_its_weights():
 def pickled(payload: bytes, **changed: object) -> bytes:
     """An archive with a pickled weight."""
     described = entry("weight_9", meta((2, 2), (2, 1)), use_pickle=True, **changed)
-    return honest({"data/weights/weight_9": payload, W: config({"w": described}), "models/model.json": None})
+    return honest(
+        {"data/weights/weight_9": payload, W: config({"w": described}), "models/model.json": None}
+    )
 
 
 def test_a_pickled_weight_is_data():
@@ -224,15 +257,21 @@ def test_a_pickled_weight_is_data():
 
 PAYLOADS = {
     "a zip that calls": torch_zip(stream(CALL)),
-    "a zip that calls beside a tensor": torch_zip(stream(dict_of(text("w"), tensor(storage()), text("x"), CALL))),
+    "a zip that calls beside a tensor": torch_zip(
+        stream(dict_of(text("w"), tensor(storage()), text("x"), CALL))
+    ),
     "a pickle that calls": stream(CALL),
     "a class": torch_zip(stream(call("evil.module", "Class"))),
-    "STACK_GLOBAL": stream(text("os"), text("system"), b"\x93", tuple_of(text("true")), REDUCE, protocol=4),
+    "STACK_GLOBAL": stream(
+        text("os"), text("system"), b"\x93", tuple_of(text("true")), REDUCE, protocol=4
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-@pytest.mark.parametrize("place", ["weight", "custom object", "opaque object", "sample inputs", "legacy weights"])
+@pytest.mark.parametrize(
+    "place", ["weight", "custom object", "opaque object", "sample inputs", "legacy weights"]
+)
 def test_a_payload_that_calls_something_is_shown_and_not_called(name, place):
     payload = PAYLOADS[name]
     objects = {"custom object": "custom_obj_0", "opaque object": "opaque_obj_0"}
@@ -245,7 +284,13 @@ def test_a_payload_that_calls_something_is_shown_and_not_called(name, place):
             raw = honest({"data/weights/model.pt": payload, W: None, "models/model.json": None})
         case _:
             described = {"o": {**entry(objects[place], use_pickle=True), "tensor_meta": None}}
-            raw = honest({f"data/constants/{objects[place]}": payload, C: config(described), "models/model.json": None})
+            raw = honest(
+                {
+                    f"data/constants/{objects[place]}": payload,
+                    C: config(described),
+                    "models/model.json": None,
+                }
+            )
     with WATCH.watching():
         if place == "legacy weights" and "beside" not in name:
             assert isinstance(refusal(raw), errors.MetadataError)  # no dict of names
@@ -287,7 +332,11 @@ def test_a_pickled_weight_that_is_none(name):
 def test_compiled_weights_that_lie():
     with holdfast.open(compiled(["weight_9", [2], [1], 1])) as ckpt:
         assert ckpt["aotinductor.a.w"].numpy().tolist() == [2, 3]
-    past, negative, behind = ["weight_0", [9], [1], 0], ["weight_9", [-1], [1], 0], ["weight_9", [2], [1], 3]
+    past, negative, behind = (
+        ["weight_0", [9], [1], 0],
+        ["weight_9", [-1], [1], 0],
+        ["weight_9", [2], [1], 3],
+    )
     for row in (past, negative, behind, ["../x", [1], [1], 0], "x", [1, [], [], 0]):
         error = refusal(compiled(row))
         assert isinstance(error, errors.FormatError)
@@ -327,7 +376,10 @@ def test_an_archive_that_torch_load_would_read_as_something_else():
 
 
 def test_records_without_a_folder():
-    made = {name.partition("/")[2] if "/" in name else name: content for name, content in records().items()}
+    made = {
+        name.partition("/")[2] if "/" in name else name: content
+        for name, content in records().items()
+    }
     buffer = BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         for name, content in made.items():
@@ -358,7 +410,9 @@ def test_a_program_that_is_no_program_is_a_note():
 
 def test_a_large_program_is_not_looked_at():
     large = program(("w", "v"), ("c",)) + b" " * 5000
-    with holdfast.open(honest({"models/model.json": large}), limits=Limits(header_nbytes=4000)) as ckpt:
+    with holdfast.open(
+        honest({"models/model.json": large}), limits=Limits(header_nbytes=4000)
+    ) as ckpt:
         assert any("Limits(header_nbytes=4,000)" in note for note in ckpt.notes)
 
 
@@ -371,11 +425,22 @@ def test_keys_that_a_weight_has_already():
     raw = honest({W: config({"w": entry(), "v": entry(), "constants.c": entry(), "sample_inputs": entry()}),
                   INPUTS: torch_zip(stream(tuple_of(tensor(storage()))))})  # fmt: skip
     with holdfast.open(raw) as ckpt:
-        assert list(ckpt) == ["w", "v", "constants.c", "sample_inputs", "constants#2.c", "sample_inputs#2.0"]
+        assert list(ckpt) == [
+            "w",
+            "v",
+            "constants.c",
+            "sample_inputs",
+            "constants#2.c",
+            "sample_inputs#2.0",
+        ]
 
 
 def test_an_expanded_view_of_a_few_bytes_is_not_read_without_asking():
-    with holdfast.open(honest({W: config({"w": entry(tensor_meta=meta((1 << 40,), (0,)))}), "models/model.json": None})) as ckpt:
+    with holdfast.open(
+        honest(
+            {W: config({"w": entry(tensor_meta=meta((1 << 40,), (0,)))}), "models/model.json": None}
+        )
+    ) as ckpt:
         with pytest.raises(errors.LimitExceeded):
             ckpt["w"].numpy()
         assert ckpt["w"][:3].numpy().tolist() == [0, 0, 0]
@@ -396,7 +461,12 @@ def test_many_models_and_extra_files_cost_what_they_are():
 
 
 def test_names_from_the_file_are_escaped_in_messages():
-    raw = honest({W: config({"w\x1b[2J\u202e": entry(tensor_meta=meta(dtype=99))}), "models/model.json": None})
+    raw = honest(
+        {
+            W: config({"w\x1b[2J\u202e": entry(tensor_meta=meta(dtype=99))}),
+            "models/model.json": None,
+        }
+    )
     message = refusal(raw).message
     assert "\x1b" not in message
     assert "\u202e" not in message
@@ -404,7 +474,13 @@ def test_names_from_the_file_are_escaped_in_messages():
 
 def test_big_endian_records():
     swapped = b"".join(DATA[i : i + 4][::-1] for i in range(0, len(DATA), 4))
-    raw = honest({"data/weights/weight_0": swapped, "data/constants/tensor_0": swapped[:8], "byteorder": b"big"})
+    raw = honest(
+        {
+            "data/weights/weight_0": swapped,
+            "data/constants/tensor_0": swapped[:8],
+            "byteorder": b"big",
+        }
+    )
     with holdfast.open(raw) as ckpt:
         assert ckpt["w"].numpy().tobytes() == DATA
 
@@ -428,7 +504,14 @@ def test_a_damaged_archive_is_packaged_and_extracted_or_refused(seed, tmp_path):
         try:
             with holdfast.open(bytes(raw)) as ckpt:
                 holdfast.package({"a": ckpt, "b": ckpt}, tmp_path / "p.pt2", durable=False)
-                holdfast.convert(ckpt, tmp_path / "s.pt", model="model", constants=True, overwrite=True, durable=False)
+                holdfast.convert(
+                    ckpt,
+                    tmp_path / "s.pt",
+                    model="model",
+                    constants=True,
+                    overwrite=True,
+                    durable=False,
+                )
             done += 1
         except errors.HoldfastError:
             pass
@@ -438,7 +521,11 @@ def test_a_damaged_archive_is_packaged_and_extracted_or_refused(seed, tmp_path):
 def test_a_compressed_program_is_not_copied(tmp_path):
     with zipfile.ZipFile(tmp_path / "m.pt2", "w") as made:
         for name, content in records().items():
-            made.writestr(f"m/{name}", content, zipfile.ZIP_DEFLATED if name.startswith("models/") else zipfile.ZIP_STORED)
+            made.writestr(
+                f"m/{name}",
+                content,
+                zipfile.ZIP_DEFLATED if name.startswith("models/") else zipfile.ZIP_STORED,
+            )
     with pytest.raises(errors.Unsupported, match=r"models/model\.json.* is compressed"):
         holdfast.package({"a": tmp_path / "m.pt2"}, tmp_path / "p.pt2")
     assert not (tmp_path / "p.pt2").exists()

@@ -74,9 +74,18 @@ def test_a_repacked_archive_opens():
 
 def sparse(path, count: int, nbytes: int) -> None:
     """An archive of `count` weights of `nbytes` each, with holes where their bytes would be."""
-    rows = {f"layers.{i}.weight": entry(f"weight_{i}", meta((nbytes // 256, 64), (64, 1)), is_param=True) for i in range(count)}
+    rows = {
+        f"layers.{i}.weight": entry(
+            f"weight_{i}", meta((nbytes // 256, 64), (64, 1)), is_param=True
+        )
+        for i in range(count)
+    }
     made = [(f"data/weights/weight_{i}", Hole(nbytes)) for i in range(count)]
-    rest = {**records(), "data/weights/model_weights_config.json": config(rows), "models/model.json": program(tuple(rows), ("c",))}
+    rest = {
+        **records(),
+        "data/weights/model_weights_config.json": config(rows),
+        "models/model.json": program(tuple(rows), ("c",)),
+    }
     made += [(name, content) for name, content in rest.items() if name != "data/weights/weight_0"]
     with open(path, "wb") as file:
         for segment in lay_out_zip("m", made):
@@ -147,16 +156,22 @@ EMBEDDED = TensorMeta(holdfast.DTYPES.name("float32"), (2, 3), (3, 1), 0, False,
 def test_a_config_may_be_written_in_any_way():
     expected = {
         "emb.weight": ConfigEntry("weight_0", True, False, EMBEDDED),
-        "part": ConfigEntry("weight_0", False, False, EMBEDDED._replace(sizes=(3,), strides=(1,), offset=2)),
+        "part": ConfigEntry(
+            "weight_0", False, False, EMBEDDED._replace(sizes=(3,), strides=(1,), offset=2)
+        ),
         "scalar": ConfigEntry("weight_0", False, False, EMBEDDED._replace(sizes=(), strides=())),
         "cuda": ConfigEntry("weight_0", False, False, EMBEDDED._replace(location="cuda:1")),
-        "fp8": ConfigEntry("weight_1", False, True, EMBEDDED._replace(dtype=holdfast.DTYPES.name("float8_e4m3fn"))),
+        "fp8": ConfigEntry(
+            "weight_1", False, True, EMBEDDED._replace(dtype=holdfast.DTYPES.name("float8_e4m3fn"))
+        ),
     }
     variants = [
         config(ENTRIES),
         json.dumps({"config": ENTRIES}, indent=1).encode(),
         json.dumps({"config": ENTRIES, "more": [1]}).encode(),
-        json.dumps({"config": {name: dict(reversed(row.items())) for name, row in ENTRIES.items()}}).encode(),
+        json.dumps(
+            {"config": {name: dict(reversed(row.items())) for name, row in ENTRIES.items()}}
+        ).encode(),
         config({name: {**row, "unknown": None} for name, row in ENTRIES.items()}),
     ]
     for variant in variants:

@@ -10,7 +10,14 @@ import torch
 
 HIDDEN, VOCABULARY, LAYERS = 4, 12, 4
 
-ROWS = ("word_embeddings.weight", "output_layer.weight", "qkv.weight", "qkv.bias", "fc1.weight", "fc1.bias")
+ROWS = (
+    "word_embeddings.weight",
+    "output_layer.weight",
+    "qkv.weight",
+    "qkv.bias",
+    "fc1.weight",
+    "fc1.bias",
+)
 COLUMNS = ("proj.weight", "fc2.weight")
 
 NEW = {"qkv": "self_attention.linear_qkv", "proj": "self_attention.linear_proj", "fc1": "mlp.linear_fc1", "fc2": "mlp.linear_fc2",
@@ -23,7 +30,10 @@ Model = dict[str, torch.Tensor]
 
 def whole_model(layers: int = LAYERS) -> Model:
     """A model under short names, every element of which is another."""
-    shapes: dict[str, tuple[int, ...]] = {"word_embeddings.weight": (VOCABULARY, HIDDEN), "position.weight": (3, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "word_embeddings.weight": (VOCABULARY, HIDDEN),
+        "position.weight": (3, HIDDEN),
+    }
     for n in range(layers):
         shapes |= {
             f"{n}.norm.weight": (HIDDEN,), f"{n}.qkv.weight": (3 * HIDDEN, HIDDEN), f"{n}.qkv.bias": (3 * HIDDEN,),
@@ -43,7 +53,11 @@ def local(name: str, tensor: torch.Tensor, rank: int, *, tp: int, gated: bool) -
     """What a tensor-parallel rank has, row by row."""
     if name.endswith(ROWS):
         halves = tensor.chunk(2) if gated and "fc1" in name else [tensor]
-        rows = [row for half in halves for row in half[rank * len(half) // tp : (rank + 1) * len(half) // tp]]
+        rows = [
+            row
+            for half in halves
+            for row in half[rank * len(half) // tp : (rank + 1) * len(half) // tp]
+        ]
         return torch.stack(rows).clone()
     if name.endswith(COLUMNS):
         width = tensor.shape[1] // tp
@@ -81,7 +95,10 @@ def write(
             saved: dict[str, object] = {"checkpoint_version": 3.0, "iteration": iteration}
             if args:
                 saved["args"] = argparse.Namespace(
-                    tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, swiglu=gated, num_layers=LAYERS
+                    tensor_model_parallel_size=tp,
+                    pipeline_model_parallel_size=pp,
+                    swiglu=gated,
+                    num_layers=LAYERS,
                 )
             for v in range(virtual):
                 number = v * pp + p
@@ -93,7 +110,9 @@ def write(
                         if not first <= int(head) < first + counts[number]:
                             continue
                         file_name = official(name, names, int(head) - first)
-                    elif (name in ("word_embeddings.weight", "position.weight")) != (number == 0) and chunks > 1:
+                    elif (name in ("word_embeddings.weight", "position.weight")) != (
+                        number == 0
+                    ) and chunks > 1:
                         if number not in (0, chunks - 1):
                             continue
                         if name in ("word_embeddings.weight", "position.weight") or number == 0:
@@ -108,9 +127,13 @@ def write(
                 if nested:
                     own = {"language_model": own}
                 saved["model" if virtual == 1 else f"model{v}"] = own
-            saved["optimizer"] = {"optimizer": {"state": {0: {"exp_avg": torch.full((3,), float(t))}}}}
+            saved["optimizer"] = {
+                "optimizer": {"state": {0: {"exp_avg": torch.full((3,), float(t))}}}
+            }
             saved["rng_state"] = [{"cuda": torch.zeros(3, dtype=torch.uint8)}]
-            target = step / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")) / "model_optim_rng.pt"
+            target = (
+                step / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")) / "model_optim_rng.pt"
+            )
             target.parent.mkdir(parents=True)
             torch.save(saved, target)
     prefix = "language_model." if nested else ""

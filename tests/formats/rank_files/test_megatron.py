@@ -37,7 +37,9 @@ def check(path: Path, expected: Model) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("names", [NEW, OLD], ids=["new names", "old names"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (2, 4)])
-def test_every_tensor_is_put_together(tmp_path: Path, tp: int, pp: int, names: Mapping[str, str], gated: bool) -> None:
+def test_every_tensor_is_put_together(
+    tmp_path: Path, tp: int, pp: int, names: Mapping[str, str], gated: bool
+) -> None:
     expected = write(tmp_path, tp=tp, pp=pp, names=names, gated=gated)
     check(tmp_path, expected)
     check(tmp_path / "iter_0000007", expected)
@@ -53,9 +55,16 @@ def test_what_is_beside_the_model(tmp_path: Path) -> None:
     expected = write(tmp_path)
     with holdfast.open(tmp_path) as found:
         assert found.non_model_keys == ("megatron",)
-        assert found["megatron.ranks.mp_rank_01.optimizer.optimizer.state.0.exp_avg"].tolist() == [1.0] * 3
+        assert (
+            found["megatron.ranks.mp_rank_01.optimizer.optimizer.state.0.exp_avg"].tolist()
+            == [1.0] * 3
+        )
         assert any(str(one.what) == "argparse.Namespace" for one in found.foreign)
-        assert dict(found.metadata) == {"tensor_parallel": "2", "pipeline_parallel": "1", "step": "iter_0000007"}
+        assert dict(found.metadata) == {
+            "tensor_parallel": "2",
+            "pipeline_parallel": "1",
+            "step": "iter_0000007",
+        }
         name = "decoder.layers.2.mlp.linear_fc1.weight"
         assert torch.equal(found[name][6:10, 1:].torch(), expected[name][6:10, 1:])
     holdfast.convert(tmp_path, tmp_path / "m.safetensors")
@@ -66,7 +75,9 @@ def test_what_is_beside_the_model(tmp_path: Path) -> None:
     assert not report.unchecked
 
 
-def change(folder: Path, rank: str, edit: Callable[[dict[str, dict[str, torch.Tensor]]], object]) -> None:
+def change(
+    folder: Path, rank: str, edit: Callable[[dict[str, dict[str, torch.Tensor]]], object]
+) -> None:
     file = folder / "iter_0000007" / rank / "model_optim_rng.pt"
     saved = torch.load(file, weights_only=False)
     edit(saved)
@@ -77,7 +88,10 @@ def test_a_replica_that_differs_is_refused_by_its_name(tmp_path: Path) -> None:
     write(tmp_path)
     name = "decoder.layers.1.input_layernorm.weight"
     change(tmp_path, "mp_rank_01", lambda saved: saved["model"][name].add_(1))
-    with holdfast.open(tmp_path) as found, pytest.raises(ReplicasDiffer, match=r"layers.1.input_layernorm"):
+    with (
+        holdfast.open(tmp_path) as found,
+        pytest.raises(ReplicasDiffer, match=r"layers.1.input_layernorm"),
+    ):
         found[name].numpy()
 
 
@@ -85,7 +99,11 @@ def test_rules_of_the_caller(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     write(tmp_path)
     for rank in range(2):
         own = torch.arange(6.0).reshape(3, 2) + 10 * rank
-        change(tmp_path, f"mp_rank_{rank:02d}", lambda saved, own=own: saved["model"].__setitem__("adapter.weight", own))
+        change(
+            tmp_path,
+            f"mp_rank_{rank:02d}",
+            lambda saved, own=own: saved["model"].__setitem__("adapter.weight", own),
+        )
     with holdfast.open(tmp_path) as found, pytest.raises(ReplicasDiffer, match=r"adapter\.weight"):
         found["adapter.weight"].numpy()
     with holdfast.open(tmp_path, rules="adapter.*: tp=1") as found:
@@ -99,7 +117,18 @@ def test_rules_of_the_caller(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(BadPlacement, match="'tp' alone"):
         holdfast.open(tmp_path, rules=["adapter.*: dp=1"])
     assert (
-        main(["convert", str(tmp_path), str(tmp_path / "a.safetensors"), "--rule", "adapter.*: tp=1", "--keep", "adapter.*"]) == 0
+        main(
+            [
+                "convert",
+                str(tmp_path),
+                str(tmp_path / "a.safetensors"),
+                "--rule",
+                "adapter.*: tp=1",
+                "--keep",
+                "adapter.*",
+            ]
+        )
+        == 0
     )
     with holdfast.open(tmp_path / "a.safetensors") as found:
         assert found["adapter.weight"].shape == (3, 4)
@@ -151,13 +180,28 @@ def test_missing_ranks_and_other_runs(tmp_path: Path) -> None:
     [
         (lambda saved: saved.__setitem__("iteration", 9), "two saves"),
         (lambda saved: saved["model"].pop("output_layer.weight"), "two runs"),
-        (lambda saved: saved["model"].__setitem__("output_layer.weight", torch.ones(6, 5)), "another"),
-        (lambda saved: saved["model"].__setitem__("output_layer.weight", torch.ones(6, 4).half()), "another"),
-        (lambda saved: saved["model"].__setitem__("decoder.final_layernorm.weight", torch.ones(5)), "no replica"),
+        (
+            lambda saved: saved["model"].__setitem__("output_layer.weight", torch.ones(6, 5)),
+            "another",
+        ),
+        (
+            lambda saved: saved["model"].__setitem__(
+                "output_layer.weight", torch.ones(6, 4).half()
+            ),
+            "another",
+        ),
+        (
+            lambda saved: saved["model"].__setitem__(
+                "decoder.final_layernorm.weight", torch.ones(5)
+            ),
+            "no replica",
+        ),
         (lambda saved: saved.__setitem__("model", [1]), "two runs"),
     ],
 )
-def test_a_file_of_another_run(tmp_path: Path, edit: Callable[[dict[str, dict[str, torch.Tensor]]], object], said: str) -> None:
+def test_a_file_of_another_run(
+    tmp_path: Path, edit: Callable[[dict[str, dict[str, torch.Tensor]]], object], said: str
+) -> None:
     write(tmp_path)
     change(tmp_path, "mp_rank_01", edit)
     with pytest.raises(FormatError, match=said):
@@ -166,11 +210,19 @@ def test_a_file_of_another_run(tmp_path: Path, edit: Callable[[dict[str, dict[st
 
 def test_layers_that_do_not_count_up(tmp_path: Path) -> None:
     write(tmp_path, tp=1, pp=2)
-    change(tmp_path, "mp_rank_00_001", lambda saved: saved["model"].__setitem__("decoder.layers.9.x", torch.ones(1)))
+    change(
+        tmp_path,
+        "mp_rank_00_001",
+        lambda saved: saved["model"].__setitem__("decoder.layers.9.x", torch.ones(1)),
+    )
     with pytest.raises(MetadataError, match="count up"):
         holdfast.open(tmp_path)
     write(tmp_path / "b", tp=1, pp=2)
-    change(tmp_path / "b", "mp_rank_00_001", lambda saved: saved["model"].__setitem__("decoder.layers.2.x", torch.ones(1)))
+    change(
+        tmp_path / "b",
+        "mp_rank_00_001",
+        lambda saved: saved["model"].__setitem__("decoder.layers.2.x", torch.ones(1)),
+    )
     with pytest.raises(FormatError, match=r"5 layers.*say 4"):
         holdfast.open(tmp_path / "b")
 
@@ -182,7 +234,11 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="experts"):
         holdfast.open(tmp_path)
     write(tmp_path / "b")
-    change(tmp_path / "b", "mp_rank_00", lambda saved: setattr(saved["args"], "expert_model_parallel_size", 2))
+    change(
+        tmp_path / "b",
+        "mp_rank_00",
+        lambda saved: setattr(saved["args"], "expert_model_parallel_size", 2),
+    )
     with pytest.raises(Unsupported, match="experts"):
         holdfast.open(tmp_path / "b")
 
@@ -197,7 +253,15 @@ def test_a_truncated_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [[1, 2], {"w": torch.ones(2)}, {"model": 5}, {"model": {}}, {"model": {"a": {5: torch.ones(1)}}}], ids=str
+    "content",
+    [
+        [1, 2],
+        {"w": torch.ones(2)},
+        {"model": 5},
+        {"model": {}},
+        {"model": {"a": {5: torch.ones(1)}}},
+    ],
+    ids=str,
 )
 def test_files_that_only_have_the_names(tmp_path: Path, content: object) -> None:
     for rank in range(2):
@@ -233,6 +297,9 @@ def test_long_names_that_nest_are_refused(tmp_path: Path) -> None:
     for _ in range(40):
         tree = {long: tree}
     (tmp_path / "mp_rank_00").mkdir()
-    torch.save({"model": tree, "args": argparse.Namespace()}, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    torch.save(
+        {"model": tree, "args": argparse.Namespace()},
+        tmp_path / "mp_rank_00" / "model_optim_rng.pt",
+    )
     with pytest.raises(HoldfastError):
         holdfast.open(tmp_path)

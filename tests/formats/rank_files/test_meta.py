@@ -13,26 +13,46 @@ from tests.maps.test_oracles import FOLDER, digest, numbered
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.errors import FormatError, HoldfastError, MetadataError, ReplicasDiffer, UnknownFormat, Unsupported
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    MetadataError,
+    ReplicasDiffer,
+    UnknownFormat,
+    Unsupported,
+)
 
 Model = dict[str, torch.Tensor]
 
 HEADS, WIDTH, VOCABULARY, FFN, LAYERS = 8, 4, 20, 12, 2
 HIDDEN = HEADS * WIDTH
-PARAMS: dict[str, object] = {"dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "vocab_size": -1, "multiple_of": 4}
+PARAMS: dict[str, object] = {
+    "dim": HIDDEN,
+    "n_layers": LAYERS,
+    "n_heads": HEADS,
+    "vocab_size": -1,
+    "multiple_of": 4,
+}
 COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
 
 
 def whole_model(groups: int = HEADS) -> Model:
     """A model every element of which is another."""
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (VOCABULARY, HIDDEN), "norm.weight": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "tok_embeddings.weight": (VOCABULARY, HIDDEN),
+        "norm.weight": (HIDDEN,),
+    }
     shapes |= {"output.weight": (VOCABULARY, HIDDEN), "rope.freqs": (WIDTH // 2,)}
     for n in range(LAYERS):
         rows = {"wq": HIDDEN, "wk": groups * WIDTH, "wv": groups * WIDTH, "wo": HIDDEN}
-        shapes |= {f"layers.{n}.attention.{name}.weight": (count, HIDDEN) for name, count in rows.items()}
+        shapes |= {
+            f"layers.{n}.attention.{name}.weight": (count, HIDDEN) for name, count in rows.items()
+        }
         shapes |= {f"layers.{n}.feed_forward.{name}.weight": (FFN, HIDDEN) for name in ("w1", "w3")}
         shapes |= {f"layers.{n}.feed_forward.w2.weight": (HIDDEN, FFN)}
-        shapes |= {f"layers.{n}.{name}.weight": (HIDDEN,) for name in ("attention_norm", "ffn_norm")}
+        shapes |= {
+            f"layers.{n}.{name}.weight": (HIDDEN,) for name in ("attention_norm", "ffn_norm")
+        }
     found, at = {}, 0
     for name, shape in shapes.items():
         count = torch.Size(shape).numel()
@@ -60,9 +80,14 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     model = whole_model(groups)
     for rank in range(count):
-        own = {name: local(name, tensor, rank, count=count, columns=columns) for name, tensor in model.items()}
+        own = {
+            name: local(name, tensor, rank, count=count, columns=columns)
+            for name, tensor in model.items()
+        }
         change(rank, own)
-        torch.save(own, folder / f"consolidated.{rank:02d}.pth", _use_new_zipfile_serialization=zipped)
+        torch.save(
+            own, folder / f"consolidated.{rank:02d}.pth", _use_new_zipfile_serialization=zipped
+        )
     more = {} if groups == HEADS else {"n_kv_heads": groups}
     (folder / "params.json").write_text(json.dumps(PARAMS | more))
     return model
@@ -80,12 +105,17 @@ def check(folder: Path, expected: Model) -> None:
 @pytest.mark.parametrize("columns", [True, False], ids=["llama 2", "llama 3"])
 @pytest.mark.parametrize("groups", [HEADS, 4])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_every_tensor_is_put_together(tmp_path: Path, count: int, groups: int, columns: bool, zipped: bool) -> None:
+def test_every_tensor_is_put_together(
+    tmp_path: Path, count: int, groups: int, columns: bool, zipped: bool
+) -> None:
     expected = write(tmp_path, count, groups=groups, columns=columns, zipped=zipped)
     check(tmp_path, expected)
     with holdfast.open(tmp_path) as found:
         assert {len(found[name].chunks) for name in found if found[name].ndim == 2} == {count}
-        assert torch.equal(found["tok_embeddings.weight"][3:13, 5:27].torch(), expected["tok_embeddings.weight"][3:13, 5:27])
+        assert torch.equal(
+            found["tok_embeddings.weight"][3:13, 5:27].torch(),
+            expected["tok_embeddings.weight"][3:13, 5:27],
+        )
     assert holdfast.verify(tmp_path).ok
 
 
@@ -95,7 +125,19 @@ def test_every_tensor_is_put_together(tmp_path: Path, count: int, groups: int, c
 def test_through_the_map_and_back(tmp_path: Path, count: int, groups: int, columns: bool) -> None:
     """Sizes are those of params.json: nothing is given behind the map."""
     expected = write(tmp_path / "meta", count, groups=groups, columns=columns)
-    assert main(["convert", str(tmp_path / "meta"), str(tmp_path / "hf"), "--map", "llama:meta->hf", "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "meta"),
+                str(tmp_path / "hf"),
+                "--map",
+                "llama:meta->hf",
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     with holdfast.open(tmp_path / "hf") as hf, holdfast.open(tmp_path / "meta", map="auto") as auto:
         assert hf.format == "safetensors-dir"
         assert set(hf) == set(auto)
@@ -119,13 +161,20 @@ def test_as_the_converter_of_transformers_did_it(tmp_path: Path, variant: str) -
             layer = name.split(".")
             shape = shapes[".".join(["layers", "0", *layer[2:]]) if layer[0] == "layers" else name]
             cut = tuple(
-                slice(rank * n, rank * n + n) if n < size else slice(None) for n, size in zip(shape, values.shape, strict=True)
+                slice(rank * n, rank * n + n) if n < size else slice(None)
+                for n, size in zip(shape, values.shape, strict=True)
             )
             own[name] = torch.from_numpy(values[cut].astype(np.int64).copy())
         torch.save(own, tmp_path / f"consolidated.{rank:02d}.pth")
     config = recorded["config"]
-    params = {"dim": config["hidden_size"], "n_heads": config["num_attention_heads"], "n_kv_heads": config["num_key_value_heads"]}
-    (tmp_path / "params.json").write_text(json.dumps(params | {"n_layers": config["num_hidden_layers"]}))
+    params = {
+        "dim": config["hidden_size"],
+        "n_heads": config["num_attention_heads"],
+        "n_kv_heads": config["num_key_value_heads"],
+    }
+    (tmp_path / "params.json").write_text(
+        json.dumps(params | {"n_layers": config["num_hidden_layers"]})
+    )
     with holdfast.open(tmp_path, map="llama:meta->hf") as found:
         assert {name: (list(found[name].shape), digest(found[name].numpy())) for name in found} == {
             row[0]: (row[1], row[2]) for row in recorded["target"]
@@ -166,7 +215,9 @@ def test_what_somebody_made_of_it_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_replicas_must_be_equal(tmp_path: Path, zipped: bool) -> None:
-    expected = write(tmp_path, 2, zipped=zipped, change=lambda rank, own: own["norm.weight"].add_(rank))
+    expected = write(
+        tmp_path, 2, zipped=zipped, change=lambda rank, own: own["norm.weight"].add_(rank)
+    )
     with holdfast.open(tmp_path) as found:
         assert torch.equal(found["output.weight"].torch(), expected["output.weight"])
         with pytest.raises(ReplicasDiffer, match=r"norm\.weight"):
@@ -183,7 +234,8 @@ def test_a_missing_file(tmp_path: Path) -> None:
     write(tmp_path, 4, columns=True)
     (tmp_path / "consolidated.03.pth").unlink()
     with pytest.raises(
-        MetadataError, match=r"3 files have 24 columns of it.* 32: files are missing at the end.*tok_embeddings\.weight"
+        MetadataError,
+        match=r"3 files have 24 columns of it.* 32: files are missing at the end.*tok_embeddings\.weight",
     ):
         holdfast.open(tmp_path)
     (tmp_path / "consolidated.01.pth").unlink()
@@ -237,13 +289,29 @@ def nested(rank: int, own: Model) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (other_shape, MetadataError, r"rank 1 has a part of \[9, 32\] where the placement says \[10, 32\].*'output\.weight'"),
+        (
+            other_shape,
+            MetadataError,
+            r"rank 1 has a part of \[9, 32\] where the placement says \[10, 32\].*'output\.weight'",
+        ),
         (other_dtype, MetadataError, r"rank 1 has a part of (?:f16|float16).*'output\.weight'"),
-        (missing, MetadataError, r"they are of two models.*consolidated\.01\.pth.*layers\.1\.feed_forward\.w2\.weight"),
-        (surplus, MetadataError, r"they are of two models.*consolidated\.01\.pth.*layers\.9\.feed_forward\.w2\.weight"),
+        (
+            missing,
+            MetadataError,
+            r"they are of two models.*consolidated\.01\.pth.*layers\.1\.feed_forward\.w2\.weight",
+        ),
+        (
+            surplus,
+            MetadataError,
+            r"they are of two models.*consolidated\.01\.pth.*layers\.9\.feed_forward\.w2\.weight",
+        ),
         (unknown, Unsupported, r"nothing says how its 2 parts go together.*experts\.0\.w1\.weight"),
         (three_dimensions, Unsupported, r"no 3-dimensional.*'output\.weight'"),
-        (without_norm, Unsupported, r"nothing says how its 2 parts go together.*tok_embeddings\.weight"),
+        (
+            without_norm,
+            Unsupported,
+            r"nothing says how its 2 parts go together.*tok_embeddings\.weight",
+        ),
         (nested, FormatError, r"no plain dict of tensors.*consolidated\.00\.pth"),
     ],
 )
@@ -268,7 +336,9 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
         holdfast.open(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"dim": "x", "n_heads": 0}', '{"dim": 32, "n_heads": 8, "n_kv_heads": 3}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"dim": "x", "n_heads": 0}', '{"dim": 32, "n_heads": 8, "n_kv_heads": 3}']
+)
 def test_parameters_that_say_nothing(tmp_path: Path, text: str) -> None:
     expected = write(tmp_path, 2)
     (tmp_path / "params.json").write_text(text)

@@ -24,9 +24,14 @@ def pieces(array: np.ndarray, count: int, axis: int) -> list[np.ndarray]:
     return found
 
 
-def oracle(indices: np.ndarray, mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Cut, ...]) -> np.ndarray:
+def oracle(
+    indices: np.ndarray, mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Cut, ...]
+) -> np.ndarray:
     for cut in cuts:
-        each = [pieces(piece, mesh[cut.axis], cut.dim)[at[cut.axis]] for piece in pieces(indices, cut.split, cut.dim)]
+        each = [
+            pieces(piece, mesh[cut.axis], cut.dim)[at[cut.axis]]
+            for piece in pieces(indices, cut.split, cut.dim)
+        ]
         indices = np.concatenate(each, cut.dim)
     return indices
 
@@ -55,6 +60,8 @@ def test_boxes_are_what_cutting_gives(case):
         for whole, own in boxes:
             made[own.slices] = indices[whole.slices]
         assert np.array_equal(made, expected)
-        mine[tuple(sorted((whole.start, whole.stop) for whole, _ in boxes if whole.count))] = [whole for whole, _ in boxes]
+        mine[tuple(sorted((whole.start, whole.stop) for whole, _ in boxes if whole.count))] = [
+            whole for whole, _ in boxes
+        ]
     # Ranks that differ in no cut have the same; all others together have everything once.
     assert tiles(Box.whole(shape), [box for boxes in mine.values() for box in boxes])

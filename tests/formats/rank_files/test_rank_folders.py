@@ -37,7 +37,10 @@ def actor(tmp_path):
         "none": torch.empty(0, 3),
     }
     folder = save_ranks(tmp_path / "actor", (4,), model)
-    moments = {"exp_avg": (whole(10, 4) / 3, [Shard(0)]), "exp_avg_sq": (whole(10, 4) / 7, [Shard(0)])}
+    moments = {
+        "exp_avg": (whole(10, 4) / 3, [Shard(0)]),
+        "exp_avg_sq": (whole(10, 4) / 7, [Shard(0)]),
+    }
     save_ranks(
         folder, (4,),
         lambda rank, mesh: {
@@ -47,10 +50,15 @@ def actor(tmp_path):
         what="optim",
     )  # fmt: skip
     for rank in range(4):
-        torch.save({"rng": torch.full((5,), rank), "lr": {"last": rank}}, rank_file(folder, rank, 4, "extra_state"))
+        torch.save(
+            {"rng": torch.full((5,), rank), "lr": {"last": rank}},
+            rank_file(folder, rank, 4, "extra_state"),
+        )
     (folder / "fsdp_config.json").write_text("{}")
     (folder / "huggingface").mkdir()
-    (folder / "huggingface" / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "float32"}))
+    (folder / "huggingface" / "config.json").write_text(
+        json.dumps({"model_type": "llama", "torch_dtype": "float32"})
+    )
     return folder
 
 
@@ -74,7 +82,9 @@ def test_a_folder_opens_as_its_model(actor):
         assert not ckpt.foreign
         assert any("optim_world_size_4_rank_*.pt" in note for note in ckpt.notes)
         same(ckpt, EXPECTED)
-        assert np.array_equal(ckpt["embed.weight"][5:9, 1:3].numpy(), EXPECTED["embed.weight"][5:9, 1:3].numpy())
+        assert np.array_equal(
+            ckpt["embed.weight"][5:9, 1:3].numpy(), EXPECTED["embed.weight"][5:9, 1:3].numpy()
+        )
 
 
 PLACEMENTS = [
@@ -104,13 +114,17 @@ def test_cut_is_what_torch_does(sizes, placements):
         with as_rank(rank, world):
             mesh = init_device_mesh("cpu", sizes)
             made = distribute_tensor(whole(7, 5, 3), mesh, placements, src_data_rank=None)
-            assert torch.equal(made.to_local(), cut(whole(7, 5, 3), sizes, mesh.get_coordinate(), placements))
+            assert torch.equal(
+                made.to_local(), cut(whole(7, 5, 3), sizes, mesh.get_coordinate(), placements)
+            )
 
 
 def test_parts_of_a_mesh(tmp_path):
     """Each replica group has a mesh of its own: FSDP on a dimension of a larger mesh."""
     tensor = whole(6, 2)
-    save_ranks(tmp_path / "m", (2, 3), lambda rank, mesh: {"w": sharded(tensor, mesh["dim1"], [Shard(0)])})
+    save_ranks(
+        tmp_path / "m", (2, 3), lambda rank, mesh: {"w": sharded(tensor, mesh["dim1"], [Shard(0)])}
+    )
     with holdfast.open(tmp_path / "m") as ckpt:
         same(ckpt, {"w": tensor})
 
@@ -157,7 +171,9 @@ def test_padding_is_no_part_of_a_tensor(tmp_path):
         view.copy_(local)
         whole_view = torch.full((8,), float(rank))[2:5].fill_(9.0)
         return {
-            "w": DTensor.from_local(view, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()),
+            "w": DTensor.from_local(
+                view, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+            ),
             "buffer": whole_view,
         }
 
@@ -173,7 +189,9 @@ def test_an_optimizer_by_itself(actor, tmp_path):
         assert list(ckpt) == ["state.0.step", "state.0.exp_avg", "state.0.exp_avg_sq"]
         again = pickle.loads(pickle.dumps(ckpt))
         assert torch.equal(again["state.0.exp_avg"].torch(), whole(10, 4) / 3)
-        assert torch.equal(pickle.loads(pickle.dumps(ckpt["state.0.step"])).torch(), torch.tensor(3.0))
+        assert torch.equal(
+            pickle.loads(pickle.dumps(ckpt["state.0.step"])).torch(), torch.tensor(3.0)
+        )
     assert holdfast.verify(path).ok
     holdfast.convert(path, tmp_path / "optim.pt")
     assert holdfast.diff(path, tmp_path / "optim.pt").same
@@ -222,9 +240,16 @@ def test_one_file_of_several_is_a_file(actor):
 
 def naive(folder, world: int) -> dict[str, torch.Tensor]:
     """A merger as in the field: what all ranks have, one below the other."""
-    files = [torch.load(rank_file(folder, rank, world), weights_only=False) for rank in range(world)]
+    files = [
+        torch.load(rank_file(folder, rank, world), weights_only=False) for rank in range(world)
+    ]
     return {
-        name: torch.cat([file[name].to_local() if isinstance(file[name], DTensor) else file[name] for file in files])
+        name: torch.cat(
+            [
+                file[name].to_local() if isinstance(file[name], DTensor) else file[name]
+                for file in files
+            ]
+        )
         for name in files[0]
     }
 
@@ -232,7 +257,9 @@ def naive(folder, world: int) -> dict[str, torch.Tensor]:
 def test_a_buffer_stays_what_it_was(tmp_path):
     """A merger in use made (8,) of a buffer of (1,), in silence; and takes one of the replicas that are none."""
     weight = whole(16, 2)
-    folder = save_ranks(tmp_path / "m", (8,), {"w": (weight, [Shard(0)]), "scale": torch.tensor([0.5])})
+    folder = save_ranks(
+        tmp_path / "m", (8,), {"w": (weight, [Shard(0)]), "scale": torch.tensor([0.5])}
+    )
     with as_rank(0, 8):
         merged = naive(folder, 8)
     assert torch.equal(merged["w"], weight)
@@ -243,7 +270,10 @@ def test_a_buffer_stays_what_it_was(tmp_path):
     mixed = save_ranks(
         tmp_path / "n",
         (8,),
-        lambda rank, mesh: {"w": sharded(weight, mesh, [Shard(0)]), "scale": torch.tensor([0.5 + (rank == 5)])},
+        lambda rank, mesh: {
+            "w": sharded(weight, mesh, [Shard(0)]),
+            "scale": torch.tensor([0.5 + (rank == 5)]),
+        },
     )
     with holdfast.open(mixed) as ckpt:
         assert any("'scale'" in note for note in ckpt.notes)
@@ -319,7 +349,9 @@ def test_replicas_of_shards_are_compared(tmp_path):
 
 def test_a_replica_costs_no_second_read(actor):
     with holdfast.open(actor) as ckpt:
-        assert [storage.key for storage in ckpt["head.weight"].storages] == [rank_file(actor, 0, 4).name]
+        assert [storage.key for storage in ckpt["head.weight"].storages] == [
+            rank_file(actor, 0, 4).name
+        ]
         assert len(ckpt["head.weight"].storages) == 1
 
 
@@ -342,22 +374,34 @@ def test_verbs(actor, tmp_path):
     assert {path.name for path in hf.iterdir()} == {"model.safetensors", "config.json"}
     assert json.loads((hf / "config.json").read_text())["torch_dtype"] == "bfloat16"
     with holdfast.open(hf) as ckpt:
-        same(ckpt, {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in EXPECTED.items()})
+        same(
+            ckpt,
+            {
+                name: t.to(torch.bfloat16) if t.is_floating_point() else t
+                for name, t in EXPECTED.items()
+            },
+        )
     holdfast.convert(actor, tmp_path / "plain.pt")
     assert holdfast.diff(actor, tmp_path / "plain.pt").same
     with holdfast.open(actor) as a, holdfast.open(tmp_path / "plain.pt") as b:
         assert a.digest() == b.digest()
-    assert {report.path for report in holdfast.scan(actor).reports} >= {str(rank_file(actor, rank, 4)) for rank in range(4)}
+    assert {report.path for report in holdfast.scan(actor).reports} >= {
+        str(rank_file(actor, rank, 4)) for rank in range(4)
+    }
     assert holdfast.scan(actor).verdict() == "clean"
     assert [stats.name for stats in holdfast.stats(actor).tensors] == list(EXPECTED)
     target = {name: torch.zeros_like(t) for name, t in EXPECTED.items()}
     holdfast.torch.load_sharded(actor, target)
     assert all(torch.equal(target[name], t) for name, t in EXPECTED.items())
-    assert torch.equal(holdfast.torch.slices(actor)["embed.weight"][2:7], EXPECTED["embed.weight"][2:7])
+    assert torch.equal(
+        holdfast.torch.slices(actor)["embed.weight"][2:7], EXPECTED["embed.weight"][2:7]
+    )
 
 
 def test_into_a_module(actor):
-    module = torch.nn.ModuleDict({"embed": torch.nn.Embedding(10, 4), "proj": torch.nn.Linear(10, 4, bias=False)})
+    module = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(10, 4), "proj": torch.nn.Linear(10, 4, bias=False)}
+    )
     holdfast.torch.load_into(module, actor, strict=False)
     assert torch.equal(module["embed"].weight, EXPECTED["embed.weight"])
     assert torch.equal(module["proj"].weight, EXPECTED["proj.weight"])
@@ -376,41 +420,71 @@ def test_what_the_ranks_say_must_fit(tmp_path):
         with pytest.raises(error, match=match):
             holdfast.open(place)
 
-    expect(folder("missing", lambda p: rank_file(p, 1, 2).unlink()), FormatError, "1 of 2 model files are here, and with rank 1")
     expect(
-        folder("many", lambda p: rank_file(p, 2, 2).write_bytes(rank_file(p, 0, 2).read_bytes())), FormatError, "there is no rank 2"
+        folder("missing", lambda p: rank_file(p, 1, 2).unlink()),
+        FormatError,
+        "1 of 2 model files are here, and with rank 1",
     )
-    expect(folder("two", lambda p: save_ranks(p, (4,), good)), FormatError, "files of 2 and of 4 ranks")
+    expect(
+        folder("many", lambda p: rank_file(p, 2, 2).write_bytes(rank_file(p, 0, 2).read_bytes())),
+        FormatError,
+        "there is no rank 2",
+    )
+    expect(
+        folder("two", lambda p: save_ranks(p, (4,), good)), FormatError, "files of 2 and of 4 ranks"
+    )
     # A file of another run under the right name.
     other = save_ranks(tmp_path / "other", (4,), good)
     expect(
-        folder("renamed", lambda p: rank_file(p, 1, 2).write_bytes(rank_file(other, 1, 4).read_bytes())),
+        folder(
+            "renamed", lambda p: rank_file(p, 1, 2).write_bytes(rank_file(other, 1, 4).read_bytes())
+        ),
         MetadataError,
         "a mesh of 4 ranks",
     )
     expect(
-        folder("shape", lambda p: save_ranks(p, (2,), {**good, "w": (whole(6, 2), [Shard(0)])}, ranks=[1])),
+        folder(
+            "shape",
+            lambda p: save_ranks(p, (2,), {**good, "w": (whole(6, 2), [Shard(0)])}, ranks=[1]),
+        ),
         MetadataError,
         "two runs",
     )
     expect(
-        folder("dtype", lambda p: save_ranks(p, (2,), {**good, "w": (tensor.half(), [Shard(0)])}, ranks=[1])),
+        folder(
+            "dtype",
+            lambda p: save_ranks(p, (2,), {**good, "w": (tensor.half(), [Shard(0)])}, ranks=[1]),
+        ),
         MetadataError,
         "two runs",
     )
     expect(
-        folder("place", lambda p: save_ranks(p, (2,), {**good, "w": (tensor, [Shard(1)])}, ranks=[1])),
+        folder(
+            "place", lambda p: save_ranks(p, (2,), {**good, "w": (tensor, [Shard(1)])}, ranks=[1])
+        ),
         MetadataError,
         "placed in one",
     )
     expect(
-        folder("plain", lambda p: save_ranks(p, (2,), {**good, "w": tensor}, ranks=[1])), MetadataError, "a plain tensor on rank 1"
+        folder("plain", lambda p: save_ranks(p, (2,), {**good, "w": tensor}, ranks=[1])),
+        MetadataError,
+        "a plain tensor on rank 1",
     )
     expect(
-        folder("absent", lambda p: save_ranks(p, (2,), {"b": torch.ones(1)}, ranks=[1])), MetadataError, "rank 1 of these does not"
+        folder("absent", lambda p: save_ranks(p, (2,), {"b": torch.ones(1)}, ranks=[1])),
+        MetadataError,
+        "rank 1 of these does not",
     )
-    expect(folder("gone", lambda p: save_ranks(p, (2,), {"w": good["w"]}, ranks=[1])), MetadataError, "not on rank 1")
-    expect(folder("sizes", lambda p: save_ranks(p, (2,), {**good, "b": torch.ones(3)}, ranks=[1])), MetadataError, "no replica")
+    expect(
+        folder("gone", lambda p: save_ranks(p, (2,), {"w": good["w"]}, ranks=[1])),
+        MetadataError,
+        "not on rank 1",
+    )
+    expect(
+        folder("sizes", lambda p: save_ranks(p, (2,), {**good, "b": torch.ones(3)}, ranks=[1])),
+        MetadataError,
+        "no replica",
+    )
     swapped = folder("swapped", lambda p: rank_file(p, 0, 2).replace(p / "x"))
     rank_file(swapped, 1, 2).replace(rank_file(swapped, 0, 2))
     (swapped / "x").replace(rank_file(swapped, 1, 2))
@@ -419,7 +493,11 @@ def test_what_the_ranks_say_must_fit(tmp_path):
 
 def test_a_sum_that_was_never_made_is_refused_by_its_name(tmp_path):
     folder = save_ranks(
-        tmp_path / "m", (2,), lambda rank, mesh: {"w": DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False)}
+        tmp_path / "m",
+        (2,),
+        lambda rank, mesh: {
+            "w": DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False)
+        },
     )
     with pytest.raises(Unsupported, match="Partial") as caught:
         holdfast.open(folder)
@@ -427,7 +505,11 @@ def test_a_sum_that_was_never_made_is_refused_by_its_name(tmp_path):
 
 
 def test_values_of_ranks_that_differ_are_told(tmp_path):
-    folder = save_ranks(tmp_path / "m", (2,), lambda rank, mesh: {"w": torch.ones(1), "note": f"rank {rank}", "same": 3})
+    folder = save_ranks(
+        tmp_path / "m",
+        (2,),
+        lambda rank, mesh: {"w": torch.ones(1), "note": f"rank {rank}", "same": 3},
+    )
     with holdfast.open(folder) as ckpt:
         assert ckpt.tree["note"] == "rank 0"
         assert any("'note'" in note and "'same'" not in note for note in ckpt.notes)

@@ -15,11 +15,22 @@ from tests.formats.rank_files.zero_folders import Zero
 
 import holdfast
 import holdfast.torch
-from holdfast.errors import FormatError, HoldfastError, LimitExceeded, MetadataError, ReplicasDiffer, Truncated, Unsupported
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    LimitExceeded,
+    MetadataError,
+    ReplicasDiffer,
+    Truncated,
+    Unsupported,
+)
 
 
 def numbers(*shape: int, first: int = 0) -> torch.Tensor:
-    return torch.arange(first, first + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape) / 7
+    return (
+        torch.arange(first, first + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+        / 7
+    )
 
 
 def model(stage: int = 2, world: int = 2, **more: object) -> Zero:
@@ -42,15 +53,25 @@ def check(zero: Zero, path: Path) -> None:
     with holdfast.open(path) as found:
         assert found.format == "deepspeed"
         frozen = {name: tensor.to(zero.half) for name, tensor in zero.frozen.items()}
-        weights = {**zero.weights, **frozen, **zero.buffers, **{name: zero.weights[of] for name, of in zero.shared.items()}}
+        weights = {
+            **zero.weights,
+            **frozen,
+            **zero.buffers,
+            **{name: zero.weights[of] for name, of in zero.shared.items()},
+        }
         assert set(found.model_names()) == set(weights)
         for name, tensor in weights.items():
             assert torch.equal(found[name].torch(), tensor), name
             assert found[name].torch().dtype is tensor.dtype, name
         for number, moment in enumerate(zero.moments):
-            expected = {name: tensor for group in zero.moment(number) for name, tensor in group.items()}
+            expected = {
+                name: tensor for group in zero.moment(number) for name, tensor in group.items()
+            }
             for name, tensor in expected.items():
-                assert torch.equal(found[f"deepspeed.optimizer.{moment}.{name}"].torch(), tensor), (moment, name)
+                assert torch.equal(found[f"deepspeed.optimizer.{moment}.{name}"].torch(), tensor), (
+                    moment,
+                    name,
+                )
         if zero.stage != 3:
             for name, tensor in zero.weights.items():
                 assert torch.equal(found[f"deepspeed.module.{name}"].torch(), tensor.to(zero.half))
@@ -102,7 +123,9 @@ def folders(draw: st.DrawFn) -> Zero:
     )  # fmt: skip
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(folders())
 def test_any_shapes_and_ranks(tmp_path: Path, zero: Zero) -> None:
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -131,7 +154,9 @@ def test_a_slice_reads_its_part(tmp_path: Path) -> None:
     zero = model(3, 3)
     zero.write(tmp_path)
     with holdfast.open(tmp_path) as found:
-        assert torch.equal(found["emb.weight"][3:9:2, 1:4].torch(), zero.weights["emb.weight"][3:9:2, 1:4])
+        assert torch.equal(
+            found["emb.weight"][3:9:2, 1:4].torch(), zero.weights["emb.weight"][3:9:2, 1:4]
+        )
         assert found.aliases[0].names == ("emb.weight", "head.weight")
 
 
@@ -152,7 +177,10 @@ def test_a_conversion_takes_the_model(tmp_path: Path) -> None:
 def test_a_state_and_slices_ask_for_the_model_alone(tmp_path: Path) -> None:
     zero = model(2, 2)
     zero.write(tmp_path)
-    state = {name: torch.zeros_like(tensor) for name, tensor in {**zero.weights, **zero.buffers, **zero.frozen}.items()}
+    state = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in {**zero.weights, **zero.buffers, **zero.frozen}.items()
+    }
     state["head.weight"] = state["emb.weight"]
     assert not holdfast.torch.load_into(state, tmp_path).unexpected
     assert torch.equal(state["emb.weight"], zero.weights["emb.weight"])
@@ -166,7 +194,10 @@ def test_a_state_and_slices_ask_for_the_model_alone(tmp_path: Path) -> None:
 def test_a_state_of_a_rank_is_filled(tmp_path: Path) -> None:
     zero = model(3, 3)
     zero.write(tmp_path, "pytorch_model")
-    state = {"a.weight": torch.zeros(7, 5), "deepspeed.optimizer.exp_avg.a.weight": torch.zeros(7, 5)}
+    state = {
+        "a.weight": torch.zeros(7, 5),
+        "deepspeed.optimizer.exp_avg.a.weight": torch.zeros(7, 5),
+    }
     holdfast.torch.load_sharded(tmp_path, state, strict=False)
     assert torch.equal(state["a.weight"], zero.weights["a.weight"])
     assert torch.equal(state["deepspeed.optimizer.exp_avg.a.weight"], zero.moment(0)[0]["a.weight"])
@@ -285,7 +316,10 @@ def test_a_file_of_each_kind_for_one_rank(tmp_path: Path) -> None:
 
 def test_a_buffer_that_differs_is_refused_by_its_name(tmp_path: Path) -> None:
     step = model(3, 2).write(tmp_path)
-    rewrite(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda saved: saved["module"]["table"].add_(1))
+    rewrite(
+        step / "zero_pp_rank_1_mp_rank_00_model_states.pt",
+        lambda saved: saved["module"]["table"].add_(1),
+    )
     with holdfast.open(step) as found:
         assert any("'table'" in note for note in found.notes)
         with pytest.raises(ReplicasDiffer, match="table"):
@@ -353,8 +387,12 @@ LIES: dict[str, Callable[[dict[str, object]], object]] = {
     "an empty list": _lie("single_partition_of_fp32_groups", []),
     "groups of text": _lie("single_partition_of_fp32_groups", ["w", "b"]),
     "two dimensions": _lie("single_partition_of_fp32_groups", [torch.zeros(8, 6), torch.zeros(4)]),
-    "expanded": _lie("single_partition_of_fp32_groups", [torch.zeros(1).expand(46), torch.zeros(4)]),
-    "other dtypes": _lie("single_partition_of_fp32_groups", [torch.zeros(46, dtype=torch.float16), torch.zeros(4)]),
+    "expanded": _lie(
+        "single_partition_of_fp32_groups", [torch.zeros(1).expand(46), torch.zeros(4)]
+    ),
+    "other dtypes": _lie(
+        "single_partition_of_fp32_groups", [torch.zeros(46, dtype=torch.float16), torch.zeros(4)]
+    ),
     "paddings": _lie("param_alignment_paddings", [[0, -5], [0, 0]]),
     "paddings for others": _lie("param_alignment_paddings", [[0], [0]]),
     "many gaps": _lie("param_alignment_paddings", [[10**12, 0], [0, 0]]),

@@ -62,7 +62,10 @@ class Zero:
 
     def moment(self, number: int) -> list[dict[str, torch.Tensor]]:
         """A moment of all parameters, which is no other one's."""
-        return [{name: tensor * 0.5 + number + 1 for name, tensor in group.items()} for group in self.groups]
+        return [
+            {name: tensor * 0.5 + number + 1 for name, tensor in group.items()}
+            for group in self.groups
+        ]
 
     def write(self, folder: Path, tag: str = "global_step3") -> Path:
         """Write a step, and say that it is the latest."""
@@ -71,10 +74,16 @@ class Zero:
         (folder / "latest").write_text(tag)
         prefix = "bf16_" if self.half is torch.bfloat16 else ""
         for rank in range(self.world):
-            saved = {"optimizer_state_dict": self.optimizer(rank), "ds_config": {"zero": self.stage}, "ds_version": "0.0.0"}
+            saved = {
+                "optimizer_state_dict": self.optimizer(rank),
+                "ds_config": {"zero": self.stage},
+                "ds_version": "0.0.0",
+            }
             torch.save(saved, step / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
             if self.stage == 3:
-                torch.save(self.model(rank), step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+                torch.save(
+                    self.model(rank), step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+                )
         if self.stage != 3:
             torch.save(self.model(0), step / "mp_rank_00_model_states.pt")
         return step
@@ -84,20 +93,29 @@ class Zero:
         if self.stage == 3:
             for rank in range(self.world):
                 step.mkdir(parents=True, exist_ok=True)
-                torch.save(self.model(rank), step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+                torch.save(
+                    self.model(rank), step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+                )
         else:
             step.mkdir(parents=True)
             torch.save(self.model(0), step / "mp_rank_00_model_states.pt")
-        kinds = {"fp32": list(self.groups), **{name: self.moment(number) for number, name in enumerate(self.moments)}}
+        kinds = {
+            "fp32": list(self.groups),
+            **{name: self.moment(number) for number, name in enumerate(self.moments)},
+        }
         for what, groups in kinds.items():
-            for name, tensor in ((name, tensor) for group in groups for name, tensor in group.items()):
+            for name, tensor in (
+                (name, tensor) for group in groups for name, tensor in group.items()
+            ):
                 (step / "zero" / name).mkdir(parents=True, exist_ok=True)
                 saved = {"param": tensor.reshape(-1) if self.stage == 3 else tensor, "cat_dim": 0}
                 torch.save(saved, step / "zero" / name / f"{what}.pt")
                 torch.save(torch.tensor(3.0), step / "zero" / name / "step.pt")
         for name, other in self.shared.items() if self.stage != 3 else ():
             (step / "zero" / name).mkdir()
-            torch.save({"param": self.weights[other].to(self.half)}, step / "zero" / name / "fp32.pt")
+            torch.save(
+                {"param": self.weights[other].to(self.half)}, step / "zero" / name / "fp32.pt"
+            )
         torch.save({"zero_stage": self.stage}, step / "zero" / "optimizer_state.pt")
         return step
 
@@ -129,18 +147,30 @@ class Zero:
     def optimizer(self, rank: int) -> dict[str, object]:
         masters = [part for group in self.groups for part in self.parts(group, rank, padded=False)]
         rows = {
-            name: [part for group in self.moment(number) for part in self.parts(group, rank, padded=not self.lean)]
+            name: [
+                part
+                for group in self.moment(number)
+                for part in self.parts(group, rank, padded=not self.lean)
+            ]
             for number, name in enumerate(self.moments)
         }
         states = [
-            {"step": torch.tensor(float(self.step)), **{name: parts[at] for name, parts in rows.items()}}
+            {
+                "step": torch.tensor(float(self.step)),
+                **{name: parts[at] for name, parts in rows.items()},
+            }
             for at in range(len(masters))
         ]
         settings = [{"lr": 0.1, "params": [at]} for at in range(len(self.groups))]
         base = states if self.lean else {"state": dict(enumerate(states)), "param_groups": settings}
         stage = self.stage if self.old else Stage(self.stage)
         if self.stage == 3:
-            return {"zero_stage": stage, "partition_count": self.world, "optimizer_state_dict": base, "fp32_flat_groups": masters}
+            return {
+                "zero_stage": stage,
+                "partition_count": self.world,
+                "optimizer_state_dict": base,
+                "fp32_flat_groups": masters,
+            }
         said = {
             "zero_stage": stage, "partition_count": [self.world] * len(self.groups), "base_optimizer_state": base,
             "single_partition_of_fp32_groups": masters,
@@ -155,14 +185,18 @@ class Zero:
         each = -(-len(row) // (2 * self.world)) * 2
         found, at = {}, 0
         for name, tensor in group.items():
-            own = [n for n in range(at, at + tensor.numel()) if rank * each <= n < (rank + 1) * each]
+            own = [
+                n for n in range(at, at + tensor.numel()) if rank * each <= n < (rank + 1) * each
+            ]
             if own:
                 found[name] = Fragment(len(own), own[0] - rank * each)
             at += tensor.numel() + self.gaps
         return found
 
     def model(self, rank: int) -> dict[str, object]:
-        whole = {name: tensor.to(self.half) for name, tensor in {**self.weights, **self.frozen}.items()}
+        whole = {
+            name: tensor.to(self.half) for name, tensor in {**self.weights, **self.frozen}.items()
+        }
         if self.stage == 3:
             whole = {name: torch.empty(0, dtype=self.half) for name in whole}
         module = OrderedDict({**whole, **self.buffers})
@@ -171,15 +205,25 @@ class Zero:
         if self.stage == 3:
             for name, tensor in fragments.items():
                 each = -(-tensor.numel() // self.world)
-                flat = torch.cat([tensor.reshape(-1), torch.zeros(each * self.world - tensor.numel(), dtype=self.half)])
+                flat = torch.cat(
+                    [
+                        tensor.reshape(-1),
+                        torch.zeros(each * self.world - tensor.numel(), dtype=self.half),
+                    ]
+                )
                 fragments[name] = flat[rank * each : (rank + 1) * each].clone()
         listed = self.stage != 1 and self.frozen
         return {
             "module": module,
             "buffer_names": list(self.buffers),
             "optimizer": None,
-            "param_shapes": [OrderedDict((name, tensor.shape) for name, tensor in group.items()) for group in self.groups],
-            "frozen_param_shapes": {name: tensor.shape for name, tensor in self.frozen.items()} if listed else None,
+            "param_shapes": [
+                OrderedDict((name, tensor.shape) for name, tensor in group.items())
+                for group in self.groups
+            ],
+            "frozen_param_shapes": {name: tensor.shape for name, tensor in self.frozen.items()}
+            if listed
+            else None,
             "shared_params": {} if self.old else dict(self.shared),
             "frozen_param_fragments": fragments if listed else None,
             "global_steps": self.step,

@@ -62,7 +62,9 @@ class MemorySource:
         for request in requests:
             for chunk in request.tensor.chunks:
                 raw = stored(request.tensor.source, chunk.storage)
-                request.out[chunk.box.slices] = np.frombuffer(raw, request.tensor.dtype.numpy).reshape(chunk.shape)
+                request.out[chunk.box.slices] = np.frombuffer(
+                    raw, request.tensor.dtype.numpy
+                ).reshape(chunk.shape)
 
     def fetch(self, tensor: LazyTensor) -> np.ndarray:
         out = tensor.empty()

@@ -71,12 +71,16 @@ def test_a_folder_of_one_file_is_that_file():
 
 
 def test_with_an_index_in_its_order():
-    description = describe({**GOOD, "config.json": b"{", "tokenizer.json": b"", "pytorch_model.bin": b"\x80"})
+    description = describe(
+        {**GOOD, "config.json": b"{", "tokenizer.json": b"", "pytorch_model.bin": b"\x80"}
+    )
     assert description.format == "safetensors-dir"
     assert list(description.tensors) == ["c", "a", "b"]
     assert len(description.tree) == 3
     assert description.metadata == {"format": "pt"}
-    assert description.notes == ('beside them lie other weights, which are not read: "pytorch_model.bin"',)
+    assert description.notes == (
+        'beside them lie other weights, which are not read: "pytorch_model.bin"',
+    )
     assert description.tensors["b"].numpy().tolist() == [0, 1, 2]
     assert description.tensors["c"].storages[0].key == TWO
     with pytest.raises(KeyError):
@@ -84,7 +88,9 @@ def test_with_an_index_in_its_order():
 
 
 def test_without_an_index_in_the_order_of_the_files():
-    description = describe({TWO: B, ONE: A, "config.json": b"{}", ".hidden.safetensors": b"", "old/x.safetensors": b""})
+    description = describe(
+        {TWO: B, ONE: A, "config.json": b"{}", ".hidden.safetensors": b"", "old/x.safetensors": b""}
+    )
     assert list(description.tensors) == ["a", "b", "c"]
     assert description.notes == ()
 
@@ -127,7 +133,9 @@ def test_several_indexes_are_refused_with_advice():
 
 
 def test_an_index_may_name_files_in_folders():
-    assert list(describe({"sub/x.safetensors": A, INDEX: index({"a": "sub/x.safetensors"})}).tensors) == ["a"]
+    assert list(
+        describe({"sub/x.safetensors": A, INDEX: index({"a": "sub/x.safetensors"})}).tensors
+    ) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +168,10 @@ BROKEN_INDEXES = {
     "no weight map": (b'{"metadata":{}}', "weight_map is missing"),
     "weight map is a list": (b'{"weight_map":[]}', "at $.weight_map: expected an object"),
     "a number for a file": (b'{"weight_map":{"a":1}}', "at $.weight_map.a: expected text"),
-    "double name": (f'{{"weight_map":{{"a":"{ONE}","a":"{TWO}"}}}}'.encode(), 'the key "a" occurs twice'),
+    "double name": (
+        f'{{"weight_map":{{"a":"{ONE}","a":"{TWO}"}}}}'.encode(),
+        'the key "a" occurs twice',
+    ),
     "double map": (b'{"weight_map":{},"weight_map":{}}', "occurs twice"),
     "NaN": (b'{"weight_map":{},"metadata":{"total_size":NaN}}', "at $.metadata.total_size: NaN"),
 }
@@ -182,7 +193,10 @@ def test_a_large_index_is_refused():
 
 
 def test_missing_files_are_named():
-    files = {ONE: A, INDEX: index({"a": ONE, "b": TWO, **{f"x{i}": f"gone-{i}.safetensors" for i in range(9)}})}
+    files = {
+        ONE: A,
+        INDEX: index({"a": ONE, "b": TWO, **{f"x{i}": f"gone-{i}.safetensors" for i in range(9)}}),
+    }
     error = refused(files, StoreError, TWO, "gone-0", "and 5 more")
     assert len(error.found) == 10
 
@@ -205,12 +219,19 @@ def test_a_copy_in_a_file_that_the_index_leaves_out_does_not_matter():
 def test_every_file_is_checked_by_content(with_index):
     files = GOOD if with_index else {ONE: A, TWO: B}
     assert refused({**files, TWO: B[:-1]}, Truncated).file == TWO
-    assert refused({**files, TWO: b"version https://git-lfs.github.com/spec/v1\n"}, HeaderError, "git lfs").file == TWO
+    assert (
+        refused(
+            {**files, TWO: b"version https://git-lfs.github.com/spec/v1\n"}, HeaderError, "git lfs"
+        ).file
+        == TWO
+    )
     assert refused({**files, TWO: b"PK\x03\x04" + bytes(60)}, Truncated).file == TWO
 
 
 def test_metadata_on_which_files_differ_is_noted():
-    description = describe({ONE: craft({}, 0, {"k": "1", "same": "x"}), TWO: craft({}, 0, {"k": "2", "same": "x"})})
+    description = describe(
+        {ONE: craft({}, 0, {"k": "1", "same": "x"}), TWO: craft({}, 0, {"k": "2", "same": "x"})}
+    )
     assert description.metadata == {"same": "x"}
     assert '"k"' in description.notes[0]
 
@@ -237,13 +258,17 @@ def test_pieces_are_joined():
 
 
 def test_pieces_of_nothing():
-    assert describe(shards(x={"w": ((0, 0), (0, 3))}, y={"w": ((0, 0), (0, 3))})).tensors["w"].shape == (0, 3)
+    assert describe(shards(x={"w": ((0, 0), (0, 3))}, y={"w": ((0, 0), (0, 3))})).tensors[
+        "w"
+    ].shape == (0, 3)
 
 
 BROKEN_PIECES = {
     "a hole": shards(x={"w": ((0,), (2,))}, y={"w": ((3,), (2,))}),
     "an overlap": shards(x={"w": ((0,), (2,))}, y={"w": ((1,), (2,))}),
-    "an overlap and a hole of one size": shards(x={"w": ((0,), (2,))}, y={"w": ((0,), (2,))}, z={"w": ((4,), (2,))}),
+    "an overlap and a hole of one size": shards(
+        x={"w": ((0,), (2,))}, y={"w": ((0,), (2,))}, z={"w": ((4,), (2,))}
+    ),
     "the first is missing": shards(x={"w": ((2,), (2,))}, y={"v": ((0,), (1,))}),
     "the same twice": shards(x={"w": ((0,), (2,))}, y={"w": ((0,), (2,))}),
     "other ranks": shards(x={"w": ((0,), (2,))}, y={"w": ((2, 0), (2, 1))}),
@@ -264,7 +289,10 @@ def test_pieces_of_several_dtypes_are_refused():
 
 
 def test_a_copy_that_says_nothing_of_pieces_is_refused():
-    files = {**shards(x={"w": ((0,), (2,))}), "y.safetensors": craft({"w": entry("I32", [2], 0, 8)}, 8)}
+    files = {
+        **shards(x={"w": ((0,), (2,))}),
+        "y.safetensors": craft({"w": entry("I32", [2], 0, 8)}, 8),
+    }
     refused(files, MetadataError, "x.safetensors", "y.safetensors")
 
 
@@ -287,14 +315,18 @@ def test_a_copy_that_says_nothing_of_pieces_is_refused():
     ],
 )
 def test_broken_sharding_notes_are_refused(info, kind):
-    raw = frame(json.dumps({"__metadata__": {"DCP_SHARDING_INFO": info}, "w": entry("U8", [1], 0, 1)}), b"x")
+    raw = frame(
+        json.dumps({"__metadata__": {"DCP_SHARDING_INFO": info}, "w": entry("U8", [1], 0, 1)}), b"x"
+    )
     assert refused({"x.safetensors": raw, "config.json": b""}, kind).file == "x.safetensors"
     with pytest.raises(kind):
         describe_safetensors(MemorySource(raw))
 
 
 def load_folder(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 @needs(versions.HUGGING_FACE)
@@ -323,6 +355,11 @@ def test_what_torch_writes_for_hugging_face(tmp_path, form):
 
 def test_files_of_the_library_side_by_side():
     arrays = {f"w{i}": np.full((i, 2), i, np.float32) for i in range(6)}
-    files = {f"part-{i}.safetensors": safetensors.numpy.save({name: a}) for i, (name, a) in enumerate(arrays.items())}
+    files = {
+        f"part-{i}.safetensors": safetensors.numpy.save({name: a})
+        for i, (name, a) in enumerate(arrays.items())
+    }
     tensors = describe(files).tensors
-    assert {name: t.numpy().tolist() for name, t in tensors.items()} == {n: a.tolist() for n, a in arrays.items()}
+    assert {name: t.numpy().tolist() for name, t in tensors.items()} == {
+        n: a.tolist() for n, a in arrays.items()
+    }

@@ -40,12 +40,21 @@ HEADER_CASES = {
     "comma after metadata": (frame('{"__metadata__":{},}'), "not JSON"),
     "comment": (frame(GOOD[:-1] + "/**/}", DATA), "not JSON"),
     "single quotes": (frame("{'a':1}"), "not JSON"),
-    "control character in a name": (frame(GOOD.replace("w", "\n"), DATA), "not JSON: Invalid control character"),
+    "control character in a name": (
+        frame(GOOD.replace("w", "\n"), DATA),
+        "not JSON: Invalid control character",
+    ),
     "bad utf-8": (frame(GOOD.encode().replace(b"w", b"\xff"), DATA), "not UTF-8"),
     "surrogate in utf-8": (frame(GOOD.encode().replace(b"w", b"\xed\xa0\x80"), DATA), "not UTF-8"),
     "overlong utf-8": (frame(GOOD.encode().replace(b"w", b"\xc0\xaf"), DATA), "not UTF-8"),
-    "half a surrogate pair": (frame(GOOD.replace("w", "\\ud800"), DATA), "at $: a key with half of a surrogate pair"),
-    "half a pair in metadata": (frame('{"__metadata__":{"a":"\\uDC00"}}'), "at $.__metadata__.a: half"),
+    "half a surrogate pair": (
+        frame(GOOD.replace("w", "\\ud800"), DATA),
+        "at $: a key with half of a surrogate pair",
+    ),
+    "half a pair in metadata": (
+        frame('{"__metadata__":{"a":"\\uDC00"}}'),
+        "at $.__metadata__.a: half",
+    ),
     "double tensor": (frame(GOOD[:-1] + "," + GOOD[1:], DATA), 'at $: the key "w" occurs twice'),
     "double tensor, escaped": (
         frame(GOOD[:-1] + "," + GOOD[1:].replace("w", "\\u0077"), DATA),
@@ -55,9 +64,18 @@ HEADER_CASES = {
         frame(GOOD.replace('"dtype"', '"dtype":"I8","dtype"'), DATA),
         'at $.w: the key "dtype" occurs twice',
     ),
-    "double field, escaped": (frame(GOOD.replace('"dtype"', '"d\\u0074ype":"I8","dtype"'), DATA), "occurs twice"),
-    "double metadata": (frame('{"__metadata__":{},"__metadata__":{}}'), 'the key "__metadata__" occurs twice'),
-    "double metadata key": (frame('{"__metadata__":{"a":"b","a":"c"}}'), 'at $.__metadata__: the key "a" occurs twice'),
+    "double field, escaped": (
+        frame(GOOD.replace('"dtype"', '"d\\u0074ype":"I8","dtype"'), DATA),
+        "occurs twice",
+    ),
+    "double metadata": (
+        frame('{"__metadata__":{},"__metadata__":{}}'),
+        'the key "__metadata__" occurs twice',
+    ),
+    "double metadata key": (
+        frame('{"__metadata__":{"a":"b","a":"c"}}'),
+        'at $.__metadata__: the key "a" occurs twice',
+    ),
     "metadata and an entry of that name": (
         frame('{"__metadata__":{},"__metadata__":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
         "occurs twice",
@@ -67,73 +85,154 @@ HEADER_CASES = {
         "at $.__metadata__.shape: expected text",
     ),
     "metadata is a list": (craft({}, 0, []), "at $.__metadata__: expected an object"),
-    "metadata of numbers": (craft({}, 0, {"a": 1}), "at $.__metadata__.a: expected text, found the number 1"),
+    "metadata of numbers": (
+        craft({}, 0, {"a": 1}),
+        "at $.__metadata__.a: expected text, found the number 1",
+    ),
     "metadata nested": (craft({}, 0, {"a": {"b": "c"}}), "at $.__metadata__.a: expected text"),
-    "metadata null": (frame('{"__metadata__":null}'), "at $.__metadata__: expected an object, found null"),
-    "entry is a list": (craft({"w": ["U8", [4], [0, 4]]}, 4), "at $.w: expected an object, found a list of 3"),
+    "metadata null": (
+        frame('{"__metadata__":null}'),
+        "at $.__metadata__: expected an object, found null",
+    ),
+    "entry is a list": (
+        craft({"w": ["U8", [4], [0, 4]]}, 4),
+        "at $.w: expected an object, found a list of 3",
+    ),
     "entry is null": (craft({"w": None}), "at $.w: expected an object, found null"),
-    "unknown field": (craft({"w": {**U8, "strides": [1]}}, 4), "at $.w.strides: a tensor has no such field"),
-    "missing dtype": (craft({"w": {"shape": [4], "data_offsets": [0, 4]}}, 4), "at $.w: the field dtype is missing"),
-    "missing shape": (craft({"w": {"dtype": "U8", "data_offsets": [0, 4]}}, 4), "the field shape is missing"),
-    "missing offsets": (craft({"w": {"dtype": "U8", "shape": [4]}}, 4), "the field data_offsets is missing"),
+    "unknown field": (
+        craft({"w": {**U8, "strides": [1]}}, 4),
+        "at $.w.strides: a tensor has no such field",
+    ),
+    "missing dtype": (
+        craft({"w": {"shape": [4], "data_offsets": [0, 4]}}, 4),
+        "at $.w: the field dtype is missing",
+    ),
+    "missing shape": (
+        craft({"w": {"dtype": "U8", "data_offsets": [0, 4]}}, 4),
+        "the field shape is missing",
+    ),
+    "missing offsets": (
+        craft({"w": {"dtype": "U8", "shape": [4]}}, 4),
+        "the field data_offsets is missing",
+    ),
     "dtype unknown": (with_field("dtype", '"F128"'), 'at $.w.dtype: there is no dtype "F128"'),
     "dtype in lower case": (with_field("dtype", '"u8"'), "there is no dtype"),
     "dtype empty": (with_field("dtype", '""'), "there is no dtype"),
     "dtype a number": (with_field("dtype", "8"), "at $.w.dtype: expected text, found the number 8"),
     "shape a number": (with_field("shape", "4"), "at $.w.shape: expected a list of integers"),
     "shape an object": (with_field("shape", "{}"), "at $.w.shape: expected a list of integers"),
-    "shape a float": (with_field("shape", "[4.0]"), "at $.w.shape[0]: expected an integer, found the number 4.0"),
+    "shape a float": (
+        with_field("shape", "[4.0]"),
+        "at $.w.shape[0]: expected an integer, found the number 4.0",
+    ),
     "shape an exponent": (with_field("shape", "[4e0]"), "at $.w.shape[0]: expected an integer"),
-    "shape a bool": (with_field("shape", "[4,true]"), "at $.w.shape[1]: expected an integer, found true"),
-    "shape a text": (with_field("shape", '["4"]'), 'at $.w.shape[0]: expected an integer, found the text "4"'),
+    "shape a bool": (
+        with_field("shape", "[4,true]"),
+        "at $.w.shape[1]: expected an integer, found true",
+    ),
+    "shape a text": (
+        with_field("shape", '["4"]'),
+        'at $.w.shape[0]: expected an integer, found the text "4"',
+    ),
     "shape NaN": (with_field("shape", "[NaN]"), "at $.w.shape[0]: NaN is not JSON"),
-    "shape infinity": (with_field("shape", "[-Infinity]"), "at $.w.shape[0]: -Infinity is not JSON"),
-    "shape infinite": (with_field("shape", "[1e999]"), "at $.w.shape[0]: a number that no float can hold"),
+    "shape infinity": (
+        with_field("shape", "[-Infinity]"),
+        "at $.w.shape[0]: -Infinity is not JSON",
+    ),
+    "shape infinite": (
+        with_field("shape", "[1e999]"),
+        "at $.w.shape[0]: a number that no float can hold",
+    ),
     "shape negative": (with_field("shape", "[-4]"), "at $.w.shape[0]: -4 is no length"),
     "shape twice negative": (with_field("shape", "[-2,-2]"), "at $.w.shape[0]: -2 is no length"),
-    "shape minus zero": (frame('{"w":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'), "at $.w.shape[0]: -0"),
+    "shape minus zero": (
+        frame('{"w":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'),
+        "at $.w.shape[0]: -0",
+    ),
     "offset minus zero": (frame(GOOD.replace("[0,", "[ -0,"), DATA), "at $.w.data_offsets[0]: -0"),
     "shape with leading zero": (with_field("shape", "[04]"), "not JSON"),
     "shape of 64 bits": (
         with_field("shape", f"[{1 << 64}]"),
         "at $.w.shape[0]: 18,446,744,073,709,551,616 is no length",
     ),
-    "shape of 25 digits": (with_field("shape", f"[{'9' * 25}]"), "at $.w.shape[0]: a number of 84 bits"),
-    "shape of 25 digits, exact": (with_field("shape", f'[{"9" * 25}],"x":[]'), "an integer of 25 digits"),
+    "shape of 25 digits": (
+        with_field("shape", f"[{'9' * 25}]"),
+        "at $.w.shape[0]: a number of 84 bits",
+    ),
+    "shape of 25 digits, exact": (
+        with_field("shape", f'[{"9" * 25}],"x":[]'),
+        "an integer of 25 digits",
+    ),
     "shape of 5000 digits": (with_field("shape", f"[{'9' * 5000}]"), "an integer of 5,000 digits"),
     "shape that wraps around": (with_field("shape", f"[{1 << 62},4,4]"), "at $.w.shape: "),
-    "empty shape that wraps around": (craft({"w": entry("U8", [1 << 62, 4, 0], 0, 0)}), "more than any file can hold"),
-    "empty shape with a huge side": (craft({"w": entry("U8", [0, 1 << 64], 0, 0)}), "at $.w.shape[1]"),
+    "empty shape that wraps around": (
+        craft({"w": entry("U8", [1 << 62, 4, 0], 0, 0)}),
+        "more than any file can hold",
+    ),
+    "empty shape with a huge side": (
+        craft({"w": entry("U8", [0, 1 << 64], 0, 0)}),
+        "at $.w.shape[1]",
+    ),
     "shape too large for the bytes": (
         with_field("shape", "[5]"),
         "at $.w.data_offsets: 4 bytes, but [5] of U8 takes 5",
     ),
     "shape too small for the bytes": (with_field("shape", "[3]"), "at $.w.data_offsets: 4 bytes"),
-    "offsets three": (with_field("data_offsets", "[0,4,4]"), "at $.w.data_offsets: expected two integers"),
-    "offsets one": (with_field("data_offsets", "[4]"), "at $.w.data_offsets: expected two integers"),
-    "offsets a float": (with_field("data_offsets", "[0,4.0]"), "at $.w.data_offsets[1]: expected an integer"),
+    "offsets three": (
+        with_field("data_offsets", "[0,4,4]"),
+        "at $.w.data_offsets: expected two integers",
+    ),
+    "offsets one": (
+        with_field("data_offsets", "[4]"),
+        "at $.w.data_offsets: expected two integers",
+    ),
+    "offsets a float": (
+        with_field("data_offsets", "[0,4.0]"),
+        "at $.w.data_offsets[1]: expected an integer",
+    ),
     "offsets a bool": (
         with_field("data_offsets", "[false,4]"),
         "at $.w.data_offsets[0]: expected an integer, found false",
     ),
-    "offsets negative": (with_field("data_offsets", "[-4,0]"), "at $.w.data_offsets[0]: -4 is no place"),
-    "offsets backwards": (with_field("data_offsets", "[4,0]"), "at $.w.data_offsets[1]: the end 0 lies before"),
-    "offsets beyond 63 bits": (with_field("data_offsets", f"[{1 << 63},{(1 << 63) + 4}]"), "is no place in a file"),
-    "hole in front": (craft({"w": entry("U8", [4], 1, 5)}, 5), "at $.w.data_offsets[0]: 1 leaves a hole after byte 0"),
+    "offsets negative": (
+        with_field("data_offsets", "[-4,0]"),
+        "at $.w.data_offsets[0]: -4 is no place",
+    ),
+    "offsets backwards": (
+        with_field("data_offsets", "[4,0]"),
+        "at $.w.data_offsets[1]: the end 0 lies before",
+    ),
+    "offsets beyond 63 bits": (
+        with_field("data_offsets", f"[{1 << 63},{(1 << 63) + 4}]"),
+        "is no place in a file",
+    ),
+    "hole in front": (
+        craft({"w": entry("U8", [4], 1, 5)}, 5),
+        "at $.w.data_offsets[0]: 1 leaves a hole after byte 0",
+    ),
     "hole between": (
         craft({"a": U8, "b": entry("U8", [4], 5, 9)}, 9),
         "at $.b.data_offsets[0]: 5 leaves a hole after byte 4",
     ),
-    "overlap": (craft({"a": U8, "b": entry("U8", [4], 3, 7)}, 7), '3 overlaps tensor "a", which ends at 4'),
+    "overlap": (
+        craft({"a": U8, "b": entry("U8", [4], 3, 7)}, 7),
+        '3 overlaps tensor "a", which ends at 4',
+    ),
     "same bytes twice": (craft({"a": U8, "b": U8}, 4), "overlaps"),
     "empty tensor inside another": (craft({"a": U8, "b": entry("U8", [0], 2, 2)}, 4), "overlaps"),
     "nothing but lists": (frame('{"a":[' + "[]," * 5000 + "[]]}"), "5,003 lists and objects in"),
     "nothing but objects": (frame("{" + '"":{},' * 5000 + '"":{}}'), "lists and objects in"),
     "tail": (craft({"w": U8}, 5), "1 bytes follow the last tensor"),
     "tail behind nothing": (craft({}, 3), "3 bytes follow"),
-    "half a byte": (craft({"w": entry("F4", [3], 0, 2)}, 2), "at $.w.shape: 12 bits of F4 do not fill whole bytes"),
+    "half a byte": (
+        craft({"w": entry("F4", [3], 0, 2)}, 2),
+        "at $.w.shape: 12 bits of F4 do not fill whole bytes",
+    ),
     "six bits": (craft({"w": entry("F6_E2M3", [3], 0, 3)}, 3), "18 bits"),
-    "Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
+    "Git LFS pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n",
+        "git lfs pull",
+    ),
 }
 OTHER_CASES = {
     "empty file": (b"", Truncated, "this one has 0"),
@@ -141,13 +240,37 @@ OTHER_CASES = {
     "length past the end": (frame(GOOD, DATA, length=1000), Truncated, "1,000 bytes"),
     "length of all bits": (frame(GOOD, DATA, length=(1 << 64) - 1), Truncated, "the file ends"),
     "length of 2^63": (frame(GOOD, DATA, length=1 << 63), Truncated, "the file ends"),
-    "data missing": (craft({"w": entry("U8", [4], 0, 4)}, 3), Truncated, "4 bytes of tensors, the file has 3"),
-    "data 2^60 missing": (craft({"w": entry("U8", [1 << 59], 0, 1 << 59)}), Truncated, "the file has 0"),
+    "data missing": (
+        craft({"w": entry("U8", [4], 0, 4)}, 3),
+        Truncated,
+        "4 bytes of tensors, the file has 3",
+    ),
+    "data 2^60 missing": (
+        craft({"w": entry("U8", [1 << 59], 0, 1 << 59)}),
+        Truncated,
+        "the file has 0",
+    ),
     "rank 65": (craft({"w": entry("U8", [1] * 65, 0, 1)}, 1), LimitExceeded, "Limits(rank=64)"),
-    "rank 100,000": (craft({"w": entry("U8", [1 << 40] * 100_000, 0, 1)}, 1), LimitExceeded, "Limits(rank=64)"),
-    "nested 65 deep": (frame('{"a":' + "[" * 64 + "]" * 64 + "}"), LimitExceeded, "Limits(depth=64)"),
-    "nested a million deep": (frame('{"a":' + "[" * 1_000_000 + "}"), LimitExceeded, "Limits(depth=64)"),
-    "metadata nested deep": (frame('{"__metadata__":' + '{"a":' * 200_000 + "}"), LimitExceeded, "Limits(depth=64)"),
+    "rank 100,000": (
+        craft({"w": entry("U8", [1 << 40] * 100_000, 0, 1)}, 1),
+        LimitExceeded,
+        "Limits(rank=64)",
+    ),
+    "nested 65 deep": (
+        frame('{"a":' + "[" * 64 + "]" * 64 + "}"),
+        LimitExceeded,
+        "Limits(depth=64)",
+    ),
+    "nested a million deep": (
+        frame('{"a":' + "[" * 1_000_000 + "}"),
+        LimitExceeded,
+        "Limits(depth=64)",
+    ),
+    "metadata nested deep": (
+        frame('{"__metadata__":' + '{"a":' * 200_000 + "}"),
+        LimitExceeded,
+        "Limits(depth=64)",
+    ),
 }
 
 
@@ -176,7 +299,9 @@ def test_the_fast_parser_accepts_nothing_that_the_exact_one_refuses(case):
     fast = parse_fast(header)
     if fast is None:
         return
-    if "25 digits" in case:  # the one difference: on the fast way it is the layout check that refuses long integers
+    if (
+        "25 digits" in case
+    ):  # the one difference: on the fast way it is the layout check that refuses long integers
         with pytest.raises(HeaderError, match="digits"):
             parse_exact(header, Limits())
     else:
@@ -311,7 +436,15 @@ def test_two_hundred_thousand_tensors():
         b'{"a":' + b"9" * 1_000_000 + b"}",
         b'{"' + b"a" * 1_000_000 + b'":1}',
     ],
-    ids=["equal names", "many lists", "backslashes", "quoted brackets", "escapes", "a million digits", "a long name"],
+    ids=[
+        "equal names",
+        "many lists",
+        "backslashes",
+        "quoted brackets",
+        "escapes",
+        "a million digits",
+        "a long name",
+    ],
 )
 @pytest.mark.timeout(20)
 def test_costly_headers_are_refused_in_linear_time(header):

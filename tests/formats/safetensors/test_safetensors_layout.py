@@ -12,7 +12,15 @@ import safetensors.numpy
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.formats.slow_save import Memory, assert_same, execute, raw_bytes, reopen, state_of, state_of_checkpoint
+from tests.formats.slow_save import (
+    Memory,
+    assert_same,
+    execute,
+    raw_bytes,
+    reopen,
+    state_of,
+    state_of_checkpoint,
+)
 from tests.formats.tree_strategies import trees
 
 import holdfast
@@ -53,7 +61,9 @@ def with_record(content, change):
     record = json.loads(header["__metadata__"]["holdfast"])
     del record["self"]
     text = change(record)
-    header["__metadata__"]["holdfast"] = seal(text.encode()).decode() if text.endswith("}") else text
+    header["__metadata__"]["holdfast"] = (
+        seal(text.encode()).decode() if text.endswith("}") else text
+    )
     raw = json.dumps(header).encode()
     return len(raw).to_bytes(8, "little") + raw + content[start:]
 
@@ -77,7 +87,11 @@ def test_every_dtype_comes_back():
 
 def test_the_header_is_as_the_library_writes_it():
     kinds = ("?", "<f4", "<f8", "<f2", "<i8", "<u8", "<u4", "i1", "<i2")
-    arrays = {f"{name}{i}": np.zeros(i, kind) for i in (2, 0) for name, kind in zip("bfdhiucsw", kinds, strict=True)}
+    arrays = {
+        f"{name}{i}": np.zeros(i, kind)
+        for i in (2, 0)
+        for name, kind in zip("bfdhiucsw", kinds, strict=True)
+    }
     memory = Memory()
     ours, start = header_of(save_one({name: memory.array(array) for name, array in arrays.items()}))
     theirs, _ = header_of(safetensors.numpy.save(arrays))
@@ -140,7 +154,10 @@ def test_what_the_format_cannot_hold_is_listed():
     assert set(problems) == {
         "epoch", "c", "bits", "odd", "__metadata__", "layers", "o.lr", "o.n", "k", "x", "\ud800", "metadata 'm'",
     }  # fmt: skip
-    assert problems["epoch"] == "epoch: an int; safetensors holds tensors only (keep_tree=True records it in __metadata__)"
+    assert (
+        problems["epoch"]
+        == "epoch: an int; safetensors holds tensors only (keep_tree=True records it in __metadata__)"
+    )
     assert "complex128" in problems["c"]
     assert "a.b.C" in problems["x"]
 
@@ -155,7 +172,11 @@ def test_an_expanded_view_is_not_written_out_by_accident():
 def test_nested_dicts_are_restored_without_being_asked():
     memory = Memory()
     tree = OrderedDict(
-        model={"a": memory.array(np.arange(3)), "b.c": memory.array(np.ones(2), requires_grad=True, parameter=True)}, empty={}
+        model={
+            "a": memory.array(np.arange(3)),
+            "b.c": memory.array(np.ones(2), requires_grad=True, parameter=True),
+        },
+        empty={},
     )
     tree._metadata = OrderedDict({"": {"version": 2}})
     content = save_one(tree)
@@ -173,7 +194,9 @@ def test_a_tensor_alone_and_one_without_data():
     memory = Memory()
     tensor = memory.array(np.ones(2))
     assert_same(tensor, reopen({"": save_one(tensor)}).tree)
-    meta = holdfast.LazyTensor("", DTYPES.name("float32"), (3, 4), (), memory.source, Traits(meta=True, requires_grad=True))
+    meta = holdfast.LazyTensor(
+        "", DTYPES.name("float32"), (3, 4), (), memory.source, Traits(meta=True, requires_grad=True)
+    )
     with pytest.raises(CannotHold, match="meta"):
         save_one({"m": meta})
     ckpt = reopen({"": save_one({"m": meta, "w": tensor}, keep_tree=True)})
@@ -183,7 +206,10 @@ def test_a_tensor_alone_and_one_without_data():
 
 def test_a_sparse_tensor_is_its_parts_and_comes_back_whole():
     memory = Memory()
-    parts = {"indices": memory.array(np.zeros((2, 1), np.int64)), "values": memory.array(np.ones(1, np.float32))}
+    parts = {
+        "indices": memory.array(np.zeros((2, 1), np.int64)),
+        "values": memory.array(np.ones(1, np.float32)),
+    }
     tree = {"s": Composite("sparse_coo", (3, 4), parts, {"coalesced": True}, Traits())}
     content = save_one(tree)
     assert set(header_of(content)[0]) == {"__metadata__", "s.indices", "s.values"}
@@ -197,7 +223,12 @@ def test_any_tree_comes_back(data):
     tensor = st.builds(lambda n: memory.array(np.full(n, n, np.int16)), st.integers(0, 3))
     tree = data.draw(trees(tensor))
     state = state_of(tree)
-    assume(all(name != "__metadata__" and name.encode("utf-8", "replace").decode() == name for name in state.tensors))
+    assume(
+        all(
+            name != "__metadata__" and name.encode("utf-8", "replace").decode() == name
+            for name in state.tensors
+        )
+    )
     shard = data.draw(st.none() | st.integers(1, 10))
     ckpt = reopen(execute(lay_out_safetensors(state, keep_tree=True, max_shard_size=shard)))
     if state.leaves.flat:
@@ -238,7 +269,10 @@ def test_views_are_copies_and_the_relation_survives():
     content = save_one(tree)
     views = record_of(content)["views"]
     assert views == [
-        {"nbytes": 48, "names": {"base": [0, [128, 32]], "column": [32, [128]], "turned": [0, [32, 128]]}},
+        {
+            "nbytes": 48,
+            "names": {"base": [0, [128, 32]], "column": [32, [128]], "turned": [0, [32, 128]]},
+        },
         {"nbytes": 48, "names": {"lone_turned": [0, [64, 192]]}},
     ]
     ckpt = reopen({"": content})
@@ -254,7 +288,11 @@ def test_views_are_copies_and_the_relation_survives():
 def test_conjugated_elements_are_resolved_and_share_nothing():
     memory = Memory()
     base = memory.array(np.array([1 + 2j, 3 - 4j], np.complex64))
-    tree = {"z": base, "conj": memory.view(base, (2,), (1,), conj=True), "both": memory.view(base, (2,), (1,), conj=True)}
+    tree = {
+        "z": base,
+        "conj": memory.view(base, (2,), (1,), conj=True),
+        "both": memory.view(base, (2,), (1,), conj=True),
+    }
     content = save_one(tree)
     record = record_of(content)
     assert record["aliases"] == {"both": "conj"}
@@ -319,20 +357,44 @@ BROKEN = {
     "alias of a number": lambda r: json.dumps(r | {"aliases": {"x": 1}}),
     "aliases as a list": lambda r: json.dumps(r | {"aliases": ["a"]}),
     "views as an object": lambda r: json.dumps(r | {"views": {}}),
-    "view of nothing": lambda r: json.dumps(r | {"views": [{"nbytes": 8, "names": {"x": [0, [32]]}}]}),
-    "view of another rank": lambda r: json.dumps(r | {"views": [{"nbytes": 99, "names": {"a": [0, [32, 32]]}}]}),
-    "view beyond its storage": lambda r: json.dumps(r | {"views": [{"nbytes": 7, "names": {"a": [0, [32]]}}]}),
-    "view at a negative place": lambda r: json.dumps(r | {"views": [{"nbytes": 99, "names": {"a": [-32, [32]]}}]}),
-    "view with a negative stride": lambda r: json.dumps(r | {"views": [{"nbytes": 99, "names": {"a": [32, [-32]]}}]}),
-    "view between bytes": lambda r: json.dumps(r | {"views": [{"nbytes": 99, "names": {"a": [1, [32]]}}]}),
-    "view of floats": lambda r: json.dumps(r | {"views": [{"nbytes": 99, "names": {"a": [0.0, [32]]}}]}),
-    "view of booleans": lambda r: json.dumps(r | {"views": [{"nbytes": True, "names": {"a": [False, [True]]}}]}),
-    "view in two storages": lambda r: json.dumps(r | {"views": [{"nbytes": 9, "names": {"a": [0, [32]]}}] * 2}),
-    "view with more fields": lambda r: json.dumps(r | {"views": [{"nbytes": 9, "names": {}, "x": 1}]}),
+    "view of nothing": lambda r: json.dumps(
+        r | {"views": [{"nbytes": 8, "names": {"x": [0, [32]]}}]}
+    ),
+    "view of another rank": lambda r: json.dumps(
+        r | {"views": [{"nbytes": 99, "names": {"a": [0, [32, 32]]}}]}
+    ),
+    "view beyond its storage": lambda r: json.dumps(
+        r | {"views": [{"nbytes": 7, "names": {"a": [0, [32]]}}]}
+    ),
+    "view at a negative place": lambda r: json.dumps(
+        r | {"views": [{"nbytes": 99, "names": {"a": [-32, [32]]}}]}
+    ),
+    "view with a negative stride": lambda r: json.dumps(
+        r | {"views": [{"nbytes": 99, "names": {"a": [32, [-32]]}}]}
+    ),
+    "view between bytes": lambda r: json.dumps(
+        r | {"views": [{"nbytes": 99, "names": {"a": [1, [32]]}}]}
+    ),
+    "view of floats": lambda r: json.dumps(
+        r | {"views": [{"nbytes": 99, "names": {"a": [0.0, [32]]}}]}
+    ),
+    "view of booleans": lambda r: json.dumps(
+        r | {"views": [{"nbytes": True, "names": {"a": [False, [True]]}}]}
+    ),
+    "view in two storages": lambda r: json.dumps(
+        r | {"views": [{"nbytes": 9, "names": {"a": [0, [32]]}}] * 2}
+    ),
+    "view with more fields": lambda r: json.dumps(
+        r | {"views": [{"nbytes": 9, "names": {}, "x": 1}]}
+    ),
     "dtype that is not noted here": lambda r: json.dumps(r | {"dtypes": {"a": "complex128"}}),
     "pairs of what is no F4": lambda r: json.dumps(r | {"dtypes": {"a": "float4_e2m1fn_x2"}}),
-    "tree without a tensor": lambda r: json.dumps(r | {"tree": {"a": {"$": "tensor", "name": "a"}}}),
-    "tree with a tensor too many": lambda r: json.dumps(r | {"tree": [{"$": "tensor", "name": n} for n in "abc"]}),
+    "tree without a tensor": lambda r: json.dumps(
+        r | {"tree": {"a": {"$": "tensor", "name": "a"}}}
+    ),
+    "tree with a tensor too many": lambda r: json.dumps(
+        r | {"tree": [{"$": "tensor", "name": n} for n in "abc"]}
+    ),
     "tree of an unknown tag": lambda r: json.dumps(r | {"tree": {"$": "pickle"}}),
 }
 
@@ -358,11 +420,15 @@ def test_shards_load_one_by_one_and_together():
     assert plan.format == "safetensors-dir"
     files = execute(plan)
     index = json.loads(files["model.safetensors.index.json"])
-    assert files["model.safetensors.index.json"].startswith(b'{\n  "metadata": {\n    "total_size": ')
+    assert files["model.safetensors.index.json"].startswith(
+        b'{\n  "metadata": {\n    "total_size": '
+    )
     assert index["metadata"]["total_size"] == sum(t.nbytes for n, t in tree.items() if n != "tied")
     assert set(index["weight_map"]) == set(tree) - {"tied"}
     shards = [key for key in files if key.endswith(".safetensors")]
-    assert shards == [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    assert shards == [
+        f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
+    ]
     together = {}
     for key in shards:
         loaded = safetensors.numpy.load(files[key])
@@ -377,13 +443,19 @@ def test_shards_load_one_by_one_and_together():
     assert_same(tree, {name: ckpt[name] for name in tree})
     assert ckpt["tied"].storages == ckpt["w"].storages
     assert ckpt.metadata == {"format": "pt", "a": "b"}
-    assert all(ckpt[name].storages[0].crc32 == zlib.crc32(raw_bytes(tensor)) for name, tensor in tree.items())
+    assert all(
+        ckpt[name].storages[0].crc32 == zlib.crc32(raw_bytes(tensor))
+        for name, tensor in tree.items()
+    )
 
 
 def test_a_folder_of_files_that_were_saved_one_by_one():
     memory = Memory()
     w = memory.array(np.ones(3))
-    files = {"a.safetensors": save_one({"w": w, "tied": memory.view(w, (3,), (1,))}), "b.safetensors": save_one({"n": {"v": w}})}
+    files = {
+        "a.safetensors": save_one({"w": w, "tied": memory.view(w, (3,), (1,))}),
+        "b.safetensors": save_one({"n": {"v": w}}),
+    }
     ckpt = reopen(files)
     assert set(ckpt) == {"w", "tied", "n.v"}
     assert any("b.safetensors" in note for note in ckpt.notes)
@@ -400,7 +472,10 @@ def test_an_index_whose_record_is_broken_or_old():
     index = json.loads(files["model.safetensors.index.json"])
     more = safetensors.numpy.save({"x": np.ones(1, ml_dtypes.bfloat16)})
     index["weight_map"]["x"] = "more.safetensors"
-    ckpt = reopen(files | {"more.safetensors": more, "model.safetensors.index.json": json.dumps(index).encode()})
+    ckpt = reopen(
+        files
+        | {"more.safetensors": more, "model.safetensors.index.json": json.dumps(index).encode()}
+    )
     assert set(ckpt) == {"n.v", "x"}
     assert ckpt.notes
 
@@ -415,6 +490,8 @@ def test_fifty_thousand_tensors_are_laid_out_and_opened():
 
 
 def test_a_tensor_without_data_is_named_among_many(tmp_path):
-    state = {f"t{number}": torch.zeros(3) for number in range(20)} | {"inner": {"meta": torch.zeros(3, device="meta")}}
+    state = {f"t{number}": torch.zeros(3) for number in range(20)} | {
+        "inner": {"meta": torch.zeros(3, device="meta")}
+    }
     with pytest.raises(CannotHold, match=r"inner\.meta: a tensor without data"):
         holdfast.save(state, tmp_path / "x.safetensors", format="safetensors")

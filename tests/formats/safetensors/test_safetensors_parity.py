@@ -21,10 +21,40 @@ from holdfast.formats.safetensors.schema import parse_exact, parse_fast
 from holdfast.torch import versions
 
 CODES = (
-    *("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "F16", "BF16", "F32", "F64", "C64"),
+    *(
+        "BOOL",
+        "U8",
+        "I8",
+        "I16",
+        "U16",
+        "I32",
+        "U32",
+        "I64",
+        "U64",
+        "F16",
+        "BF16",
+        "F32",
+        "F64",
+        "C64",
+    ),
     *("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2"),
 )
-NUMPY = [bool, "u1", "i1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", ml_dtypes.bfloat16]
+NUMPY = [
+    bool,
+    "u1",
+    "i1",
+    "i2",
+    "u2",
+    "i4",
+    "u4",
+    "i8",
+    "u8",
+    "f2",
+    "f4",
+    "f8",
+    "c8",
+    ml_dtypes.bfloat16,
+]
 
 
 def describe(raw: bytes):
@@ -33,11 +63,17 @@ def describe(raw: bytes):
 
 def library_view(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Name → code, shape, bytes, as the library sees them."""
-    return {name: (info["dtype"], tuple(info["shape"]), bytes(info["data"])) for name, info in safetensors.deserialize(raw)}
+    return {
+        name: (info["dtype"], tuple(info["shape"]), bytes(info["data"]))
+        for name, info in safetensors.deserialize(raw)
+    }
 
 
 def our_view(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {name: (t.dtype.safetensors, t.shape, stored(t.source, t.storages[0])) for name, t in describe(raw).tensors.items()}
+    return {
+        name: (t.dtype.safetensors, t.shape, stored(t.source, t.storages[0]))
+        for name, t in describe(raw).tensors.items()
+    }
 
 
 def test_all_codes_are_in_the_table():
@@ -130,12 +166,17 @@ def test_a_lone_piece_is_noted():
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
 
-@given(st.dictionaries(st.text(max_size=12), st.tuples(st.sampled_from(NUMPY), SHAPES), max_size=6), st.booleans())
+@given(
+    st.dictionaries(st.text(max_size=12), st.tuples(st.sampled_from(NUMPY), SHAPES), max_size=6),
+    st.booleans(),
+)
 @settings(max_examples=120)
 def test_any_file_of_the_library(wanted, with_metadata):
     wanted.pop("__metadata__", None)
     arrays = {name: np.ones(shape, dtype) for name, (dtype, shape) in wanted.items()}
-    raw = safetensors.numpy.save(arrays, metadata={"k": "v", **{n: n for n in wanted}} if with_metadata else None)
+    raw = safetensors.numpy.save(
+        arrays, metadata={"k": "v", **{n: n for n in wanted}} if with_metadata else None
+    )
     assert our_view(raw) == library_view(raw)
 
 
@@ -153,7 +194,11 @@ MEDDLING = st.lists(
 @given(MEDDLING, st.booleans())
 @settings(max_examples=400)
 def test_a_changed_header_is_refused_or_means_what_the_library_says(changes, with_metadata):
-    entries = {"a": entry("U8", [2, 2], 0, 4), "bb": entry("I16", [2], 4, 8), "-0": entry("F32", [], 8, 12)}
+    entries = {
+        "a": entry("U8", [2, 2], 0, 4),
+        "bb": entry("I16", [2], 4, 8),
+        "-0": entry("F32", [], 8, 12),
+    }
     raw = craft(entries, 12, {"k": 'v"'} if with_metadata else None)
     header = bytearray(raw[8:-12])
     for place, value, action in changes:
@@ -186,14 +231,20 @@ NAMES = st.sampled_from(["a", "b", "dtype", "shape", "__metadata__", "\u00fc", '
 
 
 @given(
-    st.lists(st.tuples(NAMES, SOUND | FIELDS | st.dictionaries(NAMES, st.text(max_size=4), max_size=2)), max_size=4),
+    st.lists(
+        st.tuples(NAMES, SOUND | FIELDS | st.dictionaries(NAMES, st.text(max_size=4), max_size=2)),
+        max_size=4,
+    ),
     st.booleans(),
     st.sampled_from([(",", ":"), (", ", ": "), (",\n", " :")]),
 )
 @settings(max_examples=400)
 def test_both_parsers_agree(pairs, ascii_only, separators):
     """Headers put together from pairs, so that names may occur twice."""
-    parts = [json.dumps({name: value}, ensure_ascii=ascii_only, separators=separators)[1:-1] for name, value in pairs]
+    parts = [
+        json.dumps({name: value}, ensure_ascii=ascii_only, separators=separators)[1:-1]
+        for name, value in pairs
+    ]
     raw = ("{" + separators[0].join(parts) + "}").encode()
     try:
         exact = parse_exact(raw, Limits())

@@ -52,15 +52,26 @@ def rebuild_low_rank(left, right):
 
 
 def reduce_low_rank(table, args):
-    parts = tensors(table, dict(zip(("left", "right"), arity(args, 2, 2, "rebuild_low_rank"), strict=True)), "a product")
+    parts = tensors(
+        table,
+        dict(zip(("left", "right"), arity(args, 2, 2, "rebuild_low_rank"), strict=True)),
+        "a product",
+    )
     shape = *parts["left"].shape[:1], *parts["right"].shape[1:]
     return table.builder.composite("low_rank", Apart(shape, parts))
 
 
 def check_low_rank(whole):
     left, right = whole.parts["left"].shape, whole.parts["right"].shape
-    if len(left) != 2 or len(right) != 2 or left[1] != right[0] or whole.shape != (left[0], right[1]):
-        raise MetadataError("the two matrices of a product do not fit each other", found=tuple(left))
+    if (
+        len(left) != 2
+        or len(right) != 2
+        or left[1] != right[0]
+        or whole.shape != (left[0], right[1])
+    ):
+        raise MetadataError(
+            "the two matrices of a product do not fit each other", found=tuple(left)
+        )
 
 
 def write_low_rank(writer, whole):
@@ -71,7 +82,9 @@ def write_low_rank(writer, whole):
 
 
 NAME = (__name__, "rebuild_low_rank")
-LOW_RANK = CompositeKind("low_rank", "a product of two", {NAME: reduce_low_rank}, check_low_rank, write_low_rank)
+LOW_RANK = CompositeKind(
+    "low_rank", "a product of two", {NAME: reduce_low_rank}, check_low_rank, write_low_rank
+)
 IN_TORCH = TorchKind(
     lambda tensor: isinstance(tensor, LowRank),
     lambda tensor: Apart(tuple(tensor.shape), {"left": tensor.left, "right": tensor.right}),
@@ -84,7 +97,11 @@ IN_TORCH = TorchKind(
 def _added():
     add_kind(LOW_RANK, IN_TORCH)
     yield
-    del composites.KINDS["low_rank"], torch_composites.KINDS["low_rank"], reducers.BuildingTable.calls[NAME]
+    del (
+        composites.KINDS["low_rank"],
+        torch_composites.KINDS["low_rank"],
+        reducers.BuildingTable.calls[NAME],
+    )
 
 
 def state() -> dict[str, object]:
@@ -104,7 +121,9 @@ def assert_same(found: object) -> None:
 
 WRITERS = {
     "torch.save": torch.save,
-    "torch.save, before 1.6": lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
+    "torch.save, before 1.6": lambda state, path: torch.save(
+        state, path, _use_new_zipfile_serialization=False
+    ),
     "holdfast.torch.save": holdfast.torch.save,
     "holdfast.save": holdfast.save,
 }
@@ -122,7 +141,11 @@ def test_it_is_described_and_read(saved):
         assert not ckpt.foreign
         whole = ckpt.tree["product"]
         assert isinstance(whole, Composite)
-        assert (whole.kind, whole.shape, list(whole.parts)) == ("low_rank", (3, 4), ["left", "right"])
+        assert (whole.kind, whole.shape, list(whole.parts)) == (
+            "low_rank",
+            (3, 4),
+            ["left", "right"],
+        )
         assert ckpt["product.left"].numpy().tolist() == state()["left"].tolist()
         assert_same({"product": whole.torch(), "plain": ckpt["plain"].torch()})
     with holdfast.torch.open(saved) as ckpt:
@@ -134,7 +157,10 @@ def test_it_is_loaded(saved, weights_only):
     with safe_globals([rebuild_low_rank]):
         found = holdfast.torch.load(saved, weights_only=weights_only)
     assert_same(found)
-    assert found["product"].left.untyped_storage().data_ptr() == found["left"].untyped_storage().data_ptr()
+    assert (
+        found["product"].left.untyped_storage().data_ptr()
+        == found["left"].untyped_storage().data_ptr()
+    )
 
 
 def test_it_is_loaded_where_it_was_allowed_and_not_otherwise(saved):
@@ -172,5 +198,8 @@ def test_parts_that_lie_are_refused_by_all(tmp_path):
     (tmp_path / "a.pt").write_bytes(buffer.getvalue())
     with pytest.raises(MetadataError, match="do not fit each other"):
         holdfast.open(tmp_path / "a.pt")
-    with safe_globals([rebuild_low_rank]), pytest.raises(HoldfastError, match="do not fit each other"):
+    with (
+        safe_globals([rebuild_low_rank]),
+        pytest.raises(HoldfastError, match="do not fit each other"),
+    ):
         holdfast.torch.load(tmp_path / "a.pt")

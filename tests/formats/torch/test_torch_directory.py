@@ -38,15 +38,24 @@ def folder(path: Path, weights: str = "pytorch_model.bin", *, zipped: bool = Tru
     return beside(path)
 
 
-def sharded(path: Path, stem: str = "pytorch_model", *, zipped: bool = True, index: bool = True) -> Path:
+def sharded(
+    path: Path, stem: str = "pytorch_model", *, zipped: bool = True, index: bool = True
+) -> Path:
     """The same in two shards."""
     path.mkdir()
     parts = {file.replace("pytorch_model", stem): names for file, names in PARTS.items()}
     for file, names in parts.items():
-        torch.save({name: STATE[name] for name in names}, path / file, _use_new_zipfile_serialization=zipped)
+        torch.save(
+            {name: STATE[name] for name in names},
+            path / file,
+            _use_new_zipfile_serialization=zipped,
+        )
     weight_map = {name: file for file, names in parts.items() for name in names}
     if index:
-        content = {"metadata": {"total_size": 1.0}, "weight_map": {name: weight_map[name] for name in STATE}}
+        content = {
+            "metadata": {"total_size": 1.0},
+            "weight_map": {name: weight_map[name] for name in STATE},
+        }
         (path / f"{stem}.bin.index.json").write_text(json.dumps(content))
     return beside(path)
 
@@ -75,7 +84,9 @@ def check(found: holdfast.Checkpoint) -> None:
     assert found.keys() == STATE.keys()
     for name, tensor in STATE.items():
         assert str(found[name].dtype) == str(tensor.dtype).removeprefix("torch.")
-        np.testing.assert_array_equal(found[name].numpy().astype(np.float32), tensor.float().numpy())
+        np.testing.assert_array_equal(
+            found[name].numpy().astype(np.float32), tensor.float().numpy()
+        )
 
 
 def test_it_opens_as_one_checkpoint(model: Path):
@@ -84,7 +95,9 @@ def test_it_opens_as_one_checkpoint(model: Path):
         assert found.notes == ()
         check(found)
         assert found["embed.weight"].storages == found["lm_head.weight"].storages
-        np.testing.assert_array_equal(found["embed.weight"][1:, ::2].numpy(), EMBED[1:, ::2].numpy())
+        np.testing.assert_array_equal(
+            found["embed.weight"][1:, ::2].numpy(), EMBED[1:, ::2].numpy()
+        )
 
 
 def test_the_order_is_that_of_the_index(tmp_path: Path):
@@ -95,7 +108,11 @@ def test_the_order_is_that_of_the_index(tmp_path: Path):
 def test_it_becomes_a_folder_of_safetensors(model: Path, tmp_path: Path):
     done = holdfast.convert(model, tmp_path / "new")
     assert done.format == "safetensors-dir"
-    assert sorted(os.listdir(tmp_path / "new")) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(os.listdir(tmp_path / "new")) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert not any("left behind" in note for note in done.notes)
     loaded = safetensors.torch.load_file(tmp_path / "new" / "model.safetensors")
     assert all(torch.equal(loaded[name], STATE[name]) for name in loaded)
@@ -128,7 +145,9 @@ def test_other_names(weights: str, becomes: str, tmp_path: Path):
 
 
 def test_shards_of_another_name(tmp_path: Path):
-    holdfast.convert(sharded(tmp_path / "a", "diffusion_pytorch_model"), tmp_path / "new", max_shard_size=60)
+    holdfast.convert(
+        sharded(tmp_path / "a", "diffusion_pytorch_model"), tmp_path / "new", max_shard_size=60
+    )
     assert "diffusion_pytorch_model.safetensors.index.json" in os.listdir(tmp_path / "new")
 
 
@@ -137,16 +156,22 @@ def test_other_weights_are_told(tmp_path: Path):
     (model / "tf_model.h5").write_bytes(b"\x89HDF")
     (model / "flax_model.msgpack").write_bytes(b"x")
     with holdfast.open(model) as found:
-        assert found.notes == ('beside them lie other weights, which are not read: "flax_model.msgpack", "tf_model.h5"',)
+        assert found.notes == (
+            'beside them lie other weights, which are not read: "flax_model.msgpack", "tf_model.h5"',
+        )
         check(found)
 
 
-@pytest.mark.parametrize("weights", [["tf_model.h5"], ["flax_model.msgpack", "flax_model-2.msgpack"], ["rust_model.ot"]])
+@pytest.mark.parametrize(
+    "weights", [["tf_model.h5"], ["flax_model.msgpack", "flax_model-2.msgpack"], ["rust_model.ot"]]
+)
 def test_a_folder_of_other_weights_only_says_which(weights: list[str], tmp_path: Path):
     """Holdfast opens none of them, so it does not send anybody to one of its files."""
     for name in ("config.json", "training_args.bin", *weights):
         (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UnknownFormat, match="does not read: " + ", ".join(f'"{name}"' for name in sorted(weights))) as caught:
+    with pytest.raises(
+        UnknownFormat, match="does not read: " + ", ".join(f'"{name}"' for name in sorted(weights))
+    ) as caught:
         holdfast.open(tmp_path)
     assert "save it from there" in str(caught.value)
     assert "open one of its files" not in str(caught.value)
@@ -160,7 +185,9 @@ def test_safetensors_win(tmp_path: Path):
     safetensors.torch.save_file({"only": torch.ones(2)}, model / "model.safetensors")
     with holdfast.open(model) as found:
         assert (found.format, list(found)) == ("safetensors-dir", ["only"])
-        assert found.notes == (f'beside them lie other weights, which are not read: "{SHARD(1)}", "{SHARD(2)}"',)
+        assert found.notes == (
+            f'beside them lie other weights, which are not read: "{SHARD(1)}", "{SHARD(2)}"',
+        )
 
 
 def test_the_usual_name_wins_and_several_others_are_refused(tmp_path: Path):
@@ -172,7 +199,9 @@ def test_the_usual_name_wins_and_several_others_are_refused(tmp_path: Path):
     torch.save({}, model / "training_args.bin")
     with holdfast.open(model) as found:
         check(found)
-        assert found.notes == ('beside them lie other weights, which are not read: "adapter_model.bin", "pytorch_model.fp16.bin"',)
+        assert found.notes == (
+            'beside them lie other weights, which are not read: "adapter_model.bin", "pytorch_model.fp16.bin"',
+        )
 
 
 def test_a_lone_index_of_something_else_is_no_index(tmp_path: Path):
@@ -185,10 +214,14 @@ def test_a_lone_index_of_something_else_is_no_index(tmp_path: Path):
 def test_what_the_index_leaves_out_comes_last_and_is_told(tmp_path: Path):
     """As transformers loads it: all that the shards have."""
     model = sharded(tmp_path / "a")
-    (model / INDEX).write_text(json.dumps({"weight_map": {"ids": SHARD(2), "lm_head.weight": SHARD(1)}}))
+    (model / INDEX).write_text(
+        json.dumps({"weight_map": {"ids": SHARD(2), "lm_head.weight": SHARD(1)}})
+    )
     with holdfast.open(model) as found:
         assert list(found) == ["ids", "lm_head.weight", "mlp.weight", "embed.weight"]
-        assert found.notes == (f'2 of the names in the files are not in {INDEX!r}, and come last: "mlp.weight", "embed.weight"',)
+        assert found.notes == (
+            f'2 of the names in the files are not in {INDEX!r}, and come last: "mlp.weight", "embed.weight"',
+        )
 
 
 def test_the_pickles_of_all_shards_have_one_limit(tmp_path: Path):
@@ -207,7 +240,10 @@ def test_versions_of_modules_stay(tmp_path: Path):
         part._metadata = {f"module{number}": {"version": number}}
         torch.save(part, model / SHARD(number))
     with holdfast.open(model) as found:
-        assert vars(found.tree)["_metadata"] == {"module1": {"version": 1}, "module2": {"version": 2}}
+        assert vars(found.tree)["_metadata"] == {
+            "module1": {"version": 1},
+            "module2": {"version": 2},
+        }
 
 
 def test_what_is_foreign_in_a_shard_is_data(tmp_path: Path):
@@ -218,7 +254,9 @@ def test_what_is_foreign_in_a_shard_is_data(tmp_path: Path):
     model = sharded(tmp_path / "a", index=False)
     torch.save({"ids": STATE["ids"], "extra": Evil()}, model / SHARD(2))
     with holdfast.open(model) as found:
-        assert [(str(one.what), one.stream) for one in found.foreign] == [("posix.system", f"{SHARD(2)}: data.pkl")]
+        assert [(str(one.what), one.stream) for one in found.foreign] == [
+            ("posix.system", f"{SHARD(2)}: data.pkl")
+        ]
     assert holdfast.scan(model).verdict() == "dangerous"
 
 

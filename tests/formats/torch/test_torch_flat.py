@@ -64,7 +64,9 @@ def test_a_flat_checkpoint_lets_go_of_its_tensors(tmp_path):
     del found
     gc.collect()
     assert table() is None
-    assert {name: array.tolist() for name, array in columns.read().items()} == {f"layers.{at}.w": [at] * 4 for at in range(10)}
+    assert {name: array.tolist() for name, array in columns.read().items()} == {
+        f"layers.{at}.w": [at] * 4 for at in range(10)
+    }
     assert columns.flat
     columns.close()
 

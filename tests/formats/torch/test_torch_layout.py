@@ -28,7 +28,13 @@ from holdfast.engine.saves import Data, Gathered, Literal, SavePlan
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import value_state
 from holdfast.errors import CannotHold
-from holdfast.formats.torch.write import archive_name, fold, fold_names, lay_out_torch_zip, mistaken_crc
+from holdfast.formats.torch.write import (
+    archive_name,
+    fold,
+    fold_names,
+    lay_out_torch_zip,
+    mistaken_crc,
+)
 from holdfast.saving.state import tabulate_tree
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch import versions
@@ -40,7 +46,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def carry_out(plan: SavePlan) -> bytes:
     """The file of a plan, the slow and obvious way."""
     (file,) = plan.files
-    contents = {s.label: np.ascontiguousarray(s.tensor.numpy()).tobytes() for s in file.segments if isinstance(s, Data)}
+    contents = {
+        s.label: np.ascontiguousarray(s.tensor.numpy()).tobytes()
+        for s in file.segments
+        if isinstance(s, Data)
+    }
     crcs = {label: zlib.crc32(content) for label, content in contents.items()}
     pieces = []
     for s in file.segments:
@@ -48,7 +58,13 @@ def carry_out(plan: SavePlan) -> bytes:
             content, known = s.make()
             crcs |= known
         else:
-            content = s.data if isinstance(s, Literal) else contents[s.label] if isinstance(s, Data) else s.make(crcs)
+            content = (
+                s.data
+                if isinstance(s, Literal)
+                else contents[s.label]
+                if isinstance(s, Data)
+                else s.make(crcs)
+            )
         pieces.append(content)
     assert [len(p) for p in pieces] == [s.nbytes for s in file.segments]
     return b"".join(pieces)
@@ -81,7 +97,12 @@ def assert_same(a: object, b: object) -> None:
     """The same types, shapes and bits, all the way down."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
-        assert (a.dtype, a.shape, a.stride(), a.requires_grad) == (b.dtype, b.shape, b.stride(), b.requires_grad)
+        assert (a.dtype, a.shape, a.stride(), a.requires_grad) == (
+            b.dtype,
+            b.shape,
+            b.stride(),
+            b.requires_grad,
+        )
         assert element_bytes(a) == element_bytes(b)
     elif isinstance(a, dict):
         assert list(a) == list(b)
@@ -96,7 +117,9 @@ def assert_same(a: object, b: object) -> None:
 
 
 def module() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 4))
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 4)
+    )
 
 
 def trainer() -> object:
@@ -110,13 +133,24 @@ def trainer() -> object:
 
 def tied() -> object:
     weight = torch.randn(3, 4)
-    return {"a": weight, "b": weight, "transposed": weight.t(), "detached": weight.detach(), "row": weight[1]}
+    return {
+        "a": weight,
+        "b": weight,
+        "transposed": weight.t(),
+        "detached": weight.detach(),
+        "row": weight[1],
+    }
 
 
 def attributed() -> object:
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.note = "kept"
-    return [parameter, parameter, torch.nn.Buffer(torch.zeros(2)), torch.nn.Buffer(torch.zeros(2), persistent=False)]
+    return [
+        parameter,
+        parameter,
+        torch.nn.Buffer(torch.zeros(2)),
+        torch.nn.Buffer(torch.zeros(2), persistent=False),
+    ]
 
 
 def two_state_dicts() -> object:
@@ -167,7 +201,11 @@ WHOLE = {
     "slice": lambda: torch.randn(10)[2:5],
     "columns": lambda: torch.randn(4, 4)[:, ::2],
     "imaginary parts": lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
-    "compressed": lambda: [torch.eye(3).to_sparse_csr(), torch.eye(3).to_sparse_csc(), torch.eye(4).to_sparse_bsr((2, 2))],
+    "compressed": lambda: [
+        torch.eye(3).to_sparse_csr(),
+        torch.eye(3).to_sparse_csc(),
+        torch.eye(4).to_sparse_bsr((2, 2)),
+    ],
 }
 """Views of parts of storages: torch writes the whole storage."""
 
@@ -215,7 +253,13 @@ def test_every_dtype(name: str, tmp_path: Path):
 
 @needs(versions.NARROW_INTS)
 @pytest.mark.parametrize(
-    "name", [f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8) if versions.dtype(f"{sign}int{width}")]
+    "name",
+    [
+        f"{sign}int{width}"
+        for sign in ("", "u")
+        for width in range(1, 8)
+        if versions.dtype(f"{sign}int{width}")
+    ],
 )
 def test_narrow_integers_that_torch_itself_cannot_save(name: str):
     content = bytes(range(6))
@@ -270,14 +314,24 @@ def test_the_serialization_id_at_every_growth_of_the_set(count: int):
 # Any state: the same bytes as torch, and back the same.
 
 TENSORS = st.builds(
-    lambda shape, dtype, seed: torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
+    lambda shape, dtype, seed: torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    ),
     st.lists(st.integers(0, 3), max_size=3),
     st.sampled_from(
-        [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, *([torch.uint16] if versions.UINT16 else [])]
+        [
+            torch.float32,
+            torch.bfloat16,
+            torch.int64,
+            torch.float8_e4m3fn,
+            *([torch.uint16] if versions.UINT16 else []),
+        ]
     ),
     st.integers(0, 5),
 )
-ATOMS = st.none() | st.booleans() | st.integers(-(2**100), 2**100) | st.floats() | st.text(max_size=8)
+ATOMS = (
+    st.none() | st.booleans() | st.integers(-(2**100), 2**100) | st.floats() | st.text(max_size=8)
+)
 STATES = st.recursive(
     ATOMS | TENSORS,
     lambda inner: (
@@ -303,7 +357,9 @@ def test_any_state_has_the_bytes_of_torch(tmp_path_factory: pytest.TempPathFacto
 
 @given(STATES)
 @settings(max_examples=25)
-def test_any_state_comes_back_through_holdfast(tmp_path_factory: pytest.TempPathFactory, state: object):
+def test_any_state_comes_back_through_holdfast(
+    tmp_path_factory: pytest.TempPathFactory, state: object
+):
     folder = tmp_path_factory.mktemp("state")
     saved(state, folder / "s.pt")
     (folder / "t.pt").write_bytes(again(folder / "s.pt"))
@@ -311,16 +367,24 @@ def test_any_state_comes_back_through_holdfast(tmp_path_factory: pytest.TempPath
         assert archive.testzip() is None
     with holdfast.open(folder / "s.pt") as one, holdfast.open(folder / "t.pt") as other:
         assert repr(one.tree) == repr(other.tree)
-        assert {n: t.numpy().tobytes() for n, t in one.items()} == {n: t.numpy().tobytes() for n, t in other.items()}
+        assert {n: t.numpy().tobytes() for n, t in one.items()} == {
+            n: t.numpy().tobytes() for n, t in other.items()
+        }
 
 
 # Tensors that no torch file holds.
 
 
-def memory_tensor(content: bytes, dtype: str, shape: tuple[int, ...], *, byteorder: str = "little") -> LazyTensor:
+def memory_tensor(
+    content: bytes, dtype: str, shape: tuple[int, ...], *, byteorder: str = "little"
+) -> LazyTensor:
     source = OpenSource(MemoryStore({"memory": content}))
     return LazyTensor.contiguous(
-        "", DTYPES.name(dtype), shape, Storage("memory", 0, len(content), byteorder, home=source.store), source
+        "",
+        DTYPES.name(dtype),
+        shape,
+        Storage("memory", 0, len(content), byteorder, home=source.store),
+        source,
     )
 
 
@@ -349,7 +413,10 @@ def test_reversed_axes_are_written_in_order():
 def test_several_chunks_are_joined():
     content = np.arange(12, dtype="<f4")
     source = OpenSource(MemoryStore({"0": content[:6].tobytes(), "1": content[6:].tobytes()}))
-    chunks = tuple(Chunk(Box((i, 0), (i + 1, 6)), Storage(str(i), 0, 24, home=None), 0, c_strides((1, 6), 32)) for i in range(2))
+    chunks = tuple(
+        Chunk(Box((i, 0), (i + 1, 6)), Storage(str(i), 0, 24, home=None), 0, c_strides((1, 6), 32))
+        for i in range(2)
+    )
     tensor = LazyTensor("", DTYPES.name("float32"), (2, 6), chunks, source)
     found = load(laid_out({"a": tensor, "b": tensor.renamed("other")}))
     assert found["a"].tolist() == content.reshape(2, 6).tolist()
@@ -369,7 +436,13 @@ def test_big_endian_sources_are_written_little(name: str):
 def test_two_dtypes_over_one_storage_are_written_apart_and_said_so():
     floats = memory_tensor(np.arange(4, dtype="<f4").tobytes(), "float32", (4,))
     (chunk,) = floats.chunks
-    ints = LazyTensor("", DTYPES.name("int32"), (2,), (Chunk(Box((0,), (2,)), chunk.storage, 0, (32,)),), floats.source)
+    ints = LazyTensor(
+        "",
+        DTYPES.name("int32"),
+        (2,),
+        (Chunk(Box((0,), (2,)), chunk.storage, 0, (32,)),),
+        floats.source,
+    )
     plan = lay_out_torch_zip(state_of({"f": floats, "i": ints}))
     (note,) = plan.notes
     assert "'f'" in note
@@ -377,7 +450,13 @@ def test_two_dtypes_over_one_storage_are_written_apart_and_said_so():
     found = load(carry_out(plan))
     assert found["i"].tolist() == found["f"].view(torch.int32)[:2].tolist()
     # Where they have no byte in common nothing is lost.
-    behind = LazyTensor("", DTYPES.name("int32"), (2,), (Chunk(Box((0,), (2,)), chunk.storage, 64, (32,)),), floats.source)
+    behind = LazyTensor(
+        "",
+        DTYPES.name("int32"),
+        (2,),
+        (Chunk(Box((0,), (2,)), chunk.storage, 64, (32,)),),
+        floats.source,
+    )
     assert lay_out_torch_zip(state_of({"f": floats[:2], "i": behind})).notes == ()
 
 
@@ -386,9 +465,27 @@ def test_odd_offsets_and_steps_of_fractions():
     content = bytes(range(40))
     whole = memory_tensor(content, "uint8", (40,))
     (chunk,) = whole.chunks
-    odd = LazyTensor("", DTYPES.name("int16"), (3,), (Chunk(Box((0,), (3,)), chunk.storage, 24, (16,)),), whole.source)
-    fraction = LazyTensor("", DTYPES.name("int16"), (3,), (Chunk(Box((0,), (3,)), chunk.storage, 0, (24,)),), whole.source)
-    mixed = LazyTensor("", DTYPES.name("uint32"), (2,), (Chunk(Box((0,), (2,)), chunk.storage, 64, (32,)),), whole.source)
+    odd = LazyTensor(
+        "",
+        DTYPES.name("int16"),
+        (3,),
+        (Chunk(Box((0,), (3,)), chunk.storage, 24, (16,)),),
+        whole.source,
+    )
+    fraction = LazyTensor(
+        "",
+        DTYPES.name("int16"),
+        (3,),
+        (Chunk(Box((0,), (3,)), chunk.storage, 0, (24,)),),
+        whole.source,
+    )
+    mixed = LazyTensor(
+        "",
+        DTYPES.name("uint32"),
+        (2,),
+        (Chunk(Box((0,), (2,)), chunk.storage, 64, (32,)),),
+        whole.source,
+    )
     found = load(laid_out([whole[5:7], odd, fraction, mixed]))
     assert found[0].tolist() == [5, 6]
     assert found[1].tolist() == np.frombuffer(content, "<i2", 3, 3).tolist()
@@ -426,14 +523,24 @@ def test_a_tensor_that_stands_twice_is_one_tensor():
 
 
 def test_values_of_our_own_become_torchs():
-    found = load(laid_out({"size": Size((2, 3)), "device": Device("cuda", 1), "dtype": DTYPES.name("bfloat16")}))
-    assert found == {"size": torch.Size([2, 3]), "device": torch.device("cuda", 1), "dtype": torch.bfloat16}
+    found = load(
+        laid_out(
+            {"size": Size((2, 3)), "device": Device("cuda", 1), "dtype": DTYPES.name("bfloat16")}
+        )
+    )
+    assert found == {
+        "size": torch.Size([2, 3]),
+        "device": torch.device("cuda", 1),
+        "dtype": torch.bfloat16,
+    }
 
 
 def test_a_subclass_is_kept_and_noted():
     subclass = Traits(subclass=Global("my.package", "Fancy"), state={"scale": 2})
     tensor = memory_tensor(bytes(8), "float32", (2,))
-    plan = lay_out_torch_zip(state_of({"t": LazyTensor("", tensor.dtype, (2,), tensor.chunks, tensor.source, subclass)}))
+    plan = lay_out_torch_zip(
+        state_of({"t": LazyTensor("", tensor.dtype, (2,), tensor.chunks, tensor.source, subclass)})
+    )
     (note,) = plan.notes
     assert "my.package.Fancy (t)" in note
     with pytest.raises(Exception, match=r"my\.package"):
@@ -457,7 +564,19 @@ def test_what_weights_only_refuses_is_noted_and_what_it_loads_is_not():
     assert "builtins.range (a.0)" in note
     assert "numpy.ndarray (b)" in note
     assert "set" not in note
-    state = state_of([b"", b"x", {1}, 1j, Counter("a"), OrderedDict(a=1), DTYPES.name("float32"), Size((1,)), bytearray(b"")])
+    state = state_of(
+        [
+            b"",
+            b"x",
+            {1},
+            1j,
+            Counter("a"),
+            OrderedDict(a=1),
+            DTYPES.name("float32"),
+            Size((1,)),
+            bytearray(b""),
+        ]
+    )
     plan = lay_out_torch_zip(state)
     assert plan.notes == ()
     assert load(carry_out(plan))[0] == b""
@@ -472,7 +591,15 @@ def test_all_problems_are_listed_with_their_paths():
     tensor = memory_tensor(bytes(24), "float6_e2m3fn", (4, 8))
     quantised = memory_tensor(bytes(4), "qint8", (4,))
     with pytest.raises(CannotHold) as caught:
-        laid_out({"a": [tensor], "b": {"q": quantised}, "c": Opaque(Global("os", "system")), "d": math.floor, "fine": 1})
+        laid_out(
+            {
+                "a": [tensor],
+                "b": {"q": quantised},
+                "c": Opaque(Global("os", "system")),
+                "d": math.floor,
+                "fine": 1,
+            }
+        )
     assert [p.split(":")[0] for p in caught.value.problems] == ["a.0", "b.q", "c", "d"]
 
 
@@ -495,13 +622,19 @@ def test_bfloat16_bits_survive_whatever_they_are():
     content = np.arange(65536, dtype=np.uint16)
     found = load(laid_out(memory_tensor(content.tobytes(), "bfloat16", (65536,))))
     assert found.view(torch.int16).numpy().view(np.uint16).tolist() == content.tolist()
-    assert np.array_equal(found.to(torch.float32).numpy(), content.view(ml_dtypes.bfloat16).astype(np.float32), equal_nan=True)
+    assert np.array_equal(
+        found.to(torch.float32).numpy(),
+        content.view(ml_dtypes.bfloat16).astype(np.float32),
+        equal_nan=True,
+    )
 
 
 def test_small_records_that_follow_each_other_are_one_segment():
     source = OpenSource(MemoryStore({"memory": bytes(8 * 2000)}))
     tree = {
-        f"w{i}": LazyTensor.contiguous("", DTYPES.name("float32"), (2,), Storage("memory", 8 * i, 8, home=source.store), source)
+        f"w{i}": LazyTensor.contiguous(
+            "", DTYPES.name("float32"), (2,), Storage("memory", 8 * i, 8, home=source.store), source
+        )
         for i in range(2000)
     }
     (file,) = lay_out_torch_zip(state_of(tree)).files

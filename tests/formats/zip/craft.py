@@ -92,17 +92,26 @@ def local_header(item: Item, *, offset: int = 0, alignment: int = 0) -> bytes:
         "extra": b"",
     }
     if alignment:
-        fields["extra"] = block(0x4246, b"Z" * (-(offset + 30 + len(item.raw_name) + 4) % alignment))
+        fields["extra"] = block(
+            0x4246, b"Z" * (-(offset + 30 + len(item.raw_name) + 4) % alignment)
+        )
     fields |= item.local
     name, extra = fields["name"], fields["extra"]
     lengths = (fields.get("name_nbytes", len(name)), fields.get("extra_nbytes", len(extra)))
-    return fields["signature"] + struct.pack("<5H3I2H", *(fields[f] for f in LOCAL_FIELDS), *lengths) + name + extra
+    return (
+        fields["signature"]
+        + struct.pack("<5H3I2H", *(fields[f] for f in LOCAL_FIELDS), *lengths)
+        + name
+        + extra
+    )
 
 
 def descriptor(item: Item, *, wide: bool = False, **lies: int) -> bytes:
     """A data descriptor with its signature."""
     fields = {"crc": item.crc, "packed": len(item.stored), "size": len(item.content)} | lies
-    return b"PK\7\10" + struct.pack("<IQQ" if wide else "<III", fields["crc"], fields["packed"], fields["size"])
+    return b"PK\7\10" + struct.pack(
+        "<IQQ" if wide else "<III", fields["crc"], fields["packed"], fields["size"]
+    )
 
 
 def central_entry(item: Item, offset: int) -> bytes:
@@ -127,7 +136,13 @@ def central_entry(item: Item, offset: int) -> bytes:
         "offset": offset,
     } | item.central
     texts = [fields[f] for f in ("name", "extra", "comment")]
-    rest = (*map(len, texts), fields["disk"], fields["internal"], fields["attributes"], fields["offset"])
+    rest = (
+        *map(len, texts),
+        fields["disk"],
+        fields["internal"],
+        fields["attributes"],
+        fields["offset"],
+    )
     numbers = struct.pack("<6H3I5H2I", *(fields[f] for f in CENTRAL_FIELDS), *rest)
     return fields["signature"] + numbers + b"".join(texts)
 
@@ -144,17 +159,37 @@ def tail(
     comment: bytes = b"",
 ) -> bytes:
     """What follows the directory; with the two zip64 records if `wide`."""
-    e64 = {"signature": b"PK\6\6", "rest": 44, "disk": 0, "first_disk": 0, "here": count, "count": count}
+    e64 = {
+        "signature": b"PK\6\6",
+        "rest": 44,
+        "disk": 0,
+        "first_disk": 0,
+        "here": count,
+        "count": count,
+    }
     e64 |= {"nbytes": nbytes, "directory": directory} | end64
     loc = {"signature": b"PK\6\7", "disk": 0, "pointer": directory + nbytes, "disks": 1} | locator
-    last = {"signature": b"PK\5\6", "disk": 0, "first_disk": 0, "here": min(count, 0xFFFF), "count": min(count, 0xFFFF)}
-    last |= {"nbytes": min(nbytes, MAX32), "directory": min(directory, MAX32), "comment_nbytes": len(comment)} | end
+    last = {
+        "signature": b"PK\5\6",
+        "disk": 0,
+        "first_disk": 0,
+        "here": min(count, 0xFFFF),
+        "count": min(count, 0xFFFF),
+    }
+    last |= {
+        "nbytes": min(nbytes, MAX32),
+        "directory": min(directory, MAX32),
+        "comment_nbytes": len(comment),
+    } | end
     out = b""
     if wide:
         numbers = [e64[f] for f in ("disk", "first_disk", "here", "count", "nbytes", "directory")]
         out += e64["signature"] + struct.pack("<Q2H2I4Q", e64["rest"], 0x031E, 45, *numbers)
         out += loc["signature"] + struct.pack("<IQI", loc["disk"], loc["pointer"], loc["disks"])
-    numbers = [last[f] for f in ("disk", "first_disk", "here", "count", "nbytes", "directory", "comment_nbytes")]
+    numbers = [
+        last[f]
+        for f in ("disk", "first_disk", "here", "count", "nbytes", "directory", "comment_nbytes")
+    ]
     return out + last["signature"] + struct.pack("<4H2IH", *numbers) + comment
 
 
@@ -185,9 +220,20 @@ def build(
         elif item.true_flags & DESCRIBED:
             out += descriptor(item)
     out += before_directory
-    rows = [row for row in (order if order is not None else range(len(items))) if not items[row].hidden]
+    rows = [
+        row for row in (order if order is not None else range(len(items))) if not items[row].hidden
+    ]
     directory = b"".join(central_entry(items[row], offsets[row]) for row in rows)
     position = len(out)
     out += directory + after_directory
-    out += tail(position, len(directory), len(rows), wide=wide, end=end, end64=end64, locator=locator, comment=comment)
+    out += tail(
+        position,
+        len(directory),
+        len(rows),
+        wide=wide,
+        end=end,
+        end64=end64,
+        locator=locator,
+        comment=comment,
+    )
     return bytes(out + after)

@@ -63,7 +63,10 @@ def written(segments):
 
 PAYLOADS = st.lists(
     st.one_of(
-        st.binary(max_size=SMALL), st.binary(min_size=SMALL + 1, max_size=3 * SMALL), st.just(SIGNED + b"abcdefgh"), st.just(b"")
+        st.binary(max_size=SMALL),
+        st.binary(min_size=SMALL + 1, max_size=3 * SMALL),
+        st.just(SIGNED + b"abcdefgh"),
+        st.just(b""),
     ),
     min_size=1,
     max_size=130,
@@ -71,7 +74,13 @@ PAYLOADS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(PAYLOADS, st.sampled_from(["a", "model.v2", "x" * 70]), st.sampled_from([1, 64, 100, 4096]), st.booleans(), st.booleans())
+@given(
+    PAYLOADS,
+    st.sampled_from(["a", "model.v2", "x" * 70]),
+    st.sampled_from([1, 64, 100, 4096]),
+    st.booleans(),
+    st.booleans(),
+)
 @example([b"ab"] * 11, "a", 64, True, True)
 @example([SIGNED + b"abcd"] * 3, "a", 64, True, True)
 @example([SIGNED + b"abcd" * 30] * 3, "a", 64, False, True)
@@ -85,7 +94,9 @@ def test_rows_are_laid_out_as_records_are(payloads, prefix, alignment, crc, orde
         made = written(rows)
     records = [(f"data/{n}", payload) for n, payload in enumerate(payloads)]
     assert made == written(lay_out_container(prefix, b"a pickle", records, **options))
-    assert any(isinstance(segment, Gathered) for segment in rows) == any(len(p) <= SMALL for p in payloads)
+    assert any(isinstance(segment, Gathered) for segment in rows) == any(
+        len(p) <= SMALL for p in payloads
+    )
 
 
 def test_checksums_are_told_by_name():
@@ -97,17 +108,32 @@ def test_checksums_are_told_by_name():
 
 
 @settings(max_examples=40, deadline=None)
-@given(PAYLOADS, st.integers(0, 4000), st.sampled_from([1, 64, 100]), st.booleans(), st.sets(st.integers(0, 20)))
+@given(
+    PAYLOADS,
+    st.integers(0, 4000),
+    st.sampled_from([1, 64, 100]),
+    st.booleans(),
+    st.sets(st.integers(0, 20)),
+)
 @example([b"ab"] * 20, 1000, 64, True, set())
 @example([b"ab"] * 20, 0, 64, True, {3})
-def test_what_passes_four_gigabytes_is_laid_out_as_records_are(payloads, most, alignment, crc, apart):
+def test_what_passes_four_gigabytes_is_laid_out_as_records_are(
+    payloads, most, alignment, crc, apart
+):
     """With a smaller number for 4 GiB: from there on, headers have zip64 blocks, and descriptors 64-bit sizes."""
     rows = as_rows(payloads, [number for number in apart if number < len(payloads)])
     records = [(f"data/{n}", payload) for n, payload in enumerate(payloads)]
     small = max(most, max(map(len, payloads)) + 1)
-    with mock.patch.object(writer, "MAX32", small), mock.patch.object(plan_saves, "BLOCK_NBYTES", BLOCK):
-        many = written(writer.lay_out_zip("a", [("first", b"p"), rows], alignment=alignment, crc=crc))
-        assert many == written(writer.lay_out_zip("a", [("first", b"p"), *records], alignment=alignment, crc=crc))
+    with (
+        mock.patch.object(writer, "MAX32", small),
+        mock.patch.object(plan_saves, "BLOCK_NBYTES", BLOCK),
+    ):
+        many = written(
+            writer.lay_out_zip("a", [("first", b"p"), rows], alignment=alignment, crc=crc)
+        )
+        assert many == written(
+            writer.lay_out_zip("a", [("first", b"p"), *records], alignment=alignment, crc=crc)
+        )
 
 
 @pytest.mark.parametrize("name", ["data/3", "DATA/x"])
@@ -118,7 +144,10 @@ def test_no_other_record_stands_among_them(name):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.binary(max_size=90), max_size=6), st.sampled_from(["a", "é" * 20]), st.sampled_from([1, 64, 4096]), st.booleans()
+    st.lists(st.binary(max_size=90), max_size=6),
+    st.sampled_from(["a", "é" * 20]),
+    st.sampled_from([1, 64, 4096]),
+    st.booleans(),
 )
 def test_an_archive_of_which_all_is_known_is_one_literal(payloads, prefix, alignment, crc):
     records = [(f"r/{number}", payload) for number, payload in enumerate(payloads)]
@@ -127,7 +156,11 @@ def test_an_archive_of_which_all_is_known_is_one_literal(payloads, prefix, align
         assert archive.namelist() == [f"{prefix}/{name}" for name, _ in records]
         for (_, payload), info in zip(records, archive.infolist(), strict=True):
             assert (crc32(payload) if crc and payload else 0) == info.CRC
-            start = info.header_offset + 30 + sum(struct.unpack_from("<2H", at_once.data, info.header_offset + 26))
+            start = (
+                info.header_offset
+                + 30
+                + sum(struct.unpack_from("<2H", at_once.data, info.header_offset + 26))
+            )
             assert start % alignment == 0
             assert at_once.data[start : start + len(payload)] == payload
             assert not crc or archive.read(info) == payload

@@ -12,7 +12,16 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.formats.zip.craft import DESCRIBED, UTF8, Item, block, build, central_entry, descriptor, tail
+from tests.formats.zip.craft import (
+    DESCRIBED,
+    UTF8,
+    Item,
+    block,
+    build,
+    central_entry,
+    descriptor,
+    tail,
+)
 from tests.formats.zip.sources import BytesSource
 from tests.formats.zip.test_zip_reader import assert_like_zipfile
 from tests.support import torch_bytes
@@ -85,7 +94,8 @@ HOSTILE = {
     "second archive after the end, with true offsets": build([A]) + build([B]),
     "bytes before the start": b"MZ" + build([A, B]),
     "bytes before the start, no zip64": b"MZ" + build([A, B], wide=False),
-    "bytes before the start, offsets adjusted": b"#!" + build([Item("m/a", b"1", before=b"#!")], wide=False)[2:],
+    "bytes before the start, offsets adjusted": b"#!"
+    + build([Item("m/a", b"1", before=b"#!")], wide=False)[2:],
     "disk number": build([A, B], end={"disk": 1}),
     "directory on another disk": build([A, B], end={"first_disk": 1}),
     "count on this disk": build([A, B], end={"here": 1}, wide=False),
@@ -94,7 +104,9 @@ HOSTILE = {
     "count absurd": build([A, B], end={"here": 65535, "count": 65535}, wide=False),
     "directory nbytes": build([A, B], end={"nbytes": 10}, wide=False),
     "directory offset": build([A, B], end={"directory": 1}, wide=False),
-    "directory offset and nbytes shifted": build([A, B], end={"directory": 20, "nbytes": 10**6}, wide=False),
+    "directory offset and nbytes shifted": build(
+        [A, B], end={"directory": 20, "nbytes": 10**6}, wide=False
+    ),
     "saturated without zip64": build([A, B], end={"directory": MAX32}, wide=False),
     "bytes after the directory": build([A, B], after_directory=b"\0"),
     "no room for zip64": (b"PK\6\7" + bytes(16) + tail(0, 0, 0, wide=False)),
@@ -102,9 +114,13 @@ HOSTILE = {
     # zip64 records
     "zip64 count": build([A, B], end64={"count": 3, "here": 3}),
     "zip64 count on this disk": build([A, B], end64={"here": 1}, end={"here": 0xFFFF}),
-    "zip64 count absurd": build([A, B], end64={"count": 2**63, "here": 2**63}, end={"count": 0xFFFF, "here": 0xFFFF}),
+    "zip64 count absurd": build(
+        [A, B], end64={"count": 2**63, "here": 2**63}, end={"count": 0xFFFF, "here": 0xFFFF}
+    ),
     "zip64 directory": build([A, B], end64={"directory": 7}),
-    "zip64 directory, end saturated": build([A, B], end64={"directory": 7}, end={"directory": MAX32}),
+    "zip64 directory, end saturated": build(
+        [A, B], end64={"directory": 7}, end={"directory": MAX32}
+    ),
     "zip64 nbytes": build([A, B], end64={"nbytes": 46}),
     "zip64 nbytes huge": build([A, B], end64={"nbytes": 2**64 - 1}, end={"nbytes": MAX32}),
     "zip64 and end disagree": build([A, B], end={"directory": 7}),
@@ -169,8 +185,12 @@ HOSTILE = {
     "stored with two sizes": plain(central={"size": 4}, local={"size": 4}),
     "stored with a smaller packed size": plain(central={"packed": 4}, local={"packed": 4}),
     "deflated to nothing": build([Item("m/x", b"1", method=8, flags=0, payload=b"")]),
-    "deflate bomb beyond deflate": build([Item("m/x", b"1", method=8, flags=0, central={"size": 10**9})]),
-    "deflate bomb of 2^64": build([Item("m/x", b"1", method=8, central={"size": MAX32, "extra": wide(2**64 - 1)})]),
+    "deflate bomb beyond deflate": build(
+        [Item("m/x", b"1", method=8, flags=0, central={"size": 10**9})]
+    ),
+    "deflate bomb of 2^64": build(
+        [Item("m/x", b"1", method=8, central={"size": MAX32, "extra": wide(2**64 - 1)})]
+    ),
     "empty with a checksum": build([Item("m/x", central={"crc": 1}, local={"crc": 1})]),
     "record outside": lie(central={"offset": 10**6}),
     "record larger than the archive": lie(central={"size": 10**6, "packed": 10**6}),
@@ -181,7 +201,9 @@ HOSTILE = {
     "zip64 block too long": lie(central={"offset": MAX32, "extra": wide(0, 0)}),
     "zip64 block twice": lie(central={"offset": MAX32, "extra": wide(0) + wide(1)}),
     "zip64 offset of 2^64": lie(central={"offset": MAX32, "extra": wide(2**64 - 1)}),
-    "zip64 size of 2^63": lie(central={"size": MAX32, "packed": MAX32, "extra": wide(2**63, 2**63)}),
+    "zip64 size of 2^63": lie(
+        central={"size": MAX32, "packed": MAX32, "extra": wide(2**63, 2**63)}
+    ),
     "central extra cut": lie(central={"extra": b"\1\0\0"}),
     "central extra block too long": lie(central={"extra": b"UT\x09\0\3"}),
     "central extra renames": lie(central={"extra": block(0x7075, b"\1" + bytes(4) + b"m/evil")}),
@@ -210,10 +232,14 @@ HOSTILE = {
     "local extra of many blocks": lie(local={"extra": block(0x4246, b"") * 9}),
     "local zip64 disagrees": plain(local={"size": MAX32, "packed": MAX32, "extra": wide(6, 6)}),
     "local zip64 beside true sizes": plain(local={"extra": wide(5, 5)}),
-    "local zip64 of other length": plain(local={"size": MAX32, "packed": MAX32, "extra": wide(5, 5, 0)}),
+    "local zip64 of other length": plain(
+        local={"size": MAX32, "packed": MAX32, "extra": wide(5, 5, 0)}
+    ),
     "local zip64 twice": plain(local={"size": MAX32, "packed": MAX32, "extra": wide(5, 5) * 2}),
     "local zip64 empty": lie(local={"extra": wide()}),
-    "local zip64 with needless offset": lie(local={"extra": wide(0)}, descriptor=descriptor(A, wide=True)),
+    "local zip64 with needless offset": lie(
+        local={"extra": wide(0)}, descriptor=descriptor(A, wide=True)
+    ),
     "local saturated without zip64": plain(local={"size": MAX32, "packed": MAX32}),
     # data descriptors
     "descriptor missing": lie(descriptor=b""),
@@ -224,11 +250,14 @@ HOSTILE = {
     "descriptor size": lie(descriptor=descriptor(A, size=1)),
     "descriptor wide without zip64": lie(descriptor=descriptor(A, wide=True)),
     "descriptor narrow with zip64": build(
-        [Item("m/a", b"x", local={"size": MAX32, "packed": MAX32, "extra": wide(0, 0)})], alignment=0
+        [Item("m/a", b"x", local={"size": MAX32, "packed": MAX32, "extra": wide(0, 0)})],
+        alignment=0,
     ),
     "descriptor of the last record": build([A, Item("m/z", b"1", descriptor=descriptor(A))]),
     "descriptor after an empty record": build([Item("m/x", descriptor=descriptor(Item("m/x"))), B]),
-    "descriptor promised after an empty record": build([Item("m/x", flags=DESCRIBED, descriptor=b""), B]),
+    "descriptor promised after an empty record": build(
+        [Item("m/x", flags=DESCRIBED, descriptor=b""), B]
+    ),
     # layout
     "gap before the first": build([Item("m/a", b"1", before=b"\0"), B]),
     "gap between records": build([A, Item("m/b", b"1", before=b"\0")]),
@@ -260,7 +289,14 @@ def test_refused(raw):
 def test_the_crafted_base_is_honest():
     """Each case above is refused for its lie and not for something that they have in common."""
     folder = build([Item("m/x/"), B])
-    for raw in (lie(), plain(), names("m/a", "m/b"), build([PACKED, B]), build([A, B], wide=False), folder):
+    for raw in (
+        lie(),
+        plain(),
+        names("m/a", "m/b"),
+        build([PACKED, B]),
+        build([A, B], wide=False),
+        folder,
+    ):
         assert_like_zipfile(read_archive(BytesSource(raw), "f"), raw)
     deflate_options = Item("m/c", b"text " * 50, method=8, flags=UTF8 | DESCRIBED | 1 << 1)
     assert read_archive(BytesSource(build([deflate_options])), "f").records["m/c"].method == 8
@@ -293,8 +329,16 @@ def test_hostile_names_do_not_reach_the_terminal():
 BASES = {
     "torch": torch_bytes({"a": torch.arange(3), "b": torch.empty(0)}),
     "craft": build([A, Item("m/empty"), PACKED, PLAIN, B], alignment=1),
-    "plain": build([PLAIN, Item("m/\u00e4", b"1", flags=UTF8), Item("m/d/", flags=0)], alignment=0, wide=False),
-    "zip64": build([Item("m/w", b"x", flags=0, local={"size": MAX32, "packed": MAX32, "extra": wide(1, 1)}), B], alignment=0),
+    "plain": build(
+        [PLAIN, Item("m/\u00e4", b"1", flags=UTF8), Item("m/d/", flags=0)], alignment=0, wide=False
+    ),
+    "zip64": build(
+        [
+            Item("m/w", b"x", flags=0, local={"size": MAX32, "packed": MAX32, "extra": wide(1, 1)}),
+            B,
+        ],
+        alignment=0,
+    ),
 }
 
 
@@ -313,7 +357,10 @@ def assert_same_for_all(raw: bytes) -> None:
     assert_like_zipfile(found, raw)
     try:
         theirs = torch._C.PyTorchFileReader(io.BytesIO(raw))
-    except (RuntimeError, UnicodeDecodeError):  # the latter from a message about a damaged version record
+    except (
+        RuntimeError,
+        UnicodeDecodeError,
+    ):  # the latter from a message about a damaged version record
         return
     if found.prefix:
         for name, record in zip(found.names, found.records.values(), strict=True):
@@ -336,7 +383,9 @@ def test_every_single_byte(base):
     raw = BASES[base]
     for position in range(len(raw)):
         for change in (0x01, 0x80, 0xFF):
-            assert_same_for_all(raw[:position] + bytes([raw[position] ^ change]) + raw[position + 1 :])
+            assert_same_for_all(
+                raw[:position] + bytes([raw[position] ^ change]) + raw[position + 1 :]
+            )
 
 
 @given(
@@ -359,7 +408,9 @@ def test_the_oracle_would_notice():
     accepted = 0
     for raw in HOSTILE.values():
         with (
-            contextlib.suppress(zipfile.BadZipFile, zlib.error, struct.error, ArithmeticError, EOFError),
+            contextlib.suppress(
+                zipfile.BadZipFile, zlib.error, struct.error, ArithmeticError, EOFError
+            ),
             contextlib.suppress(OSError, RuntimeError, ValueError),
             zipfile.ZipFile(io.BytesIO(raw)) as archive,
         ):

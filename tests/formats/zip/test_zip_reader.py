@@ -13,7 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.formats.zip.craft import DESCRIBED, UTF8, Item, block, build, central_entry, descriptor, local_header, tail
+from tests.formats.zip.craft import (
+    DESCRIBED,
+    UTF8,
+    Item,
+    block,
+    build,
+    central_entry,
+    descriptor,
+    local_header,
+    tail,
+)
 from tests.formats.zip.sources import BytesSource, FileSource
 from tests.support import torch_bytes
 
@@ -37,15 +47,22 @@ def contents(archive: zipfile.ZipFile, name: str) -> bytes:
 def assert_like_zipfile(found: Archive, raw: bytes, *, start: int = 0) -> None:
     """The same names in the order of the file, the same sizes, checksums and bytes."""
     with zipfile.ZipFile(io.BytesIO(raw)) as theirs:
-        infos = [i for i in sorted(theirs.infolist(), key=lambda i: i.header_offset) if not i.is_dir()]
+        infos = [
+            i for i in sorted(theirs.infolist(), key=lambda i: i.header_offset) if not i.is_dir()
+        ]
         assert list(found.records) == [i.filename for i in infos]
         for info in infos:
             record = found.records[info.filename]
-            assert (record.header - start, record.method) == (info.header_offset, info.compress_type)
+            assert (record.header - start, record.method) == (
+                info.header_offset,
+                info.compress_type,
+            )
             assert (record.nbytes, record.content_nbytes) == (info.compress_size, info.file_size)
             assert record.crc32 == (info.CRC if info.CRC or not info.file_size else None)
             if record.stored:
-                assert raw[record.start - start : record.stop - start] == contents(theirs, info.filename)
+                assert raw[record.start - start : record.stop - start] == contents(
+                    theirs, info.filename
+                )
 
 
 def with_alignment(nbytes: int) -> bytes:
@@ -95,9 +112,13 @@ def named(path: Path) -> bytes:
 TORCH = {
     "one tensor": lambda tmp: torch_bytes(torch.arange(4.0)),
     "no tensor": lambda tmp: torch_bytes({"epoch": 3}),
-    "empty tensors": lambda tmp: torch_bytes({"a": torch.empty(0), "b": torch.empty(0, 4), "c": torch.ones(1)}),
+    "empty tensors": lambda tmp: torch_bytes(
+        {"a": torch.empty(0), "b": torch.empty(0, 4), "c": torch.ones(1)}
+    ),
     "300 tensors": lambda tmp: torch_bytes([torch.full((i % 7,), i) for i in range(300)]),
-    "payload like a descriptor": lambda tmp: torch_bytes(torch.tensor(list(b"PK\7\10PK\5\6PK\1\2"), dtype=torch.uint8)),
+    "payload like a descriptor": lambda tmp: torch_bytes(
+        torch.tensor(list(b"PK\7\10PK\5\6PK\1\2"), dtype=torch.uint8)
+    ),
     "named file": lambda tmp: named(tmp / "my.model.pt"),
     "alignment 4096": lambda tmp: with_alignment(4096),
     "alignment 1": lambda tmp: with_alignment(1),
@@ -204,7 +225,13 @@ def test_directory_in_another_order_than_the_file():
 def test_checkpoint_packed_again_by_info_zip_has_times(tmp_path):
     times = block(0x5455, b"\3" + bytes(8))
     owners = block(0x7875, b"\1\4" + bytes(4) + b"\4" + bytes(4))
-    item = Item("a/x", b"1", flags=0, local={"extra": times + owners}, central={"extra": times[:4] + bytes(9) + owners})
+    item = Item(
+        "a/x",
+        b"1",
+        flags=0,
+        local={"extra": times + owners},
+        central={"extra": times[:4] + bytes(9) + owners},
+    )
     assert read(build([item], wide=False, alignment=0)).records["a/x"].nbytes == 1
 
 
@@ -248,12 +275,16 @@ def test_records_above_4_gib_written_by_torch(tmp_path):
             assert record.start == theirs.get_record_offset(f"data/{index}")
     with zipfile.ZipFile(path) as archive:
         assert list(found.records) == archive.namelist()
-        assert [r.header for r in found.records.values()] == [i.header_offset for i in archive.infolist()]
+        assert [r.header for r in found.records.values()] == [
+            i.header_offset for i in archive.infolist()
+        ]
     assert source.nbytes < 20_000
     assert source.calls < 10
 
 
-@pytest.mark.parametrize("saturated", [True, False], ids=["sizes in the header", "sizes in the descriptor"])
+@pytest.mark.parametrize(
+    "saturated", [True, False], ids=["sizes in the header", "sizes in the descriptor"]
+)
 def test_record_above_4_gib_as_cpython_lays_it_out(tmp_path, saturated):
     nbytes = 5 << 30
     wide = nbytes.to_bytes(8, "little")
@@ -261,14 +292,21 @@ def test_record_above_4_gib_as_cpython_lays_it_out(tmp_path, saturated):
     item = Item(
         "a/x",
         flags=flags,
-        local={"size": 0xFFFFFFFF, "packed": 0xFFFFFFFF, "extra": block(1, wide * 2 if saturated else bytes(16))},
+        local={
+            "size": 0xFFFFFFFF,
+            "packed": 0xFFFFFFFF,
+            "extra": block(1, wide * 2 if saturated else bytes(16)),
+        },
         central={"size": 0xFFFFFFFF, "packed": 0xFFFFFFFF, "extra": block(1, wide * 2)},
     )
     late = Item("a/y", b"12", flags=0)
     head = local_header(item)
     behind = b"" if saturated else descriptor(item, wide=True, size=nbytes, packed=nbytes)
     offset = len(head) + nbytes + len(behind)
-    late_central = central_entry(Item("a/y", b"12", flags=0, central={"extra": block(1, offset.to_bytes(8, "little"))}), 0xFFFFFFFF)
+    late_central = central_entry(
+        Item("a/y", b"12", flags=0, central={"extra": block(1, offset.to_bytes(8, "little"))}),
+        0xFFFFFFFF,
+    )
     directory = central_entry(item, 0) + late_central
     place = offset + len(local_header(late)) + 2
     path = tmp_path / "holes.zip"
@@ -277,7 +315,10 @@ def test_record_above_4_gib_as_cpython_lays_it_out(tmp_path, saturated):
         file.seek(nbytes, os.SEEK_CUR)
         file.write(behind + local_header(late) + b"12" + directory + tail(place, len(directory), 2))
     found = read_archive(FileSource(path), "file")
-    assert [(r.start, r.nbytes) for r in found.records.values()] == [(len(head), nbytes), (place - 2, 2)]
+    assert [(r.start, r.nbytes) for r in found.records.values()] == [
+        (len(head), nbytes),
+        (place - 2, 2),
+    ]
     with zipfile.ZipFile(path) as archive:
         assert [i.file_size for i in archive.infolist()] == [nbytes, 2]
         assert archive.read("a/y") == b"12"
@@ -304,7 +345,13 @@ def empty_records(count: int) -> bytes:
     for index in range(count):
         name = f"a/{index:07}".encode()
         heads.append(b"PK\3\4" + bytes(22) + len(name).to_bytes(4, "little") + name)
-        entries.append(b"PK\1\2" + bytes(24) + len(name).to_bytes(14, "little") + place.to_bytes(4, "little") + name)
+        entries.append(
+            b"PK\1\2"
+            + bytes(24)
+            + len(name).to_bytes(14, "little")
+            + place.to_bytes(4, "little")
+            + name
+        )
         place += len(heads[-1])
     directory = b"".join(entries)
     return b"".join(heads) + directory + tail(place, len(directory), count)
@@ -346,7 +393,9 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0\\/:."), min_
 
 
 @given(
-    content=st.dictionaries(st.lists(NAMES, min_size=1, max_size=3).map("/".join), st.binary(max_size=40), max_size=8),
+    content=st.dictionaries(
+        st.lists(NAMES, min_size=1, max_size=3).map("/".join), st.binary(max_size=40), max_size=8
+    ),
     style=st.sampled_from(["torch", "zipfile", "stream"]),
     alignment=st.sampled_from([1, 64, 512]),
     data=st.data(),
@@ -358,7 +407,9 @@ def test_random_record_sets(content, style, alignment, data):
     order = data.draw(st.permutations(range(len(unique))))
     flags = {"torch": None, "zipfile": UTF8, "stream": UTF8 | DESCRIBED}[style]
     items = [Item(name, body, flags=flags) for name, body in unique.items()]
-    raw = build(items, order=order, alignment=alignment if style == "torch" else 0, wide=style == "torch")
+    raw = build(
+        items, order=order, alignment=alignment if style == "torch" else 0, wide=style == "torch"
+    )
     found = read(raw)
     assert_like_zipfile(found, raw)
     assert {name: raw[r.start : r.stop] for name, r in found.records.items()} == unique

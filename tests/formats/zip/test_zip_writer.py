@@ -26,14 +26,23 @@ from holdfast.stores.memory import MemoryStore
 def data(label: str, content: bytes) -> Data:
     source = OpenSource(MemoryStore({"memory": content}))
     storage = Storage("memory", 0, len(content), home=source.store)
-    return Data(LazyTensor.contiguous(label, DTYPES.name("uint8"), (len(content),), storage, source), label)
+    return Data(
+        LazyTensor.contiguous(label, DTYPES.name("uint8"), (len(content),), storage, source), label
+    )
 
 
 def carry_out(segments: tuple[Segment, ...]) -> bytes:
     """The file of a plan, the slow and obvious way."""
     contents = {s.label: s.tensor.numpy().tobytes() for s in segments if isinstance(s, Data)}
     crcs = {label: zlib.crc32(content) for label, content in contents.items()}
-    pieces = [s.data if isinstance(s, Literal) else contents[s.label] if isinstance(s, Data) else s.make(crcs) for s in segments]
+    pieces = [
+        s.data
+        if isinstance(s, Literal)
+        else contents[s.label]
+        if isinstance(s, Data)
+        else s.make(crcs)
+        for s in segments
+    ]
     assert [len(p) for p in pieces] == [s.nbytes for s in segments]
     return b"".join(pieces)
 
@@ -50,28 +59,46 @@ def read_back(archive: bytes) -> dict[str, bytes]:
 
 
 @given(
-    st.lists(st.tuples(st.text("abcdé/9", min_size=1, max_size=9), st.binary(max_size=200), st.booleans()), max_size=12),
+    st.lists(
+        st.tuples(
+            st.text("abcdé/9", min_size=1, max_size=9), st.binary(max_size=200), st.booleans()
+        ),
+        max_size=12,
+    ),
     st.sampled_from([1, 2, 64, 100, 4096]),
 )
 @settings(max_examples=60)
-def test_every_reader_finds_what_was_laid_out(records: list[tuple[str, bytes, bool]], alignment: int):
-    named = [(f"r{i}{name.replace('/', '')}", content, lazy) for i, (name, content, lazy) in enumerate(records)]
-    segments = lay_out_zip("p", [(n, data(n, c) if lazy else c) for n, c, lazy in named], alignment=alignment)
+def test_every_reader_finds_what_was_laid_out(
+    records: list[tuple[str, bytes, bool]], alignment: int
+):
+    named = [
+        (f"r{i}{name.replace('/', '')}", content, lazy)
+        for i, (name, content, lazy) in enumerate(records)
+    ]
+    segments = lay_out_zip(
+        "p", [(n, data(n, c) if lazy else c) for n, c, lazy in named], alignment=alignment
+    )
     archive = carry_out(segments)
     if named:
         assert read_back(archive) == {n: c for n, c, _ in named}
     with zipfile.ZipFile(io.BytesIO(archive)) as opened:
         assert opened.testzip() is None
-        assert {i.filename: opened.read(i) for i in opened.infolist()} == {f"p/{n}": c for n, c, _ in named}
+        assert {i.filename: opened.read(i) for i in opened.infolist()} == {
+            f"p/{n}": c for n, c, _ in named
+        }
         for info in opened.infolist():
-            name_nbytes, extra_nbytes = np.frombuffer(archive, "<u2", 2, info.header_offset + 26).tolist()
+            name_nbytes, extra_nbytes = np.frombuffer(
+                archive, "<u2", 2, info.header_offset + 26
+            ).tolist()
             assert (info.header_offset + 30 + name_nbytes + extra_nbytes) % alignment == 0
 
 
 def test_known_bytes_are_one_segment():
     records = [(f"r{i}", b"known") for i in range(50)]
     assert [type(s) for s in lay_out_zip("p", records)] == [Literal]
-    segments = lay_out_zip("p", [*records, ("d", data("d", b"data")), *((f"s{i}", b"known") for i in range(50))])
+    segments = lay_out_zip(
+        "p", [*records, ("d", data("d", b"data")), *((f"s{i}", b"known") for i in range(50))]
+    )
     assert [type(s) for s in segments] == [Literal, Data, Late, Late]
 
 
@@ -115,7 +142,9 @@ def test_an_alignment_that_cannot_be_read_back_is_refused(alignment: int):
 
 
 def test_the_largest_alignment_is_read_back():
-    archive = carry_out(lay_out_zip("p", [("a", b"x"), ("d", data("d", b"data"))], alignment=MAX_ALIGNMENT))
+    archive = carry_out(
+        lay_out_zip("p", [("a", b"x"), ("d", data("d", b"data"))], alignment=MAX_ALIGNMENT)
+    )
     assert read_back(archive) == {"a": b"x", "d": b"data"}
 
 
@@ -151,9 +180,21 @@ class Sparse(Store):
 def test_zip64_is_read_back(large: int):
     source = OpenSource(MemoryStore({"memory": b""}))
     big = Data(
-        LazyTensor.contiguous("b", DTYPES.name("uint8"), (large,), Storage("memory", 0, large, home=source.store), source), "b"
+        LazyTensor.contiguous(
+            "b",
+            DTYPES.name("uint8"),
+            (large,),
+            Storage("memory", 0, large, home=source.store),
+            source,
+        ),
+        "b",
     )
-    plan = FilePlan("", lay_out_zip("p", [("b", big), ("far", b"known"), ("empty", b""), ("d", data("d", b"data"))]))
+    plan = FilePlan(
+        "",
+        lay_out_zip(
+            "p", [("b", big), ("far", b"known"), ("empty", b""), ("d", data("d", b"data"))]
+        ),
+    )
     crcs = {"b": 1, "d": zlib.crc32(b"data")}
     pieces = {}
     for offset, segment in zip(plan.offsets(), plan.segments, strict=True):

@@ -44,7 +44,9 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     """Bits of all kinds."""
     made = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=made)
+    raw = torch.randint(
+        0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=made
+    )
     return raw.view(dtype).reshape(shape)
 
 
@@ -95,7 +97,11 @@ def test_read_to_a_gpu_bit_for_bit(path, budget):
 
 
 def test_a_cast_happens_on_the_gpu(path):
-    made = {"a": torch.randn(1000, 33), "b": torch.randn(77, dtype=torch.bfloat16), "i": torch.arange(9)}
+    made = {
+        "a": torch.randn(1000, 33),
+        "b": torch.randn(77, dtype=torch.bfloat16),
+        "i": torch.arange(9),
+    }
     write(path, made)
     with torch_open(path) as checkpoint:
         found = checkpoint.read(device="cuda", dtype=torch.float16)
@@ -107,11 +113,20 @@ def test_a_cast_happens_on_the_gpu(path):
 def test_views_and_ties_share_a_storage_on_the_gpu(tmp_path):
     base = torch.arange(24.0).reshape(4, 6)
     torch.save(
-        {"base": base, "tied": base, "row": base[1], "turned": base.T, "conj": base.to(torch.complex64).conj()}, tmp_path / "a.pt"
+        {
+            "base": base,
+            "tied": base,
+            "row": base[1],
+            "turned": base.T,
+            "conj": base.to(torch.complex64).conj(),
+        },
+        tmp_path / "a.pt",
     )
     with torch_open(tmp_path / "a.pt") as checkpoint:
         found = checkpoint.read(device="cuda")
-    shared = {found[name].untyped_storage().data_ptr() for name in ("base", "tied", "row", "turned")}
+    shared = {
+        found[name].untyped_storage().data_ptr() for name in ("base", "tied", "row", "turned")
+    }
     assert len(shared) == 1
     assert same(found["turned"], base.T)
     assert same(found["conj"], base.to(torch.complex64).conj())
@@ -134,7 +149,9 @@ def test_load_as_torch_load_does(tmp_path, kind, weights_only, budget):
 
 
 @pytest.mark.parametrize(
-    "where", ["cuda:0", {"cpu": "cuda:0"}, None, lambda storage, tag: storage.cuda()], ids=["name", "dict", "none", "code"]
+    "where",
+    ["cuda:0", {"cpu": "cuda:0"}, None, lambda storage, tag: storage.cuda()],
+    ids=["name", "dict", "none", "code"],
 )
 def test_every_kind_of_map_location(tmp_path, where):
     made = {"a": values(1000), "b": values(500).cuda()}
@@ -167,7 +184,12 @@ def test_load_into_a_model_on_the_gpu(path):
 
 
 def test_targets_of_every_layout(tmp_path):
-    made = {"a": values(64, 48), "b": values(64, 48, seed=1), "c": values(64, 48, seed=2), "d": values(30, dtype=torch.complex64)}
+    made = {
+        "a": values(64, 48),
+        "b": values(64, 48, seed=1),
+        "c": values(64, 48, seed=2),
+        "d": values(30, dtype=torch.complex64),
+    }
     holdfast.save(made, tmp_path / "a.safetensors")
     room = torch.zeros(64, 96, device="cuda")
     targets = {
@@ -183,13 +205,17 @@ def test_targets_of_every_layout(tmp_path):
     assert same(targets["b"], made["b"])
     assert torch.equal(targets["c"].cpu().nan_to_num(), made["c"].double().nan_to_num())
     assert torch.equal(
-        torch.view_as_real(targets["d"].resolve_conj()).nan_to_num(), torch.view_as_real(made["d"]).nan_to_num().cuda()
+        torch.view_as_real(targets["d"].resolve_conj()).nan_to_num(),
+        torch.view_as_real(made["d"]).nan_to_num().cuda(),
     )
 
 
 def test_an_expanded_target_is_refused(tmp_path):
     holdfast.save({"a": torch.ones(4, 3)}, tmp_path / "a.safetensors")
-    with holdfast.open(tmp_path / "a.safetensors") as checkpoint, pytest.raises(BadTarget, match="expanded"):
+    with (
+        holdfast.open(tmp_path / "a.safetensors") as checkpoint,
+        pytest.raises(BadTarget, match="expanded"),
+    ):
         fill([Fill(checkpoint["a"], torch.zeros(1, 3, device="cuda").expand(4, 3))])
 
 
@@ -229,11 +255,19 @@ def test_a_save_comes_behind_what_the_current_stream_still_does(tmp_path):
 def test_save_from_a_gpu(tmp_path, kind):
     base = values(1000, 64).cuda()
     made = {name: tensor.cuda() for name, tensor in state().items()}
-    made |= {"base": base, "tied": base, "part": base[10:20, 3:7], "turned": base.T, "cpu": values(77)}
+    made |= {
+        "base": base,
+        "tied": base,
+        "part": base[10:20, 3:7],
+        "turned": base.T,
+        "cpu": values(77),
+    }
     path = tmp_path / kind
     if kind in ("torch", "legacy"):
         # torch 2.11 cannot read the legacy storages that it writes for unsigned integers and the small floats.
-        made = {name: tensor for name, tensor in made.items() if kind == "torch" or tensor.dtype in OLD}
+        made = {
+            name: tensor for name, tensor in made.items() if kind == "torch" or tensor.dtype in OLD
+        }
         save(made, path, _use_new_zipfile_serialization=kind == "torch")
         found = torch.load(path)
     else:
@@ -243,7 +277,9 @@ def test_save_from_a_gpu(tmp_path, kind):
     for name, tensor in made.items():
         assert same(found[name], tensor), name
     if kind != "a.safetensors":
-        assert found["base"].untyped_storage().data_ptr() == found["part"].untyped_storage().data_ptr()
+        assert (
+            found["base"].untyped_storage().data_ptr() == found["part"].untyped_storage().data_ptr()
+        )
 
 
 def test_the_bytes_are_those_of_torch(tmp_path):
@@ -279,7 +315,11 @@ def test_views_that_only_a_gpu_has(tmp_path):
 def test_sharded_saves_and_loads(tmp_path, format, block):
     from holdfast.torch import async_save_sharded, load_sharded, save_sharded
 
-    made = {name: tensor.cuda() for name, tensor in state().items() if tensor.dtype is not torch.complex64}
+    made = {
+        name: tensor.cuda()
+        for name, tensor in state().items()
+        if tensor.dtype is not torch.complex64
+    }
     done = (save_sharded if block else async_save_sharded)(tmp_path / "a", made, format=format)
     expected = {name: tensor.clone() for name, tensor in made.items()}
     for tensor in made.values():
@@ -309,7 +349,9 @@ def test_damage_is_named_and_nothing_is_left(tmp_path):
 def test_a_fault_in_a_reader_is_one_error(tmp_path, monkeypatch):
     holdfast.save({f"t{i}": values(3 << 20, seed=i) for i in range(8)}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors", verify=False) as checkpoint:
-        targets = [Fill(tensor, torch.empty(tensor.shape, device="cuda")) for tensor in checkpoint.values()]
+        targets = [
+            Fill(tensor, torch.empty(tensor.shape, device="cuda")) for tensor in checkpoint.values()
+        ]
         kept = host.POOL.kept_nbytes
         store = type(targets[0].lazy.source.store)
         read = store.read
@@ -333,7 +375,9 @@ def test_a_fault_in_a_reader_is_one_error(tmp_path, monkeypatch):
 def test_a_fault_in_a_copy_is_one_error(tmp_path, monkeypatch):
     holdfast.save({f"t{i}": values(3 << 20, seed=i) for i in range(8)}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
-        targets = [Fill(tensor, torch.empty(tensor.shape, device="cuda")) for tensor in checkpoint.values()]
+        targets = [
+            Fill(tensor, torch.empty(tensor.shape, device="cuda")) for tensor in checkpoint.values()
+        ]
         put, count = gpu_load.Move.put, iter(range(100))
 
         def fail(self, task, block, copies):
@@ -354,12 +398,17 @@ def test_without_locked_memory_it_works_and_says_so(tmp_path, monkeypatch):
     holdfast.save(made, tmp_path / "a.safetensors")
     monkeypatch.setattr(host, "lock", lambda address, nbytes: False)
     host.POOL.free()
-    with torch_open(tmp_path / "a.safetensors") as checkpoint, pytest.warns(HoldfastWarning, match="ordinary memory"):
+    with (
+        torch_open(tmp_path / "a.safetensors") as checkpoint,
+        pytest.warns(HoldfastWarning, match="ordinary memory"),
+    ):
         found = checkpoint.read(device="cuda")
     assert same(found["a"], made["a"])
     model = nn.Linear(100, 100).cuda()
     holdfast.save(model.state_dict(), tmp_path / "m.safetensors")
-    assert any("ordinary memory" in note for note in load_into(model, tmp_path / "m.safetensors").notes)
+    assert any(
+        "ordinary memory" in note for note in load_into(model, tmp_path / "m.safetensors").notes
+    )
     save({"a": made["a"].cuda()}, tmp_path / "a.pt")
     assert same(torch.load(tmp_path / "a.pt", map_location="cpu")["a"], made["a"])
     host.POOL.free()
@@ -412,7 +461,11 @@ def test_memory_of_a_graph_is_saved_as_any_other(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_several_gpus(tmp_path):
-    made = {"a": values(1_000_000).to("cuda:0"), "b": values(1_000_000, seed=1).to("cuda:1"), "c": values(10)}
+    made = {
+        "a": values(1_000_000).to("cuda:0"),
+        "b": values(1_000_000, seed=1).to("cuda:1"),
+        "c": values(10),
+    }
     save(made, tmp_path / "a.pt")
     found = load(tmp_path / "a.pt")
     assert [found[name].device for name in made] == [tensor.device for tensor in made.values()]
@@ -435,7 +488,9 @@ def test_sums_of_what_is_on_a_gpu():
             assert sums(one) == sums(one.clone())
             behind = torch.cat([one.reshape(-1)[:1], one.reshape(-1)])[1:].view(shape)
             assert sums(one) == sums(behind), "wherever it lies"
-            assert sums(one) == sums(one.movedim(0, -1).contiguous().movedim(-1, 0)), "however it lies"
+            assert sums(one) == sums(one.movedim(0, -1).contiguous().movedim(-1, 0)), (
+                "however it lies"
+            )
             other = one.clone()
             other.view(-1).view(torch.uint8)[-1] ^= 1
             assert sums(one) != sums(other)
@@ -443,8 +498,15 @@ def test_sums_of_what_is_on_a_gpu():
 
 def many() -> dict[str, torch.Tensor]:
     """More small ones than go into a block, with ties, views and what is long among them."""
-    made = {f"t{i}": values(2 + i % 50, 33, dtype=DTYPES[i % len(DTYPES)], seed=i) for i in range(3000)}
-    return made | {"tied": made["t7"], "view": made["t8"][1:], "long": values(1 << 20, seed=5), "one": values(1, seed=6)}
+    made = {
+        f"t{i}": values(2 + i % 50, 33, dtype=DTYPES[i % len(DTYPES)], seed=i) for i in range(3000)
+    }
+    return made | {
+        "tied": made["t7"],
+        "view": made["t8"][1:],
+        "long": values(1 << 20, seed=5),
+        "one": values(1, seed=6),
+    }
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "native"])
@@ -460,7 +522,9 @@ def test_many_small_ones_to_a_gpu_and_back(tmp_path, name):
     assert found["tied"].untyped_storage().data_ptr() == found["t7"].untyped_storage().data_ptr()
     own = [found[f"t{i}"] for i in range(3000)]
     assert len({tensor.untyped_storage().data_ptr() for tensor in own}) == 3000
-    assert all(found[f"t{i}"].untyped_storage().nbytes() == found[f"t{i}"].nbytes for i in range(9, 3000))
+    assert all(
+        found[f"t{i}"].untyped_storage().nbytes() == found[f"t{i}"].nbytes for i in range(9, 3000)
+    )
 
 
 def test_many_small_ones_are_saved_as_torch_saves_them(tmp_path):
@@ -492,7 +556,12 @@ def test_what_was_made_of_a_block_belongs_to_the_callers_stream(tmp_path):
 def bank(count: int = 700) -> dict[str, torch.Tensor]:
     """Many small ones, most on the GPU."""
     own = [dtype for dtype in DTYPES if dtype is not torch.complex64]
-    made = {f"t{i}": values(i % 9 + 1, 3, dtype=own[i % len(own)], seed=i).to("cuda" if i % 5 else "cpu") for i in range(count)}
+    made = {
+        f"t{i}": values(i % 9 + 1, 3, dtype=own[i % len(own)], seed=i).to(
+            "cuda" if i % 5 else "cpu"
+        )
+        for i in range(count)
+    }
     return made | {"long": values(200, 300).cuda()}
 
 
@@ -502,14 +571,21 @@ def test_many_are_saved_as_rows_in_the_same_bytes(tmp_path, name, monkeypatch):
     (tmp_path / "objects").mkdir()
     reads: list[int] = []
     before = memory.GpuStorages.read
-    monkeypatch.setattr(memory.GpuStorages, "read", lambda self, numbers: reads.append(len(numbers)) or before(self, numbers))
+    monkeypatch.setattr(
+        memory.GpuStorages,
+        "read",
+        lambda self, numbers: reads.append(len(numbers)) or before(self, numbers),
+    )
     holdfast.save(bank(), tmp_path / "rows" / name)
     assert sum(reads) > 500
     monkeypatch.setattr(row_tensors, "_is_kept", lambda dtype, device: False)
     holdfast.save(bank(), tmp_path / "objects" / name)
     for path in (tmp_path / "rows").rglob("*"):
         if path.is_file():
-            assert path.read_bytes() == (tmp_path / "objects" / path.relative_to(tmp_path / "rows")).read_bytes(), path
+            assert (
+                path.read_bytes()
+                == (tmp_path / "objects" / path.relative_to(tmp_path / "rows")).read_bytes()
+            ), path
 
 
 def test_many_are_pickled_as_torch_does(tmp_path):
@@ -532,7 +608,9 @@ def test_what_the_stream_has_still_to_do_is_saved(tmp_path):
         torch._foreach_add_(list(state.values()), 1)
         save(state, tmp_path / "a.pt")
         torch._foreach_add_(list(state.values()), 1)
-    assert all((tensor == 1).all() for tensor in torch.load(tmp_path / "a.pt", map_location="cpu").values())
+    assert all(
+        (tensor == 1).all() for tensor in torch.load(tmp_path / "a.pt", map_location="cpu").values()
+    )
 
 
 @pytest.mark.parametrize("where", ["cuda", None])
@@ -544,13 +622,17 @@ def test_many_are_loaded_from_a_torch_file(tmp_path, where):
     for name, tensor in state.items():
         assert same(found[name], tensor), name
         assert found[name].stride() == tensor.stride(), name
-        assert found[name].device == (tensor.device if where is None else torch.device("cuda", 0)), name
+        assert found[name].device == (
+            tensor.device if where is None else torch.device("cuda", 0)
+        ), name
     assert found["tied"].data_ptr() == found["t1"].data_ptr()
     assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(state) - 1
 
 
 def test_damage_among_many_in_a_torch_file(tmp_path):
-    torch.save({f"t{i}": torch.full((50,), i, device="cuda") for i in range(200)}, tmp_path / "a.pt")
+    torch.save(
+        {f"t{i}": torch.full((50,), i, device="cuda") for i in range(200)}, tmp_path / "a.pt"
+    )
     content = bytearray((tmp_path / "a.pt").read_bytes())
     content[content.index(torch.full((50,), 77).numpy().tobytes()) + 9] ^= 1
     (tmp_path / "a.pt").write_bytes(content)
@@ -564,7 +646,12 @@ def test_many_that_are_there_are_filled_behind_the_stream(tmp_path, name):
     state = bank() | {"long": values(300_000).cuda()}
     holdfast.save(state, tmp_path / name)
     into = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-    model = nn.ParameterDict({key: nn.Parameter(torch.zeros_like(tensor), requires_grad=False) for key, tensor in state.items()})
+    model = nn.ParameterDict(
+        {
+            key: nn.Parameter(torch.zeros_like(tensor), requires_grad=False)
+            for key, tensor in state.items()
+        }
+    )
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(50_000_000)
         for tensor in (*into.values(), *model.values()):
@@ -579,10 +666,15 @@ def test_many_that_are_there_are_filled_behind_the_stream(tmp_path, name):
 @pytest.mark.parametrize("dtype", [*OLD, torch.complex128, torch.float8_e5m2])
 def test_many_of_one_dtype(tmp_path, dtype):
     """Gathered and spread as they are, whatever their bits mean."""
-    state = {f"t{i:04}": values(*((), (i % 9 + 1,), (2, i % 5 + 1))[i % 3], dtype=dtype, seed=i).cuda() for i in range(400)}
+    state = {
+        f"t{i:04}": values(*((), (i % 9 + 1,), (2, i % 5 + 1))[i % 3], dtype=dtype, seed=i).cuda()
+        for i in range(400)
+    }
     save(state, tmp_path / "a.pt")
     for found in (torch.load(tmp_path / "a.pt"), load(tmp_path / "a.pt")):
-        assert all(same(found[name], tensor) and found[name].is_cuda for name, tensor in state.items())
+        assert all(
+            same(found[name], tensor) and found[name].is_cuda for name, tensor in state.items()
+        )
     with torch_open(tmp_path / "a.pt") as checkpoint:
         found = checkpoint.read(device="cuda")
     assert all(same(found[name], tensor) for name, tensor in state.items())

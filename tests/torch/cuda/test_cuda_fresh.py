@@ -30,25 +30,45 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     """Bits of all kinds: also numbers that are none, and zeros below zero."""
     made = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=made)
+    raw = torch.randint(
+        0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=made
+    )
     return raw.view(dtype).reshape(shape)
 
 
 def kinds(name: str) -> list[torch.dtype]:
-    return [dtype for dtype in DTYPES if dtype is not torch.complex128] if name.endswith("safetensors") else DTYPES
+    return (
+        [dtype for dtype in DTYPES if dtype is not torch.complex128]
+        if name.endswith("safetensors")
+        else DTYPES
+    )
 
 
 def many(name: str) -> dict[str, torch.Tensor]:
     own = kinds(name)
-    made = {f"t{i}": values(*((), (i % 9 + 1,), (2, i % 5 + 1))[i % 3], dtype=own[i % len(own)], seed=i) for i in range(300)}
-    return made | {"zero": torch.tensor(-0.0), "empty": torch.zeros(0, 3), "large": values(300, 300), "turned": values(7, 9).T}
+    made = {
+        f"t{i}": values(*((), (i % 9 + 1,), (2, i % 5 + 1))[i % 3], dtype=own[i % len(own)], seed=i)
+        for i in range(300)
+    }
+    return made | {
+        "zero": torch.tensor(-0.0),
+        "empty": torch.zeros(0, 3),
+        "large": values(300, 300),
+        "turned": values(7, 9).T,
+    }
 
 
 def read_fresh(checkpoint, names, most=None) -> dict[str, torch.Tensor]:
     table = checkpoint.stored
     rows = [table.rows[name] for name in names]
-    fresh = [(row, kind) for row, kind in zip(rows, fresh_kinds(table, rows, device=CPU), strict=True) if kind is not None]
-    groups = row_ranges(table, [row for row, _ in fresh], [kind for _, kind in fresh], [CPU] * len(fresh))
+    fresh = [
+        (row, kind)
+        for row, kind in zip(rows, fresh_kinds(table, rows, device=CPU), strict=True)
+        if kind is not None
+    ]
+    groups = row_ranges(
+        table, [row for row, _ in fresh], [kind for _, kind in fresh], [CPU] * len(fresh)
+    )
     found = [rows for rows, _ in groups]
     load_rows(found, most=most)
     return {one.name(number): tensor for one in found for number, tensor in enumerate(one.tensors)}
@@ -65,7 +85,11 @@ def bits(tensor: torch.Tensor) -> bytes:
 def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name, tensor in found.items():
         other = expected[name]
-        assert (tensor.dtype, tensor.shape, tensor.stride()) == (other.dtype, other.shape, other.stride()), name
+        assert (tensor.dtype, tensor.shape, tensor.stride()) == (
+            other.dtype,
+            other.shape,
+            other.stride(),
+        ), name
         assert bits(tensor) == bits(other), name
         assert tensor.storage_offset() == 0
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
@@ -110,7 +134,10 @@ def test_drawn_files(tmp_path_factory, data):
 
 def test_what_begins_at_odd_places(tmp_path):
     header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}%s}'
-    more = b"".join(b',"b%d":{"dtype":"F64","shape":[1],"data_offsets":[%d,%d]}' % (i, 8 + 8 * i, 16 + 8 * i) for i in range(100))
+    more = b"".join(
+        b',"b%d":{"dtype":"F64","shape":[1],"data_offsets":[%d,%d]}' % (i, 8 + 8 * i, 16 + 8 * i)
+        for i in range(100)
+    )
     raw = header % more
     raw += b" " * (3 - len(raw) % 8)
     content = np.random.default_rng(0).integers(0, 256, 808, np.uint8).tobytes()
@@ -123,7 +150,9 @@ def test_what_begins_at_odd_places(tmp_path):
 
 def shared() -> dict[str, torch.Tensor]:
     base, whole = values(40, 10), values(64, seed=5)
-    state = {f"row{i}": base[i] for i in range(40)} | {f"own{i}": values(4, seed=i) for i in range(80)}
+    state = {f"row{i}": base[i] for i in range(40)} | {
+        f"own{i}": values(4, seed=i) for i in range(80)
+    }
     return state | {"whole": whole, "part": whole[8:16], "tied": state["own3"]}
 
 
@@ -142,7 +171,11 @@ def test_what_shares_a_storage_is_no_fresh_row(tmp_path, name):
 def test_damage_is_named(tmp_path, name, count):
     state = {f"t{i}": values(16, seed=i) for i in range(count)}
     holdfast.save(state, tmp_path / name)
-    file = tmp_path / name if name != "native" else next(path for path in (tmp_path / name).iterdir() if path.suffix != ".json")
+    file = (
+        tmp_path / name
+        if name != "native"
+        else next(path for path in (tmp_path / name).iterdir() if path.suffix != ".json")
+    )
     raw = bytearray(file.read_bytes())
     hurt = f"t{count - 1}"
     raw[raw.index(bits(state[hurt])) + 9] ^= 1
@@ -152,7 +185,11 @@ def test_damage_is_named(tmp_path, name, count):
             read_fresh(checkpoint, list(checkpoint))
         with pytest.raises(Corrupted) as plain:
             read_by_one(checkpoint)
-        assert (fast.value.tensor, fast.value.file, fast.value.offset) == (hurt, plain.value.file, plain.value.offset)
+        assert (fast.value.tensor, fast.value.file, fast.value.offset) == (
+            hurt,
+            plain.value.file,
+            plain.value.offset,
+        )
         assert str(fast.value) == str(plain.value)
     with holdfast.open(tmp_path / name, verify=False) as checkpoint:
         assert len(read_fresh(checkpoint, list(checkpoint))) == count
@@ -170,7 +207,9 @@ def test_a_checkpoint_is_read_in_one_pass_and_in_order(tmp_path, monkeypatch):
     from holdfast.torch.tensors import open as opened
 
     def small(tensors, *, names, device, dtype, max_host_memory):
-        return read_tensors(tensors, names=names, device=CPU, dtype=dtype, max_host_memory=max_host_memory)
+        return read_tensors(
+            tensors, names=names, device=CPU, dtype=dtype, max_host_memory=max_host_memory
+        )
 
     def loaded(groups, **more):
         passes.append(len(groups))
@@ -185,10 +224,15 @@ def test_a_checkpoint_is_read_in_one_pass_and_in_order(tmp_path, monkeypatch):
         found = checkpoint.read(device="cpu")
         assert list(found) == list(checkpoint)
         assert passes == [2]
-        assert found["tied"].untyped_storage().data_ptr() == found["twin"].untyped_storage().data_ptr()
+        assert (
+            found["tied"].untyped_storage().data_ptr() == found["twin"].untyped_storage().data_ptr()
+        )
         for name, tensor in state.items():
             assert bits(found[name]) == bits(tensor), name
-        assert checkpoint.read(["zero"] * 70, device="cpu", dtype=torch.float64)["zero"].dtype == torch.float64
+        assert (
+            checkpoint.read(["zero"] * 70, device="cpu", dtype=torch.float64)["zero"].dtype
+            == torch.float64
+        )
         assert passes == [2, 1]
         with pytest.raises(KeyError, match="none"):
             checkpoint.read(["zero", "none"], device="cpu")
@@ -204,7 +248,10 @@ def test_blocks_are_given_back(tmp_path, monkeypatch):
     assert pool.kept_nbytes == host.BLOCK_NBYTES
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=12), st.sampled_from([(), (1,), (3,), (2, 2), (1, 3, 1)]))
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=12),
+    st.sampled_from([(), (1,), (3,), (2, 2), (1, 3, 1)]),
+)
 def test_views_begin_anywhere(steps, shape):
     """Some equally far from each other, some not."""
     starts = np.cumsum([0, *(step for step, times in steps for _ in range(times))])
@@ -227,7 +274,11 @@ def test_tensors_of_a_kind_are_cut_by_one_call(tmp_path, monkeypatch):
         return before(self, *given)
 
     monkeypatch.setattr(torch.Tensor, "as_strided", as_strided)
-    state = {f"layer.{i:04}.{name}": values(*shape, seed=i) for i in range(100) for name, shape in (("w", (8, 8)), ("b", (8,)))}
+    state = {
+        f"layer.{i:04}.{name}": values(*shape, seed=i)
+        for i in range(100)
+        for name, shape in (("w", (8, 8)), ("b", (8,)))
+    }
     for name in ("a.safetensors", "native"):
         holdfast.save(state, tmp_path / name)
         cuts.clear()
@@ -238,7 +289,10 @@ def test_tensors_of_a_kind_are_cut_by_one_call(tmp_path, monkeypatch):
 
 def targets(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """To be filled: as they were saved but for some, which are cast, turned or lie apart."""
-    made = {name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in state.items()}
+    made = {
+        name: torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+        for name, tensor in state.items()
+    }
     return made | {
         "t0": torch.zeros((), dtype=torch.float64),
         "t8": torch.zeros(made["t8"].shape[::-1], dtype=made["t8"].dtype).T,
@@ -264,15 +318,31 @@ def test_drawn_targets(tmp_path_factory, data):
     """Parts of tensors, names that share bytes, several of them for two targets, files of several kinds."""
     folder = tmp_path_factory.mktemp("drawn")
     name = data.draw(st.sampled_from(["a.safetensors", "a.pt", "native"]))
-    state = {f"{'x' * (i % 7)}{i}": values(i % 11 + 1, dtype=kinds(name)[i % 5], seed=i) for i in range(90)}
+    state = {
+        f"{'x' * (i % 7)}{i}": values(i % 11 + 1, dtype=kinds(name)[i % 5], seed=i)
+        for i in range(90)
+    }
     base = values(30, 4)
     state |= {f"row{i}": base[i] for i in range(8)} | {"tied": state["x1"]}
     holdfast.save(state, folder / name)
     with holdfast.open(folder / name) as checkpoint:
-        drawn = data.draw(st.lists(st.tuples(st.sampled_from(sorted(state)), st.integers(0, 3)), min_size=1, max_size=130))
-        lazies = [checkpoint[key] if cut != 1 else checkpoint[key][: len(state[key]) // 2] for key, cut in drawn]
+        drawn = data.draw(
+            st.lists(
+                st.tuples(st.sampled_from(sorted(state)), st.integers(0, 3)),
+                min_size=1,
+                max_size=130,
+            )
+        )
+        lazies = [
+            checkpoint[key] if cut != 1 else checkpoint[key][: len(state[key]) // 2]
+            for key, cut in drawn
+        ]
         every = [
-            [torch.zeros(lazy.shape, dtype=state[key].dtype) for lazy, (key, _) in zip(lazies, drawn, strict=True)] for _ in "ab"
+            [
+                torch.zeros(lazy.shape, dtype=state[key].dtype)
+                for lazy, (key, _) in zip(lazies, drawn, strict=True)
+            ]
+            for _ in "ab"
         ]
         load_fills([Fill(*one) for one in zip(lazies, every[0], strict=True)])
         fill([Fill(*one) for one in zip(lazies, every[1], strict=True)])

@@ -33,7 +33,15 @@ def described(gpus: GpuSource, tensor: torch.Tensor):
 
 def plain(tensor: torch.Tensor) -> bytes:
     """The elements in C order."""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        tensor.resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
 
 
 BASE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
@@ -69,7 +77,10 @@ def test_slices_of_slices(data):
     lazy, tensor = described(source(), BASE), BASE.numpy()
     for _ in range(data.draw(st.integers(0, 2))):
         index = tuple(
-            slice(*sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))), data.draw(st.sampled_from([1, 2])))
+            slice(
+                *sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))),
+                data.draw(st.sampled_from([1, 2])),
+            )
             if not data.draw(st.booleans())
             else slice(None, None, data.draw(st.sampled_from([1, -1])))
             for n in tensor.shape
@@ -81,7 +92,11 @@ def test_slices_of_slices(data):
 
 def test_views_of_one_storage_are_one_storage():
     gpus = source()
-    one, other, apart = described(gpus, BASE), described(gpus, BASE.permute(1, 0, 2, 3)), described(gpus, BASE.clone())
+    one, other, apart = (
+        described(gpus, BASE),
+        described(gpus, BASE.permute(1, 0, 2, 3)),
+        described(gpus, BASE.clone()),
+    )
     assert one.chunks[0].storage == other.chunks[0].storage
     assert one.chunks[0].storage != apart.chunks[0].storage
     assert one.source is other.source
@@ -106,9 +121,15 @@ def test_a_tensor_of_many_blocks_streams_through_them(tmp_path, monkeypatch):
     monkeypatch.setattr(GpuMemory, "medium", Medium(block_nbytes=32768))
     lent = []
     before = memory.POOL.lend
-    monkeypatch.setattr(memory.POOL, "lend", lambda count, *more: lent.append(count) or before(count, *more))
+    monkeypatch.setattr(
+        memory.POOL, "lend", lambda count, *more: lent.append(count) or before(count, *more)
+    )
     gpus = source()
-    state = {"a": described(gpus, torch.randn(400, 300)), "b": described(gpus, torch.randn(300, 400).T), "c": torch.ones(3)}
+    state = {
+        "a": described(gpus, torch.randn(400, 300)),
+        "b": described(gpus, torch.randn(300, 400).T),
+        "c": torch.ones(3),
+    }
     for name in ("a.safetensors", "a.pt", "native"):
         holdfast.save(state, tmp_path / name)
         with torch_open(tmp_path / name) as checkpoint:
@@ -117,7 +138,10 @@ def test_a_tensor_of_many_blocks_streams_through_them(tmp_path, monkeypatch):
             assert np.array_equal(found[key].numpy(), state[key].numpy())
     assert len(lent) > 3 * 2 * 14
     assert set(lent) == {1}
-    assert max(piece.nbytes for piece in contiguous_blocks(state["a"], gpus.store.medium.block_nbytes)) <= 32768
+    assert (
+        max(piece.nbytes for piece in contiguous_blocks(state["a"], gpus.store.medium.block_nbytes))
+        <= 32768
+    )
 
 
 def test_targets_of_any_layout():
@@ -131,7 +155,9 @@ def test_targets_of_any_layout():
 def test_staging_into_locked_and_ordinary_memory(monkeypatch, locked):
     monkeypatch.setattr(host, "lock", lambda address, nbytes: True)
     monkeypatch.setattr(host, "unlock", lambda address: None)
-    monkeypatch.setattr(memory, "POOL", host.Pool(kept_nbytes=0))  # blocks that only pretend to be locked are nobody else's
+    monkeypatch.setattr(
+        memory, "POOL", host.Pool(kept_nbytes=0)
+    )  # blocks that only pretend to be locked are nobody else's
     gpus = source()
     tensors = [torch.randn(64, 64) for _ in range(4)] + [torch.randn(64, 64).T]
     total = sum(tensor.nbytes for tensor in tensors)
@@ -144,8 +170,12 @@ def test_staging_into_locked_and_ordinary_memory(monkeypatch, locked):
     copies.begin(gpus, wanted)
     copies.wait()
     for tensor, (_, at) in zip(tensors, wanted, strict=True):
-        assert np.array_equal(room.array[at : at + tensor.nbytes].view(np.float32).reshape(64, 64), tensor.numpy())
-    assert copies.unlocked_nbytes == {"all": 0, "none": total, "half": 3 * tensors[0].nbytes}[locked]
+        assert np.array_equal(
+            room.array[at : at + tensor.nbytes].view(np.float32).reshape(64, 64), tensor.numpy()
+        )
+    assert (
+        copies.unlocked_nbytes == {"all": 0, "none": total, "half": 3 * tensors[0].nbytes}[locked]
+    )
     assert bool(copies.notes()) == (locked != "all")
 
 
@@ -161,7 +191,11 @@ class Counted(CopyStream):
 
 def many() -> dict[str, torch.Tensor]:
     made = {f"m{i}": torch.randn(3 + i % 7, 5) for i in range(400)}
-    return made | {"large": torch.randn(700_000), "turned": torch.randn(5, 4).T, "odd": torch.arange(9, dtype=torch.int8)[1:8]}
+    return made | {
+        "large": torch.randn(700_000),
+        "turned": torch.randn(5, 4).T,
+        "odd": torch.arange(9, dtype=torch.int8)[1:8],
+    }
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
@@ -173,7 +207,11 @@ def test_many_small_ones_cross_together_and_the_file_is_the_same(tmp_path, name)
     assert 0 < Counted.marks < 12
     (tmp_path / "other").mkdir()
     holdfast.save(state, tmp_path / "other" / name)
-    files = [path.relative_to(tmp_path) for path in sorted(tmp_path.rglob("*")) if path.is_file() and "other" not in path.parts]
+    files = [
+        path.relative_to(tmp_path)
+        for path in sorted(tmp_path.rglob("*"))
+        if path.is_file() and "other" not in path.parts
+    ]
     assert files
     for path in files:
         assert (tmp_path / path).read_bytes() == (tmp_path / "other" / path).read_bytes()
@@ -187,7 +225,9 @@ def test_requests_are_read_together(monkeypatch, block):
     tensors = [*many().values(), *VIEWS.values()]
     outs = [described(gpus, tensor).empty() for tensor in tensors]
     outs[7] = np.asfortranarray(outs[7])
-    gpus.read([Request(described(gpus, tensor), out) for tensor, out in zip(tensors, outs, strict=True)])
+    gpus.read(
+        [Request(described(gpus, tensor), out) for tensor, out in zip(tensors, outs, strict=True)]
+    )
     for tensor, out in zip(tensors, outs, strict=True):
         assert np.ascontiguousarray(out).tobytes() == plain(tensor)
 
@@ -206,13 +246,19 @@ def test_staging_joins_what_is_close_and_keeps_what_lies_between(monkeypatch):
         at += tensor.nbytes
     starts = []
     before = memory._joined
-    monkeypatch.setattr(memory, "_joined", lambda tensors, gaps: starts.append(len(tensors)) or before(tensors, gaps))
+    monkeypatch.setattr(
+        memory,
+        "_joined",
+        lambda tensors, gaps: starts.append(len(tensors)) or before(tensors, gaps),
+    )
     copies = Copies(room)
     copies.begin(gpus, [one for number, one in enumerate(wanted) if number != 6])
     copies.begin(others, [(described(others, tensors[6]), wanted[6][1])])
     copies.wait()
     for tensor, (_, place) in zip(tensors, wanted, strict=True):
-        assert np.array_equal(room.array[place : place + tensor.nbytes].view(np.float32), tensor.numpy())
+        assert np.array_equal(
+            room.array[place : place + tensor.nbytes].view(np.float32), tensor.numpy()
+        )
     assert sorted(starts) == [1, 1, 1, 2, 3]  # started by several threads
     assert (room.array[at:] == 7).all()
 
@@ -255,7 +301,9 @@ def test_sums_do_not_depend_on_how_a_tensor_lies(monkeypatch, name, block, short
     monkeypatch.setattr(replica_sums, "SMALL_ROW_NBYTES", short)
 
     def sums(tensor: torch.Tensor) -> bytes:
-        return replica_sums.replica_sums(lazy_table(["t"], [described(source(), tensor)]), threads=1)
+        return replica_sums.replica_sums(
+            lazy_table(["t"], [described(source(), tensor)]), threads=1
+        )
 
     tensor = VIEWS[name]
     copy = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -276,6 +324,9 @@ def test_sums_of_many_are_those_of_each(monkeypatch, short):
 
     gpus = source()
     lazies = {name: described(gpus, tensor) for name, tensor in VIEWS.items() if tensor.numel()}
-    each = {name: decode(replica_sums(lazy_table([name], [lazy]), threads=1))[name] for name, lazy in lazies.items()}
+    each = {
+        name: decode(replica_sums(lazy_table([name], [lazy]), threads=1))[name]
+        for name, lazy in lazies.items()
+    }
     assert decode(replica_sums(lazy_table([*lazies], [*lazies.values()]), threads=1)) == each
     assert len({found[0] for found in each.values()}) == len(each)

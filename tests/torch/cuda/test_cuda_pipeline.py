@@ -53,11 +53,15 @@ class Copies:
                 self.copies.done.append(task)
 
 
-@pytest.mark.parametrize(("tasks", "blocks", "threads"), [(0, 2, 2), (1, 1, 1), (100, 2, 8), (100, 8, 2), (500, 24, 16)])
+@pytest.mark.parametrize(
+    ("tasks", "blocks", "threads"), [(0, 2, 2), (1, 1, 1), (100, 2, 8), (100, 8, 2), (500, 24, 16)]
+)
 @pytest.mark.parametrize("known", [True, False])
 def test_every_task_passes_once(tasks, blocks, threads, known):
     copies = Copies(known=known)
-    run_pipeline(range(tasks), [[] for _ in range(blocks)], threads=threads, read=copies.read, put=copies.put)
+    run_pipeline(
+        range(tasks), [[] for _ in range(blocks)], threads=threads, read=copies.read, put=copies.put
+    )
     assert sorted(copies.done) == list(range(tasks))
     assert copies.most <= blocks
     assert not copies.busy
@@ -152,7 +156,13 @@ def test_a_mark_that_fails_is_raised():
             raise Broken("mark")
 
     with pytest.raises(Broken, match="mark"):
-        run_pipeline(range(10), [[] for _ in range(2)], threads=2, read=lambda task, block: None, put=lambda full: Never())
+        run_pipeline(
+            range(10),
+            [[] for _ in range(2)],
+            threads=2,
+            read=lambda task, block: None,
+            put=lambda full: Never(),
+        )
 
 
 def test_what_is_full_by_then_is_put_together():

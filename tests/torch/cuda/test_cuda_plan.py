@@ -55,7 +55,9 @@ class Drawn:
             strides[d] = room * 8
             room *= shape[d]
         start = draw(st.integers(0, max(0, len(CONTENT) - room)))
-        storage = Storage(draw(st.sampled_from("fg")), start, min(room, len(CONTENT) - start), home=None)
+        storage = Storage(
+            draw(st.sampled_from("fg")), start, min(room, len(CONTENT) - start), home=None
+        )
         chunk = Chunk(Box.whole(shape), storage, 0, tuple(strides))
         lazy = LazyTensor(f"t{number}", dtype, shape, (chunk,), self.source)
         return Fill(lazy, self._target(draw, lazy))
@@ -66,7 +68,9 @@ class Drawn:
         dtype = draw(st.sampled_from([own, own, wider]))
         match draw(st.sampled_from(["plain", "turned", "gaps"])):
             case "turned":
-                return torch.zeros(lazy.shape[::-1], dtype=dtype).permute(tuple(reversed(range(lazy.ndim))))
+                return torch.zeros(lazy.shape[::-1], dtype=dtype).permute(
+                    tuple(reversed(range(lazy.ndim)))
+                )
             case "gaps":
                 return torch.zeros((*lazy.shape, 2), dtype=dtype)[..., 1]
         return torch.zeros(lazy.shape, dtype=dtype)
@@ -95,8 +99,18 @@ def test_every_element_comes_to_its_place(data):
 
 def test_the_first_blocks_and_the_last_are_not_full():
     source = OpenSource(MemoryStore({"f": bytes(64 * BLOCK)}))
-    lazy = LazyTensor.contiguous("t", DTYPES.name("uint8"), (64 * BLOCK,), Storage("f", 0, 64 * BLOCK, home=source.store), source)
-    tasks = list(tasks_of(source, [Fill(lazy, torch.zeros(64 * BLOCK, dtype=torch.uint8))], 8 * BLOCK, readers=4))
+    lazy = LazyTensor.contiguous(
+        "t",
+        DTYPES.name("uint8"),
+        (64 * BLOCK,),
+        Storage("f", 0, 64 * BLOCK, home=source.store),
+        source,
+    )
+    tasks = list(
+        tasks_of(
+            source, [Fill(lazy, torch.zeros(64 * BLOCK, dtype=torch.uint8))], 8 * BLOCK, readers=4
+        )
+    )
     sizes = [task.nbytes // BLOCK for task in tasks]
     assert sizes[:4] == [2, 4, 6, 8]
     assert sizes[-1] <= 2
@@ -110,7 +124,9 @@ def test_tasks_hold_what_was_asked_for_and_no_more_than_a_block(data):
     most = data.draw(st.sampled_from([4096, 20_000, BLOCK]))
     wanted = sum(one.lazy.nbytes for one in drawn.fills)
     found = read = reads = 0
-    for task in tasks_of(drawn.source, drawn.fills, most, readers=data.draw(st.sampled_from([1, 3]))):
+    for task in tasks_of(
+        drawn.source, drawn.fills, most, readers=data.draw(st.sampled_from([1, 3]))
+    ):
         ends, plan = [], task.plan
         for one in task.reads:
             assert one.at >= max(ends, default=0), "two reads share bytes of the block"
@@ -136,7 +152,10 @@ def pieces_of(plan, stretch):
         return [(plan.starts.item(stretch.first) + stretch.skip, stretch.nbytes, stretch.at)]
     first = plan.starts.item(stretch.first)
     rows = range(stretch.first, stretch.last)
-    return [(plan.starts.item(row), plan.nbytes.item(row), stretch.at + plan.starts.item(row) - first) for row in rows]
+    return [
+        (plan.starts.item(row), plan.nbytes.item(row), stretch.at + plan.starts.item(row) - first)
+        for row in rows
+    ]
 
 
 def test_neighbours_are_read_together():
@@ -145,7 +164,10 @@ def test_neighbours_are_read_together():
     row = DTYPES.name("float32")
     fills = [
         Fill(
-            LazyTensor.contiguous(f"t{i}", row, (1000,), Storage("f", i * 4100, 4000, home=source.store), source), torch.zeros(1000)
+            LazyTensor.contiguous(
+                f"t{i}", row, (1000,), Storage("f", i * 4100, 4000, home=source.store), source
+            ),
+            torch.zeros(1000),
         )
         for i in range(200)
     ]
@@ -157,14 +179,22 @@ def test_neighbours_are_read_together():
 
 def test_a_large_tensor_is_cut_where_blocks_end():
     source = OpenSource(MemoryStore({"f": bytes(5 * BLOCK)}))
-    lazy = LazyTensor.contiguous("t", DTYPES.name("float32"), (BLOCK,), Storage("f", 100, 4 * BLOCK, home=source.store), source)
+    lazy = LazyTensor.contiguous(
+        "t",
+        DTYPES.name("float32"),
+        (BLOCK,),
+        Storage("f", 100, 4 * BLOCK, home=source.store),
+        source,
+    )
     tasks = list(tasks_of(source, [Fill(lazy, torch.zeros(BLOCK))], BLOCK))
     assert [task.nbytes for task in tasks] == [BLOCK] * 4
 
 
 def test_same_dtypes_are_bytes_and_others_are_elements():
     source = OpenSource(MemoryStore({"f": bytes(400)}))
-    lazy = LazyTensor.contiguous("t", DTYPES.name("float32"), (100,), Storage("f", 0, 400, home=source.store), source)
+    lazy = LazyTensor.contiguous(
+        "t", DTYPES.name("float32"), (100,), Storage("f", 0, 400, home=source.store), source
+    )
     cast = torch.zeros(100, dtype=torch.float64)
     rows = rows_of(source, CPU, [Fill(lazy, torch.zeros(100)), Fill(lazy, cast)], most=BLOCK)
     same, other = rows.destinations
@@ -196,7 +226,10 @@ def test_progress_counts_every_byte(tmp_path):
     holdfast.save({"a": torch.ones(1_000_000), "b": torch.ones(7, 9)}, tmp_path / "a.safetensors")
     seen = []
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
-        fills = [Fill(checkpoint["a"], torch.zeros(1_000_000)), Fill(checkpoint["b"], torch.zeros(9, 7).T)]
+        fills = [
+            Fill(checkpoint["a"], torch.zeros(1_000_000)),
+            Fill(checkpoint["b"], torch.zeros(9, 7).T),
+        ]
         load_fills(fills, progress=seen.append, most=2 << 20)
     assert sum(seen) == 4 * (1_000_000 + 63)
     assert torch.equal(fills[1].target, torch.ones(7, 9))
@@ -222,14 +255,19 @@ def test_several_loads_at_once(tmp_path):
             return [fill.target for fill in fills]
 
         for found in [pool.submit(one) for _ in range(8)]:
-            assert all(torch.equal(tensor, made[name]) for name, tensor in zip(checkpoint, found.result(), strict=True))
+            assert all(
+                torch.equal(tensor, made[name])
+                for name, tensor in zip(checkpoint, found.result(), strict=True)
+            )
 
 
 def test_without_a_gpu_the_memory_is_ordinary_and_a_note_says_so(tmp_path, monkeypatch):
     class Elsewhere(CopyStream):
         wants_locked = True
 
-    monkeypatch.setattr(gpu_load, "copy_streams", lambda devices: {device: Elsewhere() for device in devices})
+    monkeypatch.setattr(
+        gpu_load, "copy_streams", lambda devices: {device: Elsewhere() for device in devices}
+    )
     holdfast.save({"a": torch.ones(10)}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
         notes = load_fills([Fill(checkpoint["a"], torch.zeros(10))])

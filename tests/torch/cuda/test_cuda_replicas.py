@@ -15,7 +15,9 @@ from holdfast.torch.ranks import replicas
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    ),
 ]
 
 
@@ -28,7 +30,9 @@ def test_messages_are_made_and_taken_apart_on_the_device(device: str, most: int)
         message = replicas._message(there, there[0].device, sent=True)
         arrived = replicas._message(here, here[0].device, sent=False)
         assert message.device == arrived.device == sent[0].device
-        assert (message is there[0]) == (arrived is here[0]) == (len(there) == 1), "one piece is sent from where it lies"
+        assert (message is there[0]) == (arrived is here[0]) == (len(there) == 1), (
+            "one piece is sent from where it lies"
+        )
         arrived.copy_(message)
         replicas.unpack(here, arrived)
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
@@ -40,7 +44,10 @@ def load_on(rank: int, folder: str, device: str, port: int) -> None:
     from holdfast.torch.ranks import load_sharded as module
 
     module.PART_NBYTES = 1 << 20
-    state = {"w": torch.zeros(3000, 1024, device=device), "b": torch.zeros(9, dtype=torch.bfloat16, device=device)}
+    state = {
+        "w": torch.zeros(3000, 1024, device=device),
+        "b": torch.zeros(9, dtype=torch.bfloat16, device=device),
+    }
     loaded = load_sharded(Path(folder, "step"), state, replicated="broadcast", deadline=30)
     assert torch.equal(state["w"].cpu(), torch.arange(3000.0)[:, None].expand(3000, 1024))
     assert bool((state["b"] == 2).all())
@@ -52,6 +59,9 @@ def load_on(rank: int, folder: str, device: str, port: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_ranks_with_one_device(device: str, tmp_path: Path):
-    state = {"w": torch.arange(3000.0)[:, None].expand(3000, 1024).contiguous(), "b": torch.full((9,), 2, dtype=torch.bfloat16)}
+    state = {
+        "w": torch.arange(3000.0)[:, None].expand(3000, 1024).contiguous(),
+        "b": torch.full((9,), 2, dtype=torch.bfloat16),
+    }
     save_sharded(state, tmp_path / "step", durable=False)
     mp.spawn(load_on, (str(tmp_path), device, 29500 + os.getpid() % 400), nprocs=2)

@@ -24,19 +24,35 @@ from holdfast.torch.serialization import pickling
 from holdfast.torch.tensors import storages
 from tests.properties.test_torch_pickles import Plain
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn, torch.uint16]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.uint8,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.uint16,
+]
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Bits of all kinds: also numbers that are none, and zeros below zero."""
     made = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=made)
+    raw = torch.randint(
+        0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=made
+    )
     return raw.view(dtype).reshape(shape)
 
 
 def many(count: int = 300) -> dict[str, torch.Tensor]:
-    made = {f"t{i}": values(*((i % 9 + 1,), (2, i % 5 + 1))[i % 2], dtype=DTYPES[i % len(DTYPES)], seed=i) for i in range(count)}
+    made = {
+        f"t{i}": values(
+            *((i % 9 + 1,), (2, i % 5 + 1))[i % 2], dtype=DTYPES[i % len(DTYPES)], seed=i
+        )
+        for i in range(count)
+    }
     return made | {"long": values(300, 300)}
 
 
@@ -87,7 +103,9 @@ def test_saved_as_from_memory(tmp_path, gpu, name):
         return
     files = [path for path in (tmp_path / name, *(tmp_path / name).rglob("*")) if path.is_file()]
     for path in files:
-        assert path.read_bytes() == (tmp_path / "near" / path.relative_to(tmp_path)).read_bytes(), path
+        assert path.read_bytes() == (tmp_path / "near" / path.relative_to(tmp_path)).read_bytes(), (
+            path
+        )
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,39 +132,61 @@ def odd(kind: str, number: int) -> torch.Tensor:
         case "empty":
             return torch.zeros(0)
         case "uneven":
-            return torch.empty(0, dtype=torch.float32).set_(torch.UntypedStorage(10).fill_(7), 0, (2,), (1,))
+            return torch.empty(0, dtype=torch.float32).set_(
+                torch.UntypedStorage(10).fill_(7), 0, (2,), (1,)
+            )
     return values(number % 11 + 1, dtype=dtype, seed=number)
 
 
 @settings(max_examples=25)
 @given(
-    st.lists(st.tuples(st.sampled_from(["plain", "plain", "parameter", "turned", "part", "empty", "uneven"]), st.integers(0, 40))),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["plain", "plain", "parameter", "turned", "part", "empty", "uneven"]),
+            st.integers(0, 40),
+        )
+    ),
     st.lists(st.integers(0, 20), max_size=6),
     st.booleans(),
 )
 def test_a_pickle_says_where_each_was_as_torch_does(drawn, again, ordered):
     tensors = [odd(kind, number) for kind, number in [*[("plain", n) for n in range(60)], *drawn]]
-    tensors += [tensors[number] for number in again] + [tensors[number].detach() for number in again]
-    state = (OrderedDict if ordered else dict)((f"t{i}", tensor) for i, tensor in enumerate(tensors))
+    tensors += [tensors[number] for number in again] + [
+        tensors[number].detach() for number in again
+    ]
+    state = (OrderedDict if ordered else dict)(
+        (f"t{i}", tensor) for i, tensor in enumerate(tensors)
+    )
     theirs = io.BytesIO()
     pickler = Tagged(theirs)
     pickler.dump(state)
-    with mock.patch.multiple(pickling, location_tag=pickler.location, stays_on_cpu=lambda *_: False):
-        ours = pickling.pickle_object(state, pickling.StorageIds(), pickle_module=pickle, protocol=2)
+    with mock.patch.multiple(
+        pickling, location_tag=pickler.location, stays_on_cpu=lambda *_: False
+    ):
+        ours = pickling.pickle_object(
+            state, pickling.StorageIds(), pickle_module=pickle, protocol=2
+        )
     assert bytes(ours) == theirs.getvalue()
 
 
 def rows_of(tensors: list[torch.Tensor]) -> memory.GpuStorages:
     nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
-    return memory.GpuStorages(dict(enumerate(tensors)), nbytes, {tensor.device for tensor in tensors})
+    return memory.GpuStorages(
+        dict(enumerate(tensors)), nbytes, {tensor.device for tensor in tensors}
+    )
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn]
+)
 def test_tensors_of_one_dtype_are_gathered_as_they_are(tmp_path, gpu, name, dtype):
     if dtype is torch.complex128 and not name.endswith(".pt"):
         pytest.skip("safetensors files have no name for it")
-    state = {f"t{i:03}": values(*((), (i % 9 + 1,), (2, i % 5 + 1))[i % 3], dtype=dtype, seed=i) for i in range(300)}
+    state = {
+        f"t{i:03}": values(*((), (i % 9 + 1,), (2, i % 5 + 1))[i % 3], dtype=dtype, seed=i)
+        for i in range(300)
+    }
     looked = mock.Mock(side_effect=memory._all_bytes)
     with (
         mock.patch.object(memory, "_all_bytes", looked),
@@ -156,7 +196,10 @@ def test_tensors_of_one_dtype_are_gathered_as_they_are(tmp_path, gpu, name, dtyp
     assert sum(gpu) >= 300
     assert bool(looked.call_count) == (dtype is torch.float8_e4m3fn)
     with holdfast.open(tmp_path / name) as checkpoint:
-        assert all(checkpoint[key].numpy().tobytes() == bits(tensor).numpy().tobytes() for key, tensor in state.items())
+        assert all(
+            checkpoint[key].numpy().tobytes() == bits(tensor).numpy().tobytes()
+            for key, tensor in state.items()
+        )
 
 
 def test_blocks_come_back_with_the_last_view(monkeypatch):
@@ -166,7 +209,9 @@ def test_blocks_come_back_with_the_last_view(monkeypatch):
     gc.disable()
     try:
         pieces = own.read(range(3, 20))
-        assert [bytes(piece) for piece in pieces] == [bits(values(number + 1)).numpy().tobytes() for number in range(3, 20)]
+        assert [bytes(piece) for piece in pieces] == [
+            bits(values(number + 1)).numpy().tobytes() for number in range(3, 20)
+        ]
         one = pieces[5]
         del pieces
         assert pool.kept_nbytes == 0
@@ -180,7 +225,9 @@ def test_a_failure_gives_the_block_back(monkeypatch):
     pool = host.Pool()
     monkeypatch.setattr(memory, "POOL", pool)
     own = rows_of([values(number + 1) for number in range(20)])
-    joining = mock.patch.object(torch._C._nn, "flatten_dense_tensors", side_effect=RuntimeError("no memory"))
+    joining = mock.patch.object(
+        torch._C._nn, "flatten_dense_tensors", side_effect=RuntimeError("no memory")
+    )
     with joining, pytest.raises(RuntimeError, match="no memory"):
         own.read(range(20))
     assert pool.kept_nbytes == host.BLOCK_NBYTES

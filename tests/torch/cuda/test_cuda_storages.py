@@ -28,14 +28,22 @@ def fills(monkeypatch):
         seen.append(sum(len(rows.destinations) for rows in groups))
         return before(groups, **more)
 
-    monkeypatch.setattr(storages_module, "cuda_device", lambda map_location, location: torch.device("cpu"))
+    monkeypatch.setattr(
+        storages_module, "cuda_device", lambda map_location, location: torch.device("cpu")
+    )
     monkeypatch.setattr(storages_module, "load_rows", load_rows)
     return seen
 
 
 def state() -> dict[str, torch.Tensor]:
     base = torch.arange(60.0).reshape(6, 10)
-    return {"a": base, "b": base[2:4, ::3], "c": torch.ones(7, dtype=torch.bfloat16), "e": torch.zeros(0), "n": torch.tensor(3)}
+    return {
+        "a": base,
+        "b": base[2:4, ::3],
+        "c": torch.ones(7, dtype=torch.bfloat16),
+        "e": torch.zeros(0),
+        "n": torch.tensor(3),
+    }
 
 
 def check(found) -> None:
@@ -78,7 +86,9 @@ def test_damage_is_found_unless_the_file_is_mapped(tmp_path, fills, mmap):
     content[content.index(torch.arange(1000).numpy().tobytes()[8:64])] ^= 1
     (tmp_path / "a.pt").write_bytes(content)
     if mmap:
-        assert not torch.equal(load(tmp_path / "a.pt", map_location="cuda", mmap=True)["a"], torch.arange(1000))
+        assert not torch.equal(
+            load(tmp_path / "a.pt", map_location="cuda", mmap=True)["a"], torch.arange(1000)
+        )
         return
     with pytest.raises(Corrupted, match="checksum"):
         load(tmp_path / "a.pt", map_location="cuda")
@@ -89,9 +99,20 @@ def many(count: int = 700) -> dict[str, torch.Tensor]:
     """Of all widths and orders, with ties, views, what is long, and what is empty."""
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex128, torch.bool]
     made = {f"t{i}": torch.randint(0, 2, (2 + i % 3, 3)).to(dtypes[i % 6]) for i in range(count)}
-    made |= {f"turned{i}": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last) for i in range(30)}
-    made |= {"tied": made["t9"], "view": made["t11"][1:], "long": torch.randn(300, 300), "empty": torch.zeros(0, 2)}
-    return made | {"parameter": torch.nn.Parameter(torch.ones(3)), "wants": torch.ones(2, requires_grad=True)}
+    made |= {
+        f"turned{i}": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+        for i in range(30)
+    }
+    made |= {
+        "tied": made["t9"],
+        "view": made["t11"][1:],
+        "long": torch.randn(300, 300),
+        "empty": torch.zeros(0, 2),
+    }
+    return made | {
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "wants": torch.ones(2, requires_grad=True),
+    }
 
 
 def check_many(found) -> None:
@@ -121,7 +142,9 @@ def test_damage_among_many_is_named(tmp_path, fills, how):
     content[content.index(state["t200"].numpy().tobytes())] ^= 1
     (tmp_path / "a.pt").write_bytes(content)
     if how == "unchecked":
-        assert not torch.equal(load(tmp_path / "a.pt", map_location="cuda", verify=False)["t200"], state["t200"])
+        assert not torch.equal(
+            load(tmp_path / "a.pt", map_location="cuda", verify=False)["t200"], state["t200"]
+        )
         return
     with pytest.raises(Corrupted, match="checksum") as raised:
         load(tmp_path / "a.pt", map_location="cuda")
@@ -131,7 +154,9 @@ def test_damage_among_many_is_named(tmp_path, fills, how):
 
 
 def test_which_gpu_a_tag_stands_for(monkeypatch):
-    monkeypatch.setattr(locations, "present_device", lambda location, backend: torch.device(location))
+    monkeypatch.setattr(
+        locations, "present_device", lambda location, backend: torch.device(location)
+    )
     assert cuda_device("cuda:1", "cpu") == torch.device("cuda:1")
     assert cuda_device(torch.device("cuda:0"), "cpu") == torch.device("cuda:0")
     assert cuda_device(None, "cuda:3") == torch.device("cuda:3")
@@ -142,7 +167,9 @@ def test_which_gpu_a_tag_stands_for(monkeypatch):
 
 
 def test_a_package_of_somebody_else_comes_first(monkeypatch):
-    monkeypatch.setattr(locations, "present_device", lambda location, backend: torch.device(location))
+    monkeypatch.setattr(
+        locations, "present_device", lambda location, backend: torch.device(location)
+    )
     monkeypatch.setattr(locations, "PACKAGES", locations.Packages([locations.CPU, locations.CUDA]))
     assert cuda_device("cuda:1", "cpu") is not None
     locations.register_package(15, lambda storage: None, lambda storage, location: None)
@@ -158,7 +185,16 @@ def test_without_a_gpu_the_reason_is_given(tmp_path):
 
 # Many small ones.
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex128, torch.float8_e4m3fn, torch.float16]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.uint8,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float16,
+]
 
 
 def bank(count: int = 300) -> dict[str, torch.Tensor]:
@@ -166,7 +202,9 @@ def bank(count: int = 300) -> dict[str, torch.Tensor]:
     state = {}
     for i in range(count):
         dtype = DTYPES[i % len(DTYPES)]
-        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (i % 9 + 1, 16), dtype=torch.uint8, generator=made)
+        raw = torch.randint(
+            0, 2 if dtype is torch.bool else 256, (i % 9 + 1, 16), dtype=torch.uint8, generator=made
+        )
         state[f"t{i}"] = raw.view(dtype)
     state["turned"] = torch.arange(6.0).reshape(2, 3).T
     state["number"] = torch.tensor(7.0)
@@ -177,7 +215,11 @@ def same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None
     assert list(found) == list(state)
     for name, tensor in state.items():
         other = found[name]
-        assert (other.dtype, other.shape, other.stride()) == (tensor.dtype, tensor.shape, tensor.stride()), name
+        assert (other.dtype, other.shape, other.stride()) == (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+        ), name
         assert other.untyped_storage().tolist() == tensor.untyped_storage().tolist(), name
         assert not other._is_view(), name
     assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(state)
@@ -195,7 +237,11 @@ def test_many_are_spread_on_the_device(tmp_path, fills, alignment):
 
 
 def test_many_with_others_between_them(tmp_path, fills):
-    state = bank() | {"large": torch.arange(100_000.0), "empty": torch.zeros(0), "wanted": torch.zeros(3, requires_grad=True)}
+    state = bank() | {
+        "large": torch.arange(100_000.0),
+        "empty": torch.zeros(0),
+        "wanted": torch.zeros(3, requires_grad=True),
+    }
     state["part"] = state["t0"][1:]
     state["tied"] = state["t7"].reshape(-1)
     torch.save(state, tmp_path / "a.pt")
@@ -220,13 +266,19 @@ def test_damage_among_many_is_said_as_always(tmp_path, fills, verify):
         return
     with pytest.raises(Corrupted) as raised:
         load(tmp_path / "a.pt", map_location="cuda")
-    assert "the 400 bytes of data/77 do not have the checksum that the file records" in str(raised.value)
+    assert "the 400 bytes of data/77 do not have the checksum that the file records" in str(
+        raised.value
+    )
     assert raised.value.tensor == "t77"
 
 
 def test_a_device_is_looked_for_once_a_tag(tmp_path, monkeypatch):
     asked: list[str] = []
-    monkeypatch.setattr(storages_module, "cuda_device", lambda place, location: asked.append(location) or torch.device("cpu"))
+    monkeypatch.setattr(
+        storages_module,
+        "cuda_device",
+        lambda place, location: asked.append(location) or torch.device("cpu"),
+    )
     torch.save(state() | bank(), tmp_path / "a.pt")
     load(tmp_path / "a.pt", map_location="cuda")
     assert asked == ["cpu"]
@@ -235,7 +287,11 @@ def test_a_device_is_looked_for_once_a_tag(tmp_path, monkeypatch):
 def test_a_kind_that_is_left_to_the_machine_is_learned_once(tmp_path, monkeypatch):
     learned: list[tuple[int, ...]] = []
     before = TensorTemplates._learned
-    monkeypatch.setattr(TensorTemplates, "_learned", lambda self, *place: learned.append(place) or before(self, *place))
+    monkeypatch.setattr(
+        TensorTemplates,
+        "_learned",
+        lambda self, *place: learned.append(place) or before(self, *place),
+    )
     monkeypatch.setattr(storages_module.LazyStorages, "kind", lambda self, claim, limits: None)
     torch.save({f"t{i}": torch.full((5,), i) for i in range(500)}, tmp_path / "a.pt")
     assert len(load(tmp_path / "a.pt")) == 500
@@ -246,7 +302,9 @@ def test_a_kind_that_is_left_to_the_machine_is_learned_once(tmp_path, monkeypatc
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 def test_a_load_leaves_nothing_to_the_collector(tmp_path, where, monkeypatch):
     if where == "cuda":
-        monkeypatch.setattr(storages_module, "cuda_device", lambda map_location, location: torch.device("cpu"))
+        monkeypatch.setattr(
+            storages_module, "cuda_device", lambda map_location, location: torch.device("cpu")
+        )
     torch.save({f"t{i}": torch.full((5,), i) for i in range(300)}, tmp_path / "a.pt")
     gc.collect()
     gc.disable()

@@ -25,7 +25,11 @@ ROWS = torch.arange(6.0).view(2, 3)
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.mid, self.head = nn.Embedding(64, 16), nn.Linear(16, 16), nn.Linear(16, 64, bias=False)
+        self.emb, self.mid, self.head = (
+            nn.Embedding(64, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 64, bias=False),
+        )
         self.head.weight = self.emb.weight
         self.register_buffer("scale", torch.tensor(2.0))
         self.mask = torch.tensor([1.0, 0.0] * 8)
@@ -89,13 +93,19 @@ def test_stock_torch_loads_and_runs_it(tied, tmp_path):
     package_program(tied, tmp_path / "m.pt2")
     again = torch.export.load(tmp_path / "m.pt2")
     assert torch.equal(again.module()(IDS), tied.module()(IDS))
-    pointers = {name: tensor.untyped_storage().data_ptr() for name, tensor in again.state_dict.items()}
+    pointers = {
+        name: tensor.untyped_storage().data_ptr() for name, tensor in again.state_dict.items()
+    }
     assert pointers["emb.weight"] == pointers["head.weight"]
 
 
 def test_programs_share_an_encoder(heads, tmp_path):
     package_program(heads, tmp_path / "m.pt2")
-    records = [name for name in zipfile.ZipFile(tmp_path / "m.pt2").namelist() if "/weights/weight_" in name]
+    records = [
+        name
+        for name in zipfile.ZipFile(tmp_path / "m.pt2").namelist()
+        if "/weights/weight_" in name
+    ]
     assert len(records) == 6
     again = load_pt2(tmp_path / "m.pt2").exported_programs
     assert list(again) == list(heads)
@@ -152,7 +162,9 @@ def test_replaced_weights_run(tied, tmp_path):
     torch.manual_seed(1)
     tuned = Tied()
     holdfast.save(tuned.state_dict(), tmp_path / "tuned.safetensors")
-    holdfast.replace_weights(tmp_path / "m.pt2", tmp_path / "tuned.pt2", weights=tmp_path / "tuned.safetensors")
+    holdfast.replace_weights(
+        tmp_path / "m.pt2", tmp_path / "tuned.pt2", weights=tmp_path / "tuned.safetensors"
+    )
     again = torch.export.load(tmp_path / "tuned.pt2")
     assert torch.equal(again.module()(IDS), tuned(IDS))
     assert again.state_dict["emb.weight"].data_ptr() == again.state_dict["head.weight"].data_ptr()
@@ -166,14 +178,21 @@ def test_tied_and_compacted_programs_run(heads, tmp_path):
     with_copies = {m: torch.export.export(Head(nn.Linear(3, 512), 2), (ROWS,)) for m in ("a", "b")}
     state = {n: t.detach().clone() for n, t in with_copies["a"].state_dict.items()}
     package_program(with_copies, tmp_path / "m.pt2")
-    holdfast.replace_weights(tmp_path / "m.pt2", weights={n: t.clone() for n, t in state.items()}, in_place=True, model="b")
+    holdfast.replace_weights(
+        tmp_path / "m.pt2",
+        weights={n: t.clone() for n, t in state.items()},
+        in_place=True,
+        model="b",
+    )
     found = holdfast.tie(tmp_path / "m.pt2", tmp_path / "tied.pt2")
     assert found.savable_nbytes == sum(t.nbytes for t in state.values())
     holdfast.compact(tmp_path / "tied.pt2", in_place=True)
     again = load_pt2(tmp_path / "tied.pt2").exported_programs
     assert torch.equal(again["a"].module()(ROWS), with_copies["a"].module()(ROWS))
     assert torch.equal(again["b"].module()(ROWS), with_copies["a"].module()(ROWS))
-    assert (tmp_path / "tied.pt2").stat().st_size < (tmp_path / "m.pt2").stat().st_size - found.savable_nbytes // 2
+    assert (tmp_path / "tied.pt2").stat().st_size < (
+        tmp_path / "m.pt2"
+    ).stat().st_size - found.savable_nbytes // 2
 
 
 def test_a_weights_only_package_is_refused_by_torch_and_read_by_us(tied, tmp_path):
@@ -181,7 +200,9 @@ def test_a_weights_only_package_is_refused_by_torch_and_read_by_us(tied, tmp_pat
     with pytest.raises((KeyError, RuntimeError)):
         torch.export.load(tmp_path / "w.pt2")
     with holdfast.open(tmp_path / "w.pt2") as ckpt:
-        assert np.array_equal(ckpt["mid.bias"].numpy(), tied.state_dict["mid.bias"].detach().numpy())
+        assert np.array_equal(
+            ckpt["mid.bias"].numpy(), tied.state_dict["mid.bias"].detach().numpy()
+        )
 
 
 def test_a_program_that_lacks_a_weight(heads, tmp_path):
@@ -195,7 +216,9 @@ def test_a_program_that_lacks_a_weight(heads, tmp_path):
 def test_a_weight_of_another_dtype(tmp_path):
     exported = torch.export.export(nn.Linear(3, 2), (ROWS,))
     exported._state_dict["bias"] = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    with pytest.raises(errors.CannotHold, match=r"model\.bias: float64 where the program was exported with float32"):
+    with pytest.raises(
+        errors.CannotHold, match=r"model\.bias: float64 where the program was exported with float32"
+    ):
         package_program(exported, tmp_path / "m.pt2")
     assert os.listdir(tmp_path) == []
 

@@ -19,7 +19,12 @@ SHORT = torch.arange(10, dtype=torch.bfloat16)
 def fakes() -> dict[str, torch.Tensor]:
     with FakeTensorMode():
         whole = torch.empty(3, 4)
-        return {"whole": whole, "turned": whole.t(), "row": whole[1], "half": torch.empty(5, dtype=torch.float16)}
+        return {
+            "whole": whole,
+            "turned": whole.t(),
+            "row": whole[1],
+            "half": torch.empty(5, dtype=torch.float16),
+        }
 
 
 class Marked(torch.Tensor):
@@ -50,13 +55,18 @@ TENSORS = {
 }
 
 GROUPS = {
-    "tied over two models": {"a": {"w": BASE, "h": BASE[:4]}, "b": {"w": BASE.view(3, 4), "q": torch.ones(2)}},
+    "tied over two models": {
+        "a": {"w": BASE, "h": BASE[:4]},
+        "b": {"w": BASE.view(3, 4), "q": torch.ones(2)},
+    },
     "no complete member": {"a": {"h": BASE[:4], "t": BASE[6:8]}, "b": {"s": BASE[2:5]}},
     "one that is turned": {"a": {"h": BASE.view(3, 4).t()}},
     "a turned one first": {"a": {"h": BASE.view(3, 4).t(), "s": BASE[4:6]}},
     "a turned one last": {"a": {"s": BASE[4:6], "h": BASE.view(3, 4).t()}},
     "two dtypes": {"a": {"i": BASE.view(torch.int32), "f": BASE, "j": BASE.view(torch.int32)[2:]}},
-    "empty ones": {"a": {"e": torch.empty(0), "f": torch.empty(0), "g": torch.empty(0, dtype=torch.int32)}},
+    "empty ones": {
+        "a": {"e": torch.empty(0), "f": torch.empty(0), "g": torch.empty(0, dtype=torch.int32)}
+    },
     "meta and empty": {"a": {"m": torch.empty(3, device="meta"), "e": torch.empty(0)}},
     "parameters": {"a": {"p": torch.nn.Parameter(BASE), "v": torch.nn.Parameter(BASE)[2:4]}},
     "a view of a parameter": {"a": {"v": torch.nn.Parameter(BASE)[3:6]}},
@@ -73,7 +83,9 @@ GROUPS = {
 
 def weights(module, models):
     return {
-        model: module.Weights({name: (tensor, module.TensorProperties(tensor)) for name, tensor in named.items()})
+        model: module.Weights(
+            {name: (tensor, module.TensorProperties(tensor)) for name, tensor in named.items()}
+        )
         for model, named in models.items()
     }
 
@@ -91,7 +103,11 @@ def same(mine: torch.Tensor, other: torch.Tensor) -> None:
     assert (mine.dtype, mine.shape, mine.stride(), mine.storage_offset()) == (
         other.dtype, other.shape, other.stride(), other.storage_offset(),
     )  # fmt: skip
-    assert (mine.requires_grad, mine.is_leaf, mine.device) == (other.requires_grad, other.is_leaf, other.device)
+    assert (mine.requires_grad, mine.is_leaf, mine.device) == (
+        other.requires_grad,
+        other.is_leaf,
+        other.device,
+    )
     if type(mine) in (torch.Tensor, torch.nn.Parameter):
         assert mine.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
@@ -103,7 +119,9 @@ def test_properties(name):
     assert mine.is_complete() == other.is_complete()
 
 
-@pytest.mark.parametrize("make", [lambda: torch.eye(3).to_sparse(), lambda: torch.eye(3).to_mkldnn()])
+@pytest.mark.parametrize(
+    "make", [lambda: torch.eye(3).to_sparse(), lambda: torch.eye(3).to_mkldnn()]
+)
 def test_a_tensor_without_storage_is_refused_as_torch_does(make):
     with pytest.raises(NotImplementedError) as other:
         theirs.TensorProperties(make())

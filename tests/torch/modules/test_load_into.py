@@ -32,7 +32,9 @@ class Net(nn.Module):
     def __init__(self, width: int = 8, tie: bool = True):
         super().__init__()
         self.embed = nn.Embedding(10, width)
-        self.body = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.LSTM(width, width))
+        self.body = nn.Sequential(
+            nn.Linear(width, width), nn.BatchNorm1d(width), nn.LSTM(width, width)
+        )
         self.head = nn.Linear(width, 10, bias=False)
         if tie:
             self.head.weight = self.embed.weight
@@ -53,7 +55,9 @@ def seeded(seed: int, **kwargs) -> Net:
 
 def same(a: nn.Module, b: nn.Module) -> bool:
     x, y = a.state_dict(), b.state_dict()
-    return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) and x[k].dtype == y[k].dtype for k in x)
+    return x.keys() == y.keys() and all(
+        torch.equal(x[k], y[k]) and x[k].dtype == y[k].dtype for k in x
+    )
 
 
 @pytest.fixture(params=FORMATS)
@@ -74,7 +78,9 @@ def test_in_place(saved):
     assert isinstance(report, Loaded)
     assert set(report.names) == set(net.state_dict())
     assert report.missing == report.unexpected == report.mismatched == ()
-    assert report.nbytes == sum(t.nbytes for t in dict.fromkeys(net.state_dict(keep_vars=True).values()))
+    assert report.nbytes == sum(
+        t.nbytes for t in dict.fromkeys(net.state_dict(keep_vars=True).values())
+    )
     assert str(report).startswith(f"{len(report.names)} tensors, {report.nbytes:,} bytes, from ")
 
 
@@ -111,7 +117,9 @@ def test_a_cast_on_the_way(saved, dtype):
     net = seeded(2).to(dtype)
     report = load_into(net, saved)
     assert same(net, seeded(1).to(dtype))
-    assert set(report.mismatched) == {name for name, t in net.state_dict().items() if t.is_floating_point()}
+    assert set(report.mismatched) == {
+        name for name, t in net.state_dict().items() if t.is_floating_point()
+    }
     with torch.device("meta"):
         meta = Net()
     load_into(meta, saved, dtype=dtype)
@@ -278,7 +286,9 @@ def test_kinds_do_not_become_each_other(tmp_path):
     assert torch.equal(layer.weight, before)
     load_into(layer, path, dtype=torch.float32)
     assert layer.weight.tolist() == [[0, 1], [2, 3]]
-    with pytest.raises(DoesNotFit, match=r"filled in place and is float32; for bfloat16 pass assign=True"):
+    with pytest.raises(
+        DoesNotFit, match=r"filled in place and is float32; for bfloat16 pass assign=True"
+    ):
         load_into(layer, path, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="floating-point"):
         load_into(layer, path, dtype=torch.int8)
@@ -350,7 +360,9 @@ def test_a_state_inside_a_larger_one(name, tmp_path):
 
 def test_a_wrapped_module_on_either_side(tmp_path):
     plain = save_as(tmp_path / "zip.pt", seeded(1).state_dict())
-    wrapped = save_as(tmp_path / "native", {f"module.{k}": v for k, v in seeded(1).state_dict().items()})
+    wrapped = save_as(
+        tmp_path / "native", {f"module.{k}": v for k, v in seeded(1).state_dict().items()}
+    )
     net = seeded(2)
     with pytest.raises(DoesNotFit, match=r"pass prefix='module\.'"):
         load_into(net, wrapped)
@@ -386,7 +398,9 @@ def test_a_tied_weight_with_two_contents(tmp_path):
     assert list(caught.value.mismatched) == ["embed.weight"]
     assert same(net, seeded(2))
     report = load_into(net, path, strict=False)
-    assert torch.equal(net.embed.weight, state["head.weight"]), "the last one wins, as with load_state_dict"
+    assert torch.equal(net.embed.weight, state["head.weight"]), (
+        "the last one wins, as with load_state_dict"
+    )
     assert "those were taken" in report.notes[0]
 
 
@@ -473,9 +487,17 @@ def test_complex_halves_and_conjugates(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         half = torch.view_as_complex(torch.arange(8, dtype=torch.float16).reshape(4, 2))
-        state = {"half": half, "conj": torch.tensor([1 + 2j, 3 - 4j]).conj(), "neg": torch.tensor([1 + 2j]).conj().imag}
+        state = {
+            "half": half,
+            "conj": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+            "neg": torch.tensor([1 + 2j]).conj().imag,
+        }
         path = save_as(tmp_path / "zip.pt", state)
-        target = {"half": torch.zeros_like(half), "conj": torch.zeros(2, dtype=torch.complex128), "neg": torch.zeros(1)}
+        target = {
+            "half": torch.zeros_like(half),
+            "conj": torch.zeros(2, dtype=torch.complex128),
+            "neg": torch.zeros(1),
+        }
         load_into(target, path)
         assert torch.view_as_real(target["half"]).flatten().tolist() == list(range(8))
     assert target["conj"].tolist() == [1 - 2j, 3 + 4j]
@@ -486,12 +508,27 @@ def test_complex_halves_and_conjugates(tmp_path):
 
 
 def test_nested_mappings(saved, tmp_path):
-    state = {"a": {"b": [torch.ones(2), {"c": torch.arange(3.0)}]}, "state": {0: {"m": torch.full((2,), 5.0)}}}
-    path = save_as(tmp_path / f"nested-{saved.name}", state) if saved.suffix != ".safetensors" else None
+    state = {
+        "a": {"b": [torch.ones(2), {"c": torch.arange(3.0)}]},
+        "state": {0: {"m": torch.full((2,), 5.0)}},
+    }
+    path = (
+        save_as(tmp_path / f"nested-{saved.name}", state)
+        if saved.suffix != ".safetensors"
+        else None
+    )
     if path is None:
-        flat = {"a.b.0": torch.ones(2), "a.b.1.c": torch.arange(3.0), "state.0.m": torch.full((2,), 5.0)}
+        flat = {
+            "a.b.0": torch.ones(2),
+            "a.b.1.c": torch.arange(3.0),
+            "state.0.m": torch.full((2,), 5.0),
+        }
         path = save_as(tmp_path / "n.safetensors", flat)
-    target = {"a": {"b": [torch.zeros(2), {"c": torch.zeros(3, device="meta")}]}, "state": {0: {"m": torch.zeros(2)}}, "lr": 0.1}
+    target = {
+        "a": {"b": [torch.zeros(2), {"c": torch.zeros(3, device="meta")}]},
+        "state": {0: {"m": torch.zeros(2)}},
+        "lr": 0.1,
+    }
     report = load_into(target, path)
     assert report.names == ("a.b.0", "a.b.1.c", "state.0.m")
     assert target["a"]["b"][0].tolist() == [1, 1]
@@ -499,7 +536,14 @@ def test_nested_mappings(saved, tmp_path):
     assert target["state"][0]["m"].tolist() == [5, 5]
     assert target["lr"] == 0.1
     with pytest.raises(DoesNotFit, match="a tuple cannot be changed"):
-        load_into({"a": {"b": (torch.zeros(2), {"c": torch.zeros(3)})}, "state": {0: {"m": torch.zeros(2)}}}, path, assign=True)
+        load_into(
+            {
+                "a": {"b": (torch.zeros(2), {"c": torch.zeros(3)})},
+                "state": {0: {"m": torch.zeros(2)}},
+            },
+            path,
+            assign=True,
+        )
     with pytest.raises(DoesNotFit, match="two tensors of the target have this name"):
         load_into({"a": {"b": torch.zeros(2)}, "a.b": torch.zeros(2)}, path, strict=False)
 
@@ -515,7 +559,10 @@ def test_expanded_targets_are_refused(tmp_path):
 
 
 def test_targets_that_overlap_are_filled_in_order(tmp_path):
-    path = save_as(tmp_path / "zip.pt", {"a": torch.ones(100), "b": torch.full((50,), 2.0), "c": torch.full((20,), 3.0)})
+    path = save_as(
+        tmp_path / "zip.pt",
+        {"a": torch.ones(100), "b": torch.full((50,), 2.0), "c": torch.full((20,), 3.0)},
+    )
     memory = torch.zeros(100)
     load_into({"a": memory, "b": memory[20:70], "c": memory[60:80]}, path)
     assert memory.tolist() == [1.0] * 20 + [2.0] * 40 + [3.0] * 20 + [1.0] * 20
@@ -559,7 +606,11 @@ def test_sparse_and_quantised(name, tmp_path):
             "q": torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.qint8),
             "plain": torch.ones(2),
         }
-        path = save_as(tmp_path / "zip.pt", state) if name == "native" else save_as(tmp_path / name, state)
+        path = (
+            save_as(tmp_path / "zip.pt", state)
+            if name == "native"
+            else save_as(tmp_path / name, state)
+        )
         if name == "native":
             holdfast.convert(path, tmp_path / name)
             path = tmp_path / name
@@ -576,7 +627,12 @@ def test_sparse_and_quantised(name, tmp_path):
             assert torch.equal(target["csr"].to_dense(), torch.eye(3))
             assert target["q"].dequantize().tolist() == [0, 1, 2, 3]
             assert target["q"].q_scale() == 0.5
-        bad = {"coo": torch.zeros(3, 3), "csr": torch.zeros(3, 3).to_sparse_csr(), "q": torch.zeros(4), "plain": target["q"]}
+        bad = {
+            "coo": torch.zeros(3, 3),
+            "csr": torch.zeros(3, 3).to_sparse_csr(),
+            "q": torch.zeros(4),
+            "plain": target["q"],
+        }
         with pytest.raises(DoesNotFit) as caught:
             load_into(bad, path)
     assert set(caught.value.mismatched) == {"coo", "csr", "q", "plain"}
@@ -587,15 +643,24 @@ def test_sparse_and_quantised(name, tmp_path):
 def test_a_tensor_in_several_chunks(scratch, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(fill_module, "SCRATCH_NBYTES", scratch)
     whole = torch.arange(60.0).reshape(10, 6)
-    path = save_as(tmp_path / "zip.pt", {"a": whole[:4].clone(), "b": whole[4:, :2].clone(), "c": whole[4:, 2:].T.contiguous()})
+    path = save_as(
+        tmp_path / "zip.pt",
+        {"a": whole[:4].clone(), "b": whole[4:, :2].clone(), "c": whole[4:, 2:].T.contiguous()},
+    )
     with holdfast.open(path) as checkpoint:
         places = {"a": ((0, 0), (4, 6)), "b": ((4, 0), (10, 2)), "c": ((4, 2), (10, 6))}
         lazies = {"a": checkpoint["a"], "b": checkpoint["b"], "c": checkpoint["c"].T}
         pieces = [(holdfast.Box(*places[name]), lazy.chunks[0]) for name, lazy in lazies.items()]
-        chunks = tuple(holdfast.Chunk(box, chunk.storage, chunk.offset, chunk.strides) for box, chunk in pieces)
+        chunks = tuple(
+            holdfast.Chunk(box, chunk.storage, chunk.offset, chunk.strides) for box, chunk in pieces
+        )
         split = replace(checkpoint["a"], shape=(10, 6), chunks=chunks)
         wide = torch.zeros(10, 12, dtype=dtype)
-        for target in (torch.zeros(10, 6, dtype=dtype), torch.zeros(6, 10, dtype=dtype).T, wide[:, ::2]):
+        for target in (
+            torch.zeros(10, 6, dtype=dtype),
+            torch.zeros(6, 10, dtype=dtype).T,
+            wide[:, ::2],
+        ):
             fill_module.fill([fill_module.Fill(split, target)])
             assert torch.equal(target, whole.to(dtype))
 
@@ -620,7 +685,9 @@ def test_an_old_batch_norm_is_brought_up_to_date(tmp_path):
 
 
 def test_a_batch_norm_without_versions(tmp_path):
-    state = {k: v + 1 for k, v in nn.BatchNorm1d(3).state_dict().items() if k != "num_batches_tracked"}
+    state = {
+        k: v + 1 for k, v in nn.BatchNorm1d(3).state_dict().items() if k != "num_batches_tracked"
+    }
     norm = nn.BatchNorm1d(3)
     load_into(norm, save_as(tmp_path / "file.safetensors", state))
     assert norm.running_mean.tolist() == [1, 1, 1]
@@ -659,8 +726,13 @@ class Doubling(nn.Linear):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_hooks_and_overrides_run(name, device, tmp_path):
-    path = save_as(tmp_path / name, {"a.old": torch.ones(2), "b.weight": torch.ones(2, 2), "c.weight": torch.ones(2, 2)})
-    net = nn.ModuleDict({"a": Renaming(), "b": Doubling(2, 2, bias=False), "c": nn.Linear(2, 2, bias=False)}).to(device)
+    path = save_as(
+        tmp_path / name,
+        {"a.old": torch.ones(2), "b.weight": torch.ones(2, 2), "c.weight": torch.ones(2, 2)},
+    )
+    net = nn.ModuleDict(
+        {"a": Renaming(), "b": Doubling(2, 2, bias=False), "c": nn.Linear(2, 2, bias=False)}
+    ).to(device)
     report = load_into(net, path)
     assert net["a"].weight.tolist() == [1, 1]
     assert net["b"].weight.tolist() == [[2, 2], [2, 2]]
@@ -673,7 +745,9 @@ def test_hooks_and_overrides_run(name, device, tmp_path):
 def test_what_a_submodule_finds_missing_is_reported(tmp_path):
     path = save_as(tmp_path / "zip.pt", {"a.older": torch.ones(2), "c.weight": torch.ones(2, 2)})
     net = nn.ModuleDict({"a": Renaming(), "c": nn.Linear(2, 2, bias=False)})
-    with pytest.raises(DoesNotFit, match="only submodules that load themselves were changed") as caught:
+    with pytest.raises(
+        DoesNotFit, match="only submodules that load themselves were changed"
+    ) as caught:
         load_into(net, path)
     assert caught.value.missing == ("a.weight",)
     assert caught.value.unexpected == ("a.older",)
@@ -689,7 +763,9 @@ def test_what_a_submodule_finds_missing_is_reported(tmp_path):
 def test_a_weight_tied_to_one_that_loads_itself(tmp_path):
     path = save_as(tmp_path / "zip.pt", {"b.weight": torch.ones(2, 2)})
     for device in ("cpu", "meta"):
-        net = nn.ModuleDict({"b": Doubling(2, 2, bias=False), "c": nn.Linear(2, 2, bias=False)}).to(device)
+        net = nn.ModuleDict({"b": Doubling(2, 2, bias=False), "c": nn.Linear(2, 2, bias=False)}).to(
+            device
+        )
         net["c"].weight = net["b"].weight
         load_into(net, path)
         assert net["c"].weight is net["b"].weight
@@ -735,12 +811,23 @@ def test_extra_state(name, tmp_path):
     assert net["b"].extra.tolist() == [5]
     assert report.unexpected == ()
     with pytest.raises(DoesNotFit) as caught:
-        load_into(net, save_as(tmp_path / f"less-{name}", {"a.weight": torch.ones(2), "b.weight": torch.ones(2)}))
+        load_into(
+            net,
+            save_as(
+                tmp_path / f"less-{name}", {"a.weight": torch.ones(2), "b.weight": torch.ones(2)}
+            ),
+        )
     assert caught.value.missing == ("a._extra_state", "b._extra_state")
 
 
 def test_extra_state_that_is_an_object_is_refused(tmp_path):
-    torch.save({"weight": torch.ones(2), "_extra_state": warnings.WarningMessage("m", UserWarning, "f", 1)}, tmp_path / "a.pt")
+    torch.save(
+        {
+            "weight": torch.ones(2),
+            "_extra_state": warnings.WarningMessage("m", UserWarning, "f", 1),
+        },
+        tmp_path / "a.pt",
+    )
     with pytest.raises(DoesNotFit, match="classes that Holdfast does not build"):
         load_into(Counting(), tmp_path / "a.pt")
 
@@ -749,7 +836,9 @@ def test_hooks_after_loading_are_told(tmp_path):
     path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
     layer = nn.Linear(2, 2)
     told = []
-    layer.register_load_state_dict_post_hook(lambda module, keys: told.append((module, keys.missing_keys, keys.unexpected_keys)))
+    layer.register_load_state_dict_post_hook(
+        lambda module, keys: told.append((module, keys.missing_keys, keys.unexpected_keys))
+    )
     load_into(layer, path, strict=False)
     assert told == [(layer, ["bias"], [])]
     assert layer.weight.eq(1).all()
@@ -835,7 +924,10 @@ def test_no_second_copy(name, tmp_path):
 def test_a_sharded_target_is_told_who_fills_it(tmp_path: Path):
     holdfast.save({"w": torch.ones(2, 2)}, tmp_path / "w.safetensors")
     sharded = LocalShardsWrapper([torch.zeros(2, 2)], [(0, 0)])
-    with pytest.raises(DoesNotFit, match=r"'w': it is a LocalShardsWrapper, of which each rank has a part: load_sharded\("):
+    with pytest.raises(
+        DoesNotFit,
+        match=r"'w': it is a LocalShardsWrapper, of which each rank has a part: load_sharded\(",
+    ):
         load_into({"w": sharded}, tmp_path / "w.safetensors")
     load_sharded(tmp_path / "w.safetensors", {"w": sharded})
     assert sharded.local_shards()[0].tolist() == [[1, 1], [1, 1]]
@@ -846,5 +938,7 @@ def test_a_path_may_come_first(tmp_path: Path):
     model = nn.Linear(2, 2)
     assert load_into(tmp_path / "w.pt", model).names == ("weight", "bias")
     assert model.bias.tolist() == [1, 1]
-    with pytest.raises(TypeError, match=r"load_into fills an nn.Module or a mapping of tensors, not a PosixPath"):
+    with pytest.raises(
+        TypeError, match=r"load_into fills an nn.Module or a mapping of tensors, not a PosixPath"
+    ):
         load_into(tmp_path / "w.pt", tmp_path / "w.pt")

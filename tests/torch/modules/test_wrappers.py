@@ -86,7 +86,16 @@ def in_threads(seed: int) -> nn.Module:
 
 
 Make = Callable[[int], nn.Module]
-KINDS: list[Make] = [plain, compiled, in_parallel, both, the_other_way, inside, inside_in_parallel, in_threads]
+KINDS: list[Make] = [
+    plain,
+    compiled,
+    in_parallel,
+    both,
+    the_other_way,
+    inside,
+    inside_in_parallel,
+    in_threads,
+]
 NAMES = list(plain(0).state_dict())
 
 
@@ -99,9 +108,16 @@ def alone() -> Iterator[None]:
 
 
 def same(one: nn.Module, other: nn.Module) -> None:
-    first, second = list(one.parameters()) + list(one.buffers()), list(other.parameters()) + list(other.buffers())
-    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(first, second, strict=True))  # `nn.DataParallel` moves to a GPU
-    seen = [next(one.seen for one in net.modules() if isinstance(one, Extra)) for net in (one, other)]
+    first, second = (
+        list(one.parameters()) + list(one.buffers()),
+        list(other.parameters()) + list(other.buffers()),
+    )
+    assert all(
+        torch.equal(a.cpu(), b.cpu()) for a, b in zip(first, second, strict=True)
+    )  # `nn.DataParallel` moves to a GPU
+    seen = [
+        next(one.seen for one in net.modules() if isinstance(one, Extra)) for net in (one, other)
+    ]
     assert seen[0] == seen[1]
 
 
@@ -109,7 +125,11 @@ def test_the_names_are_those_of_torch():
     """torch's own helper is the oracle where it takes wrappers off; `nn.DataParallel` it leaves alone."""
     for make in KINDS[:-1]:
         net = make(1)
-        assert set(names_with_wrappers(net, NAMES.__contains__) or NAMES) >= set(NAMES) == set(get_model_state_dict(net))
+        assert (
+            set(names_with_wrappers(net, NAMES.__contains__) or NAMES)
+            >= set(NAMES)
+            == set(get_model_state_dict(net))
+        )
 
 
 @pytest.mark.parametrize("target", KINDS)
@@ -118,7 +138,9 @@ def test_any_is_loaded_into_any(tmp_path: Path, saved: Make, target: Make):
     first = saved(1)
     save_sharded({"model": first}, tmp_path / "state")
     with holdfast.open(tmp_path / "state") as checkpoint:
-        assert set(checkpoint) == {f"model.{name}" for name in NAMES if not name.endswith("_extra_state")}
+        assert set(checkpoint) == {
+            f"model.{name}" for name in NAMES if not name.endswith("_extra_state")
+        }
     second, third = target(2), target(3)
     load_sharded(tmp_path / "state", {"model": second})
     same(first, second)
@@ -159,7 +181,9 @@ def test_save_of_a_module(tmp_path: Path, make: Make):
         (in_parallel, the_other_way),
     ],
 )
-def test_files_with_the_names_of_wrappers_are_read_by_those(tmp_path: Path, saved: Make, target: Make):
+def test_files_with_the_names_of_wrappers_are_read_by_those(
+    tmp_path: Path, saved: Make, target: Make
+):
     """As `torch.save(ddp.state_dict())` writes them: into what has the same wrappers, or more of another kind."""
     first, second, third = saved(1), target(2), target(3)
     torch.save(first.state_dict(), tmp_path / "raw.pt")
@@ -171,7 +195,9 @@ def test_files_with_the_names_of_wrappers_are_read_by_those(tmp_path: Path, save
 
 def test_a_plain_model_with_such_names_is_not_touched(tmp_path: Path):
     """Children that are called `module` and `_orig_mod`, and whose own names are those of the model."""
-    net = nn.ModuleDict({"module": nn.ModuleDict({"module": nn.Linear(2, 2), "_orig_mod": nn.Linear(2, 2)})})
+    net = nn.ModuleDict(
+        {"module": nn.ModuleDict({"module": nn.Linear(2, 2), "_orig_mod": nn.Linear(2, 2)})}
+    )
     names = list(net.state_dict())
     save_sharded(net, tmp_path / "net")
     with holdfast.open(tmp_path / "net") as checkpoint:

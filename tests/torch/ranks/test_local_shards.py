@@ -20,7 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as Theirs
 
@@ -53,7 +58,13 @@ def one(make=LocalShardsWrapper):
 def shown(value):
     """What two values that should be alike are compared by."""
     if isinstance(value, Theirs | LocalShardsWrapper):
-        return ("wrapper", value.shape, value.device, [s.tolist() for s in value.local_shards()], value.storage_metadata())
+        return (
+            "wrapper",
+            value.shape,
+            value.device,
+            [s.tolist() for s in value.local_shards()],
+            value.storage_metadata(),
+        )
     if isinstance(value, torch.Tensor):
         return ("tensor", value.shape, value.dtype, value.tolist())
     if isinstance(value, list | tuple):
@@ -166,10 +177,22 @@ def test_it_refuses_what_torchs_refuses_with_the_same_words(name):
 def test_it_has_everything_that_torchs_has():
     for name, theirs in vars(Theirs).items():
         found = inspect.getattr_static(LocalShardsWrapper, name)
-        assert type(found) is type(theirs) or name in ("__slots__", "device", "is_meta", "__doc__", "__annotations__")
+        assert type(found) is type(theirs) or name in (
+            "__slots__",
+            "device",
+            "is_meta",
+            "__doc__",
+            "__annotations__",
+        )
         if callable(theirs) and name not in ("__new__", "__torch_function__", "is_pinned"):
-            assert list(inspect.signature(found).parameters) == list(inspect.signature(theirs).parameters), name
-    assert list(inspect.signature(LocalShardsWrapper.__new__).parameters)[:3] == ["cls", "local_shards", "local_offsets"]
+            assert list(inspect.signature(found).parameters) == list(
+                inspect.signature(theirs).parameters
+            ), name
+    assert list(inspect.signature(LocalShardsWrapper.__new__).parameters)[:3] == [
+        "cls",
+        "local_shards",
+        "local_offsets",
+    ]
 
 
 # The quirks, in the order of FORMATS.md 8.
@@ -188,7 +211,9 @@ def test_quirk_1_detach_makes_a_new_one():
     assert [s.data_ptr() for s in detached.local_shards()] == [s.data_ptr() for s in shards]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
+)
 def test_quirk_2_the_dtype_is_that_of_the_shards(dtype):
     # torch: the default dtype, always.
     w = one().to(dtype)
@@ -200,7 +225,10 @@ def test_quirk_2_the_dtype_is_that_of_the_shards(dtype):
 
 def test_quirk_3_rows_are_added_up():
     # torch: (2, 6), the columns added up; a checkpoint of it then fails as out of bounds.
-    assert LocalShardsWrapper([torch.zeros(2, 3), torch.zeros(4, 3)], [(0, 0), (2, 0)]).shape == (6, 3)
+    assert LocalShardsWrapper([torch.zeros(2, 3), torch.zeros(4, 3)], [(0, 0), (2, 0)]).shape == (
+        6,
+        3,
+    )
 
 
 @pytest.mark.parametrize("axis", range(4))
@@ -239,7 +267,14 @@ def test_quirk_5_every_shard_has_an_offset(offsets):
 
 
 @pytest.mark.parametrize(
-    ("offset", "message"), [((0, 0), "as many"), ((), "as many"), ((-1,), "start"), (("a",), "integer"), ((0.5,), "integer")]
+    ("offset", "message"),
+    [
+        ((0, 0), "as many"),
+        ((), "as many"),
+        ((-1,), "start"),
+        (("a",), "integer"),
+        ((0.5,), "integer"),
+    ],
 )
 def test_quirk_5_an_offset_fits_its_shard(offset, message):
     # torch: takes what it is given.
@@ -327,7 +362,11 @@ def test_quirk_7_new_empty_has_what_was_asked_for():
     assert (made.shape, made.dtype, made.device.type) == ((7, 5), torch.int8, "meta")
     assert made.local_offsets() == [(0, 0)]
     same = columns().new_empty((4, 6), dtype=torch.int8)
-    assert (same.dtype, same.local_offsets(), same.local_sizes()) == (torch.int8, [(0, 0), (0, 2)], [(4, 2), (4, 4)])
+    assert (same.dtype, same.local_offsets(), same.local_sizes()) == (
+        torch.int8,
+        [(0, 0), (0, 2)],
+        [(4, 2), (4, 4)],
+    )
     assert LocalShardsWrapper([], []).new_empty((2, 3)).local_sizes() == [(2, 3)]
 
 
@@ -375,7 +414,13 @@ def test_quirk_10_an_empty_one_is_what_it_is_told_to_be():
     w = LocalShardsWrapper([], [], torch.empty(3, 0, 2, dtype=torch.int8))
     assert (w.shape, w.dtype, w.device.type, w.is_meta) == ((3, 0, 2), torch.int8, "cpu", False)
     assert w.local_chunks == [ChunkStorageMetadata(torch.Size([0, 0, 0]), torch.Size([3, 0, 2]))]
-    for same in (w.detach(), w.clone(), copy.deepcopy(w), copy.copy(w), pickle.loads(pickle.dumps(w))):
+    for same in (
+        w.detach(),
+        w.clone(),
+        copy.deepcopy(w),
+        copy.copy(w),
+        pickle.loads(pickle.dumps(w)),
+    ):
         assert torch.equal(same, w)
         assert (same.dtype, same.local_shards()) == (torch.int8, [])
     assert (w.to(torch.float64).dtype, w.to("meta").device.type) == (torch.float64, "meta")
@@ -428,13 +473,20 @@ def test_quirk_13_it_pickles_as_a_call_of_its_class():
     assert isinstance(parameter, torch.nn.Parameter)
 
 
-STATE = {"w": columns(), "p": torch.nn.Parameter(one()), "e": LocalShardsWrapper([], [], torch.empty(0, dtype=torch.int8))}
+STATE = {
+    "w": columns(),
+    "p": torch.nn.Parameter(one()),
+    "e": LocalShardsWrapper([], [], torch.empty(0, dtype=torch.int8)),
+}
 
 
 @pytest.mark.parametrize("save", [torch.save, holdfast.torch.save])
 @pytest.mark.parametrize(
     ("load", "allowed"),
-    [(torch.load, torch.serialization.safe_globals), (holdfast.torch.load, holdfast.torch.safe_globals)],
+    [
+        (torch.load, torch.serialization.safe_globals),
+        (holdfast.torch.load, holdfast.torch.safe_globals),
+    ],
 )
 def test_quirk_13_one_name_is_to_be_allowed(save, load, allowed):
     # torch: five names, one of them private.
@@ -445,16 +497,25 @@ def test_quirk_13_one_name_is_to_be_allowed(save, load, allowed):
         loaded = load(io.BytesIO(file.getvalue()))
     assert all(torch.equal(loaded[name], value) for name, value in STATE.items())
     assert isinstance(loaded["p"], torch.nn.Parameter)
-    assert holdfast.torch.get_unsafe_globals_in_checkpoint(file) == ["holdfast.torch.ranks.local_shards.LocalShardsWrapper"]
+    assert holdfast.torch.get_unsafe_globals_in_checkpoint(file) == [
+        "holdfast.torch.ranks.local_shards.LocalShardsWrapper"
+    ]
     with pytest.raises(pickle.UnpicklingError, match="LocalShardsWrapper"):
         load(io.BytesIO(file.getvalue()))
     assert issubclass(PickleError, pickle.UnpicklingError)
 
 
-@pytest.mark.xfail(strict=True, reason="torch's Hugging Face writer keeps one item a name; nothing in a wrapper can change that")
+@pytest.mark.xfail(
+    strict=True,
+    reason="torch's Hugging Face writer keeps one item a name; nothing in a wrapper can change that",
+)
 def test_quirk_14_torchs_hugging_face_writer_keeps_every_shard(tmp_path):
     # torch: only the last shard is in the file. Holdfast's own saver has no such limit.
-    dcp.save({"w": columns()}, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True), **ALONE)
+    dcp.save(
+        {"w": columns()},
+        storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True),
+        **ALONE,
+    )
     plain = torch.zeros(4, 6)
     dcp.load({"w": plain}, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), **ALONE)
     assert torch.equal(plain, WHOLE)
@@ -462,7 +523,9 @@ def test_quirk_14_torchs_hugging_face_writer_keeps_every_shard(tmp_path):
 
 def test_views_of_one_storage_stay_so_in_a_copy():
     base = torch.zeros(4, 6)
-    again = copy.deepcopy({"base": base, "w": LocalShardsWrapper([base[:, :2], base[:, 2:]], [(0, 0), (0, 2)])})
+    again = copy.deepcopy(
+        {"base": base, "w": LocalShardsWrapper([base[:, :2], base[:, 2:]], [(0, 0), (0, 2)])}
+    )
     again["w"].local_shards()[1].fill_(1)
     assert again["base"].sum() == 16
     assert base.sum() == 0
@@ -495,17 +558,23 @@ def test_torchs_checkpoint_saves_and_loads_it(tmp_path, source, target):
 def test_torchs_checkpoint_is_the_same_as_of_torchs_class(tmp_path):
     for name, make in (("ours", LocalShardsWrapper), ("theirs", Theirs)):
         dcp.save({"w": columns(make)}, checkpoint_id=tmp_path / name, **ALONE)
-    mine, other = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "theirs"))
+    mine, other = (
+        dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "theirs")
+    )
     assert mine.state_dict_metadata == other.state_dict_metadata
     assert mine.storage_data == other.storage_data
-    assert (tmp_path / "ours" / "__0_0.distcp").read_bytes() == (tmp_path / "theirs" / "__0_0.distcp").read_bytes()
+    assert (tmp_path / "ours" / "__0_0.distcp").read_bytes() == (
+        tmp_path / "theirs" / "__0_0.distcp"
+    ).read_bytes()
 
 
 def test_a_checkpoint_records_the_true_dtype(tmp_path):
     dcp.save({"w": columns().to(torch.bfloat16)}, checkpoint_id=tmp_path, **ALONE)
     stored = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"]
     more = {"strides": columns().local_shards()[0].stride()} if versions.STRIDES else {}
-    assert stored == TensorStorageMetadata(TensorProperties(torch.bfloat16, **more), torch.Size([4, 6]), columns().local_chunks)
+    assert stored == TensorStorageMetadata(
+        TensorProperties(torch.bfloat16, **more), torch.Size([4, 6]), columns().local_chunks
+    )
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -519,14 +588,19 @@ def test_a_shard_without_elements_replaces_no_other(tmp_path, order):
 
 
 def test_a_tensor_without_elements_is_in_the_checkpoint(tmp_path):
-    dcp.save({"w": LocalShardsWrapper([torch.zeros(0, 4)], [(0, 0)])}, checkpoint_id=tmp_path, **ALONE)
+    dcp.save(
+        {"w": LocalShardsWrapper([torch.zeros(0, 4)], [(0, 0)])}, checkpoint_id=tmp_path, **ALONE
+    )
     assert dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"].size == (0, 4)
 
 
 def test_write_items_are_shards_of_what_is_around():
     items = columns().__create_write_items__("w", torch.zeros(8, 6))
     assert [item.type for item in items] == [WriteItemType.SHARD] * 2
-    assert [item.index for item in items] == [MetadataIndex("w", (0, 0)), MetadataIndex("w", (0, 2))]
+    assert [item.index for item in items] == [
+        MetadataIndex("w", (0, 0)),
+        MetadataIndex("w", (0, 2)),
+    ]
     assert [item.index.index for item in items] == [None, None]
     assert {item.tensor_data.size for item in items} == {torch.Size([8, 6])}
     assert items[0].tensor_data.properties is items[1].tensor_data.properties
@@ -548,7 +622,9 @@ def scattered(rank: int) -> dict[str, tuple[LocalShardsWrapper, Shard | Replicat
     """The parts that a rank holds of WHOLE, in ways of which torch's class gathers none but the first."""
 
     def cut(*boxes):
-        return LocalShardsWrapper([WHOLE[a:b, c:d] for a, b, c, d in boxes], [(a, c) for a, _, c, _ in boxes])
+        return LocalShardsWrapper(
+            [WHOLE[a:b, c:d] for a, b, c, d in boxes], [(a, c) for a, _, c, _ in boxes]
+        )
 
     top, left = 2 * rank, 3 * rank
     return {
@@ -556,43 +632,64 @@ def scattered(rank: int) -> dict[str, tuple[LocalShardsWrapper, Shard | Replicat
         "two blocks of rows": (cut((top, top + 1, 0, 6), (top + 1, top + 2, 0, 6)), Shard(0)),
         "rows out of order": (cut((top + 1, top + 2, 0, 6), (top, top + 1, 0, 6)), Shard(0)),
         "columns": (cut((0, 4, left, left + 3)), Shard(1)),
-        "two blocks of columns": (cut((0, 4, left, left + 1), (0, 4, left + 1, left + 3)), Shard(1)),
+        "two blocks of columns": (
+            cut((0, 4, left, left + 1), (0, 4, left + 1, left + 3)),
+            Shard(1),
+        ),
         "grid": (
-            cut((0, 1, left, left + 2), (0, 1, left + 2, left + 3), (1, 4, left, left + 1), (1, 4, left + 1, left + 3)),
+            cut(
+                (0, 1, left, left + 2),
+                (0, 1, left + 2, left + 3),
+                (1, 4, left, left + 1),
+                (1, 4, left + 1, left + 3),
+            ),
             Shard(1),
         ),
     }
 
 
 def on_two_ranks(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2"
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
 
     def around(wrapper, placement, whole=WHOLE):
-        return DTensor.from_local(wrapper, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+        return DTensor.from_local(
+            wrapper, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
     state = {name: around(*held) for name, held in scattered(rank).items()}
     for name, whole in state.items():
         assert isinstance(whole.to_local(), LocalShardsWrapper), name
         assert torch.equal(whole.full_tensor(), WHOLE), name
         assert whole.double().dtype is torch.float64, name
-    ragged = around(LocalShardsWrapper([WHOLE[:1, :1], WHOLE[2:3, 3:4]], [(0, 0), (2, 3)]), Shard(0))
+    ragged = around(
+        LocalShardsWrapper([WHOLE[:1, :1], WHOLE[2:3, 3:4]], [(0, 0), (2, 3)]), Shard(0)
+    )
     with pytest.raises(NotImplementedError, match="holes"):
         ragged.full_tensor()
     # One rank holds everything, and the other nothing, of tensors of one, two and three dimensions.
     for rank_of, shape in enumerate([(24,), (4, 6), (2, 3, 4)], 1):
         all_of = WHOLE.view(shape)
-        held = ([], [], torch.empty((0,) * rank_of)) if rank else ([all_of.clone()], [(0,) * rank_of])
+        held = (
+            ([], [], torch.empty((0,) * rank_of)) if rank else ([all_of.clone()], [(0,) * rank_of])
+        )
         state[f"on one rank, {rank_of}"] = around(LocalShardsWrapper(*held), Shard(0), all_of)
-    grad = LocalShardsWrapper([WHOLE[2 * rank : 2 * rank + 2].clone().requires_grad_()], [(2 * rank, 0)])
+    grad = LocalShardsWrapper(
+        [WHOLE[2 * rank : 2 * rank + 2].clone().requires_grad_()], [(2 * rank, 0)]
+    )
     state["with gradients"] = around(grad, Shard(0))
     assert state["with gradients"].requires_grad
     dcp.save(state, checkpoint_id=folder)
 
     # Back into the same parts, and into others.
-    again = {name: around(wrapper.clone().to(torch.float32), placement) for name, (wrapper, placement) in scattered(rank).items()}
+    again = {
+        name: around(wrapper.clone().to(torch.float32), placement)
+        for name, (wrapper, placement) in scattered(rank).items()
+    }
     again |= {name: state[name] for name in state if name not in again}
     for value in again.values():
         for shard in value.to_local().local_shards():
@@ -600,7 +697,9 @@ def on_two_ranks(rank: int, port: int, folder: str) -> None:
     dcp.load(again, checkpoint_id=folder)
     for name, (wrapper, _) in scattered(rank).items():
         assert torch.equal(again[name].to_local(), wrapper), name
-    others = {name: around(scattered(rank)["columns"][0].clone(), Shard(1)) for name in scattered(rank)}
+    others = {
+        name: around(scattered(rank)["columns"][0].clone(), Shard(1)) for name in scattered(rank)
+    }
     for value in others.values():
         value.to_local().local_shards()[0].zero_()
     dcp.load(others, checkpoint_id=folder)
@@ -616,7 +715,9 @@ def test_two_ranks_gather_save_and_load_it(tmp_path: Path):
     mp.spawn(on_two_ranks, (port, str(tmp_path)), nprocs=2)
     # One process without any sharding reads what two wrote.
     plain = {name: torch.zeros(4, 6) for name in scattered(0)}
-    plain |= {f"on one rank, {len(shape)}": torch.zeros(shape) for shape in [(24,), (4, 6), (2, 3, 4)]}
+    plain |= {
+        f"on one rank, {len(shape)}": torch.zeros(shape) for shape in [(24,), (4, 6), (2, 3, 4)]
+    }
     dcp.load(plain, checkpoint_id=tmp_path, **ALONE)
     assert all(torch.equal(value.flatten(), WHOLE.flatten()) for value in plain.values())
     stored = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata

@@ -25,7 +25,11 @@ def in_two(whole: torch.Tensor) -> torch.Tensor:
     """The lower rows first, then one of padding, then the upper ones."""
     held = torch.cat([whole[2:], torch.full((1, 3), -1.0), whole[:2]])
     return marked(
-        held, global_shape=(4, 3), global_offsets=((2, 0), (0, 0)), local_offsets=((0, 0), (3, 0)), local_sizes=((2, 3), (2, 3))
+        held,
+        global_shape=(4, 3),
+        global_offsets=((2, 0), (0, 0)),
+        local_offsets=((0, 0), (3, 0)),
+        local_sizes=((2, 3), (2, 3)),
     )
 
 
@@ -46,16 +50,23 @@ def test_parts_are_views_of_the_tensor():
     assert is_sharded(tensor)
     found = shards_of(tensor, "w")
     assert found.shape == (4, 3)
-    assert [(part.box.start, part.box.stop) for part in found.parts] == [((2, 0), (4, 3)), ((0, 0), (2, 3))]
+    assert [(part.box.start, part.box.stop) for part in found.parts] == [
+        ((2, 0), (4, 3)),
+        ((0, 0), (2, 3)),
+    ]
     found.parts[1].tensor.fill_(-7)
     assert tensor[3:].eq(-7).all()
     assert tensor[:3].ne(-7).all()
-    assert not is_sharded(marked(torch.zeros(2), global_shape=(4,), global_offsets=((0,),), local_offsets=((0,),)))
+    assert not is_sharded(
+        marked(torch.zeros(2), global_shape=(4,), global_offsets=((0,),), local_offsets=((0,),))
+    )
 
 
 @pytest.mark.parametrize("format", ["native", "dcp", "safetensors"])
 @pytest.mark.parametrize(
-    "way", [save_sharded, lambda *args, **more: async_save_sharded(*args, **more).wait()], ids=["now", "later"]
+    "way",
+    [save_sharded, lambda *args, **more: async_save_sharded(*args, **more).wait()],
+    ids=["now", "later"],
 )
 def test_they_are_saved_as_the_whole_and_loaded_in_other_parts(tmp_path, format, way):
     way({"w": in_two(WHOLE)}, tmp_path / "x", format=format, durable=False)

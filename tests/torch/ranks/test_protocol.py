@@ -25,7 +25,9 @@ class Halves(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, function: object, kinds: object, args: tuple = (), kwargs: dict | None = None) -> object:
+    def __torch_dispatch__(
+        cls, function: object, kinds: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         raise NotImplementedError(f"{function} on halves")
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
@@ -83,5 +85,7 @@ def test_every_save_of_a_dcp_directory_has_an_id_of_its_own(tmp_path: Path):
     found = set()
     for name in ("a", "b"):
         save_sharded({"w": torch.ones(2)}, tmp_path / name, format="dcp")
-        found.add(uuid.UUID(dcp.FileSystemReader(tmp_path / name).read_metadata().storage_meta.save_id))
+        found.add(
+            uuid.UUID(dcp.FileSystemReader(tmp_path / name).read_metadata().storage_meta.save_id)
+        )
     assert len(found) == 2

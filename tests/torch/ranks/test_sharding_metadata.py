@@ -22,9 +22,13 @@ from tests.support import ALONE, until
 
 CLASSES = theirs.__all__
 
-TORCH_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+TORCH_DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)
 TORCH_LAYOUTS = [value for value in vars(torch).values() if isinstance(value, torch.layout)]
-TORCH_FORMATS = sorted({value for value in vars(torch).values() if isinstance(value, torch.memory_format)}, key=str)
+TORCH_FORMATS = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.memory_format)}, key=str
+)
 
 
 @dataclasses.dataclass
@@ -112,7 +116,9 @@ def test_sizes_equal_torchs_in_both_directions():
     ids=str,
 )
 def test_properties_of_a_tensor_are_those_that_torch_finds(tensor):
-    assert metadata_to_torch(ours.TensorProperties.create_from_tensor(tensor)) == theirs.TensorProperties.create_from_tensor(tensor)
+    assert metadata_to_torch(
+        ours.TensorProperties.create_from_tensor(tensor)
+    ) == theirs.TensorProperties.create_from_tensor(tensor)
 
 
 # Conversion.
@@ -169,21 +175,27 @@ def test_a_dtype_that_torch_lacks_is_refused(name):
         metadata_to_torch(ours.TensorProperties(DTYPES.name(name)))
 
 
-@pytest.mark.parametrize("dtype", [Global("os", "system"), Global("torch", "save"), Global("torch", "nothing")])
+@pytest.mark.parametrize(
+    "dtype", [Global("os", "system"), Global("torch", "save"), Global("torch", "nothing")]
+)
 def test_a_name_that_is_no_dtype_is_refused(dtype):
     with pytest.raises(Unsupported):
         metadata_to_torch(dtype)
 
 
 @pytest.mark.parametrize("convert", [metadata_to_torch, metadata_from_torch])
-@pytest.mark.parametrize("value", [3, "text", None, object()], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [3, "text", None, object()], ids=lambda value: type(value).__name__
+)
 def test_what_is_neither_is_a_type_error(convert, value):
     with pytest.raises(TypeError):
         convert(value)
 
 
 def properties(index: int) -> theirs.TensorProperties:
-    return theirs.TensorProperties(TORCH_DTYPES[index], TORCH_LAYOUTS[0], True, torch.channels_last_3d, True)
+    return theirs.TensorProperties(
+        TORCH_DTYPES[index], TORCH_LAYOUTS[0], True, torch.channels_last_3d, True
+    )
 
 
 WHOLE = theirs.Metadata(
@@ -194,7 +206,9 @@ WHOLE = theirs.Metadata(
             [theirs.ChunkStorageMetadata(torch.Size([i, 0]), torch.Size([1, 3])) for i in range(4)],
         ),
         "scalar": theirs.TensorStorageMetadata(
-            properties(1), torch.Size([]), [theirs.ChunkStorageMetadata(torch.Size([]), torch.Size([]))]
+            properties(1),
+            torch.Size([]),
+            [theirs.ChunkStorageMetadata(torch.Size([]), torch.Size([]))],
         ),
         "step": theirs.BytesStorageMetadata(),
     },
@@ -217,11 +231,18 @@ def test_everything_goes_and_comes_back():
     assert metadata_to_torch(here) == WHOLE
     assert metadata_from_torch(metadata_to_torch(here)) == here
     assert [index.index for index in metadata_to_torch(here).storage_data] == [0, 1, None, None]
-    assert {type(value) for value in here.state_dict_metadata.values()} == {ours.TensorStorageMetadata, ours.BytesStorageMetadata}
-    assert here.storage_data[ours.MetadataIndex("w", (1, 0))] == ours.StorageInfo("__1_0.distcp", 3, 4)
+    assert {type(value) for value in here.state_dict_metadata.values()} == {
+        ours.TensorStorageMetadata,
+        ours.BytesStorageMetadata,
+    }
+    assert here.storage_data[ours.MetadataIndex("w", (1, 0))] == ours.StorageInfo(
+        "__1_0.distcp", 3, 4
+    )
 
 
-@pytest.mark.parametrize(("planner_data", "storage_data"), [(None, None), ("what it likes", ("a", "b")), ([1, 2], [3])])
+@pytest.mark.parametrize(
+    ("planner_data", "storage_data"), [(None, None), ("what it likes", ("a", "b")), ([1, 2], [3])]
+)
 def test_what_others_keep_there_is_handed_over(planner_data, storage_data):
     there = theirs.Metadata({}, planner_data, storage_data)
     here = metadata_from_torch(there)
@@ -238,7 +259,11 @@ def test_metadata_of_an_old_file_has_no_storage_meta():
 
 
 def test_a_directory_that_torch_wrote(tmp_path):
-    state = {"w": torch.arange(6.0).view(2, 3), "step": 3, "nested": {"list": [torch.zeros(2, dtype=torch.int8), "text"]}}
+    state = {
+        "w": torch.arange(6.0).view(2, 3),
+        "step": 3,
+        "nested": {"list": [torch.zeros(2, dtype=torch.int8), "text"]},
+    }
     dcp.save(state, checkpoint_id=tmp_path, **ALONE)
     there = dcp.FileSystemReader(tmp_path).read_metadata()
     here = metadata_from_torch(there)
@@ -263,7 +288,11 @@ def test_a_checkpoint_of_another_format_is_described_to_torch(tmp_path):
 
 
 def test_a_directory_that_torch_wrote_is_described_alike(tmp_path):
-    state = {"w": torch.arange(6.0).view(2, 3), "step": 3, "nested": {"list": [torch.zeros(2, dtype=torch.int8), "text"]}}
+    state = {
+        "w": torch.arange(6.0).view(2, 3),
+        "step": 3,
+        "nested": {"list": [torch.zeros(2, dtype=torch.int8), "text"]},
+    }
     dcp.save(state, checkpoint_id=tmp_path, **ALONE)
     there = dcp.FileSystemReader(tmp_path).read_metadata()
     with holdfast.open(tmp_path) as ckpt:

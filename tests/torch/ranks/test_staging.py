@@ -37,7 +37,11 @@ def test_every_layout(monkeypatch, piece, threads):
     monkeypatch.setattr(staging, "LEAST_NBYTES", piece // 2)
     planned = []
     before = source.OpenSource.read
-    monkeypatch.setattr(source.OpenSource, "read", lambda self, requests: planned.append(len(requests)) or before(self, requests))
+    monkeypatch.setattr(
+        source.OpenSource,
+        "read",
+        lambda self, requests: planned.append(len(requests)) or before(self, requests),
+    )
     convert = torch_leaf(Resident())
     table = lazy_table([*TENSORS], [convert(tensor, (name,)) for name, tensor in TENSORS.items()])
     staged = staging.stage(table, staging.Versions(), "path", threads=threads)
@@ -58,7 +62,9 @@ def test_every_layout(monkeypatch, piece, threads):
 def test_rows_are_laid_behind_each_other_and_copied_as_one(monkeypatch, dtypes, together):
     monkeypatch.setattr(memory, "GATHER_NBYTES", together)
     monkeypatch.setattr(memory, "SHORT_NBYTES", 1 << 10)
-    tensors = [torch.arange(1, n + 1, dtype=dtypes[n % len(dtypes)]) for n in (1, 16, 300, 5, 5, 64, 7)] + [torch.tensor(3.0)]
+    tensors = [
+        torch.arange(1, n + 1, dtype=dtypes[n % len(dtypes)]) for n in (1, 16, 300, 5, 5, 64, 7)
+    ] + [torch.tensor(3.0)]
     nbytes = np.array([tensor.nbytes for tensor in tensors])
     starts = np.cumsum(nbytes + -nbytes % 64) - nbytes - -nbytes % 64
     starts[-2:] += 640

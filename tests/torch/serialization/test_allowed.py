@@ -60,7 +60,9 @@ def default_list(monkeypatch):
 
 def mine() -> dict[str, object]:
     """The user's names without those that torch registers for itself."""
-    return {name: found for name, found in ours.user_globals().items() if not name.startswith("torch.")}
+    return {
+        name: found for name, found in ours.user_globals().items() if not name.startswith("torch.")
+    }
 
 
 # The list.
@@ -94,13 +96,25 @@ def test_names_are_those_of_torch(items):
     ("item", "kind", "message"),
     [
         ((First,), ValueError, "Expected tuple of length 2.* but got tuple of length: 1"),
-        ((First, "a.b", "c"), ValueError, "Expected tuple of length 2.* but got tuple of length: 3"),
+        (
+            (First, "a.b", "c"),
+            ValueError,
+            "Expected tuple of length 2.* but got tuple of length: 3",
+        ),
         ((First, 1), TypeError, "Expected second item in tuple to be str.* but got: <class 'int'>"),
-        (("a.b", First), TypeError, "Expected second item in tuple to be str.* but got: <class 'type'>"),
+        (
+            ("a.b", First),
+            TypeError,
+            "Expected second item in tuple to be str.* but got: <class 'type'>",
+        ),
         ("a.b", AttributeError, "has no attribute '__module__'"),
         (1, AttributeError, "has no attribute '__module__'"),
-        pytest.param(torch.float32, AttributeError, "'__qualname__'", marks=needs(versions.QUALIFIED_NAMES)),
-        pytest.param(First(), AttributeError, "'__qualname__'", marks=needs(versions.QUALIFIED_NAMES)),
+        pytest.param(
+            torch.float32, AttributeError, "'__qualname__'", marks=needs(versions.QUALIFIED_NAMES)
+        ),
+        pytest.param(
+            First(), AttributeError, "'__qualname__'", marks=needs(versions.QUALIFIED_NAMES)
+        ),
     ],
 )
 def test_what_is_no_item(item, kind, message):
@@ -237,10 +251,18 @@ MIXED = {
 def test_the_answer_is_torchs(protocol):
     # torch knows no opcode for bytes of protocol 3.
     file = io.BytesIO(
-        torch_bytes(MIXED if protocol == 3 else {**MIXED, "bytes": [b"bytes", bytearray(b"x")]}, pickle_protocol=protocol)
+        torch_bytes(
+            MIXED if protocol == 3 else {**MIXED, "bytes": [b"bytes", bytearray(b"x")]},
+            pickle_protocol=protocol,
+        )
     )
     found = ours.get_unsafe_globals_in_checkpoint(file)
-    assert {f"{__name__}.First", "posix.system", "builtins.print", "torch.nn.modules.linear.Linear"} <= set(found)
+    assert {
+        f"{__name__}.First",
+        "posix.system",
+        "builtins.print",
+        "torch.nn.modules.linear.Linear",
+    } <= set(found)
     assert len(set(found)) == len(found)
     file.seek(0)
     assert sorted(found) == sorted(theirs.get_unsafe_globals_in_checkpoint(file))
@@ -248,7 +270,9 @@ def test_the_answer_is_torchs(protocol):
 
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_newer_protocols_are_read(protocol):
-    file = io.BytesIO(torch_bytes({"a": First(), "b": os.system, "c": torch.ones(2)}, pickle_protocol=protocol))
+    file = io.BytesIO(
+        torch_bytes({"a": First(), "b": os.system, "c": torch.ones(2)}, pickle_protocol=protocol)
+    )
     assert ours.get_unsafe_globals_in_checkpoint(file) == [f"{__name__}.First", "posix.system"]
     file.seek(0)
     with pytest.raises(pickle.UnpicklingError):
@@ -263,8 +287,16 @@ def test_the_order_is_that_of_the_file():
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_old_names_are_renamed_as_in_torch(protocol):
     """All that Python itself would rename, and more."""
-    names = [*_compat_pickle.NAME_MAPPING, *((module, "thing") for module in _compat_pickle.IMPORT_MAPPING)]
-    names += [("__builtin__", "thing"), ("exceptions", "KeyError"), ("builtins", "xrange"), ("os.path", "join")]
+    names = [
+        *_compat_pickle.NAME_MAPPING,
+        *((module, "thing") for module in _compat_pickle.IMPORT_MAPPING),
+    ]
+    names += [
+        ("__builtin__", "thing"),
+        ("exceptions", "KeyError"),
+        ("builtins", "xrange"),
+        ("os.path", "join"),
+    ]
     names += [("_pickle", "loads"), ("Foo", "bar")]
     file = named(*names, protocol=protocol)
     found = set(ours.get_unsafe_globals_in_checkpoint(file))
@@ -285,16 +317,24 @@ def test_what_the_user_allowed_is_left_out():
 
 
 def test_a_blocked_module_is_never_allowed():
-    ours.add_safe_globals([(os.system, "os.system"), (os.system, "posix.system"), (sys.intern, "sys.intern")])
+    ours.add_safe_globals(
+        [(os.system, "os.system"), (os.system, "posix.system"), (sys.intern, "sys.intern")]
+    )
     file = named(("os", "system"), ("posix", "system"), ("__builtin__", "intern"))
-    assert ours.get_unsafe_globals_in_checkpoint(file) == ["os.system", "posix.system", "sys.intern"]
+    assert ours.get_unsafe_globals_in_checkpoint(file) == [
+        "os.system",
+        "posix.system",
+        "sys.intern",
+    ]
 
 
 def test_what_torch_does_not_allow_is_not_allowed(monkeypatch):
     file = io.BytesIO(torch_bytes(torch.ones(2)))
     assert ours.get_unsafe_globals_in_checkpoint(file) == []
     torchs = torch._weights_only_unpickler._get_allowed_globals()
-    fewer = {name: found for name, found in torchs.items() if name != "torch._utils._rebuild_tensor_v2"}
+    fewer = {
+        name: found for name, found in torchs.items() if name != "torch._utils._rebuild_tensor_v2"
+    }
     monkeypatch.setattr(torch._weights_only_unpickler, "_get_allowed_globals", lambda: fewer)
     assert ours.get_unsafe_globals_in_checkpoint(file) == ["torch._utils._rebuild_tensor_v2"]
     monkeypatch.delattr(torch._weights_only_unpickler, "_get_allowed_globals")
@@ -344,10 +384,13 @@ def test_whatever_is_done_with_a_global_it_is_found(stream):
 
 def test_an_inner_class_is_found_by_what_it_is_computed_with():
     # Protocol 2 writes getattr(First, 'Inner'), protocol 4 the dotted name.
-    assert ours.get_unsafe_globals_in_checkpoint(io.BytesIO(torch_bytes(First.Inner))) == ["builtins.getattr", f"{__name__}.First"]
-    assert ours.get_unsafe_globals_in_checkpoint(io.BytesIO(torch_bytes(First.Inner, pickle_protocol=4))) == [
-        f"{__name__}.First.Inner"
+    assert ours.get_unsafe_globals_in_checkpoint(io.BytesIO(torch_bytes(First.Inner))) == [
+        "builtins.getattr",
+        f"{__name__}.First",
     ]
+    assert ours.get_unsafe_globals_in_checkpoint(
+        io.BytesIO(torch_bytes(First.Inner, pickle_protocol=4))
+    ) == [f"{__name__}.First.Inner"]
 
 
 # Files.
@@ -374,8 +417,13 @@ def test_a_file_object_is_read_from_where_it_stands_and_stays_there(wrapped):
     assert file.tell() == 37  # torch leaves it somewhere inside
     assert theirs.get_unsafe_globals_in_checkpoint(file) == [f"{__name__}.First"]
     file.seek(0)
-    for function in (ours.get_unsafe_globals_in_checkpoint, theirs.get_unsafe_globals_in_checkpoint):
-        with pytest.raises(ValueError, match=r"Expected input to be a checkpoint returned by torch.save"):
+    for function in (
+        ours.get_unsafe_globals_in_checkpoint,
+        theirs.get_unsafe_globals_in_checkpoint,
+    ):
+        with pytest.raises(
+            ValueError, match=r"Expected input to be a checkpoint returned by torch.save"
+        ):
             function(file)
     assert file.tell() == 0
 
@@ -387,9 +435,15 @@ def test_what_is_no_zip_checkpoint(tmp_path):
     for content, message in [
         (legacy.getvalue(), "Expected input to be a checkpoint returned by torch.save"),
         (b"", "Expected input to be a checkpoint returned by torch.save"),
-        (script.getvalue(), "Expected input to be a checkpoint returned by torch.save but got a torchscript checkpoint"),
+        (
+            script.getvalue(),
+            "Expected input to be a checkpoint returned by torch.save but got a torchscript checkpoint",
+        ),
     ]:
-        for function in (ours.get_unsafe_globals_in_checkpoint, theirs.get_unsafe_globals_in_checkpoint):
+        for function in (
+            ours.get_unsafe_globals_in_checkpoint,
+            theirs.get_unsafe_globals_in_checkpoint,
+        ):
             with pytest.raises(ValueError, match=message):
                 function(io.BytesIO(content))
         path = tmp_path / "file.pt"
@@ -424,7 +478,10 @@ def test_damage_is_told():
 @pytest.mark.parametrize("path", ["/nowhere/at.all", "/tmp"])
 def test_a_path_that_cannot_be_opened(path):
     kinds = set()
-    for function in (ours.get_unsafe_globals_in_checkpoint, theirs.get_unsafe_globals_in_checkpoint):
+    for function in (
+        ours.get_unsafe_globals_in_checkpoint,
+        theirs.get_unsafe_globals_in_checkpoint,
+    ):
         with pytest.raises(OSError) as caught:
             function(path)
         kinds.add(type(caught.value))
@@ -433,6 +490,11 @@ def test_a_path_that_cannot_be_opened(path):
 
 @pytest.mark.parametrize("what", [None, 3, b"PK\3\4"])
 def test_what_is_no_file(what):
-    for function in (ours.get_unsafe_globals_in_checkpoint, theirs.get_unsafe_globals_in_checkpoint):
-        with pytest.raises(AttributeError, match=r"You can only torch.load from a file that is seekable"):
+    for function in (
+        ours.get_unsafe_globals_in_checkpoint,
+        theirs.get_unsafe_globals_in_checkpoint,
+    ):
+        with pytest.raises(
+            AttributeError, match=r"You can only torch.load from a file that is seekable"
+        ):
             function(what)

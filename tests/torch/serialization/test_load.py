@@ -114,7 +114,9 @@ def reference(raw: bytes) -> object:
     return torch.load(io.BytesIO(raw), weights_only=False)
 
 
-def container(content: bytes, storages: Mapping[str, bytes], order: bytes | None = b"little") -> bytes:
+def container(
+    content: bytes, storages: Mapping[str, bytes], order: bytes | None = b"little"
+) -> bytes:
     """An archive with these records, and no serialization id."""
     records = [
         ("data.pkl", content), (".format_version", b"1"), (".storage_alignment", b"64"),
@@ -129,7 +131,9 @@ def records(raw: bytes) -> tuple[bytes, dict[str, bytes]]:
     """The pickle of an archive and its storages."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         found = {name.removeprefix("archive/"): archive.read(name) for name in archive.namelist()}
-    return found["data.pkl"], {name[5:]: data for name, data in found.items() if name.startswith("data/")}
+    return found["data.pkl"], {
+        name[5:]: data for name, data in found.items() if name.startswith("data/")
+    }
 
 
 # Where storages go.
@@ -161,16 +165,26 @@ def test_tags_of_other_devices(path: Path):
     content = raw.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:1", 1)
     if raw.startswith(b"PK"):
         pickled, storages = records(torch_bytes(state()))
-        content = container(pickled.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:1", 1), storages)
+        content = container(
+            pickled.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:1", 1), storages
+        )
     seen: list[str] = []
-    for location in (None, "cpu", {"cuda:1": "cpu"}, {"cuda:0": "cpu"}, lambda storage, tag: seen.append(tag) or storage):
+    for location in (
+        None,
+        "cpu",
+        {"cuda:1": "cpu"},
+        {"cuda:0": "cpu"},
+        lambda storage, tag: seen.append(tag) or storage,
+    ):
         both(lambda: io.BytesIO(content), map_location=location)
     assert set(seen) == {"cuda:1"}
 
 
 @WEIGHTS_ONLY
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_function_sees_each_storage_once_and_filled(zip_path: Path, weights_only: bool, mapped: bool):
+def test_a_function_sees_each_storage_once_and_filled(
+    zip_path: Path, weights_only: bool, mapped: bool
+):
     def calls(function: Callable[..., object]) -> list[object]:
         seen = []
 
@@ -192,7 +206,11 @@ def test_a_function_sees_each_storage_of_a_legacy_stream_once(weights_only: bool
     seen: list[tuple[str, int]] = []
     for function in (torch.load, load):
         seen.clear()
-        function(io.BytesIO(raw), map_location=lambda s, tag: seen.append((tag, s.nbytes())), weights_only=weights_only)
+        function(
+            io.BytesIO(raw),
+            map_location=lambda s, tag: seen.append((tag, s.nbytes())),
+            weights_only=weights_only,
+        )
         assert sorted(seen) == [("cpu", 6), ("cpu", 8), ("cpu", 8), ("cpu", 48)]
 
 
@@ -221,7 +239,10 @@ def test_meta_keeps_sharing_and_says_where_the_bytes_are(path: Path, weights_onl
     [
         *(None, "cpu", "meta", pytest.param("cuda", marks=needs(versions.NUMBERED_FAKES))),
         pytest.param(
-            torch.device("cuda:1"), marks=pytest.mark.skipif(torch.cuda.device_count() == 1, reason="there is one GPU here")
+            torch.device("cuda:1"),
+            marks=pytest.mark.skipif(
+                torch.cuda.device_count() == 1, reason="there is one GPU here"
+            ),
         ),
         *({"cpu": "cuda:0"}, {"cuda:0": "cpu"}),
     ],
@@ -239,7 +260,9 @@ def test_fake_tensors(zip_path: Path, weights_only: bool, location: object):
             for name, t in tensors.items()
         })  # fmt: skip
     assert found[0] == found[1]
-    assert (getattr(made["w"].untyped_storage(), "_fake_device", None) is None) == (location == "meta")
+    assert (getattr(made["w"].untyped_storage(), "_fake_device", None) is None) == (
+        location == "meta"
+    )
     assert made["w"].untyped_storage()._cdata == made["turned"].untyped_storage()._cdata
 
 
@@ -247,14 +270,19 @@ def test_fake_tensors(zip_path: Path, weights_only: bool, location: object):
 @WEIGHTS_ONLY
 def test_fake_tensors_and_a_function(zip_path: Path, weights_only: bool):
     for function in (torch.load, load):
-        with FakeTensorMode(), pytest.raises(RuntimeError, match="Callable map_location not supported"):
+        with (
+            FakeTensorMode(),
+            pytest.raises(RuntimeError, match="Callable map_location not supported"),
+        ):
             function(zip_path, map_location=lambda storage, tag: storage, weights_only=weights_only)
 
 
 @needs(versions.BYTES_FOUND)
 @WEIGHTS_ONLY
 @pytest.mark.parametrize("location", [None, "cuda"])
-def test_fake_tensors_of_a_legacy_stream_are_where_they_were(weights_only: bool, location: str | None):
+def test_fake_tensors_of_a_legacy_stream_are_where_they_were(
+    weights_only: bool, location: str | None
+):
     raw = torch_bytes(state(), zipped=False)
     with FakeTensorMode():
         made = load(io.BytesIO(raw), weights_only=weights_only, map_location=location)
@@ -277,7 +305,10 @@ def test_threads_have_their_own_map_location():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        threads = [threading.Thread(target=work, args=(location,)) for location in ("meta", "cpu", None, "meta")]
+        threads = [
+            threading.Thread(target=work, args=(location,))
+            for location in ("meta", "cpu", None, "meta")
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -302,7 +333,9 @@ def test_mmap(zip_path: Path, weights_only: bool):
     ours = both(lambda: zip_path, mmap=True, weights_only=weights_only)
     with holdfast.open(zip_path) as checkpoint:
         first, second = (checkpoint[name].chunks[0].storage.start for name in ("w", "half"))
-    assert ours["half"].data_ptr() - ours["w"].data_ptr() == second - first, "storages are where they lie in the file"
+    assert ours["half"].data_ptr() - ours["w"].data_ptr() == second - first, (
+        "storages are where they lie in the file"
+    )
 
 
 def test_mmap_private_and_shared(zip_path: Path):
@@ -333,7 +366,9 @@ def test_mmap_of_what_cannot_be_mapped(tmp_path: Path, weights_only: bool):
     legacy.write_bytes(torch_bytes(state(), zipped=False))
     empty.write_bytes(b"")
     options = {"mmap": True, "weights_only": weights_only}
-    assert "mmap can only be used with files saved with `torch.save(" in str(both(lambda: legacy, **options))
+    assert "mmap can only be used with files saved with `torch.save(" in str(
+        both(lambda: legacy, **options)
+    )
     assert isinstance(both(lambda: empty, **options), RuntimeError)
     assert "f must be a file path" in str(both(lambda: io.BytesIO(torch_bytes(1)), **options))
     assert isinstance(both(lambda: tmp_path / "absent", **options), FileNotFoundError)
@@ -354,10 +389,13 @@ def test_skip_data(path: Path, weights_only: bool, mapped: bool):
     if mapped and not path.read_bytes().startswith(b"PK"):
         pytest.skip("only archives are mapped")
     with set_default_mmap_options(mmap.MAP_SHARED), skip_data():
-        theirs, ours = (function(path, weights_only=weights_only, mmap=mapped) for function in (torch.load, load))
-    assert [(v.shape, v.stride(), v.dtype) for v in ours.values() if isinstance(v, torch.Tensor)] == [
-        (v.shape, v.stride(), v.dtype) for v in theirs.values() if isinstance(v, torch.Tensor)
-    ]
+        theirs, ours = (
+            function(path, weights_only=weights_only, mmap=mapped)
+            for function in (torch.load, load)
+        )
+    assert [
+        (v.shape, v.stride(), v.dtype) for v in ours.values() if isinstance(v, torch.Tensor)
+    ] == [(v.shape, v.stride(), v.dtype) for v in theirs.values() if isinstance(v, torch.Tensor)]
     assert ours["w"].untyped_storage()._cdata == ours["turned"].untyped_storage()._cdata
     before = path.read_bytes()
     ours["w"].fill_(9)  # memory of its own, also where the file would have been mapped
@@ -376,7 +414,19 @@ def test_skip_data_reads_nothing(zip_path: Path):
 
 # Byte order.
 
-NUMBERS = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "bool", "complex64", "complex128"]
+NUMBERS = [
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "bool",
+    "complex64",
+    "complex128",
+]
 UNTYPED = ["uint16", "uint32", "uint64", "complex32"]
 """Stored as bytes; torch 2.13 does not swap them."""
 
@@ -389,7 +439,9 @@ def numbers(name: str) -> torch.Tensor:
 def turned(storages: Mapping[str, bytes], tensor: torch.Tensor) -> dict[str, bytes]:
     """Storages as a machine with the other byte order writes them."""
     width = tensor.element_size() // (2 if tensor.is_complex() else 1)
-    return {key: np.frombuffer(data, f"u{width}").byteswap().tobytes() for key, data in storages.items()}
+    return {
+        key: np.frombuffer(data, f"u{width}").byteswap().tobytes() for key, data in storages.items()
+    }
 
 
 def big_endian(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> bytes:
@@ -407,7 +459,11 @@ def big_endian(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> bytes:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and bytes(one.untyped_storage()) == bytes(other.untyped_storage())
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and bytes(one.untyped_storage()) == bytes(other.untyped_storage())
+    )
 
 
 @WEIGHTS_ONLY
@@ -419,7 +475,9 @@ def test_big_endian(name: str, weights_only: bool, tmp_path: Path, monkeypatch: 
     before = path.read_bytes()
     for options in ({}, {"mmap": True}, {"map_location": lambda storage, tag: storage}):
         assert same_bits(load(path, weights_only=weights_only, **options)["t"], tensor), options
-        assert same_bits(torch.load(path, weights_only=weights_only, **options)["t"], tensor) == (name not in UNTYPED), options
+        assert same_bits(torch.load(path, weights_only=weights_only, **options)["t"], tensor) == (
+            name not in UNTYPED
+        ), options
     with set_default_mmap_options(mmap.MAP_SHARED):
         assert same_bits(load(path, weights_only=weights_only, mmap=True)["t"], tensor)
     assert path.read_bytes() == before, "torch 2.13 swaps the bytes in the file"
@@ -433,7 +491,9 @@ def test_without_a_mark_the_default_decides(name: str, setting: LoadEndianness |
     config.load.endianness = setting
     for order in ("little", "big"):
         raw = container(content, storages if order == "little" else turned(storages, tensor), None)
-        right = order == {None: "little", LoadEndianness.NATIVE: sys.byteorder}.get(setting, setting and setting.name.lower())
+        right = order == {None: "little", LoadEndianness.NATIVE: sys.byteorder}.get(
+            setting, setting and setting.name.lower()
+        )
         assert same_bits(load(io.BytesIO(raw))["t"], tensor) == right
         if name not in UNTYPED:
             assert same_bits(torch.load(io.BytesIO(raw))["t"], tensor) == right
@@ -448,16 +508,26 @@ def test_a_mark_wins_over_the_default(weights_only: bool):
 @WEIGHTS_ONLY
 def test_an_unknown_byte_order(weights_only: bool):
     raw = container(*records(torch_bytes(state())), b"middle")
-    assert "Unknown endianness type" in str(both(lambda: io.BytesIO(raw), weights_only=weights_only))
+    assert "Unknown endianness type" in str(
+        both(lambda: io.BytesIO(raw), weights_only=weights_only)
+    )
 
 
 @WEIGHTS_ONLY
 def test_untyped_storages_with_attributes_and_as_parameters(weights_only: bool):
     tensor = numbers("uint16")
     tensor.note = "kept"
-    value = {"t": tensor, "same": tensor[2:], "p": nn.Parameter(numbers("uint32"), requires_grad=False)}
+    value = {
+        "t": tensor,
+        "same": tensor[2:],
+        "p": nn.Parameter(numbers("uint32"), requires_grad=False),
+    }
     content, storages = records(torch_bytes(value))
-    raw = container(content, {"0": turned(storages, tensor)["0"], "1": turned(storages, value["p"])["1"]}, b"big")
+    raw = container(
+        content,
+        {"0": turned(storages, tensor)["0"], "1": turned(storages, value["p"])["1"]},
+        b"big",
+    )
     made = load(io.BytesIO(raw), weights_only=weights_only)
     assert made["t"].tolist() == [1, 2, 3, 4, 5, 6]
     assert made["t"].note == "kept"
@@ -568,7 +638,9 @@ class Blocks(fsspec.spec.AbstractBufferedFile):
 
     def __init__(self, raw: bytes) -> None:
         self._content = raw
-        super().__init__(fsspec.filesystem("memory"), "/a/file", "rb", block_size=512, size=len(raw))
+        super().__init__(
+            fsspec.filesystem("memory"), "/a/file", "rb", block_size=512, size=len(raw)
+        )
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         return self._content[start:end]
@@ -607,7 +679,10 @@ FILES: dict[str, Callable[[bytes, Path], object]] = {
     "TemporaryFile": lambda raw, _: rewound(tempfile.TemporaryFile(), raw),  # noqa: SIM115
     "NamedTemporaryFile": lambda raw, _: rewound(tempfile.NamedTemporaryFile(), raw),  # noqa: SIM115
     "SpooledTemporaryFile": lambda raw, _: rewound(tempfile.SpooledTemporaryFile(), raw),  # noqa: SIM115
-    "SpooledTemporaryFile on disk": lambda raw, _: rewound(tempfile.SpooledTemporaryFile(max_size=1), raw),  # noqa: SIM115
+    "SpooledTemporaryFile on disk": lambda raw, _: rewound(
+        tempfile.SpooledTemporaryFile(max_size=1),  # noqa: SIM115
+        raw,
+    ),
     "member of a zip": member,
     "window of torch's distributed checkpoints": dcp_view,
     "fsspec, local": lambda raw, folder: fsspec.filesystem("file").open(opened(raw, folder).name),
@@ -654,7 +729,10 @@ def test_paths(path: Path, weights_only: bool, kind: Callable[[Path], object]):
             return str(self._inner.path)
 
     given = kind(path)
-    both(lambda: Pathlike(given) if isinstance(given, types.SimpleNamespace) else given, weights_only=weights_only)
+    both(
+        lambda: Pathlike(given) if isinstance(given, types.SimpleNamespace) else given,
+        weights_only=weights_only,
+    )
 
 
 @WEIGHTS_ONLY
@@ -786,7 +864,9 @@ def test_torchscript(script: Path, as_path: bool):
         for options in ({}, {"weights_only": True}):
             with (
                 pytest.warns(UserWarning, match="looks like a TorchScript archive"),
-                pytest.raises(RuntimeError, match="Cannot use ``weights_only=True`` with TorchScript archives"),
+                pytest.raises(
+                    RuntimeError, match="Cannot use ``weights_only=True`` with TorchScript archives"
+                ),
             ):
                 function(given(), **options)
 
@@ -830,7 +910,9 @@ def test_tar(golden_dir: Path):
     file.seek(6)
     assert_same(load(file, weights_only=False), expected)
     for options in ({}, {"weights_only": True}):
-        assert "Cannot use ``weights_only=True`` with files saved in the legacy .tar format" in str(both(lambda: path, **options))
+        assert "Cannot use ``weights_only=True`` with files saved in the legacy .tar format" in str(
+            both(lambda: path, **options)
+        )
         with pytest.raises(Refused, match=r"legacy \.tar format"):
             load(io.BytesIO(path.read_bytes()), **options)
 
@@ -843,7 +925,9 @@ def test_tar_shares(golden_dir: Path):
 
 
 @pytest.mark.parametrize("name", ["tar_system.pt", "os_system.pt"])
-def test_nothing_runs_under_weights_only(name: str, golden_dir: Path, capfd: pytest.CaptureFixture[str]):
+def test_nothing_runs_under_weights_only(
+    name: str, golden_dir: Path, capfd: pytest.CaptureFixture[str]
+):
     with pytest.raises((RuntimeError, pickle.UnpicklingError)):
         load(golden_dir / "hostile" / name)
     assert capfd.readouterr().out == ""
@@ -853,11 +937,17 @@ def test_nothing_runs_under_weights_only(name: str, golden_dir: Path, capfd: pyt
 def test_golden_files(golden: Path, weights_only: bool):
     """Every file that torch can load at all. Lengths of jagged tensors are symbols, and no two are equal."""
     theirs = attempt(torch.load, golden, weights_only=weights_only)
-    if isinstance(theirs, Exception | torch.jit.ScriptModule) or golden.is_dir() or golden.suffix == ".safetensors":
+    if (
+        isinstance(theirs, Exception | torch.jit.ScriptModule)
+        or golden.is_dir()
+        or golden.suffix == ".safetensors"
+    ):
         pytest.skip("torch does not load it as a state")
     ours = load(golden, weights_only=weights_only)
     if "big" not in golden.name:  # its uint16 and complex32 are wrong in torch
-        assert list(ours) == list(theirs) if isinstance(theirs, dict) else type(ours) is type(theirs)
+        assert (
+            list(ours) == list(theirs) if isinstance(theirs, dict) else type(ours) is type(theirs)
+        )
     if weights_only and not {"big", "jagged"} & set(golden.name.replace(".", "_").split("_")):
         assert_same(ours, theirs)
 
@@ -867,7 +957,13 @@ def test_safetensors(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
     save_file(tensors, path)
-    for options in ({}, {"weights_only": False}, {"map_location": "cpu"}, {"map_location": torch.device("cpu")}, {"mmap": True}):
+    for options in (
+        {},
+        {"weights_only": False},
+        {"map_location": "cpu"},
+        {"map_location": torch.device("cpu")},
+        {"mmap": True},
+    ):
         for function in (torch.load, load):
             made = function(path, **options)
             assert list(made) == ["a", "b"]
@@ -876,7 +972,9 @@ def test_safetensors(tmp_path: Path):
         assert isinstance(both(lambda: path, map_location=location), RuntimeError)
     assert isinstance(both(lambda: tmp_path / "absent.safetensors"), FileNotFoundError)
     path.write_bytes(torch_bytes(state()))
-    assert_same(load(path), reference(torch_bytes(state())))  # by its content; torch goes by the name and fails
+    assert_same(
+        load(path), reference(torch_bytes(state()))
+    )  # by its content; torch goes by the name and fails
 
 
 # Other pickles.
@@ -909,16 +1007,27 @@ def python2_legacy(raw: bytes) -> bytes:
 def test_python_2(encoding: str, weights_only: bool):
     value = {"clé": torch.arange(3.0), "note": "é"}
     content, storages = records(torch_bytes(value))
-    zipped, legacy = container(python2(content), storages), python2_legacy(torch_bytes(value, zipped=False))
+    zipped, legacy = (
+        container(python2(content), storages),
+        python2_legacy(torch_bytes(value, zipped=False)),
+    )
     if encoding in ("utf-8", "ascii"):
         for raw in (zipped, legacy):
             for function in (torch.load, load):
-                assert isinstance(attempt(function, io.BytesIO(raw), encoding=encoding, weights_only=weights_only), ValueError)
+                assert isinstance(
+                    attempt(
+                        function, io.BytesIO(raw), encoding=encoding, weights_only=weights_only
+                    ),
+                    ValueError,
+                )
         return
     ours = both(lambda: io.BytesIO(legacy), encoding=encoding, weights_only=weights_only)
     assert list(ours) == (["clé", "note"] if encoding == "latin1" else [b"cl\xe9", b"note"])
     if encoding == "bytes":  # torch looks for a record named "b'0'"
-        assert isinstance(attempt(torch.load, io.BytesIO(zipped), encoding=encoding, weights_only=weights_only), RuntimeError)
+        assert isinstance(
+            attempt(torch.load, io.BytesIO(zipped), encoding=encoding, weights_only=weights_only),
+            RuntimeError,
+        )
         assert_same(load(io.BytesIO(zipped), encoding=encoding, weights_only=weights_only), ours)
     else:
         both(lambda: io.BytesIO(zipped), encoding=encoding, weights_only=weights_only)
@@ -966,7 +1075,12 @@ def test_dill(zipped: bool):
     dill = pytest.importorskip("dill")
     three = 3
     file = io.BytesIO()
-    save({"f": lambda x: x + three, "t": torch.arange(3.0)}, file, pickle_module=dill, _use_new_zipfile_serialization=zipped)
+    save(
+        {"f": lambda x: x + three, "t": torch.arange(3.0)},
+        file,
+        pickle_module=dill,
+        _use_new_zipfile_serialization=zipped,
+    )
     for function in (torch.load, load):
         made = function(io.BytesIO(file.getvalue()), pickle_module=dill, weights_only=False)
         assert made["f"](1) == 4
@@ -984,7 +1098,9 @@ def test_cloudpickle(zipped: bool):
     for function in (torch.load, load):
         assert function(io.BytesIO(file.getvalue()), weights_only=False)["f"](1) == 4
     # It has no Unpickler: what it writes is read by `pickle`.
-    assert isinstance(both(lambda: io.BytesIO(file.getvalue()), pickle_module=cloudpickle), AttributeError)
+    assert isinstance(
+        both(lambda: io.BytesIO(file.getvalue()), pickle_module=cloudpickle), AttributeError
+    )
 
 
 def test_an_old_dill(path: Path):
@@ -1015,7 +1131,10 @@ SETTINGS = [
 @pytest.mark.parametrize("weights_only", [None, True, False])
 @pytest.mark.parametrize("module", [None, pickle], ids=["", "pickle"])
 def test_environment(
-    settings: dict[str, str], weights_only: bool | None, module: types.ModuleType | None, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, str],
+    weights_only: bool | None,
+    module: types.ModuleType | None,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     for name in (FORCE, FORCE_NOT):
         monkeypatch.delenv(name, raising=False)
@@ -1044,7 +1163,9 @@ def test_modules(zipped: bool):
     model.tied = model[0].weight
     raw = torch_bytes(model, zipped)
     made = load(io.BytesIO(raw), weights_only=False)
-    assert_same(dict(made.state_dict()), dict(torch.load(io.BytesIO(raw), weights_only=False).state_dict()))
+    assert_same(
+        dict(made.state_dict()), dict(torch.load(io.BytesIO(raw), weights_only=False).state_dict())
+    )
     assert made.tied is made[0].weight
     for function in (torch.load, load):
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
@@ -1064,7 +1185,9 @@ def test_source_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     linecache.clearcache()
     importlib.reload(net)
     for function in (torch.load, load):
-        with pytest.warns(SourceChangeWarning, match="source code of class 'changing_net.Net' has changed"):
+        with pytest.warns(
+            SourceChangeWarning, match="source code of class 'changing_net.Net' has changed"
+        ):
             function(io.BytesIO(raw), weights_only=False)
 
 
@@ -1083,7 +1206,9 @@ def test_sharing(raw: bytes, weights_only: bool):
 @WEIGHTS_ONLY
 def test_ties(zipped: bool, weights_only: bool):
     tensor = torch.ones(3)
-    raw = torch_bytes({"a": tensor, "b": tensor, "c": tensor.view(3), "p": nn.Parameter(tensor)}, zipped)
+    raw = torch_bytes(
+        {"a": tensor, "b": tensor, "c": tensor.view(3), "p": nn.Parameter(tensor)}, zipped
+    )
     made = both(lambda: io.BytesIO(raw), weights_only=weights_only)
     assert made["a"] is made["b"]
     assert made["a"].data_ptr() == made["c"].data_ptr() == made["p"].data_ptr()
@@ -1120,9 +1245,17 @@ class Watcher:
 
 def test_many_and_large(tmp_path: Path):
     """Beyond what is read in one go: blocks of large storages, spans of small ones, threads."""
-    value = {"large": torch.arange(3_000_000.0), **{str(i): torch.full((i % 50,), i) for i in range(2000)}}
+    value = {
+        "large": torch.arange(3_000_000.0),
+        **{str(i): torch.full((i % 50,), i) for i in range(2000)},
+    }
     torch.save(value, tmp_path / "model.pt")
-    for options in ({}, {"weights_only": False}, {"mmap": True}, {"map_location": lambda storage, tag: storage}):
+    for options in (
+        {},
+        {"weights_only": False},
+        {"mmap": True},
+        {"map_location": lambda storage, tag: storage},
+    ):
         made = load(tmp_path / "model.pt", **options)
         assert list(made) == list(value)
         assert all(torch.equal(made[name], tensor) for name, tensor in value.items())
@@ -1131,13 +1264,19 @@ def test_many_and_large(tmp_path: Path):
 # Archives that others wrote.
 
 
-def repacked(raw: bytes, *, deflated: str = " ", extra: Mapping[str, bytes] | None = None, without: str = " ") -> bytes:
+def repacked(
+    raw: bytes, *, deflated: str = " ", extra: Mapping[str, bytes] | None = None, without: str = " "
+) -> bytes:
     """The same records, written by Python's zipfile."""
     file = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(file, "w") as new:
         for name in old.namelist():
             if not name.endswith(without):
-                new.writestr(name, old.read(name), zipfile.ZIP_DEFLATED if name.endswith(deflated) else zipfile.ZIP_STORED)
+                new.writestr(
+                    name,
+                    old.read(name),
+                    zipfile.ZIP_DEFLATED if name.endswith(deflated) else zipfile.ZIP_STORED,
+                )
         for name, data in (extra or {}).items():
             new.writestr(name, data)
     return file.getvalue()
@@ -1147,14 +1286,26 @@ def repacked(raw: bytes, *, deflated: str = " ", extra: Mapping[str, bytes] | No
 def test_repacked(weights_only: bool):
     raw = torch_bytes(state())
     both(lambda: io.BytesIO(repacked(raw)), weights_only=weights_only)
-    both(lambda: io.BytesIO(repacked(raw, extra={"archive/notes": b"hello"})), weights_only=weights_only)
-    load(io.BytesIO(repacked(raw, without="/version")), weights_only=weights_only)  # torch must have it
-    for other in (repacked(raw, deflated="/data.pkl"), repacked(raw, deflated="/data/0"), raw + b"tail"):
+    both(
+        lambda: io.BytesIO(repacked(raw, extra={"archive/notes": b"hello"})),
+        weights_only=weights_only,
+    )
+    load(
+        io.BytesIO(repacked(raw, without="/version")), weights_only=weights_only
+    )  # torch must have it
+    for other in (
+        repacked(raw, deflated="/data.pkl"),
+        repacked(raw, deflated="/data/0"),
+        raw + b"tail",
+    ):
         torch.load(io.BytesIO(other), weights_only=weights_only)
         with pytest.raises(RuntimeError) as caught:
             load(io.BytesIO(other), weights_only=weights_only)
         assert isinstance(caught.value, ZipError)
-    for other in (repacked(raw, extra={"archive/DATA/0": b"x" * 48}), repacked(raw, extra={"other/data.pkl": b"N."})):
+    for other in (
+        repacked(raw, extra={"archive/DATA/0": b"x" * 48}),
+        repacked(raw, extra={"other/data.pkl": b"N."}),
+    ):
         with pytest.raises(ZipError):
             load(io.BytesIO(other), weights_only=weights_only)
 

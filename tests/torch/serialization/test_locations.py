@@ -45,13 +45,17 @@ class Elsewhere:
 def kind_of_error(function, *args):
     with pytest.raises(Exception) as caught:  # which one is what is asked
         function(*args)
-    return next(kind for kind in type(caught.value).__mro__ if kind.__module__ == "builtins"), str(caught.value)
+    return next(kind for kind in type(caught.value).__mro__ if kind.__module__ == "builtins"), str(
+        caught.value
+    )
 
 
 @pytest.fixture
 def hpu(monkeypatch):
     """A machine with two HPUs, of which the second is the current one."""
-    module = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, current_device=lambda: 1)
+    module = types.SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 2, current_device=lambda: 1
+    )
     monkeypatch.setattr(torch, "hpu", module, raising=False)
     return module
 
@@ -108,7 +112,10 @@ def test_meta_has_the_size_and_no_memory(storage):
     assert made.nbytes() == 8
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or torch.xpu.is_available(), reason="tells what a machine without them says")
+@pytest.mark.skipif(
+    torch.cuda.is_available() or torch.xpu.is_available(),
+    reason="tells what a machine without them says",
+)
 @pytest.mark.parametrize(
     "tag",
     [
@@ -146,11 +153,18 @@ def test_what_cannot_be_restored_is_told_as_in_torch(storage, tag):
         assert "map_location=torch.device('cpu')" in message
 
 
-@pytest.mark.skipif(torch.backends.mps.is_available(), reason="tells what a machine without it says")
-@pytest.mark.parametrize("tag", [*(pytest.param(each, marks=needs(versions.MPS)) for each in ("mps", "mps:0")), "mtia"])
+@pytest.mark.skipif(
+    torch.backends.mps.is_available(), reason="tells what a machine without it says"
+)
+@pytest.mark.parametrize(
+    "tag", [*(pytest.param(each, marks=needs(versions.MPS)) for each in ("mps", "mps:0")), "mtia"]
+)
 def test_a_missing_device_is_told_clearly_where_torch_is_not_clear(storage, tag):
     assert kind_of_error(theirs.default_restore_location, storage, tag)[0] is RuntimeError
-    with pytest.raises(Refused, match=rf"torch.{tag[:3]}\w*.is_available\(\) is False.*map_location=torch.device\('cpu'\)"):
+    with pytest.raises(
+        Refused,
+        match=rf"torch.{tag[:3]}\w*.is_available\(\) is False.*map_location=torch.device\('cpu'\)",
+    ):
         ours.default_restore_location(storage, tag)
 
 
@@ -187,7 +201,10 @@ def test_a_tag_of_another_backend(hpu):
     with pytest.raises(ValueError, match="Expected a hpu device, but got: cpu"):
         ours.validate_hpu_device("cpu")
     for function in (ours.validate_cuda_device, theirs.validate_cuda_device):
-        assert kind_of_error(function, "cpu") == (ValueError, "Expected a cuda device, but got: cpu")
+        assert kind_of_error(function, "cpu") == (
+            ValueError,
+            "Expected a cuda device, but got: cpu",
+        )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -200,7 +217,9 @@ def test_cuda(storage):
         assert ours.location_tag(made) == theirs.location_tag(made) == "cuda:0"
         assert ours.validate_cuda_device(tag) == theirs.validate_cuda_device(tag) == 0
     count = torch.cuda.device_count()
-    with pytest.raises(Refused, match=rf"CUDA device {count} but torch.cuda.device_count\(\) is {count}"):
+    with pytest.raises(
+        Refused, match=rf"CUDA device {count} but torch.cuda.device_count\(\) is {count}"
+    ):
         ours.default_restore_location(storage, f"cuda:{count}")
     assert not ours.stays_on_cpu("cuda", "cpu")
     assert ours.restorer({"cpu": "cuda:0"})(storage, "cpu").device.type == "cuda"
@@ -211,9 +230,13 @@ def test_cuda(storage):
 
 
 def test_a_lower_number_is_asked_first(storage):
-    ours.register_package(27, lambda s: "late", lambda s, tag: torch.UntypedStorage(1) if tag == "late" else None)
+    ours.register_package(
+        27, lambda s: "late", lambda s, tag: torch.UntypedStorage(1) if tag == "late" else None
+    )
     assert ours.location_tag(storage) == "cpu"
-    ours.register_package(9, lambda s: "early", lambda s, tag: torch.UntypedStorage(2) if tag == "cpu" else None)
+    ours.register_package(
+        9, lambda s: "early", lambda s, tag: torch.UntypedStorage(2) if tag == "cpu" else None
+    )
     assert ours.location_tag(storage) == "early"
     assert ours.default_restore_location(storage, "late").nbytes() == 1
     assert ours.default_restore_location(storage, "cpu").nbytes() == 2
@@ -249,7 +272,9 @@ def test_what_is_no_package_changes_nothing(storage):
 
 
 def test_a_package_of_torchs_function_counts(storage):
-    theirs.register_package(9, lambda s: "theirs", lambda s, tag: torch.UntypedStorage(3) if tag == "theirs" else None)
+    theirs.register_package(
+        9, lambda s: "theirs", lambda s, tag: torch.UntypedStorage(3) if tag == "theirs" else None
+    )
     assert ours.location_tag(storage) == "theirs"
     assert ours.default_restore_location(storage, "theirs").nbytes() == 3
     assert not ours.stays_on_cpu(None, "cpu")
@@ -274,7 +299,9 @@ def test_a_package_from_before_our_import_counts():
 
 @needs(versions.WHOLE_TAGS)
 def test_the_built_in_packages_are_torchs():
-    assert [package.priority for package in ours.PACKAGES.ordered()] == [entry[0] for entry in theirs._package_registry]
+    assert [package.priority for package in ours.PACKAGES.ordered()] == [
+        entry[0] for entry in theirs._package_registry
+    ]
 
 
 # map_location.
@@ -323,7 +350,9 @@ def test_map_location_in_bytes(storage):
 
 @pytest.mark.parametrize("map_location", ["foo", {"cpu": "foo"}, torch.device("cpu", 0)])
 def test_map_location_to_nowhere(storage, map_location):
-    with pytest.raises(Refused, match=r"don't know how to restore data location of torch.storage.UntypedStorage") as caught:
+    with pytest.raises(
+        Refused, match=r"don't know how to restore data location of torch.storage.UntypedStorage"
+    ) as caught:
         ours.restorer(map_location)(storage, "cpu")
     with pytest.raises(RuntimeError) as torchs:
         torch_answer(map_location, "cpu")
@@ -334,7 +363,10 @@ def test_map_location_to_nowhere(storage, map_location):
     "map_location",
     [
         *(5, lambda s, tag: 3),
-        *(pytest.param(each, marks=needs(versions.WHOLE_TAGS)) for each in ({"cpu": None}, {"cpu": torch.device("cpu")})),
+        *(
+            pytest.param(each, marks=needs(versions.WHOLE_TAGS))
+            for each in ({"cpu": None}, {"cpu": torch.device("cpu")})
+        ),
     ],
 )
 def test_what_is_no_map_location(storage, map_location):

@@ -63,7 +63,9 @@ def folder(nets, tmp_path_factory):
         warnings.simplefilter("ignore")
         exported = {name: torch.export.export(net, (ROWS,)) for name, net in nets.items()}
         torch.export.save(exported["wide"], made / "wide.pt2", extra_files={"note.txt": "wide"})
-        torch.export.save(exported["narrow"], made / "narrow.pt2", extra_files={"Note.txt": "narrow"})
+        torch.export.save(
+            exported["narrow"], made / "narrow.pt2", extra_files={"Note.txt": "narrow"}
+        )
         torch.export.save(torch.export.export(Subclassed(), (ROWS,)), made / "subclassed.pt2")
         package_program(exported, made / "both.pt2")
     yield made
@@ -73,7 +75,10 @@ def folder(nets, tmp_path_factory):
 def run(path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: program.module()(ROWS) for name, program in load_pt2(path).exported_programs.items()}
+        return {
+            name: program.module()(ROWS)
+            for name, program in load_pt2(path).exported_programs.items()
+        }
 
 
 def test_programs_come_along(folder, nets, tmp_path):
@@ -85,7 +90,10 @@ def test_programs_come_along(folder, nets, tmp_path):
     assert torch.equal(outputs["b"], nets["narrow"](ROWS))
     assert torch.equal(outputs["c"], Subclassed()(ROWS))
     archive = zipfile.ZipFile(tmp_path / "p.pt2")
-    assert (archive.read("p/extra/note.txt"), archive.read("p/extra/b/Note.txt")) == (b"wide", b"narrow")
+    assert (archive.read("p/extra/note.txt"), archive.read("p/extra/b/Note.txt")) == (
+        b"wide",
+        b"narrow",
+    )
     for record in ("models/{}.json", "data/sample_inputs/{}.pt"):
         old = zipfile.ZipFile(folder / "wide.pt2").read("wide/" + record.format("model"))
         assert archive.read("p/" + record.format("a")) == old
@@ -98,9 +106,15 @@ def test_programs_come_along(folder, nets, tmp_path):
 
 def test_one_program_twice_shares_its_weights(folder, nets, tmp_path):
     holdfast.package({"a": folder / "wide.pt2", "b": folder / "wide.pt2"}, tmp_path / "p.pt2")
-    records = [name for name in zipfile.ZipFile(tmp_path / "p.pt2").namelist() if "/weights/weight_" in name]
+    records = [
+        name
+        for name in zipfile.ZipFile(tmp_path / "p.pt2").namelist()
+        if "/weights/weight_" in name
+    ]
     assert len(records) == 3
-    assert all(torch.equal(output, nets["wide"](ROWS)) for output in run(tmp_path / "p.pt2").values())
+    assert all(
+        torch.equal(output, nets["wide"](ROWS)) for output in run(tmp_path / "p.pt2").values()
+    )
 
 
 class Awkward(nn.Module):
@@ -129,7 +143,10 @@ def test_weights_that_are_called_constants(tmp_path):
 def test_members_that_cannot_come_along(folder, tmp_path):
     code = honest({"data/aotinductor/model/code.so": b"\x7fELF"})
     (tmp_path / "code.pt2").write_bytes(code)
-    with pytest.raises(errors.CannotHold, match=r"a: 1 files in data/aotinductor/model, which belong to compiled code"):
+    with pytest.raises(
+        errors.CannotHold,
+        match=r"a: 1 files in data/aotinductor/model, which belong to compiled code",
+    ):
         holdfast.package({"a": tmp_path / "code.pt2"}, tmp_path / "p.pt2")
     with pytest.raises(errors.CannotHold, match="holds the models wide, narrow; extract one first"):
         holdfast.package({"a": folder / "both.pt2"}, tmp_path / "p.pt2")
@@ -145,13 +162,18 @@ def strict(path):
 
 
 @pytest.mark.parametrize("target", ["out.safetensors", "out.pt", "out"])
-@pytest.mark.parametrize(("source", "model"), [("wide", None), ("wide", "model"), ("both", "wide"), ("both", "narrow")])
+@pytest.mark.parametrize(
+    ("source", "model"), [("wide", None), ("wide", "model"), ("both", "wide"), ("both", "narrow")]
+)
 def test_a_state_dict_is_extracted(folder, nets, tmp_path, source, model, target):
     done = holdfast.convert(folder / f"{source}.pt2", tmp_path / target, model=model)
     net = Net(3 if model == "narrow" else 5)
     net.load_state_dict(strict(tmp_path / target), strict=True)
     assert torch.equal(net(ROWS), nets["narrow" if model == "narrow" else "wide"](ROWS))
-    assert f"left out of model {(model or 'model')!r}: constants, sample inputs, the program" in done.notes
+    assert (
+        f"left out of model {(model or 'model')!r}: constants, sample inputs, the program"
+        in done.notes
+    )
     if target == "out.pt":
         state = torch.load(tmp_path / target, weights_only=True)
         assert net.load_state_dict(state, strict=True).missing_keys == []
@@ -159,20 +181,34 @@ def test_a_state_dict_is_extracted(folder, nets, tmp_path, source, model, target
 
 
 def test_constants_and_inputs_come_when_asked(folder, tmp_path):
-    done = holdfast.convert(folder / "both.pt2", tmp_path / "a.pt", model="wide", constants=True, sample_inputs=True)
+    done = holdfast.convert(
+        folder / "both.pt2", tmp_path / "a.pt", model="wide", constants=True, sample_inputs=True
+    )
     assert "left out of model 'wide': the program" in done.notes
     with holdfast.open(tmp_path / "a.pt") as ckpt:
         assert {"constants.mask", "constants.shift", "sample_inputs.0.0", "scale"} < set(ckpt)
     holdfast.convert(folder / "both.pt2", tmp_path / "all.safetensors")
     with holdfast.open(tmp_path / "all.safetensors") as ckpt:
-        assert [name for name in ckpt if "scale" in name or "constants" in name] == ["wide.scale", "narrow.scale"]
+        assert [name for name in ckpt if "scale" in name or "constants" in name] == [
+            "wide.scale",
+            "narrow.scale",
+        ]
 
 
 def test_a_model_of_a_native_package(nets, tmp_path):
-    holdfast.package({**nets, "more": {"w": torch.ones(2), "constants": {"c": torch.zeros(3)}}}, tmp_path / "p", format="native")
+    holdfast.package(
+        {**nets, "more": {"w": torch.ones(2), "constants": {"c": torch.zeros(3)}}},
+        tmp_path / "p",
+        format="native",
+    )
     with holdfast.open(tmp_path / "p") as ckpt:
         flags = {name: ckpt[f"wide.{name}"].traits.parameter for name in nets["wide"].state_dict()}
-        assert flags == {"line.weight": True, "line.bias": True, "scale": False, "same.weight": True}
+        assert flags == {
+            "line.weight": True,
+            "line.bias": True,
+            "scale": False,
+            "same.weight": True,
+        }
         assert list(ckpt.tree["more"]["constants"]) == ["c"]
     holdfast.convert(tmp_path / "p", tmp_path / "wide.safetensors", model="wide")
     Net(5).load_state_dict(strict(tmp_path / "wide.safetensors"), strict=True)
@@ -220,5 +256,18 @@ def test_a_directory_of_packages_is_verified(folder, tmp_path):
 def test_the_command_extracts(folder, tmp_path):
     from holdfast.cli.main import main
 
-    assert main(["convert", str(folder / "both.pt2"), str(tmp_path / "a.pt"), "--model", "narrow", "--constants", "-q"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(folder / "both.pt2"),
+                str(tmp_path / "a.pt"),
+                "--model",
+                "narrow",
+                "--constants",
+                "-q",
+            ]
+        )
+        == 0
+    )
     assert "constants.mask" in strict(tmp_path / "a.pt")

@@ -46,7 +46,9 @@ def untouched():
     assert not patching._count
     for module, attributes in zip(MODULES, before, strict=True):
         now = vars(module)
-        assert [name for name in {*now, *attributes} if now.get(name) is not attributes.get(name)] == []
+        assert [
+            name for name in {*now, *attributes} if now.get(name) is not attributes.get(name)
+        ] == []
 
 
 def changes(before):
@@ -139,7 +141,9 @@ def test_what_somebody_else_put_there_stays():
 
     install()
     torch.save = wrapped
-    with pytest.warns(HoldfastWarning, match=r"torch\.save had been replaced by somebody else") as caught:
+    with pytest.warns(
+        HoldfastWarning, match=r"torch\.save had been replaced by somebody else"
+    ) as caught:
         uninstall()
     assert caught[0].filename == __file__
     assert "torch.serialization" not in str(caught[0].message)

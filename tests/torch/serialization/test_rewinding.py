@@ -45,7 +45,11 @@ class Rewinding(io.RawIOBase):
 def written(count: int, **how: bool) -> bytes:
     """Many storages, some small enough to be read with their neighbours."""
     buffer = io.BytesIO()
-    torch.save({f"w{index}": torch.full((1 << (9 + index % 9),), float(index)) for index in range(count)}, buffer, **how)
+    torch.save(
+        {f"w{index}": torch.full((1 << (9 + index % 9),), float(index)) for index in range(count)},
+        buffer,
+        **how,
+    )
     return buffer.getvalue()
 
 
@@ -76,7 +80,8 @@ BY_NAME = ("stats", "sparsity", "convert")
 
 # The old container has its storages in no order that a checkpoint's names would follow.
 @pytest.mark.parametrize(
-    ("verb", "legacy"), [*((verb, False) for verb in VERBS), *((verb, True) for verb in VERBS if verb not in BY_NAME)]
+    ("verb", "legacy"),
+    [*((verb, False) for verb in VERBS), *((verb, True) for verb in VERBS if verb not in BY_NAME)],
 )
 def test_a_file_is_gone_through_a_few_times_however_many_tensors_it_has(verb, legacy, tmp_path):
     times = []

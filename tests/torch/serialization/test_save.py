@@ -47,10 +47,15 @@ def attempt(function: Callable[..., object], *args: object, **options: object) -
     return None
 
 
-def both(make: Callable[[], object], value: object | None = None, **options: object) -> Exception | None:
+def both(
+    make: Callable[[], object], value: object | None = None, **options: object
+) -> Exception | None:
     """Save with torch and with us to what `make` gives; the errors are of one kind."""
     value = state() if value is None else value
-    theirs, ours = attempt(torch.save, value, make(), **options), attempt(save, value, make(), **options)
+    theirs, ours = (
+        attempt(torch.save, value, make(), **options),
+        attempt(save, value, make(), **options),
+    )
     if theirs is None:
         assert ours is None, repr(ours)
     else:
@@ -133,7 +138,9 @@ def test_an_open_file(buffering: int, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", [str, Path, "PathLike"])
-def test_paths(kind: Callable[[object], object] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_paths(
+    kind: Callable[[object], object] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)  # an old torch takes the text of a path-like object for its name
 
     class Pathlike(os.PathLike[str]):
@@ -163,7 +170,10 @@ def test_what_is_no_target(tmp_path: Path):
     for what in (None, 5, object(), b"model.pt"):
         error = both(lambda what=what: what)
         assert isinstance(error, AttributeError)
-        assert "expected 'f' to be string, path, or a file-like object with a 'write' attribute" in str(error)
+        assert (
+            "expected 'f' to be string, path, or a file-like object with a 'write' attribute"
+            in str(error)
+        )
     error = both(NotCallable)
     assert isinstance(error, TypeError)
     assert "has no callable attribute 'write'" in str(error)
@@ -191,7 +201,9 @@ def test_paths_that_cannot_be_saved_to(tmp_path: Path):
     ):
         error = both(lambda path=path: path)
         assert isinstance(error, Refused | NotSaved), path
-    assert str(both(lambda: tmp_path / "absent" / "m.pt")).startswith(f"Parent directory {tmp_path / 'absent'} does not exist.")
+    assert str(both(lambda: tmp_path / "absent" / "m.pt")).startswith(
+        f"Parent directory {tmp_path / 'absent'} does not exist."
+    )
     assert "invalid file name" in str(both(lambda: tmp_path / ".pt"))
     assert (tmp_path / "file").read_bytes() == b"old"
     assert leftovers(tmp_path) == []
@@ -278,7 +290,9 @@ def test_a_failure_leaves_the_old_file(bad: object, zipped: bool, tmp_path: Path
     error = attempt(save, value, path, _use_new_zipfile_serialization=zipped)
     assert path.read_bytes() == before
     assert leftovers(tmp_path) == []
-    assert type(attempt(torch.save, value, path, _use_new_zipfile_serialization=zipped)) is type(error)
+    assert type(attempt(torch.save, value, path, _use_new_zipfile_serialization=zipped)) is type(
+        error
+    )
     assert path.read_bytes() != before, "torch has cut the old one off by then"
 
 
@@ -306,7 +320,10 @@ def test_one_storage_under_two_dtypes(zipped: bool):
     for value in ([tensor, tensor.view(torch.int32)], {"w": tensor, "s": tensor.untyped_storage()}):
         error = both(io.BytesIO, value, _use_new_zipfile_serialization=zipped)
         assert isinstance(error, RuntimeError)
-        assert "Cannot save multiple tensors or storages that view the same data as different types" in str(error)
+        assert (
+            "Cannot save multiple tensors or storages that view the same data as different types"
+            in str(error)
+        )
 
 
 @needs(versions.THREAD_LOCAL)
@@ -320,7 +337,9 @@ def test_arguments(tmp_path: Path):
     with torch.serialization.skip_data():
         error = both(io.BytesIO, _use_new_zipfile_serialization=False)
         assert "Cannot use skip_data=True with _use_new_zipfile_serialization=False" in str(error)
-    assert isinstance(both(io.BytesIO, torch.empty(3, dtype=torch.uint8).view(torch.uint4)), KeyError)
+    assert isinstance(
+        both(io.BytesIO, torch.empty(3, dtype=torch.uint8).view(torch.uint4)), KeyError
+    )
 
 
 def test_a_pickler_of_ones_own():
@@ -368,7 +387,9 @@ def test_a_reader_keeps_the_old_file(tmp_path: Path):
 def test_durable(durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     flushed: list[int] = []
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(descriptor) or real(descriptor))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: flushed.append(descriptor) or real(descriptor)
+    )
     save(state(), tmp_path / "model.pt", durable=durable)
     assert bool(flushed) == durable
     assert torch.load(tmp_path / "model.pt")["step"] == 3
@@ -412,7 +433,9 @@ def test_signatures_begin_as_torchs(name: str):
     ours_alone = {"durable": True, "verify": True, "max_host_memory": None}
     extra = [p for p in found if p.name in ours_alone]
     assert all(p.kind is p.KEYWORD_ONLY and p.default is ours_alone[p.name] for p in extra)
-    assert [(p.name, p.kind, p.default) for p in found if p not in extra] == [(p.name, p.kind, p.default) for p in wanted]
+    assert [(p.name, p.kind, p.default) for p in found if p not in extra] == [
+        (p.name, p.kind, p.default) for p in wanted
+    ]
 
 
 def test_a_module_comes_back():

@@ -27,7 +27,9 @@ TYPED = [
 
 def has(name: str) -> bool:
     """Whether this torch has a dtype, and saves it."""
-    return versions.dtype(name) is not None and (bool(versions.UINT16) or name not in ("uint16", "uint32", "uint64"))
+    return versions.dtype(name) is not None and (
+        bool(versions.UINT16) or name not in ("uint16", "uint32", "uint64")
+    )
 
 
 class Subclass(torch.Tensor):
@@ -40,7 +42,12 @@ def state_dict() -> object:
 
 def views() -> object:
     whole = torch.arange(100.0)
-    return {"part": whole[10:20], "turned": whole.view(10, 10).t(), "stepped": whole[::2], "expanded": whole[:1].expand(7)}
+    return {
+        "part": whole[10:20],
+        "turned": whole.view(10, 10).t(),
+        "stepped": whole[::2],
+        "expanded": whole[:1].expand(7),
+    }
 
 
 def attributes() -> object:
@@ -102,7 +109,9 @@ CASES: dict[str, Callable[[], object]] = {
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's notes on nested tensors, typed storages and the like
+        warnings.simplefilter(
+            "ignore"
+        )  # torch's notes on nested tensors, typed storages and the like
         yield
 
 
@@ -124,7 +133,9 @@ def saving() -> Iterator[Setter]:
         setattr(config.save, name, value)
 
 
-def written(function: Callable[..., None], obj: object, target: Path | None, **options: object) -> bytes:
+def written(
+    function: Callable[..., None], obj: object, target: Path | None, **options: object
+) -> bytes:
     if target is None:
         buffer = io.BytesIO()
         function(obj, buffer, **options)
@@ -161,7 +172,9 @@ def test_alignment(alignment: int, tmp_path: Path, saving: Setter):
 
 
 @pytest.mark.parametrize("alignment", [0, -1, 131072, 1 << 20])
-def test_an_alignment_that_makes_unreadable_files_is_refused(alignment: int, tmp_path: Path, saving: Setter):
+def test_an_alignment_that_makes_unreadable_files_is_refused(
+    alignment: int, tmp_path: Path, saving: Setter
+):
     saving(storage_alignment=alignment)
     with pytest.raises(RuntimeError, match="alignment"):
         save({"a": torch.ones(3)}, tmp_path / "m.pt")

@@ -60,7 +60,9 @@ def test_endianness_is_one_switch(value):
 def test_endianness_checks_its_type(value):
     ours.set_default_load_endianness(ours.LoadEndianness.BIG)
     for setter in (ours.set_default_load_endianness, theirs.set_default_load_endianness):
-        with pytest.raises(TypeError, match="Invalid argument type in function set_default_load_endianness"):
+        with pytest.raises(
+            TypeError, match="Invalid argument type in function set_default_load_endianness"
+        ):
             setter(value)
     assert ours.get_default_load_endianness() is ours.LoadEndianness.BIG
 
@@ -96,7 +98,9 @@ def test_mmap_options_as_a_context_manager():
 @pytest.mark.parametrize("flags", [0, 3, None, "x"])
 def test_mmap_options_refuse_the_rest(flags):
     for setter in (ours.set_default_mmap_options, theirs.set_default_mmap_options):
-        with pytest.raises(ValueError, match=r"expected mmap.MAP_PRIVATE or mmap.MAP_SHARED, but got"):
+        with pytest.raises(
+            ValueError, match=r"expected mmap.MAP_PRIVATE or mmap.MAP_SHARED, but got"
+        ):
             setter(flags)
     assert ours.get_default_mmap_options() == mmap.MAP_PRIVATE
 
@@ -160,7 +164,9 @@ def test_mkdtemp_cleans_up():
 REQUIRED = [(1, 2, 3), (1, 2), (1, 2, "3"), (2,), (), ("x",)]
 
 
-@pytest.mark.parametrize("version", ["1.2.3", "2.0", "1.10.0", "1.2.3a", "1.2", "x", "", "1.2.3.post1", None])
+@pytest.mark.parametrize(
+    "version", ["1.2.3", "2.0", "1.10.0", "1.2.3a", "1.2", "x", "", "1.2.3.post1", None]
+)
 @pytest.mark.parametrize("strict", [True, False])
 def test_versions_compare_as_in_torch(version, strict):
     module = types.ModuleType("some")
@@ -187,7 +193,10 @@ def test_a_malformed_version_is_an_error_or_a_warning():
         ours.check_module_version_greater_or_equal(module, (1,))
 
 
-@pytest.mark.parametrize("kind", [torch.FloatStorage, torch.cuda.FloatStorage, torch.UntypedStorage, torch.BFloat16Storage])
+@pytest.mark.parametrize(
+    "kind",
+    [torch.FloatStorage, torch.cuda.FloatStorage, torch.UntypedStorage, torch.BFloat16Storage],
+)
 def test_normalize_storage_type(kind):
     assert ours.normalize_storage_type(kind) is theirs.normalize_storage_type(kind)
     assert ours.normalize_storage_type(torch.cuda.FloatStorage) is torch.FloatStorage
@@ -203,8 +212,15 @@ def test_normalize_storage_type_of_an_unknown_name():
 @pytest.mark.filterwarnings("error")
 def test_storage_to_tensor_type():
     # torch 2.13 raises AttributeError for every storage there is: it looks for `torch.storage.TypedTensor`.
-    for dtype, expected in [(torch.float32, torch.FloatTensor), (torch.bool, torch.BoolTensor), (torch.int64, torch.LongTensor)]:
+    for dtype, expected in [
+        (torch.float32, torch.FloatTensor),
+        (torch.bool, torch.BoolTensor),
+        (torch.int64, torch.LongTensor),
+    ]:
         assert ours.storage_to_tensor_type(torch.zeros(2, dtype=dtype)._typed_storage()) is expected
-    for storage in (torch.UntypedStorage(2), torch.zeros(2, dtype=torch.complex64)._typed_storage()):
+    for storage in (
+        torch.UntypedStorage(2),
+        torch.zeros(2, dtype=torch.complex64)._typed_storage(),
+    ):
         with pytest.raises(AttributeError):
             ours.storage_to_tensor_type(storage)

@@ -107,12 +107,22 @@ def assert_same(ours: object, theirs: object) -> None:
             assert a.is_coalesced() == b.is_coalesced()
             walk((a._indices(), a._values()), (b._indices(), b._values()))
         elif a.layout in (torch.sparse_csr, torch.sparse_bsr):
-            walk((a.crow_indices(), a.col_indices(), a.values()), (b.crow_indices(), b.col_indices(), b.values()))
+            walk(
+                (a.crow_indices(), a.col_indices(), a.values()),
+                (b.crow_indices(), b.col_indices(), b.values()),
+            )
         elif a.layout in (torch.sparse_csc, torch.sparse_bsc):
-            walk((a.ccol_indices(), a.row_indices(), a.values()), (b.ccol_indices(), b.row_indices(), b.values()))
+            walk(
+                (a.ccol_indices(), a.row_indices(), a.values()),
+                (b.ccol_indices(), b.row_indices(), b.values()),
+            )
         else:
             assert (a.stride(), a.storage_offset()) == (b.stride(), b.storage_offset())
-            assert (a.is_conj(), a.is_neg(), a._is_view()) == (b.is_conj(), b.is_neg(), b._is_view())
+            assert (a.is_conj(), a.is_neg(), a._is_view()) == (
+                b.is_conj(),
+                b.is_neg(),
+                b._is_view(),
+            )
             if not a.is_meta:
                 assert a.untyped_storage().tolist() == b.untyped_storage().tolist()
                 shared("storage", a.untyped_storage()._cdata, b.untyped_storage()._cdata)
@@ -133,7 +143,11 @@ def parity(value: object, **arguments: object) -> object:
 
 def element_bytes(dtype: torch.dtype, count: int = 6) -> torch.Tensor:
     width = dtype.itemsize * count
-    raw = torch.arange(width, dtype=torch.uint8) if dtype is not torch.bool else torch.tensor([0, 1] * 3, dtype=torch.uint8)
+    raw = (
+        torch.arange(width, dtype=torch.uint8)
+        if dtype is not torch.bool
+        else torch.tensor([0, 1] * 3, dtype=torch.uint8)
+    )
     return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, (2, 3), (3, 1))
 
 
@@ -143,7 +157,9 @@ def element_bytes(dtype: torch.dtype, count: int = 6) -> torch.Tensor:
 def test_the_names_are_torchs():
     ours, theirs = default_globals(), torchs._get_allowed_globals()
     assert set(ours) >= set(theirs)
-    assert set(ours) == set(theirs) or not versions.BYTES_FOUND, "what later versions allow is allowed with earlier ones"
+    assert set(ours) == set(theirs) or not versions.BYTES_FOUND, (
+        "what later versions allow is allowed with earlier ones"
+    )
     assert len(ours) == 144 or versions.HERE != (2, 13)
     for name, value in ((name, ours[name]) for name in theirs):
         if isinstance(value, StorageClass):
@@ -179,7 +195,9 @@ def test_dtypes_that_torch_reads_and_does_not_write(dtype):
 
 def test_views_share():
     base = torch.arange(24.0).reshape(2, 3, 4)
-    value = OrderedDict(base=base, slice=base[1, 1:], step=base[..., ::2], turned=base.permute(2, 0, 1), again=base)
+    value = OrderedDict(
+        base=base, slice=base[1, 1:], step=base[..., ::2], turned=base.permute(2, 0, 1), again=base
+    )
     value["expanded"] = base[:1, :1].expand(5, 3, 4)
     value["scalar"] = base[1, 2, 3]
     ours = parity(value)
@@ -196,7 +214,9 @@ def test_an_expanded_view_costs_nothing():
 @pytest.mark.parametrize("grad", [False, True])
 def test_requires_grad_and_parameters(grad):
     t = torch.randn(3, requires_grad=grad)
-    parity({"t": t, "p": torch.nn.Parameter(torch.randn(2, 2), requires_grad=grad), "nonleaf": (t * 2)})
+    parity(
+        {"t": t, "p": torch.nn.Parameter(torch.randn(2, 2), requires_grad=grad), "nonleaf": (t * 2)}
+    )
 
 
 def test_attributes():
@@ -220,7 +240,14 @@ def test_an_optimizer():
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    parity({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "loss": math.nan})
+    parity(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "epoch": 3,
+            "loss": math.nan,
+        }
+    )
 
 
 def test_storages():
@@ -233,13 +260,51 @@ def test_storages():
 # Values that are no tensors.
 
 PLAIN = {
-    "numbers": [0, 1, -1, 255, 256, 65535, 65536, 2**31, -(2**31), 2**63, -(2**63), 2**100, 1.5, -0.0, math.inf, True, None],
+    "numbers": [
+        0,
+        1,
+        -1,
+        255,
+        256,
+        65535,
+        65536,
+        2**31,
+        -(2**31),
+        2**63,
+        -(2**63),
+        2**100,
+        1.5,
+        -0.0,
+        math.inf,
+        True,
+        None,
+    ],
     "text": ["", "é", "\ud800", "x" * 300, "a\nb"],
     "bytes": [b"abc", bytes(range(256)), bytearray(b"x"), bytearray()],
-    "containers": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [1], {}, {1: 2}, set(), {1, "a", (1, 2)}, OrderedDict(a=1)],
+    "containers": [
+        (),
+        (1,),
+        (1, 2),
+        (1, 2, 3),
+        (1, 2, 3, 4),
+        [],
+        [1],
+        {},
+        {1: 2},
+        set(),
+        {1, "a", (1, 2)},
+        OrderedDict(a=1),
+    ],
     "counter": Counter("abca"),
     "complex": 1 - 2j,
-    "torch": [torch.Size([1, 2]), torch.device("cuda", 1), torch.device("cpu"), torch.float32, torch.sparse_csr, torch.strided],
+    "torch": [
+        torch.Size([1, 2]),
+        torch.device("cuda", 1),
+        torch.device("cpu"),
+        torch.float32,
+        torch.sparse_csr,
+        torch.strided,
+    ],
     "qschemes": [torch.per_tensor_affine, torch.per_channel_affine_float_qparams],
 }
 
@@ -267,7 +332,9 @@ def test_attributes_of_an_ordered_dict():
 DENSE = torch.tensor([[0, 1.0, 0, 2], [0, 0, 3, 0], [4, 0, 0, 0], [0, 5, 6, 0]])
 COMPOSITES = {
     "coo": DENSE.to_sparse(),
-    "coo not coalesced": torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.ones(2), (2, 2)),
+    "coo not coalesced": torch.sparse_coo_tensor(
+        torch.tensor([[0, 0], [1, 1]]), torch.ones(2), (2, 2)
+    ),
     "coo hybrid": torch.randn(3, 2, 2).to_sparse(1),
     "coo empty": torch.zeros(3, 3).to_sparse(),
     "csr": DENSE.to_sparse_csr(),
@@ -278,10 +345,18 @@ COMPOSITES = {
     "quint8": torch.quantize_per_tensor(torch.randn(2, 3), 0.1, 3, torch.quint8),
     "qint32": torch.quantize_per_tensor(torch.randn(2, 3), 0.1, 0, torch.qint32),
     "per channel": torch.quantize_per_channel(
-        torch.randn(2, 3), torch.tensor([0.1, 0.2], dtype=torch.float64), torch.tensor([0, 1]), 0, torch.qint8
+        torch.randn(2, 3),
+        torch.tensor([0.1, 0.2], dtype=torch.float64),
+        torch.tensor([0, 1]),
+        0,
+        torch.qint8,
     ),
     "per channel, last": torch.quantize_per_channel(
-        torch.randn(2, 3), torch.ones(3, dtype=torch.float64), torch.tensor([0, 1, 2]), 1, torch.quint8
+        torch.randn(2, 3),
+        torch.ones(3, dtype=torch.float64),
+        torch.tensor([0, 1, 2]),
+        1,
+        torch.quint8,
     ),
     "nested": torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(1, 3)]),
     "nested of empty": torch.nested.nested_tensor([torch.randn(0), torch.randn(2)]),
@@ -298,7 +373,9 @@ def test_composites(name):
 
 @pytest.mark.parametrize("dtype", [torch.quint4x2, torch.quint2x4], ids=str)
 def test_packed_types(dtype):
-    value = torch.quantize_per_channel(torch.randn(3, 5), torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.0, 1.0, 2.0]), 0, dtype)
+    value = torch.quantize_per_channel(
+        torch.randn(3, 5), torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.0, 1.0, 2.0]), 0, dtype
+    )
     raw = torch_bytes(value)
     ours, theirs = load(raw), torch_load(raw)
     assert ours.qscheme() == theirs.qscheme()
@@ -322,7 +399,10 @@ def test_old_sparse_files_have_no_flag():
 
     class Old:
         def __reduce__(self):
-            return torch._utils._rebuild_sparse_tensor, (t.layout, (t._indices(), t._values(), t.size()))
+            return torch._utils._rebuild_sparse_tensor, (
+                t.layout,
+                (t._indices(), t._values(), t.size()),
+            )
 
     parity(Old())
 
@@ -341,9 +421,15 @@ class Reduced:
 @pytest.mark.parametrize("name", ["Tensor", "FloatTensor", "DoubleTensor", "BoolTensor"])
 def test_a_class_made_empty_and_built(name):
     kind = getattr(torch, name)
-    t = torch.arange(30).to(kind.dtype if name != "Tensor" else torch.float32).as_strided([2, 3], [9, 3], 2)
+    t = (
+        torch.arange(30)
+        .to(kind.dtype if name != "Tensor" else torch.float32)
+        .as_strided([2, 3], [9, 3], 2)
+    )
     state = (t._typed_storage(), t.storage_offset(), tuple(t.size()), t.stride())
-    raw = torch_bytes([value := Reduced(kind, (), state), value, Reduced(torch._utils._rebuild_tensor, state)])
+    raw = torch_bytes(
+        [value := Reduced(kind, (), state), value, Reduced(torch._utils._rebuild_tensor, state)]
+    )
     ours = load(raw)
     assert_same(ours, torch_load(raw))
     assert ours[0] is ours[1]
@@ -361,17 +447,27 @@ def test_a_tensor_class_made_empty_stays_empty():
     ids=["grad", "no grad"],
 )
 def test_old_parameters(state):
-    raw = torch_zip(stream(named("torch.nn.parameter", "Parameter") + EMPTY_TUPLE + NEWOBJ + state + BUILD))
+    raw = torch_zip(
+        stream(named("torch.nn.parameter", "Parameter") + EMPTY_TUPLE + NEWOBJ + state + BUILD)
+    )
     assert_same(load(raw), torch_load(raw))
     raw = torch_zip(
-        stream(named("torch.nn.parameter", "Parameter") + tuple_of(weight(), FALSE) + NEWOBJ + tuple_of(TRUE, FALSE, NONE) + BUILD)
+        stream(
+            named("torch.nn.parameter", "Parameter")
+            + tuple_of(weight(), FALSE)
+            + NEWOBJ
+            + tuple_of(TRUE, FALSE, NONE)
+            + BUILD
+        )
     )
     assert_same(load(raw), torch_load(raw))
 
 
 def test_old_sparse_classes():
     t = DENSE.to_sparse()
-    ours = load(torch_bytes(Reduced(torch.sparse.FloatTensor, (t._indices(), t._values(), t.size()))))
+    ours = load(
+        torch_bytes(Reduced(torch.sparse.FloatTensor, (t._indices(), t._values(), t.size())))
+    )
     assert torch.equal(ours.to_dense(), DENSE)
 
 
@@ -407,7 +503,8 @@ def test_other_protocols(protocol):
     # Protocols 0 and 1 have no PROTO.
     assert len(said) == (protocol > 2)
     assert all(
-        f"protocol {protocol} in the checkpoint, which was not the default pickle protocol used by `torch.load` (2)" in s
+        f"protocol {protocol} in the checkpoint, which was not the default pickle protocol used by `torch.load` (2)"
+        in s
         for s in said
     )
 
@@ -435,7 +532,15 @@ def test_python2_storages():
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "parameter", "attributes", "per tensor", "bare", pytest.param("buffer", marks=needs(versions.BUFFER))]
+    "name",
+    [
+        "plain",
+        "parameter",
+        "attributes",
+        "per tensor",
+        "bare",
+        pytest.param("buffer", marks=needs(versions.BUFFER)),
+    ],
 )
 def test_what_needs_no_elements_does_not_wait_for_them(name):
     t = torch.arange(4.0)
@@ -489,14 +594,25 @@ def test_on_meta(name):
         pytest.skip(versions.SPARSE_UNCHECKED.reason)
     theirs = torch_load(raw, map_location="meta")
     for a, b in zip(ours, theirs, strict=True):
-        assert (type(a), a.device, a.shape, a.layout, a.dtype) == (type(b), b.device, b.shape, b.layout, b.dtype)
+        assert (type(a), a.device, a.shape, a.layout, a.dtype) == (
+            type(b),
+            b.device,
+            b.shape,
+            b.layout,
+            b.dtype,
+        )
 
 
 @needs(versions.BYTES_FOUND)
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_fake_tensors(device):
     base = torch.arange(6.0).reshape(2, 3)
-    state = {"a": base, "b": base.t(), "p": torch.nn.Parameter(base), "h": torch.ones(2, dtype=torch.uint16)}
+    state = {
+        "a": base,
+        "b": base.t(),
+        "p": torch.nn.Parameter(base),
+        "h": torch.ones(2, dtype=torch.uint16),
+    }
     raw = torch_bytes(state | ({"s": base.to_sparse()} if versions.SPARSE_UNCHECKED else {}))
     storages = MetaStorages(raw)
     storages.fake = device
@@ -506,7 +622,13 @@ def test_fake_tensors(device):
     for name in theirs:
         a, b = ours[name], theirs[name]
         assert type(a) is type(b) is FakeTensor
-        assert (a.device, a.shape, a.dtype, a.layout, a.requires_grad) == (b.device, b.shape, b.dtype, b.layout, b.requires_grad)
+        assert (a.device, a.shape, a.dtype, a.layout, a.requires_grad) == (
+            b.device,
+            b.shape,
+            b.dtype,
+            b.layout,
+            b.requires_grad,
+        )
         assert isinstance(a, torch.nn.Parameter) == isinstance(b, torch.nn.Parameter)
     assert ours["a"].stride() == (3, 1)
     assert ours["b"].stride() == (1, 3)
@@ -528,7 +650,10 @@ def test_a_default_device_does_not_matter():
 
 @needs(versions.UNSAFE_GLOBALS)
 def test_device_tensors():
-    value = Reduced(torch._utils._rebuild_device_tensor_from_cpu_tensor, (torch.ones(2), torch.float64, "cpu", True))
+    value = Reduced(
+        torch._utils._rebuild_device_tensor_from_cpu_tensor,
+        (torch.ones(2), torch.float64, "cpu", True),
+    )
     parity(value)
     versions.local.map_location = {"cpu": "meta"}
     try:

@@ -94,7 +94,12 @@ def total(*tensors):
 
 
 def failing(kind):
-    raise {"KeyError": KeyError, "IndexError": IndexError, "struct": struct.error, "Value": ValueError}[kind]("from the user")
+    raise {
+        "KeyError": KeyError,
+        "IndexError": IndexError,
+        "struct": struct.error,
+        "Value": ValueError,
+    }[kind]("from the user")
 
 
 class Tagged(torch.Tensor):
@@ -175,7 +180,10 @@ def test_nothing_of_it_without_permission():
         torch.ones(2).as_subclass(Tagged),
         Pair(torch.ones(2), torch.zeros(2)),
     ):
-        with pytest.raises(pickle.UnpicklingError, match=f"GLOBAL {HERE}.{type(value).__name__} was not an allowed global"):
+        with pytest.raises(
+            pickle.UnpicklingError,
+            match=f"GLOBAL {HERE}.{type(value).__name__} was not an allowed global",
+        ):
             load(torch_bytes(value))
 
 
@@ -197,7 +205,10 @@ def test_slots(allow):
 
 def test_setstate(allow):
     with allow([Stated]):
-        assert load(zipped(call(HERE, "Stated"), tuple_of(integer(1), integer(2)), BUILD)).seen == (1, 2)
+        assert load(zipped(call(HERE, "Stated"), tuple_of(integer(1), integer(2)), BUILD)).seen == (
+            1,
+            2,
+        )
 
 
 def test_no_state(allow):
@@ -222,7 +233,10 @@ def test_the_names_that_torch_has_stay_its_own(allow):
 def test_blocked_whoever_allows_it(module, allow):
     with (
         allow([(total, f"{module}.harmless"), os.execv]),
-        pytest.raises(pickle.UnpicklingError, match=f"unsupported GLOBAL {module}.harmless whose module {module} is blocked"),
+        pytest.raises(
+            pickle.UnpicklingError,
+            match=f"unsupported GLOBAL {module}.harmless whose module {module} is blocked",
+        ),
     ):
         load(zipped(call(module, "harmless")))
 
@@ -243,10 +257,19 @@ NOON = datetime.datetime(2025, 1, 1, 12, 0, tzinfo=zoneinfo.ZoneInfo(key="UTC"))
 def test_a_method_is_allowed_by_itself(allow):
     with (
         allow([datetime.datetime, getattr, zoneinfo.ZoneInfo]),
-        pytest.raises(pickle.UnpicklingError, match=r"unrecognized function .*_unpickle.*zoneinfo\.ZoneInfo"),
+        pytest.raises(
+            pickle.UnpicklingError, match=r"unrecognized function .*_unpickle.*zoneinfo\.ZoneInfo"
+        ),
     ):
         load(torch_bytes(NOON))
-    with allow([datetime.datetime, getattr, zoneinfo.ZoneInfo, (zoneinfo.ZoneInfo._unpickle, "zoneinfo.ZoneInfo._unpickle")]):
+    with allow(
+        [
+            datetime.datetime,
+            getattr,
+            zoneinfo.ZoneInfo,
+            (zoneinfo.ZoneInfo._unpickle, "zoneinfo.ZoneInfo._unpickle"),
+        ]
+    ):
         assert load(torch_bytes(NOON)) == NOON
 
 
@@ -256,7 +279,14 @@ def test_what_a_call_gave_is_not_callable_for_that(allow):
         made = call("__builtin__", "getattr", named(HERE, "Called"), text("mro"))
         for attack in (
             made + EMPTY_TUPLE + REDUCE,
-            call("torch._tensor", "_rebuild_from_type_v2", made, named("torch", "Tensor"), EMPTY_TUPLE, NONE),
+            call(
+                "torch._tensor",
+                "_rebuild_from_type_v2",
+                made,
+                named("torch", "Tensor"),
+                EMPTY_TUPLE,
+                NONE,
+            ),
         ):
             with pytest.raises(pickle.UnpicklingError, match="unrecognized function"):
                 load(zipped(attack))
@@ -283,7 +313,13 @@ def test_code_without_tensors_waits_for_none(allow):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("KeyError", KeyError), ("IndexError", IndexError), ("struct", struct.error), ("Value", ValueError)]
+    ("name", "kind"),
+    [
+        ("KeyError", KeyError),
+        ("IndexError", IndexError),
+        ("struct", struct.error),
+        ("Value", ValueError),
+    ],
 )
 def test_its_errors_are_its_own(name, kind, allow):
     with allow([failing]), pytest.raises(kind, match="from the user") as caught:
@@ -297,17 +333,40 @@ def test_its_errors_are_its_own(name, kind, allow):
 @pytest.mark.parametrize(
     ("attack", "said"),
     [
-        (call(HERE, "ListLike") + integer(1) + APPEND, "Can only append to lists, but got .*ListLike"),
-        (call(HERE, "DictLike") + integer(1) + integer(1) + SETITEM, "Can only SETITEM for dict, .*Counter, but got .*DictLike"),
-        (call("collections", "defaultdict") + integer(1) + integer(1) + SETITEM, "but got .*defaultdict"),
-        (named(HERE, "Plain") + dict_of(text("x"), integer(1)) + BUILD, "Can only build .* but got .*type"),
-        (named(HERE, "total") + EMPTY_TUPLE + NEWOBJ, "Can only create new object .* but got .*total"),
+        (
+            call(HERE, "ListLike") + integer(1) + APPEND,
+            "Can only append to lists, but got .*ListLike",
+        ),
+        (
+            call(HERE, "DictLike") + integer(1) + integer(1) + SETITEM,
+            "Can only SETITEM for dict, .*Counter, but got .*DictLike",
+        ),
+        (
+            call("collections", "defaultdict") + integer(1) + integer(1) + SETITEM,
+            "but got .*defaultdict",
+        ),
+        (
+            named(HERE, "Plain") + dict_of(text("x"), integer(1)) + BUILD,
+            "Can only build .* but got .*type",
+        ),
+        (
+            named(HERE, "total") + EMPTY_TUPLE + NEWOBJ,
+            "Can only create new object .* but got .*total",
+        ),
         (call(HERE, "Called") + EMPTY_TUPLE + REDUCE, "unrecognized function a Called"),
         (call(HERE, "Called") + integer(1) + BUILD, "not attributes by name"),
         (call(HERE, "Called") + dict_of(integer(1), integer(1)) + BUILD, "not attributes by name"),
         (call(HERE, "Slots") + dict_of(text("left"), integer(1)) + BUILD, "has no attributes"),
-        (call(HERE, "Slots") + tuple_of(NONE, dict_of(text("up"), integer(1))) + BUILD, "has no slot"),
-        (call(HERE, "SomeSlots") + tuple_of(NONE, dict_of(text("__class__"), named(HERE, "Plain"))) + BUILD, "belongs to Python"),
+        (
+            call(HERE, "Slots") + tuple_of(NONE, dict_of(text("up"), integer(1))) + BUILD,
+            "has no slot",
+        ),
+        (
+            call(HERE, "SomeSlots")
+            + tuple_of(NONE, dict_of(text("__class__"), named(HERE, "Plain")))
+            + BUILD,
+            "belongs to Python",
+        ),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -367,7 +426,9 @@ def test_a_wrapper(allow):
     assert isinstance(ours[1], torch.nn.Parameter)
 
 
-@pytest.mark.parametrize("where", ["meta", torch.device("meta"), {"cpu": "meta"}], ids=["name", "device", "dict"])
+@pytest.mark.parametrize(
+    "where", ["meta", torch.device("meta"), {"cpu": "meta"}], ids=["name", "device", "dict"]
+)
 def test_a_wrapper_goes_where_its_parts_go(where, allow):
     local = torch.serialization._serialization_tls
     local.map_location = where
@@ -388,12 +449,33 @@ def test_a_wrapper_and_a_function_for_locations(allow):
         local.map_location = None
 
 
-@pytest.mark.parametrize("name", ["data", "requires_grad", "grad", "__class__", "__dict__", "shape", "_backward_hooks", "_cdata"])
-@pytest.mark.parametrize("kind", [named("torch", "Tensor"), named(HERE, "Tagged")], ids=["Tensor", "Tagged"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data",
+        "requires_grad",
+        "grad",
+        "__class__",
+        "__dict__",
+        "shape",
+        "_backward_hooks",
+        "_cdata",
+    ],
+)
+@pytest.mark.parametrize(
+    "kind", [named("torch", "Tensor"), named(HERE, "Tagged")], ids=["Tensor", "Tagged"]
+)
 def test_a_tensors_own_things_are_no_attributes(name, kind, allow):
     function = named("torch._utils", "_rebuild_tensor_v2")
     args = weight().removeprefix(function).removesuffix(REDUCE)
-    attack = call("torch._tensor", "_rebuild_from_type_v2", function, kind, args, dict_of(text(name), weight()))
+    attack = call(
+        "torch._tensor",
+        "_rebuild_from_type_v2",
+        function,
+        kind,
+        args,
+        dict_of(text(name), weight()),
+    )
     with allow([Tagged]), pytest.raises(PickleError, match="an attribute that it cannot have had"):
         load(zipped(attack))
 
@@ -401,7 +483,11 @@ def test_a_tensors_own_things_are_no_attributes(name, kind, allow):
 def test_build_does_not_reach_into_a_subclass(allow):
     value = torch_bytes(torch.ones(2).as_subclass(Tagged))
     raw = torch_zip(
-        ZipStorages(value).pickle[:-1] + tuple_of(list_of(), integer(0), EMPTY_TUPLE, EMPTY_TUPLE) + BUILD + b".", {"0": b"\0" * 8}
+        ZipStorages(value).pickle[:-1]
+        + tuple_of(list_of(), integer(0), EMPTY_TUPLE, EMPTY_TUPLE)
+        + BUILD
+        + b".",
+        {"0": b"\0" * 8},
     )
     with allow([Tagged]), pytest.raises(PickleError, match="a tensor that is complete"):
         load(raw)
@@ -448,7 +534,9 @@ else:
 
 def test_jagged_tensors():
     """In a process of its own: importing torch._dynamo changes what is allowed, for good."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", JAGGED], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", JAGGED], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -477,5 +565,10 @@ for attack in (made, tuple_of(made, built), named(where, "Shard") + tuple_of(mad
 @needs(versions.PLACEMENTS_IN_C)
 def test_objects_of_cplusplus_have_a_state_when_they_are_given_back():
     """torch 2.15 refuses them too. In a process of its own, since torch.distributed.tensor allows its classes for good."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PLACEMENT], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PLACEMENT],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

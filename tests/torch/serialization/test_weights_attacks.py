@@ -61,7 +61,9 @@ def ints(*values: int) -> bytes:
     return tuple_of(*map(integer, values))
 
 
-def refused(*parts: bytes, storages: dict[str, bytes] | None = None, limits: Limits | None = None) -> HoldfastError:
+def refused(
+    *parts: bytes, storages: dict[str, bytes] | None = None, limits: Limits | None = None
+) -> HoldfastError:
     raw = torch_zip(stream(*parts), storages)
     with pytest.raises(HoldfastError) as caught:
         load(raw, limits=limits)
@@ -102,7 +104,16 @@ def warm():
     dense = torch.eye(3)
     quantized = torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    values = [dense, dense.to_sparse(), dense.to_sparse_csr(), quantized, nested, torch.nn.Parameter(dense), {1, 2}, b"x"]
+    values = [
+        dense,
+        dense.to_sparse(),
+        dense.to_sparse_csr(),
+        quantized,
+        nested,
+        torch.nn.Parameter(dense),
+        {1, 2},
+        b"x",
+    ]
     with nested_allowed():
         load(torch_bytes(values))
     load(torch_zip(state()))
@@ -167,7 +178,9 @@ def test_damaged_pickles(seed):
         torch.nn.Linear(2, 2).state_dict(),
         {"a": [1, 2.5, None, b"xy", {1, 2}, 1j, bytearray(b"q")]},
     ]
-    files = [torch_bytes(value, pickle_protocol=protocol) for value in values for protocol in (2, 4)]
+    files = [
+        torch_bytes(value, pickle_protocol=protocol) for value in values for protocol in (2, 4)
+    ]
     refusals = 0
     for _ in range(500):
         storages = ZipStorages(dice.choice(files))
@@ -211,9 +224,13 @@ def test_geometry(size, stride, offset, how):
             attack = tensor(storage(), size, stride, offset=offset)
         case "v3":
             untyped = storage(kind=named("torch.storage", "UntypedStorage"), count=16)
-            attack = tensor(untyped, size, stride, offset=offset, more=HOOKS + named("torch", "int32"), **V3)
+            attack = tensor(
+                untyped, size, stride, offset=offset, more=HOOKS + named("torch", "int32"), **V3
+            )
         case "v1":
-            attack = tensor(storage(), size, stride, offset=offset, more=b"", function="_rebuild_tensor")
+            attack = tensor(
+                storage(), size, stride, offset=offset, more=b"", function="_rebuild_tensor"
+            )
         case _:
             built = tuple_of(storage(), integer(offset), ints(*size), ints(*stride))
             attack = named("torch", "FloatTensor") + EMPTY_TUPLE + NEWOBJ + built + BUILD
@@ -264,7 +281,8 @@ def test_arguments_of_other_kinds(attack):
 
 
 @pytest.mark.parametrize(
-    ("size", "stride"), [((10**9,), (0,)), ((2**31, 2**30), (0, 0)), ((1, 4), (2**54, 1)), ((0, 3), (1, 1)), ((), ())]
+    ("size", "stride"),
+    [((10**9,), (0,)), ((2**31, 2**30), (0, 0)), ((1, 4), (2**54, 1)), ((0, 3), (1, 1)), ((), ())],
 )
 def test_views_that_only_look_odd(size, stride):
     """They allocate nothing and reach nothing; torch has written such."""
@@ -292,7 +310,17 @@ def test_no_class_takes_a_size(arg, how):
 
 @pytest.mark.parametrize(
     "args",
-    [(), (NONE,), (integer(7),), (text("x"),), (weight(),), (storage(),), (NONE,) * 4, (integer(1),) * 7, (weight(),) * 2],
+    [
+        (),
+        (NONE,),
+        (integer(7),),
+        (text("x"),),
+        (weight(),),
+        (storage(),),
+        (NONE,) * 4,
+        (integer(1),) * 7,
+        (weight(),) * 2,
+    ],
     ids=["none", "None", "number", "text", "tensor", "storage", "four", "seven", "two"],
 )
 @pytest.mark.parametrize("how", [REDUCE, NEWOBJ], ids=["reduce", "newobj"])
@@ -376,17 +404,30 @@ SPARSE = {
     "flag is a number": sparse("sparse_coo", longs((1, 2), (8, 1)), floats(2), size(4), integer(1)),
     "repeated index": sparse("sparse_coo", longs((1, 10**9), (0, 0)), floats(2), size(4)),
     "sparse values": sparse(
-        "sparse_coo", longs((1, 2), (8, 1)), sparse("sparse_coo", longs((1, 2), (8, 1)), floats(2), size(4)), size(4)
+        "sparse_coo",
+        longs((1, 2), (8, 1)),
+        sparse("sparse_coo", longs((1, 2), (8, 1)), floats(2), size(4)),
+        size(4),
     ),
     "strided": sparse("strided", longs((1, 2), (8, 1)), floats(2), size(4)),
-    "csr start": sparse("sparse_csr", longs((3,), (1,), 1), longs((3,), (1,)), floats(3), size(2, 4)),
+    "csr start": sparse(
+        "sparse_csr", longs((3,), (1,), 1), longs((3,), (1,)), floats(3), size(2, 4)
+    ),
     "csr end": sparse("sparse_csr", longs((3,), (1,)), longs((3,), (1,)), floats(3), size(2, 4)),
-    "csr column": sparse("sparse_csr", longs((3,), (1,)), longs((2,), (1,), 4), floats(2), size(2, 8)),
+    "csr column": sparse(
+        "sparse_csr", longs((3,), (1,)), longs((2,), (1,), 4), floats(2), size(2, 8)
+    ),
     "csr count": sparse("sparse_csr", longs((3,), (1,)), longs((2,), (1,)), floats(3), size(2, 4)),
     "csr not tensors": sparse("sparse_csr", NONE, NONE, NONE, size(2, 4)),
-    "bsr of one dimension": sparse("sparse_bsr", longs((3,), (1,)), longs((2,), (1,)), floats(2), size(2, 4)),
-    "old class": call("torch.sparse", "FloatTensor", longs((1, 2), (8, 1), 4), floats(2), size(100)),
-    "old class of another dtype": call("torch.sparse", "HalfTensor", longs((1, 2), (8, 1)), floats(2), size(4)),
+    "bsr of one dimension": sparse(
+        "sparse_bsr", longs((3,), (1,)), longs((2,), (1,)), floats(2), size(2, 4)
+    ),
+    "old class": call(
+        "torch.sparse", "FloatTensor", longs((1, 2), (8, 1), 4), floats(2), size(100)
+    ),
+    "old class of another dtype": call(
+        "torch.sparse", "HalfTensor", longs((1, 2), (8, 1)), floats(2), size(4)
+    ),
 }
 
 
@@ -413,10 +454,15 @@ def test_looking_at_one_tensor_over_and_over_is_bounded(monkeypatch):
 
 
 def quantized(
-    *quantizer: bytes, source: bytes | None = None, shape: tuple[int, ...] = (4,), stride: tuple[int, ...] = (1,)
+    *quantizer: bytes,
+    source: bytes | None = None,
+    shape: tuple[int, ...] = (4,),
+    stride: tuple[int, ...] = (1,),
 ) -> bytes:
     source = source or storage(kind="QInt8Storage", key="2", count=64)
-    return tensor(source, shape, stride, function="_rebuild_qtensor", more=tuple_of(*quantizer) + HOOKS)
+    return tensor(
+        source, shape, stride, function="_rebuild_qtensor", more=tuple_of(*quantizer) + HOOKS
+    )
 
 
 AFFINE, CHANNEL = named("torch", "per_tensor_affine"), named("torch", "per_channel_affine")
@@ -433,17 +479,33 @@ QUANTIZED = {
     "reaches beyond": quantized(AFFINE, real(0.1), integer(0), shape=(65,)),
     "floats": quantized(AFFINE, real(0.1), integer(0), source=storage()),
     "packed beyond": quantized(
-        AFFINE, real(0.1), integer(0), source=storage(kind="QUInt4x2Storage", key="2", count=64), shape=(129,)
+        AFFINE,
+        real(0.1),
+        integer(0),
+        source=storage(kind="QUInt4x2Storage", key="2", count=64),
+        shape=(129,),
     ),
     "packed rows": quantized(
-        AFFINE, real(0.1), integer(0), source=storage(kind="QUInt4x2Storage", key="2", count=64), shape=(128, 1), stride=(1, 1)
+        AFFINE,
+        real(0.1),
+        integer(0),
+        source=storage(kind="QUInt4x2Storage", key="2", count=64),
+        shape=(128, 1),
+        stride=(1, 1),
     ),
     "axis": quantized(CHANNEL, DOUBLES, longs((4,), (1,)), integer(1)),
     "axis is a bool": quantized(CHANNEL, DOUBLES, longs((4,), (1,)), FALSE),
     "scales of another length": quantized(CHANNEL, DOUBLES, longs((3,), (1,)), integer(0)),
-    "scales that are no tensors": quantized(CHANNEL, list_of(real(0.1)), list_of(integer(0)), integer(0)),
+    "scales that are no tensors": quantized(
+        CHANNEL, list_of(real(0.1)), list_of(integer(0)), integer(0)
+    ),
     "a scale repeated": quantized(
-        CHANNEL, tensor(storage(), (10**9,), (0,)), longs((10**9,), (0,)), integer(0), shape=(10**9,), stride=(0,)
+        CHANNEL,
+        tensor(storage(), (10**9,), (0,)),
+        longs((10**9,), (0,)),
+        integer(0),
+        shape=(10**9,),
+        stride=(0,),
     ),
 }
 
@@ -455,7 +517,9 @@ def test_quantized(name):
 
 def test_quantized_over_many_allocates_nothing():
     """A per-channel tensor of 10**12 elements over one: the size is a claim, and no memory."""
-    attack = quantized(CHANNEL, DOUBLES, longs((4,), (1,)), integer(0), shape=(4, 10**6, 10**6), stride=(1, 0, 0))
+    attack = quantized(
+        CHANNEL, DOUBLES, longs((4,), (1,)), integer(0), shape=(4, 10**6, 10**6), stride=(1, 0, 0)
+    )
     made = load(torch_zip(stream(attack), {**STORAGES, "2": bytes(64)}))
     assert made.numel() == 4 * 10**12
 
@@ -465,16 +529,30 @@ def nested_of(*parts: bytes) -> bytes:
 
 
 NESTED = {
-    "offset past the buffer": nested_of(floats(4), longs((1, 1), (1, 1), 1), longs((1, 1), (1, 1), 1), longs((1,), (1,), 5)),
-    "offset negative": nested_of(floats(4), longs((1, 1), (1, 1), 1), longs((1, 1), (1, 1), 1), longs((1,), (1,), 6)),
-    "size past the buffer": nested_of(floats(4), longs((1, 1), (1, 1), 5), longs((1, 1), (1, 1), 1), longs((1,), (1,))),
-    "stride huge": nested_of(floats(4), longs((1, 1), (1, 1), 2), longs((1, 1), (1, 1), 7), longs((1,), (1,))),
-    "size negative": nested_of(floats(4), longs((1, 1), (1, 1), 6), longs((1, 1), (1, 1), 1), longs((1,), (1,))),
-    "other counts": nested_of(floats(4), longs((2, 1), (1, 1)), longs((1, 1), (1, 1)), longs((1,), (1,))),
+    "offset past the buffer": nested_of(
+        floats(4), longs((1, 1), (1, 1), 1), longs((1, 1), (1, 1), 1), longs((1,), (1,), 5)
+    ),
+    "offset negative": nested_of(
+        floats(4), longs((1, 1), (1, 1), 1), longs((1, 1), (1, 1), 1), longs((1,), (1,), 6)
+    ),
+    "size past the buffer": nested_of(
+        floats(4), longs((1, 1), (1, 1), 5), longs((1, 1), (1, 1), 1), longs((1,), (1,))
+    ),
+    "stride huge": nested_of(
+        floats(4), longs((1, 1), (1, 1), 2), longs((1, 1), (1, 1), 7), longs((1,), (1,))
+    ),
+    "size negative": nested_of(
+        floats(4), longs((1, 1), (1, 1), 6), longs((1, 1), (1, 1), 1), longs((1,), (1,))
+    ),
+    "other counts": nested_of(
+        floats(4), longs((2, 1), (1, 1)), longs((1, 1), (1, 1)), longs((1,), (1,))
+    ),
     "flat": nested_of(floats(4), longs((1,), (1,)), longs((1,), (1,)), longs((1,), (1,))),
     "float sizes": nested_of(floats(4), floats(1, 1), floats(1, 1), longs((1,), (1,))),
     "no tensors": nested_of(NONE, NONE, NONE, NONE),
-    "rows repeated": nested_of(floats(4), longs((10**9, 1), (0, 0), 1), longs((10**9, 1), (0, 0), 1), longs((10**9,), (0,))),
+    "rows repeated": nested_of(
+        floats(4), longs((10**9, 1), (0, 0), 1), longs((10**9, 1), (0, 0), 1), longs((10**9,), (0,))
+    ),
 }
 
 
@@ -486,7 +564,10 @@ def test_nested(name):
 @pytest.mark.parametrize("name", [*NESTED][:5])
 def test_nested_from_lazy_parts(name):
     """torch trusts them, and would give back a tensor over memory behind the buffer."""
-    with holdfast.open(torch_zip(stream(NESTED[name]), STORAGES)) as ckpt, pytest.raises(MetadataError):
+    with (
+        holdfast.open(torch_zip(stream(NESTED[name]), STORAGES)) as ckpt,
+        pytest.raises(MetadataError),
+    ):
         ckpt.tree.torch()
 
 
@@ -503,8 +584,12 @@ META = "_rebuild_meta_tensor_no_storage"
 PARAMETER = named("torch.nn.parameter", "Parameter")
 
 OTHERS = {
-    "wrapper of Tensor": call("torch._utils", "_rebuild_wrapper_subclass", named("torch", "Tensor"), *WRAPPER),
-    "wrapper of a set": call("torch._utils", "_rebuild_wrapper_subclass", named("builtins", "set"), *WRAPPER),
+    "wrapper of Tensor": call(
+        "torch._utils", "_rebuild_wrapper_subclass", named("torch", "Tensor"), *WRAPPER
+    ),
+    "wrapper of a set": call(
+        "torch._utils", "_rebuild_wrapper_subclass", named("builtins", "set"), *WRAPPER
+    ),
     "wrapper of nothing": call("torch._utils", "_rebuild_wrapper_subclass", NONE, *WRAPPER),
     "type of itself": call(
         "torch._tensor",
@@ -515,7 +600,12 @@ OTHERS = {
         NONE,
     ),
     "type of a container": call(
-        "torch._tensor", "_rebuild_from_type_v2", named("collections", "OrderedDict"), named("torch", "Tensor"), EMPTY_TUPLE, NONE
+        "torch._tensor",
+        "_rebuild_from_type_v2",
+        named("collections", "OrderedDict"),
+        named("torch", "Tensor"),
+        EMPTY_TUPLE,
+        NONE,
     ),
     "type that is no tensor": call(
         "torch._tensor",
@@ -526,10 +616,20 @@ OTHERS = {
         NONE,
     ),
     "type of a tensor class": call(
-        "torch._tensor", "_rebuild_from_type_v2", named("torch", "FloatTensor"), named("torch", "FloatTensor"), EMPTY_TUPLE, NONE
+        "torch._tensor",
+        "_rebuild_from_type_v2",
+        named("torch", "FloatTensor"),
+        named("torch", "FloatTensor"),
+        EMPTY_TUPLE,
+        NONE,
     ),
     "type with a list": call(
-        "torch._tensor", "_rebuild_from_type_v2", named("torch", "FloatTensor"), named("torch", "Tensor"), EMPTY_LIST, NONE
+        "torch._tensor",
+        "_rebuild_from_type_v2",
+        named("torch", "FloatTensor"),
+        named("torch", "Tensor"),
+        EMPTY_LIST,
+        NONE,
     ),
     "type with state of three": call(
         "torch._tensor",
@@ -547,15 +647,30 @@ OTHERS = {
         EMPTY_TUPLE,
         dict_of(integer(1), NONE),
     ),
-    "meta huge": call("torch._utils", META, named("torch", "float32"), ints(2**40, 2**40), ints(1, 1), FALSE),
-    "meta negative": call("torch._utils", META, named("torch", "float32"), ints(-1), ints(1), FALSE),
+    "meta huge": call(
+        "torch._utils", META, named("torch", "float32"), ints(2**40, 2**40), ints(1, 1), FALSE
+    ),
+    "meta negative": call(
+        "torch._utils", META, named("torch", "float32"), ints(-1), ints(1), FALSE
+    ),
     "meta without dtype": call("torch._utils", META, text("float32"), ints(1), ints(1), FALSE),
-    "meta gradient of integers": call("torch._utils", META, named("torch", "int32"), ints(1), ints(1), TRUE),
+    "meta gradient of integers": call(
+        "torch._utils", META, named("torch", "int32"), ints(1), ints(1), TRUE
+    ),
     "parameter of text": call("torch._utils", "_rebuild_parameter", text("x"), FALSE, NONE),
-    "parameter of integers": call("torch._utils", "_rebuild_parameter", tensor(storage(kind="IntStorage")), TRUE, NONE),
-    "parameter without a flag": call("torch._utils", "_rebuild_parameter", weight(), integer(1), NONE),
+    "parameter of integers": call(
+        "torch._utils", "_rebuild_parameter", tensor(storage(kind="IntStorage")), TRUE, NONE
+    ),
+    "parameter without a flag": call(
+        "torch._utils", "_rebuild_parameter", weight(), integer(1), NONE
+    ),
     "parameter with state": call(
-        "torch._utils", "_rebuild_parameter_with_state", weight(), TRUE, NONE, dict_of(text("data"), weight())
+        "torch._utils",
+        "_rebuild_parameter_with_state",
+        weight(),
+        TRUE,
+        NONE,
+        dict_of(text("data"), weight()),
     ),
     "parameter built from a storage": PARAMETER
     + EMPTY_TUPLE
@@ -564,7 +679,12 @@ OTHERS = {
     + BUILD,
     "parameter built from attributes": PARAMETER + EMPTY_TUPLE + NEWOBJ + EMPTY_DICT + BUILD,
     "device tensor of text": call(
-        "torch._utils", "_rebuild_device_tensor_from_numpy", text("x"), named("torch", "float32"), text("cpu"), FALSE
+        "torch._utils",
+        "_rebuild_device_tensor_from_numpy",
+        text("x"),
+        named("torch", "float32"),
+        text("cpu"),
+        FALSE,
     ),
     "blank built as another dtype": named("torch", "DoubleTensor")
     + EMPTY_TUPLE
@@ -586,7 +706,12 @@ def test_others(name):
 def test_a_device_that_is_not_there():
     """Not the file's fault: a Holdfast error and a RuntimeError, as in torch."""
     attack = call(
-        "torch._utils", "_rebuild_device_tensor_from_cpu_tensor", weight(), named("torch", "float32"), text("cuda:0"), FALSE
+        "torch._utils",
+        "_rebuild_device_tensor_from_cpu_tensor",
+        weight(),
+        named("torch", "float32"),
+        text("cuda:0"),
+        FALSE,
     )
     if not torch.cuda.is_available():
         with pytest.raises(HoldfastError, match="cuda") as caught:
@@ -634,8 +759,33 @@ def test_a_deep_chain_of_attributes():
     """Fifty thousand tensors, each an attribute of the next: freed without overflowing the stack."""
     function, kind = named("torch._utils", "_rebuild_tensor_v2"), named("torch", "Tensor")
     args = weight().removeprefix(function).removesuffix(REDUCE)
-    head = [named("torch._tensor", "_rebuild_from_type_v2"), put(0), function, put(1), kind, put(2), args, put(3), NONE, put(4)]
-    link = [get(0), MARK, get(1), get(2), get(3), EMPTY_DICT, text("x"), get(4), SETITEM, TUPLE, REDUCE, put(4), POP]
+    head = [
+        named("torch._tensor", "_rebuild_from_type_v2"),
+        put(0),
+        function,
+        put(1),
+        kind,
+        put(2),
+        args,
+        put(3),
+        NONE,
+        put(4),
+    ]
+    link = [
+        get(0),
+        MARK,
+        get(1),
+        get(2),
+        get(3),
+        EMPTY_DICT,
+        text("x"),
+        get(4),
+        SETITEM,
+        TUPLE,
+        REDUCE,
+        put(4),
+        POP,
+    ]
     made = load(torch_zip(stream(*head, POP * 5, b"".join(link) * 50_000, get(4))))
     depth = 0
     while made is not None:

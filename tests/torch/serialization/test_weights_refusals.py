@@ -10,7 +10,16 @@ import warnings
 import pytest
 import torch
 
-from holdfast.errors import Corrupted, HoldfastError, LimitExceeded, MetadataError, PickleError, Refused, StoreError, Truncated
+from holdfast.errors import (
+    Corrupted,
+    HoldfastError,
+    LimitExceeded,
+    MetadataError,
+    PickleError,
+    Refused,
+    StoreError,
+    Truncated,
+)
 from holdfast.torch import versions
 from holdfast.torch.serialization.refusals import forbidden, refusal
 from tests.hostile.craft_pickle import (
@@ -82,7 +91,10 @@ def test_how_to_allow(module, name, shown):
     pickled = stream(named(module, name))
     said = refused(pickled)
     assert f"Unsupported global: GLOBAL {shown} was not an allowed global by default." in said
-    add, manager = (re.escape(f"`torch.serialization.{each}([{shown}])`") for each in ("add_safe_globals", "safe_globals"))
+    add, manager = (
+        re.escape(f"`torch.serialization.{each}([{shown}])`")
+        for each in ("add_safe_globals", "safe_globals")
+    )
     advice = f"use {add} or the {manager} .* to allowlist"
     assert re.search(advice, said)
     assert "`weights_only=False`" in said
@@ -120,9 +132,18 @@ def test_blocked(module, name, full):
             "``torch.nested`` and ``torch._dynamo`` must be imported to load nested jagged tensors (NJTs)",
             marks=until(versions.NESTED_ASKED_FOR),
         ),
-        ("torch.distributed.tensor.DTensor", "``torch.distributed.tensor`` must be imported to load DTensors"),
-        ("torch.distributed.tensor.placement_types.Shard", "``torch.distributed.tensor`` must be imported to load DTensors"),
-        ("torch.distributed.device_mesh.DeviceMesh", "``torch.distributed.tensor`` must be imported to load DTensors"),
+        (
+            "torch.distributed.tensor.DTensor",
+            "``torch.distributed.tensor`` must be imported to load DTensors",
+        ),
+        (
+            "torch.distributed.tensor.placement_types.Shard",
+            "``torch.distributed.tensor`` must be imported to load DTensors",
+        ),
+        (
+            "torch.distributed.device_mesh.DeviceMesh",
+            "``torch.distributed.tensor`` must be imported to load DTensors",
+        ),
     ],
 )
 def test_must_be_imported(full, fragment):
@@ -141,7 +162,10 @@ def test_names_are_escaped():
 
 
 def test_a_class_of_a_saved_object():
-    with pytest.raises(pickle.UnpicklingError, match=rf"GLOBAL {__name__}.Unknown was not an allowed global by default"):
+    with pytest.raises(
+        pickle.UnpicklingError,
+        match=rf"GLOBAL {__name__}.Unknown was not an allowed global by default",
+    ):
         load(torch_bytes(Unknown()))
 
 
@@ -152,7 +176,10 @@ def test_a_class_of_a_saved_object():
     ("body", "fragment"),
     [
         (text("x") + tuple_of() + REDUCE, "Trying to call reduce for unrecognized function"),
-        (named("torch", "float32") + tuple_of() + REDUCE, "Trying to call reduce for unrecognized function"),
+        (
+            named("torch", "float32") + tuple_of() + REDUCE,
+            "Trying to call reduce for unrecognized function",
+        ),
         (EMPTY_DICT + text("x") + APPEND, "Can only append to lists, but got"),
         pytest.param(
             EMPTY_LIST + text("x") + text("y") + SETITEM,
@@ -197,7 +224,10 @@ def test_another_protocol_always_gets_the_generic_form(protocol, body):
 
 def test_the_generic_form_still_says_how_to_allow():
     said = refused(stream(named("my.module", "Thing"), protocol=4))
-    assert re.search(r"use `torch.serialization.add_safe_globals\(\[my.module.Thing\]\)` or .* to allowlist", said)
+    assert re.search(
+        r"use `torch.serialization.add_safe_globals\(\[my.module.Thing\]\)` or .* to allowlist",
+        said,
+    )
 
 
 def test_a_protocol_that_does_not_exist():
@@ -236,7 +266,15 @@ def test_where_it_was():
 
 
 @pytest.mark.parametrize(
-    "error", [StoreError("gone"), Corrupted("crc"), Refused("no such device"), KeyError("user"), OSError("disk")], ids=repr
+    "error",
+    [
+        StoreError("gone"),
+        Corrupted("crc"),
+        Refused("no such device"),
+        KeyError("user"),
+        OSError("disk"),
+    ],
+    ids=repr,
 )
 def test_what_the_stream_is_not_to_blame_for_stays(error):
     assert refusal(error, protocol=2) is error
@@ -250,4 +288,6 @@ def test_unpickling_errors_of_others():
 
 
 def test_an_honest_state_around_it_does_not_matter():
-    assert "GLOBAL a.b" in refused(stream(dict_of(text("x"), integer(1), text("y"), named("a", "b"))))
+    assert "GLOBAL a.b" in refused(
+        stream(dict_of(text("x"), integer(1), text("y"), named("a", "b")))
+    )

@@ -57,7 +57,13 @@ class ZipStorages:
                 )
 
 
-def load(raw: bytes, *, encoding: str = "utf-8", limits: Limits | None = None, storages: ZipStorages | None = None) -> object:
+def load(
+    raw: bytes,
+    *,
+    encoding: str = "utf-8",
+    limits: Limits | None = None,
+    storages: ZipStorages | None = None,
+) -> object:
     """What a `weights_only` load makes of a torch zip, as its caller is told to do it."""
     storages = ZipStorages(raw) if storages is None else storages
     table = WeightsTable(storages, encoding=encoding)

@@ -12,14 +12,21 @@ from holdfast.torch.sparsity import FakeSparsity
 
 def linears() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 6, bias=False)))
+    return nn.Sequential(
+        nn.Linear(8, 12), nn.ReLU(), nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 6, bias=False))
+    )
 
 
 def mixed() -> nn.ModuleDict:
     """A convolution, an embedding, a norm and a linear module."""
     torch.manual_seed(0)
     return nn.ModuleDict(
-        {"conv": nn.Conv2d(3, 5, 3), "embed": nn.Embedding(10, 7), "norm": nn.LayerNorm(7), "out": nn.Linear(7, 9)}
+        {
+            "conv": nn.Conv2d(3, 5, 3),
+            "embed": nn.Embedding(10, 7),
+            "norm": nn.LayerNorm(7),
+            "out": nn.Linear(7, 9),
+        }
     )
 
 

@@ -55,7 +55,9 @@ def test_whole_blocks_are_those_of_torch(rows, columns, block):
         assert torch.equal(ours, torchs), (level, norm)
 
 
-@pytest.mark.parametrize(("block", "zeros"), [((1, 4), 2), ((1, 4), 1), ((2, 2), 3), ((4, 1), 2), ((1, 4), 0)])
+@pytest.mark.parametrize(
+    ("block", "zeros"), [((1, 4), 2), ((1, 4), 1), ((2, 2), 3), ((4, 1), 2), ((1, 4), 0)]
+)
 def test_zeros_in_blocks_are_those_of_torch(block, zeros):
     ours, torchs = both(8, 12, 1.0, block, zeros_per_block=zeros)
     assert torch.equal(ours, torchs)
@@ -81,12 +83,16 @@ def test_weights_of_other_modules_are_seen_as_matrices(name):
     sparsifier.prepare(model, [{"tensor_fqn": f"{name}.weight"}])
     sparsifier.step()
     weight = model[name].parametrizations.weight.original
-    expected = block_mask(weight.detach().reshape(weight.shape[0], -1), (1, 3), 0.5).view(weight.shape)
+    expected = block_mask(weight.detach().reshape(weight.shape[0], -1), (1, 3), 0.5).view(
+        weight.shape
+    )
     assert torch.equal(mask_of(model[name]) == 1, expected)
 
 
 def test_every_combination_of_level_block_and_zeros_reaches_its_level():
-    for level, block, zeros in itertools.product((0.0, 0.5, 1.0), ((1, 1), (1, 4), (2, 2), (4, 1)), range(5)):
+    for level, block, zeros in itertools.product(
+        (0.0, 0.5, 1.0), ((1, 1), (1, 4), (2, 2), (4, 1)), range(5)
+    ):
         if zeros > block[0] * block[1]:
             continue
         model = nn.Sequential(nn.Linear(12, 12, bias=False))
@@ -94,7 +100,14 @@ def test_every_combination_of_level_block_and_zeros_reaches_its_level():
         sparsifier = WeightNormSparsifier()
         sparsifier.prepare(
             model,
-            [{"tensor_fqn": "0.weight", "sparsity_level": level, "sparse_block_shape": block, "zeros_per_block": zeros}],
+            [
+                {
+                    "tensor_fqn": "0.weight",
+                    "sparsity_level": level,
+                    "sparse_block_shape": block,
+                    "zeros_per_block": zeros,
+                }
+            ],
         )
         sparsifier.step()
         sparsifier.squash_mask()
@@ -157,7 +170,9 @@ def test_magnitude_takes_every_weight_of_every_module():
     sparsifier = MagnitudeSparsifier(0.8)
     sparsifier.prepare(model)
     names = ["conv", "embed", "out"]
-    assert [group["tensor_fqn"] for group in sparsifier.groups] == [f"{name}.weight" for name in names]
+    assert [group["tensor_fqn"] for group in sparsifier.groups] == [
+        f"{name}.weight" for name in names
+    ]
     sparsifier.step()
     for name in names:
         original = model[name].parametrizations.weight.original
@@ -165,7 +180,10 @@ def test_magnitude_takes_every_weight_of_every_module():
     model = nn.MultiheadAttention(4, 2)
     sparsifier = MagnitudeSparsifier()
     sparsifier.prepare(model)
-    assert [group["tensor_fqn"] for group in sparsifier.groups] == ["in_proj_weight", "out_proj.weight"]
+    assert [group["tensor_fqn"] for group in sparsifier.groups] == [
+        "in_proj_weight",
+        "out_proj.weight",
+    ]
     sparsifier = MagnitudeSparsifier()
     sparsifier.make_config_from_model(mixed(), {nn.Embedding})
     assert sparsifier.config == [{"tensor_fqn": "embed.weight"}]
@@ -180,15 +198,25 @@ def test_a_global_threshold_is_over_all_tensors():
     sparsifier.step()
     names = ["conv", "embed", "out"]
     expected = global_masks([model[name].parametrizations.weight.original for name in names], 0.5)
-    assert all(torch.equal(mask_of(model[name]) == 1, mask) for name, mask in zip(names, expected, strict=True))
+    assert all(
+        torch.equal(mask_of(model[name]) == 1, mask)
+        for name, mask in zip(names, expected, strict=True)
+    )
     assert level_of(mask_of(model["out"])) < 0.1
-    assert level_of(torch.cat([mask_of(model[name]).flatten() for name in names])) == pytest.approx(0.5, abs=0.01)
+    assert level_of(torch.cat([mask_of(model[name]).flatten() for name in names])) == pytest.approx(
+        0.5, abs=0.01
+    )
 
 
 def test_a_global_threshold_has_one_level():
     sparsifier = MagnitudeSparsifier(0.5, scope="global")
-    sparsifier.prepare(mixed(), [{"tensor_fqn": "out.weight"}, {"tensor_fqn": "embed.weight", "sparsity_level": 0.9}])
-    with pytest.raises(ValueError, match=r"one sparsity level.*0\.5 for 'out\.weight', 0\.9 for 'embed\.weight'"):
+    sparsifier.prepare(
+        mixed(),
+        [{"tensor_fqn": "out.weight"}, {"tensor_fqn": "embed.weight", "sparsity_level": 0.9}],
+    )
+    with pytest.raises(
+        ValueError, match=r"one sparsity level.*0\.5 for 'out\.weight', 0\.9 for 'embed\.weight'"
+    ):
         sparsifier.step()
     with pytest.raises(ValueError, match="'tensor' or 'global'"):
         MagnitudeSparsifier(scope="layer")
@@ -218,7 +246,10 @@ def test_chance_depends_on_the_seed_and_the_name_alone():
         sparsifier.step()
         return model
 
-    a, b = masks(RandomSparsifier(0.5, seed=1)), masks(RandomSparsifier(0.5, seed=1), [{"tensor_fqn": "2.0.weight"}])
+    a, b = (
+        masks(RandomSparsifier(0.5, seed=1)),
+        masks(RandomSparsifier(0.5, seed=1), [{"tensor_fqn": "2.0.weight"}]),
+    )
     assert torch.equal(mask_of(a[2][0]), mask_of(b[2][0]))
     assert level_of(mask_of(a[0])) == 0.5
     assert not torch.equal(mask_of(a[0]), mask_of(masks(RandomSparsifier(0.5, seed=2))[0]))
@@ -246,7 +277,9 @@ def test_n_of_m_by_weight_norm_is_n_of_m():
     sparsifier = WeightNormSparsifier(1.0, (1, 4), zeros_per_block=2)
     sparsifier.prepare(model)
     sparsifier.step()
-    assert torch.equal(mask_of(model[0]) == 1, nm_mask(model[0].parametrizations.weight.original, 2, 4))
+    assert torch.equal(
+        mask_of(model[0]) == 1, nm_mask(model[0].parametrizations.weight.original, 2, 4)
+    )
 
 
 # Rows and channels.
@@ -261,7 +294,12 @@ def test_rows_go_as_in_torch_and_their_bias_with_them(level):
         pruner = kind({"sparsity_level": level})
         pruner.prepare(model, None)
         pruner.step()
-        masks.append([model[0].parametrizations.weight[0].mask.tolist(), model[2][0].parametrizations.weight[0].mask.tolist()])
+        masks.append(
+            [
+                model[0].parametrizations.weight[0].mask.tolist(),
+                model[2][0].parametrizations.weight[0].mask.tolist(),
+            ]
+        )
         outputs.append(model(x))
     assert masks[0] == masks[1]
     torch.testing.assert_close(outputs[0], outputs[1])
@@ -292,7 +330,10 @@ def test_squashed_rows_are_zero_and_the_bias_is_a_bias():
 def test_a_bias_may_be_left_alone_and_columns_have_none():
     model = nn.Sequential(nn.Linear(4, 6), nn.Conv2d(2, 4, 3))
     pruner = SaliencyPruner({"sparsity_level": 0.5})
-    pruner.prepare(model, [{"tensor_fqn": "0.weight", "prune_bias": False}, {"tensor_fqn": "1.weight", "dim": 1}])
+    pruner.prepare(
+        model,
+        [{"tensor_fqn": "0.weight", "prune_bias": False}, {"tensor_fqn": "1.weight", "dim": 1}],
+    )
     pruner.step()
     assert (model[0].bias != 0).all()
     assert mask_of(model[1]).shape == (2,)
@@ -327,7 +368,10 @@ def test_what_structured_sparsifiers_refuse():
         ({}, "no sparsity_level"),
         ({"sparsity_level": 2}, "from 0 to 1"),
         ({"sparsity_level": 0.5, "dim": 2}, "no axis 2"),
-        ({"sparsity_level": 0.5, "mask": torch.ones(8, dtype=torch.bool)}, r"\(8,\), and should have \(12,\)"),
+        (
+            {"sparsity_level": 0.5, "mask": torch.ones(8, dtype=torch.bool)},
+            r"\(8,\), and should have \(12,\)",
+        ),
     ):
         with pytest.raises(ValueError, match=text):
             pruner.prepare(linears(), [{"tensor_fqn": "0.weight", **config}])

@@ -42,7 +42,10 @@ def tied(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def lowest(values: list[float], count: int) -> set[int]:
     """The indices that go, by Python's stable sort."""
     return set(
-        sorted(range(len(values)), key=lambda i: (math.isnan(values[i]), abs(values[i]) if values[i] == values[i] else 0))[:count]
+        sorted(
+            range(len(values)),
+            key=lambda i: (math.isnan(values[i]), abs(values[i]) if values[i] == values[i] else 0),
+        )[:count]
     )
 
 
@@ -69,7 +72,9 @@ def test_large_tensors_are_pruned_alike(level):
         torch.zeros(30),
         torch.rand(50) * 1e-40,
     ):
-        assert gone(magnitude_mask(tensor, level)) == lowest(tensor.flatten().tolist(), pruned_count(level, tensor.numel()))
+        assert gone(magnitude_mask(tensor, level)) == lowest(
+            tensor.flatten().tolist(), pruned_count(level, tensor.numel())
+        )
     with_held = torch.arange(20.0)
     held = with_held > 15
     assert gone(magnitude_mask(with_held, 0.5, pruned=held)) == {0, 1, 2, 3, 4, 5, 16, 17, 18, 19}
@@ -78,7 +83,8 @@ def test_large_tensors_are_pruned_alike(level):
 def test_nan_goes_last_and_zeros_have_no_sign():
     tensor = torch.tensor([float("nan"), -0.0, float("inf"), 0.0, -float("nan"), 5.0])
     order_of_going = [
-        next(iter(gone(magnitude_mask(tensor, k / 6)) - gone(magnitude_mask(tensor, (k - 1) / 6)))) for k in range(1, 6)
+        next(iter(gone(magnitude_mask(tensor, k / 6)) - gone(magnitude_mask(tensor, (k - 1) / 6))))
+        for k in range(1, 6)
     ]
     assert order_of_going == [1, 3, 5, 2, 0]
 
@@ -97,7 +103,8 @@ def test_what_is_pruned_already_goes_first_and_comes_back_largest_first():
 
 
 @pytest.mark.parametrize(
-    ("level", "count", "expected"), [(0.5, 5, 2), (0.5, 7, 4), (0.9, 4, 3), (1, 4, 4), (0.05, 10, 0), (1, 0, 0), (0.5, 1, 0)]
+    ("level", "count", "expected"),
+    [(0.5, 5, 2), (0.5, 7, 4), (0.9, 4, 3), (1, 4, 4), (0.05, 10, 0), (1, 0, 0), (0.5, 1, 0)],
 )
 def test_how_many_go(level, count, expected):
     assert pruned_count(level, count) == expected
@@ -173,23 +180,38 @@ def test_n_of_every_m_with_marks_and_in_chunks(small_chunks):
 
 
 @pytest.mark.parametrize(
-    ("n", "m", "dim", "text"), [(2, 5, -1, "multiple of 5"), (3, 2, -1, "0 <= n <= m"), (1, 2, 2, "no axis 2"), (0, 0, 0, "m >= 1")]
+    ("n", "m", "dim", "text"),
+    [
+        (2, 5, -1, "multiple of 5"),
+        (3, 2, -1, "0 <= n <= m"),
+        (1, 2, 2, "no axis 2"),
+        (0, 0, 0, "m >= 1"),
+    ],
 )
 def test_n_of_m_that_cannot_be(n, m, dim, text):
     with pytest.raises(ValueError, match=text):
         nm_mask(torch.ones(4, 8), n, m, dim=dim)
 
 
-def block_oracle(tensor: torch.Tensor, shape: tuple[int, int], level: float, zeros: int, power: int) -> torch.Tensor:
+def block_oracle(
+    tensor: torch.Tensor, shape: tuple[int, int], level: float, zeros: int, power: int
+) -> torch.Tensor:
     """Block by block, in Python."""
     matrix = tensor.double().reshape(matrix_shape(tensor.shape))
     kept = torch.ones(matrix.shape, dtype=torch.bool)
     rows, columns = matrix.shape
     blocks = [(r, c) for r in range(0, rows, shape[0]) for c in range(0, columns, shape[1])]
     inside = {
-        (r, c): [(i, j) for i in range(r, min(r + shape[0], rows)) for j in range(c, min(c + shape[1], columns))] for r, c in blocks
+        (r, c): [
+            (i, j)
+            for i in range(r, min(r + shape[0], rows))
+            for j in range(c, min(c + shape[1], columns))
+        ]
+        for r, c in blocks
     }
-    means = [sum(abs(float(matrix[at])) ** power for at in inside[b]) / len(inside[b]) for b in blocks]
+    means = [
+        sum(abs(float(matrix[at])) ** power for at in inside[b]) / len(inside[b]) for b in blocks
+    ]
     for k in lowest(means, pruned_count(level, len(blocks))):
         places = inside[blocks[k]]
         missing = shape[0] * shape[1] - len(places)
@@ -205,14 +227,18 @@ def test_blocks(shape, block):
     size = block[0] * block[1]
     for level, zeros, norm in itertools.product((0, 0.5, 1), {0, 1, size // 2, size}, (1, 2)):
         assert torch.equal(
-            block_mask(tensor, block, level, zeros_per_block=zeros, norm=norm), block_oracle(tensor, block, level, zeros, norm)
+            block_mask(tensor, block, level, zeros_per_block=zeros, norm=norm),
+            block_oracle(tensor, block, level, zeros, norm),
         )
     assert torch.equal(block_mask(tensor, block, 0.5), block_oracle(tensor, block, 0.5, size, 2))
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_blocks_in_chunks():
-    assert torch.equal(block_mask(tied(11, 13), (2, 3), 0.6, zeros_per_block=4), block_oracle(tied(11, 13), (2, 3), 0.6, 4, 2))
+    assert torch.equal(
+        block_mask(tied(11, 13), (2, 3), 0.6, zeros_per_block=4),
+        block_oracle(tied(11, 13), (2, 3), 0.6, 4, 2),
+    )
 
 
 def test_a_norm_may_be_a_function_also_one_that_is_negative():
@@ -240,7 +266,12 @@ def test_a_block_that_is_pruned_already_is_chosen_first():
 
 @pytest.mark.parametrize(
     ("block", "zeros", "text"),
-    [((0, 1), None, "at least 1"), ((2,), None, "rows and columns"), ((1, 4), 5, "4 elements"), ((1, 4), -1, "4 elements")],
+    [
+        ((0, 1), None, "at least 1"),
+        ((2,), None, "rows and columns"),
+        ((1, 4), 5, "4 elements"),
+        ((1, 4), -1, "4 elements"),
+    ],
 )
 def test_blocks_that_cannot_be(block, zeros, text):
     with pytest.raises(ValueError, match=text):
@@ -248,7 +279,11 @@ def test_blocks_that_cannot_be(block, zeros, text):
 
 
 def test_marks_have_the_shape_and_device_of_the_tensor():
-    for pruned in (torch.zeros(4, dtype=torch.bool), torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool, device="meta")):
+    for pruned in (
+        torch.zeros(4, dtype=torch.bool),
+        torch.zeros(2, 2),
+        torch.zeros(2, 2, dtype=torch.bool, device="meta"),
+    ):
         with pytest.raises(ValueError, match="marked by booleans"):
             magnitude_mask(torch.ones(2, 2), 0.5, pruned=pruned)
 
@@ -270,5 +305,9 @@ def test_chance_is_reproducible_nested_and_even():
 def test_random_keys_are_splitmix64():
     # The first outputs for the seed 1234567, from the reference program of Vigna; without the lowest bit.
     reference = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert masks.random_keys(0, 3, seed=1234567, device=torch.device("cpu")).tolist() == [x >> 1 for x in reference]
-    assert masks.random_keys(1, 3, seed=1234567 + (1 << 64), device=torch.device("cpu")).tolist() == [x >> 1 for x in reference[1:]]
+    assert masks.random_keys(0, 3, seed=1234567, device=torch.device("cpu")).tolist() == [
+        x >> 1 for x in reference
+    ]
+    assert masks.random_keys(
+        1, 3, seed=1234567 + (1 << 64), device=torch.device("cpu")
+    ).tolist() == [x >> 1 for x in reference[1:]]

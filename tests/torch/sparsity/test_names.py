@@ -41,7 +41,9 @@ def test_a_prefix_is_put_before_the_name_and_not_before_the_model():
     assert module_to_fqn(model, model, "net.") == ""
 
 
-@pytest.mark.parametrize("name", ["foo.bar", ".0", "0.", "2..0", "0.in_features", "0.weight.nope", "0.forward"])
+@pytest.mark.parametrize(
+    "name", ["foo.bar", ".0", "0.", "2..0", "0.in_features", "0.weight.nope", "0.forward"]
+)
 def test_what_is_not_there_is_none(name):
     assert fqn_to_module(linears(), name) is None
 
@@ -67,7 +69,9 @@ def test_a_tensor_name_is_taken_apart():
         "tensor_name": "c",
         "tensor_fqn": "a.b.c",
     }
-    assert get_arg_info_from_tensor_fqn(model, "0.weight.data")["module"] is None  # a tensor is no module
+    assert (
+        get_arg_info_from_tensor_fqn(model, "0.weight.data")["module"] is None
+    )  # a tensor is no module
 
 
 def test_a_parametrization_is_found_on_any_tensor():
@@ -83,7 +87,9 @@ def test_a_swapped_module_keeps_hooks_and_a_parametrized_one_is_known_by_its_old
     seen = []
     module.register_forward_pre_hook(lambda *_: seen.append("before"))
     module.register_forward_hook(lambda *_: seen.append("after"))
-    parametrize.register_parametrization(module, "weight", FakeSparsity(torch.tensor([[1.0, 0, 1], [0, 0, 1]])))
+    parametrize.register_parametrization(
+        module, "weight", FakeSparsity(torch.tensor([[1.0, 0, 1], [0, 0, 1]]))
+    )
     made = swap_module(module, {nn.Linear: Sparse})
     assert type(made) is Sparse
     assert torch.equal(made.weight, module.weight)

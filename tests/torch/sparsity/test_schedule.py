@@ -12,13 +12,23 @@ import pytest
 import torch
 import torch.ao.pruning as theirs
 
-from holdfast.torch.sparsity import BaseScheduler, CubicSL, LambdaSL, LinearSL, MagnitudeSparsifier, WeightNormSparsifier
+from holdfast.torch.sparsity import (
+    BaseScheduler,
+    CubicSL,
+    LambdaSL,
+    LinearSL,
+    MagnitudeSparsifier,
+    WeightNormSparsifier,
+)
 from tests.torch.sparsity.models import linears
 
 
 def sparsifier(level: float = 0.8, kind=WeightNormSparsifier):
     made = kind(sparsity_level=level)
-    made.prepare(linears(), [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "2.0.weight", "sparsity_level": level / 2}])
+    made.prepare(
+        linears(),
+        [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "2.0.weight", "sparsity_level": level / 2}],
+    )
     return made
 
 
@@ -38,7 +48,13 @@ def levels(schedule, count: int) -> list[list[float]]:
         {},
         {"init_sl": 0.1, "init_t": 3, "delta_t": 2, "total_t": 4},
         {"init_sl": 0.1, "init_t": 3, "delta_t": 1, "total_t": 5, "initially_zero": True},
-        {"init_sl": [0.1, 0.2], "init_t": [0, 4], "delta_t": [1, 2], "total_t": (3, 2), "initially_zero": [True, False]},
+        {
+            "init_sl": [0.1, 0.2],
+            "init_t": [0, 4],
+            "delta_t": [1, 2],
+            "total_t": (3, 2),
+            "initially_zero": [True, False],
+        },
         {"last_epoch": 4, "delta_t": 1, "total_t": 8},
     ],
 )
@@ -60,7 +76,9 @@ def test_lambda_levels_are_torchs():
 
 def test_a_line():
     schedule = LinearSL(sparsifier(), init_t=2, delta_t=1, total_t=4)
-    assert [a for a, _ in levels(schedule, 8)] == pytest.approx([0, 0, 0, 0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
+    assert [a for a, _ in levels(schedule, 8)] == pytest.approx(
+        [0, 0, 0, 0.2, 0.4, 0.6, 0.8, 0.8, 0.8]
+    )
 
 
 def test_a_level_may_fall_too():
@@ -134,7 +152,10 @@ def test_levels_are_logged_and_not_printed(caplog, capsys):
 
 
 def test_it_says_what_it_is():
-    assert repr(CubicSL(WeightNormSparsifier())) == "CubicSL (\nSparsifier WeightNormSparsifier ()\n    base_sl: []\n)"
+    assert (
+        repr(CubicSL(WeightNormSparsifier()))
+        == "CubicSL (\nSparsifier WeightNormSparsifier ()\n    base_sl: []\n)"
+    )
 
 
 class Decay:
@@ -150,7 +171,10 @@ class Decay:
     [
         (lambda s: CubicSL(s, init_sl=0.1, delta_t=1), lambda s: CubicSL(s)),
         (lambda s: LinearSL(s, init_sl=0.1, delta_t=1), lambda s: LinearSL(s)),
-        (lambda s: LambdaSL(s, lambda epoch: 0.9**epoch), lambda s: LambdaSL(s, lambda epoch: 0.9**epoch)),
+        (
+            lambda s: LambdaSL(s, lambda epoch: 0.9**epoch),
+            lambda s: LambdaSL(s, lambda epoch: 0.9**epoch),
+        ),
         (lambda s: LambdaSL(s, Decay(0.9)), lambda s: LambdaSL(s, Decay(0.5))),
     ],
 )
@@ -159,7 +183,9 @@ def test_a_schedule_goes_on_where_it_was(make, again):
     first = make(sparsifier())
     levels(first, 4)
     buffer = io.BytesIO()
-    torch.save({"schedule": first.state_dict(), "sparsifier": first.sparsifier.state_dict()}, buffer)
+    torch.save(
+        {"schedule": first.state_dict(), "sparsifier": first.sparsifier.state_dict()}, buffer
+    )
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
     other = sparsifier(0.3)

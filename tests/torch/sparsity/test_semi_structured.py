@@ -8,9 +8,16 @@ from torch.sparse._semi_structured_conversions import sparse_semi_structured_fro
 import holdfast
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.numeric.pack import packing_of
-from holdfast.torch.sparsity import from_semi_structured, is_two_of_four, nm_mask, to_semi_structured
+from holdfast.torch.sparsity import (
+    from_semi_structured,
+    is_two_of_four,
+    nm_mask,
+    to_semi_structured,
+)
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's packed form is for CUDA devices")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch's packed form is for CUDA devices"
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
 
@@ -31,12 +38,16 @@ def packed_on_cpu(dense):
 def test_back_to_dense(dtype):
     dense = two_of_four(dtype=dtype)
     dense[0, :4] = torch.tensor([float("nan"), 0, float("inf"), 0])
-    assert torch.equal(from_semi_structured(packed_on_cpu(dense)).nan_to_num(7), dense.nan_to_num(7))
+    assert torch.equal(
+        from_semi_structured(packed_on_cpu(dense)).nan_to_num(7), dense.nan_to_num(7)
+    )
 
 
 def test_a_way_back_that_changes_values_is_refused(monkeypatch):
     packed = packed_on_cpu(two_of_four())
-    monkeypatch.setattr(SparseSemiStructuredTensorCUTLASS, "to_dense", lambda self: two_of_four() * 1.01)
+    monkeypatch.setattr(
+        SparseSemiStructuredTensorCUTLASS, "to_dense", lambda self: two_of_four() * 1.01
+    )
     with pytest.raises(Unsupported, match="as they are stored"):
         from_semi_structured(packed)
 
@@ -84,7 +95,11 @@ def test_both_ways_on_a_device(tmp_path, dtype):
 @needs_cuda
 @pytest.mark.parametrize("bad", ["dense", "shape", "dtype"])
 def test_what_cannot_be_packed_is_refused(bad):
-    tensor = {"dense": torch.ones(64, 64), "shape": torch.zeros(3, 4), "dtype": torch.zeros(64, 64, dtype=torch.int64)}[bad]
+    tensor = {
+        "dense": torch.ones(64, 64),
+        "shape": torch.zeros(3, 4),
+        "dtype": torch.zeros(64, 64, dtype=torch.int64),
+    }[bad]
     with pytest.raises(Unsupported):
         to_semi_structured(tensor)
 
@@ -95,8 +110,13 @@ def test_both_ways_with_the_form_that_torch_packs_without_a_kernel(monkeypatch, 
     from torch.sparse import semi_structured
 
     monkeypatch.setattr(semi_structured.SparseSemiStructuredTensor, "_FORCE_CUTLASS", True)
-    for kind in (semi_structured.SparseSemiStructuredTensor, semi_structured.SparseSemiStructuredTensorCUTLASS):
-        monkeypatch.setattr(kind, "_validate_device_dim_dtype_shape", classmethod(lambda cls, tensor: None))
+    for kind in (
+        semi_structured.SparseSemiStructuredTensor,
+        semi_structured.SparseSemiStructuredTensorCUTLASS,
+    ):
+        monkeypatch.setattr(
+            kind, "_validate_device_dim_dtype_shape", classmethod(lambda cls, tensor: None)
+        )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     dense = two_of_four(128, 256, dtype)
     holdfast.save({"w": dense}, tmp_path / "c", sparse="2:4")

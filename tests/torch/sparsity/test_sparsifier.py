@@ -57,17 +57,30 @@ def test_without_a_config_every_linear_below_the_model_is_taken():
 
 
 def test_branches_are_taken_in_torchs_order():
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        nn.Linear(2, 2),
+        nn.Sequential(nn.Linear(2, 2)),
+    )
     sparsifier = FirstRow()
     sparsifier.prepare(model)
-    assert [group["tensor_fqn"] for group in sparsifier.groups] == ["1.weight", "2.0.weight", "0.0.weight", "0.1.weight"]
+    assert [group["tensor_fqn"] for group in sparsifier.groups] == [
+        "1.weight",
+        "2.0.weight",
+        "0.0.weight",
+        "0.1.weight",
+    ]
 
 
 def test_a_config_is_merged_with_the_defaults_and_takes_other_tensors_too():
     sparsifier = FirstRow(a=1, b=2)
     model = linears()
     sparsifier.prepare(
-        model, [{"tensor_fqn": "2.0.bias", "a": 5}, {"tensor_fqn": "0.weight", "module": model[0], "module_fqn": "0"}]
+        model,
+        [
+            {"tensor_fqn": "2.0.bias", "a": 5},
+            {"tensor_fqn": "0.weight", "module": model[0], "module_fqn": "0"},
+        ],
     )
     assert [(group["a"], group["b"]) for group in sparsifier.groups] == [(5, 2), (1, 2)]
     sparsifier.step()
@@ -114,7 +127,9 @@ def test_a_kept_negative_zero_stays_one():
     model = nn.Sequential(nn.Linear(4, 1, bias=False))
     model[0].weight = nn.Parameter(torch.tensor([[-0.0, -1.0, -2.0, -3.0]]))
     sparsifier = MagnitudeSparsifier(0.0)
-    sparsifier.prepare(model, [{"tensor_fqn": "0.weight", "mask": torch.tensor([[True, False, True, True]])}])
+    sparsifier.prepare(
+        model, [{"tensor_fqn": "0.weight", "mask": torch.tensor([[True, False, True, True]])}]
+    )
     sparsifier.squash_mask()
     assert model[0].weight.signbit().tolist() == [[True, False, True, True]]
 
@@ -165,7 +180,9 @@ def test_it_says_what_it_is():
     sparsifier.prepare(linears(), [{"tensor_fqn": "0.weight"}])
     text = repr(sparsifier)
     assert text.startswith("FirstRow (\n\tGroup 0\n\t    a: 1\n\t    module: ParametrizedLinear(")
-    assert text.endswith("\n\t    module_fqn: 0\n\t    tensor_fqn: 0.weight\n\t    tensor_name: weight\n)")
+    assert text.endswith(
+        "\n\t    module_fqn: 0\n\t    tensor_fqn: 0.weight\n\t    tensor_name: weight\n)"
+    )
     with pytest.raises(TypeError, match="abstract"):
         BaseSparsifier()
 
@@ -360,20 +377,40 @@ def subclass():
 @pytest.mark.parametrize(
     ("make", "config", "error", "text"),
     [
-        (linears, [{"tensor_fqn": "2.0"}], ValueError, r"is a module and not a tensor; did you mean '2\.0\.weight'"),
+        (
+            linears,
+            [{"tensor_fqn": "2.0"}],
+            ValueError,
+            r"is a module and not a tensor; did you mean '2\.0\.weight'",
+        ),
         (linears, [{"tensor_fqn": ""}], ValueError, "is a module"),
         (linears, [{"tensor_fqn": "2.1.bias"}], ValueError, "is None"),
         (parametrized, [{"tensor_fqn": "0.weight"}], ValueError, "'0.weight' is parametrized"),
         (tied, [{"tensor_fqn": "0.weight"}], ValueError, r"'0\.weight' is shared with 3\.weight"),
         (tied, None, ValueError, "is shared with"),
         (tied_by_memory, [{"tensor_fqn": "3.weight"}], ValueError, r"shared with 0\.weight"),
-        (old_prune, [{"tensor_fqn": "0.weight"}], ValueError, r"something computes it, such as torch\.nn\.utils\.prune"),
+        (
+            old_prune,
+            [{"tensor_fqn": "0.weight"}],
+            ValueError,
+            r"something computes it, such as torch\.nn\.utils\.prune",
+        ),
         (integers, [{"tensor_fqn": "0.table"}], TypeError, r"'0\.table' is torch\.int64"),
         (quantised_weight, [{"tensor_fqn": "0.table"}], TypeError, r"'0\.table' is quantised"),
         (subclass, [{"tensor_fqn": "0.table"}], TypeError, r"'0\.table' is a Claims"),
-        (lambda: linears().to(torch.float8_e4m3fn), [{"tensor_fqn": "0.weight"}], TypeError, "float8"),
+        (
+            lambda: linears().to(torch.float8_e4m3fn),
+            [{"tensor_fqn": "0.weight"}],
+            TypeError,
+            "float8",
+        ),
         (lambda: linears().to("meta"), [{"tensor_fqn": "0.weight"}], ValueError, "meta device"),
-        (lambda: nn.Sequential(nn.LazyLinear(4)), [{"tensor_fqn": "0.weight"}], ValueError, "not initialised"),
+        (
+            lambda: nn.Sequential(nn.LazyLinear(4)),
+            [{"tensor_fqn": "0.weight"}],
+            ValueError,
+            "not initialised",
+        ),
         (
             linears,
             [{"tensor_fqn": "0.weight", "mask": torch.ones(8, 12)}],
@@ -386,16 +423,51 @@ def subclass():
             ValueError,
             "on meta, and the tensor on cpu",
         ),
-        (linears, [{"tensor_fqn": "0.weight", "mask": torch.full((12, 8), 2)}], ValueError, "other values than 0 and 1"),
+        (
+            linears,
+            [{"tensor_fqn": "0.weight", "mask": torch.full((12, 8), 2)}],
+            ValueError,
+            "other values than 0 and 1",
+        ),
         (linears, [{"tensor_fqn": "0.weight", "mask": [1]}], TypeError, "not a tensor"),
-        (linears, [{"tensor_fqn": "0.weight", "sparsity_level": 1.5}], ValueError, r"'0\.weight': .* from 0 to 1; found 1\.5"),
-        (linears, [{"tensor_fqn": "0.weight", "sparsity_level": math.nan}], ValueError, "from 0 to 1"),
-        (linears, [{"tensor_fqn": "0.weight", "sparse_block_shape": (0, 4)}], ValueError, "at least 1"),
-        (linears, [{"tensor_fqn": "0.weight", "zeros_per_block": 5}], ValueError, r"at most the 4 elements"),
-        (linears, [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "0.weight"}], ValueError, "in the config twice"),
+        (
+            linears,
+            [{"tensor_fqn": "0.weight", "sparsity_level": 1.5}],
+            ValueError,
+            r"'0\.weight': .* from 0 to 1; found 1\.5",
+        ),
+        (
+            linears,
+            [{"tensor_fqn": "0.weight", "sparsity_level": math.nan}],
+            ValueError,
+            "from 0 to 1",
+        ),
+        (
+            linears,
+            [{"tensor_fqn": "0.weight", "sparse_block_shape": (0, 4)}],
+            ValueError,
+            "at least 1",
+        ),
+        (
+            linears,
+            [{"tensor_fqn": "0.weight", "zeros_per_block": 5}],
+            ValueError,
+            r"at most the 4 elements",
+        ),
+        (
+            linears,
+            [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "0.weight"}],
+            ValueError,
+            "in the config twice",
+        ),
         (linears, [{"tensor_fqn": "0.weight", "module_fqn": "2"}], ValueError, "do not agree"),
         (linears, [{"tensor_fqn": "0.weight", "tensor_name": "bias"}], ValueError, "do not agree"),
-        (linears, [{"tensor_fqn": "0.weight", "module": nn.Linear(1, 1)}], ValueError, "do not agree"),
+        (
+            linears,
+            [{"tensor_fqn": "0.weight", "module": nn.Linear(1, 1)}],
+            ValueError,
+            "do not agree",
+        ),
         (linears, [{"sparsity_level": 0.5}], ValueError, "'tensor_fqn' is missing"),
         (linears, [{"tensor_fqn": 3}], TypeError, "found a int"),
         (linears, ["0.weight"], TypeError, "item 1 of a config is a dict"),
@@ -405,7 +477,12 @@ def subclass():
 )
 def test_bad_input_is_named_and_the_model_untouched(make, config, error, text):
     model = make()
-    if isinstance(config, list) and len(model) > 1 and not model[0].weight.is_meta and model[0].weight.dtype.itemsize > 1:
+    if (
+        isinstance(config, list)
+        and len(model) > 1
+        and not model[0].weight.is_meta
+        and model[0].weight.dtype.itemsize > 1
+    ):
         config = [{"tensor_fqn": "2.1.weight"}, *config]  # what is good comes first
     sparsifier = WeightNormSparsifier()
     with pytest.raises(error, match=text):
@@ -458,7 +535,9 @@ def test_masks_hold_while_a_model_is_trained():
         optimizer.step()
         if epoch == 5:
             with torch.no_grad():
-                model[0].parametrizations.weight.original[3] = 0.0  # zeros of the weight's own do not free others
+                model[0].parametrizations.weight.original[3] = (
+                    0.0  # zeros of the weight's own do not free others
+                )
         sparsifier.step()
         schedule.step()
         now = model[0].weight == 0
@@ -475,7 +554,12 @@ def test_a_recurrent_module_sees_its_masks():
     model = nn.LSTM(4, 3, num_layers=2)
     sparsifier = MagnitudeSparsifier(0.5)
     sparsifier.prepare(model)
-    assert [group["tensor_fqn"] for group in sparsifier.groups] == ["weight_ih_l0", "weight_hh_l0", "weight_ih_l1", "weight_hh_l1"]
+    assert [group["tensor_fqn"] for group in sparsifier.groups] == [
+        "weight_ih_l0",
+        "weight_hh_l0",
+        "weight_ih_l1",
+        "weight_hh_l1",
+    ]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(5, 2, 4)
     for _ in range(2):
@@ -520,7 +604,10 @@ class Halving(FakeSparsity):
 def test_a_config_names_its_own_parametrization():
     model, sparsifier = linears(), FirstRow()
     before = model[0].weight.detach().clone()
-    sparsifier.prepare(model, [{"tensor_fqn": "0.weight", "parametrization": Halving}, {"tensor_fqn": "2.0.weight"}])
+    sparsifier.prepare(
+        model,
+        [{"tensor_fqn": "0.weight", "parametrization": Halving}, {"tensor_fqn": "2.0.weight"}],
+    )
     assert type(model[0].parametrizations.weight[0]) is Halving
     assert type(model[2][0].parametrizations.weight[0]) is FakeSparsity
     sparsifier.step()
@@ -531,10 +618,14 @@ def test_a_config_names_its_own_parametrization():
     assert type(model[0].parametrizations.weight[0]) is Halving
 
 
-@pytest.mark.parametrize("given", [nn.Identity, "FakeSparsity", None, torch.ao.pruning.FakeSparsity])
+@pytest.mark.parametrize(
+    "given", [nn.Identity, "FakeSparsity", None, torch.ao.pruning.FakeSparsity]
+)
 def test_a_parametrization_that_is_none_of_ours_is_refused(given):
     model = linears()
-    with pytest.raises(TypeError, match=r"'0\.weight' has to be a class derived from .*\.FakeSparsity"):
+    with pytest.raises(
+        TypeError, match=r"'0\.weight' has to be a class derived from .*\.FakeSparsity"
+    ):
         FirstRow().prepare(model, [{"tensor_fqn": "0.weight", "parametrization": given}])
     assert not parametrize.is_parametrized(model[0])
 
@@ -558,4 +649,6 @@ def test_rows_have_a_parametrization_of_their_own():
     pruner.prepare(model, [{"tensor_fqn": "0.weight", "parametrization": Rows}])
     assert type(model[0].parametrizations.weight[0]) is Rows
     with pytest.raises(TypeError, match="FakeStructuredSparsity"):
-        SaliencyPruner({"sparsity_level": 0.5}).prepare(linears(), [{"tensor_fqn": "0.weight", "parametrization": FakeSparsity}])
+        SaliencyPruner({"sparsity_level": 0.5}).prepare(
+            linears(), [{"tensor_fqn": "0.weight", "parametrization": FakeSparsity}]
+        )

@@ -37,7 +37,10 @@ def prepared(level: float = 0.5) -> tuple[WeightNormSparsifier, nn.Sequential]:
 
 
 def same_masks(a: nn.Sequential, b: nn.Sequential) -> bool:
-    return all(torch.equal(mask_of(x), mask_of(y)) for x, y in ((a[0], b[0]), (a[2][0], b[2][0]), (a[2][1], b[2][1])))
+    return all(
+        torch.equal(mask_of(x), mask_of(y))
+        for x, y in ((a[0], b[0]), (a[2][0], b[2][0]), (a[2][1], b[2][1]))
+    )
 
 
 def all_plain(value: object) -> bool:
@@ -96,7 +99,10 @@ def test_a_mask_with_values_in_between_stays_a_tensor():
     [
         (None, "NoneType"),
         ({"bits": torch.zeros(1, dtype=torch.uint8)}, "bits and shape"),
-        ({"bits": torch.zeros(1, dtype=torch.uint8), "shape": (3, 3)}, "2 bytes of bits; found torch.uint8"),
+        (
+            {"bits": torch.zeros(1, dtype=torch.uint8), "shape": (3, 3)},
+            "2 bytes of bits; found torch.uint8",
+        ),
         ({"bits": torch.zeros(2), "shape": (3, 3)}, "found torch.float32"),
         ({"bits": b"xx", "shape": (3, 3)}, "found bytes"),
         ({"bits": torch.zeros(2, dtype=torch.uint8), "shape": (3, -3)}, "whole numbers"),
@@ -177,7 +183,13 @@ def test_a_config_after_loading_changes_settings_and_keeps_masks():
     first, model = prepared()
     second, other = WeightNormSparsifier(), linears()
     second.load_state_dict(first.state_dict())
-    second.prepare(other, [{"tensor_fqn": fqn, "sparsity_level": 0.75} for fqn in ("0.weight", "2.0.weight", "2.1.weight")])
+    second.prepare(
+        other,
+        [
+            {"tensor_fqn": fqn, "sparsity_level": 0.75}
+            for fqn in ("0.weight", "2.0.weight", "2.1.weight")
+        ],
+    )
     assert same_masks(model, other)
     assert second.groups[0]["sparse_block_shape"] == (1, 2)
     second.step()
@@ -278,7 +290,9 @@ def test_masks_that_torch_lost_are_missed():
         torchs.load_state_dict(torchs.state_dict())
     lost = torchs.state_dict()
     ours, model = WeightNormSparsifier(), linears()
-    with pytest.raises(ValueError, match=r"no mask for 0\.weight, 2\.0\.weight, 2\.1\.weight: torch"):
+    with pytest.raises(
+        ValueError, match=r"no mask for 0\.weight, 2\.0\.weight, 2\.1\.weight: torch"
+    ):
         ours.load_state_dict(lost, model=model)
     assert ours.model is None
     ours.load_state_dict(lost, strict=False, model=model)
@@ -297,11 +311,16 @@ def test_a_mask_with_values_in_between_survives():
 def test_a_state_that_does_not_fit_changes_nothing():
     first, _ = prepared()
     saved = first.state_dict()
-    second, other = WeightNormSparsifier(0.25), nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Sequential(nn.Linear(12, 5)))
+    second, other = (
+        WeightNormSparsifier(0.25),
+        nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Sequential(nn.Linear(12, 5))),
+    )
     second.prepare(other)
     second.step()
     before = str(second.state_dict())
-    with pytest.raises(DoesNotFit, match=r"no tensor '2\.1\.weight'; did you mean '2\.0\.weight'") as caught:
+    with pytest.raises(
+        DoesNotFit, match=r"no tensor '2\.1\.weight'; did you mean '2\.0\.weight'"
+    ) as caught:
         second.load_state_dict(saved)
     assert caught.value.unexpected == ("2.1.weight",)
     assert list(caught.value.mismatched) == ["2.0.weight"]

@@ -63,17 +63,26 @@ def test_rows_are_what_each_tensor_says(names: list[str]):
     found = tabulate_tensors([*tensors])
     assert [*found.rows] == [at for at, name in enumerate(names) if name in KEPT]
     assert {*found.kind} == {*range(len(found.kinds))}
-    for at, (row, kind, number) in enumerate(zip(found.rows, found.kind, found.storage, strict=True)):
+    for at, (row, kind, number) in enumerate(
+        zip(found.rows, found.kind, found.storage, strict=True)
+    ):
         tensor, said = tensors[row], found.kinds[kind]
         bits = 8 * tensor.element_size()
         assert said.dtype.name == str(tensor.dtype).removeprefix("torch.")
         assert said.shape == tuple(tensor.shape)
         assert said.strides == tuple(stride * bits for stride in tensor.stride())
         assert found.offsets.get(at, 0) == tensor.storage_offset() * bits
-        assert said.storage_nbytes == tensor.untyped_storage().nbytes() == found.storages.nbytes[number]
+        assert (
+            said.storage_nbytes
+            == tensor.untyped_storage().nbytes()
+            == found.storages.nbytes[number]
+        )
         traits = said.traits
         assert (traits.conj, traits.neg) == (tensor.is_conj(), tensor.is_neg())
-        assert (traits.requires_grad, traits.parameter) == (tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
+        assert (traits.requires_grad, traits.parameter) == (
+            tensor.requires_grad,
+            isinstance(tensor, torch.nn.Parameter),
+        )
         assert said.location == "cpu"
     assert len({*found.storage}) == len(found.rows)
 

@@ -30,22 +30,40 @@ STATES: dict[str, dict[str, object]] = {
     "by numbers": {f"layers.{i}.w": ones(1) for i in (0, 1, 2, 10, 11)},
     "many": {f"{i % 7}.{i}": W if i in (3, 5) else ones(1) for i in range(64)},
 }
-WAYS = ("native", "x.safetensors", "x.pt", "folder", "sharded native", "sharded dcp", "sharded safetensors")
+WAYS = (
+    "native",
+    "x.safetensors",
+    "x.pt",
+    "folder",
+    "sharded native",
+    "sharded dcp",
+    "sharded safetensors",
+)
 NOTE = "names are in the order of the file (by dtype, then by name), not in that of the state"
 
 
 def save(state: object, path: Path, way: str) -> tuple[Path, tuple[str, ...]]:
     if way.startswith("sharded "):
-        return path, save_sharded(state, path, format=way.removeprefix("sharded "), durable=False).notes
+        return path, save_sharded(
+            state, path, format=way.removeprefix("sharded "), durable=False
+        ).notes
     if way == "folder":
-        return path, holdfast.save(state, path, format="safetensors", max_shard_size="1GB", durable=False).notes
+        return path, holdfast.save(
+            state, path, format="safetensors", max_shard_size="1GB", durable=False
+        ).notes
     path = path.with_suffix(Path(way).suffix)
     return path, holdfast.save(state, path, durable=False).notes
 
 
 def leaves(value: object, at: str = "") -> list[str]:
     """The names of the tensors in a state, in its order."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     if isinstance(value, torch.Tensor | holdfast.LazyTensor):
         return [at]
     return [name for key, inside in items for name in leaves(inside, f"{at}.{key}".lstrip("."))]
@@ -79,5 +97,8 @@ def test_the_order_of_names(kind: str, way: str, tmp_path: Path):
         target = tmp_path / f"to-{to}"
         done = holdfast.convert(path, target, durable=False)
         with holdfast.open(target) as ckpt:
-            assert (list(ckpt) == list(before) == leaves(ckpt.tree)) != (NOTE in done.notes), (to, done.notes)
+            assert (list(ckpt) == list(before) == leaves(ckpt.tree)) != (NOTE in done.notes), (
+                to,
+                done.notes,
+            )
         assert NOTE not in done.notes or to == "x.safetensors"

@@ -15,7 +15,10 @@ from holdfast.torch import save_sharded, slices
 from holdfast.torch.tensors import slices as module
 from tests.support import ALONE
 
-STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3, dtype=torch.bfloat16)}, "step": 3}
+STATE = {
+    "model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3, dtype=torch.bfloat16)},
+    "step": 3,
+}
 FORMATS: dict[str, Callable[[Path], object]] = {
     "torch": lambda path: torch.save(STATE, path),
     "native": lambda path: holdfast.save(STATE, path, format="native"),
@@ -32,8 +35,17 @@ def test_any_format(format: str, tmp_path: Path):
         assert sorted(found) == ["b", "w"]
         assert repr(found) == f"<Slices {str(tmp_path / 'step')!r}, 2 tensors>"
         weight = found["w"]
-        assert (weight.get_shape(), weight.shape, weight.ndim, weight.numel()) == ([3, 4], torch.Size([3, 4]), 2, 12)
-        assert (weight.get_dtype(), weight.dtype, weight.is_floating_point()) == ("F32", torch.float32, True)
+        assert (weight.get_shape(), weight.shape, weight.ndim, weight.numel()) == (
+            [3, 4],
+            torch.Size([3, 4]),
+            2,
+            12,
+        )
+        assert (weight.get_dtype(), weight.dtype, weight.is_floating_point()) == (
+            "F32",
+            torch.float32,
+            True,
+        )
         assert found["b"].get_dtype() == "BF16"
         assert torch.equal(weight[...], STATE["model"]["w"])
         assert torch.equal(weight[1:, :2], STATE["model"]["w"][1:, :2])

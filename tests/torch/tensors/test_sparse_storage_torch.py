@@ -12,7 +12,9 @@ from holdfast.torch import open as open_torch
 
 def pruned_model():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 128), nn.Embedding(40, 200)).to(torch.bfloat16)
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 128), nn.Embedding(40, 200)).to(
+        torch.bfloat16
+    )
     with torch.no_grad():
         for weight in (model[0].weight, model[1].weight, model[2].weight):
             weight.mul_(torch.rand(weight.shape) < 0.3)
@@ -21,7 +23,9 @@ def pruned_model():
 
 
 def same_bits(a, b):
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(torch.int16), b.contiguous().view(torch.int16)
+    )
 
 
 @pytest.fixture
@@ -42,10 +46,16 @@ def test_tensors_are_read(saved):
         assert same_bits(ckpt["2.weight"][3:9, 5:].torch(), state["2.weight"][3:9, 5:])
 
 
-@pytest.mark.parametrize("load", [load_into, lambda target, path: load_sharded(path, target)], ids=["load_into", "load_sharded"])
+@pytest.mark.parametrize(
+    "load",
+    [load_into, lambda target, path: load_sharded(path, target)],
+    ids=["load_into", "load_sharded"],
+)
 def test_a_module_is_filled(saved, load):
     state, path = saved
-    target = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 128), nn.Embedding(40, 200)).to(torch.bfloat16)
+    target = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 128), nn.Embedding(40, 200)).to(
+        torch.bfloat16
+    )
     load(target, path)
     assert all(same_bits(tensor, state[name]) for name, tensor in target.state_dict().items())
 
@@ -82,7 +92,9 @@ def test_sparse_layouts_go_both_ways(tmp_path, kind, target):
 @pytest.mark.parametrize("block", [True, False], ids=["now", "in the background"])
 def test_save_sharded_packs_too(saved, tmp_path, block):
     state, path = saved
-    done = (save_sharded if block else async_save_sharded)(tmp_path / "sharded", state, sparse="auto")
+    done = (save_sharded if block else async_save_sharded)(
+        tmp_path / "sharded", state, sparse="auto"
+    )
     if not block:
         done.wait()
     with holdfast.open(tmp_path / "sharded") as ckpt:

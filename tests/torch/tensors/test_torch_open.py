@@ -83,7 +83,9 @@ def test_reading_one_by_one_keeps_storages(path, mmap, order):
         del found, tensor
         gc.collect()
         if not mmap:
-            assert torch.equal(checkpoint["base"], views()["base"]), "not in use any more, so it was read again"
+            assert torch.equal(checkpoint["base"], views()["base"]), (
+                "not in use any more, so it was read again"
+            )
 
 
 def test_storages_are_not_kept_alive(path):
@@ -143,7 +145,12 @@ def test_a_cast_keeps_storages(path, dtype):
 
 def test_several_dtypes_over_one_storage(tmp_path):
     base = torch.arange(8.0)
-    state = {"base": base, "tied": base, "bits": base.view(torch.int32)[2:4], "bytes": base.view(torch.uint8)[5:7]}
+    state = {
+        "base": base,
+        "tied": base,
+        "bits": base.view(torch.int32)[2:4],
+        "bytes": base.view(torch.uint8)[5:7],
+    }
     for name in ("native", "file.safetensors"):
         with torch_open(save_as(tmp_path / name, state)) as checkpoint:
             found = checkpoint.read()
@@ -176,7 +183,10 @@ def test_columns_of_a_large_storage_are_read_apart(tmp_path):
     state = {"first": base[:, 0], "third": base[:, 2], "tied": base[:, 2]}
     with torch_open(save_as(tmp_path / "zip.pt", state)) as checkpoint:
         found = checkpoint.read()
-        assert all(found[name].untyped_storage().nbytes() == found[name].nbytes for name in ("first", "third"))
+        assert all(
+            found[name].untyped_storage().nbytes() == found[name].nbytes
+            for name in ("first", "third")
+        )
         assert found["first"].eq(0).all()
         assert found["third"].eq(2).all()
         assert one_storage(found["third"], found["tied"])
@@ -209,7 +219,9 @@ def test_edited_copies_are_read_apart(tmp_path):
 
 def dtype_of(lazy: holdfast.LazyTensor) -> object:
     """This torch's dtype for a tensor; 4-bit floats are pairs there."""
-    return versions.dtype("float4_e2m1fn_x2" if lazy.dtype.name == "float4_e2m1fn" else lazy.dtype.torch)
+    return versions.dtype(
+        "float4_e2m1fn_x2" if lazy.dtype.name == "float4_e2m1fn" else lazy.dtype.torch
+    )
 
 
 def test_every_golden_file(golden):
@@ -230,7 +242,9 @@ def test_every_golden_file(golden):
                     assert tensor.dtype == alone.dtype
                     assert tensor.shape == alone.shape
                     a, b = tensor.resolve_conj().resolve_neg().contiguous(), alone.contiguous()
-                    assert a.numel() == 0 or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
+                    assert a.numel() == 0 or torch.equal(
+                        a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+                    ), name
             assert checkpoint.tree is not checkpoint
 
 
@@ -294,7 +308,9 @@ def test_a_file_of_nothing_but_a_tensor(tmp_path):
 def test_strides_of_a_tensor_that_stands_alone(tmp_path):
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     for name in FORMATS:
-        with torch_open(save_as(tmp_path / name, {"image": image, "gaps": torch.arange(10.0)[::2]})) as checkpoint:
+        with torch_open(
+            save_as(tmp_path / name, {"image": image, "gaps": torch.arange(10.0)[::2]})
+        ) as checkpoint:
             found = checkpoint.read()
         assert torch.equal(found["image"], image)
         assert found["image"].stride() == image.stride(), name
@@ -306,7 +322,12 @@ def test_scratch_is_bounded(tmp_path, monkeypatch):
     """The same elements come through blocks that are far smaller than the tensors."""
     monkeypatch.setattr(fill_module, "SCRATCH_NBYTES", 2048)
     torch.manual_seed(0)
-    state = {"a": torch.randn(7, 11, 13), "b": torch.randn(3000), "c": torch.randn(50, 40).T, "d": torch.randn(5)}
+    state = {
+        "a": torch.randn(7, 11, 13),
+        "b": torch.randn(3000),
+        "c": torch.randn(50, 40).T,
+        "d": torch.randn(5),
+    }
     state["e"] = state["b"][100:2900:7]
     for name in FORMATS:
         with torch_open(save_as(tmp_path / name, state)) as checkpoint:
@@ -337,7 +358,10 @@ def test_an_open_checkpoint_is_taken_as_it_is(path):
 def test_many_threads_get_one_storage(path):
     with torch_open(path) as checkpoint:
         found: list[torch.Tensor] = []
-        threads = [threading.Thread(target=lambda name=name: found.append(checkpoint[name])) for name in SHARED * 4]
+        threads = [
+            threading.Thread(target=lambda name=name: found.append(checkpoint[name]))
+            for name in SHARED * 4
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -20,7 +20,9 @@ FORMATS = {"torch": "a.pt", "native": "a", "safetensors": "a.safetensors"}
 
 
 def saved(tmp_path, state, format):
-    return holdfast.save(state, tmp_path / FORMATS[format], keep_tree=True, durable=False), tmp_path / FORMATS[format]
+    return holdfast.save(
+        state, tmp_path / FORMATS[format], keep_tree=True, durable=False
+    ), tmp_path / FORMATS[format]
 
 
 def rows():
@@ -28,12 +30,20 @@ def rows():
 
 
 def narrowed():
-    return torch.nested.narrow(torch.arange(10.0).view(2, 5), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), layout=torch.jagged)
+    return torch.nested.narrow(
+        torch.arange(10.0).view(2, 5),
+        1,
+        torch.tensor([0, 1]),
+        torch.tensor([2, 3]),
+        layout=torch.jagged,
+    )
 
 
 NESTED = {
     "strided": lambda: torch.nested.nested_tensor(rows()),
-    "strided view": lambda: torch.nested.nested_tensor([torch.arange(6.0).view(2, 3), torch.ones(3, 3)]).transpose(1, 2),
+    "strided view": lambda: torch.nested.nested_tensor(
+        [torch.arange(6.0).view(2, 3), torch.ones(3, 3)]
+    ).transpose(1, 2),
     "jagged": lambda: torch.nested.nested_tensor(rows(), layout=torch.jagged),
     "jagged with lengths": narrowed,
 }
@@ -41,7 +51,11 @@ NESTED = {
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=needs(versions.LENGTHS_KEPT) if "jagged" in kind else ()) for kind in NESTED]
+    "kind",
+    [
+        pytest.param(kind, marks=needs(versions.LENGTHS_KEPT) if "jagged" in kind else ())
+        for kind in NESTED
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_nested_tensors_are_kept(tmp_path, kind, format):
@@ -62,9 +76,18 @@ def test_nested_tensors_are_kept(tmp_path, kind, format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_views_keep_requires_grad(tmp_path, format):
     weight = torch.arange(6.0, requires_grad=True)
-    _, path = saved(tmp_path, {"w": weight, "view": weight[1:3], "twice": weight * 2, "plain": weight.detach()[2:]}, format)
+    _, path = saved(
+        tmp_path,
+        {"w": weight, "view": weight[1:3], "twice": weight * 2, "plain": weight.detach()[2:]},
+        format,
+    )
     with holdfast.open(path) as ckpt:
-        assert {name: ckpt[name].traits.requires_grad for name in ckpt} == {"w": True, "view": True, "twice": True, "plain": False}
+        assert {name: ckpt[name].traits.requires_grad for name in ckpt} == {
+            "w": True,
+            "view": True,
+            "twice": True,
+            "plain": False,
+        }
     holdfast.convert(path, tmp_path / "back.pt")
     found = torch.load(tmp_path / "back.pt", weights_only=True)
     assert {name: (t.requires_grad, t.is_leaf) for name, t in found.items()} == {
@@ -135,7 +158,14 @@ def test_torch_reads_plain_values_or_a_note_names_them(tmp_path, number):
 
 
 @pytest.mark.parametrize(
-    "name", [Global("a\nb", "c"), Global("a", "b\nS'x'\n"), Global("", "c"), Global("a", ""), Global("\ud800", "c")]
+    "name",
+    [
+        Global("a\nb", "c"),
+        Global("a", "b\nS'x'\n"),
+        Global("", "c"),
+        Global("a", ""),
+        Global("\ud800", "c"),
+    ],
 )
 def test_names_that_would_be_read_as_something_else_are_refused(tmp_path, name):
     with pytest.raises(CannotHold, match="no name"):
@@ -145,7 +175,9 @@ def test_names_that_would_be_read_as_something_else_are_refused(tmp_path, name):
 def test_safetensors_says_where_order_is_lost(tmp_path):
     state = {"z": np.ones(2, np.float32), "a": np.ones(2, np.float32)}
     done, path = saved(tmp_path, state, "safetensors")
-    assert done.notes == ("names are in the order of the file (by dtype, then by name), not in that of the state",)
+    assert done.notes == (
+        "names are in the order of the file (by dtype, then by name), not in that of the state",
+    )
     assert saved(tmp_path, {"a": state["a"], "z": state["z"]}, "safetensors")[0].notes == ()
     done, path = saved(tmp_path, state | {"step": 1}, "safetensors")
     with holdfast.open(path) as ckpt:

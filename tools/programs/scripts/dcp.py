@@ -23,7 +23,11 @@ class Counter:
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4).to(torch.bfloat16).float())
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16),
+        torch.nn.BatchNorm1d(16),
+        torch.nn.Linear(16, 4).to(torch.bfloat16).float(),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     for _ in range(3):
         model(torch.randn(5, 8)).square().mean().backward()
@@ -39,10 +43,23 @@ def state() -> dict[str, object]:
     return {
         "model": weights,
         "optimizer": moments,
-        "views": {"rows": whole[1:3], "columns": whole[:, 2:4], "turned": whole.t(), "whole": whole},
+        "views": {
+            "rows": whole[1:3],
+            "columns": whole[:, 2:4],
+            "turned": whole.t(),
+            "whole": whole,
+        },
         "kinds": {
             str(dtype).removeprefix("torch."): torch.arange(7).to(dtype)
-            for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn)
+            for dtype in (
+                torch.bool,
+                torch.uint8,
+                torch.int64,
+                torch.float16,
+                torch.bfloat16,
+                torch.complex64,
+                torch.float8_e4m3fn,
+            )
         },
         "small": [torch.tensor(1.5), torch.zeros(0, 3), {"deep": (1, "two", None, b"three")}],
         "step": 17,
@@ -67,7 +84,9 @@ def same(one: object, two: object, where: str = "") -> None:
         assert isinstance(two, torch.Tensor), where
         assert one.dtype == two.dtype, where
         assert one.shape == two.shape, where
-        assert torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)), where
+        assert torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)), (
+            where
+        )
     elif isinstance(one, dict):
         assert isinstance(two, dict), where
         assert sorted(map(str, one)) == sorted(map(str, two)), where
@@ -100,7 +119,9 @@ def main() -> None:
 
     # Over one that is there, with one file a rank, with and without the cache of the plan.
     for _ in range(2):
-        writer = dcp.FileSystemWriter("again", single_file_per_rank=False, thread_count=2, overwrite=True)
+        writer = dcp.FileSystemWriter(
+            "again", single_file_per_rank=False, thread_count=2, overwrite=True
+        )
         dcp.save(saved, storage_writer=writer)
     loaded = emptied(saved)
     dcp.load(loaded, storage_reader=dcp.FileSystemReader("again"))
@@ -119,7 +140,9 @@ def main() -> None:
     weights, moments = get_state_dict(model, optimizer)
     into = {"model": weights, "optimizer": moments}
     dcp.load(into, checkpoint_id="background")
-    set_state_dict(model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"]
+    )
     same(saved["model"], model.state_dict())
 
     try:

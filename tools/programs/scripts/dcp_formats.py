@@ -37,7 +37,12 @@ def main() -> None:
     torch.save(model.state_dict(), "model.pt")
     weights = emptied(dict(model.state_dict()))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dcp.load(weights, storage_reader=BroadcastingTorchSaveReader(), planner=DynamicMetaLoadPlanner(), checkpoint_id="model.pt")
+    dcp.load(
+        weights,
+        storage_reader=BroadcastingTorchSaveReader(),
+        planner=DynamicMetaLoadPlanner(),
+        checkpoint_id="model.pt",
+    )
     same(dict(model.state_dict()), weights)
     dist.destroy_process_group()
 

@@ -26,7 +26,9 @@ RANKS = 2
 
 
 def rank(index: int, port: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(index), WORLD_SIZE=str(RANKS))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(index), WORLD_SIZE=str(RANKS)
+    )
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (RANKS,))
 
@@ -40,23 +42,35 @@ def rank(index: int, port: str) -> None:
     optimizer.step()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id="fsdp2")
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if not index:
         torch.save(whole, "whole.pt")
-    dcp.async_save({"model": weights}, checkpoint_id="fsdp2-background", process_group=dist.new_group(backend="gloo")).result()
+    dcp.async_save(
+        {"model": weights},
+        checkpoint_id="fsdp2-background",
+        process_group=dist.new_group(backend="gloo"),
+    ).result()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     weights, moments = get_state_dict(model, optimizer)
     into = {"model": weights, "optimizer": moments}
     dcp.load(into, checkpoint_id="fsdp2")
-    set_state_dict(model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
-    again = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    set_state_dict(
+        model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"]
+    )
+    again = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if not index:
         same(dict(whole), dict(again))
     # One file, given to all ranks.
     loaded = torch.load("whole.pt", map_location="cpu", mmap=True) if not index else {}
-    set_model_state_dict(model, loaded, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    set_model_state_dict(
+        model, loaded, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
 
     # DTensors, saved in rows and loaded in columns and whole.
     data = torch.arange(35.0).reshape(5, 7)
@@ -85,7 +99,10 @@ def rank(index: int, port: str) -> None:
     model, optimizer = trained()
     parallel = DistributedDataParallel(model)
     if not index:
-        torch.save({"model": parallel.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, "ddp.pt")
+        torch.save(
+            {"model": parallel.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3},
+            "ddp.pt",
+        )
     dist.barrier()
     found = torch.load("ddp.pt", map_location={"cuda:0": "cpu"}, weights_only=True)
     parallel.load_state_dict(found["model"])

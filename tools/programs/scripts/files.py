@@ -53,7 +53,11 @@ def streams(state: dict[str, torch.Tensor]) -> None:
     # Several in one file, the old way; and behind something else.
     with open("several.pt", "wb") as file:
         for number in range(3):
-            torch.save({"number": number, "w": torch.ones(number)}, file, _use_new_zipfile_serialization=False)
+            torch.save(
+                {"number": number, "w": torch.ones(number)},
+                file,
+                _use_new_zipfile_serialization=False,
+            )
     with open("several.pt", "rb") as file:
         for number in range(3):
             same({"number": number, "w": torch.ones(number)}, torch.load(file))
@@ -64,7 +68,9 @@ def streams(state: dict[str, torch.Tensor]) -> None:
 
 def objects(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Whole objects, as programs save them."""
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     average.update_parameters(model)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
     scaler = torch.amp.GradScaler("cpu")
@@ -78,7 +84,9 @@ def objects(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "scaler": scaler.state_dict(),
             "rng": chance,
             "path": Path("x") / "y",
-            "args": pickle.loads(pickle.dumps({"lr": 0.1, "device": torch.device("cpu"), "dtype": torch.bfloat16})),
+            "args": pickle.loads(
+                pickle.dumps({"lr": 0.1, "device": torch.device("cpu"), "dtype": torch.bfloat16})
+            ),
         },
         "training.pt",
     )

@@ -22,7 +22,9 @@ class Model(BoringModel):
 def trained(epochs: int, resume: str | None) -> Model:
     pl.seed_everything(5)
     model = Model(width=4)
-    saving = ModelCheckpoint("out", filename="{epoch}", monitor="loss", save_top_k=2, save_last=True)
+    saving = ModelCheckpoint(
+        "out", filename="{epoch}", monitor="loss", save_top_k=2, save_last=True
+    )
     trainer = pl.Trainer(
         default_root_dir="root",
         max_epochs=epochs,

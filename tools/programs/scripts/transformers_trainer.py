@@ -19,13 +19,30 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def model() -> LlamaForCausalLM:
     set_seed(5)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **sizes, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2
+        )
+    )
 
 
 def trained(steps: int, resume: bool) -> LlamaForCausalLM:
     arguments = TrainingArguments(
-        "out", max_steps=steps, save_steps=3, per_device_train_batch_size=4, report_to=[], seed=5, use_cpu=True, disable_tqdm=True
+        "out",
+        max_steps=steps,
+        save_steps=3,
+        per_device_train_batch_size=4,
+        report_to=[],
+        seed=5,
+        use_cpu=True,
+        disable_tqdm=True,
     )
     trainer = Trainer(model(), arguments, train_dataset=Sentences())
     trainer.train(resume_from_checkpoint=resume)

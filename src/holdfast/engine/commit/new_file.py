@@ -19,14 +19,18 @@ from holdfast.stores.files import Buffer, Files, copy_all, write_all
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
-STRETCH_NBYTES = 32 << 20  # The disk is told of so much at a time: a request for less would cost more than it gains.
+STRETCH_NBYTES = (
+    32 << 20
+)  # The disk is told of so much at a time: a request for less would cost more than it gains.
 
 
 class Writeback:
     def __init__(self, files: Files, descriptor: int) -> None:
         self._files, self._descriptor = files, descriptor
         self._turn = threading.Condition(renewed(threading.Lock()))
-        self._written: dict[int, int] = {}  # Bytes of each stretch, by its number, as far as they are written.
+        self._written: dict[
+            int, int
+        ] = {}  # Bytes of each stretch, by its number, as far as they are written.
         self._complete: list[int] = []  # Stretches that the disk is to be told of.
         self._thread: threading.Thread | None = None
         self._over = False
@@ -112,7 +116,14 @@ class NewFile:
     def copy(self, source: int, nbytes: int, *, source_offset: int, offset: int) -> None:
         """Copy a range from another open file, inside the kernel where it can. `Truncated` where the source ends too early."""
         try:
-            copy_all(self._files, source, self.descriptor, nbytes=nbytes, source_offset=source_offset, offset=offset)
+            copy_all(
+                self._files,
+                source,
+                self.descriptor,
+                nbytes=nbytes,
+                source_offset=source_offset,
+                offset=offset,
+            )
         except OSError as error:
             raise self._refused(error, f"copying {nbytes:,} bytes to byte {offset}") from error
         if self._writeback is not None:
@@ -166,7 +177,9 @@ CANNOT_LINK = NO_LINKS | {errno.EXDEV, errno.EMLINK, errno.EACCES, errno.EINVAL}
 CHANGED = "the base changed while it was read: this is not the file that it had; save again"
 
 
-def linked_or_copied(files: Files, key: str, nbytes: int, *, source_at: int, at: int, label: str) -> tuple[NewFile, bool]:
+def linked_or_copied(
+    files: Files, key: str, nbytes: int, *, source_at: int, at: int, label: str
+) -> tuple[NewFile, bool]:
     """The file in `source_at`, which has this length, under the same name in `at`; and whether it is the same file or a copy.
 
     A hard link costs nothing, and removing either directory leaves the other whole. Where the system refuses one (another mount,

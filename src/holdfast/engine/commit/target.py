@@ -54,7 +54,9 @@ def not_committed(error: OSError, doing: str, path: str) -> NotCommitted:
 
 def uncertain(message: str, path: str, error: OSError) -> DurabilityUncertain:
     """A save that is in place and may not be on disk."""
-    raised = DurabilityUncertain(f"{message}: {error.strerror or error}; save again before you rely on it", file=path)
+    raised = DurabilityUncertain(
+        f"{message}: {error.strerror or error}; save again before you rely on it", file=path
+    )
     raised.errno = error.errno
     return raised
 
@@ -70,31 +72,56 @@ class refusing:  # noqa: N801  # a block, said as one; a generator would take as
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if isinstance(error, OSError) and not isinstance(error, HoldfastError):
             raise not_committed(error, self._doing, self._path) from error
         if isinstance(error, UnicodeError):
-            raise refusal("the path has a character that the file system cannot hold", self._path, errno.EINVAL) from error
+            raise refusal(
+                "the path has a character that the file system cannot hold",
+                self._path,
+                errno.EINVAL,
+            ) from error
 
 
-def refuse_existing(found: FileEntry | None, path: str, *, directory: bool, overwrite: bool) -> None:
+def refuse_existing(
+    found: FileEntry | None, path: str, *, directory: bool, overwrite: bool
+) -> None:
     """Raise `NotCommitted` where what is there cannot be replaced: it is of another kind, may not be, or is marked read-only."""
     if found is None:
         return
     what = "folder" if directory else "file"
     if directory and found.kind != "directory":
-        raise refusal("a folder was to be saved and something else has this name; remove it", path, errno.ENOTDIR)
+        raise refusal(
+            "a folder was to be saved and something else has this name; remove it",
+            path,
+            errno.ENOTDIR,
+        )
     if not directory and found.kind == "directory":
-        raise refusal("a file was to be saved and there is a folder with this name", path, errno.EISDIR)
+        raise refusal(
+            "a file was to be saved and there is a folder with this name", path, errno.EISDIR
+        )
     if not directory and found.kind != "file":
-        raise refusal("the target is no plain file (a device, a pipe or a socket)", path, errno.EINVAL)
+        raise refusal(
+            "the target is no plain file (a device, a pipe or a socket)", path, errno.EINVAL
+        )
     if not overwrite:
         raise refusal(f"the {what} exists; pass overwrite=True to replace it", path, errno.EEXIST)
     if not found.mode & 0o222:
-        raise refusal(f"the {what} is marked read-only; allow writing to it or save elsewhere", path, errno.EACCES)
+        raise refusal(
+            f"the {what} is marked read-only; allow writing to it or save elsewhere",
+            path,
+            errno.EACCES,
+        )
 
 
-NOT_GIVEN = frozenset({errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+NOT_GIVEN = frozenset(
+    {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+)
 """What chown(2) answers to those who may not, for a user that this namespace does not have, and without owners at all."""
 
 
@@ -116,7 +143,9 @@ class TargetName(Value, frozen=True):
             return True
         return found is not None and found.identity == temporary.identity
 
-    def keep_access(self, descriptor: int, like: FileEntry | None, *, found: FileEntry | None = None) -> None:
+    def keep_access(
+        self, descriptor: int, like: FileEntry | None, *, found: FileEntry | None = None
+    ) -> None:
         """Give what is to replace something its user, its group and its permission bits, as far as we may. Nobody may do more with
         it than before: where the group cannot be kept, it may do what everybody may. A directory keeps the setgid and the sticky
         bit, too. `found` is what there is, where that is known."""
@@ -159,15 +188,25 @@ def open_target(files: Files, path: str, *, replaces: bool = False) -> TargetNam
     parent, name = split_path(path)
     opening = f"opening the folder to save into ({parent or '.'})"
     # The system itself follows the links on the way to a folder. By hand the whole path is followed where it ends in one.
-    target = None if name in ENDS else _looked_at(files, path, parent or os.curdir, name=name, replaces=replaces, opening=opening)
+    target = (
+        None
+        if name in ENDS
+        else _looked_at(
+            files, path, parent or os.curdir, name=name, replaces=replaces, opening=opening
+        )
+    )
     if target is None:
         with refusing(opening, path):
             folder, name = split_path(files.resolve(path))
         if not name:
-            raise refusal("the root of the file system is no place for a checkpoint", path, errno.EINVAL)
+            raise refusal(
+                "the root of the file system is no place for a checkpoint", path, errno.EINVAL
+            )
         target = _looked_at(files, path, folder, name=name, replaces=replaces, opening=opening)
     if target is None:
-        raise not_committed(OSError(errno.ELOOP, "Too many levels of symbolic links"), "looking at the target", path)
+        raise not_committed(
+            OSError(errno.ELOOP, "Too many levels of symbolic links"), "looking at the target", path
+        )
     return target
 
 
@@ -184,7 +223,9 @@ def _listing(files: Files, at: int, *, needed: bool) -> Sequence[str]:
         return ()
 
 
-def _looked_at(files: Files, path: str, parent: str, *, name: str, replaces: bool, opening: str) -> TargetName | None:
+def _looked_at(
+    files: Files, path: str, parent: str, *, name: str, replaces: bool, opening: str
+) -> TargetName | None:
     """The target of this name in a folder; None where that is a link. `opening` says what is done first."""
     with refusing(opening, path):
         at = files.open_directory(parent)
@@ -195,7 +236,11 @@ def _looked_at(files: Files, path: str, parent: str, *, name: str, replaces: boo
             if len(name.encode("utf-8", "surrogateescape")) > longest:
                 raise OSError(errno.ENAMETOOLONG, "File name too long")
             if is_temporary(name):
-                raise refusal("names of this form are temporaries, which saves remove; choose another", path, errno.EINVAL)
+                raise refusal(
+                    "names of this form are temporaries, which saves remove; choose another",
+                    path,
+                    errno.EINVAL,
+                )
             existing = files.stat(name, at=at)
             if existing is None or existing.kind != "link":
                 listed = not replaces or is_due(files, at)

@@ -36,7 +36,9 @@ OVERHEAD = len("..0123456789abcdef.tmp")
 
 SURE_NBYTES = 143  # Of a name, on every file system that we know of: eCryptfs has the shortest.
 
-ABANDONED_S = 24 * 3600  # Age of an unchanged temporary that counts as nobody's where locks may not tell.
+ABANDONED_S = (
+    24 * 3600
+)  # Age of an unchanged temporary that counts as nobody's where locks may not tell.
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
 """What flock(2) answers on a file system without locks (Lustre mounted with `noflock`, some FUSE)."""
@@ -44,7 +46,9 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUP
 
 LISTED = 64  # Names in a folder that a save may pay for. Up to so many it always looks.
 MOST_FOLDERS = 256  # Folders that are remembered.
-_listed: dict[tuple[int, int], int] = {}  # By the identity of a folder: how many saves in it come before it is listed again.
+_listed: dict[
+    tuple[int, int], int
+] = {}  # By the identity of a folder: how many saves in it come before it is listed again.
 
 
 def is_due(files: Files, at: int) -> bool:
@@ -147,14 +151,18 @@ def locked(files: Files, descriptor: int) -> bool:
         raise
 
 
-def claim(files: Files, name: str, *, at: int, directory: bool, private: bool, longest: int) -> LockedName:
+def claim(
+    files: Files, name: str, *, at: int, directory: bool, private: bool, longest: int
+) -> LockedName:
     """Make a temporary for a target, locked and certainly still there."""
     for _ in range(ATTEMPTS):
         temporary = temporary_name(name, longest=longest)
         made = _make(files, temporary, at=at, directory=directory, private=private)
         if made is not None:
             return made
-    raise OSError(errno.EAGAIN, f"other processes removed {ATTEMPTS} temporaries while they were made")
+    raise OSError(
+        errno.EAGAIN, f"other processes removed {ATTEMPTS} temporaries while they were made"
+    )
 
 
 def _make(files: Files, name: str, *, at: int, directory: bool, private: bool) -> LockedName | None:
@@ -185,7 +193,9 @@ def _make(files: Files, name: str, *, at: int, directory: bool, private: bool) -
         raise
 
 
-def clean(files: Files, name: str, *, at: int, there: Sequence[str], directories: bool, longest: int) -> None:
+def clean(
+    files: Files, name: str, *, at: int, there: Sequence[str], directories: bool, longest: int
+) -> None:
     """Remove the temporaries here that no live process holds, of all that is `there`. What cannot be removed stays.
 
     Those of this target, and the `.tmp` of every other: a run that was killed at one step goes on with another. An `.old` of
@@ -209,12 +219,18 @@ def clean(files: Files, name: str, *, at: int, there: Sequence[str], directories
                     _clean_one(files, entry, name=name, at=at, directories=directories, own=own)
 
 
-def _clean_one(files: Files, entry: str, *, name: str, at: int, directories: bool, own: bool) -> None:
+def _clean_one(
+    files: Files, entry: str, *, name: str, at: int, directories: bool, own: bool
+) -> None:
     found = files.stat(entry, at=at)
     if found is None or found.kind not in ("file", "directory"):
         return
     # By the file system's own times, too: the clock of this machine may be ahead.
-    if not own and files.is_shared(at) and found.changed_s > min(time.time(), files.inspect(at).changed_s) - ABANDONED_S:
+    if (
+        not own
+        and files.is_shared(at)
+        and found.changed_s > min(time.time(), files.inspect(at).changed_s) - ABANDONED_S
+    ):
         return
     directory = found.kind == "directory"
     if directory and not directories:
@@ -247,7 +263,11 @@ def unfinished(path: AnyPath) -> list[str]:
     try:
         ours = _ours(name, suffix="tmp", longest=files.longest_name(at))
         found = [entry for entry in files.list(at) if ours(entry)]
-        return [os.path.join(parent, entry) for entry in found if (there := files.stat(entry, at=at)) and there.kind == "directory"]
+        return [
+            os.path.join(parent, entry)
+            for entry in found
+            if (there := files.stat(entry, at=at)) and there.kind == "directory"
+        ]
     finally:
         files.close(at)
 
@@ -262,7 +282,13 @@ def plain_names(files: Files, descriptor: int) -> list[str] | None:
     return names
 
 
-def empty(files: Files, directory: LockedName, names: list[str], *, sizes: Mapping[str, FileEntry] | None = None) -> None:
+def empty(
+    files: Files,
+    directory: LockedName,
+    names: list[str],
+    *,
+    sizes: Mapping[str, FileEntry] | None = None,
+) -> None:
     """Remove files from a directory, and the directory itself where nothing else is in it. What speaks of other files (indexes)
     goes last: to a reader that comes upon it, half a checkpoint is one with missing files, and not a heap of files that are
     complete. Those whose `sizes` are known are freed behind the caller's back where they are large."""
@@ -292,7 +318,9 @@ def recover(path: AnyPath) -> str | None:
         at = files.open_directory(parent)
         try:
             if name and files.stat(name, at=at) is None:
-                aside = set_aside(files, name, at=at, there=files.list(at), longest=files.longest_name(at))
+                aside = set_aside(
+                    files, name, at=at, there=files.list(at), longest=files.longest_name(at)
+                )
                 return os.path.join(parent, aside[0]) if len(aside) == 1 else None
         finally:
             files.close(at)
@@ -317,7 +345,9 @@ def repair(files: Files, name: str, *, at: int, there: Sequence[str], longest: i
 
 
 LARGE_NBYTES = 16 << 20  # Less is freed in 3 ms, beside which a thread is not worth it.
-MOST_HELD = 64  # Files that are held open at once. Further ones are freed where they lose their name.
+MOST_HELD = (
+    64  # Files that are held open at once. Further ones are freed where they lose their name.
+)
 
 
 class ReplacedFiles:

@@ -38,7 +38,15 @@ from typing import ClassVar, Self, cast
 
 from holdfast.core.value import replace
 from holdfast.engine.commit.new_file import NO_LINKS, NewFile, linked_or_copied
-from holdfast.engine.commit.target import TargetName, not_committed, open_target, refusal, refuse_existing, refusing, uncertain
+from holdfast.engine.commit.target import (
+    TargetName,
+    not_committed,
+    open_target,
+    refusal,
+    refuse_existing,
+    refusing,
+    uncertain,
+)
 from holdfast.engine.commit.temporaries import (
     LockedName,
     ReplacedFiles,
@@ -54,8 +62,12 @@ from holdfast.errors import HoldfastError, SaveError
 from holdfast.stores.files import Buffer, FileEntry, Files, is_temporary, split_path, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
-BROWSED = frozenset({".DS_Store", "Thumbs.db"})  # File managers of macOS and Windows make these; they go with the folder.
-OPEN_FILES = 16  # Complete files that stay open: the kernel writes them out while the next ones are made.
+BROWSED = frozenset(
+    {".DS_Store", "Thumbs.db"}
+)  # File managers of macOS and Windows make these; they go with the folder.
+OPEN_FILES = (
+    16  # Complete files that stay open: the kernel writes them out while the next ones are made.
+)
 
 
 class _Transaction:
@@ -63,7 +75,9 @@ class _Transaction:
 
     directory: ClassVar[bool]
 
-    def __init__(self, path: AnyPath, *, durable: bool, overwrite: bool, files: Files | None) -> None:
+    def __init__(
+        self, path: AnyPath, *, durable: bool, overwrite: bool, files: Files | None
+    ) -> None:
         self.path = local_path(path)
         self.durable = durable
         self.overwrite = overwrite
@@ -73,15 +87,29 @@ class _Transaction:
         self._published = False
 
     def __enter__(self) -> Self:
-        target = self._target = open_target(self._files, self.path, replaces=self.overwrite and not self.directory)
+        target = self._target = open_target(
+            self._files, self.path, replaces=self.overwrite and not self.directory
+        )
         try:
-            with refusing(f"creating a temporary {'folder' if self.directory else 'file'} beside the target", self.path):
+            with refusing(
+                f"creating a temporary {'folder' if self.directory else 'file'} beside the target",
+                self.path,
+            ):
                 self._check_target(target)
                 files, name, at, longest = target.files, target.name, target.at, target.longest
                 if target.listed:
-                    clean(files, name, at=at, there=target.there, directories=self.directory, longest=longest)
+                    clean(
+                        files,
+                        name,
+                        at=at,
+                        there=target.there,
+                        directories=self.directory,
+                        longest=longest,
+                    )
                 private = target.existing is not None
-                temporary = claim(files, name, at=at, directory=self.directory, private=private, longest=longest)
+                temporary = claim(
+                    files, name, at=at, directory=self.directory, private=private, longest=longest
+                )
                 self._temporary = temporary
                 self._begin(target, temporary)
         except BaseException:
@@ -89,9 +117,18 @@ class _Transaction:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._leave()
-        if isinstance(error, OSError) and not isinstance(error, HoldfastError) and not self._published:
+        if (
+            isinstance(error, OSError)
+            and not isinstance(error, HoldfastError)
+            and not self._published
+        ):
             raise not_committed(error, "saving", self.path) from error
 
     def _working(self) -> tuple[TargetName, LockedName]:
@@ -126,17 +163,28 @@ class FileTransaction(_Transaction):
 
     directory = False
 
-    def __init__(self, path: AnyPath, *, durable: bool = True, overwrite: bool = True, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        path: AnyPath,
+        *,
+        durable: bool = True,
+        overwrite: bool = True,
+        files: Files | None = None,
+    ) -> None:
         super().__init__(path, durable=durable, overwrite=overwrite, files=files)
         self._file: NewFile | None = None
 
     def __enter__(self) -> Self:
         if self.path.endswith("/"):
-            raise refusal("a file was to be saved and the path ends like a folder's", self.path, errno.EISDIR)
+            raise refusal(
+                "a file was to be saved and the path ends like a folder's", self.path, errno.EISDIR
+            )
         return super().__enter__()
 
     def _begin(self, target: TargetName, temporary: LockedName) -> None:
-        self._file = NewFile(target.files, temporary.descriptor, path=self.path, durable=self.durable)
+        self._file = NewFile(
+            target.files, temporary.descriptor, path=self.path, durable=self.durable
+        )
 
     @property
     def file(self) -> NewFile:
@@ -161,7 +209,11 @@ class FileTransaction(_Transaction):
         target, temporary = self._working()
         file = self.file
         if file.failed:
-            raise refusal("a write to this file failed before; nothing changed at the target", self.path, errno.EIO)
+            raise refusal(
+                "a write to this file failed before; nothing changed at the target",
+                self.path,
+                errno.EIO,
+            )
         target.keep_access(file.descriptor, target.existing, found=temporary.found)
         if self.durable:
             file.sync()
@@ -172,9 +224,13 @@ class FileTransaction(_Transaction):
             if isinstance(error, HoldfastError):
                 raise
             if not target.holds(temporary):
-                raise not_committed(error, "giving the finished file its name", self.path) from error
+                raise not_committed(
+                    error, "giving the finished file its name", self.path
+                ) from error
             self._published = True
-            raise uncertain("the new file is in place, but the rename reported a failure", self.path, error) from error
+            raise uncertain(
+                "the new file is in place, but the rename reported a failure", self.path, error
+            ) from error
         self._published = True
         try:
             if self.durable:
@@ -184,7 +240,9 @@ class FileTransaction(_Transaction):
                 file.finish(durable=False)
         except OSError as error:
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-            raise uncertain("the new file is in place, but may not survive a power cut", self.path, cause) from cause
+            raise uncertain(
+                "the new file is in place, but may not survive a power cut", self.path, cause
+            ) from cause
 
     def _check_target(self, target: TargetName) -> None:
         refuse_existing(target.existing, self.path, directory=False, overwrite=self.overwrite)
@@ -209,7 +267,11 @@ class FileTransaction(_Transaction):
     def _leave(self) -> None:
         target, temporary, file = self._target, self._temporary, self._file
         self._target = self._temporary = self._file = None
-        if target is not None and temporary is not None and not (self._published and self.overwrite):
+        if (
+            target is not None
+            and temporary is not None
+            and not (self._published and self.overwrite)
+        ):
             with suppress(OSError):
                 target.files.unlink(temporary.name, at=target.at)
         if file is not None:
@@ -218,7 +280,14 @@ class FileTransaction(_Transaction):
             target.close()
 
 
-def replace_file(path: AnyPath, content: bytes, *, durable: bool, overwrite: bool = True, files: Files | None = None) -> None:
+def replace_file(
+    path: AnyPath,
+    content: bytes,
+    *,
+    durable: bool,
+    overwrite: bool = True,
+    files: Files | None = None,
+) -> None:
     """Make this the content of a small file, wholly or not at all."""
     with FileTransaction(path, durable=durable, overwrite=overwrite, files=files) as single:
         single.allocate(len(content))
@@ -253,7 +322,12 @@ class DirectoryTransaction(_Transaction):
         """A new file of the directory. Those made after `seal_data` are index files, which may speak of all before them."""
         target, temporary, label = self._begun(key)
         with refusing("creating a file", label):
-            made = NewFile(target.files, target.files.create(key, at=temporary.descriptor), path=label, durable=self.durable)
+            made = NewFile(
+                target.files,
+                target.files.create(key, at=temporary.descriptor),
+                path=label,
+                durable=self.durable,
+            )
         return self._keep(key, made)
 
     def adopt(self, key: str, source: str) -> None:
@@ -261,7 +335,9 @@ class DirectoryTransaction(_Transaction):
         target, temporary, label = self._begun(key)
         with refusing("taking over a finished file", label):
             target.files.link(source, key, at=temporary.descriptor)
-            taken = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+            taken = NewFile(
+                target.files, target.files.open(key, at=temporary.descriptor), path=label
+            )
         self._keep(key, taken).complete = True
 
     def link(self, key: str, nbytes: int, *, folder: int) -> bool:
@@ -269,7 +345,9 @@ class DirectoryTransaction(_Transaction):
         target, temporary, label = self._begun(key)
         with refusing("taking over a file of the base", label):
             inside = temporary.descriptor
-            taken, same = linked_or_copied(target.files, key, nbytes, source_at=folder, at=inside, label=label)
+            taken, same = linked_or_copied(
+                target.files, key, nbytes, source_at=folder, at=inside, label=label
+            )
         # Synced like all others: whoever wrote it may not have waited. Its permissions are not ours to change, unless it is a copy.
         (self._record(key, taken) if same else self._keep(key, taken)).complete = True
         return same
@@ -280,9 +358,19 @@ class DirectoryTransaction(_Transaction):
         with refusing("taking in a file of another process", label):
             found = target.files.stat(key, at=temporary.descriptor)
             if found is None or found.kind != "file" or found.nbytes != nbytes:
-                what = "is not there" if found is None else f"is a {found.kind} of {found.nbytes:,} bytes"
-                raise refusal(f"a file of another rank should have {nbytes:,} bytes and {what}", label, errno.EIO)
-            taken = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+                what = (
+                    "is not there"
+                    if found is None
+                    else f"is a {found.kind} of {found.nbytes:,} bytes"
+                )
+                raise refusal(
+                    f"a file of another rank should have {nbytes:,} bytes and {what}",
+                    label,
+                    errno.EIO,
+                )
+            taken = NewFile(
+                target.files, target.files.open(key, at=temporary.descriptor), path=label
+            )
         (self._record(key, taken) if linked else self._keep(key, taken)).complete = True
 
     def _keep(self, key: str, file: NewFile) -> NewFile:
@@ -303,8 +391,17 @@ class DirectoryTransaction(_Transaction):
         """The target, the temporary folder, and what errors call a new file of this name. Refuses what is no plain, new name."""
         target, temporary = self._working()
         label = f"{self.path.rstrip('/')}/{key}"
-        if not key or "/" in key or "\\" in key or "\0" in key or key in (".", "..") or is_temporary(key):
-            raise refusal(f"{key!r} is no plain name for a file of a checkpoint", label, errno.EINVAL)
+        if (
+            not key
+            or "/" in key
+            or "\\" in key
+            or "\0" in key
+            or key in (".", "..")
+            or is_temporary(key)
+        ):
+            raise refusal(
+                f"{key!r} is no plain name for a file of a checkpoint", label, errno.EINVAL
+            )
         if key in self._created:
             raise refusal(f"{key!r} is written twice", label, errno.EEXIST)
         self._created[key] = None
@@ -316,10 +413,16 @@ class DirectoryTransaction(_Transaction):
         target, temporary = self._working()
         for key, file in self._created.items():
             if file is None or file.failed or self._failed:
-                raise refusal(f"writing {key!r} failed before; nothing changed at the target", self.path, errno.EIO)
+                raise refusal(
+                    f"writing {key!r} failed before; nothing changed at the target",
+                    self.path,
+                    errno.EIO,
+                )
             file.finish(durable=self.durable)
         if self.durable and not self._synced:
-            self._failed = True  # unless the next line is passed; what failed once is not tried again
+            self._failed = (
+                True  # unless the next line is passed; what failed once is not tried again
+            )
             with refusing("writing the folder to the disk (fsync)", self.path):
                 target.files.sync(temporary.descriptor)
             self._failed = False
@@ -339,7 +442,9 @@ class DirectoryTransaction(_Transaction):
                 raise
             self._published = True
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-            raise uncertain("the new folder is in place, but the rename reported a failure", self.path, cause) from cause
+            raise uncertain(
+                "the new folder is in place, but the rename reported a failure", self.path, cause
+            ) from cause
         self._published = True
         try:
             if self.durable:
@@ -347,7 +452,11 @@ class DirectoryTransaction(_Transaction):
         except OSError as error:
             kept = self._set_old_aside(target)
             self._let_go()
-            raise uncertain(f"the new folder is in place, but may not survive a power cut{kept}", self.path, error) from error
+            raise uncertain(
+                f"the new folder is in place, but may not survive a power cut{kept}",
+                self.path,
+                error,
+            ) from error
         self._remove_old(target)
 
     def _check_target(self, target: TargetName) -> None:
@@ -371,10 +480,18 @@ class DirectoryTransaction(_Transaction):
 
     def _names_to_replace(self, files: Files, descriptor: int) -> list[str]:
         names = plain_names(files, descriptor)
-        foreign = [repr(name) for name in names or () if not self._replaceable(name) and name not in BROWSED]
+        foreign = [
+            repr(name)
+            for name in names or ()
+            if not self._replaceable(name) and name not in BROWSED
+        ]
         if names is None:
             found = ((name, files.stat(name, at=descriptor)) for name in files.list(descriptor))
-            foreign = [f"the {entry.kind} {name!r}" for name, entry in found if entry is not None and entry.kind != "file"]
+            foreign = [
+                f"the {entry.kind} {name!r}"
+                for name, entry in found
+                if entry is not None and entry.kind != "file"
+            ]
         if names is None or foreign:
             what = ", ".join(foreign[:5])
             message = f"the folder to be replaced holds what is no part of a checkpoint and would be lost ({what})"
@@ -393,14 +510,20 @@ class DirectoryTransaction(_Transaction):
         old = self._old = LockedName.open(files, target.name, at=at)
         # Held to the end: no cleaner takes the old directory for a dead process's, no other save replaces it meanwhile.
         if not locked(files, old.descriptor) or not old.in_place():
-            raise refusal("another save is replacing this folder; save again", self.path, errno.EBUSY)
+            raise refusal(
+                "another save is replacing this folder; save again", self.path, errno.EBUSY
+            )
         self._old_names = self._names_to_replace(files, old.descriptor)
         # Where the old one will be is noted before each step, so that an interrupt right after it finds everything.
         old.name = temporary.name
         if files.exchange(temporary.name, target.name, at=at):
             return
         if set_aside(files, target.name, at=at, there=files.list(at), longest=target.longest):
-            raise refusal("an older copy of this folder is set aside and cannot be removed; remove it", self.path, errno.EEXIST)
+            raise refusal(
+                "an older copy of this folder is set aside and cannot be removed; remove it",
+                self.path,
+                errno.EEXIST,
+            )
         if self.durable:
             # Else a power cut might bring back an `.old` that was removed before, and two of them tell nobody which one it is.
             files.sync(at)

@@ -51,14 +51,20 @@ class ReplacedObjects(Value, frozen=True):
 
     def remove(self, save: PrefixSave, keep: Collection[str] = ()) -> None:
         """Delete what nobody needs now. What cannot be deleted is left to the sweep of the run."""
-        save.remove([name for name in self.names[:1] if name not in keep])  # another index, without which nobody finds the rest
+        save.remove(
+            [name for name in self.names[:1] if name not in keep]
+        )  # another index, without which nobody finds the rest
         rest = [name for name in self.names[1:] if name not in keep]
         if self.named is None:
             save.remove(rest)
             return
         with suppress(HoldfastError):
             parent, own = save.url.parent, save.url.key.rpartition("/")[2]
-            release(parent, [parent.below("/".join(sibling_key(name) or (own, name))).key for name in rest], self.named)
+            release(
+                parent,
+                [parent.below("/".join(sibling_key(name) or (own, name))).key for name in rest],
+                self.named,
+            )
 
 
 class BucketNames(Value, frozen=True):
@@ -70,7 +76,9 @@ class BucketNames(Value, frozen=True):
     """Whether others have this name for something: it is put when all else is there, and nothing is known against it."""
     weights: Callable[[str], bool] = lambda name: False
     """Whether it is what others look for where there is no index."""
-    replaced: Callable[[Url, Collection[str]], ReplacedObjects] = lambda url, there: ReplacedObjects()
+    replaced: Callable[[Url, Collection[str]], ReplacedObjects] = lambda url, there: (
+        ReplacedObjects()
+    )
     """The objects of the checkpoint at a URL, of the names that are there."""
     others: Callable[[Url, Collection[str]], Sequence[str]] = lambda url, there: ()
     """Other indexes, of the names that are there, which go when this one is put. Raises where they may not, or cannot, go."""
@@ -80,8 +88,16 @@ class BucketNames(Value, frozen=True):
 
 def _pass(file: FilePlan, how: Saving, target: Writer) -> dict[str, int]:
     """Write the content of an object, sure of what was read."""
-    with how.seals.noting(file.key, CountingWriter(target, how.progress) if how.progress else target) as writer:
-        crcs = write_stream(file, writer, known=how.crcs, requests=how.threads, block=how.block or REMOTE_BLOCK_NBYTES)
+    with how.seals.noting(
+        file.key, CountingWriter(target, how.progress) if how.progress else target
+    ) as writer:
+        crcs = write_stream(
+            file,
+            writer,
+            known=how.crcs,
+            requests=how.threads,
+            block=how.block or REMOTE_BLOCK_NBYTES,
+        )
     how.crcs.update(crcs)
     check_source(file, how.crcs)
     return crcs
@@ -111,7 +127,9 @@ class ObjectTarget(Target):
     def keeps(self, file: FilePlan) -> bool:
         return True  # an object is one upload
 
-    def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
+    def publish(
+        self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
+    ) -> None:
         for one in self._linked:
             how.last()
             self._save.copy(Url(one.folder).key)
@@ -123,7 +141,15 @@ class ObjectTarget(Target):
 class JoinedPrefix(Target):
     """The objects of a save below a prefix, on a part that uploads some of them."""
 
-    def __init__(self, url: Url, save: str, index: str = "", *, overwrite: bool = False, parts: int | None = None) -> None:
+    def __init__(
+        self,
+        url: Url,
+        save: str,
+        index: str = "",
+        *,
+        overwrite: bool = False,
+        parts: int | None = None,
+    ) -> None:
         super().__init__()
         self.url, self.save = url, save
         self._save = PrefixSave(url, index, overwrite=overwrite, parts=parts)
@@ -150,10 +176,21 @@ class JoinedPrefix(Target):
 class PrefixTarget(JoinedPrefix):
     """Objects below a prefix, on the part that publishes them."""
 
-    def __init__(self, url: Url, save: str, index: str, *, overwrite: bool, names: BucketNames, parts: int | None) -> None:
+    def __init__(
+        self,
+        url: Url,
+        save: str,
+        index: str,
+        *,
+        overwrite: bool,
+        names: BucketNames,
+        parts: int | None,
+    ) -> None:
         super().__init__(url, save, index, overwrite=overwrite, parts=parts)
         self._names, self._over = names, False
-        self._delivered: dict[str, tuple[int, bool]] = {}  # Length of each object, and whether it is one of the base.
+        self._delivered: dict[
+            str, tuple[int, bool]
+        ] = {}  # Length of each object, and whether it is one of the base.
         self._late: list[FilePlan] = []
         self._index: FilePlan | None = None
         self._content: bytes | None = None
@@ -179,7 +216,9 @@ class PrefixTarget(JoinedPrefix):
             return nothing_yet
         return super().begin(file)
 
-    def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
+    def publish(
+        self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
+    ) -> None:
         """Put the index. What it replaced goes afterwards."""
         for file in index:
             self.begin(file)(how)
@@ -193,7 +232,11 @@ class PrefixTarget(JoinedPrefix):
             _put(file, how, self._save, file.key)
         text = _text(final, how) if self._content is None else self._content
         self._save.remove([name for name in self._names.stale if name in self._save.there])
-        used = [(*self._home(key), nbytes) for key, (nbytes, linked) in self._delivered.items() if linked]
+        used = [
+            (*self._home(key), nbytes)
+            for key, (nbytes, linked) in self._delivered.items()
+            if linked
+        ]
         with how.seals.in_bucket(self.url, self._replaced.names):
             commit_sharing(self._save, used, lambda: self._save.commit(text, how.attributes))
         self._over = True
@@ -228,7 +271,13 @@ class PrefixTarget(JoinedPrefix):
             with suppress(HoldfastError):
                 bucket = bucket_of(self.url)
                 found = [one.key for one in bucket.below(below, MOST)]
-                bucket.delete([key for key in found if key.startswith(below) and self.save in key[len(below) :]])
+                bucket.delete(
+                    [
+                        key
+                        for key in found
+                        if key.startswith(below) and self.save in key[len(below) :]
+                    ]
+                )
 
 
 class JoinedCopy(Target):
@@ -257,11 +306,26 @@ class CopyTarget(JoinedCopy):
     here leaves the old one as it was. Weights that no index names are found as soon as they are there. So they are put last;
     or, where several parts upload them, under hidden names as well."""
 
-    def __init__(self, url: Url, plan: SavePlan, *, overwrite: bool, names: BucketNames, parts: int | None, several: bool) -> None:
-        save = PrefixSave(url, plan.index[0].key if plan.index else "", overwrite=overwrite, parts=parts)
+    def __init__(
+        self,
+        url: Url,
+        plan: SavePlan,
+        *,
+        overwrite: bool,
+        names: BucketNames,
+        parts: int | None,
+        several: bool,
+    ) -> None:
+        save = PrefixSave(
+            url, plan.index[0].key if plan.index else "", overwrite=overwrite, parts=parts
+        )
         save.begin(names.counts)
         there = save.there
-        found = [] if plan.index else [file for file in plan.files if names.weights(file.key) and file.key not in there]
+        found = (
+            []
+            if plan.index
+            else [file for file in plan.files if names.weights(file.key) and file.key not in there]
+        )
         aside = [*(file for file in plan.files if file.key in there), *(found if several else ())]
         hidden = {file.key: _hidden(file.key) for file in aside if file.nbytes <= COPIED_NBYTES}
         super().__init__(url, json.dumps(hidden), save)
@@ -279,9 +343,15 @@ class CopyTarget(JoinedCopy):
         self._files.append(file)
         return nothing_yet if self.keeps(file) else super().begin(file)
 
-    def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
+    def publish(
+        self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
+    ) -> None:
         save, old = self._save, self._replaced.names
-        mine = {*(one.key for one in self._linked), *(file.key for file in (*self._files, *index)), *(key for key, _, _ in others)}
+        mine = {
+            *(one.key for one in self._linked),
+            *(file.key for file in (*self._files, *index)),
+            *(key for key, _, _ in others),
+        }
         for file in self._last:
             _put(file, how, save, file.key)
         how.last()
@@ -302,7 +372,12 @@ class CopyTarget(JoinedCopy):
             save.commit(_text(file, how))
         self._replaced.remove(save, keep=mine)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         super().__exit__(kind, error, trace)
         self._claim.__exit__(kind, error, trace)
 
@@ -313,7 +388,9 @@ def _check_uploaded(file: FilePlan, url: Url, crcs: Mapping[str, int]) -> None:
     for label, found in stored_crcs(file, store, key).items():
         if found != crcs[label]:
             message = "what was written does not read back the same; nothing was published"
-            raise NotCommitted(message, file=store.name, tensor=label, expected=crcs[label], found=found)
+            raise NotCommitted(
+                message, file=store.name, tensor=label, expected=crcs[label], found=found
+            )
 
 
 def _hidden(name: str) -> str:
@@ -326,6 +403,8 @@ def _read(bucket: Bucket, key: str, start: int, out: memoryview) -> None:
         got = bucket.get(key, start, start + out.nbytes)
     except StoreError as error:
         if error.errno == errno.ENOENT:
-            raise StoreError("an object that a rank has uploaded is not there", file=bucket.url(key)) from None
+            raise StoreError(
+                "an object that a rank has uploaded is not there", file=bucket.url(key)
+            ) from None
         raise
     out[:] = got.data

@@ -38,7 +38,13 @@ from holdfast.core.documents import DocumentKind, read_document, write_document
 from holdfast.core.value import Value
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.targets.bucket_commit import PrefixSave, save_id
-from holdfast.errors import DurabilityUncertain, FormatError, HoldfastError, LimitExceeded, StoreError
+from holdfast.errors import (
+    DurabilityUncertain,
+    FormatError,
+    HoldfastError,
+    LimitExceeded,
+    StoreError,
+)
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.failures import if_there
 from holdfast.stores.remote.url import Url
@@ -80,7 +86,10 @@ def claims_below(parent: Url, does: Does, *, mine: str | None = None) -> set[str
     bucket, found, old = bucket_of(parent), set[str](), list[str]()
     rows = {one.key: one.changed for one in bucket.below(f"{_below(parent)}/", MOST)}
     if mine is not None and mine not in rows:
-        raise _unsure("the store does not list what was just written to it; checkpoints cannot share bytes there", parent)
+        raise _unsure(
+            "the store does not list what was just written to it; checkpoints cannot share bytes there",
+            parent,
+        )
     now = datetime.now(UTC) if mine is None else rows[mine]
     for key, changed in rows.items():
         age = (now - changed).total_seconds()
@@ -89,9 +98,14 @@ def claims_below(parent: Url, does: Does, *, mine: str | None = None) -> set[str
             continue
         try:
             got = if_there(bucket.whole, key, MOST_NBYTES)
-            content = None if got is None else read_document(DOCUMENT, bytes(got.data))  # None: it has been taken away
+            content = (
+                None if got is None else read_document(DOCUMENT, bytes(got.data))
+            )  # None: it has been taken away
         except (FormatError, LimitExceeded):
-            raise _unsure("this claim cannot be understood; perhaps a newer Holdfast works here", bucket.url(key)) from None
+            raise _unsure(
+                "this claim cannot be understood; perhaps a newer Holdfast works here",
+                bucket.url(key),
+            ) from None
         found.update(content.folders if content is not None and content.does == does else ())
     if old:
         with suppress(HoldfastError):
@@ -129,7 +143,9 @@ def claiming(parent: Url, does: Does, folders: Collection[str]) -> Iterator[Clai
     over()
 
 
-Used = Sequence[tuple[str, str, int]]  # Objects of which others are the owners: folder, name and length of each.
+Used = Sequence[
+    tuple[str, str, int]
+]  # Objects of which others are the owners: folder, name and length of each.
 
 
 def commit_sharing(save: PrefixSave, used: Used, commit: Callable[[], None]) -> None:
@@ -150,7 +166,11 @@ def commit_sharing(save: PrefixSave, used: Used, commit: Callable[[], None]) -> 
             commit()
     except StoreError as error:
         code = errno.ESTALE if error.errno == errno.EAGAIN else error.errno
-        raise refusal(f"what the base has cannot be looked at: {error.message}; nothing was published", save.url, code) from None
+        raise refusal(
+            f"what the base has cannot be looked at: {error.message}; nothing was published",
+            save.url,
+            code,
+        ) from None
 
 
 def _look(parent: Url, used: Used, url: Url) -> None:
@@ -165,7 +185,9 @@ def _look(parent: Url, used: Used, url: Url) -> None:
 
 
 def _stale(url: Url, why: str) -> HoldfastError:
-    return refusal(f"the base cannot be shared with: {why}; nothing was published", url, errno.ESTALE)
+    return refusal(
+        f"the base cannot be shared with: {why}; nothing was published", url, errno.ESTALE
+    )
 
 
 class Released(Value, frozen=True):
@@ -175,7 +197,9 @@ class Released(Value, frozen=True):
     used: Sequence[str] = ()  # Those that stay because a save uses their folder.
 
 
-def release(parent: Url, keys: Collection[str], named: Callable[[Collection[str]], Collection[str]]) -> Released:
+def release(
+    parent: Url, keys: Collection[str], named: Callable[[Collection[str]], Collection[str]]
+) -> Released:
     """Delete objects in folders of `parent` that no manifest names any more. `named` says which of these keys a published manifest
     names; it looks anew. Raises `StoreError`."""
     start = f"{parent.key}/" if parent.key else ""
@@ -188,6 +212,8 @@ def release(parent: Url, keys: Collection[str], named: Callable[[Collection[str]
         taken = set(named(free))
         free = [key for key in free if key not in taken]
         if not claim.counts:
-            raise _unsure("the store answers too slowly to be sure of what is needed; try again", parent)
+            raise _unsure(
+                "the store answers too slowly to be sure of what is needed; try again", parent
+            )
         bucket_of(parent).delete(free)
         return Released(free, [key for key in folders if folders[key] in used])

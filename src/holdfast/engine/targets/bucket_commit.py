@@ -36,7 +36,14 @@ from typing import Final
 
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.stream import Writer
-from holdfast.errors import DurabilityUncertain, HoldfastError, LimitExceeded, NotCommitted, StoreError, detached
+from holdfast.errors import (
+    DurabilityUncertain,
+    HoldfastError,
+    LimitExceeded,
+    NotCommitted,
+    StoreError,
+    detached,
+)
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.failures import Taken, pauses
 from holdfast.stores.remote.url import Url
@@ -46,7 +53,9 @@ TRIES = 5  # How often the index is put while nobody can say whether it is there
 LOOK_S = 0.25  # The first pause before that; each is twice the one before. A store may show late what it has.
 NOBODY: Final = "0" * 16  # In the name of a claim, where other hidden names have the id of a save.
 
-CLAIM: Final = f".copy.{NOBODY}.tmp"  # Says that somebody copies to this place. No reader takes it for a file.
+CLAIM: Final = (
+    f".copy.{NOBODY}.tmp"  # Says that somebody copies to this place. No reader takes it for a file.
+)
 SAVE: Final = "holdfastsave"  # The attribute of an object that says which save wrote it. Azure takes the names of C#: no dashes.
 Write = Callable[[Writer], object]
 
@@ -70,7 +79,9 @@ def check_conditions(bucket: Bucket, url: Url) -> None:
             except Taken:
                 bucket.conditions = True
         except StoreError as error:
-            raise refusal(f"the store cannot be written to: {error.message}", url, error.errno) from None
+            raise refusal(
+                f"the store cannot be written to: {error.message}", url, error.errno
+            ) from None
         finally:
             with suppress(HoldfastError):
                 bucket.delete([probe])
@@ -82,7 +93,9 @@ def check_conditions(bucket: Bucket, url: Url) -> None:
 
 
 @contextmanager
-def claimed(bucket: Bucket, key: str, url: Url, *, busy: str, force: bool = False) -> Iterator[None]:
+def claimed(
+    bucket: Bucket, key: str, url: Url, *, busy: str, force: bool = False
+) -> Iterator[None]:
     """Have a place alone, by a small object that only one can create. `force` takes the place of one whose saver is dead. Raises
     `NotCommitted`, with the message `busy`, where another has it. Where nobody can say how the block ended, the claim stays."""
     mine = save_id().encode()
@@ -106,7 +119,11 @@ def claimed(bucket: Bucket, key: str, url: Url, *, busy: str, force: bool = Fals
         if held is None and isinstance(failed, Taken):
             time.sleep(pause)
             continue
-        message = f"{busy}; pass overwrite=True when none is" if isinstance(failed, Taken) else failed.message
+        message = (
+            f"{busy}; pass overwrite=True when none is"
+            if isinstance(failed, Taken)
+            else failed.message
+        )
         raise refusal(message, url, failed.errno)
     else:
         raise refusal(f"{busy}; pass overwrite=True when none is", url, errno.EEXIST)
@@ -123,7 +140,9 @@ def claimed(bucket: Bucket, key: str, url: Url, *, busy: str, force: bool = Fals
                     bucket.delete([key])
 
 
-def put_surely(put: Callable[[], object], is_mine: Callable[[], bool | None], lost: Callable[[], HoldfastError]) -> str | None:
+def put_surely(
+    put: Callable[[], object], is_mine: Callable[[], bool | None], lost: Callable[[], HoldfastError]
+) -> str | None:
     """Put an object, and look what is there where the answer is none. None when it is there, else the last error message. `is_mine`
     looks: None where what was there before is there still. Raises `lost()` where another's is."""
     failure = ""
@@ -147,7 +166,11 @@ def put_surely(put: Callable[[], object], is_mine: Callable[[], bool | None], lo
 
 
 def another_first(url: Url) -> HoldfastError:
-    return refusal("another save to the same place was published first; this one was given up", url, errno.EEXIST)
+    return refusal(
+        "another save to the same place was published first; this one was given up",
+        url,
+        errno.EEXIST,
+    )
 
 
 class PrefixSave:
@@ -160,7 +183,9 @@ class PrefixSave:
         self._overwrite = overwrite
         self._bucket = bucket_of(url)
         self._written: list[str] = []
-        self.there: frozenset[str] = frozenset()  # What lay right below the prefix when the save began, by its names.
+        self.there: frozenset[str] = (
+            frozenset()
+        )  # What lay right below the prefix when the save began, by its names.
         self._before: str | None = None  # The etag of the index that is to be replaced.
         self.revocable = True
         """Whether it is known that nobody finds what was written: until the index is put, and where another save was faster."""
@@ -175,10 +200,18 @@ class PrefixSave:
             # What a list says of an object may be older than the object.
             self._before = None if index is None else self._bucket.head(self._key(self.index)).etag
         except StoreError as error:
-            raise refusal(f"the target cannot be looked at: {error.message}", self.url, error.errno) from None
+            raise refusal(
+                f"the target cannot be looked at: {error.message}", self.url, error.errno
+            ) from None
         self.there = frozenset(names)
-        if not self._overwrite and (self._before is not None or (counts is not None and any(map(counts, names)))):
-            raise refusal("a checkpoint exists there; pass overwrite=True to replace it", self.url, errno.EEXIST)
+        if not self._overwrite and (
+            self._before is not None or (counts is not None and any(map(counts, names)))
+        ):
+            raise refusal(
+                "a checkpoint exists there; pass overwrite=True to replace it",
+                self.url,
+                errno.EEXIST,
+            )
 
     def write(self, name: str, nbytes: int, write: Write) -> None:
         """Write one object, of those that nobody finds without the index."""
@@ -188,7 +221,9 @@ class PrefixSave:
             with self._bucket.uploading(key, nbytes, attributes=None, parts=self._parts) as upload:
                 write(upload)
         except StoreError as error:
-            raise refusal(f"{error.message}; nothing was published", self._bucket.url(key), error.errno) from None
+            raise refusal(
+                f"{error.message}; nothing was published", self._bucket.url(key), error.errno
+            ) from None
 
     def expect(self, names: Iterable[str]) -> None:
         """Names that this save writes, here or on other parts: of those that nobody had before, none stays if it is given up."""
@@ -205,9 +240,17 @@ class PrefixSave:
                 there = self._bucket.whole(key, max(len(index), 1) + (1 << 20))
             except LimitExceeded:
                 return False  # longer than ours
-            return True if bytes(there.data) == index else None if there.found.etag == before else False
+            return (
+                True
+                if bytes(there.data) == index
+                else None
+                if there.found.etag == before
+                else False
+            )
 
-        put = partial(self._bucket.put, key, index, create=before is None, match=before, attributes=attributes)
+        put = partial(
+            self._bucket.put, key, index, create=before is None, match=before, attributes=attributes
+        )
         unsure = put_surely(put, is_mine, self._lost)
         if unsure is not None:
             message = f"nobody can say whether the save was published ({unsure}); its objects were left there. Open it to see"
@@ -223,7 +266,9 @@ class PrefixSave:
         try:
             self._bucket.copy(key, self._key(name))
         except StoreError as error:
-            raise refusal(f"{error.message}; nothing was published", self._bucket.url(key), error.errno) from None
+            raise refusal(
+                f"{error.message}; nothing was published", self._bucket.url(key), error.errno
+            ) from None
 
     def claimed(self) -> AbstractContextManager[None]:
         """Have the place alone, for a save whose names another would write as well. Raises `NotCommitted` where one does."""
@@ -262,7 +307,9 @@ class PrefixSave:
 
 
 class ObjectSave:
-    AT_ONCE: Final = 64 << 20  # Up to this length the object is put by one request, which may have a condition.
+    AT_ONCE: Final = (
+        64 << 20
+    )  # Up to this length the object is put by one request, which may have a condition.
 
     def __init__(self, url: Url, *, overwrite: bool, parts: int | None = None) -> None:
         self.url = url
@@ -277,24 +324,41 @@ class ObjectSave:
             check_conditions(self._bucket, self.url)
         try:
             if not self.url.says_file and any(self._bucket.folders(self.url.key)):
-                raise refusal("there are objects below this name, which is a folder's; give another", self.url, errno.EISDIR)
+                raise refusal(
+                    "there are objects below this name, which is a folder's; give another",
+                    self.url,
+                    errno.EISDIR,
+                )
             self._bucket.head(self.url.key)
         except StoreError as error:
             if error.errno != errno.ENOENT:
-                raise refusal(f"the target cannot be looked at: {error.message}", self.url, error.errno) from None
+                raise refusal(
+                    f"the target cannot be looked at: {error.message}", self.url, error.errno
+                ) from None
             return
         if self._overwrite:
             return
-        raise refusal("the object exists; pass overwrite=True to replace it", self.url, errno.EEXIST)
+        raise refusal(
+            "the object exists; pass overwrite=True to replace it", self.url, errno.EEXIST
+        )
 
     def copy(self, key: str) -> None:
         try:
             with self._last_look():
                 self._bucket.copy(key, self.url.key)
         except StoreError as error:
-            raise refusal(f"{error.message}; nothing was published", self.url, error.errno) from None
+            raise refusal(
+                f"{error.message}; nothing was published", self.url, error.errno
+            ) from None
 
-    def write(self, nbytes: int, write: Write, before_commit: Callable[[], None], *, check: Check | None = None) -> None:
+    def write(
+        self,
+        nbytes: int,
+        write: Write,
+        before_commit: Callable[[], None],
+        *,
+        check: Check | None = None,
+    ) -> None:
         """Write and publish. `check` is given the place of what was written, when it is there. Without `overwrite`, a short object
         is put with a condition; a long one is an upload in parts, which S3 gives none. So the name is claimed for the moment in
         which either becomes an object."""
@@ -315,12 +379,22 @@ class ObjectSave:
             message = "the object is there, and does not read back the same as it was written; save it again"
             raise DurabilityUncertain(message, file=self.url) from None
         except HoldfastError as error:
-            raise DurabilityUncertain(f"the object is there, and cannot be read back: {error.message}", file=self.url) from None
+            raise DurabilityUncertain(
+                f"the object is there, and cannot be read back: {error.message}", file=self.url
+            ) from None
 
-    def _upload(self, nbytes: int, write: Write, before_commit: Callable[[], None], attributes: Mapping[str, str]) -> None:
+    def _upload(
+        self,
+        nbytes: int,
+        write: Write,
+        before_commit: Callable[[], None],
+        attributes: Mapping[str, str],
+    ) -> None:
         with ExitStack() as held:
             try:
-                with self._bucket.uploading(self.url.key, nbytes, attributes=attributes, parts=self._parts) as upload:
+                with self._bucket.uploading(
+                    self.url.key, nbytes, attributes=attributes, parts=self._parts
+                ) as upload:
                     write(upload)
                     before_commit()
                     held.enter_context(self._last_look())
@@ -348,7 +422,10 @@ class ObjectSave:
         put = partial(self._bucket.put, self.url.key, content, create=True, attributes=attributes)
         unsure = put_surely(put, is_mine, lambda: another_first(self.url))
         if unsure is not None:
-            raise DurabilityUncertain(f"nobody can say whether the object was written ({unsure}); look at it", file=self.url)
+            raise DurabilityUncertain(
+                f"nobody can say whether the object was written ({unsure}); look at it",
+                file=self.url,
+            )
 
     def _uncertain(self, error: StoreError) -> None:
         """An upload that failed at its end may be there all the same: look, and say so."""
@@ -356,8 +433,12 @@ class ObjectSave:
             there = self._bucket.get(self.url.key, 0, 1)
         except StoreError as second:
             if second.errno == errno.ENOENT:
-                raise refusal(f"{error.message}; nothing was published", self.url, error.errno) from None
+                raise refusal(
+                    f"{error.message}; nothing was published", self.url, error.errno
+                ) from None
             message = f"nobody can say whether the object was written ({error.message}); look at it"
             raise DurabilityUncertain(message, file=self.url) from None
         if there.attributes.get(SAVE) != self._id:
-            raise refusal(f"{error.message}; what was there is there still", self.url, error.errno) from None
+            raise refusal(
+                f"{error.message}; what was there is there still", self.url, error.errno
+            ) from None

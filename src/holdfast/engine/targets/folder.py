@@ -65,7 +65,9 @@ def staging_path(target: str, plan: SavePlan) -> str:
 
 
 class Staging:
-    def __init__(self, folder: str, target: str, *, durable: bool, files: Files | None = None) -> None:
+    def __init__(
+        self, folder: str, target: str, *, durable: bool, files: Files | None = None
+    ) -> None:
         self._files: Files = files or system_files()
         self._parent, self._name = split_path(folder)
         self._durable = durable
@@ -75,16 +77,22 @@ class Staging:
                 self._files.mkdir(self._name, at=self._at, private=True)
             self._folder = self._files.open_directory(self._name, at=self._at)
 
-    def put(self, file: FilePlan, write: Callable[[FilePlan, NewFile], Mapping[str, int]]) -> Mapping[str, int]:
+    def put(
+        self, file: FilePlan, write: Callable[[FilePlan, NewFile], Mapping[str, int]]
+    ) -> Mapping[str, int]:
         """The checksums of a file: of one that an earlier try finished, or of one that `write` makes now."""
         found = self._finished(file)
         if found is not None:
             return found
-        with FileTransaction(self._path(file.key), durable=self._durable, files=self._files) as single:
+        with FileTransaction(
+            self._path(file.key), durable=self._durable, files=self._files
+        ) as single:
             crcs = dict(write(file, single.file))
             single.commit()
         receipt = json.dumps(crcs).encode()
-        replace_file(self._path(file.key + RECEIPT), receipt, durable=self._durable, files=self._files)
+        replace_file(
+            self._path(file.key + RECEIPT), receipt, durable=self._durable, files=self._files
+        )
         return crcs
 
     def adopt(self, folder: DirectoryTransaction, key: str) -> None:
@@ -127,17 +135,25 @@ class Staging:
 
 def _fill(file: FilePlan, how: Saving, sink: NewFile, path: str) -> Mapping[str, int]:
     """Write a file, sure of what was read and, where that is wanted, of what was written."""
-    receipt = write_file(file, sink, crcs=how.crcs, threads=how.threads, progress=how.progress, block=how.block)
+    receipt = write_file(
+        file, sink, crcs=how.crcs, threads=how.threads, progress=how.progress, block=how.block
+    )
     how.crcs.update(receipt.crcs)
     check_source(file, how.crcs)
     if how.read_back:
-        check_written(file, sink.descriptor, how.crcs, path=path, blocks=receipt.blocks, threads=how.threads)
+        check_written(
+            file, sink.descriptor, how.crcs, path=path, blocks=receipt.blocks, threads=how.threads
+        )
     sink.complete = True
     return receipt.crcs
 
 
-def _fill_part(file: FilePlan, part: tuple[int, int], how: Saving, sink: NewFile, path: str) -> Written:
-    written = write_part(file, sink, part, threads=how.threads, progress=how.progress, block=how.block)
+def _fill_part(
+    file: FilePlan, part: tuple[int, int], how: Saving, sink: NewFile, path: str
+) -> Written:
+    written = write_part(
+        file, sink, part, threads=how.threads, progress=how.progress, block=how.block
+    )
     if how.read_back:
         check_part(file, sink.descriptor, written, path=path, threads=how.threads)
     return written
@@ -174,7 +190,9 @@ class FileTarget(FirstTarget):
     def __init__(self, path: str, *, durable: bool, overwrite: bool, files: Files | None) -> None:
         super().__init__()
         self._system, self._path, self._durable = files or system_files(), path, durable
-        self._transaction = FileTransaction(path, durable=durable, overwrite=overwrite, files=self._system)
+        self._transaction = FileTransaction(
+            path, durable=durable, overwrite=overwrite, files=self._system
+        )
         self._transaction.__enter__()
 
     @property
@@ -194,13 +212,20 @@ class FileTarget(FirstTarget):
     def reading(self, key: str) -> Iterator[Reads | None]:
         yield partial(self._system.pread, self._transaction.descriptor)
 
-    def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
+    def publish(
+        self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
+    ) -> None:
         how.seals.take(self, how.threads)
         how.last()
         with how.seals.around(self._system, durable=self._durable):
             self._transaction.commit()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._transaction.__exit__(kind, error, trace)
 
 
@@ -235,14 +260,24 @@ class JoinedFolder(Target):
     def _create(self, key: str) -> NewFile:
         label = self._label(key)
         with refusing("creating a file", label):
-            made = NewFile(self._system, self._system.create(key, at=self._folder), path=label, durable=self._durable)
+            made = NewFile(
+                self._system,
+                self._system.create(key, at=self._folder),
+                path=label,
+                durable=self._durable,
+            )
         self._made.append(made)
         return made
 
     def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> Written:
         label = self._label(file.key)
         with refusing("opening a file of the first rank", label):
-            shared = NewFile(self._system, self._system.open_shared(file.key, at=self._folder), path=label, durable=self._durable)
+            shared = NewFile(
+                self._system,
+                self._system.open_shared(file.key, at=self._folder),
+                path=label,
+                durable=self._durable,
+            )
         self._made.append(shared)
         written = _fill_part(file, part, how, shared, self._path)
         shared.finish(durable=self._durable)
@@ -273,7 +308,9 @@ class JoinedFolder(Target):
     def link(self, file: LinkedFile) -> bool:
         label, system = self._label(file.key), self._system
         with _base(system, file.folder) as base, refusing("taking over a file of the base", label):
-            made, linked = linked_or_copied(system, file.key, file.nbytes, source_at=base, at=self._folder, label=label)
+            made, linked = linked_or_copied(
+                system, file.key, file.nbytes, source_at=base, at=self._folder, label=label
+            )
             made.finish(durable=self._durable)
         return linked
 
@@ -330,11 +367,17 @@ class FolderTarget(FirstTarget):
         super().__init__()
         self._system, self._path, self._durable = files or system_files(), path, durable
         self._staging_path = "" if resumed is None else staging_path(path, resumed)
-        self._staging = Staging(self._staging_path, path, durable=durable, files=files) if self._staging_path else None
+        self._staging = (
+            Staging(self._staging_path, path, durable=durable, files=files)
+            if self._staging_path
+            else None
+        )
         self.splits = self._staging is None
         self._staged: list[str] = []
         self._published = False
-        self._folder = DirectoryTransaction(path, durable=durable, overwrite=overwrite, replaceable=replaceable, files=files)
+        self._folder = DirectoryTransaction(
+            path, durable=durable, overwrite=overwrite, replaceable=replaceable, files=files
+        )
         if self._staging is None:
             try:
                 self._folder.__enter__()
@@ -385,7 +428,9 @@ class FolderTarget(FirstTarget):
     def written(self) -> Store:
         return LocalStore(self._folder.hidden_path, max_files=DEFAULTS.files)
 
-    def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
+    def publish(
+        self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
+    ) -> None:
         folder = self._folder
         if self._staging is not None:
             folder.__enter__()
@@ -407,7 +452,12 @@ class FolderTarget(FirstTarget):
     def give_up(self) -> None:
         self.__exit__(None, None, None)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         staging, self._staging = self._staging, None
         try:
             self._folder.__exit__(kind, error, trace)

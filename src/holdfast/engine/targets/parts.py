@@ -40,7 +40,9 @@ class FilePart(Value, frozen=True):
     stop: int
 
 
-def deal_files(files: Sequence[FilePlan], ranks: int, *, splits: bool, kept: Collection[int] = ()) -> list[list[FilePart]]:
+def deal_files(
+    files: Sequence[FilePlan], ranks: int, *, splits: bool, kept: Collection[int] = ()
+) -> list[list[FilePart]]:
     """What each rank writes. `splits` says whether several may write one file; of those that one rank writes, those that are `kept`
     are the first rank's."""
     if ranks == 1:
@@ -51,7 +53,9 @@ def deal_files(files: Sequence[FilePlan], ranks: int, *, splits: bool, kept: Col
         loads = np.zeros(ranks, np.int64)
         loads[-1] = sum(files[number].nbytes for number in kept)
         # The fullest share comes first, and the first rank has the index to write.
-        picks = ranks - 1 - deal(np.array([files[number].nbytes for number in left], np.int64), loads)
+        picks = (
+            ranks - 1 - deal(np.array([files[number].nbytes for number in left], np.int64), loads)
+        )
         owners = dict.fromkeys(kept, 0) | dict(zip(left, picks.tolist(), strict=True))
         for number, file in enumerate(files):
             shares[owners[number]].append(FilePart(number, 0, file.nbytes))
@@ -60,22 +64,34 @@ def deal_files(files: Sequence[FilePlan], ranks: int, *, splits: bool, kept: Col
     edges = [total * rank // ranks for rank in range(ranks + 1)]
     for number, file in enumerate(files):
         end = begin + file.nbytes
-        if file.nbytes <= CUT_NBYTES or any(isinstance(one, Data | Gathered) and one.hashed for one in file.segments):
+        if file.nbytes <= CUT_NBYTES or any(
+            isinstance(one, Data | Gathered) and one.hashed for one in file.segments
+        ):
             middle = min(bisect(edges, begin + file.nbytes // 2) - 1, ranks - 1)
             shares[0 if number in kept else middle].append(FilePart(number, 0, file.nbytes))
         else:
             for rank, (low, high) in enumerate(pairwise(edges)):
                 if max(begin, low) < min(end, high):
-                    shares[rank].append(FilePart(number, max(begin, low) - begin, min(end, high) - begin))
+                    shares[rank].append(
+                        FilePart(number, max(begin, low) - begin, min(end, high) - begin)
+                    )
         begin = end
     return shares
 
 
 def plan_mark(plan: SavePlan) -> bytes:
     """A hash of the layout of a plan. Ranks with the same mark cut the same files at the same places."""
-    mark = blake2b(repr((plan.format, plan.listed)).encode("utf-8", "surrogatepass"), digest_size=16)
+    mark = blake2b(
+        repr((plan.format, plan.listed)).encode("utf-8", "surrogatepass"), digest_size=16
+    )
     for segment in (segment for file in (*plan.files, *plan.index) for segment in file.segments):
-        labels = segment.labels if isinstance(segment, Gathered) else (segment.label,) if isinstance(segment, Data) else ()
+        labels = (
+            segment.labels
+            if isinstance(segment, Gathered)
+            else (segment.label,)
+            if isinstance(segment, Data)
+            else ()
+        )
         mark.update(f"{type(segment).__name__} {segment.nbytes}\0".encode())
         mark.update("\0".join(labels).encode("utf-8", "surrogatepass"))
     return mark.digest()
@@ -99,7 +115,10 @@ class PartReceipt(msgspec.Struct):
     found: bytes
 
 
-TASK, RECEIPT = message_kind("task of a part", PartTask), message_kind("receipt of a part", PartReceipt)
+TASK, RECEIPT = (
+    message_kind("task of a part", PartTask),
+    message_kind("receipt of a part", PartReceipt),
+)
 FOUND = message_kind("list of findings", list[bytes])
 
 
@@ -171,7 +190,9 @@ class Shared(Value, frozen=True, eq=False):
                 answer = ranks.agree(local, publish)
             except (RanksFailed, RankLost) as error:
                 # Not where the first rank is lost, and has what it needs from here: it may have published, or do so yet.
-                if joined is not None and (isinstance(error, RanksFailed) or isinstance(local, Exception)):
+                if joined is not None and (
+                    isinstance(error, RanksFailed) or isinstance(local, Exception)
+                ):
                     joined.give_up()
                 raise
             if several:
@@ -181,13 +202,24 @@ class Shared(Value, frozen=True, eq=False):
     def _begun(self, target: Target) -> PartTask:
         """On the first of several ranks: make the files that are shared."""
         files, count = self.plan.files, self.ranks.size
-        kept = [n for n, file in enumerate(files) if target.keeps(file) or (not target.splits and self.how.seals.wanted(file.key))]
+        kept = [
+            n
+            for n, file in enumerate(files)
+            if target.keeps(file) or (not target.splits and self.how.seals.wanted(file.key))
+        ]
         for number in _cut(deal_files(files, count, splits=target.splits, kept=kept)):
             target.share(files[number])
         # Ranks of machines with other numbers of cores would cut otherwise.
         return PartTask(target.join_name, target.splits, kept, self.how.block or BLOCK_NBYTES)
 
-    def _fill(self, target: Target, share: Sequence[FilePart], how: Saving, own: dict[int, Written], receipt: PartReceipt) -> None:
+    def _fill(
+        self,
+        target: Target,
+        share: Sequence[FilePart],
+        how: Saving,
+        own: dict[int, Written],
+        receipt: PartReceipt,
+    ) -> None:
         """Write the part of this rank: what it knows of files that it shares is for itself, on the first rank, or for the
         receipt."""
         for part in share:
@@ -199,11 +231,15 @@ class Shared(Value, frozen=True, eq=False):
             elif self.ranks.first:
                 own[part.file] = target.fill_part(file, (part.start, part.stop), how)
             else:
-                receipt.parts[part.file] = PartSums.of(file, target.fill_part(file, (part.start, part.stop), how))
+                receipt.parts[part.file] = PartSums.of(
+                    file, target.fill_part(file, (part.start, part.stop), how)
+                )
         if not self.ranks.first:
             receipt.found = self.findings.take()
 
-    def _publish(self, target: Target, own: Mapping[int, Written], receipts: Sequence[PartReceipt]) -> bytes:
+    def _publish(
+        self, target: Target, own: Mapping[int, Written], receipts: Sequence[PartReceipt]
+    ) -> bytes:
         """On the first rank. Gives what all ranks have found."""
         files, others = self.plan.files, list[Delivered]()
         for number in sorted({*own, *(number for receipt in receipts for number in receipt.parts)}):
@@ -217,7 +253,11 @@ class Shared(Value, frozen=True, eq=False):
                 self.how.crcs.update(sums.whole(files[number]))
                 others.append((files[number].key, files[number].nbytes, False))
         target.publish(self.plan.index, self.how, others)
-        return write_document(FOUND, [self.findings.take(), *(receipt.found for receipt in receipts)]) if receipts else b""
+        return (
+            write_document(FOUND, [self.findings.take(), *(receipt.found for receipt in receipts)])
+            if receipts
+            else b""
+        )
 
 
 def _cut(shares: Iterable[Sequence[FilePart]]) -> list[int]:

@@ -54,19 +54,25 @@ class Seals(Protocol):
 
 class Saving(Value, frozen=True, kw_only=True):
     seals: Seals
-    crcs: dict[str, int] = field(default_factory=dict)  # Of all data that was written before, by label. Each file adds its own.
+    crcs: dict[str, int] = field(
+        default_factory=dict
+    )  # Of all data that was written before, by label. Each file adds its own.
     threads: int | None = None
     block: int | None = None
     progress: Progress | None = None
     read_back: bool = False
-    last: Callable[[], None] = lambda: None  # Asked when everything is written: what it raises keeps what was there.
+    last: Callable[[], None] = lambda: (
+        None
+    )  # Asked when everything is written: what it raises keeps what was there.
     attributes: Mapping[str, str] | None = None  # What the object of the index says of itself.
 
 
 Fill = Callable[[Saving], Mapping[str, int]]
 """Writes a file that has its place, now or when it is published; the CRC-32 of each piece of data by its label, if now."""
 
-Delivered = tuple[str, int, bool]  # A file that another part has written: key, length, and whether it is one of the base.
+Delivered = tuple[
+    str, int, bool
+]  # A file that another part has written: key, length, and whether it is one of the base.
 
 
 def nothing_yet(how: Saving) -> Mapping[str, int]:
@@ -136,7 +142,9 @@ class Target:
         """Everything that was written, before anybody else can see it."""
         raise NotImplementedError
 
-    def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
+    def publish(
+        self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
+    ) -> None:
         """Make a checkpoint of what this part has, and of what `others` delivered. The last of the index files makes it one."""
         raise NotImplementedError
 
@@ -149,7 +157,12 @@ class Target:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is not None:
             self.give_up()
 
@@ -165,24 +178,45 @@ def target_of(
     says what is there, and `save` is the id of a save of several parts. `several` says that there are more parts than this."""
     url = place_at(path).url
     if url is not None:
-        from holdfast.engine.targets.bucket import CopyTarget, ObjectTarget, PrefixTarget  # for those who have a bucket
+        from holdfast.engine.targets.bucket import (
+            CopyTarget,
+            ObjectTarget,
+            PrefixTarget,
+        )  # for those who have a bucket
 
         if not plan.directory:
             return ObjectTarget(url, overwrite=overwrite, parts=parts)
         if plan.copied:
-            return CopyTarget(url, plan, overwrite=overwrite, names=names(), parts=parts, several=several)
-        return PrefixTarget(url, save, (*plan.files, *plan.index)[-1].key, overwrite=overwrite, names=names(), parts=parts)
+            return CopyTarget(
+                url, plan, overwrite=overwrite, names=names(), parts=parts, several=several
+            )
+        return PrefixTarget(
+            url,
+            save,
+            (*plan.files, *plan.index)[-1].key,
+            overwrite=overwrite,
+            names=names(),
+            parts=parts,
+        )
     from holdfast.engine.targets.folder import FileTarget, FolderTarget
 
     if not plan.directory:
         return FileTarget(path, durable=durable, overwrite=overwrite, files=files)
     resumed = plan if resume else None
     return FolderTarget(
-        path, durable=durable, overwrite=overwrite, replaceable=replaceable, resumed=resumed, parents=parents, files=files
+        path,
+        durable=durable,
+        overwrite=overwrite,
+        replaceable=replaceable,
+        resumed=resumed,
+        parents=parents,
+        files=files,
     )
 
 
-def join_target(name: str, path: str, *, durable: bool, plan: SavePlan | None = None, resume: bool = False) -> Target:
+def join_target(
+    name: str, path: str, *, durable: bool, plan: SavePlan | None = None, resume: bool = False
+) -> Target:
     """On another part: the target that the first one has opened, by its `join_name`. `plan` and `resume` are as for `target_of`.
     Without a plan it is a folder, or a prefix, whose files are made up on the way."""
     url = place_at(path).url
@@ -191,7 +225,9 @@ def join_target(name: str, path: str, *, durable: bool, plan: SavePlan | None = 
 
         if plan is not None and not plan.directory:
             return Target()  # an object is one upload, and the first part's
-        return JoinedCopy(url, name) if plan is not None and plan.copied else JoinedPrefix(url, name)
+        return (
+            JoinedCopy(url, name) if plan is not None and plan.copied else JoinedPrefix(url, name)
+        )
     from holdfast.engine.targets.folder import JoinedFile, JoinedFolder, JoinedStaging
 
     if plan is not None and not plan.directory:

@@ -47,7 +47,9 @@ class FlatState(Struct):
         """The rows that are stored as tensors."""
         if not self.pickled:
             return table
-        return table.with_entries([row for row, name in enumerate(table.names) if name not in self.pickled], {})
+        return table.with_entries(
+            [row for row, name in enumerate(table.names) if name not in self.pickled], {}
+        )
 
 
 def flatten(state: State) -> FlatState:
@@ -59,7 +61,9 @@ def flatten(state: State) -> FlatState:
         path = tuple(name.split("."))
         above = (flat.values.get(dotted(path[:i])) for i in range(len(path)))
         holder = next(filter(None, above), None)
-        if holder is not None and not any(_is_tensor(inner, leaves) for inner in values_inside(holder.raw)):
+        if holder is not None and not any(
+            _is_tensor(inner, leaves) for inner in values_inside(holder.raw)
+        ):
             flat.pickled.add(name)
         else:
             flat.problems.append(f"{name}: a tensor inside of a tuple; make it a list")
@@ -77,12 +81,16 @@ def common_problems(table: Table, flat: FlatState) -> list[str]:
     """Problems with a state that no message between ranks, or no format, could hold."""
     problems: list[str] = []
     most = DEFAULTS.rank
-    wrong = {k: kind for k, kind in enumerate(table.kinds) if kind.traits.meta or len(kind.shape) > most}
+    wrong = {
+        k: kind for k, kind in enumerate(table.kinds) if kind.traits.meta or len(kind.shape) > most
+    }
     for name, kind in zip(table.names, table.kind, strict=True) if wrong else ():
         if kind in wrong and wrong[kind].traits.meta:
             problems.append(f"{name}: it is on the meta device, without data")
         if kind in wrong and len(wrong[kind].shape) > most:
-            problems.append(f"{name}: {len(wrong[kind].shape)} dimensions are more than Limits(rank={most})")
+            problems.append(
+                f"{name}: {len(wrong[kind].shape)} dimensions are more than Limits(rank={most})"
+            )
     if is_unicode("".join(table.names)) and is_unicode("".join(flat.paths)):
         return problems
     names = dict.fromkeys([*table.names, *flat.paths])
@@ -109,7 +117,11 @@ class _Flattening:
     def _children(self, value: object, path: Path) -> Iterable[tuple[str | int, object]] | None:
         """The children of a mapping or a list that is entered; None for a leaf."""
         if isinstance(value, Mapping) and (value or not path):
-            return () if self._all_tensors(value, path) else zip(map(str, value), value.values(), strict=True)
+            return (
+                ()
+                if self._all_tensors(value, path)
+                else zip(map(str, value), value.values(), strict=True)
+            )
         return enumerate(value) if isinstance(value, list) and self._is_entered(value) else None
 
     def _add(self, value: object, path: Path) -> None:
@@ -139,9 +151,21 @@ class _Flattening:
     def _described(self, value: object) -> object:
         if isinstance(value, list | tuple) and PLAIN.issuperset(map(type, value)):
             return value
-        return rebuild(value, lambda one, _: one if isinstance(one, np.ndarray) else self._leaves.described(one))
+        return rebuild(
+            value,
+            lambda one, _: one if isinstance(one, np.ndarray) else self._leaves.described(one),
+        )
 
     def _is_entered(self, value: object) -> bool:
         leaves = self._leaves
-        inside = (inner for _, inner in walk(value, lambda one: enumerate(one) if isinstance(one, list) else None))
-        return any(isinstance(leaves.described(one), LazyTensor | Composite | Mapping) or leaves.is_tensor(one) for one in inside)
+        inside = (
+            inner
+            for _, inner in walk(
+                value, lambda one: enumerate(one) if isinstance(one, list) else None
+            )
+        )
+        return any(
+            isinstance(leaves.described(one), LazyTensor | Composite | Mapping)
+            or leaves.is_tensor(one)
+            for one in inside
+        )

@@ -49,7 +49,15 @@ from holdfast.errors import (
     Unsupported,
     located,
 )
-from holdfast.formats.dcp.schema import Item, ItemIndex, Metadata, Properties, StoredBox, StoredBytes, StoredTensor
+from holdfast.formats.dcp.schema import (
+    Item,
+    ItemIndex,
+    Metadata,
+    Properties,
+    StoredBox,
+    StoredBytes,
+    StoredTensor,
+)
 from holdfast.formats.dcp.templates import IndexTable
 from holdfast.formats.index_file import is_plain_path
 from holdfast.formats.pickle.machine import interpret_whole
@@ -84,7 +92,9 @@ def compare_metadata(source: Source) -> Corrupted | None:
     if BESIDE not in keys or METADATA not in keys:
         return None
     try:
-        recorded = read_document(DOCUMENT, source.bytes(BESIDE, 0, min(source.store.size(BESIDE), MOST_NBYTES)))
+        recorded = read_document(
+            DOCUMENT, source.bytes(BESIDE, 0, min(source.store.size(BESIDE), MOST_NBYTES))
+        )
     except Corrupted as error:
         return error
     except (FormatError, LimitExceeded, Unsupported):
@@ -135,7 +145,9 @@ class SavedTensor(Value, frozen=True):
         (place, item), (piece,) = found[0], self.pieces
         if place.offset != piece.offsets or item.transforms or item.length < piece.item.length:
             return None
-        return SavedTensor(self.dtype, self.size, self.properties, (SavedChunk(piece.offsets, piece.sizes, item),))
+        return SavedTensor(
+            self.dtype, self.size, self.properties, (SavedChunk(piece.offsets, piece.sizes, item),)
+        )
 
 
 class Index(Struct):
@@ -181,13 +193,17 @@ def read_index(source: Source, *, rank: int | None = None, whole: bool = True) -
 def ranks_alone(source: Source) -> list[int]:
     """The ranks that saved without the others (`use_collectives=False`); none if there is one index for all."""
     keys = source.store.list()
-    return [] if METADATA in keys else sorted(_rank(key) for key in keys if RANK_FILE.fullmatch(key))
+    return (
+        [] if METADATA in keys else sorted(_rank(key) for key in keys if RANK_FILE.fullmatch(key))
+    )
 
 
 def read_metadata(source: Source, *, rank: int | None = None) -> tuple[Metadata, Index]:
     """The metadata of a directory, that of several ranks merged; and its index, still empty."""
     keys = source.store.list()
-    shares = sorted((key for key in keys if RANK_FILE.fullmatch(key) and rank in (None, _rank(key))), key=_rank)
+    shares = sorted(
+        (key for key in keys if RANK_FILE.fullmatch(key) and rank in (None, _rank(key))), key=_rank
+    )
     names = [METADATA] if METADATA in keys and rank is None else shares
     if not names:
         raise HeaderError(
@@ -208,9 +224,14 @@ def read_metadata(source: Source, *, rank: int | None = None) -> tuple[Metadata,
         with located(file=name):
             raw = source.bytes(name, 0, source.store.size(name))
             most = source.limits.dcp_metadata_nbytes
-            done = interpret_whole(raw, IndexTable(), limits=source.limits, stream=name, max_nbytes=most)
+            done = interpret_whole(
+                raw, IndexTable(), limits=source.limits, stream=name, max_nbytes=most
+            )
             if not isinstance(done.value, Metadata) or not done.value.filled:
-                raise PickleError(f"{name} holds no Metadata of a distributed checkpoint", found=type(done.value).__name__)
+                raise PickleError(
+                    f"{name} holds no Metadata of a distributed checkpoint",
+                    found=type(done.value).__name__,
+                )
         found.append(done.value)
         index.foreign += done.foreign
     return (found[0] if len(found) == 1 else _together(found, index)), index
@@ -231,24 +252,40 @@ def _together(shares: Sequence[Metadata], index: Index) -> Metadata:
     planner: dict[object, object] = {}
     places: dict[str, list[tuple[ItemIndex, object]]] = {}
     boxes: dict[object, list[object]] = {}
-    chunks = sum(len(stored.boxes) for share in shares for stored in share.tensors.values() if isinstance(stored, StoredTensor))
+    chunks = sum(
+        len(stored.boxes)
+        for share in shares
+        for stored in share.tensors.values()
+        if isinstance(stored, StoredTensor)
+    )
     items = sum(len(share.items) for share in shares)
     if chunks > items:
-        raise MetadataError(f"{chunks:,} chunks and {items:,} items; one for each was expected", expected=chunks, found=items)
+        raise MetadataError(
+            f"{chunks:,} chunks and {items:,} items; one for each was expected",
+            expected=chunks,
+            found=items,
+        )
     for share in shares:
         if isinstance(share.planner, dict):
             planner = {**share.planner, **planner}
         for name, stored in share.tensors.items():
             first = whole.tensors.setdefault(name, stored)
             if type(first) is not type(stored):
-                raise MetadataError("a tensor on one rank, and none on another", tensor=str(name)[:256])
+                raise MetadataError(
+                    "a tensor on one rank, and none on another", tensor=str(name)[:256]
+                )
             if isinstance(first, StoredTensor) and isinstance(stored, StoredTensor):
                 if (first.size, first.properties.dtype) != (stored.size, stored.properties.dtype):
-                    raise MetadataError("two ranks say different sizes or dtypes of one tensor", tensor=str(name)[:256])
+                    raise MetadataError(
+                        "two ranks say different sizes or dtypes of one tensor",
+                        tensor=str(name)[:256],
+                    )
                 boxes.setdefault(name, []).extend(stored.boxes)
         for place, item in share.items.items():
             if not isinstance(place, ItemIndex):
-                raise PickleError("storage_data with a key that is no MetadataIndex", found=type(place).__name__)
+                raise PickleError(
+                    "storage_data with a key that is no MetadataIndex", found=type(place).__name__
+                )
             places.setdefault(place.name, []).append((place, item))
     doubles = 0
     for found in places.values():
@@ -264,12 +301,20 @@ def _together(shares: Sequence[Metadata], index: Index) -> Metadata:
         first = whole.tensors[name]
         if isinstance(first, StoredTensor):
             # A new one: one record may stand for many names.
-            distinct = [box for i, box in enumerate(ordered) if not i or _extent(box) != _extent(ordered[i - 1])]
+            distinct = [
+                box
+                for i, box in enumerate(ordered)
+                if not i or _extent(box) != _extent(ordered[i - 1])
+            ]
             whole.tensors[name] = StoredTensor(first.filled, first.properties, first.size, distinct)
     whole.planner = planner or None
-    index.notes.append(f"{len(shares):,} ranks wrote metadata of their own (use_collectives=False); put together here")
+    index.notes.append(
+        f"{len(shares):,} ranks wrote metadata of their own (use_collectives=False); put together here"
+    )
     if doubles:
-        index.notes.append(f"{doubles:,} items are there from several ranks; the lowest rank's are read")
+        index.notes.append(
+            f"{doubles:,} items are there from several ranks; the lowest rank's are read"
+        )
     return whole
 
 
@@ -282,13 +327,23 @@ def _extent(box: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> None:
     found: dict[str, list[tuple[ItemIndex, Item]]] = {}
     for place, item in metadata.items.items():
-        if not isinstance(place, ItemIndex) or not isinstance(item, Item) or not place.filled or not item.filled:
-            raise PickleError("storage_data is no dict of MetadataIndex and _StorageInfo", found=type(item).__name__)
+        if (
+            not isinstance(place, ItemIndex)
+            or not isinstance(item, Item)
+            or not place.filled
+            or not item.filled
+        ):
+            raise PickleError(
+                "storage_data is no dict of MetadataIndex and _StorageInfo",
+                found=type(item).__name__,
+            )
         found.setdefault(place.name, []).append((place, item))
     alike: dict[int, tuple[StoredTensor, SavedTensor]] = {}
     for name, stored in metadata.tensors.items():
         if type(name) is not str:
-            raise PickleError("state_dict_metadata with a name that is no text", found=type(name).__name__)
+            raise PickleError(
+                "state_dict_metadata with a name that is no text", found=type(name).__name__
+            )
         items = found.pop(name, [])
         known = alike.get(id(stored))
         entry = known[1].alike(items) if known is not None else None
@@ -304,7 +359,9 @@ def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> N
             if isinstance(made, SavedTensor) and len(made.pieces) == 1:
                 alike[id(stored)] = stored, made
     if found:
-        index.notes.append(f"{len(found):,} names have items and no metadata, so they are not listed: {_some([*found])}")
+        index.notes.append(
+            f"{len(found):,} names have items and no metadata, so they are not listed: {_some([*found])}"
+        )
     index.planner = metadata.planner
     if isinstance(metadata.version, str):
         index.texts["version"] = metadata.version
@@ -314,10 +371,14 @@ def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> N
             if isinstance(value, str | PurePath):
                 index.texts[key] = str(value)[:4096]
     if metadata.more:
-        index.notes.append(f"the metadata has further fields, which torch does not know: {', '.join(metadata.more[:5])}")
+        index.notes.append(
+            f"the metadata has further fields, which torch does not know: {', '.join(metadata.more[:5])}"
+        )
 
 
-def _entry(stored: object, found: list[tuple[ItemIndex, Item]], limits: Limits, *, whole: bool) -> SavedTensor | Item | Opaque:
+def _entry(
+    stored: object, found: list[tuple[ItemIndex, Item]], limits: Limits, *, whole: bool
+) -> SavedTensor | Item | Opaque:
     match stored:
         case StoredTensor():
             return _tensor(stored, found, limits, whole=whole)
@@ -329,17 +390,23 @@ def _entry(stored: object, found: list[tuple[ItemIndex, Item]], limits: Limits, 
         case Opaque():
             return stored
         case _:
-            raise PickleError("neither a tensor nor bytes in state_dict_metadata", found=type(stored).__name__)
+            raise PickleError(
+                "neither a tensor nor bytes in state_dict_metadata", found=type(stored).__name__
+            )
 
 
-def _tensor(stored: StoredTensor, found: list[tuple[ItemIndex, Item]], limits: Limits, *, whole: bool) -> SavedTensor:
+def _tensor(
+    stored: StoredTensor, found: list[tuple[ItemIndex, Item]], limits: Limits, *, whole: bool
+) -> SavedTensor:
     """A tensor with an item for each chunk. Without `whole`, several ranks may list one chunk."""
     properties = stored.properties
     dtype = properties.dtype
     if not stored.filled or dtype is None:
         raise PickleError("a TensorStorageMetadata without its state")
     if properties.layout != "strided":
-        raise MetadataError(f"a tensor of layout {properties.layout}, which torch does not save in this format")
+        raise MetadataError(
+            f"a tensor of layout {properties.layout}, which torch does not save in this format"
+        )
     size = checked_shape(stored.size, limits)
     extents = [_extent(box) for box in stored.boxes]
     if not whole:
@@ -353,7 +420,10 @@ def _tensor(stored: StoredTensor, found: list[tuple[ItemIndex, Item]], limits: L
             raise MetadataError("an item that does not say which of several chunks it holds")
         extents.sort()
         found.sort(key=lambda pair: pair[0].offset or ())
-    pieces = [_piece(extent, pair, size, dtype=dtype, alone=alone) for extent, pair in zip(extents, found, strict=True)]
+    pieces = [
+        _piece(extent, pair, size, dtype=dtype, alone=alone)
+        for extent, pair in zip(extents, found, strict=True)
+    ]
     inside = [(piece.offsets, piece.sizes) for piece in pieces if 0 not in piece.sizes]
     if whole and not covers(size, inside):
         count = sum(math.prod(sizes) for _, sizes in inside)
@@ -376,16 +446,28 @@ def _piece(
     place, item = pair
     offsets, sizes = extent
     if len(offsets) != len(size) or len(sizes) != len(size):
-        raise MetadataError(f"a chunk of another rank than the tensor's {len(size)}", expected=size, found=sizes[:64])
+        raise MetadataError(
+            f"a chunk of another rank than the tensor's {len(size)}",
+            expected=size,
+            found=sizes[:64],
+        )
     if place.offset != offsets and not (alone and place.offset is None):
         message = f"no item for the chunk at {list(offsets)}, or two for one"
         raise MetadataError(message, expected=offsets, found=place.offset and place.offset[:64])
-    if 0 not in sizes and any(o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)):
-        raise MetadataError(f"a chunk {list(sizes)} at {list(offsets)} is not inside of {list(size)}", expected=size, found=sizes)
+    if 0 not in sizes and any(
+        o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)
+    ):
+        raise MetadataError(
+            f"a chunk {list(sizes)} at {list(offsets)} is not inside of {list(size)}",
+            expected=size,
+            found=sizes,
+        )
     nbytes = dtype.nbytes(math.prod(sizes))
     if nbytes > item.length and not item.transforms:
         message = f"an item of {item.length:,} bytes for elements that take {nbytes:,}"
-        raise MetadataError(message, file=item.file, offset=item.offset, expected=nbytes, found=item.length)
+        raise MetadataError(
+            message, file=item.file, offset=item.offset, expected=nbytes, found=item.length
+        )
     return SavedChunk(offsets, sizes, item)
 
 
@@ -394,7 +476,11 @@ def _check_files(items: Sequence[tuple[str, Item]], source: Source) -> None:
     files: dict[str, tuple[str, Item]] = {}
     for name, item in items:
         if not 0 <= item.offset <= ADDRESSABLE or not 0 <= item.length <= ADDRESSABLE:
-            raise MetadataError("an item with an offset or a length that cannot be", tensor=name, found=(item.offset, item.length))
+            raise MetadataError(
+                "an item with an offset or a length that cannot be",
+                tensor=name,
+                found=(item.offset, item.length),
+            )
         last = files.get(item.file)
         if last is None or item.stop > last[1].stop:
             files[item.file] = (name, item)
@@ -402,7 +488,11 @@ def _check_files(items: Sequence[tuple[str, Item]], source: Source) -> None:
     missing = []
     for file, (name, _) in files.items():
         if not is_plain_path(file):
-            raise UnsafePath(f"{file[:256]!r} is not the plain name of a file inside the directory", tensor=name, found=file[:256])
+            raise UnsafePath(
+                f"{file[:256]!r} is not the plain name of a file inside the directory",
+                tensor=name,
+                found=file[:256],
+            )
         if file not in present:
             missing.append(file)
     if missing:
@@ -425,14 +515,21 @@ def check_inside(item: Item, size: int, name: str) -> None:
 def _check_apart(items: Sequence[tuple[str, Item]], index: Index) -> None:
     """Refuse items that overlap. Tied tensors may have the same item."""
     numbers: dict[str, int] = {}
-    rows = [(numbers.setdefault(item.file, len(numbers)), item.offset, item.stop) for _, item in items]
+    rows = [
+        (numbers.setdefault(item.file, len(numbers)), item.offset, item.stop) for _, item in items
+    ]
     places = np.array(rows, np.int64).reshape(-1, 3)
     order = np.lexsort((places[:, 2], places[:, 1], places[:, 0]))
     file, start, stop = places[order].T
     # Sorted by start, then by stop: the first pair that is not the same item twice is found beside each other.
     for at in np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < stop[:-1])).tolist():
         (other, first), (name, item) = items[int(order[at])], items[int(order[at + 1])]
-        same = (first.offset, first.stop) == (item.offset, item.stop) and first.transforms == item.transforms
+        same = (first.offset, first.stop) == (
+            item.offset,
+            item.stop,
+        ) and first.transforms == item.transforms
         if not (same and all(isinstance(index.entries[n], SavedTensor) for n in (name, other))):
             message = f"these bytes belong to {other[:80]!r} as well"
-            raise MetadataError(message, file=item.file, tensor=name, offset=item.offset, found=item.length)
+            raise MetadataError(
+                message, file=item.file, tensor=name, offset=item.offset, found=item.length
+            )

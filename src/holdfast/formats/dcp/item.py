@@ -74,7 +74,9 @@ class ItemFrame(Value, frozen=True):
             if ends[first] != ends[second]:
                 return False
             crc = int.from_bytes(ends[first], "little")
-            if crc and crc32(ends[content_at]) != crc:  # torch writes 0 where checksums are turned off
+            if (
+                crc and crc32(ends[content_at]) != crc
+            ):  # torch writes 0 where checksums are turned off
                 return False
         return self.storage is None or ends[self.storage[0]] == ends[self.storage[1]]
 
@@ -83,8 +85,20 @@ class ItemFrame(Value, frozen=True):
 
     def place(self, ends: bytes, start: int, first: ItemPlace) -> ItemPlace:
         """The place of the elements in a matching item that begins at byte `start`; `first` counts from the start of an item."""
-        crc = None if self.storage is None else int.from_bytes(ends[self.storage[0]], "little") or None
-        return ItemPlace(start + first.start, first.strides, first.byteorder, crc, first.location, first.conj, first.whole)
+        crc = (
+            None
+            if self.storage is None
+            else int.from_bytes(ends[self.storage[0]], "little") or None
+        )
+        return ItemPlace(
+            start + first.start,
+            first.strides,
+            first.byteorder,
+            crc,
+            first.location,
+            first.conj,
+            first.whole,
+        )
 
 
 def frame_of(item: Window, archive: Archive, *, free: Container[str]) -> ItemFrame | None:
@@ -161,7 +175,13 @@ class Window:
     """One item as a source of its own. Its ends are read at once, other bytes when they are asked for."""
 
     def __init__(
-        self, source: Source, key: str, place: tuple[int, int], *, elements: int = 0, content: bytes | None = None
+        self,
+        source: Source,
+        key: str,
+        place: tuple[int, int],
+        *,
+        elements: int = 0,
+        content: bytes | None = None,
     ) -> None:
         self.start, self.stop = place
         self.key = key
@@ -171,7 +191,9 @@ class Window:
         self._skipped = 0 if content is not None else max(self.nbytes - 2 * ends, 0)
         self._behind = ends if self._skipped else self.nbytes
         if self._skipped:
-            content = source.bytes(key, self.start, self.start + ends) + source.bytes(key, self.stop - ends, self.stop)
+            content = source.bytes(key, self.start, self.start + ends) + source.bytes(
+                key, self.stop - ends, self.stop
+            )
         self.ends: bytes = source.bytes(key, self.start, self.stop) if content is None else content
         """Both ends, one after the other: the whole item where they meet."""
 
@@ -233,14 +255,18 @@ class ItemReader:
         archive = self._archive(window)
         value, foreign = self._value(window, archive, PICKLE)
         if foreign:
-            raise PickleError(f"the item of a tensor asks for {foreign[0].what}; torch writes a plain tensor there")
+            raise PickleError(
+                f"the item of a tensor asks for {foreign[0].what}; torch writes a plain tensor there"
+            )
         found = _plain(value, dtype, sizes)
         if found.whole:
             common = frame_of(window, archive, free=(SERIALIZATION_ID,))
             self._remember(kind, common, replace(found, start=found.start - window.start))
         return found
 
-    def known(self, kind: tuple[int, str, tuple[int, ...]]) -> Sequence[tuple[ItemFrame, ItemPlace]]:
+    def known(
+        self, kind: tuple[int, str, tuple[int, ...]]
+    ) -> Sequence[tuple[ItemFrame, ItemPlace]]:
         """The frames of a length, a dtype and sizes, each with the place of the elements, counted from the start of an item."""
         return [(frame, place) for frame, place in self._frames.get(kind, ()) if place is not None]
 
@@ -266,12 +292,20 @@ class ItemReader:
     def _archive(self, window: Window) -> Archive:
         archive = read_archive(window.source, window.key, start=window.start, stop=window.stop)
         if not archive.prefix:
-            raise ZipError("the records of an item lie in one top folder; these do not", file=window.key, offset=window.start)
+            raise ZipError(
+                "the records of an item lie in one top folder; these do not",
+                file=window.key,
+                offset=window.start,
+            )
         if archive.get(PICKLE) is None or archive.get("constants.pkl") is not None:
-            raise FormatError("an item that torch.save did not write: it has no data.pkl, or is a TorchScript archive")
+            raise FormatError(
+                "an item that torch.save did not write: it has no data.pkl, or is a TorchScript archive"
+            )
         return archive
 
-    def _value(self, window: Window, archive: Archive, stream: str) -> tuple[object, tuple[Foreign, ...]]:
+    def _value(
+        self, window: Window, archive: Archive, stream: str
+    ) -> tuple[object, tuple[Foreign, ...]]:
         byteorder = PickleReader(window.source, window.key, archive).byteorder
         record = archive.get(PICKLE)
         if record is None:
@@ -281,44 +315,63 @@ class ItemReader:
         def find(asked: StorageId) -> Storage:
             stored = archive.get(STORAGES + asked.key)
             if stored is None:
-                raise MetadataError(f"the pickle points at {STORAGES}{asked.key[:64]}, which is not in the item")
+                raise MetadataError(
+                    f"the pickle points at {STORAGES}{asked.key[:64]}, which is not in the item"
+                )
             if not stored.stored:
                 raise ZipError(f"the storage {stored.name!r} is compressed", offset=stored.header)
             label = f"{stored.name} at byte {window.start}"
             place = window.key, stored.start, stored.nbytes
-            return Storage(*place, byteorder, stored.crc32, asked.location, label, home=self._source.store)
+            return Storage(
+                *place, byteorder, stored.crc32, asked.location, label, home=self._source.store
+            )
 
         return self._interpret(content, find, stream)
 
-    def _interpret(self, content: bytes, find: Callable[[StorageId], Storage], stream: str) -> tuple[object, tuple[Foreign, ...]]:
+    def _interpret(
+        self, content: bytes, find: Callable[[StorageId], Storage], stream: str
+    ) -> tuple[object, tuple[Foreign, ...]]:
         with self._lock:
             self._storages = FoundStorages(self._source, find)
             try:
-                done = interpret_whole(content, self._table, limits=self._source.limits, stream=stream)
+                done = interpret_whole(
+                    content, self._table, limits=self._source.limits, stream=stream
+                )
             finally:
                 self._storages = None
         return done.value, done.foreign
 
 
 def _nowhere(asked: StorageId) -> Storage:
-    raise MetadataError(f"the pickle points at {STORAGES}{asked.key[:64]}, which is not in the item")
+    raise MetadataError(
+        f"the pickle points at {STORAGES}{asked.key[:64]}, which is not in the item"
+    )
 
 
 def _plain(value: object, dtype: DType, sizes: tuple[int, ...]) -> ItemPlace:
     if not isinstance(value, LazyTensor) or value.traits.meta or value.traits.subclass is not None:
         what = value.kind + " tensor" if isinstance(value, Composite) else brief(value)
-        raise MetadataError(f"the item of a tensor holds something else: {what}", expected="Tensor", found=what)
+        raise MetadataError(
+            f"the item of a tensor holds something else: {what}", expected="Tensor", found=what
+        )
     if value.dtype is not dtype or value.shape != sizes:
         message = f"the metadata says {dtype} {list(sizes)}, the item holds {value.dtype} {list(value.shape)}"
-        raise MetadataError(message, expected=(dtype.name, sizes), found=(value.dtype.name, value.shape))
+        raise MetadataError(
+            message, expected=(dtype.name, sizes), found=(value.dtype.name, value.shape)
+        )
     if value.traits.neg:
         raise Unsupported("a tensor that was saved lazily negated; load it with torch")
     (chunk,) = value.chunks
     storage, nbytes = chunk.storage, value.nbytes
     low, high = chunk.extent(dtype)
     if high - low != nbytes:
-        raise Unsupported("a tensor that was saved as a view with gaps or repetitions; torch packs it before", expected=nbytes)
+        raise Unsupported(
+            "a tensor that was saved as a view with gaps or repetitions; torch packs it before",
+            expected=nbytes,
+        )
     start = storage.start + chunk.offset // 8
     whole = storage.nbytes == nbytes
     crc = storage.crc32 if whole else None
-    return ItemPlace(start, chunk.strides, storage.byteorder, crc, storage.location, value.traits.conj, whole)
+    return ItemPlace(
+        start, chunk.strides, storage.byteorder, crc, storage.location, value.traits.conj, whole
+    )

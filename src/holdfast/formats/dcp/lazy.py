@@ -55,7 +55,11 @@ def is_inflated(item: Item) -> bool:
         return False
     if item.transforms != (ZSTD,):
         shown = ", ".join(name[:64] for name in item.transforms[:4])
-        raise Unsupported(f"an item that was transformed by {shown}; only {ZSTD} is known", file=item.file, offset=item.offset)
+        raise Unsupported(
+            f"an item that was transformed by {shown}; only {ZSTD} is known",
+            file=item.file,
+            offset=item.offset,
+        )
     return True
 
 
@@ -75,8 +79,13 @@ class InflatedStore(Virtual):
 
     def add(self, item: Item, most: int) -> str:
         """Add an item as a file of at most `most` bytes, and give its name."""
-        nbytes, read = partial(Sent(self._nbytes), item, most), partial(Sent(self._read), item, most)
-        return self.put(VirtualFile(nbytes, read, partial(Sent(self._stamp), item)), virtual_key(item))
+        nbytes, read = (
+            partial(Sent(self._nbytes), item, most),
+            partial(Sent(self._read), item, most),
+        )
+        return self.put(
+            VirtualFile(nbytes, read, partial(Sent(self._stamp), item)), virtual_key(item)
+        )
 
     def close(self) -> None:
         self._cache.clear()
@@ -97,7 +106,9 @@ class InflatedStore(Virtual):
             content = self._cache.get(item)
             if content is None:
                 if item.stop > size:
-                    raise Truncated(f"an item should end at byte {item.stop:,}", file=item.file, offset=size)
+                    raise Truncated(
+                        f"an item should end at byte {item.stop:,}", file=item.file, offset=size
+                    )
                 packed = bytearray(item.length)
                 self._store.read(item.file, item.offset, memoryview(packed))
                 content = np.frombuffer(inflate(packed, most, item), np.uint8)
@@ -114,16 +125,22 @@ def inflate(packed: bytearray, most: int, item: Item) -> bytearray:
         raise Unsupported(message, file=item.file) from None
     made = bytearray()
     try:
-        with zstandard.ZstdDecompressor(max_window_size=WINDOW_NBYTES).stream_reader(packed, read_across_frames=True) as stream:
+        with zstandard.ZstdDecompressor(max_window_size=WINDOW_NBYTES).stream_reader(
+            packed, read_across_frames=True
+        ) as stream:
             while piece := stream.read(min(1 << 20, most + 1 - len(made))):
                 made += piece
                 if len(made) > most:
                     message = f"a compressed item holds more than the {most:,} bytes that it should"
                     raise LimitExceeded(message, file=item.file, offset=item.offset, expected=most)
     except zstandard.ZstdError as error:
-        raise FormatError(f"a compressed item is damaged: {error}", file=item.file, offset=item.offset) from None
+        raise FormatError(
+            f"a compressed item is damaged: {error}", file=item.file, offset=item.offset
+        ) from None
     except MemoryError:
-        raise StoreError(f"no memory for an item of {most:,} bytes, which must be inflated whole", file=item.file) from None
+        raise StoreError(
+            f"no memory for an item of {most:,} bytes, which must be inflated whole", file=item.file
+        ) from None
     return made
 
 
@@ -183,7 +200,10 @@ class Items:
 
     def _ends(self, file: str, storages: Sequence[ItemStorage]) -> Iterator[tuple[int, bytes]]:
         """The number and both ends of each item of a file, or all of a short one, in the order of the file."""
-        sizes = [(one.item.offset, one.item.stop, end_nbytes(one.item.length, one.nbytes)) for one in storages]
+        sizes = [
+            (one.item.offset, one.item.stop, end_nbytes(one.item.length, one.nbytes))
+            for one in storages
+        ]
         starts, stops, ends = np.array(sizes, np.int64).reshape(-1, 3).T
         short = 2 * ends >= stops - starts
         # The first end, which is all of a short one; and the last end of the others.
@@ -205,7 +225,12 @@ class Items:
         """The bytes of ranges of a file, each with its number, in the order of the file. Neighbours are read by one call."""
         order = np.argsort(starts, kind="stable")
         starts, stops = starts[order], stops[order]
-        edges = [*coalesce(starts, stops, REMOTE if self.source.store.medium.requests else HEADERS).tolist(), len(order)]
+        edges = [
+            *coalesce(
+                starts, stops, REMOTE if self.source.store.medium.requests else HEADERS
+            ).tolist(),
+            len(order),
+        ]
         for low, high in pairwise(edges):
             begin = int(starts[low])
             data = self.source.bytes(file, begin, int(stops[low:high].max()))
@@ -213,17 +238,26 @@ class Items:
             for number, start, stop in zip(order[low:high].tolist(), *places, strict=True):
                 yield number, data[start:stop]
 
-    def value(self, item: Item, name: str, content: bytes | None = None) -> tuple[object, tuple[Foreign, ...]]:
+    def value(
+        self, item: Item, name: str, content: bytes | None = None
+    ) -> tuple[object, tuple[Foreign, ...]]:
         with located(file=item.file, tensor=name):
-            return self.reader.value(self.window(item, name, 0, content=content), f"{name[:80]!r} in {item.file}")
+            return self.reader.value(
+                self.window(item, name, 0, content=content), f"{name[:80]!r} in {item.file}"
+            )
 
     def window(self, item: Item, name: str, nbytes: int, *, content: bytes | None = None) -> Window:
         """An item whose elements take so many bytes."""
         check_inside(item, self.source.store.size(item.file), name)
         if self._inflated is not None and item.transforms:
-            key = self._inflated.add(item, nbytes + INFLATED_FRAMING_NBYTES if nbytes else self.source.limits.pickle_nbytes)
+            key = self._inflated.add(
+                item,
+                nbytes + INFLATED_FRAMING_NBYTES if nbytes else self.source.limits.pickle_nbytes,
+            )
             return Window(self.source, key, (0, self._inflated.size(key)))
-        return Window(self.source, item.file, (item.offset, item.stop), elements=nbytes, content=content)
+        return Window(
+            self.source, item.file, (item.offset, item.stop), elements=nbytes, content=content
+        )
 
 
 def _arrived(source: Source, inflated: InflatedStore | None) -> Items:
@@ -243,9 +277,24 @@ class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
     found: ItemPlace | None = None
 
     @classmethod
-    def of(cls, items: Items, item: Item, name: str, *, dtype: DType, sizes: tuple[int, ...]) -> ItemStorage:
-        key, nbytes = virtual_key(item) if item.transforms else item.file, dtype.nbytes(math.prod(sizes))
-        return cls(key, -1, nbytes, home=items.source.store, dtype=dtype, item=item, items=items, name=name, sizes=sizes)
+    def of(
+        cls, items: Items, item: Item, name: str, *, dtype: DType, sizes: tuple[int, ...]
+    ) -> ItemStorage:
+        key, nbytes = (
+            virtual_key(item) if item.transforms else item.file,
+            dtype.nbytes(math.prod(sizes)),
+        )
+        return cls(
+            key,
+            -1,
+            nbytes,
+            home=items.source.store,
+            dtype=dtype,
+            item=item,
+            items=items,
+            name=name,
+            sizes=sizes,
+        )
 
     if not TYPE_CHECKING:  # fields of a storage that only the item has
         start = property(lambda self: self.place.start)
@@ -269,10 +318,18 @@ class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
         return replace_as_base(Storage, self, changes)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ItemStorage) or self.home is not other.home or self.key != other.key:
+        if (
+            not isinstance(other, ItemStorage)
+            or self.home is not other.home
+            or self.key != other.key
+        ):
             return False
         # Items of one directory do not overlap: those that begin together are one, which tied tensors share.
-        return (self.item.offset, self.dtype, self.sizes) == (other.item.offset, other.dtype, other.sizes)
+        return (self.item.offset, self.dtype, self.sizes) == (
+            other.item.offset,
+            other.dtype,
+            other.sizes,
+        )
 
     def __hash__(self) -> int:
         return hash((id(self.home), self.key, self.item.offset))
@@ -299,13 +356,21 @@ class ItemChunk(Chunk, frozen=True):
         return self.storage.place.strides
 
     def over(self, storage: Storage) -> Chunk:
-        return ItemChunk.of(self.box, storage) if isinstance(storage, ItemStorage) else Chunk.over(self, storage)
+        return (
+            ItemChunk.of(self.box, storage)
+            if isinstance(storage, ItemStorage)
+            else Chunk.over(self, storage)
+        )
 
     def __replace__(self, /, **changes: Any) -> Chunk:  # noqa: ANN401  # those of a chunk
         return replace_as_base(Chunk, self, changes)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ItemChunk) or self.box != other.box or self.storage != other.storage:
+        if (
+            not isinstance(other, ItemChunk)
+            or self.box != other.box
+            or self.storage != other.storage
+        ):
             return False
         return self.storage.items is other.storage.items or self.strides == other.strides
 
@@ -333,12 +398,22 @@ class ItemTable(Table):
                 found = positions[key] = len(kinds)
                 kinds.append(Kind(tensor.dtype, tensor.shape, tensor.traits, tensor.nbytes))
             kind.append(found)
-        super().__init__(list(tensors), kinds, kind, [ODD] * len(lazies), NO_FILES, dict(enumerate(lazies)), views=lazies)
+        super().__init__(
+            list(tensors),
+            kinds,
+            kind,
+            [ODD] * len(lazies),
+            NO_FILES,
+            dict(enumerate(lazies)),
+            views=lazies,
+        )
         self._items = items
 
     def located(self, rows: Sequence[int]) -> Table:
         """This table with file ranges for those of `rows` that are all of one item."""
-        places = [(row, found) for row in rows if (found := _item_storage(self.odd[row])) is not None]
+        places = [
+            (row, found) for row in rows if (found := _item_storage(self.odd[row])) is not None
+        ]
         self._items.find_all(storage for _, storage in places)
         kinds, kind, storage = [*self.kinds], [*self.kind], [*self.storage]
         positions: dict[object, int] = {}
@@ -371,7 +446,12 @@ class ItemTable(Table):
             labels.append(one.label)
         source = self._items.source
         made = np.array(columns, np.int64).reshape(-1, 4).T
-        storages = FileStorages([FilePlace(source, file, source.store) for file in files], *made, names=names, labels=labels)
+        storages = FileStorages(
+            [FilePlace(source, file, source.store) for file in files],
+            *made,
+            names=names,
+            labels=labels,
+        )
         return Table(self.names, kinds, kind, storage, storages, odd)
 
 
@@ -391,8 +471,15 @@ _box_at = lru_cache(1024)(Box.at)
 def chunk_of(piece: SavedChunk, name: str, dtype: DType, *, items: Items) -> Chunk:
     box = _box_at(piece.offsets, piece.sizes)
     if 0 in piece.sizes:
-        return Chunk(box, Storage(piece.item.file, piece.item.offset, 0, home=items.source.store), 0, (0,) * len(piece.sizes))
-    return ItemChunk.of(box, ItemStorage.of(items, piece.item, name, dtype=dtype, sizes=piece.sizes))
+        return Chunk(
+            box,
+            Storage(piece.item.file, piece.item.offset, 0, home=items.source.store),
+            0,
+            (0,) * len(piece.sizes),
+        )
+    return ItemChunk.of(
+        box, ItemStorage.of(items, piece.item, name, dtype=dtype, sizes=piece.sizes)
+    )
 
 
 class Unread(Opaque):

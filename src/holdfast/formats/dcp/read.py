@@ -24,7 +24,14 @@ from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
 from holdfast.core.tree import dotted, rebuild
 from holdfast.core.value import replace
 from holdfast.errors import MetadataError, Unsupported
-from holdfast.formats.dcp.index import Index, SavedTensor, check_inside, compare_metadata, is_index, read_index
+from holdfast.formats.dcp.index import (
+    Index,
+    SavedTensor,
+    check_inside,
+    compare_metadata,
+    is_index,
+    read_index,
+)
 from holdfast.formats.dcp.lazy import Items, ItemStorage, ItemTable, Unread, chunk_of, is_inflated
 from holdfast.formats.dcp.schema import Item
 
@@ -77,7 +84,9 @@ def grow(leaves: Mapping[str, object], paths: Mapping[object, object], limits: L
         inside=lambda value: value.items() if isinstance(value, Branch) else None,
         make=lambda branch, children, way: _settle(branch, children, grown),
     )
-    grown.tree = made if isinstance(made, dict) else dict(enumerate(made if isinstance(made, list) else []))
+    grown.tree = (
+        made if isinstance(made, dict) else dict(enumerate(made if isinstance(made, list) else []))
+    )
     return grown
 
 
@@ -133,7 +142,9 @@ EAGER_NBYTES = 32 << 20
 SMALL_NBYTES = 64 << 10
 
 
-def read_values(items: Items, wanted: Mapping[str, Item]) -> tuple[dict[str, object], list[Foreign], int]:
+def read_values(
+    items: Items, wanted: Mapping[str, Item]
+) -> tuple[dict[str, object], list[Foreign], int]:
     """Values by name, globals that were not built, and bytes of small items. All values are `Unread` if reading would take long.
 
     Each value is an item of its own, 1.3 KB for a number. The values of a rank lie side by side at the front of its file, and are
@@ -171,7 +182,10 @@ SHOWN = 3
 
 def is_dcp(source: Source) -> bool:
     """Whether there is an index, or data files without one, for which `describe` has its own error."""
-    return any(is_index(key) or (key.endswith(DATA_SUFFIX) and "/" not in key) for key in source.store.list())
+    return any(
+        is_index(key) or (key.endswith(DATA_SUFFIX) and "/" not in key)
+        for key in source.store.list()
+    )
 
 
 def describe(source: Source) -> Description:
@@ -193,14 +207,20 @@ def describe(source: Source) -> Description:
     named = name_tensors(grown.tree, source.limits, index.nbytes + nbytes)
     notes = [_summary(index), *index.notes, *_tree_notes(grown), *named.notes]
     if unread := sum(isinstance(value, Unread) for value in values.values()):
-        notes.append(f"{unread:,} values that are no tensors are left unread, and not looked into for foreign objects")
+        notes.append(
+            f"{unread:,} values that are no tensors are left unread, and not looked into for foreign objects"
+        )
     if compressed:
-        notes.append("items are compressed with zstd, so reading any part of one inflates all of it")
+        notes.append(
+            "items are compressed with zstd, so reading any part of one inflates all of it"
+        )
     if changed is not None:
         notes.append(changed.message)
     damage = () if changed is None else (changed,)
     every = (*index.foreign, *foreign)
-    return Description("dcp", ItemTable(named.tensors, items), grown.tree, every, tuple(notes), index.texts, damage)
+    return Description(
+        "dcp", ItemTable(named.tensors, items), grown.tree, every, tuple(notes), index.texts, damage
+    )
 
 
 def _values(index: Index) -> dict[str, Item]:
@@ -210,7 +230,9 @@ def _values(index: Index) -> dict[str, Item]:
             wanted[name] = entry
         elif isinstance(entry, SavedTensor) and entry.dtype.kind == "quantized":
             if len(entry.pieces) != 1:
-                raise Unsupported("a quantised tensor in several pieces", tensor=name, found=len(entry.pieces))
+                raise Unsupported(
+                    "a quantised tensor in several pieces", tensor=name, found=len(entry.pieces)
+                )
             wanted[name] = entry.pieces[0].item
     return wanted
 
@@ -221,7 +243,11 @@ def tensor_of(saved: SavedTensor, name: str, items: Items) -> LazyTensor:
     traits = Traits(requires_grad=grad, strides=strides) if grad or strides is not None else PLAIN
     if saved.dtype.kind == "complex":
         # torch saves a lazily conjugated tensor as it lies, and says so only in the item.
-        found = {items.find(chunk.storage).conj for chunk in chunks if isinstance(chunk.storage, ItemStorage)}
+        found = {
+            items.find(chunk.storage).conj
+            for chunk in chunks
+            if isinstance(chunk.storage, ItemStorage)
+        }
         if len(found) > 1:
             raise MetadataError("pieces of one tensor of which some are conjugated", tensor=name)
         traits = replace(traits, conj=True in found)
@@ -235,13 +261,18 @@ def _quantized(value: object, saved: SavedTensor, name: str) -> object:
             return value
     if isinstance(value, Unread):
         return value
-    raise MetadataError(f"the metadata says {saved.dtype} {list(saved.size)}, and the item holds something else", tensor=name)
+    raise MetadataError(
+        f"the metadata says {saved.dtype} {list(saved.size)}, and the item holds something else",
+        tensor=name,
+    )
 
 
 def _summary(index: Index) -> str:
     ranks = {match[1] for file in index.files if (match := DATA_FILE.fullmatch(file))}
     writers = f"{len(ranks):,} rank{'s' if len(ranks) != 1 else ''} wrote " if ranks else ""
-    version = f", metadata version {index.texts['version'][:32]}" if "version" in index.texts else ""
+    version = (
+        f", metadata version {index.texts['version'][:32]}" if "version" in index.texts else ""
+    )
     save = f", save_id {index.texts['save_id'][:64]}" if "save_id" in index.texts else ""
     return f"{writers}{len(index.files):,} data file{'s' if len(index.files) != 1 else ''}{version}{save}"
 

@@ -47,7 +47,9 @@ class PickledObject(Struct, eq=False):
 
     def fill(self, state: object) -> None:
         """Take the state of a BUILD opcode. Raises `PickleError` for a state of another form."""
-        raise PickleError(f"a {self.title} with a state, which it does not have", found=brief(state))
+        raise PickleError(
+            f"a {self.title} with a state, which it does not have", found=brief(state)
+        )
 
     def fields(self, state: object) -> dict[object, object]:
         if type(state) is not dict:
@@ -55,7 +57,10 @@ class PickledObject(Struct, eq=False):
         return state
 
     def wrong(self, name: str, found: object) -> PickleError:
-        return PickleError(f"the field {name!r} of a {self.title} is missing or of another type", found=brief(found))
+        return PickleError(
+            f"the field {name!r} of a {self.title} is missing or of another type",
+            found=brief(found),
+        )
 
 
 class StoredBytes(PickledObject, eq=False):
@@ -95,7 +100,9 @@ class Properties(PickledObject, eq=False):
 
     def fill(self, state: object) -> None:
         if type(state) is not tuple or not 5 <= len(state) <= 6:
-            raise PickleError("the state of a TensorProperties is no tuple of 5 or 6", found=brief(state))
+            raise PickleError(
+                "the state of a TensorProperties is no tuple of 5 or 6", found=brief(state)
+            )
         dtype, layout, grad, memory, pinned = state[:5]
         if not isinstance(dtype, DType):
             raise self.wrong("dtype", dtype)
@@ -105,7 +112,12 @@ class Properties(PickledObject, eq=False):
             raise self.wrong("requires_grad", grad)
         if memory not in MEMORY_FORMATS:
             raise self.wrong("memory_format", memory)
-        self.dtype, self.layout, self.requires_grad, self.pin_memory = dtype, layout.name, grad, pinned
+        self.dtype, self.layout, self.requires_grad, self.pin_memory = (
+            dtype,
+            layout.name,
+            grad,
+            pinned,
+        )
         self.memory_format = str(memory)
         if len(state) == 6 and state[5] is not None:
             self.strides = _ints(state[5], "strides")
@@ -164,7 +176,11 @@ class Item(PickledObject, eq=False):
 
     def fill(self, state: object) -> None:
         fields = self.fields(state)
-        file, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
+        file, offset, length = (
+            fields.get("relative_path"),
+            fields.get("offset"),
+            fields.get("length"),
+        )
         transforms = fields.get("transform_descriptors")
         if type(file) is not str:
             raise self.wrong("relative_path", file)
@@ -203,7 +219,9 @@ class Metadata(PickledObject, eq=False):
     """`Metadata`: the root of the pickle."""
 
     title: ClassVar = "Metadata"
-    KNOWN: ClassVar = frozenset({"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"})
+    KNOWN: ClassVar = frozenset(
+        {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
+    )
 
     tensors: dict[object, object] = field(default_factory=dict)
     """`state_dict_metadata`: the entry of each name."""
@@ -217,7 +235,11 @@ class Metadata(PickledObject, eq=False):
 
     def fill(self, state: object) -> None:
         fields = self.fields(state)
-        tensors, items, note = fields.get("state_dict_metadata"), fields.get("storage_data"), fields.get("storage_meta")
+        tensors, items, note = (
+            fields.get("state_dict_metadata"),
+            fields.get("storage_data"),
+            fields.get("storage_meta"),
+        )
         if not isinstance(tensors, dict):
             raise self.wrong("state_dict_metadata", tensors)
         if items is not None and not isinstance(items, dict):
@@ -238,14 +260,24 @@ def _ints(value: object, what: str) -> tuple[int, ...]:
     if type(value) is Size:
         return value
     if isinstance(value, tuple | list) and len(value) > RANK:
-        raise MetadataError(f"the {what} of a tensor with {len(value):,} dimensions", found=len(value))
+        raise MetadataError(
+            f"the {what} of a tensor with {len(value):,} dimensions", found=len(value)
+        )
     return checked_ints(value, what)
 
 
 PACKAGES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
-KINDS: tuple[type[PickledObject], ...] = (Metadata, ItemIndex, StorageNote, StoredTensor, StoredBox, StoredBytes, Properties)
+KINDS: tuple[type[PickledObject], ...] = (
+    Metadata,
+    ItemIndex,
+    StorageNote,
+    StoredTensor,
+    StoredBox,
+    StoredBytes,
+    Properties,
+)
 """The records of the module `metadata` of the package, under their titles."""
 
 
@@ -258,7 +290,9 @@ def size_of(args: Args) -> Size:
     if len(args) == 1 and isinstance(args[0], tuple | list):
         lengths = args[0]
         if len(lengths) > RANK:
-            raise MetadataError(f"a size of {len(lengths):,} dimensions", expected=RANK, found=len(lengths))
+            raise MetadataError(
+                f"a size of {len(lengths):,} dimensions", expected=RANK, found=len(lengths)
+            )
         for n in lengths:
             if type(n) is not int or not 0 <= n < MAX_ELEMENTS:
                 break

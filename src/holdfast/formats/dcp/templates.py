@@ -41,13 +41,27 @@ STUB = Stub(START, 0)
 
 NUMBER = rb"(?:K.|M..|J....)"
 GET = rb"(?:h.|j....)"
-LENGTHS = rb"(?:\)|(?:%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,64}t)\x94)" % (NUMBER, NUMBER, NUMBER, NUMBER)
+LENGTHS = rb"(?:\)|(?:%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,64}t)\x94)" % (
+    NUMBER,
+    NUMBER,
+    NUMBER,
+    NUMBER,
+)
 SIZE = rb"%b%b\x85\x94R\x94" % (GET, LENGTHS)
 MADE = rb"\)\x81\x94"
 CHUNK = rb"%b%b}\x94\(%b%b%b%bub" % (GET, MADE, GET, SIZE, GET, SIZE)
-PROPERTIES = rb"%b%b\(%b%b[\x88\x89]%b[\x88\x89](?:N|%b)?t\x94b" % (GET, MADE, GET, GET, GET, LENGTHS)
+PROPERTIES = rb"%b%b\(%b%b[\x88\x89]%b[\x88\x89](?:N|%b)?t\x94b" % (
+    GET,
+    MADE,
+    GET,
+    GET,
+    GET,
+    LENGTHS,
+)
 TENSOR = re.compile(
-    rb"%b}\x94\(%b%b%b%b%b\]\x94(?:%ba|\((?:%b){2,4096}e)ub" % (MADE, GET, PROPERTIES, GET, SIZE, GET, CHUNK, CHUNK), re.DOTALL
+    rb"%b}\x94\(%b%b%b%b%b\]\x94(?:%ba|\((?:%b){2,4096}e)ub"
+    % (MADE, GET, PROPERTIES, GET, SIZE, GET, CHUNK, CHUNK),
+    re.DOTALL,
 )
 """The opcodes behind the class of a tensor."""
 
@@ -66,7 +80,13 @@ LAST = re.compile(GET, re.DOTALL)
 
 ITEM_END = b"ub"
 
-KEYS = (("fqn", "fqn"), ("index", "index"), ("corner", "offset"), ("path", "relative_path"), ("offset", "offset"))
+KEYS = (
+    ("fqn", "fqn"),
+    ("index", "index"),
+    ("corner", "offset"),
+    ("path", "relative_path"),
+    ("offset", "offset"),
+)
 
 WIDEST = 8
 """Bytes of the longest integer."""
@@ -112,13 +132,21 @@ class IndexTable(MetadataTable):
 
     def find(self, module: str, name: str) -> object:
         found = super().find(module, name)
-        if type(found) is Global and found.name in OPENERS and (found.module, found.name) in self.news:
+        if (
+            type(found) is Global
+            and found.name in OPENERS
+            and (found.module, found.name) in self.news
+        ):
             self.opener = found
         return found
 
     def build(self, obj: object, state: object) -> object:
         made = super().build(obj, state)
-        if type(made) is StoredTensor and self._templates is not None and (templates := self._templates()) is not None:
+        if (
+            type(made) is StoredTensor
+            and self._templates is not None
+            and (templates := self._templates()) is not None
+        ):
             templates.built(made, self.offset)
         return made
 
@@ -127,7 +155,18 @@ class RecordTemplates:
     """Takes known opcodes behind the class of a tensor or of an item's index."""
 
     repeated = NEVER
-    __slots__ = ("__weakref__", "_item", "_items", "_lengths", "_started", "_state", "_tensor", "_tensors", "made", "opcodes")
+    __slots__ = (
+        "__weakref__",
+        "_item",
+        "_items",
+        "_lengths",
+        "_started",
+        "_state",
+        "_tensor",
+        "_tensors",
+        "made",
+        "opcodes",
+    )
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -147,7 +186,12 @@ class RecordTemplates:
         """The end of the record behind its class at `pos`; 0, with nothing changed, if the machine must read it."""
         state = self._state
         limits = state.limits
-        if state.sparse or state.watched or len(state.marked) + MARKS > limits.marks or limits.integer_nbytes < WIDEST:
+        if (
+            state.sparse
+            or state.watched
+            or len(state.marked) + MARKS > limits.marks
+            or limits.integer_nbytes < WIDEST
+        ):
             return 0
         opener = state.table.opener
         items = type(opener) is Global and opener.name == ItemIndex.title
@@ -167,7 +211,11 @@ class RecordTemplates:
             known = (self._tensors.get(data[pos : pos + length]) for length in self._lengths)
             record = next((one for one in known if one is not None), None)
         spending = state.table.spending
-        if record is None or pos + len(record.raw) > limit or spending.containers < record.containers:
+        if (
+            record is None
+            or pos + len(record.raw) > limit
+            or spending.containers < record.containers
+        ):
             self._started = (pos, limit, len(state.memo), spending.containers)
             return 0
         self._tensor, self._started = record, None
@@ -187,7 +235,13 @@ class RecordTemplates:
         if stop > limit or len(self._tensors) >= MOST_KINDS or TENSOR.fullmatch(raw) is None:
             return
         stubs = (STUB,) * (len(state.memo) - entries)
-        record = TensorRecord(raw, (made,), stubs, containers - state.table.spending.containers, len(OPCODE.findall(raw)))
+        record = TensorRecord(
+            raw,
+            (made,),
+            stubs,
+            containers - state.table.spending.containers,
+            len(OPCODE.findall(raw)),
+        )
         self._tensors[raw] = self._tensor = record
         self._lengths[len(raw)] = None
 
@@ -228,7 +282,10 @@ class RecordTemplates:
         if written:
             memo.append(name)
         memo += record.stubs[2:]
-        self.made = ItemIndex(True, name, record.index, record.corner), Item(True, record.file, offset, length)
+        self.made = (
+            ItemIndex(True, name, record.index, record.corner),
+            Item(True, record.file, offset, length),
+        )
         self.opcodes = record.opcodes + written
         return end
 
@@ -277,7 +334,10 @@ class RecordTemplates:
             return None
         number, file = found["number"], self._got(found["file"])
         lengths = None if found["lengths"] is None else _integers(found["lengths"])
-        if type(file) is not str or (lengths is not None and (self._got(found["size"]) != SIZES or min(lengths, default=0) < 0)):
+        if type(file) is not str or (
+            lengths is not None
+            and (self._got(found["size"]) != SIZES or min(lengths, default=0) < 0)
+        ):
             return None
         corner = None if lengths is None else size_of((lengths,))
         index = None if number == b"N" else _integer(number, 0, len(number))[0]
@@ -287,8 +347,12 @@ class RecordTemplates:
         # by one opcode, which the machine counts where there is one.
         containers = 4 + (0 if lengths is None else 2 + (len(lengths) == 1))
         entries = 4 + (0 if lengths is None else 2 + (len(lengths) > 0))
-        counted = len(OPCODE.findall(head + b"h\0" + found[0] + b"K\0" + last[0] + b"K\0" + ITEM_END))
-        made = ItemRecord(head, found[0], last[0], index, corner, file, (STUB,) * entries, containers, counted)
+        counted = len(
+            OPCODE.findall(head + b"h\0" + found[0] + b"K\0" + last[0] + b"K\0" + ITEM_END)
+        )
+        made = ItemRecord(
+            head, found[0], last[0], index, corner, file, (STUB,) * entries, containers, counted
+        )
         self._items[head, found[0]] = made
         return made
 

@@ -29,10 +29,27 @@ from holdfast.core.protocols import Source
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
-from holdfast.engine.saves import SMALL_NBYTES, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
+from holdfast.engine.saves import (
+    SMALL_NBYTES,
+    Data,
+    FilePlan,
+    Gathered,
+    Hole,
+    Late,
+    Literal,
+    Memory,
+    Segment,
+)
 from holdfast.engine.table import segment_of, segment_runs
 from holdfast.errors import Unsupported
-from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, first_bytes, fold, lay_out_container, mistaken_crc
+from holdfast.formats.torch.write import (
+    NBYTES,
+    SERIALIZATION_ID,
+    first_bytes,
+    fold,
+    lay_out_container,
+    mistaken_crc,
+)
 from holdfast.formats.torch.writer import TorchPickle
 
 ARCHIVE, STORAGE, VERSION = "archive", "data/0", b"3\n"
@@ -80,32 +97,65 @@ def archive_kind(dtype: DType, shape: tuple[int, ...]) -> ArchiveKind:
     begin = header + HEADER_NBYTES + named + extra
     stop = begin + NBYTES
     entries = [rest.rindex(record) - ENTRY_NBYTES + ENTRY_CRC for record in (storage, name)]
-    holes = [(DESCRIPTOR_CRC, 4), (begin, NBYTES), (stop + DESCRIPTOR_CRC, 4), *((entry, 4) for entry in entries)]
+    holes = [
+        (DESCRIPTOR_CRC, 4),
+        (begin, NBYTES),
+        (stop + DESCRIPTOR_CRC, 4),
+        *((entry, 4) for entry in entries),
+    ]
     cut, done = [], 0
     for start, length in holes:
         cut.append(rest[done:start])
         done = start + length
     before = fold(map(crc32, (tensor_pickle(dtype, shape), b"1", b"64", sys.byteorder.encode())))
-    assert b"%020d" % fold((0, VERSION_CRC), before) == rest[begin + NBYTES // 2 : stop]  # a hole has no checksum
-    return ArchiveKind(head, (*cut, rest[done:]), len(head) + nbytes + len(rest), rest[begin : begin + NBYTES // 2], before)
+    assert (
+        b"%020d" % fold((0, VERSION_CRC), before) == rest[begin + NBYTES // 2 : stop]
+    )  # a hole has no checksum
+    return ArchiveKind(
+        head,
+        (*cut, rest[done:]),
+        len(head) + nbytes + len(rest),
+        rest[begin : begin + NBYTES // 2],
+        before,
+    )
 
 
 def joined(segments: Sequence[Segment]) -> bytes:
     """The bytes of segments without data."""
-    return b"".join([one.content({}) if isinstance(one, Late) else one.data for one in segments if isinstance(one, Late | Literal)])
+    return b"".join(
+        [
+            one.content({}) if isinstance(one, Late) else one.data
+            for one in segments
+            if isinstance(one, Late | Literal)
+        ]
+    )
 
 
 @lru_cache(4096)
 def _empty_archive(dtype: DType, shape: tuple[int, ...]) -> Literal:
-    return Literal(joined(lay_out_container(ARCHIVE, tensor_pickle(dtype, shape), [(STORAGE, b"")])))
+    return Literal(
+        joined(lay_out_container(ARCHIVE, tensor_pickle(dtype, shape), [(STORAGE, b"")]))
+    )
 
 
-def lay_out_items(key: str, values: Sequence[bytes], table: Table, rows: Sequence[int]) -> tuple[FilePlan, Ints]:
+def lay_out_items(
+    key: str, values: Sequence[bytes], table: Table, rows: Sequence[int]
+) -> tuple[FilePlan, Ints]:
     """The file of a rank with archives of values and rows, and their lengths. The label of a row's elements is its number."""
-    used = {number: table.kinds[number] for number in dict.fromkeys([table.kind[row] for row in rows])}
-    kinds = {number: archive_kind(kind.dtype, kind.shape) for number, kind in used.items() if kind.nbytes}
-    empty = {number: _empty_archive(kind.dtype, kind.shape) for number, kind in used.items() if not kind.nbytes}
-    lengths = {number: one.nbytes for number, one in kinds.items()} | {number: one.nbytes for number, one in empty.items()}
+    used = {
+        number: table.kinds[number] for number in dict.fromkeys([table.kind[row] for row in rows])
+    }
+    kinds = {
+        number: archive_kind(kind.dtype, kind.shape) for number, kind in used.items() if kind.nbytes
+    }
+    empty = {
+        number: _empty_archive(kind.dtype, kind.shape)
+        for number, kind in used.items()
+        if not kind.nbytes
+    }
+    lengths = {number: one.nbytes for number, one in kinds.items()} | {
+        number: one.nbytes for number, one in empty.items()
+    }
     nbytes = np.array([lengths[table.kind[row]] for row in rows], np.int64)
     segments: list[Segment] = [Literal(archive) for archive in values]
     data = table.nbytes_of(rows)
@@ -115,12 +165,21 @@ def lay_out_items(key: str, values: Sequence[bytes], table: Table, rows: Sequenc
     for first, stop in segment_runs(np.flatnonzero(alone).tolist(), np.cumsum(nbytes)):
         if not alone[first]:
             own = rows[first:stop]
-            segments.append(_gathered(table, own, [kinds[table.kind[row]] for row in own], int(nbytes[first:stop].sum())))
+            segments.append(
+                _gathered(
+                    table,
+                    own,
+                    [kinds[table.kind[row]] for row in own],
+                    int(nbytes[first:stop].sum()),
+                )
+            )
         elif not data[first]:
             segments.append(empty[table.kind[rows[first]]])
         else:
             segments += _archive(table, rows[first], kinds[table.kind[rows[first]]])
-    return FilePlan(key, tuple(segments)), np.concatenate((np.array([*map(len, values)], np.int64), nbytes))
+    return FilePlan(key, tuple(segments)), np.concatenate(
+        (np.array([*map(len, values)], np.int64), nbytes)
+    )
 
 
 def _archive(table: Table, row: int, kind: ArchiveKind) -> tuple[Segment, ...]:
@@ -134,20 +193,30 @@ def _archive(table: Table, row: int, kind: ArchiveKind) -> tuple[Segment, ...]:
     return Literal(kind.head), elements, Late(kind.rest_nbytes, rest, label)
 
 
-def _archives(kinds: Sequence[ArchiveKind], pieces: Sequence[bytes], crcs: Sequence[int]) -> list[bytes]:
+def _archives(
+    kinds: Sequence[ArchiveKind], pieces: Sequence[bytes], crcs: Sequence[int]
+) -> list[bytes]:
     own, folded = np.array(crcs, np.uint64), np.array([kind.before for kind in kinds], np.uint64)
     for sums in (own, np.full(len(own), VERSION_CRC, np.uint64)):
         folded ^= sums + SALT + (folded << SIX) + (folded >> TWO)  # `fold`, of all of them
-    ids = [b"%b%020d" % (kind.names, number) for kind, number in zip(kinds, folded.tolist(), strict=True)]
+    ids = [
+        b"%b%020d" % (kind.names, number)
+        for kind, number in zip(kinds, folded.tolist(), strict=True)
+    ]
     digits, of_ids = (np.array(column, "<u4").tobytes() for column in (crcs, crc32_each(ids)))
     made = [
-        b"%b%b%b%b%b%b%b%b%b%b%b%b%b" % (kind.head, piece, a, crc, b, identity, c, of_id, d, crc, e, of_id, f)
+        b"%b%b%b%b%b%b%b%b%b%b%b%b%b"
+        % (kind.head, piece, a, crc, b, identity, c, of_id, d, crc, e, of_id, f)
         for at, (kind, piece, identity) in enumerate(zip(kinds, pieces, ids, strict=True))
-        for (a, b, c, d, e, f), crc, of_id in ((kind.rest, digits[4 * at : 4 * at + 4], of_ids[4 * at : 4 * at + 4]),)
+        for (a, b, c, d, e, f), crc, of_id in (
+            (kind.rest, digits[4 * at : 4 * at + 4], of_ids[4 * at : 4 * at + 4]),
+        )
     ]
     for at in [at for at, piece in enumerate(pieces) if piece[:4] == DESCRIPTOR]:
         kind, piece = kinds[at], pieces[at]
-        made[at] = b"".join((kind.head, piece, *kind.fill(crcs[at], mistaken_crc(bytes(piece[:8])))))
+        made[at] = b"".join(
+            (kind.head, piece, *kind.fill(crcs[at], mistaken_crc(bytes(piece[:8]))))
+        )
     return made
 
 
@@ -155,15 +224,29 @@ SALT, SIX, TWO = np.uint64(0x9E3779B9), np.uint64(6), np.uint64(2)
 DESCRIPTOR = b"PK\7\x08"
 
 
-def _gathered(table: Table, rows: Sequence[int], kinds: Sequence[ArchiveKind], nbytes: int) -> Gathered:
+def _gathered(
+    table: Table, rows: Sequence[int], kinds: Sequence[ArchiveKind], nbytes: int
+) -> Gathered:
     labels = [*map(str, rows)]
 
     def make(*, zeros: bool = False) -> tuple[bytes, dict[str, int]]:
-        pieces = [bytes(kind.nbytes - len(kind.head) - kind.rest_nbytes) for kind in kinds] if zeros else table.read(rows)
+        pieces = (
+            [bytes(kind.nbytes - len(kind.head) - kind.rest_nbytes) for kind in kinds]
+            if zeros
+            else table.read(rows)
+        )
         crcs = crc32_each(pieces)
-        return b"".join(_archives(kinds, cast("Sequence[bytes]", pieces), crcs)), dict(zip(labels, crcs, strict=True))
+        return b"".join(_archives(kinds, cast("Sequence[bytes]", pieces), crcs)), dict(
+            zip(labels, crcs, strict=True)
+        )
 
-    return Gathered(nbytes, labels, make, tensors=lambda: [table.view(row) for row in rows], zeros=partial(make, zeros=True))
+    return Gathered(
+        nbytes,
+        labels,
+        make,
+        tensors=lambda: [table.view(row) for row in rows],
+        zeros=partial(make, zeros=True),
+    )
 
 
 def tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:

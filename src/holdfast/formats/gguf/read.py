@@ -31,20 +31,36 @@ def _table(headers: Sequence[GgufHeader], source: Source) -> Table:
     kinds: list[Kind] = []
     positions: dict[tuple[object, ...], int] = {}
     kind, file, start, nbytes = array("q"), array("q"), array("q"), array("q")
-    traits = {blocks: Traits(blocks=blocks) for header in headers for blocks in {one.blocks for one in header.places.values()}}
+    traits = {
+        blocks: Traits(blocks=blocks)
+        for header in headers
+        for blocks in {one.blocks for one in header.places.values()}
+    }
     for number, header in enumerate(headers):
         for name, place in header.places.items():
             if name in rows:
                 other = headers[file[rows[name]]].key
-                raise HeaderError(f"the tensor is in {other!r} as well", file=header.key, tensor=name)
+                raise HeaderError(
+                    f"the tensor is in {other!r} as well", file=header.key, tensor=name
+                )
             like = id(place.dtype), place.shape, place.nbytes, header.byteorder, place.blocks
             position = positions.get(like)
             if position is None:
                 position = positions[like] = len(kinds)
-                strides, own = c_strides(place.shape, place.dtype.bits), PLAIN if place.blocks is None else traits[place.blocks]
+                strides, own = (
+                    c_strides(place.shape, place.dtype.bits),
+                    PLAIN if place.blocks is None else traits[place.blocks],
+                )
                 order = header.byteorder
                 kinds.append(
-                    Kind.strided(place.dtype, place.shape, strides, storage_nbytes=place.nbytes, traits=own, byteorder=order)
+                    Kind.strided(
+                        place.dtype,
+                        place.shape,
+                        strides,
+                        storage_nbytes=place.nbytes,
+                        traits=own,
+                        byteorder=order,
+                    )
                 )
             rows[name] = len(rows)
             kind.append(position)
@@ -53,7 +69,9 @@ def _table(headers: Sequence[GgufHeader], source: Source) -> Table:
             nbytes.append(place.nbytes)
     names = [*rows]
     places = [FilePlace(source, header.key, source.store) for header in headers]
-    storages = FileStorages(places, file, start, nbytes, array("q", [NO_CRC]) * len(names), names=names)
+    storages = FileStorages(
+        places, file, start, nbytes, array("q", [NO_CRC]) * len(names), names=names
+    )
     return Table(names, kinds, kind, range(len(names)), storages, {})
 
 
@@ -64,7 +82,9 @@ def describe_gguf(source: Source) -> Description:
     count = header.values.number(COUNT) or 0
     if count > 1:
         number = (header.values.number(NUMBER) or 0) + 1
-        notes.append(f"file {number:,} of {count:,}; what is in the others is not seen here: open their folder")
+        notes.append(
+            f"file {number:,} of {count:,}; what is in the others is not seen here: open their folder"
+        )
     tensors = _table([header], source)
     return Description("gguf", tensors, tensors, notes=tuple(notes), metadata=header.values)
 
@@ -79,9 +99,14 @@ def describe_directory(source: Source) -> Description:
     models = {(found[1], found[3]) for found in map(PART.fullmatch, parts) if found is not None}
     if len(models) > 1:
         names = ", ".join(repr(stem) for stem, _ in sorted(models)[:3])
-        raise HeaderError(f"files of several models in one folder ({names}); give each a folder", file=source.store.name)
+        raise HeaderError(
+            f"files of several models in one folder ({names}); give each a folder",
+            file=source.store.name,
+        )
     ((stem, count),) = models
-    expected = [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)][: len(parts) + 1]
+    expected = [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)][
+        : len(parts) + 1
+    ]
     missing = [key for key in expected if key not in parts]
     if missing or len(parts) != int(count):
         message = f"{int(count) - len(parts):,} of {int(count):,} files are not here: {missing[0]!r} is missing"
@@ -91,13 +116,17 @@ def describe_directory(source: Source) -> Description:
         stated = header.values.number(NUMBER), header.values.number(COUNT)
         if stated != (number, len(headers)):
             message = f"by its name it is file {number + 1:,} of {len(headers):,}, and its values ({NUMBER}, {COUNT}) say {stated}"
-            raise HeaderError(message, file=header.key, expected=(number, len(headers)), found=stated)
+            raise HeaderError(
+                message, file=header.key, expected=(number, len(headers)), found=stated
+            )
     tensors = _table(headers, source)
     total = headers[0].values.number(TENSORS)
     if total is not None and total != len(tensors):
         message = f"the first file says {total:,} tensors, and all of them have {len(tensors):,}"
         raise HeaderError(message, file=parts[0], expected=total, found=len(tensors))
-    return Description("gguf-dir", tensors, tensors, notes=tuple(_notes(headers)), metadata=headers[0].values)
+    return Description(
+        "gguf-dir", tensors, tensors, notes=tuple(_notes(headers)), metadata=headers[0].values
+    )
 
 
 def _parts(keys: Sequence[str]) -> list[str]:
@@ -105,7 +134,12 @@ def _parts(keys: Sequence[str]) -> list[str]:
 
 
 def _notes(headers: Sequence[GgufHeader]) -> list[str]:
-    found = Counter(place.blocks for header in headers for place in header.places.values() if place.blocks is not None)
+    found = Counter(
+        place.blocks
+        for header in headers
+        for place in header.places.values()
+        if place.blocks is not None
+    )
     if not found:
         return []
     listed = ", ".join(f"{count:,} {name}" for name, count in found.most_common())

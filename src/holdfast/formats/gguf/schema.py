@@ -42,7 +42,19 @@ FIRST_NBYTES = 1 << 16
 """Bytes of the first read; each further read is four times as long."""
 
 TEXT, ARRAY, BOOL = 8, 9, 7
-SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", BOOL: "u1", 10: "u8", 11: "i8", 12: "f8"}
+SCALARS = {
+    0: "u1",
+    1: "i1",
+    2: "u2",
+    3: "i2",
+    4: "u4",
+    5: "i4",
+    6: "f4",
+    BOOL: "u1",
+    10: "u8",
+    11: "i8",
+    12: "f8",
+}
 """Types of values, by numpy's codes."""
 
 PLAIN = {
@@ -97,7 +109,9 @@ class Values(Mapping[str, str]):
     def __repr__(self) -> str:
         # Names alone, and few of them: a vocabulary is a value, too.
         shown = [name[:64] for name in islice(self, 4)] + ["…"] * (len(self) > 4)
-        return f"<{len(self):,} value{'s' * (len(self) != 1)}{': ' * bool(shown)}{', '.join(shown)}>"
+        return (
+            f"<{len(self):,} value{'s' * (len(self) != 1)}{': ' * bool(shown)}{', '.join(shown)}>"
+        )
 
     def number(self, name: str) -> int | None:
         """A whole number; None for a missing value or one of another type."""
@@ -130,7 +144,11 @@ class Values(Mapping[str, str]):
         if kind == BOOL:
             array = array != 0
         # The shortest digits that mean the same 32-bit float.
-        made = [float(str(n)) for n in array] if array.dtype.itemsize == 4 and array.dtype.kind == "f" else array.tolist()
+        made = (
+            [float(str(n)) for n in array]
+            if array.dtype.itemsize == 4 and array.dtype.kind == "f"
+            else array.tolist()
+        )
         return made, at + count * np.dtype(SCALARS[kind]).itemsize
 
     def _count(self, at: int) -> int:
@@ -178,7 +196,13 @@ class HeaderCursor:
         (count,) = self.unpack("Q")
         if count > (self._size - self.at) // each:
             message = f"{count:,} {what} need {count * each:,} bytes at the least, and {self._size - self.at:,} are left"
-            raise Truncated(message, file=self._key, offset=self.at - 8, expected=count * each, found=self._size - self.at)
+            raise Truncated(
+                message,
+                file=self._key,
+                offset=self.at - 8,
+                expected=count * each,
+                found=self._size - self.at,
+            )
         return count
 
     def text(self, what: str) -> str:
@@ -189,11 +213,21 @@ class HeaderCursor:
         try:
             name = raw.decode("utf-8")
         except UnicodeDecodeError:
-            raise HeaderError(f"{what} that is no UTF-8: {raw[:40]!r}", file=self._key, offset=start) from None
+            raise HeaderError(
+                f"{what} that is no UTF-8: {raw[:40]!r}", file=self._key, offset=start
+            ) from None
         if not name:
-            raise HeaderError(f"{what} that is empty: no name, or padding that was taken for one", file=self._key, offset=start)
+            raise HeaderError(
+                f"{what} that is empty: no name, or padding that was taken for one",
+                file=self._key,
+                offset=start,
+            )
         if "\0" in name:
-            raise HeaderError(f"{what} with a NUL, where some readers end it: {name[:40]!r}", file=self._key, offset=start)
+            raise HeaderError(
+                f"{what} with a NUL, where some readers end it: {name[:40]!r}",
+                file=self._key,
+                offset=start,
+            )
         return name
 
     def skip(self, kind: int, depth: int) -> None:
@@ -203,7 +237,11 @@ class HeaderCursor:
         elif kind == ARRAY:
             if depth > self._source.limits.depth:
                 limit = self._source.limits.depth
-                raise LimitExceeded(f"arrays in arrays, deeper than Limits(depth={limit})", file=self._key, expected=limit)
+                raise LimitExceeded(
+                    f"arrays in arrays, deeper than Limits(depth={limit})",
+                    file=self._key,
+                    expected=limit,
+                )
             (inner,) = self.unpack("I")
             if inner == ARRAY:
                 for _ in range(self.count(12, "arrays")):
@@ -230,7 +268,9 @@ class HeaderCursor:
     def _width(self, kind: int) -> int:
         code = SCALARS.get(kind)
         if code is None:
-            raise HeaderError(f"there is no type {kind:,} of values", file=self._key, offset=self.at, found=kind)
+            raise HeaderError(
+                f"there is no type {kind:,} of values", file=self._key, offset=self.at, found=kind
+            )
         return int(code[1])
 
 
@@ -250,18 +290,25 @@ def read_gguf_header(source: Source, key: str) -> GgufHeader:
     for _ in range(tensors):
         name = walk.text("the name of a tensor")
         if name in infos:
-            raise HeaderError(f"the tensor {name[:80]!r} is there twice", file=key, offset=walk.at, tensor=name)
+            raise HeaderError(
+                f"the tensor {name[:80]!r} is there twice", file=key, offset=walk.at, tensor=name
+            )
         (rank,) = walk.unpack("I")
         if rank > source.limits.rank:
             limit = source.limits.rank
             message = f"{rank:,} dimensions are more than Limits(rank={limit})"
-            raise LimitExceeded(message, file=key, tensor=name, offset=walk.at - 4, expected=limit, found=rank)
+            raise LimitExceeded(
+                message, file=key, tensor=name, offset=walk.at - 4, expected=limit, found=rank
+            )
         infos[name] = walk.unpack(f"{rank}QIQ")
     header = walk.need(walk.at)[: walk.at]
     texts = Values(header, found, walk.order)
     alignment = _alignment(texts, key)
     start = -(-walk.at // alignment) * alignment
-    places = {name: _place(name, info, start, alignment=alignment, key=key) for name, info in infos.items()}
+    places = {
+        name: _place(name, info, start, alignment=alignment, key=key)
+        for name, info in infos.items()
+    }
     _check_layout(places, walk.at, source.store.size(key), alignment=alignment, key=key)
     return GgufHeader(key, "big" if walk.order == ">" else "little", version, places, texts)
 
@@ -273,7 +320,9 @@ def _begin(walk: HeaderCursor, key: str) -> tuple[int, int, int]:
     if version & 0xFFFF == 0 and version:
         version, walk.order = int.from_bytes(version.to_bytes(4, "little"), "big"), ">"
     if version not in VERSIONS:
-        raise Unsupported(f"version {version:,} of GGUF; 2 and 3 are known", file=key, offset=4, found=version)
+        raise Unsupported(
+            f"version {version:,} of GGUF; 2 and 3 are known", file=key, offset=4, found=version
+        )
     # The least that one takes: a name of one letter, and a byte of value; or no dims at all.
     tensors = walk.count(25, "tensors")
     return version, tensors, walk.count(14, "values")
@@ -284,7 +333,9 @@ def _alignment(texts: Values, key: str) -> int:
         return USUAL_ALIGNMENT
     alignment = texts.number(ALIGNMENT) if texts.kind(ALIGNMENT) == 4 else None
     if not alignment or alignment & (alignment - 1):
-        raise HeaderError(f"{ALIGNMENT} is {texts[ALIGNMENT][:40]}, and no 32-bit power of two", file=key)
+        raise HeaderError(
+            f"{ALIGNMENT} is {texts[ALIGNMENT][:40]}, and no 32-bit power of two", file=key
+        )
     return alignment
 
 
@@ -295,33 +346,75 @@ def _place(name: str, info: tuple[int, ...], start: int, *, alignment: int, key:
     dtype = DTYPES.name(plain or "uint8")
     blocks = None if plain else BLOCKS.get(PACKED.get(kind, ""))
     if dtype is None or (plain is None and blocks is None):
-        raise Unsupported(f"the tensor has type {kind:,}, which is not known (or was withdrawn)", file=key, tensor=name, found=kind)
+        raise Unsupported(
+            f"the tensor has type {kind:,}, which is not known (or was withdrawn)",
+            file=key,
+            tensor=name,
+            found=kind,
+        )
     if blocks is not None:
         row, each = shape[-1] if shape else 1, blocks.elements
         if not shape or row % each:
-            message = f"rows of {row:,} elements are no whole blocks of {blocks.name}, which have {each}"
+            message = (
+                f"rows of {row:,} elements are no whole blocks of {blocks.name}, which have {each}"
+            )
             raise MetadataError(message, file=key, tensor=name, found=shape)
         shape = (*shape[:-1], row // each * blocks.nbytes)
     if not addressable(shape, dtype.bits):
-        raise MetadataError(f"{list(shape)} of {dtype} is more than any file can hold", file=key, tensor=name, found=shape)
+        raise MetadataError(
+            f"{list(shape)} of {dtype} is more than any file can hold",
+            file=key,
+            tensor=name,
+            found=shape,
+        )
     if offset % alignment:
         message = f"an offset of {offset:,}, which is no multiple of the alignment, {alignment:,}"
         raise HeaderError(message, file=key, tensor=name, found=offset)
-    return TensorInfo(dtype, shape, start + offset, math.prod(shape) * dtype.bits // 8, None if blocks is None else blocks.name)
+    return TensorInfo(
+        dtype,
+        shape,
+        start + offset,
+        math.prod(shape) * dtype.bits // 8,
+        None if blocks is None else blocks.name,
+    )
 
 
-def _check_layout(places: Mapping[str, TensorInfo], header_stop: int, size: int, *, alignment: int, key: str) -> None:
+def _check_layout(
+    places: Mapping[str, TensorInfo], header_stop: int, size: int, *, alignment: int, key: str
+) -> None:
     stop, before = -(-header_stop // alignment) * alignment, ""
     first = True
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         expected = stop if first else -(-stop // alignment) * alignment
         if place.start != expected:
-            found = f"overlaps {before[:80]!r}" if place.start < stop else f"leaves {place.start - expected:,} bytes to nobody"
+            found = (
+                f"overlaps {before[:80]!r}"
+                if place.start < stop
+                else f"leaves {place.start - expected:,} bytes to nobody"
+            )
             message = f"it begins at byte {place.start:,}, and {found}"
-            raise HeaderError(message, file=key, tensor=name, offset=place.start, expected=expected, found=place.start)
+            raise HeaderError(
+                message,
+                file=key,
+                tensor=name,
+                offset=place.start,
+                expected=expected,
+                found=place.start,
+            )
         stop, before, first = place.start + place.nbytes, name, False
     if stop > size and places:
-        raise Truncated(f"the tensors end at byte {stop:,}, and the file at {size:,}", file=key, expected=stop, found=size)
+        raise Truncated(
+            f"the tensors end at byte {stop:,}, and the file at {size:,}",
+            file=key,
+            expected=stop,
+            found=size,
+        )
     last = -(-stop // alignment) * alignment
     if size > last:
-        raise HeaderError(f"{size - last:,} bytes follow the last tensor", file=key, offset=last, expected=last, found=size)
+        raise HeaderError(
+            f"{size - last:,} bytes follow the last tensor",
+            file=key,
+            offset=last,
+            expected=last,
+            found=size,
+        )

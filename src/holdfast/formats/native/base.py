@@ -75,13 +75,20 @@ class Reuse(Value, frozen=True):
 
     def names(self, count: int) -> list[str]:
         """Names for so many new files, after the names of files that are taken over."""
-        number = max((int(found[1]) for file in self.linked if (found := NUMBER.match(file.key))), default=0)
-        return [f"data-{i + 1:05}-of-{number + count:05}.safetensors" for i in range(number, number + count)]
+        number = max(
+            (int(found[1]) for file in self.linked if (found := NUMBER.match(file.key))), default=0
+        )
+        return [
+            f"data-{i + 1:05}-of-{number + count:05}.safetensors"
+            for i in range(number, number + count)
+        ]
 
     def names_of_rank(self, rank: int, size: int) -> Iterator[str]:
         """Endless names for new files of a rank: after the files that it takes over, and never a file of the base."""
         stem = f"data-{rank + 1:05}-of-{size:05}"
-        turn = max((int(found[1]) for file in self.linked if (found := TURN.search(file.key))), default=0)
+        turn = max(
+            (int(found[1]) for file in self.linked if (found := TURN.search(file.key))), default=0
+        )
         while True:
             turn += 1
             if (name := f"{stem}_{turn:05}.safetensors") not in self.taken:
@@ -103,9 +110,15 @@ class Base(Value, frozen=True):
         stored, names, kind = self.manifest.tensors, table.names, table.kind
         outlines = [(one.dtype.name, one.shape) for one in table.kinds]
         then = {row: stored[names[row]] for row in rows if names[row] in stored}
-        return {row: one.chunks for row, one in then.items() if (one.dtype, one.shape) == outlines[kind[row]]}
+        return {
+            row: one.chunks
+            for row, one in then.items()
+            if (one.dtype, one.shape) == outlines[kind[row]]
+        }
 
-    def boxes(self, table: Table, shapes: Sequence[tuple[int, ...]], starts: Ints) -> tuple[Chunks, set[int]]:
+    def boxes(
+        self, table: Table, shapes: Sequence[tuple[int, ...]], starts: Ints
+    ) -> tuple[Chunks, set[int]]:
         """The chunks of rows that are boxes of one rank, where the base has them; and the files of the base without other boxes.
 
         `shapes` are those of the whole tensors, `starts` the lowest corners of the boxes, a row for each dimension.
@@ -114,16 +127,32 @@ class Base(Value, frozen=True):
         names, kind = table.names, table.kind
         whole = {names[row]: row for row in range(len(names)) if own[kind[row]] == shapes[row]}
         parts = {
-            (names[row], start, tuple([a + n for a, n in zip(start, own[kind[row]], strict=True)])): row
-            for row in ([row for row in range(len(names)) if own[kind[row]] != shapes[row]] if len(whole) < len(names) else ())
+            (
+                names[row],
+                start,
+                tuple([a + n for a, n in zip(start, own[kind[row]], strict=True)]),
+            ): row
+            for row in (
+                [row for row in range(len(names)) if own[kind[row]] != shapes[row]]
+                if len(whole) < len(names)
+                else ()
+            )
             for start in (tuple(starts[: len(shapes[row]), row].tolist()),)
         }
         found: dict[int, tuple[StoredChunk, ...]] = {}
         elsewhere: list[StoredChunk] = []
         for name, stored in self.manifest.tensors.items():
             for chunk in stored.chunks:
-                if chunk.start is None or chunk.stop is None or (chunk.stop == stored.shape and not any(chunk.start)):
-                    row = whole[name] if name in whole and shapes[whole[name]] == stored.shape else None
+                if (
+                    chunk.start is None
+                    or chunk.stop is None
+                    or (chunk.stop == stored.shape and not any(chunk.start))
+                ):
+                    row = (
+                        whole[name]
+                        if name in whole and shapes[whole[name]] == stored.shape
+                        else None
+                    )
                 else:
                     row = parts.get((name, chunk.start, chunk.stop))
                 if row is None:
@@ -133,7 +162,12 @@ class Base(Value, frozen=True):
                         chunk = msgspec.structs.replace(chunk, start=None, stop=None)
                     if chunk.sparse is None or len({part.file for part in parts_of(chunk)}) == 1:
                         found[row] = (chunk,)
-        others = {part.file for chunk in elsewhere for part in parts_of(chunk) if part.bytes[0] < part.bytes[1]}
+        others = {
+            part.file
+            for chunk in elsewhere
+            for part in parts_of(chunk)
+            if part.bytes[0] < part.bytes[1]
+        }
         return found, {*range(len(self.manifest.files))} - others
 
     def short(self, table: Table, chunks: Chunks) -> dict[int, int]:
@@ -145,14 +179,20 @@ class Base(Value, frozen=True):
         found = {
             row: own[0].hash
             for row, own in chunks.items()
-            if brief[kind[row]] and own[0].hash is not None and own[0].start is None and not own[1:] and row not in odd
+            if brief[kind[row]]
+            and own[0].hash is not None
+            and own[0].start is None
+            and not own[1:]
+            and row not in odd
         }
         return dict(zip(found, map(int, found.values(), repeat(16)), strict=True))
 
     def reuse(self, chunks: Chunks, files: Iterable[int]) -> Reuse:
         parts = _Parts.of([*chunks.values()])
         living = self._living(parts, files)
-        small = [number for number, nbytes in living.items() if nbytes * SMALL < sum(living.values())]
+        small = [
+            number for number, nbytes in living.items() if nbytes * SMALL < sum(living.values())
+        ]
         if len(small) > MANY:
             living = self._living(parts, living.keys() - set(small))
         numbers = {number: place for place, number in enumerate(sorted(living))}
@@ -160,10 +200,15 @@ class Base(Value, frozen=True):
         stay = {row: own for (row, own), there in zip(chunks.items(), inside, strict=True) if there}
         moved = frozenset(chunks.keys() - stay.keys())
         if any(number != place for number, place in numbers.items()):
-            stay = {row: tuple([in_files(chunk, numbers) for chunk in own]) for row, own in stay.items()}
+            stay = {
+                row: tuple([in_files(chunk, numbers) for chunk in own]) for row, own in stay.items()
+            }
         kept = [self.manifest.files[number] for number in numbers]
         return Reuse(
-            tuple(LinkedFile(self.names.get(file.name, file.name), file.nbytes, self.folder) for file in kept),
+            tuple(
+                LinkedFile(self.names.get(file.name, file.name), file.nbytes, self.folder)
+                for file in kept
+            ),
             stay,
             moved,
             taken=frozenset(file.name for file in self.manifest.files),
@@ -223,7 +268,10 @@ def recorded_chunks(chunks: Sequence[StoredChunk], algorithm: str | None) -> lis
     """The hashes or heads of all chunks; None where one has neither, or the algorithm is not ours."""
     if algorithm != HASH or any(chunk.hash is None and chunk.head is None for chunk in chunks):
         return None
-    numbers = [[None if digits is None else int(digits, 16) for digits in (chunk.hash, chunk.head)] for chunk in chunks]
+    numbers = [
+        [None if digits is None else int(digits, 16) for digits in (chunk.hash, chunk.head)]
+        for chunk in chunks
+    ]
     return [Hashed(hash, head) for hash, head in numbers]
 
 

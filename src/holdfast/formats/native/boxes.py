@@ -29,7 +29,13 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.saves import FilePlan, Hashing
 from holdfast.errors import CannotHold
-from holdfast.formats.native.chunks import entries_of, hash_in, hash_tails, stored_chunk, without_clashes
+from holdfast.formats.native.chunks import (
+    entries_of,
+    hash_in,
+    hash_tails,
+    stored_chunk,
+    without_clashes,
+)
 from holdfast.formats.native.manifest import CANNOT, StoredBoxes, are_whole, as_bytes
 from holdfast.formats.recorded import PAIRS
 from holdfast.formats.safetensors.record import MANIFEST, SHARDING_INFO, checksum_digits
@@ -77,7 +83,11 @@ class Boxes(Value, frozen=True, eq=False):
         kinds, known = [*table.kinds], dict[tuple[object, ...], int]()
         if table.odd:
             odd = {at: table.odd[row] for at, row in enumerate(rows) if row in table.odd}
-        for at in (~are_whole(starts, sizes, shape_columns(whole).take(kind, axis=1))).nonzero()[0].tolist():
+        for at in (
+            (~are_whole(starts, sizes, shape_columns(whole).take(kind, axis=1)))
+            .nonzero()[0]
+            .tolist()
+        ):
             rank = len(whole[wholes[at]])
             box = Box.at(starts[:rank, at].tolist(), sizes[:rank, at].tolist())
             part = odd[at] = table.view(rows[at])[box.slices]
@@ -87,7 +97,9 @@ class Boxes(Value, frozen=True, eq=False):
             if kind[at] == len(kinds):
                 kinds.append(Kind.of(part))
         names, offsets = [table.names[row] for row in rows], table.offsets_of(rows)
-        return cls(Table(names, kinds, kind, storage, table.storages, odd, offsets=offsets), starts, wholes)
+        return cls(
+            Table(names, kinds, kind, storage, table.storages, odd, offsets=offsets), starts, wholes
+        )
 
     def __len__(self) -> int:
         return len(self.table)
@@ -98,13 +110,18 @@ class Boxes(Value, frozen=True, eq=False):
 
     def has_parts(self, rows: Sequence[int]) -> bool:
         shapes, kind, whole = [kind.shape for kind in self.table.kinds], self.table.kind, self.whole
-        return kind is not whole and [shapes[kind[row]] for row in rows] != [shapes[whole[row]] for row in rows]
+        return kind is not whole and [shapes[kind[row]] for row in rows] != [
+            shapes[whole[row]] for row in rows
+        ]
 
     def sharding_texts(self, rows: Sequence[int]) -> dict[str, str]:
         """Metadata for torch's distributed reader: the offset of each piece in its tensor."""
         starts, names = self.starts[:, rows].T.tolist(), self.table.names
         ranks, whole = [len(kind.shape) for kind in self.table.kinds], self.whole
-        offsets = {names[row]: {"saved_offsets": one[: ranks[whole[row]]]} for row, one in zip(rows, starts, strict=True)}
+        offsets = {
+            names[row]: {"saved_offsets": one[: ranks[whole[row]]]}
+            for row, one in zip(rows, starts, strict=True)
+        }
         return {"DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)}
 
 
@@ -144,17 +161,33 @@ class BoxEntries(Value, frozen=True, eq=False):
         hashing: dict[str, Hashing] = {}
         if hashes:
             alone = {table.names[row] for row in rows if row in changed} if changed else set[str]()
-            hashing = {name: "head" if name in alone else "hash" for name in own if name not in packed}
+            hashing = {
+                name: "head" if name in alone else "hash" for name in own if name not in packed
+            }
         if not packed:
             return cls(boxes, rows, table, rows, packed, hashing, known)
         given = zip(rows, own, strict=True)
-        part = table.with_entries(rows, {row: entries_of(name, views[name], packed[name]) for row, name in given if name in packed})
+        part = table.with_entries(
+            rows,
+            {
+                row: entries_of(name, views[name], packed[name])
+                for row, name in given
+                if name in packed
+            },
+        )
         return cls(boxes, rows, part, range(len(part)), packed, hashing, known)
 
     def shards(self, max_nbytes: int) -> list[Sequence[int]]:
         """The entries in files of at most so many bytes of data; none where there are no entries."""
         inside = self.inside
-        return [inside[some.start : some.stop] for some in fill_shards(self.table.nbytes_of(inside), max_nbytes)] if inside else []
+        return (
+            [
+                inside[some.start : some.stop]
+                for some in fill_shards(self.table.nbytes_of(inside), max_nbytes)
+            ]
+            if inside
+            else []
+        )
 
 
 def _places(layout: FileLayout) -> StoredBoxes:
@@ -180,12 +213,16 @@ class BoxFiles(Value, frozen=True, eq=False):
         """Lay out files with these entries. `texts` go into their metadata, `fields` into their records. Raises `CannotHold`."""
         table, kinds = entries.table, [carried(kind) for kind in entries.table.kinds]
         layouts = [
-            plan_file(key, table, inside, kinds, texts, fields=fields, label=label, hashed=entries.hashing)
+            plan_file(
+                key, table, inside, kinds, texts, fields=fields, label=label, hashed=entries.hashing
+            )
             for key, inside in shards.items()
         ]
         most = DEFAULTS.header_nbytes
         if any(layout.header_nbytes > most for layout in layouts):
-            raise CannotHold(CANNOT, [f"the header of a data file would be longer than {most:,} bytes"])
+            raise CannotHold(
+                CANNOT, [f"the header of a data file would be longer than {most:,} bytes"]
+            )
         return cls(entries, layouts, label)
 
     @property
@@ -203,19 +240,29 @@ class BoxFiles(Value, frozen=True, eq=False):
         if not hashing:
             return 0
         long = [kind.nbytes > HEAD_NBYTES for kind in table.kinds]
-        ways = Counter([(hashing[table.names[row]], long[table.kind[row]]) for row in rows.tolist()])
+        ways = Counter(
+            [(hashing[table.names[row]], long[table.kind[row]]) for row in rows.tolist()]
+        )
         return sum(count * TAILS[way] for way, count in ways.items())
 
-    def stored(self, crcs: Mapping[str, int], blank: Sequence[StoredBoxes] = ()) -> list[StoredBoxes]:
+    def stored(
+        self, crcs: Mapping[str, int], blank: Sequence[StoredBoxes] = ()
+    ) -> list[StoredBoxes]:
         """The places and checksums of the boxes of each file, from the checksums of its data. Places come from `blank` if given."""
         if self.entries.packed:
             return self._stored_packed(crcs)
         found, hashing = [], self.entries.hashing
         for at, layout in enumerate(self.layouts):
             labels = [self.label + name for name in layout.names] if self.label else layout.names
-            tails = hash_tails(crcs, self.entries.table, layout.rows.tolist(), labels, hashing) if hashing else []
+            tails = (
+                hash_tails(crcs, self.entries.table, layout.rows.tolist(), labels, hashing)
+                if hashing
+                else []
+            )
             known = blank[at] if blank else _places(layout)
-            found.append(StoredBoxes(known.boxes, known.starts, known.stops, _digits_of(crcs, labels), tails))
+            found.append(
+                StoredBoxes(known.boxes, known.starts, known.stops, _digits_of(crcs, labels), tails)
+            )
         return found
 
     def _stored_packed(self, crcs: Mapping[str, int]) -> list[StoredBoxes]:
@@ -229,10 +276,19 @@ class BoxFiles(Value, frozen=True, eq=False):
             places = zip(layout.starts.tolist(), layout.stops.tolist(), strict=True)
             spans |= dict(zip(layout.names, zip(repeat(number), places, strict=False), strict=True))
         chunks = {
-            row: stored_chunk(name, spans.__getitem__, crc, parts=entries.packed.get(name), hashed=self._hash(row, crcs))
+            row: stored_chunk(
+                name,
+                spans.__getitem__,
+                crc,
+                parts=entries.packed.get(name),
+                hashed=self._hash(row, crcs),
+            )
             for row, name in ((row, names[row]) for row in entries.rows)
         }
-        inside = [[row for row, chunk in chunks.items() if chunk.file == number] for number in range(len(self.layouts))]
+        inside = [
+            [row for row, chunk in chunks.items() if chunk.file == number]
+            for number in range(len(self.layouts))
+        ]
         return [StoredBoxes.of(rows, [chunks[row] for row in rows]) for rows in inside]
 
     def _hash(self, row: int, crcs: Mapping[str, int]) -> Hashed | None:

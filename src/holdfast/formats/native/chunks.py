@@ -32,7 +32,15 @@ from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError
 from holdfast.formats.native.schema import Runs, StoredChunk, StoredPart, StoredSparse, StoredTensor
 from holdfast.formats.safetensors.record import CRC_DIGITS
 from holdfast.formats.safetensors.schema import ADDRESSABLE
-from holdfast.numeric.pack import SparseParts, SparseStorage, element_type, encoding_of, group_count, spread, where_total
+from holdfast.numeric.pack import (
+    SparseParts,
+    SparseStorage,
+    element_type,
+    encoding_of,
+    group_count,
+    spread,
+    where_total,
+)
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
 
@@ -47,7 +55,9 @@ def entries_of(name: str, tensor: LazyTensor, parts: SparseParts | None) -> dict
     return {entry: part for entry, part in given if part is not None}
 
 
-def without_clashes(chosen: Mapping[str, SparseParts], names: Sequence[str]) -> dict[str, SparseParts]:
+def without_clashes(
+    chosen: Mapping[str, SparseParts], names: Sequence[str]
+) -> dict[str, SparseParts]:
     """The tensors that can be stored packed: none of their parts has the name of another tensor."""
     taken = set(names)
     return {name: parts for name, parts in chosen.items() if taken.isdisjoint(part_names(name))}
@@ -75,7 +85,10 @@ def stored_chunk(
         return StoredChunk(*known(name), hash=hash, head=head)
     values, where, starts = part_names(name)
     file, span, digits = known(values)
-    marks, begins = StoredPart(*known(where)), None if parts.starts is None else StoredPart(*known(starts))
+    marks, begins = (
+        StoredPart(*known(where)),
+        None if parts.starts is None else StoredPart(*known(starts)),
+    )
     sparse = StoredSparse(parts.encoding.name, parts.encoding.sizes, digits, marks, begins)
     return StoredChunk(file, span, f"{parts.crc32:08x}", sparse=sparse, hash=hash, head=head)
 
@@ -90,7 +103,11 @@ def hash_in(sums: Mapping[str, int], label: str, nbytes: int, how: Hashing | Non
 
 
 def hash_tails(
-    crcs: Mapping[str, int], table: Table, rows: Sequence[int], labels: Sequence[str], hashing: Mapping[str, Hashing]
+    crcs: Mapping[str, int],
+    table: Table,
+    rows: Sequence[int],
+    labels: Sequence[str],
+    hashing: Mapping[str, Hashing],
 ) -> list[str]:
     """The text behind the checksum of each row: hash and head, for the names in `hashing`. `labels` are those of their data."""
     names, kind = table.names, table.kind
@@ -98,7 +115,9 @@ def hash_tails(
     return [
         f',"hash":"{crcs[label + HASH_KEY]:032x}"'
         if short[kind[row]] and names[row] in hashing
-        else hash_text(*hash_digits(hash_in(crcs, label, table.kind_of(row).nbytes, hashing.get(names[row]))))
+        else hash_text(
+            *hash_digits(hash_in(crcs, label, table.kind_of(row).nbytes, hashing.get(names[row])))
+        )
         for row, label in zip(rows, labels, strict=True)
     ]
 
@@ -109,7 +128,9 @@ def hash_digits(hashed: Hashed | None) -> tuple[str | None, str | None]:
 
 
 def hash_text(hash: str | None, head: str | None) -> str:
-    return ("" if hash is None else f',"hash":"{hash}"') + ("" if head is None else f',"head":"{head}"')
+    return ("" if hash is None else f',"hash":"{hash}"') + (
+        "" if head is None else f',"head":"{head}"'
+    )
 
 
 def in_files(chunk: StoredChunk, numbers: Mapping[int, int]) -> StoredChunk:
@@ -125,7 +146,14 @@ def sparse_in(sparse: StoredSparse, number: Callable[[int], int]) -> StoredSpars
     return msgspec.structs.replace(sparse, where=moved(sparse.where), starts=starts)
 
 
-def check_sparse(chunk: StoredChunk, sparse: StoredSparse, dtype: DType, *, shape: tuple[int, ...], limits: Limits) -> None:
+def check_sparse(
+    chunk: StoredChunk,
+    sparse: StoredSparse,
+    dtype: DType,
+    *,
+    shape: tuple[int, ...],
+    limits: Limits,
+) -> None:
     """Raise where the numbers of a packed chunk of this shape contradict each other. The parts are known to lie in their files."""
     if dtype.packed:
         raise MetadataError(f"elements of {dtype} share bytes and are never stored packed")
@@ -135,7 +163,9 @@ def check_sparse(chunk: StoredChunk, sparse: StoredSparse, dtype: DType, *, shap
     width = dtype.bits // 8
     nbytes = encoding.count * width
     if (sparse.starts is not None) != encoding.counted:
-        raise HeaderError(f"the encoding {encoding.name} has {'' if encoding.counted else 'no '}starts")
+        raise HeaderError(
+            f"the encoding {encoding.name} has {'' if encoding.counted else 'no '}starts"
+        )
     stored = _length(chunk.bytes) + _length(sparse.where.bytes)
     _check_length("where", sparse.where.bytes, where_total(encoding))
     if sparse.starts is not None:
@@ -144,8 +174,14 @@ def check_sparse(chunk: StoredChunk, sparse: StoredSparse, dtype: DType, *, shap
     last = group_count(encoding) - 1
     most = (last * encoding.most(encoding.group) + encoding.most(spread(encoding, last))) * width
     values = _length(chunk.bytes)
-    if values > most or values % (encoding.unit * width) or (not encoding.counted and values != most):
-        said = f"{values:,} bytes of values for {encoding.count:,} elements stored as {encoding.name}"
+    if (
+        values > most
+        or values % (encoding.unit * width)
+        or (not encoding.counted and values != most)
+    ):
+        said = (
+            f"{values:,} bytes of values for {encoding.count:,} elements stored as {encoding.name}"
+        )
         raise MetadataError(said, expected=most, found=values)
     if nbytes > limits.sparse_expansion * stored:
         message = f"{stored:,} stored bytes stand for {nbytes:,}; open with Limits(sparse_expansion=…) if that can be true"
@@ -159,17 +195,30 @@ def _length(span: tuple[int, int]) -> int:
 def _check_length(name: str, span: tuple[int, int], wanted: int) -> None:
     found = _length(span)
     if found != wanted:
-        raise MetadataError(f"{found:,} bytes of {name}, where there should be {wanted:,}", expected=wanted, found=found)
+        raise MetadataError(
+            f"{found:,} bytes of {name}, where there should be {wanted:,}",
+            expected=wanted,
+            found=found,
+        )
 
 
 def sparse_storage(
-    name: str, chunk: StoredChunk, sparse: StoredSparse, *, dtype: DType, shape: tuple[int, ...], files: Sequence[str], home: object
+    name: str,
+    chunk: StoredChunk,
+    sparse: StoredSparse,
+    *,
+    dtype: DType,
+    shape: tuple[int, ...],
+    files: Sequence[str],
+    home: object,
 ) -> SparseStorage:
     """The dense bytes of a checked packed chunk, under a key of their own."""
     values, where, starts = part_names(name)
 
     def part(label: str, file: int, span: tuple[int, int], crc: str) -> Storage:
-        return Storage(files[file], span[0], _length(span), crc32=int(crc, 16), label=label, home=home)
+        return Storage(
+            files[file], span[0], _length(span), crc32=int(crc, 16), label=label, home=home
+        )
 
     encoding = encoding_of(sparse.encoding, sparse.sizes, shape)
     marks = part(where, sparse.where.file, sparse.where.bytes, sparse.where.crc32)
@@ -209,14 +258,23 @@ def runs_of(column: Ints) -> Runs:
 def column_of(runs: Runs, count: int, most: int) -> Ints | None:
     """The column of so many numbers, from 0 to `most`; None where there is no such column."""
     firsts, steps, counts = runs[::3], runs[1::3], runs[2::3]
-    if not len(firsts) == len(steps) == len(counts) or min(counts, default=0) < 1 or sum(counts) != count:
+    if (
+        not len(firsts) == len(steps) == len(counts)
+        or min(counts, default=0) < 1
+        or sum(counts) != count
+    ):
         return None
-    ends = [*firsts, *[first + step * (own - 1) for first, step, own in zip(firsts, steps, counts, strict=True)]]
+    ends = [
+        *firsts,
+        *[first + step * (own - 1) for first, step, own in zip(firsts, steps, counts, strict=True)],
+    ]
     if min(ends) < 0 or max(ends) > most or max(map(abs, steps)) > most:
         return None
     own = np.array(counts, np.int64)
     inside = np.arange(count) - (own.cumsum() - own).repeat(own)
-    column: Ints = np.array(firsts, np.int64).repeat(own) + np.array(steps, np.int64).repeat(own) * inside
+    column: Ints = (
+        np.array(firsts, np.int64).repeat(own) + np.array(steps, np.int64).repeat(own) * inside
+    )
     return column
 
 
@@ -238,7 +296,11 @@ class CutColumns(Value, frozen=True, eq=False):
         if columns is None or dtype is None:
             return None
         count, rest = divmod(len(columns.crc32), CRC_DIGITS)
-        if rest or len(columns.start) != len(stored.shape) or len(columns.stop) != len(stored.shape):
+        if (
+            rest
+            or len(columns.start) != len(stored.shape)
+            or len(columns.stop) != len(stored.shape)
+        ):
             return None
         limits = (ADDRESSABLE, ADDRESSABLE, *stored.shape, *stored.shape)
         runs = (columns.file, columns.bytes, *columns.start, *columns.stop)
@@ -276,15 +338,23 @@ class CutChunks(Value, frozen=True, eq=False):
         for d, (first, last) in enumerate(zip(low, high, strict=True)):
             wanted &= (cut.starts[d] < last) & (cut.stops[d] > first)
         rows = wanted.nonzero()[0]
-        places = zip(rows.tolist(), cut.file[rows].tolist(), *cut.spans[:, rows].tolist(), strict=True)
-        boxes = map(Box, map(tuple, cut.starts[:, rows].T.tolist()), map(tuple, cut.stops[:, rows].T.tolist()))
+        places = zip(
+            rows.tolist(), cut.file[rows].tolist(), *cut.spans[:, rows].tolist(), strict=True
+        )
+        boxes = map(
+            Box,
+            map(tuple, cut.starts[:, rows].T.tolist()),
+            map(tuple, cut.stops[:, rows].T.tolist()),
+        )
         return tuple([
             Chunk(box, self._storage(file, first, last, cut.crc(row)), 0, c_strides(box.shape, self.dtype.bits))
             for box, (row, file, first, last) in zip(boxes, places, strict=True)
         ])  # fmt: skip
 
     def _storage(self, file: int, start: int, stop: int, crc: int) -> Storage:
-        return Storage(self.files[file], start, stop - start, crc32=crc, label=self.name, home=self.home)
+        return Storage(
+            self.files[file], start, stop - start, crc32=crc, label=self.name, home=self.home
+        )
 
 
 CACHE_NBYTES = 32 << 20
@@ -324,7 +394,10 @@ class UnpackedStore(Virtual):
         return storage.nbytes
 
     def _stamp(self, storage: SparseStorage) -> Stamp:
-        return tuple((part.key, part.start, part.nbytes, self._store.stamp(part.key)) for part in storage.parts)
+        return tuple(
+            (part.key, part.start, part.nbytes, self._store.stamp(part.key))
+            for part in storage.parts
+        )
 
     def _read(self, storage: SparseStorage, start: int, out: memoryview) -> None:
         stop = start + out.nbytes
@@ -340,7 +413,9 @@ class UnpackedStore(Virtual):
                 self._unpack(storage, group, last, out=out[at - start : end - start])
             else:
                 end = min(end, stop)
-                out[at - start : end - start] = self._group(storage, group)[at - group * size : end - group * size].data
+                out[at - start : end - start] = self._group(storage, group)[
+                    at - group * size : end - group * size
+                ].data
             at = end
 
     def _group(self, storage: SparseStorage, group: int) -> np.ndarray:
@@ -360,27 +435,44 @@ class UnpackedStore(Virtual):
         counts = [spread(encoding, group) for group in range(first, last)]
         with located(file=storage.where.key, tensor=storage.label):
             starts = self._starts(storage, first, last, counts=counts)
-            where = self._bytes(storage.where, first * each, (len(counts) - 1) * each + encoding.where_nbytes(counts[-1]))
-            values = self._bytes(storage.values, starts[0] * width, (starts[-1] - starts[0]) * width).view(kind)
+            where = self._bytes(
+                storage.where,
+                first * each,
+                (len(counts) - 1) * each + encoding.where_nbytes(counts[-1]),
+            )
+            values = self._bytes(
+                storage.values, starts[0] * width, (starts[-1] - starts[0]) * width
+            ).view(kind)
             try:
                 for i, count in enumerate(counts):
                     marks = where[i * each : i * each + encoding.where_nbytes(count)]
                     here = values[starts[i] - starts[0] : starts[i + 1] - starts[0]]
-                    encoding.unpack(marks, here, dense[i * encoding.group : i * encoding.group + count])
+                    encoding.unpack(
+                        marks, here, dense[i * encoding.group : i * encoding.group + count]
+                    )
             except MetadataError as error:
                 self._blame(storage, error)
 
-    def _starts(self, storage: SparseStorage, first: int, last: int, *, counts: Sequence[int]) -> Sequence[int]:
+    def _starts(
+        self, storage: SparseStorage, first: int, last: int, *, counts: Sequence[int]
+    ) -> Sequence[int]:
         encoding, total = storage.encoding, storage.values.nbytes // storage.width
         if storage.starts is None:
             full = encoding.most(encoding.group)
             return [min(group * full, total) for group in range(first, last + 1)]
         raw = self._bytes(storage.starts, first * 8, (last + 1 - first) * 8)
         starts: list[int] = raw.view("<u8").tolist()
-        fits = all(0 <= b - a <= encoding.most(n) for a, b, n in zip(starts, starts[1:], counts, strict=False))
-        ends = (first > 0 or starts[0] == 0) and (last < group_count(encoding) or starts[-1] == total)
+        fits = all(
+            0 <= b - a <= encoding.most(n)
+            for a, b, n in zip(starts, starts[1:], counts, strict=False)
+        )
+        ends = (first > 0 or starts[0] == 0) and (
+            last < group_count(encoding) or starts[-1] == total
+        )
         if not fits or not ends or starts[-1] > total:
-            self._blame(storage, MetadataError("the numbers of values before each group cannot be true"))
+            self._blame(
+                storage, MetadataError("the numbers of values before each group cannot be true")
+            )
         return starts
 
     def _bytes(self, part: Storage, start: int, nbytes: int) -> np.ndarray:
@@ -394,7 +486,9 @@ class UnpackedStore(Virtual):
         for part in storage.parts:
             found = 0
             for start in range(0, part.nbytes, BLOCK_NBYTES):
-                found = crc32(self._bytes(part, start, min(BLOCK_NBYTES, part.nbytes - start)).data, found)
+                found = crc32(
+                    self._bytes(part, start, min(BLOCK_NBYTES, part.nbytes - start)).data, found
+                )
             if found != part.crc32:
                 raise Corrupted(
                     f"the {part.nbytes:,} bytes of {part.label} do not have the checksum that the manifest records, and cannot be "

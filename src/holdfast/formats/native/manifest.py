@@ -73,7 +73,11 @@ class StoredBoxes(msgspec.Struct):
         spans = np.array([chunk.bytes for chunk in chunks], np.int64).reshape(-1, 2).T
         hashed = any(chunk.hash or chunk.head for chunk in chunks)
         tails = [hash_text(chunk.hash, chunk.head) for chunk in chunks] if hashed else []
-        sparse = [(at, chunk.sparse, chunk.file) for at, chunk in enumerate(chunks) if chunk.sparse is not None]
+        sparse = [
+            (at, chunk.sparse, chunk.file)
+            for at, chunk in enumerate(chunks)
+            if chunk.sparse is not None
+        ]
         packed = {at: sparse_in(one, partial(add, -file)) for at, one, file in sparse}
         digits = "".join([chunk.crc32 for chunk in chunks])
         return cls(as_bytes(boxes), as_bytes(spans[0]), as_bytes(spans[1]), digits, tails, packed)
@@ -130,12 +134,20 @@ def lay_out_index(
     Raises `CannotHold` for a manifest that is longer than a reader takes.
     """
     chunks = _Chunks(parts, outlines)
-    others = [] if alone or not chunks.whole else [chunks.weight_index([file.name for file in files])]
-    version, hash = (HASHED_VERSION, HASH) if any(part.tails_nbytes for part in parts) else (VERSION, msgspec.UNSET)
+    others = (
+        [] if alone or not chunks.whole else [chunks.weight_index([file.name for file in files])]
+    )
+    version, hash = (
+        (HASHED_VERSION, HASH)
+        if any(part.tails_nbytes for part in parts)
+        else (VERSION, msgspec.UNSET)
+    )
     version = BESIDE_VERSION if any("/" in file.name for file in files) else version
     version = COLUMNS_VERSION if chunks.columns else version
     rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
-    manifest = Manifest(FORMAT, version, tuple(files), {}, dict(metadata), others=_other_files(others), hash=hash)
+    manifest = Manifest(
+        FORMAT, version, tuple(files), {}, dict(metadata), others=_other_files(others), hash=hash
+    )
     raw = msgspec.json.encode(msgspec.structs.replace(manifest, **rest))
     at = raw.index(b'"tensors":{') + len(b'"tensors":{')
     before, behind = raw[:at], raw[at:-1]
@@ -147,9 +159,14 @@ def lay_out_index(
 
     def make(crcs: Mapping[str, int]) -> bytes:
         stored = [part.stored for part in parts] if later is None else later(crcs)
-        return put_together(sealed_pieces(chain((before,), chunks.pieces(stored), (behind,)), nbytes), nbytes)
+        return put_together(
+            sealed_pieces(chain((before,), chunks.pieces(stored), (behind,)), nbytes), nbytes
+        )
 
-    return (*others, FilePlan(MANIFEST, (Literal(make({})) if later is None else Late(nbytes, make),)))
+    return (
+        *others,
+        FilePlan(MANIFEST, (Literal(make({})) if later is None else Late(nbytes, make),)),
+    )
 
 
 def _other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:
@@ -168,37 +185,61 @@ class _Chunks:
     def __init__(self, parts: Sequence[FileBoxes], outlines: Outlines) -> None:
         self._parts = parts
         names, self._kinds, kind = outlines
-        kind_of, extents = np.asarray(kind, np.int64), shape_columns([shape for _, shape in self._kinds])
+        kind_of, extents = (
+            np.asarray(kind, np.int64),
+            shape_columns([shape for _, shape in self._kinds]),
+        )
         numbers = [as_column(part.stored.boxes) for part in parts]
         counts = [*map(len, numbers)]
         self._edges = [*accumulate(counts, initial=0)]
         boxed: dict[int, str] = {}
-        tensors = np.concatenate([NO_BOXES, *[part.tensors[own] for part, own in zip(parts, numbers, strict=True)]])
+        tensors = np.concatenate(
+            [NO_BOXES, *[part.tensors[own] for part, own in zip(parts, numbers, strict=True)]]
+        )
         # What has hashes, or is packed, has no columns.
         plain = not any(part.tails_nbytes or part.stored.packed for part in parts)
         many = (np.bincount(tensors, minlength=len(names)) >= MANY_CHUNKS) & plain
         for part, own, first in zip(parts, numbers, self._edges, strict=False):
             owners = part.tensors[own]
             corners, sizes, kinds = part.starts[:, own], part.sizes[:, own], kind_of[owners]
-            for at in (~(are_whole(corners, sizes, extents[:, kinds]) | many[owners])).nonzero()[0].tolist():
+            for at in (
+                (~(are_whole(corners, sizes, extents[:, kinds]) | many[owners]))
+                .nonzero()[0]
+                .tolist()
+            ):
                 rank = len(self._kinds[kinds[at]][1])
-                box = {"start": corners[:rank, at].tolist(), "stop": (corners + sizes)[:rank, at].tolist()}
+                box = {
+                    "start": corners[:rank, at].tolist(),
+                    "stop": (corners + sizes)[:rank, at].tolist(),
+                }
                 boxed[first + at] = "," + msgspec.json.encode(box).decode()[1:-1]
         order = self._order = tensors.argsort(kind="stable")
         owners = tensors[order]
         self._files = np.arange(len(parts)).repeat(counts)[order]
-        self._starts = np.concatenate([NO_BOXES, *[as_column(part.stored.starts) for part in parts]])[order]
-        self._stops = np.concatenate([NO_BOXES, *[as_column(part.stored.stops) for part in parts]])[order]
+        self._starts = np.concatenate(
+            [NO_BOXES, *[as_column(part.stored.starts) for part in parts]]
+        )[order]
+        self._stops = np.concatenate([NO_BOXES, *[as_column(part.stored.stops) for part in parts]])[
+            order
+        ]
         begins = np.ones(len(owners), np.bool_)
         begins[1:] = owners[1:] != owners[:-1]
         self._heads = begins.nonzero()[0]
         of_each = owners[self._heads]
-        self._names = names if len(of_each) == len(names) else [names[tensor] for tensor in of_each.tolist()]
+        self._names = (
+            names if len(of_each) == len(names) else [names[tensor] for tensor in of_each.tolist()]
+        )
         self._quoted, self._kind = as_keys(self._names), kind_of[of_each]
         self._boxed = self._placed(boxed)
-        self.columns = dict(self._in_columns(numbers, many[of_each].nonzero()[0].tolist())) if many.any() else {}
+        self.columns = (
+            dict(self._in_columns(numbers, many[of_each].nonzero()[0].tolist()))
+            if many.any()
+            else {}
+        )
 
-    def _in_columns(self, numbers: Sequence[Ints], places: Sequence[int]) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
+    def _in_columns(
+        self, numbers: Sequence[Ints], places: Sequence[int]
+    ) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
         """The text of tensors in columns, by their places: what stands before and behind their checksums."""
         rank = max(len(part.starts) for part in self._parts)
         starts, stops = np.zeros((2, rank, len(self._order)), np.int64)
@@ -210,25 +251,40 @@ class _Chunks:
             dtype, shape = self._kinds[self._kind[at]]
             here = self._span(at)
             rows = self._order[here]
-            corners = [[runs_of(column[d, rows]) for d in range(len(shape))] for column in (starts, stops)]
-            made = StoredColumns(runs_of(self._files[here]), runs_of(self._starts[here]), "", *map(tuple, corners))
-            text = msgspec.json.encode({self._names[at]: StoredTensor(dtype, shape, (), made)})[1:-1]
+            corners = [
+                [runs_of(column[d, rows]) for d in range(len(shape))] for column in (starts, stops)
+            ]
+            made = StoredColumns(
+                runs_of(self._files[here]), runs_of(self._starts[here]), "", *map(tuple, corners)
+            )
+            text = msgspec.json.encode({self._names[at]: StoredTensor(dtype, shape, (), made)})[
+                1:-1
+            ]
             before, mark, behind = text.rpartition(b'"crc32":"')
             yield at, (before + mark, behind)
 
     @property
     def whole(self) -> bool:
         """Whether every tensor lies whole and unpacked in one file."""
-        return not self.columns and not self._boxed and not any(part.stored.packed for part in self._parts)
+        return (
+            not self.columns
+            and not self._boxed
+            and not any(part.stored.packed for part in self._parts)
+        )
 
     def weight_index(self, files: Sequence[str]) -> FilePlan:
         """The Hugging Face index: all tensors in the order in which they lie in files."""
         names = self._names
         order = np.lexsort((self._stops, self._starts, self._files)).tolist()
         if (self._starts == self._stops).any():
-            order.sort(key=lambda at: (self._files[at], self._starts[at], self._stops[at], names[at]))
+            order.sort(
+                key=lambda at: (self._files[at], self._starts[at], self._stops[at], names[at])
+            )
         total = {"total_size": int((self._stops - self._starts).sum())}
-        return FilePlan(INDEX, index_text(total, files, [names[at] for at in order], self._files[order].tolist()))
+        return FilePlan(
+            INDEX,
+            index_text(total, files, [names[at] for at in order], self._files[order].tolist()),
+        )
 
     def measure(self) -> tuple[int, int]:
         """The length of the text, and the number of lists and objects in it. Neither depends on checksums."""
@@ -246,9 +302,17 @@ class _Chunks:
         counts = np.bincount(self._kind[listed], minlength=len(around)).tolist()
         chunks = int(here.sum())
         more = chunks - len(keys)
-        texts = [*self._boxed.values(), *self._packed_texts([part.stored for part in self._parts]).values()]
+        texts = [
+            *self._boxed.values(),
+            *self._packed_texts([part.stored for part in self._parts]).values(),
+        ]
         length += len(every.encode()) + sum(map(mul, counts, map(len, around)))
-        length += chunks * len(CHUNK) + more * len(NEXT) + sum(map(len, texts)) + sum(part.tails_nbytes for part in self._parts)
+        length += (
+            chunks * len(CHUNK)
+            + more * len(NEXT)
+            + sum(map(len, texts))
+            + sum(part.tails_nbytes for part in self._parts)
+        )
         for numbers in (self._files[here], self._starts[here], self._stops[here]):
             length += len(numbers) + int(POWERS.searchsorted(numbers, side="right").sum())
         brackets += sum(map(mul, counts, map(_brackets, around))) + _brackets(every) + chunks + more
@@ -261,7 +325,15 @@ class _Chunks:
         sums = np.frombuffer("".join([one.crcs for one in stored]).encode(), f"S{CRC_DIGITS}")
         hashed = any(one.tails for one in stored)
         counts = [last - first for first, last in pairwise(self._edges)]
-        tails = [tail for one, count in zip(stored, counts, strict=True) for tail in one.tails or [""] * count] if hashed else []
+        tails = (
+            [
+                tail
+                for one, count in zip(stored, counts, strict=True)
+                for tail in one.tails or [""] * count
+            ]
+            if hashed
+            else []
+        )
         beyond = {**self._boxed}
         for at, text in self._packed_texts(stored).items():
             beyond[at] = beyond.get(at, "") + text
@@ -269,7 +341,12 @@ class _Chunks:
         for first, last in self._batches():
             if first in self.columns:
                 before, rest = self.columns[first]
-                yield b"%b%b%b%b" % (b"," if first else b"", before, sums[self._order[self._span(first)]].tobytes(), rest)
+                yield b"%b%b%b%b" % (
+                    b"," if first else b"",
+                    before,
+                    sums[self._order[self._span(first)]].tobytes(),
+                    rest,
+                )
                 continue
             own = keys[first:last]
             edges = [*self._heads[first : last + 1].tolist(), len(self._order)][: last - first + 1]
@@ -283,10 +360,23 @@ class _Chunks:
                 for head, key in zip(edges, own, strict=False):
                     named[head - low] = key
             behind = [tails[at] for at in order.tolist()] if hashed else [""] * (high - low)
-            for at in places[int(np.searchsorted(places, low)) : int(np.searchsorted(places, high))] if places else ():
+            for at in (
+                places[int(np.searchsorted(places, low)) : int(np.searchsorted(places, high))]
+                if places
+                else ()
+            ):
                 behind[at - low] = beyond[at] + behind[at - low]
-            columns = (column[low:high].tolist() for column in (self._files, self._starts, self._stops))
-            each = zip(named, kind.tolist(), *columns, sums[order].astype(str).tolist(), behind, strict=True)
+            columns = (
+                column[low:high].tolist() for column in (self._files, self._starts, self._stops)
+            )
+            each = zip(
+                named,
+                kind.tolist(),
+                *columns,
+                sums[order].astype(str).tolist(),
+                behind,
+                strict=True,
+            )
             text = "".join([
                 f'{seps[kind]}{key}{openings[kind]}{file},"bytes":[{start},{stop}],"crc32":"{crc}"{tail}'
                 for key, kind, file, start, stop, crc, tail in each
@@ -295,7 +385,10 @@ class _Chunks:
 
     def _span(self, at: int) -> slice:
         """The chunks of a tensor."""
-        return slice(int(self._heads[at]), int(self._heads[at + 1]) if at + 1 < len(self._heads) else len(self._order))
+        return slice(
+            int(self._heads[at]),
+            int(self._heads[at + 1]) if at + 1 < len(self._heads) else len(self._order),
+        )
 
     def _batches(self) -> Iterator[tuple[int, int]]:
         """Tensors whose text is made together: each that is in columns by itself."""

@@ -49,7 +49,13 @@ from holdfast.errors import (
 )
 from holdfast.formats.native.base import parts_of
 from holdfast.formats.native.boxes import carried
-from holdfast.formats.native.chunks import CutChunks, CutColumns, UnpackedStore, check_sparse, sparse_storage
+from holdfast.formats.native.chunks import (
+    CutChunks,
+    CutColumns,
+    UnpackedStore,
+    check_sparse,
+    sparse_storage,
+)
 from holdfast.formats.native.schema import (
     BESIDE_VERSION,
     COLUMNS_VERSION,
@@ -105,7 +111,11 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
         or stored.dtype not in WHOLE
     ]
     entries = {names[row]: tensors[row] for row in rows}
-    odd = dict(zip(rows, _odd_tensors(entries, [file.name for file in manifest.files], source), strict=True))
+    odd = dict(
+        zip(
+            rows, _odd_tensors(entries, [file.name for file in manifest.files], source), strict=True
+        )
+    )
     dtypes, shapes = [stored.dtype for stored in tensors], [stored.shape for stored in tensors]
     positions = dict(zip(dict.fromkeys(zip(dtypes, shapes, strict=True)), count()))
     kinds = [Kind.plain(dtype_named(dtype), shape) for dtype, shape in positions]
@@ -116,26 +126,39 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
         for row, tensor in odd.items():
             kind[row] = len(kinds)
             later = entries[names[row]].columns is not None
-            kinds.append(Kind(tensor.dtype, tensor.shape, PLAIN, tensor.nbytes) if later else Kind.of(tensor))
+            kinds.append(
+                Kind(tensor.dtype, tensor.shape, PLAIN, tensor.nbytes) if later else Kind.of(tensor)
+            )
         labels, counter = [name for row, name in enumerate(names) if row not in odd], count()
         storage = array("q", [ODD if row in odd else next(counter) for row in range(len(names))])
     chunks = [stored.chunks[0] for row, stored in enumerate(tensors) if row not in odd]
-    edges = np.fromiter(chain.from_iterable(map(BYTES_OF, chunks)), np.int64, 2 * len(chunks)).reshape(-1, 2)
+    edges = np.fromiter(
+        chain.from_iterable(map(BYTES_OF, chunks)), np.int64, 2 * len(chunks)
+    ).reshape(-1, 2)
     starts, lengths = edges[:, 0].copy(), edges[:, 1] - edges[:, 0]
     crcs = np.frombuffer(bytes.fromhex("".join(map(CRC_OF, chunks))), ">u4").astype(np.int64)
     files = array("q", map(FILE_OF, chunks))
     places = [FilePlace(source, file.name, source.store) for file in manifest.files]
     storages = FileStorages(places, files, starts, lengths, crcs, names=labels)
-    return Stored(Table(names, kinds, kind, storage, storages, odd), storages, replace(manifest, tensors=entries), source)
+    return Stored(
+        Table(names, kinds, kind, storage, storages, odd),
+        storages,
+        replace(manifest, tensors=entries),
+        source,
+    )
 
 
-def _odd_tensors(entries: Mapping[str, StoredTensor], files: Sequence[str], source: Source) -> Iterator[LazyTensor]:
+def _odd_tensors(
+    entries: Mapping[str, StoredTensor], files: Sequence[str], source: Source
+) -> Iterator[LazyTensor]:
     home = source.store
     unpacked: UnpackedStore | None = None
     for name, stored in entries.items():
         dtype, chunks = dtype_named(stored.dtype), []
         if stored.columns is not None:
-            yield LazyTensor(name, dtype, stored.shape, CutChunks(name, dtype, stored, files, home), source)
+            yield LazyTensor(
+                name, dtype, stored.shape, CutChunks(name, dtype, stored, files, home), source
+            )
             continue
         packed = any(chunk.sparse is not None for chunk in stored.chunks)
         if packed and unpacked is None:
@@ -143,9 +166,18 @@ def _odd_tensors(entries: Mapping[str, StoredTensor], files: Sequence[str], sour
             unpacking = source.over(unpacked)
         for chunk in stored.chunks:
             (start, stop), box = chunk.bytes, box_of(stored, chunk)
-            storage = Storage(files[chunk.file], start, stop - start, crc32=int(chunk.crc32, 16), label=name, home=home)
+            storage = Storage(
+                files[chunk.file],
+                start,
+                stop - start,
+                crc32=int(chunk.crc32, 16),
+                label=name,
+                home=home,
+            )
             if chunk.sparse is not None and unpacked is not None:
-                storage = sparse_storage(name, chunk, chunk.sparse, dtype=dtype, shape=box.shape, files=files, home=home)
+                storage = sparse_storage(
+                    name, chunk, chunk.sparse, dtype=dtype, shape=box.shape, files=files, home=home
+                )
                 unpacked.add(storage)
             chunks.append(Chunk(box, storage, 0, c_strides(box.shape, dtype.bits)))
         yield LazyTensor(name, dtype, stored.shape, tuple(chunks), unpacking if packed else source)
@@ -159,7 +191,11 @@ def dtype_named(name: str) -> DType:
 
 
 def box_of(stored: StoredTensor, chunk: StoredChunk) -> Box:
-    return Box.whole(stored.shape) if chunk.start is None or chunk.stop is None else Box(chunk.start, chunk.stop)
+    return (
+        Box.whole(stored.shape)
+        if chunk.start is None or chunk.stop is None
+        else Box(chunk.start, chunk.stop)
+    )
 
 
 NOT_NEEDED = "nothing in it is needed to open the checkpoint"
@@ -175,7 +211,10 @@ def check_files(tensors: Stored) -> list[str]:
     first difference.
     """
     names, held = tensors.table.names, tensors.storages
-    kinds, numbers = np.asarray(tensors.table.kind, np.int64), np.asarray(tensors.table.storage, np.int64)
+    kinds, numbers = (
+        np.asarray(tensors.table.kind, np.int64),
+        np.asarray(tensors.table.storage, np.int64),
+    )
     plain = np.flatnonzero(numbers >= 0)
     odd: dict[int, list[Part]] = {}
     for part in _odd_parts(tensors, names):
@@ -188,7 +227,10 @@ def check_files(tensors: Stored) -> list[str]:
         header = read_header(tensors.source, file.name)
         here = odd.get(number, [])
         rows = plain[held.file == number]
-        differing = (*_differing_rows(tensors, header, rows, kinds[rows]), *_differing_parts(header, here))
+        differing = (
+            *_differing_rows(tensors, header, rows, kinds[rows]),
+            *_differing_parts(header, here),
+        )
         wrong += [(min(differing), file.name)] if differing else []
         if header.record.changed is not None:
             changed.append(header.record.changed)
@@ -196,13 +238,21 @@ def check_files(tensors: Stored) -> list[str]:
             message = "the header has lost the record that was written with it; get the file again"
             changed.append(Corrupted(message, file=file.name))
         # Files that are shared with other steps have bytes of those (`formats.native.base`).
-        living = int(held.nbytes[numbers[rows]].sum()) + sum(stop - start for *_, (start, stop) in here)
+        living = int(held.nbytes[numbers[rows]].sum()) + sum(
+            stop - start for *_, (start, stop) in here
+        )
         dead = sum(header.columns.nbytes) - living
         if dead > 0:
-            notes.append(f"{file.name}: {dead:,} bytes are of other steps that share the file, and not of this one")
+            notes.append(
+                f"{file.name}: {dead:,} bytes are of other steps that share the file, and not of this one"
+            )
     if wrong:
         row, key = min(wrong)
-        raise MetadataError("the manifest and the file's own header do not say the same", file=key, tensor=names[row])
+        raise MetadataError(
+            "the manifest and the file's own header do not say the same",
+            file=key,
+            tensor=names[row],
+        )
     if changed:
         raise changed[0]
     for other in tensors.manifest.others:
@@ -216,13 +266,21 @@ def _differing_rows(tensors: Stored, header: Header, rows: Ints, kinds: Ints) ->
     at = np.fromiter(map(header.positions.get, names, repeat(-1)), np.int64, len(names))
     wrong = at < 0
     if len(columns.outline):
-        numbers, outline = np.asarray(table.storage, np.int64)[rows], np.array(columns.outline, np.int64)[at]
+        numbers, outline = (
+            np.asarray(table.storage, np.int64)[rows],
+            np.array(columns.outline, np.int64)[at],
+        )
         wrong |= np.array(columns.starts, np.int64)[at] != held.start[numbers]
         wrong |= np.array(columns.nbytes, np.int64)[at] != held.nbytes[numbers]
         # A kind, and what the header says of it, are compared once.
         pairs, where = np.unique(kinds * len(columns.outlines) + outline, return_inverse=True)
-        judged = [(carried(table.kinds[one // len(columns.outlines)]), one % len(columns.outlines)) for one in pairs.tolist()]
-        wrong |= np.array([(kind.code, kind.shape) != columns.outlines[own] for kind, own in judged], np.bool_)[where]
+        judged = [
+            (carried(table.kinds[one // len(columns.outlines)]), one % len(columns.outlines))
+            for one in pairs.tolist()
+        ]
+        wrong |= np.array(
+            [(kind.code, kind.shape) != columns.outlines[own] for kind, own in judged], np.bool_
+        )[where]
     return rows[wrong][:1].tolist()  # type: ignore[no-any-return]  # of integers
 
 
@@ -243,7 +301,14 @@ def _odd_parts(tensors: Stored, names: Sequence[str]) -> Iterator[Part]:
             for one in tensors.table.odd[row].chunks:
                 if one.box.count:
                     piece, place = carried(Kind.plain(dtype, one.box.shape)), one.storage
-                    yield row, files[place.key], name, piece.code, piece.shape, (place.start, place.start + place.nbytes)
+                    yield (
+                        row,
+                        files[place.key],
+                        name,
+                        piece.code,
+                        piece.shape,
+                        (place.start, place.start + place.nbytes),
+                    )
         for chunk in stored.chunks:
             box = box_of(stored, chunk)
             if len(stored.chunks) > 1 and not box.count:
@@ -257,7 +322,9 @@ def _odd_parts(tensors: Stored, names: Sequence[str]) -> Iterator[Part]:
 
 def _check_other(other: OtherFile, source: Source) -> None:
     if not source.store.holds(other.name):
-        raise Corrupted(f"the manifest names this file, and it is not there; {NOT_NEEDED}", file=other.name)
+        raise Corrupted(
+            f"the manifest names this file, and it is not there; {NOT_NEEDED}", file=other.name
+        )
     found = crc32(source.bytes(other.name, 0, source.store.size(other.name)))
     if f"{found:08x}" != other.crc32:
         message = f"the file does not have the checksum that the manifest records: it changed after it was written; {NOT_NEEDED}"
@@ -270,7 +337,9 @@ def _stored_parts(tensor: LazyTensor) -> list[LazyTensor]:
         return [tensor]
     dtypes = (tensor.dtype, dtype_named("uint8"), dtype_named("uint64"))
     return [
-        LazyTensor.contiguous(part.label, dtype, (part.nbytes * 8 // dtype.bits,), part, tensor.source)
+        LazyTensor.contiguous(
+            part.label, dtype, (part.nbytes * 8 // dtype.bits,), part, tensor.source
+        )
         for part, dtype in zip(storage.parts, dtypes, strict=False)
     ]
 
@@ -291,7 +360,13 @@ def describe(source: Source) -> Description:
     stored = stored_tensors(read_manifest(source), source)
     with located(file=MANIFEST):
         tensors, tree = restore(stored.table, stored.manifest.recorded, source)
-    return Description("native", tensors, tree, metadata=stored.manifest.metadata, check=partial(check_files, stored))
+    return Description(
+        "native",
+        tensors,
+        tree,
+        metadata=stored.manifest.metadata,
+        check=partial(check_files, stored),
+    )
 
 
 def read_manifest(source: Source) -> Parsed:
@@ -299,14 +374,20 @@ def read_manifest(source: Source) -> Parsed:
     check_length(DOCUMENT, size, source.limits)
     with located(file=MANIFEST):
         manifest = parse_manifest(source.bytes(MANIFEST, 0, size), source.limits)
-        check_names(manifest.files, "files", reaches=source.store.reaches if manifest.version >= BESIDE_VERSION else None)
+        check_names(
+            manifest.files,
+            "files",
+            reaches=source.store.reaches if manifest.version >= BESIDE_VERSION else None,
+        )
         check_names((*manifest.files, *manifest.others), "others", first=len(manifest.files))
         local = [file for file in manifest.files if not source.store.expect(file.name, file.nbytes)]
         present = set(source.store.list()) if local else set()
         missing = [file.name for file in local if file.name not in present]
         if missing:
             shown = ", ".join(map(quoted, missing[:5]))
-            raise StoreError(f"the manifest names files that are not there: {shown}", found=tuple(missing))
+            raise StoreError(
+                f"the manifest names files that are not there: {shown}", found=tuple(missing)
+            )
         check_tensors(manifest, source.limits)
     for file in local:
         found = source.store.size(file.name)
@@ -318,7 +399,11 @@ def read_manifest(source: Source) -> Parsed:
 
 
 def check_names(
-    files: Sequence[DataFile | OtherFile], field: str, *, first: int = 0, reaches: Callable[[str], bool] | None = None
+    files: Sequence[DataFile | OtherFile],
+    field: str,
+    *,
+    first: int = 0,
+    reaches: Callable[[str], bool] | None = None,
 ) -> None:
     """Refuse names that are not plain names of files in this directory, and impossible lengths; from the `first` file on.
 
@@ -330,10 +415,15 @@ def check_names(
         if reaches is not None and sibling_key(name):
             if not reaches(name):
                 told = "a step that shares data with others beside it opens in its bucket alone; `holdfast cp` makes it whole"
-                raise UnsafePath(f"at {pointer(field, i, 'name')}: {quoted(name)}: {told}", found=name)
+                raise UnsafePath(
+                    f"at {pointer(field, i, 'name')}: {quoted(name)}: {told}", found=name
+                )
         elif not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
             at = pointer(field, i, "name")
-            raise UnsafePath(f"at {at}: {quoted(name)} is not the plain name of a file in the directory", found=name)
+            raise UnsafePath(
+                f"at {at}: {quoted(name)} is not the plain name of a file in the directory",
+                found=name,
+            )
         if name in seen or name == MANIFEST:
             raise HeaderError(f"at {pointer(field, i, 'name')}: {quoted(name)} is there already")
         if not 0 <= file.nbytes <= ADDRESSABLE:
@@ -360,7 +450,9 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
         try:
             count = judged[stored.dtype][shape]
         except KeyError:
-            count = judged.setdefault(stored.dtype, {})[shape] = _bits_of(stored.dtype, shape, limits)
+            count = judged.setdefault(stored.dtype, {})[shape] = _bits_of(
+                stored.dtype, shape, limits
+            )
         if count is None or not (chunks or stored.columns):
             _explain(name, stored, limits)
         if stored.columns is not None:
@@ -381,10 +473,20 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
             if chunk.sparse is not None:
                 ranges += _check_packed(name, manifest, number, limits=limits)
                 continue
-            if not 0 <= file < count_files or not PREFIX_NBYTES <= start <= stop <= ends[file] or stop - start != whole:
+            if (
+                not 0 <= file < count_files
+                or not PREFIX_NBYTES <= start <= stop <= ends[file]
+                or stop - start != whole
+            ):
                 _explain_chunk(name, number, chunk, ends=ends, whole=whole)
             if not sums_fine and not CRC.match(chunk.crc32):
-                _refuse(name, f"{quoted(chunk.crc32)} is no CRC-32 in eight digits", "chunks", number, "crc32")
+                _refuse(
+                    name,
+                    f"{quoted(chunk.crc32)} is no CRC-32 in eight digits",
+                    "chunks",
+                    number,
+                    "crc32",
+                )
             ranges += (file, start, stop)
         if several and not tiles(Box.whole(shape), (box_of(stored, chunk) for chunk in chunks)):
             _lie(name, f"{len(chunks):,} chunks do not cover {list(shape)} exactly once", "chunks")
@@ -401,7 +503,9 @@ def _follow(cut: Mapping[str, StoredTensor], places: Ints, manifest: Parsed) -> 
     """
     ends = np.array([file.nbytes for file in manifest.files], np.int64)
     reached, apart = np.zeros(len(ends), np.int64), True
-    firsts: list[tuple[int, str | int]] = [(sum(stored.columns.bytes[:1]), name) for name, stored in cut.items() if stored.columns]
+    firsts: list[tuple[int, str | int]] = [
+        (sum(stored.columns.bytes[:1]), name) for name, stored in cut.items() if stored.columns
+    ]
     firsts += zip(places[:, 1].tolist(), range(len(places)), strict=True)
     for _, one in sorted(firsts, key=itemgetter(0)):
         if isinstance(one, str):
@@ -414,21 +518,42 @@ def _follow(cut: Mapping[str, StoredTensor], places: Ints, manifest: Parsed) -> 
     return apart
 
 
-def _check_columns(name: str, stored: StoredTensor, ends: Ints, *, manifest: Parsed) -> tuple[Ints, Ints]:
+def _check_columns(
+    name: str, stored: StoredTensor, ends: Ints, *, manifest: Parsed
+) -> tuple[Ints, Ints]:
     """The file numbers of the chunks of a tensor in columns, and their first and last bytes."""
     if manifest.version < COLUMNS_VERSION or manifest.hash is not None or stored.chunks:
-        told = "has no chunks in columns" if manifest.version < COLUMNS_VERSION else "has either columns, or hashes and chunks"
+        told = (
+            "has no chunks in columns"
+            if manifest.version < COLUMNS_VERSION
+            else "has either columns, or hashes and chunks"
+        )
         _refuse(name, f"a manifest of version {manifest.version} {told}", "columns")
     found = CutColumns.of(stored)
     if found is None or not _are_digits([found.crc32], 0, len(found.crc32)):
-        _refuse(name, "columns of different lengths, or with numbers that no chunk can have", "columns")
-    if (found.starts > found.stops).any() or not columns_cover(stored.shape, found.starts, found.stops):
-        _lie(name, f"{len(found.file):,} chunks do not cover {list(stored.shape)} exactly once", "columns")
+        _refuse(
+            name, "columns of different lengths, or with numbers that no chunk can have", "columns"
+        )
+    if (found.starts > found.stops).any() or not columns_cover(
+        stored.shape, found.starts, found.stops
+    ):
+        _lie(
+            name,
+            f"{len(found.file):,} chunks do not cover {list(stored.shape)} exactly once",
+            "columns",
+        )
     (first, last), inside = found.spans, found.file < len(ends)
-    inside &= (first >= PREFIX_NBYTES) & (last >= first) & (last <= ends.take(found.file, mode="clip"))
+    inside &= (
+        (first >= PREFIX_NBYTES) & (last >= first) & (last <= ends.take(found.file, mode="clip"))
+    )
     if not inside.all():
         at = int(inside.argmin())
-        _lie(name, f"{first[at]:,} to {last[at]:,} is not inside of a file, number {found.file[at]:,}", "columns", at)
+        _lie(
+            name,
+            f"{first[at]:,} to {last[at]:,} is not inside of a file, number {found.file[at]:,}",
+            "columns",
+            at,
+        )
     return found.file, found.spans
 
 
@@ -441,7 +566,12 @@ def _are_digits(texts: Sequence[str], least: int, most: int) -> bool:
 def _bits_of(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
     bits = BITS.get(dtype, 0)
     # The rank before the product: that of a million long dimensions would take hours.
-    if not bits or len(shape) > limits.rank or not all(0 <= n <= ADDRESSABLE for n in shape) or not addressable(shape, bits):
+    if (
+        not bits
+        or len(shape) > limits.rank
+        or not all(0 <= n <= ADDRESSABLE for n in shape)
+        or not addressable(shape, bits)
+    ):
         return None
     return bits * math.prod(shape)
 
@@ -454,7 +584,12 @@ def _box_nbytes(name: str, stored: StoredTensor, number: int, *, bits: int) -> i
     if len(start) != rank or len(stop) != rank:
         _refuse(name, f"a box of another rank than {rank}", "chunks", number)
     if not all(0 <= a <= b <= n for a, b, n in zip(start, stop, stored.shape, strict=True)):
-        _lie(name, f"{list(start)} to {list(stop)} is no box in {list(stored.shape)}", "chunks", number)
+        _lie(
+            name,
+            f"{list(start)} to {list(stop)} is no box in {list(stored.shape)}",
+            "chunks",
+            number,
+        )
     if len(stored.chunks) == 1 and not tiles(Box.whole(stored.shape), [Box(start, stop)]):
         _lie(name, f"one chunk does not cover {list(stored.shape)}", "chunks")
     return (Box(start, stop).count * bits + 7) // 8
@@ -465,8 +600,12 @@ def _explain_hash(name: str, manifest: Parsed, number: int) -> NoReturn:
     if manifest.hash is None:
         _refuse(name, "a hash needs a manifest that names its algorithm", "chunks", number)
     if chunk.hash is not None and not HASH.match(chunk.hash):
-        _refuse(name, f"{quoted(chunk.hash)} is no hash in hexadecimal digits", "chunks", number, "hash")
-    _refuse(name, f"{quoted(chunk.head or '')} is no CRC-32 in eight digits", "chunks", number, "head")
+        _refuse(
+            name, f"{quoted(chunk.hash)} is no hash in hexadecimal digits", "chunks", number, "hash"
+        )
+    _refuse(
+        name, f"{quoted(chunk.head or '')} is no CRC-32 in eight digits", "chunks", number, "head"
+    )
 
 
 def _check_packed(name: str, manifest: Parsed, number: int, *, limits: Limits) -> list[int]:
@@ -474,16 +613,32 @@ def _check_packed(name: str, manifest: Parsed, number: int, *, limits: Limits) -
     chunk = stored.chunks[number]
     sparse = chunk.sparse
     if sparse is None or manifest.version < SPARSE_VERSION:
-        _refuse(name, f"a manifest of version {manifest.version} has no packed chunks", "chunks", number, "sparse")
+        _refuse(
+            name,
+            f"a manifest of version {manifest.version} has no packed chunks",
+            "chunks",
+            number,
+            "sparse",
+        )
     parts = parts_of(chunk)
     for part in parts:
         _check_place(name, part, ends, number=number)
     if not CRC.match(chunk.crc32):
-        _refuse(name, f"{quoted(chunk.crc32)} is no CRC-32 in eight digits", "chunks", number, "crc32")
+        _refuse(
+            name, f"{quoted(chunk.crc32)} is no CRC-32 in eight digits", "chunks", number, "crc32"
+        )
     try:
-        check_sparse(chunk, sparse, dtype_named(stored.dtype), shape=box_of(stored, chunk).shape, limits=limits)
+        check_sparse(
+            chunk,
+            sparse,
+            dtype_named(stored.dtype),
+            shape=box_of(stored, chunk).shape,
+            limits=limits,
+        )
     except HoldfastError as error:
-        error.message = f"at {pointer('tensors', name, 'chunks', number, 'sparse')}: {error.message}"
+        error.message = (
+            f"at {pointer('tensors', name, 'chunks', number, 'sparse')}: {error.message}"
+        )
         error.args, error.tensor = (error.message,), name
         raise
     return [one for part in parts for one in (part.file, *part.bytes)]
@@ -494,9 +649,16 @@ def _check_place(name: str, part: StoredPart, ends: list[int], *, number: int) -
     if not 0 <= part.file < len(ends):
         _refuse(name, f"there are {len(ends):,} files, and no number {part.file}", "chunks", number)
     if not PREFIX_NBYTES <= start <= stop <= ends[part.file]:
-        _lie(name, f"{start:,} to {stop:,} is not inside of a file of {ends[part.file]:,} bytes", "chunks", number)
+        _lie(
+            name,
+            f"{start:,} to {stop:,} is not inside of a file of {ends[part.file]:,} bytes",
+            "chunks",
+            number,
+        )
     if not CRC.match(part.crc32):
-        _refuse(name, f"{quoted(part.crc32)} is no CRC-32 in eight digits", "chunks", number, "sparse")
+        _refuse(
+            name, f"{quoted(part.crc32)} is no CRC-32 in eight digits", "chunks", number, "sparse"
+        )
 
 
 def _check_apart(places: Ints, manifest: Parsed) -> None:
@@ -512,7 +674,13 @@ def _check_apart(places: Ints, manifest: Parsed) -> None:
             for number, chunk in enumerate(stored.chunks):
                 for part in parts_of(chunk):
                     if (part.file, part.bytes[0]) == wanted and part.bytes[0] < part.bytes[1]:
-                        _lie(name, "these bytes belong to another tensor as well", "chunks", number, "bytes")
+                        _lie(
+                            name,
+                            "these bytes belong to another tensor as well",
+                            "chunks",
+                            number,
+                            "bytes",
+                        )
 
 
 def _explain(name: str, stored: StoredTensor, limits: Limits) -> NoReturn:
@@ -533,13 +701,29 @@ def _explain(name: str, stored: StoredTensor, limits: Limits) -> NoReturn:
     _lie(name, "more than any file can hold", "shape")
 
 
-def _explain_chunk(name: str, number: int, chunk: StoredChunk, *, ends: list[int], whole: int) -> NoReturn:
+def _explain_chunk(
+    name: str, number: int, chunk: StoredChunk, *, ends: list[int], whole: int
+) -> NoReturn:
     start, stop = chunk.bytes
     if not 0 <= chunk.file < len(ends):
-        _refuse(name, f"there are {len(ends):,} files, and no number {chunk.file}", "chunks", number, "file")
+        _refuse(
+            name,
+            f"there are {len(ends):,} files, and no number {chunk.file}",
+            "chunks",
+            number,
+            "file",
+        )
     if not PREFIX_NBYTES <= start <= stop <= ends[chunk.file]:
-        _lie(name, f"{start:,} to {stop:,} is not inside of a file of {ends[chunk.file]:,} bytes", "chunks", number, "bytes")
-    _lie(name, f"{stop - start:,} bytes for elements that take {whole:,}", "chunks", number, "bytes")
+        _lie(
+            name,
+            f"{start:,} to {stop:,} is not inside of a file of {ends[chunk.file]:,} bytes",
+            "chunks",
+            number,
+            "bytes",
+        )
+    _lie(
+        name, f"{stop - start:,} bytes for elements that take {whole:,}", "chunks", number, "bytes"
+    )
 
 
 def _refuse(name: str, found: str, *steps: str | int) -> NoReturn:

@@ -49,7 +49,9 @@ class StoredPart(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=Tr
     crc32: str
 
 
-class StoredSparse(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class StoredSparse(
+    msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """How a chunk is packed. The chunk's `bytes` are those of the values then, and its `crc32` that of the dense elements."""
 
     encoding: str
@@ -62,7 +64,9 @@ class StoredSparse(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=
     starts: StoredPart | None = None
 
 
-class StoredChunk(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class StoredChunk(
+    msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """One piece of one tensor. `gc=False`: it can hold no cycle, and there may be a million of them."""
 
     file: int
@@ -97,7 +101,9 @@ class StoredColumns(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields
     stop: tuple[Runs, ...]
 
 
-class StoredTensor(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class StoredTensor(
+    msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     dtype: str
     """Holdfast's name of the dtype, also where the safetensors file has another one."""
     shape: tuple[int, ...]
@@ -162,7 +168,9 @@ def made_whole(raw: bytes, names: Mapping[str, str]) -> bytes:
     """The text of a manifest with new `names` of files. Raises `Unsupported` for a manifest that Holdfast did not write."""
     manifest = proven(DOCUMENT, raw)
     if manifest is None:
-        raise Unsupported("the manifest was not written by Holdfast, and names files of other folders; convert it instead")
+        raise Unsupported(
+            "the manifest was not written by Holdfast, and names files of other folders; convert it instead"
+        )
     files = tuple(DataFile(names.get(file.name, file.name), file.nbytes) for file in manifest.files)
     version = COLUMNS_VERSION if manifest.version == COLUMNS_VERSION else HASHED_VERSION
     whole = msgspec.structs.replace(manifest, version=version, files=files, sealed=msgspec.UNSET)
@@ -178,4 +186,12 @@ def parse_manifest(raw: bytes, limits: Limits) -> Parsed:
     given = parse_parts(parts, deep, nbytes=len(raw))
     others = () if isinstance(found.others, msgspec.UnsetType) else found.others
     hash = None if isinstance(found.hash, msgspec.UnsetType) else found.hash
-    return Parsed(found.files, found.tensors, found.metadata, parse_recorded(given), found.version, others, hash)
+    return Parsed(
+        found.files,
+        found.tensors,
+        found.metadata,
+        parse_recorded(given),
+        found.version,
+        others,
+        hash,
+    )

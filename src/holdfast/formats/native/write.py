@@ -65,13 +65,19 @@ def lay_out_native(
     moved = [row for row in new if row in reuse.moved] if reuse.moved else []
     every = [moved, [row for row in new if row not in reuse.moved]] if moved else [new]
     taken = [table.names[row] for row in rows] if pack else []
-    groups = [BoxEntries.of(boxes, own, pack=pack, hashes=hashes, changed=reuse.changed, names=taken) for own in every]
+    groups = [
+        BoxEntries.of(boxes, own, pack=pack, hashes=hashes, changed=reuse.changed, names=taken)
+        for own in every
+    ]
     shards = [group.shards(max_shard_size or SHARD_NBYTES) for group in groups]
     if not any(shards) and not reuse.linked:
         shards = [[()]]
     count = sum(map(len, shards))
     keys = iter([data_name(i, count, save) for i in range(count)] if save else reuse.names(count))
-    files = [BoxFiles.of(group, {next(keys): some for some in own}, {}) for group, own in zip(groups, shards, strict=True)]
+    files = [
+        BoxFiles.of(group, {next(keys): some for some in own}, {})
+        for group, own in zip(groups, shards, strict=True)
+    ]
     columns = np.arange(len(table), dtype=np.int64), boxes.starts, extents
     there = [*zip(reuse.files, _taken_over(reuse, extents), strict=True)]
     plan = _directory(state, there, [(one, columns) for one in files], fields, save)
@@ -84,9 +90,14 @@ def _taken_over(reuse: Reuse, extents: Ints) -> list[FileBoxes]:
         starts, sizes = np.zeros((len(extents), len(rows)), np.int64), extents[:, rows]
         for at, chunk in enumerate(chunks):
             if chunk.start is not None and chunk.stop is not None:
-                starts[: len(chunk.start), at], sizes[: len(chunk.start), at] = chunk.start, np.subtract(chunk.stop, chunk.start)
+                starts[: len(chunk.start), at], sizes[: len(chunk.start), at] = (
+                    chunk.start,
+                    np.subtract(chunk.stop, chunk.start),
+                )
         stored = StoredBoxes.of(range(len(rows)), chunks)
-        found.append(FileBoxes(stored, np.array(rows, np.int64), starts, sizes, sum(map(len, stored.tails))))
+        found.append(
+            FileBoxes(stored, np.array(rows, np.int64), starts, sizes, sum(map(len, stored.tails)))
+        )
     return found
 
 
@@ -107,7 +118,12 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]], *, save: str
             starts[: box.rank, at], sizes[: box.rank, at] = box.start, box.shape
         boxes, every = Boxes.cut(table, [*own], starts, sizes), range(len(own))
         key = data_name(number, len(parts), save)
-        laid = BoxFiles.of(BoxEntries.of(boxes, every), {key: every}, boxes.sharding_texts(every), label=f"{number} ")
+        laid = BoxFiles.of(
+            BoxEntries.of(boxes, every),
+            {key: every},
+            boxes.sharding_texts(every),
+            label=f"{number} ",
+        )
         files.append((laid, (np.array([*own], np.int64), starts, sizes)))
     return replace(_directory(state, [], files, fields, save), notes=tuple(notes))
 
@@ -125,19 +141,35 @@ def _directory(
 ) -> SavePlan:
     """The plan of a directory of files that are `there`, and of new ones."""
     table = state.tensors
-    outlines = table.names, [(kind.dtype.name, kind.shape) for kind in table.kinds], table.kind_numbers
+    outlines = (
+        table.names,
+        [(kind.dtype.name, kind.shape) for kind in table.kinds],
+        table.kind_numbers,
+    )
     plans = [plan for one, _ in files for plan in one.plans]
     listed = [*(file for file, _ in there), *(DataFile(plan.key, plan.nbytes) for plan in plans)]
     parts = [part for _, part in there]
     blank = [one.blank() for one, _ in files]
-    parts += [FileBoxes(stored, *files[at][1], nbytes) for at, own in enumerate(blank) for stored, nbytes in own]
+    parts += [
+        FileBoxes(stored, *files[at][1], nbytes)
+        for at, own in enumerate(blank)
+        for stored, nbytes in own
+    ]
 
     def later(crcs: Mapping[str, int]) -> list[StoredBoxes]:
         written = zip(files, blank, strict=True)
         found = [one.stored(crcs, [stored for stored, _ in own]) for (one, _), own in written]
         return [*(part.stored for _, part in there), *chain.from_iterable(found)]
 
-    index = lay_out_index(listed, outlines, parts, later=later, fields=fields, metadata=state.metadata, alone=bool(save))
+    index = lay_out_index(
+        listed,
+        outlines,
+        parts,
+        later=later,
+        fields=fields,
+        metadata=state.metadata,
+        alone=bool(save),
+    )
     return SavePlan("native", tuple(plans), directory=True, index=index)
 
 

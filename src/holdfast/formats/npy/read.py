@@ -23,7 +23,16 @@ from holdfast.core.runtime import Sent, renewed
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import LONE_TENSOR_NAME
 from holdfast.engine.files import ViewTable
-from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, StoreError, Unsupported, ZipError, located
+from holdfast.errors import (
+    Corrupted,
+    FormatError,
+    HeaderError,
+    LimitExceeded,
+    StoreError,
+    Unsupported,
+    ZipError,
+    located,
+)
 from holdfast.formats.npy.archive import EMPTY, MAGIC, SUFFIX
 from holdfast.formats.npy.schema import USUAL_NBYTES, Layout, read_layout
 from holdfast.formats.zip.layout import ZipRecord
@@ -74,12 +83,18 @@ class InflatedMembers(Virtual):
                 file=key, offset=record.start, expected=most, found=record.content_nbytes,
             )  # fmt: skip
         nbytes, read = record.content_nbytes, partial(Sent(self._read), key, record)
-        entry = VirtualFile(nbytes, read, partial(Sent(self._stamp), key, record), read_nbytes=record.nbytes)
+        entry = VirtualFile(
+            nbytes, read, partial(Sent(self._stamp), key, record), read_nbytes=record.nbytes
+        )
         return self.put(entry, member_key(key, record))
 
     def __getstate__(self) -> object:
         state = super().__getstate__()
-        return {name: part for name, part in state.items() if name != "_locks"} if isinstance(state, dict) else state
+        return (
+            {name: part for name, part in state.items() if name != "_locks"}
+            if isinstance(state, dict)
+            else state
+        )
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -150,7 +165,9 @@ def describe_npy(source: Source) -> Description:
     (key,) = source.store.list()
     nbytes = source.store.size(key)
     with located(file=key):
-        layout, _ = _parse_layout(lambda most: source.bytes(key, 0, min(most, nbytes)), nbytes, source)
+        layout, _ = _parse_layout(
+            lambda most: source.bytes(key, 0, min(most, nbytes)), nbytes, source
+        )
     storage = Storage(key, layout.data_start, layout.nbytes, layout.byteorder, home=source.store)
     chunk = Chunk(Box.whole(layout.shape), storage, 0, _strides(layout))
     tensor = LazyTensor(LONE_TENSOR_NAME, layout.dtype, layout.shape, (chunk,), source)
@@ -187,7 +204,10 @@ class Members:
         for record in self._records:
             name = record.name.removesuffix(SUFFIX)
             if name in tree:
-                raise ZipError(f"two members of one name, {name[:80]!r} with and without {SUFFIX}", file=self._key)
+                raise ZipError(
+                    f"two members of one name, {name[:80]!r} with and without {SUFFIX}",
+                    file=self._key,
+                )
             with located(file=self._key, tensor=name):
                 found = self._member(name, record)
             tree[name] = found if isinstance(found, Opaque) else found[0]
@@ -199,9 +219,13 @@ class Members:
         notes += _guesses(layouts.values())
         compressed = sum(not record.stored for record in self._records)
         if compressed:
-            notes.append(f"{compressed:,} members are compressed: reading any part of one inflates all of it")
+            notes.append(
+                f"{compressed:,} members are compressed: reading any part of one inflates all of it"
+            )
         table = ViewTable(tensors)
-        return Description("npz", table, table if len(tensors) == len(tree) else tree, notes=tuple(notes))
+        return Description(
+            "npz", table, table if len(tensors) == len(tree) else tree, notes=tuple(notes)
+        )
 
     def _refuse_torch(self) -> None:
         for record in self._records:
@@ -216,7 +240,9 @@ class Members:
         """A member as a tensor; an `Opaque` with the reason if it is none."""
         first = self._first(record, USUAL_NBYTES)
         if not first.startswith(MAGIC):
-            return Opaque(Global("numpy", "bytes_"), (f"{record.content_nbytes:,} bytes that are no array",))
+            return Opaque(
+                Global("numpy", "bytes_"), (f"{record.content_nbytes:,} bytes that are no array",)
+            )
         try:
             layout, header_crc, box, strides = self._head(record, first)
         except Unsupported as error:
@@ -228,7 +254,15 @@ class Members:
         else:
             key = self._inflated.add(self._key, record)
         home = self._through.store
-        storage = Storage(key, start, nbytes, layout.byteorder, crc if nbytes else None, label=record.name, home=home)
+        storage = Storage(
+            key,
+            start,
+            nbytes,
+            layout.byteorder,
+            crc if nbytes else None,
+            label=record.name,
+            home=home,
+        )
         chunk = Chunk(box, storage, 0, strides)
         return LazyTensor(name, layout.dtype, layout.shape, (chunk,), self._through), layout
 
@@ -237,7 +271,9 @@ class Members:
         known = self._heads.get((first[:128], record.content_nbytes))
         if known is not None and known[0].data_start <= 128:
             return known
-        layout, header = _parse_layout(lambda most: self._first(record, most), record.content_nbytes, self._source)
+        layout, header = _parse_layout(
+            lambda most: self._first(record, most), record.content_nbytes, self._source
+        )
         head = layout, crc32(header), Box.whole(layout.shape), _strides(layout)
         if len(self._heads) < MOST_HEADS:
             self._heads[first[:128], record.content_nbytes] = head
@@ -247,18 +283,27 @@ class Members:
         if record.stored:
             return self._bytes(record.start, record.start + min(nbytes, record.nbytes))
         # Stored blocks and tables come before what they stand for; a header of a hundred bytes does not need a thousand.
-        packed = self._bytes(record.start, record.start + min(nbytes + PACKED_NBYTES, record.nbytes))
+        packed = self._bytes(
+            record.start, record.start + min(nbytes + PACKED_NBYTES, record.nbytes)
+        )
         wanted = min(nbytes, record.content_nbytes)
         found = inflate_head(packed, wanted)
         if len(found) < wanted:
-            raise Corrupted("the compressed bytes of this member do not inflate: get the file again", offset=record.start)
+            raise Corrupted(
+                "the compressed bytes of this member do not inflate: get the file again",
+                offset=record.start,
+            )
         return found
 
     def _bytes(self, start: int, stop: int) -> bytes:
         at = start - self._ahead_at
         if at < 0 or stop - self._ahead_at > len(self._ahead):
             close = 0 <= start - self._last < NEXT_NBYTES
-            reach = min(max(stop, start + AHEAD_NBYTES), self._source.store.size(self._key)) if close else stop
+            reach = (
+                min(max(stop, start + AHEAD_NBYTES), self._source.store.size(self._key))
+                if close
+                else stop
+            )
             self._ahead, self._ahead_at, at = self._source.bytes(self._key, start, reach), start, 0
         self._last = start
         return self._ahead[at : at + stop - start]
@@ -272,7 +317,9 @@ MOST_HEADS = 10_000
 PACKED_NBYTES = 1 << 10
 
 
-def _parse_layout(first: Callable[[int], bytes], nbytes: int, source: Source) -> tuple[Layout, bytes]:
+def _parse_layout(
+    first: Callable[[int], bytes], nbytes: int, source: Source
+) -> tuple[Layout, bytes]:
     head = first(USUAL_NBYTES)
     found = read_layout(head, nbytes, rank=source.limits.rank)
     if isinstance(found, int):
@@ -285,9 +332,14 @@ def _parse_layout(first: Callable[[int], bytes], nbytes: int, source: Source) ->
 
 def _strides(layout: Layout) -> tuple[int, ...]:
     shape, bits = layout.shape, layout.dtype.bits
-    return tuple(reversed(c_strides(shape[::-1], bits))) if layout.fortran else c_strides(shape, bits)
+    return (
+        tuple(reversed(c_strides(shape[::-1], bits))) if layout.fortran else c_strides(shape, bits)
+    )
 
 
 def _guesses(layouts: Iterable[Layout]) -> tuple[str, ...]:
     found = {layout.guessed: layout.dtype for layout in layouts if layout.guessed}
-    return tuple(f"numpy has no name for some elements ({code}); they are read as {dtype}" for code, dtype in sorted(found.items()))
+    return tuple(
+        f"numpy has no name for some elements ({code}); they are read as {dtype}"
+        for code, dtype in sorted(found.items())
+    )

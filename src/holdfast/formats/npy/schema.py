@@ -22,7 +22,14 @@ from functools import lru_cache
 
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.value import Value
-from holdfast.errors import FormatError, HeaderError, LimitExceeded, MetadataError, Truncated, Unsupported
+from holdfast.errors import (
+    FormatError,
+    HeaderError,
+    LimitExceeded,
+    MetadataError,
+    Truncated,
+    Unsupported,
+)
 from holdfast.formats.npy.archive import MAGIC
 from holdfast.formats.safetensors.schema import addressable
 
@@ -48,11 +55,28 @@ FIELDS = {"descr": 4, "fortran_order": 5, "shape": 6}
 
 CODE = re.compile(r"([<>|=]?)([?a-zA-Z])([0-9]{0,9})(\[.*\])?")
 
-PLAIN = {"?": "bool", "b1": "bool", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128"} | {
-    f"{kind}{width // 8}": f"{name}{width}" for kind, name in (("i", "int"), ("u", "uint")) for width in (8, 16, 32, 64)
+PLAIN = {
+    "?": "bool",
+    "b1": "bool",
+    "f2": "float16",
+    "f4": "float32",
+    "f8": "float64",
+    "c8": "complex64",
+    "c16": "complex128",
+} | {
+    f"{kind}{width // 8}": f"{name}{width}"
+    for kind, name in (("i", "int"), ("u", "uint"))
+    for width in (8, 16, 32, 64)
 }
 
-GUESSED = {"<V2": "bfloat16", "|V2": "bits16", ">V2": "bits16", "<V1": "bits8", "|V1": "bits8", "<f1": "float8_e5m2"}
+GUESSED = {
+    "<V2": "bfloat16",
+    "|V2": "bits16",
+    ">V2": "bits16",
+    "<V1": "bits8",
+    "|V1": "bits8",
+    "<f1": "float8_e5m2",
+}
 """Types that numpy does not have, by the codes in the files."""
 
 REASONS = {
@@ -83,13 +107,21 @@ class Layout(Value, frozen=True):
 def header_nbytes(start: bytes) -> int:
     """Bytes before the elements, from the first twelve bytes. Raises `HeaderError`, `Unsupported` or `LimitExceeded`."""
     if not start.startswith(MAGIC):
-        raise HeaderError("no array of numpy begins here", offset=0, expected=MAGIC, found=start[:6])
+        raise HeaderError(
+            "no array of numpy begins here", offset=0, expected=MAGIC, found=start[:6]
+        )
     if len(start) < 12:
-        raise Truncated(f"the header of an array takes more than the {len(start)} bytes that are there", offset=len(start))
+        raise Truncated(
+            f"the header of an array takes more than the {len(start)} bytes that are there",
+            offset=len(start),
+        )
     version = (start[6], start[7])
     prefix = PREFIX_NBYTES.get(version)
     if prefix is None:
-        raise Unsupported(f"version {version[0]}.{version[1]} of numpy's array files; 1.0, 2.0 and 3.0 are known", found=version)
+        raise Unsupported(
+            f"version {version[0]}.{version[1]} of numpy's array files; 1.0, 2.0 and 3.0 are known",
+            found=version,
+        )
     length = int.from_bytes(start[8:prefix], "little")
     if length > LONGEST_NBYTES:
         raise LimitExceeded(
@@ -103,7 +135,11 @@ def read_layout(head: bytes, nbytes: int, *, rank: int) -> Layout | int:
     """The layout of an array file of `nbytes` that begins with `head`; if `head` is too short, the bytes that it needs."""
     whole = header_nbytes(head[:12])
     if whole > nbytes:
-        raise Truncated(f"the header should end at byte {whole:,}, and the file has {nbytes:,}", offset=nbytes, expected=whole)
+        raise Truncated(
+            f"the header should end at byte {whole:,}, and the file has {nbytes:,}",
+            offset=nbytes,
+            expected=whole,
+        )
     if whole > len(head):
         return whole
     layout = parse_layout(head[:whole], rank=rank)
@@ -113,7 +149,9 @@ def read_layout(head: bytes, nbytes: int, *, rank: int) -> Layout | int:
         raise Truncated(message, offset=nbytes, expected=layout.nbytes, found=there)
     if layout.nbytes < there:
         message = f"{there - layout.nbytes:,} bytes follow the array (several arrays in one file are only found by who wrote it)"
-        raise HeaderError(message, offset=whole + layout.nbytes, expected=layout.nbytes, found=there)
+        raise HeaderError(
+            message, offset=whole + layout.nbytes, expected=layout.nbytes, found=there
+        )
     return layout
 
 
@@ -124,7 +162,11 @@ def parse_layout(header: bytes, *, rank: int) -> Layout:
     found = _fields(header[PREFIX_NBYTES[header[6], header[7]] :].decode("latin-1"))
     shape = _lengths(found["shape"])
     if len(shape) > rank:
-        raise LimitExceeded(f"an array of {len(shape):,} dimensions, above Limits(rank={rank})", expected=rank, found=len(shape))
+        raise LimitExceeded(
+            f"an array of {len(shape):,} dimensions, above Limits(rank={rank})",
+            expected=rank,
+            found=len(shape),
+        )
     dtype, byteorder, guessed = _dtype(found["descr"])
     if not addressable(shape, dtype.bits):
         raise MetadataError(f"{list(shape)} of {dtype} is more than any file can hold", found=shape)
@@ -153,14 +195,22 @@ def _fields(text: str) -> dict[str, str]:
     while field := FIELD.match(text, at):
         name = field[2]
         if name not in FIELDS or name in found:
-            raise HeaderError(f"the header has {name[:40]!r} where it has descr, fortran_order and shape, each once")
+            raise HeaderError(
+                f"the header has {name[:40]!r} where it has descr, fortran_order and shape, each once"
+            )
         value: str | None = field[FIELDS[name]]
         if value is None:
             raise _wrong(text, at, f"another value of {name}")
         found[name], at = value, field.end()
     if STRUCTURES.match(text, at):
-        objects = " with Python objects, which are a pickle and never run" if re.search("[|<>=]?O", text) else ""
-        raise Unsupported(f"an array of structures{objects}; only arrays of plain numbers are tensors")
+        objects = (
+            " with Python objects, which are a pickle and never run"
+            if re.search("[|<>=]?O", text)
+            else ""
+        )
+        raise Unsupported(
+            f"an array of structures{objects}; only arrays of plain numbers are tensors"
+        )
     if text[at:].strip(" \t\r\n") != "}":
         raise _wrong(text, at, "a field or the end of the header")
     for name in FIELDS:
@@ -171,7 +221,9 @@ def _fields(text: str) -> dict[str, str]:
 
 def _wrong(text: str, at: int, expected: str) -> FormatError:
     there = text[at : at + 20]
-    return HeaderError(f"expected {expected} in the header, found {there!r}", expected=expected, found=there)
+    return HeaderError(
+        f"expected {expected} in the header, found {there!r}", expected=expected, found=there
+    )
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -64,7 +64,11 @@ def reconstruct(table: ReducerTable, args: Args) -> object:
 
 
 def dtype(table: ReducerTable, args: Args) -> object:
-    return PendingDType(Global("numpy", "dtype"), args, table) if _known_dtype(args) is not None else NotImplemented
+    return (
+        PendingDType(Global("numpy", "dtype"), args, table)
+        if _known_dtype(args) is not None
+        else NotImplemented
+    )
 
 
 class PendingArray(Pending):
@@ -109,7 +113,12 @@ class PendingDType(Pending):
 
     def finish(self, state: object) -> object:
         # By type first: an array in the place of the text would be compared element by element.
-        if not isinstance(state, tuple) or not 5 <= len(state) <= 9 or type(state[1]) is not str or state[1] not in ORDERS:
+        if (
+            not isinstance(state, tuple)
+            or not 5 <= len(state) <= 9
+            or type(state[1]) is not str
+            or state[1] not in ORDERS
+        ):
             raise PickleError("a dtype whose state has not the form of numpy's")
         self.state = state
         made = self.made(state)
@@ -152,7 +161,9 @@ def _known_dtype(args: Args) -> AnyDType | None:
 def _with_unit(plain: AnyDType, metadata: object) -> AnyDType | None:
     """A datetime64 or timedelta64 with its unit, which stands as `(metadata, (unit, count, 1, 1))`."""
     match metadata:
-        case (_, (str() | bytes() as unit, int(count), int(), int())) if plain.kind in "mM" and 0 < count < 1 << 31:
+        case (_, (str() | bytes() as unit, int(count), int(), int())) if (
+            plain.kind in "mM" and 0 < count < 1 << 31
+        ):
             raw = unit.encode("ascii", "replace") if isinstance(unit, str) else unit
         case _:
             return None
@@ -161,7 +172,9 @@ def _with_unit(plain: AnyDType, metadata: object) -> AnyDType | None:
     return plain if raw == b"generic" else np.dtype(f"{plain.kind}8[{count}{raw.decode()}]")
 
 
-def _structured(whole: int, names: object, fields: object, *, table: ReducerTable) -> AnyDType | None:
+def _structured(
+    whole: int, names: object, fields: object, *, table: ReducerTable
+) -> AnyDType | None:
     """A dtype with named fields of plain types; None for one with nested or titled fields."""
     if not isinstance(names, tuple) or not isinstance(fields, dict) or len(names) != len(fields):
         raise PickleError("a structured dtype whose names and fields do not agree")
@@ -178,7 +191,9 @@ def _structured(whole: int, names: object, fields: object, *, table: ReducerTabl
             case _:
                 return None
     try:
-        return np.dtype({"names": list(names), "formats": formats, "offsets": offsets, "itemsize": whole})
+        return np.dtype(
+            {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": whole}
+        )
     except (TypeError, ValueError) as error:
         raise PickleError(f"a structured dtype that numpy refuses: {error}") from None
 
@@ -193,7 +208,13 @@ def scalar(table: ReducerTable, args: Args) -> object:
         case _:
             raise PickleError("a numpy scalar with other arguments than a dtype and its bytes")
     if dtype.itemsize == 0 and not data:
-        return np.str_("") if dtype.kind == "U" else np.bytes_(b"") if dtype.kind == "S" else NotImplemented
+        return (
+            np.str_("")
+            if dtype.kind == "U"
+            else np.bytes_(b"")
+            if dtype.kind == "S"
+            else NotImplemented
+        )
     # An element is a copy, where an array only looks at the bytes.
     table.spending.copy(len(data))
     made = array_over(data, dtype, (), fortran=False, table=table)
@@ -201,7 +222,11 @@ def scalar(table: ReducerTable, args: Args) -> object:
         return made
     try:
         return made[()]
-    except (ValueError, OverflowError, SystemError) as error:  # the last from a U1 that is no character (numpy 2.4)
+    except (
+        ValueError,
+        OverflowError,
+        SystemError,
+    ) as error:  # the last from a U1 that is no character (numpy 2.4)
         raise PickleError(f"a numpy scalar that numpy refuses: {error}") from None
 
 
@@ -212,9 +237,19 @@ def frombuffer(table: ReducerTable, args: Args) -> object:
             bytes() | bytearray() as data, np.dtype() as dtype, tuple(shape), str(order), None
         ) if order in ("C", "F", "A"):  # fmt: skip
             return array_over(data, dtype, shape, fortran=order == "F", table=table)
-        case (bytes() | bytearray() as data, np.dtype() as dtype, tuple(shape), str(order), tuple(axes)) if order == "K":
+        case (
+            bytes() | bytearray() as data,
+            np.dtype() as dtype,
+            tuple(shape),
+            str(order),
+            tuple(axes),
+        ) if order == "K":
             made = array_over(data, dtype, shape, fortran=False, table=table)
-            if len(axes) != len(shape) or set(map(type, axes)) - {int} or sorted(axes) != list(range(len(shape))):
+            if (
+                len(axes) != len(shape)
+                or set(map(type, axes)) - {int}
+                or sorted(axes) != list(range(len(shape)))
+            ):
                 raise PickleError("an array whose axes are no permutation")
             return made.transpose(axes) if isinstance(made, np.ndarray) else made
         case (_, Opaque(), *_):
@@ -223,13 +258,17 @@ def frombuffer(table: ReducerTable, args: Args) -> object:
             raise PickleError("an array from a buffer with other arguments than numpy's")
 
 
-def array_over(data: object, dtype: AnyDType, shape: tuple[object, ...], *, fortran: bool, table: ReducerTable) -> object:
+def array_over(
+    data: object, dtype: AnyDType, shape: tuple[object, ...], *, fortran: bool, table: ReducerTable
+) -> object:
     """An array over `data`, or `NotImplemented` for elements of no bytes. Nothing is allocated from a claimed size."""
     if isinstance(data, str):
         table.spending.copy(len(data))
         data = table.raw(data)
     if not isinstance(data, bytes | bytearray):
-        raise PickleError(f"an array whose data is a {type(data).__name__}", found=type(data).__name__)
+        raise PickleError(
+            f"an array whose data is a {type(data).__name__}", found=type(data).__name__
+        )
     if dtype.hasobject or dtype.subdtype is not None:
         raise PickleError(f"an array of bytes whose type is {dtype}")
     sizes = array_sizes(shape, table)
@@ -254,7 +293,9 @@ def array_over(data: object, dtype: AnyDType, shape: tuple[object, ...], *, fort
 def array_sizes(shape: tuple[object, ...], table: ReducerTable) -> list[int]:
     """The sizes of an array, which are numbers of elements."""
     if len(shape) > table.limits.rank:
-        raise PickleError(f"an array of {len(shape):,} dimensions", expected=table.limits.rank, found=len(shape))
+        raise PickleError(
+            f"an array of {len(shape):,} dimensions", expected=table.limits.rank, found=len(shape)
+        )
     sizes = [size for size in shape if type(size) is int and 0 <= size < 1 << 63]
     if len(sizes) != len(shape):
         raise PickleError("an array with a size that is no number of elements")

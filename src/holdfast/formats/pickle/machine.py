@@ -35,7 +35,9 @@ from holdfast.formats.pickle.table import Pending, ReducerTable
 from holdfast.formats.pickle.tensor_templates import NEVER, UNKNOWN, Stub
 from holdfast.formats.pickle.text import utf8
 
-UINT16, UINT32, INT32, FLOAT64 = (struct.Struct(code).unpack_from for code in ("<H", "<I", "<i", ">d"))
+UINT16, UINT32, INT32, FLOAT64 = (
+    struct.Struct(code).unpack_from for code in ("<H", "<I", "<i", ">d")
+)
 
 PROTOCOL = 5
 """The highest protocol there is."""
@@ -54,7 +56,13 @@ class Interpreted(Value, frozen=True):
 
 
 def interpret(
-    data: bytes, table: ReducerTable, *, limits: Limits, stream: str = "data.pkl", start: int = 0, max_nbytes: int | None = None
+    data: bytes,
+    table: ReducerTable,
+    *,
+    limits: Limits,
+    stream: str = "data.pkl",
+    start: int = 0,
+    max_nbytes: int | None = None,
 ) -> Interpreted:
     """Interpret the pickle that begins at `start`; what lies behind its STOP is the caller's.
 
@@ -82,7 +90,12 @@ def interpret(
 
 
 def interpret_whole(
-    data: bytes, table: ReducerTable, *, limits: Limits, stream: str = "data.pkl", max_nbytes: int | None = None
+    data: bytes,
+    table: ReducerTable,
+    *,
+    limits: Limits,
+    stream: str = "data.pkl",
+    max_nbytes: int | None = None,
 ) -> Interpreted:
     """Interpret a pickle that is all of `data`; bytes behind its STOP are refused."""
     most = limits.pickle_nbytes if max_nbytes is None else max_nbytes
@@ -91,7 +104,10 @@ def interpret_whole(
         raise LimitExceeded(message, expected=most, found=len(data))
     found = interpret(data, table, limits=limits, stream=stream, max_nbytes=most)
     if found.stop != len(data):
-        raise PickleError(f"{stream}: {len(data) - found.stop:,} bytes behind the end of the pickle", offset=found.stop)
+        raise PickleError(
+            f"{stream}: {len(data) - found.stop:,} bytes behind the end of the pickle",
+            offset=found.stop,
+        )
     return found
 
 
@@ -136,10 +152,18 @@ def _run(state: State) -> object:
                     pos += 1
                     value = memo[index] if index < len(memo) else UNKNOWN
                     if value is opener or type(value) is repeated:
-                        end = templates.take(pos, limit) if value is opener else templates.take(pos, limit, value)
+                        end = (
+                            templates.take(pos, limit)
+                            if value is opener
+                            else templates.take(pos, limit, value)
+                        )
                         if end:
                             stack += templates.made
-                            pos, count, repeated = end, count + templates.opcodes, templates.repeated
+                            pos, count, repeated = (
+                                end,
+                                count + templates.opcodes,
+                                templates.repeated,
+                            )
                             continue
                     elif type(value) is Stub:
                         state.at = pos - 2
@@ -214,10 +238,18 @@ def _run(state: State) -> object:
                     pos += 4
                     value = memo[index] if index < len(memo) else UNKNOWN
                     if value is opener or type(value) is repeated:
-                        end = templates.take(pos, limit) if value is opener else templates.take(pos, limit, value)
+                        end = (
+                            templates.take(pos, limit)
+                            if value is opener
+                            else templates.take(pos, limit, value)
+                        )
                         if end:
                             stack += templates.made
-                            pos, count, repeated = end, count + templates.opcodes, templates.repeated
+                            pos, count, repeated = (
+                                end,
+                                count + templates.opcodes,
+                                templates.repeated,
+                            )
                             continue
                     elif type(value) is Stub:
                         state.at = pos - 5
@@ -287,7 +319,9 @@ def _run(state: State) -> object:
                     state.pos, state.count, state.stack = pos, count, stack
                     rare = rares.get(op)
                     if rare is None:
-                        raise state.fail(f"Unsupported operand {op}: opcode 0x{op:02x} is {REFUSED.get(op, 'not one of pickle')}")
+                        raise state.fail(
+                            f"Unsupported operand {op}: opcode 0x{op:02x} is {REFUSED.get(op, 'not one of pickle')}"
+                        )
                     rare(state)
                     pos, stack, opener = state.pos, state.stack, state.opener
             state.at = limit

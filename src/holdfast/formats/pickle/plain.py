@@ -56,7 +56,9 @@ def path_row(kind: type[PurePath]) -> Row:
         table.spending.copy(len(args))
         parts = [part for part in args if isinstance(part, str)]
         if len(parts) != len(args) or sum(map(len, parts)) + len(parts) > PATH_CHARACTERS:
-            raise PickleError(f"a path of what is no text, or of more than {PATH_CHARACTERS} characters")
+            raise PickleError(
+                f"a path of what is no text, or of more than {PATH_CHARACTERS} characters"
+            )
         table.spending.copy(sum(map(len, parts)))
         return kind(*parts)
 
@@ -212,7 +214,9 @@ class PlainTable(ReducerTable):
                     made.args = (inside,)
                 return made
             case _:
-                raise PickleError("copyreg._reconstructor with other arguments than a class, a builtin and a value")
+                raise PickleError(
+                    "copyreg._reconstructor with other arguments than a class, a builtin and a value"
+                )
 
     def newobj(self, args: Args) -> object:
         """NEWOBJ, written as a call."""
@@ -239,7 +243,11 @@ class PlainTable(ReducerTable):
         ("_codecs", "encode"): encode,
         ("copyreg", "_reconstructor"): reconstruct,
         ("copyreg", "__newobj__"): newobj,
-        **{(module, name): path_row(kind) for module in ("pathlib", "pathlib._local") for name, kind in PATHS.items()},
+        **{
+            (module, name): path_row(kind)
+            for module in ("pathlib", "pathlib._local")
+            for name, kind in PATHS.items()
+        },
         **NUMPY_CALLS,
     }
     news: ClassVar[Mapping[Name, Row]] = {("collections", "OrderedDict"): ordered_dict, **EMPTY}

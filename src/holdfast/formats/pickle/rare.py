@@ -35,7 +35,9 @@ class Unread:
 def integer(s: State) -> None:
     raw = s.line(most=s.limits.integer_nbytes * 4)
     # Python 2.3 and later write booleans as integers with a leading zero.
-    s.stack.append(raw == b"01" if raw in (b"00", b"01") else text.decimal(raw, s.limits.integer_nbytes))
+    s.stack.append(
+        raw == b"01" if raw in (b"00", b"01") else text.decimal(raw, s.limits.integer_nbytes)
+    )
 
 
 def long(s: State) -> None:
@@ -174,14 +176,22 @@ def setitem(s: State) -> None:
 
 
 def memo_index(s: State) -> int:
-    raw = (s.line().strip().lstrip(b"+").lstrip(b"0") or b"0") if s.table.tolerant else s.line(most=INDEX_NBYTES)
+    raw = (
+        (s.line().strip().lstrip(b"+").lstrip(b"0") or b"0")
+        if s.table.tolerant
+        else s.line(most=INDEX_NBYTES)
+    )
     if len(raw) > DIGITS or not raw.isdigit():
         raise s.fail(f"{raw[:DIGITS]!r} is no memo index")
     return int(raw)
 
 
 def name_line(s: State) -> str:
-    return s.line().decode("utf-8", "replace") if s.table.tolerant else text.utf8(s.line(most=NAME_NBYTES))
+    return (
+        s.line().decode("utf-8", "replace")
+        if s.table.tolerant
+        else text.utf8(s.line(most=NAME_NBYTES))
+    )
 
 
 def find(s: State, module: object, name: object) -> object:
@@ -233,7 +243,11 @@ def newobj_ex(s: State) -> None:
     if s.table.tolerant:
         given = arguments(s, args)
         # As arguments, and a few of them: one dict of keywords may be named in a million calls.
-        s.stack.append(s.table.new(cls, (*given[:SHOWN], *islice(kwargs.values(), SHOWN)) if kwargs else given, None))
+        s.stack.append(
+            s.table.new(
+                cls, (*given[:SHOWN], *islice(kwargs.values(), SHOWN)) if kwargs else given, None
+            )
+        )
         return
     s.table.spending.copy(len(kwargs))
     if not all(type(key) is str for key in kwargs):
@@ -265,7 +279,9 @@ def build(s: State) -> None:
 
 def persid(s: State) -> None:
     pid = s.line()
-    s.stack.append(s.table.persistent(pid.decode("utf-8", "replace") if s.table.tolerant else text.utf8(pid)))
+    s.stack.append(
+        s.table.persistent(pid.decode("utf-8", "replace") if s.table.tolerant else text.utf8(pid))
+    )
 
 
 def extension(nbytes: int) -> Callable[[State], None]:
@@ -349,7 +365,10 @@ TOLERANT: dict[int, Callable[[State], None]] = {
 
 REFUSED = {
     0x80: "PROTO anywhere but at the start",
-    **{0x82 + i: f"EXT{1 << i}: an object by a number that only the writer's process knew" for i in range(3)},
+    **{
+        0x82 + i: f"EXT{1 << i}: an object by a number that only the writer's process knew"
+        for i in range(3)
+    },
     0x97: "NEXT_BUFFER: data that was never in this file",
     0x98: "READONLY_BUFFER: data that was never in this file",
 }

@@ -47,15 +47,24 @@ LONG_KEY = 1024
 GETATTR = ("builtins", "getattr")
 ENCODE = (("_codecs", "encode"), ("codecs", "encode"))
 DTYPE = ("numpy", "dtype")
-WRAPPERS = (("joblib.numpy_pickle", "NumpyArrayWrapper"), ("sklearn.externals.joblib.numpy_pickle", "NumpyArrayWrapper"))
+WRAPPERS = (
+    ("joblib.numpy_pickle", "NumpyArrayWrapper"),
+    ("sklearn.externals.joblib.numpy_pickle", "NumpyArrayWrapper"),
+)
 STORAGE_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 KEEPERS = {DTYPE, *WRAPPERS, STORAGE_INFO}
 """Globals whose state is looked at afterwards."""
 
-NESTED = {("torch.storage", "_load_from_bytes"), *((module, "loads") for module in ("pickle", "dill", "dill._dill", "cloudpickle"))}
+NESTED = {
+    ("torch.storage", "_load_from_bytes"),
+    *((module, "loads") for module in ("pickle", "dill", "dill._dill", "cloudpickle")),
+}
 """Loaders that take a whole file as bytes."""
 
-CALLERS = {("torch._tensor", "_rebuild_from_type_v2"), *((m, "_rebuild_from_type") for m in ("torch._tensor", "torch.tensor"))}
+CALLERS = {
+    ("torch._tensor", "_rebuild_from_type_v2"),
+    *((m, "_rebuild_from_type") for m in ("torch._tensor", "torch.tensor")),
+}
 """Known functions that call their first argument."""
 
 SIZES = {"?": 1, "b": 1, "B": 1}
@@ -148,7 +157,12 @@ class RecordingTable(ReducerTable):
         place = (what.module, what.name) if type(what) is Global else None
         if place is None:
             return self._make(what, args, "result")
-        if place == GETATTR and len(args) in (2, 3) and type(args[0]) is Global and type(args[1]) is str:
+        if (
+            place == GETATTR
+            and len(args) in (2, 3)
+            and type(args[0]) is Global
+            and type(args[1]) is str
+        ):
             # The same as a dotted name, and judged as one.
             cls, attribute = args[0], args[1]
             if len(cls.name) + len(attribute) < LONG_KEY:
@@ -178,7 +192,9 @@ class RecordingTable(ReducerTable):
     def instance(self, cls: object, args: tuple[object, ...]) -> object:
         return self._make(cls, args, "call" if args else "new")
 
-    def new(self, cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None) -> object:
+    def new(
+        self, cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None
+    ) -> object:
         made = self._make(cls, args, "new")
         if isinstance(made, Made) and (args or kwargs):
             made.root.given = True
@@ -233,7 +249,9 @@ class RecordingTable(ReducerTable):
         seen = self.seen.get((module, name))
         if seen is None:
             if len(self.seen) >= GLOBALS:
-                raise LimitExceeded(f"more than {GLOBALS:,} different globals in one pickle", expected=GLOBALS)
+                raise LimitExceeded(
+                    f"more than {GLOBALS:,} different globals in one pickle", expected=GLOBALS
+                )
             seen = self.seen[module, name] = Seen(Global(module, name), self.offset)
         return seen
 
@@ -269,7 +287,12 @@ class RecordingTable(ReducerTable):
 
     def _encode(self, what: object, args: tuple[object, ...]) -> object:
         """Bytes as protocols 0 to 2 write them; each text once, however often it is named."""
-        if len(args) == 2 and type(args[0]) is str and type(args[1]) is str and args[1] in ("latin1", "latin-1"):
+        if (
+            len(args) == 2
+            and type(args[0]) is str
+            and type(args[1]) is str
+            and args[1] in ("latin1", "latin-1")
+        ):
             known = self._encoded.get(id(args[0]))
             if known is not None:
                 return known[1]
@@ -277,7 +300,10 @@ class RecordingTable(ReducerTable):
                 raw = args[0].encode("latin-1")
             except UnicodeEncodeError:
                 raise PickleError("bytes written as text that is not Latin-1") from None
-            self._encoded[id(args[0])] = (args[0], raw)  # with the text, so that its id stays its own
+            self._encoded[id(args[0])] = (
+                args[0],
+                raw,
+            )  # with the text, so that its id stays its own
             self._named("_codecs", "encode").uses.add("call")
             return raw
         return self._make(what, args, "call")
@@ -296,14 +322,25 @@ class RecordingTable(ReducerTable):
         if not isinstance(state, dict):
             raise PickleError("an array of joblib whose state is no dict")
         shape, dtype = state.get("shape"), state.get("dtype")
-        if not isinstance(shape, tuple) or len(shape) > 64 or not all(type(n) is int and n >= 0 for n in shape):
+        if (
+            not isinstance(shape, tuple)
+            or len(shape) > 64
+            or not all(type(n) is int and n >= 0 for n in shape)
+        ):
             raise PickleError("an array of joblib with an odd shape")
         width = _item_nbytes(dtype, 0)
         if width is None:
             # joblib hands the rest of the file to pickle for one object. What that does is recorded in the same lists.
             inner = copy(self)
             inner.joblib = False
-            done = interpret(data, inner, limits=self.limits, stream="array", start=start, max_nbytes=stop - start)
+            done = interpret(
+                data,
+                inner,
+                limits=self.limits,
+                stream="array",
+                start=start,
+                max_nbytes=stop - start,
+            )
             return done.stop - start
         padding = 0
         if type(state.get("numpy_array_alignment_bytes")) is int:
@@ -333,7 +370,11 @@ def _item_nbytes(dtype: object, depth: int) -> int | None:
         if not isinstance(fields, dict) or len(fields) > 10_000:
             raise PickleError("an array of joblib with odd fields")
         for field in fields.values():
-            if not isinstance(field, tuple) or not field or _item_nbytes(field[0], depth + 1) is None:
+            if (
+                not isinstance(field, tuple)
+                or not field
+                or _item_nbytes(field[0], depth + 1) is None
+            ):
                 return None
     return int(digits) * (4 if kind == "U" else 1)
 
@@ -362,7 +403,9 @@ def record(data: bytes, *, limits: Limits, joblib: bool = False) -> RecordedStre
     """Read a stream. Raises nothing: an error is in the result."""
     table = RecordingTable(joblib=joblib)
     try:
-        done = interpret(data, table, limits=limits, stream="pickle", max_nbytes=limits.pickle_nbytes)
+        done = interpret(
+            data, table, limits=limits, stream="pickle", max_nbytes=limits.pickle_nbytes
+        )
     except HoldfastError as error:
         return RecordedStream(table, None, None, detached(error))
     return RecordedStream(table, done.value, done.stop, None)
@@ -400,7 +443,11 @@ def read_ahead(read: Read, nbytes: int, limits: Limits, *, joblib: bool = False)
         if need > nbytes:
             return found  # beyond the end of everything: a loader breaks off there, too
         if size >= most or need > most:
-            return _too_long(found, limits) if data[:1] == b"\x80" or found.acts else _passing_over(read, limits, found)
+            return (
+                _too_long(found, limits)
+                if data[:1] == b"\x80" or found.acts
+                else _passing_over(read, limits, found)
+            )
         size = min(max(size * GROWTH, need), most)
 
 
@@ -413,7 +460,10 @@ def _needed(data: bytes, at: int) -> int:
 
 
 def _too_long(found: RecordedStream, limits: Limits) -> RecordedStream:
-    error = LimitExceeded(f"a pickle longer than Limits(pickle_nbytes={limits.pickle_nbytes:,})", expected=limits.pickle_nbytes)
+    error = LimitExceeded(
+        f"a pickle longer than Limits(pickle_nbytes={limits.pickle_nbytes:,})",
+        expected=limits.pickle_nbytes,
+    )
     return RecordedStream(found.table, None, None, error)
 
 

@@ -74,7 +74,9 @@ class Spending:
         """Pay for copying `count` bytes, characters or elements."""
         self.copies -= count
         if self.copies < 0:
-            raise PickleError("the pickle copies the same values over and over; no writer does that")
+            raise PickleError(
+                "the pickle copies the same values over and over; no writer does that"
+            )
 
     def container(self) -> None:
         """Pay for one new container: a dict, a list, a set, an object."""
@@ -144,6 +146,8 @@ def _price(value: object) -> int:
     """How many steps a key may cost for each key that is in its container: none where its hash is not for a file to choose."""
     if isinstance(value, SECRET) or value is None or type(value).__hash__ is object.__hash__:
         return 0
-    if isinstance(value, float) or (isinstance(value, int) and -HASH_MODULUS < value < HASH_MODULUS):
+    if isinstance(value, float) or (
+        isinstance(value, int) and -HASH_MODULUS < value < HASH_MODULUS
+    ):
         return 1
     return EQUAL_HASH

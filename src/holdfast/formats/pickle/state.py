@@ -29,8 +29,17 @@ class State:
         "sparse", "stack", "start", "stream", "table", "watched",
     )  # fmt: skip
 
-    def __init__(self, data: bytes, table: ReducerTable, limits: Limits, *, stream: str, start: int, end: int) -> None:
-        self.data, self.table, self.limits, self.stream, self.start, self.end = data, table, limits, stream, start, end
+    def __init__(
+        self, data: bytes, table: ReducerTable, limits: Limits, *, stream: str, start: int, end: int
+    ) -> None:
+        self.data, self.table, self.limits, self.stream, self.start, self.end = (
+            data,
+            table,
+            limits,
+            stream,
+            start,
+            end,
+        )
         """The last position for the end of the stream: the end of the data, or of what the limit allows."""
         self.limit = end
         """The end of the frame at work, or `end` between frames."""
@@ -137,7 +146,9 @@ class State:
             self.memo.append(value)
         else:
             if index > self.count + 1:
-                self.odd(f"memo entry {index} after {self.count} opcodes: no writer numbers like that")
+                self.odd(
+                    f"memo entry {index} after {self.count} opcodes: no writer numbers like that"
+                )
             self.sparse[index] = value
         if self.watched:
             self.watch(value, index)
@@ -179,6 +190,8 @@ class State:
         """Put a finished object where the unfinished one was remembered."""
         found = self.watched.pop(id(old), None)
         for index in found[1] if found is not None else ():
-            memo: list[object] | dict[int, object] = self.memo if index < len(self.memo) else self.sparse
+            memo: list[object] | dict[int, object] = (
+                self.memo if index < len(self.memo) else self.sparse
+            )
             if memo[index] is old:
                 memo[index] = new

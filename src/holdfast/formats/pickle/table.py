@@ -24,7 +24,13 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign
 from holdfast.errors import PickleError
 from holdfast.formats.pickle.spending import Spending
-from holdfast.formats.pickle.tensor_templates import NEVER, Make, Templates, TensorArguments, TensorTemplates
+from holdfast.formats.pickle.tensor_templates import (
+    NEVER,
+    Make,
+    Templates,
+    TensorArguments,
+    TensorTemplates,
+)
 from holdfast.formats.pickle.text import python2_string
 
 if TYPE_CHECKING:
@@ -132,7 +138,9 @@ class ReducerTable:
     def foreign(self, stream: str) -> tuple[Foreign, ...]:
         """The globals of this stream that were not built, in the order of their first mention."""
         return tuple(
-            Foreign(m.what, tuple(sorted({"mention", *m.uses})), m.offset, stream) for m in self._mentions.values() if m.uses
+            Foreign(m.what, tuple(sorted({"mention", *m.uses})), m.offset, stream)
+            for m in self._mentions.values()
+            if m.uses
         )
 
     # Called by the machine.
@@ -163,7 +171,9 @@ class ReducerTable:
         mention = self._mentions.get(place)
         if mention is None:
             known = place in self.calls or place in self.news
-            mention = self._mentions[place] = Mention(Global(*place), self.offset, set() if known else {"mention"})
+            mention = self._mentions[place] = Mention(
+                Global(*place), self.offset, set() if known else {"mention"}
+            )
         return mention.what
 
     def kind(self, claim: TensorArguments) -> object:
@@ -196,7 +206,9 @@ class ReducerTable:
         """OBJ and INST, by which protocols 0 and 1 make an object of a Python 2 class."""
         return self.new(cls, args, None)
 
-    def new(self, cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None) -> object:
+    def new(
+        self, cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None
+    ) -> object:
         """NEWOBJ and NEWOBJ_EX."""
         self.spending.container()
         if type(cls) is Global and not kwargs:
@@ -225,7 +237,9 @@ class ReducerTable:
         if type(obj) is OrderedDict and isinstance(state, dict):
             keep_attributes(obj, state)
             return obj
-        raise PickleError(f"a BUILD of a {type(obj).__name__}, which has no state", found=type(obj).__name__)
+        raise PickleError(
+            f"a BUILD of a {type(obj).__name__}, which has no state", found=type(obj).__name__
+        )
 
     def behind(self, data: bytes, start: int, stop: int) -> int:
         """How many bytes behind a BUILD are no opcodes: only joblib writes any."""
@@ -275,7 +289,10 @@ class ReducerTable:
         if isinstance(what, Opaque):
             raise PickleError(f"what is called was computed by more than {COMPUTED} calls")
         if not isinstance(what, Global):
-            raise PickleError(f"a {type(what).__name__} where a class or a function belongs", found=type(what).__name__)
+            raise PickleError(
+                f"a {type(what).__name__} where a class or a function belongs",
+                found=type(what).__name__,
+            )
 
 
 def keep_attributes(target: OrderedDict[object, object], state: dict[object, object]) -> None:

@@ -127,7 +127,15 @@ class TensorTemplate:
         "tail_nbytes",
     )  # fmt: skip
 
-    def __init__(self, head: bytes, tail: tuple[int, int, int], arguments: TensorArguments, *, make: object, opcodes: int) -> None:
+    def __init__(
+        self,
+        head: bytes,
+        tail: tuple[int, int, int],
+        arguments: TensorArguments,
+        *,
+        make: object,
+        opcodes: int,
+    ) -> None:
         self.heads = {head + bytes((n, 0, 0, 0)): n for n in range(1, 20)}
         """The bytes before the key, with the length of the key."""
         self.head_nbytes = len(head) + 4
@@ -200,7 +208,9 @@ class TensorRun:
         """Put tensors and keys in their places; how many opcodes the run has behind its first."""
         out, memo = self.out, self.memo
         opcodes = len(out) + len(memo) - 1
-        for kind, key, tensor, (height, place, _) in zip(self.kinds, self.keys, tensors, self.places, strict=False):
+        for kind, key, tensor, (height, place, _) in zip(
+            self.kinds, self.keys, tensors, self.places, strict=False
+        ):
             memo[place] = key
             out[height] = memo[place + kind.entries - 1] = tensor
             opcodes += kind.opcodes - kind.entries
@@ -212,7 +222,18 @@ class TensorRun:
 class TensorTemplates:
     """Looks at what follows the opener, and takes as many ordinary tensors as there are."""
 
-    __slots__ = ("_arguments_of", "_expected", "_kinds", "_left", "_most", "_opener", "_state", "made", "opcodes", "repeated")
+    __slots__ = (
+        "_arguments_of",
+        "_expected",
+        "_kinds",
+        "_left",
+        "_most",
+        "_opener",
+        "_state",
+        "made",
+        "opcodes",
+        "repeated",
+    )
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -245,7 +266,11 @@ class TensorTemplates:
             return 0
         if not again:
             data, index = state.data, state.data[pos - 1]
-            short = data[pos - 2] == 0x68 and index < len(state.memo) and state.memo[index] is state.opener
+            short = (
+                data[pos - 2] == 0x68
+                and index < len(state.memo)
+                and state.memo[index] is state.opener
+            )
             self._opener = data[pos - (2 if short else 5) : pos]
         run = TensorRun([value] if again else [], pos)
         self._scan(run, 0 if again else pos, limit)
@@ -271,7 +296,14 @@ class TensorTemplates:
         state, opener, kind, number = self._state, self._opener, self._expected, int.from_bytes
         data, known = state.data, state.memo
         first = entries = len(known)
-        kinds, keys, places, out, memo, end = run.kinds, run.raw_keys, run.places, run.out, run.memo, run.end
+        kinds, keys, places, out, memo, end = (
+            run.kinds,
+            run.raw_keys,
+            run.places,
+            run.out,
+            run.memo,
+            run.end,
+        )
         height = 0 if pos else 1
         left = min(self._most, state.table.spending.containers // REDUCES)
         # Few functions are called for a tensor: this is done for each of a million.
@@ -284,7 +316,11 @@ class TensorTemplates:
                 head = data[pos:start]
                 stop = start + (kind.heads[head] if head in kind.heads else 0)  # noqa: SIM401  # no call
                 close = stop + kind.tail_nbytes
-                if stop == start or close > limit or number(data[stop:close], "little") != kind.base + entries * kind.step:
+                if (
+                    stop == start
+                    or close > limit
+                    or number(data[stop:close], "little") != kind.base + entries * kind.step
+                ):
                     found = self._learned(pos, limit, entries)
                     if found is None:
                         break
@@ -332,7 +368,13 @@ class TensorTemplates:
                     index = raw[1]
                     if op == 0x6A:
                         index |= raw[2] << 8 | raw[3] << 16 | raw[4] << 24
-                    value = known[index] if index < first else memo[index - first] if index < entries else UNKNOWN
+                    value = (
+                        known[index]
+                        if index < first
+                        else memo[index - first]
+                        if index < entries
+                        else UNKNOWN
+                    )
                     if type(value) is Stub:
                         break
                     if value is None and index >= first:
@@ -358,19 +400,29 @@ class TensorTemplates:
         if not b"".join(raw).isdigit():
             del raw[[key.isdigit() for key in raw].index(False) :]
         keys = run.keys = [*map(bytes.decode, raw)]
-        return self._state.table.tensors([kind.make for kind in run.kinds[: len(keys)]], keys) if keys else ()
+        return (
+            self._state.table.tensors([kind.make for kind in run.kinds[: len(keys)]], keys)
+            if keys
+            else ()
+        )
 
-    def _learned(self, pos: int, limit: int, first: int) -> tuple[TensorTemplate, int, int, int] | None:
+    def _learned(
+        self, pos: int, limit: int, first: int
+    ) -> tuple[TensorTemplate, int, int, int] | None:
         """The kind of a tensor by what it looks like, where its key begins and ends, and where itself ends; None for another."""
         data = self._state.data
         found = _pattern().match(data, pos, limit)
         if found is None or found[KEY_NBYTES][0] != len(found[KEY]):
             return None
-        if found[LOCATION_TEXT] is not None and found[LOCATION_NBYTES][0] != len(found[LOCATION_TEXT]):
+        if found[LOCATION_TEXT] is not None and found[LOCATION_NBYTES][0] != len(
+            found[LOCATION_TEXT]
+        ):
             return None
         start, stop, end = found.start(KEY), found.end(KEY), found.end()
         puts = [found.regs[group] for group in PUTS if found.regs[group][0] >= 0]
-        if [int.from_bytes(data[begin:behind], "little") for begin, behind in puts] != [*range(first, first + len(puts))]:
+        if [int.from_bytes(data[begin:behind], "little") for begin, behind in puts] != [
+            *range(first, first + len(puts))
+        ]:
             return None
         step = sum([1 << 8 * (begin - stop) for begin, _ in puts])
         base = int.from_bytes(data[stop:end], "little") - first * step
@@ -381,7 +433,9 @@ class TensorTemplates:
             self._kinds[like] = self._kind(found, like[0], (base, step, end - stop))
         return self._kinds[like], start, stop, end
 
-    def _kind(self, found: re.Match[bytes], head: bytes, tail: tuple[int, int, int]) -> TensorTemplate:
+    def _kind(
+        self, found: re.Match[bytes], head: bytes, tail: tuple[int, int, int]
+    ) -> TensorTemplate:
         """The kind of tensors like this one. Where only memo numbers became longer, what they say is known."""
         values = found.group(*VALUES, LOCATION_TEXT)
         if values not in self._arguments_of:
@@ -396,12 +450,21 @@ class TensorTemplates:
         """The arguments of tensors of a kind, what makes them, and how many opcodes each has."""
         size, stride = _tuple(size_of), _tuple(stride_of)
         named, place = self._got(storage), self._got(location) if own is None else own.decode()
-        if type(named) is not str or named != "storage" or type(place) is not str or size is None or stride is None:
+        if (
+            type(named) is not str
+            or named != "storage"
+            or type(place) is not str
+            or size is None
+            or stride is None
+        ):
             return NOTHING, None, 0
         (count,), (begin,) = _ints(elements), _ints(offset)
         of = self._got(kind), place, count, begin, size, stride, grad == b"\x88", self._got(hooks)
         given = TensorArguments(*of, own_location=own is not None)
-        tuples = [raw.startswith(b"(") + len(one) + 1 + bool(one) for raw, one in ((size_of, size), (stride_of, stride))]
+        tuples = [
+            raw.startswith(b"(") + len(one) + 1 + bool(one)
+            for raw, one in ((size_of, size), (stride_of, stride))
+        ]
         return given, self._state.table.kind(given), FIXED_OPCODES + (own is not None) + sum(tuples)
 
     def _got(self, raw: bytes) -> object:
@@ -438,16 +501,33 @@ def _values(state: State, given: TensorArguments, key: str) -> list[object]:
     """The values that the machine would have put into the memo between the key and the tensor."""
     hooks: OrderedDict[object, object] = OrderedDict()
     identity = ("storage", given.storage, key, given.location, given.elements)
-    args = (state.table.persistent(identity), given.offset, given.size, given.stride, given.grad, hooks)
+    args = (
+        state.table.persistent(identity),
+        given.offset,
+        given.size,
+        given.stride,
+        given.grad,
+        hooks,
+    )
     own = [given.location] if given.own_location else []
-    return [*own, identity, *(lengths for lengths in (given.size, given.stride) if lengths), hooks, args]
+    return [
+        *own,
+        identity,
+        *(lengths for lengths in (given.size, given.stride) if lengths),
+        hooks,
+        args,
+    ]
 
 
 def _tuple(raw: bytes) -> tuple[int, ...] | None:
     """The members of a tuple, if its opcode makes it of so many."""
     mark = raw.startswith(b"(")
     values = _ints(raw[mark:-1])
-    return values if mark == raw.endswith(b"t") and MEMBERS.get(raw[-1], len(values)) == len(values) else None
+    return (
+        values
+        if mark == raw.endswith(b"t") and MEMBERS.get(raw[-1], len(values)) == len(values)
+        else None
+    )
 
 
 MEMBERS = {0x29: 0, 0x85: 1, 0x86: 2, 0x87: 3}

@@ -37,7 +37,9 @@ def decimal(text: bytes, most_nbytes: int) -> int:
         raise PickleError(f"{text[:40]!r} is no decimal integer", found=text[:40])
     value = int(text)
     if value.bit_length() > 8 * most_nbytes:
-        raise LimitExceeded(f"an integer is larger than Limits(integer_nbytes={most_nbytes})", expected=most_nbytes)
+        raise LimitExceeded(
+            f"an integer is larger than Limits(integer_nbytes={most_nbytes})", expected=most_nbytes
+        )
     return value
 
 

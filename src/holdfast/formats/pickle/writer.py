@@ -149,7 +149,12 @@ MAX_TEXT_NBYTES = 0xFFFFFFFF
 """BINUNICODE has a 32-bit length; its 64-bit sister came with protocol 4."""
 
 OLD_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
-OLD_NAMES = {"builtins.range": "xrange", "builtins.str": "unicode", "builtins.int": "long", "builtins.chr": "unichr"}
+OLD_NAMES = {
+    "builtins.range": "xrange",
+    "builtins.str": "unicode",
+    "builtins.int": "long",
+    "builtins.chr": "unichr",
+}
 """Protocol 2 names things as Python 2 did, whatever writes it."""
 
 FACTORIES: dict[object, Global] = {
@@ -204,18 +209,26 @@ class PickleWriter:
             int: PickleWriter._int,
             float: lambda writer, value: writer.out.append(FLOAT(b"G", value)),
             str: PickleWriter._str,
-            bytes: lambda writer, value: writer.call(value, "_codecs.encode", (value.decode("latin1"), "latin1")),
-            bytearray: lambda writer, value: writer.call(value, "builtins.bytearray", (bytes(value),) if value else ()),
+            bytes: lambda writer, value: writer.call(
+                value, "_codecs.encode", (value.decode("latin1"), "latin1")
+            ),
+            bytearray: lambda writer, value: writer.call(
+                value, "builtins.bytearray", (bytes(value),) if value else ()
+            ),
             list: PickleWriter._list,
             tuple: PickleWriter._tuple,
             dict: PickleWriter._dict,
             OrderedDict: PickleWriter._ordered_dict,
-            Counter: lambda writer, value: writer.call(value, "collections.Counter", (dict(value),)),
+            Counter: lambda writer, value: writer.call(
+                value, "collections.Counter", (dict(value),)
+            ),
             defaultdict: PickleWriter._default_dict,
             DefaultDict: PickleWriter._default_dict,
             set: PickleWriter._set,
             frozenset: PickleWriter._set,
-            complex: lambda writer, value: writer.call(value, "builtins.complex", (value.real, value.imag)),
+            complex: lambda writer, value: writer.call(
+                value, "builtins.complex", (value.real, value.imag)
+            ),
             range: PickleWriter._range,
             slice: PickleWriter._range,
             Global: PickleWriter._global,
@@ -242,7 +255,10 @@ class PickleWriter:
     def where(self, path: Sequence[object] | None = None) -> str:
         """A path, that of the value at work unless another is given, for people."""
         steps = self.path if path is None else path
-        return dotted(tuple(k if isinstance(k, str | int) else f"<{type(k).__name__}>" for k in steps)) or "the state"
+        return (
+            dotted(tuple(k if isinstance(k, str | int) else f"<{type(k).__name__}>" for k in steps))
+            or "the state"
+        )
 
     # For rows.
 
@@ -269,7 +285,9 @@ class PickleWriter:
             return
         line = _global_line(module, name)
         if not line:
-            self.refuse(f"the global {module[:80]!r} {name[:80]!r}, whose name has no place in a pickle")
+            self.refuse(
+                f"the global {module[:80]!r} {name[:80]!r}, whose name has no place in a pickle"
+            )
             return
         self.mentioned.setdefault(Global(module, name), [*self.path])
         self.out.append(line)
@@ -314,16 +332,22 @@ class PickleWriter:
 
     def _problem(self, value: object) -> None:
         if isinstance(value, Opaque):
-            self.refuse(f"an object of {value.module}.{value.name}, which was not built when the file was opened")
+            self.refuse(
+                f"an object of {value.module}.{value.name}, which was not built when the file was opened"
+            )
         else:
-            self.refuse(f"a {type(value).__module__}.{type(value).__qualname__}, which is not plain data")
+            self.refuse(
+                f"a {type(value).__module__}.{type(value).__qualname__}, which is not plain data"
+            )
 
     def _bool(self, value: bool) -> None:
         self.out.append(b"\x88" if value else b"\x89")
 
     def _int(self, value: int) -> None:
         if value.bit_length() > 8 * self.limits.integer_nbytes:
-            self.refuse(f"an integer of {value.bit_length():,} bits, above Limits(integer_nbytes={self.limits.integer_nbytes})")
+            self.refuse(
+                f"an integer of {value.bit_length():,} bits, above Limits(integer_nbytes={self.limits.integer_nbytes})"
+            )
             return
         self.out.append(integer(value))
 
@@ -332,7 +356,9 @@ class PickleWriter:
             return
         raw = value.encode("utf-8", "surrogatepass")
         if len(raw) > MAX_TEXT_NBYTES:
-            self.refuse(f"a text of {len(raw):,} bytes, above the {MAX_TEXT_NBYTES:,} of protocol 2")
+            self.refuse(
+                f"a text of {len(raw):,} bytes, above the {MAX_TEXT_NBYTES:,} of protocol 2"
+            )
             return
         self.out.append(TEXT(b"X", len(raw)) + raw)
         self.memo[id(value)] = self.put()
@@ -351,7 +377,9 @@ class PickleWriter:
         # A name is a line of text in this protocol. One that is not would be read as something else.
         for text in (value.module, value.name):
             if not text or not text.isprintable() or " " in text:
-                self.refuse(f"a global whose name is no name ({value.module[:40]!r}, {value.name[:40]!r})")
+                self.refuse(
+                    f"a global whose name is no name ({value.module[:40]!r}, {value.name[:40]!r})"
+                )
                 return
         self.name(value.module, value.name)
 
@@ -403,7 +431,9 @@ class PickleWriter:
         """Record a problem where containers nest deeper than the limit, as those that contain themselves do."""
         if len(self.path) < self.limits.depth:
             return False
-        self.problems.append(f"{self.where()}: nested deeper than Limits(depth={self.limits.depth}), or inside of itself")
+        self.problems.append(
+            f"{self.where()}: nested deeper than Limits(depth={self.limits.depth}), or inside of itself"
+        )
         return True
 
     def _tuple(self, value: tuple[object, ...]) -> None:
@@ -448,7 +478,9 @@ class PickleWriter:
         if factory is not None and factory not in FACTORIES:
             self.refuse("a defaultdict that is filled by something else than a plain type")
             return
-        self.call(value, "collections.defaultdict", () if factory is None else (FACTORIES[factory],))
+        self.call(
+            value, "collections.defaultdict", () if factory is None else (FACTORIES[factory],)
+        )
         self._items(value)
 
     def _set(self, value: set[object] | frozenset[object]) -> None:

@@ -32,7 +32,9 @@ def is_pt2(source: Source, key: str) -> bool:
     first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     if first.endswith(b"/data.pkl"):
         return False
-    return first == OLD_PROGRAM.encode() or _names_it(_directory(source, key, source.store.size(key)))
+    return first == OLD_PROGRAM.encode() or _names_it(
+        _directory(source, key, source.store.size(key))
+    )
 
 
 def _directory(source: Source, key: str, size: int) -> bytes:

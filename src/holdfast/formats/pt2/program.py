@@ -71,11 +71,16 @@ class Program(Value, frozen=True):
         texts = {
             "torch_version": self.torch_version,
             "schema": self.schema,
-            "opset": ", ".join(f"{name} {number}" for name, number in list(self.opset.items())[:SHOWN]),
+            "opset": ", ".join(
+                f"{name} {number}" for name, number in list(self.opset.items())[:SHOWN]
+            ),
             "inputs": _listed(map(str, self.inputs), len(self.inputs)),
             "outputs": _listed(map(str, self.outputs), len(self.outputs)),
             "operators": self._operators(),
-            "symbols": _listed((f"{name[:TEXT]}: {limits}" for name, limits in self.symbols.items()), len(self.symbols)),
+            "symbols": _listed(
+                (f"{name[:TEXT]}: {limits}" for name, limits in self.symbols.items()),
+                len(self.symbols),
+            ),
         }
         return {key: text for key, text in texts.items() if text}
 
@@ -83,13 +88,20 @@ class Program(Value, frozen=True):
         texts = self.texts()
         takes = texts.get("inputs", "nothing")
         gives = texts.get("outputs", "nothing")
-        wrote = f"exported by torch {self.torch_version}" if self.torch_version else f"schema {self.schema}"
+        wrote = (
+            f"exported by torch {self.torch_version}"
+            if self.torch_version
+            else f"schema {self.schema}"
+        )
         return f"takes {takes}; gives {gives}; {self._operators() or 'no operators'}; {wrote}"
 
     def _operators(self) -> str:
         if not self.operators:
             return ""
-        shown = _listed((f"{name[:TEXT]} ×{count}" for name, count in self.operators.items()), len(self.operators))
+        shown = _listed(
+            (f"{name[:TEXT]} ×{count}" for name, count in self.operators.items()),
+            len(self.operators),
+        )
         return f"{self.nodes:,} calls of {len(self.operators):,} operators: {shown}"
 
 
@@ -218,13 +230,24 @@ def _summary(document: _Document) -> Program:
             constants.append(spec.custom_obj.custom_obj_name)
     version = document.schema_version
     return Program(
-        tuple(_passed(spec.user_input, tensors) for spec in signature.input_specs if spec.user_input is not None),
-        tuple(_passed(spec.user_output, tensors) for spec in signature.output_specs if spec.user_output is not None),
+        tuple(
+            _passed(spec.user_input, tensors)
+            for spec in signature.input_specs
+            if spec.user_input is not None
+        ),
+        tuple(
+            _passed(spec.user_output, tensors)
+            for spec in signature.output_specs
+            if spec.user_output is not None
+        ),
         dict(sorted(counts.items(), key=lambda item: -item[1])),
         f"{version.major}.{version.minor}" if version is not None else "",
         document.opset_version,
         document.torch_version[:TEXT],
-        {name: " to ".join(map(_bound, (one.min_val, one.max_val))) for name, one in document.range_constraints.items()},
+        {
+            name: " to ".join(map(_bound, (one.min_val, one.max_val)))
+            for name, one in document.range_constraints.items()
+        },
         weights,
         tuple(constants),
     )
@@ -251,7 +274,9 @@ def _value(name: str, tensors: Mapping[str, msgspec.Raw]) -> TensorValue:
     if raw is None:
         return TensorValue(name)
     meta = METAS.decode(raw)
-    return TensorValue(name, SCALARS.get(meta.dtype, "unknown dtype"), tuple(map(_size, meta.sizes)))
+    return TensorValue(
+        name, SCALARS.get(meta.dtype, "unknown dtype"), tuple(map(_size, meta.sizes))
+    )
 
 
 def _size(size: _Size) -> int | str:
@@ -260,19 +285,27 @@ def _size(size: _Size) -> int | str:
     return SYMBOL.sub(r"\1", size.as_expr.expr_str[:TEXT]) if size.as_expr is not None else "?"
 
 
-def check_weights(program: Program, model: str, weights: Mapping[str, object], *, constants: Mapping[str, object]) -> list[str]:
+def check_weights(
+    program: Program, model: str, weights: Mapping[str, object], *, constants: Mapping[str, object]
+) -> list[str]:
     """Compare the weights that a program needs with the archive; sentences about differing shapes and dtypes.
 
     Raises `MetadataError` for a missing weight. torch refuses such a program when it is loaded, and accepts other shapes.
     """
-    lacking = [name for name in (*program.weights, *program.constants) if name not in weights and name not in constants]
+    lacking = [
+        name
+        for name in (*program.weights, *program.constants)
+        if name not in weights and name not in constants
+    ]
     if lacking:
         more = f" (and {len(lacking) - 1:,} more)" if len(lacking) > 1 else ""
         raise MetadataError(
             f"the program of model {quoted(model)} asks for the weight {quoted(lacking[0])}{more}, which is not in the archive",
             tensor=lacking[0],
         )
-    differing = [name for name, value in program.weights.items() if _differs(value, weights.get(name))]
+    differing = [
+        name for name, value in program.weights.items() if _differs(value, weights.get(name))
+    ]
     if not differing:
         return []
     first, more = differing[0], f" (and {len(differing) - 1:,} more)" if len(differing) > 1 else ""
@@ -287,5 +320,7 @@ def _differs(value: TensorValue, weight: object) -> bool:
     if not value.dtype or dtype is None or not isinstance(shape, Sequence):
         return False
     fixed = [isinstance(size, int) for size in value.sizes]
-    same = len(shape) == len(fixed) and all(n == size for n, size, known in zip(shape, value.sizes, fixed, strict=True) if known)
+    same = len(shape) == len(fixed) and all(
+        n == size for n, size, known in zip(shape, value.sizes, fixed, strict=True) if known
+    )
     return str(dtype) != value.dtype or not same

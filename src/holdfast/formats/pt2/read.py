@@ -34,7 +34,16 @@ from holdfast.engine.files import ViewTable
 from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, ZipError
 from holdfast.formats.pt2.archive import FORMAT_RECORD, OLD_PROGRAM
 from holdfast.formats.pt2.program import Program, check_weights, summarise
-from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, ConfigEntry, TensorMeta, about, blamed, parse_config
+from holdfast.formats.pt2.schema import (
+    OBJECT,
+    OPAQUE,
+    TENSOR,
+    ConfigEntry,
+    TensorMeta,
+    about,
+    blamed,
+    parse_config,
+)
 from holdfast.formats.torch.tensors import beyond, checked_shape, reach, strided_view
 from holdfast.formats.torch.zip import Payloads, PickleReader, record_bytes
 from holdfast.formats.zip.layout import Archive, ZipRecord
@@ -48,7 +57,11 @@ EXTRAS = ("extra/", "extra_files/")
 """Folders of extra files; the second in the oldest archives."""
 
 LISTED = (COMPILED, *EXTRAS, "data/executorch/", "data/mtia", "xl_model_weights/")
-WEIGHTS_CONFIG, CONSTANTS_CONFIG, COMPILED_CONFIG = "_weights_config.json", "_constants_config.json", "weights_config.json"
+WEIGHTS_CONFIG, CONSTANTS_CONFIG, COMPILED_CONFIG = (
+    "_weights_config.json",
+    "_constants_config.json",
+    "weights_config.json",
+)
 
 OLD = {
     "weights": ("serialized_state_dict.pt", "serialized_state_dict.json"),
@@ -79,7 +92,10 @@ class Model(Struct):
         tree = dict(self.weights)
         weights = self.compiled if not tree else {}
         tree |= weights
-        rest: list[tuple[str, object]] = [("constants", self.constants), ("sample_inputs", self.sample_inputs)]
+        rest: list[tuple[str, object]] = [
+            ("constants", self.constants),
+            ("sample_inputs", self.sample_inputs),
+        ]
         if not weights:
             rest.append(("aotinductor", self.compiled))
         for key, value in rest:
@@ -94,18 +110,28 @@ def describe_pt2(source: Source) -> Description:
     (key,) = source.store.list()
     archive = read_archive(source, key)
     reader = Pt2Reader(source, key, archive)
-    models = reader.old() if archive.get(OLD_PROGRAM) is not None and not archive.prefix else reader.models()
+    models = (
+        reader.old()
+        if archive.get(OLD_PROGRAM) is not None and not archive.prefix
+        else reader.models()
+    )
     trees = {name: model.tree() for name, model in models.items()}
     tree: Values = {**trees} if len(trees) != 1 else trees.popitem()[1]
     named = name_tensors(tree, source.limits, reader.nbytes)
     programs = {name: model.program for name, model in models.items() if model.program is not None}
-    notes = (*(f"model {quoted(name)} {program}" for name, program in programs.items()), *reader.notes, *named.notes)
+    notes = (
+        *(f"model {quoted(name)} {program}" for name, program in programs.items()),
+        *reader.notes,
+        *named.notes,
+    )
     metadata = {"models": ", ".join(models)}
     for name, program in programs.items():
         prefix = f"{name}." if len(models) > 1 else ""
         metadata |= {prefix + key: text for key, text in program.texts().items()}
     metadata |= {key: text for key, text in reader.texts.items() if key not in metadata}
-    return Description("pt2", ViewTable(named.tensors), tree, tuple(reader.payloads.foreign), notes, metadata)
+    return Description(
+        "pt2", ViewTable(named.tensors), tree, tuple(reader.payloads.foreign), notes, metadata
+    )
 
 
 def program_names(source: Source) -> list[str]:
@@ -114,7 +140,11 @@ def program_names(source: Source) -> list[str]:
     archive = read_archive(source, key)
     if archive.get(OLD_PROGRAM) is not None and not archive.prefix:
         return [DEFAULT_MODEL]
-    return [name for name in Pt2Reader(source, key, archive).names() if archive.get(f"{MODELS}{name}.json") is not None]
+    return [
+        name
+        for name in Pt2Reader(source, key, archive).names()
+        if archive.get(f"{MODELS}{name}.json") is not None
+    ]
 
 
 class Pt2Reader:
@@ -145,9 +175,13 @@ class Pt2Reader:
                 self.program(name, MODELS + name + ".json"),
             )
             if model.program is not None:
-                self.notes += check_weights(model.program, name, model.weights, constants=model.constants)
+                self.notes += check_weights(
+                    model.program, name, model.weights, constants=model.constants
+                )
         if self._empty:
-            self.notes.append(f"{self._empty:,} tensors were exported without data (fake tensors); torch loads zeros for them")
+            self.notes.append(
+                f"{self._empty:,} tensors were exported without data (fake tensors); torch loads zeros for them"
+            )
         self._list_rest()
         return models
 
@@ -161,7 +195,11 @@ class Pt2Reader:
             if not record.endswith((".json", ".pt")) and not record.startswith(COMPILED):
                 continue
             for folder, suffix in patterns:
-                if record.startswith(folder) and record.endswith(suffix) and len(record) > len(folder) + len(suffix):
+                if (
+                    record.startswith(folder)
+                    and record.endswith(suffix)
+                    and len(record) > len(folder) + len(suffix)
+                ):
                     found[record.removeprefix(folder).removesuffix(suffix)] = None
                     break
             else:
@@ -172,15 +210,24 @@ class Pt2Reader:
     def old(self) -> dict[str, Model]:
         """The one model of the oldest archives: a plain zip, with a torch.save for each part."""
         model = Model(program=self.program(DEFAULT_MODEL, OLD_PROGRAM))
-        parts = {part: next((n for n in names if self._archive.get(n)), names[0]) for part, names in OLD.items()}
-        model.weights = self._names_of(self._payload(parts["weights"], DEFAULT_MODEL, "weights"), DEFAULT_MODEL, "weight")
-        model.constants = self._names_of(self._payload(parts["constants"], DEFAULT_MODEL, "constants"), DEFAULT_MODEL, "constant")
+        parts = {
+            part: next((n for n in names if self._archive.get(n)), names[0])
+            for part, names in OLD.items()
+        }
+        model.weights = self._names_of(
+            self._payload(parts["weights"], DEFAULT_MODEL, "weights"), DEFAULT_MODEL, "weight"
+        )
+        model.constants = self._names_of(
+            self._payload(parts["constants"], DEFAULT_MODEL, "constants"), DEFAULT_MODEL, "constant"
+        )
         model.sample_inputs = self._payload(parts["sample_inputs"], DEFAULT_MODEL, "sample inputs")
         version = self._archive.get("version")
         if version is not None:
             self.texts["version"] = self._bytes(version).decode("ascii", "backslashreplace").strip()
         if model.program is not None:
-            self.notes += check_weights(model.program, DEFAULT_MODEL, model.weights, constants=model.constants)
+            self.notes += check_weights(
+                model.program, DEFAULT_MODEL, model.weights, constants=model.constants
+            )
         self._list_rest()
         return {DEFAULT_MODEL: model}
 
@@ -191,44 +238,75 @@ class Pt2Reader:
             return None
         if record.nbytes > self._source.limits.header_nbytes:
             limit = f"Limits(header_nbytes={self._source.limits.header_nbytes:,})"
-            self.notes.append(f"the program of model {quoted(model)} is {record.nbytes:,} bytes, above {limit}: not looked at")
+            self.notes.append(
+                f"the program of model {quoted(model)} is {record.nbytes:,} bytes, above {limit}: not looked at"
+            )
             return None
         try:
             return summarise(self._bytes(record))
         except ValueError as error:
-            self.notes.append(f"the program of model {quoted(model)} cannot be read: {str(error)[:200]}")
+            self.notes.append(
+                f"the program of model {quoted(model)} cannot be read: {str(error)[:200]}"
+            )
             return None
 
     def _check_header(self) -> None:
         if not self._archive.prefix:
-            raise ZipError("the records of a pt2 archive lie in one top folder; these do not", file=self._key)
-        if self._archive.get("data.pkl") is not None or self._archive.get("constants.pkl") is not None:
-            raise ZipError("a pt2 archive with a data.pkl: torch.load and torch.export.load read different things", file=self._key)
+            raise ZipError(
+                "the records of a pt2 archive lie in one top folder; these do not", file=self._key
+            )
+        if (
+            self._archive.get("data.pkl") is not None
+            or self._archive.get("constants.pkl") is not None
+        ):
+            raise ZipError(
+                "a pt2 archive with a data.pkl: torch.load and torch.export.load read different things",
+                file=self._key,
+            )
         header = PickleReader(self._source, self._key, self._archive)
         self._byteorder = header.byteorder
         self.texts |= header.metadata
         for name, expected in ((FORMAT_RECORD, "pt2"), (VERSION_RECORD, VERSION)):
             record = self._archive.get(name)
-            found = None if record is None else self._bytes(record, 64).decode("ascii", "backslashreplace")
+            found = (
+                None
+                if record is None
+                else self._bytes(record, 64).decode("ascii", "backslashreplace")
+            )
             if found != expected:
-                raise HeaderError(f"the record {name} says {found!r} and not {expected!r}", expected=expected, found=found)
+                raise HeaderError(
+                    f"the record {name} says {found!r} and not {expected!r}",
+                    expected=expected,
+                    found=found,
+                )
             self.texts[name] = found
 
     def _bytes(self, record: ZipRecord, most: int | None = None) -> bytes:
         limit = self._source.limits.header_nbytes
         if most is not None and record.nbytes > most:
-            raise HeaderError(f"the record {record.name!r} is {record.nbytes:,} bytes long", found=record.nbytes)
+            raise HeaderError(
+                f"the record {record.name!r} is {record.nbytes:,} bytes long", found=record.nbytes
+            )
         if record.nbytes > limit:
-            message = f"{record.name} is {record.nbytes:,} bytes, above Limits(header_nbytes={limit:,})"
+            message = (
+                f"{record.name} is {record.nbytes:,} bytes, above Limits(header_nbytes={limit:,})"
+            )
             raise LimitExceeded(message, expected=limit, found=record.nbytes)
         return record_bytes(self._source, self._key, record)
 
     def _part(self, model: str, folder: str, suffix: str, *, what: str) -> Values:
-        config, legacy = self._archive.get(folder + model + suffix), self._archive.get(f"{folder}{model}.pt")
+        config, legacy = (
+            self._archive.get(folder + model + suffix),
+            self._archive.get(f"{folder}{model}.pt"),
+        )
         if config is not None and legacy is not None:
-            raise HeaderError(f"the {what}s of model {quoted(model)} are described twice, by a config and by a torch.save")
+            raise HeaderError(
+                f"the {what}s of model {quoted(model)} are described twice, by a config and by a torch.save"
+            )
         if config is None:
-            return self._names_of(self._payload(f"{folder}{model}.pt", model, f"{what}s"), model, what)
+            return self._names_of(
+                self._payload(f"{folder}{model}.pt", model, f"{what}s"), model, what
+            )
         raw = self._bytes(config)
         self._configs += len(raw)
         values: Values = {}
@@ -244,18 +322,24 @@ class Pt2Reader:
     def _value(self, folder: str, model: str, name: str, *, entry: ConfigEntry) -> object:
         record = self._archive.get(folder + entry.record)
         if record is None:
-            raise MetadataError(f"there is no record {folder}{entry.record[:80]}", found=entry.record)
+            raise MetadataError(
+                f"there is no record {folder}{entry.record[:80]}", found=entry.record
+            )
         if folder == CONSTANTS and entry.record.startswith(OBJECTS):
             return self.payloads.value(record)
         if folder == CONSTANTS and not entry.record.startswith(TENSOR):
-            raise HeaderError(f"a constant in the record {quoted(entry.record)}, which is neither a tensor's nor an object's")
+            raise HeaderError(
+                f"a constant in the record {quoted(entry.record)}, which is neither a tensor's nor an object's"
+            )
         if entry.use_pickle:
             return _checked(self.payloads.value(record), entry)
         if entry.meta is None:
             raise HeaderError("a raw tensor without tensor_meta")
         return self._view(record, entry.meta, f"{model}.{name}", is_param=entry.is_param)
 
-    def _view(self, record: ZipRecord, meta: TensorMeta, name: str, *, is_param: bool) -> LazyTensor:
+    def _view(
+        self, record: ZipRecord, meta: TensorMeta, name: str, *, is_param: bool
+    ) -> LazyTensor:
         traits = Traits(requires_grad=meta.requires_grad, parameter=is_param)
         if not record.nbytes and 0 not in meta.sizes:
             # A fake tensor had no bytes to write, and all that it had is here.
@@ -267,9 +351,13 @@ class Pt2Reader:
             known = self._raw[record.name] = (meta.dtype, self._storage(record, meta), name)
         dtype, storage, first = known
         if dtype is not meta.dtype:
-            message = f"the record {record.name!r} is {dtype} for {quoted(first)} and {meta.dtype} here"
+            message = (
+                f"the record {record.name!r} is {dtype} for {quoted(first)} and {meta.dtype} here"
+            )
             raise MetadataError(message, expected=dtype.name, found=meta.dtype.name)
-        shape, strides, offset, last = reach(meta.offset, meta.sizes, meta.strides, self._source.limits)
+        shape, strides, offset, last = reach(
+            meta.offset, meta.sizes, meta.strides, self._source.limits
+        )
         bits, room = dtype.bits, storage.nbytes * 8 // dtype.bits
         if last >= room:
             raise beyond(last, room)
@@ -286,7 +374,9 @@ class Pt2Reader:
             raise MetadataError(message, found=record.nbytes)
         label = record.name.removeprefix(f"{self._archive.prefix}/")
         place = self._key, record.start, record.nbytes
-        return Storage(*place, self._byteorder, record.crc32, meta.location, label, home=self._source.store)
+        return Storage(
+            *place, self._byteorder, record.crc32, meta.location, label, home=self._source.store
+        )
 
     def _payload(self, name: str, model: str, what: str) -> object:
         """The content of a `torch.save` in a record; None if there is no such record."""
@@ -301,7 +391,10 @@ class Pt2Reader:
         if value is None:
             return {}
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-            raise MetadataError(f"the {what}s of model {quoted(model)} are no dict of names", found=type(value).__name__)
+            raise MetadataError(
+                f"the {what}s of model {quoted(model)} are no dict of names",
+                found=type(value).__name__,
+            )
         return dict(value)
 
     def _compiled(self, model: str) -> Values:
@@ -314,7 +407,9 @@ class Pt2Reader:
         with about(model, "the config of the compiled weights"):
             document = parse(raw, self._source.limits)
         if not isinstance(document, dict):
-            raise HeaderError(f"the config of the compiled weights of model {quoted(model)} is {kind(document)}")
+            raise HeaderError(
+                f"the config of the compiled weights of model {quoted(model)} is {kind(document)}"
+            )
         values: Values = {}
         for name, row in document.items():
             with about(model, "compiled weight", name):
@@ -326,14 +421,20 @@ class Pt2Reader:
             case [str(path), list(sizes), list(strides), int(offset)] if type(offset) is int:
                 record = self._archive.get(WEIGHTS + path)
             case _:
-                raise HeaderError(f"a record, sizes, strides and an offset were expected, not {kind(row)}")
+                raise HeaderError(
+                    f"a record, sizes, strides and an offset were expected, not {kind(row)}"
+                )
         if record is None:
             raise MetadataError(f"there is no record {WEIGHTS}{path[:80]}", found=path)
         saved = self.payloads.value(record)
         if not isinstance(saved, LazyTensor) or len(saved.chunks) != 1:
-            raise MetadataError(f"the record {record.name!r} holds no plain tensor", found=type(saved).__name__)
+            raise MetadataError(
+                f"the record {record.name!r} holds no plain tensor", found=type(saved).__name__
+            )
         storage, dtype = saved.chunks[0].storage, saved.dtype
-        whole = LazyTensor.contiguous("", dtype, (storage.nbytes * 8 // dtype.bits,), storage, self._source)
+        whole = LazyTensor.contiguous(
+            "", dtype, (storage.nbytes * 8 // dtype.bits,), storage, self._source
+        )
         return strided_view(whole, dtype, offset, size=sizes, stride=strides, traits=Traits())
 
     def _list_rest(self) -> None:
@@ -347,7 +448,9 @@ class Pt2Reader:
                 continue
             record = self._archive.records[name]
             if short.startswith(COMPILED):
-                groups.setdefault(COMPILED + short.removeprefix(COMPILED).partition("/")[0], []).append(record)
+                groups.setdefault(
+                    COMPILED + short.removeprefix(COMPILED).partition("/")[0], []
+                ).append(record)
             elif short.startswith(EXTRAS):
                 if room and record.stored and record.nbytes <= TEXT_NBYTES:
                     self.texts[short] = self._bytes(record).decode("utf-8", "backslashreplace")
@@ -358,8 +461,12 @@ class Pt2Reader:
                 groups.setdefault("/".join(short.split("/")[:2]), []).append(record)
         for folder, records in groups.items():
             nbytes = sum(record.nbytes for record in records)
-            names = ", ".join(record.name.rpartition("/")[2][:40] for record in records[:3]) + (", …" if len(records) > 3 else "")
-            self.notes.append(f"{folder}: {len(records):,} files, {nbytes:,} bytes ({names}); listed, not loaded")
+            names = ", ".join(record.name.rpartition("/")[2][:40] for record in records[:3]) + (
+                ", …" if len(records) > 3 else ""
+            )
+            self.notes.append(
+                f"{folder}: {len(records):,} files, {nbytes:,} bytes ({names}); listed, not loaded"
+            )
 
 
 def _checked(value: object, entry: ConfigEntry) -> object:

@@ -64,8 +64,12 @@ def read_side_records(source: Source, model: str) -> SideRecords:
     """The side records of a model of an open archive. Reads the directory and the configs."""
     (key,) = source.store.list()
     archive = read_archive(source, key)
-    program = archive.get(f"{MODELS}{model}.json") or (None if archive.prefix else archive.get(OLD_PROGRAM))
-    inputs = archive.get(f"{INPUTS}{model}.pt") or (None if archive.prefix else archive.get(OLD["sample_inputs"][0]))
+    program = archive.get(f"{MODELS}{model}.json") or (
+        None if archive.prefix else archive.get(OLD_PROGRAM)
+    )
+    inputs = archive.get(f"{INPUTS}{model}.pt") or (
+        None if archive.prefix else archive.get(OLD["sample_inputs"][0])
+    )
     extra: dict[str, Data | bytes] = {}
     others: dict[str, int] = {}
     for short in archive.names:
@@ -83,12 +87,19 @@ def read_side_records(source: Source, model: str) -> SideRecords:
         None if program is None or not program.nbytes else copied(source, key, program),
         None if inputs is None or not inputs.nbytes else copied(source, key, inputs),
         extra,
-        tuple(f"{count:,} files in {folder}, which belong to compiled code" for folder, count in others.items()),
+        tuple(
+            f"{count:,} files in {folder}, which belong to compiled code"
+            for folder, count in others.items()
+        ),
     )
 
 
-def _pickled(source: Source, key: str, archive: Archive, *, model: str, folder: str) -> dict[str, Pickled]:
-    suffix, what = (WEIGHTS_CONFIG, "weight") if folder == WEIGHTS else (CONSTANTS_CONFIG, "constant")
+def _pickled(
+    source: Source, key: str, archive: Archive, *, model: str, folder: str
+) -> dict[str, Pickled]:
+    suffix, what = (
+        (WEIGHTS_CONFIG, "weight") if folder == WEIGHTS else (CONSTANTS_CONFIG, "constant")
+    )
     config = archive.get(folder + model + suffix)
     if config is None:
         return {}
@@ -99,39 +110,68 @@ def _pickled(source: Source, key: str, archive: Archive, *, model: str, folder: 
     for name, entry in entries.items():
         record = archive.get(folder + entry.record)
         objects = () if folder == WEIGHTS else OBJECTS
-        prefix = next((one for one in objects if entry.record.startswith(one)), WEIGHT if folder == WEIGHTS else TENSOR)
+        prefix = next(
+            (one for one in objects if entry.record.startswith(one)),
+            WEIGHT if folder == WEIGHTS else TENSOR,
+        )
         if record is None or not (entry.use_pickle or prefix in OBJECTS):
             continue
         document = parse(raw, source.limits) if document is None else document
         rows = document["config"] if isinstance(document, dict) else {}
-        pickled[name] = Pickled(copied(source, key, record), prefix, rows[name].get("tensor_meta") or None, entry.is_param)
+        pickled[name] = Pickled(
+            copied(source, key, record),
+            prefix,
+            rows[name].get("tensor_meta") or None,
+            entry.is_param,
+        )
     return pickled
 
 
 def copied(source: Source, key: str, record: ZipRecord) -> Data:
     """The bytes of a record. torch compresses no record."""
     if BYTES is None or not record.stored:
-        raise Unsupported(f"the record {record.name!r} is compressed, and cannot be copied as it is", file=key)
-    storage = Storage(key, record.start, record.nbytes, "little", record.crc32, label=record.name, home=source.store)
-    return Data(LazyTensor.contiguous(record.name, BYTES, (record.nbytes,), storage, source), record.name)
+        raise Unsupported(
+            f"the record {record.name!r} is compressed, and cannot be copied as it is", file=key
+        )
+    storage = Storage(
+        key,
+        record.start,
+        record.nbytes,
+        "little",
+        record.crc32,
+        label=record.name,
+        home=source.store,
+    )
+    return Data(
+        LazyTensor.contiguous(record.name, BYTES, (record.nbytes,), storage, source), record.name
+    )
 
 
 OWN = frozenset({name for name, _ in HEADER} | {SERIALIZATION_ID, VERSION_RECORD, "version"})
 
 
-def lay_out_replaced(source: Source, states: Mapping[str, Mapping[str, LazyTensor]], *, name: str = "archive") -> SavePlan:
+def lay_out_replaced(
+    source: Source, states: Mapping[str, Mapping[str, LazyTensor]], *, name: str = "archive"
+) -> SavePlan:
     """The plan of an archive like the open one, with other weights. Raises `CannotHold` with all misfits, or `Unsupported`."""
     (key,) = source.store.list()
     archive = read_archive(source, key)
     reader = Pt2Reader(source, key, archive)
     models = reader.models()
     known = ", ".join(list(models)[:8])
-    problems = [f"{model!r}: there is no such model; there are {known}" for model in states if model not in models]
+    problems = [
+        f"{model!r}: there is no such model; there are {known}"
+        for model in states
+        if model not in models
+    ]
     weights: dict[str, Mapping[str, LazyTensor | Pickled]] = {}
     for model, found in models.items():
         if archive.get(f"{WEIGHTS}{model}{WEIGHTS_CONFIG}") is None:
             if model in states:
-                raise Unsupported(f"the weights of model {model!r} are no records of their own; export it again", file=key)
+                raise Unsupported(
+                    f"the weights of model {model!r} are no records of their own; export it again",
+                    file=key,
+                )
             continue
         new = states.get(model)
         if new is not None:
@@ -144,43 +184,68 @@ def lay_out_replaced(source: Source, states: Mapping[str, Mapping[str, LazyTenso
 
 def _misfits(model: str, found: Model, new: Mapping[str, LazyTensor]) -> list[str]:
     problems = [f"{model}.{name}: missing" for name in found.weights if name not in new]
-    problems += [f"{model}.{name}: the program has no such weight" for name in new if name not in found.weights]
+    problems += [
+        f"{model}.{name}: the program has no such weight"
+        for name in new
+        if name not in found.weights
+    ]
     for name, old in found.weights.items():
         tensor = new.get(name)
         if tensor is None:
             continue
         if not isinstance(old, LazyTensor) or old.traits.subclass is not None:
-            problems.append(f"{model}.{name}: it is stored as a pickled object and cannot be replaced")
+            problems.append(
+                f"{model}.{name}: it is stored as a pickled object and cannot be replaced"
+            )
         elif (tensor.dtype, tensor.shape) != (old.dtype, old.shape):
-            problems.append(f"{model}.{name}: {tensor.dtype} {list(tensor.shape)} in place of {old.dtype} {list(old.shape)}")
+            problems.append(
+                f"{model}.{name}: {tensor.dtype} {list(tensor.shape)} in place of {old.dtype} {list(old.shape)}"
+            )
     return problems
 
 
 def _weights(
-    source: Source, key: str, archive: Archive, *, model: str, found: Model, new: Mapping[str, LazyTensor] | None
+    source: Source,
+    key: str,
+    archive: Archive,
+    *,
+    model: str,
+    found: Model,
+    new: Mapping[str, LazyTensor] | None,
 ) -> Mapping[str, LazyTensor | Pickled]:
     config = archive.get(f"{WEIGHTS}{model}{WEIGHTS_CONFIG}")
     if config is None:
         return {}
     weights: dict[str, LazyTensor | Pickled] = {}
     pickled = _pickled(source, key, archive, model=model, folder=WEIGHTS)
-    for name in parse_config(record_bytes(source, key, config), source.limits, model=model, what="weight"):
+    for name in parse_config(
+        record_bytes(source, key, config), source.limits, model=model, what="weight"
+    ):
         old = found.weights[name]
         if name in pickled:
             weights[name] = pickled[name]
         elif isinstance(old, LazyTensor):
             tensor = old if new is None else new.get(name, old)
-            traits = replace(old.traits, conj=tensor.traits.conj, neg=tensor.traits.neg, meta=tensor.traits.meta)
+            traits = replace(
+                old.traits, conj=tensor.traits.conj, neg=tensor.traits.neg, meta=tensor.traits.meta
+            )
             weights[name] = replace(tensor, traits=traits)
     return weights
 
 
 def _lay_out(
-    source: Source, key: str, archive: Archive, *, weights: Mapping[str, Mapping[str, LazyTensor | Pickled]], name: str
+    source: Source,
+    key: str,
+    archive: Archive,
+    *,
+    weights: Mapping[str, Mapping[str, LazyTensor | Pickled]],
+    name: str,
 ) -> SavePlan:
     configs = {f"{WEIGHTS}{model}{WEIGHTS_CONFIG}": model for model in weights}
     owners = _owners(source, key, archive, configs=configs)
-    kept = frozenset(short for short in archive.names if short not in owners and short not in configs)
+    kept = frozenset(
+        short for short in archive.names if short not in owners and short not in configs
+    )
     placed = PlacedRecords(weights, f"{WEIGHTS}{WEIGHT}", taken=kept)
     if placed.problems:
         raise CannotHold("a pt2 archive cannot hold some of this state", placed.problems)
@@ -198,12 +263,16 @@ def _lay_out(
     return lay_out_records(name, records, placed.notes)
 
 
-def _owners(source: Source, key: str, archive: Archive, *, configs: Mapping[str, str]) -> dict[str, str]:
+def _owners(
+    source: Source, key: str, archive: Archive, *, configs: Mapping[str, str]
+) -> dict[str, str]:
     owners: dict[str, str] = {}
     for short, model in configs.items():
         record = archive.get(short)
         if record is not None:
-            entries = parse_config(record_bytes(source, key, record), source.limits, model=model, what="weight")
+            entries = parse_config(
+                record_bytes(source, key, record), source.limits, model=model, what="weight"
+            )
             for entry in entries.values():
                 owners.setdefault(WEIGHTS + entry.record, model)
     return owners

@@ -68,7 +68,9 @@ def about(model: str, what: str, name: str | None = None) -> Iterator[None]:
         raise blamed(error, model, what, name=name) from None
 
 
-def blamed(error: HoldfastError, model: str, what: str, *, name: str | None = None) -> HoldfastError:
+def blamed(
+    error: HoldfastError, model: str, what: str, *, name: str | None = None
+) -> HoldfastError:
     """An error with names added to its message, for loops in which a context manager would be slow."""
     which = what if name is None else f"{what} {quoted(name)}"
     error.message = f"{which} of model {quoted(model)}: {error.message}"
@@ -81,7 +83,10 @@ def parse_config(raw: bytes, limits: Limits, *, model: str, what: str) -> dict[s
     with about(model, f"the config of the {what}s"):
         document = parse(raw, limits)
     if not isinstance(document, dict) or not isinstance(document.get("config"), dict):
-        raise HeaderError(f"the config of the {what}s of model {quoted(model)} has no object 'config'", found=kind(document))
+        raise HeaderError(
+            f"the config of the {what}s of model {quoted(model)} has no object 'config'",
+            found=kind(document),
+        )
     entries = {}
     for name, value in document["config"].items():
         try:
@@ -96,9 +101,14 @@ def _entry(value: object, at: tuple[str, ...]) -> ConfigEntry:
         raise HeaderError(f"at {pointer(*at)}: an object was expected, not {kind(value)}")
     record = value.get("path_name")
     if not isinstance(record, str):
-        raise HeaderError(f"at {pointer(*at, 'path_name')}: a text was expected, not {kind(record)}")
+        raise HeaderError(
+            f"at {pointer(*at, 'path_name')}: a text was expected, not {kind(record)}"
+        )
     if record in (".", "..") or not RECORD(record):
-        raise UnsafePath(f"at {pointer(*at, 'path_name')}: {quoted(record)} is no name of a record in this folder", found=record)
+        raise UnsafePath(
+            f"at {pointer(*at, 'path_name')}: {quoted(record)} is no name of a record in this folder",
+            found=record,
+        )
     meta, pickled = value.get("tensor_meta"), _flag(value, "use_pickle", at)
     return ConfigEntry(
         record,
@@ -122,10 +132,16 @@ def tensor_meta(value: object, at: tuple[str, ...], *, raw: bool = True) -> Tens
     name = SCALARS.get(number) if type(number) is int else None
     dtype = DTYPES.name(name) if name else None
     if dtype is None:
-        raise MetadataError(f"at {pointer(*at, 'dtype')}: {kind(number)} is no dtype that torch 2.13 writes", found=number)
+        raise MetadataError(
+            f"at {pointer(*at, 'dtype')}: {kind(number)} is no dtype that torch 2.13 writes",
+            found=number,
+        )
     if raw and (type(layout) is not int or layout != STRIDED):
         shown = LAYOUTS.get(layout, "unknown") if type(layout) is int else kind(layout)
-        raise MetadataError(f"at {pointer(*at, 'layout')}: a raw record cannot hold a tensor of layout {shown}", found=layout)
+        raise MetadataError(
+            f"at {pointer(*at, 'layout')}: a raw record cannot hold a tensor of layout {shown}",
+            found=layout,
+        )
     return TensorMeta(
         dtype,
         _ints(value.get("sizes"), (*at, "sizes")),
@@ -148,7 +164,9 @@ def _int(value: object, *at: str | int) -> int:
     number = value.get("as_int")
     if type(number) is not int:
         if "as_expr" in value or "as_sym_int" in value:
-            raise MetadataError(f"at {pointer(*at)}: a symbolic size, where the bytes of a tensor are described")
+            raise MetadataError(
+                f"at {pointer(*at)}: a symbolic size, where the bytes of a tensor are described"
+            )
         raise HeaderError(f"at {pointer(*at)}: an integer was expected, not {kind(number)}")
     if number < 0:
         raise MetadataError(f"at {pointer(*at)}: {number} is negative", found=number)
@@ -156,7 +174,9 @@ def _int(value: object, *at: str | int) -> int:
 
 
 def _location(device: object, at: tuple[str, ...]) -> str:
-    name, index = (device.get("type"), device.get("index", "")) if isinstance(device, dict) else ("", "")
+    name, index = (
+        (device.get("type"), device.get("index", "")) if isinstance(device, dict) else ("", "")
+    )
     if type(name) is str and (index is None or type(index) is int):
         return name if index is None else f"{name}:{index}"
     raise HeaderError(f"at {pointer(*at)}: a type and an index were expected, not {kind(device)}")

@@ -69,15 +69,21 @@ def models_of(models_tree: object) -> dict[str, ModelWeights]:
     problems: list[str] = []
     models: dict[str, ModelWeights] = {}
     if not isinstance(models_tree, dict) or not models_tree:
-        raise CannotHold("a package holds models by their names", ["the state is no dict of models"])
+        raise CannotHold(
+            "a package holds models by their names", ["the state is no dict of models"]
+        )
     for model, tree in models_tree.items():
         weights: dict[str, LazyTensor | Pickled] = {}
         if not isinstance(model, str) or not isinstance(tree, dict):
-            problems.append(f"{str(model)[:80]}: a {type(tree).__name__}, and no state dict under a name")
+            problems.append(
+                f"{str(model)[:80]}: a {type(tree).__name__}, and no state dict under a name"
+            )
             continue
         for name, value in dict_leaves(tree):
             if not isinstance(value, LazyTensor):
-                problems.append(f"{model}.{name}: a {type(value).__name__}, which a package of weights has no place for")
+                problems.append(
+                    f"{model}.{name}: a {type(value).__name__}, which a package of weights has no place for"
+                )
             elif name in weights:
                 problems.append(f"{model}.{name}: two tensors of this name")
             else:
@@ -89,18 +95,37 @@ def models_of(models_tree: object) -> dict[str, ModelWeights]:
 
 
 def lay_out_pt2(
-    models: Mapping[str, ModelWeights], *, name: str = "archive", extra: Mapping[str, bytes | Data] | None = None, trim: bool = True
+    models: Mapping[str, ModelWeights],
+    *,
+    name: str = "archive",
+    extra: Mapping[str, bytes | Data] | None = None,
+    trim: bool = True,
 ) -> SavePlan:
     """The plan of one file, format `pt2`. `name` is the folder in the archive (`archive_name` of the path).
 
     Raises `CannotHold` with every tensor that has no place in such a file, by model and name.
     """
-    problems = [f"{model!r} is no name for a model" for model in models if model in (".", "..") or not RECORD(model)]
+    problems = [
+        f"{model!r} is no name for a model"
+        for model in models
+        if model in (".", "..") or not RECORD(model)
+    ]
     first = {model.casefold(): model for model in reversed(list(models))}
-    twice = [(model, first[model.casefold()]) for model in models if first[model.casefold()] != model]
-    problems += [f"{model!r} and {other!r} are one name for readers of zip archives, which ignore case" for model, other in twice]
-    weights = PlacedRecords({model: part.weights for model, part in models.items()}, f"data/weights/{WEIGHT}", trim=trim)
-    constants = PlacedRecords({model: part.constants for model, part in models.items()}, f"data/constants/{TENSOR}", trim=trim)
+    twice = [
+        (model, first[model.casefold()]) for model in models if first[model.casefold()] != model
+    ]
+    problems += [
+        f"{model!r} and {other!r} are one name for readers of zip archives, which ignore case"
+        for model, other in twice
+    ]
+    weights = PlacedRecords(
+        {model: part.weights for model, part in models.items()}, f"data/weights/{WEIGHT}", trim=trim
+    )
+    constants = PlacedRecords(
+        {model: part.constants for model, part in models.items()},
+        f"data/constants/{TENSOR}",
+        trim=trim,
+    )
     problems += [*weights.problems, *constants.problems]
     if problems:
         raise CannotHold("a pt2 archive cannot hold some of this state", problems)
@@ -115,7 +140,9 @@ def lay_out_pt2(
         if part.sample_inputs is not None:
             records.append(_named(f"data/sample_inputs/{model}.pt", part.sample_inputs))
     records += [_named(f"extra/{key}", content) for key, content in (extra or {}).items()]
-    return lay_out_records(name, records, (*weights.notes, *constants.notes, *_unlooked_for(models)))
+    return lay_out_records(
+        name, records, (*weights.notes, *constants.notes, *_unlooked_for(models))
+    )
 
 
 def _unlooked_for(models: Mapping[str, ModelWeights]) -> Iterator[str]:
@@ -131,7 +158,9 @@ def _named(record: str, content: bytes | Data) -> tuple[str, Payload]:
     return record, content if isinstance(content, bytes) else Data(content.tensor, record)
 
 
-def lay_out_records(name: str, records: Sequence[tuple[str, Payload]], notes: Sequence[str] = ()) -> SavePlan:
+def lay_out_records(
+    name: str, records: Sequence[tuple[str, Payload]], notes: Sequence[str] = ()
+) -> SavePlan:
     """The archive of these records and of those that every archive ends with."""
     every = [*records, *HEADER]
     identity = Late(NBYTES, Identity(every, crc=True))
@@ -175,7 +204,9 @@ class PlacedRecords:
         for model, tensors in models.items():
             order[model], first[model] = {}, []
             # torch writes what it pickles before what it does not.
-            for name, value in sorted(tensors.items(), key=lambda item: isinstance(item[1], LazyTensor)):
+            for name, value in sorted(
+                tensors.items(), key=lambda item: isinstance(item[1], LazyTensor)
+            ):
                 view = self._place(model, name, value)
                 views[model, name] = view
                 record = self._record(value, view)
@@ -186,9 +217,14 @@ class PlacedRecords:
         for kind in self._kinds.values():
             kind.close()
         for model in models:
-            self.records[model] = [(record, self._payload(record, view)) for record, view in first[model]]
+            self.records[model] = [
+                (record, self._payload(record, view)) for record, view in first[model]
+            ]
             named = [(record, name) for record, names in order[model].items() for name in names]
-            rows = {name: self._row(record, models[model][name], views[model, name]) for record, name in named}
+            rows = {
+                name: self._row(record, models[model][name], views[model, name])
+                for record, name in named
+            }
             self.configs[model] = json.dumps({"config": rows}).encode()
 
     def _place(self, model: str, name: str, value: LazyTensor | Pickled) -> Placed:
@@ -200,7 +236,9 @@ class PlacedRecords:
             self.problems.append(f"{model}.{name}: {problem}")
             return value
         if value.traits.conj or value.traits.neg:
-            self.notes.append(f"{model}.{name} is written as what it stands for: a config has no flag for conjugation")
+            self.notes.append(
+                f"{model}.{name} is written as what it stands for: a config has no flag for conjugation"
+            )
             return value
         kind = self._kinds.setdefault(value.dtype, StorageRecords(trim=self._trim))
         return kind.place(value, (model, name), len(kind.records))
@@ -224,14 +262,24 @@ class PlacedRecords:
     def _row(self, record: str, value: LazyTensor | Pickled, view: Placed) -> dict[str, object]:
         path = record.rpartition("/")[2]
         if isinstance(value, Pickled):
-            return {"path_name": path, "is_param": value.is_param, "use_pickle": True, "tensor_meta": value.meta}
+            return {
+                "path_name": path,
+                "is_param": value.is_param,
+                "use_pickle": True,
+                "tensor_meta": value.meta,
+            }
         offset, strides = 0, c_strides(value.shape, 1)
         if isinstance(view, tuple):
             stored, start, strides = view
             # The start of an empty tensor may lie before its record.
             offset = max(start - stored.base, 0) // value.dtype.bits
         meta = _meta(value, strides, offset)
-        return {"path_name": path, "is_param": value.traits.parameter, "use_pickle": False, "tensor_meta": meta}
+        return {
+            "path_name": path,
+            "is_param": value.traits.parameter,
+            "use_pickle": False,
+            "tensor_meta": meta,
+        }
 
 
 def _meta(tensor: LazyTensor, strides: Sequence[int], offset: int) -> dict[str, object]:

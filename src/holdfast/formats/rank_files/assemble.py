@@ -76,7 +76,9 @@ class Replicas(Virtual):
             return tuple(chunk.over(chunk.storage.moved(self)) for chunk in first.chunks)
         sums = [_checksum(copy.tensor) for copy in copies]
         if None not in sums:
-            other = next((copy for copy, summed in zip(copies, sums, strict=True) if summed != sums[0]), None)
+            other = next(
+                (copy for copy, summed in zip(copies, sums, strict=True) if summed != sums[0]), None
+            )
             if other is None:
                 return tuple(chunk.over(chunk.storage.moved(self)) for chunk in first.chunks)
             self.unequal[name] = _message(copies[0].rank, other.rank)
@@ -92,8 +94,13 @@ class Replicas(Virtual):
             stamp = partial(_stamp, tuple(copies))
             entry = VirtualFile(first.nbytes, read, stamp, first.nbytes * len(copies))
             key = self.put(entry, f"replicas/{len(self._entries)}: {name}")
-            label, originals = f"{len(copies)} replicas of {name}", tuple(copy.tensor for copy in copies)
-            storage = self._known[place] = ReplicaStorage(key, 0, first.nbytes, label=label, home=self, originals=originals)
+            label, originals = (
+                f"{len(copies)} replicas of {name}",
+                tuple(copy.tensor for copy in copies),
+            )
+            storage = self._known[place] = ReplicaStorage(
+                key, 0, first.nbytes, label=label, home=self, originals=originals
+            )
         return Chunk(Box.whole(first.shape), storage, 0, c_strides(first.shape, first.dtype.bits))
 
 
@@ -110,8 +117,14 @@ def _checksum(tensor: LazyTensor) -> tuple[object, ...] | None:
         return None
     (chunk,) = tensor.chunks
     storage = chunk.storage
-    dense = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8 and chunk.extent(tensor.dtype) == (0, storage.nbytes)
-    if storage.crc32 is None or not dense or not in_c_order(chunk.shape, chunk.strides, tensor.dtype.bits):
+    dense = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8 and chunk.extent(
+        tensor.dtype
+    ) == (0, storage.nbytes)
+    if (
+        storage.crc32 is None
+        or not dense
+        or not in_c_order(chunk.shape, chunk.strides, tensor.dtype.bits)
+    ):
         return None
     return storage.crc32, storage.nbytes, storage.byteorder
 
@@ -132,10 +145,14 @@ def _read(name: str, copies: Sequence[RankBox], start: int, out: memoryview) -> 
 
 def _bytes_of(tensor: LazyTensor, start: int, nbytes: int) -> np.ndarray:
     chunk = tensor.chunks[0]
-    plain = len(tensor.chunks) == 1 and chunk.storage.byteorder == "little" and chunk.offset % 8 == 0
+    plain = (
+        len(tensor.chunks) == 1 and chunk.storage.byteorder == "little" and chunk.offset % 8 == 0
+    )
     if plain and in_c_order(chunk.shape, chunk.strides, tensor.dtype.bits):
         out = np.empty(nbytes, np.uint8)
-        tensor.source.store.read(chunk.storage.key, chunk.storage.start + chunk.offset // 8 + start, out.data)
+        tensor.source.store.read(
+            chunk.storage.key, chunk.storage.start + chunk.offset // 8 + start, out.data
+        )
         return out
     rows = tensor if tensor.shape else tensor[None]
     row_nbytes = rows.nbytes // rows.shape[0]
@@ -196,23 +213,41 @@ class Assembly:
         """Tensors whose replicas are known to differ; reading one raises `ReplicasDiffer`."""
 
     def tensor(
-        self, name: str, dtype: DType, shape: tuple[int, ...], *, parts: Sequence[RankBox], traits: Traits = PLAIN
+        self,
+        name: str,
+        dtype: DType,
+        shape: tuple[int, ...],
+        *,
+        parts: Sequence[RankBox],
+        traits: Traits = PLAIN,
     ) -> LazyTensor:
         """The tensor of these parts. Raises `MetadataError`, with its name, where they do not cover it exactly once."""
         by_box: dict[Box, list[RankBox]] = {}
         for part in parts:
             if part.tensor.dtype is not dtype:
-                message = f"rank {part.rank} has a part of {part.tensor.dtype}, and the tensor is {dtype}"
-                raise MetadataError(message, tensor=name, expected=dtype.name, found=part.tensor.dtype.name)
+                message = (
+                    f"rank {part.rank} has a part of {part.tensor.dtype}, and the tensor is {dtype}"
+                )
+                raise MetadataError(
+                    message, tensor=name, expected=dtype.name, found=part.tensor.dtype.name
+                )
             if part.tensor.shape != part.box.shape:
                 raise MetadataError(
                     f"rank {part.rank} has a part of {list(part.tensor.shape)} where the placement says {list(part.box.shape)}",
                     tensor=name, expected=part.box.shape, found=part.tensor.shape,
                 )  # fmt: skip
-            if part.tensor.traits.conj is not traits.conj or part.tensor.traits.neg is not traits.neg:
-                raise MetadataError("parts of one tensor of which some are conjugated or negated", tensor=name)
+            if (
+                part.tensor.traits.conj is not traits.conj
+                or part.tensor.traits.neg is not traits.neg
+            ):
+                raise MetadataError(
+                    "parts of one tensor of which some are conjugated or negated", tensor=name
+                )
             if part.tensor.traits.meta:
-                raise Unsupported("a part that was saved on the meta device: it has a shape and no data", tensor=name)
+                raise Unsupported(
+                    "a part that was saved on the meta device: it has a shape and no data",
+                    tensor=name,
+                )
             if part.box.count or not by_box:
                 by_box.setdefault(part.box, []).append(part)
         filled = {box: copies for box, copies in by_box.items() if box.count} or by_box
@@ -224,7 +259,11 @@ class Assembly:
             found = self._replicas.chunks(name, copies)
             for chunk in found:
                 start = [a + origin for a, origin in zip(chunk.box.start, box.start, strict=True)]
-                chunks.append(Chunk(Box.at(start, chunk.box.shape), chunk.storage, chunk.offset, chunk.strides))
+                chunks.append(
+                    Chunk(
+                        Box.at(start, chunk.box.shape), chunk.storage, chunk.offset, chunk.strides
+                    )
+                )
         return LazyTensor("", dtype, shape, tuple(chunks), self.source, traits)
 
     def replica(self, name: str, copies: Sequence[tuple[int, LazyTensor]]) -> LazyTensor:
@@ -279,7 +318,13 @@ class Allowance:
             raise LimitExceeded("the files refer to the same things too often to be put together")
 
 
-def in_step(files: Sequence[RankFile], join: Callable[[str, Leaf], object], allowance: Allowance, *, depth: int) -> object:
+def in_step(
+    files: Sequence[RankFile],
+    join: Callable[[str, Leaf], object],
+    allowance: Allowance,
+    *,
+    depth: int,
+) -> object:
     """One tree out of the trees of all ranks: containers of the first rank, leaves by `join` from a dotted name and the values.
 
     A key that some ranks lack is a place, too. A value is a leaf unless all ranks have a dict, a list or a tuple there.
@@ -303,11 +348,16 @@ def in_step(files: Sequence[RankFile], join: Callable[[str, Leaf], object], allo
         allowance.spend(sum(map(len, path)) // CHARACTERS_A_STEP)
         return join(".".join(path), values)
 
-    return rebuild({file.rank: file.tree for file in files}, leaf, inside=inside, make=made, depth=depth)
+    return rebuild(
+        {file.rank: file.tree for file in files}, leaf, inside=inside, make=made, depth=depth
+    )
 
 
 def _keys(values: Leaf) -> Collection[object] | None:
-    first, inside = next(iter(values.values())), cast("Collection[Collection[object]]", values.values())
+    first, inside = (
+        next(iter(values.values())),
+        cast("Collection[Collection[object]]", values.values()),
+    )
     if isinstance(first, dict) and all(isinstance(value, dict) for value in inside):
         return dict.fromkeys(chain.from_iterable(inside))
     if type(first) in (list, tuple) and all(type(value) is type(first) for value in inside):
@@ -316,12 +366,18 @@ def _keys(values: Leaf) -> Collection[object] | None:
 
 
 def _step(key: object) -> str:
-    return key if isinstance(key, str) else str(key) if type(key) is int else f"<{type(key).__name__}>"
+    return (
+        key if isinstance(key, str) else str(key) if type(key) is int else f"<{type(key).__name__}>"
+    )
 
 
 def _at(values: Leaf, key: Any) -> Leaf:  # noqa: ANN401  # of a dict
     inside = cast("Mapping[int, Any]", values)
-    return {rank: one[key] for rank, one in inside.items() if (key in one if isinstance(one, dict) else key < len(one))}
+    return {
+        rank: one[key]
+        for rank, one in inside.items()
+        if (key in one if isinstance(one, dict) else key < len(one))
+    }
 
 
 def described(
@@ -337,15 +393,29 @@ def described(
         if one.what not in known:
             foreign.setdefault(one.what, one)
     differ = [repr(name[:80]) for name in unequal]
-    refused = [f"the ranks have different values for {some(differ)}; reading {'it' if len(differ) == 1 else 'them'} is refused"]
+    refused = [
+        f"the ranks have different values for {some(differ)}; reading {'it' if len(differ) == 1 else 'them'} is refused"
+    ]
     archives = tuple(file.key for file in files)
     notes = (*notes, *(refused if differ else []), *named.notes)
-    return Description(format, ViewTable(named.tensors), tree, tuple(foreign.values()), notes, metadata or {}, archives=archives)
+    return Description(
+        format,
+        ViewTable(named.tensors),
+        tree,
+        tuple(foreign.values()),
+        notes,
+        metadata or {},
+        archives=archives,
+    )
 
 
 def moved(value: object, assembly: Assembly) -> object:
     """A copy of a value in plain dicts, whose tensors have the source of the assembly. Shared values are copied once."""
-    return rebuild(value, lambda one, _: assembly.replica("", [(0, one)]) if isinstance(one, LazyTensor) else one, make=plainly)
+    return rebuild(
+        value,
+        lambda one, _: assembly.replica("", [(0, one)]) if isinstance(one, LazyTensor) else one,
+        make=plainly,
+    )
 
 
 def free_key(wanted: str, names: Mapping[str, object]) -> str:

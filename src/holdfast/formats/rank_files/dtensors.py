@@ -36,9 +36,26 @@ from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Contents, contents, walk
 from holdfast.core.value import Value, replace
 from holdfast.errors import MetadataError, Unsupported, located
-from holdfast.formats.rank_files.assemble import Allowance, Assembly, Leaf, RankBox, described, in_step, read_rank
+from holdfast.formats.rank_files.assemble import (
+    Allowance,
+    Assembly,
+    Leaf,
+    RankBox,
+    described,
+    in_step,
+    read_rank,
+)
 from holdfast.formats.rank_files.placements import Cut, Mesh, local_boxes
-from holdfast.formats.rank_files.recognise import EXTRA, PATTERN, RankSet, by_what, check_complete, main_set, rank_sets, some
+from holdfast.formats.rank_files.recognise import (
+    EXTRA,
+    PATTERN,
+    RankSet,
+    by_what,
+    check_complete,
+    main_set,
+    rank_sets,
+    some,
+)
 from holdfast.formats.torch.tensors import brief, checked_ints, checked_shape
 
 MOST_AXES = 64
@@ -51,9 +68,17 @@ Axis = tuple[tuple[int, ...], tuple[int, ...]]
 def read_mesh(record: Opaque, rank: int, world: int) -> Mesh:
     """The mesh of a record that one of `world` ranks wrote. The cost depends on `world` alone."""
     ranks = record.attribute("mesh")
-    mesh = Mesh(ranks.shape, _numbers(ranks, world)) if isinstance(ranks, LazyTensor) else _laid_out(record, rank, world)
+    mesh = (
+        Mesh(ranks.shape, _numbers(ranks, world))
+        if isinstance(ranks, LazyTensor)
+        else _laid_out(record, rank, world)
+    )
     said, coordinate = record.attribute("_coordinate_on_dim"), mesh.coordinate(rank)
-    if coordinate is not None and isinstance(said, tuple | list) and (len(said) != len(coordinate) or tuple(said) != coordinate):
+    if (
+        coordinate is not None
+        and isinstance(said, tuple | list)
+        and (len(said) != len(coordinate) or tuple(said) != coordinate)
+    ):
         message = (
             f"this file was written by the rank at {brief(said)} of its mesh, and its name says rank {rank}, which is at "
             f"{coordinate}: it was renamed, or files of two runs lie in one folder"
@@ -75,16 +100,29 @@ def _laid_out(record: Opaque, rank: int, world: int) -> Mesh:
             offsets = [offset + i * stride for offset in offsets for i in range(n)]
     shape = tuple(math.prod(lengths) for lengths, _ in axes)
     # A part of a larger mesh begins where the writing rank is, less its coordinate in it.
-    base = 0 if len(offsets) == len(known) else _base(record, rank, known, shape=shape, offsets=offsets)
+    base = (
+        0
+        if len(offsets) == len(known)
+        else _base(record, rank, known, shape=shape, offsets=offsets)
+    )
     if base < 0 or base + max(offsets) >= len(known):
         raise MetadataError("a mesh with a layout that reaches past its ranks", found=len(known))
     return Mesh(shape, tuple(known[base + offset] for offset in offsets))
 
 
-def _base(record: Opaque, rank: int, known: Sequence[int], *, shape: Sequence[int], offsets: Sequence[int]) -> int:
+def _base(
+    record: Opaque, rank: int, known: Sequence[int], *, shape: Sequence[int], offsets: Sequence[int]
+) -> int:
     coordinate = record.attribute("_coordinate_on_dim")
-    if rank not in known or not isinstance(coordinate, tuple | list) or len(coordinate) != len(shape):
-        raise Unsupported(f"a mesh that is a part of another, and does not say where rank {rank} is in it", found=rank)
+    if (
+        rank not in known
+        or not isinstance(coordinate, tuple | list)
+        or len(coordinate) != len(shape)
+    ):
+        raise Unsupported(
+            f"a mesh that is a part of another, and does not say where rank {rank} is in it",
+            found=rank,
+        )
     at = 0
     for here, n in zip(coordinate, shape, strict=True):
         if type(here) is not int or not 0 <= here < n:
@@ -98,20 +136,26 @@ def _axes(layout: object, world: int) -> list[Axis]:
         raise MetadataError("a mesh without its ranks", found=brief(layout))
     axes = layout.attribute("axes")
     if isinstance(axes, tuple) and len(axes) <= MOST_AXES:
-        pairs = [(a.attribute("shape"), a.attribute("stride")) for a in axes if isinstance(a, Opaque)]
+        pairs = [
+            (a.attribute("shape"), a.attribute("stride")) for a in axes if isinstance(a, Opaque)
+        ]
     else:
         # torch 2.10 to 2.12 have the lengths and strides of all dimensions in two tuples.
         shape, stride = layout.attribute("shape"), layout.attribute("stride")
         shapes, strides = (x if isinstance(x, tuple) else (x,) for x in (shape, stride))
         if len(shapes) != len(strides) or len(shapes) > MOST_AXES:
-            raise MetadataError("a layout with lengths and strides that do not fit each other", found=brief(shape))
+            raise MetadataError(
+                "a layout with lengths and strides that do not fit each other", found=brief(shape)
+            )
         pairs = list(zip(shapes, strides, strict=True))
     found: list[Axis] = []
     count = 1
     for shape, stride in pairs:
         inner, steps = (x if isinstance(x, tuple) else (x,) for x in (shape, stride))
         if len(inner) != len(steps) or len(inner) > MOST_AXES:
-            raise MetadataError("a layout with lengths and strides that do not fit each other", found=brief(shape))
+            raise MetadataError(
+                "a layout with lengths and strides that do not fit each other", found=brief(shape)
+            )
         lengths, steps = checked_ints(inner, "mesh layout"), checked_ints(steps, "mesh layout")
         count *= math.prod(lengths)
         if not 0 < count <= world:
@@ -150,10 +194,18 @@ def describe(source: Source) -> Description:
     chosen = main_set(sets.values())
     check_complete(chosen)
     files = [read_rank(source, rank, chosen.files[rank]) for rank in chosen.ranks]
-    beside = [f"{what}_world_size_{found.world}_rank_*.pt" for what, found in sets.items() if what != chosen.what]
-    notes = [f"the {chosen.what} files of {chosen.world:,} rank{'s' if chosen.world > 1 else ''}, put together"]
+    beside = [
+        f"{what}_world_size_{found.world}_rank_*.pt"
+        for what, found in sets.items()
+        if what != chosen.what
+    ]
+    notes = [
+        f"the {chosen.what} files of {chosen.world:,} rank{'s' if chosen.world > 1 else ''}, put together"
+    ]
     if beside:
-        notes.append(f"beside them lie {some(sorted(beside))}, which open under these names with the star")
+        notes.append(
+            f"beside them lie {some(sorted(beside))}, which open under these names with the star"
+        )
     metadata = {"world_size": str(chosen.world), "what": chosen.what}
     if chosen.what == EXTRA:
         tree: object = {f"rank_{file.rank}": file.tree for file in files}
@@ -163,9 +215,15 @@ def describe(source: Source) -> Description:
     tree = in_step(files, joined.leaf, allowance, depth=source.limits.depth)
     if joined.differing:
         names = some([repr(name[:80]) for name in joined.differing])
-        notes.append(f"values that are no tensors differ between ranks, and those of the first rank are shown: {names}")
+        notes.append(
+            f"values that are no tensors differ between ranks, and those of the first rank are shown: {names}"
+        )
     mentioned = {foreign.what for file in files for foreign in file.foreign}
-    understood = {what for what in mentioned if what.module.startswith("torch.distributed.") and what.name in UNDERSTOOD}
+    understood = {
+        what
+        for what in mentioned
+        if what.module.startswith("torch.distributed.") and what.name in UNDERSTOOD
+    }
     return described(
         "rank-files", tree, files, source=source, understood=understood, notes=notes, metadata=metadata,
         unequal=joined.assembly.unequal,
@@ -203,13 +261,19 @@ class _Joined:
             message = f"{_kind(first)} on rank {next(iter(found))}, and {kinds[other]} on rank {other}: the files are of two runs"
             raise MetadataError(message, tensor=name)
         if isinstance(first, Opaque) and _is_dtensor(first):
-            return self._dtensor(name, {rank: value for rank, value in found.items() if isinstance(value, Opaque)})
+            return self._dtensor(
+                name, {rank: value for rank, value in found.items() if isinstance(value, Opaque)}
+            )
         if isinstance(first, LazyTensor):
             self._everywhere(name, found)
-            return self.assembly.replica(name, [(rank, v) for rank, v in found.items() if isinstance(v, LazyTensor)])
+            return self.assembly.replica(
+                name, [(rank, v) for rank, v in found.items() if isinstance(v, LazyTensor)]
+            )
         if isinstance(first, Composite):
             self._everywhere(name, found)
-            return self._composite(name, {rank: v for rank, v in found.items() if isinstance(v, Composite)})
+            return self._composite(
+                name, {rank: v for rank, v in found.items() if isinstance(v, Composite)}
+            )
         if isinstance(first, Opaque) and len(self._ranks.files) > 1 and self._has_tensors(first):
             message = f"{_kind(first)} with tensors in it: nothing says how the parts that ranks have of it go together"
             raise Unsupported(message, tensor=name)
@@ -246,12 +310,24 @@ class _Joined:
     def _composite(self, name: str, found: Mapping[int, Composite]) -> Composite:
         first = next(iter(found.values()))
         for rank, other in found.items():
-            if (other.kind, other.shape, set(other.parts)) != (first.kind, first.shape, set(first.parts)):
-                raise MetadataError(f"a {first.kind} tensor is another one on rank {rank}", tensor=name)
-            if any(_differ(value, other.attributes.get(key)) for key, value in first.attributes.items()):
-                raise MetadataError(f"a {first.kind} tensor has other attributes on rank {rank}", tensor=name)
+            if (other.kind, other.shape, set(other.parts)) != (
+                first.kind,
+                first.shape,
+                set(first.parts),
+            ):
+                raise MetadataError(
+                    f"a {first.kind} tensor is another one on rank {rank}", tensor=name
+                )
+            if any(
+                _differ(value, other.attributes.get(key)) for key, value in first.attributes.items()
+            ):
+                raise MetadataError(
+                    f"a {first.kind} tensor has other attributes on rank {rank}", tensor=name
+                )
         parts = {
-            part: self.assembly.replica(f"{name}.{part}", [(rank, other.parts[part]) for rank, other in found.items()])
+            part: self.assembly.replica(
+                f"{name}.{part}", [(rank, other.parts[part]) for rank, other in found.items()]
+            )
             for part in first.parts
         }
         return replace(first, parts=parts)
@@ -270,13 +346,18 @@ class _Joined:
                     )
                     raise MetadataError(message, expected=first.shape, found=claim.shape)
                 parts += self._parts(rank, claim)
-            return self.assembly.tensor(name, first.dtype, first.shape, parts=parts, traits=first.traits)
+            return self.assembly.tensor(
+                name, first.dtype, first.shape, parts=parts, traits=first.traits
+            )
 
     def _parts(self, rank: int, claim: DTensorSpec) -> Sequence[RankBox]:
         at = claim.mesh.coordinate(rank)
         if at is None:
             if claim.local.size:
-                raise MetadataError(f"rank {rank} is not in the mesh, and has a part of the tensor nevertheless", found=rank)
+                raise MetadataError(
+                    f"rank {rank} is not in the mesh, and has a part of the tensor nevertheless",
+                    found=rank,
+                )
             return []
         key = (claim.shape, claim.mesh.shape, at, claim.cuts)
         boxes = self._boxes.get(key)
@@ -311,20 +392,31 @@ class _Joined:
                 )
             for other, claim in members.items():
                 if claim.cuts != first.cuts:
-                    raise MetadataError(f"it is placed in one way on rank {rank} and in another on rank {other}")
+                    raise MetadataError(
+                        f"it is placed in one way on rank {rank} and in another on rank {other}"
+                    )
 
     def _claim(self, value: Opaque, rank: int) -> DTensorSpec:
         spec, local = value.attribute("_spec"), _unwrapped(value.attribute("_local_tensor"))
         if not isinstance(spec, Opaque) or spec.name != "DTensorSpec":
             raise MetadataError("a DTensor without its spec", found=brief(spec))
         if not isinstance(local, LazyTensor):
-            kind = f"{local.module}.{local.name}" if isinstance(local, Opaque) else type(local).__name__
-            raise Unsupported(f"the local part of this DTensor is a {kind[:128]}, and not a plain tensor", found=rank)
+            kind = (
+                f"{local.module}.{local.name}"
+                if isinstance(local, Opaque)
+                else type(local).__name__
+            )
+            raise Unsupported(
+                f"the local part of this DTensor is a {kind[:128]}, and not a plain tensor",
+                found=rank,
+            )
         shape, dtype, grad = self._outline(value, spec)
         mesh = self._mesh(spec.attribute("mesh"), rank)
         cuts = _cuts(spec, len(shape), len(mesh.shape))
         parameter = any(state.get("_is_param") is True for state in value.states())
-        traits = Traits(requires_grad=grad, parameter=parameter, conj=local.traits.conj, neg=local.traits.neg)
+        traits = Traits(
+            requires_grad=grad, parameter=parameter, conj=local.traits.conj, neg=local.traits.neg
+        )
         return DTensorSpec(shape, dtype, mesh, cuts, local, traits)
 
     def _outline(self, value: Opaque, spec: Opaque) -> tuple[tuple[int, ...], DType, bool]:
@@ -332,14 +424,20 @@ class _Joined:
             case (_, DType() as dtype, size, stride, _, _, _, bool(grad)):
                 shape = self._shape(size)
                 if not isinstance(stride, tuple) or len(stride) != len(shape):
-                    raise MetadataError("a DTensor whose strides do not fit its shape", found=brief(stride))
+                    raise MetadataError(
+                        "a DTensor whose strides do not fit its shape", found=brief(stride)
+                    )
                 checked_ints(stride, "stride")
             case _:
-                raise MetadataError("a DTensor that was pickled in a way that torch does not", found=len(value.args))
+                raise MetadataError(
+                    "a DTensor that was pickled in a way that torch does not", found=len(value.args)
+                )
         meta = spec.attribute("tensor_meta")
         said = meta.args[:1] if isinstance(meta, Opaque) and meta.args else (shape,)
         if self._shape(said[0]) != shape:
-            raise MetadataError("a DTensor whose spec has another shape", expected=shape, found=brief(said[0]))
+            raise MetadataError(
+                "a DTensor whose spec has another shape", expected=shape, found=brief(said[0])
+            )
         return shape, dtype, grad
 
     def _shape(self, size: object) -> tuple[int, ...]:
@@ -367,7 +465,12 @@ class _Joined:
 
 
 def _unwrapped(value: object) -> object:
-    if isinstance(value, Opaque) and value.module == "torch._utils" and value.name.startswith("_rebuild_parameter") and value.args:
+    if (
+        isinstance(value, Opaque)
+        and value.module == "torch._utils"
+        and value.name.startswith("_rebuild_parameter")
+        and value.args
+    ):
         return value.args[0]
     return value
 
@@ -378,7 +481,11 @@ def _is_dtensor(value: Opaque) -> bool:
 
 def _kind(value: object) -> str:
     if isinstance(value, Opaque):
-        return "a DTensor" if _is_dtensor(value) else f"an object of {value.module[:64]}.{value.name[:64]}"
+        return (
+            "a DTensor"
+            if _is_dtensor(value)
+            else f"an object of {value.module[:64]}.{value.name[:64]}"
+        )
     match value:
         case LazyTensor():
             return "a plain tensor"
@@ -397,25 +504,39 @@ def _differ(first: object, other: object) -> bool:
     if type(first) is not type(other):
         return True
     # NaN is no other value than NaN.
-    return isinstance(first, PLAIN_VALUES) and first != other and not (first != first and other != other)
+    return (
+        isinstance(first, PLAIN_VALUES)
+        and first != other
+        and not (first != first and other != other)
+    )
 
 
 def _cuts(spec: Opaque, rank: int, axes: int) -> tuple[Cut, ...]:
     placements = spec.attribute("placements")
     if not isinstance(placements, tuple) or len(placements) != axes:
-        raise MetadataError(f"a mesh of {axes} dimensions needs as many placements", found=brief(placements))
+        raise MetadataError(
+            f"a mesh of {axes} dimensions needs as many placements", found=brief(placements)
+        )
     cuts: list[Cut] = []
     for axis, placement in enumerate(placements):
         kind = placement.name if isinstance(placement, Opaque) else type(placement).__name__
         if kind in ("Partial", "_Partial", "_MaskPartial", "_NormPartial"):
-            raise Unsupported(f"its placement is {kind}: every rank has a summand of the sum; redistribute it before the save")
+            raise Unsupported(
+                f"its placement is {kind}: every rank has a summand of the sum; redistribute it before the save"
+            )
         if not isinstance(placement, Opaque) or kind not in ("Shard", "_StridedShard", "Replicate"):
             raise Unsupported(f"a placement {kind[:64]!r} that is not known")
         if kind == "Replicate":
             continue
-        dim, split = placement.attribute("dim"), placement.attribute("split_factor") if kind == "_StridedShard" else 1
+        dim, split = (
+            placement.attribute("dim"),
+            placement.attribute("split_factor") if kind == "_StridedShard" else 1,
+        )
         if type(dim) is not int or not 0 <= dim < rank:
-            raise MetadataError(f"a placement cuts dimension {brief(dim)} of a tensor that has {rank}", found=brief(dim))
+            raise MetadataError(
+                f"a placement cuts dimension {brief(dim)} of a tensor that has {rank}",
+                found=brief(dim),
+            )
         if type(split) is not int or split < 1:
             raise MetadataError("a strided placement without a split factor", found=brief(split))
         cuts.append(Cut(dim, axis, split))
@@ -426,15 +547,21 @@ def _ordered(cuts: Sequence[Cut], order: object) -> tuple[Cut, ...]:
     if not isinstance(order, tuple):
         return tuple(cuts)
     if len(order) > len(cuts):
-        raise MetadataError("an order of shards that is not that of the placements", found=brief(order))
+        raise MetadataError(
+            "an order of shards that is not that of the placements", found=brief(order)
+        )
     wanted: list[tuple[int, int]] = []
     for entry in order:
         match entry.args if isinstance(entry, Opaque) else entry:
             case (int(dim), tuple() as axes) if len(axes) <= len(cuts):
                 wanted += [(dim, axis) for axis in axes if type(axis) is int]
             case _:
-                raise MetadataError("an order of shards that torch does not write", found=brief(entry))
+                raise MetadataError(
+                    "an order of shards that torch does not write", found=brief(entry)
+                )
     known = {(cut.dim, cut.axis): cut for cut in cuts}
     if sorted(wanted) != sorted(known):
-        raise MetadataError("an order of shards that is not that of the placements", found=brief(order))
+        raise MetadataError(
+            "an order of shards that is not that of the placements", found=brief(order)
+        )
     return tuple(known[pair] for pair in wanted)

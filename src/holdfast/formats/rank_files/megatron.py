@@ -38,8 +38,23 @@ from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, name_at, walk
 from holdfast.core.value import Value, replace
-from holdfast.errors import BadPlacement, FormatError, LimitExceeded, MetadataError, Unsupported, located
-from holdfast.formats.rank_files.assemble import Assembly, RankBox, RankFile, described, free_key, moved, read_rank
+from holdfast.errors import (
+    BadPlacement,
+    FormatError,
+    LimitExceeded,
+    MetadataError,
+    Unsupported,
+    located,
+)
+from holdfast.formats.rank_files.assemble import (
+    Assembly,
+    RankBox,
+    RankFile,
+    described,
+    free_key,
+    moved,
+    read_rank,
+)
 from holdfast.formats.rank_files.recognise import Place, chosen_step, megatron_files, some
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -52,10 +67,22 @@ RULES = (
     "*lm_head.bias: tp=0",
     *(
         f"*.{layer}.{what}: tp=0"
-        for layer in ("query_key_value", "query", "key_value", "linear_qkv", "linear_q", "linear_kv", "dense_h_to_4h", "linear_fc1")
+        for layer in (
+            "query_key_value",
+            "query",
+            "key_value",
+            "linear_qkv",
+            "linear_q",
+            "linear_kv",
+            "dense_h_to_4h",
+            "linear_fc1",
+        )
         for what in ("weight", "bias")
     ),
-    *(f"*{layer}.weight: tp=1" for layer in ("attention.dense", ".linear_proj", ".dense_4h_to_h", ".linear_fc2")),
+    *(
+        f"*{layer}.weight: tp=1"
+        for layer in ("attention.dense", ".linear_proj", ".dense_4h_to_h", ".linear_fc2")
+    ),
 )
 """How Megatron's own layers are cut: by rows where outputs are split, by columns where inputs are."""
 
@@ -83,7 +110,13 @@ class Rank(Value, frozen=True):
     def argument(self, name: str) -> object:
         """One of the arguments of the run, which are a pickled namespace; None where it is missing."""
         args = self.content.get("args")
-        return args.attribute(name) if isinstance(args, Opaque) else args.get(name) if isinstance(args, dict) else None
+        return (
+            args.attribute(name)
+            if isinstance(args, Opaque)
+            else args.get(name)
+            if isinstance(args, dict)
+            else None
+        )
 
 
 def describe(source: Source) -> Description:
@@ -94,20 +127,31 @@ def describe(source: Source) -> Description:
 
 
 def _folder(said: str) -> str:
-    return f"iter_{int(said):07d}" if said.isascii() and said.isdecimal() and len(said) < 19 else said
+    return (
+        f"iter_{int(said):07d}" if said.isascii() and said.isdecimal() and len(said) < 19 else said
+    )
 
 
 def _grid(source: Source, files: Mapping[Place, str]) -> list[Rank]:
     experts = [key for (_, _, more), key in files.items() if more]
     if experts:
-        raise Unsupported("ranks of experts are not put together; open the files one by one", file=experts[0])
+        raise Unsupported(
+            "ranks of experts are not put together; open the files one by one", file=experts[0]
+        )
     flat = [key for (_, pp, _), key in files.items() if pp is None]
     if flat and len(flat) < len(files):
-        raise FormatError("some files are of a pipeline and some are not: they are of two runs", file=flat[0])
-    ranks = [Rank(tp, pp or 0, read_rank(source, number, key)) for number, ((tp, pp, _), key) in enumerate(sorted(files.items()))]
+        raise FormatError(
+            "some files are of a pipeline and some are not: they are of two runs", file=flat[0]
+        )
+    ranks = [
+        Rank(tp, pp or 0, read_rank(source, number, key))
+        for number, ((tp, pp, _), key) in enumerate(sorted(files.items()))
+    ]
     first = ranks[0]
     if first.argument("expert_model_parallel_size") not in (None, 1):
-        raise Unsupported("ranks of experts are not put together; open the files one by one", file=first.file.key)
+        raise Unsupported(
+            "ranks of experts are not put together; open the files one by one", file=first.file.key
+        )
     sizes = max(rank.tp for rank in ranks) + 1, max(rank.pp for rank in ranks) + 1
     for at, (name, size) in enumerate(zip(("tensor", "pipeline"), sizes, strict=True)):
         said = first.argument(f"{name}_model_parallel_size")
@@ -119,7 +163,12 @@ def _grid(source: Source, files: Mapping[Place, str]) -> list[Rank]:
     if len(ranks) != sizes[0] * sizes[1]:
         # Bounded by the files that are there, whatever numbers they have: each name has one hole before it at the most.
         there = {(rank.tp, rank.pp) for rank in ranks}
-        near = ((tp, pp) for rank in ranks for tp in (rank.tp, rank.tp - 1, 0) for pp in (rank.pp, rank.pp - 1, 0))
+        near = (
+            (tp, pp)
+            for rank in ranks
+            for tp in (rank.tp, rank.tp - 1, 0)
+            for pp in (rank.pp, rank.pp - 1, 0)
+        )
         absent = sorted({place for place in near if min(place) >= 0 and place not in there})
         names = [f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if not flat else "") for tp, pp in absent]
         raise FormatError(
@@ -130,7 +179,10 @@ def _grid(source: Source, files: Mapping[Place, str]) -> list[Rank]:
     for rank in ranks[1:]:
         for key in ("iteration", "checkpoint_version"):
             if _plain(rank.content.get(key)) != _plain(first.content.get(key)):
-                raise FormatError(f"{key} differs from that of {first.file.key}: they are of two saves", file=rank.file.key)
+                raise FormatError(
+                    f"{key} differs from that of {first.file.key}: they are of two saves",
+                    file=rank.file.key,
+                )
     return ranks
 
 
@@ -160,20 +212,32 @@ class _Iteration:
             for name, copies in chunk.items():
                 parameters.setdefault(name, []).extend(copies)
         if not parameters:
-            raise FormatError("not a file of Megatron: it has no model with tensors in it", file=self.ranks[0].file.key)
+            raise FormatError(
+                "not a file of Megatron: it has no model with tensors in it",
+                file=self.ranks[0].file.key,
+            )
         for rule in self.own:
             if not any(map(matcher(rule.pattern), parameters)):
                 raise BadPlacement(f"rule {rule.pattern!r} matches no tensor")
         weights = {name: self._tensor(name, copies) for name, copies in parameters.items()}
-        kept = {key: value for key, value in self.ranks[0].content.items() if not _is_model(key) and key not in OWN_STATE}
+        kept = {
+            key: value
+            for key, value in self.ranks[0].content.items()
+            if not _is_model(key) and key not in OWN_STATE
+        }
         rest = cast("dict[object, object]", moved(kept, self.assembly))
         own = {
-            rank.file.key.split("/")[-2]: moved({key: rank.content[key] for key in OWN_STATE if key in rank.content}, self.assembly)
+            rank.file.key.split("/")[-2]: moved(
+                {key: rank.content[key] for key in OWN_STATE if key in rank.content}, self.assembly
+            )
             for rank in self.ranks
         }
         rest |= {"ranks": {name: value for name, value in own.items() if value}}
         beside = free_key(BESIDE, weights)
-        metadata = {"tensor_parallel": str(self.tp), "pipeline_parallel": str(len(self.ranks) // self.tp)}
+        metadata = {
+            "tensor_parallel": str(self.tp),
+            "pipeline_parallel": str(len(self.ranks) // self.tp),
+        }
         found = described(
             "megatron", {**weights, beside: rest}, [rank.file for rank in self.ranks], source=self.assembly.source,
             metadata=metadata | ({"step": step} if step else {}), unequal=self.assembly.unequal,
@@ -211,7 +275,9 @@ class _Iteration:
         said = self.ranks[0].argument("num_layers")
         if len(before) == 1 and type(said) is int and sum(before.values()) != said:
             message = f"all stages together have {sum(before.values())} layers, and the arguments of the run say {said}"
-            raise FormatError(message, file=self.ranks[0].file.key, expected=said, found=sum(before.values()))
+            raise FormatError(
+                message, file=self.ranks[0].file.key, expected=said, found=sum(before.values())
+            )
         return found
 
     def _stage(self, key: object, pp: int) -> dict[str, Copies]:
@@ -225,13 +291,20 @@ class _Iteration:
             if differing:
                 message = f"one of {own[0].file.key} and this file has it and the other has not: they are of two runs"
                 raise MetadataError(message, file=rank.file.key, tensor=differing[0][:200])
-        return {name: [(rank, flat[name]) for rank, flat in zip(own, flats, strict=True)] for name in flats[0]}
+        return {
+            name: [(rank, flat[name]) for rank, flat in zip(own, flats, strict=True)]
+            for name in flats[0]
+        }
 
     def _flatten(self, model: object) -> dict[str, LazyTensor]:
         found: dict[str, LazyTensor] = {}
 
         def inside(value: object) -> Iterable[tuple[object, object]] | None:
-            return [item for item in value.items() if isinstance(item[0], str)] if isinstance(value, dict) else None
+            return (
+                [item for item in value.items() if isinstance(item[0], str)]
+                if isinstance(value, dict)
+                else None
+            )
 
         for way, value in walk(model, inside, most=self._spare, depth=self.source.limits.depth):
             name = name_at(way)
@@ -246,7 +319,9 @@ class _Iteration:
     def _tensor(self, name: str, tensors: Copies) -> LazyTensor:
         rule = next((rule for rule in self.rules if matcher(rule.pattern)(name)), None)
         if rule is None or not rule.axes or self.tp == 1:
-            return self.assembly.replica(name, [(rank.file.rank, tensor) for rank, tensor in tensors])
+            return self.assembly.replica(
+                name, [(rank.file.rank, tensor) for rank, tensor in tensors]
+            )
         with located(tensor=name):
             axis, first = rule.axes["tp"], tensors[0][1]
             for rank, tensor in tensors:
@@ -256,15 +331,24 @@ class _Iteration:
                         file=rank.file.key, expected=first.shape, found=tensor.shape,
                     )  # fmt: skip
             if not -first.ndim <= axis < first.ndim:
-                raise BadPlacement(f"rule {rule.pattern!r}: a tensor of {list(first.shape)} has no dimension {axis}")
+                raise BadPlacement(
+                    f"rule {rule.pattern!r}: a tensor of {list(first.shape)} has no dimension {axis}"
+                )
             axis %= first.ndim
             blocks = 1 if rule in self.own else self._blocks(name)
             length, uneven = divmod(first.shape[axis], blocks)
             if uneven:
-                raise MetadataError(f"{first.shape[axis]} rows are not {blocks} matrices", found=first.shape)
+                raise MetadataError(
+                    f"{first.shape[axis]} rows are not {blocks} matrices", found=first.shape
+                )
             shape = (*first.shape[:axis], first.shape[axis] * self.tp, *first.shape[axis + 1 :])
             parts = [
-                RankBox(rank.file.rank, *_block(tensor, axis, length, number=block, at=(block * self.tp + rank.tp) * length))
+                RankBox(
+                    rank.file.rank,
+                    *_block(
+                        tensor, axis, length, number=block, at=(block * self.tp + rank.tp) * length
+                    ),
+                )
                 for rank, tensor in tensors
                 for block in range(blocks)
             ]
@@ -281,15 +365,23 @@ class _Iteration:
                     f"rules=['*.{layer}.weight: tp=0'] where it is not",
                     file=first.file.key,
                 )
-            gated = any(first.argument(key) is True for key in ("swiglu", "gated_linear_unit", "geglu"))
+            gated = any(
+                first.argument(key) is True for key in ("swiglu", "gated_linear_unit", "geglu")
+            )
             return 2 if gated or isinstance(first.argument("glu_activation"), str) else 1
         version = first.content.get("checkpoint_version", 0)
         if layer in JOINED and not (isinstance(version, int | float) and version >= 1):
             return 3 if layer == "query_key_value" else 2
         groups = first.argument("num_query_groups")
-        grouped = first.argument("group_query_attention") is True and type(groups) is int and groups < self.tp
+        grouped = (
+            first.argument("group_query_attention") is True
+            and type(groups) is int
+            and groups < self.tp
+        )
         if grouped and layer in ("query_key_value", "linear_qkv", "linear_kv", "key_value"):
-            raise Unsupported(f"{groups} groups of keys on {self.tp} ranks: some ranks have the same, which is not put together")
+            raise Unsupported(
+                f"{groups} groups of keys on {self.tp} ranks: some ranks have the same, which is not put together"
+            )
         return 1
 
 
@@ -300,7 +392,9 @@ def _rule(given: str | PlacementRule) -> PlacementRule:
     return rule
 
 
-def _block(tensor: LazyTensor, axis: int, length: int, *, number: int, at: int) -> tuple[Box, LazyTensor]:
+def _block(
+    tensor: LazyTensor, axis: int, length: int, *, number: int, at: int
+) -> tuple[Box, LazyTensor]:
     offsets = [0] * tensor.ndim
     offsets[axis] = at
     own = (slice(None),) * axis + (slice(number * length, (number + 1) * length),)
@@ -314,7 +408,10 @@ def _is_model(key: object) -> bool:
 
 def _layer(name: str) -> tuple[str, int] | None:
     words = name.split(".")
-    at = next((at for at in range(len(words) - 1) if words[at] == "layers" and words[at + 1].isdecimal()), None)
+    at = next(
+        (at for at in range(len(words) - 1) if words[at] == "layers" and words[at + 1].isdecimal()),
+        None,
+    )
     if at is None or len(words[at + 1]) > 9:
         return None
     return ".".join(words[: at + 1]), int(words[at + 1])

@@ -40,8 +40,14 @@ class Mesh:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", {rank: at for at, rank in enumerate(self.ranks)})
-        if not self.ranks or math.prod(self.shape) != len(self.ranks) or len(self.places) != len(self.ranks):
-            raise MetadataError("a mesh of ranks that has not each of them once", found=self.shape[:8])
+        if (
+            not self.ranks
+            or math.prod(self.shape) != len(self.ranks)
+            or len(self.places) != len(self.ranks)
+        ):
+            raise MetadataError(
+                "a mesh of ranks that has not each of them once", found=self.shape[:8]
+            )
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         at = self.places.get(rank)
@@ -78,7 +84,9 @@ def local_boxes(shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ..
         runs[cut.dim] = _cut(runs[cut.dim], mesh[cut.axis], at[cut.axis], split=cut.split)
     count = math.prod(max(1, len(found)) for found in runs)
     if count > MOST_RUNS:
-        raise LimitExceeded(f"a rank has {count:,} pieces of one tensor, and {MOST_RUNS:,} are allowed", found=count)
+        raise LimitExceeded(
+            f"a rank has {count:,} pieces of one tensor, and {MOST_RUNS:,} are allowed", found=count
+        )
     return tuple(_boxes(runs))
 
 
@@ -92,7 +100,10 @@ def _boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, Box]]:
         sides.append(side)
     for chosen in product(*sides):
         whole, own = [pair[0] for pair in chosen], [pair[1] for pair in chosen]
-        yield (Box(tuple(a for a, _ in whole), tuple(b for _, b in whole)), Box(tuple(a for a, _ in own), tuple(b for _, b in own)))
+        yield (
+            Box(tuple(a for a, _ in whole), tuple(b for _, b in whole)),
+            Box(tuple(a for a, _ in own), tuple(b for _, b in own)),
+        )
 
 
 def _cut(runs: Sequence[Run], ranks: int, rank: int, *, split: int) -> list[Run]:
@@ -100,7 +111,10 @@ def _cut(runs: Sequence[Run], ranks: int, rank: int, *, split: int) -> list[Run]
     size = -(-length // split) if length else 0
     pieces = -(-length // size) if size else 0
     if pieces > MOST_RUNS:
-        raise LimitExceeded(f"a dimension is cut into {pieces:,} pieces first, and {MOST_RUNS:,} are allowed", found=pieces)
+        raise LimitExceeded(
+            f"a dimension is cut into {pieces:,} pieces first, and {MOST_RUNS:,} are allowed",
+            found=pieces,
+        )
     taken: list[Run] = []
     for piece in range(pieces):
         begin, end = piece * size, min((piece + 1) * size, length)

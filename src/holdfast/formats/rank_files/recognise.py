@@ -21,7 +21,9 @@ SHOWN = 5
 ZIP = b"PK\3\4"
 
 NUMBER = r"0|[1-9][0-9]{0,17}"
-PATTERN = re.compile(rf"(?P<what>[A-Za-z0-9_.-]*[A-Za-z0-9])_world_size_(?P<world>{NUMBER})_rank_(?P<rank>{NUMBER})\.pt")
+PATTERN = re.compile(
+    rf"(?P<what>[A-Za-z0-9_.-]*[A-Za-z0-9])_world_size_(?P<world>{NUMBER})_rank_(?P<rank>{NUMBER})\.pt"
+)
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 ORDER = (MODEL, OPTIMIZER)
@@ -63,10 +65,14 @@ def check_complete(found: RankSet) -> None:
     beyond = [rank for rank in found.ranks if rank >= found.world]
     if beyond:
         message = f"the name says {found.world:,} ranks, so there is no rank {beyond[0]:,}: files of two runs lie in one folder"
-        raise FormatError(message, file=found.files[beyond[0]], expected=found.world, found=beyond[0])
+        raise FormatError(
+            message, file=found.files[beyond[0]], expected=found.world, found=beyond[0]
+        )
     count = found.world - len(found.files)
     if count:
-        absent = list(islice((rank for rank in range(found.world) if rank not in found.files), SHOWN))
+        absent = list(
+            islice((rank for rank in range(found.world) if rank not in found.files), SHOWN)
+        )
         which = some([str(rank) for rank in absent], count)
         message = (
             f"{len(found.files):,} of {found.world:,} {found.what} files are here, and with rank {which} a part of most tensors is "
@@ -82,7 +88,11 @@ def begins_like_torch(source: Source, key: str) -> bool:
 def some(names: Sequence[str], count: int | None = None) -> str:
     count = len(names) if count is None else count
     shown = ", ".join(names[:SHOWN])
-    return shown if count <= min(len(names), SHOWN) else f"{shown} and {count - min(len(names), SHOWN):,} more"
+    return (
+        shown
+        if count <= min(len(names), SHOWN)
+        else f"{shown} and {count - min(len(names), SHOWN):,} more"
+    )
 
 
 def by_what(sets: Iterable[RankSet]) -> Mapping[str, RankSet]:
@@ -101,7 +111,11 @@ def by_what(sets: Iterable[RankSet]) -> Mapping[str, RankSet]:
 
 def main_set(sets: Iterable[RankSet]) -> RankSet:
     def place(found: RankSet) -> tuple[int, bool, str]:
-        return ORDER.index(found.what) if found.what in ORDER else len(ORDER), found.what == EXTRA, found.what
+        return (
+            ORDER.index(found.what) if found.what in ORDER else len(ORDER),
+            found.what == EXTRA,
+            found.what,
+        )
 
     return min(sets, key=place)
 
@@ -117,7 +131,11 @@ Place = tuple[int, int | None, str]
 def megatron_files(keys: Iterable[str]) -> dict[str, dict[Place, str]]:
     found: dict[str, dict[Place, str]] = {}
     for match in filter(None, map(MEGATRON.fullmatch, keys)):
-        place = int(match["tp"]), None if match["pp"] is None else int(match["pp"]), match["more"] or ""
+        place = (
+            int(match["tp"]),
+            None if match["pp"] is None else int(match["pp"]),
+            match["more"] or "",
+        )
         found.setdefault(match["step"] or "", {})[place] = match[0]
     return found
 
@@ -136,7 +154,9 @@ def is_rank_files(source: Source) -> bool:
     keys = source.store.list()
     sets = rank_sets(keys, PATTERN)
     # A merged checkpoint beside the files counts; the files still open by a star.
-    merged = any("/" not in key and key.endswith((".safetensors", ".safetensors.index.json")) for key in keys)
+    merged = any(
+        "/" not in key and key.endswith((".safetensors", ".safetensors.index.json")) for key in keys
+    )
     if not sets or merged or ".metadata" in keys:
         return False
     name = source.store.name.replace("\\", "/")
@@ -149,7 +169,9 @@ def is_rank_files(source: Source) -> bool:
 POINTER_NBYTES = 4096
 
 
-def chosen_step(source: Source, folders: Sequence[str], pointer: str, *, named: Callable[[str], str] = str) -> str:
+def chosen_step(
+    source: Source, folders: Sequence[str], pointer: str, *, named: Callable[[str], str] = str
+) -> str:
     """The step of a run to open: the top itself (`""`), the folder that the file `pointer` names, or the only folder.
 
         run/latest                               global_step200          DeepSpeed

@@ -34,9 +34,30 @@ from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
-from holdfast.formats.rank_files.assemble import Assembly, RankFile, described, free_key, moved, read_rank
-from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, check_complete, chosen_step, some
-from holdfast.formats.rank_files.zero_parts import FlatGroups, FlatRow, Optimizer, cut, flat_groups, optimizer_of, shapes_of
+from holdfast.formats.rank_files.assemble import (
+    Assembly,
+    RankFile,
+    described,
+    free_key,
+    moved,
+    read_rank,
+)
+from holdfast.formats.rank_files.recognise import (
+    RankSet,
+    begins_like_torch,
+    check_complete,
+    chosen_step,
+    some,
+)
+from holdfast.formats.rank_files.zero_parts import (
+    FlatGroups,
+    FlatRow,
+    Optimizer,
+    cut,
+    flat_groups,
+    optimizer_of,
+    shapes_of,
+)
 from holdfast.formats.torch.tensors import brief
 
 FILE = re.compile(r"zero/(?P<name>[^/]+)/(?P<what>\w{1,64})\.pt")
@@ -45,7 +66,12 @@ WEIGHT = "fp32"
 
 class Universal:
     def __init__(
-        self, source: Source, files: Mapping[str, tuple[str, str]], assembly: Assembly, *, shapes: Mapping[str, tuple[int, ...]]
+        self,
+        source: Source,
+        files: Mapping[str, tuple[str, str]],
+        assembly: Assembly,
+        *,
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         self.files: list[RankFile] = []
         self.weights: dict[str, LazyTensor] = {}
@@ -56,13 +82,20 @@ class Universal:
             value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
             if isinstance(value, LazyTensor):
                 with located(file=key, tensor=name):
-                    value = _shaped(assembly.replica(name, [(0, value)]), shapes.get(name), assembly.source)
+                    value = _shaped(
+                        assembly.replica(name, [(0, value)]), shapes.get(name), assembly.source
+                    )
             if what != WEIGHT:
                 self.optimizer.setdefault(what, {})[name] = moved(value, assembly)
             elif isinstance(value, LazyTensor):
                 self.weights[name] = value
             else:
-                raise MetadataError("the file of a weight has no tensor `param`", file=key, tensor=name, found=brief(value))
+                raise MetadataError(
+                    "the file of a weight has no tensor `param`",
+                    file=key,
+                    tensor=name,
+                    found=brief(value),
+                )
 
 
 def _shaped(tensor: LazyTensor, shape: tuple[int, ...] | None, source: Source) -> LazyTensor:
@@ -78,12 +111,23 @@ LATEST = "latest"
 BESIDE = "deepspeed"
 """Everything except the weights of the model stands under this name."""
 
-MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>0|[1-9]\d{0,8})_)?mp_rank_(?P<mp>\d{2,4})_model_states\.pt")
-OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>0|[1-9]\d{0,8})_mp_rank_(?P<mp>\d{2,4})_?optim_states\.pt")
+MODEL = re.compile(
+    r"(?:zero_pp_rank_(?P<rank>0|[1-9]\d{0,8})_)?mp_rank_(?P<mp>\d{2,4})_model_states\.pt"
+)
+OPTIMIZER = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>0|[1-9]\d{0,8})_mp_rank_(?P<mp>\d{2,4})_?optim_states\.pt"
+)
 OTHER = re.compile(r"(?:layer_\d+.*[-_]model_states|expp_rank_\d+.*optim_states)\.pt")
 """Layers of a pipeline, and experts."""
 
-TAKEN = ("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names")
+TAKEN = (
+    "module",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "buffer_names",
+)
 """Entries of a model file that are shown as tensors, and left out of the rest."""
 
 
@@ -101,19 +145,25 @@ class StepFiles(Struct):
 
 def is_deepspeed(source: Source) -> bool:
     found = _steps(source.store.list())
-    return any(begins_like_torch(source, key) for files in found.values() for key in _some_model(files))
+    return any(
+        begins_like_torch(source, key) for files in found.values() for key in _some_model(files)
+    )
 
 
 def describe(source: Source) -> Description:
     steps = _steps(source.store.list())
-    step = chosen_step(source, [folder for folder, files in steps.items() if _some_model(files)], LATEST)
+    step = chosen_step(
+        source, [folder for folder, files in steps.items() if _some_model(files)], LATEST
+    )
     files = steps[step]
     _check_files(files)
     below = f"{step}/zero/" if step else "zero/"
     found = filter(None, map(FILE.fullmatch, source.store.list() if not step else ()))
     universal = {match[0]: (match["name"], match["what"]) for match in found}
     if not universal and any(key.startswith(below) for key in source.store.list()):
-        raise Unsupported(f"a universal checkpoint; open its folder {step!r} itself", file=step or None)
+        raise Unsupported(
+            f"a universal checkpoint; open its folder {step!r} itself", file=step or None
+        )
     return _Step(source, files, universal).description(step)
 
 
@@ -123,7 +173,11 @@ def _steps(keys: Iterable[str]) -> dict[str, StepFiles]:
         folder, _, name = key.rpartition("/")
         if "/" in folder or not name.endswith(".pt"):
             continue
-        model, optimizer, other = MODEL.fullmatch(name), OPTIMIZER.fullmatch(name), OTHER.fullmatch(name)
+        model, optimizer, other = (
+            MODEL.fullmatch(name),
+            OPTIMIZER.fullmatch(name),
+            OTHER.fullmatch(name),
+        )
         if not (model or optimizer or other):
             continue
         files = found.setdefault(folder, StepFiles())
@@ -161,14 +215,22 @@ def _check_files(files: StepFiles) -> None:
             found=tuple(ranks[:5]),
         )
     if files.twice:
-        raise FormatError("a rank has two files of one kind: files of two saves lie in one folder", file=files.twice[0])
+        raise FormatError(
+            "a rank has two files of one kind: files of two saves lie in one folder",
+            file=files.twice[0],
+        )
     if files.whole is not None and files.models:
         key = files.models[min(files.models)]
-        raise FormatError(f"{files.whole} has a whole model, and this one a rank of stage 3: they are of two saves", file=key)
+        raise FormatError(
+            f"{files.whole} has a whole model, and this one a rank of stage 3: they are of two saves",
+            file=key,
+        )
 
 
 class _Step:
-    def __init__(self, source: Source, files: StepFiles, universal: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(
+        self, source: Source, files: StepFiles, universal: Mapping[str, tuple[str, str]]
+    ) -> None:
         self.limits = source.limits
         self.assembly = Assembly(source)
         self.own = self.assembly.source
@@ -182,7 +244,11 @@ class _Step:
             self.optimizers.append(optimizer_of(file))
             self.files.append(file)
         self.contents = [_model_content(file) for file in self.models]
-        self.universal = Universal(source, universal, self.assembly, shapes=self._shapes()) if universal else None
+        self.universal = (
+            Universal(source, universal, self.assembly, shapes=self._shapes())
+            if universal
+            else None
+        )
         self.files += self.universal.files if self.universal is not None else []
         self._split = bool(files.models)
         """Whether this is stage 3, whose model files have no parameters."""
@@ -190,7 +256,9 @@ class _Step:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         with located(file=self.models[0].key):
-            groups = shapes_of(self.contents[0].get("param_shapes") or [], "param_shapes", self.limits)
+            groups = shapes_of(
+                self.contents[0].get("param_shapes") or [], "param_shapes", self.limits
+            )
         return {name: shape for group in groups for name, shape in group.items()}
 
     def _check_ranks(self, files: StepFiles) -> None:
@@ -208,7 +276,9 @@ class _Step:
         elif self.universal is not None:
             check_complete(RankSet("model", max(models := files.models or {0: ""}) + 1, models))
         elif split:
-            raise FormatError("the optimizer files are missing, and with them the weights: a model file of stage 3 has none")
+            raise FormatError(
+                "the optimizer files are missing, and with them the weights: a model file of stage 3 has none"
+            )
         for file, content in zip(self.models[1:], self.contents[1:], strict=True):
             for key in ("global_steps", "param_shapes", "frozen_param_shapes"):
                 if content.get(key) != self.contents[0].get(key):
@@ -221,10 +291,15 @@ class _Step:
         if len(self.models) == 1 and self.models[0].rank == 0 and not self._split:
             kept["module"] = moved(self.contents[0]["module"], self.assembly)
         kept["optimizer"] = optimizer
-        kept["state"] = moved({key: value for key, value in self.contents[0].items() if key not in TAKEN}, self.assembly)
+        kept["state"] = moved(
+            {key: value for key, value in self.contents[0].items() if key not in TAKEN},
+            self.assembly,
+        )
         beside = free_key(BESIDE, weights)
         stage = self.optimizers[0].stage if self.optimizers else 0
-        metadata = {"zero_stage": str(stage), "ranks": str(max(1, len(self.optimizers)))} | ({"step": step} if step else {})
+        metadata = {"zero_stage": str(stage), "ranks": str(max(1, len(self.optimizers)))} | (
+            {"step": step} if step else {}
+        )
         found = described(
             "deepspeed", {**weights, beside: kept}, self.files, source=self.own, notes=self.notes, metadata=metadata,
             unequal=self.assembly.unequal,
@@ -236,15 +311,21 @@ class _Step:
         optimizer: dict[object, object] = {}
         if self.optimizers:
             with located(file=self.models[0].key):
-                shapes = shapes_of(self.contents[0].get("param_shapes"), "param_shapes", self.limits)
+                shapes = shapes_of(
+                    self.contents[0].get("param_shapes"), "param_shapes", self.limits
+                )
             groups = flat_groups(self.optimizers, shapes)
             for number in range(len(groups.places)):
-                masters |= groups.tensors(number, [one.masters[number] for one in self.optimizers], source=self.own)
+                masters |= groups.tensors(
+                    number, [one.masters[number] for one in self.optimizers], source=self.own
+                )
             optimizer = self._optimizer(groups)
         elif self.universal is not None:
             masters, optimizer = self.universal.weights, {**self.universal.optimizer}
         else:
-            self.notes.append("there are no optimizer files, so these are the weights as the model had them, and no others")
+            self.notes.append(
+                "there are no optimizer files, so these are the weights as the model had them, and no others"
+            )
         with located(file=self.models[0].key):
             frozen = self._frozen()
             return self._named(masters, frozen), optimizer
@@ -259,14 +340,22 @@ class _Step:
         (shapes,) = shapes_of(listed, "frozen_param_shapes", self.limits)
         found = {}
         for name, shape in shapes.items():
-            parts = [part for own in fragments if isinstance(own, dict) and isinstance(part := own.get(name), LazyTensor)]
+            parts = [
+                part
+                for own in fragments
+                if isinstance(own, dict) and isinstance(part := own.get(name), LazyTensor)
+            ]
             with located(tensor=name):
                 if len(parts) != len(self.models):
-                    raise MetadataError("not every model file has its part of this frozen parameter")
+                    raise MetadataError(
+                        "not every model file has its part of this frozen parameter"
+                    )
                 found[name] = self._frozen_tensor(name, shape, parts)
         return found
 
-    def _frozen_tensor(self, name: str, shape: tuple[int, ...], parts: Sequence[LazyTensor]) -> LazyTensor:
+    def _frozen_tensor(
+        self, name: str, shape: tuple[int, ...], parts: Sequence[LazyTensor]
+    ) -> LazyTensor:
         if not self._split:
             if parts[0].shape != shape:
                 message = f"a frozen parameter of {list(parts[0].shape)}, and its shape is said to be {list(shape)}"
@@ -283,19 +372,35 @@ class _Step:
             )  # fmt: skip
         return cut(shape, [(row, 0, size)], row.dtype, source=self.own)
 
-    def _named(self, masters: Mapping[str, LazyTensor], frozen: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    def _named(
+        self, masters: Mapping[str, LazyTensor], frozen: Mapping[str, LazyTensor]
+    ) -> dict[str, LazyTensor]:
         """Every name of the module with its tensor: in full precision, frozen, tied to one of these, or the module's own."""
         module = self.contents[0]["module"]
-        entries = {name: value for name, value in module.items() if isinstance(name, str) and isinstance(value, LazyTensor)}
+        entries = {
+            name: value
+            for name, value in module.items()
+            if isinstance(name, str) and isinstance(value, LazyTensor)
+        }
         listed = self.contents[0].get("shared_params")
-        tied = {str(name): str(other) for name, other in listed.items()} if isinstance(listed, dict) else {}
+        tied = (
+            {str(name): str(other) for name, other in listed.items()}
+            if isinstance(listed, dict)
+            else {}
+        )
         known = {**masters, **frozen}
         firsts = {_same(entry): name for name, entry in reversed(entries.items()) if name in known}
         found: dict[str, LazyTensor] = {}
         lost = []
         for name, entry in entries.items():
             # What is tied is tied, also where a universal checkpoint has a copy of it in 16 bits.
-            other = tied[name] if tied.get(name) in known else name if name in known else firsts.get(_same(entry), name)
+            other = (
+                tied[name]
+                if tied.get(name) in known
+                else name
+                if name in known
+                else firsts.get(_same(entry), name)
+            )
             if other in known:
                 found[name] = known[other]
             elif self._split and self._is_placeholder(name, entry):
@@ -303,9 +408,15 @@ class _Step:
             else:
                 found[name] = self._buffer(name)
         found |= {name: tensor for name, tensor in known.items() if name not in found}
-        found |= {name: known[other] for name, other in tied.items() if name not in found and other in known}
+        found |= {
+            name: known[other]
+            for name, other in tied.items()
+            if name not in found and other in known
+        }
         if lost:
-            self.notes.append(f"the files have no elements of {some([repr(name[:80]) for name in lost])}, which the module lists")
+            self.notes.append(
+                f"the files have no elements of {some([repr(name[:80]) for name in lost])}, which the module lists"
+            )
         return found
 
     def _is_placeholder(self, name: str, entry: LazyTensor) -> bool:
@@ -332,26 +443,42 @@ class _Step:
                 parts = [value for value in values if isinstance(value, LazyTensor)]
                 rows = len(parts) == len(values) and all(part.ndim == 1 for part in parts)
                 if rows and groups.lie_alike(number, parts):
-                    moments.setdefault(key, {}).update(groups.tensors(number, parts, source=self.own))
+                    moments.setdefault(key, {}).update(
+                        groups.tensors(number, parts, source=self.own)
+                    )
                 else:
-                    rest.setdefault(number, {})[key] = self._alike(f"{BESIDE}.optimizer.state.{number}.{brief(key)}", values)
-        base = self.optimizers[0].content.get("optimizer_state_dict" if groups.split else "base_optimizer_state")
+                    rest.setdefault(number, {})[key] = self._alike(
+                        f"{BESIDE}.optimizer.state.{number}.{brief(key)}", values
+                    )
+        base = self.optimizers[0].content.get(
+            "optimizer_state_dict" if groups.split else "base_optimizer_state"
+        )
         settings = base.get("param_groups") if isinstance(base, dict) else None
         others = {"state": rest, "param_groups": moved(settings, self.assembly)}
-        return {**moments, **{key: value for key, value in others.items() if value and key not in moments}}
+        return {
+            **moments,
+            **{key: value for key, value in others.items() if value and key not in moments},
+        }
 
     def _alike(self, name: str, values: Sequence[object]) -> object:
         first, key = values[0], self.optimizers[0].key
         if all(isinstance(value, LazyTensor) for value in values):
             copies = [
-                (one.rank, value) for one, value in zip(self.optimizers, values, strict=True) if isinstance(value, LazyTensor)
+                (one.rank, value)
+                for one, value in zip(self.optimizers, values, strict=True)
+                if isinstance(value, LazyTensor)
             ]
             made = self.assembly.replica(name, copies)
             if made.size == 1 and name in self.assembly.unequal:
-                raise FormatError(f"{name} is not the same on all ranks: they are of two saves", file=key)
+                raise FormatError(
+                    f"{name} is not the same on all ranks: they are of two saves", file=key
+                )
             return made
         if all(isinstance(value, int | float | str | bool | None) for value in values):
-            differing = next((one for one, value in zip(self.optimizers, values, strict=True) if value != first), None)
+            differing = next(
+                (one for one, value in zip(self.optimizers, values, strict=True) if value != first),
+                None,
+            )
             if differing is not None:
                 message = f"{name} is not the same as on rank {self.optimizers[0].rank}: they are of two saves"
                 raise FormatError(message, file=differing.key)
@@ -362,7 +489,9 @@ def _model_content(file: RankFile) -> dict[object, dict[object, object]]:
     content = file.tree
     if not isinstance(content, dict) or not isinstance(content.get("module"), dict):
         found = type(content).__name__ if not isinstance(content, Opaque) else str(content.what)
-        raise FormatError("not a model file of DeepSpeed: it has no dict `module`", file=file.key, found=found)
+        raise FormatError(
+            "not a model file of DeepSpeed: it has no dict `module`", file=file.key, found=found
+        )
     return content
 
 

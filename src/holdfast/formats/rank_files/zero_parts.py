@@ -50,7 +50,11 @@ class FlatRow:
         for part in parts:
             _check_flat(part)
             if part.dtype is not parts[0].dtype:
-                raise MetadataError("the parts of a row have several dtypes", expected=parts[0].dtype.name, found=part.dtype.name)
+                raise MetadataError(
+                    "the parts of a row have several dtypes",
+                    expected=parts[0].dtype.name,
+                    found=part.dtype.name,
+                )
         self._parts = parts
         self._starts = [0, *accumulate(part.size for part in parts)]
 
@@ -66,15 +70,29 @@ class FlatRow:
             part, until = self._parts[at], min(stop, self._starts[at + 1])
             if until > start:
                 chunk, count = part.chunks[0], until - start
-                storage, first = chunk.storage, chunk.offset // 8 + (start - self._starts[at]) * width
+                storage, first = (
+                    chunk.storage,
+                    chunk.offset // 8 + (start - self._starts[at]) * width,
+                )
                 crc = storage.crc32 if first == 0 and count * width == storage.nbytes else None
                 place = storage.key, storage.start + first, count * width
                 # Not `replace`: with many ranks these are 100,000.
-                yield Storage(*place, storage.byteorder, crc, storage.location, storage.label, home=home), count
+                yield (
+                    Storage(
+                        *place, storage.byteorder, crc, storage.location, storage.label, home=home
+                    ),
+                    count,
+                )
             start, at = until, at + 1
 
 
-def cut(shape: tuple[int, ...], slices: Iterable[tuple[FlatRow, int, int]], dtype: DType, *, source: Source) -> LazyTensor:
+def cut(
+    shape: tuple[int, ...],
+    slices: Iterable[tuple[FlatRow, int, int]],
+    dtype: DType,
+    *,
+    source: Source,
+) -> LazyTensor:
     """The tensor without a name whose elements, in C order, are these slices of rows one after the other: row, start, stop."""
     chunks: list[Chunk] = []
     strides, at = c_strides(shape, dtype.bits), 0
@@ -91,12 +109,23 @@ def cut(shape: tuple[int, ...], slices: Iterable[tuple[FlatRow, int, int]], dtyp
 
 def _check_flat(part: LazyTensor) -> None:
     traits = part.traits
-    plain = part.ndim == 1 and not part.dtype.packed and part.dtype.bits % 8 == 0 and not (traits.conj or traits.neg or traits.meta)
+    plain = (
+        part.ndim == 1
+        and not part.dtype.packed
+        and part.dtype.bits % 8 == 0
+        and not (traits.conj or traits.neg or traits.meta)
+    )
     if plain and part.size:
         chunk = part.chunks[0]
-        plain = len(part.chunks) == 1 and in_c_order(chunk.shape, chunk.strides, part.dtype.bits) and chunk.offset % 8 == 0
+        plain = (
+            len(part.chunks) == 1
+            and in_c_order(chunk.shape, chunk.strides, part.dtype.bits)
+            and chunk.offset % 8 == 0
+        )
     if not plain:
-        raise MetadataError("a part of a row is not one plain row of elements", found=(part.dtype.name, part.shape))
+        raise MetadataError(
+            "a part of a row is not one plain row of elements", found=(part.dtype.name, part.shape)
+        )
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -132,23 +161,42 @@ def optimizer_of(file: RankFile) -> Optimizer:
     with located(file=file.key):
         content = file.tree.get("optimizer_state_dict") if isinstance(file.tree, dict) else None
         if not isinstance(content, dict) or "zero_stage" not in content:
-            raise FormatError("not an optimizer file of DeepSpeed's ZeRO: it has no optimizer_state_dict with a zero_stage")
+            raise FormatError(
+                "not an optimizer file of DeepSpeed's ZeRO: it has no optimizer_state_dict with a zero_stage"
+            )
         stage = _number(content["zero_stage"], "zero_stage")
         if stage not in (1, 2, 3):
             raise Unsupported(f"stage {stage} of ZeRO; 1, 2 and 3 are known", found=stage)
         count = content.get("partition_count")
-        counts = {_number(one, "partition_count") for one in (count if isinstance(count, list | tuple) else [count])}
+        counts = {
+            _number(one, "partition_count")
+            for one in (count if isinstance(count, list | tuple) else [count])
+        }
         if len(counts) != 1:
             raise Unsupported(
                 "groups of parameters are split over different numbers of ranks, as those of experts are, which this does not "
                 "put together",
                 found=tuple(sorted(counts)),
             )
-        masters = content.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
-        if not isinstance(masters, list | tuple) or not all(isinstance(one, LazyTensor) for one in masters):
-            raise MetadataError("the flat groups of full precision are no list of tensors", found=brief(masters))
+        masters = content.get(
+            "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        )
+        if not isinstance(masters, list | tuple) or not all(
+            isinstance(one, LazyTensor) for one in masters
+        ):
+            raise MetadataError(
+                "the flat groups of full precision are no list of tensors", found=brief(masters)
+            )
         own = [one for one in masters if isinstance(one, LazyTensor)]
-        return Optimizer(file.rank, file.key, stage, counts.pop(), own, _states(content, stage, len(own)), content)
+        return Optimizer(
+            file.rank,
+            file.key,
+            stage,
+            counts.pop(),
+            own,
+            _states(content, stage, len(own)),
+            content,
+        )
 
 
 def _number(value: object, what: str) -> int:
@@ -160,11 +208,15 @@ def _number(value: object, what: str) -> int:
     return value
 
 
-def _states(content: Mapping[object, object], stage: int, groups: int) -> list[Mapping[object, object]]:
+def _states(
+    content: Mapping[object, object], stage: int, groups: int
+) -> list[Mapping[object, object]]:
     base = content.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
     if isinstance(base, dict):
         base = base.get("state")
-    numbered: Mapping[object, object] = dict(enumerate(base)) if isinstance(base, list) else base if isinstance(base, dict) else {}
+    numbered: Mapping[object, object] = (
+        dict(enumerate(base)) if isinstance(base, list) else base if isinstance(base, dict) else {}
+    )
     found = [numbered.get(at) for at in range(groups)]
     return [state if isinstance(state, dict) else {} for state in found]
 
@@ -176,11 +228,15 @@ def shapes_of(value: object, what: str, limits: Limits) -> list[Shapes]:
     found: list[Shapes] = []
     for group in groups:
         if not isinstance(group, dict):
-            raise MetadataError(f"{what} has something else than names and shapes in it", found=brief(group))
+            raise MetadataError(
+                f"{what} has something else than names and shapes in it", found=brief(group)
+            )
         shapes: dict[str, tuple[int, ...]] = {}
         for name, size in group.items():
             if not isinstance(name, str) or name in seen:
-                raise MetadataError(f"{what} has a name twice, or one that is no text", found=brief(name))
+                raise MetadataError(
+                    f"{what} has a name twice, or one that is no text", found=brief(name)
+                )
             seen.add(name)
             with located(tensor=name):
                 shapes[name] = checked_shape(size, limits)
@@ -191,28 +247,40 @@ def shapes_of(value: object, what: str, limits: Limits) -> list[Shapes]:
 class FlatGroups:
     """The flat groups of all ranks, and the places of parameters in them."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], places: Sequence[Sequence[ParameterRange]]) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], places: Sequence[Sequence[ParameterRange]]
+    ) -> None:
         self._optimizers = optimizers
         self.places = places
         self.split = optimizers[0].stage == 3
         """Whether each parameter is cut by itself, and not the row of all of them."""
 
-    def tensors(self, group: int, parts: Sequence[LazyTensor], *, source: Source) -> dict[str, LazyTensor]:
+    def tensors(
+        self, group: int, parts: Sequence[LazyTensor], *, source: Source
+    ) -> dict[str, LazyTensor]:
         """The parameters of a group, cut from the weights in full precision or from a moment that lies like them."""
         world = len(parts)
         if not self.split:
             row = FlatRow(parts)
             return {
-                at.name: cut(at.shape, [(row, at.start, at.start + at.size)], row.dtype, source=source) for at in self.places[group]
+                at.name: cut(
+                    at.shape, [(row, at.start, at.start + at.size)], row.dtype, source=source
+                )
+                for at in self.places[group]
             }
         rows = [FlatRow([part]) for part in parts]
         if any(row.dtype is not rows[0].dtype for row in rows):
-            raise MetadataError("the ranks have parts of several dtypes", found=tuple(sorted({row.dtype.name for row in rows})))
+            raise MetadataError(
+                "the ranks have parts of several dtypes",
+                found=tuple(sorted({row.dtype.name for row in rows})),
+            )
         made = {}
         for at in self.places[group]:
             step = -(-at.size // world)
             counts = [min(step, max(0, at.size - rank * step)) for rank in range(world)]
-            slices = [(row, at.start, at.start + count) for row, count in zip(rows, counts, strict=True)]
+            slices = [
+                (row, at.start, at.start + count) for row, count in zip(rows, counts, strict=True)
+            ]
             made[at.name] = cut(at.shape, slices, rows[0].dtype, source=source)
         return made
 
@@ -254,7 +322,9 @@ def flat_groups(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> Fl
     return groups
 
 
-def _places_by_group(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> list[list[ParameterRange]]:
+def _places_by_group(
+    optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]
+) -> list[list[ParameterRange]]:
     first, world = optimizers[0], len(optimizers)
     if len(shapes) != len(first.masters):
         message = f"there are {len(first.masters)} flat groups and shapes for {len(shapes)}"
@@ -270,7 +340,9 @@ def _places_by_group(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) 
         room = sum(optimizer.masters[group].size for optimizer in optimizers)
         # Padding is kept or not, so that the end of a row is known only up to its alignment.
         step = ALIGNMENT * world
-        if max((place.start + place.size for place in places), default=0) > room or -(-at // step) != -(-room // step):
+        if max((place.start + place.size for place in places), default=0) > room or -(
+            -at // step
+        ) != -(-room // step):
             raise MetadataError(
                 f"the parameters of flat group {group} take {at:,} elements, and {world} ranks have {room:,}: shapes and parts are "
                 "not of one save",
@@ -285,11 +357,16 @@ def _paddings(content: object, group: int, count: int) -> Sequence[int]:
         return (0,) * count
     own = content[group] if isinstance(content, list | tuple) and group < len(content) else None
     if not isinstance(own, list | tuple) or len(own) != count:
-        raise MetadataError(f"param_alignment_paddings does not fit the {count} parameters of group {group}", found=brief(own))
+        raise MetadataError(
+            f"param_alignment_paddings does not fit the {count} parameters of group {group}",
+            found=brief(own),
+        )
     return [_number(padding, "param_alignment_paddings") for padding in own]
 
 
-def _places_by_rank(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> list[list[ParameterRange]]:
+def _places_by_rank(
+    optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]
+) -> list[list[ParameterRange]]:
     first, world = optimizers[0], len(optimizers)
     rooms = [master.size for master in first.masters]
     for other in optimizers:
@@ -322,23 +399,36 @@ def _places_by_rank(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -
     return found
 
 
-def _check_mappings(places: Sequence[Sequence[ParameterRange]], optimizers: Sequence[Optimizer]) -> None:
+def _check_mappings(
+    places: Sequence[Sequence[ParameterRange]], optimizers: Sequence[Optimizer]
+) -> None:
     for group, own in enumerate(places):
         starts = [0]
         for optimizer in optimizers:
             starts.append(starts[-1] + optimizer.masters[group].size)
         for optimizer, start, stop in zip(optimizers, starts, starts[1:], strict=False):
             content = optimizer.content.get("param_slice_mappings")
-            mapping = content[group] if isinstance(content, list | tuple) and group < len(content) else None
+            mapping = (
+                content[group]
+                if isinstance(content, list | tuple) and group < len(content)
+                else None
+            )
             if not isinstance(mapping, dict):
                 continue
             expected = {
-                at.name: (max(at.start, start) - start, min(at.start + at.size, stop) - max(at.start, start))
+                at.name: (
+                    max(at.start, start) - start,
+                    min(at.start + at.size, stop) - max(at.start, start),
+                )
                 for at in own
                 if at.start < stop and at.start + at.size > start
             }
             found = {name: _fragment(value) for name, value in mapping.items()}
-            differing = [name for name in {**expected, **found} if expected.get(str(name)) != found.get(name) and found.get(name)]
+            differing = [
+                name
+                for name in {**expected, **found}
+                if expected.get(str(name)) != found.get(name) and found.get(name)
+            ]
             if differing:
                 raise MetadataError(
                     "the rank says that it has other elements of this parameter than its shape and place make: shapes and parts "

@@ -30,9 +30,25 @@ from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Truncated, UnknownFormat, located
-from holdfast.formats.index_file import INDEX, WeightFiles, by_index, check_mapped, claimed_twice, other_copies, some
+from holdfast.formats.index_file import (
+    INDEX,
+    WeightFiles,
+    by_index,
+    check_mapped,
+    claimed_twice,
+    other_copies,
+    some,
+)
 from holdfast.formats.recorded import Recorded, restore
-from holdfast.formats.safetensors.record import MANIFEST, RECORD, SHARDING_INFO, HeaderRecord, join, read_record, saved_offsets
+from holdfast.formats.safetensors.record import (
+    MANIFEST,
+    RECORD,
+    SHARDING_INFO,
+    HeaderRecord,
+    join,
+    read_record,
+    saved_offsets,
+)
 from holdfast.formats.safetensors.schema import (
     PREFIX_NBYTES,
     ROWS,
@@ -70,15 +86,21 @@ class Header(Value, frozen=True, dict=True):
     def entry(self, name: str) -> HeaderEntry:
         at, columns = self.positions[name], self.columns
         begin = columns.starts[at] - self.data_start
-        return HeaderEntry(*columns.outlines[columns.outline[at]], (begin, begin + columns.nbytes[at]))
+        return HeaderEntry(
+            *columns.outlines[columns.outline[at]], (begin, begin + columns.nbytes[at])
+        )
 
     def storage(self, name: str, home: Store) -> Storage:
         at, columns = self.positions[name], self.columns
         crc32 = self.record.crcs[at] if self.record.crcs else None
-        return Storage(self.key, columns.starts[at], columns.nbytes[at], crc32=crc32, label=name, home=home)
+        return Storage(
+            self.key, columns.starts[at], columns.nbytes[at], crc32=crc32, label=name, home=home
+        )
 
 
-def header_table(headers: Sequence[Header], source: Source, places: Mapping[str, int | LazyTensor] | None = None) -> Table:
+def header_table(
+    headers: Sequence[Header], source: Source, places: Mapping[str, int | LazyTensor] | None = None
+) -> Table:
     """The tensors of checked headers: all of one file, or those in `places`.
 
     A place is the number of a tensor that is whole, counted through all headers, or a tensor that was joined from pieces.
@@ -89,14 +111,22 @@ def header_table(headers: Sequence[Header], source: Source, places: Mapping[str,
         own = [positions.setdefault(outline, len(positions)) for outline in header.columns.outlines]
         # Those of the first file count alike.
         outline = header.columns.outline
-        kind += array("q", outline if own == [*range(len(own))] else [*map(own.__getitem__, outline)])
+        kind += array(
+            "q", outline if own == [*range(len(own))] else [*map(own.__getitem__, outline)]
+        )
     kinds = [Kind.plain(ROWS[code], shape) for code, shape in positions]
     storages = _storages(headers, source)
     if places is None:
         return Table(storages.names, kinds, kind, range(len(storages)), storages, {})
-    storage = array("q", [ODD if isinstance(place, LazyTensor) else place for place in places.values()])
+    storage = array(
+        "q", [ODD if isinstance(place, LazyTensor) else place for place in places.values()]
+    )
     odd = {row: place for row, place in enumerate(places.values()) if isinstance(place, LazyTensor)}
-    chosen = array("q", [kind[number] for number in storage]) if kind else array("q", bytes(8 * len(storage)))
+    chosen = (
+        array("q", [kind[number] for number in storage])
+        if kind
+        else array("q", bytes(8 * len(storage)))
+    )
     for row, place in odd.items():
         chosen[row] = len(kinds)
         kinds.append(Kind.of(place))
@@ -104,7 +134,11 @@ def header_table(headers: Sequence[Header], source: Source, places: Mapping[str,
 
 
 def _storages(headers: Sequence[Header], source: Source) -> FileStorages:
-    names: Sequence[str] = headers[0].names if len(headers) == 1 else [name for header in headers for name in header.names]
+    names: Sequence[str] = (
+        headers[0].names
+        if len(headers) == 1
+        else [name for header in headers for name in header.names]
+    )
     file, start, nbytes, crcs = array("q"), array("q"), array("q"), array("q")
     for number, header in enumerate(headers):
         columns, count = header.columns, len(header.names)
@@ -112,31 +146,54 @@ def _storages(headers: Sequence[Header], source: Source) -> FileStorages:
         start += columns.starts
         nbytes += columns.nbytes
         crcs.extend(header.record.crcs or array("q", [NO_CRC]) * count)
-    return FileStorages([FilePlace(source, one.key, source.store) for one in headers], file, start, nbytes, crcs, names=names)
+    return FileStorages(
+        [FilePlace(source, one.key, source.store) for one in headers],
+        file,
+        start,
+        nbytes,
+        crcs,
+        names=names,
+    )
 
 
 def read_header(source: Source, key: str) -> Header:
     """Read and check the header of one file. Raises `HeaderError`, `Truncated` for a short file, or `LimitExceeded`."""
     size = source.store.size(key)
     if size < PREFIX_NBYTES:
-        raise Truncated(f"a safetensors file begins with 8 bytes of length, this one has {size}", file=key, offset=size)
+        raise Truncated(
+            f"a safetensors file begins with 8 bytes of length, this one has {size}",
+            file=key,
+            offset=size,
+        )
     length = int.from_bytes(source.first(key, PREFIX_NBYTES), "little")
     if length < SMALLEST_NBYTES:
         raise HeaderError(f"a header of {length} bytes cannot be", file=key, offset=0, found=length)
     if length > size - PREFIX_NBYTES:
         if source.bytes(key, 0, min(size, len(LFS_POINTER))) == LFS_POINTER:
-            raise HeaderError("this is a Git LFS pointer in place of the file: run `git lfs pull`", file=key, offset=0)
+            raise HeaderError(
+                "this is a Git LFS pointer in place of the file: run `git lfs pull`",
+                file=key,
+                offset=0,
+            )
         message = f"the header would take {length:,} bytes, but the file ends after {size:,}"
         raise Truncated(message, file=key, offset=0, expected=PREFIX_NBYTES + length, found=size)
     if length > source.limits.header_nbytes:
         message = f"a header of {length:,} bytes is more than Limits(header_nbytes={source.limits.header_nbytes:,})"
-        raise LimitExceeded(message, file=key, offset=0, expected=source.limits.header_nbytes, found=length)
+        raise LimitExceeded(
+            message, file=key, offset=0, expected=source.limits.header_nbytes, found=length
+        )
     data_start = PREFIX_NBYTES + length
     document = parse_document(source.bytes(key, PREFIX_NBYTES, data_start), source.limits, file=key)
     columns = check_layout(document.entries, range(data_start, size), source.limits, file=key)
     metadata = {name: text for name, text in document.metadata.items() if name != RECORD}
     with located(file=key):
-        record = read_record(document.metadata.get(RECORD), document.entries, metadata, header=True, limits=source.limits)
+        record = read_record(
+            document.metadata.get(RECORD),
+            document.entries,
+            metadata,
+            header=True,
+            limits=source.limits,
+        )
         if record.changed is not None:
             record.changed.file = key
     return Header(key, data_start, copied_together([*document.entries]), metadata, columns, record)
@@ -151,24 +208,34 @@ def begins_like_safetensors(source: Source, key: str) -> bool:
     if start[PREFIX_NBYTES:] == b"{":
         return SMALLEST_NBYTES <= length < LONGEST_CLAIM
     # The safetensors library opens a header that begins with blanks. We refuse it, and it takes a match to say why.
-    return start[PREFIX_NBYTES:].isspace() and SMALLEST_NBYTES <= length <= source.store.size(key) - PREFIX_NBYTES
+    return (
+        start[PREFIX_NBYTES:].isspace()
+        and SMALLEST_NBYTES <= length <= source.store.size(key) - PREFIX_NBYTES
+    )
 
 
 def describe(source: Source) -> Description:
     keys = source.store.list()
     if len(keys) != 1:
-        raise HeaderError(f"one safetensors file was expected, {len(keys):,} files are there", file=source.store.name)
+        raise HeaderError(
+            f"one safetensors file was expected, {len(keys):,} files are there",
+            file=source.store.name,
+        )
     header = read_header(source, keys[0])
     if source.store.folder:
         refuse_orphans([header])
     pieces = sum([any(offsets) for offsets in saved_offsets(header, source.limits).values()])
     notes = [*header.record.notes]
     if pieces:
-        notes.append(f"{pieces:,} tensors are pieces of larger ones, as they lie in this file; open its directory")
+        notes.append(
+            f"{pieces:,} tensors are pieces of larger ones, as they lie in this file; open its directory"
+        )
     with located(file=header.key):
         tensors, tree = restore(header_table([header], source), header.record.recorded, source)
     changed = () if header.record.changed is None else (header.record.changed,)
-    return Description("safetensors", tensors, tree, notes=tuple(notes), metadata=header.metadata, changed=changed)
+    return Description(
+        "safetensors", tensors, tree, notes=tuple(notes), metadata=header.metadata, changed=changed
+    )
 
 
 def refuse_orphans(headers: Iterable[Header]) -> None:
@@ -195,9 +262,13 @@ Places = dict[str, int | LazyTensor]
 def is_directory(source: Source) -> bool:
     """Whether there are several files, with safetensors or an index of them at the top, and no DCP directory."""
     keys = source.store.list()
-    if len(keys) < 2 or any(key == ".metadata" or (key.endswith(".distcp") and "/" not in key) for key in keys):
+    if len(keys) < 2 or any(
+        key == ".metadata" or (key.endswith(".distcp") and "/" not in key) for key in keys
+    ):
         return False
-    return bool(_candidates(keys)) or any(key.endswith(INDEX_SUFFIX) and "/" not in key for key in keys)
+    return bool(_candidates(keys)) or any(
+        key.endswith(INDEX_SUFFIX) and "/" not in key for key in keys
+    )
 
 
 def describe_directory(source: Source) -> Description:
@@ -206,13 +277,17 @@ def describe_directory(source: Source) -> Description:
     chosen = weight_files(source)
     files, index, listed = chosen.files, chosen.index, chosen.listed
     if not files and listed is None:
-        raise UnknownFormat("there is no safetensors file at the top of this directory", file=source.store.name)
+        raise UnknownFormat(
+            "there is no safetensors file at the top of this directory", file=source.store.name
+        )
     record = HeaderRecord()
     if listed is not None:
         with located(file=index):
             texts = {name: value for name, value in listed.metadata.items() if name != RECORD}
             found = listed.metadata.get(RECORD)
-            record = read_record(found, listed.weight_map, texts, header=False, limits=source.limits)
+            record = read_record(
+                found, listed.weight_map, texts, header=False, limits=source.limits
+            )
     headers = {key: read_header(source, key) for key in files}
     refuse_orphans(headers.values())
     alone = next(iter(headers.values())) if listed is None and len(headers) == 1 else None
@@ -230,13 +305,19 @@ def describe_directory(source: Source) -> Description:
         recorded = _together(headers.values(), record, stored, alone=alone, notes=notes)
         tensors, tree = restore(stored, recorded, source)
     changed = _changes(headers.values(), record, index, notes=notes)
-    return Description("safetensors-dir", tensors, tree, notes=tuple(notes), metadata=metadata, changed=changed)
+    return Description(
+        "safetensors-dir", tensors, tree, notes=tuple(notes), metadata=metadata, changed=changed
+    )
 
 
 def weight_files(source: Source) -> WeightFiles:
     """The weight files of a folder, or the only file. Raises as `by_index` does."""
     keys = source.store.list()
-    return WeightFiles(keys) if len(keys) == 1 else by_index(source, keys) or WeightFiles(_candidates(keys))
+    return (
+        WeightFiles(keys)
+        if len(keys) == 1
+        else by_index(source, keys) or WeightFiles(_candidates(keys))
+    )
 
 
 def _mapped(
@@ -251,25 +332,38 @@ def _mapped(
     parted = {
         name: key
         for name, key in weight_map.items()
-        if type(place := places.get(name)) is not int or not 0 <= place - first[key] < len(headers[key].names)
+        if type(place := places.get(name)) is not int
+        or not 0 <= place - first[key] < len(headers[key].names)
     }
     check_mapped(parted, {key: headers[key].positions for key in {*parted.values()}}, index)
-    if left_out := [name for name in places if name not in weight_map] if len(weight_map) < len(places) else []:
+    if (
+        left_out := [name for name in places if name not in weight_map]
+        if len(weight_map) < len(places)
+        else []
+    ):
         # transformers passes over them in silence.
-        notes.append(f"{len(left_out):,} tensors are in the files and not in {index!r}, so not listed: {some(left_out)}")
+        notes.append(
+            f"{len(left_out):,} tensors are in the files and not in {index!r}, so not listed: {some(left_out)}"
+        )
     # By the texts of the headers, which stay: those of the index go.
     own = [*chain.from_iterable(header.names for header in headers.values())]
     in_order = [places[name] for name in weight_map]
-    return {place.name if isinstance(place, LazyTensor) else own[place]: place for place in in_order}
+    return {
+        place.name if isinstance(place, LazyTensor) else own[place]: place for place in in_order
+    }
 
 
-def _changes(headers: Iterable[Header], record: HeaderRecord, index: str | None, *, notes: list[str]) -> tuple[Corrupted, ...]:
+def _changes(
+    headers: Iterable[Header], record: HeaderRecord, index: str | None, *, notes: list[str]
+) -> tuple[Corrupted, ...]:
     """Files that changed after they were written, for a verification; also an index that lost its record."""
     found = [header.record.changed for header in headers if header.record.changed is not None]
     if record.changed is not None:
         record.changed.file = index
         found.append(record.changed)
-    missing = next((h.record.rest for h in headers if h.record.rest is not None and not record.present), None)
+    missing = next(
+        (h.record.rest for h in headers if h.record.rest is not None and not record.present), None
+    )
     if missing is not None:
         said = (
             f"{missing} is gone, or has lost the record that Holdfast wrote there: second names, nested values and true dtypes are "
@@ -281,7 +375,12 @@ def _changes(headers: Iterable[Header], record: HeaderRecord, index: str | None,
 
 
 def _together(
-    headers: Iterable[Header], index: HeaderRecord, stored: Mapping[str, LazyTensor], *, alone: Header | None, notes: list[str]
+    headers: Iterable[Header],
+    index: HeaderRecord,
+    stored: Mapping[str, LazyTensor],
+    *,
+    alone: Header | None,
+    notes: list[str],
 ) -> Recorded:
     """The records of the whole: that of the index or, in a folder of files that were saved one by one, those of all files.
 
@@ -300,7 +399,11 @@ def _together(
         recorded = header.record.recorded
         notes += [f"{header.key}: {note}" for note in header.record.notes]
         # An index of another program may leave some of them out.
-        aliases |= {name: first for name, first in recorded.aliases.items() if first in stored and name not in stored}
+        aliases |= {
+            name: first
+            for name, first in recorded.aliases.items()
+            if first in stored and name not in stored
+        }
         pairs |= {name for name in recorded.pairs if name in stored}
         if not recorded.flat:
             trees.append(header.key)
@@ -310,26 +413,42 @@ def _together(
 
 
 def _at_the_top(keys: Sequence[str]) -> list[str]:
-    return [key for key in keys if key.endswith(SUFFIX) and "/" not in key and not key.startswith(".")]
+    return [
+        key for key in keys if key.endswith(SUFFIX) and "/" not in key and not key.startswith(".")
+    ]
 
 
 def _candidates(keys: Sequence[str]) -> list[str]:
-    return _at_the_top(keys) or [key for key in keys if key.startswith(PIECES) and key.endswith(SUFFIX)]
+    return _at_the_top(keys) or [
+        key for key in keys if key.startswith(PIECES) and key.endswith(SUFFIX)
+    ]
 
 
 def _places(headers: Mapping[str, Header], source: Source) -> tuple[Places, dict[str, int]]:
     """Every tensor of every file, in order, and by file the number of its first tensor."""
     offsets = {key: saved_offsets(header, source.limits) for key, header in headers.items()}
-    firsts = dict(zip(headers, accumulate([len(header.names) for header in headers.values()], initial=0), strict=False))
+    firsts = dict(
+        zip(
+            headers,
+            accumulate([len(header.names) for header in headers.values()], initial=0),
+            strict=False,
+        )
+    )
     places: Places = {}
     several: dict[str, None] = {}
     for key, header in headers.items():
         several |= dict.fromkeys(name for name, begin in offsets[key].items() if any(begin))
         several |= dict.fromkeys(places.keys() & header.names)
-        places |= zip(header.names, range(firsts[key], firsts[key] + len(header.names)), strict=True)
+        places |= zip(
+            header.names, range(firsts[key], firsts[key] + len(header.names)), strict=True
+        )
     for name in [name for name in places if name in several] if several else ():
         holding = [header for header in headers.values() if name in header.positions]
-        pieces = [(header, begin) for header in holding if (begin := offsets[header.key].get(name)) is not None]
+        pieces = [
+            (header, begin)
+            for header in holding
+            if (begin := offsets[header.key].get(name)) is not None
+        ]
         if len(pieces) != len(holding):
             raise claimed_twice(name, [header.key for header in holding])
         places[name] = join(name, pieces, source)
@@ -344,5 +463,7 @@ def _common_metadata(headers: Iterable[Header], notes: list[str]) -> dict[str, s
     values.pop(SHARDING_INFO, None)
     differing = [key for key, texts in values.items() if len(texts) > 1]
     if differing:
-        notes.append(f"the files differ in their __metadata__ under {some(differing)}; open one to see its own")
+        notes.append(
+            f"the files differ in their __metadata__ under {some(differing)}; open one to see its own"
+        )
     return {key: texts.pop() for key, texts in values.items() if len(texts) == 1}

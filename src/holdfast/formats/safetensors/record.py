@@ -41,7 +41,15 @@ from msgspec import field
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.crc import crc32
-from holdfast.core.documents import CLOSING, HEX, SEAL_NBYTES, SELF, check_seal, hexadecimal, sealing
+from holdfast.core.documents import (
+    CLOSING,
+    HEX,
+    SEAL_NBYTES,
+    SELF,
+    check_seal,
+    hexadecimal,
+    sealing,
+)
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
 from holdfast.core.strict_json import kind, paid_nbytes, parse, pointer, quoted
@@ -105,7 +113,10 @@ def texts_fingerprint(texts: Mapping[str, object]) -> str:
     """The checksum of the texts beside a record. Their order does not count, since other writers change it."""
     # Not msgspec: an index may have integers that it does not write. An encoder is made for each value that is no text.
     pairs = sorted(texts.items())
-    listed = [f"[{encode_basestring(key)},{encode_basestring(v) if type(v) is str else TEXTS.encode(v)}]" for key, v in pairs]
+    listed = [
+        f"[{encode_basestring(key)},{encode_basestring(v) if type(v) is str else TEXTS.encode(v)}]"
+        for key, v in pairs
+    ]
     text = ",".join(listed)
     return f"{crc32(f'[{text}]'.encode()):08x}"
 
@@ -125,8 +136,17 @@ class RecordText:
         {"version":2,…,"crc32":"        │ digits of the tensors","self":"digits │ "}␠␠␠
     """
 
-    def __init__(self, fields: Mapping[str, object], of: str, texts: Mapping[str, object], *, tensors: int | None = None) -> None:
-        raw = msgspec.json.encode({"version": VERSION, "of": of, "texts": texts_fingerprint(texts), **fields})
+    def __init__(
+        self,
+        fields: Mapping[str, object],
+        of: str,
+        texts: Mapping[str, object],
+        *,
+        tensors: int | None = None,
+    ) -> None:
+        raw = msgspec.json.encode(
+            {"version": VERSION, "of": of, "texts": texts_fingerprint(texts), **fields}
+        )
         self._nbytes = paid_nbytes(raw)
         self._quote = b"" if tensors is None else b'"'
         self.opening = raw[:-1] if tensors is None else raw[:-1] + b',"crc32":"'
@@ -145,7 +165,12 @@ class RecordText:
 
 
 def read_record(
-    text: object, content: Mapping[str, object], texts: Mapping[str, object], *, header: bool, limits: Limits
+    text: object,
+    content: Mapping[str, object],
+    texts: Mapping[str, object],
+    *,
+    header: bool,
+    limits: Limits,
 ) -> HeaderRecord:
     """Check a record, None where there is none, against the entries of a `header` or the weight map of an index.
 
@@ -165,7 +190,14 @@ def read_record(
         raise
 
 
-def _read(raw: bytes, content: Mapping[str, object], texts: Mapping[str, object], *, header: bool, limits: Limits) -> HeaderRecord:
+def _read(
+    raw: bytes,
+    content: Mapping[str, object],
+    texts: Mapping[str, object],
+    *,
+    header: bool,
+    limits: Limits,
+) -> HeaderRecord:
     sealed = check_seal(raw, "the record")
     document = parse(raw, json_limits(limits))
     if not isinstance(document, dict):
@@ -207,7 +239,11 @@ def _changed(how: str, then: object, now: str) -> HeaderRecord:
 def _look_elsewhere(content: Mapping[str, object], texts: Mapping[str, object]) -> None:
     """Raise if the record of this content stands under another name: its name is damaged."""
     for name, text in texts.items():
-        if isinstance(text, str) and text.startswith('{"version":') and f'"of":"{fingerprint(content)}"' in text[:64]:
+        if (
+            isinstance(text, str)
+            and text.startswith('{"version":')
+            and f'"of":"{fingerprint(content)}"' in text[:64]
+        ):
             message = (
                 f"the record of Holdfast stands under __metadata__.{quoted(name)} and not under {RECORD}: the header changed after "
                 "it was written; get the file again"
@@ -216,7 +252,11 @@ def _look_elsewhere(content: Mapping[str, object], texts: Mapping[str, object]) 
 
 
 def _checksums(digits: object, names: Mapping[str, object]) -> array[int]:
-    if not isinstance(digits, str) or len(digits) != CRC_DIGITS * len(names) or not HEX.issuperset(digits):
+    if (
+        not isinstance(digits, str)
+        or len(digits) != CRC_DIGITS * len(names)
+        or not HEX.issuperset(digits)
+    ):
         expected = f"{CRC_DIGITS} digits for each of {len(names):,} tensors"
         raise HeaderError(f"at {pointer('crc32')}: expected {expected}, found {kind(digits)}")
     return array("q", np.frombuffer(bytes.fromhex(digits), ">u4").astype(np.int64).tobytes())
@@ -238,9 +278,13 @@ def saved_offsets(header: Header, limits: Limits) -> dict[str, tuple[int, ...]]:
         try:
             info = parse(text.encode("utf-8"), limits)
         except HeaderError as error:
-            raise HeaderError(f"in __metadata__.{SHARDING_INFO}: {error.message}", file=key) from None
+            raise HeaderError(
+                f"in __metadata__.{SHARDING_INFO}: {error.message}", file=key
+            ) from None
     if not isinstance(info, dict):
-        raise HeaderError(f"in __metadata__.{SHARDING_INFO}: expected an object, found {kind(info)}", file=key)
+        raise HeaderError(
+            f"in __metadata__.{SHARDING_INFO}: expected an object, found {kind(info)}", file=key
+        )
     return {name: _offsets(header, name, value) for name, value in info.items()}
 
 
@@ -264,7 +308,9 @@ def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: So
         storage = header.storage(name, source.store)
         chunks.append(Chunk(Box.at(offsets, shape), storage, 0, c_strides(shape, dtype.bits)))
     whole = Box.whole([max(chunk.box.stop[d] for chunk in chunks) for d in range(rank)])
-    if not addressable(whole.shape, dtype.bits) or not tiles(whole, (chunk.box for chunk in chunks)):
+    if not addressable(whole.shape, dtype.bits) or not tiles(
+        whole, (chunk.box for chunk in chunks)
+    ):
         stored = sum(chunk.box.count for chunk in chunks)
         raise MetadataError(
             f"{len(chunks):,} pieces with {stored:,} elements do not cover {list(whole.shape)} exactly once; "
@@ -280,15 +326,27 @@ def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: So
 def _offsets(header: Header, name: str, value: object) -> tuple[int, ...]:
     place = f"in __metadata__.{SHARDING_INFO} at {pointer(name)}"
     if name not in header.positions:
-        raise MetadataError(f"{place}: the file has no tensor {quoted(name)}", file=header.key, tensor=name)
+        raise MetadataError(
+            f"{place}: the file has no tensor {quoted(name)}", file=header.key, tensor=name
+        )
     offsets = value.get(OFFSETS) if isinstance(value, dict) else None
     if not isinstance(offsets, list):
         found = kind(value)
-        raise HeaderError(f"{place}: expected an object with {OFFSETS}, found {found}", file=header.key, tensor=name)
+        raise HeaderError(
+            f"{place}: expected an object with {OFFSETS}, found {found}",
+            file=header.key,
+            tensor=name,
+        )
     for i, offset in enumerate(offsets):
         if type(offset) is not int or not 0 <= offset <= ADDRESSABLE:
             place = f"in __metadata__.{SHARDING_INFO} at {pointer(name, OFFSETS, i)}"
-            raise HeaderError(f"{place}: expected a place, found {kind(offset)}", file=header.key, tensor=name)
+            raise HeaderError(
+                f"{place}: expected a place, found {kind(offset)}", file=header.key, tensor=name
+            )
     if len(offsets) != (rank := len(header.entry(name).shape)):
-        raise MetadataError(f"{place}: {len(offsets)} offsets for a tensor of rank {rank}", file=header.key, tensor=name)
+        raise MetadataError(
+            f"{place}: {len(offsets)} offsets for a tensor of rank {rank}",
+            file=header.key,
+            tensor=name,
+        )
     return tuple(offsets)

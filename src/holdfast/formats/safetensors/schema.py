@@ -69,7 +69,11 @@ def parse_document(raw: bytes, limits: Limits, *, file: str | None = None) -> Do
         raise HeaderError(message, file=file, offset=PREFIX_NBYTES)
     end = len(raw.rstrip(b" "))
     if raw[end - 1 : end] != b"}":
-        raise HeaderError("only spaces may follow the header's closing }", file=file, offset=PREFIX_NBYTES + end - 1)
+        raise HeaderError(
+            "only spaces may follow the header's closing }",
+            file=file,
+            offset=PREFIX_NBYTES + end - 1,
+        )
     document = parse_fast(raw)
     return parse_exact(raw, limits, file=file) if document is None else document
 
@@ -139,7 +143,12 @@ def _entry(name: str, value: object, file: str | None) -> HeaderEntry:
         raise _wrong("an object", value, file, name, name)
     for field in FIELDS:
         if field not in value:
-            raise HeaderError(f"at {pointer(name)}: the field {field} is missing", file=file, tensor=name, offset=PREFIX_NBYTES)
+            raise HeaderError(
+                f"at {pointer(name)}: the field {field} is missing",
+                file=file,
+                tensor=name,
+                offset=PREFIX_NBYTES,
+            )
     for field in value:
         if field not in FIELDS:
             message = f"at {pointer(name, field)}: a tensor has no such field"
@@ -163,9 +172,13 @@ def _integers(name: str, field: str, value: object, *, file: str | None) -> tupl
     return tuple(value)
 
 
-def _wrong(expected: str, value: object, file: str | None, name: str | None, *steps: str | int) -> HeaderError:
+def _wrong(
+    expected: str, value: object, file: str | None, name: str | None, *steps: str | int
+) -> HeaderError:
     message = f"at {pointer(*steps)}: expected {expected}, found {kind(value)}"
-    return HeaderError(message, file=file, tensor=name, offset=PREFIX_NBYTES, expected=expected, found=kind(value))
+    return HeaderError(
+        message, file=file, tensor=name, offset=PREFIX_NBYTES, expected=expected, found=kind(value)
+    )
 
 
 class Pairs(list[tuple[str, str]]):
@@ -212,7 +225,9 @@ class HeaderColumns(Value, frozen=True):
     nbytes: array[int]
 
 
-def check_layout(entries: Mapping[str, HeaderEntry], data: range, limits: Limits, *, file: str | None = None) -> HeaderColumns:
+def check_layout(
+    entries: Mapping[str, HeaderEntry], data: range, limits: Limits, *, file: str | None = None
+) -> HeaderColumns:
     """Check every entry, and that together they tile the data section exactly; `data` are its places in the file.
 
     Raises `HeaderError`, `LimitExceeded` for the rank, or `Truncated` where the data section is shorter than they say.
@@ -252,14 +267,29 @@ def check_layout(entries: Mapping[str, HeaderEntry], data: range, limits: Limits
         message = f"the header describes {position:,} bytes of tensors, the file has {len(data):,}"
         raise Truncated(message, file=file, expected=position, found=len(data))
     if position < len(data):
-        raise HeaderError(f"{len(data) - position:,} bytes follow the last tensor", file=file, expected=position, found=len(data))
-    return HeaderColumns(outlines, array("q", outline), array("q", starts), array("q", map(lengths.__getitem__, outline)))
+        raise HeaderError(
+            f"{len(data) - position:,} bytes follow the last tensor",
+            file=file,
+            expected=position,
+            found=len(data),
+        )
+    return HeaderColumns(
+        outlines,
+        array("q", outline),
+        array("q", starts),
+        array("q", map(lengths.__getitem__, outline)),
+    )
 
 
 def _outline_nbytes(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
     bits = BITS.get(dtype, 0)
     # The rank before the product: that of a million long dimensions would take hours.
-    if not bits or len(shape) > limits.rank or min(shape, default=0) < 0 or (0 in shape and not addressable(shape, bits)):
+    if (
+        not bits
+        or len(shape) > limits.rank
+        or min(shape, default=0) < 0
+        or (0 in shape and not addressable(shape, bits))
+    ):
         return None
     count = bits * math.prod(shape)
     return None if count % 8 else count // 8
@@ -277,7 +307,14 @@ def _check_sorted(entries: Mapping[str, HeaderEntry], file: str | None) -> int:
             else:
                 found = f"leaves a hole after byte {position:,} of the data"
             message = f"at {pointer(name, 'data_offsets', 0)}: {begin:,} {found}"
-            raise HeaderError(message, file=file, tensor=name, offset=PREFIX_NBYTES, expected=position, found=begin)
+            raise HeaderError(
+                message,
+                file=file,
+                tensor=name,
+                offset=PREFIX_NBYTES,
+                expected=position,
+                found=begin,
+            )
         position, before = end, name
     return position
 
@@ -289,7 +326,14 @@ def _explain(name: str, entry: HeaderEntry, limits: Limits, *, file: str | None)
         _refuse(name, ("dtype",), f"there is no dtype {quoted(entry.dtype)}", file=file)
     if len(entry.shape) > limits.rank:
         message = f"at {pointer(name, 'shape')}: {len(entry.shape):,} dimensions are more than Limits(rank={limits.rank})"
-        raise LimitExceeded(message, file=file, tensor=name, offset=PREFIX_NBYTES, expected=limits.rank, found=len(entry.shape))
+        raise LimitExceeded(
+            message,
+            file=file,
+            tensor=name,
+            offset=PREFIX_NBYTES,
+            expected=limits.rank,
+            found=len(entry.shape),
+        )
     for i, n in enumerate(entry.shape):
         if not 0 <= n <= ADDRESSABLE:
             _refuse(name, ("shape", i), f"{_shown(n)} is no length", file=file)
@@ -297,16 +341,28 @@ def _explain(name: str, entry: HeaderEntry, limits: Limits, *, file: str | None)
         if not 0 <= place <= ADDRESSABLE:
             _refuse(name, ("data_offsets", i), f"{_shown(place)} is no place in a file", file=file)
     if end < begin:
-        _refuse(name, ("data_offsets", 1), f"the end {end:,} lies before the begin {begin:,}", file=file)
+        _refuse(
+            name, ("data_offsets", 1), f"the end {end:,} lies before the begin {begin:,}", file=file
+        )
     if not addressable(entry.shape, bits):
-        _refuse(name, ("shape",), f"{list(entry.shape)} of {entry.dtype} is more than any file can hold", file=file)
+        _refuse(
+            name,
+            ("shape",),
+            f"{list(entry.shape)} of {entry.dtype} is more than any file can hold",
+            file=file,
+        )
     count = bits
     for n in entry.shape:
         count *= n
     if count % 8:
-        _refuse(name, ("shape",), f"{count:,} bits of {entry.dtype} do not fill whole bytes", file=file)
+        _refuse(
+            name, ("shape",), f"{count:,} bits of {entry.dtype} do not fill whole bytes", file=file
+        )
     _refuse(
-        name, ("data_offsets",), f"{end - begin:,} bytes, but {list(entry.shape)} of {entry.dtype} takes {count // 8:,}", file=file
+        name,
+        ("data_offsets",),
+        f"{end - begin:,} bytes, but {list(entry.shape)} of {entry.dtype} takes {count // 8:,}",
+        file=file,
     )
 
 

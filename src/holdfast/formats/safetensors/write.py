@@ -43,7 +43,13 @@ from holdfast.engine.table import segments
 from holdfast.errors import CannotHold
 from holdfast.formats.index_file import FILES
 from holdfast.formats.recorded import PAIRS, share, sharing_fields
-from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, RecordText, checksum_digits, fingerprint
+from holdfast.formats.safetensors.record import (
+    CRC_DIGITS,
+    RECORD,
+    RecordText,
+    checksum_digits,
+    fingerprint,
+)
 from holdfast.formats.safetensors.schema import METADATA, PREFIX_NBYTES, HeaderEntry
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
@@ -126,13 +132,17 @@ def plan_file(
         # Each begins where the one before it ends.
         ends = [str(first and stops[first - 1]), *map(str, stops[first:stop].tolist())]
         each = zip(keys[first:stop], kind[first:stop], ends, islice(ends, 1, None), strict=False)
-        text = f"]}},{quote}".join([f"{name}{openings[number]}{start},{end}" for name, number, start, end in each])
+        text = f"]}},{quote}".join(
+            [f"{name}{openings[number]}{start},{end}" for name, number, start, end in each]
+        )
         listed.append(f"{',' * bool(first)}{quote}{text}]}}".encode())
     labels = [label + name for name in named] if label else named
     hollow = {number for number, one in enumerate(table.kinds) if not one.nbytes}
     empty = [labels[at] for at, number in enumerate(kind) if number in hollow] if hollow else []
     head, header_nbytes = _header(listed, labels, metadata, fields=fields, empty=empty)
-    plan = FilePlan(key, (*head, *segments(table, order, nbytes, labels, hashed or {}, stops=stops)))
+    plan = FilePlan(
+        key, (*head, *segments(table, order, nbytes, labels, hashed or {}, stops=stops))
+    )
     return FileLayout(plan, header_nbytes, named, placed, nbytes)
 
 
@@ -175,7 +185,11 @@ def _header(
         crc = crc32(piece, crc)
     about = {"format": "pt"} | {k: v for k, v in metadata.items() if k != RECORD}
     record = RecordText(fields, f"{crc32(b'}', crc):08x}", about, tensors=len(labels))
-    head = b'{"%s":%s,"%s":"' % (METADATA.encode(), msgspec.json.encode(about)[:-1], RECORD.encode()) + _escaped(record.opening)
+    head = b'{"%s":%s,"%s":"' % (
+        METADATA.encode(),
+        msgspec.json.encode(about)[:-1],
+        RECORD.encode(),
+    ) + _escaped(record.opening)
     late = Late(CRC_DIGITS * len(labels) + SEALED_NBYTES, checksums)
     tail = _escaped(record.closing) + b'"}' + (b"," if labels else b"")
     length = len(head) + late.nbytes + len(tail) + sum(map(len, listed)) + 1
@@ -259,7 +273,11 @@ def lay_out_safetensors(
     notes = sharing.notes()
     fields = sharing_fields(sharing)
     if any(kind.dtype.name == PAIRS for kind in table.kinds):
-        paired = {table.names[row]: PAIRS for row in sharing.rows if table.kinds[table.kind[row]].dtype.name == PAIRS}
+        paired = {
+            table.names[row]: PAIRS
+            for row in sharing.rows
+            if table.kinds[table.kind[row]].dtype.name == PAIRS
+        }
         fields |= {"dtypes": paired} if paired else {}
     if not state.leaves.flat:
         beyond = [] if keep_tree else _not_tensors(state)
@@ -276,29 +294,51 @@ def lay_out_safetensors(
             alone = len(parts) == 1 and not index and not save
             listed = "" if alone else f"{stem}.safetensors.index.json"
             start = f"{stem}-{save}" if save else stem
-            names = [f"{start}-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
+            names = [
+                f"{start}-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))
+            ]
             keys = [f"{stem}.safetensors"] if alone else names
-            shards = {key: [sharing.rows[at] for at in part] for key, part in zip(keys, parts, strict=True)}
+            shards = {
+                key: [sharing.rows[at] for at in part]
+                for key, part in zip(keys, parts, strict=True)
+            }
         # A file that has an index says there what it would say of itself.
         own = {"rest": listed} if listed else fields
-        files = [plan_file(key, table, rows, kinds, state.metadata, fields=own) for key, rows in shards.items()]
+        files = [
+            plan_file(key, table, rows, kinds, state.metadata, fields=own)
+            for key, rows in shards.items()
+        ]
         if all(file.header_nbytes <= DEFAULTS.header_nbytes for file in files):
             if "tree" not in fields:
                 # A reader puts second names last.
                 written = [*chain.from_iterable(file.names for file in files), *sharing.aliases]
                 notes += file_order_notes(written, list(table.names))
             return _plan(files, listed, fields, notes)
-        problems.append(f"the header would be longer than {DEFAULTS.header_nbytes:,} bytes, the most that the format allows")
+        problems.append(
+            f"the header would be longer than {DEFAULTS.header_nbytes:,} bytes, the most that the format allows"
+        )
     raise CannotHold("safetensors cannot hold this state", list(dict.fromkeys(problems)))
 
 
-def _plan(files: Sequence[FileLayout], index: str, fields: Mapping[str, object], notes: Sequence[str]) -> SavePlan:
+def _plan(
+    files: Sequence[FileLayout], index: str, fields: Mapping[str, object], notes: Sequence[str]
+) -> SavePlan:
     plans, last = tuple(file.plan for file in files), list[FilePlan]()
     if index:
         weight_map = {name: file.plan.key for file in files for name in file.names}
-        last.append(index_file(index, weight_map, sum(int(file.nbytes.sum()) for file in files), fields=fields))
+        last.append(
+            index_file(
+                index, weight_map, sum(int(file.nbytes.sum()) for file in files), fields=fields
+            )
+        )
     folder = plans[0].key != ""
-    return SavePlan("safetensors-dir" if folder else "safetensors", plans, tuple(notes), directory=folder, index=tuple(last))
+    return SavePlan(
+        "safetensors-dir" if folder else "safetensors",
+        plans,
+        tuple(notes),
+        directory=folder,
+        index=tuple(last),
+    )
 
 
 def index_file(
@@ -313,15 +353,27 @@ def index_file(
 
     `files` are all of them, where some only have pieces of tensors whose first piece is in another.
     """
-    metadata: dict[str, object] = {"total_size": total_nbytes} | ({} if files is None else {FILES: list(files)})
+    metadata: dict[str, object] = {"total_size": total_nbytes} | (
+        {} if files is None else {FILES: list(files)}
+    )
     if fields is not None:
-        metadata[RECORD] = RecordText(fields, fingerprint(weight_map), {**metadata}).whole().decode("utf-8")
+        metadata[RECORD] = (
+            RecordText(fields, fingerprint(weight_map), {**metadata}).whole().decode("utf-8")
+        )
     numbers = {file: number for number, file in enumerate(dict.fromkeys(weight_map.values()))}
-    return FilePlan(key, index_text(metadata, [*numbers], [*weight_map], [numbers[file] for file in weight_map.values()]))
+    return FilePlan(
+        key,
+        index_text(
+            metadata, [*numbers], [*weight_map], [numbers[file] for file in weight_map.values()]
+        ),
+    )
 
 
 def index_text(
-    metadata: Mapping[str, object], files: Sequence[str], names: Sequence[str], number: Sequence[int]
+    metadata: Mapping[str, object],
+    files: Sequence[str],
+    names: Sequence[str],
+    number: Sequence[int],
 ) -> tuple[Literal, ...]:
     """The text of an index as `json.dumps` makes it with an indent of 2, in pieces. `number` has the file of each name."""
     raw = msgspec.json.encode({"metadata": metadata, "weight_map": {}})
@@ -339,7 +391,9 @@ def index_text(
         if len(behind) == 1:
             text = f"{behind[0]}{between}".join(some) + behind[0]
         else:
-            text = between.join([name + behind[file] for name, file in zip(some, places, strict=True)])
+            text = between.join(
+                [name + behind[file] for name, file in zip(some, places, strict=True)]
+            )
         pieces.append((between * bool(first) + text).encode())
     return tuple(map(Literal, [*pieces, b"\n  }\n}\n"]))
 
@@ -352,14 +406,20 @@ def file_order_notes(written: list[str], given: list[str]) -> list[str]:
 def metadata_problems(state: State, table: Table) -> list[str]:
     """Names and texts of a state that JSON cannot hold, and tensors that are too large when written out."""
     problems = [
-        f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not (is_unicode(key) and is_unicode(text))
+        f"metadata {key!r}: no Unicode text"
+        for key, text in state.metadata.items()
+        if not (is_unicode(key) and is_unicode(text))
     ]
     if is_unicode("".join(table.names)) and METADATA not in table.names:
         # What is a range of its storage is no view that could be expanded.
         found = ((table.names[row], size_problem(table.view(row))) for row in table.single)
     else:
         found = (
-            (name, name_problem(name) or (size_problem(table.view(row)) if row in table.single else None))
+            (
+                name,
+                name_problem(name)
+                or (size_problem(table.view(row)) if row in table.single else None),
+            )
             for row, name in enumerate(table.names)
         )
     return problems + [f"{name}: {problem}" for name, problem in found if problem is not None]
@@ -381,19 +441,28 @@ def _header_kind(kind: Kind) -> HeaderKind | str:
 def _not_tensors(state: State) -> list[str]:
     problems: list[str] = []
     leaves = state.leaves
-    plain, more = {kind for kind in leaves.kinds if not issubclass(kind, LazyTensor)}, {*leaves.odd, *leaves.converted}
+    plain, more = (
+        {kind for kind in leaves.kinds if not issubclass(kind, LazyTensor)},
+        {*leaves.odd, *leaves.converted},
+    )
 
     def inside(value: object) -> Iterable[tuple[object, object]] | None:
         # No function is called for a plain tensor: there may be very many.
         if not isinstance(value, dict) or not _has_texts(value):
             return None
         few = more or not {*map(type, value.values())} <= plain
-        return [item for item in value.items() if type(item[1]) not in plain or id(item[1]) in more] if few else ()
+        return (
+            [item for item in value.items() if type(item[1]) not in plain or id(item[1]) in more]
+            if few
+            else ()
+        )
 
     for way, given in walk(state.tree, inside):
         match leaves.described(given):
             case LazyTensor(traits=traits):
-                problem = f"a tensor without data, on the meta device; {HINT}" if traits.meta else ""
+                problem = (
+                    f"a tensor without data, on the meta device; {HINT}" if traits.meta else ""
+                )
             case Composite():
                 problem = ""
             case value if leaves.is_tensor(value):
@@ -410,7 +479,11 @@ def _not_tensors(state: State) -> list[str]:
 
 
 def _has_texts(value: object) -> bool:
-    return isinstance(value, dict) and type(value) in (dict, OrderedDict) and {*map(type, value)} <= {str}
+    return (
+        isinstance(value, dict)
+        and type(value) in (dict, OrderedDict)
+        and {*map(type, value)} <= {str}
+    )
 
 
 def _kind(value: object) -> str:

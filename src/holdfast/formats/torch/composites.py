@@ -66,13 +66,17 @@ class CompositeKind(Value, frozen=True, eq=False):
 
 
 def misfit(kind: str, whole: Apart) -> MetadataError:
-    return MetadataError(f"the parts of a {kind!r} tensor do not fit each other or its shape", found=whole.shape)
+    return MetadataError(
+        f"the parts of a {kind!r} tensor do not fit each other or its shape", found=whole.shape
+    )
 
 
 def tensors(table: BuildingTable, given: Parts, what: str) -> Parts:
     """The parts, if all of them are tensors."""
     if not all(isinstance(part, table.builder.tensor_class) for part in given.values()):
-        raise PickleError(f"{what} needs {', '.join(given)} that are tensors", found=brief([*given.values()]))
+        raise PickleError(
+            f"{what} needs {', '.join(given)} that are tensors", found=brief([*given.values()])
+        )
     return given
 
 
@@ -99,7 +103,9 @@ def sparse(table: BuildingTable, args: Args) -> object:
         raise PickleError(f"a {kind} tensor needs {', '.join(names)} and a size", found=len(data))
     parts = tensors(table, dict(zip(names, data, strict=False)), f"a {kind} tensor")
     attributes = {"coalesced": flag(rest[1], "is_coalesced")} if len(rest) == 2 else {}
-    return table.builder.composite(kind, Apart(checked_shape(rest[0], table.limits), parts, attributes))
+    return table.builder.composite(
+        kind, Apart(checked_shape(rest[0], table.limits), parts, attributes)
+    )
 
 
 def sparse_class(name: str) -> Row:
@@ -110,29 +116,55 @@ def sparse_class(name: str) -> Row:
         indices, values, size = arity(args, 3, 3, "a sparse tensor class")
         parts = tensors(table, {"indices": indices, "values": values}, "a sparse tensor")
         if DTYPES.given(parts["values"].dtype) is not row:
-            raise PickleError("a sparse tensor class with values of another type", found=type(values).__name__)
-        return table.builder.composite("sparse_coo", Apart(checked_shape(size, table.limits), parts))
+            raise PickleError(
+                "a sparse tensor class with values of another type", found=type(values).__name__
+            )
+        return table.builder.composite(
+            "sparse_coo", Apart(checked_shape(size, table.limits), parts)
+        )
 
     return reduce
 
 
 def check_sparse(kind: str, whole: Apart) -> None:
     shape, parts, attributes = whole
-    known = not attributes or (list(attributes) == ["coalesced"] and type(attributes["coalesced"]) is bool)
+    known = not attributes or (
+        list(attributes) == ["coalesced"] and type(attributes["coalesced"]) is bool
+    )
     if not known or tuple(parts) != SPARSE_PARTS[kind]:
         raise misfit(kind, whole)
     values = parts["values"]
     if kind == "sparse_coo":
         indices = parts["indices"]
-        if indices.ndim != 2 or not values.ndim or indices.shape[1] != values.shape[0] or indices.shape[0] > len(shape):
-            raise MetadataError("the indices and values of a sparse tensor do not fit each other", found=tuple(indices.shape))
+        if (
+            indices.ndim != 2
+            or not values.ndim
+            or indices.shape[1] != values.shape[0]
+            or indices.shape[0] > len(shape)
+        ):
+            raise MetadataError(
+                "the indices and values of a sparse tensor do not fit each other",
+                found=tuple(indices.shape),
+            )
         if values.shape[1:] != shape[indices.shape[0] :]:
-            raise MetadataError("the values of a sparse tensor do not fit its size", found=tuple(values.shape), expected=shape)
+            raise MetadataError(
+                "the values of a sparse tensor do not fit its size",
+                found=tuple(values.shape),
+                expected=shape,
+            )
         return
     compressed, plain = (p for n, p in parts.items() if n != "values")
     last = plain.ndim - 1
-    if len(shape) < 2 or not compressed.ndim or last < 0 or plain.shape[last:] != values.shape[last : last + 1]:
-        raise MetadataError("the indices and values of a compressed sparse tensor do not fit each other", found=shape)
+    if (
+        len(shape) < 2
+        or not compressed.ndim
+        or last < 0
+        or plain.shape[last:] != values.shape[last : last + 1]
+    ):
+        raise MetadataError(
+            "the indices and values of a compressed sparse tensor do not fit each other",
+            found=shape,
+        )
 
 
 def write_sparse(writer: TorchPickle, whole: Composite) -> None:
@@ -160,8 +192,14 @@ PER_CHANNEL = ("int_repr", "scales", "zero_points")
 def quantized(table: BuildingTable, args: Args) -> object:
     """(storage, offset, size, stride, quantiser, requires_grad, hooks)"""
     storage, offset, size, stride, quantizer, grad = arity(args, 6, 7, "_rebuild_qtensor")[:6]
-    if not isinstance(storage, table.builder.storage_class) or not isinstance(quantizer, tuple) or not quantizer:
-        raise PickleError("a quantised tensor needs a storage and a quantiser", found=type(quantizer).__name__)
+    if (
+        not isinstance(storage, table.builder.storage_class)
+        or not isinstance(quantizer, tuple)
+        or not quantizer
+    ):
+        raise PickleError(
+            "a quantised tensor needs a storage and a quantiser", found=type(quantizer).__name__
+        )
     scheme, rest = table.builder.named(quantizer[0]), quantizer[1:]
     if scheme not in QSCHEMES:
         raise PickleError("a quantised tensor with an unknown scheme", found=brief(quantizer[0]))
@@ -169,17 +207,31 @@ def quantized(table: BuildingTable, args: Args) -> object:
     parts: dict[str, Any] = {"int_repr": elements}
     attributes: dict[str, object]
     if scheme.startswith("per_tensor"):
-        if len(rest) != 2 or not isinstance(rest[0], float | int) or type(rest[1]) is not int or abs(rest[0]) >= 1 << 1023:
-            raise PickleError("a per-tensor quantiser needs a scale and a zero point", found=len(rest))
+        if (
+            len(rest) != 2
+            or not isinstance(rest[0], float | int)
+            or type(rest[1]) is not int
+            or abs(rest[0]) >= 1 << 1023
+        ):
+            raise PickleError(
+                "a per-tensor quantiser needs a scale and a zero point", found=len(rest)
+            )
         attributes = {"qscheme": scheme, "scale": float(rest[0]), "zero_point": rest[1]}
     elif len(rest) != 3:
-        raise PickleError("a per-channel quantiser needs scales, zero points and an axis", found=len(rest))
+        raise PickleError(
+            "a per-channel quantiser needs scales, zero points and an axis", found=len(rest)
+        )
     else:
-        parts |= tensors(table, {"scales": rest[0], "zero_points": rest[1]}, "a per-channel quantiser")
+        parts |= tensors(
+            table, {"scales": rest[0], "zero_points": rest[1]}, "a per-channel quantiser"
+        )
         zeros = DTYPES.given(parts["zero_points"].dtype)
         # torch writes per_channel_affine for both kinds. The dtype of the zero points makes the difference (2.13).
         floating = scheme == "per_channel_affine" and zeros is not None and zeros.kind == "float"
-        attributes = {"qscheme": "per_channel_affine_float_qparams" if floating else scheme, "axis": rest[2]}
+        attributes = {
+            "qscheme": "per_channel_affine_float_qparams" if floating else scheme,
+            "axis": rest[2],
+        }
     whole = Apart(parts["int_repr"].shape, parts, attributes)
     return table.builder.composite("quantized", whole, grad=flag(grad, "requires_grad"))
 
@@ -187,20 +239,37 @@ def quantized(table: BuildingTable, args: Args) -> object:
 def check_quantized(whole: Apart) -> None:
     shape, parts, attributes = whole
     elements, scheme = parts.get("int_repr"), str(attributes.get("qscheme"))
-    if elements is None or elements.dtype.kind != "quantized" or elements.shape != shape or scheme not in QSCHEMES:
+    if (
+        elements is None
+        or elements.dtype.kind != "quantized"
+        or elements.shape != shape
+        or scheme not in QSCHEMES
+    ):
         raise misfit("quantized", whole)
     if "scale" in attributes:
-        numbers = type(attributes["scale"]) is float and type(attributes.get("zero_point")) is int and len(attributes) == 3
+        numbers = (
+            type(attributes["scale"]) is float
+            and type(attributes.get("zero_point")) is int
+            and len(attributes) == 3
+        )
         if not numbers or len(parts) != 1 or not scheme.startswith("per_tensor"):
             raise misfit("quantized", whole)
         return
-    if tuple(parts) != PER_CHANNEL or attributes.keys() != {"qscheme", "axis"} or not scheme.startswith("per_channel"):
+    if (
+        tuple(parts) != PER_CHANNEL
+        or attributes.keys() != {"qscheme", "axis"}
+        or not scheme.startswith("per_channel")
+    ):
         raise misfit("quantized", whole)
     axis, scales = attributes["axis"], tuple(parts["scales"].shape)
     if type(axis) is not int or not 0 <= axis < len(shape):
-        raise MetadataError("a per-channel quantiser's axis is not one of the tensor's", found=brief(axis))
+        raise MetadataError(
+            "a per-channel quantiser's axis is not one of the tensor's", found=brief(axis)
+        )
     if not scales == parts["zero_points"].shape == shape[axis : axis + 1]:
-        raise MetadataError("a per-channel quantiser needs a scale and a zero point for each channel", found=scales)
+        raise MetadataError(
+            "a per-channel quantiser needs a scale and a zero point for each channel", found=scales
+        )
 
 
 def write_quantized(writer: TorchPickle, whole: Composite) -> None:
@@ -238,7 +307,9 @@ def nested(table: BuildingTable, args: Args) -> object:
     given = dict(zip(NESTED_PARTS, arity(args, 4, 4, "_rebuild_nested_tensor"), strict=True))
     parts = tensors(table, given, "a nested tensor")
     if parts["buffer"].ndim != 1 or parts["sizes"].shape != parts["strides"].shape:
-        raise PickleError("a nested tensor needs a flat buffer, sizes, strides and offsets", found=len(parts))
+        raise PickleError(
+            "a nested tensor needs a flat buffer, sizes, strides and offsets", found=len(parts)
+        )
     return table.builder.composite("nested", Apart(tuple(parts["sizes"].shape[:1]) or (0,), parts))
 
 
@@ -247,7 +318,11 @@ def check_nested(whole: Apart) -> None:
     if tuple(parts) != NESTED_PARTS or attributes:
         raise misfit("nested", whole)
     sizes = parts["sizes"].shape
-    if parts["buffer"].ndim != 1 or parts["strides"].shape != sizes or shape != ((sizes[0] if sizes else 0),):
+    if (
+        parts["buffer"].ndim != 1
+        or parts["strides"].shape != sizes
+        or shape != ((sizes[0] if sizes else 0),)
+    ):
         raise misfit("nested", whole)
 
 
@@ -266,7 +341,9 @@ def jagged(table: BuildingTable, args: Args) -> object:
     """({values, offsets, lengths, _ragged_idx, _metadata_cache, requires_grad},): a nested tensor with the jagged layout"""
     (given,) = arity(args, 1, 1, "_rebuild_njt")
     if not isinstance(given, dict):
-        raise PickleError("a jagged tensor needs its values and offsets by name", found=type(given).__name__)
+        raise PickleError(
+            "a jagged tensor needs its values and offsets by name", found=type(given).__name__
+        )
     names = ("values", "offsets", *(("lengths",) if given.get("lengths") is not None else ()))
     parts = tensors(table, {name: given.get(name) for name in names}, "a jagged tensor")
     attributes: dict[str, object] = {"ragged_idx": given.get("_ragged_idx", 1)}
@@ -274,12 +351,16 @@ def jagged(table: BuildingTable, args: Args) -> object:
     for name in LENGTHS:
         # torch hides the number in the shape of a tensor without elements (nested_tensor.py, _store_val_in_tensor).
         held = cache.get(name) if isinstance(cache, dict) else None
-        shape: tuple[int, ...] = getattr(held, "shape", ()) if isinstance(held, table.builder.tensor_class) else ()
+        shape: tuple[int, ...] = (
+            getattr(held, "shape", ()) if isinstance(held, table.builder.tensor_class) else ()
+        )
         if len(shape) == 2:
             attributes[name] = shape[0]
     # Of 0 dimensions or none: for `check` to refuse.
     count = parts["offsets"].shape[0] - 1 if parts["offsets"].ndim else 0
-    return table.builder.composite("jagged", Apart((count,), parts, attributes), grad=given.get("requires_grad") is True)
+    return table.builder.composite(
+        "jagged", Apart((count,), parts, attributes), grad=given.get("requires_grad") is True
+    )
 
 
 def check_jagged(whole: Apart) -> None:
@@ -290,10 +371,16 @@ def check_jagged(whole: Apart) -> None:
     if offsets.ndim != 1 or not offsets.shape[0] or shape != (offsets.shape[0] - 1,):
         raise MetadataError("a jagged tensor needs values and a row of offsets", found=tuple(parts))
     if "lengths" in parts and parts["lengths"].shape != shape:
-        raise MetadataError("a jagged tensor needs a length for each row", found=tuple(parts["lengths"].shape))
+        raise MetadataError(
+            "a jagged tensor needs a length for each row", found=tuple(parts["lengths"].shape)
+        )
     if type(ragged) is not int or not 1 <= ragged <= values.ndim:
-        raise MetadataError("a jagged tensor's ragged dimension is not one of its own", found=brief(ragged))
-    if not set(attributes) <= {"ragged_idx", *LENGTHS} or not all(type(v) is int and v >= 0 for v in attributes.values()):
+        raise MetadataError(
+            "a jagged tensor's ragged dimension is not one of its own", found=brief(ragged)
+        )
+    if not set(attributes) <= {"ragged_idx", *LENGTHS} or not all(
+        type(v) is int and v >= 0 for v in attributes.values()
+    ):
         raise misfit("jagged", whole)
 
 
@@ -301,7 +388,10 @@ def write_jagged(writer: TorchPickle, whole: Composite) -> None:
     values, attributes = whole.parts["values"], whole.attributes
     lengths = {name: length for name in LENGTHS if isinstance(length := attributes.get(name), int)}
     # torch stores the shortest and the longest length as the shape of a tensor without elements.
-    cached = {name: LazyTensor("", values.dtype, (length, 0), (), values.source) for name, length in lengths.items()}
+    cached = {
+        name: LazyTensor("", values.dtype, (length, 0), (), values.source)
+        for name, length in lengths.items()
+    }
     given = {
         "values": values,
         "offsets": whole.parts["offsets"],
@@ -320,16 +410,40 @@ def write_jagged(writer: TorchPickle, whole: Composite) -> None:
     writer.end_call(b"t")
 
 
-SPARSE_CLASSES = {(m, name): sparse_class(name) for m in ("torch.sparse", "torch.cuda.sparse") for name in TENSOR_CLASSES}
-SPARSE = {(UTILS, "_rebuild_sparse_tensor"): sparse, (UTILS, "_rebuild_sparse_csr_tensor"): sparse, **SPARSE_CLASSES}
+SPARSE_CLASSES = {
+    (m, name): sparse_class(name)
+    for m in ("torch.sparse", "torch.cuda.sparse")
+    for name in TENSOR_CLASSES
+}
+SPARSE = {
+    (UTILS, "_rebuild_sparse_tensor"): sparse,
+    (UTILS, "_rebuild_sparse_csr_tensor"): sparse,
+    **SPARSE_CLASSES,
+}
 
 
 QUANTIZED: dict[Name, Row] = {(UTILS, "_rebuild_qtensor"): quantized}
 JAGGED: dict[Name, Row] = {(NESTED, "_rebuild_njt"): jagged}
 KNOWN = [
-    *(CompositeKind(name, "a sparse tensor", SPARSE, partial(check_sparse, name), write_sparse) for name in SPARSE_PARTS),
-    CompositeKind("quantized", "a quantised tensor", QUANTIZED, check_quantized, write_quantized, keeps_grad=True),
-    CompositeKind("nested", "a nested tensor", {(UTILS, "_rebuild_nested_tensor"): nested}, check_nested, write_nested),
+    *(
+        CompositeKind(name, "a sparse tensor", SPARSE, partial(check_sparse, name), write_sparse)
+        for name in SPARSE_PARTS
+    ),
+    CompositeKind(
+        "quantized",
+        "a quantised tensor",
+        QUANTIZED,
+        check_quantized,
+        write_quantized,
+        keeps_grad=True,
+    ),
+    CompositeKind(
+        "nested",
+        "a nested tensor",
+        {(UTILS, "_rebuild_nested_tensor"): nested},
+        check_nested,
+        write_nested,
+    ),
     CompositeKind("jagged", "a jagged tensor", JAGGED, check_jagged, write_jagged, keeps_grad=True),
 ]
 KINDS = {kind.name: kind for kind in KNOWN}

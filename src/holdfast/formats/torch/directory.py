@@ -29,16 +29,34 @@ from holdfast.core.value import replace
 from holdfast.engine.files import ViewTable
 from holdfast.errors import LimitExceeded, MetadataError, StoreError, Unsupported, located
 from holdfast.formats.detect import unknown
-from holdfast.formats.index_file import INDEX, TORCH_WEIGHTS, WeightFiles, by_index, check_mapped, claimed_twice, other_copies, some
+from holdfast.formats.index_file import (
+    INDEX,
+    TORCH_WEIGHTS,
+    WeightFiles,
+    by_index,
+    check_mapped,
+    claimed_twice,
+    other_copies,
+    some,
+)
 from holdfast.formats.rank_files.recognise import begins_like_torch
-from holdfast.formats.torch.legacy import begins_like_legacy, begins_like_torch_tar, read_legacy, read_torch_tar
+from holdfast.formats.torch.legacy import (
+    begins_like_legacy,
+    begins_like_torch_tar,
+    read_legacy,
+    read_torch_tar,
+)
 from holdfast.formats.torch.zip import SavedFile, read_torch_zip
 
 SUFFIX = ".bin"
 USUAL = "pytorch_model.bin"
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.bin")
 
-READERS = ((begins_like_torch, read_torch_zip), (begins_like_legacy, read_legacy), (begins_like_torch_tar, read_torch_tar))
+READERS = (
+    (begins_like_torch, read_torch_zip),
+    (begins_like_legacy, read_legacy),
+    (begins_like_torch_tar, read_torch_tar),
+)
 """For each container, a function that recognises it by its first bytes, and one that reads it."""
 
 
@@ -52,13 +70,26 @@ def describe(source: Source) -> Description:
     """Read the index and the pickle of every file that counts, and check that they agree."""
     chosen = weight_files(source)
     saved = read_all(source, chosen.files)
-    notes = [f"{key}: {note}" if len(saved) > 1 else note for key, one in saved.items() for note in one.notes]
+    notes = [
+        f"{key}: {note}" if len(saved) > 1 else note
+        for key, one in saved.items()
+        for note in one.notes
+    ]
     alone = chosen.index is None and len(saved) == 1
     tree = saved[chosen.files[0]].tree if alone else _joined(saved, chosen, notes)
     notes += other_copies(source.store.list(), chosen.files)
     named = name_tensors(tree, source.limits, sum(one.nbytes for one in saved.values()))
-    archives = tuple(key for key, one in saved.items() if one.format in ("torch-zip", "torchscript"))
-    return Description("torch-dir", ViewTable(named.tensors), tree, _foreign(saved), (*notes, *named.notes), archives=archives)
+    archives = tuple(
+        key for key, one in saved.items() if one.format in ("torch-zip", "torchscript")
+    )
+    return Description(
+        "torch-dir",
+        ViewTable(named.tensors),
+        tree,
+        _foreign(saved),
+        (*notes, *named.notes),
+        archives=archives,
+    )
 
 
 def weight_files(source: Source) -> WeightFiles:
@@ -73,7 +104,9 @@ def weight_files(source: Source) -> WeightFiles:
     found: dict[tuple[str, int], list[str]] = {}
     for key in keys:
         shard = SHARD.fullmatch(key)
-        found.setdefault((shard["stem"], int(shard["count"])) if shard else (key, 1), []).append(key)
+        found.setdefault((shard["stem"], int(shard["count"])) if shard else (key, 1), []).append(
+            key
+        )
     if (USUAL, 1) in found:
         return WeightFiles([USUAL])
     if len(found) > 1:
@@ -100,18 +133,27 @@ def read_all(source: Source, files: Sequence[str]) -> dict[str, SavedFile]:
             left -= saved[key].nbytes
             if left < 0:
                 most = source.limits.pickle_nbytes
-                raise LimitExceeded(f"the pickles of all files are more than Limits(pickle_nbytes={most:,})", expected=most)
+                raise LimitExceeded(
+                    f"the pickles of all files are more than Limits(pickle_nbytes={most:,})",
+                    expected=most,
+                )
     return saved
 
 
-def _joined(saved: Mapping[str, SavedFile], chosen: WeightFiles, notes: list[str]) -> dict[object, object]:
+def _joined(
+    saved: Mapping[str, SavedFile], chosen: WeightFiles, notes: list[str]
+) -> dict[object, object]:
     """One dict of the items of all files, in the order of the index."""
     trees: dict[str, dict[object, object]] = {}
     for key, one in saved.items():
         if not isinstance(one.tree, dict):
-            raise MetadataError("a shard is a dict of tensors, and this file has something else in it", file=key)
+            raise MetadataError(
+                "a shard is a dict of tensors, and this file has something else in it", file=key
+            )
         trees[key] = one.tree
-    made: dict[object, object] = OrderedDict() if any(isinstance(tree, OrderedDict) for tree in trees.values()) else {}
+    made: dict[object, object] = (
+        OrderedDict() if any(isinstance(tree, OrderedDict) for tree in trees.values()) else {}
+    )
     holding: dict[object, str] = {}
     for key, tree in trees.items():
         for name in tree:
@@ -121,7 +163,11 @@ def _joined(saved: Mapping[str, SavedFile], chosen: WeightFiles, notes: list[str
         # The versions of modules (`_metadata`), which torch keeps as an attribute of a state dict.
         for name, value in vars(tree).items() if isinstance(tree, OrderedDict) else ():
             before = vars(made).get(name)
-            vars(made)[name] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+            vars(made)[name] = (
+                {**before, **value}
+                if isinstance(before, dict) and isinstance(value, dict)
+                else value
+            )
     names: dict[object, None] = {}
     if chosen.index is not None and chosen.listed is not None:
         names |= dict.fromkeys(chosen.listed.weight_map)
@@ -129,7 +175,9 @@ def _joined(saved: Mapping[str, SavedFile], chosen: WeightFiles, notes: list[str
         more = [str(step(name)) for name in holding if name not in names]
         if more:
             # transformers loads all that a shard has, whatever the index says.
-            notes.append(f"{len(more):,} of the names in the files are not in {chosen.index!r}, and come last: {some(more)}")
+            notes.append(
+                f"{len(more):,} of the names in the files are not in {chosen.index!r}, and come last: {some(more)}"
+            )
     made.update((name, trees[holding[name]][name]) for name in names | dict.fromkeys(holding))
     return made
 
@@ -139,5 +187,7 @@ def _foreign(saved: Mapping[str, SavedFile]) -> tuple[Foreign, ...]:
     found: dict[Global, Foreign] = {}
     for key, one in saved.items():
         for item in one.foreign:
-            found.setdefault(item.what, replace(item, stream=f"{key}: {item.stream}") if len(saved) > 1 else item)
+            found.setdefault(
+                item.what, replace(item, stream=f"{key}: {item.stream}") if len(saved) > 1 else item
+            )
     return tuple(found.values())

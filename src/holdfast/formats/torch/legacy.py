@@ -18,11 +18,24 @@ from holdfast.core.chunk import Storage
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Description, Source
 from holdfast.core.value import Value
-from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Refused, Truncated
+from holdfast.errors import (
+    FormatError,
+    LimitExceeded,
+    MetadataError,
+    PickleError,
+    Refused,
+    Truncated,
+)
 from holdfast.formats.pickle.machine import Interpreted, interpret, interpret_whole
 from holdfast.formats.pickle.table import ReducerTable
 from holdfast.formats.torch.reducers import Builder
-from holdfast.formats.torch.storages import FoundStorages, StorageId, Storages, parse_storage_id, storage_dtype
+from holdfast.formats.torch.storages import (
+    FoundStorages,
+    StorageId,
+    Storages,
+    parse_storage_id,
+    storage_dtype,
+)
 from holdfast.formats.torch.table import LazyBuilder, TorchTable
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief
 from holdfast.formats.torch.zip import SavedFile, describe_saved
@@ -48,14 +61,19 @@ def read_legacy(source: Source, key: str) -> SavedFile:
     refuse_tar(source, key, "torch-legacy")
     stream = read_stream(source, key)
     if stream.end != source.store.size(key):
-        raise FormatError(f"{source.store.size(key) - stream.end:,} bytes after the last storage", offset=stream.end)
+        raise FormatError(
+            f"{source.store.size(key) - stream.end:,} bytes after the last storage",
+            offset=stream.end,
+        )
     storages = FoundStorages(source, lambda storage_id: stream.places[storage_id.key], lengths=(6,))
 
     def persistent(pid: object) -> object:
         return pid[1] if _is_module(pid) else storages.persistent(pid)  # type: ignore[index]  # _is_module checked it
 
     built, _ = stream.window.stream(stream.begin, TorchTable(source, persistent), OBJECT)
-    notes = (f"the file carries the source text of {stream.modules} classes",) if stream.modules else ()
+    notes = (
+        (f"the file carries the source text of {stream.modules} classes",) if stream.modules else ()
+    )
     return SavedFile("torch-legacy", built.value, stream.stop - stream.begin, built.foreign, notes)
 
 
@@ -92,7 +110,9 @@ def read_stream(source: Source, key: str, start: int = 0) -> LegacyStream:
         raise NotTorch("Invalid magic number; corrupt file? It is not torch's")
     protocol, at = window.stream(at, ReducerTable(), "pickle 2")
     if protocol.value != PROTOCOL:
-        raise NotTorch(f"Invalid protocol version: {brief(protocol.value)}; torch only ever wrote {PROTOCOL}")
+        raise NotTorch(
+            f"Invalid protocol version: {brief(protocol.value)}; torch only ever wrote {PROTOCOL}"
+        )
     _, begin = window.stream(at, ReducerTable(), "pickle 3")
     ids = StorageIds()
     _, stop = window.stream(begin, ids, OBJECT)
@@ -117,15 +137,26 @@ class Window:
         limit = self._source.limits.pickle_nbytes
         while True:
             try:
-                done = interpret(self.data, table, limits=self._source.limits, stream=name, start=start, max_nbytes=len(self.data))
+                done = interpret(
+                    self.data,
+                    table,
+                    limits=self._source.limits,
+                    stream=name,
+                    start=start,
+                    max_nbytes=len(self.data),
+                )
             except Truncated as error:
                 have = len(self.data)
                 if have == self._size:
                     raise
                 if have - start > limit:
-                    raise LimitExceeded(f"{name} is longer than Limits(pickle_nbytes={limit:,})", found=have) from error
+                    raise LimitExceeded(
+                        f"{name} is longer than Limits(pickle_nbytes={limit:,})", found=have
+                    ) from error
                 # Tables keep nothing from a pass that broke off but ids that the next pass meets again.
-                self.data = self._source.bytes(self._key, self._begin, self._begin + min(self._size, have * 4))
+                self.data = self._source.bytes(
+                    self._key, self._begin, self._begin + min(self._size, have * 4)
+                )
             else:
                 return done, done.stop
 
@@ -150,7 +181,13 @@ class StorageIds(ReducerTable):
 
 def _is_module(pid: object) -> bool:
     """('module', class, file name, source text): the first mention of every nn.Module class."""
-    return isinstance(pid, tuple) and len(pid) == 4 and type(pid[0]) is str and pid[0] == "module" and isinstance(pid[1], Global)
+    return (
+        isinstance(pid, tuple)
+        and len(pid) == 4
+        and type(pid[0]) is str
+        and pid[0] == "module"
+        and isinstance(pid[1], Global)
+    )
 
 
 def locate_storages(
@@ -168,13 +205,24 @@ def locate_storages(
     for name in listed:
         storage_id = ids[name]
         if start + 8 + storage_id.nbytes > size:
-            missing = f"expected {start + 8 + storage_id.nbytes - size} more bytes of storage {name!r}"
+            missing = (
+                f"expected {start + 8 + storage_id.nbytes - size} more bytes of storage {name!r}"
+            )
             raise CutShort(f"unexpected EOF, {missing}. The file might be corrupted", offset=size)
         count = int.from_bytes(source.bytes(key, start, start + 8), "little")
         if count != storage_id.count:
             message = f"storage {name!r} has {count:,} elements where it lies and {storage_id.count:,} where it is used"
             raise MetadataError(message, offset=start, expected=storage_id.count, found=count)
-        places[name] = Storage(key, start + 8, storage_id.nbytes, "little", None, storage_id.location, f"storage {name}", home=home)
+        places[name] = Storage(
+            key,
+            start + 8,
+            storage_id.nbytes,
+            "little",
+            None,
+            storage_id.location,
+            f"storage {name}",
+            home=home,
+        )
         start += 8 + storage_id.nbytes
     return places, start
 
@@ -189,7 +237,9 @@ def begins_like_torch_tar(source: Source, key: str) -> bool:
     head = source.first(key, BLOCK_NBYTES)
     if len(head) < BLOCK_NBYTES:
         return False
-    return head[257:262] == b"ustar" or (head.split(b"\0", 1)[0].decode("latin-1") in MEMBERS and _checksum_ok(head))
+    return head[257:262] == b"ustar" or (
+        head.split(b"\0", 1)[0].decode("latin-1") in MEMBERS and _checksum_ok(head)
+    )
 
 
 def describe_tar(source: Source) -> Description:
@@ -210,20 +260,36 @@ def read_torch_tar(source: Source, key: str) -> SavedFile:
     """
     places: dict[str, Storage] = {}
     storages = FoundStorages(source, lambda storage_id: places[storage_id.key])
-    known, (start, stop) = read_tar(source, key, places, storages=storages, builder=LazyBuilder(source))
+    known, (start, stop) = read_tar(
+        source, key, places, storages=storages, builder=LazyBuilder(source)
+    )
 
     def persistent(pid: object) -> object:
         if isinstance(pid, tuple) and len(pid) == 3:
             return pid[0]
-        number = int(pid) if isinstance(pid, str) and pid.isascii() and pid.isdecimal() and len(pid) < 40 else pid
+        number = (
+            int(pid)
+            if isinstance(pid, str) and pid.isascii() and pid.isdecimal() and len(pid) < 40
+            else pid
+        )
         if type(number) is not int or number not in known:
-            raise PickleError("a persistent id that names no tensor and no storage", found=brief(pid))
+            raise PickleError(
+                "a persistent id that names no tensor and no storage", found=brief(pid)
+            )
         return known[number]
 
     limit = source.limits.pickle_nbytes
     if stop - start > limit:
-        raise LimitExceeded(f"the pickle is {stop - start:,} bytes, above Limits(pickle_nbytes={limit:,})", found=stop - start)
-    done = interpret_whole(source.bytes(key, start, stop), TorchTable(source, persistent), limits=source.limits, stream="pickle")
+        raise LimitExceeded(
+            f"the pickle is {stop - start:,} bytes, above Limits(pickle_nbytes={limit:,})",
+            found=stop - start,
+        )
+    done = interpret_whole(
+        source.bytes(key, start, stop),
+        TorchTable(source, persistent),
+        limits=source.limits,
+        stream="pickle",
+    )
     return SavedFile("torch-tar", done.value, stop - start, done.foreign)
 
 
@@ -231,7 +297,13 @@ W = TypeVar("W")
 
 
 def read_tar(
-    source: Source, key: str, places: dict[str, Storage], *, storages: Storages[W], builder: Builder, begin: int = 0
+    source: Source,
+    key: str,
+    places: dict[str, Storage],
+    *,
+    storages: Storages[W],
+    builder: Builder,
+    begin: int = 0,
 ) -> tuple[dict[int, object], tuple[int, int]]:
     """The storages and tensors of a tar by their keys, and where its pickle begins and ends. Fills `places` for the storages."""
     members = read_members(source, key, begin)
@@ -239,7 +311,9 @@ def read_tar(
     if missing:
         raise FormatError(f"a tar without {', '.join(missing)}: not a checkpoint that torch wrote")
     made = _storages(Cursor(source, key, *members["storages"]), places, storages)
-    return made | _tensors(Cursor(source, key, *members["tensors"]), made, builder), members["pickle"]
+    return made | _tensors(Cursor(source, key, *members["tensors"]), made, builder), members[
+        "pickle"
+    ]
 
 
 def read_members(source: Source, key: str, at: int = 0) -> dict[str, tuple[int, int]]:
@@ -317,7 +391,9 @@ class Cursor:
                 if self.at + size >= self.stop:
                     raise
                 if size > limits.pickle_nbytes:
-                    raise LimitExceeded("a pickle inside the tar is too long", found=size, offset=self.at) from error
+                    raise LimitExceeded(
+                        "a pickle inside the tar is too long", found=size, offset=self.at
+                    ) from error
                 size *= 4
             else:
                 self.at += done.stop
@@ -326,7 +402,10 @@ class Cursor:
     def ints(self, count: int, width: int = 8) -> tuple[int, ...]:
         data = self.skip(count * width)
         raw = self.source.bytes(self.key, data, data + count * width)
-        return tuple(int.from_bytes(raw[i : i + width], "little", signed=True) for i in range(0, len(raw), width))
+        return tuple(
+            int.from_bytes(raw[i : i + width], "little", signed=True)
+            for i in range(0, len(raw), width)
+        )
 
     def skip(self, nbytes: int) -> int:
         """Move past some bytes; gives where they began."""
@@ -353,7 +432,9 @@ def _triple(value: object) -> tuple[int, object, object]:
     return value[0], value[1], value[2]
 
 
-def _storages(cursor: Cursor, places: dict[str, Storage], storages: Storages[W]) -> dict[int, object]:
+def _storages(
+    cursor: Cursor, places: dict[str, Storage], storages: Storages[W]
+) -> dict[int, object]:
     found: dict[int, tuple[W, int]] = {}
     for _ in range(_count(cursor.pickle())):
         name, location, kind = _triple(cursor.pickle())
@@ -362,11 +443,15 @@ def _storages(cursor: Cursor, places: dict[str, Storage], storages: Storages[W])
             raise PickleError("a storage of an unknown class, or listed twice", found=brief(kind))
         (count,) = cursor.ints(1)
         if not 0 <= count < MAX_ELEMENTS:
-            raise MetadataError("a storage with a negative number of elements", found=count, offset=cursor.at)
+            raise MetadataError(
+                "a storage with a negative number of elements", found=count, offset=cursor.at
+            )
         device = location if isinstance(location, str) else ""
         storage_id = StorageId(dtype, str(name), device, count)
         at, nbytes, home = cursor.skip(storage_id.nbytes), storage_id.nbytes, cursor.source.store
-        places[storage_id.key] = Storage(cursor.key, at, nbytes, "little", None, device, f"storage {name}", home=home)
+        places[storage_id.key] = Storage(
+            cursor.key, at, nbytes, "little", None, device, f"storage {name}", home=home
+        )
         found[name] = storages.whole(storage_id), count
     views = cursor.pickle()
     if not isinstance(views, list):
@@ -375,7 +460,13 @@ def _storages(cursor: Cursor, places: dict[str, Storage], storages: Storages[W])
         if not isinstance(view, tuple) or len(view) != 4 or any(type(v) is not int for v in view):
             raise PickleError("a storage view must be four integers")
         target, root, offset, count = view
-        if root not in found or target in found or offset < 0 or count < 0 or offset + count > found[root][1]:
+        if (
+            root not in found
+            or target in found
+            or offset < 0
+            or count < 0
+            or offset + count > found[root][1]
+        ):
             raise MetadataError("a storage view that does not fit its root", found=brief(view))
         found[target] = storages.part(found[root][0], str(target), offset, count), count
     cursor.finish()
@@ -390,9 +481,13 @@ def _tensors(cursor: Cursor, storages: Mapping[int, object], builder: Builder) -
         (rank,) = cursor.ints(1, 4)
         cursor.skip(4)
         if type(owner) is not int or owner not in storages or name in storages or name in found:
-            raise MetadataError("a tensor that names no storage, or a key that is used twice", found=brief(owner))
+            raise MetadataError(
+                "a tensor that names no storage, or a key that is used twice", found=brief(owner)
+            )
         if not 0 <= rank <= limits.rank:
-            raise LimitExceeded(f"a tensor with {rank} dimensions, above Limits(rank={limits.rank})", found=rank)
+            raise LimitExceeded(
+                f"a tensor with {rank} dimensions, above Limits(rank={limits.rank})", found=rank
+            )
         size, stride, (offset,) = cursor.ints(rank), cursor.ints(rank), cursor.ints(1)
         found[name] = builder.view(storages[owner], None, (offset, size, stride))
     cursor.finish()

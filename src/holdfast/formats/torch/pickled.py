@@ -73,7 +73,9 @@ class StorageRecord(Struct, eq=False):
         else:
             self.base = self.low - (self.low - self.odd) % self.step
             self.nbytes = (self.high - self.base + 7) // 8
-        self.count = self.nbytes if dtype.storage is None or dtype.packed else self.nbytes * 8 // dtype.bits
+        self.count = (
+            self.nbytes if dtype.storage is None or dtype.packed else self.nbytes * 8 // dtype.bits
+        )
 
     def reached(self) -> tuple[int, int]:
         """The range of bits of the source storage that the record holds, for tensors of one chunk."""
@@ -105,9 +107,15 @@ class StorageRecord(Struct, eq=False):
         """Whether the record is the first tensor and nothing else, so that no other view of the bytes needs to be made."""
         sample = self.sample
         bits = sample.dtype.bits
-        if bits < 8 or chunk.offset != self.base or self.high - self.base != math.prod(sample.shape) * bits:
+        if (
+            bits < 8
+            or chunk.offset != self.base
+            or self.high - self.base != math.prod(sample.shape) * bits
+        ):
             return False
-        return in_c_order(sample.shape, chunk.strides, bits) and not (sample.traits.conj or sample.traits.neg)
+        return in_c_order(sample.shape, chunk.strides, bits) and not (
+            sample.traits.conj or sample.traits.neg
+        )
 
 
 class StorageRecords:
@@ -118,7 +126,9 @@ class StorageRecords:
         self.records: list[StorageRecord] = []
         self._found: dict[object, StorageRecord] = {}
 
-    def place(self, tensor: LazyTensor, path: Sequence[object], number: int) -> tuple[StorageRecord, int, tuple[int, ...]]:
+    def place(
+        self, tensor: LazyTensor, path: Sequence[object], number: int
+    ) -> tuple[StorageRecord, int, tuple[int, ...]]:
         """Find the record of a tensor, which is not on the meta device, or begin it under this number.
 
         Gives the record, the bit of the source storage where the tensor begins, and its strides in elements.
@@ -157,12 +167,16 @@ class StorageRecords:
         # A packed storage is written whole: torch pads rows of quint4x2 to bytes, so its last elements lie further behind.
         trimmed = odd or (self._trim and not dtype.packed)
         low, high = (start, stop) if trimmed else (0, storage.nbytes * 8)
-        record = StorageRecord(number, tensor, ".".join(map(str, path)), low, high, max(bits, 8), odd)
+        record = StorageRecord(
+            number, tensor, ".".join(map(str, path)), low, high, max(bits, 8), odd
+        )
         self._found[key] = record
         self.records.append(record)
         return record, start, strides
 
-    def _whole(self, tensor: LazyTensor, path: Sequence[object], number: int) -> tuple[StorageRecord, int, tuple[int, ...]]:
+    def _whole(
+        self, tensor: LazyTensor, path: Sequence[object], number: int
+    ) -> tuple[StorageRecord, int, tuple[int, ...]]:
         # Conjugated or not: the stored elements are written, and the pickle says what they mean.
         key = (tensor.dtype, tensor.shape, tensor.chunks)
         record = self._found.get(key)
@@ -183,7 +197,11 @@ class StorageRecords:
             if record.nbytes and len(record.sample.chunks) == 1:
                 over.setdefault(record.sample.chunks[0].storage, []).append(record)
         several = (group for group in over.values() if len(group) > 1)
-        return [pair for group in several for pair in overlaps((*record.reached(), record) for record in group)]
+        return [
+            pair
+            for group in several
+            for pair in overlaps((*record.reached(), record) for record in group)
+        ]
 
 
 def _swapped(storage: Storage, dtype: DType) -> bool:
@@ -234,7 +252,10 @@ def kind_opcodes(kind: Kind) -> tuple[tuple[object, ...], frozenset[object]]:
     They are bytes, names of globals (pairs), texts that are shared, `REMEMBER` and `RECORD_KEY`.
     """
     dtype, traits, bits = kind.dtype, kind.traits, kind.dtype.bits
-    shape, strides = integers(kind.shape), integers(tuple([stride // bits for stride in kind.strides]))
+    shape, strides = (
+        integers(kind.shape),
+        integers(tuple([stride // bits for stride in kind.strides])),
+    )
     # In bytes, for dtypes whose storage has no elements.
     count = kind.storage_nbytes * 8 // bits if dtype.storage else kind.storage_nbytes
     hooks = [("collections", "OrderedDict"), b")R", REMEMBER]
@@ -259,20 +280,34 @@ def kind_opcodes(kind: Kind) -> tuple[tuple[object, ...], frozenset[object]]:
         REMEMBER,
     ]
     if traits.parameter:
-        made += [b"\x88" if traits.requires_grad else b"\x89", *hooks, TUPLES[3], REMEMBER, b"R", REMEMBER]
+        made += [
+            b"\x88" if traits.requires_grad else b"\x89",
+            *hooks,
+            TUPLES[3],
+            REMEMBER,
+            b"R",
+            REMEMBER,
+        ]
     return tuple(made), frozenset(one for one in made if isinstance(one, str | tuple))
 
 
 @lru_cache(1024)
 def template_of(
-    opcodes: tuple[object, ...], refers: frozenset[object], named: tuple[bytes, ...], *, digits: int, wide: bool
+    opcodes: tuple[object, ...],
+    refers: frozenset[object],
+    named: tuple[bytes, ...],
+    *,
+    digits: int,
+    wide: bool,
 ) -> Template:
     """The template of a kind in a pickle where `named` are the references to what it refers to, for keys of so many digits.
 
     0 digits are for records that are known. In a pickle with `wide` numbers these have four bytes.
     """
     references = dict(zip(refers, named, strict=True))
-    known = [one if one is REMEMBER or type(one) is bytes else references.get(one) for one in opcodes]
+    known = [
+        one if one is REMEMBER or type(one) is bytes else references.get(one) for one in opcodes
+    ]
     cut = opcodes.index(RECORD_KEY)
     before = b"".join(cast("list[bytes]", known[:cut]))
     behind, step, count = b"", b"", 0
@@ -287,7 +322,14 @@ def template_of(
             step += bytes(len(cast("bytes", one)))
     lead = (before + KEY_TEXTS[digits]).replace(b"%", b"%%") + b"%d" if digits else before
     numbers = int.from_bytes(behind, "little"), int.from_bytes(step, "little")
-    return Template(lead, 10**digits if digits else math.inf, *numbers, len(behind), count, (MAX32 if wide else SHORT) + 1 - count)
+    return Template(
+        lead,
+        10**digits if digits else math.inf,
+        *numbers,
+        len(behind),
+        count,
+        (MAX32 if wide else SHORT) + 1 - count,
+    )
 
 
 def integers(values: tuple[int, ...]) -> bytes:
@@ -320,7 +362,12 @@ class PickledKind(Struct, eq=False):
 def is_usual(kind: Kind) -> bool:
     """Whether torch has tensors of a kind, and they are nothing beyond their elements."""
     dtype = kind.dtype
-    return is_simple(kind.traits) and dtype.torch is not None and not dtype.packed and dtype.kind != "quantized"
+    return (
+        is_simple(kind.traits)
+        and dtype.torch is not None
+        and not dtype.packed
+        and dtype.kind != "quantized"
+    )
 
 
 def is_simple(traits: Traits) -> bool:
@@ -393,15 +440,27 @@ def problem_of(tensor: LazyTensor) -> str | None:
 
 def as_pairs(tensor: LazyTensor) -> LazyTensor:
     """4-bit floats as the pairs that torch has; unchanged where they do not lie in pairs."""
-    if tensor.dtype.name != "float4_e2m1fn" or PAIRS is None or not tensor.shape or tensor.shape[-1] % 2:
+    if (
+        tensor.dtype.name != "float4_e2m1fn"
+        or PAIRS is None
+        or not tensor.shape
+        or tensor.shape[-1] % 2
+    ):
         return tensor
     chunks = []
     for chunk in tensor.chunks:
         start, stop, last = chunk.box.start, chunk.box.stop, chunk.strides[-1]
-        if start[-1] % 2 or stop[-1] % 2 or chunk.offset % 8 or any(s % 8 for s in chunk.strides[:-1]):
+        if (
+            start[-1] % 2
+            or stop[-1] % 2
+            or chunk.offset % 8
+            or any(s % 8 for s in chunk.strides[:-1])
+        ):
             return tensor
         if last != tensor.dtype.bits and tensor.size:
             return tensor
         box = Box((*start[:-1], start[-1] // 2), (*stop[:-1], stop[-1] // 2))
         chunks.append(Chunk(box, chunk.storage, chunk.offset, (*chunk.strides[:-1], PAIRS.bits)))
-    return replace(tensor, dtype=PAIRS, shape=(*tensor.shape[:-1], tensor.shape[-1] // 2), chunks=tuple(chunks))
+    return replace(
+        tensor, dtype=PAIRS, shape=(*tensor.shape[:-1], tensor.shape[-1] // 2), chunks=tuple(chunks)
+    )

@@ -27,7 +27,16 @@ from holdfast.formats.pickle.table import Args, Name, Row
 from holdfast.formats.torch.composites import KINDS, NESTED, QSCHEMES, UTILS, Apart, CompositeKind
 from holdfast.formats.torch.tensors import TENSOR_CLASSES, arity, brief, checked_ints, flag, reach
 
-LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged", "_mkldnn")
+LAYOUTS = (
+    "strided",
+    "sparse_coo",
+    "sparse_csr",
+    "sparse_csc",
+    "sparse_bsr",
+    "sparse_bsc",
+    "jagged",
+    "_mkldnn",
+)
 GRAPH_MODULES = ("reduce_graph_module", "reduce_package_graph_module", "reduce_deploy_graph_module")
 """How `torch.fx` pickles a GraphModule: a call with its `__dict__`, where other modules have NEWOBJ and BUILD."""
 
@@ -69,7 +78,14 @@ class Builder(Protocol):
     def size(self, lengths: tuple[int, ...]) -> object: ...
 
     def view(
-        self, storage: object, dtype: object, claim: Claim, *, grad: bool = False, conj: bool = False, neg: bool = False
+        self,
+        storage: object,
+        dtype: object,
+        claim: Claim,
+        *,
+        grad: bool = False,
+        conj: bool = False,
+        neg: bool = False,
     ) -> object:
         """A tensor that views a storage, as elements of a dtype; None: of the storage's own. Raises where it reaches outside."""
 
@@ -85,13 +101,17 @@ class Builder(Protocol):
     def blank(self, name: str) -> object:
         """A tensor or a parameter that BUILD will fill: `FloatTensor`, `Parameter`, `Variable`."""
 
-    def meta(self, dtype: object, shape: tuple[int, ...], strides: tuple[int, ...], *, grad: bool) -> object:
+    def meta(
+        self, dtype: object, shape: tuple[int, ...], strides: tuple[int, ...], *, grad: bool
+    ) -> object:
         """A tensor without data."""
 
     def elsewhere(self, data: object, dtype: object, device: object, *, grad: bool) -> object:
         """A tensor of a device that has no storages, which was saved as a tensor of the CPU or an array."""
 
-    def wrapper(self, args: Args, shape: tuple[int, ...], strides: tuple[int, ...], *, offset: int) -> object:
+    def wrapper(
+        self, args: Args, shape: tuple[int, ...], strides: tuple[int, ...], *, offset: int
+    ) -> object:
         """The outside of a subclass whose tensors come as its state: (class, dtype, …, layout, device, requires_grad)."""
 
     def check_class(self, function: object, kind: object) -> None:
@@ -132,7 +152,13 @@ def tensor_v2(table: BuildingTable, args: Args) -> object:
     claim = args[1], args[2], args[3]
     if count < 5 or (args[4] is False and count < 7):
         return builder.view(args[0], None, claim)
-    return builder.view(args[0], None, claim, grad=flag(args[4], "requires_grad"), **flags(args[6] if count == 7 else None))
+    return builder.view(
+        args[0],
+        None,
+        claim,
+        grad=flag(args[4], "requires_grad"),
+        **flags(args[6] if count == 7 else None),
+    )
 
 
 def tensor_v3(table: BuildingTable, args: Args) -> object:
@@ -142,14 +168,22 @@ def tensor_v3(table: BuildingTable, args: Args) -> object:
     if not isinstance(storage, builder.storage_class):
         return builder.unbuilt((UTILS, "_rebuild_tensor_v3"), args, NO_STORAGE)
     more = flags(args[7] if len(args) == 8 else None)
-    return builder.view(storage, builder.dtype(dtype), (offset, size, stride), grad=flag(grad, "requires_grad"), **more)
+    return builder.view(
+        storage,
+        builder.dtype(dtype),
+        (offset, size, stride),
+        grad=flag(grad, "requires_grad"),
+        **more,
+    )
 
 
 def meta(table: BuildingTable, args: Args) -> object:
     """(dtype, size, stride, requires_grad): a tensor of the meta device"""
     dtype, size, stride, grad = arity(args, 4, 4, "_rebuild_meta_tensor_no_storage")
     shape, strides, _, _ = reach(0, size, stride, table.limits)
-    return table.builder.meta(table.builder.dtype(dtype), shape, strides, grad=flag(grad, "requires_grad"))
+    return table.builder.meta(
+        table.builder.dtype(dtype), shape, strides, grad=flag(grad, "requires_grad")
+    )
 
 
 def elsewhere(table: BuildingTable, args: Args) -> object:
@@ -163,7 +197,9 @@ def empty_tensor(name: str) -> Row:
 
     def row(table: BuildingTable, args: Args) -> object:
         why = "a tensor class called with a size or with data; torch writes it without"
-        return table.builder.unbuilt(("torch", name), args, why) if args else table.builder.blank(name)
+        return (
+            table.builder.unbuilt(("torch", name), args, why) if args else table.builder.blank(name)
+        )
 
     return row
 
@@ -186,7 +222,11 @@ def parameter_with_state(table: BuildingTable, args: Args) -> object:
 def parameter_class(table: BuildingTable, args: Args) -> object:
     """`Parameter([data[, requires_grad]])`; without data it comes with BUILD, as in torch 0.1."""
     arity(args, 0, 2, "Parameter")
-    return _parameter(table, args, args[1] if len(args) > 1 else True, None) if args else table.builder.blank("Parameter")
+    return (
+        _parameter(table, args, args[1] if len(args) > 1 else True, None)
+        if args
+        else table.builder.blank("Parameter")
+    )
 
 
 def _parameter(table: BuildingTable, args: Args, grad: object, state: object) -> object:
@@ -194,7 +234,11 @@ def _parameter(table: BuildingTable, args: Args, grad: object, state: object) ->
     wanted = flag(grad, "requires_grad")
     made = builder.parameter(args[0], wanted, state)
     why = "a parameter of something that is no tensor"
-    return builder.unbuilt((UTILS, "_rebuild_parameter"), args, why) if made is NotImplemented else made
+    return (
+        builder.unbuilt((UTILS, "_rebuild_parameter"), args, why)
+        if made is NotImplemented
+        else made
+    )
 
 
 def variable(table: BuildingTable, args: Args) -> object:
@@ -212,7 +256,9 @@ def from_type(table: BuildingTable, args: Args) -> object:
     function, kind, inner, state = arity(args, 4, 4, "_rebuild_from_type_v2")
     if not isinstance(inner, tuple) or table.row(function) is from_type:
         # Of itself, it would recurse as deep as the file wants.
-        raise PickleError("_rebuild_from_type_v2 of a function and arguments that torch never writes")
+        raise PickleError(
+            "_rebuild_from_type_v2 of a function and arguments that torch never writes"
+        )
     table.builder.check_class(function, kind)
     return table.builder.as_class(table.call(function, inner), kind, state)
 
@@ -280,7 +326,11 @@ def first(table: BuildingTable, args: Args) -> object:
 
 EMPTY_TENSORS: dict[Name, Row] = {
     ("torch", "Tensor"): empty_tensor("Tensor"),
-    **{(module, name): empty_tensor(name) for module in ("torch", "torch.cuda") for name in TENSOR_CLASSES},
+    **{
+        (module, name): empty_tensor(name)
+        for module in ("torch", "torch.cuda")
+        for name in TENSOR_CLASSES
+    },
 }
 
 REDUCERS: dict[Name, Row] = {
@@ -303,7 +353,10 @@ REDUCERS: dict[Name, Row] = {
     ("torch", "Size"): size,
     ("torch", "device"): device,
     ("torch.serialization", "_get_layout"): layout,
-    **{("torch.jit._pickle", f"build_{kind}list"): first for kind in ("int", "double", "bool", "tensor")},
+    **{
+        ("torch.jit._pickle", f"build_{kind}list"): first
+        for kind in ("int", "double", "bool", "tensor")
+    },
     ("torch.jit._pickle", "restore_type_tag"): first,
     **{name: row for kind in KINDS.values() for name, row in kind.reducers.items()},
 }
@@ -315,17 +368,28 @@ def _values() -> dict[Name, object]:
     names = [("torch", n) for n in (*LAYOUTS, *QSCHEMES, "Tensor", *TENSOR_CLASSES)]
     names += [("torch.cuda", n) for n in TENSOR_CLASSES]
     names += [(m, n) for m in ("torch.sparse", "torch.cuda.sparse") for n in TENSOR_CLASSES]
-    names += [(m, row.storage) for m in ("torch", "torch.cuda") for row in DTYPES.rows if row.storage]
+    names += [
+        (m, row.storage) for m in ("torch", "torch.cuda") for row in DTYPES.rows if row.storage
+    ]
     storages = ("UntypedStorage", "_UntypedStorage", "TypedStorage")
     names += [(m, n) for m in ("torch", "torch.storage", "torch.cuda") for n in storages]
-    names += [(NESTED, "NestedTensor"), ("torch._tensor", "Tensor"), ("torch.nn.parameter", "Buffer")]
+    names += [
+        (NESTED, "NestedTensor"),
+        ("torch._tensor", "Tensor"),
+        ("torch.nn.parameter", "Buffer"),
+    ]
     dtypes: dict[Name, object] = {("torch", row.torch): row for row in DTYPES.rows if row.torch}
     return {**dtypes, **{(m, n): Global(m, n) for m, n in names}}
 
 
 VALUES = _values()
 GRAPHS = {("torch.fx.graph_module", name): graph_module(name) for name in GRAPH_MODULES}
-NEW = {("torch.nn.parameter", "Parameter"), ("torch.autograd.variable", "Variable"), ("torch", "Size"), *EMPTY_TENSORS}
+NEW = {
+    ("torch.nn.parameter", "Parameter"),
+    ("torch.autograd.variable", "Variable"),
+    ("torch", "Size"),
+    *EMPTY_TENSORS,
+}
 
 
 class BuildingTable(PlainTable):
@@ -333,7 +397,10 @@ class BuildingTable(PlainTable):
 
     values: ClassVar[Mapping[Name, object]] = {**PlainTable.values, **VALUES}
     calls: ClassVar[dict[Name, Row]] = {**PlainTable.calls, **REDUCERS, **GRAPHS}
-    news: ClassVar[Mapping[Name, Row]] = {**PlainTable.news, **{name: REDUCERS[name] for name in NEW}}
+    news: ClassVar[Mapping[Name, Row]] = {
+        **PlainTable.news,
+        **{name: REDUCERS[name] for name in NEW},
+    }
     builder: Builder
 
     def begin(self, limits: Limits, nbytes: int) -> None:
@@ -353,4 +420,6 @@ def add_kind(kind: CompositeKind) -> None:
 
 def buildable() -> frozenset[Name]:
     """The globals that become values of ours. Not the graph modules, which torch makes by running their source text."""
-    return frozenset({*BuildingTable.values, *BuildingTable.calls, *BuildingTable.news} - GRAPHS.keys())
+    return frozenset(
+        {*BuildingTable.values, *BuildingTable.calls, *BuildingTable.news} - GRAPHS.keys()
+    )

@@ -34,7 +34,10 @@ def storage_dtype(what: object) -> DType | None:
         return what
     if not isinstance(what, Global):
         return None
-    if what.module in ("torch", "torch.cuda", "torch.storage") and what.name in ("UntypedStorage", "_UntypedStorage"):
+    if what.module in ("torch", "torch.cuda", "torch.storage") and what.name in (
+        "UntypedStorage",
+        "_UntypedStorage",
+    ):
         return DTYPES.name("uint8")
     if what.module in ("torch", "torch.cuda"):
         return DTYPES.storage(what.name)
@@ -64,11 +67,15 @@ def not_a_storage(pid: object) -> str:
         return f"Only persistent_load of storage is allowed, but got {type(pid[0]) if pid else 'an empty tuple'}"
     if pid[0] != "storage":
         return f"Unknown typename for persistent_load, expected 'storage' but got {pid[0][:64]!r}"
-    return "Only persistent_load of storage is allowed: its class, key, location and count of elements"
+    return (
+        "Only persistent_load of storage is allowed: its class, key, location and count of elements"
+    )
 
 
 def parse_storage_id(
-    pid: object, lengths: tuple[int, ...], dtype_of: Callable[[object], DType | None] = storage_dtype
+    pid: object,
+    lengths: tuple[int, ...],
+    dtype_of: Callable[[object], DType | None] = storage_dtype,
 ) -> StorageId:
     """Check the shape and types of a persistent id. `dtype_of` knows the classes of storages.
 
@@ -77,7 +84,12 @@ def parse_storage_id(
 
     Every reference to one key must agree in dtype and length, and the length must be that of the record, to the byte.
     """
-    if not isinstance(pid, tuple) or len(pid) not in lengths or type(pid[0]) is not str or pid[0] != "storage":
+    if (
+        not isinstance(pid, tuple)
+        or len(pid) not in lengths
+        or type(pid[0]) is not str
+        or pid[0] != "storage"
+    ):
         raise PickleError(not_a_storage(pid), found=type(pid).__name__)
     _, kind, key, location, count, *rest = pid
     dtype = dtype_of(kind)
@@ -86,12 +98,19 @@ def parse_storage_id(
     if not isinstance(key, str) or not isinstance(location, str):
         raise PickleError("a storage's key and location must be text", found=type(key).__name__)
     if type(count) is not int or not 0 <= count < MAX_ELEMENTS:
-        raise MetadataError("a storage's element count must be a non-negative integer", found=brief(count))
+        raise MetadataError(
+            "a storage's element count must be a non-negative integer", found=brief(count)
+        )
     view = rest[0] if rest else None
     if view is not None:
         if not isinstance(view, tuple) or len(view) != 3 or not isinstance(view[0], str):
-            raise PickleError("a storage view must be a key, an offset and a count", found=type(view).__name__)
-        if any(type(v) is not int or not 0 <= v < MAX_ELEMENTS for v in view[1:]) or view[1] + view[2] > count:
+            raise PickleError(
+                "a storage view must be a key, an offset and a count", found=type(view).__name__
+            )
+        if (
+            any(type(v) is not int or not 0 <= v < MAX_ELEMENTS for v in view[1:])
+            or view[1] + view[2] > count
+        ):
             raise MetadataError("a storage view that reaches past its storage", found=brief(view))
     return StorageId(dtype, key, location, count, view)
 
@@ -116,10 +135,19 @@ class Storages(Generic[W]):
         storage_id = parse_storage_id(pid, self.lengths, self.dtype_of)
         first = self.known.get(storage_id.key, storage_id)
         # torch saves an empty storage under as many dtypes as it was used with.
-        if (first.count or storage_id.count) and (first.dtype is not storage_id.dtype or first.count != storage_id.count):
-            one, other = f"{first.count:,} × {first.dtype}", f"{storage_id.count:,} × {storage_id.dtype}"
+        if (first.count or storage_id.count) and (
+            first.dtype is not storage_id.dtype or first.count != storage_id.count
+        ):
+            one, other = (
+                f"{first.count:,} × {first.dtype}",
+                f"{storage_id.count:,} × {storage_id.dtype}",
+            )
             message = f"storage {storage_id.key!r} is {one} in one place and {other} in another"
-            raise MetadataError(message, expected=(first.dtype.name, first.count), found=(storage_id.dtype.name, storage_id.count))
+            raise MetadataError(
+                message,
+                expected=(first.dtype.name, first.count),
+                found=(storage_id.dtype.name, storage_id.count),
+            )
         place = storage_id.key, storage_id.dtype.name
         whole = self._wholes.get(place)
         if whole is None:
@@ -157,14 +185,18 @@ def check_nbytes(storage_id: StorageId, nbytes: int) -> None:
 class FoundStorages(DescribedStorages):
     """Storages that a function finds, one by one."""
 
-    def __init__(self, source: Source, find: Callable[[StorageId], Storage], lengths: tuple[int, ...] = (5,)) -> None:
+    def __init__(
+        self, source: Source, find: Callable[[StorageId], Storage], lengths: tuple[int, ...] = (5,)
+    ) -> None:
         super().__init__(source, lengths)
         self._find = find
 
     def whole(self, storage_id: StorageId) -> LazyTensor:
         storage = self._find(storage_id)
         check_nbytes(storage_id, storage.nbytes)
-        return LazyTensor.contiguous("", storage_id.dtype, (storage_id.count,), storage, self.source)
+        return LazyTensor.contiguous(
+            "", storage_id.dtype, (storage_id.count,), storage, self.source
+        )
 
 
 class RecordStorages(FileStorages):
@@ -173,7 +205,14 @@ class RecordStorages(FileStorages):
     def __init__(self, source: Source, key: str, archive: Archive) -> None:
         self.archive = archive
         starts, packed, crcs, *_ = archive.records.columns
-        FileColumns.__init__(self, [FilePlace(source, key, source.store)], np.zeros(len(starts), np.int64), starts, packed, crcs)
+        FileColumns.__init__(
+            self,
+            [FilePlace(source, key, source.store)],
+            np.zeros(len(starts), np.int64),
+            starts,
+            packed,
+            crcs,
+        )
 
     @cached_property
     def _labels(self) -> Sequence[str]:  # type: ignore[override]  # made when first used
@@ -204,33 +243,60 @@ class ArchiveStorages(DescribedStorages):
         super().__init__(place.source)
         self._storages, self._folder, self._byteorder = storages, folder, byteorder
         _, packed, _, methods, *_ = storages.archive.records.columns
-        self._records = storages.archive.below(folder), storages.archive.records.rows, packed, methods
+        self._records = (
+            storages.archive.below(folder),
+            storages.archive.records.rows,
+            packed,
+            methods,
+        )
         """The prefix of the names of records in the folder, the row of each name, and columns by rows."""
 
     def whole(self, storage_id: StorageId) -> LazyTensor:
         below, rows, packed, methods = self._records
         name, dtype = below + storage_id.key, storage_id.dtype
         if name not in rows:
-            raise MetadataError(f"the pickle points at {self._folder}{storage_id.key}, which is not in the archive")
+            raise MetadataError(
+                f"the pickle points at {self._folder}{storage_id.key}, which is not in the archive"
+            )
         row = rows[name]
         if methods[row] != STORED:
-            raise ZipError(f"the storage {name!r} is compressed", offset=self._storages.archive.records[name].header)
+            raise ZipError(
+                f"the storage {name!r} is compressed",
+                offset=self._storages.archive.records[name].header,
+            )
         check_nbytes(storage_id, packed[row])
-        kind = strided_kind(dtype, (storage_id.count,), (dtype.bits,), packed[row], PLAIN, self._byteorder, storage_id.location)
+        kind = strided_kind(
+            dtype,
+            (storage_id.count,),
+            (dtype.bits,),
+            packed[row],
+            PLAIN,
+            self._byteorder,
+            storage_id.location,
+        )
         return self._storages.view(row, kind, "")
 
     def kind(self, claim: TensorArguments) -> RecordKind | None:
         """A kind of ordinary tensors; None where they are left to `persistent`."""
         try:
-            storage_id = parse_storage_id(("storage", claim.storage, "", claim.location, claim.elements), self.lengths)
-            shape, steps, begin, last = reach(claim.offset, claim.size, claim.stride, self.source.limits)
+            storage_id = parse_storage_id(
+                ("storage", claim.storage, "", claim.location, claim.elements), self.lengths
+            )
+            shape, steps, begin, last = reach(
+                claim.offset, claim.size, claim.stride, self.source.limits
+            )
         except HoldfastError:
             return None
         dtype, bits = storage_id.dtype, storage_id.dtype.bits
         if last < 0 or dtype.packed or last >= storage_id.count:
             return None
-        strides, traits = tuple(step * bits for step in steps), view_traits(claim.grad, False, False)
-        kind = strided_kind(dtype, shape, strides, storage_id.nbytes, traits, self._byteorder, claim.location)
+        strides, traits = (
+            tuple(step * bits for step in steps),
+            view_traits(claim.grad, False, False),
+        )
+        kind = strided_kind(
+            dtype, shape, strides, storage_id.nbytes, traits, self._byteorder, claim.location
+        )
         return RecordKind(storage_id, kind, begin * bits) if kind.nbytes < BEYOND else None
 
     def tensors(self, kinds: Sequence[RecordKind], keys: Sequence[str]) -> list[LazyTensor]:
@@ -250,5 +316,15 @@ class ArchiveStorages(DescribedStorages):
                 known[key] = storage_id
             elif known[key].dtype is not storage_id.dtype or known[key].count != storage_id.count:
                 break
-            made += (LazyTensor("", kind.dtype, kind.shape, (), source, kind.traits, FileRow(storages, row, kind, record.offset)),)
+            made += (
+                LazyTensor(
+                    "",
+                    kind.dtype,
+                    kind.shape,
+                    (),
+                    source,
+                    kind.traits,
+                    FileRow(storages, row, kind, record.offset),
+                ),
+            )
         return made

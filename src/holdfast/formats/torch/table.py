@@ -62,13 +62,22 @@ class LazyBuilder:
         return Size(lengths)
 
     def view(
-        self, storage: object, dtype: object, claim: Claim, *, grad: bool = False, conj: bool = False, neg: bool = False
+        self,
+        storage: object,
+        dtype: object,
+        claim: Claim,
+        *,
+        grad: bool = False,
+        conj: bool = False,
+        neg: bool = False,
     ) -> LazyTensor:
         offset, size, stride = claim
         # The reducers have seen that it is a storage, and where there is a dtype, that it is one.
         made: LazyTensor = storage  # type: ignore[assignment]
         of: DType = made.dtype if dtype is None else dtype  # type: ignore[assignment]
-        return strided_view(made, of, offset, size=size, stride=stride, traits=view_traits(grad, conj, neg))
+        return strided_view(
+            made, of, offset, size=size, stride=stride, traits=view_traits(grad, conj, neg)
+        )
 
     def elements(self, storage: object, claim: Claim) -> LazyTensor:
         return self.view(storage, None, claim)
@@ -76,29 +85,43 @@ class LazyBuilder:
     def parameter(self, data: object, grad: bool, state: object) -> object:
         if not isinstance(data, LazyTensor | Composite):
             return NotImplemented
-        return replace(data, traits=replace(data.traits, parameter=True, requires_grad=grad, state=state))
+        return replace(
+            data, traits=replace(data.traits, parameter=True, requires_grad=grad, state=state)
+        )
 
     def blank(self, name: str) -> Pending:
         modules = {"Parameter": "torch.nn.parameter", "Variable": "torch.autograd.variable"}
         return Blank(Global(modules.get(name, "torch"), name))
 
-    def meta(self, dtype: object, shape: tuple[int, ...], strides: tuple[int, ...], *, grad: bool) -> LazyTensor:
-        return LazyTensor("", self.dtype(dtype), shape, (), self._source, Traits(requires_grad=grad, meta=True))
+    def meta(
+        self, dtype: object, shape: tuple[int, ...], strides: tuple[int, ...], *, grad: bool
+    ) -> LazyTensor:
+        return LazyTensor(
+            "", self.dtype(dtype), shape, (), self._source, Traits(requires_grad=grad, meta=True)
+        )
 
     def elsewhere(self, data: object, dtype: object, device: object, *, grad: bool) -> object:
-        return replace(data, traits=replace(data.traits, requires_grad=grad)) if isinstance(data, LazyTensor) else data
+        return (
+            replace(data, traits=replace(data.traits, requires_grad=grad))
+            if isinstance(data, LazyTensor)
+            else data
+        )
 
     def composite(self, kind: str, whole: Apart, *, grad: bool = False) -> Composite:
         KINDS[kind].check(whole)
         return Composite(kind, *whole, Traits(requires_grad=grad))
 
-    def wrapper(self, args: Args, shape: tuple[int, ...], strides: tuple[int, ...], *, offset: int) -> Opaque:
+    def wrapper(
+        self, args: Args, shape: tuple[int, ...], strides: tuple[int, ...], *, offset: int
+    ) -> Opaque:
         self.check_class(args[0], args[0])
         return Opaque(args[0], args)
 
     def check_class(self, function: object, kind: object) -> None:
         if not isinstance(function, Global) or not isinstance(kind, Global):
-            raise PickleError("_rebuild_from_type_v2 needs a function and a class", found=type(function).__name__)
+            raise PickleError(
+                "_rebuild_from_type_v2 needs a function and a class", found=type(function).__name__
+            )
 
     def as_class(self, made: object, kind: object, state: object) -> object:
         if type(made) is Opaque and made.what == kind and made.state is None:
@@ -108,9 +131,17 @@ class LazyBuilder:
             return made if isinstance(made, Composite) else Opaque(kind, (made,), state=state)
         attributes = state[0] if isinstance(state, tuple) and len(state) == 2 else state
         by_name = attributes if isinstance(attributes, dict) else {}
-        parameter, buffer = made.traits.parameter or by_name.get("_is_param") is True, by_name.get("_is_buffer") is True
+        parameter, buffer = (
+            made.traits.parameter or by_name.get("_is_param") is True,
+            by_name.get("_is_buffer") is True,
+        )
         subclass = None if kind in OWN_CLASSES else kind
-        return replace(made, traits=replace(made.traits, subclass=subclass, state=state, buffer=buffer, parameter=parameter))
+        return replace(
+            made,
+            traits=replace(
+                made.traits, subclass=subclass, state=state, buffer=buffer, parameter=parameter
+            ),
+        )
 
 
 class Blank(Pending):
@@ -119,10 +150,19 @@ class Blank(Pending):
     def finish(self, state: object) -> object:
         match state:
             case (LazyTensor() as storage, offset, size, stride) if self.name.endswith("Tensor"):
-                return strided_view(storage, storage.dtype, offset, size=size, stride=stride, traits=PLAIN)
+                return strided_view(
+                    storage, storage.dtype, offset, size=size, stride=stride, traits=PLAIN
+                )
             # The tensor, its creator, hooks, requires_grad, volatile.
-            case (LazyTensor() as data, _, _, bool(grad), bool()) if not self.name.endswith("Tensor"):
-                return replace(data, traits=replace(data.traits, parameter=self.name == "Parameter", requires_grad=grad))
+            case (LazyTensor() as data, _, _, bool(grad), bool()) if not self.name.endswith(
+                "Tensor"
+            ):
+                return replace(
+                    data,
+                    traits=replace(
+                        data.traits, parameter=self.name == "Parameter", requires_grad=grad
+                    ),
+                )
         self.state = state
         return self
 
@@ -130,7 +170,12 @@ class Blank(Pending):
 class TorchTable(BuildingTable):
     """Plain Python and numpy values, plus torch's. `persistent` is given by the container."""
 
-    def __init__(self, source: Source, persistent: Callable[[object], object], storages: ArchiveStorages | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        persistent: Callable[[object], object],
+        storages: ArchiveStorages | None = None,
+    ) -> None:
         """`storages` makes tensors that come by templates; without it none do."""
         self.builder = LazyBuilder(source)
         super().__init__()
@@ -144,7 +189,9 @@ class TorchTable(BuildingTable):
         return found
 
     def kind(self, claim: TensorArguments) -> RecordKind | None:
-        return None if self._storages is None or claim.hooks != HOOKS else self._storages.kind(claim)
+        return (
+            None if self._storages is None or claim.hooks != HOOKS else self._storages.kind(claim)
+        )
 
     def tensors(self, makers: Sequence[object], keys: Sequence[str]) -> Sequence[object]:
         # What makes them is what `kind` gave.
@@ -160,4 +207,6 @@ class TorchTable(BuildingTable):
         match state:
             case (bool(grad), _, _):
                 return replace(obj, traits=replace(obj.traits, requires_grad=grad))
-        raise PickleError("a BUILD of a tensor with other state than torch's", found=type(state).__name__)
+        raise PickleError(
+            "a BUILD of a tensor with other state than torch's", found=type(state).__name__
+        )

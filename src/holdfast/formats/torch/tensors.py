@@ -23,22 +23,44 @@ MAX_STRIDE = 1 << 55
 """Elements of 128 bits at this distance are countable in 64 bits."""
 
 TENSOR_CLASSES = tuple(
-    f"{kind}Tensor" for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+    f"{kind}Tensor"
+    for kind in (
+        "BFloat16",
+        "Bool",
+        "Byte",
+        "Char",
+        "Double",
+        "Float",
+        "Half",
+        "Int",
+        "Long",
+        "Short",
+    )
 )
 
 
 @lru_cache(maxsize=8)
 def view_traits(requires_grad: bool, conj: bool, neg: bool) -> Traits:
     """The traits of a plain tensor: one object for all that are alike."""
-    return Traits(requires_grad=requires_grad, conj=conj, neg=neg) if requires_grad or conj or neg else PLAIN
+    return (
+        Traits(requires_grad=requires_grad, conj=conj, neg=neg)
+        if requires_grad or conj or neg
+        else PLAIN
+    )
 
 
 def checked_ints(values: object, what: str, rank: int | None = None) -> tuple[int, ...]:
     """A tuple or list of non-negative ints (no bools), of the given rank, if any."""
-    if not isinstance(values, tuple | list) or any(type(v) is not int or not 0 <= v < MAX_ELEMENTS for v in values):
-        raise MetadataError(f"the {what} of a tensor must be non-negative integers", found=brief(values))
+    if not isinstance(values, tuple | list) or any(
+        type(v) is not int or not 0 <= v < MAX_ELEMENTS for v in values
+    ):
+        raise MetadataError(
+            f"the {what} of a tensor must be non-negative integers", found=brief(values)
+        )
     if rank is not None and len(values) != rank:
-        raise MetadataError(f"a tensor with {rank} dimensions has a {what} with {len(values)}", found=brief(values))
+        raise MetadataError(
+            f"a tensor with {rank} dimensions has a {what} with {len(values)}", found=brief(values)
+        )
     return tuple(values)
 
 
@@ -46,7 +68,10 @@ def checked_shape(size: object, limits: Limits) -> tuple[int, ...]:
     """The lengths of a tensor: of a rank that is allowed, and countable in 64 bits even where one is 0, as numpy wants."""
     shape = checked_ints(size, "size")
     if len(shape) > limits.rank:
-        raise LimitExceeded(f"a tensor with {len(shape)} dimensions, above Limits(rank={limits.rank})", found=len(shape))
+        raise LimitExceeded(
+            f"a tensor with {len(shape)} dimensions, above Limits(rank={limits.rank})",
+            found=len(shape),
+        )
     count = math.prod(n or 1 for n in shape)
     # 16 bytes is the widest element.
     if count >= MAX_ELEMENTS or (0 in shape and count >= MAX_ELEMENTS // 16):
@@ -54,12 +79,19 @@ def checked_shape(size: object, limits: Limits) -> tuple[int, ...]:
     return shape
 
 
-def reach(offset: object, size: object, stride: object, limits: Limits) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+def reach(
+    offset: object, size: object, stride: object, limits: Limits
+) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
     """The shape, strides and offset of a claim, and the last element that it touches: -1 where it touches none.
 
     The stride of a dimension of length 1 is never used and may be any number; one that does not fit 64 bits is given as 0.
     """
-    if type(size) is tuple and type(stride) is tuple and len(size) == len(stride) <= limits.rank and type(offset) is int:
+    if (
+        type(size) is tuple
+        and type(stride) is tuple
+        and len(size) == len(stride) <= limits.rank
+        and type(offset) is int
+    ):
         # What writers write, in one pass; the rest is looked at again below, and refused for its own reason.
         last, count = offset, 1
         for n, s in zip(size, stride, strict=True):
@@ -80,7 +112,11 @@ def reach(offset: object, size: object, stride: object, limits: Limits) -> tuple
 
 def beyond(last: int, room: int) -> MetadataError:
     """The error for a tensor that touches element `last` of a storage of `room` elements."""
-    return MetadataError(f"a tensor reaches element {last:,} of a storage that holds {room:,}", expected=room, found=last)
+    return MetadataError(
+        f"a tensor reaches element {last:,} of a storage that holds {room:,}",
+        expected=room,
+        found=last,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -90,11 +126,26 @@ def strided_kind(
 ) -> Kind:  # fmt: skip
     """The kind of a tensor over a storage: one object for all that are alike. Strides are in bits."""
     return Kind.strided(
-        dtype, shape, strides, storage_nbytes=storage_nbytes, traits=traits, byteorder=byteorder, location=location, inside=inside
+        dtype,
+        shape,
+        strides,
+        storage_nbytes=storage_nbytes,
+        traits=traits,
+        byteorder=byteorder,
+        location=location,
+        inside=inside,
     )
 
 
-def strided_view(storage: LazyTensor, dtype: DType, offset: object, *, size: object, stride: object, traits: Traits) -> LazyTensor:
+def strided_view(
+    storage: LazyTensor,
+    dtype: DType,
+    offset: object,
+    *,
+    size: object,
+    stride: object,
+    traits: Traits,
+) -> LazyTensor:
     """The tensor that views a storage (itself a 1-D lazy tensor) with an offset and strides counted in elements."""
     shape, steps, begin, last = reach(offset, size, stride, storage.source.limits)
     row = storage.position if isinstance(storage.position, FileRow) else None
@@ -104,7 +155,9 @@ def strided_view(storage: LazyTensor, dtype: DType, offset: object, *, size: obj
         where = chunks[0].offset, chunks[0].strides
     if where is None or storage.ndim != 1 or where[1] != (storage.dtype.bits,):
         # A tensor in the place of a storage: its size says nothing about the bytes that are there.
-        raise MetadataError("a tensor over something that is no storage", found=type(storage).__name__)
+        raise MetadataError(
+            "a tensor over something that is no storage", found=type(storage).__name__
+        )
     room, needed = storage.size * storage.dtype.bits, (last + 1) * dtype.bits
     # Packed quantised types count their storage in bytes and their elements in fractions of one (torch 2.13, quint4x2).
     if needed > room and not (dtype.packed and needed <= storage.size * 8):
@@ -115,8 +168,18 @@ def strided_view(storage: LazyTensor, dtype: DType, offset: object, *, size: obj
     if row is not None and dtype.nbytes(math.prod(shape)) < BEYOND:
         own = row.kind
         inside = is_inside(at, dtype.nbytes(math.prod(shape)), own.storage_nbytes)
-        kind = strided_kind(dtype, shape, strides, own.storage_nbytes, traits, own.byteorder, own.location, inside)
-        return LazyTensor("", dtype, shape, (), storage.source, traits, FileRow(row.storages, row.number, kind, at))
+        kind = strided_kind(
+            dtype, shape, strides, own.storage_nbytes, traits, own.byteorder, own.location, inside
+        )
+        return LazyTensor(
+            "",
+            dtype,
+            shape,
+            (),
+            storage.source,
+            traits,
+            FileRow(row.storages, row.number, kind, at),
+        )
     chunk = Chunk(Box.whole(shape), storage.chunks[0].storage, at, strides)
     return LazyTensor("", dtype, shape, (chunk,), storage.source, traits)
 
@@ -131,7 +194,10 @@ def brief(value: object) -> str:
         case Global():
             return str(value)[:128]
         case tuple() | list():
-            inside = ", ".join(str(v) if isinstance(v, int) and abs(v) < 1 << 128 else type(v).__name__ for v in value[:8])
+            inside = ", ".join(
+                str(v) if isinstance(v, int) and abs(v) < 1 << 128 else type(v).__name__
+                for v in value[:8]
+            )
             return f"{type(value).__name__} of {len(value)}: {inside}"
         case _:
             return type(value).__name__
@@ -140,7 +206,9 @@ def brief(value: object) -> str:
 def arity(args: Args, low: int, high: int, what: str) -> Args:
     """The arguments, if there are as many as the function takes."""
     if not low <= len(args) <= high:
-        raise PickleError(f"{what} was given {len(args)} arguments, not {low} to {high}", found=len(args))
+        raise PickleError(
+            f"{what} was given {len(args)} arguments, not {low} to {high}", found=len(args)
+        )
     return args
 
 

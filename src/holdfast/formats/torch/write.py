@@ -37,7 +37,18 @@ from holdfast.core.protocols import State
 from holdfast.core.runtime import gc_paused
 from holdfast.core.table import ODD, Piece
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.engine.saves import BATCH, MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment, text_nbytes
+from holdfast.engine.saves import (
+    BATCH,
+    MISTAKEN_KEY,
+    Data,
+    FilePlan,
+    Hole,
+    Late,
+    Memory,
+    SavePlan,
+    Segment,
+    text_nbytes,
+)
 from holdfast.engine.table import NO_TENSORS, lazy_table
 from holdfast.errors import CannotHold
 from holdfast.formats.torch.composites import NESTED, QSCHEMES, UTILS
@@ -45,7 +56,14 @@ from holdfast.formats.torch.pickled import UNTYPED, PickledRows, StorageRecord, 
 from holdfast.formats.torch.reducers import REDUCERS
 from holdfast.formats.torch.tensors import TENSOR_CLASSES
 from holdfast.formats.torch.writer import TorchPickle
-from holdfast.formats.zip.writer import Payload, RecordBytes, RecordFolder, Records, by_digits, lay_out_zip
+from holdfast.formats.zip.writer import (
+    Payload,
+    RecordBytes,
+    RecordFolder,
+    Records,
+    by_digits,
+    lay_out_zip,
+)
 
 Words = npt.NDArray[np.uint64]
 
@@ -71,7 +89,9 @@ def fold_names(names: tuple[str | tuple[str, int], ...]) -> int:
     hashes = hash_texts([name.encode("utf-8") for name in names if isinstance(name, str)])
     if len(hashes) < len(names):
         each = iter(hashes[:, None])
-        hashes = np.concatenate([next(each) if isinstance(name, str) else _hash_numbered(*name) for name in names])
+        hashes = np.concatenate(
+            [next(each) if isinstance(name, str) else _hash_numbered(*name) for name in names]
+        )
     return fold(hashes[set_order(hashes)].tolist())
 
 
@@ -83,7 +103,11 @@ def mistaken_crc(head: bytes) -> int | None:
     >>> mistaken_crc(b"PK\\7\\x08\\1\\0\\0\\0..."), mistaken_crc(b"PK\\7\\x08\\1\\0\\0"), mistaken_crc(bytes(8))
     (1, None, None)
     """
-    return int.from_bytes(head[4:8], "little") if head.startswith(b"PK\x07\x08") and len(head) >= 8 else None
+    return (
+        int.from_bytes(head[4:8], "little")
+        if head.startswith(b"PK\x07\x08") and len(head) >= 8
+        else None
+    )
 
 
 def fold(values: Iterable[int], seed: int = 0) -> int:
@@ -116,8 +140,12 @@ def _hash_numbered(folder: str, count: int) -> Words:
             padded = np.zeros((min(first + BATCH, high) - first, -(-length // 8) * 8), np.uint8)
             padded[:, : len(before)] = before
             powers = 10 ** np.arange(digits - 1, -1, -1)
-            padded[:, len(before) : length] = np.arange(first, first + len(padded))[:, None] // powers % 10 + ord("0")
-            hashes[first : first + len(padded)] = _hash_rows(padded.view("<u8").astype(np.uint64), length)
+            padded[:, len(before) : length] = np.arange(first, first + len(padded))[
+                :, None
+            ] // powers % 10 + ord("0")
+            hashes[first : first + len(padded)] = _hash_rows(
+                padded.view("<u8").astype(np.uint64), length
+            )
     return hashes
 
 
@@ -139,7 +167,9 @@ def set_order(hashes: Words) -> npt.NDArray[np.int64]:
     order = np.zeros(0, np.int64)
     for buckets in BUCKETS:
         entered = np.concatenate([order, np.arange(len(order), min(buckets, len(hashes)))])
-        _, firsts, which = np.unique(hashes[entered] % np.uint64(buckets), return_index=True, return_inverse=True)
+        _, firsts, which = np.unique(
+            hashes[entered] % np.uint64(buckets), return_index=True, return_inverse=True
+        )
         order = entered[np.lexsort((-np.arange(len(entered)), -firsts[which]))]
         if len(order) == len(hashes):
             break
@@ -184,11 +214,22 @@ def lay_out_torch_zip(
             raise CannotHold("a torch file cannot hold some of this state", pickled.problems)
         content, storages = pickled.finish(), state.tensors.storages
         records = RecordContents(pickled.sources, pickled.storages.records, storages)
-        reads = None if storages.read_nbytes is storages.nbytes else records.of_records(storages.read_nbytes)
+        reads = (
+            None
+            if storages.read_nbytes is storages.nbytes
+            else records.of_records(storages.read_nbytes)
+        )
         folder = RecordFolder("data", records, records.apart, reads)
-        files = (FilePlan("", lay_out_container(name, content, [folder], alignment=alignment, crc=crc)),)
+        files = (
+            FilePlan("", lay_out_container(name, content, [folder], alignment=alignment, crc=crc)),
+        )
         notes = (*_notes(pickled), *unkept_texts(state.metadata, "a torch file"))
-        return SavePlan("torch-zip", files, notes, near_limits=_near_limits(text_nbytes(files), state.tensors.names))
+        return SavePlan(
+            "torch-zip",
+            files,
+            notes,
+            near_limits=_near_limits(text_nbytes(files), state.tensors.names),
+        )
 
 
 DIRECTORY_NBYTES = 256
@@ -198,7 +239,10 @@ DIRECTORY_NBYTES = 256
 def _near_limits(text: int, names: Collection[str]) -> bool:
     """Whether there are so many records, or so long a pickle, that a reader may refuse it."""
     # The directory has 46 bytes and a name for each record; names of tensors may take 16 times what the pickle has.
-    directory = len(names) * DIRECTORY_NBYTES > DEFAULTS.zip_directory_nbytes or 2 * len(names) > DEFAULTS.zip_records
+    directory = (
+        len(names) * DIRECTORY_NBYTES > DEFAULTS.zip_directory_nbytes
+        or 2 * len(names) > DEFAULTS.zip_records
+    )
     return directory or text > DEFAULTS.pickle_nbytes or sum(map(len, names)) > text
 
 
@@ -212,18 +256,35 @@ def pickled_rows(state: State) -> PickledRows:
     leaves, table = state.leaves, state.tensors
     storage, kinds = table.storage, table.kinds
     classes = [kind.dtype.storage or UNTYPED for kind in kinds]
-    alone = {at for at, kind in enumerate(kinds) if not (kind.whole and kind.nbytes and is_usual(kind))}
+    alone = {
+        at for at, kind in enumerate(kinds) if not (kind.whole and kind.nbytes and is_usual(kind))
+    }
     # A record has one dtype, and a tensor that is written by itself needs one of its own: lazy tensors know which share it.
-    shared = {number for kind, number in zip(table.kind, storage, strict=True) if kind in alone} if alone else set[int]()
+    shared = (
+        {number for kind, number in zip(table.kind, storage, strict=True) if kind in alone}
+        if alone
+        else set[int]()
+    )
     if len({*storage}) < len(storage):
         seen: dict[int, str] = {}
         each = zip(storage, [classes[one] for one in table.kind], strict=True)
         shared |= {number for number, one in {*each} if seen.setdefault(number, one) != one}
     parts = {id(part) for whole in leaves.composites() for part in whole.parts.values()}
-    shared |= {number for value, number in zip(map(id, leaves.values), storage, strict=True) if value in parts} if parts else set()
+    shared |= (
+        {
+            number
+            for value, number in zip(map(id, leaves.values), storage, strict=True)
+            if value in parts
+        }
+        if parts
+        else set()
+    )
     if shared:
         storage = [ODD if number in shared else number for number in storage]
-    others = frozenset(type(value) for value, made in leaves.converted.values() if made is not value) - leaves.kinds
+    others = (
+        frozenset(type(value) for value, made in leaves.converted.values() if made is not value)
+        - leaves.kinds
+    )
 
     made: dict[int, LazyTensor] = {}
 
@@ -237,18 +298,26 @@ def pickled_rows(state: State) -> PickledRows:
             made[id(value)] = table.view(row)
         return made[id(value)]
 
-    return PickledRows(leaves.values, kinds, table.kind, storage, leaves.kinds, view, leaves.described, others)
+    return PickledRows(
+        leaves.values, kinds, table.kind, storage, leaves.kinds, view, leaves.described, others
+    )
 
 
 class RecordContents:
     """The bytes of the records of a file: storages of a table, and what lazy tensors by themselves reach."""
 
-    def __init__(self, numbers: array[int], records: Sequence[StorageRecord], storages: RecordBytes) -> None:
+    def __init__(
+        self, numbers: array[int], records: Sequence[StorageRecord], storages: RecordBytes
+    ) -> None:
         """`numbers` has the number of a storage for each record of the file, `ODD` for those of `records`."""
         self._numbers, self._storages = numbers, storages
         self._tensors = {record.number: record.tensor() for record in records}
         rest = [*self._tensors]
-        self._others = lazy_table([f"data/{at}" for at in rest], [*self._tensors.values()]) if rest else NO_TENSORS
+        self._others = (
+            lazy_table([f"data/{at}" for at in rest], [*self._tensors.values()])
+            if rest
+            else NO_TENSORS
+        )
         self._place = {at: row for row, at in enumerate(rest)}
         self.apart = [rest[row] for row in self._others.single]
         """Records that are read by themselves."""
@@ -271,10 +340,14 @@ class RecordContents:
             return self._storages.read(own)
         pieces: list[Piece] = [b""] * len(own)
         plain = [at for at, number in enumerate(own) if number != ODD]
-        for at, piece in zip(plain, self._storages.read([own[at] for at in plain]) if plain else (), strict=True):
+        for at, piece in zip(
+            plain, self._storages.read([own[at] for at in plain]) if plain else (), strict=True
+        ):
             pieces[at] = piece
         rest = [at for at, number in enumerate(own) if number == ODD]
-        for at, piece in zip(rest, self._others.read([self._place[numbers[at]] for at in rest]), strict=True):
+        for at, piece in zip(
+            rest, self._others.read([self._place[numbers[at]] for at in rest]), strict=True
+        ):
             pieces[at] = piece
         return pieces
 
@@ -294,9 +367,19 @@ def lay_out_container(
     `numbered=False` there are no records of the format and the alignment, as before torch 2.7.
     """
     order: tuple[str, Payload] = ("byteorder", sys.byteorder.encode())
-    numbers: list[tuple[str, Payload]] = [(".format_version", b"1"), (".storage_alignment", b"%d" % alignment)]
-    records: list[tuple[str, Payload] | RecordFolder] = [("data.pkl", content), *(numbers if numbered else ())]
-    records += (order, *storages, ("version", b"3\n")) if order_first else (*storages, ("version", b"3\n"), order)
+    numbers: list[tuple[str, Payload]] = [
+        (".format_version", b"1"),
+        (".storage_alignment", b"%d" % alignment),
+    ]
+    records: list[tuple[str, Payload] | RecordFolder] = [
+        ("data.pkl", content),
+        *(numbers if numbered else ()),
+    ]
+    records += (
+        (order, *storages, ("version", b"3\n"))
+        if order_first
+        else (*storages, ("version", b"3\n"), order)
+    )
     identity = Identity(records, crc=crc)
     known = all(isinstance(record, tuple) and isinstance(record[1], bytes) for record in storages)
     records.append((SERIALIZATION_ID, identity({}) if known else Late(NBYTES, identity)))
@@ -346,11 +429,18 @@ class Identity:
                     found.append(0)
                 elif isinstance(payload, Data | Memory):
                     found.append(crcs[payload.label])
-        return b"%020d%020d" % (fold_names(tuple(names)), fold([crc for crc in found if crc is not None]))
+        return b"%020d%020d" % (
+            fold_names(tuple(names)),
+            fold([crc for crc in found if crc is not None]),
+        )
 
     def _numbered(self, records: RecordFolder, crcs: Mapping[str, int]) -> list[int]:
         """The checksums of numbered records, and what is mistaken for one where a record begins like a descriptor."""
-        alone = {number: records.names[number] for number in records.alone if records.content.nbytes[number]}
+        alone = {
+            number: records.names[number]
+            for number in records.alone
+            if records.content.nbytes[number]
+        }
         mistaken = {
             label: sum
             for number, label in alone.items()
@@ -358,7 +448,11 @@ class Identity:
         }
         if MISTAKEN_KEY in crcs:
             end = len(MISTAKEN_KEY)
-            mistaken |= {label[:-end]: sum for label, sum in crcs.items() if label.endswith(MISTAKEN_KEY) and label != MISTAKEN_KEY}
+            mistaken |= {
+                label[:-end]: sum
+                for label, sum in crcs.items()
+                if label.endswith(MISTAKEN_KEY) and label != MISTAKEN_KEY
+            }
         lengths = records.content.nbytes
         empty = len(lengths) and not lengths.item(lengths.argmin())
         filled = [*compress(records.names, lengths.tolist())] if empty else records.names
@@ -388,11 +482,19 @@ def first_bytes(data: Payload) -> bytes:
 
 def _notes(pickled: TorchPickle) -> list[str]:
     """Notes for people about the file."""
-    refused = [f"{what} ({pickled.where(path)})" for what, path in pickled.mentioned.items() if what not in LOADED]
+    refused = [
+        f"{what} ({pickled.where(path)})"
+        for what, path in pickled.mentioned.items()
+        if what not in LOADED
+    ]
     notes = list(pickled.notes)
     if refused:
-        shown = ", ".join(refused[:8]) + (f" and {len(refused) - 8} more" if len(refused) > 8 else "")
-        notes.append(f"torch.load(weights_only=True) refuses this file unless it is told to allow {shown}")
+        shown = ", ".join(refused[:8]) + (
+            f" and {len(refused) - 8} more" if len(refused) > 8 else ""
+        )
+        notes.append(
+            f"torch.load(weights_only=True) refuses this file unless it is told to allow {shown}"
+        )
     for one, other in pickled.storages.lost():
         notes.append(
             f"{one.name!r} ({one.sample.dtype}) and {other.name!r} ({other.sample.dtype}) share bytes in a way that torch has no "
@@ -403,18 +505,27 @@ def _notes(pickled: TorchPickle) -> list[str]:
 
 def unkept_texts(metadata: Mapping[str, str], what: str) -> list[str]:
     kept = sorted(without_origin(metadata))[:8]
-    return [f"the metadata ({', '.join(kept)}) has no place in {what} and is not kept"] if kept else []
+    return (
+        [f"the metadata ({', '.join(kept)}) has no place in {what} and is not kept"] if kept else []
+    )
 
 
 DTYPE_NAMES = [name for row in DTYPES.rows for name in (row.torch, row.storage) if name]
 LOADED = frozenset(
     [
         *(Global(module, name) for module, name in REDUCERS if module == UTILS),
-        *(Global("torch", name) for name in (*DTYPE_NAMES, *QSCHEMES, *TENSOR_CLASSES, "Tensor", "Size", "device")),
+        *(
+            Global("torch", name)
+            for name in (*DTYPE_NAMES, *QSCHEMES, *TENSOR_CLASSES, "Tensor", "Size", "device")
+        ),
         *(Global("builtins", name) for name in ("bytearray", "set", "complex")),
         *(Global("collections", name) for name in ("OrderedDict", "Counter")),
         *(Global(NESTED, name) for name in ("NestedTensor", "_rebuild_njt")),
-        *(Global("torch._tensor", "_rebuild_from_type_v2"), Global("torch.nn.parameter", "Parameter"), Global("_codecs", "encode")),
+        *(
+            Global("torch._tensor", "_rebuild_from_type_v2"),
+            Global("torch.nn.parameter", "Parameter"),
+            Global("_codecs", "encode"),
+        ),
         *(Global("torch.serialization", "_get_layout"), Global("torch.storage", "UntypedStorage")),
     ]
 )

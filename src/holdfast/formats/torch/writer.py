@@ -38,10 +38,31 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.table import ODD, Kind
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.formats.pickle.writer import BATCH_ITEMS, GET1, INT1, LONG_GET, LONG_PUT, PUT1, TUPLES, PickleWriter, get, integer
+from holdfast.formats.pickle.writer import (
+    BATCH_ITEMS,
+    GET1,
+    INT1,
+    LONG_GET,
+    LONG_PUT,
+    PUT1,
+    TUPLES,
+    PickleWriter,
+    get,
+    integer,
+)
 from holdfast.formats.torch import pickled
 from holdfast.formats.torch.composites import KINDS, UTILS
-from holdfast.formats.torch.pickled import NEW, RECORD_KEY, REMEMBER, SHORT, WIDE, PickledKind, PickledRows, StorageRecord, Template
+from holdfast.formats.torch.pickled import (
+    NEW,
+    RECORD_KEY,
+    REMEMBER,
+    SHORT,
+    WIDE,
+    PickledKind,
+    PickledRows,
+    StorageRecord,
+    Template,
+)
 from holdfast.formats.torch.reducers import LAYOUTS
 
 TENSOR = Global("torch", "Tensor")
@@ -75,11 +96,19 @@ def _own(record: int) -> int:
 class TorchPickle(PickleWriter):
     """The pickle of a torch file, and the records that it points at."""
 
-    def __init__(self, limits: Limits | None = None, *, trim: bool = True, rows: PickledRows = pickled.NO_ROWS) -> None:
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        trim: bool = True,
+        rows: PickledRows = pickled.NO_ROWS,
+    ) -> None:
         super().__init__(limits)
         self.storages = pickled.StorageRecords(trim=trim)
         self._given = rows
-        self._plain_rows = {kind: self.rows.get(kind, PickleWriter._problem) for kind in (*rows.types, *rows.others)}
+        self._plain_rows = {
+            kind: self.rows.get(kind, PickleWriter._problem) for kind in (*rows.types, *rows.others)
+        }
         """How values of these types are written where they are no rows: in the attributes of a container."""
         self.rows |= dict.fromkeys(rows.others, TorchPickle._other)
         self.rows |= dict.fromkeys(rows.types, TorchPickle._row)
@@ -129,7 +158,9 @@ class TorchPickle(PickleWriter):
         for place, record, start, bits in self._open:
             out[place] = integer(record.count)
             # An empty tensor begins nowhere, and may come before what its record holds.
-            out[place + OFFSET] = integer((start - record.base) // bits) if start > record.base else ZERO
+            out[place + OFFSET] = (
+                integer((start - record.base) // bits) if start > record.base else ZERO
+            )
         out.append(b".")
         # What is remembered of a million tensors takes more memory than the pickle.
         self.memo, self._identities, self.out = {}, [], []
@@ -202,11 +233,19 @@ class TorchPickle(PickleWriter):
                         out += (GET1[known] if known <= SHORT else LONG_GET(b"j", known),)
                         row += 1
                         continue
-                    if made is not None and number <= made.last and storage != ODD and storage not in records:
+                    if (
+                        made is not None
+                        and number <= made.last
+                        and storage != ODD
+                        and storage not in records
+                    ):
                         record = len(records)
                         if record >= made.stop:
                             made = self._longer(kind_of[row], number)
-                        out += (made.lead % record, (made.behind + number * made.step).to_bytes(made.nbytes, "little"))
+                        out += (
+                            made.lead % record,
+                            (made.behind + number * made.step).to_bytes(made.nbytes, "little"),
+                        )
                         records[storage] = number
                         number += made.count
                         memo[own] = number - 1
@@ -312,7 +351,9 @@ class TorchPickle(PickleWriter):
             kind.named = True
             digits = len(str(record)) if which & NEW else 0
             named = tuple([references[one] for one in kind.refers])
-            made = kind.made[which] = pickled.template_of(kind.opcodes, kind.refers, named, digits=digits, wide=bool(which & WIDE))
+            made = kind.made[which] = pickled.template_of(
+                kind.opcodes, kind.refers, named, digits=digits, wide=bool(which & WIDE)
+            )
         return made
 
     def _by_opcodes(self, kind: PickledKind, source: int) -> None:
@@ -348,7 +389,9 @@ class TorchPickle(PickleWriter):
             self.refuse(problem)
             return
         traits = tensor.traits
-        if traits.subclass is not None or (not traits.parameter and (traits.state is not None or traits.buffer)):
+        if traits.subclass is not None or (
+            not traits.parameter and (traits.state is not None or traits.buffer)
+        ):
             self.name("torch._tensor", "_rebuild_from_type_v2")
             self.out.append(b"(")
             self.name(UTILS, pickled.builder_of(tensor))
@@ -371,12 +414,21 @@ class TorchPickle(PickleWriter):
             return None
         (chunk,) = chunks
         storage, bits = chunk.storage, dtype.bits
-        if chunk.offset or dtype.packed or math.prod(shape) * bits != storage.nbytes * 8 or not storage.nbytes:
+        if (
+            chunk.offset
+            or dtype.packed
+            or math.prod(shape) * bits != storage.nbytes * 8
+            or not storage.nbytes
+        ):
             return None
         key = dtype, shape, chunk.strides, traits.requires_grad, traits.parameter, storage.location
         if key not in self._alike:
             plain = chunk.strides == c_strides(shape, bits)
-            self._alike[key] = PickledKind.of(Kind.plain(dtype, shape, traits, location=storage.location)) if plain else None
+            self._alike[key] = (
+                PickledKind.of(Kind.plain(dtype, shape, traits, location=storage.location))
+                if plain
+                else None
+            )
         return self._alike[key]
 
     def _place(self, tensor: LazyTensor) -> tuple[StorageRecord, int, tuple[int, ...]]:
@@ -430,7 +482,9 @@ class TorchPickle(PickleWriter):
         out, storage_class = self.out, tensor.dtype.storage
         out.append(b"(")
         self._shared(pickled.STORAGE)
-        self.name(*("torch", storage_class) if storage_class else ("torch.storage", "UntypedStorage"))
+        self.name(
+            *("torch", storage_class) if storage_class else ("torch.storage", "UntypedStorage")
+        )
         self._key(_own(record.number))
         self._shared(record.location)
         self._open.append((len(out), record, start, tensor.dtype.bits))
@@ -479,7 +533,9 @@ class TorchPickle(PickleWriter):
         self.put()
 
     def _flags(self, traits: Traits) -> None:
-        flags = {name: True for name, there in (("neg", traits.neg), ("conj", traits.conj)) if there}
+        flags = {
+            name: True for name, there in (("neg", traits.neg), ("conj", traits.conj)) if there
+        }
         self.out.append(b"}")
         self.put()
         if len(flags) > 1:
@@ -508,7 +564,9 @@ class TorchPickle(PickleWriter):
             return
         if whole.traits.requires_grad and not whole.traits.parameter and not kind.keeps_grad:
             # torch's own call has no place for it: such a tensor comes back without from torch.save as well (2.13).
-            self.notes.append(f"{self.where()}: requires_grad of a {whole.kind} tensor has no place in a torch file; it is lost")
+            self.notes.append(
+                f"{self.where()}: requires_grad of a {whole.kind} tensor has no place in a torch file; it is lost"
+            )
         self.path.append(whole.kind)
         if whole.traits.parameter:
             self._begin_parameter(whole.traits)
@@ -527,7 +585,11 @@ class TorchPickle(PickleWriter):
         self.memo[id(value)] = self.count - 1
 
     def _device(self, value: Device) -> None:
-        self.call(value, "torch.device", (value.type,) if value.index is None else (value.type, value.index))
+        self.call(
+            value,
+            "torch.device",
+            (value.type,) if value.index is None else (value.type, value.index),
+        )
 
     def _torch_dtype(self, value: DType) -> None:
         if value.torch is None:

@@ -25,9 +25,22 @@ from holdfast.core.runtime import copied_together
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.files import ViewTable
-from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, MetadataError, PickleError, ZipError
+from holdfast.errors import (
+    Corrupted,
+    FormatError,
+    HeaderError,
+    LimitExceeded,
+    MetadataError,
+    PickleError,
+    ZipError,
+)
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.torch.storages import ArchiveStorages, FoundStorages, RecordStorages, StorageId
+from holdfast.formats.torch.storages import (
+    ArchiveStorages,
+    FoundStorages,
+    RecordStorages,
+    StorageId,
+)
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.zip.layout import Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive
@@ -87,13 +100,26 @@ def read_torch_zip(source: Source, key: str) -> SavedFile:
     tree, nbytes = reader.read(PICKLE, STORAGES)
     if archive.get("constants.pkl") is None:
         archive.records.fold()
-        return SavedFile("torch-zip", tree, nbytes, reader.foreign(), tuple(reader.notes), reader.metadata)
+        return SavedFile(
+            "torch-zip", tree, nbytes, reader.foreign(), tuple(reader.notes), reader.metadata
+        )
     # The attributes of a scripted module have the names that its `state_dict()` has; its constants stand beside them.
     constants, more = reader.read("constants.pkl", "constants/")
-    whole = tree if isinstance(constants, tuple) and not constants else {"module": tree, "constants": constants}
+    whole = (
+        tree
+        if isinstance(constants, tuple) and not constants
+        else {"module": tree, "constants": constants}
+    )
     code = sum(1 for name in archive.records if "/code/" in name)
     note = f"a TorchScript archive: its {code} code records are listed and never run; the tensors are read as data"
-    return SavedFile("torchscript", whole, nbytes + more, reader.foreign(), (note, *reader.notes), reader.metadata)
+    return SavedFile(
+        "torchscript",
+        whole,
+        nbytes + more,
+        reader.foreign(),
+        (note, *reader.notes),
+        reader.metadata,
+    )
 
 
 def saved_archive(source: Source, key: str) -> Archive:
@@ -110,13 +136,18 @@ def saved_archive(source: Source, key: str) -> Archive:
 def record_bytes(source: Source, key: str, record: ZipRecord, most: int | None = None) -> bytes:
     """The content of a record that torch stores plainly, its checksum compared; `most` bounds a pickle's."""
     if record.method != 0:
-        raise ZipError(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
+        raise ZipError(
+            f"the record {record.name!r} is compressed; torch stores it plainly",
+            offset=record.header,
+        )
     if most is not None and record.nbytes > most:
         message = f"{record.name} is {record.nbytes:,} bytes, above Limits(pickle_nbytes={most:,})"
         raise LimitExceeded(message, expected=most, found=record.nbytes)
     data = source.bytes(key, record.start, record.stop)
     if record.crc32 is not None and crc32(data) != record.crc32:
-        message = f"the record {record.name!r} does not have the checksum that the archive records for it"
+        message = (
+            f"the record {record.name!r} does not have the checksum that the archive records for it"
+        )
         raise Corrupted(message, offset=record.start, expected=record.crc32, found=crc32(data))
     return data
 
@@ -131,10 +162,14 @@ class PickleReader:
         self.metadata = self._texts()
         self.byteorder = self.metadata.get("byteorder", "little")
         if self.byteorder not in ("little", "big"):
-            raise HeaderError("the byteorder record says neither 'little' nor 'big'", found=self.byteorder)
+            raise HeaderError(
+                "the byteorder record says neither 'little' nor 'big'", found=self.byteorder
+            )
         version = self.metadata.get(".data/version", self.metadata.get("version", "")).strip()
         if not version.isdecimal() or int(version) not in VERSIONS:
-            raise HeaderError("the version record is missing or not a version that torch reads", found=version)
+            raise HeaderError(
+                "the version record is missing or not a version that torch reads", found=version
+            )
 
     @cached_property
     def _storages(self) -> RecordStorages:
@@ -142,12 +177,23 @@ class PickleReader:
 
     def _texts(self) -> dict[str, str]:
         texts = {}
-        for name in ("version", ".data/version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"):
+        for name in (
+            "version",
+            ".data/version",
+            "byteorder",
+            ".format_version",
+            ".storage_alignment",
+            ".data/serialization_id",
+        ):
             record = self._archive.get(name)
             if record is not None:
                 if record.nbytes > TEXT_NBYTES:
-                    raise HeaderError(f"the {name} record is {record.nbytes} bytes long", found=record.nbytes)
-                texts[name] = record_bytes(self._source, self._key, record).decode("ascii", "backslashreplace")
+                    raise HeaderError(
+                        f"the {name} record is {record.nbytes} bytes long", found=record.nbytes
+                    )
+                texts[name] = record_bytes(self._source, self._key, record).decode(
+                    "ascii", "backslashreplace"
+                )
         return texts
 
     def read(self, name: str, folder: str) -> tuple[object, int]:
@@ -159,7 +205,9 @@ class PickleReader:
         table = TorchTable(source, storages.persistent, storages)
         # The content has no name here: it goes when it is read.
         most = source.limits.pickle_nbytes
-        done = interpret_whole(record_bytes(source, self._key, record, most), table, limits=source.limits, stream=name)
+        done = interpret_whole(
+            record_bytes(source, self._key, record, most), table, limits=source.limits, stream=name
+        )
         self._foreign += done.foreign
         value = done.value
         if type(value) is dict and {*map(type, value)} == {str}:
@@ -196,7 +244,10 @@ class Payloads:
         """The value in a record, read once."""
         if record.name not in self._read:
             if not record.stored:
-                raise ZipError(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
+                raise ZipError(
+                    f"the record {record.name!r} is compressed; torch stores it plainly",
+                    offset=record.header,
+                )
             head = self._source.bytes(self._key, record.start, min(record.start + 4, record.stop))
             made = self._saved(record) if head == b"PK\3\4" else self._bare(record)
             self._read[record.name] = made
@@ -206,24 +257,40 @@ class Payloads:
         """A file of `torch.save` in a record."""
         archive = read_archive(self._source, self._key, start=record.start, stop=record.stop)
         if not archive.prefix or archive.get("constants.pkl") is not None:
-            raise FormatError(f"the record {record.name!r} holds a zip that torch.save did not write", offset=record.start)
+            raise FormatError(
+                f"the record {record.name!r} holds a zip that torch.save did not write",
+                offset=record.start,
+            )
         pickled = archive.get(PICKLE)
         if pickled is None:
-            raise FormatError(f"the record {record.name!r} holds a zip without {PICKLE}", offset=record.start)
+            raise FormatError(
+                f"the record {record.name!r} holds a zip without {PICKLE}", offset=record.start
+            )
         byteorder = PickleReader(self._source, self._key, archive).byteorder
         content = record_bytes(self._source, self._key, pickled, self._source.limits.pickle_nbytes)
-        storages = FoundStorages(self._source, lambda storage_id: self._storage(storage_id, archive, record, byteorder=byteorder))
-        return self._interpret(content, TorchTable(self._source, storages.persistent), f"{record.name}: {PICKLE}")
+        storages = FoundStorages(
+            self._source,
+            lambda storage_id: self._storage(storage_id, archive, record, byteorder=byteorder),
+        )
+        return self._interpret(
+            content, TorchTable(self._source, storages.persistent), f"{record.name}: {PICKLE}"
+        )
 
-    def _storage(self, storage_id: StorageId, archive: Archive, record: ZipRecord, *, byteorder: str) -> Storage:
+    def _storage(
+        self, storage_id: StorageId, archive: Archive, record: ZipRecord, *, byteorder: str
+    ) -> Storage:
         stored = archive.get(STORAGES + storage_id.key)
         label = f"{record.name}: {STORAGES}{storage_id.key}"
         if stored is None:
-            raise MetadataError(f"the pickle in {record.name!r} points at {STORAGES}{storage_id.key[:64]}, which is not there")
+            raise MetadataError(
+                f"the pickle in {record.name!r} points at {STORAGES}{storage_id.key[:64]}, which is not there"
+            )
         if not stored.stored:
             raise ZipError(f"the storage {label!r} is compressed", offset=stored.header)
         place = self._key, stored.start, stored.nbytes
-        return Storage(*place, byteorder, stored.crc32, storage_id.location, label, home=self._source.store)
+        return Storage(
+            *place, byteorder, stored.crc32, storage_id.location, label, home=self._source.store
+        )
 
     def _bare(self, record: ZipRecord) -> object:
         """A pickle without storages."""
@@ -238,4 +305,6 @@ class Payloads:
 
 
 def _no_storage(pid: object) -> object:
-    raise PickleError("a persistent id in a pickle that has no storages beside it", found=type(pid).__name__)
+    raise PickleError(
+        "a persistent id in a pickle that has no storages beside it", found=type(pid).__name__
+    )

@@ -75,7 +75,10 @@ class Decoder:
                     for key in value:
                         if key.startswith(TAG):
                             refuse(f"a key that begins with {TAG} in a plain dict", (at, key))
-                made = {key: inside if type(inside) in PLAIN else self.node(inside, (at, key)) for key, inside in value.items()}
+                made = {
+                    key: inside if type(inside) in PLAIN else self.node(inside, (at, key))
+                    for key, inside in value.items()
+                }
             self.depth -= 1
             return made
         if isinstance(value, list):
@@ -84,7 +87,8 @@ class Decoder:
             self.depth += 1
             made = [
                 inside
-                if type(inside) in PLAIN or (type(inside) is int and -SAFE_INTEGER <= inside <= SAFE_INTEGER)
+                if type(inside) in PLAIN
+                or (type(inside) is int and -SAFE_INTEGER <= inside <= SAFE_INTEGER)
                 else self.node(inside, (at, i))
                 for i, inside in enumerate(value)
             ]
@@ -95,9 +99,14 @@ class Decoder:
         return value
 
     def too_deep(self, at: Way) -> NoReturn:
-        raise LimitExceeded(f"at {shown(at)}: nested deeper than Limits(depth={self.limits.depth})", expected=self.limits.depth)
+        raise LimitExceeded(
+            f"at {shown(at)}: nested deeper than Limits(depth={self.limits.depth})",
+            expected=self.limits.depth,
+        )
 
-    def entries(self, target: dict[object, object], fields: Fields, at: Way) -> dict[object, object]:
+    def entries(
+        self, target: dict[object, object], fields: Fields, at: Way
+    ) -> dict[object, object]:
         """Fill a dict from `entries`, an object, or from `items`, a list of pairs."""
         entries = fields.get("entries")
         if entries is not None:
@@ -141,7 +150,9 @@ class Decoder:
         return values
 
     def values(self, fields: Fields, field: str, at: Way) -> list[object]:
-        return [self.node(item, ((at, field), i)) for i, item in enumerate(self.many(fields, field, at))]
+        return [
+            self.node(item, ((at, field), i)) for i, item in enumerate(self.many(fields, field, at))
+        ]
 
     def text(self, fields: Fields, field: str, at: Way) -> str:
         value = fields.get(field)
@@ -165,7 +176,11 @@ class Decoder:
     def shape(self, fields: Fields, at: Way) -> tuple[int, ...]:
         lengths = self.many(fields, "shape", at)
         checked = tuple(n for n in lengths if type(n) is int and n >= 0)
-        if len(checked) != len(lengths) or len(checked) > self.limits.rank or not addressable(checked, 8):
+        if (
+            len(checked) != len(lengths)
+            or len(checked) > self.limits.rank
+            or not addressable(checked, 8)
+        ):
             refuse("expected a list of lengths", (at, "shape"))
         return checked
 
@@ -196,7 +211,9 @@ def refuse(reason: str, at: Way) -> NoReturn:
     raise HeaderError(f"at {shown(at)}: {reason}")
 
 
-def check_fields(fields: Fields, at: Way, required: tuple[str, ...], optional: tuple[str, ...]) -> None:
+def check_fields(
+    fields: Fields, at: Way, required: tuple[str, ...], optional: tuple[str, ...]
+) -> None:
     for field in required:
         if field not in fields:
             refuse(f"the field {field} is missing", at)
@@ -205,7 +222,10 @@ def check_fields(fields: Fields, at: Way, required: tuple[str, ...], optional: t
             refuse(f"{quoted(str(fields[TAG]))} has no such field", (at, field))
 
 
-FLAVOURS: dict[object, type[PurePosixPath | PureWindowsPath]] = {"posix": PurePosixPath, "windows": PureWindowsPath}
+FLAVOURS: dict[object, type[PurePosixPath | PureWindowsPath]] = {
+    "posix": PurePosixPath,
+    "windows": PureWindowsPath,
+}
 
 
 def read_tensor(d: Decoder, fields: Fields, at: Way) -> object:
@@ -213,7 +233,14 @@ def read_tensor(d: Decoder, fields: Fields, at: Way) -> object:
     if name in d.tensors:
         refuse(f"the tensor {quoted(name)} stands in the tree twice", (at, "name"))
     if "dtype" in fields or "shape" in fields:
-        tensor = LazyTensor(name, read_dtype(d, fields, at, "dtype"), d.shape(fields, at), (), d.source, Traits(meta=True))
+        tensor = LazyTensor(
+            name,
+            read_dtype(d, fields, at, "dtype"),
+            d.shape(fields, at),
+            (),
+            d.source,
+            Traits(meta=True),
+        )
     else:
         try:
             tensor = d.find(name)
@@ -224,7 +251,10 @@ def read_tensor(d: Decoder, fields: Fields, at: Way) -> object:
     if "blocks" in fields:
         blocks = BLOCKS.get(kind := d.text(fields, "blocks", at))
         if blocks is None or tensor.dtype != "uint8" or blocks.shape(tensor.shape) is None:
-            refuse(f"{tensor.dtype} {list(tensor.shape)} is not in blocks of {quoted(kind)}", (at, "blocks"))
+            refuse(
+                f"{tensor.dtype} {list(tensor.shape)} is not in blocks of {quoted(kind)}",
+                (at, "blocks"),
+            )
         traits = replace(traits, blocks=blocks.name)
     if traits is not tensor.traits:
         d.tensors[name] = tensor = replace(tensor, traits=traits)
@@ -237,7 +267,9 @@ def read_composite(d: Decoder, fields: Fields, at: Way) -> object:
         value = fields[field]
         if not isinstance(value, dict):
             refuse(f"expected an object, found {kind(value)}", (at, field))
-        objects[field] = {name: d.node(inside, ((at, field), name)) for name, inside in value.items()}
+        objects[field] = {
+            name: d.node(inside, ((at, field), name)) for name, inside in value.items()
+        }
     parts = {name: part for name, part in objects["parts"].items() if isinstance(part, LazyTensor)}
     if len(parts) != len(objects["parts"]):
         refuse("a part that is no tensor", (at, "parts"))
@@ -309,11 +341,15 @@ def read_path(d: Decoder, fields: Fields, at: Way) -> object:
 
 def read_array(d: Decoder, fields: Fields, at: Way) -> object:
     data = scalars.bytes_from(d.text(fields, "base64", at))
-    return scalars.array_from(data, scalars.dtype_from(fields["dtype"]), d.many(fields, "shape", at), rank=d.limits.rank)
+    return scalars.array_from(
+        data, scalars.dtype_from(fields["dtype"]), d.many(fields, "shape", at), rank=d.limits.rank
+    )
 
 
 def read_scalar(d: Decoder, fields: Fields, at: Way) -> object:
-    return scalars.scalar_from(scalars.bytes_from(d.text(fields, "base64", at)), scalars.dtype_from(fields["dtype"]))
+    return scalars.scalar_from(
+        scalars.bytes_from(d.text(fields, "base64", at)), scalars.dtype_from(fields["dtype"])
+    )
 
 
 def from_text(field: str, make: Callable[[str], object]) -> Reader:
@@ -379,7 +415,11 @@ def json_limits(limits: Limits) -> Limits:
 
 
 def decode_tree(
-    value: object, tensor: Callable[[str], LazyTensor], source: Source, *, at: tuple[str | int, ...] = ()
+    value: object,
+    tensor: Callable[[str], LazyTensor],
+    source: Source,
+    *,
+    at: tuple[str | int, ...] = (),
 ) -> tuple[object, dict[str, LazyTensor]]:
     """The tree of a JSON value, and its tensors by name, each name once.
 

@@ -69,7 +69,11 @@ TENSOR = msgspec.json.encode({TAG: "tensor", "name": ""}).decode().removesuffix(
 
 def flat_tree(names: Iterable[str]) -> object:
     entries = {name: {TAG: "tensor", "name": name} for name in names}
-    return {TAG: "dict", "entries": entries} if any(name.startswith(TAG) for name in entries) else entries
+    return (
+        {TAG: "dict", "entries": entries}
+        if any(name.startswith(TAG) for name in entries)
+        else entries
+    )
 
 
 class EncodedTree(Value, frozen=True):
@@ -99,7 +103,9 @@ def _encoded(tree: object, texts: LeafTexts) -> EncodedTree:
     if encoder.unlisted:
         encoder.problems.append(f"and {encoder.unlisted:,} more of the same kinds")
     if encoder.repeated:
-        notes.append(f"{encoder.repeated:,} containers stand in several places; each place gets its own copy")
+        notes.append(
+            f"{encoder.repeated:,} containers stand in several places; each place gets its own copy"
+        )
     return EncodedTree(value, tuple(encoder.problems), tuple(notes))
 
 
@@ -109,23 +115,31 @@ class LeafTexts:
     def __init__(self, leaves: Leaves, table: Table) -> None:
         self.leaves = leaves
         names, traits = leaves.names, [_traits_text(kind.traits) for kind in table.kinds]
-        quote, keys = as_keys(names) if scalars.is_unicode("".join(names)) else ("", [*map(_quoted, names)])
+        quote, keys = (
+            as_keys(names) if scalars.is_unicode("".join(names)) else ("", [*map(_quoted, names)])
+        )
         around = [(f"{TENSOR}{quote}", f"{quote}{trait}") if trait else None for trait in traits]
         each = zip(keys, [around[kind] for kind in table.kind], strict=True)
-        self.texts = [f"{text[0]}{name}{text[1]}" if text and (quote or name) else "" for name, text in each]
+        self.texts = [
+            f"{text[0]}{name}{text[1]}" if text and (quote or name) else "" for name, text in each
+        ]
         """The text of each tensor; empty where it needs more than a name and flags."""
         self.met = 0
 
     def count_next(self, values: Collection[object]) -> int:
         """The number of values, from the first on, that are the next tensors and have texts."""
         first = self.met
-        same = [*map(is_, values, self.leaves.values[first : first + len(values)]), False].index(False)
+        same = [*map(is_, values, self.leaves.values[first : first + len(values)]), False].index(
+            False
+        )
         return [*self.texts[first : first + same], ""].index("")
 
     def next_name(self, tensor: LazyTensor, given: object) -> str | None:
         """The name of a tensor, which `given` stands for in the state; None if it is not the next tensor."""
         row = self.met
-        if row >= len(self.leaves.values) or not any(one is self.leaves.values[row] for one in (tensor, given)):
+        if row >= len(self.leaves.values) or not any(
+            one is self.leaves.values[row] for one in (tensor, given)
+        ):
             return None
         self.met += 1
         return self.leaves.names[row]
@@ -142,11 +156,21 @@ def encoded(node: object) -> str:
 def is_marked(traits: Traits) -> bool:
     """Whether a tensor has traits that are recorded."""
     marks = traits.requires_grad or traits.parameter or traits.buffer or traits.meta
-    return marks or traits.subclass is not None or traits.state is not None or traits.blocks is not None
+    return (
+        marks
+        or traits.subclass is not None
+        or traits.state is not None
+        or traits.blocks is not None
+    )
 
 
 def _traits_text(traits: Traits) -> str:
-    if traits.meta or traits.subclass is not None or traits.state is not None or traits.blocks is not None:
+    if (
+        traits.meta
+        or traits.subclass is not None
+        or traits.state is not None
+        or traits.blocks is not None
+    ):
         return ""
     said = msgspec.json.encode({flag: True for flag in FLAGS if getattr(traits, flag)}).decode()
     return said.replace("{", ",") if len(said) > len("{}") else "}"
@@ -166,7 +190,12 @@ class Encoder:
         """Bytes of long leaves: those written for the first time, and those written again."""
         self.seen: set[int] = set()
         self.on_path: set[int] = set()
-        self.known: dict[type, dict[object, str]] = {float: {}, str: {}, bool: {True: "true", False: "false"}, NONE: {None: "null"}}
+        self.known: dict[type, dict[object, str]] = {
+            float: {},
+            str: {},
+            bool: {True: "true", False: "false"},
+            NONE: {None: "null"},
+        }
         self.forms: dict[tuple[object, ...], Sequence[str] | None] = {}
         """By the keys of a dict: the text before each value; None where they are not written as an object."""
         self.spending = Spending(self.limits, 0)
@@ -190,7 +219,11 @@ class Encoder:
             kind = type(value)
             if leaves.is_tensor(value) and not isinstance(value, LazyTensor):
                 row = self.texts.met
-                if row < len(leaves.values) and leaves.values[row] is value and self.texts.texts[row]:
+                if (
+                    row < len(leaves.values)
+                    and leaves.values[row] is value
+                    and self.texts.texts[row]
+                ):
                     self.texts.met += 1
                     return msgspec.Raw(self.texts.texts[row].encode())
                 return self.problem(path, UNNAMED)
@@ -200,17 +233,31 @@ class Encoder:
             return self.container(value, path)
         return self.leaf(value, path)
 
-    def listed(self, values: Collection[object], openings: Iterable[str], keys: Iterable[object], path: Path) -> str:
+    def listed(
+        self,
+        values: Collection[object],
+        openings: Iterable[str],
+        keys: Iterable[object],
+        path: Path,
+    ) -> str:
         """The JSON of values one after the other, each behind its opening. `keys` and `path` give their places.
 
         No function is called for a tensor or a plain value, and few for a plain dict, list or tuple. All others are nodes.
         """
-        seen, on_path, forms, known, texts = self.seen, self.on_path, self.forms, self.known, self.texts
+        seen, on_path, forms, known, texts = (
+            self.seen,
+            self.on_path,
+            self.forms,
+            self.known,
+            self.texts,
+        )
         rows, written, tensors = texts.leaves.values, texts.texts, texts.leaves.kinds
         first, behind = texts.met, iter(openings)
         row, stop = first + texts.count_next(values), len(rows)
         self.steps += row - first
-        out = [*chain.from_iterable(zip(islice(behind, row - first), written[first:row], strict=True))]
+        out = [
+            *chain.from_iterable(zip(islice(behind, row - first), written[first:row], strict=True))
+        ]
         pending: list[tuple[Iterator[tuple[str, object, object]], str, int, object]] = []
         """The open containers: the rest of the values around each, its end, its id, its key."""
         room = self.limits.depth + LEAF_DEPTH - len(on_path)
@@ -304,7 +351,10 @@ class Encoder:
         if id(value) in self.seen:
             self.repeated += not isinstance(value, tuple | frozenset)
             if self.steps > FREE_STEPS + 8 * len(self.seen):
-                return self.problem(path, "one of too many places that share their containers; written out, they have no end")
+                return self.problem(
+                    path,
+                    "one of too many places that share their containers; written out, they have no end",
+                )
         self.seen.add(id(value))
         self.on_path.add(id(value))
         try:
@@ -315,19 +365,29 @@ class Encoder:
     def content(self, value: object, path: Path) -> object:
         match value:
             case OrderedDict():
-                return {TAG: "ordered_dict", **self.entries(value, path), **self.attributes(value, path)}
+                return {
+                    TAG: "ordered_dict",
+                    **self.entries(value, path),
+                    **self.attributes(value, path),
+                }
             case Counter():
                 return {TAG: "counter", **self.entries(value, path)}
             case defaultdict():
                 made = value.default_factory
                 name = None if made is None else FILLERS.get(made)
                 if made is not None and name is None:
-                    return self.problem(path, "a defaultdict that is filled by something else than a plain type")
+                    return self.problem(
+                        path, "a defaultdict that is filled by something else than a plain type"
+                    )
                 return {TAG: "defaultdict", "filler": name, **self.entries(value, path)}
             case dict():
                 entries = self.entries(value, path)
-                plain = "entries" in entries and f",{TAG}" not in ",".join(("", *cast("dict[str, object]", value)))
-                if plain or ("entries" in entries and not any(str(key).startswith(TAG) for key in value)):
+                plain = "entries" in entries and f",{TAG}" not in ",".join(
+                    ("", *cast("dict[str, object]", value))
+                )
+                if plain or (
+                    "entries" in entries and not any(str(key).startswith(TAG) for key in value)
+                ):
                     return entries["entries"]
                 return {TAG: "dict", **entries}
             case list():
@@ -344,7 +404,9 @@ class Encoder:
         raise TypeError(f"no container: {type(value).__name__}")
 
     def items(self, values: Collection[object], path: Path) -> object:
-        return msgspec.Raw(f"[{self.listed(values, chain(FIRST, repeat(',')), count(), path)}]".encode())
+        return msgspec.Raw(
+            f"[{self.listed(values, chain(FIRST, repeat(',')), count(), path)}]".encode()
+        )
 
     def entries(self, value: Mapping[object, object], path: Path) -> dict[str, object]:
         """The entries of a dict: as an object where all keys are text, as pairs where they are not."""
@@ -352,20 +414,37 @@ class Encoder:
         # Most dicts have short keys, which are not asked one by one.
         short = texts and max(map(len, cast("Mapping[str, object]", value)), default=0) <= LONG_LEAF
         some = texts or any(issubclass(kind, str) for kind in {*map(type, value)})
-        if some and not short and any(isinstance(key, str) and self.too_often(key) for key in value):
-            self.problem(path, "one of too many places that share a long key; written out, they have no end")
+        if (
+            some
+            and not short
+            and any(isinstance(key, str) and self.too_often(key) for key in value)
+        ):
+            self.problem(
+                path, "one of too many places that share a long key; written out, they have no end"
+            )
             return {"entries": {}}
         if texts and self.are_counts(value.values()):
             return {"entries": msgspec.Raw(msgspec.json.encode(value))}
         if texts:
             openings = _openings(cast("Collection[str]", value))
-            return {"entries": msgspec.Raw(f"{{{self.listed(value.values(), openings, value, path)}}}".encode())}
+            return {
+                "entries": msgspec.Raw(
+                    f"{{{self.listed(value.values(), openings, value, path)}}}".encode()
+                )
+            }
         # Numbers in their order need no look; all other keys are asked what they cost a reader.
         plain = [type(key) is int and at <= key <= at + 1 for at, key in enumerate(value)]
         self.steps += sum(plain)
         each = enumerate(zip(value, plain, strict=True))
-        pairs = [f"],[{key}," if as_is else f"],[{encoded(self.key(key, at, (*path, step(key))))}," for at, (key, as_is) in each]
-        return {"items": msgspec.Raw(f"[{self.listed(value.values(), pairs, value, path)[2:]}]]".encode())}
+        pairs = [
+            f"],[{key}," if as_is else f"],[{encoded(self.key(key, at, (*path, step(key))))},"
+            for at, (key, as_is) in each
+        ]
+        return {
+            "items": msgspec.Raw(
+                f"[{self.listed(value.values(), pairs, value, path)[2:]}]]".encode()
+            )
+        }
 
     def are_counts(self, values: Collection[object]) -> bool:
         """Whether values are dicts of small integers that stand nowhere else: these are JSON as they are.
@@ -375,7 +454,10 @@ class Encoder:
         if {*map(type, values)} != {dict} or len(self.on_path) >= self.limits.depth + LEAF_DEPTH:
             return False
         dicts, places = cast("Collection[dict[object, object]]", values), {*map(id, values)}
-        numbers, names = [*chain.from_iterable(map(dict.values, dicts))], [*chain.from_iterable(dicts)]
+        numbers, names = (
+            [*chain.from_iterable(map(dict.values, dicts))],
+            [*chain.from_iterable(dicts)],
+        )
         if len(places) < len(dicts) or not places.isdisjoint(self.seen):
             return False
         # Numbers that are equal may be of several types, and so may keys.
@@ -406,7 +488,9 @@ class Encoder:
         """`_metadata`, which torch's `state_dict()` sets on its OrderedDict. Other attributes are problems."""
         others = [name for name in vars(value) if name != "_metadata"]
         if others:
-            self.problem(path, f"an OrderedDict with attributes ({', '.join(map(repr, others[:5]))})")
+            self.problem(
+                path, f"an OrderedDict with attributes ({', '.join(map(repr, others[:5]))})"
+            )
         metadata = vars(value).get("_metadata")
         if metadata is not None and not isinstance(metadata, dict):
             self.problem(path, f"an OrderedDict whose _metadata is a {type(metadata).__name__}")
@@ -425,8 +509,16 @@ class Encoder:
 
     def composite(self, whole: Composite, path: Path) -> object:
         parts = {name: self.node(part, (*path, name)) for name, part in whole.parts.items()}
-        attributes = {name: self.node(value, (*path, name)) for name, value in whole.attributes.items()}
-        node = {TAG: "composite", "kind": whole.kind, "shape": list(whole.shape), "parts": parts, "attributes": attributes}
+        attributes = {
+            name: self.node(value, (*path, name)) for name, value in whole.attributes.items()
+        }
+        node = {
+            TAG: "composite",
+            "kind": whole.kind,
+            "shape": list(whole.shape),
+            "parts": parts,
+            "attributes": attributes,
+        }
         return node | self.traits(whole.traits, path)
 
     def traits(self, traits: Traits, path: Path) -> dict[str, object]:
@@ -442,8 +534,13 @@ class Encoder:
 
     def leaf(self, value: object, path: Path) -> object:
         """A value without parts. A long value may not be written too often."""
-        if isinstance(value, str | bytes | bytearray | np.ndarray | np.generic) and self.too_often(value):
-            return self.problem(path, "one of too many places that share a long value; written out, they have no end")
+        if isinstance(value, str | bytes | bytearray | np.ndarray | np.generic) and self.too_often(
+            value
+        ):
+            return self.problem(
+                path,
+                "one of too many places that share a long value; written out, they have no end",
+            )
         return self.written(value, path)
 
     def too_often(self, value: str | bytes | bytearray | np.ndarray | np.generic) -> bool:
@@ -451,7 +548,9 @@ class Encoder:
         if nbytes <= LONG_LEAF:
             return False
         # Arrays are made anew over one buffer: its owner is what is shared.
-        shared = id(value.base if isinstance(value, np.ndarray) and value.base is not None else value)
+        shared = id(
+            value.base if isinstance(value, np.ndarray) and value.base is not None else value
+        )
         if shared not in self.leaves:
             self.leaves.add(shared)
             self.once_nbytes += nbytes
@@ -471,35 +570,64 @@ class Encoder:
             case str():
                 if scalars.is_unicode(value):
                     return value
-                return {TAG: "str", "utf8": scalars.bytes_text(value.encode("utf-8", "surrogatepass"))}
+                return {
+                    TAG: "str",
+                    "utf8": scalars.bytes_text(value.encode("utf-8", "surrogatepass")),
+                }
             case int():
                 if -scalars.SAFE_INTEGER <= value <= scalars.SAFE_INTEGER:
                     return value
                 digits = scalars.integer_text(value)
-                return self.problem(path, "an int of thousands of digits") if digits is None else {TAG: "int", "value": digits}
+                return (
+                    self.problem(path, "an int of thousands of digits")
+                    if digits is None
+                    else {TAG: "int", "value": digits}
+                )
             case float():
                 text = scalars.float_text(value)
                 return value if text is None else {TAG: "float", "value": text}
             case complex():
-                return {TAG: "complex", "real": self.leaf(value.real, path), "imag": self.leaf(value.imag, path)}
+                return {
+                    TAG: "complex",
+                    "real": self.leaf(value.real, path),
+                    "imag": self.leaf(value.imag, path),
+                }
             case bytes() | bytearray():
                 return {TAG: kind.__name__, "base64": scalars.bytes_text(value)}
             case range() | slice():
                 fields = {name: getattr(value, name) for name in ("start", "stop", "step")}
                 if any(part is not None and type(part) is not int for part in fields.values()):
                     return self.problem(path, "a slice of something else than integers")
-                return {TAG: kind.__name__, **{name: self.leaf(part, path) for name, part in fields.items()}}
+                return {
+                    TAG: kind.__name__,
+                    **{name: self.leaf(part, path) for name, part in fields.items()},
+                }
             case Device():
-                return {TAG: "device", "type": self.leaf(value.type, path), "index": self.leaf(value.index, path)}
+                return {
+                    TAG: "device",
+                    "type": self.leaf(value.type, path),
+                    "index": self.leaf(value.index, path),
+                }
             case DType():
                 return {TAG: "dtype", "name": value.name}
             case Global():
-                return {TAG: "global", "module": self.leaf(value.module, path), "name": self.leaf(value.name, path)}
+                return {
+                    TAG: "global",
+                    "module": self.leaf(value.module, path),
+                    "name": self.leaf(value.name, path),
+                }
             case PurePosixPath() | PureWindowsPath():
-                flavour, pure = ("posix", PurePosixPath) if isinstance(value, PurePosixPath) else ("windows", PureWindowsPath)
+                flavour, pure = (
+                    ("posix", PurePosixPath)
+                    if isinstance(value, PurePosixPath)
+                    else ("windows", PureWindowsPath)
+                )
                 if len(str(value)) > PATH_CHARACTERS or pure(str(value)) != value:
                     # `//://` on Windows is another path once it has been text (Python 3.11).
-                    return self.problem(path, f"a path of more than {PATH_CHARACTERS} characters, or not given back by its text")
+                    return self.problem(
+                        path,
+                        f"a path of more than {PATH_CHARACTERS} characters, or not given back by its text",
+                    )
                 return {TAG: "path", "flavour": flavour, "path": self.written(str(value), path)}
         raise TypeError(f"no leaf: {kind.__name__}")
 
@@ -514,8 +642,13 @@ class Encoder:
             return self.problem(path, f"{_described(value)} with a dtype that is not plain")
         if isinstance(value, np.dtype):
             return {TAG: "numpy.dtype", "dtype": form}
-        if value.nbytes > scalars.ARRAY_NBYTES or (isinstance(value, np.ndarray) and not value.itemsize):
-            return self.problem(path, f"a numpy array of {value.nbytes:,} bytes, too many or too few to be kept as a value")
+        if value.nbytes > scalars.ARRAY_NBYTES or (
+            isinstance(value, np.ndarray) and not value.itemsize
+        ):
+            return self.problem(
+                path,
+                f"a numpy array of {value.nbytes:,} bytes, too many or too few to be kept as a value",
+            )
         node = {"dtype": form, "base64": scalars.bytes_text(value.tobytes())}
         if isinstance(value, np.ndarray):
             return {TAG: "numpy.array", "shape": list(value.shape), **node}
@@ -523,7 +656,9 @@ class Encoder:
 
 
 def are_texts(values: Collection[object]) -> bool:
-    return {*map(type, values)} <= {str} and scalars.is_unicode("".join(cast("Collection[str]", values)))
+    return {*map(type, values)} <= {str} and scalars.is_unicode(
+        "".join(cast("Collection[str]", values))
+    )
 
 
 def _openings(keys: Collection[str]) -> list[str]:
@@ -532,7 +667,11 @@ def _openings(keys: Collection[str]) -> list[str]:
     return [made[0][1:], *made[1:]] if made else []
 
 
-PLAIN_CONTAINERS: dict[type, tuple[str, str]] = {dict: ("{", "}"), list: ("[", "]"), tuple: (f'{{"{TAG}":"tuple","items":[', "]}")}
+PLAIN_CONTAINERS: dict[type, tuple[str, str]] = {
+    dict: ("{", "}"),
+    list: ("[", "]"),
+    tuple: (f'{{"{TAG}":"tuple","items":[', "]}"),
+}
 
 NONE = type(None)
 TEXT = frozenset({str})
@@ -540,7 +679,9 @@ FIRST = ("",)
 SAFE_INTEGER = scalars.SAFE_INTEGER
 MOST_KNOWN = 10_000
 
-CONTAINERS = frozenset({dict, OrderedDict, Counter, defaultdict, DefaultDict, list, tuple, Size, set, frozenset})
+CONTAINERS = frozenset(
+    {dict, OrderedDict, Counter, defaultdict, DefaultDict, list, tuple, Size, set, frozenset}
+)
 LEAVES = frozenset({
     str, int, float, complex, bytes, bytearray, range, slice, Device, DType, Global, PurePosixPath, PureWindowsPath,
     PosixPath, WindowsPath,

@@ -30,7 +30,9 @@ FLOATS = {"inf": math.inf, "-inf": -math.inf, "-0.0": -0.0, "nan": math.nan}
 NAN_BITS = re.compile(r"nan:[0-9a-f]{16}\Z")
 """A NaN with a sign or a payload of its own, as the bits of the number."""
 
-CODE = re.compile(r"[<>|][?biufcSUVmM][0-9]{1,9}(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?\Z")
+CODE = re.compile(
+    r"[<>|][?biufcSUVmM][0-9]{1,9}(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?\Z"
+)
 
 NO_UNICODE = "a name with half of a surrogate pair, which is no Unicode"
 
@@ -103,10 +105,19 @@ def dtype_form(dtype: AnyDType) -> object:
     if dtype.fields is not None and dtype.names is not None:
         fields = [dtype.fields[name] for name in dtype.names]
         formats = [None if field[0].names is not None else dtype_form(field[0]) for field in fields]
-        if None in formats or any(len(field) > 2 for field in fields) or not all(map(is_unicode, dtype.names)):
+        if (
+            None in formats
+            or any(len(field) > 2 for field in fields)
+            or not all(map(is_unicode, dtype.names))
+        ):
             return None
         offsets = [field[1] for field in fields]
-        return {"names": list(dtype.names), "formats": formats, "offsets": offsets, "itemsize": dtype.itemsize}
+        return {
+            "names": list(dtype.names),
+            "formats": formats,
+            "offsets": offsets,
+            "itemsize": dtype.itemsize,
+        }
     return dtype.str if CODE.match(dtype.str) else None
 
 
@@ -121,24 +132,42 @@ def dtype_from(form: object) -> AnyDType:
                 return plain
             except (TypeError, ValueError):
                 raise ValueError("no dtype of numpy") from None
-        case {"names": list(names), "formats": list(texts), "offsets": list(offsets), "itemsize": int(size), **rest} if not rest:
+        case {
+            "names": list(names),
+            "formats": list(texts),
+            "offsets": list(offsets),
+            "itemsize": int(size),
+            **rest,
+        } if not rest:
             return _structured(names, texts, offsets, size=size)
         case _:
             raise ValueError("no dtype of numpy")
 
 
-def _structured(names: list[object], texts: list[object], offsets: list[object], *, size: int) -> AnyDType:
-    if not all(isinstance(text, str) for text in texts) or not all(type(name) is str for name in names):
+def _structured(
+    names: list[object], texts: list[object], offsets: list[object], *, size: int
+) -> AnyDType:
+    if not all(isinstance(text, str) for text in texts) or not all(
+        type(name) is str for name in names
+    ):
         raise ValueError("a structured dtype needs texts as names and formats")
     formats = [dtype_from(text) for text in texts]
     starts = [offset for offset in offsets if type(offset) is int]
-    if not len(names) == len(formats) == len(starts) == len(offsets) or type(size) is not int or not 0 <= size < 1 << 31:
-        raise ValueError("a structured dtype needs as many formats and offsets as names, and a size")
+    if (
+        not len(names) == len(formats) == len(starts) == len(offsets)
+        or type(size) is not int
+        or not 0 <= size < 1 << 31
+    ):
+        raise ValueError(
+            "a structured dtype needs as many formats and offsets as names, and a size"
+        )
     if any(not 0 <= at <= size - inner.itemsize for at, inner in zip(starts, formats, strict=True)):
         raise ValueError("a field beyond the end of its structured dtype")
     try:
         texts_of_names = [str(name) for name in names]
-        made: AnyDType = np.dtype({"names": texts_of_names, "formats": formats, "offsets": starts, "itemsize": size})
+        made: AnyDType = np.dtype(
+            {"names": texts_of_names, "formats": formats, "offsets": starts, "itemsize": size}
+        )
         return made
     except (TypeError, ValueError):
         raise ValueError("a structured dtype that numpy refuses") from None
@@ -153,7 +182,9 @@ def array_from(data: bytes, dtype: AnyDType, shape: list[object], *, rank: int) 
         raise ValueError("a shape that is no list of lengths")
     count = math.prod(lengths)
     if not dtype.itemsize or count * dtype.itemsize != len(data):
-        raise ValueError(f"{len(data):,} bytes for an array of {count:,} elements of {dtype.itemsize} bytes")
+        raise ValueError(
+            f"{len(data):,} bytes for an array of {count:,} elements of {dtype.itemsize} bytes"
+        )
     try:
         made: np.ndarray = np.ndarray(lengths, dtype, buffer=data)
     except (TypeError, ValueError, OverflowError):

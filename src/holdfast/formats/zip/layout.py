@@ -87,11 +87,15 @@ END, LOCATOR, END64 = struct.Struct("<I4H2IH"), struct.Struct("<IIQI"), struct.S
 def gather(raw: bytes, positions: Ints, dtype: np.dtype[np.void]) -> np.ndarray:
     """One structure for each position, all of which must lie inside `raw`."""
     # An array with a structure at every byte, which overlap; taking some of them is the only copy.
-    everywhere: np.ndarray = np.ndarray(max(len(raw) - dtype.itemsize + 1, 0), dtype, raw, strides=(1,))
+    everywhere: np.ndarray = np.ndarray(
+        max(len(raw) - dtype.itemsize + 1, 0), dtype, raw, strides=(1,)
+    )
     return everywhere[positions]
 
 
-def refused(message: str, *, key: str, offset: int, expected: object = None, found: object = None) -> ZipError:
+def refused(
+    message: str, *, key: str, offset: int, expected: object = None, found: object = None
+) -> ZipError:
     """The error for an archive that two readers could see differently."""
     text = f"zip archive: {message}; no known writer makes this, so the file is damaged or was tampered with"
     return ZipError(text, file=key, offset=offset, expected=expected, found=found)
@@ -133,7 +137,9 @@ MAX_BLOCKS = 8
 BLOCK = np.dtype([("id", "<u2"), ("nbytes", "<u2")])
 
 
-def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: FieldOffsets) -> tuple[Ints, Ints]:
+def find_zip64(
+    raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: FieldOffsets
+) -> tuple[Ints, Ints]:
     """Check many extra fields at once; give the start and length of each one's zip64 body, (-1, 0) where there is none.
 
     `starts` and `stops` are positions in `raw`.
@@ -153,7 +159,9 @@ def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: F
         if not len(rows):
             break
         here, ends = places.of(rows), stops[rows]
-        here.require(cursors + BLOCK.itemsize <= ends, "an extra field ends in the middle of a block")
+        here.require(
+            cursors + BLOCK.itemsize <= ends, "an extra field ends in the middle of a block"
+        )
         blocks = gather(raw, cursors, BLOCK)
         cursors = cursors + BLOCK.itemsize
         nbytes = blocks["nbytes"].astype(np.int64)
@@ -166,7 +174,9 @@ def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: F
         cursors = cursors + nbytes
         going = cursors < ends
         rows, cursors = rows[going], cursors[going]
-    places.of(rows).require(np.zeros(len(rows), np.bool_), f"an extra field of more than {MAX_BLOCKS} blocks")
+    places.of(rows).require(
+        np.zeros(len(rows), np.bool_), f"an extra field of more than {MAX_BLOCKS} blocks"
+    )
     return bodies, lengths
 
 
@@ -177,7 +187,9 @@ SHOWN = 80
 """Characters of a hostile name that an error message repeats."""
 
 
-def decode_names(raw: Sequence[bytes], flags: Sequence[int], places: FieldOffsets, *, fold_case: bool = True) -> list[str]:
+def decode_names(
+    raw: Sequence[bytes], flags: Sequence[int], places: FieldOffsets, *, fold_case: bool = True
+) -> list[str]:
     """The names as text, in the same order. A folder's name keeps its final slash.
 
     All names are checked together, as one text with NUL before, between and behind them: a hundred thousand names cost a
@@ -205,7 +217,9 @@ def decode_names(raw: Sequence[bytes], flags: Sequence[int], places: FieldOffset
             before = first.setdefault(same, row)
             if before != row:
                 pair = f"{names[before][:SHOWN]!r} and {names[row][:SHOWN]!r}"
-                message = f"two records of one name, {pair}{' (torch ignores case)' if fold_case else ''}"
+                message = (
+                    f"two records of one name, {pair}{' (torch ignores case)' if fold_case else ''}"
+                )
                 raise refused(message, key=places.key, offset=int(places.offsets[row]))
     return names
 
@@ -256,7 +270,9 @@ def read_tail(source: Source, key: str, *, start: int, stop: int) -> tuple[int, 
     """
     length = stop - start
     if length < END.size:
-        raise Truncated(f"zip archive: {length} bytes are too few for its end record", file=key, offset=stop)
+        raise Truncated(
+            f"zip archive: {length} bytes are too few for its end record", file=key, offset=stop
+        )
     reach = min(length, END.size + LOCATOR.size + END64.size)
     raw = source.bytes(key, stop - reach, stop)
     at = reach - END.size
@@ -264,7 +280,9 @@ def read_tail(source: Source, key: str, *, start: int, stop: int) -> tuple[int, 
     if signature != END_SIGNATURE or comment:
         raise _no_end(source, key, start, stop=stop)
     if disk or first_disk:
-        raise refused("it is one of several disks", key=key, offset=stop - END.size, found=(disk, first_disk))
+        raise refused(
+            "it is one of several disks", key=key, offset=stop - END.size, found=(disk, first_disk)
+        )
     end = length - END.size
     claims = (here, count, nbytes, directory)
     if raw[max(at - LOCATOR.size, 0) : at].startswith(b"PK\6\7"):
@@ -276,36 +294,66 @@ def read_tail(source: Source, key: str, *, start: int, stop: int) -> tuple[int, 
         raise refused("the zip64 end record is missing", key=key, offset=stop - END.size)
     here, count, nbytes, directory = claims
     if here != count:
-        raise refused("two different counts of records", key=key, offset=stop - END.size, expected=count, found=here)
+        raise refused(
+            "two different counts of records",
+            key=key,
+            offset=stop - END.size,
+            expected=count,
+            found=here,
+        )
     if directory + nbytes != end:
         message = f"the central directory should end at byte {end} of the archive, and ends at {directory + nbytes}"
         raise refused(message, key=key, offset=start + end, expected=end, found=directory + nbytes)
     if count * ENTRY.itemsize > nbytes:
-        raise refused(f"{count} records in a directory of {nbytes} bytes", key=key, offset=stop - END.size, found=count)
+        raise refused(
+            f"{count} records in a directory of {nbytes} bytes",
+            key=key,
+            offset=stop - END.size,
+            found=count,
+        )
     for field, value in (("zip_directory_nbytes", nbytes), ("zip_records", count)):
         limit = getattr(source.limits, field)
         if value > limit:
             message = f"zip archive: {value} is more than Limits({field}={limit}); raise it if you trust the file"
-            raise LimitExceeded(message, file=key, offset=start + directory, expected=limit, found=value)
+            raise LimitExceeded(
+                message, file=key, offset=start + directory, expected=limit, found=value
+            )
     return directory, nbytes, count
 
 
-def _read_wide(raw: bytes, claims: tuple[int, int, int, int], *, key: str, position: int, offset: int) -> tuple[int, int, int, int]:
+def _read_wide(
+    raw: bytes, claims: tuple[int, int, int, int], *, key: str, position: int, offset: int
+) -> tuple[int, int, int, int]:
     """The four claims as the zip64 end record has them; `raw` starts with it, at `position` of the archive."""
     _, locator_disk, pointer, disks = LOCATOR.unpack_from(raw, END64.size)
     if locator_disk or disks != 1:
-        raise refused("it is one of several disks", key=key, offset=offset + END64.size, found=(locator_disk, disks))
+        raise refused(
+            "it is one of several disks",
+            key=key,
+            offset=offset + END64.size,
+            found=(locator_disk, disks),
+        )
     if pointer != position:
         message = f"the zip64 locator points at byte {pointer} and not at byte {position}, the end record before it"
-        raise refused(message, key=key, offset=offset + END64.size, expected=position, found=pointer)
+        raise refused(
+            message, key=key, offset=offset + END64.size, expected=position, found=pointer
+        )
     signature, rest, _, _, disk, first_disk, *wide = END64.unpack_from(raw)
     if signature != END64_SIGNATURE or rest != END64.size - 12:
         raise refused("no zip64 end record of 56 bytes before its locator", key=key, offset=offset)
     if disk or first_disk:
-        raise refused("it is one of several disks", key=key, offset=offset, found=(disk, first_disk))
+        raise refused(
+            "it is one of several disks", key=key, offset=offset, found=(disk, first_disk)
+        )
     for narrow, value, most in zip(claims, wide, (MAX16, MAX16, MAX32, MAX32), strict=True):
         if narrow not in (value, most):
-            raise refused("the end record and the zip64 end record disagree", key=key, offset=offset, expected=value, found=narrow)
+            raise refused(
+                "the end record and the zip64 end record disagree",
+                key=key,
+                offset=offset,
+                expected=value,
+                found=narrow,
+            )
     here, count, nbytes, directory = wide
     return here, count, nbytes, directory
 
@@ -354,19 +402,25 @@ class Entries(Value, frozen=True):
     """The offset of each local header, counted from the archive's start."""
 
 
-def read_entries(raw: bytes, count: int, directory: int, *, key: str, start: int, fold_case: bool = True) -> Entries:
+def read_entries(
+    raw: bytes, count: int, directory: int, *, key: str, start: int, fold_case: bool = True
+) -> Entries:
     """Parse and check the central directory at byte `directory` of an archive that begins at byte `start` of the file."""
     place = start + directory
     positions, raw_names = _walk(raw, count, key=key, place=place)
     places = FieldOffsets(key, positions + place)
     fields = gather(raw, positions, ENTRY)
-    places.require(fields["signature"] == ENTRY_SIGNATURE, "no entry where one should be in the directory")
+    places.require(
+        fields["signature"] == ENTRY_SIGNATURE, "no entry where one should be in the directory"
+    )
     sizes, packed, offsets = _resolve(raw, positions, fields, places=places)
     flags, methods = fields["flags"].astype(np.int64), fields["method"].astype(np.int64)
     places.require(fields["disk"] == 0, "a record on another disk")
     places.require(fields["comment_nbytes"] == 0, "a record with a comment")
     places.require(fields["needed"] <= NEWEST, f"a record that needs a zip version above {NEWEST}")
-    places.require((methods == STORED) | (methods == DEFLATED), "a record that is neither stored nor deflated")
+    places.require(
+        (methods == STORED) | (methods == DEFLATED), "a record that is neither stored nor deflated"
+    )
     allowed = DESCRIBED | UTF8 | np.where(methods == DEFLATED, DEFLATE_OPTIONS, 0)
     places.require(flags & ~allowed == 0, "a record with flags for encryption or other features")
     stored = methods == STORED
@@ -381,12 +435,19 @@ def read_entries(raw: bytes, count: int, directory: int, *, key: str, start: int
     kinds = fields["attributes"] >> 16 & KINDS
     plain = (kinds == 0) | (kinds == np.where(folders, FOLDER, PLAIN))
     places.require(plain, "a record that is a link, a device or otherwise no plain file")
-    places.require(folders | (fields["attributes"] & FOLDER_ATTRIBUTE == 0), "a file marked as a folder")
+    places.require(
+        folders | (fields["attributes"] & FOLDER_ATTRIBUTE == 0), "a file marked as a folder"
+    )
     places.require(~folders | ((sizes == 0) & (methods == STORED)), "a folder that has content")
     order = np.argsort(offsets, kind="stable")
     rows = order.tolist()
-    columns = [column[order].astype(np.int64) for column in (flags, methods, fields["crc"], packed, sizes, offsets)]
-    return Entries([raw_names[row] for row in rows], [names[row] for row in rows], folders[order], *columns)
+    columns = [
+        column[order].astype(np.int64)
+        for column in (flags, methods, fields["crc"], packed, sizes, offsets)
+    ]
+    return Entries(
+        [raw_names[row] for row in rows], [names[row] for row in rows], folders[order], *columns
+    )
 
 
 def _walk(raw: bytes, count: int, *, key: str, place: int) -> tuple[Ints, list[bytes]]:
@@ -410,15 +471,22 @@ def _walk(raw: bytes, count: int, *, key: str, place: int) -> tuple[Ints, list[b
         names += (raw[position + head : stop],)
         position = stop + extra + comment
     if position != len(raw):
-        message, where = f"the directory of {len(raw)} bytes has entries of {position} bytes", place + min(position, len(raw))
+        message, where = (
+            f"the directory of {len(raw)} bytes has entries of {position} bytes",
+            place + min(position, len(raw)),
+        )
         raise refused(message, key=key, offset=where, expected=len(raw), found=position)
     return np.array(positions, np.int64), names
 
 
-def _resolve(raw: bytes, positions: Ints, fields: np.ndarray, *, places: FieldOffsets) -> tuple[Sizes, Sizes, Sizes]:
+def _resolve(
+    raw: bytes, positions: Ints, fields: np.ndarray, *, places: FieldOffsets
+) -> tuple[Sizes, Sizes, Sizes]:
     """Sizes, packed sizes and offsets, with saturated fields taken from the zip64 blocks."""
     starts = positions + ENTRY.itemsize + fields["name_nbytes"]
-    bodies, nbytes = find_zip64(raw, starts, starts + fields["extra_nbytes"], known=CENTRAL_BLOCKS, places=places)
+    bodies, nbytes = find_zip64(
+        raw, starts, starts + fields["extra_nbytes"], known=CENTRAL_BLOCKS, places=places
+    )
     values = [fields[name].astype(np.uint64) for name in ("size", "packed", "offset")]
     wanted = np.zeros(len(positions), np.int64)
     saturated = [column == MAX32 for column in values]
@@ -515,7 +583,15 @@ class Records(Mapping[str, ZipRecord]):
             return None
         starts, packed, crcs, methods, headers, sizes = self.columns
         crc = crcs[row]
-        return ZipRecord(name, starts[row], packed[row], None if crc == NO_CRC else crc, methods[row], headers[row], sizes[row])
+        return ZipRecord(
+            name,
+            starts[row],
+            packed[row],
+            None if crc == NO_CRC else crc,
+            methods[row],
+            headers[row],
+            sizes[row],
+        )
 
     def place(self, name: str) -> Place | None:
         """The place of the record of a name, without making a `ZipRecord`."""

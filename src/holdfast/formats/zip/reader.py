@@ -32,8 +32,29 @@ from holdfast.core.tensor import NO_CRC
 from holdfast.engine.coalesce import HEADERS, coalesce
 from holdfast.errors import Truncated
 from holdfast.formats.zip import layout
-from holdfast.formats.zip.layout import LOCAL, MAX16, MAX32, NARROW, WIDE, Archive, Entries, FieldOffsets, Records, gather, refused
-from holdfast.formats.zip.writer import EMPTY, FILLED, NO_BLOCK, SHORT_DESCRIPTOR, SHORT_ENTRY, SIGNATURE, header, tail
+from holdfast.formats.zip.layout import (
+    LOCAL,
+    MAX16,
+    MAX32,
+    NARROW,
+    WIDE,
+    Archive,
+    Entries,
+    FieldOffsets,
+    Records,
+    gather,
+    refused,
+)
+from holdfast.formats.zip.writer import (
+    EMPTY,
+    FILLED,
+    NO_BLOCK,
+    SHORT_DESCRIPTOR,
+    SHORT_ENTRY,
+    SIGNATURE,
+    header,
+    tail,
+)
 
 TAIL = layout.END64.size + layout.LOCATOR.size + layout.END.size
 TAIL_NBYTES = 4096
@@ -68,7 +89,11 @@ def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archiv
     read_nbytes = size if size <= WHOLE_NBYTES else TAIL_NBYTES
     last = source.bytes(key, stop - read_nbytes, stop)
     *_, count, nbytes, directory = layout.END64.unpack_from(last, read_nbytes - TAIL)
-    if directory + nbytes + TAIL != size or count > limits.zip_records or nbytes > limits.zip_directory_nbytes:
+    if (
+        directory + nbytes + TAIL != size
+        or count > limits.zip_records
+        or nbytes > limits.zip_directory_nbytes
+    ):
         return None
     if not count or not last.endswith(tail(count, directory, nbytes)):
         return None
@@ -97,7 +122,11 @@ class _Canonical:
 
     def walk(self, entries: bytes, count: int, directory: int) -> bool:
         """Whether the entries of the directory, and the headers of their records, are those of torch's writer."""
-        unpack, fixed_nbytes, last = SHORT_ENTRY.unpack_from, SHORT_ENTRY.size, len(entries) - SHORT_ENTRY.size
+        unpack, fixed_nbytes, last = (
+            SHORT_ENTRY.unpack_from,
+            SHORT_ENTRY.size,
+            len(entries) - SHORT_ENTRY.size,
+        )
         at = place = edge = 0
         before = b""
         """The descriptor of the record before, which begins at `edge`."""
@@ -113,32 +142,50 @@ class _Canonical:
                 name = entries[behind : behind + length]
                 opening, padding, head_nbytes = _frame(length, place % ALIGNMENT, nbytes > 0)
                 begin = place + head_nbytes
-                if fixed != (FILLED if nbytes else EMPTY) or nbytes != content or blank != NO_BLOCK or offset != place:
+                if (
+                    fixed != (FILLED if nbytes else EMPTY)
+                    or nbytes != content
+                    or blank != NO_BLOCK
+                    or offset != place
+                ):
                     return False
                 if begin > directory or (crc and not nbytes):
                     return False
                 known = crc if crc or not nbytes else NO_CRC
-                rows += ((name, begin, nbytes, known, place, before + opening + name + padding, edge),)
+                rows += (
+                    (name, begin, nbytes, known, place, before + opening + name + padding, edge),
+                )
                 edge = place = begin + nbytes
                 before = b""
                 if nbytes:
                     # Checksum and sizes stand there as they do in the entry.
-                    before, place = SIGNATURE + entries[at + 16 : at + 28], place + SHORT_DESCRIPTOR.size
+                    before, place = (
+                        SIGNATURE + entries[at + 16 : at + 28],
+                        place + SHORT_DESCRIPTOR.size,
+                    )
                 at = behind + length
             names, starts, packed, crcs, headers, expected, edges = zip(*rows, strict=True)
             ended = first + TOGETHER >= count
             if ended and (at != len(entries) or place != directory):
                 return False
             # The descriptor of the last record stands before no other.
-            if not self._has(*((*expected, before), (*edges, edge), (*starts, place)) if ended else (expected, edges, starts)):
+            if not self._has(
+                *((*expected, before), (*edges, edge), (*starts, place))
+                if ended
+                else (expected, edges, starts)
+            ):
                 return False
             self._names += names
             own = starts, packed, crcs, headers
             # Of very many records, eight bytes a number.
-            self._columns += (own if ended and not first else [array("q", column).tobytes() for column in own],)
+            self._columns += (
+                own if ended and not first else [array("q", column).tobytes() for column in own],
+            )
         return True
 
-    def _has(self, expected: tuple[bytes, ...], starts: tuple[int, ...], stops: tuple[int, ...]) -> bool:
+    def _has(
+        self, expected: tuple[bytes, ...], starts: tuple[int, ...], stops: tuple[int, ...]
+    ) -> bool:
         """Whether these ranges of the archive are what is expected."""
         if self._whole:
             return all(map(self._whole.startswith, expected, starts))
@@ -155,29 +202,50 @@ class _Canonical:
         """The archive; None where the names of its records need the strict reader."""
         together, count = b"\0".join(self._names), len(self._names)
         prefix, slash, _ = self._names[0].partition(b"/")
-        inside = together.startswith(prefix + slash) and together.count(b"\0" + prefix + slash) == count - 1
-        if not slash or not inside or not together.isascii() or together.endswith(b"/") or b"/\0" in together:
+        inside = (
+            together.startswith(prefix + slash)
+            and together.count(b"\0" + prefix + slash) == count - 1
+        )
+        if (
+            not slash
+            or not inside
+            or not together.isascii()
+            or together.endswith(b"/")
+            or b"/\0" in together
+        ):
             return None
         text = together.decode("ascii")
         names = text.split("\0")
-        if len(names) != count or len({*text.casefold().split("\0")}) != count or layout.unsafe(text):
+        if (
+            len(names) != count
+            or len({*text.casefold().split("\0")}) != count
+            or layout.unsafe(text)
+        ):
             return None
         starts, packed, crcs, headers = self._columns[0]
         if len(self._columns) > 1:
             starts, packed, crcs, headers = (
-                array("q", b"".join(map(bytes, column))) for column in zip(*self._columns, strict=True)
+                array("q", b"".join(map(bytes, column)))
+                for column in zip(*self._columns, strict=True)
             )
         if self._start:
-            starts, headers = (array("q", [self._start + one for one in column]) for column in (starts, headers))
+            starts, headers = (
+                array("q", [self._start + one for one in column]) for column in (starts, headers)
+            )
         rows = dict(zip(names, range(count), strict=True))
-        return Archive(Records(rows, starts, packed, crcs, bytes(count), headers, packed), prefix.decode("ascii"))
+        return Archive(
+            Records(rows, starts, packed, crcs, bytes(count), headers, packed),
+            prefix.decode("ascii"),
+        )
 
 
 BATCH_NBYTES = 4 << 20
 """Bytes that are checked together: enough to make the cost of a numpy call vanish, and little memory."""
 
 
-def locate_payloads(source: Source, entries: Entries, directory: int, *, key: str, start: int) -> Ints:
+def locate_payloads(
+    source: Source, entries: Entries, directory: int, *, key: str, start: int
+) -> Ints:
     """Check every local header and descriptor; give where each payload begins, counted from the archive's start.
 
     `directory` is where the central directory begins, counted from `start`, the archive's place in the file.
@@ -207,7 +275,9 @@ def locate_payloads(source: Source, entries: Entries, directory: int, *, key: st
     count = len(entries.offsets)
     edges = np.concatenate((entries.offsets, (directory,)))
     if edges[0] != 0:
-        raise refused(f"{edges[0]} bytes before the first record", key=key, offset=start, found=int(edges[0]))
+        raise refused(
+            f"{edges[0]} bytes before the first record", key=key, offset=start, found=int(edges[0])
+        )
     fixed = LOCAL.itemsize + np.fromiter(map(len, entries.raw_names), np.int64, count)
     rooms = edges[1:] - edges[:-1] - entries.packed - fixed
     headers = FieldOffsets(key, entries.offsets + start)
@@ -237,7 +307,9 @@ def locate_payloads(source: Source, entries: Entries, directory: int, *, key: st
 class _Check:
     """The checks of all records, batch by batch."""
 
-    def __init__(self, entries: Entries, edges: Ints, fixed: Ints, *, rooms: Ints, key: str, start: int) -> None:
+    def __init__(
+        self, entries: Entries, edges: Ints, fixed: Ints, *, rooms: Ints, key: str, start: int
+    ) -> None:
         self.entries, self.edges, self.fixed, self.rooms = entries, edges, fixed, rooms
         self.key, self.start = key, start
         self.shifts = np.zeros(len(edges), np.int64)
@@ -257,18 +329,29 @@ class _Check:
         headers = FieldOffsets(self.key, offsets + self.start)
         positions = offsets + self.shifts[:-1][rows]
         fields = gather(raw, positions, LOCAL)
-        headers.require(fields["signature"] == layout.LOCAL_SIGNATURE, "no local header where the directory says")
-        headers.require(fields["flags"] == entries.flags[rows], "two different sets of flags for one record")
-        headers.require(fields["method"] == entries.methods[rows], "two different methods for one record")
+        headers.require(
+            fields["signature"] == layout.LOCAL_SIGNATURE,
+            "no local header where the directory says",
+        )
+        headers.require(
+            fields["flags"] == entries.flags[rows], "two different sets of flags for one record"
+        )
+        headers.require(
+            fields["method"] == entries.methods[rows], "two different methods for one record"
+        )
         names = entries.raw_names[rows]
-        same = np.array([*map(raw.startswith, names, (positions + LOCAL.itemsize).tolist())], np.bool_)
+        same = np.array(
+            [*map(raw.startswith, names, (positions + LOCAL.itemsize).tolist())], np.bool_
+        )
         fixed = self.fixed[rows]
         same &= fields["name_nbytes"] == fixed - LOCAL.itemsize
         headers.require(same, "two different names for one record")
         extra = fields["extra_nbytes"].astype(np.int64)
         headers.require(extra <= self.rooms[rows], "an extra field that reaches into the payload")
         starts = positions + fixed
-        bodies, nbytes = layout.find_zip64(raw, starts, starts + extra, known=layout.LOCAL_BLOCKS, places=headers)
+        bodies, nbytes = layout.find_zip64(
+            raw, starts, starts + extra, known=layout.LOCAL_BLOCKS, places=headers
+        )
         described = entries.flags[rows] & layout.DESCRIBED != 0
         good = _consistent(raw, fields, entries, rows=rows, bodies=bodies, nbytes=nbytes)
         headers.require(good, "two different checksums or sizes for one record")
@@ -291,12 +374,21 @@ class _Check:
                 & (fields["size"] == self.entries.sizes[chosen].astype(np.uint64))
             )
             offsets = ends - dtype.itemsize + self.start
-            FieldOffsets(self.key, offsets).require(good, "a data descriptor that disagrees with the directory")
+            FieldOffsets(self.key, offsets).require(
+                good, "a data descriptor that disagrees with the directory"
+            )
 
 
-def _consistent(raw: bytes, fields: np.ndarray, entries: Entries, *, rows: slice, bodies: Ints, nbytes: Ints) -> Bools:
+def _consistent(
+    raw: bytes, fields: np.ndarray, entries: Entries, *, rows: slice, bodies: Ints, nbytes: Ints
+) -> Bools:
     """Whether checksum and sizes of local headers are one of the forms in the module's docstring."""
-    crcs, sizes, packed, offsets = entries.crcs[rows], entries.sizes[rows], entries.packed[rows], entries.offsets[rows]
+    crcs, sizes, packed, offsets = (
+        entries.crcs[rows],
+        entries.sizes[rows],
+        entries.packed[rows],
+        entries.offsets[rows],
+    )
     described = entries.flags[rows] & layout.DESCRIBED != 0
     wide = bodies >= 0
     zeros = (fields["size"] == 0) & (fields["packed"] == 0)
@@ -308,13 +400,20 @@ def _consistent(raw: bytes, fields: np.ndarray, entries: Entries, *, rows: slice
         for column in range(3):
             there = nbytes >= 8 * (column + 1)
             # Past 2^63 these wrap to negative numbers, which equal nothing that they are compared with.
-            values[column, there] = gather(raw, bodies[there] + 8 * column, layout.VALUE)["value"].astype(np.int64)
+            values[column, there] = gather(raw, bodies[there] + 8 * column, layout.VALUE)[
+                "value"
+            ].astype(np.int64)
         saturated = (fields["size"] == MAX32) & (fields["packed"] == MAX32)
         stated = (values[0] == sizes) & (values[1] == packed)
         zeroed = described & (values[0] == 0) & (values[1] == 0)
         standard = saturated & (nbytes == 16) & (stated | zeroed)
         long_size, long_offset = sizes >= MAX32, offsets >= MAX32
-        torch = zeros & (described | (sizes == 0)) & (nbytes > 0) & (nbytes == 16 * long_size + 8 * long_offset)
+        torch = (
+            zeros
+            & (described | (sizes == 0))
+            & (nbytes > 0)
+            & (nbytes == 16 * long_size + 8 * long_offset)
+        )
         torch &= ~long_size | ((values[0] == sizes) & (values[1] == 0))
         torch &= ~long_offset | (np.where(long_size, values[2], values[0]) == offsets)
         good |= wide & (standard | torch)
@@ -322,7 +421,9 @@ def _consistent(raw: bytes, fields: np.ndarray, entries: Entries, *, rows: slice
     return good
 
 
-def read_archive(source: Source, key: str, *, start: int = 0, stop: int | None = None, fold_case: bool = True) -> Archive:
+def read_archive(
+    source: Source, key: str, *, start: int = 0, stop: int | None = None, fold_case: bool = True
+) -> Archive:
     """Read which records the archive in bytes `start` to `stop` of a file has, and where they lie.
 
     With `fold_case=False` names may differ in case alone: torch sees one record there, and numpy two.
@@ -336,7 +437,9 @@ def read_archive(source: Source, key: str, *, start: int = 0, stop: int | None =
     if not 0 <= start <= stop:
         raise refused(f"it cannot lie from byte {start} to byte {stop}", key=key, offset=start)
     if stop > size:
-        raise Truncated(f"zip archive: it should end at byte {stop}, the file has {size}", file=key, offset=size)
+        raise Truncated(
+            f"zip archive: it should end at byte {stop}, the file has {size}", file=key, offset=size
+        )
     usual = read_canonical(source, key, start=start, stop=stop)
     if usual is not None:
         return usual
@@ -355,7 +458,14 @@ def _archive(entries: Entries, payloads: Ints, start: int) -> Archive:
         rows = np.flatnonzero(~entries.folders).tolist()
         names = [names[row] for row in rows]
     crcs = np.where((entries.crcs == 0) & (entries.sizes > 0), NO_CRC, entries.crcs)
-    columns = payloads + start, entries.packed, crcs, entries.methods, entries.offsets + start, entries.sizes
+    columns = (
+        payloads + start,
+        entries.packed,
+        crcs,
+        entries.methods,
+        entries.offsets + start,
+        entries.sizes,
+    )
     records = Records(dict(zip(names, rows, strict=True)), *(column.data for column in columns))
     return Archive(records, _prefix(names))
 
@@ -375,7 +485,9 @@ BLOCK_NBYTES = 1 << 20
 """Bytes that are read, and that are inflated, at a time."""
 
 
-def inflated_crc(source: Source, key: str, place: tuple[int, int], *, content_nbytes: int) -> int | None:
+def inflated_crc(
+    source: Source, key: str, place: tuple[int, int], *, content_nbytes: int
+) -> int | None:
     """The CRC-32 of what bytes `place` (start, stop) of a file inflate to; None where they do not, or to another length.
 
     Never inflates more than a block beyond `content_nbytes`, however well the bytes were packed.

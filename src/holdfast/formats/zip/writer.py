@@ -44,9 +44,26 @@ from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32, crc32_each
 from holdfast.core.value import Value
 from holdfast.engine import saves as blocks
-from holdfast.engine.saves import MISTAKEN_KEY, Data, Gathered, Hole, Late, Literal, Memory, Segment, put_together
+from holdfast.engine.saves import (
+    MISTAKEN_KEY,
+    Data,
+    Gathered,
+    Hole,
+    Late,
+    Literal,
+    Memory,
+    Segment,
+    put_together,
+)
 from holdfast.formats.zip import layout as fields
-from holdfast.formats.zip.layout import DESCRIBED, DESCRIPTOR_SIGNATURE, LOCAL_SIGNATURE, MAX16, MAX32, UTF8
+from holdfast.formats.zip.layout import (
+    DESCRIBED,
+    DESCRIPTOR_SIGNATURE,
+    LOCAL_SIGNATURE,
+    MAX16,
+    MAX32,
+    UTF8,
+)
 
 Payload = bytes | Data | Memory | Hole | Late
 """The content of a record. A `Hole` has a checksum of 0, as torch's `skip_data` leaves it.
@@ -113,7 +130,10 @@ HEADER = struct.Struct("<I5H3I2H")
 SHORT_ENTRY = struct.Struct("<16s3IH12sI")
 """An entry in few fields: how it begins (`FILLED`, `EMPTY`), checksum, sizes, length of the name, that of its zip64 block, zeros,
 offset."""
-FILLED, EMPTY = (struct.pack("<I6H", fields.ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0) for flags in (UTF8 | DESCRIBED, UTF8))
+FILLED, EMPTY = (
+    struct.pack("<I6H", fields.ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0)
+    for flags in (UTF8 | DESCRIBED, UTF8)
+)
 """The first bytes of an entry, for a record with content and without."""
 NO_BLOCK = bytes(12)
 """The end of an entry but for its offset: no extra field, no comment, no disk, no attributes."""
@@ -126,9 +146,13 @@ MADE_BY, NEEDED = 0x031E, 0x002D
 """Unix, version 3.0; readers need version 4.5, which has zip64. In the end record only: elsewhere torch writes 0."""
 
 
-def _descriptor(label: str, nbytes: int, wide: bool, behind: bytes, crcs: Mapping[str, int]) -> bytes:
+def _descriptor(
+    label: str, nbytes: int, wide: bool, behind: bytes, crcs: Mapping[str, int]
+) -> bytes:
     """The bytes behind a payload: its data descriptor, then what is known. Its checksum is under a label."""
-    return (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, crcs[label], nbytes, nbytes) + behind
+    return (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(
+        DESCRIPTOR_SIGNATURE, crcs[label], nbytes, nbytes
+    ) + behind
 
 
 class Ending:
@@ -137,7 +161,12 @@ class Ending:
     __slots__ = ("crc", "late", "nbytes", "parts")
 
     def __init__(
-        self, parts: Sequence[bytes | str | _Stretch | None], nbytes: int, *, crc: bool, late: tuple[Late, bool] | None
+        self,
+        parts: Sequence[bytes | str | _Stretch | None],
+        nbytes: int,
+        *,
+        crc: bool,
+        late: tuple[Late, bool] | None,
     ) -> None:
         """`late` is a payload before the directory, and whether its descriptor is wide."""
         self.parts = parts
@@ -171,15 +200,26 @@ class Ending:
                 yield (own if part is None else crcs[part]).to_bytes(4, "little")
 
 
-def lay_out_zip(prefix: str, records: Records, *, alignment: int = 64, crc: bool = True) -> tuple[Segment, ...]:
+def lay_out_zip(
+    prefix: str, records: Records, *, alignment: int = 64, crc: bool = True
+) -> tuple[Segment, ...]:
     """The segments of an archive with these records, in this order, all under the folder `prefix`.
 
     A `Data` record's label is the key of its checksum. With `crc=False` every checksum field is 0, as torch's
     `set_crc32_options(False)` does. Raises `ValueError` for an alignment or a name that no reader would understand.
     """
     if not 1 <= alignment <= MAX_ALIGNMENT:
-        raise ValueError(f"an alignment of {alignment}: a zip archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
-    _check_names(tuple([f"{record.folder}/" if isinstance(record, RecordFolder) else record[0] for record in records]))
+        raise ValueError(
+            f"an alignment of {alignment}: a zip archive can pad to 1 up to {MAX_ALIGNMENT} bytes"
+        )
+    _check_names(
+        tuple(
+            [
+                f"{record.folder}/" if isinstance(record, RecordFolder) else record[0]
+                for record in records
+            ]
+        )
+    )
     return _Forward(prefix, alignment=alignment, crc=crc).lay_out(records)
 
 
@@ -188,7 +228,9 @@ def _check_names(names: tuple[str, ...]) -> None:
     """Raise `ValueError` for two records of one name. Of a folder, its name and a slash are given."""
     folded = [name.casefold() for name in names]
     folders = tuple([name for name in folded if name.endswith("/")])
-    if len({*folded}) != len(folded) or any(name.startswith(folders) and name not in folders for name in folded if folders):
+    if len({*folded}) != len(folded) or any(
+        name.startswith(folders) and name not in folders for name in folded if folders
+    ):
         raise ValueError("two records of one name (readers ignore case)")
 
 
@@ -244,12 +286,20 @@ class _Forward:
             long_size, long_offset = nbytes >= MAX32, at >= MAX32
             block = _zip64([nbytes, 0] * long_size + [at] * long_offset)
             again = _zip64([nbytes, nbytes] * long_size + [at] * long_offset)
-            size, place, extra = min(nbytes, MAX32), min(at, MAX32), len(again).to_bytes(12, "little")
+            size, place, extra = (
+                min(nbytes, MAX32),
+                min(at, MAX32),
+                len(again).to_bytes(12, "little"),
+            )
             at += len(block)
         begin = at + FIXED + length
         pad = -begin % self.alignment
         self.known.append(_padded(raw, nbytes > 0, pad, block))
-        entry = SHORT_ENTRY.pack(FILLED if nbytes else EMPTY, own, size, size, length, extra, place) + raw + again
+        entry = (
+            SHORT_ENTRY.pack(FILLED if nbytes else EMPTY, own, size, size, length, extra, place)
+            + raw
+            + again
+        )
         self.directory += len(entry)
         self.count += 1
         self.at = begin + pad
@@ -375,8 +425,15 @@ class _Stretch(Value, frozen=True, eq=False):
         headers = [archive.at, *stops[:-1]]
         if not wide and headers[-1] >= MAX32:
             count = bisect_left(headers, MAX32)
-            nbytes, headers, pads, stops = nbytes[:count], headers[:count], pads[:count], stops[:count]
-            ranges = [(low, min(high, count), digits) for low, high, digits in ranges if low < count]
+            nbytes, headers, pads, stops = (
+                nbytes[:count],
+                headers[:count],
+                pads[:count],
+                stops[:count],
+            )
+            ranges = [
+                (low, min(high, count), digits) for low, high, digits in ranges if low < count
+            ]
         columns = array("q", nbytes), 0 not in nbytes, array("q", headers), pads, array("q", stops)
         return cls(records, first, wide, before, ranges, *columns, archive.crc)
 
@@ -397,7 +454,9 @@ class _Stretch(Value, frozen=True, eq=False):
         while low < count:
             # Up to the first one that passes the size, and with it.
             begin = self.headers[low]
-            high = min(bisect_left(self.stops, begin + blocks.BLOCK_NBYTES) + 1, low + blocks.BATCH, count)
+            high = min(
+                bisect_left(self.stops, begin + blocks.BLOCK_NBYTES) + 1, low + blocks.BATCH, count
+            )
             lengths = self.nbytes[low:high]
             labels = self._names(low, high)
             if not self.filled:
@@ -406,7 +465,14 @@ class _Stretch(Value, frozen=True, eq=False):
             make = partial(self.make, low, high, labels)
             reads = self.records.reads
             read = None if reads is None else int(reads[self.first + low : self.first + high].sum())
-            yield Gathered(nbytes, labels, make, between=nbytes - sum(lengths), read_nbytes=read, zeros=partial(make, zeros=True))
+            yield Gathered(
+                nbytes,
+                labels,
+                make,
+                between=nbytes - sum(lengths),
+                read_nbytes=read,
+                zeros=partial(make, zeros=True),
+            )
             low = high
 
     def _names(self, low: int, high: int) -> Sequence[str]:
@@ -417,7 +483,13 @@ class _Stretch(Value, frozen=True, eq=False):
         numbers = range(self.first + low, self.first + high)
         if not self.wide:
             return numbers
-        return [*map(add, map(b"%d".__mod__, numbers), map(OFFSET_BLOCK.pack, repeat(1), repeat(8), self.headers[low:high]))]
+        return [
+            *map(
+                add,
+                map(b"%d".__mod__, numbers),
+                map(OFFSET_BLOCK.pack, repeat(1), repeat(8), self.headers[low:high]),
+            )
+        ]
 
     @property
     def _place(self) -> bytes:
@@ -426,12 +498,16 @@ class _Stretch(Value, frozen=True, eq=False):
     def entries(self, crcs: Mapping[str, int]) -> Iterator[bytes]:
         """The entries of all in the directory, many at a time."""
         for begin, end, digits in self.digits:
-            pack = struct.Struct(f"{SHORT_ENTRY.format}{len(self.before)}s{digits + self.block_nbytes}s").pack
+            pack = struct.Struct(
+                f"{SHORT_ENTRY.format}{len(self.before)}s{digits + self.block_nbytes}s"
+            ).pack
             for low in range(begin, end, blocks.BATCH):
                 high = min(low + blocks.BATCH, end)
                 nbytes = self.nbytes[low:high]
                 begins: Iterable[bytes] = repeat(FILLED)
-                sums: Iterable[int] = map(crcs.__getitem__, self._names(low, high)) if self.crc else repeat(0)
+                sums: Iterable[int] = (
+                    map(crcs.__getitem__, self._names(low, high)) if self.crc else repeat(0)
+                )
                 if not self.filled:
                     begins = [FILLED if length else EMPTY for length in nbytes]
                     sums = map(crcs.get, self._names(low, high), repeat(0)) if self.crc else sums
@@ -442,7 +518,9 @@ class _Stretch(Value, frozen=True, eq=False):
                 )  # fmt: skip
                 yield b"".join(made)
 
-    def make(self, low: int, high: int, labels: Sequence[str], *, zeros: bool = False) -> tuple[bytes, dict[str, int]]:
+    def make(
+        self, low: int, high: int, labels: Sequence[str], *, zeros: bool = False
+    ) -> tuple[bytes, dict[str, int]]:
         """The bytes of some records and their checksums; with `zeros` the data is not read, and zeros stand in its place."""
         nbytes = self.nbytes[low:high]
         if zeros:
@@ -458,11 +536,24 @@ class _Stretch(Value, frozen=True, eq=False):
         joined[2::3] = map(pack, repeat(DESCRIPTOR_SIGNATURE), crcs, nbytes, nbytes)
         if not self.filled:
             for at in [at for at, length in enumerate(nbytes) if not length]:
-                joined[3 * at], joined[3 * at + 2] = heads[at][:6] + EMPTY[8:10] + heads[at][8:], b""
+                joined[3 * at], joined[3 * at + 2] = (
+                    heads[at][:6] + EMPTY[8:10] + heads[at][8:],
+                    b"",
+                )
         content = b"".join(joined)
-        found = dict(zip(labels, crcs if self.filled else compress(crcs, nbytes), strict=True)) if self.crc else {}
-        signed = [number for number, piece in enumerate(pieces, self.first + low) if piece and piece[0] == SIGNATURE[0]]
-        return content, found | self._mistaken(signed, pieces, self.first + low) if signed else found
+        found = (
+            dict(zip(labels, crcs if self.filled else compress(crcs, nbytes), strict=True))
+            if self.crc
+            else {}
+        )
+        signed = [
+            number
+            for number, piece in enumerate(pieces, self.first + low)
+            if piece and piece[0] == SIGNATURE[0]
+        ]
+        return content, found | self._mistaken(
+            signed, pieces, self.first + low
+        ) if signed else found
 
     def _heads(self, low: int, high: int) -> list[bytes]:
         """The headers of some records, as if none were empty."""
@@ -474,7 +565,9 @@ class _Stretch(Value, frozen=True, eq=False):
             made += map(mod, map(heads.__getitem__, pads), self._numbers(first, first + len(pads)))
         return made
 
-    def _mistaken(self, signed: Sequence[int], pieces: Sequence[bytes | memoryview], first: int) -> dict[str, int]:
+    def _mistaken(
+        self, signed: Sequence[int], pieces: Sequence[bytes | memoryview], first: int
+    ) -> dict[str, int]:
         """The bytes that torch mistakes for a checksum, where data begins with the signature of a descriptor."""
         begins = {number: bytes(pieces[number - first][:8]) for number in signed}
         found = {
@@ -512,7 +605,19 @@ def _padded(raw: bytes, filled: bool, pad: int, block: bytes) -> bytes:
 @lru_cache(256)
 def _numbered(before: bytes, place: bytes, digits: int, block_nbytes: int, pad: int) -> bytes:
     """A header as a pattern, with a place for the number and what follows it up to the padding."""
-    begin = HEADER.pack(LOCAL_SIGNATURE, 0, UTF8 | DESCRIBED, 0, 0, 0, 0, 0, 0, len(before) + digits, 4 + pad + block_nbytes)
+    begin = HEADER.pack(
+        LOCAL_SIGNATURE,
+        0,
+        UTF8 | DESCRIBED,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        len(before) + digits,
+        4 + pad + block_nbytes,
+    )
     return place.join([piece.replace(b"%", b"%%") for piece in (begin + before, padding(pad))])
 
 
@@ -529,8 +634,21 @@ def tail(count: int, start: int, nbytes: int) -> bytes:
     few = min(count, MAX16)
     return b"".join(
         (
-            fields.END64.pack(fields.END64_SIGNATURE, fields.END64.size - 12, MADE_BY, NEEDED, 0, 0, count, count, nbytes, start),
+            fields.END64.pack(
+                fields.END64_SIGNATURE,
+                fields.END64.size - 12,
+                MADE_BY,
+                NEEDED,
+                0,
+                0,
+                count,
+                count,
+                nbytes,
+                start,
+            ),
             fields.LOCATOR.pack(fields.LOCATOR_SIGNATURE, 0, start + nbytes, 1),
-            fields.END.pack(fields.END_SIGNATURE, 0, 0, few, few, min(nbytes, MAX32), min(start, MAX32), 0),
+            fields.END.pack(
+                fields.END_SIGNATURE, 0, 0, few, few, min(nbytes, MAX32), min(start, MAX32), 0
+            ),
         )
     )

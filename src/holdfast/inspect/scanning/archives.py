@@ -47,7 +47,12 @@ class Span(Value, frozen=True):
 
 
 def span_of(data: bytes, limits: Limits) -> Span:
-    return Span(OpenSource(MemoryStore({"bytes": data}, name="<bytes>"), limits=limits, threads=1), "bytes", 0, len(data))
+    return Span(
+        OpenSource(MemoryStore({"bytes": data}, name="<bytes>"), limits=limits, threads=1),
+        "bytes",
+        0,
+        len(data),
+    )
 
 
 BLOCK_NBYTES = 1 << 18
@@ -110,7 +115,11 @@ def compression(head: bytes) -> str | None:
     found = next((name for magic, name in MAGICS if head.startswith(magic)), None)
     # zlib has no magic, but a method, a window, and a remainder of zero.
     zlib_like = (
-        len(head) > 1 and head[0] & 0x0F == 8 and head[0] < 0x80 and not head[1] & 0x20 and (head[0] << 8 | head[1]) % 31 == 0
+        len(head) > 1
+        and head[0] & 0x0F == 8
+        and head[0] < 0x80
+        and not head[1] & 0x20
+        and (head[0] << 8 | head[1]) % 31 == 0
     )
     return found or ("zlib" if zlib_like else None)
 
@@ -124,7 +133,9 @@ def unpack(span: Span, kind: str, most: int) -> Unpacked:
     made = bytearray()
     problem = None
     try:
-        for piece in _zstd_pieces(span, most + 1) if kind == "zstd" else _pieces(span, kind, most + 1):
+        for piece in (
+            _zstd_pieces(span, most + 1) if kind == "zstd" else _pieces(span, kind, most + 1)
+        ):
             made += piece
     except Unpacking as error:
         problem = str(error)
@@ -153,7 +164,11 @@ def _pieces(span: Span, kind: str, most: int) -> Iterator[bytes]:
             # gzip, bzip2 and xz files may be several streams, one behind the other, which their readers join.
             waiting = stream.unused_data or span.read(at, at + BLOCK_NBYTES)
             at += 0 if stream.unused_data else len(waiting)
-            if kind == "deflate" or not waiting.strip(b"\0") or compression(waiting[:16].ljust(16, b"\xff")) != kind:
+            if (
+                kind == "deflate"
+                or not waiting.strip(b"\0")
+                or compression(waiting[:16].ljust(16, b"\xff")) != kind
+            ):
                 return
             stream = MAKERS[kind]()
         elif starved and not piece:
@@ -164,9 +179,13 @@ def _zstd_pieces(span: Span, most: int) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise Unpacking("compressed with zstd, which takes the package zstandard: pip install zstandard") from None
+        raise Unpacking(
+            "compressed with zstd, which takes the package zstandard: pip install zstandard"
+        ) from None
     reader = cast(IO[bytes], _Reader(span))
-    stream = zstandard.ZstdDecompressor(max_window_size=WINDOW_NBYTES).stream_reader(reader, read_across_frames=True)
+    stream = zstandard.ZstdDecompressor(max_window_size=WINDOW_NBYTES).stream_reader(
+        reader, read_across_frames=True
+    )
     try:
         while most > 0 and (piece := stream.read(min(BLOCK_NBYTES, most))):
             most -= len(piece)
@@ -230,7 +249,11 @@ def last_zip(span: Span, *, exact: bool) -> tuple[int, int] | None:
         directory_end = at - 76
     comment = int.from_bytes(tail[found + 20 : found + 22], "little")
     start = directory_end - nbytes - offset
-    if start < 0 or span.read(directory_end - nbytes, directory_end - nbytes + 4) not in (ENTRY, END, b"PK\6\6"):
+    if start < 0 or span.read(directory_end - nbytes, directory_end - nbytes + 4) not in (
+        ENTRY,
+        END,
+        b"PK\6\6",
+    ):
         start = 0  # offsets that lie, or count from elsewhere
     return start, min(at + 22 + comment, span.nbytes)
 
@@ -246,7 +269,10 @@ def entries_of(span: Span) -> tuple[list[ZipEntry], str | None]:
             found.setdefault((entry.span.start, entry.method), entry)
         return list(found.values()), str(error)
     places = [Span(span.source, span.key, record.start, record.stop) for record in records]
-    return [ZipEntry(one.name, one.method, place, one.content_nbytes) for one, place in zip(records, places, strict=True)], None
+    return [
+        ZipEntry(one.name, one.method, place, one.content_nbytes)
+        for one, place in zip(records, places, strict=True)
+    ], None
 
 
 def _archive(span: Span) -> Archive:
@@ -254,7 +280,9 @@ def _archive(span: Span) -> Archive:
     try:
         return read_archive(span.source, span.key, start=span.start, stop=span.stop)
     except ZipError:
-        archive = read_archive(span.source, span.key, start=span.start, stop=span.stop, fold_case=False)
+        archive = read_archive(
+            span.source, span.key, start=span.start, stop=span.stop, fold_case=False
+        )
         if not all(name.endswith(".npy") for name in archive.records):
             raise
         return archive
@@ -301,7 +329,9 @@ def _by_headers(span: Span) -> Iterator[ZipEntry]:
             if len(raw) < 30:
                 continue
             flags, method, packed, size, name_nbytes, extra = struct.unpack("<2H8x2I2H", raw[6:30])
-            name = span.read(header + 30, header + 30 + min(name_nbytes, 1024)).decode("utf-8", "replace")
+            name = span.read(header + 30, header + 30 + min(name_nbytes, 1024)).decode(
+                "utf-8", "replace"
+            )
             start = header + 30 + name_nbytes + extra
             if flags & 8 or packed == 0xFFFFFFFF:
                 packed = _until_signature(span, start)
@@ -347,5 +377,7 @@ def members_of(span: Span) -> Iterator[tuple[str, bytes, Span] | str]:
         kind = head[156:157]
         yield name, kind, span.part(at + TAR_BLOCK_NBYTES, at + TAR_BLOCK_NBYTES + nbytes)
         # tarfile goes by the size of what has content, and links have none.
-        at += TAR_BLOCK_NBYTES + (-(-nbytes // TAR_BLOCK_NBYTES) * TAR_BLOCK_NBYTES if kind not in b"1234" else 0)
+        at += TAR_BLOCK_NBYTES + (
+            -(-nbytes // TAR_BLOCK_NBYTES) * TAR_BLOCK_NBYTES if kind not in b"1234" else 0
+        )
     yield f"more than {MOST_MEMBERS:,} members"

@@ -76,10 +76,14 @@ class Findings:
             severity, reason = "known", ordinary
         if severity == "safe":
             return
-        called = seen.uses & {"call", "result"} or ("new" in seen.uses and any(c.args for c in seen.calls))
+        called = seen.uses & {"call", "result"} or (
+            "new" in seen.uses and any(c.args for c in seen.calls)
+        )
         calls = tuple(dict.fromkeys(brief(call, 80) for call in seen.calls)) if called else ()
         uses = tuple(sorted(seen.uses))
-        self.add(Finding(severity, str(seen.what), reason, uses, calls, stream, begin + seen.offset))
+        self.add(
+            Finding(severity, str(seen.what), reason, uses, calls, stream, begin + seen.offset)
+        )
 
     def sorted(self, paths: dict[str, tuple[str, ...]]) -> tuple[Finding, ...]:
         """The worst first, then in the order of the stream."""
@@ -109,7 +113,10 @@ def mark_allowed(findings: tuple[Finding, ...], patterns: Sequence[Glob]) -> tup
 
     Other code that a file carries (Python source, native code, several formats in one) has no module and cannot be allowed.
     """
-    return tuple(replace(f, allowed=True) if f.uses and any(p.matches(f.what) for p in patterns) else f for f in findings)
+    return tuple(
+        replace(f, allowed=True) if f.uses and any(p.matches(f.what) for p in patterns) else f
+        for f in findings
+    )
 
 
 def _lines(given: str | os.PathLike[str]) -> list[str]:
@@ -121,7 +128,9 @@ def _lines(given: str | os.PathLike[str]) -> list[str]:
         kind = NoSuchPath if isinstance(error, FileNotFoundError) else StoreError
         raise kind(f"the list of what is allowed cannot be read: {error}", file=path) from None
     if len(text) > MOST_NBYTES:
-        raise StoreError(f"a list of what is allowed of more than {MOST_NBYTES:,} characters", file=path)
+        raise StoreError(
+            f"a list of what is allowed of more than {MOST_NBYTES:,} characters", file=path
+        )
     return text.splitlines()
 
 
@@ -142,8 +151,16 @@ def places_of(tree: object) -> dict[str, tuple[str, ...]]:
     recursion. A reference to something costs the same whatever that is.
     """
     found: dict[Global, list[str]] = {}
-    for way, value in walk(tree, lambda value: _inside(value) if isinstance(value, HOLDERS) else None):
-        what = value if isinstance(value, Global) else root_global(value) if isinstance(value, Opaque) else None
+    for way, value in walk(
+        tree, lambda value: _inside(value) if isinstance(value, HOLDERS) else None
+    ):
+        what = (
+            value
+            if isinstance(value, Global)
+            else root_global(value)
+            if isinstance(value, Opaque)
+            else None
+        )
         if what is not None:
             _add_place(found.setdefault(what, []), way)
     return {str(what): tuple(paths) for what, paths in found.items()}

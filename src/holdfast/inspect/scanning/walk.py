@@ -69,9 +69,15 @@ class Stream(Value, frozen=True):
         """Whether a loader would have done anything that matters by the time it is through, or fails."""
         if any(reading.acts for reading in self.readings):
             return True
-        names = [(seen.what, seen.uses) for reading in self.readings for seen in reading.table.seen.values()]
+        names = [
+            (seen.what, seen.uses)
+            for reading in self.readings
+            for seen in reading.table.seen.values()
+        ]
         # A name that Python could import may be dangerous by being imported, or by whatever comes next.
-        could = [one for one in names if all(part.isidentifier() for part in str(one[0]).split("."))]
+        could = [
+            one for one in names if all(part.isidentifier() for part in str(one[0]).split("."))
+        ]
         return any(judge(what, uses)[0] == "dangerous" for what, uses in could)
 
 
@@ -91,7 +97,11 @@ class PickleRow(Struct):
     def counts(self, nbytes: int) -> bool:
         """Whether this is a pickle, by the rules (a) to (c)."""
         everything = [*self.streams, *([self.broken] if self.broken else [])]
-        plainly = bool(self.streams) and self.stop == nbytes and not any(s.last.table.notes for s in self.streams)
+        plainly = (
+            bool(self.streams)
+            and self.stop == nbytes
+            and not any(s.last.table.notes for s in self.streams)
+        )
         return self.declared or self.more or plainly or any(s.acts for s in everything)
 
 
@@ -120,7 +130,9 @@ def read_pickle(span: Span, begin: int, limits: Limits) -> Stream:
     return Stream(begin, (read_ahead(rest.read, rest.nbytes, limits, joblib=True), plainly))
 
 
-EXPRESSION = re.compile(r"(?:[A-Za-z][A-Za-z0-9_]*|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|[-+*/%(),<>=!&|~^ \t\n])*")
+EXPRESSION = re.compile(
+    r"(?:[A-Za-z][A-Za-z0-9_]*|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|[-+*/%(),<>=!&|~^ \t\n])*"
+)
 SYMBOL = re.compile(r"\bSymbol\('[A-Za-z][A-Za-z0-9_]*'")
 ATTRIBUTE = re.compile(r"(?:\b[A-Za-z_]\w*|\))\s*\.|\.\s*[A-Za-z_(]")
 CALL = re.compile(r"([A-Za-z][A-Za-z0-9_]*)[ \t\n]*\(")
@@ -187,7 +199,9 @@ def plain(expression: str) -> bool:
         return False
     # As sympy writes out a symbol: its name is the one text that belongs here.
     unquoted = SYMBOL.sub("Symbol(s", expression)
-    return EXPRESSION.fullmatch(unquoted) is not None and _FUNCTIONS.issuperset(CALL.findall(unquoted))
+    return EXPRESSION.fullmatch(unquoted) is not None and _FUNCTIONS.issuperset(
+        CALL.findall(unquoted)
+    )
 
 
 def torchscript(text: str) -> Iterator[tuple[Severity, str, str]]:
@@ -196,12 +210,24 @@ def torchscript(text: str) -> Iterator[tuple[Severity, str, str]]:
     files = sorted(set(FILES.findall(text)))
     if files:
         when = "when it is loaded" if runs else "when it is called"
-        yield ("dangerous", f"TorchScript torch.{files[0]}", f"code that reads or writes files {when}")
+        yield (
+            "dangerous",
+            f"TorchScript torch.{files[0]}",
+            f"code that reads or writes files {when}",
+        )
     spaces = sorted({space for space, _ in OPERATORS.findall(text)} - USUAL)
     if spaces:
-        yield "suspicious", f"TorchScript ops.{spaces[0]}", "code that calls operators of a library that nothing here knows"
+        yield (
+            "suspicious",
+            f"TorchScript ops.{spaces[0]}",
+            "code that calls operators of a library that nothing here knows",
+        )
     if runs and not files:
-        yield "unknown", "TorchScript __setstate__", "code that runs when it is loaded; TorchScript is no Python and cannot import"
+        yield (
+            "unknown",
+            "TorchScript __setstate__",
+            "code that runs when it is loaded; TorchScript is no Python and cannot import",
+        )
 
 
 WHOLE = "pickle"
@@ -247,11 +273,15 @@ class FileScan:
     def look(self, span: Span, label: str, depth: int = 0) -> set[str]:
         """Look at some bytes for all formats that they may be. Gives these; none where no loader would do anything with them."""
         if depth > DEEPEST_LEVELS:
-            self.found.error(f"{label}: containers inside of containers, deeper than {DEEPEST_LEVELS}; not read")
+            self.found.error(
+                f"{label}: containers inside of containers, deeper than {DEEPEST_LEVELS}; not read"
+            )
             return {"unread"}
         head = span.read(0, HEAD_NBYTES)
         kinds: set[str] = set()
-        if not head.startswith(b"PK\3\4"):  # PERSID, at which an unpickler stops that was pointed at a file
+        if not head.startswith(
+            b"PK\3\4"
+        ):  # PERSID, at which an unpickler stops that was pointed at a file
             kinds |= self._pickles(span, label, depth)
         if begins_like_tar(head):
             kinds |= self._tar(span, label, depth)
@@ -264,7 +294,12 @@ class FileScan:
         several = sorted(kinds & {"pickle", "legacy", "tar", "zip", "npy", "compressed"})
         if len(several) > 1:
             reason = "which one is loaded depends on who loads it; torch tries tar first"
-            self.found.add_other("suspicious", f"one file, several formats: {', '.join(several)}", reason, stream=label)
+            self.found.add_other(
+                "suspicious",
+                f"one file, several formats: {', '.join(several)}",
+                reason,
+                stream=label,
+            )
         return kinds
 
     # Pickles.
@@ -281,7 +316,9 @@ class FileScan:
 
     def _end_of(self, row: PickleRow, span: Span, label: str, *, depth: int, legacy: bool) -> None:
         if row.more:
-            self.found.error(f"{label}: more than {len(row.streams):,} pickles one behind the other; not read further")
+            self.found.error(
+                f"{label}: more than {len(row.streams):,} pickles one behind the other; not read further"
+            )
         if row.broken is None:
             if not row.streams:
                 self.found.error(f"{label}: no pickle where one belongs")
@@ -317,15 +354,23 @@ class FileScan:
                 before = stream.readings[0].table.seen.get(place)
                 if before is not None and before is not seen and seen.uses <= before.uses:
                     continue
-                nested = seen.what.name == "_load_from_bytes" and "call" in seen.uses and id(seen) not in unread
-                self.found.add_global(seen, label, stream.begin, ordinary=READ_AS_WELL if nested else "")
+                nested = (
+                    seen.what.name == "_load_from_bytes"
+                    and "call" in seen.uses
+                    and id(seen) not in unread
+                )
+                self.found.add_global(
+                    seen, label, stream.begin, ordinary=READ_AS_WELL if nested else ""
+                )
         for note in last.table.notes:
             self.found.error(f"{label}: {note}; no writer does that")
         if last.error is not None:
             where = label if stream.begin == 0 else f"{label} from byte {stream.begin:,}"
             self.found.error(f"{where}: {str(last.error).removeprefix('pickle: ')}")
 
-    def _nested(self, nested: Iterable[tuple[bytes, object, int]], label: str, depth: int) -> set[int]:
+    def _nested(
+        self, nested: Iterable[tuple[bytes, object, int]], label: str, depth: int
+    ) -> set[int]:
         """Follow files that are given to a loader as bytes; the loaders of those that could not be read."""
         unread = set()
         for data, seen, offset in nested:
@@ -359,13 +404,22 @@ class FileScan:
         kinds: set[str] = set()
         for start, end in reversed(ranges):
             self.zips.add((span.key, span.start + start, span.start + end))
-            kinds |= self._zip(span.part(start, end), label if len(ranges) == 1 else f"{label} at byte {start:,}", depth)
+            kinds |= self._zip(
+                span.part(start, end),
+                label if len(ranges) == 1 else f"{label} at byte {start:,}",
+                depth,
+            )
         if stop > 0 and place_end < span.nbytes:
             return set()  # inside of something, such as the bytes of a pickle; its records were read all the same
         if stop > 0 and (self.streams > before or kinds & {"code"}):
             if stop > 1 << 16 or span.read(0, stop).strip(b"\0"):
                 reason = "torch.jit, torch.package and zipfile read the archive, others what is before it"
-                self.found.add_other("suspicious", f"an archive behind {stop:,} bytes of something else", reason, stream=label)
+                self.found.add_other(
+                    "suspicious",
+                    f"an archive behind {stop:,} bytes of something else",
+                    reason,
+                    stream=label,
+                )
         elif stop > 0:
             return set()  # an archive that nobody loads, such as a document at the end of something
         return {"zip", *kinds}
@@ -374,7 +428,9 @@ class FileScan:
         entries, refusal = entries_of(span)
         names = {_short(entry.name) for entry in entries}
         script = "constants.pkl" in names and any("/code/" in f"/{entry.name}" for entry in entries)
-        package = ".data/extern_modules" in names or (".data/version" in names and "data.pkl" not in names and not script)
+        package = ".data/extern_modules" in names or (
+            ".data/version" in names and "data.pkl" not in names and not script
+        )
         if depth == 0 and any(name.lower() == "data.pkl" for name in names):
             self.torch_zip = True
         exported = "archive_format" in names or OLD_PROGRAM in {entry.name for entry in entries}
@@ -388,7 +444,9 @@ class FileScan:
             lower = entry.name.lower()
             inner = _short(entry.name) if label == WHOLE else f"{label} > {_short(entry.name)}"
             if lower.endswith(".py") and script:
-                for severity, what, reason in torchscript(self._whole(entry, inner).decode("utf-8", "replace")):
+                for severity, what, reason in torchscript(
+                    self._whole(entry, inner).decode("utf-8", "replace")
+                ):
                     self.found.add_other(severity, what, reason, stream=inner)
             elif lower.endswith((".py", ".pyc")) and package:
                 sources += 1
@@ -396,14 +454,24 @@ class FileScan:
                 self._record(entry, inner, depth, exported=exported)
         if sources:
             reason = "torch.package runs this code when the package is loaded"
-            self.found.add_other("suspicious", f"Python source in {sources:,} records", reason, stream=label)
+            self.found.add_other(
+                "suspicious", f"Python source in {sources:,} records", reason, stream=label
+            )
         kinds = {"code"} if sources or script else set()
         if refusal is not None and (self.streams > before or kinds or depth == 0):
             self.found.error(refusal if label == WHOLE else f"{label}: {refusal}")
             kinds |= {"refused"}
         if depth == 0:
             arrays = any(name.endswith(".npy") for name in names)
-            kinds |= {"torchscript"} if script else {"torch-package"} if package else {"npz"} if arrays else set()
+            kinds |= (
+                {"torchscript"}
+                if script
+                else {"torch-package"}
+                if package
+                else {"npz"}
+                if arrays
+                else set()
+            )
         return kinds
 
     def _record(self, entry: ZipEntry, label: str, depth: int, *, exported: bool) -> None:
@@ -418,14 +486,20 @@ class FileScan:
         if entry.method == 0:
             self.look(entry.span, label, depth + 1)
         elif head.whole or self._promising(head.data):
-            self.look(span_of(head.data if head.whole else self._whole(entry, label), self.limits), label, depth + 1)
+            self.look(
+                span_of(head.data if head.whole else self._whole(entry, label), self.limits),
+                label,
+                depth + 1,
+            )
 
     def _whole(self, entry: ZipEntry, label: str) -> bytes:
         most = max(min(self.limits.pickle_nbytes, self._unpacked), 0)
         content = entry.content(most)
         self._unpacked -= len(content.data)
         if not content.whole:
-            self.found.error(f"{label}: unpacks to more than the {most:,} bytes that may be read; not read to its end")
+            self.found.error(
+                f"{label}: unpacks to more than the {most:,} bytes that may be read; not read to its end"
+            )
         if content.problem is not None:
             self.found.error(f"{label}: {content.problem}; not read to its end")
         return content.data
@@ -456,10 +530,16 @@ class FileScan:
             name, kind, content = member
             inner = f"{label}/{name}" if depth else name
             if kind in (b"1", b"2"):
-                what, reason = f"a link {name!r} in a tar", "torch unpacks it and reads where it leads"
+                what, reason = (
+                    f"a link {name!r} in a tar",
+                    "torch unpacks it and reads where it leads",
+                )
                 self.found.add_other("suspicious", what, reason, stream=label)
             elif kind not in (b"0", b"\0", b"7", b"5"):
-                what, reason = f"a tar member {name!r} of type {kind!r}", "it can rename or resize what follows"
+                what, reason = (
+                    f"a tar member {name!r} of type {kind!r}",
+                    "it can rename or resize what follows",
+                )
                 self.found.add_other("suspicious", what, reason, stream=label)
             if name.rpartition("/")[2].encode() in TAR_NUMBERS:
                 self._tar_numbers(content, inner, depth)
@@ -482,9 +562,15 @@ class FileScan:
             at, value = stream.stop, stream.last.value
             number += 1
             if number > 1 and isinstance(value, tuple) and len(value) == 3:
-                after = self._behind_tensor(span, at) if tensors else self._behind_storage(span, at, value[2])
+                after = (
+                    self._behind_tensor(span, at)
+                    if tensors
+                    else self._behind_storage(span, at, value[2])
+                )
                 if after is None:
-                    self.found.error(f"{label}: something else than numbers at byte {at:,}; not read further")
+                    self.found.error(
+                        f"{label}: something else than numbers at byte {at:,}; not read further"
+                    )
                     return
                 at = after
 
@@ -516,7 +602,9 @@ class FileScan:
         if kind is None:
             unread = next((name for magic, name in UNREADABLE if head.startswith(magic)), None)
             if unread is not None:
-                self.found.error(f"{label}: compressed as {unread}, which the scan does not unpack; not read")
+                self.found.error(
+                    f"{label}: compressed as {unread}, which the scan does not unpack; not read"
+                )
                 return {"compressed", "unread"}
             return set()
         content = unpack(span, kind, CONTENT_HEAD_NBYTES)
@@ -526,7 +614,9 @@ class FileScan:
             most = max(min(self.limits.pickle_nbytes, self._unpacked), 0)
             content = unpack(span, kind, most)
             if not content.whole:
-                self.found.error(f"{label}: unpacks to more than the {most:,} bytes that may be read; not read to its end")
+                self.found.error(
+                    f"{label}: unpacks to more than the {most:,} bytes that may be read; not read to its end"
+                )
         self._unpacked -= len(content.data)
         inside = self.look(span_of(content.data, self.limits), f"{label} unpacked", depth + 1)
         # Two bytes look like zlib that begin other things as well, and elements of tensors like anything.

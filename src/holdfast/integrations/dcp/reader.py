@@ -36,7 +36,14 @@ from holdfast.engine.source import OpenSource
 from holdfast.engine.table import value_state
 from holdfast.errors import BadPath, DoesNotFit, HeaderError, MetadataError, Unsupported, located
 from holdfast.formats.dcp.flatten import FlatValue, flatten
-from holdfast.formats.dcp.index import METADATA, SavedChunk, SavedTensor, compare_metadata, ranks_alone, read_index
+from holdfast.formats.dcp.index import (
+    METADATA,
+    SavedChunk,
+    SavedTensor,
+    compare_metadata,
+    ranks_alone,
+    read_index,
+)
 from holdfast.formats.dcp.lazy import ZSTD, Items, ItemStorage
 from holdfast.formats.dcp.read import read_values, tensor_of
 from holdfast.formats.dcp.schema import Item
@@ -69,7 +76,13 @@ class Extensions(Protocol):
 
 
 def open_stored(
-    path: str, *, rank: int | None, verify: bool, threads: int | None, limits: Limits | None, extensions: Extensions | None
+    path: str,
+    *,
+    rank: int | None,
+    verify: bool,
+    threads: int | None,
+    limits: Limits | None,
+    extensions: Extensions | None,
 ) -> Stored:
     """Open a checkpoint. `rank` counts where ranks saved each for itself."""
     limits = limits or Limits()
@@ -99,15 +112,25 @@ class Tree:
                 entries[name] = m.BytesStorageMetadata()
             elif name in self._checkpoint:
                 lazy = self._checkpoint[name]
-                chunks = [_chunk(chunk.box.start, chunk.shape) for chunk in lazy.chunks] or [_chunk((0,) * lazy.ndim, lazy.shape)]
-                properties = m.TensorProperties(dtype=torch_dtype(lazy.dtype), requires_grad=lazy.traits.requires_grad)
+                chunks = [_chunk(chunk.box.start, chunk.shape) for chunk in lazy.chunks] or [
+                    _chunk((0,) * lazy.ndim, lazy.shape)
+                ]
+                properties = m.TensorProperties(
+                    dtype=torch_dtype(lazy.dtype), requires_grad=lazy.traits.requires_grad
+                )
                 entries[name] = m.TensorStorageMetadata(properties, torch.Size(lazy.shape), chunks)
         return m.Metadata(entries, dict(self._flat.paths))
 
-    def part(self, index: m.MetadataIndex, starts: Sequence[int], lengths: Sequence[int]) -> LazyTensor:
+    def part(
+        self, index: m.MetadataIndex, starts: Sequence[int], lengths: Sequence[int]
+    ) -> LazyTensor:
         """A box of one chunk; `starts` are counted from the chunk's own corner."""
         corner = index.offset or [0] * len(lengths)
-        return _box(self._checkpoint[index.fqn], [a + b for a, b in zip(corner, starts, strict=True)], lengths)
+        return _box(
+            self._checkpoint[index.fqn],
+            [a + b for a, b in zip(corner, starts, strict=True)],
+            lengths,
+        )
 
     def values(self, names: Sequence[str]) -> Mapping[str, object]:
         """Values that are no tensors, perhaps still unread."""
@@ -121,15 +144,21 @@ class Directory:
     def __init__(self, source: Source, rank: int | None, extensions: Extensions | None) -> None:
         compare_metadata(source)
         alone = ranks_alone(source)
-        if alone and rank is None and versions.HUGGING_FACE:  # such a torch asks again, with its rank
+        if (
+            alone and rank is None and versions.HUGGING_FACE
+        ):  # such a torch asks again, with its rank
             message = "there is no .metadata, but one for each rank, which saved for itself (use_collectives=False); say which rank"
             raise HeaderError(message)
         own = rank if rank in alone else None
         self._index = read_index(source, rank=own, whole=False)
-        if own is not None and (short := [name for name, entry in self._index.entries.items() if _has_holes(entry)]):
+        if own is not None and (
+            short := [name for name, entry in self._index.entries.items() if _has_holes(entry)]
+        ):
             whole = read_index(source, whole=False).entries
             self._index.entries.update({name: whole[name] for name in short})
-        self._items = Items(source, inflate=any(item.transforms == (ZSTD,) for item in self._everything()))
+        self._items = Items(
+            source, inflate=any(item.transforms == (ZSTD,) for item in self._everything())
+        )
         self._extensions = extensions
         self._known: dict[tuple[str, int], LazyTensor] = {}
 
@@ -137,7 +166,9 @@ class Directory:
         entries: dict[str, m.TensorStorageMetadata | m.BytesStorageMetadata] = {}
         for name, entry in self._index.entries.items():
             if isinstance(entry, SavedTensor):
-                properties = m.TensorProperties(torch_dtype(entry.dtype), requires_grad=entry.properties.requires_grad)
+                properties = m.TensorProperties(
+                    torch_dtype(entry.dtype), requires_grad=entry.properties.requires_grad
+                )
                 versions.set_strides(properties, entry.properties.strides)
                 chunks = [_chunk(piece.offsets, piece.sizes) for piece in entry.pieces]
                 entries[name] = m.TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
@@ -150,10 +181,14 @@ class Directory:
             made.version = self._index.texts.get("version")
         return made
 
-    def part(self, index: m.MetadataIndex, starts: Sequence[int], lengths: Sequence[int]) -> LazyTensor:
+    def part(
+        self, index: m.MetadataIndex, starts: Sequence[int], lengths: Sequence[int]
+    ) -> LazyTensor:
         entry = self._entry(index.fqn)
         if not isinstance(entry, SavedTensor):
-            raise DoesNotFit(f"{index.fqn}: a tensor was asked for, and this is a value that is none")
+            raise DoesNotFit(
+                f"{index.fqn}: a tensor was asked for, and this is a value that is none"
+            )
         corner = (0,) * len(entry.size) if index.offset is None else tuple(index.offset)
         at = bisect_left(entry.pieces, corner, key=lambda piece: piece.offsets)
         if at == len(entry.pieces) or entry.pieces[at].offsets != corner:
@@ -166,7 +201,11 @@ class Directory:
         wanted = {name: self._item(name) for name in names}
         plain = {name: item for name, item in wanted.items() if not _is_foreign(item)}
         found = dict(read_values(self._items, plain)[0])
-        return found | {name: self._transformed(item, name) for name, item in wanted.items() if name not in plain}
+        return found | {
+            name: self._transformed(item, name)
+            for name, item in wanted.items()
+            if name not in plain
+        }
 
     def close(self) -> None:
         self._items.source.store.close()
@@ -181,7 +220,11 @@ class Directory:
     def _entry(self, name: str) -> SavedTensor | Item:
         entry = self._index.entries.get(name)
         if entry is None or isinstance(entry, Opaque):
-            what = "has nothing of this name" if entry is None else f"has something else here ({entry!r:.80})"
+            what = (
+                "has nothing of this name"
+                if entry is None
+                else f"has something else here ({entry!r:.80})"
+            )
             raise DoesNotFit(f"{name}: the index {what}")
         return entry
 
@@ -193,7 +236,9 @@ class Directory:
         here = SavedChunk((0,) * len(piece.sizes), piece.sizes, piece.item)
         if _is_foreign(piece.item):
             return self._as_it_lies(self._transformed(piece.item, name), piece, name)
-        lazy = tensor_of(SavedTensor(entry.dtype, piece.sizes, entry.properties, (here,)), name, self._items)
+        lazy = tensor_of(
+            SavedTensor(entry.dtype, piece.sizes, entry.properties, (here,)), name, self._items
+        )
         try:
             for chunk in lazy.chunks:
                 if isinstance(chunk.storage, ItemStorage):
@@ -206,8 +251,14 @@ class Directory:
     def _as_it_lies(self, found: object, piece: SavedChunk, name: str) -> LazyTensor:
         if isinstance(found, LazyTensor) and found.shape == piece.sizes:
             return found
-        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, LazyTensor) else f"{found!r:.80}"
-        raise DoesNotFit(f"{name}: the index says a tensor of shape {list(piece.sizes)}, and the item holds {what}")
+        what = (
+            f"{found.dtype} {list(found.shape)}"
+            if isinstance(found, LazyTensor)
+            else f"{found!r:.80}"
+        )
+        raise DoesNotFit(
+            f"{name}: the index says a tensor of shape {list(piece.sizes)}, and the item holds {what}"
+        )
 
     def _transformed(self, item: Item, name: str) -> object:
         """The value of an item that passed through extensions of the caller's own."""
@@ -232,7 +283,9 @@ def _is_foreign(item: Item) -> bool:
 def _has_holes(entry: object) -> bool:
     if not isinstance(entry, SavedTensor):
         return False
-    return not covers(entry.size, [(piece.offsets, piece.sizes) for piece in entry.pieces if 0 not in piece.sizes])
+    return not covers(
+        entry.size, [(piece.offsets, piece.sizes) for piece in entry.pieces if 0 not in piece.sizes]
+    )
 
 
 def _chunk(offsets: Iterable[int], sizes: Iterable[int]) -> m.ChunkStorageMetadata:
@@ -245,14 +298,22 @@ def _box(lazy: LazyTensor, starts: Sequence[int], lengths: Sequence[int]) -> Laz
 
 def _planner_data(found: object) -> object:
     """What the planner recorded for itself: paths, from torch's own. Of others, all of it or, where it must be built, the paths."""
-    paths = {key: path for key, path in found.items() if type(key) is str and _is_path(path)} if isinstance(found, dict) else None
+    paths = (
+        {key: path for key, path in found.items() if type(key) is str and _is_path(path)}
+        if isinstance(found, dict)
+        else None
+    )
     if isinstance(found, dict) and paths is not None and len(paths) == len(found):
         return paths
     return paths if unbuilt(found) else torch_tree(found, _tensor)
 
 
 def _is_path(value: object) -> bool:
-    return type(value) is tuple and len(value) <= DEEPEST and all(type(step) is str or type(step) is int for step in value)
+    return (
+        type(value) is tuple
+        and len(value) <= DEEPEST
+        and all(type(step) is str or type(step) is int for step in value)
+    )
 
 
 def archived(value: object, name: str, path: str) -> bytes:
@@ -260,7 +321,10 @@ def archived(value: object, name: str, path: str) -> bytes:
     # Where an `io.BytesIO` was pickled, one is built.
     plain = rebuild(read_value(value), lambda one, _: _buffer(one) if _is_buffer(one) else one)
     if problem := unbuilt(plain):
-        raise Unsupported(f"{name}: {problem}; torch would run code to build it. Leave it out of the state", file=path)
+        raise Unsupported(
+            f"{name}: {problem}; torch would run code to build it. Leave it out of the state",
+            file=path,
+        )
     return archive(FlatValue(torch_tree(plain, _tensor), plain))
 
 
@@ -275,7 +339,9 @@ def _is_buffer(value: object) -> bool:
     if not isinstance(value, Opaque) or value.what != BUFFER:
         return False
     match value:
-        case Opaque(args=(), kwargs=None, state=(bytes(), int(at), _), items=[], entries=[]) if at >= 0:
+        case Opaque(args=(), kwargs=None, state=(bytes(), int(at), _), items=[], entries=[]) if (
+            at >= 0
+        ):
             return True
     return False
 
@@ -301,7 +367,9 @@ class CheckpointPlace:
         """Where the checkpoint is, or will be."""
         if self._path is None:
             what = type(self).__name__
-            raise BadPath(f"this {what} has no path yet: give it one, or pass checkpoint_id to torch's save and load")
+            raise BadPath(
+                f"this {what} has no path yet: give it one, or pass checkpoint_id to torch's save and load"
+            )
         return self._path
 
     @property
@@ -370,7 +438,9 @@ class Reader(CheckpointPlace, StorageReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def set_up_storage_reader(self, metadata: m.Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+    def set_up_storage_reader(
+        self, metadata: m.Metadata, is_coordinator: bool, *args: object, **kwargs: object
+    ) -> None:
         """On every rank, before the plans: open the checkpoint."""
         self._opened()
 
@@ -407,7 +477,9 @@ class Reader(CheckpointPlace, StorageReader):
             target = planner.resolve_tensor(item).detach()
             if tuple(target.shape) != tuple(part.shape):
                 name = item.storage_index.fqn
-                raise DoesNotFit(f"{name}: a part of shape {list(part.shape)} for a target of {list(target.shape)}")
+                raise DoesNotFit(
+                    f"{name}: a part of shape {list(part.shape)} for a target of {list(target.shape)}"
+                )
             place = (target.device, target.data_ptr())
             if target.numel() and place in places:
                 finish()  # a planner may hand out one buffer again and again: what is in it goes to the planner before that

@@ -129,7 +129,9 @@ class Writer(CheckpointPlace, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """On every rank, before the plans: remember whether this rank saves by itself."""
         rank = kwargs.get("rank")
-        self._alone = rank if isinstance(rank, int) and not kwargs.get("use_collectives", True) else None
+        self._alone = (
+            rank if isinstance(rank, int) and not kwargs.get("use_collectives", True) else None
+        )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On every rank: the plan as it is."""
@@ -139,7 +141,9 @@ class Writer(CheckpointPlace, StorageWriter):
         """On the coordinator: make the hidden folder, and tell every rank of it. On a rank alone: look whether it may save."""
         if self._alone is not None:
             self._check_alone(self._alone)
-            return [replace(plan, storage_data=Share(self.path, f"__{self._alone}_")) for plan in plans]
+            return [
+                replace(plan, storage_data=Share(self.path, f"__{self._alone}_")) for plan in plans
+            ]
         self.close()
         found = self._found()
         kept = {name for name in found or () if not is_part(name)}
@@ -154,7 +158,10 @@ class Writer(CheckpointPlace, StorageWriter):
         )
         for name in sorted(kept):
             target.adopt(name, os.path.join(os.path.realpath(self.path), name))
-        return [replace(plan, storage_data=Share(target.join_name, f"__{rank}_")) for rank, plan in enumerate(plans)]
+        return [
+            replace(plan, storage_data=Share(target.join_name, f"__{rank}_"))
+            for rank, plan in enumerate(plans)
+        ]
 
     def _found(self) -> list[str] | None:
         if not place_at(self.path).on_disk:
@@ -189,18 +196,26 @@ class Writer(CheckpointPlace, StorageWriter):
         metadata.storage_meta = self.storage_meta()
         sizes: dict[str, int] = {}
         for info in cast("dict[m.MetadataIndex, _StorageInfo]", metadata.storage_data).values():
-            sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+            sizes[info.relative_path] = max(
+                sizes.get(info.relative_path, 0), info.offset + info.length
+            )
         content = pickled_index(metadata)
         if self._alone is not None:
             self._finish_alone(self._alone, content, sizes)
             return
         target = self._target
         if target is None:
-            raise Unsupported("`finish` comes behind `prepare_global_plan`, on the same rank", file=self.path)
+            raise Unsupported(
+                "`finish` comes behind `prepare_global_plan`, on the same rank", file=self.path
+            )
         index = [FilePlan(METADATA, (Literal(content),))]
         if not target.save:
             index.append(FilePlan(BESIDE, (Literal(checksum_file(content)),)))
-        target.publish(index, Saving(seals=NOTHING), [(key, nbytes, False) for key, nbytes in sorted(sizes.items())])
+        target.publish(
+            index,
+            Saving(seals=NOTHING),
+            [(key, nbytes, False) for key, nbytes in sorted(sizes.items())],
+        )
         self.close()
 
     def storage_meta(self) -> m.StorageMeta:
@@ -214,14 +229,24 @@ class Writer(CheckpointPlace, StorageWriter):
             self._target = None
 
     def __del__(self) -> None:
-        with suppress(Exception):  # a collector's thread, or an interpreter that ends: the next save cleans up
+        with suppress(
+            Exception
+        ):  # a collector's thread, or an interpreter that ends: the next save cleans up
             self.close()
 
     def __getstate__(self) -> dict[str, object]:
         """For the process that `async_save` may save in. A save that is under way stays here, and so does the copied state."""
-        staging = ("stage", "synchronize_staging", "should_synchronize_after_execute", "_synchronize_after_execute")
+        staging = (
+            "stage",
+            "synchronize_staging",
+            "should_synchronize_after_execute",
+            "_synchronize_after_execute",
+        )
         here = {"_target", *staging}
-        return {**{key: value for key, value in vars(self).items() if key not in here}, "_target": None}
+        return {
+            **{key: value for key, value in vars(self).items() if key not in here},
+            "_target": None,
+        }
 
     # Files.
 
@@ -243,17 +268,28 @@ class Writer(CheckpointPlace, StorageWriter):
             raise refusal(message, self.path, errno.ENOENT)
         return there[0]
 
-    def _written(self, items: Sequence[WriteItem], planner: SavePlanner, key: str, into: Target) -> list[WriteResult]:
+    def _written(
+        self, items: Sequence[WriteItem], planner: SavePlanner, key: str, into: Target
+    ) -> list[WriteResult]:
         file, laid = _lay_out(key, items, planner)
         if not self._extensions:
             into.begin(file)(Saving(seals=NOTHING, threads=self._threads))
             starts = accumulate((nbytes for _, nbytes in laid), initial=0)
-            return [WriteResult(one.index, n, _StorageInfo(key, at, n)) for (one, n), at in zip(laid, starts, strict=False)]
+            return [
+                WriteResult(one.index, n, _StorageInfo(key, at, n))
+                for (one, n), at in zip(laid, starts, strict=False)
+            ]
         results: list[WriteResult] = []
-        into.stream(key, file.nbytes, lambda out: results.extend(self._transformed(items, planner, key, out)))
+        into.stream(
+            key,
+            file.nbytes,
+            lambda out: results.extend(self._transformed(items, planner, key, out)),
+        )
         return results
 
-    def _transformed(self, items: Iterable[WriteItem], planner: SavePlanner, key: str, out: Output) -> list[WriteResult]:
+    def _transformed(
+        self, items: Iterable[WriteItem], planner: SavePlanner, key: str, out: Output
+    ) -> list[WriteResult]:
         results = []
         end = Appended(out)
         for item in items:
@@ -265,7 +301,9 @@ class Writer(CheckpointPlace, StorageWriter):
             with closing(stream):
                 write_stream(file, stream)
             # In the order in which readers undo them. torch's own writer notes several the other way round, and cannot read that.
-            info = _StorageInfo(key, start, end.nbytes - start, [one.get_descriptor() for one in self._extensions])
+            info = _StorageInfo(
+                key, start, end.nbytes - start, [one.get_descriptor() for one in self._extensions]
+            )
             results.append(WriteResult(item.index, end.nbytes - start, info))
         return results
 
@@ -291,15 +329,21 @@ class Writer(CheckpointPlace, StorageWriter):
             if self.durable:
                 with refusing("writing the folder to the disk (fsync)", self.path):
                     system.sync(folder)
-            with suppress(FileNotFoundError):  # it spoke of what is replaced now; another rank may have been faster
+            with suppress(
+                FileNotFoundError
+            ):  # it spoke of what is replaced now; another rank may have been faster
                 system.unlink(SEAL, at=folder)
-            with FileTransaction(os.path.join(self.path, name), durable=self.durable) as transaction:
+            with FileTransaction(
+                os.path.join(self.path, name), durable=self.durable
+            ) as transaction:
                 write_file(FilePlan(name, (Literal(content),)), transaction.file)
                 transaction.commit()
             own = re.compile(rf"__{rank}_[0-9]+\.distcp")
             for key in system.list(folder):
                 if own.fullmatch(key) and key not in sizes:
-                    with suppress(OSError):  # nobody reads it any more, and the next save tries again
+                    with suppress(
+                        OSError
+                    ):  # nobody reads it any more, and the next save tries again
                         system.unlink(key, at=folder)
 
 
@@ -335,30 +379,42 @@ def _opened(path: str) -> Iterator[int]:
         system.close(folder)
 
 
-def _lay_out(key: str, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[FilePlan, list[tuple[WriteItem, int]]]:
+def _lay_out(
+    key: str, items: Sequence[WriteItem], planner: SavePlanner
+) -> tuple[FilePlan, list[tuple[WriteItem, int]]]:
     """A file with these items, as the planner has them now; and the items in the order of the file, each with its length."""
     values: list[tuple[WriteItem, bytes]] = []
     tensors: list[tuple[WriteItem, torch.Tensor]] = []
     for item in items:
         data = planner.resolve_data(item)
-        if isinstance(data, torch.Tensor) and item.type != WriteItemType.BYTE_IO and _is_plain(data):
+        if (
+            isinstance(data, torch.Tensor)
+            and item.type != WriteItemType.BYTE_IO
+            and _is_plain(data)
+        ):
             tensors.append((item, data.detach()))
         else:
             values.append((item, _bytes(data, item.index.fqn)))
-    table = tabulate_state({f"{number}": tensor for number, (_, tensor) in enumerate(tensors)}).tensors
+    table = tabulate_state(
+        {f"{number}": tensor for number, (_, tensor) in enumerate(tensors)}
+    ).tensors
     plan, lengths = lay_out_items(key, [archive for _, archive in values], table, range(len(table)))
     return plan, [*zip([item for item, _ in (*values, *tensors)], lengths.tolist(), strict=True)]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+    return tensor.layout == torch.strided and not (
+        tensor.is_quantized or tensor.is_nested or tensor.is_meta
+    )
 
 
 def _bytes(data: torch.Tensor | io.BytesIO, name: str) -> bytes:
     if isinstance(data, io.BytesIO):
         return data.getvalue()
     if data.layout != torch.strided:
-        raise Unsupported(f"a tensor of layout {data.layout} has no form in a distributed checkpoint", tensor=name)
+        raise Unsupported(
+            f"a tensor of layout {data.layout} has no form in a distributed checkpoint", tensor=name
+        )
     out = io.BytesIO()
     save(data.cpu(), out)  # quantised and the like: as torch has them
     return out.getvalue()

@@ -28,9 +28,26 @@ from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.core.runtime import at_fork, renewed
 from holdfast.core.value import Value
-from holdfast.errors import HoldfastError, LimitExceeded, NotCommitted, StoreError, Truncated, Unsupported
+from holdfast.errors import (
+    HoldfastError,
+    LimitExceeded,
+    NotCommitted,
+    StoreError,
+    Truncated,
+    Unsupported,
+)
 from holdfast.stores.remote import loop
-from holdfast.stores.remote.failures import AGAIN_S, FIRST_S, LONGEST_S, if_there, may_pass, pauses, reason, refused, repeated
+from holdfast.stores.remote.failures import (
+    AGAIN_S,
+    FIRST_S,
+    LONGEST_S,
+    if_there,
+    may_pass,
+    pauses,
+    reason,
+    refused,
+    repeated,
+)
 from holdfast.stores.remote.loop import answered, given_back, lent, until, waited
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING, Url
 
@@ -45,7 +62,10 @@ RETRIES = 8  # How often a request that may be repeated is: by obstore, by us, a
 LISTED = 1000  # Keys of a list that are taken at a time: as many as S3 puts on a page.
 PARTS = 10_000
 
-ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "az": ("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT")}
+ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "az": ("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT"),
+}
 """Where the environment says that a server is another than the cloud's; one without TLS is meant so."""
 
 PLAIN = "HOLDFAST_WITHOUT_CHECKSUMS"  # In the environment: requests to S3 go without checksums, which a server may refuse.
@@ -55,7 +75,9 @@ ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOLDFAST_")
 KNOWN = 16  # Answers that are remembered of each size.
 ENOUGH = 4  # Answers below which nothing is known.
 AT_FIRST_S = 10.0  # How long to wait while nothing is known.
-LEAST_S = 0.5  # No answer is waited for less: a busy moment of this machine is no reason to ask twice.
+LEAST_S = (
+    0.5  # No answer is waited for less: a busy moment of this machine is no reason to ask twice.
+)
 TIMES = 4.0  # How many times as long as usual is too long.
 
 
@@ -104,14 +126,18 @@ class Upload:
 
     def __init__(self, bucket: Bucket, key: str, file: AsyncWritableFile) -> None:
         self._bucket, self._key, self._file = bucket, key, file
-        self._lent: list[memoryview] = []  # What the client has not uploaded yet, as far as anybody looked.
+        self._lent: list[
+            memoryview
+        ] = []  # What the client has not uploaded yet, as far as anybody looked.
         self.nbytes = 0
 
     def write(self, data: Buffer, /) -> int:
         whole = memoryview(data)
         for start in range(0, whole.nbytes, PART_NBYTES):
             # What the store keeps is never given back: to look for it again with each part would cost their square.
-            self._lent = [] if self._bucket.keeps else [one for one in self._lent if not given_back(one)]
+            self._lent = (
+                [] if self._bucket.keeps else [one for one in self._lent if not given_back(one)]
+            )
             self._lent.append(whole[start : start + PART_NBYTES])
             self._bucket.once(self._write, self._key, "uploading it")
         self.nbytes += whole.nbytes
@@ -124,7 +150,9 @@ class Upload:
     async def end(self, *, whole: bool) -> None:
         """Make an object of what was written, or nothing."""
         try:
-            await answered(self._file.close() if whole else self._file.__aexit__(NotCommitted, None, None))
+            await answered(
+                self._file.close() if whole else self._file.__aexit__(NotCommitted, None, None)
+            )
         finally:
             await self.drop()
 
@@ -138,9 +166,13 @@ class Bucket:
     def __init__(self, root: str, client: ObjectStore) -> None:
         self.root = root
         self.client = client
-        self.keeps = type(client).__name__ == "MemoryStore"  # Whether what is put is not sent anywhere, but kept where it is.
+        self.keeps = (
+            type(client).__name__ == "MemoryStore"
+        )  # Whether what is put is not sent anywhere, but kept where it is.
         self.patience = Patience()
-        self.conditions: bool | None = None  # Whether the store keeps the conditions of a put, once somebody has tried.
+        self.conditions: bool | None = (
+            None  # Whether the store keeps the conditions of a put, once somebody has tried.
+        )
         self.requests = 0  # Requests for content and uploads that were sent.
 
     def url(self, key: str) -> str:
@@ -158,7 +190,9 @@ class Bucket:
         except Unsupported:
             # Azure has no such request.
             found = self.head(key)
-            return self.get(key, max(0, found.nbytes - nbytes), max(found.nbytes, 1), etag=etag or found.etag)
+            return self.get(
+                key, max(0, found.nbytes - nbytes), max(found.nbytes, 1), etag=etag or found.etag
+            )
 
     def whole(self, key: str, most: int) -> Got:
         """A whole object of at most so many bytes; `LimitExceeded` for one that has more, which is not read."""
@@ -167,7 +201,9 @@ class Bucket:
     def head(self, key: str) -> RemoteObject:
         import obstore
 
-        return _found(self._run(lambda: answered(obstore.head_async(self.client, key)), key, "looking at it"))
+        return _found(
+            self._run(lambda: answered(obstore.head_async(self.client, key)), key, "looking at it")
+        )
 
     def described(self, key: str) -> Got:
         """What there is to say of an object, with its attributes and without its content."""
@@ -195,7 +231,11 @@ class Bucket:
                 if keys != sorted(keys):
                     rows.clear()
                 last = rows[-1].key if rows else None
-                pages = aiter(obstore.list(self.client, prefix.rstrip("/") or None, offset=last, chunk_size=LISTED))
+                pages = aiter(
+                    obstore.list(
+                        self.client, prefix.rstrip("/") or None, offset=last, chunk_size=LISTED
+                    )
+                )
             try:
                 return await answered(anext(pages))
             except StopAsyncIteration:
@@ -208,7 +248,11 @@ class Bucket:
             while found := await self._again(page, prefix, "listing it", RETRIES):
                 rows.extend(map(_found, found))
                 if len(rows) > most:
-                    raise LimitExceeded(f"more objects than Limits(files={most})", file=self.url(prefix), expected=most)
+                    raise LimitExceeded(
+                        f"more objects than Limits(files={most})",
+                        file=self.url(prefix),
+                        expected=most,
+                    )
 
         self._run(collect, prefix, "listing it", again=False)
         return sorted(rows, key=lambda found: found.key)
@@ -218,7 +262,11 @@ class Bucket:
         import obstore
 
         found = self._run(
-            lambda: answered(obstore.list_with_delimiter_async(self.client, prefix.rstrip("/") or None)), prefix, "listing it"
+            lambda: answered(
+                obstore.list_with_delimiter_async(self.client, prefix.rstrip("/") or None)
+            ),
+            prefix,
+            "listing it",
         )
         return sorted(found["common_prefixes"]), [_found(one) for one in found["objects"]]
 
@@ -229,20 +277,29 @@ class Bucket:
         """Put a small object by one request; its etag. `Taken` where a condition did not hold, or where that cannot be known."""
         import obstore
 
-        mode: PutMode = "create" if create else {"e_tag": match} if match is not None else "overwrite"
+        mode: PutMode = (
+            "create" if create else {"e_tag": match} if match is not None else "overwrite"
+        )
         self.requests += 1
         given = dict(attributes) if attributes else None
 
         async def ask() -> str | None:
             async with lent(data, kept=self.keeps) as view:
-                put = obstore.put_async(self.client, key, view, mode=mode, use_multipart=False, attributes=given)
+                put = obstore.put_async(
+                    self.client, key, view, mode=mode, use_multipart=False, attributes=given
+                )
                 return (await answered(put))["e_tag"]
 
         return self._run(ask, key, "writing it", again=mode == "overwrite")
 
     @contextmanager
     def uploading(
-        self, key: str, nbytes: int, *, attributes: Mapping[str, str] | None = None, parts: int | None = None
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        attributes: Mapping[str, str] | None = None,
+        parts: int | None = None,
     ) -> Iterator[Upload]:
         """Put an object of any size from front to back, in parts of which several are under way (`parts` at the most). It is there,
         all of it, when the block ends; a block that fails leaves nothing."""
@@ -253,7 +310,9 @@ class Bucket:
             part *= 2
         self.requests += max(1, -(-nbytes // part))
         given, at_once = dict(attributes) if attributes else None, parts or UPLOADING
-        file = obstore.open_writer_async(self.client, key, buffer_size=part, max_concurrency=at_once, attributes=given)
+        file = obstore.open_writer_async(
+            self.client, key, buffer_size=part, max_concurrency=at_once, attributes=given
+        )
         upload = Upload(self, key, file)
         del file
         loop.unfinished[upload] = upload.drop
@@ -288,7 +347,15 @@ class Bucket:
         self.requests += 1
         self._run(lambda: answered(obstore.copy_async(self.client, key, to)), key, "copying it")
 
-    def _get(self, key: str, options: GetOptions, etag: str | None, *, nbytes: int, most: int | None = None) -> Got:
+    def _get(
+        self,
+        key: str,
+        options: GetOptions,
+        etag: str | None,
+        *,
+        nbytes: int,
+        most: int | None = None,
+    ) -> Got:
         if etag is not None:
             options = {**options, "if_match": etag}
         return self._run(lambda: self._hedged(key, options, nbytes, most), key, "reading it")
@@ -321,7 +388,9 @@ class Bucket:
         result: GetResult = await answered(obstore.get_async(self.client, key, options=options))
         found = _found(result.meta)
         if most is not None and found.nbytes > most:
-            message = f"an index of {found.nbytes:,} bytes is more than Limits(index_nbytes={most:,})"
+            message = (
+                f"an index of {found.nbytes:,} bytes is more than Limits(index_nbytes={most:,})"
+            )
             raise LimitExceeded(message, file=self.url(key), expected=most, found=found.nbytes)
         start, stop = result.range
         data = memoryview(await answered(result.bytes_async()))
@@ -329,17 +398,27 @@ class Bucket:
         if data.nbytes != stop - start or (isinstance(wanted, tuple) and start != wanted[0]):
             message = f"the store answered with {data.nbytes:,} bytes from {start:,} on, and not with what was asked for"
             raise Truncated(message, file=self.url(key), offset=start + data.nbytes)
-        return Got(data, start, found, {str(name): value for name, value in result.attributes.items()})
+        return Got(
+            data, start, found, {str(name): value for name, value in result.attributes.items()}
+        )
 
-    def _run(self, ask: Callable[[], Awaitable[T]], key: str, doing: str, *, again: bool = True) -> T:
+    def _run(
+        self, ask: Callable[[], Awaitable[T]], key: str, doing: str, *, again: bool = True
+    ) -> T:
         """Wait for a request, and ask again where that helps and does no harm; its errors are ours."""
-        return waited(lambda: self._again(ask, key, doing, RETRIES)) if again else self.once(ask, key, doing)
+        return (
+            waited(lambda: self._again(ask, key, doing, RETRIES))
+            if again
+            else self.once(ask, key, doing)
+        )
 
     def once(self, ask: Callable[[], Awaitable[T]], key: str, doing: str) -> T:
         """Wait for what is not asked again, of one upload."""
         return waited(lambda: self._again(ask, key, doing, 0))
 
-    async def _again(self, ask: Callable[[], Awaitable[T]], key: str, doing: str, retries: int) -> T:
+    async def _again(
+        self, ask: Callable[[], Awaitable[T]], key: str, doing: str, retries: int
+    ) -> T:
         begun, asked = time.monotonic(), 0
         for pause in pauses():
             try:
@@ -352,7 +431,9 @@ class Bucket:
                 break
             await asyncio.sleep(pause)
         if passes and isinstance(raised, HoldfastError):
-            raised.message += f"; asked {asked} times in {took:.1f} s" if asked > 1 else "; asked once"
+            raised.message += (
+                f"; asked {asked} times in {took:.1f} s" if asked > 1 else "; asked once"
+            )
         raise raised from None
 
 
@@ -379,7 +460,11 @@ def bucket_of(url: Url) -> Bucket:
         raise Unsupported(message, file=str(url)) from None
     if url.client is not None:
         return _kept((url.root, id(url.client)), lambda: Bucket(url.root, url.client))  # type: ignore[arg-type]  # obstore checks it
-    names = [] if url.scheme == "memory" else [name for name in os.environ if name.startswith(ENVIRONMENT)]
+    names = (
+        []
+        if url.scheme == "memory"
+        else [name for name in os.environ if name.startswith(ENVIRONMENT)]
+    )
     given = tuple([(name, os.environ[name]) for name in sorted(names)])
     return _kept((url.root, given), lambda: Bucket(url.root, _made(url)))
 
@@ -404,19 +489,31 @@ def _made(url: Url) -> ObjectStore:
         "connect_timeout": timedelta(seconds=10),
         "read_timeout": timedelta(seconds=60),
     }
-    if any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS.get(url.scheme, ())):
+    if any(
+        os.environ.get(name, "").startswith("http://") for name in ENDPOINTS.get(url.scheme, ())
+    ):
         options["allow_http"] = True
     retry: RetryConfig = {
         "max_retries": RETRIES,
         "retry_timeout": timedelta(seconds=AGAIN_S),
-        "backoff": {"init_backoff": timedelta(seconds=FIRST_S), "max_backoff": timedelta(seconds=LONGEST_S), "base": 2},
+        "backoff": {
+            "init_backoff": timedelta(seconds=FIRST_S),
+            "max_backoff": timedelta(seconds=LONGEST_S),
+            "base": 2,
+        },
     }
     try:
         if url.scheme == "az":
-            return stores.AzureStore(container_name=url.root.partition("://")[2], client_options=options, retry_config=retry)
+            return stores.AzureStore(
+                container_name=url.root.partition("://")[2],
+                client_options=options,
+                retry_config=retry,
+            )
         if url.scheme == "s3" and not os.environ.get(PLAIN):
             # The hash is there: the signature of a request needs it. With it in a header, any server compares what arrived.
-            return stores.from_url(url.root, client_options=options, retry_config=retry, checksum_algorithm="SHA256")
+            return stores.from_url(
+                url.root, client_options=options, retry_config=retry, checksum_algorithm="SHA256"
+            )
         return stores.from_url(url.root, client_options=options, retry_config=retry)
     except Exception as error:
         message = f"no client for {url.root}: {reason(error)}"

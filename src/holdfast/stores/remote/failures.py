@@ -30,11 +30,19 @@ def refused(error: BaseException, url: str, doing: str) -> BaseException:
         kind, code, message = Taken, errno.EEXIST, "there is an object already"
     elif isinstance(error, theirs.PreconditionError | theirs.NotModifiedError):
         if doing == "reading it":
-            kind, message = Replaced, "the object was replaced while the checkpoint was open; open it again"
+            kind, message = (
+                Replaced,
+                "the object was replaced while the checkpoint was open; open it again",
+            )
         else:
             kind, code, message = Taken, errno.EEXIST, "the object is another by now"
-    elif isinstance(error, theirs.PermissionDeniedError | theirs.UnauthenticatedError) or DENIED.search(str(error)):
-        code, message = errno.EACCES, f"{doing}: access denied; check the credentials, and whether they have expired"
+    elif isinstance(
+        error, theirs.PermissionDeniedError | theirs.UnauthenticatedError
+    ) or DENIED.search(str(error)):
+        code, message = (
+            errno.EACCES,
+            f"{doing}: access denied; check the credentials, and whether they have expired",
+        )
     elif isinstance(error, theirs.NotSupportedError):
         return Unsupported(f"{doing}: the store does not support it", file=url)
     elif isinstance(error, theirs.UnknownConfigurationKeyError | ValueError):
@@ -42,7 +50,10 @@ def refused(error: BaseException, url: str, doing: str) -> BaseException:
     elif PAST_THE_END.search(str(error)):
         return Truncated("the object ends before what was to be read", file=url)
     elif OTHER_RANGE.search(str(error)):
-        return Truncated("the store answered with another range than the one that was asked for, or with none", file=url)
+        return Truncated(
+            "the store answered with another range than the one that was asked for, or with none",
+            file=url,
+        )
     raised = kind(message, file=url)
     raised.errno = code
     return raised
@@ -51,14 +62,20 @@ def refused(error: BaseException, url: str, doing: str) -> BaseException:
 STATUS = re.compile(r"status code: (\d{3}[^:<{]*)")
 TIMED_OUT = re.compile(r"(?<!retry_)timed? ?out", re.IGNORECASE)
 OTHER_RANGE = re.compile(r"non-partial response when range requested|Requested \d+\.\.\d+, got \d+")
-DENIED = re.compile(r"status code: 40[13]|<Code>(?:ExpiredToken|AccessDenied|InvalidAccessKeyId)</Code>")
+DENIED = re.compile(
+    r"status code: 40[13]|<Code>(?:ExpiredToken|AccessDenied|InvalidAccessKeyId)</Code>"
+)
 """How it is said of a list, for which the client has no kind of error."""
 
-FINAL = re.compile(r"status code: 4(?!08|29)\d\d|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+")
+FINAL = re.compile(
+    r"status code: 4(?!08|29)\d\d|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+"
+)
 """Failures that the same request would meet again."""
 
 CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
-PAST_THE_END = re.compile(r"status code: 416|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+")
+PAST_THE_END = re.compile(
+    r"status code: 416|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+"
+)
 CREDENTIALS = re.compile(r"credential|InstanceMetadata|169\.254|metadata\.google", re.IGNORECASE)
 
 
@@ -68,7 +85,9 @@ def reason(error: Exception) -> str:
     if CREDENTIALS.search(text) and "status code" not in text:
         return "no credentials were found; set those of the store in the environment, or give a client with store="
     code, status = CODE.search(text), STATUS.search(text)
-    answer = " ".join(part for part in (status and status[1], code and f"({code[1]})") if part).strip()
+    answer = " ".join(
+        part for part in (status and status[1], code and f"({code[1]})") if part
+    ).strip()
     if answer:
         return answer
     if TIMED_OUT.search(text):
@@ -98,7 +117,13 @@ def repeated(error: Exception, doing: str, most: int) -> int:
     """How often obstore has repeated a request by itself. It says so; the rest of a body it asks for as often as it may."""
     text = str(error)
     retries = re.search(r"after (\d+) retries", text)
-    return int(retries[1]) if retries else most if doing == "reading it" and "response body" in text else 0
+    return (
+        int(retries[1])
+        if retries
+        else most
+        if doing == "reading it" and "response body" in text
+        else 0
+    )
 
 
 def if_there(ask: Callable[..., T], *given: object) -> T | None:

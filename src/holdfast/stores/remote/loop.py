@@ -59,7 +59,11 @@ class Events(asyncio.SelectorEventLoop):
         super().run_forever()
 
     def awaited(self) -> list[RequestFuture]:
-        return [one for one in list(under_way) if isinstance(one, RequestFuture) and one.get_loop() is self]
+        return [
+            one
+            for one in list(under_way)
+            if isinstance(one, RequestFuture) and one.get_loop() is self
+        ]
 
     def run_on_thread(self) -> None:
         self.run_forever()
@@ -122,8 +126,12 @@ async def until(done: Callable[[], bool]) -> None:
         await asyncio.sleep(0 if turns < 20 else 0.001)
 
 
-under_way: dict[object, None] = {}  # Requests, and memory that is lent: a set, from which something can be taken without a call.
-unfinished: dict[object, Callable[[], Coroutine[Any, Any, object]]] = {}  # How each upload that has begun is stopped.
+under_way: dict[
+    object, None
+] = {}  # Requests, and memory that is lent: a set, from which something can be taken without a call.
+unfinished: dict[
+    object, Callable[[], Coroutine[Any, Any, object]]
+] = {}  # How each upload that has begun is stopped.
 _lock = renewed(threading.Lock())
 _thread: threading.Thread | None = None
 _loops: list[Events] = []  # Those that run; the one that has a thread is the first.
@@ -186,7 +194,9 @@ def _parked() -> Unsupported:
     """For a daemon thread, when the program ends: it would not be seen to end, and an error of it would be."""
     if threading.current_thread().daemon:
         time.sleep(PARKED_S)
-    return Unsupported("the program ends, and a thread that it does not wait for asks an object store for something")
+    return Unsupported(
+        "the program ends, and a thread that it does not wait for asks an object store for something"
+    )
 
 
 @at_exit
@@ -238,7 +248,10 @@ def is_forked() -> bool:
 
 def left_behind(file: str) -> Unsupported:
     message = "this process was forked from one that had used object stores, and their client does not survive that"
-    return Unsupported(f"{message}; start processes by 'spawn' or 'forkserver', or fork before the first URL", file=file)
+    return Unsupported(
+        f"{message}; start processes by 'spawn' or 'forkserver', or fork before the first URL",
+        file=file,
+    )
 
 
 def _in_child() -> None:

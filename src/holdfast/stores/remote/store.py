@@ -24,17 +24,31 @@ from holdfast.core.keys import check_key, sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Medium, Stamp, Store
 from holdfast.core.runtime import renewed
-from holdfast.errors import Closed, LimitExceeded, MetadataError, NoSuchPath, Replaced, StoreError, Truncated
+from holdfast.errors import (
+    Closed,
+    LimitExceeded,
+    MetadataError,
+    NoSuchPath,
+    Replaced,
+    StoreError,
+    Truncated,
+)
 from holdfast.stores.files import is_temporary
 from holdfast.stores.remote.client import Bucket, Got, RemoteObject, bucket_of
 from holdfast.stores.remote.failures import if_there
 from holdfast.stores.remote.url import Url
 
-WINDOW_NBYTES = 128 << 10  # Of headers, what is fetched at a time: nine in ten safetensors headers are shorter.
+WINDOW_NBYTES = (
+    128 << 10
+)  # Of headers, what is fetched at a time: nine in ten safetensors headers are shorter.
 WINDOWS = 64
 
-PIECE_NBYTES = 8 << 20  # Most bytes of one request: several share a thin line, and one lost is no great matter.
-REQUESTS = 24  # Requests under way at once: with 20 to 50 ms and 50 to 100 MB/s each, they fill 10 Gbit/s.
+PIECE_NBYTES = (
+    8 << 20
+)  # Most bytes of one request: several share a thin line, and one lost is no great matter.
+REQUESTS = (
+    24  # Requests under way at once: with 20 to 50 ms and 50 to 100 MB/s each, they fill 10 Gbit/s.
+)
 MANIFEST = "holdfast.json"
 
 
@@ -44,7 +58,11 @@ class RemoteStore(Store):
     medium = Medium(requests=REQUESTS, block_nbytes=PIECE_NBYTES)
 
     def __init__(
-        self, url: Url, *, limits: Limits | None = None, expected: Mapping[str, tuple[int, str | None]] | None = None
+        self,
+        url: Url,
+        *,
+        limits: Limits | None = None,
+        expected: Mapping[str, tuple[int, str | None]] | None = None,
     ) -> None:
         self.name: str = url
         self.bucket: Bucket = bucket_of(url)
@@ -59,7 +77,11 @@ class RemoteStore(Store):
         self._gone = False
         self._closed = False
         self._single: str | None = None
-        ways = [self._is_object, self._is_native] if url.says_file else [self._is_native, self._is_object]
+        ways = (
+            [self._is_object, self._is_native]
+            if url.says_file
+            else [self._is_native, self._is_object]
+        )
         if not any(way() for way in ways) and not self.list():
             raise NoSuchPath("no such object, and nothing below it", file=self.name)
 
@@ -69,7 +91,9 @@ class RemoteStore(Store):
             return False
         self._first(MANIFEST, got.found)
         for start in range(0, got.data.nbytes, WINDOW_NBYTES):
-            self._windows[MANIFEST, start // WINDOW_NBYTES] = got.data[start : start + WINDOW_NBYTES]
+            self._windows[MANIFEST, start // WINDOW_NBYTES] = got.data[
+                start : start + WINDOW_NBYTES
+            ]
         return True
 
     def _is_object(self) -> bool:
@@ -117,7 +141,12 @@ class RemoteStore(Store):
 
     def reaches(self, key: str) -> bool:
         found = sibling_key(key)
-        return found is not None and self._single is None and bool(self._url.key) and found[0] != self._url.key.rpartition("/")[2]
+        return (
+            found is not None
+            and self._single is None
+            and bool(self._url.key)
+            and found[0] != self._url.key.rpartition("/")[2]
+        )
 
     def list(self) -> Sequence[str]:
         self._open()
@@ -163,7 +192,9 @@ class RemoteStore(Store):
         nbytes = self.size(key)
         stop = start + out.nbytes
         if start < 0 or stop > nbytes:
-            raise Truncated(f"wanted bytes {start} to {stop} of {nbytes}", file=self.label(key), offset=nbytes)
+            raise Truncated(
+                f"wanted bytes {start} to {stop} of {nbytes}", file=self.label(key), offset=nbytes
+            )
         if out.nbytes > WINDOW_NBYTES * 4 and not self._holds_windows(key, start, stop):
             self.read(key, start, out)
             return
@@ -205,7 +236,9 @@ class RemoteStore(Store):
         """Pickle the URL: what is read where it arrives must be the objects that were read here."""
         self._open()
         with self._lock:
-            return partial(RemoteStore, limits=self._limits, expected=dict(self._known)), (self._url,)
+            return partial(RemoteStore, limits=self._limits, expected=dict(self._known)), (
+                self._url,
+            )
 
     def label(self, key: str) -> str:
         return self.bucket.url(self._key(key))
@@ -227,14 +260,24 @@ class RemoteStore(Store):
         with self._lock:
             known = self._known.get(key)
         if known is not None and stop > known[0]:
-            raise Truncated(f"wanted bytes {start} to {stop} of {known[0]}", file=self.label(key), offset=known[0])
+            raise Truncated(
+                f"wanted bytes {start} to {stop} of {known[0]}",
+                file=self.label(key),
+                offset=known[0],
+            )
         try:
-            got = self.bucket.get(self._key(key), start, stop, etag=None if known is None else known[1])
+            got = self.bucket.get(
+                self._key(key), start, stop, etag=None if known is None else known[1]
+            )
         except StoreError as error:
             raise self._missing(key, error, known) from None
         self._first(key, got.found)
         if got.data.nbytes != stop - start:
-            raise Truncated(f"wanted bytes {start} to {stop} of {got.found.nbytes}", file=self.label(key), offset=got.found.nbytes)
+            raise Truncated(
+                f"wanted bytes {start} to {stop} of {got.found.nbytes}",
+                file=self.label(key),
+                offset=got.found.nbytes,
+            )
         return got.data
 
     def _holds_windows(self, key: str, start: int, stop: int) -> bool:
@@ -268,14 +311,19 @@ class RemoteStore(Store):
             indexed = self._indexed.pop(key, None)
         if known != now:
             self._gone = True
-            raise Replaced("the object was replaced while the checkpoint was open; open it again", file=self.label(key))
+            raise Replaced(
+                "the object was replaced while the checkpoint was open; open it again",
+                file=self.label(key),
+            )
         if indexed is not None and indexed != found.nbytes:
             wrong = Truncated if found.nbytes < indexed else MetadataError
             message = f"the manifest says {indexed:,} bytes, the object has {found.nbytes:,}"
             raise wrong(message, file=self.label(key), expected=indexed, found=found.nbytes)
         return known
 
-    def _missing(self, key: str, error: StoreError, known: tuple[int, str | None] | None) -> StoreError:
+    def _missing(
+        self, key: str, error: StoreError, known: tuple[int, str | None] | None
+    ) -> StoreError:
         """What to say of an object that the store does not give: `Replaced` for one that was there, or that a manifest names."""
         if isinstance(error, Replaced):
             self._gone = True
@@ -298,4 +346,6 @@ def _windows(start: int, stop: int) -> range:
 def _counts(key: str) -> bool:
     """Whether an object is a file of a checkpoint: at the top or one folder down, and not hidden as the rest of a save is."""
     folder, _, name = key.rpartition("/")
-    return bool(name) and "/" not in folder and not folder.startswith(".") and not is_temporary(name)
+    return (
+        bool(name) and "/" not in folder and not folder.startswith(".") and not is_temporary(name)
+    )

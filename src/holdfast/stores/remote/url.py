@@ -31,14 +31,18 @@ SUFFIX = re.compile(r"\.[a-z]\w*\Z", re.IGNORECASE)
 
 PART_NBYTES = 16 << 20  # Bytes of one part of an upload: S3 takes 10,000 parts of at least 5 MiB.
 UPLOADING = 12  # Parts of one upload that are under way at once.
-COPIED_NBYTES = 5 << 30  # S3 copies objects up to this length by itself; longer ones pass through here.
+COPIED_NBYTES = (
+    5 << 30
+)  # S3 copies objects up to this length by itself; longer ones pass through here.
 
 URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):/{1,2}([^/]*)/*(.*)\Z", re.DOTALL)
 """One slash is what `pathlib.Path` leaves of two."""
 
 NAMES = {"s3a": "s3", "azure": "az"}  # Schemes that are another's name.
 MOST_OBJECTS = 100_000  # Below a place of which everything is listed.
-Stamps = list[tuple[str, int, str]]  # Files by name, length, and what changes with them: a time or an etag.
+Stamps = list[
+    tuple[str, int, str]
+]  # Files by name, length, and what changes with them: a time or an etag.
 Problem = Callable[[str, str], None]  # Told of a place that cannot be listed, and why.
 Recover = Callable[[str], str | None]  # From a path that is not there to what stands in for it.
 
@@ -145,7 +149,9 @@ class Url(str):
 
     def files(self) -> dict[str, int]:
         _, found = self._bucket.folders(self.key)
-        return {one.key.rpartition("/")[2]: one.nbytes for one in sorted(found, key=lambda one: one.key)}
+        return {
+            one.key.rpartition("/")[2]: one.nbytes for one in sorted(found, key=lambda one: one.key)
+        }
 
     def stamps(self) -> Stamps | None:
         found = self._bucket.below(f"{self.key}/", MOST_OBJECTS)
@@ -209,18 +215,32 @@ def url_of(text: str, client: object | None = None) -> Url:
     else:
         raise BadPath(f"{text[:200]!r} is no URL of an object store", found=text)
     if "@" in bucket and not scheme.startswith("abfs"):
-        raise BadPath("a URL holds no credentials; give them by the environment, or with store=", found=f"{scheme}://…")
+        raise BadPath(
+            "a URL holds no credentials; give them by the environment, or with store=",
+            found=f"{scheme}://…",
+        )
     if "?" in bucket or not bucket:
         raise BadPath(f"a bucket is missing: {scheme}://BUCKET/KEY", found=f"{scheme}://{bucket}")
     parts = key.rstrip("/").split("/")
     if "\0" in key or any(part in (".", "..") for part in parts):
-        raise BadPath(f"{text[:200]!r}: the key of an object has no NUL and no part '.' or '..'", found=text)
-    return _url(f"{scheme}://{bucket}/{'/'.join(part for part in parts if part)}".rstrip("/"), client, key.endswith("/"))
+        raise BadPath(
+            f"{text[:200]!r}: the key of an object has no NUL and no part '.' or '..'", found=text
+        )
+    return _url(
+        f"{scheme}://{bucket}/{'/'.join(part for part in parts if part)}".rstrip("/"),
+        client,
+        key.endswith("/"),
+    )
 
 
 def _named(client: object) -> tuple[str, str]:
     """Scheme and bucket of a client, for people; nothing else of what it knows."""
-    scheme = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az"}.get(type(client).__name__, "memory")
+    scheme = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az"}.get(
+        type(client).__name__, "memory"
+    )
     config = getattr(client, "config", None) or {}
-    bucket = next((config[name] for name in ("bucket", "container_name", "container") if config.get(name)), "store")
+    bucket = next(
+        (config[name] for name in ("bucket", "container_name", "container") if config.get(name)),
+        "store",
+    )
     return scheme, str(bucket)

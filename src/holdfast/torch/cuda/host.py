@@ -68,7 +68,9 @@ class HostBlock:
         self.nbytes = nbytes
         room = max(-(-nbytes // PAGE) * PAGE, PAGE)
         # What is locked is to be in large pages whatever they cost: it is paid once, and a GPU has fewer of them to look up.
-        self.array: np.ndarray = np.frombuffer(own_memory(room, large_pages=lock_nbytes != 0), np.uint8)
+        self.array: np.ndarray = np.frombuffer(
+            own_memory(room, large_pages=lock_nbytes != 0), np.uint8
+        )
         self.tensor = torch.from_numpy(self.array)
         self.address: int = self.array.ctypes.data
         if lock_nbytes == 0:
@@ -112,7 +114,9 @@ class HostBlock:
 class Pool:
     """Blocks of one size that are lent to one job at a time and kept for the next one."""
 
-    def __init__(self, *, kept_nbytes: int = KEPT_NBYTES, make: Callable[[int], HostBlock] = HostBlock) -> None:
+    def __init__(
+        self, *, kept_nbytes: int = KEPT_NBYTES, make: Callable[[int], HostBlock] = HostBlock
+    ) -> None:
         self._kept_nbytes = kept_nbytes
         self._make = make
         # Of the kind that a thread may take twice: a block can come back when the collector frees what held it, at any moment.
@@ -137,7 +141,10 @@ class Pool:
         """Take blocks back that nothing is copied from or to any more."""
         for block in blocks:
             with self._lock:
-                keep = block.nbytes == BLOCK_NBYTES and (len(self._free) + 1) * BLOCK_NBYTES <= self._kept_nbytes
+                keep = (
+                    block.nbytes == BLOCK_NBYTES
+                    and (len(self._free) + 1) * BLOCK_NBYTES <= self._kept_nbytes
+                )
                 if keep:
                     self._free.append(block)
             if not keep:

@@ -93,13 +93,19 @@ def blocks_within(most: int | None, threads: int) -> Size:
     """
     budget = DEFAULT_NBYTES if most is None else most
     if budget < LEAST_NBYTES:
-        raise BadArgument(f"max_host_memory must be at least {LEAST_NBYTES:,} bytes, not {budget:,}")
+        raise BadArgument(
+            f"max_host_memory must be at least {LEAST_NBYTES:,} bytes, not {budget:,}"
+        )
     nbytes = min(BLOCK_NBYTES, max(budget // FEW_BLOCKS >> 20, 1) << 20)
     return Size(min(threads + SPARE_BLOCKS, budget // nbytes), nbytes)
 
 
 def load_rows(
-    groups: Sequence[DeviceRows], *, progress: Progress | None = None, most: int | None = None, losses: CastLosses | None = None
+    groups: Sequence[DeviceRows],
+    *,
+    progress: Progress | None = None,
+    most: int | None = None,
+    losses: CastLosses | None = None,
 ) -> list[str]:
     """Bring rows to their devices, with at most `most` bytes of locked memory. Gives back notes.
 
@@ -108,7 +114,10 @@ def load_rows(
     """
     total = sum(rows.nbytes for rows in groups)
     short = sum(rows.short_nbytes for rows in groups)
-    given = max((rows.source.threads for rows in groups if isinstance(rows.source, OpenSource)), default=default_threads())
+    given = max(
+        (rows.source.threads for rows in groups if isinstance(rows.source, OpenSource)),
+        default=default_threads(),
+    )
     threads = min(given, SHORT_READERS if short > total // 2 else READERS)
     stores = dict.fromkeys(rows.source.store for rows in groups)
     if any(store.medium.in_order for store in stores):
@@ -118,11 +127,18 @@ def load_rows(
     count = min(size.count, -(-total // size.nbytes) + (total > size.nbytes))
     found = copy_streams(rows.device for rows in groups)
     readers = min(threads, max(count, 1))
-    with gc_paused(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), ExitStack() as open_stores:
+    with (
+        gc_paused(),
+        torch.no_grad(),
+        torch._C.DisableTorchFunctionSubclass(),
+        ExitStack() as open_stores,
+    ):
         for store in stores:
             open_stores.enter_context(store.reading())
         plans = [RowPlan(rows, size.nbytes, readers=readers) for rows in groups]
-        moves = {id(plan): Move(plan, found[plan.rows.device], losses or CastLosses()) for plan in plans}
+        moves = {
+            id(plan): Move(plan, found[plan.rows.device], losses or CastLosses()) for plan in plans
+        }
         blocks = POOL.lend(count, size.nbytes)
         locked = all(block.locked for block in blocks)
         try:
@@ -138,7 +154,9 @@ def load_rows(
             POOL.take_back(blocks)
         for move in moves.values():
             move.finish()
-    return [UNLOCKED] if not locked and any(stream.wants_locked for stream in found.values()) else []
+    return (
+        [UNLOCKED] if not locked and any(stream.wants_locked for stream in found.values()) else []
+    )
 
 
 def load_fills(
@@ -186,7 +204,11 @@ class _Events(list[CopyEvent]):
 
 
 def _put_all(
-    full: Full, *, moves: Mapping[int, Move], found: Mapping[torch.device, CopyStream], progress: Progress | None
+    full: Full,
+    *,
+    moves: Mapping[int, Move],
+    found: Mapping[torch.device, CopyStream],
+    progress: Progress | None,
 ) -> CopyEvent:
     """Start all copies out of full blocks. Before the first, all tensors are made."""
     marks = _Events()
@@ -261,7 +283,11 @@ class Move:
         plan, rows = self.plan, self.plan.rows
         device, made = rows.device, rows.tensors
         straight = np.flatnonzero(plan.straight).tolist()
-        reserve((device, plan.nbytes.item(position)) for position in straight if isinstance(plan.destinations[position], ByteKind))
+        reserve(
+            (device, plan.nbytes.item(position))
+            for position in straight
+            if isinstance(plan.destinations[position], ByteKind)
+        )
         for number in np.flatnonzero(rows.ranges.nbytes == 0).tolist():
             kind = rows.destinations[number]
             if isinstance(kind, ByteKind):
@@ -269,19 +295,27 @@ class Move:
         for position in straight:
             target = plan.destinations[position]
             if isinstance(target, ByteKind):
-                target = made[int(plan.order[position])] = torch.empty(target.shape, dtype=target.dtype, device=device)
+                target = made[int(plan.order[position])] = torch.empty(
+                    target.shape, dtype=target.dtype, device=device
+                )
             if isinstance(target, torch.Tensor):
                 row = flat(target)
-                self._places[position, 0] = row if row.dtype is torch.uint8 else row.view(torch.uint8)
+                self._places[position, 0] = (
+                    row if row.dtype is torch.uint8 else row.view(torch.uint8)
+                )
         parts: dict[int, list[tuple[int, int]]] = {}
-        for stretch in (stretch for task in self.tasks for read in task.reads for stretch in read.stretches):
+        for stretch in (
+            stretch for task in self.tasks for read in task.reads for stretch in read.stretches
+        ):
             if stretch.last == stretch.first + 1 and plan.straight.item(stretch.first):
                 parts.setdefault(stretch.first, []).append((stretch.skip, stretch.nbytes))
         for position, cuts in parts.items():
             if len(cuts) > 1:
                 skips, lengths = zip(*cuts, strict=True)
                 views = self._places[position, 0].split(lengths)
-                self._places.update(zip(zip([position] * len(skips), skips, strict=True), views, strict=True))
+                self._places.update(
+                    zip(zip([position] * len(skips), skips, strict=True), views, strict=True)
+                )
         self._stream.follow()
 
     # On the threads of the readers.
@@ -308,7 +342,9 @@ class Move:
         if last == first + 1:
             odd = plan.odd.get(first)
             if odd is not None and odd.storage is not None:
-                plan.rows.checks.add(odd.storage, plan.starts.item(first) + skip, memory[at : at + nbytes])
+                plan.rows.checks.add(
+                    odd.storage, plan.starts.item(first) + skip, memory[at : at + nbytes]
+                )
             elif plan.crcs.item(first) == UNKNOWN:
                 pass
             elif nbytes == plan.nbytes.item(first):
@@ -320,14 +356,20 @@ class Move:
             storage = plan.odd[position].storage
             if storage is not None:
                 begin = at + plan.starts.item(position) - plan.starts.item(first)
-                plan.rows.checks.add(storage, plan.starts.item(position), memory[begin : begin + plan.nbytes.item(position)])
+                plan.rows.checks.add(
+                    storage,
+                    plan.starts.item(position),
+                    memory[begin : begin + plan.nbytes.item(position)],
+                )
         crcs = plan.crcs[first:last]
         known = np.flatnonzero(crcs != UNKNOWN)
         begins = at + plan.starts[first:last][known] - plan.starts.item(first)
         ends = (begins + plan.nbytes[first:last][known]).tolist()
         if not have_crcs(memory, begins.tolist(), ends, crcs[known].tolist()):
             # One of them is damaged, or they overlap.
-            for position, begin, end in zip((first + known).tolist(), begins.tolist(), ends, strict=True):
+            for position, begin, end in zip(
+                (first + known).tolist(), begins.tolist(), ends, strict=True
+            ):
                 self._compare(position, crc32(memory[begin:end]))
 
     def _compare(self, position: int, found: int) -> None:
@@ -343,7 +385,10 @@ class Move:
 
     def _read_strided(self, task: BlockTask, block: HostBlock) -> None:
         rows = self.plan.rows
-        requests = [Request(one.lazy, array_of(_value(one, at, block), one.lazy.dtype)) for one, at in task.strided]
+        requests = [
+            Request(one.lazy, array_of(_value(one, at, block), one.lazy.dtype))
+            for one, at in task.strided
+        ]
         if isinstance(rows.source, OpenSource):
             # Not `source.read`: it would compare the checksum of what is whole in these requests, and a large storage never is.
             plan = rows.source.plan(requests)
@@ -371,7 +416,11 @@ class Move:
                     self._short(stretch, places, block, copies, together)
                     continue
                 straight = plan.straight[first:last]
-                edges = (np.flatnonzero(straight[1:] != straight[:-1]) + 1).tolist() if straight.any() else []
+                edges = (
+                    (np.flatnonzero(straight[1:] != straight[:-1]) + 1).tolist()
+                    if straight.any()
+                    else []
+                )
                 for low, high in pairwise([0, *edges, last - first]):
                     if not straight[low]:
                         together.append((np.arange(first + low, first + high), places[low:high]))
@@ -379,14 +428,28 @@ class Move:
                     self._spread(together, block, copies)
                     together = []
                     for position in range(first + low, first + high):
-                        self._copy(position, 0, plan.nbytes.item(position), places.item(position - first), block, copies)
+                        self._copy(
+                            position,
+                            0,
+                            plan.nbytes.item(position),
+                            places.item(position - first),
+                            block,
+                            copies,
+                        )
         self._spread(together, block, copies)
         for one, at in task.strided:
             value = _value(one, at, block).to(plan.rows.device, non_blocking=True)
             copy_values(value, one.target.detach(), conj=one.conj, neg=one.neg)
             self._losses.add(one.lazy.name, value, one.target)
 
-    def _short(self, stretch: Stretch, places: Ints, block: HostBlock, copies: Copies, together: list[tuple[Ints, Ints]]) -> None:
+    def _short(
+        self,
+        stretch: Stretch,
+        places: Ints,
+        block: HostBlock,
+        copies: Copies,
+        together: list[tuple[Ints, Ints]],
+    ) -> None:
         """Put a row by itself: a part of one that is converted, or a short one."""
         first, _, skip, nbytes, at = stretch
         if nbytes == self.plan.nbytes.item(first):
@@ -395,9 +458,16 @@ class Move:
         one = self.plan.odd[first]
         arrived = self._arrive(block, at, at + nbytes)
         width = one.dtype.itemsize
-        self._convert(first, one, arrived[at % ALIGNMENT :][:nbytes], one.target[skip // width : (skip + nbytes) // width])
+        self._convert(
+            first,
+            one,
+            arrived[at % ALIGNMENT :][:nbytes],
+            one.target[skip // width : (skip + nbytes) // width],
+        )
 
-    def _copy(self, position: int, skip: int, nbytes: int, at: int, block: HostBlock, copies: Copies) -> None:
+    def _copy(
+        self, position: int, skip: int, nbytes: int, at: int, block: HostBlock, copies: Copies
+    ) -> None:
         copies.targets.append(self._places[position, skip])
         # Not a view of the block's tensor: to make one would give the interpreter lock away.
         copies.values.append(torch.from_numpy(block.array[at : at + nbytes]))
@@ -407,7 +477,9 @@ class Move:
         begin, end = begin // ALIGNMENT * ALIGNMENT, -(-end // ALIGNMENT) * ALIGNMENT
         return block.tensor[begin:end].to(self.plan.rows.device, non_blocking=True)
 
-    def _spread(self, together: Sequence[tuple[Ints, Ints]], block: HostBlock, copies: Copies) -> None:
+    def _spread(
+        self, together: Sequence[tuple[Ints, Ints]], block: HostBlock, copies: Copies
+    ) -> None:
         """Bring neighbours to the device in one copy, and each to its place from there."""
         if not together:
             return
@@ -426,17 +498,23 @@ class Move:
                 given.append(number)
             else:
                 at = places.item(number)
-                self._convert(position, one, arrived[at : at + plan.nbytes.item(position)], one.target)
+                self._convert(
+                    position, one, arrived[at : at + plan.nbytes.item(position)], one.target
+                )
         if given:
             self._fill(arrived, members[given].tolist(), places[given])
         if fresh:
-            copies.later.append(partial(self._make, arrived, members[fresh].tolist(), places[fresh]))
+            copies.later.append(
+                partial(self._make, arrived, members[fresh].tolist(), places[fresh])
+            )
 
     def _fill(self, arrived: torch.Tensor, members: list[int], places: Ints) -> None:
         targets = [self._target(position) for position in members]
         kinds = [self._kind(target) for target in targets]
         for pieces, owners in _cut(arrived, kinds, places):
-            own = [_integers(kind, targets[number]) for kind, numbers in owners for number in numbers]
+            own = [
+                _integers(kind, targets[number]) for kind, numbers in owners for number in numbers
+            ]
             torch._foreach_copy_(own, pieces)
 
     def _target(self, position: int) -> torch.Tensor:
@@ -457,15 +535,21 @@ class Move:
         self._stream.lend(arrived)
         made, order = plan.rows.tensors, plan.order[members].tolist()
         kinds = [plan.destinations[position] for position in members]
-        for pieces, owners in _cut(arrived, [kind for kind in kinds if isinstance(kind, ByteKind)], places):
+        for pieces, owners in _cut(
+            arrived, [kind for kind in kinds if isinstance(kind, ByteKind)], places
+        ):
             # The one operation of torch that makes many tensors by one kernel. On integers it is a copy.
             copied, first = torch._foreach_add(pieces, 0), 0
             for kind, numbers in owners:
-                for number, tensor in zip(numbers, _typed(kind, copied[first : first + len(numbers)]), strict=True):
+                for number, tensor in zip(
+                    numbers, _typed(kind, copied[first : first + len(numbers)]), strict=True
+                ):
                     made[order[number]] = tensor
                 first += len(numbers)
 
-    def _convert(self, position: int, one: Conversion, value: torch.Tensor, target: torch.Tensor) -> None:
+    def _convert(
+        self, position: int, one: Conversion, value: torch.Tensor, target: torch.Tensor
+    ) -> None:
         if value.storage_offset() % one.dtype.itemsize:
             value = value.clone()
         value = value.view(one.dtype).view(target.shape)
@@ -475,14 +559,18 @@ class Move:
 
 def _value(one: ScratchPiece, at: int, block: HostBlock) -> torch.Tensor:
     lazy = one.lazy
-    return block.tensor[at : at + strided_nbytes(one)].view(torch_dtype(lazy.dtype)).view(lazy.shape)
+    return (
+        block.tensor[at : at + strided_nbytes(one)].view(torch_dtype(lazy.dtype)).view(lazy.shape)
+    )
 
 
 Owners = list[tuple[ByteKind, list[int]]]
 """Kinds, and the numbers of their rows."""
 
 
-def _cut(arrived: torch.Tensor, kinds: Sequence[ByteKind], places: Ints) -> Iterator[tuple[list[torch.Tensor], Owners]]:
+def _cut(
+    arrived: torch.Tensor, kinds: Sequence[ByteKind], places: Ints
+) -> Iterator[tuple[list[torch.Tensor], Owners]]:
     """Rows as integers where they have arrived, by the width of the integers: the pieces, and their rows in the same order."""
     known: dict[int, ByteKind] = {id(kind): kind for kind in kinds}
     codes = np.fromiter(map(id, kinds), np.int64, len(kinds))
@@ -491,10 +579,15 @@ def _cut(arrived: torch.Tensor, kinds: Sequence[ByteKind], places: Ints) -> Iter
     for own in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
         kind = known[codes.item(own[0])]
         odd = places[own] % kind.integer.itemsize != 0
-        for one, some in ((kind, own[~odd]), (ByteKind.of(kind.dtype, kind.shape, unaligned=True), own[odd])):
+        for one, some in (
+            (kind, own[~odd]),
+            (ByteKind.of(kind.dtype, kind.shape, unaligned=True), own[odd]),
+        ):
             if len(some):
                 pieces, owners = found.setdefault(one.integer, ([], []))
-                pieces += views(arrived.view(one.integer), places[some] // one.integer.itemsize, one.counts)
+                pieces += views(
+                    arrived.view(one.integer), places[some] // one.integer.itemsize, one.counts
+                )
                 owners.append((one, some.tolist()))
     yield from found.values()
 
@@ -524,5 +617,7 @@ def views(row: torch.Tensor, starts: Ints, shape: tuple[int, ...]) -> list[torch
         if last - first == 1:
             found.append(row.as_strided(shape, strides, start))
         else:
-            found += row.as_strided((last - first, *shape), (int(steps[first]), *strides), start).unbind()
+            found += row.as_strided(
+                (last - first, *shape), (int(steps[first]), *strides), start
+            ).unbind()
     return found

@@ -93,7 +93,9 @@ class GpuMemory(Virtual):
 
     def flat(self, key: str) -> torch.Tensor:
         """All bytes under a key, where they are."""
-        self.entry(key)  # raises where it was closed, and for what is not among the storages that are saved
+        self.entry(
+            key
+        )  # raises where it was closed, and for what is not among the storages that are saved
         return self._bytes[key]
 
     def stream(self, device: torch.device) -> CopyStream:
@@ -124,14 +126,21 @@ class GpuSource(OpenSource):
         place = self.memory.add(tensor.untyped_storage())
         shape = tuple(tensor.shape)
         bits = tensor.element_size() * 8
-        offset, strides = int(tensor.storage_offset()) * bits, tuple(s * bits for s in tensor.stride())
+        offset, strides = (
+            int(tensor.storage_offset()) * bits,
+            tuple(s * bits for s in tensor.stride()),
+        )
         if 0 in shape:
             offset, strides = 0, (0,) * len(shape)
-        return LazyTensor("", dtype, shape, (Chunk(Box.whole(shape), place, offset, strides),), self, traits)
+        return LazyTensor(
+            "", dtype, shape, (Chunk(Box.whole(shape), place, offset, strides),), self, traits
+        )
 
     def bytes_of(self, storage: torch.UntypedStorage, name: str) -> LazyTensor:
         """A whole storage as a row of bytes."""
-        return LazyTensor.contiguous(name, BYTES, (storage.nbytes(),), self.memory.add(storage), self)
+        return LazyTensor.contiguous(
+            name, BYTES, (storage.nbytes(),), self.memory.add(storage), self
+        )
 
     @contextmanager
     def lend(self, tensor: LazyTensor) -> Iterator[memoryview]:
@@ -150,18 +159,31 @@ class GpuSource(OpenSource):
                 POOL.take_back([block])
 
     def read(self, requests: Sequence[Request]) -> None:
-        small = [request for request in requests if 0 < request.tensor.nbytes <= SHORT_NBYTES and not request.tensor.dtype.packed]
+        small = [
+            request
+            for request in requests
+            if 0 < request.tensor.nbytes <= SHORT_NBYTES and not request.tensor.dtype.packed
+        ]
         if len(small) > 1:
             self._read_together(small)
-            requests = [request for request in requests if request.tensor.nbytes > SHORT_NBYTES or request.tensor.dtype.packed]
+            requests = [
+                request
+                for request in requests
+                if request.tensor.nbytes > SHORT_NBYTES or request.tensor.dtype.packed
+            ]
         for request in requests:
             with _in_c_order(request.out) as row:
                 for piece in contiguous_blocks(request.tensor, BLOCK_NBYTES):
                     with self.lend(piece.tensor) as data:
-                        np.copyto(row[piece.start : piece.start + piece.nbytes], np.frombuffer(data, np.uint8))
+                        np.copyto(
+                            row[piece.start : piece.start + piece.nbytes],
+                            np.frombuffer(data, np.uint8),
+                        )
 
     def _read_together(self, requests: Sequence[Request]) -> None:
-        for device, own in self._by_device((request.tensor, request) for request in requests).items():
+        for device, own in self._by_device(
+            (request.tensor, request) for request in requests
+        ).items():
             for group in _groups([tensor.nbytes for tensor, _ in own], BLOCK_NBYTES):
                 members = own[group]
                 nbytes = np.array([tensor.nbytes for tensor, _ in members], np.int64)
@@ -169,7 +191,12 @@ class GpuSource(OpenSource):
                     (block,) = POOL.lend(1)
                     try:
                         stream = self.memory.stream(device)
-                        self._gather([tensor for tensor, _ in members], nbytes.cumsum() - nbytes, block.tensor, stream)
+                        self._gather(
+                            [tensor for tensor, _ in members],
+                            nbytes.cumsum() - nbytes,
+                            block.tensor,
+                            stream,
+                        )
                         with stream.on():
                             mark = stream.mark()
                         mark.synchronize()
@@ -181,7 +208,9 @@ class GpuSource(OpenSource):
                     finally:
                         POOL.take_back([block])
 
-    def copy_later(self, wanted: Sequence[tuple[LazyTensor, int]], room: torch.Tensor) -> list[CopyEvent]:
+    def copy_later(
+        self, wanted: Sequence[tuple[LazyTensor, int]], room: torch.Tensor
+    ) -> list[CopyEvent]:
         """Start to copy tensors, in C order, each to its place in a room of page-locked memory. The callers' streams wait for that.
 
         Places ascend. Few bytes between two of them are nobody's, and may be written to. Gives back marks of where the copies end.
@@ -189,19 +218,34 @@ class GpuSource(OpenSource):
         marks = []
         for device, pairs in self._by_device(wanted).items():
             stream = self.memory.stream(device)
-            self._gather([tensor for tensor, _ in pairs], np.array([place for _, place in pairs], np.int64), room, stream)
+            self._gather(
+                [tensor for tensor, _ in pairs],
+                np.array([place for _, place in pairs], np.int64),
+                room,
+                stream,
+            )
             marks.append(stream.hold_caller())
         return marks
 
-    def _by_device(self, pairs: Iterable[tuple[LazyTensor, T]]) -> dict[torch.device, list[tuple[LazyTensor, T]]]:
+    def _by_device(
+        self, pairs: Iterable[tuple[LazyTensor, T]]
+    ) -> dict[torch.device, list[tuple[LazyTensor, T]]]:
         found: dict[torch.device, list[tuple[LazyTensor, T]]] = {}
         for tensor, other in pairs:
             found.setdefault(self._device(tensor), []).append((tensor, other))
         return found
 
-    def _gather(self, tensors: Sequence[LazyTensor], starts: Ints, room: torch.Tensor, stream: CopyStream) -> None:
+    def _gather(
+        self, tensors: Sequence[LazyTensor], starts: Ints, room: torch.Tensor, stream: CopyStream
+    ) -> None:
         nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
-        gather(lambda first, stop: [self._byte_row(tensor) for tensor in tensors[first:stop]], starts, nbytes, room, stream)
+        gather(
+            lambda first, stop: [self._byte_row(tensor) for tensor in tensors[first:stop]],
+            starts,
+            nbytes,
+            room,
+            stream,
+        )
 
     def _copy(self, tensor: LazyTensor, out: torch.Tensor) -> CopyEvent:
         stream = self.memory.stream(self._device(tensor))
@@ -229,7 +273,11 @@ class GpuSource(OpenSource):
     def _value(self, tensor: LazyTensor) -> torch.Tensor:
         """The elements of a tensor on its device, conjugated and negated as they are meant to be."""
         traits = tensor.traits
-        dtype = torch_dtype(tensor.dtype) if traits.conj or traits.neg else view_dtype(tensor.dtype.numpy.itemsize)
+        dtype = (
+            torch_dtype(tensor.dtype)
+            if traits.conj or traits.neg
+            else view_dtype(tensor.dtype.numpy.itemsize)
+        )
         views = [self._view(chunk, dtype) for chunk in tensor.chunks]
         if len(views) == 1 and tensor.chunks[0].shape == tensor.shape:
             (value,) = views
@@ -265,7 +313,12 @@ class GpuStorages:
     """
 
     def __init__(
-        self, tensors: Mapping[int, torch.Tensor], nbytes: Ints, devices: Iterable[torch.device], *, alike: bool = False
+        self,
+        tensors: Mapping[int, torch.Tensor],
+        nbytes: Ints,
+        devices: Iterable[torch.device],
+        *,
+        alike: bool = False,
     ) -> None:
         """`tensors`: one over each storage, on these devices; `nbytes` of all storages. `alike`: all tensors are of one dtype, and
         each is all of its storage in C order."""
@@ -281,7 +334,10 @@ class GpuStorages:
         with self._making:
             if self._flat is None:
                 with torch.no_grad():
-                    self._flat = {number: _all_bytes(tensor, int(self._nbytes[number])) for number, tensor in self._tensors.items()}
+                    self._flat = {
+                        number: _all_bytes(tensor, int(self._nbytes[number]))
+                        for number, tensor in self._tensors.items()
+                    }
             return self._flat
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
@@ -308,7 +364,13 @@ class GpuStorages:
         stream = self._streams[device]
         try:
             stream.follow()
-            gather(lambda first, stop: [known[number] for number in some[first:stop]], stops - nbytes, nbytes, block.tensor, stream)
+            gather(
+                lambda first, stop: [known[number] for number in some[first:stop]],
+                stops - nbytes,
+                nbytes,
+                block.tensor,
+                stream,
+            )
             with stream.on():
                 mark = stream.mark()
             mark.synchronize()
@@ -325,7 +387,9 @@ class GpuStorages:
 def _all_bytes(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
     count, rest = divmod(nbytes, tensor.element_size())
     if rest:
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+            tensor.untyped_storage()
+        )
     if tensor.dim() and tensor.numel() == count and tensor.is_contiguous():
         # One call where the others take two.
         return tensor.view(torch.uint8)
@@ -353,7 +417,11 @@ def _groups(sizes: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def gather(
-    tensors: Callable[[int, int], Sequence[torch.Tensor]], starts: Ints, nbytes: Ints, room: torch.Tensor, stream: CopyStream
+    tensors: Callable[[int, int], Sequence[torch.Tensor]],
+    starts: Ints,
+    nbytes: Ints,
+    room: torch.Tensor,
+    stream: CopyStream,
 ) -> None:
     """Start to copy tensors of one device, each to its place in a room of page-locked memory.
 
@@ -378,7 +446,13 @@ def _stretches(starts: Ints, stops: Ints) -> list[tuple[int, int]]:
     breaks = np.flatnonzero(long[1:] | long[:-1] | (starts[1:] - stops[:-1] >= PADDING_NBYTES))
     for stop in [*(breaks + 1).tolist(), len(starts)]:
         while first < stop:
-            last = min(max(int(np.searchsorted(stops, starts[first] + GATHER_NBYTES, side="right")), first + 1), stop)
+            last = min(
+                max(
+                    int(np.searchsorted(stops, starts[first] + GATHER_NBYTES, side="right")),
+                    first + 1,
+                ),
+                stop,
+            )
             found.append((first, last))
             first = last
     return found
@@ -388,10 +462,23 @@ def _joined(tensors: Sequence[torch.Tensor], gaps: Ints) -> torch.Tensor:
     """The bytes of tensors of one device behind each other, with so many zeros between them."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1).view(torch.uint8)
-    rows = list(tensors) if len({*map(attrgetter("dtype"), tensors)}) == 1 else [t.reshape(-1).view(torch.uint8) for t in tensors]
+    rows = (
+        list(tensors)
+        if len({*map(attrgetter("dtype"), tensors)}) == 1
+        else [t.reshape(-1).view(torch.uint8) for t in tensors]
+    )
     if gaps.any():
-        zeros = torch.zeros(PADDING_NBYTES, dtype=torch.uint8, device=rows[0].device).view(rows[0].dtype)
+        zeros = torch.zeros(PADDING_NBYTES, dtype=torch.uint8, device=rows[0].device).view(
+            rows[0].dtype
+        )
         width = rows[0].element_size()
-        rows = [rows[0], *(one for gap, row in zip(gaps.tolist(), rows[1:], strict=True) for one in (zeros[: gap // width], row))]
+        rows = [
+            rows[0],
+            *(
+                one
+                for gap, row in zip(gaps.tolist(), rows[1:], strict=True)
+                for one in (zeros[: gap // width], row)
+            ),
+        ]
     # One call, without the interpreter lock, for what `torch.cat` wants flat.
     return torch._C._nn.flatten_dense_tensors(rows).view(torch.uint8)

@@ -173,7 +173,9 @@ def _taken(full: SimpleQueue[T]) -> list[T]:
     return found
 
 
-def _alone(tasks: Iterable[Task], block: Block, read: Callable[[Task, Block], None], put: Put[Task, Block]) -> None:
+def _alone(
+    tasks: Iterable[Task], block: Block, read: Callable[[Task, Block], None], put: Put[Task, Block]
+) -> None:
     """Run one task after the other, where no thread can start."""
     for task in tasks:
         read(task, block)

@@ -130,7 +130,9 @@ class DeviceRows(Struct, eq=False):
         return int(self.ranges.nbytes[self.ranges.nbytes <= SHORT_NBYTES].sum())
 
 
-def rows_of(source: Source, device: torch.device, fills: Sequence[Fill], *, most: int) -> DeviceRows:
+def rows_of(
+    source: Source, device: torch.device, fills: Sequence[Fill], *, most: int
+) -> DeviceRows:
     """Fills of one source and device as rows, of which those that are not flat fit into `most` bytes."""
     verify = isinstance(source, OpenSource) and source.verify
     places: list[tuple[str, int, int]] = []
@@ -161,7 +163,15 @@ def rows_of(source: Source, device: torch.device, fills: Sequence[Fill], *, most
         return damage(*owners[number], found)
 
     columns = Ranges.of(places), np.array(crcs, np.int64), destinations
-    return DeviceRows(source, device, *columns, lambda number: owners[number][1], damaged, strided, Checks(in_pieces))
+    return DeviceRows(
+        source,
+        device,
+        *columns,
+        lambda number: owners[number][1],
+        damaged,
+        strided,
+        Checks(in_pieces),
+    )
 
 
 NO_ARRAY = np.empty(0, np.uint8)
@@ -181,7 +191,15 @@ def _pieces(one: Fill, most: int) -> Iterator[Piece | ScratchPiece]:
         if _in_c_order(moved, part):
             yield _flat(moved, part, conj=lazy.traits.conj, neg=lazy.traits.neg)
         else:
-            yield from _boxes(Fill(LazyTensor(lazy.name, lazy.dtype, lazy.shape, (chunk,), lazy.source, lazy.traits), target), most)
+            yield from _boxes(
+                Fill(
+                    LazyTensor(
+                        lazy.name, lazy.dtype, lazy.shape, (chunk,), lazy.source, lazy.traits
+                    ),
+                    target,
+                ),
+                most,
+            )
 
 
 def _in_c_order(lazy: LazyTensor, target: torch.Tensor) -> bool:
@@ -190,7 +208,9 @@ def _in_c_order(lazy: LazyTensor, target: torch.Tensor) -> bool:
     return target.is_contiguous() and not (target.is_conj() or target.is_neg())
 
 
-def _flat(lazy: LazyTensor, target: torch.Tensor, *, conj: bool = False, neg: bool = False) -> Piece:
+def _flat(
+    lazy: LazyTensor, target: torch.Tensor, *, conj: bool = False, neg: bool = False
+) -> Piece:
     dtype = torch_dtype(lazy.dtype)
     (chunk,) = lazy.chunks
     storage = chunk.storage
@@ -290,7 +310,11 @@ class RowPlan:
         """The number of the row at each position."""
         # What is empty is not read; it is of no position.
         self.order = self.order[ranges.nbytes[self.order] > 0]
-        self.starts, self.nbytes, self.crcs = ranges.starts[self.order], ranges.nbytes[self.order], rows.crcs[self.order]
+        self.starts, self.nbytes, self.crcs = (
+            ranges.starts[self.order],
+            ranges.nbytes[self.order],
+            rows.crcs[self.order],
+        )
         self._files, self._stops = ranges.files[self.order], self.starts + self.nbytes
         self.destinations = [rows.destinations[number] for number in self.order.tolist()]
         self.straight = _few_together(self.nbytes > min(SHORT_NBYTES, most))
@@ -332,7 +356,9 @@ class RowPlan:
 
     def _joined(self) -> Iterator[tuple[str, int, int]]:
         """Rows that are read together: their file, and positions of the first and behind the last."""
-        for low, high in pairwise([0, *(np.flatnonzero(np.diff(self._files)) + 1).tolist(), len(self.order)]):
+        for low, high in pairwise(
+            [0, *(np.flatnonzero(np.diff(self._files)) + 1).tolist(), len(self.order)]
+        ):
             if low < high:
                 key = self.rows.ranges.keys[self._files.item(low)]
                 heads = coalesce(self.starts[low:high], self._stops[low:high], PAGE_LOCKED) + low
@@ -386,7 +412,11 @@ class _Layout:
             whole = not plan.cut(first, self._most)
             # What began before the read did, which is cut, is read again.
             own = None if read is None or begin < read.start else read
-            at = _aligned(self._end) + begin % ALIGNMENT if own is None else own.at + begin - own.start
+            at = (
+                _aligned(self._end) + begin % ALIGNMENT
+                if own is None
+                else own.at + begin - own.start
+            )
             most = self._share
             if not self._task.reads:
                 # What must be whole may take a block for itself; beside what fills a block nothing has to be aligned.
@@ -395,7 +425,9 @@ class _Layout:
             room = most - at
             end = plan.fitting(first, last, begin + room)
             if end > first:
-                stretch = Stretch(first, end if not skip else first + 1, skip, plan.nbytes.item(first) - skip, at)
+                stretch = Stretch(
+                    first, end if not skip else first + 1, skip, plan.nbytes.item(first) - skip, at
+                )
                 read = self._take(key, own, stretch, begin)
                 first, skip = stretch.last, 0
                 continue

@@ -40,7 +40,12 @@ class Room:
         wanted = min(nbytes, most) if gpu else 0
         block = self._block
         # Asked for, and not what came of it: a machine that refused once is not asked again at every save.
-        if block is None or block.nbytes < nbytes or self._wanted < wanted or block.locked_nbytes > most:
+        if (
+            block is None
+            or block.nbytes < nbytes
+            or self._wanted < wanted
+            or block.locked_nbytes > most
+        ):
             self.free()  # given back before more is asked for
             block = self._block = HostBlock(nbytes, lock_nbytes=wanted)
             self._wanted = wanted
@@ -91,12 +96,17 @@ class Copies:
             else:
                 self.unlocked_nbytes += tensor.nbytes
                 flat = self._room.array[place:end]
-                work += [_block_task(source, piece, flat) for piece in contiguous_blocks(tensor, BLOCK_NBYTES)]
+                work += [
+                    _block_task(source, piece, flat)
+                    for piece in contiguous_blocks(tensor, BLOCK_NBYTES)
+                ]
         self._marks += source.copy_later(direct, self._room.tensor)
         if work:
             run_all(work, default_threads())
 
-    def begin_rows(self, device: torch.device, tensors: Sequence[torch.Tensor], starts: Ints, nbytes: Ints) -> None:
+    def begin_rows(
+        self, device: torch.device, tensors: Sequence[torch.Tensor], starts: Ints, nbytes: Ints
+    ) -> None:
         """Start to copy tensors of one device that are all of their storages in C order, each to its place in the locked part of
         the room. Places ascend. The caller's stream waits for that."""
         self._kept.append(tensors)
@@ -113,7 +123,9 @@ class Copies:
     def notes(self) -> tuple[str, ...]:
         if not self.unlocked_nbytes:
             return ()
-        return (f"{self.unlocked_nbytes:,} bytes went through ordinary memory: page-locked memory was not allowed, or refused",)
+        return (
+            f"{self.unlocked_nbytes:,} bytes went through ordinary memory: page-locked memory was not allowed, or refused",
+        )
 
 
 def _block_task(source: GpuSource, piece: ContiguousBlock, out: np.ndarray) -> Callable[[], None]:

@@ -95,5 +95,10 @@ def copy_streams(devices: Iterable[torch.device]) -> dict[torch.device, CopyStre
 
 def refuse_capture(devices: Iterable[torch.device]) -> None:
     """Raise `Refused` while a CUDA graph is captured."""
-    if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
-        raise Refused("a CUDA graph is being captured: a load or save cannot be a part of one; do it before or after the capture")
+    if (
+        any(device.type == "cuda" for device in devices)
+        and torch.cuda.is_current_stream_capturing()
+    ):
+        raise Refused(
+            "a CUDA graph is being captured: a load or save cannot be a part of one; do it before or after the capture"
+        )

@@ -71,37 +71,64 @@ def package_program(
     check_archive_name(target)
     if not isinstance(exported_programs, ExportedProgram | Mapping):
         given = shown(exported_programs)
-        raise BadArgumentType(f"exported_programs= takes what torch.export.export gives, or a dict of such, not {given}")
-    programs = {MODEL: exported_programs} if isinstance(exported_programs, ExportedProgram) else dict(exported_programs)
+        raise BadArgumentType(
+            f"exported_programs= takes what torch.export.export gives, or a dict of such, not {given}"
+        )
+    programs = (
+        {MODEL: exported_programs}
+        if isinstance(exported_programs, ExportedProgram)
+        else dict(exported_programs)
+    )
     wrong = [
         f"{name!r}: a {type(p).__name__}, and no exported program"
         for name, p in programs.items()
         if not isinstance(p, ExportedProgram)
     ]
     if wrong or not programs:
-        raise CannotHold("a package holds exported programs by their names", wrong or ["there is no program"])
+        raise CannotHold(
+            "a package holds exported programs by their names", wrong or ["there is no program"]
+        )
     writing = Writing(
-        overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
+        overwrite=overwrite,
+        durable=durable,
+        threads=threads,
+        read_back=read_back,
+        max_memory=max_memory,
+        dry_run=dry_run,
     )
     check_target(target, directory=False, writing=writing)
     # torch makes a hundred thousand objects of a program, and a collection among all of its own takes longer than that.
     with gc_paused():
         parts = _parts(programs, sample_inputs, dict(opset_version) if opset_version else None)
-    extra = {name: text.encode() if isinstance(text, str) else bytes(text) for name, text in (extra_files or {}).items()}
+    extra = {
+        name: text.encode() if isinstance(text, str) else bytes(text)
+        for name, text in (extra_files or {}).items()
+    }
     plan = lay_out_pt2(parts, name=archive_name(target), extra=extra, trim=trim)
     return Planned(plan, Saved(**planned_fields(plan, target)), writing).carry_out(progress)
 
 
-def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: dict[str, int] | None) -> dict[str, ModelWeights]:
+def _parts(
+    programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: dict[str, int] | None
+) -> dict[str, ModelWeights]:
     """The programs as parts of a package. Their tensors are described together, so that storages stay shared."""
     problems: list[str] = []
-    weights = {model: _sorted(model, program.state_dict, prefix=WEIGHT, problems=problems) for model, program in programs.items()}
-    constants = {model: _sorted(model, program.constants, prefix=TENSOR, problems=problems) for model, program in programs.items()}
+    weights = {
+        model: _sorted(model, program.state_dict, prefix=WEIGHT, problems=problems)
+        for model, program in programs.items()
+    }
+    constants = {
+        model: _sorted(model, program.constants, prefix=TENSOR, problems=problems)
+        for model, program in programs.items()
+    }
     for model, program in programs.items():
         problems += _lacking(model, program)
     if problems:
         raise CannotHold("these programs cannot be packaged", problems)
-    raw = {model: {"weights": _tensors(weights[model]), "constants": _tensors(constants[model])} for model in programs}
+    raw = {
+        model: {"weights": _tensors(weights[model]), "constants": _tensors(constants[model])}
+        for model in programs
+    }
     tree = lazy_tree(tabulate_state(raw))
     parts: dict[str, ModelWeights] = {}
     for model, program in programs.items():
@@ -121,7 +148,9 @@ def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: 
     return parts
 
 
-def _with_records(values: Mapping[str, object], described: Mapping[str, object]) -> dict[str, LazyTensor | Pickled]:
+def _with_records(
+    values: Mapping[str, object], described: Mapping[str, object]
+) -> dict[str, LazyTensor | Pickled]:
     both = {**values, **described}
     return {name: value for name, value in both.items() if isinstance(value, LazyTensor | Pickled)}
 
@@ -130,26 +159,34 @@ def _tensors(values: Mapping[str, torch.Tensor | Pickled]) -> dict[str, torch.Te
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def _sorted(model: str, values: Mapping[str, object], *, prefix: str, problems: list[str]) -> dict[str, torch.Tensor | Pickled]:
+def _sorted(
+    model: str, values: Mapping[str, object], *, prefix: str, problems: list[str]
+) -> dict[str, torch.Tensor | Pickled]:
     """The tensors that become raw records, and the pickles of all other values, as in torch's writer. Objects come last."""
     found: dict[str, torch.Tensor | Pickled] = {}
     objects: dict[str, Pickled] = {}
     for name, value in values.items():
         if versions.is_fake(value):
-            problems.append(f"{model}.{name}: a fake tensor has no data, and torch would load zeros")
+            problems.append(
+                f"{model}.{name}: a fake tensor has no data, and torch would load zeros"
+            )
         elif isinstance(value, torch.Tensor) and type(value.data) is torch.Tensor:
             found[name] = value
         elif isinstance(value, torch.Tensor):
             buffer = io.BytesIO()
             torch.save(value, buffer, pickle_protocol=PROTOCOL)
             meta = _dataclass_to_dict(serialize_tensor_meta(value))
-            found[name] = Pickled(buffer.getvalue(), prefix, meta, isinstance(value, torch.nn.Parameter))
+            found[name] = Pickled(
+                buffer.getvalue(), prefix, meta, isinstance(value, torch.nn.Parameter)
+            )
         elif prefix == TENSOR and isinstance(value, torch._C.ScriptObject):
             objects[name] = Pickled(torch._C._pickle_save(value), OBJECT)
         elif prefix == TENSOR and versions.is_custom_object(value):
             objects[name] = Pickled(pickle.dumps(value, protocol=PROTOCOL), OPAQUE)
         else:
-            problems.append(f"{model}.{name}: a {type(value).__name__}, which such a file has no place for")
+            problems.append(
+                f"{model}.{name}: a {type(value).__name__}, which such a file has no place for"
+            )
     return found | objects
 
 
@@ -158,7 +195,11 @@ def _lacking(model: str, program: ExportedProgram) -> list[str]:
     signature = program.graph_signature
     known = {*program.state_dict, *program.constants}
     wanted = (*signature.inputs_to_parameters.values(), *signature.inputs_to_buffers.values())
-    return [f"{model}.{name}: the program asks for it and does not have it" for name in wanted if name not in known]
+    return [
+        f"{model}.{name}: the program asks for it and does not have it"
+        for name in wanted
+        if name not in known
+    ]
 
 
 def _unmet(model: str, part: ModelWeights) -> list[str]:
@@ -168,5 +209,7 @@ def _unmet(model: str, part: ModelWeights) -> list[str]:
     for name, value in program.weights.items():
         weight = part.weights.get(name, part.constants.get(name))
         if isinstance(weight, LazyTensor) and value.dtype and value.dtype != weight.dtype.name:
-            problems.append(f"{model}.{name}: {weight.dtype} where the program was exported with {value.dtype}")
+            problems.append(
+                f"{model}.{name}: {weight.dtype} where the program was exported with {value.dtype}"
+            )
     return problems

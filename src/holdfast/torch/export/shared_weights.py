@@ -34,7 +34,8 @@ Group = OrderedSet[Member]
 """Weights over one storage, in the order in which they were met."""
 
 NONE_COMPLETE = (
-    "No complete tensor found in the group! Returning the first one. This may cause issues when your weights are not on CPU."
+    "No complete tensor found in the group! Returning the first one. "
+    "This may cause issues when your weights are not on CPU."
 )
 """torch's words, so that filters on them keep working."""
 
@@ -101,7 +102,9 @@ def group_weights(all_weights: Mapping[str, Weights]) -> list[Group]:
     groups: dict[tuple[int | None, torch.dtype], Group] = {}
     for model, weights in all_weights.items():
         for name, (tensor, properties) in weights.items():
-            groups.setdefault((properties.storage_ptr, tensor.dtype), OrderedSet()).add((model, name))
+            groups.setdefault((properties.storage_ptr, tensor.dtype), OrderedSet()).add(
+                (model, name)
+            )
     return list(groups.values())
 
 
@@ -114,7 +117,9 @@ def get_complete(group: Collection[Member], models_weights: Mapping[str, Weights
     return next(iter(group))
 
 
-def get_complete_tensor(group: Collection[Member], models_weights: Mapping[str, Weights]) -> torch.Tensor:
+def get_complete_tensor(
+    group: Collection[Member], models_weights: Mapping[str, Weights]
+) -> torch.Tensor:
     """The tensor of the first of a group that covers the storage (torch 2.13).
 
     Where none does, it warns and gives a 1-D tensor of the first one's dtype from the start of the storage to the end of the
@@ -129,7 +134,11 @@ def get_complete_tensor(group: Collection[Member], models_weights: Mapping[str, 
     ends = [p.end for _, p in members if p.end]
     if not ends or properties.storage_ptr is None:
         return first
-    storage, nbytes, width = first.untyped_storage(), max(ends) - properties.storage_ptr, first.element_size()
+    storage, nbytes, width = (
+        first.untyped_storage(),
+        max(ends) - properties.storage_ptr,
+        first.element_size(),
+    )
     if nbytes % width:
         raise AssertionError(
             f"Total size ({nbytes} bytes) is not aligned with element size ({width} bytes): the members have several dtypes"
@@ -141,10 +150,21 @@ def get_complete_tensor(group: Collection[Member], models_weights: Mapping[str, 
             found=sorted(group)[:3],
         )
     with torch.no_grad():
-        return torch.empty(0, dtype=first.dtype, device=first.device).set_(storage, 0, (nbytes // width,), (1,))
+        return torch.empty(0, dtype=first.dtype, device=first.device).set_(
+            storage, 0, (nbytes // width,), (1,)
+        )
 
 
-def _first_complete(group: Collection[Member], models_weights: Mapping[str, Weights]) -> Member | None:
+def _first_complete(
+    group: Collection[Member], models_weights: Mapping[str, Weights]
+) -> Member | None:
     if not group:
         raise AssertionError("group cannot be empty")
-    return next(((model, name) for model, name in group if models_weights[model].get_weight_properties(name).is_complete()), None)
+    return next(
+        (
+            (model, name)
+            for model, name in group
+            if models_weights[model].get_weight_properties(name).is_complete()
+        ),
+        None,
+    )

@@ -26,7 +26,16 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Unrolled, Way, mapped_children, name_at, unroll
 from holdfast.core.value import Value
 from holdfast.errors import BadArgumentType
-from holdfast.torch.modules.match import Match, Names, Outcome, PlaceKind, match_places, plain_problem, short, tied_note
+from holdfast.torch.modules.match import (
+    Match,
+    Names,
+    Outcome,
+    PlaceKind,
+    match_places,
+    plain_problem,
+    short,
+    tied_note,
+)
 from holdfast.torch.modules.wrappers import removed_wrappers
 from holdfast.torch.ranks.shards import PLAIN, is_sharded
 from holdfast.torch.tensors.fill import CPU, is_dense
@@ -79,14 +88,18 @@ class Targets(Struct):
     """Names that two tensors have."""
 
 
-def find_targets(into: nn.Module | Mapping[str, object], is_current: IsCurrent, there: Container[str]) -> Targets:
+def find_targets(
+    into: nn.Module | Mapping[str, object], is_current: IsCurrent, there: Container[str]
+) -> Targets:
     """List the places to fill. `is_current(prefix, module)` tells whether a versioned module of torch's needs no update.
 
     `there` are the names of the checkpoint. The prefixes of DDP and `torch.compile` are left out where it has none.
     """
     targets = Targets()
     if isinstance(into, nn.Module):
-        targets.removed = removed_wrappers(into, [slot.name for slot in all_slots(into)], there.__contains__)
+        targets.removed = removed_wrappers(
+            into, [slot.name for slot in all_slots(into)], there.__contains__
+        )
         if type(into).load_state_dict is not nn.Module.load_state_dict:
             targets.self_loading[""] = into
         else:
@@ -94,7 +107,9 @@ def find_targets(into: nn.Module | Mapping[str, object], is_current: IsCurrent, 
     elif isinstance(into, Mapping):
         unroll(_slots_in(into, None, targets.slots, set()))
     else:
-        raise BadArgumentType(f"load_into fills an nn.Module or a mapping of tensors, not {shown(into)}", found=into)
+        raise BadArgumentType(
+            f"load_into fills an nn.Module or a mapping of tensors, not {shown(into)}", found=into
+        )
     counts = Counter(slot.name for slot in targets.slots)
     targets.duplicates = [name for name, count in counts.items() if count > 1]
     return targets
@@ -116,7 +131,9 @@ def all_slots(module: nn.Module) -> Iterator[Slot]:
         yield from module_slots(child, f"{name}." if name else "")
 
 
-def _walk_module(module: nn.Module, raw: str, prefix: str, *, targets: Targets, is_current: IsCurrent) -> None:
+def _walk_module(
+    module: nn.Module, raw: str, prefix: str, *, targets: Targets, is_current: IsCurrent
+) -> None:
     """Add the places of a module. `raw` is the prefix of its names in the target, `prefix` that without the names of wrappers."""
     if _loads_itself(module, prefix, is_current):
         targets.self_loading[prefix] = module
@@ -202,7 +219,12 @@ class SlotRules:
         if type(target) in PLAIN and not is_sharded(target):
             if not fresh and is_dense(target):
                 return target.dtype, target.shape, True, target.device
-            if fresh and target.layout is torch.strided and not target.is_nested and not target.is_quantized:
+            if (
+                fresh
+                and target.layout is torch.strided
+                and not target.is_nested
+                and not target.is_quantized
+            ):
                 return target.dtype, target.shape, False, type(slot.owner)
         shapeless = nn.parameter.is_lazy(target) or target.is_nested
         return target.dtype, () if shapeless else target.shape, False, id(slot)
@@ -271,7 +293,9 @@ def _casts(match: Match[Slot], table: Table, choice: Choice) -> dict[str, str]:
     wanted = choice.dtype_for(match.places[-1].tensor, own)
     if wanted == own:
         return {}
-    return {slot.name: f"{short(own)} in the checkpoint, {short(wanted)} here" for slot in match.places}
+    return {
+        slot.name: f"{short(own)} in the checkpoint, {short(wanted)} here" for slot in match.places
+    }
 
 
 def wrapped_problem(tensor: torch.Tensor) -> str | None:
@@ -299,17 +323,25 @@ def _problem(slot: Slot, offer: Kind | Composite, choice: Choice) -> str | None:
         return _composite_problem(target, offer, choice)
     if target.layout is not torch.strided or target.is_quantized:
         return f"it is {'quantised' if target.is_quantized else short(target.layout)} here, and a plain tensor in the checkpoint"
-    return plain_problem(offer, tuple(target.shape), lambda own: _dtype_problem(target, own, choice))
+    return plain_problem(
+        offer, tuple(target.shape), lambda own: _dtype_problem(target, own, choice)
+    )
 
 
 def _fixed(target: torch.Tensor, choice: Choice) -> str | None:
     """Why a tensor that is filled in place cannot be what the caller wants."""
-    if target.layout is torch.strided and not target.is_nested and repeats(target.shape, target.stride()):
+    if (
+        target.layout is torch.strided
+        and not target.is_nested
+        and repeats(target.shape, target.stride())
+    ):
         return "its elements share memory (an expanded tensor): there is no room for those of the checkpoint; clone it first"
     if choice.dtype is not None and target.is_floating_point() and target.dtype != choice.dtype:
         return f"it is filled in place and is {short(target.dtype)}; for {short(choice.dtype)} pass assign=True"
     device = choice.device
-    if device is not None and (device.type != target.device.type or device.index not in (None, target.device.index)):
+    if device is not None and (
+        device.type != target.device.type or device.index not in (None, target.device.index)
+    ):
         return f"it is filled in place, on {target.device}; for {device} pass assign=True"
     return None
 
@@ -319,8 +351,14 @@ def _dtype_problem(target: torch.Tensor, own: torch.dtype, choice: Choice) -> st
     if own == target.dtype == wanted:
         return None
     here, there = _kind(target.dtype), _kind(own)
-    if here != there and not (choice.dtype == wanted and here == "floating-point" and there in ("integer", "boolean")):
-        more = f"; pass dtype={wanted} to have it cast" if here == "floating-point" and there != "complex" else ""
+    if here != there and not (
+        choice.dtype == wanted and here == "floating-point" and there in ("integer", "boolean")
+    ):
+        more = (
+            f"; pass dtype={wanted} to have it cast"
+            if here == "floating-point" and there != "complex"
+            else ""
+        )
         return f"{short(target.dtype)} here, {short(own)} in the checkpoint{more}"
     if wanted != own and not _castable(own, wanted):
         return f"torch cannot cast {short(own)}, which it is in the checkpoint, to {short(wanted)}"
@@ -340,7 +378,9 @@ def _castable(own: torch.dtype, wanted: torch.dtype) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that complex halves are experimental
-            torch.empty(1, dtype=wanted, device="cpu").copy_(torch.empty(1, dtype=own, device="cpu"))
+            torch.empty(1, dtype=wanted, device="cpu").copy_(
+                torch.empty(1, dtype=own, device="cpu")
+            )
     except (RuntimeError, NotImplementedError):
         return False
     return True
@@ -348,7 +388,11 @@ def _castable(own: torch.dtype, wanted: torch.dtype) -> bool:
 
 def _composite_problem(target: torch.Tensor, offer: Composite, choice: Choice) -> str | None:
     if choice.assign:
-        return None if offer.shape == tuple(target.shape) else f"{list(target.shape)} here, {list(offer.shape)} in the checkpoint"
+        return (
+            None
+            if offer.shape == tuple(target.shape)
+            else f"{list(target.shape)} here, {list(offer.shape)} in the checkpoint"
+        )
     own = "quantized" if target.is_quantized else short(target.layout)
     if own != offer.kind:
         return f"{own} here, {offer.kind} in the checkpoint; pass assign=True to replace it"
@@ -359,8 +403,16 @@ def _composite_problem(target: torch.Tensor, offer: Composite, choice: Choice) -
         return f"a {offer.kind} tensor cannot be filled in place; pass assign=True to replace it"
     if torch_dtype(values.dtype) != target.dtype:
         return f"{short(target.dtype)} here, {values.dtype} in the checkpoint; pass assign=True to replace it"
-    if target.is_quantized and not target.is_meta and offer.attributes.get("qscheme") != short(target.qscheme()):
+    if (
+        target.is_quantized
+        and not target.is_meta
+        and offer.attributes.get("qscheme") != short(target.qscheme())
+    ):
         return f"{target.qscheme()} here, {offer.attributes.get('qscheme')} in the checkpoint"
-    if own not in ("quantized", "sparse_coo") and not target.is_meta and target._nnz() != values.shape[0]:
+    if (
+        own not in ("quantized", "sparse_coo")
+        and not target.is_meta
+        and target._nnz() != values.shape[0]
+    ):
         return f"{target._nnz():,} elements are stored here, {values.shape[0]:,} in the checkpoint; pass assign=True to replace it"
     return None

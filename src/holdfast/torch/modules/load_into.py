@@ -50,7 +50,14 @@ from holdfast.torch.modules.fit import (
 )
 from holdfast.torch.modules.match import Match, Names, meet_places, shaped
 from holdfast.torch.modules.wrappers import names_with_wrappers, plain_name, renamed
-from holdfast.torch.tensors.allocate import Want, empty_tensors, fresh_kinds, has_no_gaps, make_fresh, read_lazies
+from holdfast.torch.tensors.allocate import (
+    Want,
+    empty_tensors,
+    fresh_kinds,
+    has_no_gaps,
+    make_fresh,
+    read_lazies,
+)
 from holdfast.torch.tensors.fill import Progress, fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint
@@ -88,7 +95,11 @@ class Loaded(Shown):
 
     def __str__(self) -> str:
         lines = [f"{len(self.names):,} tensors, {self.nbytes:,} bytes, from {self.path}"]
-        for word, names in (("missing", self.missing), ("unexpected", self.unexpected), ("cast", self.mismatched)):
+        for word, names in (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("cast", self.mismatched),
+        ):
             if names:
                 lines.append(f"  {len(names):,} {word}: {_listed(names)}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
@@ -132,13 +143,30 @@ def load_into(
     """
     choice = Choice(None if device is None else torch.device(device), dtype, assign)
     into, source = content_and_path(module_or_state, path)
-    module_or_state, path = cast("nn.Module | Mapping[str, object]", into), cast("Openable | Checkpoint | TorchCheckpoint", source)
+    module_or_state, path = (
+        cast("nn.Module | Mapping[str, object]", into),
+        cast("Openable | Checkpoint | TorchCheckpoint", source),
+    )
     if isinstance(path, TorchCheckpoint):
         path = path.lazy
-    opened = nullcontext(path) if isinstance(path, Checkpoint) else open_checkpoint(path, verify=verify, threads=threads)
+    opened = (
+        nullcontext(path)
+        if isinstance(path, Checkpoint)
+        else open_checkpoint(path, verify=verify, threads=threads)
+    )
     with opened as checkpoint:
-        state = module_or_state.state_dict if isinstance(module_or_state, nn.Module) else lambda: module_or_state
-        load = Load(module_or_state, seen_through(checkpoint, map, state), prefix, choice=choice, max_host_memory=max_host_memory)
+        state = (
+            module_or_state.state_dict
+            if isinstance(module_or_state, nn.Module)
+            else lambda: module_or_state
+        )
+        load = Load(
+            module_or_state,
+            seen_through(checkpoint, map, state),
+            prefix,
+            choice=choice,
+            max_host_memory=max_host_memory,
+        )
         return load.run(strict=strict, progress=progress)
 
 
@@ -170,7 +198,11 @@ class Load:
         found.check(self._names, found.unexpected, wanted, strict=strict)
         # What is built by itself is built before anything changes: its parts may turn out not to fit together.
         table = self._names.table
-        built = {match.number: (match, match.source(table).torch()) for match in found.matches if _is_built(match, table)}
+        built = {
+            match.number: (match, match.source(table).torch())
+            for match in found.matches
+            if _is_built(match, table)
+        }
         extras = self._read_extras(found)
         for prefix, module in self._targets.self_loading.items():
             self._load_self(prefix, module, found, progress)
@@ -196,21 +228,31 @@ class Load:
         version = self._versions.of(prefix)
         if version is None:
             # Nothing is recorded. Batch norm once had no counter, and adds it by itself; other names are missing.
-            return [slot.name for slot in module_slots(module, prefix) if slot.name not in self._names] != [prefix + COUNTER]
+            return [
+                slot.name for slot in module_slots(module, prefix) if slot.name not in self._names
+            ] != [prefix + COUNTER]
         return version == module._version
 
     def _read_extras(self, found: Fit) -> dict[nn.Module, object]:
         made = read_lazies([*found.extras.values()])
         return {
-            module: torch_tree(value, lambda one: one.torch() if isinstance(one, Composite) else made[id(one)])
+            module: torch_tree(
+                value, lambda one: one.torch() if isinstance(one, Composite) else made[id(one)]
+            )
             for module, value in found.extras.items()
         }
 
-    def _load_self(self, prefix: str, module: nn.Module, found: Fit, progress: Progress | None) -> None:
+    def _load_self(
+        self, prefix: str, module: nn.Module, found: Fit, progress: Progress | None
+    ) -> None:
         """Let a module load its part of a checkpoint; `prefix` is its place in the target, behind the checkpoint's own prefix."""
         choice, path = self._choice, self._checkpoint.path
         before = list(all_slots(module))
-        wrapped = {prefix + slot.name: problem for slot in before if (problem := wrapped_problem(slot.tensor)) is not None}
+        wrapped = {
+            prefix + slot.name: problem
+            for slot in before
+            if (problem := wrapped_problem(slot.tensor)) is not None
+        }
         if wrapped:
             names = ", ".join(map(repr, wrapped))
             message = f"sharded and wrapped tensors are not filled here (sharded ones by load_sharded): {names}"
@@ -230,23 +272,34 @@ class Load:
             raise DoesNotFit(why, mismatched={name: str(error)}, file=path) from error
         plain = {raw: name for name, raw in back.items()}
         missing = {prefix + plain.get(name, name) for name in getattr(result, "missing_keys", ())}
-        found.missing += [prefix + plain.get(name, name) for name in getattr(result, "missing_keys", ())]
+        found.missing += [
+            prefix + plain.get(name, name) for name in getattr(result, "missing_keys", ())
+        ]
         unexpected = getattr(result, "unexpected_keys", ())
         found.unexpected += [self._prefix + prefix + plain.get(name, name) for name in unexpected]
-        self._names_by_themselves += [name for slot in before if (name := prefix + plain.get(slot.name, slot.name)) not in missing]
+        self._names_by_themselves += [
+            name
+            for slot in before
+            if (name := prefix + plain.get(slot.name, slot.name)) not in missing
+        ]
         for slot in before:
             now = getattr(slot.owner, str(slot.key), None)
             if now is slot.tensor or not isinstance(now, torch.Tensor):
                 continue
             if not nn.parameter.is_lazy(slot.tensor) and choice.fresh(slot.tensor):
-                now.data = now.data.to(device=choice.device_for(slot.tensor), dtype=choice.dtype_for(slot.tensor, now.dtype))
+                now.data = now.data.to(
+                    device=choice.device_for(slot.tensor),
+                    dtype=choice.dtype_for(slot.tensor, now.dtype),
+                )
             self._replaced[id(slot.tensor)] = now
 
     def _state_under(self, prefix: str, progress: Progress | None) -> OrderedDict[str, object]:
         """The state dict of the names under a prefix, read."""
         checkpoint = self._checkpoint
         state: OrderedDict[str, object] = OrderedDict(
-            (name[len(prefix) :], checkpoint[name]) for name in checkpoint if name.startswith(prefix)
+            (name[len(prefix) :], checkpoint[name])
+            for name in checkpoint
+            if name.startswith(prefix)
         )
         values, left = dict_under(checkpoint.tree, prefix)
         for key, value in values.items():
@@ -257,13 +310,20 @@ class Load:
             if isinstance(value, Composite | tuple | DType) or name.rpartition(".")[2] == EXTRA:
                 if opaque_inside(value):
                     why = "holds objects of classes that Holdfast does not build"
-                    raise DoesNotFit(f"{key} {why}", mismatched={key: f"it {why}"}, file=checkpoint.path)
+                    raise DoesNotFit(
+                        f"{key} {why}", mismatched={key: f"it {why}"}, file=checkpoint.path
+                    )
                 for part in [other for other in state if other.startswith(f"{name}.")]:
                     del state[part]
                 state[name] = value
         self._nbytes_by_themselves += sum(lazy.nbytes for lazy in lazy_tensors(state))
         made = read_lazies(state, device=self._choice.device, progress=progress)
-        filled = torch_tree(state, lambda value: value.torch() if isinstance(value, Composite) else made[id(value)].detach())
+        filled = torch_tree(
+            state,
+            lambda value: (
+                value.torch() if isinstance(value, Composite) else made[id(value)].detach()
+            ),
+        )
         return filled if isinstance(filled, OrderedDict) else state
 
     def _fill(self, matches: Sequence[Match[Slot]], found: Fit, progress: Progress | None) -> None:
@@ -272,23 +332,39 @@ class Load:
         there = [match for match in matches if id(match.places[0].tensor) not in replaced]
         anew = [match for match in there if choice.fresh(match.places[0].tensor)]
         made = self._make(anew)
-        fresh = make_fresh({match.places[0].name: self._want(match) for match in anew if match.number not in made})
+        fresh = make_fresh(
+            {match.places[0].name: self._want(match) for match in anew if match.number not in made}
+        )
         found.notes += fresh.notes
-        in_place = [match for match in there if not choice.fresh(match.places[0].tensor)] if anew else there
+        in_place = (
+            [match for match in there if not choice.fresh(match.places[0].tensor)]
+            if anew
+            else there
+        )
         filled = [*in_place, *(match for match in anew if match.number in made)]
         fills, _ = meet_places(names, filled, SlotRules(self._targets, names, choice, found), made)
         try:
-            more = fill(fills.with_more(fresh.fills), progress, max_host_memory=self._max_host_memory)
+            more = fill(
+                fills.with_more(fresh.fills), progress, max_host_memory=self._max_host_memory
+            )
             found.notes += [note for note in more if note not in found.notes]
         except HoldfastError as error:
             if in_place:
-                error.add_note("tensors that were to be filled in place may have been written to in part")
+                error.add_note(
+                    "tensors that were to be filled in place may have been written to in part"
+                )
             raise
         for match in anew:
             target = match.places[0].tensor
-            new = made[match.number] if match.number in made else fresh.tensors[match.places[0].name]
+            new = (
+                made[match.number] if match.number in made else fresh.tensors[match.places[0].name]
+            )
             replaced[id(target)] = _like(target, new)
-        for slot in [*(slot for match in found.matches for slot in match.places), *found.followers] if replaced else []:
+        for slot in (
+            [*(slot for match in found.matches for slot in match.places), *found.followers]
+            if replaced
+            else []
+        ):
             if id(slot.tensor) in replaced:
                 slot.put(replaced[id(slot.tensor)])
 
@@ -299,7 +375,11 @@ class Load:
         made: dict[int, torch.Tensor] = {}
         for device in dict.fromkeys(devices):
             kinds = fresh_kinds(table, [match.row for match in rows], device=device)
-            own = [(match, kind) for match, kind, place in zip(rows, kinds, devices, strict=True) if kind and place == device]
+            own = [
+                (match, kind)
+                for match, kind, place in zip(rows, kinds, devices, strict=True)
+                if kind and place == device
+            ]
             chosen = {match.number: kind for match, kind in own if self._suits(match, kind)}
             made |= dict(zip(chosen, empty_tensors([*chosen.values()], device), strict=True))
         return made
@@ -308,7 +388,11 @@ class Load:
         """Whether a fresh tensor has the dtype, the shape and the order of elements that a row has."""
         choice, target = self._choice, match.places[0].tensor
         ordered = choice.assign or target.stride() == c_strides(kind.shape, 1)
-        return ordered and kind.shape == target.shape and choice.dtype_for(target, kind.dtype) == kind.dtype
+        return (
+            ordered
+            and kind.shape == target.shape
+            and choice.dtype_for(target, kind.dtype) == kind.dtype
+        )
 
     def _want(self, match: Match[Slot]) -> Want:
         choice, target = self._choice, match.places[0].tensor
@@ -316,7 +400,12 @@ class Load:
         # A tensor on meta is given in the order of elements that it has; a replaced one takes the file's.
         dense = target.numel() > 0 and has_no_gaps(target.shape, target.stride(), 1)
         strides = tuple(target.stride()) if dense and not choice.assign else None
-        return Want(lazy, choice.dtype_for(target, torch_dtype(lazy.dtype)), choice.device_for(target), strides)
+        return Want(
+            lazy,
+            choice.dtype_for(target, torch_dtype(lazy.dtype)),
+            choice.device_for(target),
+            strides,
+        )
 
     def _place(self, match: Match[Slot], value: torch.Tensor) -> None:
         choice, target = self._choice, match.places[0].tensor
@@ -328,22 +417,34 @@ class Load:
                     target.copy_(value)
             return
         value = value.to(choice.device_for(target))
-        if value.is_floating_point() and not value.is_quantized and isinstance(match.other, Composite):
+        if (
+            value.is_floating_point()
+            and not value.is_quantized
+            and isinstance(match.other, Composite)
+        ):
             value = value.to(choice.dtype_for(target, value.dtype))
         made = _like(target, value)
         for slot in match.places:
             slot.put(made)
 
     def _report(self, found: Fit) -> Loaded:
-        loaded = {slot.name for match in found.matches for slot in match.places} | {slot.name for slot in found.followers}
+        loaded = {slot.name for match in found.matches for slot in match.places} | {
+            slot.name for slot in found.followers
+        }
         names = [slot.name for slot in self._targets.slots if slot.name in loaded]
         rows = [match.row for match in found.matches if match.other is None]
         others = [match.other for match in found.matches if match.other is not None]
-        lazies = [part for one in others for part in ([one] if isinstance(one, LazyTensor) else one.parts.values())]
+        lazies = [
+            part
+            for one in others
+            for part in ([one] if isinstance(one, LazyTensor) else one.parts.values())
+        ]
         nbytes = int(self._names.table.nbytes_of(rows).sum())
         notes = list(found.notes)
         for prefix in self._targets.self_loading:
-            notes += [f"{prefix.removesuffix('.') or 'the module'} has its own way of loading, and was handed a state dict"]
+            notes += [
+                f"{prefix.removesuffix('.') or 'the module'} has its own way of loading, and was handed a state dict"
+            ]
         meta = self._still_meta()
         if meta:
             notes.append(
@@ -363,12 +464,23 @@ class Load:
     def _still_meta(self) -> list[str]:
         """Tensors that have no elements yet. In a module all tensors count, also those that a state dict would not list."""
         if not isinstance(self._into, nn.Module):
-            return [slot.name for slot in find_targets(self._into, self._is_current, self._names).slots if slot.tensor.is_meta]
+            return [
+                slot.name
+                for slot in find_targets(self._into, self._is_current, self._names).slots
+                if slot.tensor.is_meta
+            ]
         found = []
         for prefix, module in self._into.named_modules(remove_duplicate=False):
             held = {**module._parameters, **module._buffers, **vars(module)}
-            tensors = [name for name, value in held.items() if isinstance(value, torch.Tensor) and value.is_meta]
-            found += [plain_name(f"{prefix}.{name}" if prefix else name, self._targets.removed) for name in tensors]
+            tensors = [
+                name
+                for name, value in held.items()
+                if isinstance(value, torch.Tensor) and value.is_meta
+            ]
+            found += [
+                plain_name(f"{prefix}.{name}" if prefix else name, self._targets.removed)
+                for name in tensors
+            ]
         return found
 
 
@@ -389,7 +501,11 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     grad = old.requires_grad and (new.is_floating_point() or new.is_complex())
     if isinstance(old, nn.Parameter):
         plain = type(old) is nn.Parameter
-        made = nn.Parameter(new, requires_grad=grad) if plain else torch.Tensor._make_subclass(type(old), new, grad)
+        made = (
+            nn.Parameter(new, requires_grad=grad)
+            if plain
+            else torch.Tensor._make_subclass(type(old), new, grad)
+        )
         vars(made).update(vars(old))
         return made
     return new.requires_grad_() if grad else new
@@ -413,6 +529,10 @@ class Versions:
         root = (self._left + prefix).removesuffix(".")
         found: OrderedDict[str, dict[str, object]] = OrderedDict()
         for key, entry in self._recorded.items():
-            if isinstance(key, str) and isinstance(entry, Mapping) and (key == root or not root or key.startswith(f"{root}.")):
+            if (
+                isinstance(key, str)
+                and isinstance(entry, Mapping)
+                and (key == root or not root or key.startswith(f"{root}."))
+            ):
                 found[key[len(root) :].removeprefix(".")] = {str(k): v for k, v in entry.items()}
         return found

@@ -99,7 +99,9 @@ class Names:
         for step in path:
             if isinstance(tree, Mapping):
                 # Integer keys of dicts are text in some formats.
-                other: str | int = str(step) if isinstance(step, int) else int(step) if step.isdecimal() else step
+                other: str | int = (
+                    str(step) if isinstance(step, int) else int(step) if step.isdecimal() else step
+                )
                 tree = tree[step] if step in tree else tree.get(other, ABSENT)
             elif isinstance(tree, list | tuple) and isinstance(step, int) and 0 <= step < len(tree):
                 tree = tree[step]
@@ -127,15 +129,28 @@ class Outcome(Struct):
     notes: list[str] = field(default_factory=list)
 
     def check(
-        self, names: Names, unexpected: Sequence[str], places: Iterable[str], *, strict: bool, changed: str = "nothing was"
+        self,
+        names: Names,
+        unexpected: Sequence[str],
+        places: Iterable[str],
+        *,
+        strict: bool,
+        changed: str = "nothing was",
     ) -> None:
         """Raise `DoesNotFit` with all that is wrong. `places` are the target's names; `changed` begins a sentence."""
         missing, left = (self.missing, unexpected) if strict else ((), ())
         if not (missing or left or self.mismatched):
             return
-        kinds = ((self.missing, "missing"), (unexpected, "unexpected"), (self.mismatched, "mismatched"))
+        kinds = (
+            (self.missing, "missing"),
+            (unexpected, "unexpected"),
+            (self.mismatched, "mismatched"),
+        )
         counts = [f"{len(found):,} {word}" for found, word in kinds if found]
-        lines = [f"the checkpoint does not fit, and {changed} changed: {', '.join(counts)}", *_hints(names, list(places))]
+        lines = [
+            f"the checkpoint does not fit, and {changed} changed: {', '.join(counts)}",
+            *_hints(names, list(places)),
+        ]
         lines += _shown([f"mismatched {name!r}: {why}" for name, why in self.mismatched.items()])
         similar = _similar(missing, [name[len(names.prefix) :] for name in left])
         lines += _shown([f"missing {name!r}{similar.get(name, '')}" for name in missing])
@@ -213,35 +228,59 @@ def match_places(
         exact[there, here] = _is_exact(kind, table.kinds[there])
         return rules.problem(place, table.kinds[there])
 
-    found = match(table.rows, table.kind, [names.prefix + place.name for place in places], own, judge)
+    found = match(
+        table.rows, table.kind, [names.prefix + place.name for place in places], own, judge
+    )
     pairs, kind = zip(found.target, found.source, strict=True), table.kind
-    matches = {n: Match(n, (places[n],), places[n].name, row, exact[kind[row], own[n]]) for n, row in pairs}
+    matches = {
+        n: Match(n, (places[n],), places[n].name, row, exact[kind[row], own[n]]) for n, row in pairs
+    }
     for number in (*found.target, *found.refused):
         names.left.pop(places[number].name, None)
     ties = _ties(places, kinds, rules)
     tied = {number for group in ties for number in group}
-    groups = [*ties, *([number] for number in (*found.missing, *found.refused) if number not in tied)]
+    groups = [
+        *ties,
+        *([number] for number in (*found.missing, *found.refused) if number not in tied),
+    ]
 
     def offered(number: int) -> Match[PlaceT] | str | None:
         if number not in found.refused and number not in matches:
             place = places[number]
             offer = rules.look(place)
-            return Match(number, (place,), offer[0], ODD, False, offer[1]) if isinstance(offer, tuple) else offer
+            return (
+                Match(number, (place,), offer[0], ODD, False, offer[1])
+                if isinstance(offer, tuple)
+                else offer
+            )
         return found.refused.get(number) or matches.pop(number)
 
     for group in sorted(groups):
         taken = _match_tied(
-            [places[number] for number in group], [offered(number) for number in group], names, rules, outcome, strict
+            [places[number] for number in group],
+            [offered(number) for number in group],
+            names,
+            rules,
+            outcome,
+            strict,
         )
         if taken is not None:
-            matches[group[0]] = replace(taken, number=group[0], places=tuple(places[number] for number in group))
+            matches[group[0]] = replace(
+                taken, number=group[0], places=tuple(places[number] for number in group)
+            )
     return [matches[number] for number in sorted(matches)]
 
 
 def _is_exact(own: PlaceKind, kind: Kind) -> bool:
     """Whether a place of a kind takes the bytes of a row as they are."""
     dtype, shape, dense, _ = own
-    if not dense or kind.traits.meta or kind.dtype.packed or kind.dtype.kind == "quantized" or kind.shape != shape:
+    if (
+        not dense
+        or kind.traits.meta
+        or kind.dtype.packed
+        or kind.dtype.kind == "quantized"
+        or kind.shape != shape
+    ):
         return False
     try:
         return torch_dtype(kind.dtype) is dtype
@@ -249,7 +288,9 @@ def _is_exact(own: PlaceKind, kind: Kind) -> bool:
         return False
 
 
-def _ties(places: Sequence[PlaceT], kinds: Sequence[PlaceKind], rules: Rules[PlaceT]) -> list[list[int]]:
+def _ties(
+    places: Sequence[PlaceT], kinds: Sequence[PlaceKind], rules: Rules[PlaceT]
+) -> list[list[int]]:
     """Groups of places that share one memory, by their numbers.
 
     Such tensors begin at one address, so for most the address is all that is compared.
@@ -271,7 +312,9 @@ def _ties(places: Sequence[PlaceT], kinds: Sequence[PlaceKind], rules: Rules[Pla
     tied: dict[object, list[int]] = {}
     for number, address in enumerate(addresses):
         if counts[address] > 1 or number in memories:
-            tied.setdefault(memories.get(number) or memory_of(places[number].tensor), []).append(number)
+            tied.setdefault(memories.get(number) or memory_of(places[number].tensor), []).append(
+                number
+            )
     return [group for group in tied.values() if len(group) > 1]
 
 
@@ -284,7 +327,11 @@ def _match_tied(
     strict: bool,
 ) -> Match[PlaceT] | None:
     """Match places of one memory: the last name that is there gives its elements, as with `load_state_dict`."""
-    problems = {place.name: offer for place, offer in zip(places, found, strict=True) if isinstance(offer, str)}
+    problems = {
+        place.name: offer
+        for place, offer in zip(places, found, strict=True)
+        if isinstance(offer, str)
+    }
     offers = [offer for offer in found if offer is not None and not isinstance(offer, str)]
     if problems:
         outcome.mismatched |= problems
@@ -296,7 +343,9 @@ def _match_tied(
     for offer in offers[:-1]:
         if _differ(offer, taken, names.table, rules):
             (place,) = offer.places
-            why = f"it is tied to {last.name!r} here, and the checkpoint has other elements for that"
+            why = (
+                f"it is tied to {last.name!r} here, and the checkpoint has other elements for that"
+            )
             if strict:
                 outcome.mismatched[place.name] = why
             else:
@@ -308,7 +357,10 @@ def _match_tied(
 
 
 def meet_places(
-    names: Names, matches: Sequence[Match[PlaceT]], rules: Rules[PlaceT], fresh: Mapping[int, torch.Tensor] = MappingProxyType({})
+    names: Names,
+    matches: Sequence[Match[PlaceT]],
+    rules: Rules[PlaceT],
+    fresh: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[Fills, Met]:
     """The fills of matches, and the match and the box of each. Composites are not filled.
 
@@ -326,7 +378,10 @@ def meet_places(
     met = meet(table, [one.row for one in matches], boxes, given)
     rows = [matches[pair].row if at not in met.parts else ODD for at, pair in enumerate(met.pairs)]
     whole = [fresh[one.number] if one.number in fresh else one.places[0].tensor for one in matches]
-    tensors = [targets[pair][box][1] if pair in targets else whole[pair] for pair, box in zip(met.pairs, met.boxes, strict=True)]
+    tensors = [
+        targets[pair][box][1] if pair in targets else whole[pair]
+        for pair, box in zip(met.pairs, met.boxes, strict=True)
+    ]
     return Fills(table, rows, met.parts, tensors), met
 
 
@@ -348,7 +403,10 @@ def _differ(one: Match[PlaceT], other: Match[PlaceT], table: Table, rules: Rules
     if identity(a) == identity(b):
         return False
     boxes = [box for box, _ in rules.parts(one.places[0]) if box.count]
-    cut = [(a, b) if box.shape == a.shape or a.dtype.packed else (a[box.slices], b[box.slices]) for box in boxes]
+    cut = [
+        (a, b) if box.shape == a.shape or a.dtype.packed else (a[box.slices], b[box.slices])
+        for box in boxes
+    ]
     return any(x.digest() != y.digest() for x, y in cut)
 
 
@@ -356,7 +414,9 @@ def tied_note(followers: Sequence[str], name: str) -> str:
     return f"not in the checkpoint, and tied to {name!r}: {', '.join(map(repr, followers))}"
 
 
-def plain_problem(offer: Kind, shape: tuple[int, ...], dtype_problem: Callable[[torch.dtype], str | None]) -> str | None:
+def plain_problem(
+    offer: Kind, shape: tuple[int, ...], dtype_problem: Callable[[torch.dtype], str | None]
+) -> str | None:
     """Why a plain tensor of this shape cannot take elements of a kind; `dtype_problem` judges their dtype."""
     if offer.traits.meta:
         return "the checkpoint has its shape and no data: it was saved from the meta device"
@@ -377,7 +437,11 @@ def short(value: object) -> str:
 
 
 def _shown(lines: list[str]) -> list[str]:
-    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"… and {len(lines) - SHOWN:,} more like the last"]
+    return (
+        lines
+        if len(lines) <= SHOWN
+        else [*lines[:SHOWN], f"… and {len(lines) - SHOWN:,} more like the last"]
+    )
 
 
 def _similar(missing: Sequence[str], left: Sequence[str]) -> dict[str, str]:
@@ -397,11 +461,21 @@ def _hints(names: Names, wanted: list[str]) -> list[str]:
     everything = set(names.checkpoint)
     for full in names.checkpoint:
         prefix = full.removesuffix(wanted[0])
-        if prefix != full and (not prefix or prefix.endswith(".")) and all(prefix + name in everything for name in wanted):
+        if (
+            prefix != full
+            and (not prefix or prefix.endswith("."))
+            and all(prefix + name in everything for name in wanted)
+        ):
             return [f"every name is there behind {prefix!r}: pass prefix={prefix!r}"]
     first = next(iter(names.left), None)
     for name in wanted if first is not None else []:
         prefix = name.removesuffix(first or "")
-        if prefix != name and prefix.endswith(".") and all(other.removeprefix(prefix) in names for other in wanted):
-            return [f"every name is there without {prefix!r}: load into what is called {prefix[:-1]!r} in the target"]
+        if (
+            prefix != name
+            and prefix.endswith(".")
+            and all(other.removeprefix(prefix) in names for other in wanted)
+        ):
+            return [
+                f"every name is there without {prefix!r}: load into what is called {prefix[:-1]!r} in the target"
+            ]
     return []

@@ -20,7 +20,12 @@ from torch import nn
 
 from holdfast.saving.state import Stateful
 
-WAYS = (frozenset({"module", "_orig_mod"}), frozenset({"module"}), frozenset({"_orig_mod"}), frozenset[str]())
+WAYS = (
+    frozenset({"module", "_orig_mod"}),
+    frozenset({"module"}),
+    frozenset({"_orig_mod"}),
+    frozenset[str](),
+)
 """The names of wrappers that are removed; of equally good choices the first."""
 
 SILENT = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -37,10 +42,14 @@ def wrapped_child(module: nn.Module) -> str | None:
         return "module"
     # It takes a second to import, and is imported wherever something was compiled.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return "_orig_mod" if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
+    return (
+        "_orig_mod" if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
+    )
 
 
-def removed_wrappers(module: nn.Module, names: Collection[str], there: There | None = None) -> frozenset[str]:
+def removed_wrappers(
+    module: nn.Module, names: Collection[str], there: There | None = None
+) -> frozenset[str]:
     """The dotted names of all wrapped modules in a module, as its state dict has them: the last part of each is removed.
 
     `names` are those of its state dict. Where `there` tells what a checkpoint has, the naming is the one that fits it best.
@@ -56,7 +65,11 @@ def removed_wrappers(module: nn.Module, names: Collection[str], there: There | N
     if not found:
         return frozenset()
     ways = [frozenset(at for at, child in found.items() if child in way) for way in WAYS]
-    return ways[0] if there is None else max(ways, key=lambda way: sum(there(plain_name(name, way)) for name in names))
+    return (
+        ways[0]
+        if there is None
+        else max(ways, key=lambda way: sum(there(plain_name(name, way)) for name in names))
+    )
 
 
 def plain_name(name: str, removed: Collection[str]) -> str:
@@ -86,7 +99,10 @@ def has_wrappers(module: nn.Module) -> bool:
 
 
 def plainly_named(
-    value: Stateful, *, ask: Callable[[Stateful], object] = lambda value: value.state_dict(), there: There | None = None
+    value: Stateful,
+    *,
+    ask: Callable[[Stateful], object] = lambda value: value.state_dict(),
+    there: There | None = None,
 ) -> Stateful:
     """An object whose state dict has the names of what is wrapped in it; the object itself where nothing is."""
     if not isinstance(value, nn.Module) or not has_wrappers(value):
@@ -97,7 +113,9 @@ def plainly_named(
 class PlainlyNamed:
     """A module with wrappers in it, which takes and gives a state dict without their names."""
 
-    def __init__(self, module: nn.Module, ask: Callable[[Stateful], object], there: There | None) -> None:
+    def __init__(
+        self, module: nn.Module, ask: Callable[[Stateful], object], there: There | None
+    ) -> None:
         self._module = module
         self._ask = ask
         self._there = there
@@ -116,7 +134,9 @@ class PlainlyNamed:
         versions = getattr(state, "_metadata", None)
         if isinstance(versions, Mapping):
             # A wrapper has a version as well; that of the wrapped module comes after it, and counts.
-            vars(made)["_metadata"] = OrderedDict((plain_name(str(name), removed), version) for name, version in versions.items())
+            vars(made)["_metadata"] = OrderedDict(
+                (plain_name(str(name), removed), version) for name, version in versions.items()
+            )
         return made
 
     def load_state_dict(self, state: object, /) -> object:

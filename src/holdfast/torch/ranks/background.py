@@ -56,7 +56,10 @@ class Course:
     def take_turn(self, when_busy: Literal["wait", "refuse"], path: str) -> None:
         """Wait until no other save of this process is under way, or refuse."""
         if not _one_at_a_time.acquire(blocking=when_busy == "wait"):
-            raise NotCommitted("another save is still being written; wait for its handle, or pass when_busy='wait'", file=path)
+            raise NotCommitted(
+                "another save is still being written; wait for its handle, or pass when_busy='wait'",
+                file=path,
+            )
         self._turn = True
 
     def claim(self) -> bool:
@@ -68,7 +71,9 @@ class Course:
             _one_at_a_time.release()
 
 
-def begin(path: str, course: Course, rest: Callable[[], SavedShards], *, staged_nbytes: int) -> SaveHandle:
+def begin(
+    path: str, course: Course, rest: Callable[[], SavedShards], *, staged_nbytes: int
+) -> SaveHandle:
     """Run the rest of a save on a thread of its own; on this one where none can start, or the program is at its end."""
     handle = SaveHandle(path, staged_nbytes)
 
@@ -231,7 +236,9 @@ def _flush(number: int, frame: FrameType | None) -> None:
     _sigterm.pass_on(number, frame)
 
 
-_sigterm = SignalOverride(_flush, wanted=lambda: any(not handle._future.done() for handle in _own()))
+_sigterm = SignalOverride(
+    _flush, wanted=lambda: any(not handle._future.done() for handle in _own())
+)
 
 
 class Stderr:

@@ -36,7 +36,9 @@ def digest(value: FlatValue) -> bytes:
     encoded = encode_value(value.described)
     # A pickle of equal values may differ: it tells whether two equal strings in them are one object.
     content = _pickled(value.raw) if encoded.problems else msgspec.json.encode(encoded.value)
-    if NUMPY_TAG in content and any(ends_in_nul(one) for _, one in walk(value.described, every_child)):
+    if NUMPY_TAG in content and any(
+        ends_in_nul(one) for _, one in walk(value.described, every_child)
+    ):
         raise ValueError(ENDS_IN_NUL)
     return hashlib.blake2b(content, digest_size=16).digest()
 
@@ -47,17 +49,25 @@ def _pickled(raw: object) -> bytes:
     try:
         content = pickle_object(raw, ids, pickle_module=pickle, protocol=pickle.DEFAULT_PROTOCOL)
     except Exception as error:  # whatever the object's own methods raise
-        raise ValueError(f"a {kind} that cannot be pickled ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"a {kind} that cannot be pickled ({type(error).__name__}: {error})"
+        ) from error
     if ids.storages:
-        raise ValueError(f"a {kind} with tensors in it, which would be out of reach in a pickle; {REMEDY}")
+        raise ValueError(
+            f"a {kind} with tensors in it, which would be out of reach in a pickle; {REMEDY}"
+        )
     return content
 
 
 def archive(value: FlatValue) -> bytes:
     """The bytes of `torch.save` for it; later changes of the object do not reach them."""
     # Values of an open checkpoint stand for torch's own, and are written as those.
-    opened = any(type(one).__module__.split(".")[0] == "holdfast" for _, one in walk(value.raw, every_child))
-    plan = lay_out_torch_zip(value_state(value.described)) if opened else plan_object(value.raw, None)
+    opened = any(
+        type(one).__module__.split(".")[0] == "holdfast" for _, one in walk(value.raw, every_child)
+    )
+    plan = (
+        lay_out_torch_zip(value_state(value.described)) if opened else plan_object(value.raw, None)
+    )
     out = io.BytesIO()
     write_stream(plan.files[0], out)
     return out.getvalue()

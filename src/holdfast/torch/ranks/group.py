@@ -99,11 +99,21 @@ class TorchGroup(Value, frozen=True, eq=False):
             number = _calls[self.name] = _calls.get(self.name, 0) + 1
             own = _own_connection(self.name, self.store)
         prefix = f"holdfast/{self.name}/{number}"
-        return StoreRanks(self.rank, self.size, own, prefix=prefix, doing=doing, deadline=self.deadline, host=_host_key(self.name))
+        return StoreRanks(
+            self.rank,
+            self.size,
+            own,
+            prefix=prefix,
+            doing=doing,
+            deadline=self.deadline,
+            host=_host_key(self.name),
+        )
 
 
 @validated
-def group(process_group: dist.ProcessGroup | None = None, *, deadline: float = DEADLINE) -> TorchGroup:
+def group(
+    process_group: dist.ProcessGroup | None = None, *, deadline: float = DEADLINE
+) -> TorchGroup:
     """The ranks of a process group, for the verbs that take `group=`: `convert(src, dst, group=holdfast.torch.group())`.
 
     By default those of the default process group; where there is none, the processes that `torchrun` started, and else this
@@ -114,7 +124,9 @@ def group(process_group: dist.ProcessGroup | None = None, *, deadline: float = D
     return group_of(process_group, deadline)
 
 
-def group_of(chosen: dist.ProcessGroup | TorchGroup | None, deadline: float = DEADLINE) -> TorchGroup:
+def group_of(
+    chosen: dist.ProcessGroup | TorchGroup | None, deadline: float = DEADLINE
+) -> TorchGroup:
     """The ranks of a group, or of the default one; this process alone without `torch.distributed`."""
     if isinstance(chosen, TorchGroup):
         return chosen
@@ -125,10 +137,14 @@ def group_of(chosen: dist.ProcessGroup | TorchGroup | None, deadline: float = DE
     if any(chosen is each for each in _inherited):
         if size == 1:
             return TorchGroup(0, 1, deadline=deadline)
-        raise ValueError("this process is a fork of a rank, and no member of its group; save and load in the rank itself")
+        raise ValueError(
+            "this process is a fork of a rank, and no member of its group; save and load in the rank itself"
+        )
     rank = dist.get_rank(chosen)
     if rank < 0:
-        raise ValueError("this process is not a member of the group that it was asked to save or load with")
+        raise ValueError(
+            "this process is not a member of the group that it was asked to save or load with"
+        )
     store = dist.distributed_c10d._get_process_group_store(chosen)
     return TorchGroup(rank, size, str(chosen.group_name), store, deadline)
 
@@ -144,11 +160,15 @@ def _launched(deadline: float) -> TorchGroup:
     except (ValueError, RuntimeError, OSError) as error:
         said = " ".join(f"{name}={value}" for name, value in zip(LAUNCHED, given, strict=True))
         advice = "unset RANK and WORLD_SIZE to work in this process alone"
-        raise BadArgument(f"the ranks that the environment tells of ({said}) cannot be joined: {error}; {advice}") from None
+        raise BadArgument(
+            f"the ranks that the environment tells of ({said}) cannot be joined: {error}; {advice}"
+        ) from None
     return TorchGroup(rank, size, "launched", store, deadline)
 
 
-def ranks_of(chosen: dist.ProcessGroup | TorchGroup | None = None, *, doing: str, deadline: float = DEADLINE) -> StoreRanks:
+def ranks_of(
+    chosen: dist.ProcessGroup | TorchGroup | None = None, *, doing: str, deadline: float = DEADLINE
+) -> StoreRanks:
     """What the ranks of a group, or of the default one, do together; one rank without `torch.distributed`."""
     return group_of(chosen, deadline).begin(doing)
 
@@ -224,7 +244,15 @@ class StoreRanks(SeveralRanks):
     """Something that ranks do together, by messages through a store. Closed at its end."""
 
     def __init__(
-        self, rank: int, size: int, store: Store | None, *, prefix: str, doing: str, deadline: float, host: str = ""
+        self,
+        rank: int,
+        size: int,
+        store: Store | None,
+        *,
+        prefix: str,
+        doing: str,
+        deadline: float,
+        host: str = "",
     ) -> None:
         super().__init__(rank, size, doing)
         self.deadline = deadline
@@ -241,7 +269,9 @@ class StoreRanks(SeveralRanks):
         self._count: ProgressCount | None = None
         # Where no thread can start, this rank shows a sign of life whenever it speaks or waits, and none while it writes.
         speaking = None if self._store is None else partial(self._speak, self._store)
-        self._voice = None if speaking is None else start(speaking, name="holdfast-pulse", daemon=True)
+        self._voice = (
+            None if speaking is None else start(speaking, name="holdfast-pulse", daemon=True)
+        )
 
     def threads(self) -> int:
         """How many threads this rank may use, beside the ranks on its machine that have come so far."""
@@ -302,7 +332,9 @@ class StoreRanks(SeveralRanks):
                     count.say(store, self._key("done"))
                 wait = beat + self._interval - time.monotonic()
                 try:
-                    question = self._questions.get(timeout=max(min(wait, each) if count is not None else wait, 0.001))
+                    question = self._questions.get(
+                        timeout=max(min(wait, each) if count is not None else wait, 0.001)
+                    )
                 except queue.Empty:
                     continue
                 if question is None:
@@ -323,11 +355,15 @@ class StoreRanks(SeveralRanks):
         end = time.monotonic() + self.deadline
         while not question.done.wait(min(self.deadline, BEAT)):
             if not voice.is_alive() and not question.done.is_set():
-                question.put(store)  # the thread has ended because the store is gone, and this will say so
+                question.put(
+                    store
+                )  # the thread has ended because the store is gone, and this will say so
             elif time.monotonic() > end:
                 self._store = self._voice = None
                 said = f"the store of the ranks did not answer for {self.deadline:g} seconds"
-                raise RankLost(f"{said}: its host, usually rank 0, is stopped or cannot be reached", ranks=(0,))
+                raise RankLost(
+                    f"{said}: its host, usually rank 0, is stopped or cannot be reached", ranks=(0,)
+                )
         return question.answer()
 
     # Messages.
@@ -349,7 +385,9 @@ class StoreRanks(SeveralRanks):
         if answers is None:
             answer = self._collect({0: self._key(self._step, "answer", self.rank)})[0]
             return answer or self._ask(lambda store: bytes(store.get(common)))
-        shared = len(answers[1]) > SHARED_NBYTES and all(answer is answers[1] for answer in answers[1:])
+        shared = len(answers[1]) > SHARED_NBYTES and all(
+            answer is answers[1] for answer in answers[1:]
+        )
         if shared:
             self._put(common, answers[1])
             self._common.append(common)
@@ -371,7 +409,9 @@ class StoreRanks(SeveralRanks):
         while True:
             try:
                 if self._ask(lambda store: store.check(list(waiting.values()))):
-                    return found | {rank: self._ask(partial(_take, key=key)) for rank, key in waiting.items()}
+                    return found | {
+                        rank: self._ask(partial(_take, key=key)) for rank, key in waiting.items()
+                    }
                 now = time.monotonic()
                 if now - looked >= self._interval:
                     looked = now
@@ -390,7 +430,10 @@ class StoreRanks(SeveralRanks):
 
     def _broken(self, waiting: Iterable[int], error: Exception) -> RankLost:
         ranks = tuple(waiting)
-        return RankLost(f"the connection to the other ranks broke while waiting for rank {_listed(ranks)}: {error}", ranks=ranks)
+        return RankLost(
+            f"the connection to the other ranks broke while waiting for rank {_listed(ranks)}: {error}",
+            ranks=ranks,
+        )
 
     @property
     def _interval(self) -> float:
@@ -403,7 +446,11 @@ class StoreRanks(SeveralRanks):
     def _look_for_life(self, waiting: dict[int, str], seen: dict[int, tuple[bytes, float]]) -> None:
         # Not `get`, which waits where there is none: this puts an empty one there.
         pulse = {rank: self._key("pulse", rank) for rank in waiting}
-        beats = self._ask(lambda store: {rank: bytes(store.compare_set(key, "", "")) for rank, key in pulse.items()})
+        beats = self._ask(
+            lambda store: {
+                rank: bytes(store.compare_set(key, "", "")) for rank, key in pulse.items()
+            }
+        )
         now = time.monotonic()
         for rank, beat in beats.items():
             if rank not in seen or seen[rank][0] != beat:
@@ -424,10 +471,19 @@ class StoreRanks(SeveralRanks):
             return
         keys = [self._key("end", rank) for rank in range(1, self.size) if rank not in self._lost]
         began = now = time.monotonic()
-        while keys and not self._ask(lambda store: store.check(keys)) and now - began < min(LINGER, self.deadline):
+        while (
+            keys
+            and not self._ask(lambda store: store.check(keys))
+            and now - began < min(LINGER, self.deadline)
+        ):
             time.sleep(min(PAUSE, (now - began) / 32 + 0.0005))
             now = time.monotonic()
-        gone = (*keys, *self._common, *(self._key("pulse", rank) for rank in range(1, self.size)), self._key("done"))
+        gone = (
+            *keys,
+            *self._common,
+            *(self._key("pulse", rank) for rank in range(1, self.size)),
+            self._key("done"),
+        )
         self._ask(lambda store: [store.delete_key(key) for key in gone])
 
 

@@ -94,7 +94,9 @@ class LoadedShards(Shown):
 
     def __str__(self) -> str:
         over = self.read_nbytes / self.needed_nbytes if self.needed_nbytes else 1.0
-        lines = [f"{len(self.names):,} tensors, {self.needed_nbytes:,} bytes from {self.path} ({over:.2f} × read)"]
+        lines = [
+            f"{len(self.names):,} tensors, {self.needed_nbytes:,} bytes from {self.path} ({over:.2f} × read)"
+        ]
         lines += [f"missing: {name}" for name in self.missing[:20]]
         lines += [f"unexpected: {name}" for name in self.unexpected[:20]]
         lines += self.notes
@@ -197,7 +199,9 @@ class ShardedLoad(Value, frozen=True, eq=False):
 
 def load_together(request: ShardedLoad) -> LoadedShards:
     """Match, read and hand on: each step on all ranks, or on none."""
-    ranks = ranks_of(request.group, doing=f"load (replicated={request.replicated})", deadline=request.deadline)
+    ranks = ranks_of(
+        request.group, doing=f"load (replicated={request.replicated})", deadline=request.deadline
+    )
     changed = "the load failed, and some tensors have been changed"
     with ExitStack() as held:
         held.callback(ranks.close)
@@ -212,7 +216,9 @@ def load_together(request: ShardedLoad) -> LoadedShards:
             wanted.notes += dict.fromkeys(notes)
 
         # Nobody waits for a message of a rank that failed.
-        damaged = read_apart(ranks, replicas, read, otherwise=changed) if replicas.shares.any else {}
+        damaged = (
+            read_apart(ranks, replicas, read, otherwise=changed) if replicas.shares.any else {}
+        )
         with together(ranks, changed):
             if replicas.shares.any:
                 hand_on(replicas, damaged, request.group, deadline=request.deadline)
@@ -231,7 +237,9 @@ def load_together(request: ShardedLoad) -> LoadedShards:
     )
 
 
-def _agree(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Wanted, list[str], Replicas]:
+def _agree(
+    request: ShardedLoad, ranks: StoreRanks, held: ExitStack
+) -> tuple[Wanted, list[str], Replicas]:
     """Open the checkpoint and match it with the state, on every rank. Raises on all of them where something does not fit on one.
 
     Gives what this rank wants, the checkpoint's names that no rank asked for, and what it shares with other ranks.
@@ -243,24 +251,34 @@ def _agree(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Wa
     local: bytes | BaseException
     try:
         with request.unharmed():
-            checkpoint = open_checkpoint(request.where, verify=request.verify, threads=request.threads or ranks.threads())
+            checkpoint = open_checkpoint(
+                request.where, verify=request.verify, threads=request.threads or ranks.threads()
+            )
             held.callback(checkpoint.close)
             checkpoint = seen_through(checkpoint, request.map, partial(_names_in, request.state))
         with gc_paused():
             names = Names(checkpoint, request.prefix)
             place = {"rank": ranks.rank, "size": ranks.size}
-            wanted = Matching(names, cast=request.cast, strict=strict, per_rank=request.per_rank, **place).run(request.state)
+            wanted = Matching(
+                names, cast=request.cast, strict=strict, per_rank=request.per_rank, **place
+            ).run(request.state)
             seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
             fits = not wanted.mismatched and not (strict and wanted.missing)
             opened = checkpoint_mark(checkpoint) if ranks.size > 1 else b""
             if ranks.size > 1 and request.replicated != "read":
-                most = max(int(names.table.nbytes_of(range(len(names.table))).sum()) // (PARTS * ranks.size), PART_NBYTES)
+                most = max(
+                    int(names.table.nbytes_of(range(len(names.table))).sum())
+                    // (PARTS * ranks.size),
+                    PART_NBYTES,
+                )
                 pieces, offered = offer(wanted.fills, wanted.keys, request.group, most)
             message = RankMatch(opened, seen, _bits(names), fits, strict, offered)
             local = write_document(RANK_MATCH, message)
     except Exception as error:
         local = error
-    answer = ranks.agree(local, lambda messages: _judge(messages, request.replicated, remote=remote or ranks.apart()))
+    answer = ranks.agree(
+        local, lambda messages: _judge(messages, request.replicated, remote=remote or ranks.apart())
+    )
     verdict = read_document(VERDICT, answer)
     used = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
     assert names is not None  # or this rank would have failed, and with it all of them
@@ -272,7 +290,12 @@ def _agree(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Wa
 
 
 @validated(device=device_given)
-def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None = None, store: object | None = None) -> AnyValue:
+def load_full(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    store: object | None = None,
+) -> AnyValue:
     """The whole state of a checkpoint in one process: its tree, with every tensor in one piece."""
     from holdfast.torch.tensors.open import open as open_torch
 
@@ -292,7 +315,10 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, remote: bool) -
     all_used = {checkpoint: bool((bits == 255).all()) for checkpoint, bits in used.items()}
     fits = all(one.fits and (all_used[one.checkpoint] or not one.strict) for one in matches)
     shares = deal_pieces([one.offers for one in matches], replicated, remote=remote)
-    verdicts = [Verdict(fits, used[one.checkpoint].tobytes(), own) for one, own in zip(matches, shares, strict=True)]
+    verdicts = [
+        Verdict(fits, used[one.checkpoint].tobytes(), own)
+        for one, own in zip(matches, shares, strict=True)
+    ]
     return [write_document(VERDICT, verdict) for verdict in verdicts]
 
 
@@ -308,4 +334,7 @@ def _bits(names: Names) -> bytes:
     return np.packbits(flags).tobytes()
 
 
-RANK_MATCH, VERDICT = message_kind("match of a rank", RankMatch), message_kind("verdict on a load", Verdict)
+RANK_MATCH, VERDICT = (
+    message_kind("match of a rank", RankMatch),
+    message_kind("verdict on a load", Verdict),
+)

@@ -34,7 +34,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from holdfast.core.box import Box
@@ -79,14 +84,21 @@ class LocalShardsWrapper(torch.Tensor):
         boxes = _checked(shards, list(local_offsets))
         if like is not None and (shards or like.numel()):
             given = f"{len(shards)} shards and a tensor of shape {list(like.shape)}"
-            raise ValueError(f"like= is for a wrapper without shards, and has no elements; got {given}")
+            raise ValueError(
+                f"like= is for a wrapper without shards, and has no elements; got {given}"
+            )
         if shards:
-            shape, like = joined_shape(boxes), torch.empty(0, dtype=shards[0].dtype, device=shards[0].device)
+            shape, like = (
+                joined_shape(boxes),
+                torch.empty(0, dtype=shards[0].dtype, device=shards[0].device),
+            )
         else:
             like = torch.empty((0, 0)) if like is None else like.detach()
             shape, boxes = tuple(like.shape), [Box.whole(like.shape)]
         grad = any(shard.requires_grad for shard in shards)
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device, requires_grad=grad)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=like.dtype, device=like.device, requires_grad=grad
+        )
         made._local_shards = shards
         made._like = like
         made._places = Places()
@@ -161,10 +173,16 @@ class LocalShardsWrapper(torch.Tensor):
     @data.setter
     def data(self, other: torch.Tensor) -> None:
         if not isinstance(other, LocalShardsWrapper):
-            raise TypeError(f"the data of a LocalShardsWrapper is another one, not a {type(other).__name__}")
+            raise TypeError(
+                f"the data of a LocalShardsWrapper is another one, not a {type(other).__name__}"
+            )
         cast(property, torch.Tensor.data).__set__(self, other)
         taken = cast(LocalShardsWrapper, other.detach())
-        self._local_shards, self._like, self._storage_meta = taken._local_shards, taken._like, taken._storage_meta
+        self._local_shards, self._like, self._storage_meta = (
+            taken._local_shards,
+            taken._like,
+            taken._storage_meta,
+        )
         self.requires_grad_(self.requires_grad)
 
     def _get_tensor_size_bytes(self) -> int:
@@ -199,14 +217,20 @@ class LocalShardsWrapper(torch.Tensor):
         """The shard at an offset; of an empty wrapper, a tensor without elements at the origin. ValueError for any other."""
         position = self._places.find(self._storage_meta.chunks, index)
         if position is None:
-            raise ValueError(f"Could not find shard at '{index.offset}' for FQN: '{getattr(index, 'fqn', None)}'")
+            raise ValueError(
+                f"Could not find shard at '{index.offset}' for FQN: '{getattr(index, 'fqn', None)}'"
+            )
         return self._local_shards[position] if self._local_shards else self._like.clone()
 
     # Operators.
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the one that is switched off
-        cls, func: Callable[..., object], types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> object:
         row = _OPERATORS.get(func)
         if row is None:
@@ -239,7 +263,9 @@ class LocalShardsWrapper(torch.Tensor):
         if not this._local_shards:
             return LocalShardsWrapper([], [], this._like.view(shape))
         if len(this._local_shards) == 1:
-            offsets = viewed_offsets(tuple(this._storage_meta.chunks[0].offsets), tuple(this.shape), shape)
+            offsets = viewed_offsets(
+                tuple(this._storage_meta.chunks[0].offsets), tuple(this.shape), shape
+            )
             return LocalShardsWrapper([this._local_shards[0].view(shape)], [offsets])
         if shape != tuple(this.shape):
             raise Unsupported(
@@ -258,7 +284,11 @@ class LocalShardsWrapper(torch.Tensor):
             return False
         one, other = (
             # The first five: strides, which torch 2.15 adds, say how equal elements lie in memory.
-            (each._storage_meta.size, each._storage_meta.chunks, each._storage_meta.properties.__getstate__()[:5])
+            (
+                each._storage_meta.size,
+                each._storage_meta.chunks,
+                each._storage_meta.properties.__getstate__()[:5],
+            )
             for each in (a, b)
         )
         if one != other or a.device != b.device or len(a._local_shards) != len(b._local_shards):
@@ -276,7 +306,9 @@ class LocalShardsWrapper(torch.Tensor):
         wanted = kwargs.get("memory_format")
         if wanted is not None and wanted is not torch.preserve_format:
             raise NotImplementedError(f"{wanted} is not supported for LocalShardsWrapper!")
-        return _this(args)._each(lambda shard: torch.clone(shard, memory_format=torch.preserve_format))
+        return _this(args)._each(
+            lambda shard: torch.clone(shard, memory_format=torch.preserve_format)
+        )
 
     @staticmethod
     def handle_new_empty(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
@@ -290,7 +322,10 @@ class LocalShardsWrapper(torch.Tensor):
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LocalShardsWrapper:
         if not self._local_shards:
             return LocalShardsWrapper([], [], change(self._like))
-        return LocalShardsWrapper([change(shard) for shard in self._local_shards], [tuple(o) for o in self.local_offsets()])
+        return LocalShardsWrapper(
+            [change(shard) for shard in self._local_shards],
+            [tuple(o) for o in self.local_offsets()],
+        )
 
     # Copies and files.
 
@@ -326,14 +361,23 @@ class LocalShardsWrapper(torch.Tensor):
 def _checked(shards: list[torch.Tensor], offsets: list[tuple[int, ...]]) -> list[Box]:
     """The box of each shard; raises where they cannot be one tensor's."""
     if len(shards) != len(offsets):
-        raise ValueError(f"every shard needs an offset: got {len(shards)} shards and {len(offsets)} offsets")
+        raise ValueError(
+            f"every shard needs an offset: got {len(shards)} shards and {len(offsets)} offsets"
+        )
     for kind in ("dtype", "device"):
         found = dict.fromkeys(getattr(shard, kind) for shard in shards)
         if len(found) > 1:
-            raise ValueError(f"the shards of one tensor have one {kind}; got {', '.join(map(str, found))}")
-    boxes = [Box.at(tuple(map(operator.index, o)), tuple(shard.shape)) for shard, o in zip(shards, offsets, strict=True)]
+            raise ValueError(
+                f"the shards of one tensor have one {kind}; got {', '.join(map(str, found))}"
+            )
+    boxes = [
+        Box.at(tuple(map(operator.index, o)), tuple(shard.shape))
+        for shard, o in zip(shards, offsets, strict=True)
+    ]
     if len({box.rank for box in boxes}) > 1:
-        raise ValueError(f"the shards of one tensor have one number of dimensions; got {[list(box.shape) for box in boxes]}")
+        raise ValueError(
+            f"the shards of one tensor have one number of dimensions; got {[list(box.shape) for box in boxes]}"
+        )
     overlap = first_overlap(boxes)
     if overlap is not None:
         one, other = (boxes[i] for i in overlap)
@@ -343,23 +387,32 @@ def _checked(shards: list[torch.Tensor], offsets: list[tuple[int, ...]]) -> list
 
 def _this(args: Args) -> LocalShardsWrapper:
     if not isinstance(args[0], LocalShardsWrapper):
-        raise NotImplementedError(f"a {type(args[0]).__name__} first and a LocalShardsWrapper later is not supported")
+        raise NotImplementedError(
+            f"a {type(args[0]).__name__} first and a LocalShardsWrapper later is not supported"
+        )
     return args[0]
 
 
 def _block(this: LocalShardsWrapper) -> torch.Tensor:
     """The shards put together as the wrapper's shape says, in a tensor of its own memory."""
-    shards, boxes = this._local_shards, [Box.at(chunk.offsets, chunk.sizes) for chunk in this._storage_meta.chunks]
+    shards, boxes = (
+        this._local_shards,
+        [Box.at(chunk.offsets, chunk.sizes) for chunk in this._storage_meta.chunks],
+    )
     if len(shards) <= 1:
         return (shards[0] if shards else this._like).contiguous()
     axis = common_axis(boxes)
     if axis is not None:
-        order = sorted((i for i, box in enumerate(boxes) if box.count), key=lambda i: boxes[i].start[axis])
+        order = sorted(
+            (i for i, box in enumerate(boxes) if box.count), key=lambda i: boxes[i].start[axis]
+        )
         return torch.cat([shards[i] for i in order], dim=axis)
     whole = surrounding(boxes)
     if not tiles(whole, boxes):
         raise Unsupported(
-            f"{len(shards)} shards that leave holes in the box around them make no block to gather", expected=whole, found=boxes
+            f"{len(shards)} shards that leave holes in the box around them make no block to gather",
+            expected=whole,
+            found=boxes,
         )
     block = shards[0].new_empty(whole.shape)
     for shard, box in zip(shards, boxes, strict=True):
@@ -396,10 +449,18 @@ def resolved_shape(old: Sequence[int], wanted: Sequence[int]) -> Shape:
     if open_places:
         known = math.prod(n for n in shape if n != -1)
         if known <= 0 or count % known:
-            raise Refused(f"shape '{list(wanted)}' is invalid for input of size {count}", expected=count, found=tuple(shape))
+            raise Refused(
+                f"shape '{list(wanted)}' is invalid for input of size {count}",
+                expected=count,
+                found=tuple(shape),
+            )
         shape[open_places[0]] = count // known
     if min(shape, default=0) < 0 or math.prod(shape) != count:
-        raise Refused(f"shape '{list(wanted)}' is invalid for input of size {count}", expected=count, found=tuple(shape))
+        raise Refused(
+            f"shape '{list(wanted)}' is invalid for input of size {count}",
+            expected=count,
+            found=tuple(shape),
+        )
     return tuple(shape)
 
 
@@ -410,7 +471,9 @@ def viewed_offsets(offsets: Shape, old: Shape, new: Shape) -> Shape:
     if not any(offsets):
         return (0,) * len(new)
     kept = [(n, o) for n, o in zip(old, offsets, strict=True) if n != 1 or o]
-    if [n for n, _ in kept if n != 1] == [n for n in new if n != 1] and all(n != 1 for n, _ in kept):
+    if [n for n, _ in kept if n != 1] == [n for n in new if n != 1] and all(
+        n != 1 for n, _ in kept
+    ):
         places = iter(o for _, o in kept)
         return tuple(0 if n == 1 else next(places) for n in new)
     if not any(offsets[1:]) and new:

@@ -46,16 +46,25 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
     sums_by_name: dict[str, tuple[int | bytes]] = {}
     # Rows that are all of their storages, and short, are read together, from wherever they are.
     short = [kind.whole and 0 < kind.nbytes <= SMALL_ROW_NBYTES for kind in table.kinds]
-    small = [row for row, kind in enumerate(table.kind) if table.storage[row] != ODD and short[kind]]
+    small = [
+        row for row, kind in enumerate(table.kind) if table.storage[row] != ODD and short[kind]
+    ]
     others = table.names
     if small:
         for first in range(0, len(small), TOGETHER):
             rows = small[first : first + TOGETHER]
-            sums_by_name |= {table.names[row]: (crc,) for row, crc in zip(rows, crc32_each(table.read(rows)), strict=True)}
+            sums_by_name |= {
+                table.names[row]: (crc,)
+                for row, crc in zip(rows, crc32_each(table.read(rows)), strict=True)
+            }
         others = [name for name in others if name not in sums_by_name]
     for name in others:
         tensor = table[name]
-        if not tensor.size or tensor.traits.meta or sum(chunk.box.count for chunk in tensor.chunks) != tensor.size:
+        if (
+            not tensor.size
+            or tensor.traits.meta
+            or sum(chunk.box.count for chunk in tensor.chunks) != tensor.size
+        ):
             continue
         source = tensor.source
         if isinstance(source, GpuSource) and tensor.nbytes > SMALL_ROW_NBYTES:
@@ -65,7 +74,9 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
     some = sum(tensor.nbytes for tensor in host.values()) > ALONE_NBYTES
     crcs = tensor_crcs(list(host.values()), threads=threads if some else 1, expand=True)
     sums_by_name |= {name: (crc,) for name, crc in zip(host, crcs, strict=True)}
-    sums_by_name |= {name: (hashlib.blake2b(sums, digest_size=16).digest(),) for name, sums in _fetched(gpu)}
+    sums_by_name |= {
+        name: (hashlib.blake2b(sums, digest_size=16).digest(),) for name, sums in _fetched(gpu)
+    }
     return write_document(SUMS, sums_by_name)
 
 
@@ -75,9 +86,14 @@ def byte_sums(byte_rows: torch.Tensor) -> torch.Tensor:
     if not body:
         return byte_rows
     words = byte_rows[:body]
-    words = (words if words.data_ptr() % 8 == 0 and words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
+    words = (
+        words if words.data_ptr() % 8 == 0 and words.storage_offset() % 8 == 0 else words.clone()
+    ).view(torch.int64)
     # Odd numbers without a pattern: a change of one word changes its sum, and so does an exchange of two.
-    weights = torch.arange(1, ROW + 1, dtype=torch.int64, device=byte_rows.device) * 0x1E3779B97F4A7C15 | 1
+    weights = (
+        torch.arange(1, ROW + 1, dtype=torch.int64, device=byte_rows.device) * 0x1E3779B97F4A7C15
+        | 1
+    )
     sums = (words.view(-1, ROW) * weights).sum(1)
     return torch.cat([sums.view(torch.uint8), byte_rows[body:]])
 
@@ -86,7 +102,9 @@ def _on_gpu(tensor: LazyTensor, source: GpuSource) -> torch.Tensor:
     return torch.cat(
         [
             byte_sums(byte_rows)
-            for byte_rows in source.byte_rows([piece.tensor for piece in contiguous_blocks(tensor, BLOCK_NBYTES)])
+            for byte_rows in source.byte_rows(
+                [piece.tensor for piece in contiguous_blocks(tensor, BLOCK_NBYTES)]
+            )
         ]
     )
 

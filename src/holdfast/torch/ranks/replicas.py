@@ -113,15 +113,30 @@ NO_OFFERS = Offers(b"", b"", b"", 0)
 PART_SUMS = message_kind("list of checksums of parts", list[tuple[bytes, int, int, int, int]])
 
 
-def offer(fills: Fills, keys: Sequence[PieceKey], group: dist.ProcessGroup | None, most: int) -> tuple[list[SharedPiece], Offers]:
+def offer(
+    fills: Fills, keys: Sequence[PieceKey], group: dist.ProcessGroup | None, most: int
+) -> tuple[list[SharedPiece], Offers]:
     """The pieces that this rank could get from another, of at most about `most` bytes where they can be cut: dense, on devices
     that the group can send between. Nothing where targets overlap, since the last one must win."""
-    devices = set() if overlapping(fills) else {device.type for device in _chosen(group)._device_types}
-    lengths, targets, pieces, nbytes = fills.nbytes.tolist(), fills.targets, dict[bytes, SharedPiece](), list[int]()
+    devices = (
+        set() if overlapping(fills) else {device.type for device in _chosen(group)._device_types}
+    )
+    lengths, targets, pieces, nbytes = (
+        fills.nbytes.tolist(),
+        fills.targets,
+        dict[bytes, SharedPiece](),
+        list[int](),
+    )
     for at in sorted(range(len(fills)), key=partial(_place, fills)):
         key, length, target = keys[at], lengths[at], targets[at]
         kind = target.device.type
-        if kind not in devices or not length or not target.is_contiguous() or target.is_conj() or target.is_neg():
+        if (
+            kind not in devices
+            or not length
+            or not target.is_contiguous()
+            or target.is_conj()
+            or target.is_neg()
+        ):
             continue
         rows, crc = _cuts(fills.lazy(at), target, most) if length > most else ([], NO_CRC)
         raw = msgspec.msgpack.encode((key, str(target.dtype), kind, rows))
@@ -132,11 +147,17 @@ def offer(fills: Fills, keys: Sequence[PieceKey], group: dist.ProcessGroup | Non
             pieces[whole] = SharedPiece(at, 0, 0)
             nbytes.append(length)
         for number, (start, stop) in enumerate(pairwise(rows)):
-            own = hashlib.blake2b(raw, digest_size=16, salt=number.to_bytes(16, "little")).digest() if number else whole
+            own = (
+                hashlib.blake2b(raw, digest_size=16, salt=number.to_bytes(16, "little")).digest()
+                if number
+                else whole
+            )
             pieces[own] = SharedPiece(at, start, stop, whole, crc)
             nbytes.append(length * (stop - start) // rows[-1])
     flags = bytes(targets[piece.position].is_cpu for piece in pieces.values())
-    told = Offers(b"".join(pieces), np.array(nbytes, "<i8").tobytes(), flags, sum(lengths) - sum(nbytes))
+    told = Offers(
+        b"".join(pieces), np.array(nbytes, "<i8").tobytes(), flags, sum(lengths) - sum(nbytes)
+    )
     return [*pieces.values()], told
 
 
@@ -145,8 +166,14 @@ def _place(fills: Fills, at: int) -> tuple[str, int]:
     if (row := fills.rows[at]) != ODD:
         storages, number = files_of(fills.table), fills.table.storage[row]
         return storages.files[storages.file_of(number)].key, storages.start_of(number)
-    chunk = min(fills.lazies[at].chunks, key=lambda chunk: (chunk.storage.key, chunk.storage.start), default=None)
-    return ("", 0) if chunk is None else (chunk.storage.key, chunk.storage.start + chunk.offset // 8)
+    chunk = min(
+        fills.lazies[at].chunks,
+        key=lambda chunk: (chunk.storage.key, chunk.storage.start),
+        default=None,
+    )
+    return (
+        ("", 0) if chunk is None else (chunk.storage.key, chunk.storage.start + chunk.offset // 8)
+    )
 
 
 def _cuts(lazy: LazyTensor, target: torch.Tensor, most: int) -> tuple[list[int], int]:
@@ -161,7 +188,10 @@ def _cuts(lazy: LazyTensor, target: torch.Tensor, most: int) -> tuple[list[int],
     if place is not None and (crc == NO_CRC or torch_dtype(lazy.dtype) == target.dtype):
         rows = [*range(0, lazy.shape[0], step)]
     else:
-        crc, spans = NO_CRC, np.array([(chunk.box.start[0], chunk.box.stop[0]) for chunk in lazy.chunks], np.int64)
+        crc, spans = (
+            NO_CRC,
+            np.array([(chunk.box.start[0], chunk.box.stop[0]) for chunk in lazy.chunks], np.int64),
+        )
         for edge in np.unique(spans[:, 0]).tolist():
             if edge - rows[-1] >= step and not ((spans[:, 0] < edge) & (edge < spans[:, 1])).any():
                 rows.append(edge)
@@ -176,7 +206,11 @@ def deal_pieces(offered: Sequence[Offers], how: Replicated, *, remote: bool) -> 
     keys = np.frombuffer(b"".join(one.keys for one in offered), "<u8").reshape(-1, 2)
     lengths = np.frombuffer(b"".join(one.nbytes for one in offered), "<i8")
     order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the holders of a piece are in order
-    heads = np.flatnonzero(np.concatenate((np.ones(min(len(order), 1), np.bool_), (np.diff(keys[order], axis=0) != 0).any(1))))
+    heads = np.flatnonzero(
+        np.concatenate(
+            (np.ones(min(len(order), 1), np.bool_), (np.diff(keys[order], axis=0) != 0).any(1))
+        )
+    )
     # Pieces in the order of the first rank that has each, which is that of the file.
     pieces = np.empty(len(order), np.int64)
     pieces[order] = order[heads].argsort().argsort().repeat(np.diff(np.append(heads, len(order))))
@@ -191,10 +225,19 @@ def deal_pieces(offered: Sequence[Offers], how: Replicated, *, remote: bool) -> 
         if int((nbytes * (held.sum(1) - 1))[shared].sum()) < WORTH_NBYTES:
             shared[:] = False
     loads = held[~shared].T @ nbytes[~shared] + [one.apart for one in offered]
-    sets, classes = np.unique(held[shared], axis=0, return_inverse=True) if shared.any() else (held[:0], held[:0])
+    sets, classes = (
+        np.unique(held[shared], axis=0, return_inverse=True)
+        if shared.any()
+        else (held[:0], held[:0])
+    )
     (numbers,), classes = shared.nonzero(), classes.reshape(-1)
-    holders, members = [one.nonzero()[0] for one in sets], [np.flatnonzero(classes == c) for c in range(len(sets))]
-    dealt = deal_classes([(h, nbytes[numbers[m]]) for h, m in zip(holders, members, strict=True)], loads)
+    holders, members = (
+        [one.nonzero()[0] for one in sets],
+        [np.flatnonzero(classes == c) for c in range(len(sets))],
+    )
+    dealt = deal_classes(
+        [(h, nbytes[numbers[m]]) for h, m in zip(holders, members, strict=True)], loads
+    )
     readers, class_of = np.full(len(heads), -1, np.int64), np.zeros(len(heads), np.int64)
     for c, (h, m, picks) in enumerate(zip(holders, members, dealt, strict=True)):
         readers[numbers[m]], class_of[numbers[m]] = h[picks], c
@@ -202,8 +245,14 @@ def deal_pieces(offered: Sequence[Offers], how: Replicated, *, remote: bool) -> 
     for rank, mine in enumerate(np.split(pieces, np.cumsum(counts)[:-1])):
         order = mine.argsort()
         order = order[shared[mine[order]]]
-        columns = (column.tolist() for column in (order, readers[mine[order]], class_of[mine[order]]))
-        answers.append(Shares(bool(holders), {c: h.tolist() for c, h in enumerate(holders) if rank in h}, *columns))
+        columns = (
+            column.tolist() for column in (order, readers[mine[order]], class_of[mine[order]])
+        )
+        answers.append(
+            Shares(
+                bool(holders), {c: h.tolist() for c, h in enumerate(holders) if rank in h}, *columns
+            )
+        )
     return answers
 
 
@@ -217,7 +266,12 @@ class Replicas(Value, frozen=True, eq=False):
 
     def pieces(self) -> Iterator[tuple[SharedPiece, int, int]]:
         """In an order that all ranks have, each with its reader and its set of holders."""
-        return zip(map(self.offered.__getitem__, self.shares.offered), self.shares.readers, self.shares.classes, strict=True)
+        return zip(
+            map(self.offered.__getitem__, self.shares.offered),
+            self.shares.readers,
+            self.shares.classes,
+            strict=True,
+        )
 
     def own(self) -> list[SharedPiece]:
         return [piece for piece, reader, _ in self.pieces() if reader == self.rank]
@@ -225,15 +279,24 @@ class Replicas(Value, frozen=True, eq=False):
     def mine(self) -> Fills:
         """What this rank reads: what it shares with nobody, and its share of the rest."""
         own, fills = self.own(), self.fills
-        others = {piece.position for piece, *_ in self.pieces()} - {piece.position for piece in own if not piece.cut}
+        others = {piece.position for piece, *_ in self.pieces()} - {
+            piece.position for piece in own if not piece.cut
+        }
         kept = fills.only([at for at in range(len(fills)) if at not in others]) if others else fills
         parts = [(piece, slice(piece.start, piece.stop)) for piece in own if piece.cut]
-        return kept.with_more([Fill(fills.lazy(p.position)[rows], fills.targets[p.position].detach()[rows]) for p, rows in parts])
+        return kept.with_more(
+            [
+                Fill(fills.lazy(p.position)[rows], fills.targets[p.position].detach()[rows])
+                for p, rows in parts
+            ]
+        )
 
     def checked(self) -> list[LazyTensor]:
         """What this rank is to compare with its checksum, where that is done before anything is read to its place."""
         mine = self.mine()
-        cut = [self.fills.lazy(piece.position) for piece in self.own() if piece.cut and not piece.start]
+        cut = [
+            self.fills.lazy(piece.position) for piece in self.own() if piece.cut and not piece.start
+        ]
         return [mine.lazy(at) for at in range(len(mine))] + cut
 
     def bytes_of(self, piece: SharedPiece) -> torch.Tensor:
@@ -250,7 +313,9 @@ class Replicas(Value, frozen=True, eq=False):
         return write_document(PART_SUMS, found)
 
 
-def read_apart(ranks: Ranks, replicas: Replicas, read: Callable[[], object], *, otherwise: str) -> dict[bytes, int]:
+def read_apart(
+    ranks: Ranks, replicas: Replicas, read: Callable[[], object], *, otherwise: str
+) -> dict[bytes, int]:
     """A step of all ranks: each reads its share. What fails on one of them is raised on all. Gives the cut pieces that do not have
     their checksums, and those that they have."""
     local: bytes | BaseException
@@ -259,16 +324,22 @@ def read_apart(ranks: Ranks, replicas: Replicas, read: Callable[[], object], *, 
         local = replicas.sums()
     except Exception as error:
         local = error
-    answer = ranks.agree(local, lambda messages: [write_document(SHARES, messages)] * ranks.size, otherwise=otherwise)
+    answer = ranks.agree(
+        local, lambda messages: [write_document(SHARES, messages)] * ranks.size, otherwise=otherwise
+    )
     sums: dict[tuple[bytes, int], Sums] = {}
     for message in read_document(SHARES, answer):
         for cut, start, nbytes, found, recorded in read_document(PART_SUMS, message):
             sums.setdefault((cut, recorded), Sums()).note(start, nbytes, found)
-    return {cut: found for (cut, recorded), one in sums.items() if (found := one.crc32()) != recorded}
+    return {
+        cut: found for (cut, recorded), one in sums.items() if (found := one.crc32()) != recorded
+    }
 
 
 @contextmanager
-def sharing(group: dist.ProcessGroup, mark: bytes, names: Sequence[str], *, doing: str, deadline: float) -> Iterator[ShareBatch]:
+def sharing(
+    group: dist.ProcessGroup, mark: bytes, names: Sequence[str], *, doing: str, deadline: float
+) -> Iterator[ShareBatch]:
     """How batches of tensors that all ranks want are read together. Raises on all ranks where one has opened another checkpoint
     (`mark`), or wants other names."""
     ranks = ranks_of(group, doing=doing, deadline=deadline)
@@ -278,16 +349,29 @@ def sharing(group: dist.ProcessGroup, mark: bytes, names: Sequence[str], *, doin
         check_same([document[0] for document in documents])
         others = [rank for rank, document in enumerate(documents) if document != documents[0]]
         if others:
-            raise BadArgument(f"{say_ranks(others)} would stream other tensors than rank 0: skip= is to say the same on all ranks")
+            raise BadArgument(
+                f"{say_ranks(others)} would stream other tensors than rank 0: skip= is to say the same on all ranks"
+            )
         return [b""] * len(messages)
 
-    def share(batch: dict[str, LazyTensor]) -> tuple[Read, Callable[[Read], dict[str, torch.Tensor]]]:
-        fresh = make_fresh({name: Want(lazy, torch_dtype(lazy.dtype)) for name, lazy in batch.items()})
+    def share(
+        batch: dict[str, LazyTensor],
+    ) -> tuple[Read, Callable[[Read], dict[str, torch.Tensor]]]:
+        fresh = make_fresh(
+            {name: Want(lazy, torch_dtype(lazy.dtype)) for name, lazy in batch.items()}
+        )
         fills = NO_FILLS.with_more(fresh.fills)
-        keys = [(str(at), (0,) * one.lazy.ndim, one.lazy.shape) for at, one in enumerate(fresh.fills)]
+        keys = [
+            (str(at), (0,) * one.lazy.ndim, one.lazy.shape) for at, one in enumerate(fresh.fills)
+        ]
         pieces, offers = offer(fills, keys, group, PART_NBYTES)
         # All ranks offer the same, so that each deals for itself.
-        replicas = Replicas(fills, pieces, deal_pieces([offers] * ranks.size, "broadcast", remote=True)[ranks.rank], ranks.rank)
+        replicas = Replicas(
+            fills,
+            pieces,
+            deal_pieces([offers] * ranks.size, "broadcast", remote=True)[ranks.rank],
+            ranks.rank,
+        )
 
         def read() -> dict[str, torch.Tensor]:
             fill(replicas.mine())
@@ -303,14 +387,25 @@ def sharing(group: dist.ProcessGroup, mark: bytes, names: Sequence[str], *, doin
         return read, finish
 
     try:
-        ranks.agree(write_document(SHARES, [mark, *(name.encode("utf-8", "surrogatepass") for name in names)]), check)
+        ranks.agree(
+            write_document(
+                SHARES, [mark, *(name.encode("utf-8", "surrogatepass") for name in names)]
+            ),
+            check,
+        )
         with telling(ranks):
             yield share
     finally:
         ranks.close()
 
 
-def hand_on(replicas: Replicas, damaged: dict[bytes, int], group: dist.ProcessGroup | None, *, deadline: float) -> None:
+def hand_on(
+    replicas: Replicas,
+    damaged: dict[bytes, int],
+    group: dist.ProcessGroup | None,
+    *,
+    deadline: float,
+) -> None:
     """Send what this rank has read to those who want it, and get the rest. Every rank calls it, when all have read. Where a piece
     is `damaged` its holders raise, and nobody sends anything."""
     for piece, *_ in replicas.pieces():
@@ -333,7 +428,9 @@ Arrival = tuple[list[torch.Tensor], torch.Tensor]
 """Where the bytes of a message go, and the message."""
 
 
-def rounds(replicas: Replicas, group: dist.ProcessGroup | None) -> Iterator[tuple[list[dist.P2POp], list[Arrival]]]:
+def rounds(
+    replicas: Replicas, group: dist.ProcessGroup | None
+) -> Iterator[tuple[list[dist.P2POp], list[Arrival]]]:
     """What this rank sends and gets, and what is then to be copied to its place."""
     chosen = _chosen(group)
     for number, members in replicas.shares.sets.items():
@@ -351,7 +448,10 @@ def rounds(replicas: Replicas, group: dist.ProcessGroup | None) -> Iterator[tupl
                     whole = _message(views, _sent_from(views[0].device, chosen), sent=sent)
                     peers = [member for member in members if member != reader] if sent else [reader]
                     call = dist.isend if sent else dist.irecv
-                    ops += [dist.P2POp(call, whole, dist.get_global_rank(chosen, peer), chosen) for peer in peers]
+                    ops += [
+                        dist.P2POp(call, whole, dist.get_global_rank(chosen, peer), chosen)
+                        for peer in peers
+                    ]
                     arrivals += [] if sent else [(views, whole)]
             yield ops, arrivals
 

@@ -55,7 +55,10 @@ class Signalled(NamedTuple):
     """After how many calls to ask again."""
 
 
-SIGNALLED, STEPS = message_kind("answer about signals", Signalled), message_kind("list of steps", list[Step])
+SIGNALLED, STEPS = (
+    message_kind("answer about signals", Signalled),
+    message_kind("list of steps", list[Step]),
+)
 
 
 class Run(PlainRun):
@@ -110,7 +113,12 @@ class Run(PlainRun):
         return saved
 
     @validated(step=lambda value, name: read_step(value))
-    def async_save(self, step: int, state: Stateful | Mapping[str, object], **options: Unpack[AsyncRankStepOptions]) -> SaveHandle:
+    def async_save(
+        self,
+        step: int,
+        state: Stateful | Mapping[str, object],
+        **options: Unpack[AsyncRankStepOptions],
+    ) -> SaveHandle:
         """As `save`, and the caller trains on while the step is written: returns when what this rank has has been copied.
 
         The next call on this run waits for the save before it. What went wrong is raised there, and by `wait`.
@@ -127,7 +135,12 @@ class Run(PlainRun):
 
         try:
             self._handle = begin_requested(
-                state, request, group=self.group, deadline=self.deadline, max_host_memory=options["max_host_memory"], after=after
+                state,
+                request,
+                group=self.group,
+                deadline=self.deadline,
+                max_host_memory=options["max_host_memory"],
+                after=after,
             )
         except HoldfastError:
             self._failed += 1
@@ -158,7 +171,14 @@ class Run(PlainRun):
                 return False
             self._stops, saves, self._calls_left = self._ask_all(read_step(step))
             if saves:
-                self.save(step, state, metrics=metrics, values=values, per_rank=per_rank, check_replicas=check_replicas)
+                self.save(
+                    step,
+                    state,
+                    metrics=metrics,
+                    values=values,
+                    per_rank=per_rank,
+                    check_replicas=check_replicas,
+                )
         return self._stops
 
     def _ask_all(self, step: int) -> Signalled:
@@ -170,11 +190,17 @@ class Run(PlainRun):
             between = max(now - self._asked_s, 1e-6) if self._asked_s is not None else ASK_S
             # A tenth of the grace time is the most that may pass before all ranks know.
             after = int(calls * min(ASK_S, guard.grace_s / 10) / between)
-            answer = Signalled(stops, stops and self._is_worth_saving(step), max(1, min(after, 2 * calls, MOST_CALLS)))
+            answer = Signalled(
+                stops,
+                stops and self._is_worth_saving(step),
+                max(1, min(after, 2 * calls, MOST_CALLS)),
+            )
             return [write_document(SIGNALLED, answer)] * len(messages)
 
         with self._ranks("ask for signals in") as ranks:
-            answer = read_document(SIGNALLED, ranks.agree(b"0" if guard.came_s is None else b"1", decide))
+            answer = read_document(
+                SIGNALLED, ranks.agree(b"0" if guard.came_s is None else b"1", decide)
+            )
         self._asked_s, self._calls_asked = now, answer.calls
         return answer
 
@@ -252,7 +278,11 @@ class Run(PlainRun):
                 self._proofs.damaged(found, why)
             return [b"1" if gone else b""] * len(messages)
 
-        damage = cause.message.encode("utf-8", "replace") if isinstance(cause, Corrupted | FormatError) else b""
+        damage = (
+            cause.message.encode("utf-8", "replace")
+            if isinstance(cause, Corrupted | FormatError)
+            else b""
+        )
         with self._ranks("look again in") as ranks:
             return bool(ranks.agree(damage, decide))
 
@@ -284,7 +314,9 @@ class Run(PlainRun):
         """The steps that the first rank finds or deletes, on all ranks; and what it raises."""
 
         def decide(messages: list[bytes]) -> list[bytes]:
-            named = [replace(one, path=os.path.basename(one.path)) for one in work()]  # each rank has its own path to the run
+            named = [
+                replace(one, path=os.path.basename(one.path)) for one in work()
+            ]  # each rank has its own path to the run
             return [write_document(STEPS, named)] * len(messages)
 
         with self._ranks(doing) as ranks:
@@ -319,7 +351,12 @@ class Run(PlainRun):
             durable=self.durable,
             hashes=self.share,
             step=AsStep(
-                stamp, begin, partial(join, self._folder.path), partial(self._folder.attributes, stamp), self._folder.check, linked
+                stamp,
+                begin,
+                partial(join, self._folder.path),
+                partial(self._folder.attributes, stamp),
+                self._folder.check,
+                linked,
             ),
         )
 
@@ -327,12 +364,24 @@ class Run(PlainRun):
         """After a step is published, the first rank lets the rules delete. On others its files may not be seen yet."""
         assert request.step is not None  # `_request` sets it
         stamp = request.step.stamp
-        made = Step(stamp.step, request.path, stamp.saved, stamp.metrics, done.nbytes, step_name(stamp.step), ran=stamp.ran)
+        made = Step(
+            stamp.step,
+            request.path,
+            stamp.saved,
+            stamp.metrics,
+            done.nbytes,
+            step_name(stamp.step),
+            ran=stamp.ran,
+        )
         if self._lock is None:
             return self._folder.get(stamp.step) or made
         # One look for the step and for the rules.
         steps = self._folder.steps() if self.keep else None
-        found = self._folder.get(stamp.step) if steps is None else next((one for one in steps if one.step == stamp.step), None)
+        found = (
+            self._folder.get(stamp.step)
+            if steps is None
+            else next((one for one in steps if one.step == stamp.step), None)
+        )
         saved = found or made
         self._sure.discard(stamp.step)
         self._new_nbytes = saved.nbytes - self._linked_nbytes if self.share else None

@@ -19,7 +19,16 @@ from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.torch.ranks.background import Course, SaveHandle, begin
 from holdfast.torch.ranks.group import ranks_of
-from holdfast.torch.ranks.saving import Job, SavedShards, SaveRequest, describe, plan, stage_described, stage_planned, write
+from holdfast.torch.ranks.saving import (
+    Job,
+    SavedShards,
+    SaveRequest,
+    describe,
+    plan,
+    stage_described,
+    stage_planned,
+    write,
+)
 from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
 
 FORMATS = one_of(*titles(rank_formats()))
@@ -56,7 +65,9 @@ def save_sharded(
     rank uploads its part, and the first one publishes by one conditional put: native or DCP.
     """
     state, request = _request(state, path, options)
-    return save_requested(state, request, group=group, deadline=options["deadline"], when_busy=options["when_busy"])
+    return save_requested(
+        state, request, group=group, deadline=options["deadline"], when_busy=options["when_busy"]
+    )
 
 
 @validated(format=FORMATS)
@@ -136,7 +147,14 @@ def begin_requested(
 
     def copy(table: Table, values: Sequence[object]) -> Staged:
         threads = job.count_threads()
-        return stage(table, before[0], request.path, values=values, threads=threads, max_host_memory=max_host_memory)
+        return stage(
+            table,
+            before[0],
+            request.path,
+            values=values,
+            threads=threads,
+            max_host_memory=max_host_memory,
+        )
 
     handed = False
     rest: Callable[[], SavedShards]
@@ -157,7 +175,12 @@ def begin_requested(
                 after(saved)
             return saved
 
-        handle = begin(request.path, course, to_the_end, staged_nbytes=staged.nbytes if staged is not None else 0)
+        handle = begin(
+            request.path,
+            course,
+            to_the_end,
+            staged_nbytes=staged.nbytes if staged is not None else 0,
+        )
         handed = True  # the thread ends it from here on
         return handle
     finally:
@@ -165,7 +188,9 @@ def begin_requested(
             course.open.close()
 
 
-def _job(request: SaveRequest, course: Course, *, group: dist.ProcessGroup | None, deadline: float) -> Job:
+def _job(
+    request: SaveRequest, course: Course, *, group: dist.ProcessGroup | None, deadline: float
+) -> Job:
     """A save that has been checked, among ranks that see a pulse from here on."""
     check_sparse(request.path, request.format, request.sparse)
     check_shares(request.path, request.format, request.base, request.hashes)

@@ -194,7 +194,10 @@ class RankTask(msgspec.Struct):
     """For a step of a run: the name of the step whose files it may share. The first rank knows which are sound."""
 
 
-TASK, RECEIPTS = message_kind("task of a rank", RankTask), message_kind("list of receipts of a rank", list[Receipt])
+TASK, RECEIPTS = (
+    message_kind("task of a rank", RankTask),
+    message_kind("list of receipts of a rank", list[Receipt]),
+)
 
 
 # Described.
@@ -215,14 +218,20 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
             # Names of one and the same memory, each with the first of them.
             full = [0 not in kind.shape for kind in table.kinds]
             shared = {} if format.keeps == "tensors" else tied(table)
-            aliases = [(table.names[row], table.names[first]) for row, first in shared.items() if full[table.kind[row]]]
+            aliases = [
+                (table.names[row], table.names[first])
+                for row, first in shared.items()
+                if full[table.kind[row]]
+            ]
             notes = (*found.notes, *format.sharded.unkept(found))
             return Described(job, description, found, hashed, aliases, flat, notes)
     except Exception as error:
         return Described(job, error)
 
 
-def _description(state: State, table: Table, flat: FlatState, matched: list[str], *, format: Format) -> Description:
+def _description(
+    state: State, table: Table, flat: FlatState, matched: list[str], *, format: Format
+) -> Description:
     """The description of a state beside its tensors. Raises `CannotHold` with everything that stands in the way."""
     tree = None
     problems = list(flat.problems)
@@ -234,13 +243,23 @@ def _description(state: State, table: Table, flat: FlatState, matched: list[str]
             check_containers(state)
     if format.keeps == "tensors":
         kinds = ((name, type(value.raw).__name__) for name, value in flat.values.items())
-        problems += [f"{name}: a {kind}; {format.title} files hold tensors alone" for name, kind in kinds]
-    problems += [f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not is_unicode(key + text)]
+        problems += [
+            f"{name}: a {kind}; {format.title} files hold tensors alone" for name, kind in kinds
+        ]
+    problems += [
+        f"metadata {key!r}: no Unicode text"
+        for key, text in state.metadata.items()
+        if not is_unicode(key + text)
+    ]
     problems += common_problems(table, flat)
     if problems:
         raise CannotHold("this state cannot be saved so", problems)
     wanted = [kind.traits.requires_grad for kind in table.kinds]
-    grads = [name for name, kind in zip(table.names, table.kind, strict=True) if wanted[kind]] if any(wanted) else []
+    grads = (
+        [name for name, kind in zip(table.names, table.kind, strict=True) if wanted[kind]]
+        if any(wanted)
+        else []
+    )
     return Description(tree, dict(state.metadata), flat.paths, list(flat.values), grads, matched)
 
 
@@ -254,7 +273,12 @@ def stage_described(described: Described, copy: Copy) -> Described:
         with gc_paused():
             table = described.state.tensors
             staged = copy(table, described.values)
-        return replace(described, state=replace(described.state, tensors=staged.table), archives=archives, staged=staged)
+        return replace(
+            described,
+            state=replace(described.state, tensors=staged.table),
+            archives=archives,
+            staged=staged,
+        )
     except Exception as error:
         return replace(described, description=error)
 
@@ -270,41 +294,69 @@ def plan(described: Described) -> Planned:
 
     def decide(messages: list[bytes]) -> list[bytes]:
         with gc_paused():
-            together = put_together(messages, values=request.values, per_rank=request.per_rank, own=columns)
+            together = put_together(
+                messages, values=request.values, per_rank=request.per_rank, own=columns
+            )
             check_contents_open(job.format, together.contents, request.path)
         opened = open_publishing(
-            job.place, job.format, together, durable=request.durable, overwrite=request.overwrite, step=request.step
+            job.place,
+            job.format,
+            together,
+            durable=request.durable,
+            overwrite=request.overwrite,
+            step=request.step,
         )
         job.open.callback(opened.target.give_up)
         publishing.append(opened)
         name, notes = opened.target.join_name if len(messages) > 1 else "", list(together.notes)
-        tasks = (RankTask(name, as_bytes(writes.boxes), list(writes.values), notes, opened.base) for writes in together.writes)
+        tasks = (
+            RankTask(name, as_bytes(writes.boxes), list(writes.values), notes, opened.base)
+            for writes in together.writes
+        )
         return [write_document(TASK, task) for task in tasks]
 
     answer = job.ranks.agree(local, decide)
     part = RankOutput(job.ranks.rank, job.ranks.size, NO_BOXES, described.state.metadata)
-    planned = Planned(job, part, publishing[0] if publishing else None, described.notes, staged=described.staged)
+    planned = Planned(
+        job, part, publishing[0] if publishing else None, described.notes, staged=described.staged
+    )
     try:
         task = read_document(TASK, answer)
         numbers = as_column(task.boxes)
         boxes = _boxes(described.state.tensors, columns, numbers)
         given = described.values
         own = [given[row] for row in columns.tensors[numbers].tolist()] if given else []
-        values = {name: described.archives.get(name) or archive(described.flat.values[name]) for name in task.values}
+        values = {
+            name: described.archives.get(name) or archive(described.flat.values[name])
+            for name in task.values
+        }
         for name, content in values.items():
             check_value(name, content)
         part = replace(part, boxes=boxes, values=values)
-        into = publishing[0].target if publishing else join_target(task.target_name, job.place, durable=request.durable)
+        into = (
+            publishing[0].target
+            if publishing
+            else join_target(task.target_name, job.place, durable=request.durable)
+        )
         if request.step is not None and task.base is not None:
             job = replace(job, request=replace(request, base=request.step.named(task.base)))
-        return replace(planned, job=job, part=part, target=into, notes=(*planned.notes, *task.notes), values=own)
+        return replace(
+            planned,
+            job=job,
+            part=part,
+            target=into,
+            notes=(*planned.notes, *task.notes),
+            values=own,
+        )
     except Exception as error:
         return replace(planned, failed=error)
 
 
 def _boxes(table: Table, columns: RankState, numbers: Ints) -> Boxes:
     """The boxes of this rank that have these numbers. A tensor without elements is written as a whole."""
-    tensors, starts, sizes = (one.take(numbers, axis=-1) for one in (columns.tensors, columns.offsets, columns.sizes))
+    tensors, starts, sizes = (
+        one.take(numbers, axis=-1) for one in (columns.tensors, columns.offsets, columns.sizes)
+    )
     extents = columns.catalogue.extents.take(tensors, axis=1)
     if np.count_nonzero(extents) < extents.size:
         empty = np.logical_or.reduce(extents == 0)
@@ -336,7 +388,11 @@ def stage_planned(planned: Planned, copy: Copy) -> Planned:
     try:
         boxes = planned.part.boxes
         staged = copy(boxes.table, planned.values)
-        return replace(planned, part=replace(planned.part, boxes=replace(boxes, table=staged.table)), staged=staged)
+        return replace(
+            planned,
+            part=replace(planned.part, boxes=replace(boxes, table=staged.table)),
+            staged=staged,
+        )
     except Exception as error:
         return replace(planned, failed=error)
 
@@ -376,7 +432,14 @@ def write(planned: Planned) -> SavedShards:
     notes = (*planned.notes, *more, *(() if copies is None else copies.notes()))
     files = tuple((receipt.key, receipt.nbytes) for receipt in receipts)
     shared = sum(receipt.nbytes for receipt in receipts if receipt.linked)
-    return SavedShards(job.request.path, job.request.format, sum(nbytes for _, nbytes in files), files, notes, shared)
+    return SavedShards(
+        job.request.path,
+        job.request.format,
+        sum(nbytes for _, nbytes in files),
+        files,
+        notes,
+        shared,
+    )
 
 
 def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[Receipt]:
@@ -392,7 +455,9 @@ def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[
     into = planned.target
     assert into is not None  # or it has failed
     if request.base is not None or request.hashes:
-        with closing(open_base(request.base, planned.job.place, threads=threads, block=block)) as base:
+        with closing(
+            open_base(request.base, planned.job.place, threads=threads, block=block)
+        ) as base:
             hashes, reuse = base.hashes, base.take_over_boxes(planned.part.boxes)
     notes += reuse.notes
     # One file for every few threads, each with enough in it.
@@ -401,8 +466,12 @@ def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[
     count = 1 if into.save else max(1, min(threads // each, planned.part.nbytes // FILE_NBYTES))
     shares, how = spread(planned.part.boxes, count, reuse), Storing(pack, hashes, reuse)
     files = planned.job.format.sharded.files(planned.part, shares, how, into.save)
-    receipts = write_files(files, into, threads=threads, progress=request.progress, block=block, reuse=reuse)
+    receipts = write_files(
+        files, into, threads=threads, progress=request.progress, block=block, reuse=reuse
+    )
     copied = len(reuse.linked) - sum(receipt.linked for receipt in receipts)
     if copied:
-        notes.append(f"the file system gave no second name to {copied:,} files of the base: they were copied")
+        notes.append(
+            f"the file system gave no second name to {copied:,} files of the base: they were copied"
+        )
     return receipts

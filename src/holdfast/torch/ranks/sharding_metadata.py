@@ -26,7 +26,9 @@ from holdfast.core.runtime import gc_paused
 from holdfast.errors import Unsupported
 from holdfast.torch import versions
 
-_MEMORY_FORMATS = {each: cast(torch.memory_format, getattr(torch, str(each))) for each in ours.MemoryFormat}
+_MEMORY_FORMATS = {
+    each: cast(torch.memory_format, getattr(torch, str(each))) for each in ours.MemoryFormat
+}
 _LAYOUTS = {each: cast(torch.layout, getattr(torch, each.value)) for each in ours.Layout}
 _OUR_MEMORY_FORMATS = {there: here for here, there in _MEMORY_FORMATS.items()}
 _OUR_LAYOUTS = {there: here for here, there in _LAYOUTS.items()}
@@ -63,7 +65,9 @@ def metadata_to_torch(value: object) -> object:
     """torch's value for one of ours; TypeError for anything else, `Unsupported` for an element type that torch lacks."""
     made = _to_torch(value)
     if made is value:
-        raise TypeError(f"torch has no class for a {type(value).__name__} in its description of a checkpoint")
+        raise TypeError(
+            f"torch has no class for a {type(value).__name__} in its description of a checkpoint"
+        )
     return made
 
 
@@ -72,7 +76,10 @@ def _to_torch(value: object) -> object:
         case ours.Metadata():
             with gc_paused():
                 made = torchs.Metadata(
-                    {name: metadata_to_torch(each) for name, each in value.state_dict_metadata.items()},
+                    {
+                        name: metadata_to_torch(each)
+                        for name, each in value.state_dict_metadata.items()
+                    },
                     value.planner_data,
                     _records(value.storage_data, _to_torch),
                     None if value.storage_meta is None else metadata_to_torch(value.storage_meta),
@@ -82,7 +89,9 @@ def _to_torch(value: object) -> object:
             return made
         case ours.TensorStorageMetadata():
             chunks = [metadata_to_torch(chunk) for chunk in value.chunks]
-            return torchs.TensorStorageMetadata(metadata_to_torch(value.properties), torch.Size(value.size), chunks)
+            return torchs.TensorStorageMetadata(
+                metadata_to_torch(value.properties), torch.Size(value.size), chunks
+            )
         case ours.ChunkStorageMetadata():
             return torchs.ChunkStorageMetadata(torch.Size(value.offsets), torch.Size(value.sizes))
         case ours.TensorProperties():
@@ -98,9 +107,13 @@ def _to_torch(value: object) -> object:
             return torchs.MetadataIndex(value.fqn, value.offset, value.index)
         case ours.StorageInfo():
             if versions.TRANSFORMS:
-                return _StorageInfo(value.relative_path, value.offset, value.length, value.transform_descriptors)
+                return _StorageInfo(
+                    value.relative_path, value.offset, value.length, value.transform_descriptors
+                )
             if value.transform_descriptors:
-                versions.TRANSFORMS.require(f"an item that was transformed ({', '.join(value.transform_descriptors)})")
+                versions.TRANSFORMS.require(
+                    f"an item that was transformed ({', '.join(value.transform_descriptors)})"
+                )
             return _StorageInfo(value.relative_path, value.offset, value.length)
         case ours.StorageMeta():
             more = (list(value.modules),) if versions.TRANSFORMS else ()
@@ -119,7 +132,9 @@ def _to_torch(value: object) -> object:
 
 def _torch_dtype(dtype: DType | Global) -> torch.dtype:
     # Not `torch_dtype`, which answers a 4-bit float with torch's pair of them: that would need another size as well.
-    name = dtype.torch if isinstance(dtype, DType) else dtype.name if dtype.module == "torch" else None
+    name = (
+        dtype.torch if isinstance(dtype, DType) else dtype.name if dtype.module == "torch" else None
+    )
     found = versions.dtype(name) if name else None
     if found is None:
         raise Unsupported(f"torch has no dtype for {dtype}", found=str(dtype))
@@ -157,7 +172,9 @@ def metadata_from_torch(value: object) -> object:
     """Our value for one of torch's; TypeError for anything else."""
     made = _from_torch(value)
     if made is value:
-        raise TypeError(f"a {type(value).__name__} is no part of torch's description of a checkpoint")
+        raise TypeError(
+            f"a {type(value).__name__} is no part of torch's description of a checkpoint"
+        )
     return made
 
 
@@ -166,15 +183,23 @@ def _from_torch(value: object) -> object:
         case torchs.Metadata():
             with gc_paused():
                 return ours.Metadata(
-                    {name: metadata_from_torch(each) for name, each in value.state_dict_metadata.items()},
+                    {
+                        name: metadata_from_torch(each)
+                        for name, each in value.state_dict_metadata.items()
+                    },
                     value.planner_data,
-                    cast(dict[ours.MetadataIndex, ours.StorageInfo] | None, _records(value.storage_data, _from_torch)),
+                    cast(
+                        dict[ours.MetadataIndex, ours.StorageInfo] | None,
+                        _records(value.storage_data, _from_torch),
+                    ),
                     None if value.storage_meta is None else metadata_from_torch(value.storage_meta),
                     value.version if versions.VERSIONED else None,
                 )
         case torchs.TensorStorageMetadata():
             chunks = [metadata_from_torch(chunk) for chunk in value.chunks]
-            return ours.TensorStorageMetadata(metadata_from_torch(value.properties), value.size, chunks)
+            return ours.TensorStorageMetadata(
+                metadata_from_torch(value.properties), value.size, chunks
+            )
         case torchs.ChunkStorageMetadata():
             return ours.ChunkStorageMetadata(value.offsets, value.sizes)
         case torchs.TensorProperties():
@@ -210,4 +235,8 @@ def _from_torch(value: object) -> object:
 
 def _records(data: object, convert: Callable[[object], object]) -> object:
     """What a writer records about its files: indexes and places are converted, in a dictionary of them, and nothing else is."""
-    return {convert(key): convert(each) for key, each in data.items()} if isinstance(data, dict) else convert(data)
+    return (
+        {convert(key): convert(each) for key, each in data.items()}
+        if isinstance(data, dict)
+        else convert(data)
+    )

@@ -93,13 +93,17 @@ def _of_dtensor(value: torch.Tensor, name: str) -> Shards:
     placements, mesh = tensor.placements, tensor.device_mesh
     shape = tuple(tensor.shape)
     if any(isinstance(p, dtensor_module().Partial) for p in placements):
-        raise Unsupported(f"a DTensor with placements {tuple(placements)}: its sum has not been made; redistribute it first")
+        raise Unsupported(
+            f"a DTensor with placements {tuple(placements)}: its sum has not been made; redistribute it first"
+        )
     if _speaks(local):
         inner = _of_protocol(local, name)
         return Shards(shape, inner.dtype, inner.parts)
     if mesh.get_coordinate() is None:
         return Shards(shape, tensor.dtype, ())
-    sizes, offsets = dtensor_module()._utils.compute_local_shape_and_global_offset(shape, mesh, placements)
+    sizes, offsets = dtensor_module()._utils.compute_local_shape_and_global_offset(
+        shape, mesh, placements
+    )
     if tuple(sizes) != tuple(local.shape):
         raise Unsupported(
             f"a DTensor of {list(shape)} with placements {tuple(placements)} has a local part of {list(local.shape)} where "
@@ -110,7 +114,9 @@ def _of_dtensor(value: torch.Tensor, name: str) -> Shards:
 
 def _of_sharded_tensor(value: torch.Tensor) -> Shards:
     tensor: Any = value  # a ShardedTensor, as above
-    parts = tuple(_part(shard.metadata.shard_offsets, shard.tensor) for shard in tensor.local_shards())
+    parts = tuple(
+        _part(shard.metadata.shard_offsets, shard.tensor) for shard in tensor.local_shards()
+    )
     whole = tensor.metadata()
     return Shards(tuple(whole.size), whole.tensor_properties.dtype, parts)
 
@@ -123,31 +129,47 @@ def _of_protocol(value: Any, name: str) -> Shards:  # noqa: ANN401  # whatever h
         offsets, sizes = chunk.offsets, chunk.sizes
         if 0 in sizes:
             continue
-        parts.append(_part(offsets, value.__get_tensor_shard__(MetadataIndex(name, offsets, number))))
+        parts.append(
+            _part(offsets, value.__get_tensor_shard__(MetadataIndex(name, offsets, number)))
+        )
     shape = tuple(getattr(value, "shape", ()))
     dtype = parts[0].tensor.dtype if parts else getattr(value, "dtype", torch.float32)
     return Shards(shape, dtype, tuple(parts))
 
 
 def _of_marked(tensor: Any) -> Shards:  # noqa: ANN401  # a tensor with the attributes of `MARKS`
-    shape, counts = tuple(tensor.global_shape), [len(tensor.global_offsets), len(tensor.local_offsets), len(tensor.local_sizes)]
+    shape, counts = (
+        tuple(tensor.global_shape),
+        [len(tensor.global_offsets), len(tensor.local_offsets), len(tensor.local_sizes)],
+    )
     if len(set(counts)) > 1:
         raise BadPlacement(
             "global_offsets, local_offsets and local_sizes of a tensor have one entry for each part, and so the same length",
             found=counts,
         )
     parts, local = [], tensor.detach()
-    for start, own, sizes in zip(tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True):
+    for start, own, sizes in zip(
+        tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True
+    ):
         for what, offsets, whole in (("global", start, shape), ("local", own, tuple(tensor.shape))):
             ranks = {len(offsets), len(sizes), len(whole)}
-            if len(ranks) > 1 or any(a < 0 or n < 0 or a + n > m for a, n, m in zip(offsets, sizes, whole, strict=True)):
+            if len(ranks) > 1 or any(
+                a < 0 or n < 0 or a + n > m for a, n, m in zip(offsets, sizes, whole, strict=True)
+            ):
                 found = f"{what}_offsets {list(offsets)} and local_sizes {list(sizes)}"
-                raise BadPlacement(f"a part of a tensor with {found} does not lie in {list(whole)}", found=(*offsets, *sizes))
+                raise BadPlacement(
+                    f"a part of a tensor with {found} does not lie in {list(whole)}",
+                    found=(*offsets, *sizes),
+                )
         if 0 not in sizes:
-            parts.append(_part(start, local[tuple(slice(a, a + n) for a, n in zip(own, sizes, strict=True))]))
+            parts.append(
+                _part(start, local[tuple(slice(a, a + n) for a, n in zip(own, sizes, strict=True))])
+            )
     return Shards(shape, tensor.dtype, tuple(parts))
 
 
 def _part(offsets: Sequence[int], local: torch.Tensor) -> LocalPart:
     start = tuple(int(o) for o in offsets)
-    return LocalPart(Box(start, tuple(o + n for o, n in zip(start, local.shape, strict=True))), local)
+    return LocalPart(
+        Box(start, tuple(o + n for o, n in zip(start, local.shape, strict=True))), local
+    )

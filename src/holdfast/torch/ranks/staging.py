@@ -64,7 +64,11 @@ def versions(state: object) -> Versions:
     for way, value in walk(state, _inside):
         tensors: list[torch.Tensor] = []
         if isinstance(value, torch.Tensor) or is_sharded(value):
-            parts = [part.tensor for part in shards_of(value, name_at(way)).parts] if is_sharded(value) else []
+            parts = (
+                [part.tensor for part in shards_of(value, name_at(way)).parts]
+                if is_sharded(value)
+                else []
+            )
             tensors = [one for one in (value, *parts) if isinstance(one, torch.Tensor)]
         elif _all_plain(value):
             tensors = [*_values(value)]
@@ -141,15 +145,24 @@ def stage(
         rest = np.ones(len(rows), np.bool_)
         for device, own in gpus.items():
             direct = own[(starts[own] + nbytes[own] <= room.locked_nbytes) & (nbytes[own] > 0)]
-            on_device = cast("list[torch.Tensor]", [*map(values.__getitem__, rows[direct].tolist())])
+            on_device = cast(
+                "list[torch.Tensor]", [*map(values.__getitem__, rows[direct].tolist())]
+            )
             copies.begin_rows(device, on_device, starts[direct], nbytes[direct])
-            copies.unlocked_nbytes += int(nbytes[own].sum() - nbytes[direct].sum()) if len(direct) else 0
+            copies.unlocked_nbytes += (
+                int(nbytes[own].sum() - nbytes[direct].sum()) if len(direct) else 0
+            )
             rest[direct] = False
         staged = _stage_pieces(tensors, places, copies, room, threads=threads)
-        _copy_storages(table.storages, numbers[rest], starts[rest], nbytes[rest], room, threads=threads)
+        _copy_storages(
+            table.storages, numbers[rest], starts[rest], nbytes[rest], room, threads=threads
+        )
         torn = before.count_changed()
         if torn:
-            raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
+            raise NotCommitted(
+                f"{torn} tensors were changed while they were copied for the save; nothing was written",
+                file=path,
+            )
     except BaseException:
         copies.wait()
         raise
@@ -160,7 +173,9 @@ def stage(
         kinds.append(Kind.of(tensor))
     storage = np.searchsorted(numbers, storage)
     storage[[*apart]] = ODD
-    copied = Table(table.names, kinds, kind, storage.tolist(), RoomStorages(room, starts, nbytes), made)
+    copied = Table(
+        table.names, kinds, kind, storage.tolist(), RoomStorages(room, starts, nbytes), made
+    )
     return Staged(copied, total, copies)
 
 
@@ -175,18 +190,25 @@ def _each_storage(table: Table) -> tuple[Ints, Ints, Ints]:
 
 def _gpus(table: Table, rows: Ints, values: Sequence[object]) -> dict[torch.device, Ints]:
     """By device: the places among some rows of those whose tensors are torch's, on a GPU, and all of their storages."""
-    places = [kind.location if kind.whole and kind.location.startswith("cuda") else "" for kind in table.kinds]
+    places = [
+        kind.location if kind.whole and kind.location.startswith("cuda") else ""
+        for kind in table.kinds
+    ]
     names = sorted({*places} - {""})
     if not names:
         return {}
     plain = np.fromiter(map(PLAIN.__contains__, map(type, values)), np.bool_, len(values))
     numbers = np.array([names.index(place) if place else -1 for place in places], np.int64)
     here = np.where(plain, numbers[np.fromiter(table.kind, np.int64, len(table))], -1)[rows]
-    found = {torch.device(name): np.flatnonzero(here == number) for number, name in enumerate(names)}
+    found = {
+        torch.device(name): np.flatnonzero(here == number) for number, name in enumerate(names)
+    }
     return {device: own for device, own in found.items() if len(own)}
 
 
-def _copy_storages(storages: Storages, numbers: Ints, starts: Ints, nbytes: Ints, room: HostBlock, *, threads: int) -> None:
+def _copy_storages(
+    storages: Storages, numbers: Ints, starts: Ints, nbytes: Ints, room: HostBlock, *, threads: int
+) -> None:
     """Copy storages to their places: long ones each by itself, short ones some megabytes at a time."""
     filled = nbytes.nonzero()[0]
     wanted, lengths, memory = numbers[filled].tolist(), nbytes[filled], room.array.data
@@ -224,11 +246,15 @@ class RoomStorages:
         some = list(numbers)
         starts, memory = self._starts[some], self._memory
         stops = starts + self.nbytes[some]
-        return [memory[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+        return [
+            memory[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
 
     divisible = True
 
-    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> list[memoryview]:
+    def read_parts(
+        self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
+    ) -> list[memoryview]:
         each = zip(self.read(numbers), starts, nbytes, strict=True)
         return [piece[start : start + count] for piece, start, count in each]
 
@@ -239,13 +265,22 @@ class RoomStorages:
 
     def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
         (piece,) = self.read([number])
-        storage = self._resident.memory(self._room.address + int(self._starts[number]), piece, owner=self._room)
+        storage = self._resident.memory(
+            self._room.address + int(self._starts[number]), piece, owner=self._room
+        )
         strides = tuple([stride // 8 for stride in kind.strides])
-        return self._resident.strided(storage, kind.dtype, kind.shape, strides, offset // 8, kind.traits).renamed(name)
+        return self._resident.strided(
+            storage, kind.dtype, kind.shape, strides, offset // 8, kind.traits
+        ).renamed(name)
 
 
 def _stage_pieces(
-    tensors: Sequence[LazyTensor], places: Sequence[int], copies: Copies, room: HostBlock, *, threads: int
+    tensors: Sequence[LazyTensor],
+    places: Sequence[int],
+    copies: Copies,
+    room: HostBlock,
+    *,
+    threads: int,
 ) -> list[LazyTensor]:
     resident = Resident()
     gpus: dict[GpuSource, list[tuple[LazyTensor, int]]] = {}
@@ -256,18 +291,26 @@ def _stage_pieces(
         if isinstance(tensor.source, GpuSource):
             gpus.setdefault(tensor.source, []).append((tensor, place))
         else:
-            out = room.array[place : place + tensor.nbytes].view(tensor.dtype.numpy).reshape(tensor.shape)
+            out = (
+                room.array[place : place + tensor.nbytes]
+                .view(tensor.dtype.numpy)
+                .reshape(tensor.shape)
+            )
             requests.append(Request(tensor, out))
     for gpu_source, wanted in gpus.items():
         copies.begin(gpu_source, wanted)
     for source, own in by_source(requests).items():
         others = _copied(own, threads) if source.store.medium.resident else own
         if isinstance(source, OpenSource) and source.store.medium.resident:
-            source = source.over(source.store, threads=threads)  # this rank shares the machine with others
+            source = source.over(
+                source.store, threads=threads
+            )  # this rank shares the machine with others
         if others:
             source.read(others)
     moved = zip(tensors, places, strict=True)
-    return [_moved(t, place, resident=resident, room=room) if _is_copied(t) else t for t, place in moved]
+    return [
+        _moved(t, place, resident=resident, room=room) if _is_copied(t) else t for t, place in moved
+    ]
 
 
 def _copied(requests: Sequence[Request], threads: int) -> list[Request]:
@@ -280,7 +323,10 @@ def _copied(requests: Sequence[Request], threads: int) -> list[Request]:
             others.append(request)
             continue
         target, origin = byte_row(request.out), np.frombuffer(memory, np.uint8)
-        pairs += [(target[at : at + PIECE_NBYTES], origin[at : at + PIECE_NBYTES]) for at in range(0, len(target), PIECE_NBYTES)]
+        pairs += [
+            (target[at : at + PIECE_NBYTES], origin[at : at + PIECE_NBYTES])
+            for at in range(0, len(target), PIECE_NBYTES)
+        ]
     # The long ones first, and the short ones by the dozen: nobody copies at the end while the others are done.
     pairs.sort(key=lambda pair: -pair[0].nbytes)
     work: list[Callable[[], None]] = []
@@ -305,7 +351,9 @@ def _is_copied(tensor: LazyTensor) -> bool:
 
 
 def _moved(tensor: LazyTensor, place: int, *, resident: Resident, room: HostBlock) -> LazyTensor:
-    memory = resident.memory(room.address + place, room.array.data[place : place + tensor.nbytes], owner=room)
+    memory = resident.memory(
+        room.address + place, room.array.data[place : place + tensor.nbytes], owner=room
+    )
     strides = c_strides(tensor.shape, tensor.dtype.numpy.itemsize)
     return resident.strided(memory, tensor.dtype, tensor.shape, strides, 0).renamed(tensor.name)
 
@@ -320,9 +368,14 @@ writes them: training then goes on without waiting for any other rank. Beyond th
 
 def little_in_common(table: Table) -> bool:
     """Whether a rank has few tensors whole, which the others may have as well."""
-    plain = int(table.nbytes_of([row for row, number in enumerate(table.storage) if number != ODD]).sum())
+    plain = int(
+        table.nbytes_of([row for row, number in enumerate(table.storage) if number != ODD]).sum()
+    )
     odd = table.odd.values()
-    sizes = [(tensor.nbytes, sum(tensor.dtype.nbytes(chunk.box.count) for chunk in tensor.chunks)) for tensor in odd]
+    sizes = [
+        (tensor.nbytes, sum(tensor.dtype.nbytes(chunk.box.count) for chunk in tensor.chunks))
+        for tensor in odd
+    ]
     whole = plain + sum(nbytes for nbytes, here in sizes if here == nbytes)
     return whole <= max(COMMON_NBYTES, COMMON_SHARE * (plain + sum(here for _, here in sizes)))
 
@@ -340,12 +393,19 @@ def pieces_of(tensors: Iterable[LazyTensor]) -> dict[Piece, LazyTensor]:
     return found
 
 
-def made_of(tensors: Mapping[int, LazyTensor], copies: Mapping[Piece, LazyTensor]) -> dict[int, LazyTensor]:
+def made_of(
+    tensors: Mapping[int, LazyTensor], copies: Mapping[Piece, LazyTensor]
+) -> dict[int, LazyTensor]:
     """The tensors again, made of copies of their pieces. A copy has resolved what was lazily conjugated or negated."""
     made = {}
     for row, tensor in tensors.items():
         found = [(chunk.box, copies[_piece(tensor, chunk)]) for chunk in tensor.chunks]
-        chunks = tuple([one.chunks[0] if one.shape == tensor.shape else replace(one.chunks[0], box=box) for box, one in found])
+        chunks = tuple(
+            [
+                one.chunks[0] if one.shape == tensor.shape else replace(one.chunks[0], box=box)
+                for box, one in found
+            ]
+        )
         source, traits = found[0][1].source if found else tensor.source, tensor.traits
         if traits.conj or traits.neg:
             traits = replace(traits, conj=False, neg=False)

@@ -45,7 +45,15 @@ from holdfast.engine.arrays import Resident
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
 from holdfast.saving.state import Stateful, is_stateful, stateful_keys
-from holdfast.torch.modules.match import Names, Outcome, PlaceKind, match_places, meet_places, plain_problem, short
+from holdfast.torch.modules.match import (
+    Names,
+    Outcome,
+    PlaceKind,
+    match_places,
+    meet_places,
+    plain_problem,
+    short,
+)
 from holdfast.torch.modules.wrappers import plainly_named
 from holdfast.torch.ranks.replicas import PieceKey
 from holdfast.torch.ranks.shards import PLAIN, Shards, is_sharded, shards_of
@@ -97,14 +105,18 @@ class Wanted(Outcome):
             put(value)
         for put, old, items in self.tuples:
             put(rebuilt(old, items))
-        for _, target, state in sorted(self.stateful, key=lambda found: (-len(found[0]), dotted(found[0]))):
+        for _, target, state in sorted(
+            self.stateful, key=lambda found: (-len(found[0]), dotted(found[0]))
+        ):
             target.load_state_dict(state)
 
 
 class Matching:
     """One rank's state against a checkpoint. Reads data only where tied tensors are offered two."""
 
-    def __init__(self, names: Names, *, rank: int, size: int, cast: bool, strict: bool, per_rank: PerRank) -> None:
+    def __init__(
+        self, names: Names, *, rank: int, size: int, cast: bool, strict: bool, per_rank: PerRank
+    ) -> None:
         self._names = names
         self._size, self._key = size, rank_key(rank, size)
         self._cast, self._strict, self._per_rank = cast, strict, per_rank
@@ -129,11 +141,24 @@ class Matching:
         matches = match_places(tensors, names, self, wanted, strict=self._strict)
         wanted.fills, met = meet_places(names, matches, self)
         if self._size > 1:
-            cut = {pair: [box for box, _ in self.parts(one.places[0])] for pair, one in enumerate(matches) if not one.exact}
-            boxes = [cut[pair][number] if pair in cut else None for pair, number in zip(met.pairs, met.boxes, strict=True)]
+            cut = {
+                pair: [box for box, _ in self.parts(one.places[0])]
+                for pair, one in enumerate(matches)
+                if not one.exact
+            }
+            boxes = [
+                cut[pair][number] if pair in cut else None
+                for pair, number in zip(met.pairs, met.boxes, strict=True)
+            ]
             shapes = [tuple(target.shape) for target in wanted.fills.targets]
-            corners = [((0,) * len(s), s) if box is None else (box.start, box.stop) for box, s in zip(boxes, shapes, strict=True)]
-            wanted.keys = [(names.prefix + matches[pair].name, *ends) for pair, ends in zip(met.pairs, corners, strict=True)]
+            corners = [
+                ((0,) * len(s), s) if box is None else (box.start, box.stop)
+                for box, s in zip(boxes, shapes, strict=True)
+            ]
+            wanted.keys = [
+                (names.prefix + matches[pair].name, *ends)
+                for pair, ends in zip(met.pairs, corners, strict=True)
+            ]
         wanted.names += [leaf.name for one in matches for leaf in one.places]
         order = {name: number for number, name in enumerate(wanted.looked_for)}
         wanted.names.sort(key=order.__getitem__)
@@ -144,14 +169,18 @@ class Matching:
 
     def _enter(self, value: Stateful, at: Path, *, found: list[Leaf]) -> Unrolled[None]:
         under = dotted((*at, ""))
-        named = plainly_named(value, ask=_state_dict, there=lambda name: under + name in self._names)
+        named = plainly_named(
+            value, ask=_state_dict, there=lambda name: under + name in self._names
+        )
         inner = _state_dict(named)
         if isinstance(value, torch.optim.Optimizer):
             make_state(value, inner, self._names.checkpoint, under=self._names.prefix + under)
         self._wanted.stateful.append((at, named, inner))
         return self._walk(inner, at, found=found)
 
-    def _walk(self, inner: object, at: Path, *, found: list[Leaf], put: Put | None = None) -> Unrolled[None]:
+    def _walk(
+        self, inner: object, at: Path, *, found: list[Leaf], put: Put | None = None
+    ) -> Unrolled[None]:
         if is_stateful(inner) and id(inner) not in self._request:
             self._request.add(id(inner))
             yield self._enter(cast(Stateful, inner), at, found=found)
@@ -226,7 +255,11 @@ class Matching:
         for i, end in enumerate(name_ends(leaf.path), 1):
             above = leaf.name[:end]
             node = self._names.value(above, leaf.path[:i])
-            sizes |= {size for key in (node if isinstance(node, Mapping) else ()) if (size := size_in(key)) is not None}
+            sizes |= {
+                size
+                for key in (node if isinstance(node, Mapping) else ())
+                if (size := size_in(key)) is not None
+            }
             others = self._of_others().get(above, ())
             sizes |= {size for size, _ in others}
             for name in (name for size, name in others if size != self._size):
@@ -237,7 +270,9 @@ class Matching:
             return
         message = f"the checkpoint has one for each of {' or '.join(map(str, sorted(sizes)))} ranks, and these are {self._size}"
         if self._strict and self._per_rank != "keep":
-            self._wanted.mismatched[leaf.name] = f"{message}; pass per_rank='keep' to keep what the state has"
+            self._wanted.mismatched[leaf.name] = (
+                f"{message}; pass per_rank='keep' to keep what the state has"
+            )
         else:
             self._wanted.notes.append(f"{leaf.name}: {message}; what the state has was kept")
 
@@ -260,7 +295,9 @@ class Matching:
         if found is ABSENT:
             self._absent(leaf)
         elif any(isinstance(inner, LazyTensor | Composite) for inner in values_inside(found)):
-            wanted.mismatched[leaf.name] = f"the checkpoint has tensors here, and the state a {type(leaf.value).__name__}"
+            wanted.mismatched[leaf.name] = (
+                f"the checkpoint has tensors here, and the state a {type(leaf.value).__name__}"
+            )
             self._names.take(name)
             self._names.take_under(f"{name}.")
         elif problem := unbuilt(found := read_value(found)):
@@ -272,9 +309,19 @@ class Matching:
 
     def kind(self, leaf: Leaf) -> PlaceKind:
         if leaf.shards is not None:
-            return leaf.shards.dtype, leaf.shards.shape, False, any(part.tensor.is_meta for part in leaf.shards.parts)
+            return (
+                leaf.shards.dtype,
+                leaf.shards.shape,
+                False,
+                any(part.tensor.is_meta for part in leaf.shards.parts),
+            )
         tensor = leaf.tensor
-        return tensor.dtype, tensor.shape, type(tensor) in PLAIN and is_dense(tensor), tensor.is_meta
+        return (
+            tensor.dtype,
+            tensor.shape,
+            type(tensor) in PLAIN and is_dense(tensor),
+            tensor.is_meta,
+        )
 
     def problem(self, leaf: Leaf, kind: Kind) -> str | None:
         dtype, shape, _, meta = self.kind(leaf)
@@ -316,19 +363,32 @@ class Matching:
 
 
 def _by_rank(value: object) -> bool:
-    return isinstance(value, Mapping) and bool(value) and all(size_in(key) is not None for key in value)
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(size_in(key) is not None for key in value)
+    )
 
 
 def _state_dict(value: Stateful) -> object:
     """The state dict of an object, with a module's own tensors in it, so that handing it back costs nothing."""
-    plain = isinstance(value, nn.Module) and "state_dict" not in vars(value) and type(value).state_dict is nn.Module.state_dict
+    plain = (
+        isinstance(value, nn.Module)
+        and "state_dict" not in vars(value)
+        and type(value).state_dict is nn.Module.state_dict
+    )
     return value.state_dict(keep_vars=True) if plain else value.state_dict()  # type: ignore[call-arg]  # a module, as was asked
 
 
 def _over(array: np.ndarray) -> torch.Tensor | None:
     """A tensor over the memory of an array; None where the array cannot be filled so."""
     dtype = DTYPES.numpy(array.dtype)
-    if dtype is None or dtype.packed or not array.flags.writeable or any(step < 0 for step in array.strides):
+    if (
+        dtype is None
+        or dtype.packed
+        or not array.flags.writeable
+        or any(step < 0 for step in array.strides)
+    ):
         return None
     return tensor_from_array(array, torch_dtype(dtype))
 
@@ -353,7 +413,9 @@ def _step(key: object) -> str | int:
     return key if isinstance(key, str | int) and not isinstance(key, bool) else repr(key)[:64]
 
 
-def make_state(optimizer: torch.optim.Optimizer, state: object, checkpoint: Checkpoint, *, under: str) -> None:
+def make_state(
+    optimizer: torch.optim.Optimizer, state: object, checkpoint: Checkpoint, *, under: str
+) -> None:
     """Give the empty state dict of an optimizer tensors to be filled, as the checkpoint has them below a name."""
     if not isinstance(state, dict) or state.get("state") != {}:
         return
@@ -390,6 +452,13 @@ def _room(value: object, parameter: torch.Tensor) -> object:
         dtype = torch_dtype(inner.dtype)
         if inner.shape == tuple(parameter.shape) and inner.ndim:
             return torch.empty_like(parameter.detach(), dtype=dtype)
-        return torch.empty(inner.shape, dtype=dtype, device=parameter.device if inner.ndim else "cpu")
+        return torch.empty(
+            inner.shape, dtype=dtype, device=parameter.device if inner.ndim else "cpu"
+        )
 
-    return rebuild(value, empty, inside=lambda inner: children(inner) if isinstance(inner, dict | list) else None, make=plainly)
+    return rebuild(
+        value,
+        empty,
+        inside=lambda inner: children(inner) if isinstance(inner, dict | list) else None,
+        make=plainly,
+    )

@@ -19,7 +19,9 @@ from types import MappingProxyType, TracebackType
 from typing import BinaryIO
 
 import torch
-from torch.serialization import get_safe_globals as _get_torchs  # now: `install()` puts ours in its place
+from torch.serialization import (
+    get_safe_globals as _get_torchs,
+)  # now: `install()` puts ours in its place
 
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
@@ -55,9 +57,13 @@ _added: list[AllowedItem] = []
 def _entry(item: Item) -> AllowedItem:
     if isinstance(item, tuple):
         if len(item) != 2:
-            raise ValueError(f"Expected tuple of length 2, an object and its full name, but got tuple of length: {len(item)}")
+            raise ValueError(
+                f"Expected tuple of length 2, an object and its full name, but got tuple of length: {len(item)}"
+            )
         if not isinstance(item[1], str):
-            raise TypeError(f"Expected second item in tuple to be str, the full name of the first, but got: {type(item[1])}")
+            raise TypeError(
+                f"Expected second item in tuple to be str, the full name of the first, but got: {type(item[1])}"
+            )
         return AllowedItem(item[1], item[0], item)
     module, name = (getattr(item, attribute, None) for attribute in ("__module__", "__qualname__"))
     if module is None:
@@ -107,7 +113,12 @@ class safe_globals:  # noqa: N801 (torch's name)
             self._open.append(entries)
             _added.extend(entries)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with _lock:
             entries = set(self._open.pop())
             _added[:] = [entry for entry in _added if entry not in entries]
@@ -136,7 +147,9 @@ class MentionedNames(ReducerTable):
     def call(self, what: object, args: tuple[object, ...]) -> object:
         return self.ANYTHING
 
-    def new(self, cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None) -> object:
+    def new(
+        self, cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None
+    ) -> object:
         return self.ANYTHING
 
     def build(self, obj: object, state: object) -> object:
@@ -166,7 +179,11 @@ def get_unsafe_globals_in_checkpoint(f: str | os.PathLike[str] | BinaryIO) -> li
         interpret_whole(_pickle(file), table, limits=Limits())
     # torch gives its list anew each time: a program, and torch's own tests, may have changed it.
     allowed = versions.allowed_globals(default_globals()) | user_globals().keys()
-    return [full for module, name in table.names if (full := f"{module}.{name}") not in allowed or module in BLOCKED]
+    return [
+        full
+        for module, name in table.names
+        if (full := f"{module}.{name}") not in allowed or module in BLOCKED
+    ]
 
 
 def _pickle(file: OpenedFile) -> bytes:
@@ -178,7 +195,9 @@ def _pickle(file: OpenedFile) -> bytes:
         raise FormatError(f"{expected} but got a torchscript checkpoint")
     record = archive.get("data.pkl")
     if record is None or not archive.prefix:
-        raise FormatError(f"{expected}: it is a zip archive without a data.pkl in its one top folder")
+        raise FormatError(
+            f"{expected}: it is a zip archive without a data.pkl in its one top folder"
+        )
     return record_bytes(file.source, file.key, record)
 
 
@@ -188,9 +207,26 @@ REBUILDS = (
 )  # fmt: skip
 
 SINGLE = (
-    *("collections.OrderedDict", "collections.Counter", "_codecs.encode", "builtins.bytearray", "builtins.set", "builtins.complex"),
-    *("torch.Size", "torch.Tensor", "torch.device", "torch.nn.parameter.Parameter", "torch.serialization._get_layout"),
-    *("torch.storage.TypedStorage", "torch.storage.UntypedStorage", "torch._tensor._rebuild_from_type_v2"),
+    *(
+        "collections.OrderedDict",
+        "collections.Counter",
+        "_codecs.encode",
+        "builtins.bytearray",
+        "builtins.set",
+        "builtins.complex",
+    ),
+    *(
+        "torch.Size",
+        "torch.Tensor",
+        "torch.device",
+        "torch.nn.parameter.Parameter",
+        "torch.serialization._get_layout",
+    ),
+    *(
+        "torch.storage.TypedStorage",
+        "torch.storage.UntypedStorage",
+        "torch._tensor._rebuild_from_type_v2",
+    ),
 )
 """Names that are no part of a family (FORMATS 3.2)."""
 
@@ -216,7 +252,11 @@ def known_globals() -> Mapping[str, object]:
     """
     found = {name: _named(name) for name in SINGLE}
     rebuilds = ((name, versions.rebuild(name)) for name in REBUILDS)
-    found |= {f"torch._utils._rebuild_{name}": rebuild for name, rebuild in rebuilds if rebuild is not None}
+    found |= {
+        f"torch._utils._rebuild_{name}": rebuild
+        for name, rebuild in rebuilds
+        if rebuild is not None
+    }
     found |= {f"torch.{name}": getattr(torch, name) for name in QSCHEMES}
     for row in DTYPES.rows:
         if (dtype := versions.dtype(row.torch)) is not None:
@@ -226,7 +266,11 @@ def known_globals() -> Mapping[str, object]:
             if row.kind != "quantized":
                 found[f"torch.cuda.{row.storage}"] = StorageClass(row.storage)
     for module in (torch, torch.cuda, torch.sparse, torch.cuda.sparse):
-        found |= {f"{module.__name__}.{name}": getattr(module, name) for name in TENSOR_CLASSES if name in vars(module)}
+        found |= {
+            f"{module.__name__}.{name}": getattr(module, name)
+            for name in TENSOR_CLASSES
+            if name in vars(module)
+        }
     return MappingProxyType(found)
 
 

@@ -32,10 +32,25 @@ from holdfast.core.opaque import AnyValue
 from holdfast.core.runtime import gc_paused
 from holdfast.core.text import escape
 from holdfast.core.value import replace
-from holdfast.errors import Corrupted, HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
+from holdfast.errors import (
+    Corrupted,
+    HoldfastError,
+    MetadataError,
+    Refused,
+    Replaced,
+    Truncated,
+    ZipError,
+)
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.pickle.spending import Spending
-from holdfast.formats.torch.legacy import OBJECT, CutShort, NotTorch, begins_like_tar, read_stream, read_tar
+from holdfast.formats.torch.legacy import (
+    OBJECT,
+    CutShort,
+    NotTorch,
+    begins_like_tar,
+    read_stream,
+    read_tar,
+)
 from holdfast.formats.torch.storages import StorageId
 from holdfast.formats.torch.zip import PICKLE, describe, record_bytes
 from holdfast.formats.zip.layout import END, Archive, ZipRecord
@@ -49,7 +64,13 @@ from holdfast.torch.serialization.storages import LazyStorages, as_text, untyped
 from holdfast.torch.serialization.weights import WeightsTable
 from holdfast.torch.versions import config, local
 
-MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str] | None
+MapLocation = (
+    Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
+    | torch.device
+    | str
+    | dict[str, str]
+    | None
+)
 
 FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 YES = ("1", "y", "yes", "true")
@@ -62,7 +83,9 @@ MMAP_ZIP = (
     "mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)`, which is the default: please "
     "save the checkpoint again in order to use mmap."
 )
-LIKELY = "there is a high likelihood that your checkpoint file is corrupted: get it or save it again"
+LIKELY = (
+    "there is a high likelihood that your checkpoint file is corrupted: get it or save it again"
+)
 LIMITS = Limits()
 MAX_VERSION = 10
 """The newest version of archives, in torch up to 2.15."""
@@ -93,7 +116,9 @@ def load(
     arguments = {"encoding": "utf-8", **pickle_load_args}
     if weights_only and set(arguments) != {"encoding"}:
         unknown = next(name for name in arguments if name != "encoding")
-        raise TypeError(f"load() got an unexpected keyword argument {unknown!r}: there is no unpickler that would take it")
+        raise TypeError(
+            f"load() got an unexpected keyword argument {unknown!r}: there is no unpickler that would take it"
+        )
     with opened(f, verify=verify) as file, _Located(map_location), gc_paused():
         if file.head(4) == b"PK\x03\x04":
             if mmap and file.path is None:
@@ -112,7 +137,9 @@ def load(
             except Corrupted as error:
                 raise _name_tensor(error, file) from None
         if file.path is not None and file.path.endswith(".safetensors"):
-            return _load_safetensors(file.path, map_location, mmap=mmap, verify=verify, max_host_memory=max_host_memory)
+            return _load_safetensors(
+                file.path, map_location, mmap=mmap, verify=verify, max_host_memory=max_host_memory
+            )
         if mmap:
             raise Refused(MMAP_ZIP, file=file.path)
         head = file.head(512)
@@ -123,7 +150,13 @@ def load(
                     "weights_only=False; its tensors alone are read by holdfast.open"
                 )
             return _load_tar(file, map_location, pickle_module=pickle_module, arguments=arguments)
-        return _load_stream(file, map_location, pickle_module=pickle_module, arguments=arguments, weights_only=weights_only)
+        return _load_stream(
+            file,
+            map_location,
+            pickle_module=pickle_module,
+            arguments=arguments,
+            weights_only=weights_only,
+        )
 
 
 def _mode(weights_only: bool | None, pickle_module: ModuleType | None) -> tuple[bool, ModuleType]:
@@ -163,11 +196,16 @@ class _Located:
         local.map_location = self._before
 
 
-def _load_safetensors(path: str, map_location: MapLocation, *, mmap: bool, verify: bool, max_host_memory: int | None) -> object:
+def _load_safetensors(
+    path: str, map_location: MapLocation, *, mmap: bool, verify: bool, max_host_memory: int | None
+) -> object:
     from holdfast.torch.tensors.open import open as open_torch
 
     if map_location is not None and not isinstance(map_location, str | torch.device):
-        raise Refused("a safetensors file knows no locations: map_location must be a device or its name", file=path)
+        raise Refused(
+            "a safetensors file knows no locations: map_location must be a device or its name",
+            file=path,
+        )
     with open_torch(path, mmap=mmap, verify=verify) as checkpoint:
         return checkpoint.read(device=map_location, max_host_memory=max_host_memory)
 
@@ -195,9 +233,13 @@ def _load_zip(
         file.file.seek(file.start)
         return torch.jit.load(file.file, map_location=map_location)
     _check_version(file, archive)
-    content = _read_record(file, archive, PICKLE, most=LIMITS.pickle_nbytes if weights_only else None)
+    content = _read_record(
+        file, archive, PICKLE, most=LIMITS.pickle_nbytes if weights_only else None
+    )
     if content is None:
-        reason = f"failed locating file {PICKLE}: file not found; torch.save did not write this archive"
+        reason = (
+            f"failed locating file {PICKLE}: file not found; torch.save did not write this archive"
+        )
         raise broken_archive(reason, file=file.path)
     find, everything = archive_storages(archive)
     swap = _is_swapped(file, archive)
@@ -217,7 +259,12 @@ def _load_zip(
         max_host_memory=max_host_memory,
     )
     if not weights_only:
-        result = unpickle(pickle_module, content, lambda pid: storages.persistent(as_text(pid)), arguments=arguments)
+        result = unpickle(
+            pickle_module,
+            content,
+            lambda pid: storages.persistent(as_text(pid)),
+            arguments=arguments,
+        )
         storages.fill()
         torch._utils._validate_loaded_sparse_tensors()
         return result
@@ -246,17 +293,28 @@ class BrokenArchive(ZipError, Refused):
     """A `ZipError` that is a RuntimeError as well, which is what torch raises for a broken archive."""
 
 
-def broken_archive(message: str, *, file: str | None = None, offset: int | None = None) -> BrokenArchive:
+def broken_archive(
+    message: str, *, file: str | None = None, offset: int | None = None
+) -> BrokenArchive:
     """An error with the words that programs look for: whose reader failed, and that the file is likely corrupted."""
-    return BrokenArchive(f"PytorchStreamReader {message} (an internal miniz error in torch); {LIKELY}", file=file, offset=offset)
+    return BrokenArchive(
+        f"PytorchStreamReader {message} (an internal miniz error in torch); {LIKELY}",
+        file=file,
+        offset=offset,
+    )
 
 
 def check_stored(record: ZipRecord) -> None:
     if not record.stored:
-        raise broken_archive(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
+        raise broken_archive(
+            f"the record {record.name!r} is compressed; torch stores it plainly",
+            offset=record.header,
+        )
 
 
-def archive_storages(archive: Archive) -> tuple[Callable[[StorageId], Extent], Callable[[], Mapping[str, Extent]]]:
+def archive_storages(
+    archive: Archive,
+) -> tuple[Callable[[StorageId], Extent], Callable[[], Mapping[str, Extent]]]:
     """Two functions that find the records `data/N` of a zip: one by its key, and all of them."""
 
     def found(record: ZipRecord, key: str) -> Extent:
@@ -274,7 +332,9 @@ def archive_storages(archive: Archive) -> tuple[Callable[[StorageId], Extent], C
     def everything() -> dict[str, Extent]:
         prefix = f"{archive.prefix}/data/" if archive.prefix else "data/"
         names = [name for name in archive.records if name.startswith(prefix)]
-        return {name[len(prefix) :]: found(archive.records[name], name[len(prefix) :]) for name in names}
+        return {
+            name[len(prefix) :]: found(archive.records[name], name[len(prefix) :]) for name in names
+        }
 
     return find, everything
 
@@ -289,16 +349,26 @@ def _read_archive(file: OpenedFile) -> Archive:
         if not isinstance(error, Truncated):
             words = "invalid header or archive is corrupted"
         else:
-            words = "not a ZIP archive" if file.nbytes < END.size else "failed finding central directory"
-        raise broken_archive(f"failed reading zip archive: {words}: {reason}", file=file.path, offset=error.offset) from error
+            words = (
+                "not a ZIP archive"
+                if file.nbytes < END.size
+                else "failed finding central directory"
+            )
+        raise broken_archive(
+            f"failed reading zip archive: {words}: {reason}", file=file.path, offset=error.offset
+        ) from error
 
 
-def _read_record(file: OpenedFile, archive: Archive, name: str, *, most: int | None) -> bytes | None:
+def _read_record(
+    file: OpenedFile, archive: Archive, name: str, *, most: int | None
+) -> bytes | None:
     record = archive.get(name)
     if record is None:
         return None
     check_stored(record)
-    return record_bytes(file.source, file.key, record if file.verify else replace(record, crc32=None), most)
+    return record_bytes(
+        file.source, file.key, record if file.verify else replace(record, crc32=None), most
+    )
 
 
 def _check_version(file: OpenedFile, archive: Archive) -> None:
@@ -308,7 +378,10 @@ def _check_version(file: OpenedFile, archive: Archive) -> None:
         return
     text = text.strip()
     if not text.isdigit():
-        raise Refused(f"Couldn't parse the version {escape(text.decode('latin-1'))[:16]}: the archive is damaged", file=file.path)
+        raise Refused(
+            f"Couldn't parse the version {escape(text.decode('latin-1'))[:16]}: the archive is damaged",
+            file=file.path,
+        )
     if int(text) > MAX_VERSION:
         raise Refused(
             f"Attempted to read a PyTorch file with version {int(text)}, but the maximum supported version for reading is "
@@ -323,7 +396,10 @@ def _is_swapped(file: OpenedFile, archive: Archive) -> bool:
     if recorded is not None:
         order = recorded.decode("ascii", "replace")
         if order not in ("little", "big"):
-            raise MetadataError(f"Unknown endianness type: {escape(order[:16])}, in the byteorder record", found=order[:16])
+            raise MetadataError(
+                f"Unknown endianness type: {escape(order[:16])}, in the byteorder record",
+                found=order[:16],
+            )
         return order != native
     match config.load.endianness:
         case None | LoadEndianness.LITTLE:
@@ -358,27 +434,51 @@ def _check_in_place(file: OpenedFile, path: str) -> None:
 
 
 def _load_stream(
-    file: OpenedFile, map_location: MapLocation, *, pickle_module: ModuleType, arguments: Mapping[str, object], weights_only: bool
+    file: OpenedFile,
+    map_location: MapLocation,
+    *,
+    pickle_module: ModuleType,
+    arguments: Mapping[str, object],
+    weights_only: bool,
 ) -> object:
     """Load a stream. The caller's file object stands behind the last storage afterwards."""
     if not file.nbytes:
-        raise Truncated("Ran out of input: there is nothing to load here (was the buffer rewound?)", file=file.path)
+        raise Truncated(
+            "Ran out of input: there is nothing to load here (was the buffer rewound?)",
+            file=file.path,
+        )
     table: WeightsTable | None = None
     with file.source.store.reading():
         try:
             stream = read_stream(file.source, file.key, file.start)
-            storages = _storages(file, stream.places, map_location, lengths=(6,), weights_only=weights_only, ahead=not weights_only)
+            storages = _storages(
+                file,
+                stream.places,
+                map_location,
+                lengths=(6,),
+                weights_only=weights_only,
+                ahead=not weights_only,
+            )
             if weights_only:
                 table = WeightsTable(storages, encoding=str(arguments["encoding"]))
                 result = stream.window.stream(stream.begin, table, OBJECT)[0].value
         except (NotTorch, CutShort):
             raise
         except (HoldfastError, pickle.UnpicklingError) as error:
-            raise refusal(error, protocol=2 if table is None else table.protocol) if weights_only else error from None
+            raise (
+                refusal(error, protocol=2 if table is None else table.protocol)
+                if weights_only
+                else error
+            ) from None
         if table is None:
 
             def persistent(pid: object) -> object:
-                if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], type):
+                if (
+                    isinstance(pid, tuple)
+                    and len(pid) == 4
+                    and pid[0] == "module"
+                    and isinstance(pid[1], type)
+                ):
                     _compare_source(*pid[1:])
                     return pid[1]
                 return storages.persistent(as_text(pid))
@@ -424,11 +524,18 @@ def _compare_source(kind: type, path: object, text: object) -> None:
         found = "".join(lines)
     except Exception:
         # As in a save: whatever keeps Python from finding the source, the object is good without it.
-        warnings.warn(f"Couldn't retrieve source code for container of type {kind.__name__}.", SourceChangeWarning, stacklevel=2)
+        warnings.warn(
+            f"Couldn't retrieve source code for container of type {kind.__name__}.",
+            SourceChangeWarning,
+            stacklevel=2,
+        )
         return
     if found == text:
         return
-    changed = sum(line[:1] in "+-" for line in difflib.unified_diff(text.splitlines(), found.splitlines(), lineterm="", n=0))
+    changed = sum(
+        line[:1] in "+-"
+        for line in difflib.unified_diff(text.splitlines(), found.splitlines(), lineterm="", n=0)
+    )
     warnings.warn(
         f"source code of class '{torch.typename(kind)}' has changed: {changed} lines differ from those of {path} when the model "
         "was saved. If it does not behave as it did, look at the difference, or save state_dict() instead of the model.",
@@ -437,7 +544,13 @@ def _compare_source(kind: type, path: object, text: object) -> None:
     )
 
 
-def _load_tar(file: OpenedFile, map_location: MapLocation, *, pickle_module: ModuleType, arguments: Mapping[str, object]) -> object:
+def _load_tar(
+    file: OpenedFile,
+    map_location: MapLocation,
+    *,
+    pickle_module: ModuleType,
+    arguments: Mapping[str, object],
+) -> object:
     """Load a tar of torch 0.1. All storages are read before its pickle may run anything."""
     source, key = file.source, file.key
     places: dict[str, Storage] = {}
@@ -445,7 +558,9 @@ def _load_tar(file: OpenedFile, map_location: MapLocation, *, pickle_module: Mod
         storages = _storages(file, places, map_location, lengths=(5,))
         builder = TorchBuilder(storages, lambda what: False)
         builder.begin(source.limits, Spending(source.limits, file.nbytes))
-        known, (start, stop) = read_tar(source, key, places, storages=storages, builder=builder, begin=file.start)
+        known, (start, stop) = read_tar(
+            source, key, places, storages=storages, builder=builder, begin=file.start
+        )
         storages.fill()
         content = source.bytes(key, start, stop)
 

@@ -29,7 +29,14 @@ from holdfast.torch.versions import local
 AnyStorage = torch.UntypedStorage | torch.storage.TypedStorage
 Tag = Callable[[AnyStorage], str | None]
 Restore = Callable[[AnyStorage, str], AnyStorage | None]
-MapLocation = str | bytes | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], AnyStorage | None] | None
+MapLocation = (
+    str
+    | bytes
+    | torch.device
+    | Mapping[str, str]
+    | Callable[[torch.UntypedStorage, str], AnyStorage | None]
+    | None
+)
 
 PRIVATE_USE = "privateuse1"
 """torch's name for the one backend that a program may rename."""
@@ -48,7 +55,11 @@ class Packages:
         self._own = built_in
         self._lock = renewed(threading.Lock())
         # torch's list at our import, less what others had put there before: those entries are what `built_in` stands for.
-        self._torchs = [e for e in torch.serialization._package_registry if _is_torchs(e[1]) and _is_torchs(e[2])]
+        self._torchs = [
+            e
+            for e in torch.serialization._package_registry
+            if _is_torchs(e[1]) and _is_torchs(e[2])
+        ]
         self._known: tuple[list[object], tuple[Package, ...]] = ([], ())
         self._sort()
 
@@ -74,7 +85,10 @@ class Packages:
     def _sort(self) -> None:
         seen = list(torch.serialization._package_registry)
         others = [e for e in seen if not any(e is own for own in self._torchs)]
-        packages = [*self._own, *(Package(priority, tag, cast(Restore, restore)) for priority, tag, restore in others)]
+        packages = [
+            *self._own,
+            *(Package(priority, tag, cast(Restore, restore)) for priority, tag, restore in others),
+        ]
         self._known = ([*seen], tuple(sorted(packages, key=lambda package: package.priority)))
 
 
@@ -86,7 +100,9 @@ def _is_torchs(function: object) -> bool:
 def register_package(priority: float, tagger: Tag, deserializer: Restore) -> None:
     """Add a kind of device. A lower `priority` comes first, so that one below 10 may replace what the CPU does."""
     if not callable(tagger) or not callable(deserializer):
-        raise TypeError("a package is two functions: from a storage to its tag, and from a storage and a tag to a storage")
+        raise TypeError(
+            "a package is two functions: from a storage to its tag, and from a storage and a tag to a storage"
+        )
     PACKAGES.add(Package(priority, tagger, deserializer))
 
 
@@ -107,10 +123,15 @@ def default_restore_location(storage: AnyStorage, location: str) -> AnyStorage:
         restored = package.restore(storage, location)
         if restored is not None:
             return restored
-    raise Refused(f"don't know how to restore data location of {torch.typename(storage)} (tagged with {location})", found=location)
+    raise Refused(
+        f"don't know how to restore data location of {torch.typename(storage)} (tagged with {location})",
+        found=location,
+    )
 
 
-def restorer(map_location: MapLocation) -> Callable[[torch.UntypedStorage, str], torch.UntypedStorage]:
+def restorer(
+    map_location: MapLocation,
+) -> Callable[[torch.UntypedStorage, str], torch.UntypedStorage]:
     """A function that moves a storage from CPU memory, given the tag it was saved with, to where `map_location` wants it."""
     tagged = map_location is None or isinstance(map_location, str | bytes | torch.device | Mapping)
     if not tagged and not callable(map_location):
@@ -145,7 +166,9 @@ def cuda_device(map_location: MapLocation, location: str) -> torch.device | None
     return present_device(target, "cuda")
 
 
-def _target(map_location: str | bytes | torch.device | Mapping[str, str] | None, location: str) -> str:
+def _target(
+    map_location: str | bytes | torch.device | Mapping[str, str] | None, location: str
+) -> str:
     match map_location:
         case None:
             return location
@@ -163,7 +186,9 @@ def _untyped(storage: object) -> torch.UntypedStorage:
     if isinstance(storage, torch.storage.TypedStorage):
         return storage._untyped_storage
     if not isinstance(storage, torch.UntypedStorage):
-        raise TypeError(f"map_location or a registered package gave a {type(storage).__name__} where a storage belongs")
+        raise TypeError(
+            f"map_location or a registered package gave a {type(storage).__name__} where a storage belongs"
+        )
     return storage
 
 
@@ -181,7 +206,9 @@ def located_by_caller(device: object) -> torch.device | str:
         wanted = wanted.get(str(device), device)
     if isinstance(wanted, str | torch.device):
         return wanted
-    raise Refused("Callable map_location not supported with _rebuild_wrapper_subclass or _rebuild_device_tensor_from_numpy")
+    raise Refused(
+        "Callable map_location not supported with _rebuild_wrapper_subclass or _rebuild_device_tensor_from_numpy"
+    )
 
 
 # The devices that are built in.
@@ -201,7 +228,11 @@ def _package(priority: int, backend: str) -> Package:
         return device.type if device.index is None else f"{device.type}:{device.index}"
 
     def restore(storage: AnyStorage, location: str) -> AnyStorage | None:
-        return storage.to(device=present_device(location, name())) if names_backend(name(), location) else None
+        return (
+            storage.to(device=present_device(location, name()))
+            if names_backend(name(), location)
+            else None
+        )
 
     return Package(priority, tag, restore)
 
@@ -212,7 +243,11 @@ def _plain(kind: str) -> Tag:
 
 def _device(storage: AnyStorage) -> torch.device:
     # The public attribute of a typed storage warns that its class is deprecated.
-    return storage._untyped_storage.device if isinstance(storage, torch.storage.TypedStorage) else storage.device
+    return (
+        storage._untyped_storage.device
+        if isinstance(storage, torch.storage.TypedStorage)
+        else storage.device
+    )
 
 
 def _to_mps(storage: AnyStorage, location: str) -> AnyStorage | None:
@@ -306,4 +341,6 @@ def names_backend(backend: str, location: str) -> bool:
     [True, True, True, False, False]
     """
     # A TypeError for what is no text, as torch raises.
-    return str.startswith(location, backend) and location[len(backend) : len(backend) + 1] in NUMBERED
+    return (
+        str.startswith(location, backend) and location[len(backend) : len(backend) + 1] in NUMBERED
+    )

@@ -68,7 +68,12 @@ class OpenedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for view in self._views:
             view.release()
         if self._own is not None:
@@ -89,7 +94,9 @@ def opened(f: object, *, verify: bool = True) -> OpenedFile:
         store = MemoryStore.of(KEY, content, name="<BytesIO>")
         return OpenedFile(store, file=file, start=start, verify=verify, views=(content, view))
     if isinstance(file.read(0), str):
-        raise TypeError(f"a file to load from must be opened in binary mode, and this {type(f).__name__} gives text")
+        raise TypeError(
+            f"a file to load from must be opened in binary mode, and this {type(f).__name__} gives text"
+        )
     return OpenedFile(_store(file), file=file, start=start, verify=verify)
 
 
@@ -102,10 +109,21 @@ def _at_path(path: str, *, verify: bool) -> OpenedFile:
         raise IsADirectoryError(error.errno, message, path) from None
     try:
         found = os.fstat(own.fileno())
-        content = platform.read_block(own.fileno(), SHORT_NBYTES + 1, 0) if 0 < found.st_size <= SHORT_NBYTES else b""
+        content = (
+            platform.read_block(own.fileno(), SHORT_NBYTES + 1, 0)
+            if 0 < found.st_size <= SHORT_NBYTES
+            else b""
+        )
         if content and len(content) == found.st_size:
-            return OpenedFile(MemoryStore.of(KEY, memoryview(content), name=path), verify=verify, own=own, path=path)
-        return OpenedFile(DescriptorStore(own.fileno(), name=path), verify=verify, own=own, path=path)
+            return OpenedFile(
+                MemoryStore.of(KEY, memoryview(content), name=path),
+                verify=verify,
+                own=own,
+                path=path,
+            )
+        return OpenedFile(
+            DescriptorStore(own.fileno(), name=path), verify=verify, own=own, path=path
+        )
     except BaseException:
         own.close()
         raise
@@ -115,7 +133,9 @@ def _position(f: object) -> int:
     """The position of a file object. Raises in torch's words where it has none."""
     for name in ("seek", "tell", "read"):
         if not callable(getattr(f, name, None)):
-            raise AttributeError(f"'{type(f).__name__}' object has no attribute '{name}'. {SEEKABLE}")
+            raise AttributeError(
+                f"'{type(f).__name__}' object has no attribute '{name}'. {SEEKABLE}"
+            )
     try:
         start = f.tell()  # type: ignore[attr-defined]  # asked for above
         f.seek(start)  # type: ignore[attr-defined]
@@ -127,7 +147,9 @@ def _position(f: object) -> int:
 def _store(file: BinaryIO) -> Store:
     # No other wrapper is opened up: what it reads need not be what its file holds.
     raw = file.file if isinstance(file, tempfile._TemporaryFileWrapper) else file
-    if type(raw) in (io.BufferedReader, io.BufferedRandom, io.FileIO) and not (isinstance(raw, io.BufferedRandom) and _dirty(raw)):
+    if type(raw) in (io.BufferedReader, io.BufferedRandom, io.FileIO) and not (
+        isinstance(raw, io.BufferedRandom) and _dirty(raw)
+    ):
         try:
             descriptor = raw.fileno()
             if stat.S_ISREG(os.fstat(descriptor).st_mode):

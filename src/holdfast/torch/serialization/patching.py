@@ -37,7 +37,12 @@ class Installation:
     def __enter__(self) -> Installation:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._undo()
 
     def _undo(self) -> None:
@@ -96,7 +101,14 @@ def _uninstall(*, stacklevel: int) -> None:
 
 def _replacements(ours: ModuleType) -> list[tuple[ModuleType, str, object, object]]:
     """The attributes to replace. A class that we share with torch, because its identity matters, is none of them."""
-    names = [*((torch, name) for name in ("save", "load")), *((torch.serialization, name) for name in torch.serialization.__all__)]
-    found = [(module, name, vars(module)[name], getattr(ours, name, None)) for module, name in names if name in vars(module)]
+    names = [
+        *((torch, name) for name in ("save", "load")),
+        *((torch.serialization, name) for name in torch.serialization.__all__),
+    ]
+    found = [
+        (module, name, vars(module)[name], getattr(ours, name, None))
+        for module, name in names
+        if name in vars(module)
+    ]
     # Not callable: a module of ours that has the name of the function in it.
     return [each for each in found if callable(each[3]) and each[3] is not each[2]]

@@ -69,10 +69,17 @@ class StorageIds:
             return None
         pretended = getattr(obj, "_fake_device", None)
         place = location_tag(storage) if pretended is None else str(pretended)
-        return self.id_of(storage, dtype, saved, place, 0 if storage.device.type == "meta" else storage.data_ptr())
+        return self.id_of(
+            storage, dtype, saved, place, 0 if storage.device.type == "meta" else storage.data_ptr()
+        )
 
     def id_of(
-        self, storage: torch.UntypedStorage, dtype: torch.dtype, saved: type, location: str, address: int
+        self,
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        saved: type,
+        location: str,
+        address: int,
     ) -> tuple[object, ...]:
         """The persistent id of a storage at an address, with the dtype of its elements and the class that a file names."""
         identity, elements = storage._cdata, storage.nbytes() // dtype.itemsize
@@ -98,7 +105,11 @@ class StorageIds:
     def tensor_over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor over a storage on a GPU: the first plain one that was met, or one of its bytes."""
         met = self.tensors.get(storage._cdata)
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) if met is None else met
+        return (
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            if met is None
+            else met
+        )
 
 
 OTHERS: set[type] = set()
@@ -114,7 +125,9 @@ def _storage_class(dtype: torch.dtype) -> type:
     return found
 
 
-def pickle_object(obj: object, ids: StorageIds, *, pickle_module: ModuleType, protocol: int) -> bytes:
+def pickle_object(
+    obj: object, ids: StorageIds, *, pickle_module: ModuleType, protocol: int
+) -> bytes:
     """The stream of `obj`. `ids.persistent_id` is called for every object in it that is no part of a plain tensor."""
     pieces: list[bytes] = []
     # CPython's pickler gives all of it at once, and that is not copied. Other modules may want more of a file.
@@ -157,7 +170,12 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
     is in `inside` while the tensor's parts are pickled, the last of which is `NoHooks`. A lookup in a dict takes a third of a call.
     """
     has_names, rebuild, strided = versions.has_names, torch._utils._rebuild_tensor_v2, torch.strided
-    everywhere, id_of, tensors, plain_cpu = ids.persistent_id, ids.id_of, ids.tensors, stays_on_cpu(None, "cpu")
+    everywhere, id_of, tensors, plain_cpu = (
+        ids.persistent_id,
+        ids.id_of,
+        ids.tensors,
+        stays_on_cpu(None, "cpu"),
+    )
     here, no_hooks, attributes = object(), (OrderedDict, ()), ATTRIBUTES
     inside: dict[object, object] = {}
 
@@ -184,13 +202,24 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
         location = "cpu" if on_cpu and plain_cpu else location_tag(storage)
         inside[here] = id_of(storage, dtype, saved, location, storage.data_ptr())
         pickler.persistent_id = inside.get  # type: ignore[method-assign]
-        return rebuild, (here, tensor.storage_offset(), (*tensor.shape,), tensor.stride(), grad, NoHooks())
+        return rebuild, (
+            here,
+            tensor.storage_offset(),
+            (*tensor.shape,),
+            tensor.stride(),
+            grad,
+            NoHooks(),
+        )
 
     def reduce_parameter(parameter: torch.nn.Parameter) -> object:
         if attributes(parameter):
             return parameter.__reduce_ex__(protocol)
         pickler.persistent_id = inside.get  # type: ignore[method-assign]
-        return torch._utils._rebuild_parameter, (ParameterData(parameter), parameter.requires_grad, NoHooks())
+        return torch._utils._rebuild_parameter, (
+            ParameterData(parameter),
+            parameter.requires_grad,
+            NoHooks(),
+        )
 
     def reduce_data(data: ParameterData) -> object:
         return reduce(data.parameter, data=True)
@@ -199,7 +228,14 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
         pickler.persistent_id = everywhere  # type: ignore[method-assign]
         return no_hooks
 
-    return Reducers({torch.Tensor: reduce, torch.nn.Parameter: reduce_parameter, ParameterData: reduce_data, NoHooks: reduce_hooks})
+    return Reducers(
+        {
+            torch.Tensor: reduce,
+            torch.nn.Parameter: reduce_parameter,
+            ParameterData: reduce_data,
+            NoHooks: reduce_hooks,
+        }
+    )
 
 
 class _PlainDtypes(dict[torch.dtype, type | None]):
@@ -207,7 +243,12 @@ class _PlainDtypes(dict[torch.dtype, type | None]):
 
     def __missing__(self, dtype: torch.dtype) -> type | None:
         row = DTYPES.torch(str(dtype).removeprefix("torch."))
-        plain = row is not None and row.storage is not None and not row.packed and row.kind != "quantized"
+        plain = (
+            row is not None
+            and row.storage is not None
+            and not row.packed
+            and row.kind != "quantized"
+        )
         self[dtype] = found = _storage_class(dtype) if plain else None
         return found
 
@@ -220,7 +261,10 @@ REDUCED_BY = torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__
 
 def _are_torchs_own() -> bool:
     """Whether no other code than torch's defines how tensors are pickled, or sees all operations on tensors."""
-    if (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__) != REDUCED_BY or copyreg.dispatch_table.keys() & TYPES:
+    if (
+        torch.Tensor.__reduce_ex__,
+        torch.nn.Parameter.__reduce_ex__,
+    ) != REDUCED_BY or copyreg.dispatch_table.keys() & TYPES:
         return False
     return not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack()
 
@@ -232,7 +276,9 @@ def check_pickle_module(pickle_module: ModuleType) -> None:
     known = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if known < OLDEST_DILL:
         least = ".".join(map(str, OLDEST_DILL))
-        raise ValueError(f"'torch' supports dill >= {least}, and this is dill {version}: upgrade it")
+        raise ValueError(
+            f"'torch' supports dill >= {least}, and this is dill {version}: upgrade it"
+        )
 
 
 MOVED = {"torch.tensor": "torch._tensor"}
@@ -254,7 +300,11 @@ class StorageClass:
 
 
 def unpickle(
-    pickle_module: ModuleType, content: bytes, persistent: Callable[[object], object], *, arguments: Mapping[str, object]
+    pickle_module: ModuleType,
+    content: bytes,
+    persistent: Callable[[object], object],
+    *,
+    arguments: Mapping[str, object],
 ) -> object:
     """Load a pickle, and run what it says. Persistent ids are given to `persistent`."""
     made = _unpickler_class(pickle_module)(io.BytesIO(content), **arguments)
@@ -277,4 +327,6 @@ def _unpickler_class(pickle_module: ModuleType) -> type[Any]:
     def persistent_load(self: Any, pid: object) -> object:  # noqa: ANN401  # of the class that is made here
         return self.ids(pid)
 
-    return type("TorchUnpickler", (stock,), {"find_class": find_class, "persistent_load": persistent_load})
+    return type(
+        "TorchUnpickler", (stock,), {"find_class": find_class, "persistent_load": persistent_load}
+    )

@@ -21,7 +21,14 @@ from torch.storage import TypedStorage, UntypedStorage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.text import escape
-from holdfast.errors import HoldfastError, LimitExceeded, MetadataError, PickleError, Refused, Unsupported
+from holdfast.errors import (
+    HoldfastError,
+    LimitExceeded,
+    MetadataError,
+    PickleError,
+    Refused,
+    Unsupported,
+)
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.pickle.table import Args, Name
 from holdfast.formats.torch.composites import KINDS as CHECKS
@@ -36,7 +43,12 @@ from holdfast.torch.versions import is_faking
 
 TORCH_SAYS_NO = (RuntimeError, ValueError, TypeError, IndexError, OverflowError, AssertionError)
 
-OWN = frozenset(name for kind in torch.Tensor.__mro__ for name, what in vars(kind).items() if hasattr(type(what), "__set__"))
+OWN = frozenset(
+    name
+    for kind in torch.Tensor.__mro__
+    for name, what in vars(kind).items()
+    if hasattr(type(what), "__set__")
+)
 """Names of a tensor that are more than an entry in its `__dict__`."""
 
 Make = tuple[Callable[[], torch.Tensor], int]
@@ -77,17 +89,24 @@ def assign(target: torch.Tensor, state: object, spending: Spending) -> None:
         if part is None:
             continue
         if not isinstance(part, dict):
-            raise PickleError("the attributes of a tensor must be a dict", found=type(part).__name__)
+            raise PickleError(
+                "the attributes of a tensor must be a dict", found=type(part).__name__
+            )
         spending.copy(len(part))
         for name, value in part.items():
             if type(name) is not str or _is_torchs(type(target), name):
-                raise PickleError("a tensor with an attribute that it cannot have had", found=brief(name))
+                raise PickleError(
+                    "a tensor with an attribute that it cannot have had", found=brief(name)
+                )
             setattr(target, name, value)
 
 
 def _is_torchs(kind: type, name: str) -> bool:
     """Whether setting an attribute changes the tensor itself; a subclass may have made the name its own."""
-    return name in OWN and next(each for each in kind.__mro__ if name in vars(each)) in torch.Tensor.__mro__
+    return (
+        name in OWN
+        and next(each for each in kind.__mro__ if name in vars(each)) in torch.Tensor.__mro__
+    )
 
 
 class TorchBuilder:
@@ -122,7 +141,11 @@ class TorchBuilder:
         return value
 
     def named(self, value: object) -> str | None:
-        return str(value).removeprefix("torch.") if type(value) in (torch.layout, torch.qscheme) else None
+        return (
+            str(value).removeprefix("torch.")
+            if type(value) in (torch.layout, torch.qscheme)
+            else None
+        )
 
     def layout(self, name: str) -> torch.layout:
         made: torch.layout = getattr(torch, name)
@@ -138,7 +161,14 @@ class TorchBuilder:
         return torch.Size(lengths)
 
     def view(
-        self, storage: object, dtype: object, claim: Claim, *, grad: bool = False, conj: bool = False, neg: bool = False
+        self,
+        storage: object,
+        dtype: object,
+        claim: Claim,
+        *,
+        grad: bool = False,
+        conj: bool = False,
+        neg: bool = False,
     ) -> torch.Tensor:
         offset, size, stride = claim
         shape, steps, begin, last = reach(offset, size, stride, self._limits)
@@ -176,11 +206,15 @@ class TorchBuilder:
     def _turn(self, made: torch.Tensor, *, conj: bool, neg: bool) -> None:
         if conj:
             if not made.is_complex():
-                raise MetadataError("a conjugate of numbers that are not complex", found=str(made.dtype))
+                raise MetadataError(
+                    "a conjugate of numbers that are not complex", found=str(made.dtype)
+                )
             torch._C._set_conj(made, True)
         if neg:
             if not (made.is_complex() or made.is_floating_point()):
-                raise MetadataError("a negative view of numbers that have none", found=str(made.dtype))
+                raise MetadataError(
+                    "a negative view of numbers that have none", found=str(made.dtype)
+                )
             torch._C._set_neg(made, True)
 
     def elements(self, storage: object, claim: Claim) -> Elements:
@@ -199,7 +233,11 @@ class TorchBuilder:
         if name == "Parameter":
             return torch.nn.Parameter(torch.empty(0, device="cpu"))
         row = DTYPES.storage(f"{name.removesuffix('Tensor')}Storage")
-        dtype = torch.get_default_dtype() if row is None or row.torch is None else getattr(torch, row.torch)
+        dtype = (
+            torch.get_default_dtype()
+            if row is None or row.torch is None
+            else getattr(torch, row.torch)
+        )
         made = torch.empty(0, dtype=dtype, device="cpu")
         self._blank[id(made)] = made
         return made
@@ -212,12 +250,16 @@ class TorchBuilder:
             case (TypedStorage() as storage, offset, size, stride):
                 made = self.view(storage, None, (offset, size, stride))
             case _:
-                raise PickleError("a BUILD of a tensor with other state than torch's", found=type(state).__name__)
+                raise PickleError(
+                    "a BUILD of a tensor with other state than torch's", found=type(state).__name__
+                )
         if storage.dtype is not target.dtype:
             raise MetadataError(f"a storage of {storage.dtype} for a tensor of {target.dtype}")
         with refusing("a tensor over its storage"):
             if made.device == target.device:
-                target.set_(made.untyped_storage(), made.storage_offset(), made.size(), made.stride())
+                target.set_(
+                    made.untyped_storage(), made.storage_offset(), made.size(), made.stride()
+                )
             else:
                 target.data = made
 
@@ -245,7 +287,10 @@ class TorchBuilder:
             case (bool(grad), _, _):
                 pass
             case _:
-                raise PickleError("a BUILD of a parameter with other state than torch's", found=type(state).__name__)
+                raise PickleError(
+                    "a BUILD of a parameter with other state than torch's",
+                    found=type(state).__name__,
+                )
         with refusing("a parameter"):
             if data is not None:
                 target.data = data
@@ -253,16 +298,25 @@ class TorchBuilder:
 
     # Tensors without a storage in the file.
 
-    def meta(self, dtype: object, shape: tuple[int, ...], strides: tuple[int, ...], *, grad: bool) -> torch.Tensor:
+    def meta(
+        self, dtype: object, shape: tuple[int, ...], strides: tuple[int, ...], *, grad: bool
+    ) -> torch.Tensor:
         with refusing("a tensor of the meta device"):
-            return torch.empty_strided(shape, strides, dtype=self.dtype(dtype), device="meta", requires_grad=grad)
+            return torch.empty_strided(
+                shape, strides, dtype=self.dtype(dtype), device="meta", requires_grad=grad
+            )
 
     def elsewhere(self, data: object, dtype: object, device: object, *, grad: bool) -> torch.Tensor:
         import numpy as np
 
         where = located_by_caller(device)
-        if not isinstance(data, np.ndarray) and not (isinstance(data, torch.Tensor) and data.layout is torch.strided):
-            raise PickleError("a device tensor of something that is no plain tensor or array", found=type(data).__name__)
+        if not isinstance(data, np.ndarray) and not (
+            isinstance(data, torch.Tensor) and data.layout is torch.strided
+        ):
+            raise PickleError(
+                "a device tensor of something that is no plain tensor or array",
+                found=type(data).__name__,
+            )
         self._storages.fill()
         try:
             plain = torch.from_numpy(data) if isinstance(data, np.ndarray) else data
@@ -273,7 +327,11 @@ class TorchBuilder:
         return made
 
     def composite(self, kind: str, whole: Apart, *, grad: bool = False) -> torch.Tensor:
-        inspected = [self.inspected(part, name) for name, part in whole.parts.items() if type(part) is not Elements]
+        inspected = [
+            self.inspected(part, name)
+            for name, part in whole.parts.items()
+            if type(part) is not Elements
+        ]
         CHECKS[kind].check(whole)
         if inspected:
             self._storages.fill()
@@ -286,29 +344,49 @@ class TorchBuilder:
     def inspected(self, value: object, what: str) -> torch.Tensor:
         """Check that a value is a plain tensor, and that its elements may still be read."""
         if not isinstance(value, torch.Tensor) or not (type(value) is torch.Tensor or self.fake):
-            raise PickleError(f"the {what} of a tensor must be a plain tensor", found=type(value).__name__)
+            raise PickleError(
+                f"the {what} of a tensor must be a plain tensor", found=type(value).__name__
+            )
         if value.layout is not torch.strided or value.is_nested or value.is_quantized:
-            raise PickleError(f"the {what} of a tensor must be a plain tensor", found=str(value.layout))
+            raise PickleError(
+                f"the {what} of a tensor must be a plain tensor", found=str(value.layout)
+            )
         limits, nbytes = self._limits, value.numel() * value.element_size()
-        if nbytes > max(limits.expansion_floor_nbytes, limits.expansion * value.untyped_storage().nbytes()):
+        if nbytes > max(
+            limits.expansion_floor_nbytes, limits.expansion * value.untyped_storage().nbytes()
+        ):
             raise LimitExceeded(
-                f"the {what} of a tensor repeat one number {value.numel():,} times (Limits.expansion)", found=nbytes
+                f"the {what} of a tensor repeat one number {value.numel():,} times (Limits.expansion)",
+                found=nbytes,
             )
         self._inspected += nbytes
         if self._inspected > INSPECTED_NBYTES:
-            raise LimitExceeded("the same numbers are used as indices over and over; no writer does that", found=self._inspected)
+            raise LimitExceeded(
+                "the same numbers are used as indices over and over; no writer does that",
+                found=self._inspected,
+            )
         return value
 
     def check_jagged(self, made: object) -> None:
         """Refuse a jagged tensor whose state, or the code of its class, has left it with rows outside of its values."""
         if isinstance(made, NestedTensor):
-            values, offsets = self.inspected(getattr(made, "_values", None), "values"), getattr(made, "_offsets", None)
+            values, offsets = (
+                self.inspected(getattr(made, "_values", None), "values"),
+                getattr(made, "_offsets", None),
+            )
             lengths = getattr(made, "_lengths", None)
             known = None if lengths is None else self.inspected(lengths, "lengths")
             self._storages.fill()
-            check_rows(values, self.inspected(offsets, "offsets"), known, axis=getattr(made, "_ragged_idx", None))
+            check_rows(
+                values,
+                self.inspected(offsets, "offsets"),
+                known,
+                axis=getattr(made, "_ragged_idx", None),
+            )
 
-    def wrapper(self, args: Args, shape: tuple[int, ...], strides: tuple[int, ...], *, offset: int) -> torch.Tensor:
+    def wrapper(
+        self, args: Args, shape: tuple[int, ...], strides: tuple[int, ...], *, offset: int
+    ) -> torch.Tensor:
         kind, dtype, _, _, _, layout, device, grad = args
         if not self._is_allowed(kind):
             raise PickleError(f"a wrapper of a class that is not allowed: {label(kind)}")
@@ -317,19 +395,31 @@ class TorchBuilder:
         if type(layout) is not torch.layout:
             raise PickleError("a wrapper without a layout", found=type(layout).__name__)
         wanted, where = flag(grad, "requires_grad"), located_by_caller(device)
-        like: dict[str, Any] = {"layout": layout, "dtype": self.dtype(dtype), "device": torch.device(where)}
+        like: dict[str, Any] = {
+            "layout": layout,
+            "dtype": self.dtype(dtype),
+            "device": torch.device(where),
+        }
         with refusing(f"a wrapper of {kind.__name__}"):
             return torch.Tensor._make_wrapper_subclass(
                 kind, shape, strides=strides, storage_offset=offset, requires_grad=wanted, **like
             )
 
     def check_class(self, function: object, kind: object) -> None:
-        if not isinstance(kind, type) or not issubclass(kind, torch.Tensor) or not (_is_own(kind) or self._is_allowed(kind)):
-            raise PickleError(f"_rebuild_from_type_v2 for a class that is no allowed tensor: {label(kind)}")
+        if (
+            not isinstance(kind, type)
+            or not issubclass(kind, torch.Tensor)
+            or not (_is_own(kind) or self._is_allowed(kind))
+        ):
+            raise PickleError(
+                f"_rebuild_from_type_v2 for a class that is no allowed tensor: {label(kind)}"
+            )
 
     def as_class(self, made: object, kind: object, state: object) -> torch.Tensor:
         if not isinstance(made, torch.Tensor) or not isinstance(kind, type):
-            raise PickleError("_rebuild_from_type_v2 of something that is no tensor", found=type(made).__name__)
+            raise PickleError(
+                "_rebuild_from_type_v2 of something that is no tensor", found=type(made).__name__
+            )
         own = _is_own(kind)
         if not own:
             self._storages.fill()

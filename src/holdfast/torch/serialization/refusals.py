@@ -16,7 +16,14 @@ from _pickle import UnpicklingError
 from types import BuiltinMethodType, FunctionType, MethodType
 
 from holdfast.core.text import escape
-from holdfast.errors import FormatError, HoldfastError, LimitExceeded, MetadataError, PickleError, Truncated
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    LimitExceeded,
+    MetadataError,
+    PickleError,
+    Truncated,
+)
 from holdfast.torch import versions
 
 DEFAULT_PROTOCOL = 2
@@ -58,7 +65,11 @@ _StridedShard in its message.
 """
 
 
-REGISTERED = JAGGED | DTENSOR | {"torch.distributed._mesh_layout._FlatLayout", "torch.distributed._mesh_layout._MeshLayout"}
+REGISTERED = (
+    JAGGED
+    | DTENSOR
+    | {"torch.distributed._mesh_layout._FlatLayout", "torch.distributed._mesh_layout._MeshLayout"}
+)
 """Names that torch 2.13 allows by itself. An error in them is torch's, and not the user's."""
 
 
@@ -74,14 +85,22 @@ class Refusal(PickleError):
     """A pickle that a load refuses. It prints as the class that torch raises, whose name programs look for."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _refused, (self.message,), vars(self)  # by its name, pickle would find the other class
+        return (
+            _refused,
+            (self.message,),
+            vars(self),
+        )  # by its name, pickle would find the other class
 
 
 def _refused(message: str) -> Refusal:
     return Refusal(message)
 
 
-Refusal.__module__, Refusal.__name__, Refusal.__qualname__ = "_pickle", "UnpicklingError", "UnpicklingError"
+Refusal.__module__, Refusal.__name__, Refusal.__qualname__ = (
+    "_pickle",
+    "UnpicklingError",
+    "UnpicklingError",
+)
 
 
 class BadWeights(MetadataError, PickleError, RuntimeError):
@@ -112,7 +131,9 @@ def forbidden(module: str, name: str, *, blocked: bool) -> Forbidden:
     full = f"{module}.{name}"
     shown = escape(full.removeprefix("builtins."))
     if blocked:
-        reason = f"Trying to load unsupported GLOBAL {shown} whose module {escape(module)} is blocked."
+        reason = (
+            f"Trying to load unsupported GLOBAL {shown} whose module {escape(module)} is blocked."
+        )
         return Forbidden(reason, f"{reason}\nIt stays blocked whatever is allowed. {UNSAFE} {LOOK}")
     if full in JAGGED and not versions.NESTED_ASKED_FOR:
         reason = "``torch.nested`` and ``torch._dynamo`` must be imported to load nested jagged tensors (NJTs)"
@@ -147,7 +168,9 @@ def refusal(error: Exception, *, protocol: int) -> Exception:
     text = f"{ISSUE}{reason}\n{UNSAFE} {LOOK}"
     if protocol == DEFAULT_PROTOCOL and isinstance(error, Forbidden):
         text = error.advice
-    elif protocol == DEFAULT_PROTOCOL and isinstance(error, MetadataError | LimitExceeded | Truncated):
+    elif protocol == DEFAULT_PROTOCOL and isinstance(
+        error, MetadataError | LimitExceeded | Truncated
+    ):
         text = reason
     text = f"Weights only load failed. {text}"
     made: HoldfastError

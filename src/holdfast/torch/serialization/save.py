@@ -99,7 +99,12 @@ def save(
                 write_stream(plan.files[0], special)
         else:
             try:
-                write_plan(plan, found_path(path), Writing(overwrite=None, durable=durable), rehearsed=False)
+                write_plan(
+                    plan,
+                    found_path(path),
+                    Writing(overwrite=None, durable=durable),
+                    rehearsed=False,
+                )
             except NotCommitted as error:
                 raise NotSaved(*error.args, file=error.file, found=error.found) from error
         del plan
@@ -118,18 +123,32 @@ def plan_object(
     skip: bool = local.skip_data
     if legacy:
         if skip:
-            raise Refused("Cannot use skip_data=True with _use_new_zipfile_serialization=False: that container has no room to skip")
-        return SavePlan("torch-legacy", (FilePlan("", lay_out_legacy(obj, pickle_module, pickle_protocol)),))
+            raise Refused(
+                "Cannot use skip_data=True with _use_new_zipfile_serialization=False: that container has no room to skip"
+            )
+        return SavePlan(
+            "torch-legacy", (FilePlan("", lay_out_legacy(obj, pickle_module, pickle_protocol)),)
+        )
     name = "archive" if path is None else _archive_name(path)
     alignment, crc = config.save.storage_alignment, config.save.compute_crc32
     if not 1 <= alignment <= MAX_ALIGNMENT:
-        raise Refused(f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
+        raise Refused(
+            f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes"
+        )
     with gc_paused():
         ids = StorageIds()
         content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=pickle_protocol)
         numbered = bool(versions.NUMBERED_CONTAINER)
         records = _records(ids, skip=skip, numbered=numbered)
-        layout = lay_out_container(name, content, records, alignment=alignment, crc=crc, order_first=order_first, numbered=numbered)
+        layout = lay_out_container(
+            name,
+            content,
+            records,
+            alignment=alignment,
+            crc=crc,
+            order_first=order_first,
+            numbered=numbered,
+        )
     return SavePlan("torch-zip", (FilePlan("", layout),))
 
 
@@ -142,7 +161,9 @@ def _archive_name(path: str) -> str:
         raise Refused(f"Parent directory {folder} does not exist.", file=path)
     stem = base.rpartition(".")[0] if "." in base else base
     if not stem:
-        raise Refused(f"invalid file name: {path!r} leaves no name for the folder in the archive", file=path)
+        raise Refused(
+            f"invalid file name: {path!r} leaves no name for the folder in the archive", file=path
+        )
     return stem if path.isascii() else "archive"
 
 
@@ -160,18 +181,29 @@ def _records(ids: StorageIds, *, skip: bool, numbered: bool) -> Records:
     nbytes = [*map(torch.UntypedStorage.nbytes, storages)]
     kinds = {device.type for device in devices}
     if not skip and numbered and kinds <= {"cpu", "cuda"} and sum(nbytes) > SMALL_NBYTES:
-        on_gpu = [number for number, storage in enumerate(storages) if storage.is_cuda] if "cuda" in kinds else ()
+        on_gpu = (
+            [number for number, storage in enumerate(storages) if storage.is_cuda]
+            if "cuda" in kinds
+            else ()
+        )
         gpus = {number: ids.tensor_over(storages[number]) for number in on_gpu}
-        content = TensorStorages(storages, np.array(nbytes, np.int64), np.array(ids.addresses, np.int64), gpus, devices)
+        content = TensorStorages(
+            storages, np.array(nbytes, np.int64), np.array(ids.addresses, np.int64), gpus, devices
+        )
         return [RecordFolder("data", content)]
     # Made only where there is something on a GPU: it takes as long as a small archive.
     source = GpuSource() if "cuda" in kinds else None
     # A numbered container has them in the order of their numbers, older ones in that of the texts.
     order = range(len(storages)) if numbered else sorted(range(len(storages)), key=str)
-    return [(f"data/{number}", _payload(storages[number], f"data/{number}", source, skip=skip)) for number in order]
+    return [
+        (f"data/{number}", _payload(storages[number], f"data/{number}", source, skip=skip))
+        for number in order
+    ]
 
 
-def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource | None, *, skip: bool) -> Payload:
+def _payload(
+    storage: torch.UntypedStorage, label: str, gpus: GpuSource | None, *, skip: bool
+) -> Payload:
     kind = storage.device.type
     if skip or kind == "meta":
         return Hole(storage.nbytes()) if storage.nbytes() else b""
@@ -179,17 +211,32 @@ def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource | None, 
         return Data(gpus.bytes_of(storage, label), label)
     if kind != "cpu":
         storage = storage.cpu()
-    return storage_bytes(storage) if storage.nbytes() <= SMALL_NBYTES else Memory(storage_memory(storage), label, storage)
+    return (
+        storage_bytes(storage)
+        if storage.nbytes() <= SMALL_NBYTES
+        else Memory(storage_memory(storage), label, storage)
+    )
 
 
-TYPE_SIZES = {"short": struct.calcsize("=h"), "int": struct.calcsize("=i"), "long": struct.calcsize("=l")}
+TYPE_SIZES = {
+    "short": struct.calcsize("=h"),
+    "int": struct.calcsize("=i"),
+    "long": struct.calcsize("=l"),
+}
 """C's standard sizes, in which a long has 4 bytes. torch writes these."""
 
 
 def lay_out_legacy(obj: object, pickle_module: ModuleType, protocol: int) -> tuple[Segment, ...]:
-    machine = {"protocol_version": PROTOCOL_VERSION, "little_endian": sys.byteorder == "little", "type_sizes": TYPE_SIZES}
+    machine = {
+        "protocol_version": PROTOCOL_VERSION,
+        "little_endian": sys.byteorder == "little",
+        "type_sizes": TYPE_SIZES,
+    }
     ids = _LegacyIds()
-    pieces = [pickle_module.dumps(part, protocol=protocol) for part in (MAGIC_NUMBER, PROTOCOL_VERSION, machine)]
+    pieces = [
+        pickle_module.dumps(part, protocol=protocol)
+        for part in (MAGIC_NUMBER, PROTOCOL_VERSION, machine)
+    ]
     pieces.append(pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol))
     # Keys are addresses, in the order of their texts.
     places = {str(identity): number for number, identity in enumerate(ids.keys)}
@@ -199,7 +246,9 @@ def lay_out_legacy(obj: object, pickle_module: ModuleType, protocol: int) -> tup
     for key in sorted(places):
         storage = ids.storages[places[key]]
         pieces.append(struct.pack("<q", ids.elements[storage._cdata]))
-        content = _payload(storage if storage.device.type != "meta" else storage.cpu(), key, gpus, skip=False)
+        content = _payload(
+            storage if storage.device.type != "meta" else storage.cpu(), key, gpus, skip=False
+        )
         if isinstance(content, bytes):
             pieces.append(content)
             continue
@@ -226,7 +275,12 @@ class _LegacyIds(StorageIds):
         return super().persistent_id(obj)
 
     def id_of(
-        self, storage: torch.UntypedStorage, dtype: torch.dtype, saved: type, location: str, address: int
+        self,
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        saved: type,
+        location: str,
+        address: int,
     ) -> tuple[object, ...]:
         name, kind, _, place, elements = super().id_of(storage, dtype, saved, location, address)
         self.elements.setdefault(storage._cdata, cast("int", elements))

@@ -79,7 +79,9 @@ class set_default_mmap_options:  # noqa: N801 (torch's name)
 
     def __init__(self, flags: int) -> None:
         if MAP_PRIVATE is None:
-            raise RuntimeError("this system maps files in one way only: changing the default mmap options is not supported here")
+            raise RuntimeError(
+                "this system maps files in one way only: changing the default mmap options is not supported here"
+            )
         if flags not in (MAP_PRIVATE, MAP_SHARED):
             raise ValueError(
                 "Invalid argument in function set_default_mmap_options, "
@@ -91,7 +93,12 @@ class set_default_mmap_options:  # noqa: N801 (torch's name)
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         config.load.mmap_flags = self._before
 
 
@@ -111,7 +118,12 @@ class skip_data:  # noqa: N801 (torch's name)
         local.skip_data = True
         local.materialize_fake_tensors = self.materialize_fake_tensors
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         local.skip_data, local.materialize_fake_tensors = self._before.pop()
 
 
@@ -133,7 +145,9 @@ def check_module_version_greater_or_equal(
     version = getattr(module, "__version__", None)
     fields = version.split(".") if isinstance(version, str) else []
     try:
-        found = tuple(type(wanted)(field) for wanted, field in zip(req_version_tuple, fields, strict=False))
+        found = tuple(
+            type(wanted)(field) for wanted, field in zip(req_version_tuple, fields, strict=False)
+        )
     except ValueError:
         found = ()
     if len(found) == len(req_version_tuple):
@@ -144,7 +158,9 @@ def check_module_version_greater_or_equal(
     )
     if error_if_malformed:
         raise Refused(message, expected=tuple(req_version_tuple), found=version)
-    warnings.warn(f"{message}, but continuing assuming that requirement is met", HoldfastWarning, stacklevel=2)
+    warnings.warn(
+        f"{message}, but continuing assuming that requirement is met", HoldfastWarning, stacklevel=2
+    )
     return True
 
 

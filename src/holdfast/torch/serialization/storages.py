@@ -28,7 +28,15 @@ from holdfast.engine.coalesce import Ranges
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, Place, read_to_memory
 from holdfast.engine.threads import default_threads
-from holdfast.errors import Corrupted, FormatError, HoldfastError, HoldfastWarning, LimitExceeded, MetadataError, Unsupported
+from holdfast.errors import (
+    Corrupted,
+    FormatError,
+    HoldfastError,
+    HoldfastWarning,
+    LimitExceeded,
+    MetadataError,
+    Unsupported,
+)
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.pickle.tensor_templates import Make, TensorArguments
 from holdfast.formats.torch.storages import StorageId, Storages, parse_storage_id
@@ -37,7 +45,13 @@ from holdfast.formats.zip.layout import Place as RecordPlace
 from holdfast.torch.cuda.load import LARGE_NBYTES, load_rows, reserve
 from holdfast.torch.cuda.plan import DeviceRows
 from holdfast.torch.serialization.allowed import MentionedNames
-from holdfast.torch.serialization.locations import MapLocation, cuda_device, located_by_caller, restorer, stays_on_cpu
+from holdfast.torch.serialization.locations import (
+    MapLocation,
+    cuda_device,
+    located_by_caller,
+    restorer,
+    stays_on_cpu,
+)
 from holdfast.torch.serialization.pickling import StorageClass
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.scratch import flat
@@ -52,7 +66,11 @@ def storage_dtype(what: object) -> DType | None:
     """The dtype of what stands for a class of storages while a file is loaded; uint8 for an untyped one."""
     if not isinstance(what, StorageClass | type):
         return None
-    found = torch.uint8 if what is torch.UntypedStorage else getattr(what, "_dtype", None) or getattr(what, "dtype", None)
+    found = (
+        torch.uint8
+        if what is torch.UntypedStorage
+        else getattr(what, "_dtype", None) or getattr(what, "dtype", None)
+    )
     return row_of(found) if isinstance(found, torch.dtype) else None
 
 
@@ -113,21 +131,34 @@ class _UntypedUses(MentionedNames):
         return found if isinstance(found, torch.dtype) else self.ANYTHING
 
     def persistent(self, pid: object) -> object:
-        return _Key(pid[2]) if isinstance(pid, tuple) and len(pid) > 4 and isinstance(pid[2], str) else self.ANYTHING
+        return (
+            _Key(pid[2])
+            if isinstance(pid, tuple) and len(pid) > 4 and isinstance(pid[2], str)
+            else self.ANYTHING
+        )
 
     def call(self, what: object, args: tuple[object, ...]) -> object:
         if what is FROM_TYPE and len(args) > 2 and args[0] is V3 and isinstance(args[2], tuple):
             what, args = V3, args[2]
-        if what is V3 and len(args) > 6 and isinstance(args[0], _Key) and isinstance(args[6], torch.dtype):
+        if (
+            what is V3
+            and len(args) > 6
+            and isinstance(args[0], _Key)
+            and isinstance(args[6], torch.dtype)
+        ):
             known = self.dtypes.setdefault(args[0].text, args[6])
             if known is None or _width(known) != _width(args[6]):
                 self.dtypes[args[0].text] = None
         return self.ANYTHING
 
 
-def damaged_storage(source: Source, key: str, place: tuple[int, int, int], label: str, found: int) -> Corrupted:
+def damaged_storage(
+    source: Source, key: str, place: tuple[int, int, int], label: str, found: int
+) -> Corrupted:
     start, nbytes, crc = place
-    return damage(Storage(key, start, nbytes, crc32=crc, label=label, home=source.store), label, found)
+    return damage(
+        Storage(key, start, nbytes, crc32=crc, label=label, home=source.store), label, found
+    )
 
 
 class OnGpu:
@@ -207,23 +238,31 @@ class LazyStorages(Storages[TypedStorage]):
 
     def whole(self, asked: StorageId) -> TypedStorage:
         made = self._rows.get(asked.key)
-        return typed(self._storage(asked) if made is None else made.untyped_storage(), dtype_of(asked.dtype))
+        return typed(
+            self._storage(asked) if made is None else made.untyped_storage(), dtype_of(asked.dtype)
+        )
 
     def part(self, whole: TypedStorage, key: str, start: int, count: int) -> TypedStorage:
         if key not in self._views:
             width = whole.dtype.itemsize
-            self._views[key] = typed(whole._untyped_storage[start * width : (start + count) * width], whole.dtype)
+            self._views[key] = typed(
+                whole._untyped_storage[start * width : (start + count) * width], whole.dtype
+            )
         return self._views[key]
 
     def kind(self, claim: TensorArguments, limits: Limits) -> Make | None:
         """Make tensors that fill their storages: torch allocates both at once. None where `persistent` has to give the storages."""
         find = self._find_row
         unfilled = self._fake or self._meta or self._skip
-        odd = self._swap or self._ahead_of_code or self._mapped is not None or unfilled or claim.grad
+        odd = (
+            self._swap or self._ahead_of_code or self._mapped is not None or unfilled or claim.grad
+        )
         if find is None or odd:
             return None
         try:
-            asked = parse_storage_id(("storage", claim.storage, "", claim.location, claim.elements), (5,), storage_dtype)
+            asked = parse_storage_id(
+                ("storage", claim.storage, "", claim.location, claim.elements), (5,), storage_dtype
+            )
             shape, steps, begin, last = reach(claim.offset, claim.size, claim.stride, limits)
         except HoldfastError:
             return None
@@ -275,7 +314,9 @@ class LazyStorages(Storages[TypedStorage]):
 
         def damaged(number: int, found: int) -> Corrupted:
             start, nbytes, _, crc = places[number]
-            return damaged_storage(self._source, self._key, (start, nbytes, crc), labels[number], found)
+            return damaged_storage(
+                self._source, self._key, (start, nbytes, crc), labels[number], found
+            )
 
         wanted = MemoryRanges.of_file(self._key, places, labels.__getitem__, damaged)
         read_to_memory(self._source.store, wanted, threads=default_threads(), verify=self._verify)
@@ -284,10 +325,14 @@ class LazyStorages(Storages[TypedStorage]):
         own = dtype_of(asked.dtype)
         dtype = self._untyped.get(asked.key, own) if own is torch.uint8 else own
         if dtype is None:
-            raise Unsupported(f"storage {asked.key} is seen as numbers of several widths, in a file of the other byte order")
+            raise Unsupported(
+                f"storage {asked.key} is seen as numbers of several widths, in a file of the other byte order"
+            )
         width = _width(dtype)
         if width > 1 and storage.nbytes() >= width:
-            words = np.frombuffer(memory_at(storage.data_ptr(), storage.nbytes() // width * width), f"u{width}")
+            words = np.frombuffer(
+                memory_at(storage.data_ptr(), storage.nbytes() // width * width), f"u{width}"
+            )
             words.byteswap(inplace=True)
 
     def _storage(self, asked: StorageId) -> torch.UntypedStorage:
@@ -351,7 +396,9 @@ class LazyStorages(Storages[TypedStorage]):
             places = self._everything()
             self._ahead = {key: torch.UntypedStorage(found.nbytes) for key, found in places.items()}
             for key, found in places.items():
-                self._wait(found.start, found.nbytes, self._ahead[key].data_ptr(), found.crc32, found.label)
+                self._wait(
+                    found.start, found.nbytes, self._ahead[key].data_ptr(), found.crc32, found.label
+                )
             self._read()
         return self._ahead
 
@@ -364,7 +411,10 @@ class LazyStorages(Storages[TypedStorage]):
             storage = self._make_on_gpu(found, device)
         else:
             if self._ahead is None:
-                self._ahead = {other: self._make_on_gpu(one, device) for other, one in self._everything().items()}
+                self._ahead = {
+                    other: self._make_on_gpu(one, device)
+                    for other, one in self._everything().items()
+                }
             storage = self._ahead[key]
         self._fill_gpus()
         return storage
@@ -381,7 +431,9 @@ class LazyStorages(Storages[TypedStorage]):
         self._wait_on_gpu(found.start, found.nbytes, found.crc32, found.label, target)
         return storage
 
-    def _wait_on_gpu(self, start: int, nbytes: int, crc32: int | None, label: str, target: torch.Tensor) -> None:
+    def _wait_on_gpu(
+        self, start: int, nbytes: int, crc32: int | None, label: str, target: torch.Tensor
+    ) -> None:
         """Add a storage on a GPU that is to be filled, given a tensor over all of it."""
         waiting = self._gpus.get(target.device)
         if waiting is None:

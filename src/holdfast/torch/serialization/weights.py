@@ -52,7 +52,13 @@ from holdfast.formats.pickle.table import Args, Name, Pending, ReducerTable, Row
 from holdfast.formats.pickle.tensor_templates import Make, TensorArguments
 from holdfast.formats.torch.reducers import BuildingTable
 from holdfast.formats.torch.tensors import brief
-from holdfast.torch.serialization.allowed import BLOCKED, default_globals, known_globals, python3_name, user_globals
+from holdfast.torch.serialization.allowed import (
+    BLOCKED,
+    default_globals,
+    known_globals,
+    python3_name,
+    user_globals,
+)
 from holdfast.torch.serialization.rebuild import TorchBuilder, refused_by_torch
 from holdfast.torch.serialization.refusals import DEFAULT_PROTOCOL, REGISTERED, forbidden, label
 from holdfast.torch.serialization.storages import LazyStorages, as_text
@@ -128,7 +134,13 @@ class WeightsTable(BuildingTable):
         row = self._rows.get(id(what))
         if row is None:
             name = _names().get(id(what)) or function_name(what)
-            row = self.calls[name] if name is not None else allowed_row(what) if self.is_allowed(what) else None
+            row = (
+                self.calls[name]
+                if name is not None
+                else allowed_row(what)
+                if self.is_allowed(what)
+                else None
+            )
             if row is not None:
                 self._rows[id(what)] = row
         return row
@@ -147,7 +159,9 @@ class WeightsTable(BuildingTable):
         try:
             return text.encode(self._encoding)
         except UnicodeEncodeError as error:
-            raise PickleError(f"a Python 2 string that is not {self._encoding}: {error.reason}") from None
+            raise PickleError(
+                f"a Python 2 string that is not {self._encoding}: {error.reason}"
+            ) from None
 
     def string(self, raw: bytes) -> str | bytes:
         """A Python 2 string in the caller's `encoding`, which `bytes` turns off."""
@@ -156,7 +170,9 @@ class WeightsTable(BuildingTable):
         try:
             return raw.decode(self._encoding)
         except UnicodeDecodeError as error:
-            raise PickleError(f"a Python 2 string that is not {self._encoding}: {error.reason}") from None
+            raise PickleError(
+                f"a Python 2 string that is not {self._encoding}: {error.reason}"
+            ) from None
 
     def find(self, module: str, name: str) -> object:
         module, name = python3_name(module, name)
@@ -204,7 +220,11 @@ class WeightsTable(BuildingTable):
 
     def instance(self, cls: object, args: Args) -> object:
         """As Python 3 does for OBJ and INST: the class is called, or only made where there is nothing to call it with."""
-        if isinstance(cls, type) and self.row(cls) is None and (args or hasattr(cls, "__getinitargs__")):
+        if (
+            isinstance(cls, type)
+            and self.row(cls) is None
+            and (args or hasattr(cls, "__getinitargs__"))
+        ):
             return self.call(cls, args)
         return self.new(cls, args, None)
 
@@ -241,7 +261,9 @@ class WeightsTable(BuildingTable):
     def _set_items(self, obj: object, flat: list[object], opcode: str) -> None:
         if type(obj) not in (OrderedDict, Counter) or not isinstance(obj, dict):
             known = "dict, collections.OrderedDict, collections.Counter"
-            raise PickleError(f"Can only {opcode} for {known}, but got {type(obj)}", found=type(obj).__name__)
+            raise PickleError(
+                f"Can only {opcode} for {known}, but got {type(obj)}", found=type(obj).__name__
+            )
         self.spending.fill(obj, flat)
 
     def add(self, obj: object, values: list[object]) -> None:
@@ -253,11 +275,15 @@ class WeightsTable(BuildingTable):
     def _set_entries(self, target: object, state: object) -> None:
         """Set attributes of an OrderedDict, such as `_metadata`. None may hide one that it has."""
         if not isinstance(state, dict):
-            raise PickleError("the attributes of an OrderedDict must be a dict", found=type(state).__name__)
+            raise PickleError(
+                "the attributes of an OrderedDict must be a dict", found=type(state).__name__
+            )
         self.spending.copy(len(state))
         for name in state:
             if type(name) is not str or hasattr(OrderedDict, name):
-                raise PickleError("an OrderedDict with an attribute that it cannot have had", found=brief(name))
+                raise PickleError(
+                    "an OrderedDict with an attribute that it cannot have had", found=brief(name)
+                )
         vars(target).update(state)
 
     # What the user allowed.
@@ -302,7 +328,9 @@ class WeightsTable(BuildingTable):
             if isinstance(each, Pending):
                 raise PickleError(f"a {each.name} that BUILD has not finished")
             kind = type(each).__name__
-            raise PickleError(f"Object created by NEWOBJ was not initialized by BUILD: a {kind}, whose memory holds anything")
+            raise PickleError(
+                f"Object created by NEWOBJ was not initialized by BUILD: a {kind}, whose memory holds anything"
+            )
 
     def _fill_for(self, args: Args, kwargs: dict[str, object] | None) -> None:
         """Fill the storages, unless the code that is about to run has no access to any."""
@@ -317,7 +345,12 @@ class WeightsTable(BuildingTable):
             return
         if isinstance(obj, np.dtype):
             raise PickleError("a BUILD of a dtype that is complete")
-        if isinstance(obj, partial) and isinstance(state, tuple) and state and isinstance(state[0], partial):
+        if (
+            isinstance(obj, partial)
+            and isinstance(state, tuple)
+            and state
+            and isinstance(state[0], partial)
+        ):
             raise PickleError("a partial of a partial, which Python makes one")
         method = getattr(obj, "__setstate__", None)
         if isinstance(obj, torch.Tensor) and type(obj).__setstate__ is torch.Tensor.__setstate__:
@@ -326,7 +359,9 @@ class WeightsTable(BuildingTable):
             self.storages.fill()
             self.run(type(obj), partial(method, state))
             return
-        attributes, slots = map(_by_name, state if isinstance(state, tuple) and len(state) == 2 else (state, None))
+        attributes, slots = map(
+            _by_name, state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+        )
         self.spending.copy(len(attributes) + len(slots))
         if attributes:
             if not hasattr(obj, "__dict__"):
@@ -338,14 +373,20 @@ class WeightsTable(BuildingTable):
                 if name.startswith("__"):
                     raise PickleError("a slot that belongs to Python", found=name[:64])
                 if not hasattr(type(obj), name) and not hasattr(obj, "__dict__"):
-                    raise PickleError(f"a {type(obj).__name__} has no slot of that name", found=name[:64])
+                    raise PickleError(
+                        f"a {type(obj).__name__} has no slot of that name", found=name[:64]
+                    )
                 setattr(obj, name, value)
 
 
 def _by_name(state: object) -> dict[str, object]:
     """Attributes and their values, from a part of an object's state."""
-    if state is not None and (not isinstance(state, dict) or not all(type(name) is str for name in state)):
-        raise PickleError("an object whose state is not attributes by name", found=type(state).__name__)
+    if state is not None and (
+        not isinstance(state, dict) or not all(type(name) is str for name in state)
+    ):
+        raise PickleError(
+            "an object whose state is not attributes by name", found=type(state).__name__
+        )
     return state or {}
 
 
@@ -400,7 +441,11 @@ class UnfinishedDType(arrays.PendingDType):
                 raise PickleError("a subarray of what is no dtype and shape")
         made: AnyDType = checked("a subarray", np.dtype, (inner, tuple(sizes)))
         if made.itemsize != self._nbytes():
-            raise PickleError("a subarray of another size than its own", expected=made.itemsize, found=self._nbytes())
+            raise PickleError(
+                "a subarray of another size than its own",
+                expected=made.itemsize,
+                found=self._nbytes(),
+            )
         return made
 
     def _structured(self, names: object, fields: object, rest: tuple[object, ...]) -> AnyDType:
@@ -412,7 +457,9 @@ class UnfinishedDType(arrays.PendingDType):
         formats, offsets, titles = [], [], []
         for name in names:
             match fields.get(name) if type(name) is str else None:
-                case (np.dtype() as inner, int(offset), *title) if not title or (len(title) == 1 and type(title[0]) is str):
+                case (np.dtype() as inner, int(offset), *title) if not title or (
+                    len(title) == 1 and type(title[0]) is str
+                ):
                     formats.append(inner)
                     offsets.append(offset)
                     titles.append(title[0] if title else None)
@@ -420,7 +467,13 @@ class UnfinishedDType(arrays.PendingDType):
                     raise PickleError("a structured dtype whose names and fields do not agree")
         code = self.args[0]
         whole = size if isinstance(code, type) else self._nbytes()
-        spec = {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": whole, "aligned": bool(flags & ALIGNED)}
+        spec = {
+            "names": list(names),
+            "formats": formats,
+            "offsets": offsets,
+            "itemsize": whole,
+            "aligned": bool(flags & ALIGNED),
+        }
         if any(titles):
             spec["titles"] = titles
         made: AnyDType = checked("a structured dtype", np.dtype, spec)
@@ -441,7 +494,9 @@ def check_fields(made: AnyDType, table: ReducerTable) -> None:
         if count > FIELDS:
             break
         inner = [each.subdtype[0] for each in level if each.subdtype is not None]
-        level = inner + [each.fields[name][0] for each in level if each.fields for name in each.names or ()]
+        level = inner + [
+            each.fields[name][0] for each in level if each.fields for name in each.names or ()
+        ]
         if not level:
             table.spending.copy(count)
             return
@@ -452,8 +507,15 @@ def scalar(table: WeightsTable, args: Args) -> object:
     match args:
         case (np.dtype(kind="O"), value):
             return value
-        case (np.dtype() as dtype, np.ndarray() as whole) if dtype.hasobject and dtype.names is not None:
-            if type(whole) is not np.ndarray or whole.shape != () or whole.dtype != dtype or id(whole) in table.blank:
+        case (np.dtype() as dtype, np.ndarray() as whole) if (
+            dtype.hasobject and dtype.names is not None
+        ):
+            if (
+                type(whole) is not np.ndarray
+                or whole.shape != ()
+                or whole.dtype != dtype
+                or id(whole) in table.blank
+            ):
                 raise PickleError("a numpy scalar of another type than its array")
             made: object = checked("a numpy scalar", SCALAR, dtype, whole)
             table.depths[id(made)] = nesting_depth(table, [whole]), made
@@ -467,7 +529,9 @@ def scalar(table: WeightsTable, args: Args) -> object:
 
 def reconstruct(table: WeightsTable, args: Args) -> object:
     match args:
-        case (type() as kind, tuple(), bytes() | str()) if issubclass(kind, np.ndarray) and table.is_allowed(kind):
+        case (type() as kind, tuple(), bytes() | str()) if issubclass(
+            kind, np.ndarray
+        ) and table.is_allowed(kind):
             made = table.run(kind, lambda: np.ndarray.__new__(kind, (0,), "b"))
             table.blank[id(made)] = made
             return made
@@ -486,7 +550,9 @@ def give_array_state(table: WeightsTable, array: np.ndarray, state: Any) -> None
     # Its class hands the beginning of the state on to numpy, or a part of it.
     table.depths[id(array)] = 0, array
     for part in (state, *state) if isinstance(state, tuple | list) else ():
-        if isinstance(part, tuple | list) and any(isinstance(each, np.dtype | UnfinishedDType) for each in part[1:3]):
+        if isinstance(part, tuple | list) and any(
+            isinstance(each, np.dtype | UnfinishedDType) for each in part[1:3]
+        ):
             check_state(table, array, tuple(part[: 5 if isinstance(part[0], int) else 4]))
     table.storages.fill()
     table.run(type(array), lambda: array.__setstate__(state))
@@ -503,12 +569,21 @@ def check_state(table: WeightsTable, array: np.ndarray, state: object) -> tuple[
     sizes = arrays.array_sizes(shape, table)
     if isinstance(data, list):
         if not dtype.hasobject or dtype.subdtype is not None or math.prod(sizes) != len(data):
-            raise PickleError(f"an array of shape {tuple(sizes)} and type {dtype} from a list of {len(data):,} objects")
+            raise PickleError(
+                f"an array of shape {tuple(sizes)} and type {dtype} from a list of {len(data):,} objects"
+            )
         table.spending.copy(len(data) * max(dtype.itemsize // PER_OBJECT, 1))
-        table.depths[id(array)] = nesting_depth(table, (each for item in data for each in objects_in(table, item, dtype))), array
+        table.depths[id(array)] = (
+            nesting_depth(
+                table, (each for item in data for each in objects_in(table, item, dtype))
+            ),
+            array,
+        )
     else:
         if arrays.array_over(data, dtype, shape, fortran=fortran, table=table) is NotImplemented:
-            table.spending.copy(math.prod(sizes))  # elements of no bytes, which whoever looks at them pays for
+            table.spending.copy(
+                math.prod(sizes)
+            )  # elements of no bytes, which whoever looks at them pays for
         if not dtype.isnative and dtype.kind != "U":
             # numpy turns the bytes round. That of text was paid for when it was looked through.
             table.spending.copy(math.prod(sizes) * dtype.itemsize)
@@ -521,7 +596,9 @@ def objects_in(table: WeightsTable, item: object, dtype: AnyDType) -> Iterator[o
         yield item
     elif dtype.names is None or dtype.fields is None:
         if type(item) not in PLAIN or dtype.subdtype is not None:
-            raise PickleError(f"a {type(item).__name__} as an element of type {dtype}", found=type(item).__name__)
+            raise PickleError(
+                f"a {type(item).__name__} as an element of type {dtype}", found=type(item).__name__
+            )
         if isinstance(item, str | bytes) and len(item) > LONG_TEXT:
             table.spending.copy(len(item))
     else:
@@ -595,7 +672,10 @@ ROWS: dict[int, Row] = {
     id(defaultdict): empty_default,
     id(partial): flat_partial,
     id(slice): counted_slice,
-    **{id(kind): path_row(kind) for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)},
+    **{
+        id(kind): path_row(kind)
+        for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+    },
 }
 """By identity: numpy 1 and 2 have these under different names."""
 

@@ -31,9 +31,20 @@ from holdfast.torch.sparsity.kinds import (
     SaliencyPruner,
     WeightNormSparsifier,
 )
-from holdfast.torch.sparsity.masks import block_mask, global_masks, global_threshold, magnitude_mask, nm_mask, random_mask
+from holdfast.torch.sparsity.masks import (
+    block_mask,
+    global_masks,
+    global_threshold,
+    magnitude_mask,
+    nm_mask,
+    random_mask,
+)
 from holdfast.torch.sparsity.schedule import BaseScheduler, CubicSL, LambdaSL, LinearSL
-from holdfast.torch.sparsity.semi_structured import from_semi_structured, is_two_of_four, to_semi_structured
+from holdfast.torch.sparsity.semi_structured import (
+    from_semi_structured,
+    is_two_of_four,
+    to_semi_structured,
+)
 from holdfast.torch.sparsity.sparsifier import BaseSparsifier, pack_mask, unpack_mask
 
 __all__ = [

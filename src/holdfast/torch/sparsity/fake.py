@@ -38,7 +38,9 @@ class FakeSparsity(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Set what the mask prunes to zero."""
         if self.mask.shape != x.shape:
-            raise ValueError(f"mask shape {tuple(self.mask.shape)} must match the shape of the tensor, {tuple(x.shape)}")
+            raise ValueError(
+                f"mask shape {tuple(self.mask.shape)} must match the shape of the tensor, {tuple(x.shape)}"
+            )
         return self.mask * x
 
 
@@ -48,12 +50,16 @@ class FakeStructuredSparsity(FakeSparsity):
     def __init__(self, mask: torch.Tensor, dim: int = 0) -> None:
         super().__init__(mask)
         if mask.dim() != 1:
-            raise ValueError(f"a mask of rows or channels has one dimension; found {tuple(mask.shape)}")
+            raise ValueError(
+                f"a mask of rows or channels has one dimension; found {tuple(mask.shape)}"
+            )
         self.dim = dim
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.dim >= x.dim() or self.mask.shape[0] != x.shape[self.dim]:
-            raise ValueError(f"mask length {self.mask.shape[0]} must match axis {self.dim} of the tensor, {tuple(x.shape)}")
+            raise ValueError(
+                f"mask length {self.mask.shape[0]} must match axis {self.dim} of the tensor, {tuple(x.shape)}"
+            )
         shape = [1] * x.dim()
         shape[self.dim] = -1
         return self.mask.view(shape) * x
@@ -62,7 +68,9 @@ class FakeStructuredSparsity(FakeSparsity):
 def fake_of(module: nn.Module, tensor_name: str) -> FakeSparsity | None:
     if not parametrize.is_parametrized(module, tensor_name):
         return None
-    return next((found for found in _steps(module, tensor_name) if isinstance(found, FakeSparsity)), None)
+    return next(
+        (found for found in _steps(module, tensor_name) if isinstance(found, FakeSparsity)), None
+    )
 
 
 def parametrized_names(module: nn.Module) -> list[str]:
@@ -79,7 +87,11 @@ def _steps(module: nn.Module, tensor_name: str) -> nn.ModuleList:
 
 
 def put_mask(module: nn.Module, tensor_name: str, fake: FakeSparsity) -> None:
-    earlier = [found.names for name in parametrized_names(module) if (found := fake_of(module, name)) is not None]
+    earlier = [
+        found.names
+        for name in parametrized_names(module)
+        if (found := fake_of(module, name)) is not None
+    ]
     fake.names = earlier[0] if earlier else tuple(module._parameters)
     parametrize.register_parametrization(module, tensor_name, fake)
     if isinstance(module, nn.RNNBase) and _list_weights not in module._forward_pre_hooks.values():
@@ -152,7 +164,11 @@ Mapped = Mapping[type[nn.Module], FromDense]
 
 def module_contains_param(module: nn.Module, parametrization: type[nn.Module]) -> bool:
     """Whether any of the module's tensors carries a parametrization of that class."""
-    return any(isinstance(found, parametrization) for name in parametrized_names(module) for found in _steps(module, name))
+    return any(
+        isinstance(found, parametrization)
+        for name in parametrized_names(module)
+        for found in _steps(module, name)
+    )
 
 
 def swap_module(mod: nn.Module, mapping: Mapped) -> nn.Module:
@@ -165,7 +181,9 @@ def swap_module(mod: nn.Module, mapping: Mapped) -> nn.Module:
         return mod
     devices = {tensor.device for tensor in (*mod.parameters(), *mod.buffers())}
     if len(devices) > 1:
-        raise ValueError(f"a module on one device can be swapped; this one is on {', '.join(sorted(map(str, devices)))}")
+        raise ValueError(
+            f"a module on one device can be swapped; this one is on {', '.join(sorted(map(str, devices)))}"
+        )
     made = target.from_dense(mod)
     for hook in mod._forward_pre_hooks.values():
         made.register_forward_pre_hook(hook)
@@ -241,7 +259,11 @@ def similar_names(name: str, names: Iterable[str]) -> str:
     found = difflib.get_close_matches(name, known[:10_000], n=3, cutoff=0.5)
     if found:
         return f"; did you mean {' or '.join(map(repr, found))}?"
-    return f"; there are {len(known):,}: {', '.join(known[:5])}{', …' if len(known) > 5 else ''}" if known else ""
+    return (
+        f"; there are {len(known):,}: {', '.join(known[:5])}{', …' if len(known) > 5 else ''}"
+        if known
+        else ""
+    )
 
 
 class Weight(Value, frozen=True, eq=False):
@@ -277,14 +299,24 @@ class Weights:
     def find(self, fqn: str) -> Weight:
         """The tensor of that name; `NoSuchTensor` suggests others."""
         if not isinstance(fqn, str):
-            raise TypeError(f"tensor_fqn is the dotted name of a tensor; found a {type(fqn).__name__}")
+            raise TypeError(
+                f"tensor_fqn is the dotted name of a tensor; found a {type(fqn).__name__}"
+            )
         info = get_arg_info_from_tensor_fqn(self._model, fqn)
         module, name = info["module"], info["tensor_name"]
         if isinstance(fqn_to_module(self._model, fqn), nn.Module):
-            inner = [known for known in self._names if known.startswith(f"{fqn}.")] if fqn else self._names
-            raise ValueError(f"{fqn!r} is a module and not a tensor{similar_names(f'{fqn}.weight', inner)}")
+            inner = (
+                [known for known in self._names if known.startswith(f"{fqn}.")]
+                if fqn
+                else self._names
+            )
+            raise ValueError(
+                f"{fqn!r} is a module and not a tensor{similar_names(f'{fqn}.weight', inner)}"
+            )
         if module is None or not (name in _stored(module) or hasattr(module, name)):
-            raise NoSuchTensor(f"the model has no tensor {fqn!r}{similar_names(fqn, self._names)}", tensor=fqn)
+            raise NoSuchTensor(
+                f"the model has no tensor {fqn!r}{similar_names(fqn, self._names)}", tensor=fqn
+            )
         if name not in _stored(module):
             if getattr(module, name) is None:
                 raise ValueError(f"{fqn!r} is None: the module was made without it")
@@ -298,25 +330,42 @@ class Weights:
         """Raise where a tensor cannot have a mask: it is not floating-point, shared with another place, or parametrized."""
         if parametrize.is_parametrized(weight.module, weight.name):
             if fake_of(weight.module, weight.name) is not None:
-                raise ValueError(f"{weight.fqn!r} has a mask already: a sparsifier was prepared with it; squash that one first")
-            raise ValueError(f"{weight.fqn!r} is parametrized: a mask on it would not be a mask of what is stored")
+                raise ValueError(
+                    f"{weight.fqn!r} has a mask already: a sparsifier was prepared with it; squash that one first"
+                )
+            raise ValueError(
+                f"{weight.fqn!r} is parametrized: a mask on it would not be a mask of what is stored"
+            )
         tensor = weight.tensor
         if is_lazy(tensor):
             raise ValueError(f"{weight.fqn!r} is not initialised yet: run the model once before")
         if tensor.is_quantized or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             kind = "quantised" if tensor.is_quantized else str(tensor.dtype)
-            raise TypeError(f"{weight.fqn!r} is {kind}: masks are for weights of 16, 32 or 64-bit floating point")
+            raise TypeError(
+                f"{weight.fqn!r} is {kind}: masks are for weights of 16, 32 or 64-bit floating point"
+            )
         if tensor.layout is not torch.strided:
             raise TypeError(f"{weight.fqn!r} is {tensor.layout}: masks are for dense tensors")
         if type(tensor) is not torch.Tensor and not issubclass(type(tensor), nn.Parameter):
             # torchao's quantised weights say that they are bfloat16; a DTensor has a part of the elements on each rank.
             hint = "; prepare before fully_shard" if is_cut(tensor) else ""
-            raise TypeError(f"{weight.fqn!r} is a {type(tensor).__name__}: masks are for plain tensors{hint}")
+            raise TypeError(
+                f"{weight.fqn!r} is a {type(tensor).__name__}: masks are for plain tensors{hint}"
+            )
         if tensor.is_meta:
-            raise ValueError(f"{weight.fqn!r} is on the meta device: give the model its weights before it is prepared")
-        others = {fqn for key in _identities(tensor) for place, fqn in self._sharing[key] if place != weight.place}
+            raise ValueError(
+                f"{weight.fqn!r} is on the meta device: give the model its weights before it is prepared"
+            )
+        others = {
+            fqn
+            for key in _identities(tensor)
+            for place, fqn in self._sharing[key]
+            if place != weight.place
+        }
         if others:
-            raise ValueError(f"{weight.fqn!r} is shared with {', '.join(sorted(others))}: a mask on one would part them")
+            raise ValueError(
+                f"{weight.fqn!r} is shared with {', '.join(sorted(others))}: a mask on one would part them"
+            )
 
 
 def _stored(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -327,13 +376,22 @@ def _stored(module: nn.Module) -> dict[str, torch.Tensor]:
         steps = module.parametrizations[name]  # type: ignore[index]  # a ModuleDict
         # A tensor made of several has no `original`; it has a name, and is refused.
         tensor = getattr(steps, "original", None)
-        found[name] = tensor if isinstance(tensor, torch.Tensor) else getattr(steps, "original0", torch.empty(0))
+        found[name] = (
+            tensor
+            if isinstance(tensor, torch.Tensor)
+            else getattr(steps, "original0", torch.empty(0))
+        )
     return found
 
 
 def _identities(tensor: torch.Tensor) -> list[object]:
     """Keys of which two tensors share one when they are the same: the object, or the address of the first element."""
     keys: list[object] = [("object", id(tensor))]
-    if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel():
+    if (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and not tensor.is_meta
+        and tensor.layout is torch.strided
+        and tensor.numel()
+    ):
         keys.append(("address", tensor.device, tensor.data_ptr()))
     return keys

@@ -64,7 +64,11 @@ class WeightNormSparsifier(BaseSparsifier):
         rows, columns = sparse_block_shape
         zeros = rows * columns if zeros_per_block is None else zeros_per_block
         super().__init__(
-            {"sparsity_level": sparsity_level, "sparse_block_shape": tuple(sparse_block_shape), "zeros_per_block": zeros}
+            {
+                "sparsity_level": sparsity_level,
+                "sparse_block_shape": tuple(sparse_block_shape),
+                "zeros_per_block": zeros,
+            }
         )
 
     @property
@@ -76,7 +80,9 @@ class WeightNormSparsifier(BaseSparsifier):
 
     def check_config(self, weight: Weight, config: Group) -> None:
         try:
-            _check(config["sparsity_level"], config["sparse_block_shape"], config["zeros_per_block"])
+            _check(
+                config["sparsity_level"], config["sparse_block_shape"], config["zeros_per_block"]
+            )
         except ValueError as error:
             raise ValueError(f"{weight.fqn!r}: {error}") from None
 
@@ -91,17 +97,32 @@ class WeightNormSparsifier(BaseSparsifier):
     ) -> None:
         weight, mask = whole_of(module, tensor_name), _mask(module, tensor_name)
         zeros, pruned = zeros_per_block, (mask == 0).view(weight.shape)
-        kept = masks.block_mask(weight, sparse_block_shape, sparsity_level, zeros_per_block=zeros, norm=self.norm, pruned=pruned)
+        kept = masks.block_mask(
+            weight,
+            sparse_block_shape,
+            sparsity_level,
+            zeros_per_block=zeros,
+            norm=self.norm,
+            pruned=pruned,
+        )
         mask.copy_(kept)
 
 
 def _check(level: float, shape: Sequence[int], zeros: int | None) -> None:
     checked_level(level)
-    if not isinstance(shape, tuple | list) or len(shape) != 2 or not all(isinstance(n, int) and n >= 1 for n in shape):
-        raise ValueError(f"sparse_block_shape is rows and columns, both at least 1; found {shape!r}")
+    if (
+        not isinstance(shape, tuple | list)
+        or len(shape) != 2
+        or not all(isinstance(n, int) and n >= 1 for n in shape)
+    ):
+        raise ValueError(
+            f"sparse_block_shape is rows and columns, both at least 1; found {shape!r}"
+        )
     size = shape[0] * shape[1]
     if zeros is not None and (not isinstance(zeros, int) or not 0 <= zeros <= size):
-        raise ValueError(f"zeros_per_block is at most the {size} elements of a block of {shape[0]} x {shape[1]}; found {zeros}")
+        raise ValueError(
+            f"zeros_per_block is at most the {size} elements of a block of {shape[0]} x {shape[1]}; found {zeros}"
+        )
 
 
 Scope = Literal["tensor", "global"]
@@ -134,11 +155,24 @@ class _Elements(BaseSparsifier):
         for prefix, module in model.named_modules():
             if isinstance(module, parametrize.ParametrizationList):
                 continue
-            if SUPPORTED_MODULES and parametrize.type_before_parametrizations(module) not in SUPPORTED_MODULES:
+            if (
+                SUPPORTED_MODULES
+                and parametrize.type_before_parametrizations(module) not in SUPPORTED_MODULES
+            ):
                 continue
-            names = [name for name, found in module._parameters.items() if found is not None and found.dim() > 1]
-            names += [name for name in parametrized_names(module) if fake_of(module, name) is not None]
-            config += [{"tensor_fqn": f"{prefix}.{name}" if prefix else name} for name in names if "weight" in name]
+            names = [
+                name
+                for name, found in module._parameters.items()
+                if found is not None and found.dim() > 1
+            ]
+            names += [
+                name for name in parametrized_names(module) if fake_of(module, name) is not None
+            ]
+            config += [
+                {"tensor_fqn": f"{prefix}.{name}" if prefix else name}
+                for name in names
+                if "weight" in name
+            ]
         self.config = config
 
 
@@ -159,14 +193,19 @@ class MagnitudeSparsifier(_Elements):
     def _update(self) -> None:
         if self.scope == "tensor":
             return super()._update()
-        levels = {group["tensor_fqn"]: checked_level(group["sparsity_level"]) for group in self.groups}
+        levels = {
+            group["tensor_fqn"]: checked_level(group["sparsity_level"]) for group in self.groups
+        }
         if len(set(levels.values())) > 1:
             least, most = min(levels, key=levels.__getitem__), max(levels, key=levels.__getitem__)
             raise ValueError(
                 "a global threshold has one sparsity level, and the config has several: "
                 f"{levels[least]:g} for {least!r}, {levels[most]:g} for {most!r}"
             )
-        return self._prune([(group["module"], group["tensor_name"]) for group in self.groups], next(iter(levels.values()), 0.0))
+        return self._prune(
+            [(group["module"], group["tensor_name"]) for group in self.groups],
+            next(iter(levels.values()), 0.0),
+        )
 
     def update_mask(  # type: ignore[override]  # torch's signature: the settings by name
         self, module: nn.Module, tensor_name: str, sparsity_level: float, **kwargs: object
@@ -176,7 +215,9 @@ class MagnitudeSparsifier(_Elements):
     @staticmethod
     def _prune(places: list[tuple[nn.Module, str]], level: float) -> None:
         old = [_mask(*place) for place in places]
-        kept = masks.global_masks([whole_of(*place) for place in places], level, pruned=[mask == 0 for mask in old])
+        kept = masks.global_masks(
+            [whole_of(*place) for place in places], level, pruned=[mask == 0 for mask in old]
+        )
         for mask, keep in zip(old, kept, strict=True):
             mask.copy_(keep)
 
@@ -188,19 +229,38 @@ class RandomSparsifier(_Elements):
     on the device, on the other tensors or on the rank. A generator is asked for a seed once.
     """
 
-    def __init__(self, sparsity_level: float = 0.5, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        sparsity_level: float = 0.5,
+        *,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
         if seed is not None and generator is not None:
             raise ValueError("give a seed or a generator, not both")
         checked_level(sparsity_level)
-        super().__init__({"sparsity_level": sparsity_level, "seed": masks.drawn_seed(generator if seed is None else seed)})
+        super().__init__(
+            {
+                "sparsity_level": sparsity_level,
+                "seed": masks.drawn_seed(generator if seed is None else seed),
+            }
+        )
 
     def update_mask(  # type: ignore[override]  # torch's signature: the settings by name
-        self, module: nn.Module, tensor_name: str, sparsity_level: float, seed: int, tensor_fqn: str, **kwargs: object
+        self,
+        module: nn.Module,
+        tensor_name: str,
+        sparsity_level: float,
+        seed: int,
+        tensor_fqn: str,
+        **kwargs: object,
     ) -> None:
         mask = _mask(module, tensor_name)
         digest = hashlib.sha256(f"{seed}:{tensor_fqn}".encode()).digest()
         own = int.from_bytes(digest[:8], "little")
-        mask.copy_(masks.random_mask(whole_of(module, tensor_name), sparsity_level, own, pruned=mask == 0))
+        mask.copy_(
+            masks.random_mask(whole_of(module, tensor_name), sparsity_level, own, pruned=mask == 0)
+        )
 
 
 def _mask(module: nn.Module, tensor_name: str) -> torch.Tensor:
@@ -226,10 +286,17 @@ class NearlyDiagonalSparsifier(BaseSparsifier):
         rows, columns = matrix_shape(mask.shape)
         # Checked here and not in `prepare`: torch raises at the first step.
         if nearliness > 0 and nearliness % 2 == 0:
-            raise ValueError(f"nearliness is an odd number, the same on both sides of the diagonal; found {nearliness}")
+            raise ValueError(
+                f"nearliness is an odd number, the same on both sides of the diagonal; found {nearliness}"
+            )
         if nearliness // 2 >= min(rows, columns):
-            raise ValueError(f"nearliness {nearliness} is too large for a weight of {rows} x {columns}")
-        off = (torch.arange(rows, device=mask.device)[:, None] - torch.arange(columns, device=mask.device)).abs()
+            raise ValueError(
+                f"nearliness {nearliness} is too large for a weight of {rows} x {columns}"
+            )
+        off = (
+            torch.arange(rows, device=mask.device)[:, None]
+            - torch.arange(columns, device=mask.device)
+        ).abs()
         kept = off <= nearliness // 2 if nearliness > 0 else torch.zeros_like(off, dtype=torch.bool)
         mask.copy_(kept.view(mask.shape))
 
@@ -248,7 +315,9 @@ class BaseStructuredSparsifier(BaseSparsifier):
 
     def __init__(self, defaults: Mapping[str, object] | None = None, patterns: None = None) -> None:
         if patterns is not None:
-            raise Unsupported("patterns are for rewriting the sizes of modules, which is not done here")
+            raise Unsupported(
+                "patterns are for rewriting the sizes of modules, which is not done here"
+            )
         super().__init__(defaults)
 
     def make_config_from_model(
@@ -257,7 +326,9 @@ class BaseStructuredSparsifier(BaseSparsifier):
         SUPPORTED_MODULES: Collection[type[nn.Module]] | None = MODULES,  # noqa: N803 (torch's name)
     ) -> None:
         """Take the `weight` of every linear module and convolution."""
-        super().make_config_from_model(model, MODULES if SUPPORTED_MODULES is None else SUPPORTED_MODULES)
+        super().make_config_from_model(
+            model, MODULES if SUPPORTED_MODULES is None else SUPPORTED_MODULES
+        )
 
     def check_config(self, weight: Weight, config: Group) -> None:
         dim, shape = config.get("dim", 0), tuple(weight.tensor.shape)
@@ -271,7 +342,9 @@ class BaseStructuredSparsifier(BaseSparsifier):
         return self._fake_class(weight, group)(mask, group.get("dim", 0))  # type: ignore[call-arg]  # a FakeStructuredSparsity
 
     def fresh_mask(self, weight: Weight, config: Group) -> torch.Tensor:
-        return torch.ones(self.mask_shape(weight, config), dtype=torch.bool, device=weight.tensor.device)
+        return torch.ones(
+            self.mask_shape(weight, config), dtype=torch.bool, device=weight.tensor.device
+        )
 
     def _put(self, group: Group, fake: FakeSparsity) -> None:
         super()._put(group, fake)
@@ -287,13 +360,19 @@ class BaseStructuredSparsifier(BaseSparsifier):
 
     def prune(self) -> None:
         """Always raises `Unsupported`: `squash_mask` leaves rows of zeros, and a model of the same sizes."""
-        raise Unsupported("the sizes of modules are not rewritten; squash_mask() sets the pruned rows to zero")
+        raise Unsupported(
+            "the sizes of modules are not rewritten; squash_mask() sets the pruned rows to zero"
+        )
 
 
 def _masks_bias(group: Group) -> bool:
     module = group["module"]
     bias = module._parameters.get("bias")
-    rows = isinstance(module, MODULES) and group["tensor_name"] == "weight" and group.get("dim", 0) == 0
+    rows = (
+        isinstance(module, MODULES)
+        and group["tensor_name"] == "weight"
+        and group.get("dim", 0) == 0
+    )
     return bool(rows and bias is not None and group.get("prune_bias", True))
 
 
@@ -303,7 +382,9 @@ class SaliencyPruner(BaseStructuredSparsifier):
     def check_config(self, weight: Weight, config: Group) -> None:
         super().check_config(weight, config)
         if "sparsity_level" not in config:
-            raise ValueError(f"there is no sparsity_level for {weight.fqn!r}, neither in the defaults nor in the config")
+            raise ValueError(
+                f"there is no sparsity_level for {weight.fqn!r}, neither in the defaults nor in the config"
+            )
         _check_level(weight, config)
 
     def update_mask(  # type: ignore[override]  # torch's signature: the settings by name
@@ -314,4 +395,8 @@ class SaliencyPruner(BaseStructuredSparsifier):
         rows = whole_of(module, tensor_name).movedim(fake.dim, 0).reshape(len(fake.mask), -1)
         sums = rows.to(torch.float64).abs().sum(1)
         keys = [masks.Keys(masks.score_keys(sums), ~fake.mask)]
-        fake.mask.copy_(masks.keep_above(keys, masks.select(keys, int(checked_level(sparsity_level) * len(sums))))[0])
+        fake.mask.copy_(
+            masks.keep_above(
+                keys, masks.select(keys, int(checked_level(sparsity_level) * len(sums)))
+            )[0]
+        )

@@ -61,7 +61,9 @@ def checked_level(level: SupportsFloat) -> float:
     value = float(level)
     if not -SLACK <= value <= 1 + SLACK:  # NaN as well
         hint = f"; for {value:g} percent say {value / 100:g}" if 1 < value <= 100 else ""
-        raise ValueError(f"a sparsity level is the part that is pruned, from 0 to 1; found {value:g}{hint}")
+        raise ValueError(
+            f"a sparsity level is the part that is pruned, from 0 to 1; found {value:g}{hint}"
+        )
     return min(max(value, 0.0), 1.0)
 
 
@@ -74,7 +76,9 @@ def pruned_count(level: SupportsFloat, count: int) -> int:
     return threshold.pruned_count(checked_level(level), count)
 
 
-def magnitude_mask(tensor: torch.Tensor, level: SupportsFloat, *, pruned: torch.Tensor | None = None) -> torch.Tensor:
+def magnitude_mask(
+    tensor: torch.Tensor, level: SupportsFloat, *, pruned: torch.Tensor | None = None
+) -> torch.Tensor:
     """Keep the elements of the largest absolute values."""
     return global_masks([tensor], level, pruned=None if pruned is None else [pruned])[0]
 
@@ -113,16 +117,24 @@ def global_threshold(tensors: Sequence[torch.Tensor], level: SupportsFloat) -> T
 
 
 def global_masks(
-    tensors: Sequence[torch.Tensor], level: SupportsFloat, *, pruned: Sequence[torch.Tensor | None] | None = None
+    tensors: Sequence[torch.Tensor],
+    level: SupportsFloat,
+    *,
+    pruned: Sequence[torch.Tensor | None] | None = None,
 ) -> list[torch.Tensor]:
     """Keep what is largest among all tensors together, of whatever dtypes: a mask for each."""
     marks = [None] * len(tensors) if pruned is None else pruned
-    keys = [Keys(_flat(tensor), _marks(tensor, mark)) for tensor, mark in zip(tensors, marks, strict=True)]
+    keys = [
+        Keys(_flat(tensor), _marks(tensor, mark))
+        for tensor, mark in zip(tensors, marks, strict=True)
+    ]
     masks = keep_above(keys, _threshold(keys, level))
     return [mask.view(tensor.shape) for tensor, mask in zip(tensors, masks, strict=True)]
 
 
-def nm_mask(tensor: torch.Tensor, n: int, m: int, *, dim: int = -1, pruned: torch.Tensor | None = None) -> torch.Tensor:
+def nm_mask(
+    tensor: torch.Tensor, n: int, m: int, *, dim: int = -1, pruned: torch.Tensor | None = None
+) -> torch.Tensor:
     """Keep the `n` largest of every `m` neighbours along an axis, whose size `m` has to divide."""
     n, m = operator.index(n), operator.index(m)
     if not 0 <= n <= m or m < 1:
@@ -131,7 +143,9 @@ def nm_mask(tensor: torch.Tensor, n: int, m: int, *, dim: int = -1, pruned: torc
     if tensor.dim() == 0 or not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"a tensor of {tensor.dim()} dimensions has no axis {dim}")
     if tensor.shape[dim] % m:
-        raise ValueError(f"{n}:{m} needs an axis of a multiple of {m} elements; axis {dim} of {tuple(tensor.shape)} is none")
+        raise ValueError(
+            f"{n}:{m} needs an axis of a multiple of {m} elements; axis {dim} of {tuple(tensor.shape)} is none"
+        )
     values = flat.view(tensor.shape).movedim(dim, -1)
     marks = None if pruned is None else _marked(tensor, pruned).movedim(dim, -1).reshape(-1, m)
     kept = _keep_in_rows(values.reshape(-1, m), marks, m - n)
@@ -160,7 +174,9 @@ def block_mask(
     size = height * width
     zeros = size if zeros_per_block is None else operator.index(zeros_per_block)
     if not 0 <= zeros <= size:
-        raise ValueError(f"a block of {height} x {width} has {size} elements; found zeros_per_block={zeros}")
+        raise ValueError(
+            f"a block of {height} x {width} has {size} elements; found zeros_per_block={zeros}"
+        )
     matrix = _flat(tensor).view(matrix_shape(tensor.shape))
     marks = None if pruned is None else _marked(tensor, pruned).reshape(matrix.shape)
     scores = _scored(matrix, norm)
@@ -175,16 +191,22 @@ def block_mask(
         held = ((marked >= real_zeros) & (real_zeros > 0)).flatten()
     keys = [Keys(score_keys((sums / counts).flatten()), held)]
     kept = keep_above(keys, select(keys, pruned_count(level, sums.numel())))[0].view(sums.shape)
-    spread = kept.repeat_interleave(height, 0).repeat_interleave(width, 1)[: matrix.shape[0], : matrix.shape[1]]
+    spread = kept.repeat_interleave(height, 0).repeat_interleave(width, 1)[
+        : matrix.shape[0], : matrix.shape[1]
+    ]
     if zeros < size:
-        spread = spread | _keep_in_blocks(scores, marks, height=height, width=width, zeros=real_zeros)
+        spread = spread | _keep_in_blocks(
+            scores, marks, height=height, width=width, zeros=real_zeros
+        )
     return spread.reshape(tensor.shape).contiguous()
 
 
 def _block_shape(shape: Sequence[int]) -> tuple[int, int]:
     sizes = tuple(operator.index(n) for n in shape)
     if len(sizes) != 2 or min(sizes) < 1:
-        raise ValueError(f"a block is given as rows and columns, both at least 1; found {tuple(shape)}")
+        raise ValueError(
+            f"a block is given as rows and columns, both at least 1; found {tuple(shape)}"
+        )
     return sizes[0], sizes[1]
 
 
@@ -193,15 +215,21 @@ def _scored(matrix: torch.Tensor, norm: Norm) -> torch.Tensor:
     if callable(norm):
         scores = norm(matrix)
         if not isinstance(scores, torch.Tensor) or scores.shape != matrix.shape:
-            found = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-            raise ValueError(f"a norm gives a score for each element, {tuple(matrix.shape)}; found {found}")
+            found = (
+                tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+            )
+            raise ValueError(
+                f"a norm gives a score for each element, {tuple(matrix.shape)}; found {found}"
+            )
         return scores.detach()
     if norm not in (1, 2):
         raise NotImplementedError(f"the norm is 1, 2 or a function; found {norm!r}")
     return matrix.abs() if matrix.dtype.itemsize > 1 else matrix.to(torch.float32).abs()
 
 
-def _block_sums(matrix: torch.Tensor, height: int, width: int, *, square: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_sums(
+    matrix: torch.Tensor, height: int, width: int, *, square: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (-(-matrix.shape[0] // height), -(-matrix.shape[1] // width))
     sums = torch.zeros(shape, dtype=torch.float64, device=matrix.device)
     counts = torch.zeros(shape, dtype=torch.int64, device=matrix.device)
@@ -215,7 +243,12 @@ def _block_sums(matrix: torch.Tensor, height: int, width: int, *, square: bool =
 
 
 def _keep_in_blocks(
-    scores: torch.Tensor, marks: torch.Tensor | None, *, height: int, width: int, zeros: torch.Tensor
+    scores: torch.Tensor,
+    marks: torch.Tensor | None,
+    *,
+    height: int,
+    width: int,
+    zeros: torch.Tensor,
 ) -> torch.Tensor:
     rows, columns = scores.shape
     full = (zeros.shape[0] * height, zeros.shape[1] * width)
@@ -232,13 +265,17 @@ def _keep_in_blocks(
     keys = score_keys(scores)
     # Padding comes last, and `zeros` leaves it out.
     kept = _keep_in_rows(
-        by_blocks(keys, torch.iinfo(torch.int64).max), None if marks is None else by_blocks(marks, 0), zeros.flatten()
+        by_blocks(keys, torch.iinfo(torch.int64).max),
+        None if marks is None else by_blocks(marks, 0),
+        zeros.flatten(),
     )
     back = kept.view(zeros.shape[0], zeros.shape[1], height, width).permute(0, 2, 1, 3)
     return back.reshape(full)[:rows, :columns]
 
 
-def _keep_in_rows(values: torch.Tensor, marks: torch.Tensor | None, zeros: torch.Tensor | int) -> torch.Tensor:
+def _keep_in_rows(
+    values: torch.Tensor, marks: torch.Tensor | None, zeros: torch.Tensor | int
+) -> torch.Tensor:
     """Keep all but the lowest `zeros` of each row; numbers are ordered by magnitude."""
     kept = torch.ones(values.shape, dtype=torch.bool, device=values.device)
     step = max(1, CHUNK_ELEMENTS // max(1, values.shape[1]))
@@ -274,7 +311,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _marked(tensor: torch.Tensor, pruned: torch.Tensor) -> torch.Tensor:
-    if pruned.shape != tensor.shape or pruned.dtype is not torch.bool or pruned.device != tensor.device:
+    if (
+        pruned.shape != tensor.shape
+        or pruned.dtype is not torch.bool
+        or pruned.device != tensor.device
+    ):
         raise ValueError(
             f"what is pruned already is marked by booleans {tuple(tensor.shape)} on {tensor.device}; "
             f"found {pruned.dtype} {tuple(pruned.shape)} on {pruned.device}"
@@ -348,7 +389,11 @@ class Keys(Value, frozen=True, eq=False):
                 keys = random_keys(start, stop, seed=self.seed, device=values.device)
             else:
                 keys = magnitude_keys(values) if values.is_floating_point() else values
-            yield keys if self.pruned is None else torch.where(self.pruned[start:stop], keys + HELD, keys)
+            yield (
+                keys
+                if self.pruned is None
+                else torch.where(self.pruned[start:stop], keys + HELD, keys)
+            )
 
 
 def select(sources: Sequence[Keys], count: int) -> Threshold:
@@ -367,7 +412,9 @@ def select(sources: Sequence[Keys], count: int) -> Threshold:
         bins = torch.zeros(1 << (bits.known - bits.shift), dtype=torch.int64)
         base = _signed(bits.prefix << (bits.known - bits.shift), bits.shift)
         for keys in chunks:
-            bins += torch.bincount((_with_prefix(keys, bits) >> bits.shift) - base, minlength=len(bins)).cpu()
+            bins += torch.bincount(
+                (_with_prefix(keys, bits) >> bits.shift) - base, minlength=len(bins)
+            ).cpu()
         return bins.numpy()
 
     found = answered(search(count, total=total, width=64), answer)
@@ -375,7 +422,9 @@ def select(sources: Sequence[Keys], count: int) -> Threshold:
 
 
 def _with_prefix(keys: torch.Tensor, bits: KeyBits) -> torch.Tensor:
-    return keys if bits.known == 64 else keys[(keys >> bits.known) == _signed(bits.prefix, bits.known)]
+    return (
+        keys if bits.known == 64 else keys[(keys >> bits.known) == _signed(bits.prefix, bits.known)]
+    )
 
 
 def _signed(prefix: int, known: int) -> int:

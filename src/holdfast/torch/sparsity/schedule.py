@@ -32,7 +32,9 @@ Factor = Callable[[int], float]
 class BaseScheduler:
     """The base of all schedules. A subclass defines in `get_sl` the levels of the epoch `last_epoch`."""
 
-    def __init__(self, sparsifier: BaseSparsifier, last_epoch: int = -1, verbose: bool = False) -> None:
+    def __init__(
+        self, sparsifier: BaseSparsifier, last_epoch: int = -1, verbose: bool = False
+    ) -> None:
         self.sparsifier = _checked(sparsifier)
         self.base_sl: list[float] = [group["sparsity_level"] for group in sparsifier.groups]
         """The levels that the groups had when the schedule was made."""
@@ -54,7 +56,11 @@ class BaseScheduler:
 
     def step(self, epoch: int | None = None) -> None:
         """Set the levels of the next epoch. `epoch` is for the log alone, as in torch."""
-        if self._step_count == 1 and self.sparsifier._steps == self._steps_before and _counts_steps(self.sparsifier):
+        if (
+            self._step_count == 1
+            and self.sparsifier._steps == self._steps_before
+            and _counts_steps(self.sparsifier)
+        ):
             warnings.warn(
                 "the schedule's step() came before the sparsifier's: call sparsifier.step() first, or the first level goes unused",
                 UserWarning,
@@ -75,22 +81,39 @@ class BaseScheduler:
     def print_sl(self, is_verbose: bool, group: int, sl: float, epoch: int | None = None) -> None:
         """Log the level of a group, at DEBUG; torch prints it."""
         if is_verbose:
-            log.debug("epoch %s: sparsity level of group %d is %.4e", self.last_epoch if epoch is None else epoch, group, sl)
+            log.debug(
+                "epoch %s: sparsity level of group %d is %.4e",
+                self.last_epoch if epoch is None else epoch,
+                group,
+                sl,
+            )
 
     def state_dict(self) -> dict[str, object]:
         """The state of the schedule as plain values: all attributes but the sparsifier and functions."""
-        own = {key: value for key, value in vars(self).items() if key not in ("sparsifier", "_steps_before")}
-        return {key: plain(value) for key, value in own.items() if not isinstance(value, types.FunctionType | types.MethodType)}
+        own = {
+            key: value
+            for key, value in vars(self).items()
+            if key not in ("sparsifier", "_steps_before")
+        }
+        return {
+            key: plain(value)
+            for key, value in own.items()
+            if not isinstance(value, types.FunctionType | types.MethodType)
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Go on where another schedule was, with its levels at once."""
         known = vars(self)
         for key in state_dict:
             if key not in known or key == "sparsifier":
-                raise ValueError(f"a state of {type(self).__name__} has no {key!r}{similar_names(key, known)}")
+                raise ValueError(
+                    f"a state of {type(self).__name__} has no {key!r}{similar_names(key, known)}"
+                )
         levels = state_dict.get("_last_sl", self._last_sl)
         if not isinstance(levels, Sequence) or len(levels) != len(self.sparsifier.groups):
-            raise ValueError(f"the state is of a schedule for another number of groups than {len(self.sparsifier.groups)}")
+            raise ValueError(
+                f"the state is of a schedule for another number of groups than {len(self.sparsifier.groups)}"
+            )
         known.update((key, plain(value)) for key, value in state_dict.items())
         for group, level in zip(self.sparsifier.groups, levels, strict=True):
             group["sparsity_level"] = level
@@ -106,15 +129,23 @@ class BaseScheduler:
 
     def _check_called_within_step(self) -> None:
         if not self._get_sl_called_within_step:
-            warnings.warn("get_last_sl() gives the levels that were set last; get_sl() computes", UserWarning, stacklevel=3)
+            warnings.warn(
+                "get_last_sl() gives the levels that were set last; get_sl() computes",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} (\nSparsifier {self.sparsifier}\n    base_sl: {self.base_sl}\n)"
+        return (
+            f"{type(self).__name__} (\nSparsifier {self.sparsifier}\n    base_sl: {self.base_sl}\n)"
+        )
 
 
 def _checked(sparsifier: BaseSparsifier) -> BaseSparsifier:
     if not isinstance(sparsifier, BaseSparsifier):
-        raise TypeError(f"a schedule is for a sparsifier of holdfast.torch.sparsity; found a {type(sparsifier).__name__}")
+        raise TypeError(
+            f"a schedule is for a sparsifier of holdfast.torch.sparsity; found a {type(sparsifier).__name__}"
+        )
     return sparsifier
 
 
@@ -126,7 +157,11 @@ class LambdaSL(BaseScheduler):
     """The level of each group times a function of the epoch, one for all or a list."""
 
     def __init__(
-        self, sparsifier: BaseSparsifier, sl_lambda: Factor | Sequence[Factor], last_epoch: int = -1, verbose: bool = False
+        self,
+        sparsifier: BaseSparsifier,
+        sl_lambda: Factor | Sequence[Factor],
+        last_epoch: int = -1,
+        verbose: bool = False,
     ) -> None:
         self.sparsifier = _checked(sparsifier)
         self.sl_lambdas: list[Factor] = self._make_sure_a_list(sl_lambda)
@@ -134,7 +169,10 @@ class LambdaSL(BaseScheduler):
 
     def get_sl(self) -> list[float]:
         self._check_called_within_step()
-        return [level * factor(self.last_epoch) for level, factor in zip(self.base_sl, self.sl_lambdas, strict=True)]
+        return [
+            level * factor(self.last_epoch)
+            for level, factor in zip(self.base_sl, self.sl_lambdas, strict=True)
+        ]
 
     def state_dict(self) -> dict[str, object]:
         """The state of the schedule: attributes of callable objects are in it, functions are not."""
@@ -146,7 +184,9 @@ class LambdaSL(BaseScheduler):
         rest = {key: value for key, value in state_dict.items() if key != "sl_lambdas"}
         saved = state_dict.get("sl_lambdas", [None] * len(self.sl_lambdas))
         if not isinstance(saved, list) or len(saved) != len(self.sl_lambdas):
-            raise ValueError(f"the state is of a schedule for another number of groups than {len(self.sl_lambdas)}")
+            raise ValueError(
+                f"the state is of a schedule for another number of groups than {len(self.sl_lambdas)}"
+            )
         super().load_state_dict(rest)
         for factor, attributes in zip(self.sl_lambdas, saved, strict=True):
             if isinstance(attributes, Mapping) and _has_state(factor):
@@ -181,8 +221,12 @@ class _Ramp(BaseScheduler):
         self.initially_zero: list[bool] = self._make_sure_a_list(initially_zero)
         for level in self.init_sl:
             checked_level(level)
-        if not all(step > 0 and count > 0 for step, count in zip(self.delta_t, self.total_t, strict=True)):
-            raise ValueError(f"delta_t and total_t are more than 0; found {self.delta_t} and {self.total_t}")
+        if not all(
+            step > 0 and count > 0 for step, count in zip(self.delta_t, self.total_t, strict=True)
+        ):
+            raise ValueError(
+                f"delta_t and total_t are more than 0; found {self.delta_t} and {self.total_t}"
+            )
         super().__init__(sparsifier, last_epoch, verbose)
 
     @staticmethod
@@ -195,7 +239,10 @@ class _Ramp(BaseScheduler):
         return [self._level(i, final) for i, final in enumerate(self.base_sl)]
 
     def _level(self, i: int, final: float) -> float:
-        first, x = self.init_sl[i], (self.last_epoch - self.init_t[i]) / (self.delta_t[i] * self.total_t[i])
+        first, x = (
+            self.init_sl[i],
+            (self.last_epoch - self.init_t[i]) / (self.delta_t[i] * self.total_t[i]),
+        )
         if x < 0 and self.initially_zero[i]:
             return 0.0
         if x <= 0 or x >= 1:

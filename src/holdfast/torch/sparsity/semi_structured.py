@@ -37,7 +37,9 @@ def to_semi_structured(
     do not take. Minus zero counts as zero, as for torch.
     """
     if not torch.cuda.is_available():
-        raise Unsupported("torch's packed form of 2:4 tensors is for CUDA devices, and torch finds none; keep the tensor dense")
+        raise Unsupported(
+            "torch's packed form of 2:4 tensors is for CUDA devices, and torch finds none; keep the tensor dense"
+        )
     name = tensor.name if isinstance(tensor, LazyTensor) else None
     dense = tensor.torch() if isinstance(tensor, LazyTensor) else tensor.detach()
     dense = (dense if dense.is_cuda else dense.to(device)).contiguous()
@@ -51,10 +53,15 @@ def to_semi_structured(
             packed = to_sparse_semi_structured(dense)
             stored = packed.values()
     except (RuntimeError, NotImplementedError) as error:
-        raise Unsupported(f"torch cannot pack {dense.dtype} {list(dense.shape)} as 2:4: {error}", tensor=name) from error
+        raise Unsupported(
+            f"torch cannot pack {dense.dtype} {list(dense.shape)} as 2:4: {error}", tensor=name
+        ) from error
     if not torch.equal(_sorted_bits(dense), _sorted_bits(stored)):
         # For float32 its kernels keep one of two.
-        raise Unsupported(f"torch drops elements of this {dense.dtype} tensor, although it is 2:4; keep it dense", tensor=name)
+        raise Unsupported(
+            f"torch drops elements of this {dense.dtype} tensor, although it is 2:4; keep it dense",
+            tensor=name,
+        )
     return packed
 
 
@@ -70,7 +77,9 @@ def from_semi_structured(packed: SparseSemiStructuredTensor) -> torch.Tensor:
         dense = packed.detach().to_dense()
         stored = packed.detach().values()
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        raise Unsupported(f"torch cannot make {type(packed).__name__} {list(packed.shape)} dense: {error}") from error
+        raise Unsupported(
+            f"torch cannot make {type(packed).__name__} {list(packed.shape)} dense: {error}"
+        ) from error
     if not torch.equal(_sorted_bits(dense), _sorted_bits(stored)):
         raise Unsupported(
             f"torch does not give the values of this {packed.dtype} tensor back as they are stored (NaN, infinities, or a kernel "
@@ -82,5 +91,9 @@ def from_semi_structured(packed: SparseSemiStructuredTensor) -> torch.Tensor:
 def _sorted_bits(values: torch.Tensor) -> torch.Tensor:
     """The bit patterns of everything that is not zero, in order."""
     flat = values.reshape(-1)
-    kept = flat[flat != 0] if flat.dtype.itemsize > 1 or not flat.dtype.is_floating_point else flat[flat.float() != 0]
+    kept = (
+        flat[flat != 0]
+        if flat.dtype.itemsize > 1 or not flat.dtype.is_floating_point
+        else flat[flat.float() != 0]
+    )
     return kept.view(view_dtype(flat.element_size())).sort().values

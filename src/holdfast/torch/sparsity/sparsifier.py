@@ -61,7 +61,9 @@ class Remembered(dict[str, object]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, dict):
             return NotImplemented
-        return self.keys() == other.keys() and all(_equal(value, other[key]) for key, value in self.items())
+        return self.keys() == other.keys() and all(
+            _equal(value, other[key]) for key, value in self.items()
+        )
 
     def __ne__(self, other: object) -> bool:
         equal = self.__eq__(other)
@@ -122,7 +124,9 @@ class BaseSparsifier(abc.ABC):
                 fqn = f"{prefix}.{name}" if prefix else name
                 # One with a mask counts as what it was, and will be refused; one that is parametrized otherwise is left out.
                 masked = fake_of(child, "weight") is not None
-                if (parametrize.type_before_parametrizations(child) if masked else type(child)) in SUPPORTED_MODULES:
+                if (
+                    parametrize.type_before_parametrizations(child) if masked else type(child)
+                ) in SUPPORTED_MODULES:
                     config.append({"tensor_fqn": f"{fqn}.weight"})
                 else:
                     stack.append((fqn, child))
@@ -164,15 +168,23 @@ class BaseSparsifier(abc.ABC):
                 "config a 'parametrization' of your own, or override fresh_mask() or prepare()"
             )
         if self._phase == "prepared":
-            raise Refused("this sparsifier is prepared already: squash_mask() before it is prepared again, or make another one")
-        waiting = {group["tensor_fqn"]: group for group in self.groups} if self._phase == "waiting" else {}
+            raise Refused(
+                "this sparsifier is prepared already: squash_mask() before it is prepared again, or make another one"
+            )
+        waiting = (
+            {group["tensor_fqn"]: group for group in self.groups}
+            if self._phase == "waiting"
+            else {}
+        )
         if config is None and waiting:
             configs: list[Config] = list(self.groups)
         elif config is None:
             self.make_config_from_model(model)
             configs = list(self.config or ())
             if not configs:
-                raise ValueError("there is nothing below the model to prune without a config; name tensors: [{'tensor_fqn': …}]")
+                raise ValueError(
+                    "there is nothing below the model to prune without a config; name tensors: [{'tensor_fqn': …}]"
+                )
         else:
             configs = _checked(config)
         names = {str(item["tensor_fqn"]) for item in configs}
@@ -180,7 +192,11 @@ class BaseSparsifier(abc.ABC):
             differ = ", ".join(sorted(names ^ waiting.keys()))
             raise ValueError(f"the loaded state and the config name different tensors: {differ}")
         masks = {fqn: self.state[fqn].get("mask") for fqn in waiting}
-        placed = self._place(model, [{**waiting.get(item["tensor_fqn"], {}), **item} for item in configs], masks=masks)
+        placed = self._place(
+            model,
+            [{**waiting.get(item["tensor_fqn"], {}), **item} for item in configs],
+            masks=masks,
+        )
         if self._phase == "squashed":
             self.state = defaultdict(Remembered)
         self.config = configs
@@ -196,7 +212,9 @@ class BaseSparsifier(abc.ABC):
         self._remember()
 
     def squash_mask(
-        self, params_to_keep: Iterable[str] | None = None, params_to_keep_per_layer: Mapping[str, Iterable[str]] | None = None
+        self,
+        params_to_keep: Iterable[str] | None = None,
+        params_to_keep_per_layer: Mapping[str, Iterable[str]] | None = None,
     ) -> None:
         """Apply the masks for good and take them off; the sparsifier remembers them.
 
@@ -204,12 +222,21 @@ class BaseSparsifier(abc.ABC):
         Raises ValueError when there are no masks on the model, also the second time.
         """
         if self._phase != "prepared":
-            done = "its masks were squashed before" if self._phase == "squashed" else "it is not prepared"
+            done = (
+                "its masks were squashed before"
+                if self._phase == "squashed"
+                else "it is not prepared"
+            )
             raise ValueError(f"there are no masks to squash: {done}")
         self._check_whole("squash_mask")
         self._remember()
-        kept = [self._kept(group, params_to_keep or (), params_to_keep_per_layer or {}) for group in self.groups]
-        unknown = set(params_to_keep_per_layer or ()) - {group["module_fqn"] for group in self.groups}
+        kept = [
+            self._kept(group, params_to_keep or (), params_to_keep_per_layer or {})
+            for group in self.groups
+        ]
+        unknown = set(params_to_keep_per_layer or ()) - {
+            group["module_fqn"] for group in self.groups
+        }
         if unknown:
             name, masked = min(unknown), [group["module_fqn"] for group in self.groups]
             raise NoSuchTensor(f"no module {name!r} has a mask{similar_names(name, masked)}")
@@ -223,11 +250,15 @@ class BaseSparsifier(abc.ABC):
         self._phase = "squashed"
 
     @staticmethod
-    def _kept(group: Group, everywhere: Iterable[str], by_layer: Mapping[str, Iterable[str]]) -> dict[str, object]:
+    def _kept(
+        group: Group, everywhere: Iterable[str], by_layer: Mapping[str, Iterable[str]]
+    ) -> dict[str, object]:
         names = dict.fromkeys((*everywhere, *by_layer.get(group["module_fqn"], ())))
         for name in names:
             if name not in group:
-                raise KeyError(f"{group['tensor_fqn']!r} has no setting {name!r}{similar_names(name, group)}")
+                raise KeyError(
+                    f"{group['tensor_fqn']!r} has no setting {name!r}{similar_names(name, group)}"
+                )
         return {name: group[name] for name in names}
 
     def convert(
@@ -239,7 +270,9 @@ class BaseSparsifier(abc.ABC):
     ) -> nn.Module:
         """Exchange the modules with masks for those that a mapping makes of them (`swap_module`), in a copy unless `inplace`."""
         if mapping is None:
-            raise NotImplementedError("give a mapping from classes of modules to those that take their place")
+            raise NotImplementedError(
+                "give a mapping from classes of modules to those that take their place"
+            )
         module = module if inplace else copy.deepcopy(module)
         convert_children(module, mapping, parameterization)
         return module
@@ -247,12 +280,16 @@ class BaseSparsifier(abc.ABC):
     def _check_prepared(self, what: str) -> None:
         match self._phase:
             case "squashed":
-                raise Refused(f"{what}() after squash_mask(): the masks are part of the weights now; prepare() again for new ones")
+                raise Refused(
+                    f"{what}() after squash_mask(): the masks are part of the weights now; prepare() again for new ones"
+                )
             case "new" | "waiting":
                 raise Refused(f"{what}() before prepare(): there is no model")
         for group in self.groups:
             if fake_of(group["module"], group["tensor_name"]) is None:
-                raise Refused(f"the mask of {group['tensor_fqn']!r} is gone: its parametrization was removed by someone else")
+                raise Refused(
+                    f"the mask of {group['tensor_fqn']!r} is gone: its parametrization was removed by someone else"
+                )
 
     def _check_whole(self, what: str) -> None:
         """Refuse a model that is cut over ranks: FSDP2 has its own list of parameters."""
@@ -264,7 +301,12 @@ class BaseSparsifier(abc.ABC):
                 )
 
     def _place(
-        self, model: nn.Module, configs: Iterable[Config], *, masks: Mapping[str, object], own: Collection[tuple[int, str]] = ()
+        self,
+        model: nn.Module,
+        configs: Iterable[Config],
+        *,
+        masks: Mapping[str, object],
+        own: Collection[tuple[int, str]] = (),
     ) -> list[tuple[Group, FakeSparsity]]:
         """Find and check every tensor that gets a mask, or has one of this sparsifier. Changes nothing."""
         weights = Weights(model)
@@ -273,17 +315,28 @@ class BaseSparsifier(abc.ABC):
             weight = weights.find(str(config["tensor_fqn"]))
             _check_agrees(config, weight)
             if weight.place in placed:
-                raise ValueError(f"{weight.fqn!r} is in the config twice, here and as {placed[weight.place][0]['tensor_fqn']!r}")
+                raise ValueError(
+                    f"{weight.fqn!r} is in the config twice, here and as {placed[weight.place][0]['tensor_fqn']!r}"
+                )
             if weight.place not in own:
                 weights.check_free(weight)
-            group: Group = {**copy.deepcopy(self.defaults), **{key: config[key] for key in config if key != "mask"}}
-            group |= {"module_fqn": weight.module_fqn, "module": weight.module, "tensor_name": weight.name}
+            group: Group = {
+                **copy.deepcopy(self.defaults),
+                **{key: config[key] for key in config if key != "mask"},
+            }
+            group |= {
+                "module_fqn": weight.module_fqn,
+                "module": weight.module,
+                "tensor_name": weight.name,
+            }
             self.check_config(weight, group)
             mask = self.fresh_mask(weight, group)
             if (given := config.get("mask")) is not None:
                 mask.copy_(self._given_mask(given, weight, group))
             elif isinstance(loaded := masks.get(weight.fqn), torch.Tensor):
-                mask = mask.copy_(loaded) if is_binary(loaded) else loaded.to(mask.device, copy=True)
+                mask = (
+                    mask.copy_(loaded) if is_binary(loaded) else loaded.to(mask.device, copy=True)
+                )
             placed[weight.place] = group, self._fake_for(weight, group, mask)
         return list(placed.values())
 
@@ -305,9 +358,13 @@ class BaseSparsifier(abc.ABC):
             raise TypeError(f"the mask of {weight.fqn!r} is a {type(mask).__name__}, not a tensor")
         shape, device = self.mask_shape(weight, group), weight.tensor.device
         if tuple(mask.shape) != shape:
-            raise ValueError(f"the mask of {weight.fqn!r} has shape {tuple(mask.shape)}, and should have {shape}")
+            raise ValueError(
+                f"the mask of {weight.fqn!r} has shape {tuple(mask.shape)}, and should have {shape}"
+            )
         if mask.device != device:
-            raise ValueError(f"the mask of {weight.fqn!r} is on {mask.device}, and the tensor on {device}")
+            raise ValueError(
+                f"the mask of {weight.fqn!r} is on {mask.device}, and the tensor on {device}"
+            )
         if not mask.is_meta and not is_binary(mask):
             raise ValueError(f"the mask of {weight.fqn!r} has other values than 0 and 1")
         return mask
@@ -343,14 +400,30 @@ class BaseSparsifier(abc.ABC):
             self._remember()
 
         def saved(key: str, value: object) -> object:
-            return pack_mask(value) if packed and key == "mask" and isinstance(value, torch.Tensor) else plain(value)
+            return (
+                pack_mask(value)
+                if packed and key == "mask" and isinstance(value, torch.Tensor)
+                else plain(value)
+            )
 
         return {
-            "state": {fqn: {key: saved(key, value) for key, value in known.items()} for fqn, known in self.state.items()},
-            "groups": [{key: plain(value) for key, value in group.items() if key not in PLACE} for group in self.groups],
+            "state": {
+                fqn: {key: saved(key, value) for key, value in known.items()}
+                for fqn, known in self.state.items()
+            },
+            "groups": [
+                {key: plain(value) for key, value in group.items() if key not in PLACE}
+                for group in self.groups
+            ],
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, *, model: nn.Module | None = None) -> None:
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, object],
+        strict: bool = True,
+        *,
+        model: nn.Module | None = None,
+    ) -> None:
         """Take over what another sparsifier saved, ours or torch's, and leave it as it is.
 
         The tensors that it names get their masks, in the model of `prepare` or in this one, prepared or not; other masks of this
@@ -371,12 +444,20 @@ class BaseSparsifier(abc.ABC):
         if prepared:
             self._check_whole("load_state_dict")
         # A class is not saved: those of the model's config go on.
-        classes = {group["tensor_fqn"]: group["parametrization"] for group in self.groups if "parametrization" in group}
+        classes = {
+            group["tensor_fqn"]: group["parametrization"]
+            for group in self.groups
+            if "parametrization" in group
+        }
         for group in groups:
             if group["tensor_fqn"] in classes:
                 group["parametrization"] = classes[group["tensor_fqn"]]
         groups = self._fitting(model, state, groups, strict=strict)
-        own = {(id(group["module"]), group["tensor_name"]) for group in self.groups} if prepared else ()
+        own = (
+            {(id(group["module"]), group["tensor_name"]) for group in self.groups}
+            if prepared
+            else ()
+        )
         masks = {fqn: known.get("mask") for fqn, known in state.items()}
         placed = self._place(model, groups, masks=masks, own=own)
         for group in self.groups if prepared else ():
@@ -384,7 +465,9 @@ class BaseSparsifier(abc.ABC):
         self.state = state
         self._attach(model, placed)
 
-    def _fitting(self, model: nn.Module, state: State, groups: list[Group], *, strict: bool) -> list[Group]:
+    def _fitting(
+        self, model: nn.Module, state: State, groups: list[Group], *, strict: bool
+    ) -> list[Group]:
         """The groups whose tensors a model has; `DoesNotFit` names all that is wrong."""
         weights = Weights(model)
         fitting, missing, mismatched = [], {}, {}
@@ -397,9 +480,14 @@ class BaseSparsifier(abc.ABC):
                 if not strict:
                     state.pop(fqn, None)
                 continue
-            mask, shape = state[fqn].get("mask"), self.mask_shape(weight, {**self.defaults, **group})
+            mask, shape = (
+                state[fqn].get("mask"),
+                self.mask_shape(weight, {**self.defaults, **group}),
+            )
             if isinstance(mask, torch.Tensor) and tuple(mask.shape) != shape:
-                mismatched[fqn] = f"the mask of {fqn!r} has shape {tuple(mask.shape)}, and should have {shape}"
+                mismatched[fqn] = (
+                    f"the mask of {fqn!r} has shape {tuple(mask.shape)}, and should have {shape}"
+                )
             fitting.append(group)
         if mismatched or (missing and strict):
             problems = [*missing.values(), *mismatched.values()]
@@ -439,27 +527,41 @@ class BaseSparsifier(abc.ABC):
 
 def _checked(config: object) -> list[Config]:
     if isinstance(config, Mapping | str) or not isinstance(config, Iterable):
-        raise TypeError(f"a config is a list of dicts, [{{'tensor_fqn': 'layer.weight'}}, …]; found a {type(config).__name__}")
+        raise TypeError(
+            f"a config is a list of dicts, [{{'tensor_fqn': 'layer.weight'}}, …]; found a {type(config).__name__}"
+        )
     configs: list[Config] = []
     for i, item in enumerate(config):
         if not isinstance(item, Mapping):
-            raise TypeError(f"item {i} of a config is a dict, {{'tensor_fqn': 'layer.weight', …}}; found a {type(item).__name__}")
+            raise TypeError(
+                f"item {i} of a config is a dict, {{'tensor_fqn': 'layer.weight', …}}; found a {type(item).__name__}"
+            )
         if "tensor_fqn" not in item:
-            raise ValueError(f"item {i} of the config does not say which tensor: 'tensor_fqn' is missing; found {sorted(item)}")
+            raise ValueError(
+                f"item {i} of the config does not say which tensor: 'tensor_fqn' is missing; found {sorted(item)}"
+            )
         if not isinstance(item["tensor_fqn"], str):
-            raise TypeError(f"'tensor_fqn' is the dotted name of a tensor; found a {type(item['tensor_fqn']).__name__}")
+            raise TypeError(
+                f"'tensor_fqn' is the dotted name of a tensor; found a {type(item['tensor_fqn']).__name__}"
+            )
         configs.append(item)
     return configs
 
 
 def _check_agrees(config: Config, weight: Weight) -> None:
     """Raise where a config names another place than `tensor_fqn`."""
-    known: dict[str, object] = {"module": weight.module, "module_fqn": weight.module_fqn, "tensor_name": weight.name}
+    known: dict[str, object] = {
+        "module": weight.module,
+        "module_fqn": weight.module_fqn,
+        "tensor_name": weight.name,
+    }
     for key, value in known.items():
         found = config.get(key, value)
         if found is not value and (key == "module" or found != value):
             what = repr(found) if key != "module" else "another module"
-            raise ValueError(f"the config of {weight.fqn!r} has {key!r} and 'tensor_fqn', and they do not agree: {what}")
+            raise ValueError(
+                f"the config of {weight.fqn!r} has {key!r} and 'tensor_fqn', and they do not agree: {what}"
+            )
 
 
 def _check_masks(state: State, groups: Iterable[Group]) -> None:
@@ -496,19 +598,37 @@ def _entered(value: object) -> Iterable[tuple[object, object]] | None:
 def read_saved(saved: object) -> tuple[State, list[Group]]:
     """The state and the groups of what `state_dict()` gave; the groups are in no model yet."""
     if not isinstance(saved, Mapping) or not {"state", "groups"} <= saved.keys():
-        found = f"a dict of {sorted(map(str, saved))[:5]}" if isinstance(saved, Mapping) else f"a {type(saved).__name__}"
+        found = (
+            f"a dict of {sorted(map(str, saved))[:5]}"
+            if isinstance(saved, Mapping)
+            else f"a {type(saved).__name__}"
+        )
         raise ValueError(f"a sparsifier's state dict has 'state' and 'groups'; found {found}")
     state, groups = saved["state"], saved["groups"]
-    if not isinstance(state, Mapping) or not all(isinstance(known, Mapping) for known in state.values()):
+    if not isinstance(state, Mapping) or not all(
+        isinstance(known, Mapping) for known in state.values()
+    ):
         raise ValueError("'state' of a sparsifier's state dict is a dict of dicts, by tensor name")
-    if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) and "tensor_fqn" in group for group in groups):
-        raise ValueError("'groups' of a sparsifier's state dict is a list of dicts with 'tensor_fqn'")
+    if not isinstance(groups, list | tuple) or not all(
+        isinstance(group, Mapping) and "tensor_fqn" in group for group in groups
+    ):
+        raise ValueError(
+            "'groups' of a sparsifier's state dict is a list of dicts with 'tensor_fqn'"
+        )
     read: State = defaultdict(Remembered)
     for fqn, known in state.items():
-        read[fqn] = Remembered({key: unpack_mask(value) if key == "mask" else plain(value) for key, value in known.items()})
+        read[fqn] = Remembered(
+            {
+                key: unpack_mask(value) if key == "mask" else plain(value)
+                for key, value in known.items()
+            }
+        )
     # torch also saves the mask that a config began with; the state has the present one.
     left_out = (*PLACE, "mask")
-    return read, [{str(key): plain(value) for key, value in group.items() if key not in left_out} for group in groups]
+    return read, [
+        {str(key): plain(value) for key, value in group.items() if key not in left_out}
+        for group in groups
+    ]
 
 
 def is_binary(mask: torch.Tensor) -> bool:
@@ -524,7 +644,10 @@ def pack_mask(mask: torch.Tensor) -> dict[str, object] | torch.Tensor:
     if not is_binary(mask):
         return mask.detach().clone()
     kept = (mask.detach() != 0).cpu().reshape(-1).numpy()
-    return {"bits": torch.from_numpy(np.packbits(kept, bitorder="little")), "shape": tuple(mask.shape)}
+    return {
+        "bits": torch.from_numpy(np.packbits(kept, bitorder="little")),
+        "shape": tuple(mask.shape),
+    }
 
 
 def unpack_mask(stored: object) -> torch.Tensor:
@@ -532,13 +655,25 @@ def unpack_mask(stored: object) -> torch.Tensor:
     if isinstance(stored, torch.Tensor):
         return stored.detach().clone()
     if not isinstance(stored, Mapping) or not {"bits", "shape"} <= stored.keys():
-        raise ValueError(f"a mask is stored as a tensor, or as a dict of bits and shape; found a {type(stored).__name__}")
+        raise ValueError(
+            f"a mask is stored as a tensor, or as a dict of bits and shape; found a {type(stored).__name__}"
+        )
     bits, shape = stored["bits"], stored["shape"]
     if not isinstance(shape, tuple | list) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"a mask's shape is a list of whole numbers; found {shape!r}")
     count = math.prod(shape)
-    if not isinstance(bits, torch.Tensor) or bits.dtype is not torch.uint8 or bits.shape != (-(-count // 8),):
-        found = f"{bits.dtype} {tuple(bits.shape)}" if isinstance(bits, torch.Tensor) else type(bits).__name__
-        raise ValueError(f"a mask of shape {tuple(shape)} has {-(-count // 8)} bytes of bits; found {found}")
+    if (
+        not isinstance(bits, torch.Tensor)
+        or bits.dtype is not torch.uint8
+        or bits.shape != (-(-count // 8),)
+    ):
+        found = (
+            f"{bits.dtype} {tuple(bits.shape)}"
+            if isinstance(bits, torch.Tensor)
+            else type(bits).__name__
+        )
+        raise ValueError(
+            f"a mask of shape {tuple(shape)} has {-(-count // 8)} bytes of bits; found {found}"
+        )
     kept = np.unpackbits(bits.cpu().numpy(), count=count, bitorder="little").view(np.bool_)
     return torch.from_numpy(kept).view(tuple(shape))

@@ -115,10 +115,24 @@ def read_tensors(
             views = [tensors[key] for key in keys]
             table, rows = tabulate([view.name for view in views], views), [*range(len(views))]
         kinds = fresh_kinds(table, rows, device=place, dtype=dtype)
-        found = [(key, row, kind) for key, row, kind in zip(keys, rows, kinds, strict=True) if kind is not None]
-        others = {key: table.view(row) for key, row, kind in zip(keys, rows, kinds, strict=True) if kind is None}
-        fresh = make_fresh({key: Want(lazy, _wanted_dtype(lazy, dtype), place) for key, lazy in others.items()})
-        chosen, wanted, on_gpu = [row for _, row, _ in found], NO_FILLS, list[tuple[DeviceRows, list[int]]]()
+        found = [
+            (key, row, kind)
+            for key, row, kind in zip(keys, rows, kinds, strict=True)
+            if kind is not None
+        ]
+        others = {
+            key: table.view(row)
+            for key, row, kind in zip(keys, rows, kinds, strict=True)
+            if kind is None
+        }
+        fresh = make_fresh(
+            {key: Want(lazy, _wanted_dtype(lazy, dtype), place) for key, lazy in others.items()}
+        )
+        chosen, wanted, on_gpu = (
+            [row for _, row, _ in found],
+            NO_FILLS,
+            list[tuple[DeviceRows, list[int]]](),
+        )
         if _in_memory(place):
             own = empty_tensors([kind for _, _, kind in found], place)
             fresh.tensors.update(zip([key for key, _, _ in found], own, strict=True))
@@ -127,12 +141,18 @@ def read_tensors(
             on_gpu = row_ranges(table, chosen, [kind for _, _, kind in found], [place] * len(found))
     loads = [one for one, _ in on_gpu]
     fills = wanted.with_more(fresh.fills)
-    wanted_in_large_pages((target.data_ptr(), target.nbytes) for target in fills.targets if target.is_cpu)
+    wanted_in_large_pages(
+        (target.data_ptr(), target.nbytes) for target in fills.targets if target.is_cpu
+    )
     notes = fill(fills, progress, fresh=loads, max_host_memory=max_host_memory)
     for note in notes:
         warnings.warn(note, HoldfastWarning, stacklevel=3)
     for one, members in on_gpu:
-        fresh.tensors |= {found[at][0]: tensor for at, tensor in zip(members, one.tensors, strict=True) if tensor is not None}
+        fresh.tensors |= {
+            found[at][0]: tensor
+            for at, tensor in zip(members, one.tensors, strict=True)
+            if tensor is not None
+        }
     return fresh.tensors
 
 
@@ -146,7 +166,9 @@ def read_lazies(
 ) -> dict[int, torch.Tensor]:
     """Read all lazy tensors in a tree, by their identities, as `read_tensors` does."""
     lazies = {str(id(lazy)): lazy for lazy in lazy_tensors(tree)}
-    made = read_tensors(lazies, device=device, dtype=dtype, progress=progress, max_host_memory=max_host_memory)
+    made = read_tensors(
+        lazies, device=device, dtype=dtype, progress=progress, max_host_memory=max_host_memory
+    )
     return {int(key): tensor for key, tensor in made.items()}
 
 
@@ -163,11 +185,16 @@ def fresh_kinds(
     if not isinstance(storages, FileStorages):
         return [None] * len(rows)
     suited = [_suits(place.source, device) for place in storages.files]
-    kinds = [_byte_kind(kind, dtype) if kind.whole and kind.traits.alias is None else None for kind in table.kinds]
+    kinds = [
+        _byte_kind(kind, dtype) if kind.whole and kind.traits.alias is None else None
+        for kind in table.kinds
+    ]
     numbers = [table.storage[row] for row in rows]
     counts, file = Counter(numbers), storages.file
     return [
-        kinds[table.kind[row]] if number != ODD and counts[number] == 1 and suited[file[number]] else None
+        kinds[table.kind[row]]
+        if number != ODD and counts[number] == 1 and suited[file[number]]
+        else None
         for row, number in zip(rows, numbers, strict=True)
     ]
 
@@ -182,7 +209,9 @@ def _suits(source: Source, device: torch.device) -> bool:
     blocks of its own.
     """
     apart = source.mapped or source.store.medium.block_nbytes
-    return source.limits.expansion >= 1 and (not apart if device.type == "cpu" else device.type == "cuda")
+    return source.limits.expansion >= 1 and (
+        not apart if device.type == "cpu" else device.type == "cuda"
+    )
 
 
 def _byte_kind(kind: Kind, cast: torch.dtype | None) -> ByteKind | None:
@@ -193,7 +222,11 @@ def _byte_kind(kind: Kind, cast: torch.dtype | None) -> ByteKind | None:
     except Unsupported:
         return None
     usual = dtype.kind != "quantized" and not dtype.packed and own.itemsize * 8 == dtype.bits
-    return ByteKind.of(own, kind.shape) if usual and (cast in (None, own) or dtype.kind != "float") else None
+    return (
+        ByteKind.of(own, kind.shape)
+        if usual and (cast in (None, own) or dtype.kind != "float")
+        else None
+    )
 
 
 def _in_memory(device: torch.device) -> bool:
@@ -203,20 +236,34 @@ def _in_memory(device: torch.device) -> bool:
 def _wanted_dtype(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:
     with located(tensor=lazy.name):
         own = torch_dtype(lazy.dtype)
-    return dtype if dtype is not None and lazy.dtype.kind == "float" and not lazy.dtype.packed else own
+    return (
+        dtype if dtype is not None and lazy.dtype.kind == "float" and not lazy.dtype.packed else own
+    )
 
 
 def _plain(lazy: LazyTensor) -> bool:
     return not lazy.traits.meta and not lazy.dtype.packed and lazy.dtype.kind != "quantized"
 
 
-def make_storage(region: Region, wants: Mapping[str, Want], fresh: Fresh) -> torch.UntypedStorage | None:
+def make_storage(
+    region: Region, wants: Mapping[str, Want], fresh: Fresh
+) -> torch.UntypedStorage | None:
     """Make the storage of a region; None where its tensors go to several dtypes or devices."""
     members = [wants[name] for name in region.views]
-    dtypes, devices = {want.dtype for want in members if want.cast}, {want.device for want in members}
-    if len(devices) > 1 or (dtypes and (len(dtypes) > 1 or not region.castable or not all(want.cast for want in members))):
-        shown = ", ".join(map(repr, list(region.views)[:3])) + (", …" if len(region.views) > 3 else "")
-        fresh.notes.append(f"{shown} share a storage in the file; cast or moved apart, each has its own")
+    dtypes, devices = (
+        {want.dtype for want in members if want.cast},
+        {want.device for want in members},
+    )
+    if len(devices) > 1 or (
+        dtypes
+        and (len(dtypes) > 1 or not region.castable or not all(want.cast for want in members))
+    ):
+        shown = ", ".join(map(repr, list(region.views)[:3])) + (
+            ", …" if len(region.views) > 3 else ""
+        )
+        fresh.notes.append(
+            f"{shown} share a storage in the file; cast or moved apart, each has its own"
+        )
         return None
     dtype = next(iter(dtypes), torch_dtype(region.dtype))
     (device,) = devices
@@ -228,7 +275,9 @@ def make_storage(region: Region, wants: Mapping[str, Want], fresh: Fresh) -> tor
     if device != CPU and not region.castable and not region.whole:
         return None
     make = torch.empty if region.whole else torch.zeros
-    storage = make(region.count * dtype.itemsize, dtype=torch.uint8, device=device).untyped_storage()
+    storage = make(
+        region.count * dtype.itemsize, dtype=torch.uint8, device=device
+    ).untyped_storage()
     for tensor, view in region.pieces:
         own = dtype if dtypes else torch_dtype(view.dtype)
         fresh.fills.append(Fill(tensor, view_of(storage, view, own)))
@@ -272,7 +321,9 @@ def _dense_strides(lazy: LazyTensor) -> tuple[int, ...]:
     bits = lazy.dtype.bits
     if not has_no_gaps(lazy.shape, place.strides, bits):
         return order
-    return tuple(s // bits if n > 1 else c for n, s, c in zip(lazy.shape, place.strides, order, strict=True))
+    return tuple(
+        s // bits if n > 1 else c for n, s, c in zip(lazy.shape, place.strides, order, strict=True)
+    )
 
 
 # Regions: what one torch storage holds.
@@ -331,7 +382,9 @@ def plan_regions(tensors: Mapping[str, LazyTensor]) -> Regions:
 
 
 def view_of(storage: torch.UntypedStorage, view: View, dtype: torch.dtype) -> torch.Tensor:
-    made = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, view.offset, view.shape, view.strides)
+    made = torch.empty(0, dtype=dtype, device=storage.device).set_(
+        storage, view.offset, view.shape, view.strides
+    )
     if view.conj:
         made = made.conj()
     return torch._neg_view(made) if view.neg else made
@@ -339,7 +392,11 @@ def view_of(storage: torch.UntypedStorage, view: View, dtype: torch.dtype) -> to
 
 def _rejoined(table: Table, notes: list[str]) -> Table:
     """The table with views of one storage in the place of rows that were copied out of it."""
-    aliased = {number for number, kind in enumerate(table.kinds) if kind.traits.alias is not None and not kind.traits.meta}
+    aliased = {
+        number
+        for number, kind in enumerate(table.kinds)
+        if kind.traits.alias is not None and not kind.traits.meta
+    }
     groups = shared_rows([table], stored_aliases=True).groups() if aliased else ()
     rows = [row for _, members in groups for row in members if table.kind[row] in aliased]
     if not rows:
@@ -355,7 +412,12 @@ def _viewable(tensor: LazyTensor) -> bool:
         return False
     (chunk,) = tensor.chunks
     bits = tensor.dtype.bits
-    if tensor.dtype.packed or tensor.dtype.kind == "quantized" or tensor.size == 0 or chunk.shape != tensor.shape:
+    if (
+        tensor.dtype.packed
+        or tensor.dtype.kind == "quantized"
+        or tensor.size == 0
+        or chunk.shape != tensor.shape
+    ):
         return False
     if chunk.offset % bits or any(s < 0 or s % bits for s in chunk.strides):
         return False
@@ -367,7 +429,11 @@ def _viewable(tensor: LazyTensor) -> bool:
 
 
 def _regions(
-    members: Mapping[str, LazyTensor], storage: Storage, *, originals: Mapping[str, LazyTensor], notes: list[str]
+    members: Mapping[str, LazyTensor],
+    storage: Storage,
+    *,
+    originals: Mapping[str, LazyTensor],
+    notes: list[str],
 ) -> Iterator[Region]:
     if len(members) < 2:
         return
@@ -377,13 +443,20 @@ def _regions(
         return
 
     def allowed(nbytes: int, names: Iterable[str]) -> bool:
-        distinct = {(tensor.dtype, tensor.chunks): tensor.nbytes for tensor in map(members.__getitem__, names)}
-        return nbytes <= max(limits.expansion * sum(distinct.values()), limits.expansion_floor_nbytes)
+        distinct = {
+            (tensor.dtype, tensor.chunks): tensor.nbytes
+            for tensor in map(members.__getitem__, names)
+        }
+        return nbytes <= max(
+            limits.expansion * sum(distinct.values()), limits.expansion_floor_nbytes
+        )
 
     if allowed(storage.nbytes, members):
         found = [SpanGroup(0, storage.nbytes, list(members))]
     else:
-        found = disjoint_groups((*tensor.chunks[0].extent(tensor.dtype), name) for name, tensor in members.items())
+        found = disjoint_groups(
+            (*tensor.chunks[0].extent(tensor.dtype), name) for name, tensor in members.items()
+        )
     for group in found:
         start, stop, names = group.start, group.stop, group.members
         if len(names) < 2:
@@ -393,11 +466,18 @@ def _regions(
             yield _region(own, originals, storage, start=start - start % WIDEST_NBYTES, stop=stop)
         else:
             shown = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
-            notes.append(f"{shown} lie far apart in one storage; they are read apart (Limits(expansion=…) allows all of it)")
+            notes.append(
+                f"{shown} lie far apart in one storage; they are read apart (Limits(expansion=…) allows all of it)"
+            )
 
 
 def _region(
-    members: Mapping[str, LazyTensor], originals: Mapping[str, LazyTensor], storage: Storage, *, start: int, stop: int
+    members: Mapping[str, LazyTensor],
+    originals: Mapping[str, LazyTensor],
+    storage: Storage,
+    *,
+    start: int,
+    stop: int,
 ) -> Region:
     kinds = {tensor.dtype for tensor in members.values()}
     dtype = next(iter(kinds)) if len(kinds) == 1 else BYTES
@@ -415,10 +495,19 @@ def _view(tensor: LazyTensor, start: int) -> View:
     (chunk,) = tensor.chunks
     bits = tensor.dtype.bits
     strides = tuple(s // bits for s in chunk.strides)
-    return View(tensor.dtype, tensor.shape, (chunk.offset - start * 8) // bits, strides, tensor.traits.conj, tensor.traits.neg)
+    return View(
+        tensor.dtype,
+        tensor.shape,
+        (chunk.offset - start * 8) // bits,
+        strides,
+        tensor.traits.conj,
+        tensor.traits.neg,
+    )
 
 
-def _pieces(views: Mapping[str, View], originals: Mapping[str, LazyTensor]) -> Iterable[tuple[LazyTensor, View]]:
+def _pieces(
+    views: Mapping[str, View], originals: Mapping[str, LazyTensor]
+) -> Iterable[tuple[LazyTensor, View]]:
     """The copies that fill a region, names of one copy once. An expanded one gives one of its equal elements."""
     seen: set[object] = set()
     for name, view in views.items():

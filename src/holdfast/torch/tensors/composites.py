@@ -63,7 +63,10 @@ def device_of(values: torch.Tensor) -> torch.device | None:
 def sparse_apart(layout: torch.layout, tensor: torch.Tensor) -> Apart:
     coo = layout is torch.sparse_coo
     # The private ones of a COO tensor also give what is not coalesced.
-    parts = {name: getattr(tensor, f"_{name}" if coo else name)() for name in SPARSE_PARTS[str(layout)[6:]]}
+    parts = {
+        name: getattr(tensor, f"_{name}" if coo else name)()
+        for name in SPARSE_PARTS[str(layout)[6:]]
+    }
     return Apart(tuple(tensor.shape), parts, {"coalesced": tensor.is_coalesced()} if coo else {})
 
 
@@ -73,25 +76,43 @@ def sparse_together(layout: torch.layout, whole: Apart) -> torch.Tensor:
     device, readable = device_of(values), is_readable(*parts.values())
     if layout is torch.sparse_coo:
         if indices[0].dtype is not torch.int64:
-            raise MetadataError("the indices of a sparse tensor must be integers of 64 bits", found=str(indices[0].dtype))
+            raise MetadataError(
+                "the indices of a sparse tensor must be integers of 64 bits",
+                found=str(indices[0].dtype),
+            )
         coalesced = attributes.get("coalesced")
         known = coalesced if isinstance(coalesced, bool) else None
-        return torch.sparse_coo_tensor(indices[0], values, shape, device=device, check_invariants=readable, is_coalesced=known)
+        return torch.sparse_coo_tensor(
+            indices[0], values, shape, device=device, check_invariants=readable, is_coalesced=known
+        )
     compressed, plain = indices
-    return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=layout, device=device, check_invariants=readable)
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=layout, device=device, check_invariants=readable
+    )
 
 
 def quantized_apart(tensor: torch.Tensor) -> Apart:
     dtype = DTYPES.given(tensor.dtype)
     if dtype is None or dtype.packed:
-        raise Unsupported(f"a {tensor.dtype} tensor does not give its integers; it can be kept by converting the file")
+        raise Unsupported(
+            f"a {tensor.dtype} tensor does not give its integers; it can be kept by converting the file"
+        )
     ints = tensor.int_repr()
     shape = tuple(tensor.shape)
-    parts: dict[str, object] = {"int_repr": Elements(ints.untyped_storage(), dtype, shape, ints.stride())}
+    parts: dict[str, object] = {
+        "int_repr": Elements(ints.untyped_storage(), dtype, shape, ints.stride())
+    }
     scheme = str(tensor.qscheme()).removeprefix("torch.")
     if scheme.startswith("per_tensor"):
-        return Apart(shape, parts, {"qscheme": scheme, "scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()})
-    parts |= {"scales": tensor.q_per_channel_scales(), "zero_points": tensor.q_per_channel_zero_points()}
+        return Apart(
+            shape,
+            parts,
+            {"qscheme": scheme, "scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()},
+        )
+    parts |= {
+        "scales": tensor.q_per_channel_scales(),
+        "zero_points": tensor.q_per_channel_zero_points(),
+    }
     return Apart(shape, parts, {"qscheme": scheme, "axis": tensor.q_per_channel_axis()})
 
 
@@ -102,7 +123,9 @@ def quantized_together(whole: Apart) -> torch.Tensor:
     scheme = attributes["qscheme"]
     if scheme == "per_tensor_affine":
         scale, zero = attributes["scale"], attributes["zero_point"]
-        made = torch._empty_affine_quantized((0,), scale=scale, zero_point=zero, dtype=dtype, device=device)
+        made = torch._empty_affine_quantized(
+            (0,), scale=scale, zero_point=zero, dtype=dtype, device=device
+        )
     elif scheme in ("per_channel_affine", "per_channel_affine_float_qparams"):
         scales, zeros, axis = parts["scales"], parts["zero_points"], attributes["axis"]
         # torch compares the scales with the size, and allocates it: so it is the true one along the axis, and 0 elsewhere.
@@ -127,7 +150,9 @@ def elements_of(lazy: LazyTensor) -> Elements:
     storage = torch.zeros(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
     if array.size:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)[: len(flat)] = torch.from_numpy(flat.copy())
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)[: len(flat)] = (
+            torch.from_numpy(flat.copy())
+        )
     return Elements(storage, lazy.dtype, lazy.shape, c_strides(lazy.shape, 1))
 
 
@@ -145,18 +170,27 @@ def check_room(dtype: DType, shape: tuple[int, ...], last: int) -> int:
 def nested_apart(tensor: torch.Tensor) -> Apart:
     sizes = tensor._nested_tensor_size()
     strides, offsets = tensor._nested_tensor_strides(), tensor._nested_tensor_storage_offsets()
-    return Apart((len(sizes),), {"buffer": tensor.values(), "sizes": sizes, "strides": strides, "offsets": offsets})
+    return Apart(
+        (len(sizes),),
+        {"buffer": tensor.values(), "sizes": sizes, "strides": strides, "offsets": offsets},
+    )
 
 
 def nested_together(whole: Apart) -> torch.Tensor:
     buffer, sizes, strides, offsets = parts = tuple(whole.parts.values())
     if any(part.dtype is not torch.int64 for part in (sizes, strides, offsets)):
-        raise MetadataError("the sizes, strides and offsets of a nested tensor must be integers of 64 bits")
+        raise MetadataError(
+            "the sizes, strides and offsets of a nested tensor must be integers of 64 bits"
+        )
     if not buffer.is_contiguous() or sizes.dim() != 2 or offsets.shape != sizes.shape[:1]:
-        raise MetadataError("the parts of a nested tensor do not fit each other", found=tuple(sizes.shape))
+        raise MetadataError(
+            "the parts of a nested tensor do not fit each other", found=tuple(sizes.shape)
+        )
     if is_readable(*parts):
         room = buffer.numel()
-        for size, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
+        for size, stride, offset in zip(
+            sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True
+        ):
             *_, last = reach(offset, tuple(size), tuple(stride), DEFAULTS)
             if last >= room:
                 raise beyond(last, room)
@@ -168,9 +202,15 @@ def jagged_apart(tensor: torch.Tensor) -> Apart:
     given = {"values": tensor._values, "offsets": tensor._offsets, "lengths": tensor._lengths}
     parts = {name: part.detach() for name, part in given.items() if part is not None}
     # torch keeps the shortest and the longest length as the shape of a tensor without elements; 2.4 as numbers, now and then.
-    cached = {name: tensor._metadata_cache[name] for name in LENGTHS if name in tensor._metadata_cache}
-    lengths: dict[str, object] = {name: part if isinstance(part, int) else part.shape[0] for name, part in cached.items()}
-    return Apart((tensor._offsets.numel() - 1,), parts, {"ragged_idx": tensor._ragged_idx, **lengths})
+    cached = {
+        name: tensor._metadata_cache[name] for name in LENGTHS if name in tensor._metadata_cache
+    }
+    lengths: dict[str, object] = {
+        name: part if isinstance(part, int) else part.shape[0] for name, part in cached.items()
+    }
+    return Apart(
+        (tensor._offsets.numel() - 1,), parts, {"ragged_idx": tensor._ragged_idx, **lengths}
+    )
 
 
 def jagged_together(whole: Apart) -> torch.Tensor:
@@ -178,19 +218,33 @@ def jagged_together(whole: Apart) -> torch.Tensor:
     values, offsets, lengths = parts["values"], parts["offsets"], parts.get("lengths")
     ragged = attributes["ragged_idx"]
     check_rows(values, offsets, lengths, axis=ragged)
-    known = [(name, attributes[name]) for name in LENGTHS if versions.LENGTHS_KEPT and name in attributes]
+    known = [
+        (name, attributes[name]) for name in LENGTHS if versions.LENGTHS_KEPT and name in attributes
+    ]
     cache = {name: torch.zeros(length, 0, device="cpu") for name, length in known}
     return NestedTensor(values, offsets, lengths=lengths, _ragged_idx=ragged, _metadata_cache=cache)
 
 
-def check_rows(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None, *, axis: object) -> None:
+def check_rows(
+    values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None, *, axis: object
+) -> None:
     """Refuse a jagged tensor whose rows are not all inside of its values."""
-    if type(axis) is not int or not 1 <= axis <= values.dim() or offsets.dim() != 1 or not offsets.numel():
-        raise MetadataError("a jagged tensor's offsets or ragged dimension cannot be true", found=type(axis).__name__)
+    if (
+        type(axis) is not int
+        or not 1 <= axis <= values.dim()
+        or offsets.dim() != 1
+        or not offsets.numel()
+    ):
+        raise MetadataError(
+            "a jagged tensor's offsets or ragged dimension cannot be true",
+            found=type(axis).__name__,
+        )
     if lengths is not None and lengths.numel() != offsets.numel() - 1:
         raise MetadataError("a jagged tensor needs a length for each row", found=lengths.numel())
     if offsets.is_floating_point() or (lengths is not None and lengths.is_floating_point()):
-        raise MetadataError("the offsets and lengths of a jagged tensor must be integers", found=str(offsets.dtype))
+        raise MetadataError(
+            "the offsets and lengths of a jagged tensor must be integers", found=str(offsets.dtype)
+        )
     if not is_readable(values, offsets):
         return
     room = values.shape[axis - 1]
@@ -201,18 +255,27 @@ def check_rows(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tenso
     if any(part.numel() and (int(part.min()) < 0 or int(part.max()) > room) for part in inside):
         raise MetadataError("a jagged tensor reaches past its values", expected=room)
     if bool((stops < starts).any()) or bool((ends > stops).any()):
-        raise MetadataError("the offsets of a jagged tensor do not rise, or its lengths do not fit between them")
+        raise MetadataError(
+            "the offsets of a jagged tensor do not rise, or its lengths do not fit between them"
+        )
 
 
 def _sparse(layout: torch.layout) -> TorchKind:
-    return TorchKind(lambda tensor: tensor.layout is layout, partial(sparse_apart, layout), partial(sparse_together, layout))
+    return TorchKind(
+        lambda tensor: tensor.layout is layout,
+        partial(sparse_apart, layout),
+        partial(sparse_together, layout),
+    )
 
 
 KINDS = {
     **{name: _sparse(getattr(torch, name)) for name in SPARSE_PARTS},
     "quantized": TorchKind(lambda tensor: tensor.is_quantized, quantized_apart, quantized_together),
     "jagged": TorchKind(
-        lambda tensor: isinstance(tensor, NestedTensor), jagged_apart, jagged_together, {(NESTED, "_rebuild_njt"): _rebuild_njt}
+        lambda tensor: isinstance(tensor, NestedTensor),
+        jagged_apart,
+        jagged_together,
+        {(NESTED, "_rebuild_njt"): _rebuild_njt},
     ),
     "nested": TorchKind(lambda tensor: tensor.is_nested, nested_apart, nested_together),
 }
@@ -235,4 +298,7 @@ def kind_of(tensor: torch.Tensor) -> str | None:
 
 def function_name(what: object) -> Name | None:
     """The name of the reducer for a function of some kind."""
-    return next((name for kind in KINDS.values() for name, each in kind.functions.items() if each is what), None)
+    return next(
+        (name for kind in KINDS.values() for name, each in kind.functions.items() if each is what),
+        None,
+    )

@@ -69,42 +69,77 @@ class Fills(Value, frozen=True, eq=False):
         return len(self.rows)
 
     def lazy(self, position: int) -> LazyTensor:
-        return self.lazies[position] if self.rows[position] == ODD else self.table.view(self.rows[position])
+        return (
+            self.lazies[position]
+            if self.rows[position] == ODD
+            else self.table.view(self.rows[position])
+        )
 
     @property
     def nbytes(self) -> Ints:
         lengths, kind = [kind.nbytes for kind in self.table.kinds], self.table.kind
-        found = [lengths[kind[row]] if row != ODD else self.lazies[position].nbytes for position, row in enumerate(self.rows)]
+        found = [
+            lengths[kind[row]] if row != ODD else self.lazies[position].nbytes
+            for position, row in enumerate(self.rows)
+        ]
         return np.array(found, np.int64)
 
     @property
     def sources(self) -> set[Source]:
-        own = {file.source for file in files_of(self.table).files} if len(self.lazies) < len(self) else set[Source]()
+        own = (
+            {file.source for file in files_of(self.table).files}
+            if len(self.lazies) < len(self)
+            else set[Source]()
+        )
         return own | {lazy.source for lazy in self.lazies.values()}
 
     def only(self, positions: Sequence[int]) -> Fills:
         if len(positions) == len(self):
             return self
-        lazies = {at: self.lazies[position] for at, position in enumerate(positions) if position in self.lazies}
-        return Fills(self.table, [self.rows[at] for at in positions], lazies, [self.targets[at] for at in positions])
+        lazies = {
+            at: self.lazies[position]
+            for at, position in enumerate(positions)
+            if position in self.lazies
+        }
+        return Fills(
+            self.table,
+            [self.rows[at] for at in positions],
+            lazies,
+            [self.targets[at] for at in positions],
+        )
 
     def with_more(self, more: Sequence[Fill]) -> Fills:
         lazies = {len(self) + at: one.lazy for at, one in enumerate(more)}
-        rows, targets = [*self.rows, *[ODD] * len(more)], [*self.targets, *(one.target for one in more)]
+        rows, targets = (
+            [*self.rows, *[ODD] * len(more)],
+            [*self.targets, *(one.target for one in more)],
+        )
         return Fills(self.table, rows, {**self.lazies, **lazies}, targets)
 
     def ranges(self) -> list[DeviceRows]:
         """The ranges of all fills, which must be rows."""
         targets = [target if target.is_cpu else target.detach() for target in self.targets]
-        return [rows for rows, _ in row_ranges(self.table, self.rows, targets, [target.device for target in targets])]
+        return [
+            rows
+            for rows, _ in row_ranges(
+                self.table, self.rows, targets, [target.device for target in targets]
+            )
+        ]
 
     def objects(self, positions: Iterable[int]) -> list[Fill]:
         """The fills at these positions that have elements. Refuses targets on a GPU that cannot be filled."""
         found = [Fill(self.lazy(at), self.targets[at].detach()) for at in positions]
         for one in found:
             target = one.target
-            if target.is_cuda and not target.is_contiguous() and repeats(target.shape, target.stride()):
-                raise BadTarget("the target is expanded: several of its elements are one place on the GPU", tensor=one.lazy.name)
+            if (
+                target.is_cuda
+                and not target.is_contiguous()
+                and repeats(target.shape, target.stride())
+            ):
+                raise BadTarget(
+                    "the target is expanded: several of its elements are one place on the GPU",
+                    tensor=one.lazy.name,
+                )
         return [one for one in found if one.lazy.size]
 
 
@@ -118,7 +153,10 @@ def files_of(table: Table) -> FileStorages:
 
 
 def row_ranges(
-    table: Table, rows: Sequence[int], destinations: Sequence[torch.Tensor | ByteKind], devices: Sequence[torch.device]
+    table: Table,
+    rows: Sequence[int],
+    destinations: Sequence[torch.Tensor | ByteKind],
+    devices: Sequence[torch.device],
 ) -> list[tuple[DeviceRows, list[int]]]:
     """Ranges of rows and what they fill, by source and device; with the positions of the rows."""
     storages, storage = files_of(table), table.storage
@@ -131,19 +169,29 @@ def row_ranges(
         groups.setdefault((sources[file], device), []).append(at)
     found = []
     for (file, device), members in groups.items():
-        source, own, chosen = storages.files[file].source, [rows[at] for at in members], numbers[members]
-        ranges = Ranges(keys, storages.file[chosen], storages.start[chosen], storages.nbytes[chosen])
+        source, own, chosen = (
+            storages.files[file].source,
+            [rows[at] for at in members],
+            numbers[members],
+        )
+        ranges = Ranges(
+            keys, storages.file[chosen], storages.start[chosen], storages.nbytes[chosen]
+        )
         verify = isinstance(source, OpenSource) and source.verify
         crcs = storages.crc[chosen] if verify else np.full(len(own), UNKNOWN, np.int64)
         names, targets = [table.names[row] for row in own], [destinations[at] for at in members]
-        made = DeviceRows(source, device, ranges, crcs, targets, names.__getitem__, partial(_damaged, table, own))
+        made = DeviceRows(
+            source, device, ranges, crcs, targets, names.__getitem__, partial(_damaged, table, own)
+        )
         found.append((made, members))
     return found
 
 
 def _damaged(table: Table, rows: Sequence[int], number: int, found: int) -> Corrupted:
     row = rows[number]
-    return damage(files_of(table).storage(table.storage[row], table.kind_of(row)), table.names[row], found)
+    return damage(
+        files_of(table).storage(table.storage[row], table.kind_of(row)), table.names[row], found
+    )
 
 
 ScratchBatch = list[tuple[ScratchPiece, torch.Tensor]]
@@ -166,14 +214,20 @@ def fill(
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         later = overlapping(fills)
         rows = [at for at, row in enumerate(fills.rows) if row != ODD and at not in later]
-        direct, on_gpu, staged = _sorted_out(fills.objects(at for at in fills.lazies if at not in later))
+        direct, on_gpu, staged = _sorted_out(
+            fills.objects(at for at in fills.lazies if at not in later)
+        )
         staged += fills.objects(sorted(later))
         in_rows = fills.only(rows).ranges() if rows else []
         _read_ranges([one for one in in_rows if one.device.type == "cpu"], progress)
         _read_in_place(direct, progress)
         losses = CastLosses()
         more = [*fresh, *(one for one in in_rows if one.device.type != "cpu")]
-        notes = load_fills(on_gpu, others=more, progress=progress, most=max_host_memory, losses=losses) if on_gpu or more else []
+        notes = (
+            load_fills(on_gpu, others=more, progress=progress, most=max_host_memory, losses=losses)
+            if on_gpu or more
+            else []
+        )
         _read_through_scratch(staged, progress, losses)
         notes += losses.notes()
     if direct:
@@ -205,27 +259,44 @@ def overlapping(fills: Fills) -> set[int]:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor is plain memory with one element after the other."""
-    usual = (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided and not tensor.is_nested
-    return usual and not tensor.is_quantized and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    usual = (
+        (tensor.is_cpu or tensor.is_cuda)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
+    return (
+        usual
+        and not tensor.is_quantized
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def reach_nbytes(target: torch.Tensor) -> int:
     """Bytes from the first element of a tensor to behind its last; 0 where it has no address."""
     if not target.numel() or not (target.is_cpu or target.is_cuda):
         return 0
-    return (sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)) + 1) * target.element_size()
+    return (
+        sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)) + 1
+    ) * target.element_size()
 
 
 def _read_ranges(groups: Iterable[DeviceRows], progress: Progress | None) -> None:
     for rows in groups:
-        source, targets = rows.source, [target for target in rows.destinations if isinstance(target, torch.Tensor)]
+        source, targets = (
+            rows.source,
+            [target for target in rows.destinations if isinstance(target, torch.Tensor)],
+        )
         assert isinstance(source, OpenSource)  # as all that was opened
         addresses = np.fromiter((target.data_ptr() for target in targets), np.int64, len(targets))
         ranges = rows.ranges
         columns = ranges.files, ranges.starts, ranges.nbytes, addresses, rows.crcs
         wanted = MemoryRanges(ranges.keys, columns, rows.name, rows.damaged)
         policy = source.policy if source.store.medium.requests else RECORDS
-        source.read_nbytes += read_to_memory(source.store, wanted, threads=source.threads, policy=policy)
+        source.read_nbytes += read_to_memory(
+            source.store, wanted, threads=source.threads, policy=policy
+        )
         versions.mark_changed(targets)
         if progress is not None:
             progress(int(ranges.nbytes.sum()))
@@ -237,7 +308,12 @@ def _sorted_out(fills: list[Fill]) -> tuple[list[Fill], list[Fill], list[Fill]]:
         target = one.target
         if target.is_cuda:
             on_gpu.append(one)
-        elif target.is_cpu and target.dtype == torch_dtype(one.lazy.dtype) and not target.is_conj() and not target.is_neg():
+        elif (
+            target.is_cpu
+            and target.dtype == torch_dtype(one.lazy.dtype)
+            and not target.is_conj()
+            and not target.is_neg()
+        ):
             direct.append(one)
         else:
             staged.append(one)
@@ -278,14 +354,20 @@ def _read_through_scratch(fills: list[Fill], progress: Progress | None, losses: 
     blocks = Blocks()
     for source, members in fills_of.items():
         verify = isinstance(source, OpenSource) and source.verify
-        checks = Checks(whole_storages([Request(one.lazy, NO_ARRAY) for one in members]) if verify else {})
+        checks = Checks(
+            whole_storages([Request(one.lazy, NO_ARRAY) for one in members]) if verify else {}
+        )
         before: ScratchBatch | None = None
         pieces = (part for one in members for part in parts_of(one, blocks.nbytes))
         for parts in batches(pieces, blocks.nbytes, lambda part: _room(part.lazy)):
             batch = blocks.hold(parts)
             # A thread that has the engine read; this one casts and copies meanwhile, with all of torch's threads.
-            requests = [Request(part.lazy, array_of(value, part.lazy.dtype)) for part, value in batch]
-            with BackgroundCall(partial(_read, source, requests, checks), name="holdfast-fill") as reading:
+            requests = [
+                Request(part.lazy, array_of(value, part.lazy.dtype)) for part, value in batch
+            ]
+            with BackgroundCall(
+                partial(_read, source, requests, checks), name="holdfast-fill"
+            ) as reading:
                 if before is not None:
                     _put(before, progress, losses)
                 reading.result()

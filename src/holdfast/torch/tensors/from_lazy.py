@@ -49,7 +49,9 @@ def tensor_from_lazy(lazy: LazyTensor) -> torch.Tensor:
     Two names over one storage of a file are one storage in torch again, while one of them is in use.
     """
     if not isinstance(lazy, LazyTensor):
-        raise BadArgumentType(f"tensor_from_lazy takes a lazy tensor of a checkpoint, not {shown(lazy)}", found=lazy)
+        raise BadArgumentType(
+            f"tensor_from_lazy takes a lazy tensor of a checkpoint, not {shown(lazy)}", found=lazy
+        )
     if lazy.dtype.kind == "quantized":
         raise Unsupported(
             "quantised elements mean nothing without their scale: take the composite from ckpt.tree and call its torch(), "
@@ -61,7 +63,13 @@ def tensor_from_lazy(lazy: LazyTensor) -> torch.Tensor:
         return torch.empty(lazy.shape, dtype=dtype, device="meta")
     if lazy.dtype.name == "float4_e2m1fn":
         return _pairs(lazy.numpy(), lazy)
-    if lazy.source.mapped or len(lazy.chunks) != 1 or not lazy.size or lazy.traits.conj or lazy.traits.neg:
+    if (
+        lazy.source.mapped
+        or len(lazy.chunks) != 1
+        or not lazy.size
+        or lazy.traits.conj
+        or lazy.traits.neg
+    ):
         # Mapped names share the mapped memory as they are.
         return tensor_from_array(lazy.numpy(), dtype)
     tensor = view_of_shared(lazy, dtype)
@@ -81,7 +89,9 @@ def tensor_from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     if array.ndim == 0:
         return tensor_from_array(array.reshape(1), dtype).reshape(())
     # torch takes no other 16 bytes from numpy, and no integers of 16 bytes.
-    return torch.from_numpy(array.view("c16" if array.itemsize == 16 else f"i{array.itemsize}")).view(dtype)
+    return torch.from_numpy(
+        array.view("c16" if array.itemsize == 16 else f"i{array.itemsize}")
+    ).view(dtype)
 
 
 def array_of(tensor: torch.Tensor, dtype: DType) -> np.ndarray:
@@ -92,29 +102,45 @@ def array_of(tensor: torch.Tensor, dtype: DType) -> np.ndarray:
 
 def view_dtype(nbytes: int) -> torch.dtype:
     """A torch dtype of the same width that numpy knows."""
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[nbytes]
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[
+        nbytes
+    ]
 
 
 def tensor_from_composite(whole: Composite) -> torch.Tensor:
     """A sparse, quantised or nested tensor out of its parts; indices out of range are refused by torch's own checks."""
     if not isinstance(whole, Composite):
-        raise BadArgumentType(f"tensor_from_composite takes a composite of a checkpoint's tree, not {shown(whole)}", found=whole)
+        raise BadArgumentType(
+            f"tensor_from_composite takes a composite of a checkpoint's tree, not {shown(whole)}",
+            found=whole,
+        )
     kind = KINDS.get(whole.kind)
     if kind is None:
-        raise Unsupported(f"there are no tensors of a kind {whole.kind[:32]!r} in torch", found=whole.kind)
+        raise Unsupported(
+            f"there are no tensors of a kind {whole.kind[:32]!r} in torch", found=whole.kind
+        )
     try:
-        parts = {name: elements_of(p) if p.dtype.kind == "quantized" else p.torch() for name, p in whole.parts.items()}
+        parts = {
+            name: elements_of(p) if p.dtype.kind == "quantized" else p.torch()
+            for name, p in whole.parts.items()
+        }
         return kind.put_together(Apart(whole.shape, parts, whole.attributes))
     except HoldfastError:
         raise
     except (RuntimeError, IndexError, ValueError) as error:
-        raise MetadataError(f"the parts of a {whole.kind} tensor do not fit: {error}", found=whole.shape) from error
+        raise MetadataError(
+            f"the parts of a {whole.kind} tensor do not fit: {error}", found=whole.shape
+        ) from error
 
 
 def _pairs(array: np.ndarray, lazy: LazyTensor) -> torch.Tensor:
     """Two 4-bit floats to the byte, the first in the low half, as torch's float4_e2m1fn_x2 has them."""
     if not array.ndim or array.shape[-1] % 2:
-        raise Unsupported("torch holds 4-bit floats in pairs; the last dimension is odd", tensor=lazy.name, found=lazy.shape)
+        raise Unsupported(
+            "torch holds 4-bit floats in pairs; the last dimension is odd",
+            tensor=lazy.name,
+            found=lazy.shape,
+        )
     nibbles = array.view(np.uint8)
     packed = np.ascontiguousarray(nibbles[..., 0::2] | (nibbles[..., 1::2] << 4))
     return torch.from_numpy(packed).view(torch_dtype(lazy.dtype))
@@ -152,7 +178,11 @@ def remember(lazy: LazyTensor, tensor: torch.Tensor) -> None:
     """Remember the storage of a tensor that was just read, where it has all bytes of the file's storage."""
     chunk = lazy.chunks[0]
     storage = chunk.storage
-    if chunk.offset or storage.nbytes * 8 != lazy.size * lazy.dtype.bits or storage.byteorder != "little":
+    if (
+        chunk.offset
+        or storage.nbytes * 8 != lazy.size * lazy.dtype.bits
+        or storage.byteorder != "little"
+    ):
         return
     if not in_c_order(lazy.shape, chunk.strides, lazy.dtype.bits):
         return
@@ -171,7 +201,12 @@ def view_of_shared(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
         return None
     chunk = lazy.chunks[0]
     shared = known.get(_place(chunk.storage))
-    if shared is None or lazy.name in shared.names or chunk.storage.byteorder != "little" or chunk.shape != lazy.shape:
+    if (
+        shared is None
+        or lazy.name in shared.names
+        or chunk.storage.byteorder != "little"
+        or chunk.shape != lazy.shape
+    ):
         return None
     bits, storage = lazy.dtype.bits, shared()
     if storage is None or chunk.offset % bits or any(s < 0 or s % bits for s in chunk.strides):
@@ -179,7 +214,9 @@ def view_of_shared(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     lazy.source.store.size(chunk.storage.key)  # raises `Closed` as reading would
     shared.names = (*shared.names, lazy.name)
     strides = tuple(s // bits for s in chunk.strides)
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, chunk.offset // bits, lazy.shape, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(
+        storage, chunk.offset // bits, lazy.shape, strides
+    )
 
 
 def _place(storage: Storage) -> Place:

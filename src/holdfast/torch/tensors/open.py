@@ -31,7 +31,16 @@ from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
-from holdfast.torch.tensors.allocate import Fresh, Region, Want, make_storage, plan_regions, read_lazies, read_tensors, view_of
+from holdfast.torch.tensors.allocate import (
+    Fresh,
+    Region,
+    Want,
+    make_storage,
+    plan_regions,
+    read_lazies,
+    read_tensors,
+    view_of,
+)
 from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.tree import find_value, torch_tree
@@ -63,7 +72,9 @@ def open(
     """
     if isinstance(path, Checkpoint):
         return TorchCheckpoint(path)
-    return TorchCheckpoint(open_checkpoint(path, mmap=mmap, verify=verify, limits=limits, threads=threads))
+    return TorchCheckpoint(
+        open_checkpoint(path, mmap=mmap, verify=verify, limits=limits, threads=threads)
+    )
 
 
 class TorchCheckpoint(Mapping[str, torch.Tensor]):
@@ -75,7 +86,9 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         self._names: dict[str, Composite | None] | None = None
         self._groups: dict[str, tuple[str, ...]] | None = None
         self._regions: dict[tuple[str, ...], dict[str, Region]] = {}
-        self._storages: weakref.WeakValueDictionary[Region, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self._storages: weakref.WeakValueDictionary[Region, torch.UntypedStorage] = (
+            weakref.WeakValueDictionary()
+        )
         self._lock = renewed(threading.RLock())
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -86,7 +99,9 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         region = self._region(name)
         if region is None:
             return read_tensors({name: lazy})[name]
-        lazy.source.store.size(lazy.chunks[0].storage.key)  # raises `Closed`, also where nothing is left to be read
+        lazy.source.store.size(
+            lazy.chunks[0].storage.key
+        )  # raises `Closed`, also where nothing is left to be read
         with self._lock:
             storage = self._storages.get(region)
             if storage is None:
@@ -105,7 +120,12 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
     def __enter__(self) -> TorchCheckpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -134,7 +154,13 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         for name in plain:
             if name not in self.lazy:
                 self.lazy[name]  # raises, and says which names are like it
-        made = read_tensors(self.lazy.stored, names=plain, device=_device(device), dtype=dtype, max_host_memory=max_host_memory)
+        made = read_tensors(
+            self.lazy.stored,
+            names=plain,
+            device=_device(device),
+            dtype=dtype,
+            max_host_memory=max_host_memory,
+        )
         made |= {name: _moved(whole.torch(), device, dtype) for name, whole in wholes.items()}
         return {name: made[name] for name in order}
 
@@ -145,15 +171,26 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
 
     @validated(dtype=float_dtype, device=device_given)
     def read_tree(
-        self, *, device: Place | None = None, dtype: torch.dtype | None = None, max_host_memory: int | None = None
+        self,
+        *,
+        device: Place | None = None,
+        dtype: torch.dtype | None = None,
+        max_host_memory: int | None = None,
     ) -> AnyValue:
         """The whole nested state with torch tensors in it: parameters are parameters, and what shares a storage still does.
 
         Objects of classes that are not built stay `Opaque`; tensors inside of them stay lazy. `max_host_memory` is as in `read`.
         """
         tree, how = self.lazy.tree, (device, dtype)
-        made = read_lazies(tree, device=_device(device), dtype=dtype, max_host_memory=max_host_memory)
-        return torch_tree(tree, lambda value: _moved(value.torch(), *how) if isinstance(value, Composite) else made[id(value)])
+        made = read_lazies(
+            tree, device=_device(device), dtype=dtype, max_host_memory=max_host_memory
+        )
+        return torch_tree(
+            tree,
+            lambda value: (
+                _moved(value.torch(), *how) if isinstance(value, Composite) else made[id(value)]
+            ),
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         return TorchCheckpoint, (self.lazy,)
@@ -163,7 +200,9 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         return self.lazy._repr_html_()
 
     def __repr__(self) -> str:
-        return f"<TorchCheckpoint {self.lazy.path!r} {self.lazy.format}, {len(self.lazy):,} tensors>"
+        return (
+            f"<TorchCheckpoint {self.lazy.path!r} {self.lazy.format}, {len(self.lazy):,} tensors>"
+        )
 
     def _listed(self) -> dict[str, Composite | None]:
         """Every name; with its composite where it is the name of one."""
@@ -183,18 +222,26 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
     def _region(self, name: str) -> Region | None:
         with self._lock:
             if self._groups is None:
-                self._groups = {name: alias.names for alias in self.lazy.aliases for name in alias.names}
+                self._groups = {
+                    name: alias.names for alias in self.lazy.aliases for name in alias.names
+                }
             group = self._groups.get(name)
             if group is None:
                 return None
             if group not in self._regions:
-                self._regions[group] = plan_regions({other: self.lazy[other] for other in group}).by_name
+                self._regions[group] = plan_regions(
+                    {other: self.lazy[other] for other in group}
+                ).by_name
             return self._regions[group].get(name)
 
     def _read_region(self, region: Region) -> torch.UntypedStorage:
         lazies = {name: self.lazy[name] for name in region.views}
         fresh = Fresh()
-        storage = make_storage(region, {name: Want(lazy, torch_dtype(lazy.dtype)) for name, lazy in lazies.items()}, fresh)
+        storage = make_storage(
+            region,
+            {name: Want(lazy, torch_dtype(lazy.dtype)) for name, lazy in lazies.items()},
+            fresh,
+        )
         assert storage is not None, "tensors that are neither cast nor moved share a storage"
         fill(fresh.fills)
         self._storages[region] = storage
@@ -204,11 +251,20 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
 def _device(device: Place | None) -> torch.device | None:
     """The device, a GPU with its number, as tensors there name it."""
     given = None if device is None else torch.device(device)
-    if given is not None and given.type == "cuda" and given.index is None and torch.cuda.is_available():
+    if (
+        given is not None
+        and given.type == "cuda"
+        and given.index is None
+        and torch.cuda.is_available()
+    ):
         return torch.device("cuda", torch.cuda.current_device())
     return given
 
 
 def _moved(tensor: torch.Tensor, device: Place | None, dtype: torch.dtype | None) -> torch.Tensor:
-    cast = dtype if dtype is not None and tensor.is_floating_point() and not tensor.is_quantized else None
+    cast = (
+        dtype
+        if dtype is not None and tensor.is_floating_point() and not tensor.is_quantized
+        else None
+    )
     return tensor.to(device=_device(device), dtype=cast)

@@ -44,14 +44,18 @@ def parts_of(one: Fill, most: int) -> Iterator[ScratchPiece]:
     for chunk in one.lazy.chunks:
         lazy, target = in_file_order(one, chunk)
         for box in boxes(lazy.shape, most // lazy.dtype.numpy.itemsize):
-            yield ScratchPiece(lazy[box] if box else lazy, target[box] if box else target, traits.conj, traits.neg)
+            yield ScratchPiece(
+                lazy[box] if box else lazy, target[box] if box else target, traits.conj, traits.neg
+            )
 
 
 def in_file_order(one: Fill, chunk: Chunk) -> tuple[LazyTensor, torch.Tensor]:
     """A chunk of a fill as a tensor of its own and the part of the target that it fills, dimensions as the file has them."""
     order = sorted(range(chunk.box.rank), key=lambda d: -chunk.strides[d])
     shape = tuple(chunk.shape[d] for d in order)
-    moved = Chunk(Box.whole(shape), chunk.storage, chunk.offset, tuple(chunk.strides[d] for d in order))
+    moved = Chunk(
+        Box.whole(shape), chunk.storage, chunk.offset, tuple(chunk.strides[d] for d in order)
+    )
     lazy = replace(one.lazy, shape=shape, chunks=(moved,), traits=PLAIN)
     return lazy, (one.target[chunk.box.slices] if chunk.box.rank else one.target).permute(order)
 
@@ -107,20 +111,43 @@ class CastLosses:
         makes none.
         """
         dtype = _dtype(target)
-        if value.dtype == target.dtype or dtype is None or dtype.kind != "float" or value.is_complex() or not value.numel():
+        if (
+            value.dtype == target.dtype
+            or dtype is None
+            or dtype.kind != "float"
+            or value.is_complex()
+            or not value.numel()
+        ):
             return
         own = _dtype(value)
-        quick = value.is_cpu and value.is_contiguous() and not value.is_neg() and own is not None and own.kind == "float"
-        if quick and own is not None and not count_losses(array_of(value, own).reshape(-1), None, dtype):
+        quick = (
+            value.is_cpu
+            and value.is_contiguous()
+            and not value.is_neg()
+            and own is not None
+            and own.kind == "float"
+        )
+        if (
+            quick
+            and own is not None
+            and not count_losses(array_of(value, own).reshape(-1), None, dtype)
+        ):
             self._of(dtype).add([name], value.numel(), {})
             return
         rows = max(1, MOST_ELEMENTS * len(value) // value.numel()) if value.dim() else 1
-        pairs = zip(value.split(rows), target.split(rows), strict=True) if value.dim() else [(value, target)]
+        pairs = (
+            zip(value.split(rows), target.split(rows), strict=True)
+            if value.dim()
+            else [(value, target)]
+        )
         self._waiting += [(dtype, name, one.numel(), _compared(one, other)) for one, other in pairs]
 
     def notes(self) -> list[str]:
         for dtype, name, count, sums in self._waiting:
-            lost = {outcome: np.array([many]) for outcome, many in zip(OUTCOMES, sums.tolist(), strict=True)}
+            lost = {
+                outcome: np.array([many])
+                for outcome, many in zip(OUTCOMES, sums.tolist(), strict=True)
+            }
             self._of(dtype).add([name], count, lost)
         self._waiting.clear()
         return [note for dtype, losses in self._losses.items() for note in losses.notes(dtype)]
@@ -135,7 +162,11 @@ def _dtype(tensor: torch.Tensor) -> DType | None:
 
 def _compared(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """How many elements met each outcome, on their device."""
-    wide = torch.float64 if torch.float64 in (value.dtype, target.dtype) or not value.is_floating_point() else torch.float32
+    wide = (
+        torch.float64
+        if torch.float64 in (value.dtype, target.dtype) or not value.is_floating_point()
+        else torch.float32
+    )
     was, now = value.to(wide), target.detach().to(wide)
     info = torch.finfo(target.dtype)
     # Up to half a step beyond the largest number, that is no more than rounding.
@@ -145,7 +176,9 @@ def _compared(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         now.isinf() & was.isfinite(),
         now.isnan() & ~was.isnan(),
         (now == 0) & (was != 0),
-        (was.abs() < 2.0**-127) & (now == 2.0**-127) if target.dtype is versions.dtype("float8_e8m0fnu") else was.new_zeros(1),
+        (was.abs() < 2.0**-127) & (now == 2.0**-127)
+        if target.dtype is versions.dtype("float8_e8m0fnu")
+        else was.new_zeros(1),
         (was < 0) & (now > 0),
     )
     return torch.stack([found.sum().to(torch.int64) for found in sums])

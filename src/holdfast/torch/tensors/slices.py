@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 Index = int | slice | EllipsisType | None | tuple[int | slice | EllipsisType | None, ...]
 
 Read = Callable[[], dict[str, torch.Tensor]]
-ShareBatch = Callable[[dict[str, LazyTensor]], tuple[Read, Callable[[Read], dict[str, torch.Tensor]]]]
+ShareBatch = Callable[
+    [dict[str, LazyTensor]], tuple[Read, Callable[[Read], dict[str, torch.Tensor]]]
+]
 """How a batch is read: by a function that may run on any thread, and by one that is given it, on the caller's."""
 
 BATCH_NBYTES = 256 << 20
@@ -119,10 +121,17 @@ class Slices(Mapping[str, Slice]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
-    def stream(self, *, skip: Callable[[str], bool] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(
+        self, *, skip: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Every name and its tensor, read whole, so that checksums are compared; the next ones while the caller works with these.
 
         In memory are the tensors of two batches, or the largest one. Names that `skip` says yes to are not read.
@@ -130,7 +139,14 @@ class Slices(Mapping[str, Slice]):
         through the whole stream, with a `skip` that says the same.
         """
         names = [name for name in self if skip is None or not skip(name)]
-        coming = map(dict, batches([(name, self[name].lazy) for name in names], BATCH_NBYTES, lambda item: item[1].nbytes))
+        coming = map(
+            dict,
+            batches(
+                [(name, self[name].lazy) for name in names],
+                BATCH_NBYTES,
+                lambda item: item[1].nbytes,
+            ),
+        )
         with self._sharing(names) as share:
             read, finish = share(next(coming, {}))
             tensors = finish(read)
@@ -166,4 +182,13 @@ def slices(
     of them and hands it on; `[…]` reads on this rank alone. A rank without a sign of life for `deadline` seconds is lost.
     The rest is as in `holdfast.open`, also `map`, which shows the tensors in the layout of another framework.
     """
-    return Slices(path, prefix=prefix, mmap=mmap, verify=verify, limits=limits, group=group, deadline=deadline, map=map)
+    return Slices(
+        path,
+        prefix=prefix,
+        mmap=mmap,
+        verify=verify,
+        limits=limits,
+        group=group,
+        deadline=deadline,
+        map=map,
+    )

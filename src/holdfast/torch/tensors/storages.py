@@ -32,7 +32,8 @@ from holdfast.torch.cuda.memory import GpuStorages
 TYPES = (torch.Tensor, torch.nn.Parameter)
 
 DEVICE, DTYPE, SHAPE, GRAD, HOOKS, LAYOUT, NESTED = map(
-    attrgetter, ("device", "dtype", "shape", "requires_grad", "_backward_hooks", "layout", "is_nested")
+    attrgetter,
+    ("device", "dtype", "shape", "requires_grad", "_backward_hooks", "layout", "is_nested"),
 )
 
 ATTRIBUTES = object.__getstate__
@@ -91,7 +92,9 @@ class TensorStorages:
     def divisible(self) -> bool:
         return self._gpus is None
 
-    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> list[memoryview]:
+    def read_parts(
+        self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
+    ) -> list[memoryview]:
         addresses, _ = self._places([*numbers])
         return memories_at([*map(add, addresses, starts)], [*nbytes])
 
@@ -108,9 +111,17 @@ class TensorStorages:
         # In the order of the state, which is nearly that of memory: in the order of a file it takes three times as long.
         ordered = sorted(numbers)
         held = [*map(self._storages.__getitem__, ordered)]
-        now, was = ([*map(torch.UntypedStorage.data_ptr, held)], [*map(torch.UntypedStorage.nbytes, held)]), self._columns(ordered)
+        now, was = (
+            (
+                [*map(torch.UntypedStorage.data_ptr, held)],
+                [*map(torch.UntypedStorage.nbytes, held)],
+            ),
+            self._columns(ordered),
+        )
         if now != was:
-            raise StorageMoved(next(at for at, number in enumerate(numbers) if self._has_moved(number)))
+            raise StorageMoved(
+                next(at for at, number in enumerate(numbers) if self._has_moved(number))
+            )
         return was if ordered == [*numbers] else self._columns(numbers)
 
     def _columns(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -119,7 +130,10 @@ class TensorStorages:
 
     def _has_moved(self, number: int) -> bool:
         storage = self._storages[number]
-        return (storage.data_ptr(), storage.nbytes()) != (self._addresses[number], self.nbytes[number])
+        return (storage.data_ptr(), storage.nbytes()) != (
+            self._addresses[number],
+            self.nbytes[number],
+        )
 
 
 def tabulate_tensors(values: list[object]) -> Tabulated:
@@ -127,7 +141,9 @@ def tabulate_tensors(values: list[object]) -> Tabulated:
     columns = _columns(cast("list[torch.Tensor]", values))
     if 0 in columns.filled():
         # Bytes without an address: no real tensor.
-        columns = columns.only([at for at, place in enumerate(columns.addresses) if place or not columns.nbytes[at]])
+        columns = columns.only(
+            [at for at, place in enumerate(columns.addresses) if place or not columns.nbytes[at]]
+        )
     places = columns.filled()
     if len({*places}) == len(places):
         return columns.tabulated(range(len(columns.rows)), columns.storages)
@@ -157,23 +173,41 @@ class _Columns(Value, frozen=True, eq=False):
 
     def only(self, places: list[int]) -> _Columns:
         columns = self.rows, self.tensors, self.kind, self.storages, self.nbytes, self.addresses
-        rows, tensors, kind, storages, nbytes, addresses = ([column[place] for place in places] for column in columns)
+        rows, tensors, kind, storages, nbytes, addresses = (
+            [column[place] for place in places] for column in columns
+        )
         offsets = _moved(self.offsets, places)
         return _Columns(rows, tensors, self.kinds, kind, storages, nbytes, addresses, offsets)  # type: ignore[arg-type]
 
-    def tabulated(self, storage: Sequence[int], storages: Sequence[torch.UntypedStorage]) -> Tabulated:
+    def tabulated(
+        self, storage: Sequence[int], storages: Sequence[torch.UntypedStorage]
+    ) -> Tabulated:
         """The tensors as rows of a table; `storage` has the number of each in `storages`."""
         nbytes, addresses = self.nbytes, self.addresses
         if len(storages) < len(self.rows):
-            nbytes, addresses = [*map(torch.UntypedStorage.nbytes, storages)], [*map(torch.UntypedStorage.data_ptr, storages)]
-        on_gpu = {number for number in {*self.kind} if self.kinds[number].location != CPU and self.kinds[number].whole}
+            nbytes, addresses = (
+                [*map(torch.UntypedStorage.nbytes, storages)],
+                [*map(torch.UntypedStorage.data_ptr, storages)],
+            )
+        on_gpu = {
+            number
+            for number in {*self.kind}
+            if self.kinds[number].location != CPU and self.kinds[number].whole
+        }
         each = zip(storage, self.tensors, strict=True)
         gpus = dict(compress(each, map(on_gpu.__contains__, self.kind))) if on_gpu else {}
         alike = [self.kinds[number] for number in on_gpu]
         # Of dtypes without a storage class, the newer ones, torch may not have all operations.
         one = len({kind.dtype for kind in alike}) == 1 and all(kind.dtype.storage for kind in alike)
         devices = {torch.device(kind.location) for kind in alike}
-        held = TensorStorages(storages, np.array(nbytes, np.int64), np.array(addresses, np.int64), gpus, devices, alike=one)
+        held = TensorStorages(
+            storages,
+            np.array(nbytes, np.int64),
+            np.array(addresses, np.int64),
+            gpus,
+            devices,
+            alike=one,
+        )
         kinds, kind = self.kinds, self.kind
         offsets = {at: offset * kinds[kind[at]].dtype.bits for at, offset in self.offsets.items()}
         with_outside(kinds, kind, offsets)
@@ -181,7 +215,11 @@ class _Columns(Value, frozen=True, eq=False):
 
 
 def _moved(offsets: Mapping[int, int], places: Sequence[int]) -> Mapping[int, int]:
-    return {at: offsets[place] for at, place in enumerate(places) if place in offsets} if offsets else offsets
+    return (
+        {at: offsets[place] for at, place in enumerate(places) if place in offsets}
+        if offsets
+        else offsets
+    )
 
 
 def _columns(tensors: list[torch.Tensor]) -> _Columns:
@@ -208,12 +246,20 @@ def _columns(tensors: list[torch.Tensor]) -> _Columns:
     if hooked or not all(kept) or any(map(ATTRIBUTES, tensors)):
         each = zip(kind, map(ATTRIBUTES, tensors), map(HOOKS, tensors), strict=True)
         fine = [kept[one] and not attributes and not hooks for one, attributes, hooks in each]
-        rows, tensors, storages = [*compress(rows, fine)], [*compress(tensors, fine)], [*compress(storages, fine)]
-        kind, nbytes, addresses = ([*compress(column, fine)] for column in (kind, nbytes, addresses))
+        rows, tensors, storages = (
+            [*compress(rows, fine)],
+            [*compress(tensors, fine)],
+            [*compress(storages, fine)],
+        )
+        kind, nbytes, addresses = (
+            [*compress(column, fine)] for column in (kind, nbytes, addresses)
+        )
         offsets = _moved(offsets, [*compress(range(len(fine)), fine)])
         left = {number: at for at, number in enumerate(dict.fromkeys(kind))}
         keys, kind = [keys[number] for number in left], [*map(left.__getitem__, kind)]
-    return _Columns(rows, tensors, [_kind(*key) for key in keys], kind, storages, nbytes, addresses, offsets)
+    return _Columns(
+        rows, tensors, [_kind(*key) for key in keys], kind, storages, nbytes, addresses, offsets
+    )
 
 
 _Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, bool, type, bool, bool]
@@ -222,7 +268,11 @@ _Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, bool, 
 
 def _tensor_columns(
     tensors: list[torch.Tensor],
-) -> tuple[Iterable[_Key], Mapping[int, int], tuple[list[int], list[torch.UntypedStorage], list[int], list[int]]]:
+) -> tuple[
+    Iterable[_Key],
+    Mapping[int, int],
+    tuple[list[int], list[torch.UntypedStorage], list[int], list[int]],
+]:
     """The kinds of tensors; the offsets of those that have one; and columns: the kind of each, its storage, the storage's bytes
     and address.
 
@@ -238,7 +288,11 @@ def _tensor_columns(
         here = tensors[first : first + BATCH]
         held = [*map(torch.Tensor.untyped_storage, here)]
         dtypes, lengths = [*map(DTYPE, here)], [*map(torch.UntypedStorage.nbytes, held)]
-        conj = map(torch.Tensor.is_conj, here) if any(dtype.is_complex for dtype in {*dtypes}) else repeat(False, len(here))
+        conj = (
+            map(torch.Tensor.is_conj, here)
+            if any(dtype.is_complex for dtype in {*dtypes})
+            else repeat(False, len(here))
+        )
         kind += map(
             numbers.__getitem__,
             zip(
@@ -274,7 +328,12 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 def _is_kept(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether tensors of a dtype are kept as they are, and those on a device read in place."""
     row = DTYPES.torch(str(dtype).removeprefix("torch."))
-    return row is not None and not row.packed and row.kind != "quantized" and device.type in (CPU, "cuda")
+    return (
+        row is not None
+        and not row.packed
+        and row.kind != "quantized"
+        and device.type in (CPU, "cuda")
+    )
 
 
 @lru_cache(4096)

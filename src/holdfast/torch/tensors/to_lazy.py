@@ -61,7 +61,10 @@ def _dtype(dtype: torch.dtype) -> DType:
 
 def _traits(tensor: torch.Tensor) -> Traits:
     # A view, or a computed tensor, counts as well: torch.save gives back a leaf that wants a gradient.
-    grad, parameter = bool(getattr(tensor, "requires_grad", False)), isinstance(tensor, torch.nn.Parameter)
+    grad, parameter = (
+        bool(getattr(tensor, "requires_grad", False)),
+        isinstance(tensor, torch.nn.Parameter),
+    )
     return Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
 
 
@@ -69,15 +72,21 @@ def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
     resident, gpus = memories
     traits = _traits(tensor)
     if is_lazy(tensor):
-        raise Unsupported("a parameter that is not initialised yet has no shape and no data; run the module once, or leave it out")
+        raise Unsupported(
+            "a parameter that is not initialised yet has no shape and no data; run the module once, or leave it out"
+        )
     kind = kind_of(tensor)
     if kind is not None:
         return _composite(tensor.detach(), kind, memories, traits=traits)
     if tensor.layout is not torch.strided:
-        raise Unsupported(f"a tensor with layout {str(tensor.layout).removeprefix('torch.')} cannot be saved")
+        raise Unsupported(
+            f"a tensor with layout {str(tensor.layout).removeprefix('torch.')} cannot be saved"
+        )
     plain = tensor
     if type(plain) not in TYPES and hasattr(plain, "__tensor_flatten__"):
-        raise Unsupported(f"a {type(tensor).__name__} is no plain tensor; take its parts apart or make it dense first")
+        raise Unsupported(
+            f"a {type(tensor).__name__} is no plain tensor; take its parts apart or make it dense first"
+        )
     if plain.is_meta:
         return resident.meta(_dtype(plain.dtype), tuple(plain.shape), replace(traits, meta=True))
     if plain.is_conj() or plain.is_neg():
@@ -90,10 +99,19 @@ def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
         plain = plain.detach().cpu()
     storage = plain.untyped_storage()
     # The storage's own memory; `owner` holds it as long as anything points at it.
-    place = resident.memory(storage.data_ptr(), storage_memory(storage), owner=storage, location=location)
+    place = resident.memory(
+        storage.data_ptr(), storage_memory(storage), owner=storage, location=location
+    )
     width = plain.element_size()
     strides = tuple(s * width for s in plain.stride())
-    return resident.strided(place, _dtype(plain.dtype), tuple(plain.shape), strides, int(plain.storage_offset()) * width, traits)
+    return resident.strided(
+        place,
+        _dtype(plain.dtype),
+        tuple(plain.shape),
+        strides,
+        int(plain.storage_offset()) * width,
+        traits,
+    )
 
 
 def _sharded(tensor: torch.Tensor, memories: Memories, *, name: str) -> LazyTensor:
@@ -108,7 +126,11 @@ def _sharded(tensor: torch.Tensor, memories: Memories, *, name: str) -> LazyTens
         local = _tensor(plain if on_gpus else plain.cpu(), memories)
         if not isinstance(local, LazyTensor) or local.traits.meta or local.dtype is not dtype:
             raise Unsupported("a part of a sharded tensor is no plain tensor with data")
-        chunks += [Chunk(part.box, chunk.storage, chunk.offset, chunk.strides) for chunk in local.chunks if part.box.count]
+        chunks += [
+            Chunk(part.box, chunk.storage, chunk.offset, chunk.strides)
+            for chunk in local.chunks
+            if part.box.count
+        ]
     resident, gpus = memories
     if chunks and on_gpus:
         return LazyTensor("", dtype, shards.shape, tuple(chunks), gpus(), traits)
@@ -124,16 +146,25 @@ def _composite(tensor: torch.Tensor, kind: str, memories: Memories, *, traits: T
 
     def elements(part: Elements) -> LazyTensor:
         ints = torch.empty(0, dtype=view_dtype(part.dtype.bits // 8), device=part.storage.device)
-        return replace(lazy(ints.set_(part.storage, part.offset, part.shape, part.strides)), dtype=part.dtype)
+        return replace(
+            lazy(ints.set_(part.storage, part.offset, part.shape, part.strides)), dtype=part.dtype
+        )
 
     shape, parts, attributes = KINDS[kind].take_apart(tensor)
-    found = {name: elements(part) if isinstance(part, Elements) else lazy(part) for name, part in parts.items()}
+    found = {
+        name: elements(part) if isinstance(part, Elements) else lazy(part)
+        for name, part in parts.items()
+    }
     return Composite(kind, shape, found, attributes, traits)
 
 
 def unkept(value: object) -> list[str]:
     """What a tensor has beyond its elements that no format of ours stores."""
-    if not isinstance(value, torch.Tensor) or is_sharded(value) or (type(value) not in TYPES and kind_of(value) is not None):
+    if (
+        not isinstance(value, torch.Tensor)
+        or is_sharded(value)
+        or (type(value) not in TYPES and kind_of(value) is not None)
+    ):
         return []
     found = []
     if type(value) not in TYPES:
@@ -175,4 +206,11 @@ def memory_of(tensor: torch.Tensor) -> object:
     if own_way or odd or tensor.is_meta or not tensor.numel():
         return id(tensor)
     place = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-    return *place, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return (
+        *place,
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )

@@ -9,7 +9,15 @@ import torch
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.core.tree import Way, every_child, module_contents, rebuild, remade, values_inside, walk
+from holdfast.core.tree import (
+    Way,
+    every_child,
+    module_contents,
+    rebuild,
+    remade,
+    values_inside,
+    walk,
+)
 from holdfast.errors import LimitExceeded
 from holdfast.torch import versions
 from holdfast.torch.tensors.from_lazy import torch_dtype
@@ -66,12 +74,22 @@ def _child(value: object, key: str) -> object:
     number = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
     match value:
         case dict():
-            return value[key] if key in value else value.get(number, ABSENT) if number is not None else ABSENT
+            return (
+                value[key]
+                if key in value
+                else value.get(number, ABSENT)
+                if number is not None
+                else ABSENT
+            )
         case list() | tuple():
             return value[number] if number is not None and number < len(value) else ABSENT
         case Opaque():
             groups = module_contents(value) or ()
-            found = (group[key] for group, _ in groups if isinstance(group, dict) and group.get(key) is not None)
+            found = (
+                group[key]
+                for group, _ in groups
+                if isinstance(group, dict) and group.get(key) is not None
+            )
             return next(found, ABSENT)
         case _:
             return ABSENT
@@ -79,7 +97,11 @@ def _child(value: object, key: str) -> object:
 
 def lazy_tensors(tree: object) -> Iterator[LazyTensor]:
     """Every lazy tensor in a tree that `torch_tree` would replace, each object once; not the parts of composites."""
-    return iter({id(value): value for value in values_inside(tree) if isinstance(value, LazyTensor)}.values())
+    return iter(
+        {
+            id(value): value for value in values_inside(tree) if isinstance(value, LazyTensor)
+        }.values()
+    )
 
 
 def opaque_inside(tree: object) -> bool:

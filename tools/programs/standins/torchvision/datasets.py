@@ -12,7 +12,9 @@ Transform = Callable[[torch.Tensor], torch.Tensor] | None
 class MNIST(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """512 images of 28 x 28 to train with, 128 to test."""
 
-    def __init__(self, root: str, train: bool = True, transform: Transform = None, download: bool = False) -> None:
+    def __init__(
+        self, root: str, train: bool = True, transform: Transform = None, download: bool = False
+    ) -> None:
         chance = torch.Generator().manual_seed(int(train))
         self.images = torch.rand(512 if train else 128, 1, 28, 28, generator=chance)
         self.labels = torch.randint(10, (len(self.images),), generator=chance)
