@@ -287,10 +287,10 @@ def test_where_nothing_is_published_the_seal_is_as_it_was(
     path, commit = file_of(tmp_path / "last.ckpt"), FileTransaction.commit
     before = (path.read_bytes(), (tmp_path / "last.ckpt.seal.json").read_bytes())
 
-    def refuse(self: FileTransaction) -> None:
+    def refuse(self: FileTransaction, *before_rename: Callable[[], None]) -> None:
         if self.path == str(path):
             raise NotCommitted("no", file=self.path)
-        commit(self)
+        commit(self, *before_rename)
 
     monkeypatch.setattr(FileTransaction, "commit", refuse)
     with pytest.raises(NotCommitted):

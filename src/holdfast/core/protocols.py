@@ -137,6 +137,14 @@ class Store:
         """The keys whose content is known to be another by now than when it was opened."""
         return ()
 
+    def find_replaced(self) -> Sequence[str]:
+        """Return the keys whose path no longer leads to the file that was opened.
+
+        Reading is not affected, because an open file outlives its name. A save to the same place
+        is: it would overwrite whatever has the path now. `changed` of an object store covers both.
+        """
+        return ()
+
     def place(self, key: str = "") -> Hashable:
         """Where the content of a key is, or the whole store: equal for two stores over the same bytes."""
         return "store", id(self), key

@@ -220,6 +220,12 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
 
     def _run(self, progress: Progress | None) -> R:
         report = self.report
+        replaced_stores = [
+            store
+            for store in self.reads
+            if store.medium.is_file and same_place(store.name, report.path)
+        ]
+        check_in_place(replaced_stores, report.path)
         if report.free_nbytes < report.new_nbytes and wait_for_room():
             report = replace(report, free_nbytes=_free(report.path))
         # Where nobody may write, how much room there is is not what is wrong.
@@ -238,6 +244,7 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
 
         def before_commit() -> None:
             unchanged(self.reads, report.path)
+            check_in_place(replaced_stores, report.path)
             if self.sure is not None:
                 self.sure()
 
@@ -248,8 +255,8 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
                 blocks.enter_context(store.reading())
             crcs = write_plan(
                 self.plan, report.path, replace(self.writing, threads=1) if ordered else self.writing, progress=progress,
-                before_commit=before_commit, copied=copied.append, renews=self.renews, ranks=self.ranks, mark=self.mark,
-                findings=self.findings,
+                before_commit=before_commit, before_rename=partial(check_in_place, replaced_stores, report.path),
+                copied=copied.append, renews=self.renews, ranks=self.ranks, mark=self.mark, findings=self.findings,
             )  # fmt: skip
         if copied:
             nbytes = sum(file.nbytes for file in copied)
@@ -376,8 +383,13 @@ def rewritten(
             source, replace(where, index=side_files.weights, stem=side_files.stem, ranks=ranks)
         )
         stack.callback(planned.close)
-        seals = find_seals(source, limits) if same_place(where.path, source.path) else NOTHING
+        is_in_place = same_place(where.path, source.path)
+        seals = find_seals(source, limits) if is_in_place else NOTHING
         planned = _accompanied(planned, side_files, source, seals)
+        if is_in_place:
+            # Also of a checkpoint without tensors, nothing of which is read while it is written.
+            reads = dict.fromkeys((*planned.reads, source.source.store))
+            planned = replace(planned, reads=tuple(reads))
         return replace(
             planned, sources=stack.pop_all(), ranks=ranks, mark=partial(checkpoint_mark, source)
         )
@@ -498,6 +510,25 @@ def unchanged(stores: Iterable[Store], target: str) -> None:
             raise raised
 
 
+def check_in_place(stores: Iterable[Store], target: str) -> None:
+    """Raise `NotCommitted` if the target is no longer what these stores were opened from.
+
+    A verb that rewrites a checkpoint in its own place reads the file that it opened. If somebody
+    has saved a newer one under the same path since, the rename would remove that without a word.
+    """
+    for store in stores:
+        replaced_keys = store.find_replaced()
+        if replaced_keys:
+            shown_keys = ", ".join(replaced_keys[:3])
+            message = (
+                f"the target was changed, replaced or removed after it was opened ({shown_keys}); "
+                "it is left as it is now. Open it again, and repeat this"
+            )
+            raised = refusal(message, target, errno.ESTALE)
+            raised.found = tuple(replaced_keys)
+            raise raised
+
+
 def _bucket_names() -> BucketNames:
     from holdfast.saving.references import NAMES  # what it imports is for those who have a bucket
 
@@ -509,7 +540,8 @@ FILES_REPLACED = Writing(overwrite=None)
 
 def write_plan(
     plan: SavePlan, path: str, writing: Writing = FILES_REPLACED, *, progress: Progress | None = None,
-    before_commit: Callable[[], None] | None = None, files: Files | None = None, rehearsed: bool = True,
+    before_commit: Callable[[], None] | None = None, before_rename: Callable[[], None] = lambda: None,
+    files: Files | None = None, rehearsed: bool = True,
     copied: Callable[[LinkedFile], None] | None = None, renews: Renewal = NOTHING, ranks: Ranks = ALONE,
     mark: Callable[[], bytes] = bytes, findings: Findings = NO_FINDINGS,
 ) -> Mapping[str, int]:  # fmt: skip
@@ -518,7 +550,9 @@ def write_plan(
 
     First the reader opens the plan (`formats.check_opens`): what would not open again is refused with `CannotHold` while
     nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
-    `before_commit` is called last: its errors keep everything as it was. `copied` is called with each file that cannot be linked.
+    `before_commit` is called when all is written, and `before_rename` right before something on a disk
+    is replaced: their errors keep everything as it was. `copied` is called with each file that
+    cannot be linked.
     """
     if rehearsed and ranks.first:
         plan = check_opens(plan, path)
@@ -545,7 +579,7 @@ def write_plan(
 
     how = Saving(
         seals=renews, threads=threads, block=block, progress=progress, read_back=writing.read_back,
-        last=before_commit or (lambda: None), attributes=plan.attributes,
+        last=before_commit or (lambda: None), before_rename=before_rename, attributes=plan.attributes,
     )  # fmt: skip
     Shared(plan, ranks, how, first_target, link, join, mark, findings).write()
     return without_hashes(how.crcs)

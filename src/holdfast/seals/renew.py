@@ -21,6 +21,7 @@ a new seal must not call whole what the old one calls damaged.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -30,9 +31,10 @@ from itertools import compress
 from msgspec import field
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.documents import check_length
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value, replace
-from holdfast.engine.commit.target import refusal
+from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.transactions import replace_file
 from holdfast.engine.file_digest import Digesting, digest_of
 from holdfast.engine.saves import FilePlan, Late, SavePlan
@@ -42,8 +44,17 @@ from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import CannotHold, DurabilityUncertain, HoldfastError, NotCommitted, SaveError
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.seals.check import check_digests, read_seal, seal_path
-from holdfast.seals.document import DIGESTS, SEAL, SUFFIX, Seal, SealedFile, encode_seal, parse_seal
-from holdfast.stores.files import Files
+from holdfast.seals.document import (
+    DIGESTS,
+    DOCUMENT,
+    SEAL,
+    SUFFIX,
+    Seal,
+    SealedFile,
+    encode_seal,
+    parse_seal,
+)
+from holdfast.stores.files import Files, split_path
 from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url
 
@@ -102,6 +113,8 @@ class Renewal(Value, frozen=True):
     """The files that are written in their place, with their lengths."""
     data: frozenset[str] = frozenset()
     """The files among them whose checksums are in a manifest."""
+    limits: Limits = Limits()
+    """The limits within which the seals were read."""
     digests: dict[tuple[str, str], str] = field(default_factory=dict)
     """Digests by algorithm and name, as they become known."""
 
@@ -208,6 +221,15 @@ class Renewal(Value, frozen=True):
     @contextmanager
     def _around(self, outer: list[Known], files: Files, *, durable: bool) -> Iterator[None]:
         ready = False
+        for one in outer:
+            present_seal = self._read_present(one, files)
+            if present_seal is None or _settled(replace(one, seal=present_seal)) != one.seal:
+                raise refusal(
+                    f"its seal {one.place!r} was changed or removed meanwhile; nothing was changed. "
+                    "Open it again, and repeat this",
+                    self.path,
+                    errno.ESTALE,
+                )
         try:
             for one in reversed(outer):
                 replace_file(one.place, self._text(one, both=True), durable=durable, files=files)
@@ -218,7 +240,10 @@ class Renewal(Value, frozen=True):
                 raise
             for one in outer:
                 with suppress(HoldfastError):
-                    replace_file(one.place, encode_seal(one.seal), durable=durable, files=files)
+                    # A seal that somebody else has written meanwhile belongs to a newer checkpoint.
+                    present_seal = self._read_present(one, files)
+                    if present_seal and encode_seal(present_seal) == self._text(one, both=True):
+                        replace_file(one.place, encode_seal(one.seal), durable=durable, files=files)
             if isinstance(error, NotCommitted):
                 raise
             raise refusal(
@@ -232,6 +257,25 @@ class Renewal(Value, frozen=True):
             except SaveError as error:
                 message = f"it is in place, and its seal says that what was there before may be there still: {error.message}"
                 raise _uncertain(message, self.path, error) from error
+
+    def _read_present(self, one: Known, files: Files) -> Seal | None:
+        """Read the seal that has the path of a known seal now; None if there is none."""
+        folder, name = split_path(one.place)
+        with refusing("reading the seal again", one.place):
+            at = files.open_directory(folder)
+            try:
+                entry = files.stat(name, at=at)
+                if entry is None or entry.kind != "file":
+                    return None
+                check_length(DOCUMENT, entry.nbytes, self.limits, file=one.place)
+                descriptor = files.open(name, at=at)
+                try:
+                    text = files.pread(descriptor, entry.nbytes, 0)
+                finally:
+                    files.close(descriptor)
+            finally:
+                files.close(at)
+        return parse_seal(text, self.limits, file=one.place)
 
     @contextmanager
     def in_bucket(self, url: Url, gone: Collection[str]) -> Iterator[None]:
@@ -320,7 +364,8 @@ def find_seals(source: Checkpoint, limits: Limits | None = None) -> Renewal:
             ):
                 found.append(Known(over, folder, name, seal_path(folder)))
         if folder == os.path.dirname(folder):
-            return Renewal(source.path, tuple(replace(one, seal=_settled(one)) for one in found))
+            seals = tuple(replace(one, seal=_settled(one)) for one in found)
+            return Renewal(source.path, seals, limits=limits or Limits())
         folder = os.path.dirname(folder)
 
 

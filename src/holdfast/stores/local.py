@@ -333,6 +333,11 @@ class Handle(Struct):
     def stamp(self) -> Stamp:
         return self.identity[1], self.nbytes, self.changed_ns
 
+    def is_same_as(self, file: OpenFile) -> bool:
+        """Whether an open file is the measured one, and nobody has written to it since."""
+        now = Handle.of(file, os.fstat(file.number))
+        return now.identity == self.identity and now.stamp == self.stamp
+
 
 class LocalStore(Store):
     """A file, a directory and what is in it, or those files of a directory whose names fit: `actor/optim_*.pt`. `instead_of` is the
@@ -387,12 +392,7 @@ class LocalStore(Store):
         with self._lock:
             if self._keys is None:
                 try:
-                    found = self._bound().list(self._max_files)
-                    self._keys = (
-                        [key for key in found if "/" not in key and fnmatchcase(key, self._only)]
-                        if self._only
-                        else found
-                    )
+                    self._keys = self._list_keys(self._bound())
                 except Replaced:
                     self._gone = True
                     raise
@@ -486,18 +486,37 @@ class LocalStore(Store):
         found = []
         for key, handle in handles.items():
             try:
-                file = handle.file or self._opened(key)
-                now = os.fstat(file.number)
+                is_same = handle.is_same_as(handle.file or self._opened(key))
             except (OSError, HoldfastError):
-                found.append(key)
-                continue
-            if ((now.st_dev, now.st_ino), now.st_size, now.st_mtime_ns) != (
-                handle.identity,
-                handle.nbytes,
-                handle.changed_ns,
-            ):
+                is_same = False
+            if not is_same:
                 found.append(key)
         return sorted(found)
+
+    def find_replaced(self) -> Keys:
+        with self._lock:
+            handles = dict(self._handles)
+            opened_keys = self._keys
+            folder = self._folder
+        if folder is not None and not folder.in_place():
+            return sorted(handles) or [self._single]
+
+        replaced_keys: set[str] = set()
+        for key, handle in handles.items():
+            try:
+                is_same = handle.is_same_as(self._opened(key))
+            except (OSError, HoldfastError):
+                is_same = False
+            if not is_same:
+                replaced_keys.add(key)
+
+        # Files that appeared would be lost, and files that were deleted would come back.
+        if folder is not None and opened_keys is not None:
+            try:
+                replaced_keys |= set(opened_keys) ^ set(self._list_keys(folder))
+            except (OSError, HoldfastError):
+                replaced_keys |= set(opened_keys)
+        return sorted(replaced_keys)
 
     def close(self) -> None:
         """Let go of everything. Reads that are under way end as they would have; those that begin now raise `Closed`."""
@@ -526,6 +545,13 @@ class LocalStore(Store):
 
     def _was_closed(self) -> Closed:
         return Closed("the checkpoint was closed; open it again to read from it", file=self.name)
+
+    def _list_keys(self, folder: Folder) -> Keys:
+        """List the files that a folder has now, of those whose names fit."""
+        keys = folder.list(self._max_files)
+        if not self._only:
+            return keys
+        return [key for key in keys if "/" not in key and fnmatchcase(key, self._only)]
 
     def _bound(self) -> Folder:
         folder = self._folder
@@ -559,9 +585,7 @@ class LocalStore(Store):
         if self._closed:
             raise self._was_closed()
         file = self._opened(key)
-        found = os.fstat(file.number)
-        now = (found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns
-        if now != (handle.identity, handle.nbytes, handle.changed_ns):
+        if not handle.is_same_as(file):
             raise Replaced(
                 "the file was changed or replaced while the checkpoint was open; open it again",
                 file=self._label(key),

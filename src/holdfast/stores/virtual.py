@@ -120,6 +120,9 @@ class Virtual(Store):
     def changed(self) -> Sequence[str]:
         return () if self._over is None else self._over.changed()
 
+    def find_replaced(self) -> Sequence[str]:
+        return () if self._over is None else self._over.find_replaced()
+
     def place(self, key: str = "") -> Hashable:
         """Entries belong to this store, and the store is like no other: it may have entries that another over the same has not."""
         store = self.below(key) if key else None

@@ -204,8 +204,11 @@ class FileTransaction(_Transaction):
     def copy(self, source: int, nbytes: int, *, source_offset: int, offset: int) -> None:
         self.file.copy(source, nbytes, source_offset=source_offset, offset=offset)
 
-    def commit(self) -> None:
-        """Make what was written the content of the target; the module's docstring says what a failure means."""
+    def commit(self, before_rename: Callable[[], None] = lambda: None) -> None:
+        """Make what was written the content of the target; the module's docstring says what a failure means.
+
+        `before_rename` is called right before an existing file is replaced. Its errors keep that file.
+        """
         target, temporary = self._working()
         file = self.file
         if file.failed:
@@ -218,7 +221,7 @@ class FileTransaction(_Transaction):
         if self.durable:
             file.sync()
         try:
-            self._publish(target, temporary)
+            self._publish(target, temporary, before_rename)
         except OSError as error:
             # NFS may lose the answer to a rename that it has done: look, before saying that nothing changed.
             if isinstance(error, HoldfastError):
@@ -247,12 +250,15 @@ class FileTransaction(_Transaction):
     def _check_target(self, target: TargetName) -> None:
         refuse_existing(target.existing, self.path, directory=False, overwrite=self.overwrite)
 
-    def _publish(self, target: TargetName, temporary: LockedName) -> None:
+    def _publish(
+        self, target: TargetName, temporary: LockedName, before_rename: Callable[[], None]
+    ) -> None:
         files = target.files
         if self.overwrite:
             with ReplacedFiles(files) as replaced:
                 if target.existing is not None:
                     replaced.hold(target.name, at=target.at, nbytes=target.existing.nbytes)
+                before_rename()
                 files.rename(temporary.name, target.name, at=target.at)
         elif not files.rename_new(temporary.name, target.name, at=target.at):
             try:
@@ -428,15 +434,18 @@ class DirectoryTransaction(_Transaction):
             self._failed = False
         self._synced = True
 
-    def commit(self) -> None:
-        """Make the directory the target; the module's docstring says what a failure means."""
+    def commit(self, before_rename: Callable[[], None] = lambda: None) -> None:
+        """Make the directory the target; the module's docstring says what a failure means.
+
+        `before_rename` is called right before the directory gets its name. Its errors keep what is there.
+        """
         target, temporary = self._working()
         target.keep_access(temporary.descriptor, target.existing)
         self._synced = self._synced and target.existing is None
         self.seal_data()
         try:
             with refusing("giving the finished folder its name", self.path):
-                self._publish(target, temporary)
+                self._publish(target, temporary, before_rename)
         except OSError as error:
             if not target.holds(temporary):
                 raise
@@ -498,9 +507,12 @@ class DirectoryTransaction(_Transaction):
             raise refusal(f"{message}; move it away or save elsewhere", self.path, errno.ENOTEMPTY)
         return names
 
-    def _publish(self, target: TargetName, temporary: LockedName) -> None:
+    def _publish(
+        self, target: TargetName, temporary: LockedName, before_rename: Callable[[], None]
+    ) -> None:
         files, at = target.files, target.at
         if files.stat(target.name, at=at) is None:
+            before_rename()
             # Where the first is not supported: plain rename(2) replaces nothing but an empty directory.
             if not files.rename_new(temporary.name, target.name, at=at):
                 files.rename(temporary.name, target.name, at=at)
@@ -514,6 +526,7 @@ class DirectoryTransaction(_Transaction):
                 "another save is replacing this folder; save again", self.path, errno.EBUSY
             )
         self._old_names = self._names_to_replace(files, old.descriptor)
+        before_rename()
         # Where the old one will be is noted before each step, so that an interrupt right after it finds everything.
         old.name = temporary.name
         if files.exchange(temporary.name, target.name, at=at):

@@ -218,7 +218,7 @@ class FileTarget(FirstTarget):
         how.seals.take(self, how.threads)
         how.last()
         with how.seals.around(self._system, durable=self._durable):
-            self._transaction.commit()
+            self._transaction.commit(how.before_rename)
 
     def __exit__(
         self,
@@ -446,7 +446,7 @@ class FolderTarget(FirstTarget):
         how.seals.take(self, how.threads)
         how.last()
         with how.seals.around(self._system, durable=self._durable):
-            folder.commit()
+            folder.commit(how.before_rename)
         self._published = True
 
     def give_up(self) -> None:

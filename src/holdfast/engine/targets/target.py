@@ -64,6 +64,9 @@ class Saving(Value, frozen=True, kw_only=True):
     last: Callable[[], None] = lambda: (
         None
     )  # Asked when everything is written: what it raises keeps what was there.
+    before_rename: Callable[[], None] = lambda: None
+    """Called right before a rename replaces what is there; its errors keep that as it was. `last`
+    comes too early for this: the seals and the fsync of the new file lie between it and the rename."""
     attributes: Mapping[str, str] | None = None  # What the object of the index says of itself.
 
 
