@@ -1,9 +1,15 @@
 """Taking up an interrupted conversion."""
 
+import io
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
+import torch
+import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast.engine import write
@@ -105,3 +111,106 @@ def test_a_changed_source_of_what_is_computed_starts_anew(tmp_path, monkeypatch,
         assert {name: float(tensor.numpy()[0, 0]) for name, tensor in found.items()} == {
             f"w{i}": i + 2 for i in range(6)
         }
+
+
+def weights(step: int) -> dict[str, np.ndarray]:
+    """Make tensors of other values for each step, which take as many bytes when they are packed."""
+    return {
+        f"w{i}": np.tril(np.full((50, 50), 2.0 ** (6 * step + i - 18), np.float32))
+        for i in range(6)
+    }
+
+
+SOURCES: dict[str, tuple[str, Callable[[int, Path], object]]] = {
+    "torch": ("a.pt", lambda step, path: holdfast.save(weights(step), path)),
+    "safetensors": ("a.safetensors", lambda step, path: holdfast.save(weights(step), path)),
+    "safetensors of another program": (
+        "a.safetensors",
+        lambda step, path: safetensors.numpy.save_file(weights(step), path),
+    ),
+    "native": ("a", lambda step, path: holdfast.save(weights(step), path)),
+    "native, packed": ("a", lambda step, path: holdfast.save(weights(step), path, sparse="bitmap")),
+    "npz": ("a.npz", lambda step, path: np.savez(path, **weights(step))),
+    "dcp": (
+        "a",
+        lambda step, path: dcp.save(
+            {name: torch.from_numpy(array) for name, array in weights(step).items()},
+            checkpoint_id=path,
+            no_dist=True,
+        ),
+    ),
+}
+
+
+def give_the_content_of(new: Path, old: Path) -> None:
+    """Write the content of a file or folder into another, which keeps inode, length and times."""
+    # The index of a DCP folder is that of both: it names the same items, and the path of the first.
+    for file in sorted(old.glob("[!.]*")) if old.is_dir() else [old]:
+        content = (new / file.name if old.is_dir() else new).read_bytes()
+        before = file.stat()
+        assert len(content) == before.st_size
+        with open(file, "r+b") as out:
+            out.write(content)
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        after = file.stat()
+        assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("options", [{}, {"dtype": "float16"}], ids=["as it is", "cast"])
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("has_change_times", [True, False])
+def test_other_content_with_the_same_inode_length_and_time_starts_anew(
+    tmp_path, monkeypatch, kind, options, has_change_times
+):
+    """Otherwise the target would have tensors of both sources."""
+    name, save = SOURCES[kind]
+    if not has_change_times:
+        # Some file systems have none of their own. What is recorded has to tell then.
+        if kind == "safetensors of another program":
+            pytest.skip("it records no checksums")
+        monkeypatch.setattr("holdfast.stores.local.status_change_ns", lambda found: 0)
+    old, new, target = tmp_path / name, tmp_path / "new" / name, tmp_path / "out"
+    new.parent.mkdir()
+    save(1, old)
+    save(2, new)
+    how = {"format": "safetensors", "max_shard_size": 6_000 if options else 12_000, **options}
+    interrupted(monkeypatch, 4)
+    with pytest.raises(NotCommitted):
+        holdfast.convert(old, target, resume=True, **how)
+    give_the_content_of(new, old)
+    with holdfast.open(old) as checkpoint:
+        expected = {name: tensor.numpy() for name, tensor in checkpoint.items()}
+    interrupted(monkeypatch, -1)
+    holdfast.convert(old, target, resume=True, **how)
+    with holdfast.open(target) as converted:
+        for name, array in expected.items():
+            assert np.array_equal(converted[name].numpy(), array)
+
+
+@pytest.mark.parametrize("source_of", [bytes, io.BytesIO], ids=["bytes", "file object"])
+@pytest.mark.parametrize("options", [{}, {"dtype": "float16"}], ids=["as it is", "cast"])
+def test_other_content_without_a_path_starts_anew(tmp_path, monkeypatch, source_of, options):
+    target = tmp_path / "out"
+    how = {"format": "safetensors", "max_shard_size": 6_000 if options else 12_000, **options}
+    contents = [safetensors.numpy.save(weights(step)) for step in (1, 2)]
+    interrupted(monkeypatch, 4)
+    with pytest.raises(NotCommitted):
+        holdfast.convert(source_of(contents[0]), target, resume=True, **how)
+    interrupted(monkeypatch, -1)
+    holdfast.convert(source_of(contents[1]), target, resume=True, **how)
+    with holdfast.open(target) as converted:
+        for name, array in weights(2).items():
+            assert np.array_equal(converted[name].numpy(), array)
+
+
+def test_finished_files_of_a_source_without_a_path_are_taken_over(tmp_path, monkeypatch):
+    content = safetensors.numpy.save(weights(1))
+    how = {"format": "safetensors", "max_shard_size": 12_000, "resume": True}
+    interrupted(monkeypatch, 4)
+    with pytest.raises(NotCommitted):
+        holdfast.convert(content, tmp_path / "out", **how)
+    written = interrupted(monkeypatch, -1)
+    holdfast.convert(content, tmp_path / "out", **how)
+    assert len([key for key in written if key.endswith(".safetensors")]) == 3
+    assert hidden(tmp_path) == []

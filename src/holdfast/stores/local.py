@@ -318,16 +318,26 @@ ELSEWHERE = "another checkpoint is here than the one that was sent to this proce
 MAX_READ = 1 << 30  # Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast.
 
 
+def status_change_ns(found: os.stat_result) -> int:
+    """Return when the content or the status of a file changed last (`ctime`).
+
+    Programs that restore a file set its modification time back. They cannot set this one.
+    """
+    return found.st_ctime_ns
+
+
 class Handle(Struct):
     file: OpenFile | None  # None where it is opened for each read.
     nbytes: int
     changed_ns: int
     identity: tuple[int, int]
+    status_ns: int = 0
     mapped: memoryview | None = None
 
     @classmethod
     def of(cls, file: OpenFile, found: os.stat_result) -> Handle:
-        return cls(file, found.st_size, found.st_mtime_ns, (found.st_dev, found.st_ino))
+        identity = found.st_dev, found.st_ino
+        return cls(file, found.st_size, found.st_mtime_ns, identity, status_change_ns(found))
 
     @property
     def stamp(self) -> Stamp:
@@ -471,9 +481,9 @@ class LocalStore(Store):
                     ) from None
             return handle.mapped if handle.nbytes else memoryview(b"")
 
-    def stamp(self, key: str) -> tuple[int, int]:
+    def stamp(self, key: str) -> tuple[int, int, int]:
         handle = self._open(key)
-        return handle.nbytes, handle.changed_ns
+        return handle.nbytes, handle.changed_ns, handle.status_ns
 
     def place(self, key: str = "") -> Hashable:
         """The real path: what was opened by two paths is one."""

@@ -6,6 +6,7 @@ of them. Over another store, it has all that is there, and its entries as furthe
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -197,18 +198,41 @@ class ContentCache:
         return ContentCache, (self._most_nbytes,)
 
 
+HASHED_NBYTES = 1 << 20
+
+
 def tensor_stamp(tensor: LazyTensor) -> Stamp:
-    """What identifies the elements of a tensor: where they lie, and the stamps of what they lie in."""
+    """Return what identifies the elements of a tensor.
+
+    That is where they lie, the stamps of what they lie in, and the checksums that the source records.
+    Where a store has no stamps and the source no checksum, the bytes are read and hashed.
+    """
     store = tensor.source.store
-    places = [
-        (
-            chunk.storage.key,
-            chunk.storage.start,
-            chunk.storage.nbytes,
+    places: list[Stamp] = []
+    for chunk in tensor.chunks:
+        storage = chunk.storage
+        stamp = store.stamp(storage.key)
+        if not stamp and storage.crc32 is None:
+            stamp = (_hash_range(store, storage.key, storage.start, storage.nbytes),)
+        place = (
+            storage.key,
+            storage.start,
+            storage.nbytes,
             chunk.offset,
             chunk.strides,
-            store.stamp(chunk.storage.key),
+            storage.crc32,
+            stamp,
         )
-        for chunk in tensor.chunks
-    ]
+        places.append(place)
     return tensor.dtype.name, tensor.shape, store.name, places
+
+
+def _hash_range(store: Store, key: str, start: int, nbytes: int) -> str:
+    """Hash a range of a file."""
+    digest = hashlib.blake2b(digest_size=16)
+    block = memoryview(bytearray(min(nbytes, HASHED_NBYTES)))
+    for offset in range(0, nbytes, HASHED_NBYTES):
+        piece = block[: nbytes - offset]
+        store.read(key, start + offset, piece)
+        digest.update(piece)
+    return digest.hexdigest()

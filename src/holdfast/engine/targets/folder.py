@@ -3,7 +3,8 @@
 **Finished files of a conversion that was interrupted** are kept for the next try. With `resume=True` each data file is first
 finished, flushed and published in a hidden folder beside the target, with a receipt of its checksums; then all of them are linked
 into the transaction. The next try finds that folder by its name, a hash of everything that decides the bytes: the layout, and the
-source files with their lengths and times. A file is taken over only if its bytes have the checksums of its receipt.
+source files with their lengths, times and recorded checksums. A file is taken over only if its bytes have the checksums of its
+receipt.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from holdfast.core.value import replace
 from holdfast.engine.commit.new_file import NewFile, linked_or_copied
 from holdfast.engine.commit.target import refusing
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, replace_file
-from holdfast.engine.saves import Data, FilePlan, Gathered, LinkedFile, SavePlan
+from holdfast.engine.saves import Data, FilePlan, Gathered, LinkedFile, Literal, SavePlan
 from holdfast.engine.stream import Writer
 from holdfast.engine.targets.target import Delivered, Fill, Reads, Saving, Target
 from holdfast.engine.write import (
@@ -51,7 +52,9 @@ def fingerprint(plan: SavePlan) -> str:
     for file in plan.files:
         lines.append([file.key, file.nbytes])
         for segment in file.segments:
-            if isinstance(segment, Data):
+            if isinstance(segment, Literal):
+                lines.append(hashlib.blake2b(segment.data, digest_size=8).hexdigest())
+            elif isinstance(segment, Data):
                 lines.append([segment.label, tensor_stamp(segment.tensor)])
             elif isinstance(segment, Gathered):
                 tensors = zip(segment.labels, segment.tensors(), strict=True)
