@@ -1,5 +1,6 @@
 """Taking up an interrupted conversion."""
 
+import errno
 import io
 import os
 from collections.abc import Callable
@@ -13,7 +14,12 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast.engine import write
-from holdfast.errors import NotCommitted
+from holdfast.engine.targets import folder as folder_target
+from holdfast.errors import DurabilityUncertain, NotCommitted
+from holdfast.saving.formats import Options, format_for, plan_save
+from holdfast.saving.planned import Writing, write_plan
+from holdfast.saving.state import tabulate_state
+from holdfast.stores.files import Files, system_files
 
 
 @pytest.fixture
@@ -214,3 +220,114 @@ def test_finished_files_of_a_source_without_a_path_are_taken_over(tmp_path, monk
     holdfast.convert(content, tmp_path / "out", **how)
     assert len([key for key in written if key.endswith(".safetensors")]) == 3
     assert hidden(tmp_path) == []
+
+
+def test_a_second_conversion_at_the_same_time_is_refused(source, tmp_path):
+    """It would take over the files of the first one, and lose them when the first one publishes."""
+    target = tmp_path / "out"
+    how = {"format": "safetensors", "max_shard_size": 12_000, "resume": True}
+    refused = []
+
+    def convert_again(nbytes: int) -> None:
+        if not refused:
+            with pytest.raises(NotCommitted, match="another process is writing") as caught:
+                holdfast.convert(source, target, **how)
+            refused.append(caught.value)
+
+    holdfast.convert(source, target, progress=convert_again, threads=1, **how)
+    assert refused[0].errno == errno.EBUSY
+    assert refused[0].file == str(target)
+    with holdfast.open(source) as a, holdfast.open(target) as b:
+        assert a.digest() == b.digest()
+    assert hidden(tmp_path) == []
+
+
+def test_a_folder_that_another_conversion_removes_is_made_again(source, tmp_path, monkeypatch):
+    """The other one publishes after this one has opened the folder, and before it has the lock."""
+    locked, removed = folder_target.locked, []
+
+    def remove_and_lock(files: Files, descriptor: int) -> bool:
+        if not removed:
+            removed.extend(hidden(tmp_path))
+            os.rmdir(tmp_path / removed[0])
+        return locked(files, descriptor)
+
+    monkeypatch.setattr(folder_target, "locked", remove_and_lock)
+    holdfast.convert(source, tmp_path / "out", max_shard_size=12_000, resume=True)
+    assert removed
+    assert holdfast.verify(tmp_path / "out").ok
+    assert hidden(tmp_path) == []
+
+
+class OneFails:
+    """The calls of the file system, of which one fails."""
+
+    def __init__(self, failing_number: int) -> None:
+        self.failing_number = failing_number
+        self.count = 0
+        self.failed_call = ""
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        real = getattr(system_files(), name)
+
+        def call(*args: object, **options: object) -> object:
+            self.count += 1
+            if self.count != self.failing_number:
+                return real(*args, **options)
+            self.failed_call = name
+            if name == "close":
+                real(*args, **options)  # a descriptor is gone even if close reports a failure
+            raise OSError(errno.EIO, "Input/output error")
+
+        return call
+
+
+def write_resumed(
+    source: Path, target: Path, *, overwrite: bool, files: Files | None = None
+) -> None:
+    options = Options(max_shard_size=12_000)
+    format = format_for(str(target), "safetensors", options)
+    with holdfast.open(source, threads=1) as checkpoint:
+        plan = plan_save(str(target), tabulate_state(checkpoint), format, options=options)
+        write_plan(plan, str(target), Writing(overwrite=overwrite, resume=True), files=files)
+
+
+def step_at(target: Path) -> float | None:
+    if not target.exists():
+        return None
+    with holdfast.open(target) as checkpoint:
+        arrays = {name: tensor.numpy() for name, tensor in checkpoint.items()}
+    steps = [step for step in (1, 2) if np.array_equal(arrays["w5"], weights(step)["w5"])]
+    assert all(np.array_equal(arrays[name], weights(steps[0])[name]) for name in arrays)
+    return steps[0]
+
+
+@pytest.mark.parametrize("old", [None, 1], ids=["new", "replace"])
+def test_whichever_call_fails_the_target_is_what_the_error_says(tmp_path, old):
+    source = tmp_path / "in.pt"
+    holdfast.save(weights(2), source)
+    failed_calls = set()
+    for number in range(1, 1_000):
+        target = tmp_path / str(number) / "out"
+        target.parent.mkdir()
+        if old is not None:
+            holdfast.save(weights(old), target, format="safetensors", max_shard_size=12_000)
+        files = OneFails(number)
+        raised: NotCommitted | DurabilityUncertain | None = None
+        try:
+            write_resumed(source, target, overwrite=old is not None, files=files)
+        except (NotCommitted, DurabilityUncertain) as error:
+            raised = error
+        failed_calls.add(files.failed_call)
+        where = f"call {number}, {files.failed_call}: {raised}"
+
+        assert step_at(target) == (old if isinstance(raised, NotCommitted) else 2), where
+        if raised is not None:
+            assert raised.errno == errno.EIO, where
+            # The next try succeeds, whatever this one left.
+            write_resumed(source, target, overwrite=True)
+            assert step_at(target) == 2, where
+            assert hidden(target.parent) == [], where
+        if not files.failed_call:
+            break
+    assert {"sync", "unlink", "rmdir", "rename", "link", "lock"} <= failed_calls

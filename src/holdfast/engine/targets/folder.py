@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 
@@ -23,7 +23,8 @@ from holdfast.core.protocols import Store
 from holdfast.core.strict_json import parse
 from holdfast.core.value import replace
 from holdfast.engine.commit.new_file import NewFile, linked_or_copied
-from holdfast.engine.commit.target import refusing
+from holdfast.engine.commit.target import refusal, refusing
+from holdfast.engine.commit.temporaries import LockedName, locked
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, replace_file
 from holdfast.engine.saves import Data, FilePlan, Gathered, LinkedFile, Literal, SavePlan
 from holdfast.engine.stream import Writer
@@ -38,7 +39,7 @@ from holdfast.engine.write import (
     write_file,
     write_part,
 )
-from holdfast.errors import HoldfastError, NotCommitted
+from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.files import Files, make_parents, split_path, system_files
 from holdfast.stores.local import LocalStore
 from holdfast.stores.virtual import tensor_stamp
@@ -67,26 +68,78 @@ def staging_path(target: str, plan: SavePlan) -> str:
     return os.path.join(parent, f".{name}.{fingerprint(plan)}.part")
 
 
+BUSY = "another process is writing to this target with resume=True; wait until it is done, or write elsewhere"
+
+
 class Staging:
+    """The folder of finished files. The part that publishes holds its lock, so that no other save takes it.
+
+    Nothing that happens here changes the target, so every failure is `NotCommitted`.
+    """
+
     def __init__(
-        self, folder: str, target: str, *, durable: bool, files: Files | None = None
-    ) -> None:
+        self, folder: str, target: str, *, durable: bool, is_joined: bool = False, files: Files | None = None
+    ) -> None:  # fmt: skip
+        """Open the folder and make it if it is not there; `is_joined` on a part that did not make it."""
         self._files: Files = files or system_files()
         self._parent, self._name = split_path(folder)
+        self._target = target
         self._durable = durable
-        with refusing("creating a folder for finished files", target):
+        with refusing("opening the folder for finished files", target):
             self._at = self._files.open_directory(self._parent)
-            if self._files.stat(self._name, at=self._at) is None:
+            try:
+                self._folder = self._open_joined() if is_joined else self._claim()
+            except BaseException:
+                with suppress(OSError):
+                    self._files.close(self._at)
+                raise
+
+    def _open_joined(self) -> LockedName:
+        return LockedName.open(self._files, self._name, at=self._at)
+
+    def _claim(self) -> LockedName:
+        """Open and lock the folder. Raises `NotCommitted` if another process has it."""
+        while True:
+            with suppress(FileExistsError):
                 self._files.mkdir(self._name, at=self._at, private=True)
-            self._folder = self._files.open_directory(self._name, at=self._at)
+            # Whoever had it may publish and remove it now, between any two of these calls.
+            try:
+                folder = LockedName.open(self._files, self._name, at=self._at)
+            except FileNotFoundError:
+                continue
+            try:
+                if not locked(self._files, folder.descriptor):
+                    raise refusal(BUSY, self._target, errno.EBUSY)
+                if folder.in_place():
+                    return folder
+            except BaseException:
+                with suppress(OSError):
+                    folder.close()
+                raise
+            folder.close()
 
     def put(
         self, file: FilePlan, write: Callable[[FilePlan, NewFile], Mapping[str, int]]
     ) -> Mapping[str, int]:
-        """The checksums of a file: of one that an earlier try finished, or of one that `write` makes now."""
-        found = self._finished(file)
-        if found is not None:
-            return found
+        """Return the checksums of a file: of one that an earlier try finished, or of one that `write` makes now."""
+        with refusing("keeping a finished file for the next try", self._target):
+            recorded = self._finished(file)
+            if recorded is not None:
+                return recorded
+            try:
+                return self._write(file, write)
+            except DurabilityUncertain as error:
+                # It says that a file is in place. That is the staged one, and not the target.
+                raise refusal(
+                    f"a finished file could not be kept for the next try: {error.message}; "
+                    "nothing changed at the target",
+                    self._target,
+                    error.errno,
+                ) from error.__cause__
+
+    def _write(
+        self, file: FilePlan, write: Callable[[FilePlan, NewFile], Mapping[str, int]]
+    ) -> Mapping[str, int]:
         with FileTransaction(
             self._path(file.key), durable=self._durable, files=self._files
         ) as single:
@@ -104,20 +157,27 @@ class Staging:
 
     def close(self) -> None:
         """Leave the folder for the next try."""
-        self._files.close(self._folder)
-        self._files.close(self._at)
+        with suppress(OSError):
+            self._folder.close()
+        with suppress(OSError):
+            self._files.close(self._at)
 
     def remove(self) -> None:
-        """Remove the folder; its files live on under the names that the transaction gave them."""
-        for name in self._files.list(self._folder):
-            self._files.unlink(name, at=self._folder)
-        self._files.rmdir(self._name, at=self._at)
+        """Remove the folder; its files live on under the names that the transaction gave them.
+
+        What cannot be removed stays there. The target is complete, and does not need it.
+        """
+        with suppress(OSError):
+            for name in self._files.list(self._folder.descriptor):
+                with suppress(OSError):
+                    self._files.unlink(name, at=self._folder.descriptor)
+            self._files.rmdir(self._name, at=self._at)
 
     def _path(self, key: str) -> str:
         return os.path.join(self._parent, self._name, key)
 
     def _finished(self, file: FilePlan) -> Mapping[str, int] | None:
-        found = self._files.stat(file.key, at=self._folder)
+        found = self._files.stat(file.key, at=self._folder.descriptor)
         if found is None or found.kind != "file" or found.nbytes != file.nbytes:
             return None
         try:
@@ -128,7 +188,7 @@ class Staging:
             recorded = parse(bytes(text), DEFAULTS)
         except HoldfastError:
             return None
-        descriptor = self._files.open(file.key, at=self._folder)
+        descriptor = self._files.open(file.key, at=self._folder.descriptor)
         try:
             crcs = file_crcs(file, descriptor)
         finally:
@@ -344,7 +404,8 @@ class JoinedStaging(Target):
 
     def __init__(self, folder: str, *, path: str, durable: bool) -> None:
         super().__init__()
-        self._path, self._staging = path, Staging(folder, path, durable=durable)
+        self._path = path
+        self._staging = Staging(folder, path, durable=durable, is_joined=True)
 
     def begin(self, file: FilePlan) -> Fill:
         return partial(_staged, self._staging, file, self._path)
