@@ -431,14 +431,39 @@ def test_what_another_step_left_is_cleaned(tmp_path: Path):
     leave(tmp_path / ".step-1000.0123456789abcdef.tmp", directory=True)
     leave(tmp_path / ".step-1000.pt.0123456789abcdef.tmp", directory=False)
     leave(tmp_path / ".step-1000.1123456789abcdef.old", directory=True)
-    put(tmp_path / "step-2000.pt")
-    # A save of one file leaves folders alone.
-    left = [".step-1000.0123456789abcdef.tmp", ".step-1000.1123456789abcdef.old"]
-    assert names(tmp_path) == [*left, "step-2000.pt"]
-    put_directory(tmp_path / "step-2000", a=b"1")
     # What was set aside may be the only copy of another step.
-    assert names(tmp_path) == [*left[1:], "step-2000", "step-2000.pt"]
-    assert recover(tmp_path / "step-1000") == str(tmp_path / left[1])
+    left = ".step-1000.1123456789abcdef.old"
+    put(tmp_path / "step-2000.pt")
+    assert names(tmp_path) == [left, "step-2000.pt"]
+    leave(tmp_path / ".step-1000.0123456789abcdef.tmp", directory=True)
+    put_directory(tmp_path / "step-2000", a=b"1")
+    assert names(tmp_path) == [left, "step-2000", "step-2000.pt"]
+    assert recover(tmp_path / "step-1000") == str(tmp_path / left)
+
+
+def test_a_save_of_a_file_removes_no_folder_that_was_set_aside(tmp_path: Path):
+    """Two of them are left for a person to decide, also when a file has the name by then."""
+    left = [f".step-1000.{number}123456789abcdef.old" for number in range(2)]
+    for name in left:
+        leave(tmp_path / name, directory=True)
+    for step in (b"1", b"2"):
+        put(tmp_path / "step-1000", step)
+    assert names(tmp_path) == [*left, "step-1000"]
+
+
+def test_a_save_of_a_file_removes_only_folders_of_plain_files(tmp_path: Path):
+    with_folder = tmp_path / ".step-1.0123456789abcdef.tmp"
+    (with_folder / "folder").mkdir(parents=True)
+    elsewhere = leave(tmp_path / "elsewhere", directory=True)
+    (tmp_path / ".step-2.0123456789abcdef.tmp").symlink_to(elsewhere)
+    put(tmp_path / "step-3.pt")
+    assert names(tmp_path) == [
+        with_folder.name,
+        ".step-2.0123456789abcdef.tmp",
+        "elsewhere",
+        "step-3.pt",
+    ]
+    assert content(elsewhere) == {"a": b"half"}
 
 
 def test_another_step_that_is_being_saved_is_left_alone(tmp_path: Path):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -137,3 +140,34 @@ def test_no_source(tmp_path):
         holdfast.convert(tmp_path / "pipe.pt", tmp_path / "b.pt")
     with pytest.raises(HoldfastError):
         holdfast.convert("/dev/zero", tmp_path / "b.pt")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems may refuse or delay it")
+@pytest.mark.parametrize("opened", ["holdfast.open", "holdfast.torch.open", "holdfast.torch.load"])
+def test_a_mapped_file_that_is_truncated_ends_the_process_and_a_replaced_one_does_not(
+    opened: str, tmp_path: Path
+):
+    """This is what the documentation of `mmap` says."""
+    path = tmp_path / "a.pt"
+    program = f"""
+import os, sys
+import numpy as np
+import holdfast, holdfast.torch
+path = {str(path)!r}
+holdfast.save({{"w": np.ones(1 << 20, np.float32)}}, path)
+loaded = {opened}(path, mmap=True)
+tensor = loaded["w"]
+array = tensor.numpy() if {opened == "holdfast.open"} else tensor
+holdfast.save({{"w": np.zeros(1 << 20, np.float32)}}, path)
+assert float(array.sum()) == 1 << 20
+if "truncate" in sys.argv:
+    loaded = {opened}(path, mmap=True)
+    tensor = loaded["w"]
+    array = tensor.numpy() if {opened == "holdfast.open"} else tensor
+    os.truncate(path, 4096)
+    float(array.sum())
+"""
+    replaced = subprocess.run([sys.executable, "-c", program], check=False)
+    truncated = subprocess.run([sys.executable, "-c", program, "truncate"], check=False)
+    assert replaced.returncode == 0
+    assert truncated.returncode == -signal.SIGBUS

@@ -65,8 +65,10 @@ def open(
     `path` is a file, a directory, the bytes themselves, a seekable binary file object, or the URL of an object or a prefix in an
     object store (`s3://`, `gs://`, `az://`). `store` is an obstore store to use in place of one from the environment; `path` may
     then be a key in it. With `mmap=True` arrays are views of the mapped file (copied on write) where their layout allows, and
-    checksums are not looked at. Otherwise, where the file records a checksum and the whole of what it covers is read, it is
-    compared (`verify=False` opts out). `limits` raises what a file may cost; `threads` bounds the parallel reads.
+    checksums are not looked at. If a program truncates the mapped file in place, the next look at what is gone ends the process
+    (SIGBUS), as with `torch.load(mmap=True)`; a save that replaces the file by a rename does no harm. Without `mmap`, where the
+    file records a checksum and the whole of what it covers is read, it is compared (`verify=False` opts out). `limits` raises
+    what a file may cost; `threads` bounds the parallel reads.
     `rules` say how tensors were cut in a folder of Megatron's ranks, in the words of `reshard`: "*.adapter.weight: tp=0"; they come
     before those that it has for Megatron's own layers. `map` shows the tensors in the layout of another framework, by a name like
     "qwen3:hf->megatron", or "auto" (`holdfast.Map`): `DoesNotFit` names all that is missing, left over or of another shape.

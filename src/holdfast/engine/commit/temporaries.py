@@ -202,8 +202,9 @@ def clean(
     another target may be the only copy of it. Where other machines may be writing here and locks may not tell, the temporary of
     another target is left until nothing has changed in it for a day.
 
-    Plain files, and with `directories` also directories that hold nothing but plain files; anything else is not our work. A
-    directory may be the old content of an exchange that is not on disk yet, so the parent is synced before one is emptied.
+    Only plain files, and directories that hold nothing but plain files; anything else is not our work. A directory may be the
+    old content of an exchange that is not on disk yet, so the parent is synced before one is emptied. Without `directories`, as
+    for a save of one file, an `.old` directory stays: a file of this name says nothing about the directory that was set aside.
     """
     with suppress(OSError):
         ours: Callable[[str], bool] | None = None
@@ -233,7 +234,7 @@ def _clean_one(
     ):
         return
     directory = found.kind == "directory"
-    if directory and not directories:
+    if directory and not directories and not entry.endswith(".tmp"):
         return
     descriptor = files.open_directory(entry, at=at) if directory else files.open(entry, at=at)
     try:

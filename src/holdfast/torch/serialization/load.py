@@ -106,8 +106,10 @@ def load(
 
     With `weights_only` (the default) nothing in the file is run and no content of it makes this hang, crash or allocate more
     than the file's size. Checksums that the file records are compared while it is read; `verify=False` leaves that out, and a
-    mapped file (`mmap=True`) is not summed. Storages that go to a GPU are read through at most `max_host_memory` bytes of
-    page-locked memory (1 GiB unless said otherwise), which is kept for the next call.
+    mapped file (`mmap=True`) is not summed. If a program truncates a mapped file in place, the next look at what is gone ends
+    the process (SIGBUS), as in torch; a save that replaces the file by a rename does no harm. Storages that go to a GPU are
+    read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise), which is kept for the
+    next call.
     """
     weights_only, pickle_module = _mode(weights_only, pickle_module)
     check_pickle_module(pickle_module)

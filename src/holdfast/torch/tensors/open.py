@@ -67,8 +67,8 @@ def open(
 ) -> TorchCheckpoint:
     """Open a checkpoint of any known format as torch tensors, without running anything in it; the words are `holdfast.open`'s.
 
-    With `mmap=True` tensors are views of the mapped file (copied on write) where their layout allows. A checkpoint that is open
-    already is taken as it is.
+    With `mmap=True` tensors are views of the mapped file (copied on write) where their layout allows. If a program
+    truncates the file in place meanwhile, the process ends (SIGBUS). A checkpoint that is open already is taken as it is.
     """
     if isinstance(path, Checkpoint):
         return TorchCheckpoint(path)
