@@ -31,11 +31,10 @@ from itertools import compress
 from msgspec import field
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.documents import check_length
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value, replace
-from holdfast.engine.commit.target import refusal, refusing
-from holdfast.engine.commit.transactions import replace_file
+from holdfast.engine.commit.target import refusal
+from holdfast.engine.commit.transactions import read_file, replace_file
 from holdfast.engine.file_digest import Digesting, digest_of
 from holdfast.engine.saves import FilePlan, Late, SavePlan
 from holdfast.engine.stream import Writer
@@ -44,17 +43,8 @@ from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import CannotHold, DurabilityUncertain, HoldfastError, NotCommitted, SaveError
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.seals.check import check_digests, read_seal, seal_path
-from holdfast.seals.document import (
-    DIGESTS,
-    DOCUMENT,
-    SEAL,
-    SUFFIX,
-    Seal,
-    SealedFile,
-    encode_seal,
-    parse_seal,
-)
-from holdfast.stores.files import Files, split_path
+from holdfast.seals.document import DIGESTS, SEAL, SUFFIX, Seal, SealedFile, encode_seal, parse_seal
+from holdfast.stores.files import Files
 from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url
 
@@ -260,22 +250,8 @@ class Renewal(Value, frozen=True):
 
     def _read_present(self, one: Known, files: Files) -> Seal | None:
         """Read the seal that has the path of a known seal now; None if there is none."""
-        folder, name = split_path(one.place)
-        with refusing("reading the seal again", one.place):
-            at = files.open_directory(folder)
-            try:
-                entry = files.stat(name, at=at)
-                if entry is None or entry.kind != "file":
-                    return None
-                check_length(DOCUMENT, entry.nbytes, self.limits, file=one.place)
-                descriptor = files.open(name, at=at)
-                try:
-                    text = files.pread(descriptor, entry.nbytes, 0)
-                finally:
-                    files.close(descriptor)
-            finally:
-                files.close(at)
-        return parse_seal(text, self.limits, file=one.place)
+        text = read_file(one.place, most_nbytes=self.limits.index_nbytes + 1, files=files)
+        return None if text is None else parse_seal(text, self.limits, file=one.place)
 
     @contextmanager
     def in_bucket(self, url: Url, gone: Collection[str]) -> Iterator[None]:

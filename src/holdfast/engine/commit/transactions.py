@@ -30,7 +30,7 @@ import errno
 import os
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import reduce
 from operator import and_
 from types import TracebackType
@@ -299,6 +299,20 @@ def replace_file(
         single.allocate(len(content))
         single.write(0, content)
         single.commit()
+
+
+def read_file(path: str, *, most_nbytes: int, files: Files) -> bytes | None:
+    """Read a small file, at most so many bytes of it. None if there is no plain file."""
+    folder, name = split_path(path)
+    with refusing("reading a file", path), ExitStack() as opened:
+        at = files.open_directory(folder)
+        opened.callback(files.close, at)
+        entry = files.stat(name, at=at)
+        if entry is None or entry.kind != "file":
+            return None
+        descriptor = files.open(name, at=at)
+        opened.callback(files.close, descriptor)
+        return files.pread(descriptor, min(entry.nbytes, most_nbytes), 0)
 
 
 class DirectoryTransaction(_Transaction):

@@ -24,8 +24,13 @@ from holdfast.core.strict_json import parse
 from holdfast.core.value import replace
 from holdfast.engine.commit.new_file import NewFile, linked_or_copied
 from holdfast.engine.commit.target import refusal, refusing
-from holdfast.engine.commit.temporaries import LockedName, locked
-from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, replace_file
+from holdfast.engine.commit.temporaries import ATTEMPTS, LockedName, locked
+from holdfast.engine.commit.transactions import (
+    DirectoryTransaction,
+    FileTransaction,
+    read_file,
+    replace_file,
+)
 from holdfast.engine.saves import Data, FilePlan, Gathered, LinkedFile, Literal, SavePlan
 from holdfast.engine.stream import Writer
 from holdfast.engine.targets.target import Delivered, Fill, Reads, Saving, Target
@@ -88,18 +93,19 @@ class Staging:
         with refusing("opening the folder for finished files", target):
             self._at = self._files.open_directory(self._parent)
             try:
-                self._folder = self._open_joined() if is_joined else self._claim()
+                self._folder = (
+                    LockedName.open(self._files, self._name, at=self._at)
+                    if is_joined
+                    else self._claim()
+                )
             except BaseException:
                 with suppress(OSError):
                     self._files.close(self._at)
                 raise
 
-    def _open_joined(self) -> LockedName:
-        return LockedName.open(self._files, self._name, at=self._at)
-
     def _claim(self) -> LockedName:
         """Open and lock the folder. Raises `NotCommitted` if another process has it."""
-        while True:
+        for _ in range(ATTEMPTS):
             with suppress(FileExistsError):
                 self._files.mkdir(self._name, at=self._at, private=True)
             # Whoever had it may publish and remove it now, between any two of these calls.
@@ -117,38 +123,31 @@ class Staging:
                     folder.close()
                 raise
             folder.close()
+        raise OSError(errno.EAGAIN, f"other processes removed it {ATTEMPTS} times")
 
     def put(
         self, file: FilePlan, write: Callable[[FilePlan, NewFile], Mapping[str, int]]
     ) -> Mapping[str, int]:
         """Return the checksums of a file: of one that an earlier try finished, or of one that `write` makes now."""
-        with refusing("keeping a finished file for the next try", self._target):
+        with refusing("looking for a finished file", self._target):
             recorded = self._finished(file)
-            if recorded is not None:
-                return recorded
-            try:
-                return self._write(file, write)
-            except DurabilityUncertain as error:
-                # It says that a file is in place. That is the staged one, and not the target.
-                raise refusal(
-                    f"a finished file could not be kept for the next try: {error.message}; "
-                    "nothing changed at the target",
-                    self._target,
-                    error.errno,
-                ) from error.__cause__
-
-    def _write(
-        self, file: FilePlan, write: Callable[[FilePlan, NewFile], Mapping[str, int]]
-    ) -> Mapping[str, int]:
-        with FileTransaction(
-            self._path(file.key), durable=self._durable, files=self._files
-        ) as single:
-            crcs = dict(write(file, single.file))
-            single.commit()
-        receipt = json.dumps(crcs).encode()
-        replace_file(
-            self._path(file.key + RECEIPT), receipt, durable=self._durable, files=self._files
-        )
+        if recorded is not None:
+            return recorded
+        path = self._path(file.key)
+        try:
+            with FileTransaction(path, durable=self._durable, files=self._files) as single:
+                crcs = dict(write(file, single.file))
+                single.commit()
+            receipt = json.dumps(crcs).encode()
+            replace_file(path + RECEIPT, receipt, durable=self._durable, files=self._files)
+        except DurabilityUncertain as error:
+            # It says that a file is in place. That is the staged one, and not the target.
+            raise refusal(
+                f"a finished file could not be kept for the next try: {error.message}; "
+                "nothing changed at the target",
+                self._target,
+                error.errno,
+            ) from error.__cause__
         return crcs
 
     def adopt(self, folder: DirectoryTransaction, key: str) -> None:
@@ -180,12 +179,10 @@ class Staging:
         found = self._files.stat(file.key, at=self._folder.descriptor)
         if found is None or found.kind != "file" or found.nbytes != file.nbytes:
             return None
+        path, limits = self._path(file.key + RECEIPT), DEFAULTS
         try:
-            store = LocalStore(self._path(file.key + RECEIPT))
-            text = bytearray(store.size(file.key + RECEIPT))
-            store.read(file.key + RECEIPT, 0, memoryview(text))
-            store.close()
-            recorded = parse(bytes(text), DEFAULTS)
+            receipt = read_file(path, most_nbytes=limits.index_nbytes, files=self._files)
+            recorded = None if receipt is None else parse(receipt, limits)
         except HoldfastError:
             return None
         descriptor = self._files.open(file.key, at=self._folder.descriptor)
