@@ -179,10 +179,10 @@ class Staging:
         found = self._files.stat(file.key, at=self._folder.descriptor)
         if found is None or found.kind != "file" or found.nbytes != file.nbytes:
             return None
-        path, limits = self._path(file.key + RECEIPT), DEFAULTS
+        path = self._path(file.key + RECEIPT)
         try:
-            receipt = read_file(path, most_nbytes=limits.index_nbytes, files=self._files)
-            recorded = None if receipt is None else parse(receipt, limits)
+            receipt = read_file(path, most_nbytes=DEFAULTS.index_nbytes, files=self._files)
+            recorded = None if receipt is None else parse(receipt, DEFAULTS)
         except HoldfastError:
             return None
         descriptor = self._files.open(file.key, at=self._folder.descriptor)
