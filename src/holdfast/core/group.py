@@ -273,9 +273,11 @@ def share_out(
     nbytes: Sequence[int] | Ints,
     work: Callable[[list[int]], Sequence[T]],
     kind: type[T],
+    *,
+    common: bytes = b"",
 ) -> list[T]:
     """The results of pieces of work, in order. Each piece has a number and a weight; one rank does it, and all get its result, of
-    this type (as msgspec reads it). Raises on every rank where one sees other pieces."""
+    this type (as msgspec reads it). Raises on every rank where one sees other pieces, or has something else in `common`."""
     if ranks.size == 1:
         return [*work([*range(len(nbytes))])]
     weights = np.asarray(nbytes, np.int64)
@@ -285,7 +287,7 @@ def share_out(
     with telling(ranks):
         own = write_document(results, [*work(np.flatnonzero(picks == ranks.rank).tolist())])
     found = [
-        read_document(results, one)[::-1] for one in exchange(ranks, own, common=weights.tobytes())
+        read_document(results, one)[::-1] for one in exchange(ranks, own, common=weights.tobytes() + common)
     ]
     return [found[rank].pop() for rank in picks.tolist()]
 
@@ -302,6 +304,12 @@ def exchange(ranks: Ranks, own: bytes, *, common: bytes) -> list[bytes]:
 
     mark = blake2b(common, digest_size=MARK_NBYTES).digest()
     return read_document(SHARES, ranks.agree(mark + own, decide))
+
+
+def compare_marks(ranks: Ranks, mark: bytes) -> None:
+    """Raise `Replaced` on every rank unless all of them have this mark of what they opened."""
+    if ranks.size > 1:
+        ranks.agree(mark, _all_here)
 
 
 def check_same(marks: Sequence[bytes]) -> None:
