@@ -17,7 +17,7 @@ from torch import nn
 
 import holdfast
 from holdfast.core.limits import Limits
-from holdfast.errors import RanksFailed
+from holdfast.errors import CannotHold, DoesNotFit, NotCommitted
 from holdfast.formats.dcp import read as dcp_values
 from holdfast.ranks.merge import flat_tree, merge_trees
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
@@ -74,7 +74,7 @@ def test_text_of_numpy_that_a_pickle_would_cut_is_refused(
 ):
     """numpy writes it whole and cuts it off when it reads it."""
     state = {"w": torch.ones(2), "values": [wrap(text)]}
-    with pytest.raises(RanksFailed, match="end in NUL"):
+    with pytest.raises(CannotHold, match="end in NUL"):
         save_sharded(tmp_path / "dcp", state, format="dcp")
     save_sharded(tmp_path / "dcp", {"w": torch.ones(2), "values": [wrap(text[:-1])]}, format="dcp")
     save_sharded(tmp_path / "native", state)
@@ -136,7 +136,7 @@ def test_arrays_are_filled_in_place(tmp_path: Path):
     assert state["table"] is table
     assert np.array_equal(table, np.arange(6.0).reshape(2, 3))
     assert np.array_equal(state["brain"], brain)
-    with pytest.raises(RanksFailed, match=r"'table'.* float32 here, float64 in the checkpoint"):
+    with pytest.raises(DoesNotFit, match=r"'table'.* float32 here, float64 in the checkpoint"):
         load_sharded(tmp_path / "step", {**state, "table": np.zeros((2, 3), np.float32)})
 
 
@@ -198,7 +198,7 @@ def test_objects_that_are_not_built(tmp_path: Path):
         checkpoint_id=tmp_path / "step",
     )
     state = {"w": torch.zeros(2), "kind": None, "one": None}
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(DoesNotFit) as caught:
         load_sharded(tmp_path / "step", state)
     for name in ("kind", "one"):
         assert f"{name!r}: an object that Holdfast does not build" in str(caught.value)
@@ -252,7 +252,7 @@ def test_the_folders_that_lead_to_it_are_made(tmp_path: Path, path: str):
     with holdfast.open(tmp_path / "runs" / "7" / "step") as ckpt:
         assert ckpt["w"].numpy().tolist() == [1, 1, 1]
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(RanksFailed, match="NotCommitted"):
+    with pytest.raises(NotCommitted, match="inside"):
         save_sharded(tmp_path / "file" / "inside" / "step", {"w": torch.ones(3)})
 
 

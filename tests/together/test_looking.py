@@ -174,7 +174,9 @@ LOOKING = {
         path, path.parent.parent / "out", rules=["*: 0.5"], dry_run=True, group=group
     ),
     "cli stats": lambda path, group: run_command("stats", [str(path)], group),
-    "cli report": lambda path, group: run_command("report", [str(path), "--stats", "--json"], group),
+    "cli report": lambda path, group: run_command(
+        "report", [str(path), "--stats", "--json"], group
+    ),
     "cli diff": lambda path, group: run_command("diff", [str(path), str(path)], group),
 }
 
@@ -230,7 +232,9 @@ def test_ranks_that_scan_other_files_make_no_report(tmp_path: Path):
     for machine, name in enumerate(("a.pt", "b.pt")):
         (tmp_path / f"machine{machine}").mkdir()
         holdfast.save({"w": np.zeros(3)}, tmp_path / f"machine{machine}" / name, durable=False)
-    raised = on_ranks(2, lambda group: holdfast.scan(tmp_path / f"machine{group.rank}", group=group))
+    raised = on_ranks(
+        2, lambda group: holdfast.scan(tmp_path / f"machine{group.rank}", group=group)
+    )
     assert all("different checkpoints" in str(one) for one in raised)
 
 

@@ -271,7 +271,7 @@ def test_a_tensor_that_no_name_leads_to_is_refused(
 def test_an_array_in_a_tuple_never_takes_the_name_of_another(
     state: dict[str, object], save: Save, tmp_path: Path
 ):
-    with pytest.raises(CannotHold, match="a.0: the name of two things"):
+    with pytest.raises(CannotHold, match=r"a\.0: the name of two things"):
         save(state, tmp_path / "a", format="dcp")
 
 

@@ -156,7 +156,8 @@ def load_sharded(
     always is, and another dtype is unless `cast=True`. `prefix` selects the checkpoint's names that begin with it, and is taken off
     them. Of what was saved with `per_rank` each rank gets its own. If other numbers of ranks saved it, that is an error, unless
     `strict=False` or `per_rank="keep"`: then what the state has is kept, and a note says so.
-    Raises `RanksFailed` with the same causes on every rank; before anything was changed, where something does not fit.
+    Raises `RanksFailed` with the same causes on every rank, and the error itself in one process; before anything was changed,
+    where something does not fit.
 
     What several ranks want alike, a whole tensor or the same part of one, is read by each of them (`replicated="read"`), or by one
     and then sent to the others through the group (`"broadcast"`): each reads about as much, and nothing is read twice. By default

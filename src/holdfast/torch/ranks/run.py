@@ -34,7 +34,7 @@ from holdfast.saving.state import Stateful
 from holdfast.seals.document import stamp as stamp_now
 from holdfast.stores.place import join
 from holdfast.torch.ranks.background import SaveHandle
-from holdfast.torch.ranks.group import StoreRanks, ranks_of
+from holdfast.torch.ranks.group import StoreRanks, group_of, ranks_of
 from holdfast.torch.ranks.load_sharded import ShardedLoad, load_full, load_together
 from holdfast.torch.ranks.save_sharded import begin_requested, save_requested
 from holdfast.torch.ranks.saving import SavedShards, SaveRequest
@@ -245,7 +245,8 @@ class Run(PlainRun):
         The first rank says which step that is. It is loaded as `load_sharded` does, which says what `strict`, `per_rank` and `cast`
         mean: in place, whatever number of ranks saved it. Without a state the whole step is given back, in the memory of each rank.
         A step that is deleted meanwhile is looked for again. Where bytes do not have their checksums nothing is changed on any
-        rank, and `RanksFailed` is raised; with `deep`, such a step is passed over. Either way what is loaded is read twice.
+        rank, and `RanksFailed` is raised, or `Corrupted` by a process alone; with `deep`, such a step is passed over. Either way
+        what is loaded is read twice.
         """
         looks = self._looks()
         while (found := self._agreed(deep=deep)) is not None:
@@ -259,8 +260,14 @@ class Run(PlainRun):
                     )  # fmt: skip
                     load_together(request)
                     state = into
-            except RanksFailed as error:
-                if not self._is_gone_for_all(found, error.__cause__):
+            except HoldfastError as error:
+                cause: BaseException | None = error
+                if isinstance(error, RanksFailed):
+                    cause = error.__cause__
+                elif group_of(self.group).size > 1:
+                    # Only this rank raises it, so there is nobody to look again with.
+                    raise
+                if not self._is_gone_for_all(found, cause):
                     raise
                 next(looks)
                 continue
