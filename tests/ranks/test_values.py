@@ -124,6 +124,24 @@ def test_torch_and_holdfast_exchange_the_state_of_random_generators(tmp_path: Pa
     assert same(state["rng"], rng_state(3))
 
 
+def test_a_name_with_half_of_a_surrogate_pair_is_loaded(tmp_path: Path):
+    torch.save({"w\ud800": torch.ones(2), "b": torch.ones(3)}, tmp_path / "a.pt")
+    state = {"w\ud800": torch.zeros(2), "b": torch.zeros(3)}
+    load_sharded(tmp_path / "a.pt", state)
+    assert state["w\ud800"].tolist() == [1.0, 1.0]
+
+
+def load_half(world: World, path: str) -> list[float]:
+    state = {"w\ud800": torch.zeros(2), "b": torch.zeros(3)}
+    load_sharded(path, state, group=world.group, replicated="broadcast")
+    return state["w\ud800"].tolist()
+
+
+def test_ranks_load_a_name_with_half_of_a_surrogate_pair(pool: Pool, tmp_path: Path):
+    torch.save({"w\ud800": torch.ones(2), "b": torch.ones(3)}, tmp_path / "a.pt")
+    assert good(pool.run(2, load_half, str(tmp_path / "a.pt"))) == [[1.0, 1.0]] * 2
+
+
 def test_arrays_are_filled_in_place(tmp_path: Path):
     brain = np.arange(4).astype(ml_dtypes.bfloat16)
     save_sharded(

@@ -14,6 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import holdfast
+from holdfast.core.documents import read_document, write_document
+from holdfast.engine import checksums
 from holdfast.stores import local
 from tests.groups import good, on_ranks
 
@@ -147,6 +149,44 @@ def test_scan(folder: Path, size: int):
         ),
     )
     assert len(found["reports"]) > 50
+
+
+HALF = "w\ud800"
+"""A name with half of a surrogate pair, which a pickle may contain and UTF-8 does not."""
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda path, group: holdfast.stats(path, group=group),
+        lambda path, group: holdfast.verify(path, group=group),
+        lambda path, group: holdfast.report(path, stats=True, group=group).document,
+        lambda path, group: holdfast.diff(path, path, group=group),
+        lambda path, group: asdict(holdfast.scan(path, group=group)),
+    ],
+    ids=["stats", "verify", "report", "diff", "scan"],
+)
+def test_a_name_with_half_of_a_surrogate_pair_is_told_to_all_ranks(
+    verb: Callable[[Path, object], object], tmp_path: Path
+):
+    path = tmp_path / "a\udc80.pt"  # a file name that is no UTF-8
+    holdfast.save({HALF: np.arange(40.0), "b": np.arange(50.0)}, path, durable=False)
+    alike(2, lambda group: verb(path, group))
+
+
+def test_damage_of_a_name_with_half_of_a_surrogate_pair_is_named_on_all_ranks(tmp_path: Path):
+    holdfast.save({HALF: np.arange(40.0), "b": np.arange(50.0)}, tmp_path / "a.pt", durable=False)
+    raw = bytearray((tmp_path / "a.pt").read_bytes())
+    raw[raw.index(np.arange(40.0).tobytes()) + 9] ^= 1
+    (tmp_path / "a.pt").write_bytes(raw)
+    found = alike(2, lambda group: holdfast.verify(tmp_path / "a.pt", group=group))
+    assert [one.tensors for one in found.damaged] == [(HALF,)]
+
+
+def test_an_error_of_reading_with_half_of_a_surrogate_pair_reaches_all_ranks():
+    failed = {3: ("StoreError", f"{HALF}: Input/output error")}
+    message = write_document(checksums.SWEPT, ([b"", b"", b""], failed))
+    assert read_document(checksums.SWEPT, message)[1] == failed
 
 
 def save_twice(folder: Path, name: str) -> list[Path]:

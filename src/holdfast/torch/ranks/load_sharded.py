@@ -30,7 +30,12 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.arguments import one_of
-from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.documents import (
+    encode_message,
+    message_kind,
+    read_document,
+    write_document,
+)
 from holdfast.core.group import UNCHANGED, check_same, together
 from holdfast.core.notebook import Shown
 from holdfast.core.opaque import AnyValue
@@ -263,7 +268,7 @@ def _agree(
             wanted = Matching(
                 names, cast=request.cast, strict=strict, per_rank=request.per_rank, **place
             ).run(request.state)
-            seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
+            seen = hashlib.blake2b(encode_message(names.offered), digest_size=16).digest()
             fits = not wanted.mismatched and not (strict and wanted.missing)
             opened = checkpoint_mark(checkpoint) if ranks.size > 1 else b""
             if ranks.size > 1 and request.replicated != "read":
