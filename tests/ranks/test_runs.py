@@ -118,6 +118,34 @@ def test_what_the_first_rank_refuses_all_ranks_raise(pool: Pool, tmp_path: Path)
     assert holdfast.Run(tmp_path).latest().step == 2
 
 
+def state_alone() -> dict[str, object]:
+    """The state of `state_of` in one process."""
+    return {"plain": torch.zeros(30), "rows": torch.zeros(7, 40), "step": 0, "name": ""}
+
+
+def resume_one(world: World, path: str) -> object:
+    run = Run(path, durable=False, group=world.group, deadline=20)
+    into = state_of(world, 0)
+    try:
+        run.resume(into=into)
+    finally:
+        untouched = into["step"] == 0
+        run.close()
+    return untouched
+
+
+def test_ranks_that_resume_a_run_of_another_job_are_refused(pool: Pool, tmp_path: Path):
+    good(pool.run(2, save_some, str(tmp_path), [1, 2], False))
+    other = Run(tmp_path)
+    other.resume(into=state_alone(), cast=True)
+    for failure in failures(pool.run(2, resume_one, str(tmp_path))):
+        assert failure.kinds[0] == "RanksFailed"
+        assert f"process {os.getpid()}" in failure.text
+    other.close()
+    assert good(pool.run(2, resume_one, str(tmp_path))) == [False] * 2
+    assert not (tmp_path / ".holdfast.lock").exists()
+
+
 def full_disk(world: World, path: str) -> list[str]:
     run = Run(
         path,
@@ -270,7 +298,7 @@ def test_one_process_without_a_group(tmp_path: Path):
         for parameter in model.parameters():
             parameter.zero_()
     state["step"] = 0
-    assert Run(tmp_path).resume(into=state) is state
+    assert run.resume(into=state) is state
     assert state["step"] == 7
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
     assert run.latest().metrics == {"loss": 0.5}
@@ -367,7 +395,7 @@ def test_ranks_share_what_did_not_change(pool: Pool, tmp_path: Path, size: int):
 
 
 def overtaken(world: World, path: str, given: bool) -> tuple[object, ...]:
-    """Resume while the first rank's other run deletes the step that was found, twice, before anybody opened it."""
+    """Resume while somebody replaces the step that was found by a newer one, twice, before anybody opened it."""
     run, into = Run(path, group=world.group, deadline=20), state_of(world, 0)
     real, left = load_module.ranks_of, [2]
 
@@ -375,10 +403,14 @@ def overtaken(world: World, path: str, given: bool) -> tuple[object, ...]:
         if left[0]:
             left[0] -= 1
             if world.rank == 0:
-                with holdfast.Run(path, keep=Latest(1)) as other:
-                    with other.latest().open() as checkpoint:
-                        next_one = {**checkpoint.read(), "step": 5 - left[0], "name": "run"}
-                    other.save(5 - left[0], next_one)
+                newest = holdfast.Run(path).latest()
+                with newest.open() as checkpoint:
+                    next_one = {**checkpoint.read(), "step": 5 - left[0], "name": "run"}
+                # No other run may write there, since `run` has resumed.
+                with holdfast.Run(f"{path}-elsewhere") as elsewhere:
+                    saved = elsewhere.save(5 - left[0], next_one)
+                    os.rename(saved.path, Path(path) / saved.name)
+                shutil.rmtree(newest.path)
             world.barrier()
         return real(*args, **named)
 

@@ -27,6 +27,8 @@ from holdfast.errors import (
     SaveError,
 )
 from holdfast.runs import run as run_module
+from holdfast.runs.view import RunView
+from holdfast.stores.files import Files
 
 
 def state(number: int, count: int = 600) -> dict[str, object]:
@@ -342,6 +344,79 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path):
         first.wait()
         first.stdout.close()
     assert numbers(run) == [1, 2]
+
+
+def test_a_second_job_is_refused_when_it_resumes(tmp_path: Path):
+    """It would train until its first save, and learn then that it cannot save."""
+    code = """
+import sys, holdfast
+run = holdfast.Run(sys.argv[1])
+run.resume(into={})
+print("resumed", flush=True)
+sys.stdin.read()
+"""
+    first = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert first.stdout.readline() == "resumed\n"
+        second, into = holdfast.Run(tmp_path / "run"), state(7)
+        with pytest.raises(NotCommitted, match=f"process {first.pid} on ") as refused:
+            second.resume(into=into)
+        assert refused.value.errno == errno.EBUSY
+        assert np.array_equal(into["w"], state(7)["w"])
+        # Whoever only looks is not in the way.
+        assert second.resume() is None
+        assert second.latest() is None
+        assert RunView(tmp_path / "run").steps() == []
+        first.communicate()
+        assert second.resume(into=into) is None
+        second.save(1, state(1))
+    finally:
+        first.kill()
+        first.wait()
+        first.stdout.close()
+    assert (tmp_path / "run" / ".holdfast.lock").exists()
+
+
+def test_looking_at_a_run_locks_nothing(tmp_path: Path):
+    with holdfast.Run(tmp_path) as run:
+        run.save(1, state(1))
+    run = holdfast.Run(tmp_path)
+    assert run.resume()["step"] == 1
+    assert run.latest(deep=True).step == 1
+    assert RunView(tmp_path)[1].step == 1
+    assert not (tmp_path / ".holdfast.lock").exists()
+
+
+def test_a_run_that_resumed_and_is_closed_gives_its_lock_back(tmp_path: Path):
+    with holdfast.Run(tmp_path) as run:
+        run.save(1, state(1))
+    with holdfast.Run(tmp_path) as run:
+        run.resume(into=state(0))
+        assert (tmp_path / ".holdfast.lock").exists()
+    assert not (tmp_path / ".holdfast.lock").exists()
+    assert run.resume(into=state(0))["step"] == 1  # a closed run goes on looking, and locks nothing
+    assert not (tmp_path / ".holdfast.lock").exists()
+
+
+def test_a_directory_that_may_only_be_read_is_loaded_without_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with holdfast.Run(tmp_path) as run:
+        run.save(1, state(1))
+
+    def refuse(*given: object, **options: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Files, "create", refuse)
+    run = holdfast.Run(tmp_path)
+    assert run.resume(into=state(0))["step"] == 1
+    with pytest.raises(NotCommitted):
+        run.save(2, state(2))
 
 
 def test_two_runs_of_one_process(tmp_path: Path):

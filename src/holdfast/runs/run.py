@@ -7,13 +7,15 @@
 
 A save, in order. Whatever fails before 4 leaves every old step as it was.
 
-    1  the run's lock, on the first save (runs/lock.py): a second run in the directory is refused while this one lives
+    1  the run's lock, by `resume(into=…)` or the first save (runs/lock.py): a second run in the directory is refused while this
+       one lives
     2  the plan: every byte of the step is laid out, and its seal with step, time and metrics (seals/document.py)
     3  room for it, on the disk and in the budget: enough, or refused, or waited for, or made by the rules
     4  written beside its name and published by one rename (saving/planned.py)
     5  only now retention (runs/retention.py), over whole steps
 
-Reading (`latest`, `best`, `run[step]`, iteration) takes no lock and changes nothing; it looks at the directory each time.
+Reading (`latest`, `best`, `run[step]`, iteration, `resume()`) takes no lock and changes nothing; it looks at the directory each
+time.
 """
 
 from __future__ import annotations
@@ -69,10 +71,13 @@ from holdfast.saving.formats import Options
 from holdfast.saving.planned import Planned, Saved, Writing
 from holdfast.seals.document import Stamp
 from holdfast.seals.document import stamp as stamp_now
-from holdfast.stores.place import join
+from holdfast.stores.place import join, place_at
 
 if TYPE_CHECKING:
     from holdfast.runs.sweep import Swept
+
+READ_ONLY = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+"""The errors of a lock in a directory that this process may only read."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """The errors of a save for which there is no room after all."""
@@ -129,7 +134,8 @@ class RunOptions(StoreOption, total=False):
 
 
 class Run(RunView):
-    """The steps of a training run in a directory of its own, which is made by the first save; or below a prefix of a bucket.
+    """The steps of a training run in a directory of its own, or below a prefix of a bucket. `resume(into=…)` or the first save
+    makes the directory and locks it.
 
     `keep` are rules (`Latest`, `Every`, `Best`, `Within`, or their texts); what any of them keeps is kept, and the rest is deleted
     after each save. Without rules nothing is ever deleted. The newest step is never deleted, nor is the one before it until the
@@ -198,7 +204,13 @@ class Run(RunView):
         state the step's own is given back, with new arrays. `run.resumed` is then the step. A step that another process deletes
         meanwhile is looked for again. Where bytes do not have their checksums nothing of the state is changed, and `Corrupted` is
         raised; with `deep`, such a step is passed over. Either way what is loaded is read twice.
+
+        With a state, this is the beginning of a training: the run is locked, until it is closed. Raises `NotCommitted` where
+        another run writes into the directory, before anything is loaded.
         """
+        if into is not None:
+            with self._turn:
+                self._begin_resuming()
         looks = self._looks()
         while (found := self.latest(deep=deep)) is not None:
             try:
@@ -566,6 +578,19 @@ class Run(RunView):
         self._lock = self._folder.begin(RunRules(self.keep, self.budget), durable=self.durable)
         self._held.callback(self._lock.close)
         self._held.callback(self._proofs.stop)
+
+    def _begin_resuming(self) -> None:
+        """Lock the run for a program that resumes, so that it learns of another one before it trains, and not when it saves."""
+        is_owner = self._process == os.getpid() and not self._closed
+        if not is_owner or not place_at(self.path).on_disk:
+            # A bucket has no lock. A fork and a closed run cannot save, and may load.
+            return
+        try:
+            self._begin()
+        except NotCommitted as error:
+            # To load a step of somebody else's run is allowed: there, nothing can be saved anyway.
+            if error.errno not in READ_ONLY:
+                raise
 
     def _ran(self) -> float | None:
         """For how long the run has run. A run that begins to save looks for what to go on with; from then on nobody else saves."""

@@ -246,10 +246,10 @@ class Run(PlainRun):
         mean: in place, whatever number of ranks saved it. Without a state the whole step is given back, in the memory of each rank.
         A step that is deleted meanwhile is looked for again. Where bytes do not have their checksums nothing is changed on any
         rank, and `RanksFailed` is raised, or `Corrupted` by a process alone; with `deep`, such a step is passed over. Either way
-        what is loaded is read twice.
+        what is loaded is read twice. With a state, the first rank locks the run, as in `holdfast.Run`.
         """
         looks = self._looks()
-        while (found := self._agreed(deep=deep)) is not None:
+        while (found := self._agreed(deep=deep, locks=into is not None)) is not None:
             try:
                 if into is None:
                     state = self._whole(found)
@@ -309,8 +309,10 @@ class Run(PlainRun):
         back = super().rewind
         return self._from_first(f"rewind to {step}", lambda: back(step))
 
-    def _agreed(self, *, deep: bool) -> Step | None:
+    def _agreed(self, *, deep: bool, locks: bool) -> Step | None:
         def look() -> tuple[Step, ...]:
+            if locks:
+                self._begin_resuming()
             found = self.latest(deep=deep)
             return () if found is None else (found,)
 
