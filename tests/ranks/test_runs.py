@@ -7,6 +7,8 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -341,6 +343,69 @@ def interrupt(world: World, path: str, victim: int) -> tuple[int, int]:
     finally:
         signal.signal(signal.SIGUSR1, before)
     raise AssertionError("it never stopped")
+
+
+def warn_behind(world: World, path: str, victim: int, where: str) -> list[str]:
+    """A save in the background fails on one rank: the next call warns of it, everywhere, and saves."""
+    run = Run(
+        path, keep=[Latest(1)], durable=False, group=world.group, deadline=20, when_failed="warn"
+    )
+    run.save(1, state_of(world, 1))
+
+    def broken(*args: object, **options: object) -> object:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    owner = {"write_file": rank_folder, "publish": saving, "open_publishing": saving}[where]
+    with instead(owner, where, broken if world.rank == victim else getattr(owner, where)):
+        handle = run.async_save(2, state_of(world, 2))
+        assert isinstance(handle._future.exception(30), RanksFailed)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert run.wait() is None
+        run.async_save(3, state_of(world, 3))
+        assert run.wait().step == 3
+    with pytest.raises(RanksFailed):
+        handle.wait()
+    assert run.summary().failed == 1
+    run.close()
+    return [str(one.message) for one in warned if issubclass(one.category, HoldfastWarning)]
+
+
+@pytest.mark.parametrize("where", ["write_file", "publish", "open_publishing"])
+def test_a_failure_behind_is_a_warning_on_all_ranks(pool: Pool, tmp_path: Path, where: str):
+    victim = 1 if where == "write_file" else 0
+    for said in good(pool.run(2, warn_behind, str(tmp_path), victim, where)):
+        assert len(said) == 1
+        assert "step-00000002 failed, and the next save tries again" in said[0]
+        assert "the disk is broken" in said[0]
+    assert numbers(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_at_once_is_a_warning(tmp_path: Path, background: bool):
+    with Run(tmp_path, when_failed="warn") as run:
+        unsaveable = {"w": torch.ones(2), "f": lambda: 0}
+        save = run.async_save if background else run.save
+        with pytest.warns(HoldfastWarning, match="step-00000001 failed, and the next save"):
+            saved = save(1, unsaveable)
+        assert run.wait() is None
+        assert not (saved.durable if background else saved)
+        assert run.summary().failed == 1
+        assert run.save(2, {"w": torch.ones(2)}).step == 2
+
+
+def test_the_last_save_of_a_run_that_warns_is_no_failure_of_the_program(tmp_path: Path):
+    code = """
+import sys, torch, holdfast.torch
+with holdfast.torch.Run(sys.argv[1], when_failed="warn", budget=10) as run:
+    run.async_save(1, {"w": torch.ones(100)})
+print(run.summary().failed)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert "budget is used up" in done.stderr
 
 
 @pytest.mark.parametrize(("size", "victim"), [(1, 0), (2, 1), (3, 0)])

@@ -25,6 +25,7 @@ from holdfast.errors import (
     HoldfastWarning,
     NotCommitted,
     SaveError,
+    Unsupported,
 )
 from holdfast.runs import run as run_module
 from holdfast.runs.view import RunView
@@ -344,6 +345,65 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path):
         first.wait()
         first.stdout.close()
     assert numbers(run) == [1, 2]
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every write fail as on a full disk."""
+
+    def full(descriptor: int, *given: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for call in ("reserve", "write_some"):
+        monkeypatch.setattr(f"holdfast.stores.platform.{call}", full)
+
+
+def test_a_save_that_fails_is_a_warning_and_the_next_one_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = holdfast.Run(tmp_path, when_failed="warn")
+    run.save(1, state(1))
+    fill_disk(monkeypatch)
+    with pytest.warns(HoldfastWarning, match=r"step-00000002 failed.*the disk is full") as warned:
+        assert run.save(2, state(2)) is None
+    assert [one.filename for one in warned] == [__file__]
+    monkeypatch.undo()
+    assert run.summary().failed == 1
+    assert "1 failed" in str(run.summary())
+    assert run.save(3, state(3)).step == 3
+    assert numbers(run) == [1, 3]
+
+
+def test_a_save_that_is_refused_is_a_warning(tmp_path: Path):
+    with holdfast.Run(tmp_path, when_failed="warn", budget=10) as run:
+        with pytest.warns(HoldfastWarning, match="the run's budget is used up"):
+            assert run.save(1, state(1)) is None
+        run.budget = None
+        run.save(1, state(1))
+        with pytest.warns(HoldfastWarning, match="step 1 is there already"):
+            assert run.save(1, state(1)) is None
+        assert run.summary().failed == 2
+
+
+def test_wrong_arguments_and_a_closed_run_are_never_warnings(tmp_path: Path):
+    with pytest.raises(BadArgument, match="when_failed= takes 'raise' or 'warn', not 'ignore'"):
+        holdfast.Run(tmp_path, when_failed="ignore")
+    run = holdfast.Run(tmp_path, when_failed="warn")
+    with pytest.raises(BadArgument):
+        run.save(-1, state(1))
+    with pytest.raises(Unsupported, match="nonsense"):
+        run.save(1, state(1), sparse="nonsense")
+    run.close()
+    with pytest.raises(Closed):
+        run.save(1, state(1))
+
+
+def test_a_save_that_fails_is_raised_unless_something_else_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = holdfast.Run(tmp_path)
+    fill_disk(monkeypatch)
+    with pytest.raises(NotCommitted):
+        run.save(1, state(1))
 
 
 def test_a_second_job_is_refused_when_it_resumes(tmp_path: Path):

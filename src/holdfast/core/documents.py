@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Generic, TypeVar, cast, get_args
+from typing import Generic, TypeVar, get_args
 
 import msgspec
 from msgspec import field
@@ -187,7 +187,7 @@ def _decode(kind: DocumentKind[D], raw: bytes) -> D:
     if not kind.packed or not raw.startswith(ESCAPED):
         return kind.decoder.decode(raw)
     plain = _with_texts(msgspec.msgpack.decode(raw[1:]), _unescape)
-    return cast("D", msgspec.convert(plain, kind.decoder.type))
+    return msgspec.convert(plain, kind.decoder.type)
 
 
 def _with_texts(value: object, change: Callable[[str], str]) -> object:

@@ -54,6 +54,7 @@ from holdfast.errors import (
     HoldfastWarning,
     NotCommitted,
     SaveError,
+    Unsupported,
 )
 from holdfast.rewrite.save import plan_saving
 from holdfast.runs.export import Export, Exports, read_exports
@@ -86,6 +87,7 @@ PAUSE_S = 5.0
 """Seconds between two looks whether there is room now."""
 
 WhenFull = Literal["error", "evict", "pause"]
+WhenFailed = Literal["raise", "warn"]
 
 T = TypeVar("T")
 
@@ -115,6 +117,10 @@ class RunOptions(StoreOption, total=False):
             "error", "what a save does that has no room", read=one_of("error", "evict", "pause")
         ),
     ]
+    when_failed: Annotated[
+        WhenFailed,
+        Option("raise", "what a save does that fails", read=one_of("raise", "warn")),
+    ]
     export: Annotated[
         Export | Sequence[Export], Option((), "conversions of published steps, in the background")
     ]
@@ -141,7 +147,9 @@ class Run(RunView):
     after each save. Without rules nothing is ever deleted. The newest step is never deleted, nor is the one before it until the
     newest has been read back. `budget` is what all steps together may have ("4TB"). `when_full` says what a save does where the
     budget or the disk has no room: "error" refuses it, "evict" lets the rules delete before it what they would delete after it,
-    "pause" waits and warns. In all cases the old steps are intact.
+    "pause" waits and warns. In all cases the old steps are intact. `when_failed` says what becomes of a save that fails for any
+    reason: "raise" raises the error, by the next call if the save was in the background; "warn" makes a warning of it, counts it in
+    `summary()`, and the training goes on to the next save.
 
     What did not change since the step before is not written again: both have the file (a hard link), and each can be deleted or
     copied by itself. In a bucket, which has no links, a step names the objects that it has in common with older ones, and each can
@@ -167,6 +175,7 @@ class Run(RunView):
         super().__init__(path, read_rules(options["keep"]), durable=durable, store=options["store"])
         self.budget = None if budget is None else byte_count(budget)
         self.when_full = options["when_full"]
+        self.when_failed = options["when_failed"]
         self.share = options["share"]
         self.resumed: Step | None = None
         """The step that `resume` loaded."""
@@ -303,19 +312,25 @@ class Run(RunView):
         max_shard_size: Size | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
-    ) -> Step:
+    ) -> Step | None:
         """Save a state as a step, then let the rules delete what they do not keep. Gives the step back.
 
         The state is what `holdfast.save` takes. A step that is there already is refused, unless `overwrite=True`, or it is not
-        whole. Raises `NotCommitted` where nothing was published; what was there is intact.
+        whole. Raises `NotCommitted` where nothing was published; what was there is intact. With `when_failed="warn"` that is a
+        warning, and None is given back.
         """
         with self._turn:
             began = time.perf_counter()
             self._settle()
-            with self._folder.asking():
-                self._begin()
-                stamp = stamp_now(step, metrics, self._ran())
-                path, replaced, base = self._place(step, overwrite=overwrite)
+            try:
+                with self._folder.asking():
+                    self._begin()
+                    stamp = stamp_now(step, metrics, self._ran())
+                    path, replaced, base = self._place(step, overwrite=overwrite)
+            except HoldfastError as error:
+                if not self._count_failure(error, self._step_path(step)):
+                    raise
+                return None
             metadata = self._folder.with_stamp(metadata, stamp)
             writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
             options = Options(
@@ -343,9 +358,10 @@ class Run(RunView):
                         ):
                             raise
                         base = None  # somebody removed the step before: as it was opened, or while this one was linked to it
-            except HoldfastError:
-                self._failed += 1
-                raise
+            except HoldfastError as error:
+                if not self._count_failure(error, path):
+                    raise
+                return None
             published = time.perf_counter() - began
             self._exports.add(saved)
             self._follow(saved, base, shares=planned.report.new_nbytes < planned.report.nbytes)
@@ -420,6 +436,16 @@ class Run(RunView):
                 HoldfastWarning,
                 stacklevel=4,
             )
+
+    def _count_failure(self, error: HoldfastError, path: str, *, stacklevel: int = 4) -> bool:
+        """Count a save that failed, and warn of it where the run goes on after that. False if the error is to be raised."""
+        self._failed += 1
+        # An argument that is wrong is wrong at the next save as well.
+        if self.when_failed == "raise" or isinstance(error, BadArgument | Unsupported):
+            return False
+        message = f"saving {path} failed, and the next save tries again: {error}"
+        warnings.warn(message, HoldfastWarning, stacklevel=stacklevel)
+        return True
 
     def _carry_out(self, planned: Planned[Saved], stamp: Stamp, progress: Progress | None) -> Step:
         """Make room and write; where the disk is full after all, make more room as long as there is any to be made."""
