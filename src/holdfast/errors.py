@@ -211,7 +211,10 @@ class DurabilityUncertain(SaveError):
 
 
 class RanksFailed(NotCommitted):
-    """Every rank of a save or load raises this one, with the cause of each rank that had one. Nothing was published."""
+    """Every rank of a save or load raises this one, with the cause of each rank that had one. Nothing was published.
+
+    `errno` is set if all causes have the same one. A group of one process raises its own error instead.
+    """
 
     def __init__(self, message: str, *, causes: Mapping[int, str], file: str | None = None) -> None:
         HoldfastError.__init__(self, message, file=file, found=tuple(causes))
@@ -219,8 +222,8 @@ class RanksFailed(NotCommitted):
 
 
 class RanksFoundNothing(RanksFailed, NoSuchPath):
-    """`NoSuchPath` on every rank of a group, of one process as well. Where some ranks see a checkpoint it is a `RanksFailed`: a
-    disk that is missing on one machine is no reason to begin anew."""
+    """`NoSuchPath` on every rank of a group. Where some ranks see a checkpoint it is a `RanksFailed`: a disk that is missing on
+    one machine is no reason to begin anew."""
 
     def __init__(self, message: str, path: str | None, *, causes: Mapping[int, str]) -> None:
         super().__init__(message, causes=causes)

@@ -7,6 +7,7 @@ import json
 import msgspec
 import pytest
 
+from holdfast.core import documents
 from holdfast.core.documents import (
     DocumentKind,
     check_length,
@@ -264,3 +265,18 @@ def test_the_slow_way_and_the_proof_agree():
         if not kind.canonical:
             raw = write_document(kind, value)
             assert proven(kind, raw) == explained(kind, raw, Limits())
+
+
+class NamedNumbers(msgspec.Struct):
+    names: list[str]
+    numbers: dict[str, int]
+    content: bytes
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\\ud800\udfff", "\udc80\n\\", "ä\ud834"])
+def test_a_message_with_halves_of_surrogate_pairs_comes_back(text: str):
+    kind = documents.message_kind("list of numbers", list[NamedNumbers])
+    value = [NamedNumbers([text, "\\n", "plain"], {text: 1, "\\x41": 2}, b"\xc1\xff")]
+    assert read_document(kind, write_document(kind, value)) == value
+    with pytest.raises(HeaderError):
+        read_document(kind, write_document(kind, value)[:-1])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -75,6 +78,54 @@ def test_an_error_in_the_work_is_raised_on_all():
     assert all(
         isinstance(one, RanksFoundNothing) and one.filename == "x" for one in on_ranks(2, job)
     )
+
+
+def fail_with(codes: list[int | None]) -> list[object]:
+    """Run a job whose ranks fail with these codes of the file system; None for a rank that succeeds."""
+
+    def job(group: ThreadGroup) -> None:
+        with acting(group, "write") as ranks, together(ranks):
+            if (code := codes[group.rank]) is not None:
+                raise OSError(code, os.strerror(code))
+
+    return on_ranks(len(codes), job)
+
+
+@pytest.mark.parametrize("codes", [[errno.ENOSPC, errno.ENOSPC], [None, errno.ENOSPC, None]])
+def test_the_errno_that_all_causes_share_is_that_of_all_ranks(codes: list[int | None]):
+    for error in fail_with(codes):
+        assert isinstance(error, RanksFailed)
+        assert error.errno == errno.ENOSPC
+
+
+def test_causes_with_different_errnos_have_none_in_common():
+    for error in fail_with([errno.ENOSPC, errno.EIO]):
+        assert isinstance(error, RanksFailed)
+        assert error.errno is None
+
+
+def test_an_error_of_a_decision_keeps_its_errno():
+    def decide(messages: list[bytes]) -> list[bytes]:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    def job(group: ThreadGroup) -> None:
+        with acting(group, "write") as ranks:
+            ranks.agree(b"", decide)
+
+    for error in on_ranks(2, job):
+        assert isinstance(error, RanksFailed)
+        assert error.errno == errno.EDQUOT
+
+
+def test_a_group_of_one_raises_its_own_error():
+    own = NoSuchPath("nothing there", file="x")
+
+    def job(group: ThreadGroup) -> None:
+        with acting(group, "look") as ranks, together(ranks, "some tensors have been changed"):
+            raise own
+
+    assert on_ranks(1, job) == [own]
+    assert own.__notes__ == ["some tensors have been changed"]
 
 
 def test_problems_of_all_ranks_are_listed():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.errors import NoSuchPath, RanksFailed, RanksFoundNothing
+from holdfast.errors import DoesNotFit, HoldfastError, NoSuchPath, RanksFailed
 from holdfast.torch import load_into
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
@@ -85,7 +85,7 @@ def test_a_part_is_checked_as_well(
     state = {"w": torch.ones(2, 3), "v": torch.ones(2), "step": 3, "nest": {"t": torch.ones(2)}}
     holdfast.save({**state, "sparse": torch.eye(3)[0].to_sparse()}, tmp_path / "step")
     part = {"v": torch.zeros(2), name: value}
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(DoesNotFit) as caught:
         load_sharded(tmp_path / "step", part, strict=strict)
     assert said in str(caught.value)
     assert "missing" not in str(caught.value)
@@ -117,9 +117,9 @@ def test_a_prefix(tmp_path: Path, format: str):
         loaded.names
         == load_into(nn.Sequential(nn.Linear(2, 3)), tmp_path / "step", prefix="net.model.").names
     )
-    with pytest.raises(RanksFailed, match=r"unexpected 'net\.model\.0\.bias'"):
+    with pytest.raises(DoesNotFit, match=r"unexpected 'net\.model\.0\.bias'"):
         load_sharded(tmp_path / "step", {"0.weight": torch.zeros(3, 2)}, prefix="net.model.")
-    with pytest.raises(RanksFailed, match=r"missing '0\.weight'"):
+    with pytest.raises(DoesNotFit, match=r"missing '0\.weight'"):
         load_sharded(tmp_path / "step", nn.Sequential(nn.Linear(2, 3)), prefix="other.")
 
 
@@ -169,7 +169,7 @@ def test_tied_here_and_different_there(tmp_path: Path):
     )
     model = tied("embed", "head", value=5.0)
     with pytest.raises(
-        RanksFailed,
+        DoesNotFit,
         match="'embed': it is tied to 'head' here, and the checkpoint has other elements for that",
     ):
         load_sharded(tmp_path / "m.safetensors", model)
@@ -181,7 +181,7 @@ def test_tied_here_and_different_there(tmp_path: Path):
 
 def test_not_tied_here_and_one_there(tmp_path: Path):
     holdfast.save({"embed": torch.ones(4, 2)}, tmp_path / "m.safetensors")
-    with pytest.raises(RanksFailed, match="missing 'head'"):
+    with pytest.raises(DoesNotFit, match="missing 'head'"):
         load_sharded(
             tmp_path / "m.safetensors", {"embed": torch.zeros(4, 2), "head": torch.zeros(4, 2)}
         )
@@ -238,16 +238,15 @@ def test_nothing_at_the_path_in_one_process(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="missing") as caught:
         load_sharded(missing, {"w": torch.zeros(2)})
-    assert isinstance(caught.value, RanksFoundNothing)
+    assert type(caught.value) is NoSuchPath
     assert caught.value.errno == errno.ENOENT
     assert caught.value.filename.endswith("missing")
     assert str(caught.value).count("missing") == 1
-    assert isinstance(caught.value.__cause__, NoSuchPath)
 
 
 def test_a_file_that_is_missing_in_a_checkpoint_is_another_matter(tmp_path: Path):
     holdfast.save({"w": np.ones(2, np.float32)}, tmp_path / "step")
     next((tmp_path / "step").glob("data-*")).unlink()
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(HoldfastError) as caught:
         load_sharded(tmp_path / "step", {"w": torch.zeros(2)})
     assert not isinstance(caught.value, FileNotFoundError)

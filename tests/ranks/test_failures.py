@@ -590,18 +590,18 @@ def test_bad_arguments(tmp_path: Path):
         ValueError, match="format= takes 'native', 'dcp' or 'safetensors', not 'zip'"
     ):
         save_sharded(tmp_path / "x", {"w": torch.ones(1)}, format="zip")
-    with pytest.raises(holdfast.errors.RanksFailed, match="exists"):
+    with pytest.raises(holdfast.errors.NotCommitted, match="exists"):
         save_sharded(tmp_path, {"w": torch.ones(1)})
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep me")
-    with pytest.raises(holdfast.errors.RanksFailed, match=r"notes\.txt"):
+    with pytest.raises(holdfast.errors.NotCommitted, match=r"notes\.txt"):
         save_sharded(tmp_path / "mine", {"w": torch.ones(1)}, overwrite=True)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep me"
-    with pytest.raises(holdfast.errors.RanksFailed, match="meta"):
+    with pytest.raises(holdfast.errors.CannotHold, match="meta"):
         save_sharded(tmp_path / "x", {"w": torch.ones(1, device="meta")})
-    with pytest.raises(holdfast.errors.RanksFailed, match="tuple"):
+    with pytest.raises(holdfast.errors.CannotHold, match="tuple"):
         save_sharded(tmp_path / "x", {"w": (torch.ones(1), 2)}, format="dcp")
-    with pytest.raises(holdfast.errors.RanksFailed, match="sparse"):
+    with pytest.raises(holdfast.errors.CannotHold, match="sparse"):
         save_sharded(tmp_path / "x", {"w": torch.ones(2, 2).to_sparse()}, format="dcp")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine"]
     assert sharded_load.load_full(_saved(tmp_path / "y"))["w"].tolist() == [1.0]

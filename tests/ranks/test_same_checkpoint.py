@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import holdfast
 from holdfast.core.group import check_same
@@ -69,3 +70,12 @@ def test_copies_are_one_checkpoint_and_other_content_is_not(tmp_path: Path, name
     with pytest.raises(Replaced) as raised:
         check_same(marks)
     assert raised.value.found == (2,)
+
+
+def test_other_data_without_recorded_checksums_is_another_checkpoint(tmp_path: Path):
+    marks = []
+    for name, number in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        save_file({"w": torch.full((5,), number)}, tmp_path / f"{name}.safetensors")
+        with holdfast.open(tmp_path / f"{name}.safetensors") as checkpoint:
+            marks.append(checkpoint_mark(checkpoint))
+    assert marks[0] == marks[1] != marks[2]

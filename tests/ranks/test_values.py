@@ -17,7 +17,7 @@ from torch import nn
 
 import holdfast
 from holdfast.core.limits import Limits
-from holdfast.errors import RanksFailed
+from holdfast.errors import CannotHold, DoesNotFit, NotCommitted
 from holdfast.formats.dcp import read as dcp_values
 from holdfast.ranks.merge import flat_tree, merge_trees
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
@@ -74,7 +74,7 @@ def test_text_of_numpy_that_a_pickle_would_cut_is_refused(
 ):
     """numpy writes it whole and cuts it off when it reads it."""
     state = {"w": torch.ones(2), "values": [wrap(text)]}
-    with pytest.raises(RanksFailed, match="end in NUL"):
+    with pytest.raises(CannotHold, match="end in NUL"):
         save_sharded(tmp_path / "dcp", state, format="dcp")
     save_sharded(tmp_path / "dcp", {"w": torch.ones(2), "values": [wrap(text[:-1])]}, format="dcp")
     save_sharded(tmp_path / "native", state)
@@ -124,6 +124,24 @@ def test_torch_and_holdfast_exchange_the_state_of_random_generators(tmp_path: Pa
     assert same(state["rng"], rng_state(3))
 
 
+def test_a_name_with_half_of_a_surrogate_pair_is_loaded(tmp_path: Path):
+    torch.save({"w\ud800": torch.ones(2), "b": torch.ones(3)}, tmp_path / "a.pt")
+    state = {"w\ud800": torch.zeros(2), "b": torch.zeros(3)}
+    load_sharded(tmp_path / "a.pt", state)
+    assert state["w\ud800"].tolist() == [1.0, 1.0]
+
+
+def load_half(world: World, path: str) -> list[float]:
+    state = {"w\ud800": torch.zeros(2), "b": torch.zeros(3)}
+    load_sharded(path, state, group=world.group, replicated="broadcast")
+    return state["w\ud800"].tolist()
+
+
+def test_ranks_load_a_name_with_half_of_a_surrogate_pair(pool: Pool, tmp_path: Path):
+    torch.save({"w\ud800": torch.ones(2), "b": torch.ones(3)}, tmp_path / "a.pt")
+    assert good(pool.run(2, load_half, str(tmp_path / "a.pt"))) == [[1.0, 1.0]] * 2
+
+
 def test_arrays_are_filled_in_place(tmp_path: Path):
     brain = np.arange(4).astype(ml_dtypes.bfloat16)
     save_sharded(
@@ -136,7 +154,7 @@ def test_arrays_are_filled_in_place(tmp_path: Path):
     assert state["table"] is table
     assert np.array_equal(table, np.arange(6.0).reshape(2, 3))
     assert np.array_equal(state["brain"], brain)
-    with pytest.raises(RanksFailed, match=r"'table'.* float32 here, float64 in the checkpoint"):
+    with pytest.raises(DoesNotFit, match=r"'table'.* float32 here, float64 in the checkpoint"):
         load_sharded(tmp_path / "step", {**state, "table": np.zeros((2, 3), np.float32)})
 
 
@@ -198,7 +216,7 @@ def test_objects_that_are_not_built(tmp_path: Path):
         checkpoint_id=tmp_path / "step",
     )
     state = {"w": torch.zeros(2), "kind": None, "one": None}
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(DoesNotFit) as caught:
         load_sharded(tmp_path / "step", state)
     for name in ("kind", "one"):
         assert f"{name!r}: an object that Holdfast does not build" in str(caught.value)
@@ -252,7 +270,7 @@ def test_the_folders_that_lead_to_it_are_made(tmp_path: Path, path: str):
     with holdfast.open(tmp_path / "runs" / "7" / "step") as ckpt:
         assert ckpt["w"].numpy().tolist() == [1, 1, 1]
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(RanksFailed, match="NotCommitted"):
+    with pytest.raises(NotCommitted, match="inside"):
         save_sharded(tmp_path / "file" / "inside" / "step", {"w": torch.ones(3)})
 
 

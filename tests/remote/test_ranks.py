@@ -19,10 +19,10 @@ import torch
 import holdfast
 import holdfast.torch
 from holdfast.errors import (
+    CannotHold,
     DurabilityUncertain,
     HoldfastError,
     NotCommitted,
-    RanksFailed,
     StoreError,
 )
 from holdfast.stores.remote.client import bucket_of
@@ -317,7 +317,7 @@ def test_a_client_of_the_callers_own(url: str):
     assert found["step"] == 3
     assert torch.equal(holdfast.torch.load_full("run/step-1", store=store)["w"], state["w"])
     holdfast.torch.async_save_sharded(state, "run/step-2", store=store).wait()
-    with pytest.raises(RanksFailed, match="overwrite=True"):
+    with pytest.raises(NotCommitted, match="overwrite=True"):
         holdfast.torch.save_sharded("run/step-2", state, store=store)
 
 
@@ -429,7 +429,7 @@ def test_a_fork_is_told_that_it_cannot(tmp_path: Path):
 
 
 def test_what_is_refused_is_refused_before_anything_is_written(where: dict[str, str], url: str):
-    with pytest.raises(NotCommitted):
+    with pytest.raises(CannotHold):
         holdfast.torch.save_sharded(url, {"f": lambda: 0})
     assert keys(url) == []
 

@@ -25,8 +25,11 @@ from holdfast.errors import (
     HoldfastWarning,
     NotCommitted,
     SaveError,
+    Unsupported,
 )
 from holdfast.runs import run as run_module
+from holdfast.runs.view import RunView
+from holdfast.stores.files import Files
 
 
 def state(number: int, count: int = 600) -> dict[str, object]:
@@ -342,6 +345,138 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path):
         first.wait()
         first.stdout.close()
     assert numbers(run) == [1, 2]
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every write fail as on a full disk."""
+
+    def full(descriptor: int, *given: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for call in ("reserve", "write_some"):
+        monkeypatch.setattr(f"holdfast.stores.platform.{call}", full)
+
+
+def test_a_save_that_fails_is_a_warning_and_the_next_one_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = holdfast.Run(tmp_path, when_failed="warn")
+    run.save(1, state(1))
+    fill_disk(monkeypatch)
+    with pytest.warns(HoldfastWarning, match=r"step-00000002 failed.*the disk is full") as warned:
+        assert run.save(2, state(2)) is None
+    assert [one.filename for one in warned] == [__file__]
+    monkeypatch.undo()
+    assert run.summary().failed == 1
+    assert "1 failed" in str(run.summary())
+    assert run.save(3, state(3)).step == 3
+    assert numbers(run) == [1, 3]
+
+
+def test_a_save_that_is_refused_is_a_warning(tmp_path: Path):
+    with holdfast.Run(tmp_path, when_failed="warn", budget=10) as run:
+        with pytest.warns(HoldfastWarning, match="the run's budget is used up"):
+            assert run.save(1, state(1)) is None
+        run.budget = None
+        run.save(1, state(1))
+        with pytest.warns(HoldfastWarning, match="step 1 is there already"):
+            assert run.save(1, state(1)) is None
+        assert run.summary().failed == 2
+
+
+def test_wrong_arguments_and_a_closed_run_are_never_warnings(tmp_path: Path):
+    with pytest.raises(BadArgument, match="when_failed= takes 'raise' or 'warn', not 'ignore'"):
+        holdfast.Run(tmp_path, when_failed="ignore")
+    run = holdfast.Run(tmp_path, when_failed="warn")
+    with pytest.raises(BadArgument):
+        run.save(-1, state(1))
+    with pytest.raises(Unsupported, match="nonsense"):
+        run.save(1, state(1), sparse="nonsense")
+    run.close()
+    with pytest.raises(Closed):
+        run.save(1, state(1))
+
+
+def test_a_save_that_fails_is_raised_unless_something_else_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = holdfast.Run(tmp_path)
+    fill_disk(monkeypatch)
+    with pytest.raises(NotCommitted):
+        run.save(1, state(1))
+
+
+def test_a_second_job_is_refused_when_it_resumes(tmp_path: Path):
+    """It would train until its first save, and learn then that it cannot save."""
+    code = """
+import sys, holdfast
+run = holdfast.Run(sys.argv[1])
+run.resume(into={})
+print("resumed", flush=True)
+sys.stdin.read()
+"""
+    first = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert first.stdout.readline() == "resumed\n"
+        second, into = holdfast.Run(tmp_path / "run"), state(7)
+        with pytest.raises(NotCommitted, match=f"process {first.pid} on ") as refused:
+            second.resume(into=into)
+        assert refused.value.errno == errno.EBUSY
+        assert np.array_equal(into["w"], state(7)["w"])
+        # Whoever only looks is not in the way.
+        assert second.resume() is None
+        assert second.latest() is None
+        assert RunView(tmp_path / "run").steps() == []
+        first.communicate()
+        assert second.resume(into=into) is None
+        second.save(1, state(1))
+    finally:
+        first.kill()
+        first.wait()
+        first.stdout.close()
+    assert (tmp_path / "run" / ".holdfast.lock").exists()
+
+
+def test_looking_at_a_run_locks_nothing(tmp_path: Path):
+    with holdfast.Run(tmp_path) as run:
+        run.save(1, state(1))
+    run = holdfast.Run(tmp_path)
+    assert run.resume()["step"] == 1
+    assert run.latest(deep=True).step == 1
+    assert RunView(tmp_path)[1].step == 1
+    assert not (tmp_path / ".holdfast.lock").exists()
+
+
+def test_a_run_that_resumed_and_is_closed_gives_its_lock_back(tmp_path: Path):
+    with holdfast.Run(tmp_path) as run:
+        run.save(1, state(1))
+    with holdfast.Run(tmp_path) as run:
+        run.resume(into=state(0))
+        assert (tmp_path / ".holdfast.lock").exists()
+    assert not (tmp_path / ".holdfast.lock").exists()
+    assert run.resume(into=state(0))["step"] == 1  # a closed run goes on looking, and locks nothing
+    assert not (tmp_path / ".holdfast.lock").exists()
+
+
+def test_a_directory_that_may_only_be_read_is_loaded_without_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with holdfast.Run(tmp_path) as run:
+        run.save(1, state(1))
+
+    def refuse(*given: object, **options: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Files, "create", refuse)
+    run = holdfast.Run(tmp_path)
+    assert run.resume(into=state(0))["step"] == 1
+    with pytest.raises(NotCommitted):
+        run.save(2, state(2))
 
 
 def test_two_runs_of_one_process(tmp_path: Path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -9,8 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import holdfast
+from holdfast.core.documents import read_document, write_document
+from holdfast.engine import checksums
 from holdfast.stores import local
 from tests.groups import good, on_ranks
 
@@ -144,6 +149,133 @@ def test_scan(folder: Path, size: int):
         ),
     )
     assert len(found["reports"]) > 50
+
+
+HALF = "w\ud800"
+"""A name with half of a surrogate pair, which a pickle may contain and UTF-8 does not."""
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda path, group: holdfast.stats(path, group=group),
+        lambda path, group: holdfast.verify(path, group=group),
+        lambda path, group: holdfast.report(path, stats=True, group=group).document,
+        lambda path, group: holdfast.diff(path, path, group=group),
+        lambda path, group: asdict(holdfast.scan(path, group=group)),
+    ],
+    ids=["stats", "verify", "report", "diff", "scan"],
+)
+def test_a_name_with_half_of_a_surrogate_pair_is_told_to_all_ranks(
+    verb: Callable[[Path, object], object], tmp_path: Path
+):
+    path = tmp_path / "a\udc80.pt"  # a file name that is no UTF-8
+    holdfast.save({HALF: np.arange(40.0), "b": np.arange(50.0)}, path, durable=False)
+    alike(2, lambda group: verb(path, group))
+
+
+def test_damage_of_a_name_with_half_of_a_surrogate_pair_is_named_on_all_ranks(tmp_path: Path):
+    holdfast.save({HALF: np.arange(40.0), "b": np.arange(50.0)}, tmp_path / "a.pt", durable=False)
+    raw = bytearray((tmp_path / "a.pt").read_bytes())
+    raw[raw.index(np.arange(40.0).tobytes()) + 9] ^= 1
+    (tmp_path / "a.pt").write_bytes(raw)
+    found = alike(2, lambda group: holdfast.verify(tmp_path / "a.pt", group=group))
+    assert [one.tensors for one in found.damaged] == [(HALF,)]
+
+
+def test_an_error_of_reading_with_half_of_a_surrogate_pair_reaches_all_ranks():
+    failed = {3: ("StoreError", f"{HALF}: Input/output error")}
+    message = write_document(checksums.SWEPT, ([b"", b"", b""], failed))
+    assert read_document(checksums.SWEPT, message)[1] == failed
+
+
+def save_twice(folder: Path, name: str) -> list[Path]:
+    """Save two states of one form under one name, as on disks of two machines that hold other steps."""
+    paths = [folder / f"machine{machine}" / name for machine in range(2)]
+    for seed, path in enumerate(paths):
+        path.parent.mkdir()
+        if name == "library.safetensors":
+            save_file(state(seed), path)
+        elif name == "dcp":
+            holdfast.save(state(seed), path, format="dcp", durable=False)
+        else:
+            holdfast.save(state(seed), path, durable=False)
+    return paths
+
+
+LOOKING = {
+    "stats": lambda path, group: holdfast.stats(path, group=group),
+    "report": lambda path, group: holdfast.report(path, group=group),
+    "report --stats": lambda path, group: holdfast.report(path, stats=True, group=group),
+    "report of two": lambda path, group: holdfast.report(path, path, group=group),
+    "diff": lambda path, group: holdfast.diff(path, path, group=group),
+    "verify": lambda path, group: holdfast.verify(path, group=group),
+    "prune": lambda path, group: holdfast.prune(
+        path, path.parent.parent / "out", rules=["*: 0.5"], dry_run=True, group=group
+    ),
+    "cli stats": lambda path, group: run_command("stats", [str(path)], group),
+    "cli report": lambda path, group: run_command(
+        "report", [str(path), "--stats", "--json"], group
+    ),
+    "cli diff": lambda path, group: run_command("diff", [str(path), str(path)], group),
+}
+
+
+def run_command(verb: str, arguments: list[str], group: object) -> int:
+    """Run a command as one of several processes does (`holdfast.cli.ranks`)."""
+    module = importlib.import_module(f"holdfast.cli.{verb}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    options.group = group
+    return int(module.run(options))
+
+
+@pytest.mark.parametrize("verb", LOOKING)
+@pytest.mark.parametrize("name", ["a.pt", "native", "dcp", "library.safetensors"])
+def test_ranks_that_opened_different_checkpoints_make_no_report(
+    verb: str, name: str, tmp_path: Path
+):
+    paths = save_twice(tmp_path, name)
+    raised = on_ranks(2, lambda group: LOOKING[verb](paths[group.rank], group))
+    if verb == "verify" and name == "library.safetensors":
+        # Nothing is recorded in such files, so there is nothing that could be mixed up.
+        assert [one.verdict for one in raised] == ["readable", "readable"]
+        return
+    assert [type(one) for one in raised] == [holdfast.errors.RanksFailed] * 2, raised
+    assert all("different checkpoints" in str(one) for one in raised)
+
+
+def test_a_report_of_runs_that_differ_is_refused(tmp_path: Path):
+    for machine in range(2):
+        with holdfast.Run(tmp_path / f"machine{machine}" / "run") as run:
+            for step in range(machine + 1):
+                run.save(step, state(step))
+    raised = on_ranks(
+        2,
+        lambda group: holdfast.report(
+            tmp_path / f"machine{group.rank}" / "run", stats=True, group=group
+        ),
+    )
+    assert all("different checkpoints" in str(one) for one in raised)
+
+
+def test_ranks_with_different_seals_make_no_report(tmp_path: Path):
+    paths = save_twice(tmp_path, "native")
+    for path in paths:
+        holdfast.seal(path)
+    raised = on_ranks(2, lambda group: holdfast.verify(paths[group.rank], group=group))
+    assert all("different checkpoints" in str(one) for one in raised)
+
+
+def test_ranks_that_scan_other_files_make_no_report(tmp_path: Path):
+    for machine, name in enumerate(("a.pt", "b.pt")):
+        (tmp_path / f"machine{machine}").mkdir()
+        holdfast.save({"w": np.zeros(3)}, tmp_path / f"machine{machine}" / name, durable=False)
+    raised = on_ranks(
+        2, lambda group: holdfast.scan(tmp_path / f"machine{group.rank}", group=group)
+    )
+    assert all("different checkpoints" in str(one) for one in raised)
 
 
 def test_ranks_that_see_different_files_are_told(folder: Path, tmp_path: Path):

@@ -59,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
     from holdfast.core.group import acting
     from holdfast.engine.budget import reading_threads
+    from holdfast.inspect.open import compare_opened
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.inspect.stats import chosen, measure, reading_nbytes
 
@@ -66,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
         acting(options.group, "measure tensors") as ranks,
         open_checkpoint(options.path, threads=1) as checkpoint,
     ):
+        compare_opened(ranks, checkpoint)
         tensors = chosen(checkpoint, options.filter)
         total = reading_nbytes(tensors, bins=options.bins)
         workers = reading_threads(None, options.threads, ranks.neighbours())

@@ -17,7 +17,7 @@ A `DocumentKind` says what a kind of them is. `write_document` makes the text of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Generic, TypeVar, get_args
 
@@ -129,7 +129,7 @@ def check_length(
 def proven(kind: DocumentKind[D], raw: bytes) -> D | None:
     """The value of a text that is the one that Holdfast writes of it; None for any other, be it valid or not."""
     try:
-        value = kind.decoder.decode(raw)
+        value = _decode(kind, raw)
         same = kind.packed or _is_text_of(
             kind, value, raw if kind.sealed is None else raw.rstrip(b" ")
         )
@@ -151,7 +151,7 @@ def explained(kind: DocumentKind[D], raw: bytes, limits: Limits) -> D:
     if kind.versions:
         _check_version(kind, document)
     try:
-        value = kind.decoder.decode(raw)
+        value = _decode(kind, raw)
     except FAILURES as error:
         raise HeaderError(
             f"the {kind.name}: {error}"
@@ -165,9 +165,48 @@ def explained(kind: DocumentKind[D], raw: bytes, limits: Limits) -> D:
 
 def _text(kind: DocumentKind[D], value: D) -> bytes:
     if kind.packed:
-        return msgspec.msgpack.encode(value)
+        return encode_message(value)
     raw = msgspec.json.encode(value)
     return raw if kind.indent < 0 else msgspec.json.format(raw, indent=kind.indent) + b"\n"
+
+
+ESCAPED = b"\xc1"
+"""Begins a message whose texts are escaped. No value of msgpack begins with this byte."""
+
+
+def encode_message(value: object) -> bytes:
+    """Encode a message. A text with half of a surrogate pair, which a pickle may contain as a name, has no UTF-8."""
+    try:
+        return msgspec.msgpack.encode(value)
+    except UnicodeEncodeError:
+        plain = msgspec.to_builtins(value, builtin_types=(bytes, bytearray, memoryview))
+        return ESCAPED + msgspec.msgpack.encode(_with_texts(plain, _escape))
+
+
+def _decode(kind: DocumentKind[D], raw: bytes) -> D:
+    if not kind.packed or not raw.startswith(ESCAPED):
+        return kind.decoder.decode(raw)
+    plain = _with_texts(msgspec.msgpack.decode(raw[1:]), _unescape)
+    return msgspec.convert(plain, kind.decoder.type)
+
+
+def _with_texts(value: object, change: Callable[[str], str]) -> object:
+    """Return a message with other texts. Messages nest a few levels deep."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return [_with_texts(item, change) for item in value]
+    if isinstance(value, dict):
+        return {_with_texts(key, change): _with_texts(item, change) for key, item in value.items()}
+    return value
+
+
+def _escape(text: str) -> str:
+    return text.encode("unicode_escape").decode("ascii")
+
+
+def _unescape(text: str) -> str:
+    return text.encode("ascii").decode("unicode_escape")
 
 
 def _is_text_of(kind: DocumentKind[D], value: D, raw: bytes) -> bool:

@@ -6,6 +6,7 @@
 
 1. A step is a gather to the first rank and an answer to each. The messages are bytes; nothing is pickled.
 2. An exception on any rank comes out of every rank as the same `RanksFailed`. A rank that is gone is a `RankLost` on all others.
+   A group of one process raises the exception itself.
 3. Work that all ranks know, in numbered pieces, is dealt by bytes (`deal`), the least of it to the first rank; each does its own,
    and all get all results, in order (`share_out`). So any number of ranks finds the same as one.
 
@@ -118,8 +119,9 @@ class Ranks:
 
 ALONE = Ranks()
 
-Head = tuple[str, str, list[str] | None, str | None]
-"""The head of a rank's message: what it does, what failed, the problems of a `CannotHold`, the path of a `NoSuchPath`."""
+Head = tuple[str, str, list[str] | None, str | None, int | None]
+"""The head of a rank's message: what it does, what failed, the problems of a `CannotHold`, the path of a `NoSuchPath`,
+and the errno of an `OSError`."""
 Message = tuple[Head, bytes]
 
 
@@ -142,12 +144,15 @@ class SeveralRanks(Ranks):
         self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED
     ) -> bytes:
         """As for one process. A `DurabilityUncertain` of `decide` stays one, on every rank: something was published."""
+        if self.size == 1:
+            return self._decide_alone(local, decide, otherwise)
         missed = local.filename or "" if isinstance(local, NoSuchPath) else None
         head = (
             self._doing,
             "" if isinstance(local, bytes) else _cause_of(local),
             _problems(local),
             missed,
+            _errno_of(local),
         )
         content = local if isinstance(local, bytes) else b""
         cause = local if isinstance(local, BaseException) else None
@@ -159,11 +164,13 @@ class SeveralRanks(Ranks):
             raise
         answers: list[bytes] | None = None
         if gathered is not None:
-            causes, contents, problems, absent = self._judged(
-                [(head, content), *map(_read, gathered)]
-            )
+            messages = [(head, content), *map(_read, gathered)]
+            causes, contents, problems, absent = self._judged(messages)
+            # A code that only some causes have says nothing about the save as a whole.
+            codes = {messages[rank][0][4] for rank in causes}
+            code = codes.pop() if len(codes) == 1 else None
             try:
-                failed = [_failure(causes, problems, absent)] * self.size if causes else None
+                failed = [_failure(causes, problems, absent, code)] * self.size if causes else None
                 # What all ranks are told is one object, and travels once.
                 said: dict[bytes, bytes] = {}
                 answers = failed or [
@@ -177,14 +184,15 @@ class SeveralRanks(Ranks):
             except Exception as error:
                 cause, answers = (
                     error,
-                    [_failure({0: _cause_of(error)}, _problems(error))] * self.size,
+                    [_failure({0: _cause_of(error)}, _problems(error), code=_errno_of(error))]
+                    * self.size,
                 )
         answer = self._answer(answers)
         if answer[:1] == b"+":
             return answer[1:]
         if answer[:1] == b"?":
             raise DurabilityUncertain(answer[1:].decode()) from cause
-        listed, problems, absent = json.loads(answer[1:])
+        listed, problems, absent, code = json.loads(answer[1:])
         known = {int(rank): str(text) for rank, text in listed.items()}
         if absent is not None:
             raise RanksFoundNothing(
@@ -192,7 +200,18 @@ class SeveralRanks(Ranks):
             ) from cause
         if problems is not None:
             raise RanksRefused(f"{otherwise}: {_causes(known)}", problems, causes=known) from cause
-        raise RanksFailed(f"{otherwise}: {_causes(known)}", causes=known) from cause
+        failure = RanksFailed(f"{otherwise}: {_causes(known)}", causes=known)
+        failure.errno = code
+        raise failure from cause
+
+    def _decide_alone(self, local: bytes | BaseException, decide: Decide, otherwise: str) -> bytes:
+        """Do a step of a group of one, which raises its own errors."""
+        try:
+            return super().agree(local, decide)
+        except Exception as error:
+            if otherwise != UNCHANGED:
+                error.add_note(otherwise)
+            raise
 
     def _judged(
         self, gathered: list[Message]
@@ -201,7 +220,7 @@ class SeveralRanks(Ranks):
         causes: dict[int, str] = {}
         problems: dict[str, None] | None = {}
         contents, absent = [], list[str]()
-        for rank, ((doing, failed, refused, missed), content) in enumerate(gathered):
+        for rank, ((doing, failed, refused, missed, _), content) in enumerate(gathered):
             contents.append(content)
             absent += [missed] if missed is not None and doing == self._doing else []
             if doing != self._doing:
@@ -273,9 +292,11 @@ def share_out(
     nbytes: Sequence[int] | Ints,
     work: Callable[[list[int]], Sequence[T]],
     kind: type[T],
+    *,
+    common: bytes = b"",
 ) -> list[T]:
     """The results of pieces of work, in order. Each piece has a number and a weight; one rank does it, and all get its result, of
-    this type (as msgspec reads it). Raises on every rank where one sees other pieces."""
+    this type (as msgspec reads it). Raises on every rank where one sees other pieces, or has something else in `common`."""
     if ranks.size == 1:
         return [*work([*range(len(nbytes))])]
     weights = np.asarray(nbytes, np.int64)
@@ -285,7 +306,8 @@ def share_out(
     with telling(ranks):
         own = write_document(results, [*work(np.flatnonzero(picks == ranks.rank).tolist())])
     found = [
-        read_document(results, one)[::-1] for one in exchange(ranks, own, common=weights.tobytes())
+        read_document(results, one)[::-1]
+        for one in exchange(ranks, own, common=weights.tobytes() + common)
     ]
     return [found[rank].pop() for rank in picks.tolist()]
 
@@ -302,6 +324,12 @@ def exchange(ranks: Ranks, own: bytes, *, common: bytes) -> list[bytes]:
 
     mark = blake2b(common, digest_size=MARK_NBYTES).digest()
     return read_document(SHARES, ranks.agree(mark + own, decide))
+
+
+def compare_marks(ranks: Ranks, mark: bytes) -> None:
+    """Raise `Replaced` on every rank unless all of them have this mark of what they opened."""
+    if ranks.size > 1:
+        ranks.agree(mark, _all_here)
 
 
 def check_same(marks: Sequence[bytes]) -> None:
@@ -378,8 +406,8 @@ def _written(head: Head, content: bytes) -> bytes:
 
 def _read(message: bytes) -> Message:
     stop = 8 + int.from_bytes(message[:8], "little")
-    doing, failed, refused, missed = json.loads(message[8:stop])
-    return (doing, failed, refused, missed), message[stop:]
+    doing, failed, refused, missed, code = json.loads(message[8:stop])
+    return (doing, failed, refused, missed, code), message[stop:]
 
 
 def _cause_of(error: BaseException) -> str:
@@ -390,10 +418,17 @@ def _problems(local: object) -> list[str] | None:
     return list(local.problems) if isinstance(local, CannotHold) else None
 
 
+def _errno_of(local: object) -> int | None:
+    return local.errno if isinstance(local, OSError) else None
+
+
 def _failure(
-    causes: dict[int, str], problems: list[str] | None = None, absent: str | None = None
+    causes: dict[int, str],
+    problems: list[str] | None = None,
+    absent: str | None = None,
+    code: int | None = None,
 ) -> bytes:
-    return b"-" + json.dumps([causes, problems, absent]).encode()
+    return b"-" + json.dumps([causes, problems, absent, code]).encode()
 
 
 def _causes(known: dict[int, str]) -> str:

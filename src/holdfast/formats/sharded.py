@@ -33,7 +33,7 @@ from holdfast.core.value import Value
 from holdfast.engine.saves import FilePlan, Literal, SavePlan
 from holdfast.engine.table import value_state
 from holdfast.errors import CannotHold
-from holdfast.formats.dcp.flatten import common_problems, flatten
+from holdfast.formats.dcp.flatten import common_problems, flatten, root_problems
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import joined, lay_out_items
 from holdfast.formats.dcp.write_index import Listed, dcp_index
@@ -330,7 +330,7 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
     flat, every = flatten(state), DcpShards()
     table = flat.kept(state.tensors)
     names, kinds = table.names, [table.kinds[number] for number in table.kind]
-    problems = [*flat.problems, *common_problems(table, flat)]
+    problems = [*root_problems(state), *flat.problems, *common_problems(table, flat)]
     lacking = (
         (name, kind.dtype)
         for name, kind in zip(names, kinds, strict=True)

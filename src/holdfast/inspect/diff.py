@@ -64,7 +64,7 @@ from holdfast.inspect.compare_values import (
     compare_metadata,
     compare_trees,
 )
-from holdfast.inspect.open import Openable, opened
+from holdfast.inspect.open import Openable, compare_opened, opened
 from holdfast.inspect.side import Side, chosen_sides, same_view
 from holdfast.numeric.compare import Content, Tally, compare_arrays
 
@@ -422,9 +422,10 @@ def diff(
         ExitStack() as stack,
     ):
         sides = ((a, map), (b, None))
-        checkpoints = (
+        checkpoints = [
             stack.enter_context(opened(src, limits=limits, map=own)) for src, own in sides
-        )
+        ]
+        compare_opened(ranks, *checkpoints)
         chosen = chosen_sides(checkpoints, rename=rename, filter=filter, tensors_only=tensors_only)
         threads = reading_threads(max_memory, threads, ranks.neighbours())
         return Comparison(

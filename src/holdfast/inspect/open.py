@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 
@@ -12,7 +12,9 @@ import numpy as np
 
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import Storage
 from holdfast.core.dense import read_tensors
+from holdfast.core.group import Ranks, compare_marks
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.options import validated
 from holdfast.core.placement_rules import PlacementRule
@@ -195,10 +197,25 @@ def read(tensors: Iterable[LazyTensor]) -> list[np.ndarray]:
     return read_tensors(wanted)
 
 
+def compare_opened(ranks: Ranks, *checkpoints: Checkpoint) -> None:
+    """Raise `Replaced` on every rank unless all of them have opened the same checkpoints.
+
+    The ranks of a verb open its path by themselves. On disks of their own it may lead to another step on each machine.
+    """
+    if ranks.size > 1:
+        compare_marks(ranks, b"".join([checkpoint_mark(checkpoint) for checkpoint in checkpoints]))
+
+
+SAMPLES, SAMPLE_NBYTES = 32, 4096
+"""How many tensors without a recorded checksum are sampled for the mark of a checkpoint, and how many bytes of each."""
+
+
 def checkpoint_mark(checkpoint: Checkpoint) -> bytes:
-    """A hash of what opening has read: names, dtypes, shapes, recorded checksums, the text that a file carries about itself. Not of
-    times or inodes, since ranks on several machines may have copies. Two checkpoints that record no checksum and no text may look
-    alike."""
+    """A hash of what opening has read: names, dtypes, shapes, recorded checksums, the text that a file carries about itself.
+
+    Times and inodes are no part of it, since ranks on several machines may have copies. Where files of this machine record no
+    checksums, which is what the safetensors library writes, a sample of the data stands for them.
+    """
     from hashlib import blake2b  # for ranks
 
     mark = blake2b(
@@ -207,12 +224,38 @@ def checkpoint_mark(checkpoint: Checkpoint) -> bytes:
         ),
         digest_size=16,
     )
+    unchecked: list[Storage] = []
     for name, tensor in checkpoint.items():
-        # The checksums of DCP's items stand in the items, which are not read to be told apart.
-        sums = [
-            0 if isinstance(storage, ItemStorage) else storage.crc32 for storage in tensor.storages
-        ]
+        sums: list[int | None] = []
+        for storage in tensor.storages:
+            # The checksums of DCP's items stand in the items, which are not located to be told apart.
+            crc32 = None if isinstance(storage, ItemStorage) else storage.crc32
+            sums.append(crc32)
+            if crc32 is None and storage.nbytes:
+                unchecked.append(storage)
         mark.update(
             repr((name, tensor.dtype.name, tensor.shape, sums)).encode("utf-8", "surrogatepass")
         )
+    store = checkpoint.source.store
+    if store.medium.is_file:
+        ranges = [storage.ranges[-1] for storage in unchecked if storage.home is store]
+        for key, start, stop in evenly_chosen(ranges, SAMPLES):
+            mark.update(last_bytes(store, key, start, stop))
     return mark.digest()
+
+
+def evenly_chosen(values: Sequence[T], most: int) -> Sequence[T]:
+    """Return at most so many of the values, evenly spread over all of them.
+
+    >>> evenly_chosen(range(100), 3)
+    [0, 33, 66]
+    """
+    count = min(most, len(values))
+    return [values[number * len(values) // count] for number in range(count)]
+
+
+def last_bytes(store: Store, key: str, start: int, stop: int) -> bytes:
+    """Read the end of a range. That of a DCP item has the checksum of all its data."""
+    content = bytearray(min(stop - start, SAMPLE_NBYTES))
+    store.read(key, stop - len(content), memoryview(content))
+    return bytes(content)

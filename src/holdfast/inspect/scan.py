@@ -338,7 +338,11 @@ class _Looked:
             ]
 
         kind = cast("type[FileReport | None]", FileReport | None)
-        self._todo.update(zip(wanted, share_out(self._ranks, nbytes, look, kind), strict=True))
+        names = repr([os.path.basename(path) for path, _ in wanted])
+        reports = share_out(
+            self._ranks, nbytes, look, kind, common=names.encode("utf-8", "surrogatepass")
+        )
+        self._todo.update(zip(wanted, reports, strict=True))
 
     def _below(self, directory: str) -> Reports:
         """Every file below a directory. A distributed checkpoint has one report for all its files, and so has a native directory.

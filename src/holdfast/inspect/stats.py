@@ -24,7 +24,7 @@ from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import BLOCK_ELEMENTS, scan
 from holdfast.errors import NoSuchTensor, located
-from holdfast.inspect.open import Openable, opened
+from holdfast.inspect.open import Openable, compare_opened, opened
 from holdfast.numeric.statistics import Moments, NumberStats, countable, counts_patterns
 
 T = TypeVar("T")
@@ -100,6 +100,7 @@ def stats(
     with acting(group, "measure tensors") as ranks, ranks.counting(progress) as counted:
         workers = reading_threads(max_memory, threads, ranks.neighbours())
         with opened(src, threads=1, limits=limits) as source:
+            compare_opened(ranks, source)
             rows = measure(
                 chosen(source, pattern), bins=bins, threads=workers, progress=counted, ranks=ranks
             )

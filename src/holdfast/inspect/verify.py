@@ -22,7 +22,7 @@ import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.group import ALONE, AnyGroup, Ranks, acting
+from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, compare_marks
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.options import validated
@@ -485,6 +485,8 @@ class Verification:
         near = stored.in_store(store)
         (computed,) = (~near).nonzero()
         near[[*found.packed]] = False
+        if self._ranks.size > 1:
+            compare_marks(self._ranks, found.mark(keys))
         (own,) = near.nonzero()
         filled = stored.ranges.some(near)
         between = gaps(filled, {key: store.size(key) for key in keys})
@@ -609,6 +611,21 @@ class CheckpointBytes:
         ranges = self.stored.ranges
         used = np.unique(ranges.files[self.stored.in_store(self.source.store)])
         return sorted(ranges.keys[file] for file in used.tolist())
+
+    def mark(self, keys: Sequence[str]) -> bytes:
+        """Return a hash of what is to be compared: names of tensors, ranges of files, recorded checksums.
+
+        Ranks with other recorded checksums have opened another checkpoint, and their sums cannot be
+        put into one report.
+        """
+        from hashlib import blake2b  # for ranks
+
+        ranges = self.stored.ranges
+        names = repr((keys, ranges.keys, self.table.names)).encode("utf-8", "surrogatepass")
+        mark = blake2b(names, digest_size=16)
+        for column in (ranges.files, ranges.starts, ranges.nbytes, self.stored.crcs):
+            mark.update(np.asarray(column, "<i8").tobytes())
+        return mark.digest()
 
     def file(self, number: int, path: str) -> str:
         return place_at(path).file(self.stored.ranges.place(number)[0])

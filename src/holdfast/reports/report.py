@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
+from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, compare_marks, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import card
 from holdfast.core.options import validated
@@ -33,7 +33,7 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.errors import NoSuchTensor, UnknownFormat
-from holdfast.inspect.open import Openable, opened
+from holdfast.inspect.open import Openable, compare_opened, opened
 from holdfast.inspect.stats import measure as measure_stats
 from holdfast.reports import change, history
 from holdfast.reports.document import SCHEMA, Document, dumps, rounded
@@ -217,6 +217,7 @@ def prepared(
             first, second = (
                 stack.enter_context(opened(one, limits=asked.limits, map=map)) for one, map in both
             )
+            compare_opened(asked.ranks, first, second)
             yield _difference(_Looked(src, first, asked), _Looked(other, second, asked))
             return
         table = history.run_at(src) if history.is_run(src) else None
@@ -228,6 +229,7 @@ def prepared(
                 if table is None:
                     raise
             else:
+                compare_opened(asked.ranks, checkpoint)
                 yield _checkpoint(_Looked(src, checkpoint, asked))
                 return
         yield _run(table, asked, stack)
@@ -349,9 +351,12 @@ def _difference(a: _Looked, b: _Looked) -> Prepared:
 def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
     steps = [row.step for row in table.rows if row.step is not None]
     newest = steps[-1] if steps else None
-    looked = (
-        None if newest is None else _Looked(newest.path, stack.enter_context(newest.open()), asked)
-    )
+    compare_marks(asked.ranks, repr([step.step for step in steps]).encode())
+    looked = None
+    if newest is not None:
+        checkpoint = stack.enter_context(newest.open())
+        compare_opened(asked.ranks, checkpoint)
+        looked = _Looked(newest.path, checkpoint, asked)
     tensors = [] if looked is None else list(looked.found.tensors.values())
     sick: list[int] = []
 
@@ -393,6 +398,7 @@ def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
 
     def norm_of(step: Step) -> float | None:
         with step.open() as checkpoint:
+            compare_opened(asked.ranks, checkpoint)
             rows = measure_stats(
                 checkpoint.values(), bins=0, threads=asked.workers, ranks=asked.ranks
             )

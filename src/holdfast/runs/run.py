@@ -7,13 +7,15 @@
 
 A save, in order. Whatever fails before 4 leaves every old step as it was.
 
-    1  the run's lock, on the first save (runs/lock.py): a second run in the directory is refused while this one lives
+    1  the run's lock, by `resume(into=…)` or the first save (runs/lock.py): a second run in the directory is refused while this
+       one lives
     2  the plan: every byte of the step is laid out, and its seal with step, time and metrics (seals/document.py)
     3  room for it, on the disk and in the budget: enough, or refused, or waited for, or made by the rules
     4  written beside its name and published by one rename (saving/planned.py)
     5  only now retention (runs/retention.py), over whole steps
 
-Reading (`latest`, `best`, `run[step]`, iteration) takes no lock and changes nothing; it looks at the directory each time.
+Reading (`latest`, `best`, `run[step]`, iteration, `resume()`) takes no lock and changes nothing; it looks at the directory each
+time.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from holdfast.errors import (
     HoldfastWarning,
     NotCommitted,
     SaveError,
+    Unsupported,
 )
 from holdfast.rewrite.save import plan_saving
 from holdfast.runs.export import Export, Exports, read_exports
@@ -69,10 +72,13 @@ from holdfast.saving.formats import Options
 from holdfast.saving.planned import Planned, Saved, Writing
 from holdfast.seals.document import Stamp
 from holdfast.seals.document import stamp as stamp_now
-from holdfast.stores.place import join
+from holdfast.stores.place import join, place_at
 
 if TYPE_CHECKING:
     from holdfast.runs.sweep import Swept
+
+READ_ONLY = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+"""The errors of a lock in a directory that this process may only read."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """The errors of a save for which there is no room after all."""
@@ -81,6 +87,7 @@ PAUSE_S = 5.0
 """Seconds between two looks whether there is room now."""
 
 WhenFull = Literal["error", "evict", "pause"]
+WhenFailed = Literal["raise", "warn"]
 
 T = TypeVar("T")
 
@@ -110,6 +117,10 @@ class RunOptions(StoreOption, total=False):
             "error", "what a save does that has no room", read=one_of("error", "evict", "pause")
         ),
     ]
+    when_failed: Annotated[
+        WhenFailed,
+        Option("raise", "what a save does that fails", read=one_of("raise", "warn")),
+    ]
     export: Annotated[
         Export | Sequence[Export], Option((), "conversions of published steps, in the background")
     ]
@@ -129,13 +140,16 @@ class RunOptions(StoreOption, total=False):
 
 
 class Run(RunView):
-    """The steps of a training run in a directory of its own, which is made by the first save; or below a prefix of a bucket.
+    """The steps of a training run in a directory of its own, or below a prefix of a bucket. `resume(into=…)` or the first save
+    makes the directory and locks it.
 
     `keep` are rules (`Latest`, `Every`, `Best`, `Within`, or their texts); what any of them keeps is kept, and the rest is deleted
     after each save. Without rules nothing is ever deleted. The newest step is never deleted, nor is the one before it until the
     newest has been read back. `budget` is what all steps together may have ("4TB"). `when_full` says what a save does where the
     budget or the disk has no room: "error" refuses it, "evict" lets the rules delete before it what they would delete after it,
-    "pause" waits and warns. In all cases the old steps are intact.
+    "pause" waits and warns. In all cases the old steps are intact. `when_failed` says what becomes of a save that fails for any
+    reason: "raise" raises the error, by the next call if the save was in the background; "warn" makes a warning of it, counts it in
+    `summary()`, and the training goes on to the next save.
 
     What did not change since the step before is not written again: both have the file (a hard link), and each can be deleted or
     copied by itself. In a bucket, which has no links, a step names the objects that it has in common with older ones, and each can
@@ -161,6 +175,7 @@ class Run(RunView):
         super().__init__(path, read_rules(options["keep"]), durable=durable, store=options["store"])
         self.budget = None if budget is None else byte_count(budget)
         self.when_full = options["when_full"]
+        self.when_failed = options["when_failed"]
         self.share = options["share"]
         self.resumed: Step | None = None
         """The step that `resume` loaded."""
@@ -198,7 +213,13 @@ class Run(RunView):
         state the step's own is given back, with new arrays. `run.resumed` is then the step. A step that another process deletes
         meanwhile is looked for again. Where bytes do not have their checksums nothing of the state is changed, and `Corrupted` is
         raised; with `deep`, such a step is passed over. Either way what is loaded is read twice.
+
+        With a state, this is the beginning of a training: the run is locked, until it is closed. Raises `NotCommitted` where
+        another run writes into the directory, before anything is loaded.
         """
+        if into is not None:
+            with self._turn:
+                self._begin_resuming()
         looks = self._looks()
         while (found := self.latest(deep=deep)) is not None:
             try:
@@ -291,19 +312,25 @@ class Run(RunView):
         max_shard_size: Size | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
-    ) -> Step:
+    ) -> Step | None:
         """Save a state as a step, then let the rules delete what they do not keep. Gives the step back.
 
         The state is what `holdfast.save` takes. A step that is there already is refused, unless `overwrite=True`, or it is not
-        whole. Raises `NotCommitted` where nothing was published; what was there is intact.
+        whole. Raises `NotCommitted` where nothing was published; what was there is intact. With `when_failed="warn"` that is a
+        warning, and None is given back.
         """
         with self._turn:
             began = time.perf_counter()
             self._settle()
-            with self._folder.asking():
-                self._begin()
-                stamp = stamp_now(step, metrics, self._ran())
-                path, replaced, base = self._place(step, overwrite=overwrite)
+            try:
+                with self._folder.asking():
+                    self._begin()
+                    stamp = stamp_now(step, metrics, self._ran())
+                    path, replaced, base = self._place(step, overwrite=overwrite)
+            except HoldfastError as error:
+                if not self._count_failure(error, self._step_path(step)):
+                    raise
+                return None
             metadata = self._folder.with_stamp(metadata, stamp)
             writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
             options = Options(
@@ -331,9 +358,10 @@ class Run(RunView):
                         ):
                             raise
                         base = None  # somebody removed the step before: as it was opened, or while this one was linked to it
-            except HoldfastError:
-                self._failed += 1
-                raise
+            except HoldfastError as error:
+                if not self._count_failure(error, path):
+                    raise
+                return None
             published = time.perf_counter() - began
             self._exports.add(saved)
             self._follow(saved, base, shares=planned.report.new_nbytes < planned.report.nbytes)
@@ -408,6 +436,16 @@ class Run(RunView):
                 HoldfastWarning,
                 stacklevel=4,
             )
+
+    def _count_failure(self, error: HoldfastError, path: str, *, stacklevel: int = 4) -> bool:
+        """Count a save that failed, and warn of it where the run goes on after that. False if the error is to be raised."""
+        self._failed += 1
+        # An argument that is wrong is wrong at the next save as well.
+        if self.when_failed == "raise" or isinstance(error, BadArgument | Unsupported):
+            return False
+        message = f"saving {path} failed, and the next save tries again: {error}"
+        warnings.warn(message, HoldfastWarning, stacklevel=stacklevel)
+        return True
 
     def _carry_out(self, planned: Planned[Saved], stamp: Stamp, progress: Progress | None) -> Step:
         """Make room and write; where the disk is full after all, make more room as long as there is any to be made."""
@@ -566,6 +604,19 @@ class Run(RunView):
         self._lock = self._folder.begin(RunRules(self.keep, self.budget), durable=self.durable)
         self._held.callback(self._lock.close)
         self._held.callback(self._proofs.stop)
+
+    def _begin_resuming(self) -> None:
+        """Lock the run for a program that resumes, so that it learns of another one before it trains, and not when it saves."""
+        is_owner = self._process == os.getpid() and not self._closed
+        if not is_owner or not place_at(self.path).on_disk:
+            # A bucket has no lock. A fork and a closed run cannot save, and may load.
+            return
+        try:
+            self._begin()
+        except NotCommitted as error:
+            # To load a step of somebody else's run is allowed: there, nothing can be saved anyway.
+            if error.errno not in READ_ONLY:
+                raise
 
     def _ran(self) -> float | None:
         """For how long the run has run. A run that begins to save looks for what to go on with; from then on nobody else saves."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 from msgspec import field as value_field
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.group import ALONE, Ranks, begin, telling, together
+from holdfast.core.group import ALONE, Ranks, begin, compare_marks, telling, together
 from holdfast.core.notebook import Shown
 from holdfast.core.options import CopyConfig, Progress, pick
 from holdfast.core.protocols import Store
@@ -209,6 +209,9 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
 
     def look(self, progress: Progress | None = None) -> R:
         found: list[R] = []
+        # A run compares when it begins to write. What a dry run says of the source is one report, too.
+        if self.ranks.size > 1:
+            compare_marks(self.ranks, self.mark())
         with together(self.ranks), self.ranks.counting(progress) as counted:
             found.append(self.finish(self.report, counted))
         return found[0]

@@ -160,7 +160,11 @@ def check_digests(
         return [found.get(todo[number].name) for number in numbers]
 
     misfits = share_out(
-        ranks, [file.nbytes for file in todo], look_at, cast("type[Misfit | None]", Misfit | None)
+        ranks,
+        [file.nbytes for file in todo],
+        look_at,
+        cast("type[Misfit | None]", Misfit | None),
+        common=repr([(file.name, file.digest) for file in todo]).encode("utf-8", "surrogatepass"),
     )
     wrong |= {one.name: one for one in misfits if one is not None}
     return [wrong[name] for name in sorted(wrong)]

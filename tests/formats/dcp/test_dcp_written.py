@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,13 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 from holdfast.cli.main import main
 from holdfast.errors import CannotHold
+from holdfast.torch import save_sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
 W = torch.arange(12.0).reshape(3, 4)
+
+Save = Callable[..., object]
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -199,6 +203,89 @@ def test_what_it_cannot_hold_is_told_at_once(tmp_path: Path):
     with holdfast.open(tmp_path / "a") as found:
         assert list(found) == ["p"]
         assert found.tree["s"][1].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [[W, W], (np.ones(2), 3), 5, "text", None, {1}, np.float32(3), [], [{"a": W}]],
+    ids=["list", "tuple", "int", "text", "None", "set", "scalar", "empty list", "list of dicts"],
+)
+@pytest.mark.parametrize("save", [holdfast.save, save_sharded])
+def test_a_state_that_is_no_dict_is_refused(state: object, save: Save, tmp_path: Path):
+    with pytest.raises(CannotHold, match=r"the state: it is of type .*, and torch loads only a"):
+        save(state, tmp_path / "a", format="dcp")
+    assert not (tmp_path / "a").exists()
+
+
+def test_convert_refuses_a_file_with_a_list(tmp_path: Path):
+    torch.save([W, W], tmp_path / "a.pt")
+    with pytest.raises(CannotHold, match="the state: it is of type list"):
+        holdfast.convert(tmp_path / "a.pt", tmp_path / "b", format="dcp")
+    holdfast.convert(tmp_path / "a.pt", tmp_path / "b", format="dcp", tensors_only=True)
+    same(loaded(tmp_path / "b", {"0": W, "1": W}), {"0": W, "1": W})
+
+
+@pytest.mark.filterwarnings("ignore:Sparse|The PyTorch API of nested|torch.quantize_per")
+@pytest.mark.parametrize("save", [holdfast.save, save_sharded])
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "nested", "quantized"])
+def test_a_lone_tensor_of_several_parts_is_refused(kind: str, save: Save, tmp_path: Path):
+    make_tensor = {
+        "sparse_coo": W.to_sparse,
+        "sparse_csr": W.to_sparse_csr,
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "quantized": lambda: torch.quantize_per_tensor(W, 0.1, 0, torch.qint8),
+    }
+    with pytest.raises(CannotHold, match=f"tensor: a {kind} tensor$"):
+        save(make_tensor[kind](), tmp_path / "a", format="dcp")
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({"a": (W,), "": 5}, "a.0: a tensor inside of a tuple"),
+        ({"a": (W,), "": {"b": 1}}, "a.0: a tensor inside of a tuple"),
+        ({"a": (W,), "a.0": 3}, "a.0: the name of two things"),
+        ({"a": {"b": (W,)}, "a.b.0": 4}, "a.b.0: the name of two things"),
+        ({"a.b": (W,), "a": (3,)}, "a.b.0: a tensor inside of a tuple"),
+        ({"a.b": (W,), "a": 5}, "a.b.0: a tensor inside of a tuple"),
+        ({"a": {1: {"x": W}, "1": {"y": W}}}, "a: two keys are one text"),
+        ({("k" * 100,): W}, "k'.*: a tensor under a key that is neither text nor a number"),
+    ],
+)
+def test_a_tensor_that_no_name_leads_to_is_refused(
+    state: dict[object, object], problem: str, tmp_path: Path
+):
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(CannotHold, match=problem):
+        holdfast.convert(tmp_path / "a.pt", tmp_path / "b", format="dcp")
+    with pytest.raises(CannotHold, match=problem):
+        holdfast.save(state, tmp_path / "c", format="dcp")
+    with pytest.raises(CannotHold, match=problem):
+        save_sharded(state, tmp_path / "d", format="dcp")
+
+
+@pytest.mark.parametrize("save", [holdfast.save, save_sharded])
+@pytest.mark.parametrize(
+    "state", [{"a": (np.ones(2),), "a.0": np.zeros(3)}, {"a.0": np.zeros(3), "a": (np.ones(2),)}]
+)
+def test_an_array_in_a_tuple_never_takes_the_name_of_another(
+    state: dict[str, object], save: Save, tmp_path: Path
+):
+    with pytest.raises(CannotHold, match=r"a\.0: the name of two things"):
+        save(state, tmp_path / "a", format="dcp")
+
+
+def test_verify_of_a_directory_without_data_files(tmp_path: Path):
+    holdfast.save({}, tmp_path / "ours", format="dcp")
+    dcp.save({}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    for empty_file in (tmp_path / "theirs").glob("*.distcp"):
+        empty_file.unlink()
+    for name in ("ours", "theirs"):
+        assert not [*(tmp_path / name).glob("*.distcp")]
+        report = holdfast.verify(tmp_path / name)
+        assert report.ok
+        assert report.verdict == "readable"
+        assert not report.files
 
 
 def test_a_dtype_that_torch_does_not_have(tmp_path: Path):

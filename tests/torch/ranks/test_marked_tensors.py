@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
-from holdfast.errors import BadPlacement, RanksFailed
+from holdfast.errors import BadPlacement
 from holdfast.torch import async_save_sharded, load_sharded, save_sharded, versions
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 from tests.support import ALONE, needs
@@ -104,7 +104,6 @@ def test_torchs_checkpoint_and_ours_read_each_other(tmp_path, there):
     ids=str,
 )
 def test_parts_that_lie_nowhere_are_refused(tmp_path, wrong):
-    with pytest.raises(RanksFailed, match=r"BadPlacement: .*(global|local)_offsets") as caught:
+    with pytest.raises(BadPlacement, match=r"(global|local)_offsets"):
         save_sharded({"w": marked(in_two(WHOLE), **wrong)}, tmp_path / "x", durable=False)
-    assert isinstance(caught.value.__cause__, BadPlacement)
     assert not (tmp_path / "x").exists()

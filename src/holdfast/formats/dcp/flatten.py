@@ -16,12 +16,12 @@ import numpy as np
 from msgspec import Struct, field
 
 from holdfast.core import value as values
-from holdfast.core.leaves import PLAIN, Leaves
+from holdfast.core.leaves import NO_LEAVES, PLAIN, Leaves
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, Unrolled, dotted, rebuild, unroll, values_inside, walk
+from holdfast.core.tree import LONE_TENSOR_NAME, Path, Unrolled, dotted, rebuild, unroll, walk
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 
 
@@ -55,26 +55,51 @@ class FlatState(Struct):
 def flatten(state: State) -> FlatState:
     """Flatten a described state. A tensor by itself has its name."""
     flat, leaves = FlatState(), state.leaves
-    tree = dict(zip(leaves.names, [state.tree], strict=True)) if leaves.alone else state.tree
+    root = leaves.described(state.tree)
+    if isinstance(root, Composite):
+        # Only its parts have rows and names, so there is nothing to flatten.
+        flat.problems.append(f"{LONE_TENSOR_NAME}: a {root.kind} tensor")
+        return flat
+    tree = {LONE_TENSOR_NAME: state.tree} if leaves.alone else state.tree
     unroll(_Flattening(flat, leaves).take(tree, ()))
-    for name in [name for name in state.tensors if name not in flat.paths]:
-        path = tuple(name.split("."))
-        above = (flat.values.get(dotted(path[:i])) for i in range(len(path)))
-        holder = next(filter(None, above), None)
-        if holder is not None and not any(
-            _is_tensor(inner, leaves) for inner in values_inside(holder.raw)
-        ):
-            flat.pickled.add(name)
-        else:
-            flat.problems.append(f"{name}: a tensor inside of a tuple; make it a list")
+    if leaves is not NO_LEAVES:
+        _match_rows(flat, state)
     return flat
 
 
-def _is_tensor(value: object, leaves: Leaves) -> bool:
-    """Whether a value is a tensor and no array."""
-    if isinstance(value, np.ndarray):
-        return False
-    return leaves.is_tensor(value) or isinstance(leaves.described(value), LazyTensor | Composite)
+def _match_rows(flat: FlatState, state: State) -> None:
+    """Compare the flat names with the rows: list arrays that are pickled, and report what would be lost."""
+    leaves, names = state.leaves, state.tensors.names
+    for _, name in leaves.doubled:
+        # The second row has a number behind its name, so a flat name may lead to the wrong row.
+        flat.problems.append(f"{name}: {TWO_THINGS}")
+
+    for row, name in enumerate(names):
+        if name in flat.values:
+            flat.problems.append(f"{name}: {TWO_THINGS}")
+        elif name in flat.paths:
+            continue
+        elif isinstance(leaves.values[row], np.ndarray):
+            flat.pickled.add(name)
+        else:
+            flat.problems.append(f"{name}: {INSIDE}")
+
+    unknown_names = flat.paths.keys() - flat.values.keys() - {*names}
+    for name in sorted(unknown_names):
+        flat.problems.append(f"{name}: a tensor under a key that is neither text nor a number")
+
+
+TWO_THINGS = "the name of two things"
+INSIDE = "a tensor inside of a tuple or an object; make it a list or a dict"
+
+
+def root_problems(state: State) -> list[str]:
+    """Return why torch could not load this state as a whole: it loads a dict, and no other root."""
+    root = state.leaves.described(state.tree)
+    if state.leaves.alone or isinstance(root, Mapping | Composite):
+        return []
+    kind = type(root).__name__
+    return [f"the state: it is of type {kind}, and torch loads only a dict; save {{'state': …}}"]
 
 
 def common_problems(table: Table, flat: FlatState) -> list[str]:
@@ -117,23 +142,26 @@ class _Flattening:
     def _children(self, value: object, path: Path) -> Iterable[tuple[str | int, object]] | None:
         """The children of a mapping or a list that is entered; None for a leaf."""
         if isinstance(value, Mapping) and (value or not path):
-            return (
-                ()
-                if self._all_tensors(value, path)
-                else zip(map(str, value), value.values(), strict=True)
-            )
+            if self._all_tensors(value, path):
+                return ()
+            keys = [*map(str, value)]
+            if len({*keys}) < len(keys):
+                # Their mappings would become one: {1: {"a": …}, "1": {"b": …}}.
+                self._flat.problems.append(f"{dotted(path) or 'the state'}: two keys are one text")
+            return zip(keys, value.values(), strict=True)
         return enumerate(value) if isinstance(value, list) and self._is_entered(value) else None
 
     def _add(self, value: object, path: Path) -> None:
         flat, made = self._flat, self._leaves.described(value)
         name = ".".join(map(str, path))
         if name in flat.paths:
-            flat.problems.append(f"{name}: the name of two things")
-        flat.paths[name] = path
+            flat.problems.append(f"{name}: {TWO_THINGS}")
         if isinstance(made, Composite):
             flat.problems.append(f"{name}: a {made.kind} tensor")
             flat.paths |= {f"{name}.{part}": (*path, part) for part in made.parts}
-        elif not isinstance(made, LazyTensor) and not self._leaves.is_tensor(value):
+            return
+        flat.paths[name] = path
+        if not isinstance(made, LazyTensor) and not self._leaves.is_tensor(value):
             flat.values[name] = FlatValue(value, self._described(value))
 
     def _all_tensors(self, value: Mapping[object, object], path: Path) -> bool:

@@ -37,7 +37,7 @@ from typing import Literal, TextIO, cast
 
 from holdfast.core.runtime import at_fork, renewed, start
 from holdfast.core.signals import SignalOverride
-from holdfast.errors import HoldfastWarning, NotCommitted, SaveError
+from holdfast.errors import HoldfastWarning, NotCommitted, SaveError, detached
 from holdfast.torch.ranks.saving import SavedShards
 
 _one_at_a_time = renewed(threading.Lock())
@@ -178,6 +178,13 @@ class SaveHandle:
     def __repr__(self) -> str:
         how = "durable" if self.durable else "failed" if self.done() else "being written"
         return f"<SaveHandle {self.path!r} {how}>"
+
+
+def failed_save(path: str, error: BaseException) -> SaveHandle:
+    """Return the handle of a save that failed before it went to the background, and whose failure somebody has seen."""
+    handle = SaveHandle(path)
+    handle._future.set_exception(detached(error))
+    return handle
 
 
 _running: set[SaveHandle] = set()

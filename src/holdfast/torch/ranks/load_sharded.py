@@ -30,7 +30,12 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.arguments import one_of
-from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.documents import (
+    encode_message,
+    message_kind,
+    read_document,
+    write_document,
+)
 from holdfast.core.group import UNCHANGED, check_same, together
 from holdfast.core.notebook import Shown
 from holdfast.core.opaque import AnyValue
@@ -156,7 +161,8 @@ def load_sharded(
     always is, and another dtype is unless `cast=True`. `prefix` selects the checkpoint's names that begin with it, and is taken off
     them. Of what was saved with `per_rank` each rank gets its own. If other numbers of ranks saved it, that is an error, unless
     `strict=False` or `per_rank="keep"`: then what the state has is kept, and a note says so.
-    Raises `RanksFailed` with the same causes on every rank; before anything was changed, where something does not fit.
+    Raises `RanksFailed` with the same causes on every rank, and the error itself in one process; before anything was changed,
+    where something does not fit.
 
     What several ranks want alike, a whole tensor or the same part of one, is read by each of them (`replicated="read"`), or by one
     and then sent to the others through the group (`"broadcast"`): each reads about as much, and nothing is read twice. By default
@@ -262,7 +268,7 @@ def _agree(
             wanted = Matching(
                 names, cast=request.cast, strict=strict, per_rank=request.per_rank, **place
             ).run(request.state)
-            seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
+            seen = hashlib.blake2b(encode_message(names.offered), digest_size=16).digest()
             fits = not wanted.mismatched and not (strict and wanted.missing)
             opened = checkpoint_mark(checkpoint) if ranks.size > 1 else b""
             if ranks.size > 1 and request.replicated != "read":

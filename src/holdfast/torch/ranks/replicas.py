@@ -32,7 +32,12 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.crc import Sums, crc32
-from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.documents import (
+    encode_message,
+    message_kind,
+    read_document,
+    write_document,
+)
 from holdfast.core.group import SHARES, Ranks, check_same, say_ranks, telling, together
 from holdfast.core.table import ODD
 from holdfast.core.tensor import NO_CRC, LazyTensor
@@ -139,7 +144,7 @@ def offer(
         ):
             continue
         rows, crc = _cuts(fills.lazy(at), target, most) if length > most else ([], NO_CRC)
-        raw = msgspec.msgpack.encode((key, str(target.dtype), kind, rows))
+        raw = encode_message((key, str(target.dtype), kind, rows))
         whole = hashlib.blake2b(raw, digest_size=16).digest()
         if whole in pieces:
             continue

@@ -2,7 +2,7 @@
 
 Every rank calls the same methods. What concerns the place (a lock, whether the step may be replaced, room, retention) the first
 rank does, inside of the save, where its refusal reaches all ranks as the same error (saving.py). A background save that failed is
-raised by the next call on this run, on every rank alike, and by `wait`.
+raised by the next call on this run, on every rank alike, and by `wait`; with `when_failed="warn"` it is a warning there.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from holdfast.runs.view import read_step
 from holdfast.saving.state import Stateful
 from holdfast.seals.document import stamp as stamp_now
 from holdfast.stores.place import join
-from holdfast.torch.ranks.background import SaveHandle
-from holdfast.torch.ranks.group import StoreRanks, ranks_of
+from holdfast.torch.ranks.background import SaveHandle, failed_save
+from holdfast.torch.ranks.group import StoreRanks, group_of, ranks_of
 from holdfast.torch.ranks.load_sharded import ShardedLoad, load_full, load_together
 from holdfast.torch.ranks.save_sharded import begin_requested, save_requested
 from holdfast.torch.ranks.saving import SavedShards, SaveRequest
@@ -93,7 +93,7 @@ class Run(PlainRun):
     @validated(step=lambda value, name: read_step(value))
     def save(  # type: ignore[override]  # what several ranks need to say in addition, and no shards by size
         self, step: int, state: Stateful | Mapping[str, object], **options: Unpack[RankStepOptions]
-    ) -> Step:
+    ) -> Step | None:
         """Save the state of all ranks as a step; every rank calls it. The first rank then deletes what no rule keeps.
 
         What a state may be, `values`, `per_rank` and `check_replicas` are as for `save_sharded`; `metrics` are the first rank's.
@@ -104,9 +104,10 @@ class Run(PlainRun):
         request = self._request(step, options)
         try:
             done = save_requested(state, request, group=self.group, deadline=self.deadline)
-        except HoldfastError:
-            self._failed += 1
-            raise
+        except HoldfastError as error:
+            if not self._count_failure(error, request.path):
+                raise
+            return None
         took = time.perf_counter() - began
         saved = self._after(request, done)
         self._record_times(saved, stalled_s=time.perf_counter() - began, took_s=took)
@@ -121,7 +122,8 @@ class Run(PlainRun):
     ) -> SaveHandle:
         """As `save`, and the caller trains on while the step is written: returns when what this rank has has been copied.
 
-        The next call on this run waits for the save before it. What went wrong is raised there, and by `wait`.
+        The next call on this run waits for the save before it. What went wrong is raised there, and by `wait`; with
+        `when_failed="warn"` it is a warning, and only the `wait` of the handle raises it.
         """
         began = time.perf_counter()
         self._settle()
@@ -142,9 +144,10 @@ class Run(PlainRun):
                 max_host_memory=options["max_host_memory"],
                 after=after,
             )
-        except HoldfastError:
-            self._failed += 1
-            raise
+        except HoldfastError as error:
+            if not self._count_failure(error, request.path):
+                raise
+            return failed_save(request.path, error)
         stalled.append(time.perf_counter() - began)
         return self._handle
 
@@ -215,8 +218,14 @@ class Run(PlainRun):
         self._stops, self._calls_left, self._calls_asked, self._asked_s = False, 1, 1, None
 
     def wait(self) -> Step | None:
-        """Come back when the save in the background is over; the step that it saved. Raises what went wrong."""
+        """Come back when the save in the background is over; the step that it saved. Raises what went wrong.
+
+        With `when_failed="warn"` that is a warning, and there is no step.
+        """
+        failed_before = self._failed
         self._settle()
+        if self._failed > failed_before:
+            return None
         return None if not self._times else self._folder.get(self._times[-1].step)
 
     @overload  # type: ignore[override]  # what several ranks need to say in addition
@@ -245,10 +254,11 @@ class Run(PlainRun):
         The first rank says which step that is. It is loaded as `load_sharded` does, which says what `strict`, `per_rank` and `cast`
         mean: in place, whatever number of ranks saved it. Without a state the whole step is given back, in the memory of each rank.
         A step that is deleted meanwhile is looked for again. Where bytes do not have their checksums nothing is changed on any
-        rank, and `RanksFailed` is raised; with `deep`, such a step is passed over. Either way what is loaded is read twice.
+        rank, and `RanksFailed` is raised, or `Corrupted` by a process alone; with `deep`, such a step is passed over. Either way
+        what is loaded is read twice. With a state, the first rank locks the run, as in `holdfast.Run`.
         """
         looks = self._looks()
-        while (found := self._agreed(deep=deep)) is not None:
+        while (found := self._agreed(deep=deep, locks=into is not None)) is not None:
             try:
                 if into is None:
                     state = self._whole(found)
@@ -259,8 +269,14 @@ class Run(PlainRun):
                     )  # fmt: skip
                     load_together(request)
                     state = into
-            except RanksFailed as error:
-                if not self._is_gone_for_all(found, error.__cause__):
+            except HoldfastError as error:
+                cause: BaseException | None = error
+                if isinstance(error, RanksFailed):
+                    cause = error.__cause__
+                elif group_of(self.group).size > 1:
+                    # Only this rank raises it, so there is nobody to look again with.
+                    raise
+                if not self._is_gone_for_all(found, cause):
                     raise
                 next(looks)
                 continue
@@ -302,8 +318,10 @@ class Run(PlainRun):
         back = super().rewind
         return self._from_first(f"rewind to {step}", lambda: back(step))
 
-    def _agreed(self, *, deep: bool) -> Step | None:
+    def _agreed(self, *, deep: bool, locks: bool) -> Step | None:
         def look() -> tuple[Step, ...]:
+            if locks:
+                self._begin_resuming()
             found = self.latest(deep=deep)
             return () if found is None else (found,)
 
@@ -406,6 +424,6 @@ class Run(PlainRun):
         if handle is not None:
             try:
                 handle.wait()
-            except HoldfastError:
-                self._failed += 1
-                raise
+            except HoldfastError as error:
+                if not self._count_failure(error, handle.path, stacklevel=6):
+                    raise

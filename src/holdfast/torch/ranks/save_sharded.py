@@ -54,8 +54,9 @@ def save_sharded(
     Modules, optimizers and whatever else has `state_dict()` and `load_state_dict()` stand for their state dict, in the state and as
     the state. In a DCP checkpoint other objects are pickled, and refused where there are tensors in them.
 
-    Raises `RanksFailed` on every rank where anything went wrong on one; a rank that shows no sign of life for `deadline` seconds,
-    or does not call this at all, is given up with `RankLost`. What was at `path` stays until the new one is whole.
+    Raises `RanksFailed` on every rank where anything went wrong on one, and the error itself in one process. A rank that shows no
+    sign of life for `deadline` seconds, or does not call this at all, is given up with `RankLost`. What was at `path` stays until
+    the new one is whole.
 
     A save that another one of this process is in the way of waits for it, or is refused on all ranks (`when_busy`).
     `sparse`, `base` and `hashes` are as for `holdfast.save`: every rank decides for its boxes, in a native checkpoint.

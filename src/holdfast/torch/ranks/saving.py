@@ -38,7 +38,7 @@ from holdfast.engine.targets.target import Target, join_target
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, RankLost, RanksFailed
 from holdfast.formats import Format
-from holdfast.formats.dcp.flatten import FlatState, common_problems, flatten
+from holdfast.formats.dcp.flatten import FlatState, common_problems, flatten, root_problems
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import as_bytes, as_column
 from holdfast.formats.sharded import NOTHING, RankOutput, Receipt, Storing, spread
@@ -235,6 +235,8 @@ def _description(
     """The description of a state beside its tensors. Raises `CannotHold` with everything that stands in the way."""
     tree = None
     problems = list(flat.problems)
+    if format.keeps == "items":
+        problems += root_problems(state)
     if format.keeps == "state" and not state.leaves.flat:
         encoded = encode_state(state)
         problems += encoded.problems
