@@ -7,10 +7,10 @@ import pickle
 import random
 
 import pytest
+from tests.hostile.craft_pickle import NONE, POP, STOP, binbytes, frame, integer, proto, text
 
 from holdfast.core.limits import DEFAULTS
 from holdfast.formats.pickle.recording import record, record_from_file
-from tests.hostile.craft_pickle import NONE, POP, STOP, binbytes, frame, integer, proto, text
 
 OPCODES = [
     NONE + POP,

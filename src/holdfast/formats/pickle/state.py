@@ -25,8 +25,8 @@ class State:
     """One interpretation. The loop holds `pos` and `stack` in local variables and writes them back for rare opcodes."""
 
     __slots__ = (
-        "at", "count", "counted", "data", "end", "frame_stop", "framed", "limit", "limits", "marked", "memo", "opener", "pos", "settled",
-        "sparse", "stack", "start", "stream", "table", "watched",
+        "at", "count", "counted", "data", "end", "frame_stop", "framed", "limit", "limits", "marked", "memo", "opener", "pos",
+        "settled", "sparse", "stack", "start", "stream", "table", "watched",
     )  # fmt: skip
 
     def __init__(
