@@ -508,6 +508,17 @@ TEMPLATE_REASON = (
 )
 
 
+UNKNOWN_CODE = (
+    "Holdfast reads the tensors of this format and does not know whether it can contain code"
+)
+
+
+def _report_unknown_format(format: str, findings: Findings) -> None:
+    """Add a finding if the entry of a format does not say that `scan` knows all code in its files."""
+    if format and format_of(format).code == "unknown":
+        findings.add_other("unknown", f"the format {format}", UNKNOWN_CODE, stream=WHOLE)
+
+
 def _open(path: str, limits: Limits) -> OpenOutcome:
     try:
         with open_checkpoint(found_path(path), limits=limits) as checkpoint:
@@ -541,6 +552,7 @@ def _report(
 ) -> FileReport:
     for name in opened.templates:
         walk.found.add_other("unknown", name, TEMPLATE_REASON, stream=WHOLE)
+    _report_unknown_format(opened.format, walk.found)
     findings = walk.found.sorted(paths)
     errors = list(walk.found.errors)
     other = walk.kinds & {"zip", "tar"} and not walk.torch_zip
@@ -599,6 +611,7 @@ def _scan_folder(folder: str, limits: Limits) -> FileReport:
         for store in stores:
             store.close()
     opened = _open(folder, limits)
+    _report_unknown_format(opened.format, walk.found)
     findings = walk.found.sorted(opened.paths or {})
     errors = [*walk.found.errors, *([opened.refusal] if opened.refusal else [])]
     if not opened.format and opened.refusal is None:
