@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 
 from holdfast.cli.scan import scan_lines
 from holdfast.cli.text import plain
+from holdfast.formats import file_suffixes
 from holdfast.inspect.scan import FileReport, ScanReport
 from holdfast.inspect.scanning.findings import Finding
+from tests.pages import ROOT
 
 
 def test_clean_dangerous_and_error(run, golden_dir):
@@ -121,3 +124,15 @@ def test_hostile_text_is_escaped():
     lines = [plain(line) for line in scan_lines(report)]
     assert all(line.isprintable() for line in lines)
     assert any("10 more" in line for line in lines)
+
+
+def test_the_pre_commit_hook_scans_files_of_every_format(run, golden_dir):
+    hook = (ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8")
+    (pattern,) = re.findall(r"^  files: '(.*)'$", hook, re.MULTILINE)
+    (entry,) = re.findall(r"^  entry: holdfast (.*)$", hook, re.MULTILINE)
+    for suffix in filter(None, file_suffixes()):
+        assert re.search(pattern, f"models/m{suffix}"), suffix
+    for name in ("train.py", "README.md", "models/config.json", "pt", "a.pt.txt"):
+        assert not re.search(pattern, name), name
+    assert run(entry, golden_dir / "files" / "plain.pt")[0] == 0
+    assert run(entry, golden_dir / "hostile" / "os_system.pt")[0] == 1

@@ -27,7 +27,7 @@ from holdfast.errors import (
     UnknownFormat,
     Unsupported,
 )
-from holdfast.formats import FORMATS, format_of, rank_formats, titles, written_formats
+from holdfast.formats import FORMATS, Format, format_of, rank_formats, titles, written_formats
 from holdfast.runs.export import Export
 from holdfast.saving.formats import LAYOUT, written_suffixes
 from holdfast.stores.remote.url import url_of
@@ -148,6 +148,28 @@ def test_scan_and_verify(path: Path):
     found = holdfast.verify(path.parent)
     assert [name for name, _ in found.files] == ["x.toy"]
     assert found.skipped == (str(path.parent / "notes.txt"),)
+
+
+def test_a_file_is_unknown_to_scan_unless_its_format_says_whether_it_can_contain_code(
+    path: Path, tmp_path: Path
+):
+    silent = Format(TOY.name, TOY.read_by, TOY.begins, suffixes=TOY.suffixes)
+    FORMATS[FORMATS.index(TOY)] = silent
+    try:
+        for place in (path, tmp_path):
+            report = holdfast.scan(place)
+            (file,) = report.reports
+            (finding,) = file.findings
+            assert (finding.severity, finding.what) == ("unknown", "the format toy")
+            assert (report.verdict(), report.verdict(strict=True)) == ("unknown", "suspicious")
+    finally:
+        FORMATS[FORMATS.index(silent)] = TOY
+    assert holdfast.scan(path).verdict() == "clean"
+
+
+@pytest.mark.parametrize("entry", FORMATS, ids=lambda entry: entry.name)
+def test_every_format_says_whether_it_can_contain_code(entry: Format):
+    assert entry.code != "unknown"
 
 
 def test_a_damaged_one_is_refused_by_its_reader(path: Path):

@@ -27,6 +27,7 @@ TOY = Format(
     choices=("toy",),
     written_by=f"{__name__}:lay_out",
     keeps="tensors",
+    code="none",
 )
 
 

@@ -610,6 +610,44 @@ def broken() -> Iterator[Attack]:
     yield attack("the second pickle breaks", lambda p: stream(NONE) + p, "pickle all")
 
 
+# In which frames.
+
+
+def frames() -> Iterator[Attack]:
+    """A call that the C unpickler finds in a file because it drops the rest of a frame.
+
+    `pickle.loads` drops nothing, so it takes the call for the content of a string.
+    """
+
+    def attack(
+        name: str, make: Callable[[bytes], bytes], loader: str = "unbuffered pickle"
+    ) -> Attack:
+        return Attack(f"frames {name}", loader, lambda marker: make(system(marker)))
+
+    def hide(payload: bytes) -> bytes:
+        return b"B" + struct.pack("<I", len(payload))
+
+    def cross(payload: bytes, *, start: bytes = proto(4), before: bytes = b"") -> bytes:
+        long_text = text("x" * 40)
+        # Five bytes of the text are in the frame, so the C unpickler goes on five bytes later.
+        return (
+            start + frame(before + long_text[:10]) + long_text[10:] + hide(payload) + payload + STOP
+        )
+
+    def nest(payload: bytes) -> bytes:
+        return proto(4) + frame(frame(b"", len(payload)) + hide(payload)) + payload + STOP
+
+    def stop_early(payload: bytes) -> bytes:
+        return proto(4) + frame(NONE + STOP + hide(payload)) + payload + STOP
+
+    yield attack("crossed by a text", cross)
+    yield attack("crossed by a text, no PROTO", lambda p: cross(p, start=b""))
+    large = binbytes(bytes(200_000)) + POP
+    yield attack("a large frame crossed by a text", lambda p: cross(p, before=large), "pickle")
+    yield attack("nested", nest)
+    yield attack("STOP before the end", stop_early, "unbuffered pickle all")
+
+
 # Where it stands.
 
 
@@ -1036,4 +1074,4 @@ def safetensors_of_pickle(marker: str) -> bytes:
     return struct.pack("<Q", nbytes) + bytes(header) + payload
 
 
-ATTACKS: tuple[Attack, ...] = (*functions(), *how(), *broken(), *where(), *in_joblib())
+ATTACKS: tuple[Attack, ...] = (*functions(), *how(), *broken(), *frames(), *where(), *in_joblib())

@@ -29,6 +29,22 @@ def pickle_all(path: str) -> None:
             pickle.load(file)
 
 
+def unbuffered_pickle(path: str) -> None:
+    """From a file without `peek`, of which the unpickler reads whole frames."""
+    import pickle
+
+    with open(path, "rb", buffering=0) as file:
+        pickle.load(file)
+
+
+def unbuffered_pickle_all(path: str) -> None:
+    import pickle
+
+    with open(path, "rb", buffering=0) as file:
+        while True:
+            pickle.load(file)
+
+
 def python_pickle(path: str) -> None:
     """The unpickler written in Python, which joblib and dill use."""
     import pickle
@@ -134,7 +150,8 @@ def joblib_load(path: str) -> None:
 
 
 LOADERS = {
-    "pickle": pickle_one, "pickle all": pickle_all, "python pickle": python_pickle, "torch": torch_load, "package": torch_package,
+    "pickle": pickle_one, "pickle all": pickle_all, "unbuffered pickle": unbuffered_pickle,
+    "unbuffered pickle all": unbuffered_pickle_all, "python pickle": python_pickle, "torch": torch_load, "package": torch_package,
     "jit": torch_jit, "export": torch_export, "sympy": sympified, "dcp": dcp, "dcp rank": dcp_rank, "dcp items": dcp_items,
     "numpy": numpy_load, "gzip": unpacked("gzip"), "bz2": unpacked("bz2"), "lzma": unpacked("lzma"), "zlib": zlib_pickle,
     "zip": zip_pickle, "joblib": joblib_load, "joblib pickle": pickle_one,

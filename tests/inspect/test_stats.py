@@ -156,3 +156,10 @@ def test_blocks_at_the_edge_count_as_what_they_are(tmp_path):
     array[64:, 64:] = 0
     array[:32, :32] = 0
     assert look(tmp_path, w=array)["w"].block == (32, 32)
+
+
+@pytest.mark.parametrize("shape", [(0, 2**40), (2**40, 0), (2**20, 0, 2**20)])
+def test_sparsity_of_a_tensor_without_elements_ignores_its_other_lengths(tmp_path, shape):
+    np.save(tmp_path / "empty.npy", np.empty(shape, np.float32))
+    (row,) = sparsity(tmp_path / "empty.npy")
+    assert (row.zeros, row.dead_rows, row.dead_columns) == (0, 0, 0)

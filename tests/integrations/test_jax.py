@@ -402,3 +402,11 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     names = run_page("needs JAX")
     assert names["state"]["model"]["weight"].sharding == names["rows"]
     assert set(holdfast.open("converted")) == {"params.weight", "params.bias"}
+
+
+def test_loading_many_expanded_views_has_one_allowance(tmp_path: Path) -> None:
+    base = torch.ones(40)
+    state = {f"t{at}": base[at : at + 1].expand(250_000) for at in range(40)}
+    torch.save(state, tmp_path / "views.pt")
+    with pytest.raises(LimitExceeded, match="40,000,000 bytes out of 160 stored"):
+        holdfast.jax.load(tmp_path / "views.pt")

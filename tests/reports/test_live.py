@@ -275,13 +275,42 @@ def until(ready):
     return False
 
 
-def test_a_mistake_of_ours_is_told(model, capfd, monkeypatch):
+def test_a_mistake_of_ours_is_answered(model, capfd, monkeypatch):
     with serving(model) as (live, _):
         monkeypatch.setattr(live, "trusts", lambda *_: 1 / 0)
-        with pytest.raises((ConnectionError, http.client.HTTPException)):
-            get(live, f"/?token={live.token}")
+        status, content, _ = get(live, f"/?token={live.token}")
         assert until(lambda: not answering())
-    assert "ZeroDivisionError" in capfd.readouterr().err
+    assert status == 500
+    assert b"ZeroDivisionError" in content
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        (b"GET http://[::1 HTTP/1.0", b"400"),
+        (b"GET http://[x]y/?token=TOKEN HTTP/1.1", b"400"),
+        (b"GET [ HTTP/1.1", b"403"),
+        (b"GET http://a:b/ HTTP/1.1", b"403"),
+        (b"GET /?token=%ff%00&=&;;= HTTP/1.1", b"403"),
+        (b"GET /" + b"?" * 70_000 + b" HTTP/1.1", b"414"),
+        (b"GET / HTTP/1.1.1", b"400"),
+        (b"GET / HTTP/" + b"9" * 5000 + b".0", b"400"),
+        (b"GET / HTTP/\xb2.0", b"400"),
+        (b"\0\xff\x80", b"400"),
+        (b"G\xe9T / HTTP/1.1", b"501"),
+    ],
+)
+def test_a_malformed_request_is_refused_and_prints_nothing(model, capfd, line, status):
+    with serving(model) as (live, _):
+        with socket.create_connection((ADDRESS, live.port), timeout=20) as connection:
+            request = line.replace(b"TOKEN", live.token.encode())
+            connection.sendall(request + b"\r\nHost: [::1\r\nX-Holdfast-Token: \xff\r\n\r\n")
+            answer = connection.makefile("rb").read()
+        assert until(lambda: not answering())
+    # A line without a version is answered by a page alone, which names the status.
+    assert status in answer
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is sent otherwise there")

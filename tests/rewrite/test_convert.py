@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 
 import holdfast
+import holdfast.torch
 from holdfast.engine import write
 from holdfast.errors import CannotHold, Corrupted, LimitExceeded, NotCommitted, Unsupported
 
@@ -325,3 +326,67 @@ def test_short_tensors_are_cast_with_empty_ones_among_them(name, tmp_path):
         for key, array in state.items():
             assert np.array_equal(found[key].numpy(), array)
             assert found[key].dtype.name == ("float16" if array.dtype == np.float32 else "int64")
+
+
+@pytest.fixture(params=["expanded views", "overlapping views"])
+def many_views(request, tmp_path) -> Path:
+    """A file of 20 KB whose tensors take 40 MB if every one of them is written out."""
+    base = torch.ones(1200)
+    if request.param == "expanded views":
+        state = {f"t{number}": base[number : number + 1].expand(250_000) for number in range(40)}
+    else:
+        state = {f"t{number}": base.as_strided((500, 500), (1, 1), number) for number in range(40)}
+    torch.save(state, tmp_path / "views.pt")
+    return tmp_path / "views.pt"
+
+
+@pytest.mark.parametrize("target", ["b.safetensors", "b", "dcp"])
+def test_small_views_are_refused_if_together_they_are_many_times_what_is_stored(
+    target, many_views, tmp_path
+):
+    format = {"format": "dcp"} if target == "dcp" else {}
+    with pytest.raises(
+        CannotHold, match=r"40,000,000 bytes out of 4,8.* stored.*Limits\(expansion"
+    ):
+        holdfast.convert(many_views, tmp_path / target, **format)
+    assert not (tmp_path / target).exists()
+    holdfast.convert(many_views, tmp_path / target, limits={"expansion": 10_000}, **format)
+    assert holdfast.diff(many_views, tmp_path / target).equal
+
+
+def test_a_format_with_storages_keeps_many_views(many_views, tmp_path):
+    holdfast.convert(many_views, tmp_path / "b.pt")
+    assert (tmp_path / "b.pt").stat().st_size < 100_000
+
+
+def test_reading_many_views_has_one_allowance(many_views):
+    with holdfast.open(many_views) as checkpoint:
+        with pytest.raises(LimitExceeded, match="40,000,000 bytes out of 4,8"):
+            checkpoint.read()
+        assert list(checkpoint.read("t0")) == ["t0"]
+
+
+def test_load_full_keeps_expanded_views(tmp_path):
+    expanded = torch.tensor([1.5]).expand(3, 250_000)
+    windows = torch.arange(1000.0).as_strided((500, 500), (1, 1))
+    torch.save(
+        {"expanded": expanded, "windows": windows, "plain": torch.ones(3)}, tmp_path / "a.pt"
+    )
+    loaded = holdfast.torch.load_full(tmp_path / "a.pt")
+    assert torch.equal(loaded["expanded"], expanded)
+    assert torch.equal(loaded["windows"], windows)
+    assert loaded["expanded"].untyped_storage().nbytes() <= 16
+    assert loaded["windows"].untyped_storage().nbytes() <= 4000
+    assert loaded["plain"].is_contiguous()
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
+def test_load_full_has_one_allowance_for_tensors_that_cannot_be_views(tmp_path):
+    scales = {"scale": 0.5, "zero_point": 3, "dtype": torch.quint8}
+    state = {
+        f"t{number}": torch.quantize_per_tensor(torch.ones(1), **scales).expand(1_000_000)
+        for number in range(40)
+    }
+    torch.save(state, tmp_path / "quantized.pt")
+    with pytest.raises(LimitExceeded, match="40,000,000 bytes out of 40 stored"):
+        holdfast.torch.load_full(tmp_path / "quantized.pt")

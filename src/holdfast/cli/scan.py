@@ -64,7 +64,12 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--allow",
         metavar="FILE",
         type=values.file,
-        help="patterns of module.name, one a line: shown, not counted",
+        help="a list of what to accept: patterns of module.name, or PATH sha256:DIGEST",
+    )
+    verb.add_argument(
+        "--code",
+        action="store_true",
+        help="report all Python files next to weights, also if no config names them",
     )
     form = verb.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help=values.JSON_HELP)
@@ -73,7 +78,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     strict = options.strict
-    report = scan(*options.paths, allow=options.allow, group=options.group)
+    report = scan(*options.paths, allow=options.allow, code=options.code, group=options.group)
     if options.sarif:
         print_json(sarif_document(report, strict=strict))
     elif options.json:

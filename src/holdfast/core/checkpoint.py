@@ -15,7 +15,7 @@ from holdfast.core.digest import Digest, canonical, combined
 from holdfast.core.opaque import AnyValue
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.quantities import shown
-from holdfast.core.sharing import SharedRows, shared_rows
+from holdfast.core.sharing import SharedRows, check_expansion, shared_rows
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
@@ -239,6 +239,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             if not isinstance(name, Hashable) or name not in known:
                 self[name]  # raises
         rows = [known[name] for name in wanted] if names else range(len(table))
+        check_expansion(table, rows)
         return dict(zip(wanted, table.arrays(rows), strict=True))
 
     def digests(self) -> dict[str, Digest]:

@@ -46,7 +46,10 @@ class Limits(Value, frozen=True):
     expansion: int = 4
     """How many times its stored bytes a tensor may occupy when it is read. Only an expanded view (stride 0) exceeds 1."""
     expansion_floor_nbytes: int = MIB
-    """An expanded view up to this size is read without asking: a scalar expanded to a row is ordinary."""
+    """Expanded views up to this size are read without asking: a scalar expanded to a row is ordinary.
+
+    Both limits hold for each tensor, and for all tensors together that one call copies.
+    """
     sparse_expansion: int = 1024
     """How many times its stored bytes a tensor may be that is stored as marks and values. The writer keeps to this default."""
     inflation: int = 128

@@ -24,6 +24,7 @@ from holdfast.core.protocols import Source
 from holdfast.core.table import ODD, FileColumns, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
+from holdfast.errors import LimitExceeded
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -124,6 +125,34 @@ def tied(table: Table) -> dict[int, int]:
     """Rows that are the same view of a storage as an earlier row, in order, each with the first such row. Rows of one view have one
     dtype and shape, one place in one storage, and one meaning of its bytes. What has no bytes is no view."""
     return {} if are_distinct(table.storage) else shared_rows([table]).ties()
+
+
+def check_expansion(table: Table, rows: Sequence[int] | None = None) -> None:
+    """Raise `LimitExceeded` if rows that are copied out take many more bytes than the table has stored.
+
+    `LazyTensor.check_expansion` allows a small expanded view for each tensor. A file of 200 KB can hold a
+    thousand of them, or a thousand views of one storage, so together they have one allowance.
+
+    Args:
+        table: The tensors of a checkpoint.
+        rows: The rows that are copied out, all of them by default.
+    """
+    if not table.apart and are_distinct(table.storage):
+        return
+    shared = shared_rows([table])
+    copied_rows = shared.rows if rows is None else sorted({*shared.rows}.intersection(rows))
+    if not copied_rows:
+        return
+    copied_nbytes = int(table.nbytes_of(copied_rows).sum())
+    stored_nbytes = shared.total_nbytes()
+    limits = table.view(copied_rows[0]).source.limits
+    allowed_nbytes = max(limits.expansion * stored_nbytes, limits.expansion_floor_nbytes)
+    if copied_nbytes > allowed_nbytes:
+        message = (
+            f"the tensors take {copied_nbytes:,} bytes out of {stored_nbytes:,} stored ones, because they"
+            " are expanded views or share storages; choose fewer tensors, or open with Limits(expansion=…)"
+        )
+        raise LimitExceeded(message, expected=allowed_nbytes, found=copied_nbytes)
 
 
 def are_distinct(numbers: Sequence[int]) -> bool:

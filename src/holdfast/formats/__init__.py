@@ -97,6 +97,10 @@ class Format(Value, frozen=True):
     """Whether the caller must give the cuts of tensors (`open(…, rules=…)`)."""
     templates: str = ""
     """Part of the names of metadata that programs execute."""
+    code: Literal["none", "scanned", "unknown"] = "unknown"
+    """Whether its files can contain code that runs when they are loaded. "none": they cannot. "scanned": `scan` reads
+    every part of them that can. An entry must say one of these; otherwise `scan` reports its files as unknown.
+    """
 
     @property
     def sharded(self) -> Sharded:
@@ -168,55 +172,78 @@ SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
 
 FORMATS = [
     # Files of torch.save, each with a rank in its name; also where there is one alone, which is then all there is.
-    Format("rank-files", ".rank_files.dtensors:describe", ZIP, ".rank_files.recognise:is_rank_files", folder=True),
-    Format("megatron", ".rank_files.megatron:describe", ZIP, ".rank_files.recognise:is_megatron", folder=True, rules=True),
+    Format(
+        "rank-files", ".rank_files.dtensors:describe", ZIP, ".rank_files.recognise:is_rank_files", folder=True,
+        code="scanned",
+    ),
+    Format(
+        "megatron", ".rank_files.megatron:describe", ZIP, ".rank_files.recognise:is_megatron", folder=True, rules=True,
+        code="scanned",
+    ),
     # A .pt2 is a zip as well, and told from one of torch.save by a record that only it has.
-    Format("pt2", ".pt2.read:describe_pt2", ZIP, ".pt2.archive:is_pt2", (".pt2",), torch=True, programs=True),
-    Format("npz", ".npy.read:describe_npz", ZIP, ".npy.archive:is_npz", (".npz",), keeps="tensors", torch=True, arrays=True),
+    Format(
+        "pt2", ".pt2.read:describe_pt2", ZIP, ".pt2.archive:is_pt2", (".pt2",), torch=True, programs=True,
+        code="scanned",
+    ),
+    Format(
+        "npz", ".npy.read:describe_npz", ZIP, ".npy.archive:is_npz", (".npz",), keeps="tensors", torch=True, arrays=True,
+        code="scanned",
+    ),
     Format(
         "torch-zip", ".torch.zip:describe", ZIP + b"\3\4", "", (".pt", ".pth", ".bin", ".ckpt"),
         choices=("torch", "pt"), written_by=".torch.write:lay_out_torch_zip", takes=("name",), storages=True, torch=True,
+        code="scanned",
     ),
     # What is known as torch's zip may say that it is this one.
-    Format("torchscript", ".torch.zip:describe", ZIP + b"\3\4", torch=True),
-    Format("npy", ".npy.read:describe_npy", b"\x93NUMPY", "", (".npy",), keeps="tensors"),
-    Format("torch-legacy", ".torch.legacy:describe_legacy", b"", ".torch.legacy:begins_like_legacy", (".th",), torch=True),
-    Format("torch-tar", ".torch.legacy:describe_tar", b"", ".torch.legacy:begins_like_torch_tar", (".pth.tar",), torch=True),
-    Format("gguf", ".gguf.read:describe_gguf", b"GGUF", "", (".gguf",), keeps="tensors", metadata=True, templates="chat_template"),
+    Format("torchscript", ".torch.zip:describe", ZIP + b"\3\4", torch=True, code="scanned"),
+    Format("npy", ".npy.read:describe_npy", b"\x93NUMPY", "", (".npy",), keeps="tensors", code="scanned"),
+    Format(
+        "torch-legacy", ".torch.legacy:describe_legacy", b"", ".torch.legacy:begins_like_legacy", (".th",), torch=True,
+        code="scanned",
+    ),
+    Format(
+        "torch-tar", ".torch.legacy:describe_tar", b"", ".torch.legacy:begins_like_torch_tar", (".pth.tar",), torch=True,
+        code="scanned",
+    ),
+    Format(
+        "gguf", ".gguf.read:describe_gguf", b"GGUF", "", (".gguf",), keeps="tensors", metadata=True, templates="chat_template",
+        code="none",
+    ),
     Format(
         "safetensors", ".safetensors.read:describe", b"", ".safetensors.read:begins_like_safetensors", (".safetensors",),
         choices=("safetensors",), written_by=".safetensors.write:lay_out_safetensors",
-        takes=("keep_tree",), keeps="tensors", metadata=True, weights_by=".safetensors.read:weight_files",
+        takes=("keep_tree",), keeps="tensors", metadata=True, weights_by=".safetensors.read:weight_files", code="none",
     ),
     # It holds safetensors files and an index of them as well, so it is looked for first.
     Format(
         "native", ".native.read:describe", b"", ".native.read:is_native", ("",), folder=True, choices=("native",),
         written_by=".native.write:lay_out_native",
         takes=("max_shard_size", "pack", "hashes", "take_over", "save"), sharded_by=".sharded:NativeShards", metadata=True,
-        index="holdfast.json", files=(*SAFETENSORS, "holdfast.json"),
+        index="holdfast.json", files=(*SAFETENSORS, "holdfast.json"), code="none",
     ),
     Format(
         "dcp", ".dcp.read:describe", b"", ".dcp.read:is_dcp", folder=True, choices=("dcp",),
         written_by=".sharded:lay_out_dcp", takes=("max_shard_size", "save"), sharded_by=".sharded:DcpShards",
-        keeps="items", index=".metadata", files=("*.distcp", "*.metadata", ".holdfast.json"), data=".distcp",
+        keeps="items", index=".metadata", files=("*.distcp", "*.metadata", ".holdfast.json"), data=".distcp", code="scanned",
     ),
     Format(
         "safetensors-dir", ".safetensors.read:describe_directory", b"", ".safetensors.read:is_directory", folder=True,
         choices=("safetensors",), written_by=".safetensors.write:lay_out_safetensors",
         takes=("keep_tree", "directory", "max_shard_size", "index", "stem", "save"), sharded_by=".sharded:SafetensorsShards",
         keeps="tensors", metadata=True, index="model.safetensors.index.json", files=SAFETENSORS,
-        weights_by=".safetensors.read:weight_files",
+        weights_by=".safetensors.read:weight_files", code="none",
     ),
     # torch's last of all: who made something else of these files, and put it beside them, means that.
     Format(
-        "gguf-dir", ".gguf.read:describe_directory", b"", ".gguf.read:is_directory", folder=True, keeps="tensors", metadata=True
+        "gguf-dir", ".gguf.read:describe_directory", b"", ".gguf.read:is_directory", folder=True, keeps="tensors", metadata=True,
+        code="none",
     ),
-    Format("deepspeed", ".rank_files.zero:describe", b"", ".rank_files.zero:is_deepspeed", folder=True),
+    Format("deepspeed", ".rank_files.zero:describe", b"", ".rank_files.zero:is_deepspeed", folder=True, code="scanned"),
     Format(
         "torch-dir", ".torch.directory:describe", b"", ".torch.directory:is_directory", folder=True,
-        weights_by=".torch.directory:weight_files",
+        weights_by=".torch.directory:weight_files", code="scanned",
     ),
-    Format("meta-llama", ".rank_files.meta:describe", b"", ".rank_files.meta:is_meta", folder=True),
+    Format("meta-llama", ".rank_files.meta:describe", b"", ".rank_files.meta:is_meta", folder=True, code="scanned"),
 ]  # fmt: skip
 """Every format, in the order of detection: the first match counts. Of several formats with one name or suffix, the first counts."""
 

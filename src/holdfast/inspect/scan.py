@@ -9,17 +9,18 @@ nothing was found.
 2. Each file is walked (`scanning/walk.py`): every container that it may be, every pickle in it, recorded, ranked (`severity.py`).
 3. It is opened as well, by the parser of `open`, which knows its format and where in its tree things are. What `open` refuses is an
    error here, unless it is something that only other loaders read and that was walked to its end.
-4. Code that comes with a model is a finding: what its configs name, and Python files beside its weights (below).
+4. Code that comes with a model is a finding if a loader looks for it: what configs name, and the Python files beside (below).
 5. An error never outweighs a finding, and neither is ever "nothing found".
 
-Code that comes with a model: what its configs name, and Python files beside its weights.
+Code that comes with a model: what its configs name, and Python files beside its weights. Python files beside weights that
+no config names, such as a training script, are a finding only if the caller asks for all code (`code=True`).
 
     config.json            "auto_map": {"AutoModel": "modeling_x.XModel"}, "custom_pipelines": {"task": {"impl": "pipe.Pipe"}}
     tokenizer_config.json  "auto_map": {"AutoTokenizer": ["tokenization_x.XTokenizer", null]}; so do those of processors
     model_index.json       "_class_name": ["pipeline_x", "XPipeline"]                      diffusers
     modules.json           [{"type": "custom_st.Transformer", …}]                          sentence-transformers
-    modeling_x.py          imported, and so run, by a loader that was told to trust it; without a word in any config, too:
-    custom_generate/…      transformers looks for `custom_generate/generate.py` by itself
+    modeling_x.py          imported, and so run, by a loader that was told to trust it, and so is whatever it imports
+    custom_generate/…      transformers looks for `custom_generate/generate.py` by itself, without a word in any config
 
 `trust_remote_code=True` makes all of these run. "user/repo--modeling_x.XModel" names code in another repository, which is fetched.
 A chat template is no code here: it is rendered in a sandbox.
@@ -28,6 +29,7 @@ A chat template is no code here: it is rendered in a sandbox.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,10 +56,9 @@ from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.open import store_of
 from holdfast.inspect.scanning.archives import Span
 from holdfast.inspect.scanning.findings import (
+    Allowlist,
     Finding,
     Findings,
-    allowed_patterns,
-    mark_allowed,
     places_of,
 )
 from holdfast.inspect.scanning.walk import WHOLE, FileScan
@@ -154,24 +155,47 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def model_code_findings(
-    folder: str, names: Sequence[str], findings: Iterable[Finding], *, weights: bool, above: bool
+    folder: str,
+    names: Sequence[str],
+    findings: Iterable[Finding],
+    *,
+    has_weights: bool,
+    has_weights_above: bool,
+    report_all: bool,
 ) -> dict[str, Finding]:
-    """The findings of the Python files of a folder, by their names.
+    """Return the findings about the Python files of a folder, by their names.
 
-    `findings` are those of its other files, configs among them. `weights` says whether a loader reads any file here, and `above`
-    whether it reads one of the folder above.
+    Args:
+        folder: The name of the folder.
+        names: The names of all its files.
+        findings: The findings about its other files, configs among them.
+        has_weights: Whether a loader reads any file of the folder.
+        has_weights_above: Whether a loader reads any file of the folder above.
+        report_all: Whether code is a finding that no loader looks for by itself.
     """
-    code = [name for name in names if name.endswith(".py")]
-    generates = above and folder == GENERATE
-    if not code or not (weights or generates or INDEX in names):
+    code_names = [name for name in names if name.endswith(".py")]
+    is_generation = has_weights_above and folder == GENERATE
+    if not (has_weights or is_generation or INDEX in names):
         return {}
-    named = {one.what.partition(".")[0] for one in findings if one.reason == LOCAL}
-    other = GENERATES if generates else IMPORTED if named else ALONE
-    reasons = {name: NAMED if name.removesuffix(".py") in named else other for name in code}
-    return {
-        name: Finding("suspicious", WHAT, reason, (), (), name, 0)
-        for name, reason in reasons.items()
-    }
+    named_modules = {module_file(finding) for finding in findings if finding.reason == LOCAL}
+    if is_generation:
+        other_reason = GENERATES
+    elif named_modules:
+        other_reason = IMPORTED
+    elif report_all:
+        other_reason = ALONE
+    else:
+        return {}
+    code_findings = {}
+    for name in code_names:
+        reason = NAMED if name in named_modules else other_reason
+        code_findings[name] = Finding("suspicious", WHAT, reason, (), (), name, 0)
+    return code_findings
+
+
+def module_file(finding: Finding) -> str:
+    """Return the name of the Python file that has the class which a config names."""
+    return finding.what.partition(".")[0] + ".py"
 
 
 Verdict = Literal["dangerous", "suspicious", "unknown", "error", "nothing scanned", "clean"]
@@ -182,6 +206,12 @@ AnyPath = str | os.PathLike[str]
 
 POINTER = b"version https://git-lfs"
 """The first bytes of a file that stands for another one, which is not here."""
+
+HASHED_NBYTES = 1 << 20
+"""Bytes of a file that are read at a time to hash it."""
+
+GIT = ".git"
+"""Folders in which git keeps compressed copies of all files, with a few bytes before each. No loader reads from there."""
 
 SKIPPED = 10_000
 """Skipped files that are named; the others are counted."""
@@ -273,17 +303,24 @@ class ScanReport(Shown):
 @validated
 def scan(
     *paths: AnyPath | Iterable[AnyPath], limits: Limits | None = None, allow: AnyPath | Iterable[str] | None = None,
-    group: AnyGroup | None = None,
+    code: bool = False, group: AnyGroup | None = None,
 ) -> ScanReport:  # fmt: skip
     """Report on files and directories, on this machine or in object stores (URLs), or lists of them.
 
-    Nothing in them is run, and nothing about them raises: errors are part of the report. `allow` is a file of patterns for
-    `module.name`, one a line, or the patterns themselves: what fits is shown as allowed and does not count. Of the ranks of a
-    `group` each reads some of the files, and all get one report. Raises `StoreError` for a file of patterns that cannot be read.
+    Nothing in them is run, and nothing about them raises: errors are part of the report. Of the ranks of a `group` each reads
+    some of the files, and all get one report.
+
+    `allow` is a file with one entry on a line, or the entries themselves: a pattern for `module.name`, or a path with the SHA-256
+    of that file (`modeling_x.py sha256:…`). A finding that an entry allows is shown and does not count.
+
+    Python files beside weights are findings if a loader looks for them, because a config names them. With `code=True` all of
+    them are.
+
+    Raises `StoreError` for a list that cannot be read, and `BadArgument` for an entry that makes no sense.
     """
-    allowed = allowed_patterns(allow)
+    allowed = Allowlist.read(allow)
     with acting(group, "scan") as ranks:
-        found = _Looked(limits or Limits(), ranks)
+        found = _Looked(limits or Limits(), ranks, code=code)
         parts = [found.given(one) for one in _flat(paths)]
         found.look()
         files, skipped = list[FileReport](), list[str]()
@@ -292,8 +329,58 @@ def scan(
                 files.append(report)
             else:
                 skipped.append(report)
-    marked = tuple(replace(file, findings=mark_allowed(file.findings, allowed)) for file in files)
+    acceptance = _Acceptance(allowed, limits or Limits())
+    marked = tuple(replace(file, findings=acceptance.mark(file)) for file in files)
     return ScanReport(marked, len(skipped), tuple(skipped[:SKIPPED]))
+
+
+class _Acceptance:
+    """The findings that a list allows, and the files that it accepts whole. A file is hashed once."""
+
+    def __init__(self, allowed: Allowlist, limits: Limits) -> None:
+        self._allowed, self._limits = allowed, limits
+        self._is_accepted: dict[str, bool] = {}
+
+    def mark(self, file: FileReport) -> tuple[Finding, ...]:
+        """Return the findings of a file, those marked that are allowed."""
+        findings = file.findings
+        if findings and self._accepts(file.path):
+            return tuple([replace(finding, allowed=True) for finding in findings])
+        folder = place_at(file.path).parent
+        marked = []
+        for finding in findings:
+            # A config names code of its folder. Who accepts that code by its content accepts its name.
+            is_allowed = self._allowed.allows(finding) or (
+                finding.reason == LOCAL and self._accepts(_below(folder, module_file(finding)))
+            )
+            marked.append(replace(finding, allowed=True) if is_allowed else finding)
+        return tuple(marked)
+
+    def _accepts(self, path: str) -> bool:
+        """Whether the list has the path of a file, and the SHA-256 of its content."""
+        digests = self._allowed.digests_of(path)
+        if not digests:
+            return False
+        if path not in self._is_accepted:
+            try:
+                self._is_accepted[path] = _sha256(path, self._limits) in digests
+            except HoldfastError:
+                # It is no file that can be read, so nobody has read it.
+                self._is_accepted[path] = False
+        return self._is_accepted[path]
+
+
+def _sha256(path: str, limits: Limits) -> str:
+    store = store_of(found_path(path), limits)
+    try:
+        (key,) = store.list()
+        span = Span(OpenSource(store, limits=limits, threads=1), key, 0, store.size(key))
+        digest = hashlib.sha256()
+        for start in range(0, span.nbytes, HASHED_NBYTES):
+            digest.update(span.read(start, start + HASHED_NBYTES))
+        return digest.hexdigest()
+    finally:
+        store.close()
 
 
 Reports = Callable[[], Iterable[FileReport | str]]
@@ -303,8 +390,8 @@ Reports = Callable[[], Iterable[FileReport | str]]
 class _Looked:
     """The files that are looked at, and what was found in each."""
 
-    def __init__(self, limits: Limits, ranks: Ranks) -> None:
-        self._limits, self._ranks = limits, ranks
+    def __init__(self, limits: Limits, ranks: Ranks, *, code: bool) -> None:
+        self._limits, self._ranks, self._code = limits, ranks, code
         self._todo: dict[tuple[str, bool], FileReport | None] = {}
         """By path, and whether it was named; then it must be something."""
 
@@ -352,7 +439,12 @@ class _Looked:
         walk = place_at(directory).walk(
             self._limits.files, lambda place, why: problems.append(FileReport(place, "", error=why))
         )
+        repositories: list[str] = []
         for folder, names in walk:
+            inner_folders = Path(folder).parts[len(Path(directory).parts) :]
+            if GIT in inner_folders:
+                repositories += [folder] if inner_folders[-1] == GIT else []
+                continue
             # The files of a native directory, and those of a distributed checkpoint, are one checkpoint together.
             native, distributed = MANIFEST in names, any(map(_belongs, names))
             alone = [
@@ -381,7 +473,12 @@ class _Looked:
                 here = any(report is not None for report in found.values())
                 at = place_at(folder)
                 code = model_code_findings(
-                    at.name, names, findings, weights=here, above=at.parent.rstrip("/") in reported
+                    at.name,
+                    names,
+                    findings,
+                    has_weights=here,
+                    has_weights_above=at.parent.rstrip("/") in reported,
+                    report_all=self._code,
                 )
                 reported |= {folder.rstrip("/")} if here else set()
                 for name in code:
@@ -392,6 +489,7 @@ class _Looked:
                         made = report or FileReport(place, "python")
                         report = replace(made, findings=(*made.findings, code[name]))
                     yield report or place
+            yield from repositories
             yield from problems
 
         return reports
@@ -512,6 +610,17 @@ TEMPLATE_REASON = (
 )
 
 
+UNKNOWN_CODE = (
+    "Holdfast reads the tensors of this format and does not know whether it can contain code"
+)
+
+
+def _report_unknown_format(format: str, findings: Findings) -> None:
+    """Add a finding if the entry of a format does not say that `scan` knows all code in its files."""
+    if format and format_of(format).code == "unknown":
+        findings.add_other("unknown", f"the format {format}", UNKNOWN_CODE, stream=WHOLE)
+
+
 def _open(path: str, limits: Limits) -> OpenOutcome:
     try:
         with open_checkpoint(found_path(path), limits=limits) as checkpoint:
@@ -545,6 +654,7 @@ def _report(
 ) -> FileReport:
     for name in opened.templates:
         walk.found.add_other("unknown", name, TEMPLATE_REASON, stream=WHOLE)
+    _report_unknown_format(opened.format, walk.found)
     findings = walk.found.sorted(paths)
     errors = list(walk.found.errors)
     other = walk.kinds & {"zip", "tar"} and not walk.torch_zip
@@ -603,6 +713,7 @@ def _scan_folder(folder: str, limits: Limits) -> FileReport:
         for store in stores:
             store.close()
     opened = _open(folder, limits)
+    _report_unknown_format(opened.format, walk.found)
     findings = walk.found.sorted(opened.paths or {})
     errors = [*walk.found.errors, *([opened.refusal] if opened.refusal else [])]
     if not opened.format and opened.refusal is None:

@@ -30,7 +30,7 @@ from holdfast.core.opaque import AnyValue, Opaque
 from holdfast.core.options import validated
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import shown
-from holdfast.core.sharing import identity
+from holdfast.core.sharing import check_expansion, identity, tied
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, module_contents, step
 from holdfast.core.value import Value
@@ -95,6 +95,8 @@ def load(
         state = transform(
             tabulate_state(checkpoint), Edits(keep=tuple(keep), drop=tuple(drop)), limits
         )
+        ties = tied(state.tensors)
+        check_expansion(state.tensors, [*{*range(len(state.tensors))}.difference(ties)])
         tree = lazy_tree(state)
         tensors: dict[str, LazyTensor] = {}
         depth = (limits or Limits()).depth

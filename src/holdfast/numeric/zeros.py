@@ -127,16 +127,15 @@ class ZeroPlaces:
         """By `m`: how many of a group along the last axis are not zero, at the most."""
         self.explained = {block: 0 for block in blocks if block[0] <= rows and block[1] <= columns}
         """By the shape of blocks: zeros in blocks that are all zeros."""
-        # A vector has no rows that could be dead.
+        self.dead = 0, 0
+        """Rows, and columns, with nothing but zeros."""
+        # A vector has no rows that could be dead. Neither has a tensor without elements, and a file
+        # of a few bytes can say that one has 2**40 rows.
+        has_rows = len(shape) > 1 and rows * columns > 0
         self._rows, self._columns = (
-            np.zeros(count if len(shape) > 1 else 0, np.bool_) for count in self._matrix
+            np.zeros(count if has_rows else 0, np.bool_) for count in self._matrix
         )
         self._lock = threading.Lock()
-
-    @property
-    def dead(self) -> tuple[int, int]:
-        """Rows, and columns, with nothing but zeros."""
-        return int(np.count_nonzero(~self._rows)), int(np.count_nonzero(~self._columns))
 
     def add(self, start: int, values: np.ndarray) -> None:
         height, width = self._matrix
@@ -162,6 +161,10 @@ class ZeroPlaces:
                 self._columns[left : left + values.shape[1]] |= columns
 
     def result(self) -> ZeroPlaces:
+        # The results of all tensors are kept, so they go without a byte for each row and column.
+        dead_rows = int(np.count_nonzero(~self._rows))
+        self.dead = dead_rows, int(np.count_nonzero(~self._columns))
+        del self._rows, self._columns
         return self
 
 

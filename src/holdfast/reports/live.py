@@ -21,7 +21,6 @@ import hmac
 import json
 import math
 import secrets
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -157,13 +156,17 @@ def _whole(query: dict[str, list[str]], name: str, most: int = 1 << 62) -> int:
     return int(text)
 
 
+TEXT, JSON = "text/plain; charset=utf-8", "application/json"
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore a tab that was closed while it was answered; other errors are printed as usual."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)  # type: ignore[arg-type]  # it only passes them on
+        """Print nothing: any program of this machine can send a request, also without the token.
+
+        A tab that was closed while it was answered is no error, and mistakes of ours are answered.
+        """
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -174,25 +177,33 @@ class _Answer(BaseHTTPRequestHandler):
     server_version, sys_version = "holdfast", ""
 
     def do_GET(self) -> None:  # the name that http.server calls
+        try:
+            status, content, kind = self._answer()
+        except Exception as error:
+            text = f"500: internal error, please report it: {type(error).__name__}: {error}\n"
+            status, content, kind = 500, text.encode("utf-8", "replace"), TEXT
+        self._send(status, content, kind)
+
+    def _answer(self) -> tuple[int, bytes, str]:
+        """Return the status, the content and the content type of the answer."""
         live = self.server_of
-        asked = urlsplit(self.path)
-        query = parse_qs(asked.query[:4000])
+        try:
+            asked = urlsplit(self.path)
+            query = parse_qs(asked.query[:4000])
+        except ValueError:
+            return 400, b"400: the address in this request is malformed\n", TEXT
         token = query.get("token", [""])[-1] if asked.path == "/" else self.headers.get(HEADER)
         if not live.trusts(token, self.headers.get("Host")):
-            self._send(
-                403,
-                b"403: open the address that holdfast view printed, with its token\n",
-                "text/plain; charset=utf-8",
-            )
-        elif asked.path == "/":
-            self._send(200, live.page, "text/html; charset=utf-8")
-        else:
-            try:
-                status, answer = 200, dumps(live.ask(asked.path, query))
-            except (HoldfastError, MemoryError) as error:
-                # An error of a file is the answer; the server goes on.
-                status, answer = 422, json.dumps({"error": str(error) or "out of memory"})
-            self._send(status, answer.encode("ascii"), "application/json")
+            text = b"403: open the address that holdfast view printed, with its token\n"
+            return 403, text, TEXT
+        if asked.path == "/":
+            return 200, live.page, "text/html; charset=utf-8"
+        try:
+            return 200, dumps(live.ask(asked.path, query)).encode("ascii"), JSON
+        except (HoldfastError, MemoryError) as error:
+            # An error of a file is the answer; the server goes on.
+            document = json.dumps({"error": str(error) or "out of memory"})
+            return 422, document.encode("ascii"), JSON
 
     def _send(self, status: int, content: bytes, kind: str) -> None:
         self.send_response(status)

@@ -24,14 +24,14 @@ from holdfast.core.group import ALONE, Ranks
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Description, State, Store
 from holdfast.core.runtime import gc_paused
-from holdfast.core.sharing import tied
+from holdfast.core.sharing import check_expansion, tied
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.value import Value, replace
 from holdfast.engine.packed import choose, parse_wanted
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.saves import SavePlan, text_nbytes
 from holdfast.engine.source import OpenSource
-from holdfast.errors import CannotHold, HoldfastError, Unsupported, located
+from holdfast.errors import CannotHold, HoldfastError, LimitExceeded, Unsupported, located
 from holdfast.formats import FORMATS, chosen, format_of, titles, written_formats
 from holdfast.formats.detect import detect
 from holdfast.formats.safetensors.record import SHARDING_INFO
@@ -288,12 +288,24 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
         raise Unsupported(f"{format!r} is no format that can be written", found=format)
     given = {name: LAYOUT[name](path, options) for name in found.takes}
     rejoined = rejoin(state) if found.storages else None
+    if not found.storages:
+        _check_copies(state.tensors, found.title)
     plan = found.lay_out(state if rejoined is None else rejoined.state, **given)
     return (
         replace(plan, notes=(*rejoined.notes, *plan.notes))
         if rejoined is not None and rejoined.notes
         else plan
     )
+
+
+def _check_copies(table: Table, title: str) -> None:
+    """Raise `CannotHold` if a format without storages would write many more bytes than are stored."""
+    ties = tied(table)
+    try:
+        check_expansion(table, [row for row in range(len(table)) if row not in ties])
+    except LimitExceeded as error:
+        problem = f"{error.message}, or write a format that keeps views (.pt)"
+        raise CannotHold(f"{title} stores every tensor by itself", [problem]) from None
 
 
 LAYOUT: Mapping[str, Callable[[str, Options], object]] = {

@@ -2,6 +2,7 @@
 
 machine     the loop over the opcodes                state       what the loop works on: stack, marks, memo, place
 rare        the opcodes that are seldom met, and as a scan reads them
+frames      the bytes that the C unpickler takes from a file with misleading frames, for a scan
 text        numbers and strings written as text      recording   what a pickle would do, for a scan
 table       what a global, a call, a BUILD becomes; Python 2 names
 tensor_templates   ordinary tensors by their bytes, many at once

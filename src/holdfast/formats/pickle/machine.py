@@ -308,10 +308,10 @@ def _run(state: State) -> object:
                     state.at, state.pos, state.count = pos - 1, pos, count
                     if marked or len(stack) != 1:
                         state.odd("STOP with more or less than one value on the stack")
-                    if state.framed and pos != limit:
-                        raise state.fail("STOP before the end of its frame")
+                    if state.framed and pos != state.frame_stop:
+                        raise state.misframe("STOP before the end of its frame")
                     return stack[-1] if stack else None
-                elif op == 0x95 and not tolerant:  # FRAME
+                elif op == 0x95 and table.framed:  # FRAME
                     state.at, state.pos = pos - 1, pos
                     pos, limit = _frame(state)
                 else:
@@ -357,14 +357,18 @@ def _protocol(state: State) -> int:
 def _frame(state: State) -> tuple[int, int]:
     """Enter a frame: the position of its first opcode, and its end."""
     if state.framed:
-        raise state.fail("a frame inside of a frame")
+        raise state.misframe("a frame inside of a frame")
     if state.pos + 8 > state.end:
         raise state.short()
     start = state.pos + 8
     stop = start + int.from_bytes(state.data[state.pos : start], "little")
-    if stop > state.end:
+    # A scan reads only the start of a long file at first, and Python's unpickler accepts a frame that
+    # reaches beyond the end of the file.
+    if stop > state.end and not state.table.tolerant:
         raise state.short()
     if stop == start:
-        raise state.fail("an empty frame")
-    state.limit, state.framed = stop, True
-    return start, stop
+        raise state.misframe("an empty frame")
+    state.framed = True
+    state.frame_stop = stop
+    state.limit = min(stop, state.end)
+    return start, state.limit

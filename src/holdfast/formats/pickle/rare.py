@@ -274,7 +274,10 @@ def build(s: State) -> None:
     if value is not target:
         s.stack[-1] = value
         s.replace(target, value)
-    s.pos += s.table.behind(s.data, s.pos, s.limit)
+    array_nbytes = s.table.behind(s.data, s.pos, s.end)
+    if array_nbytes and s.framed and s.pos != s.limit:
+        raise s.misframe("the elements of an array inside of a frame")
+    s.pos += array_nbytes
 
 
 def persid(s: State) -> None:
@@ -296,7 +299,7 @@ def extension(nbytes: int) -> Callable[[State], None]:
 
 
 def frame(s: State) -> None:
-    # Skipped: a frame says how to read, not what, and the C unpickler does not keep to it.
+    # `pickle.loads` has all bytes in one buffer, so it passes over frames.
     s.take(8)
 
 

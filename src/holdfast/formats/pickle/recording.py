@@ -25,8 +25,9 @@ from msgspec import Struct, field
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.value import Value
+from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError, Truncated, detached
+from holdfast.formats.pickle.frames import read_like_c_unpickler
 from holdfast.formats.pickle.machine import interpret
 from holdfast.formats.pickle.rare import Unread
 from holdfast.formats.pickle.spending import Spending
@@ -123,8 +124,8 @@ class RecordingTable(ReducerTable):
 
     tolerant = True
 
-    def __init__(self, *, joblib: bool = False) -> None:
-        self.joblib = joblib
+    def __init__(self, *, joblib: bool = False, framed: bool = True) -> None:
+        self.joblib, self.framed = joblib, framed
         self.seen: dict[tuple[str, str], Seen] = {}
         self.notes: list[str] = []
         self.nested: list[tuple[bytes, Seen, int]] = []
@@ -333,14 +334,17 @@ class RecordingTable(ReducerTable):
             # joblib hands the rest of the file to pickle for one object. What that does is recorded in the same lists.
             inner = copy(self)
             inner.joblib = False
-            done = interpret(
-                data,
-                inner,
-                limits=self.limits,
-                stream="array",
-                start=start,
-                max_nbytes=stop - start,
-            )
+            try:
+                done = interpret(
+                    data,
+                    inner,
+                    limits=self.limits,
+                    stream="array",
+                    start=start,
+                    max_nbytes=stop - start,
+                )
+            finally:
+                self.misframed = self.misframed or inner.misframed
             return done.stop - start
         padding = 0
         if type(state.get("numpy_array_alignment_bytes")) is int:
@@ -400,8 +404,31 @@ class RecordedStream(Value, frozen=True):
 
 
 def record(data: bytes, *, limits: Limits, joblib: bool = False) -> RecordedStream:
-    """Read a stream. Raises nothing: an error is in the result."""
+    """Record what a stream does. Raises nothing: an error is part of the result.
+
+    A stream whose opcodes do not stay inside their frames is recorded as `pickle.loads` reads it,
+    which passes over frames.
+    """
     table = RecordingTable(joblib=joblib)
+    recorded = _record(data, table, limits)
+    if table.misframed:
+        frameless_table = RecordingTable(joblib=joblib, framed=False)
+        frameless_table.misframed = table.misframed
+        return _record(data, frameless_table, limits)
+    return recorded
+
+
+def record_from_file(data: bytes, *, limits: Limits) -> RecordedStream:
+    """Record what a stream does when the C unpickler reads it from a file. Raises nothing.
+
+    Where this reading leaves out bytes, the offsets of what comes later are too small by their number.
+    """
+    unpickled, stop = read_like_c_unpickler(data)
+    recorded = _record(unpickled, RecordingTable(framed=False), limits)
+    return recorded if recorded.stop is None else replace(recorded, stop=stop)
+
+
+def _record(data: bytes, table: RecordingTable, limits: Limits) -> RecordedStream:
     try:
         done = interpret(
             data, table, limits=limits, stream="pickle", max_nbytes=limits.pickle_nbytes

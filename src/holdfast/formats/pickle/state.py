@@ -25,8 +25,8 @@ class State:
     """One interpretation. The loop holds `pos` and `stack` in local variables and writes them back for rare opcodes."""
 
     __slots__ = (
-        "at", "count", "counted", "data", "end", "framed", "limit", "limits", "marked", "memo", "opener", "pos", "settled",
-        "sparse", "stack", "start", "stream", "table", "watched",
+        "at", "count", "counted", "data", "end", "frame_stop", "framed", "limit", "limits", "marked", "memo", "opener", "pos",
+        "settled", "sparse", "stack", "start", "stream", "table", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,8 @@ class State:
         self.limit = end
         """The end of the frame at work, or `end` between frames."""
         self.framed = False
+        self.frame_stop = start
+        """The end of the current frame as its header claims it, which may lie beyond `end`."""
         self.pos = start
         self.at = start
         """The position of the current opcode."""
@@ -65,6 +67,11 @@ class State:
     def fail(self, message: str) -> PickleError:
         return PickleError(f"{self.stream}: {message}", offset=self.at)
 
+    def misframe(self, message: str) -> PickleError:
+        """Return the error for a frame that unpicklers read differently, and record it in the table."""
+        self.table.misframed = message
+        return self.fail(message)
+
     def odd(self, message: str) -> None:
         """Refuse what no writer does and CPython accepts; a tolerant table records it instead."""
         if not self.table.tolerant:
@@ -82,8 +89,8 @@ class State:
     def short(self) -> FormatError | LimitExceeded:
         """The error for an opcode that needs bytes beyond `limit`."""
         self.table.reached = self.at
-        if self.framed:
-            return self.fail("an opcode reaches beyond the end of its frame")
+        if self.framed and self.limit == self.frame_stop:
+            return self.misframe("an opcode reaches beyond the end of its frame")
         if self.end < len(self.data):
             most = self.end - self.start
             message = f"{self.stream}: the pickle is longer than the {most:,} bytes allowed (Limits.pickle_nbytes)"

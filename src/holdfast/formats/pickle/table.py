@@ -113,6 +113,12 @@ class ReducerTable:
     tolerant = False
     """Whether the machine goes on where CPython does, and calls `note`, instead of refusing."""
 
+    framed = True
+    """Whether opcodes must stay inside their frames. A scan reads a stream that breaks this rule again, without it."""
+
+    misframed = ""
+    """How the stream breaks that rule, if it does."""
+
     values: ClassVar[Mapping[Name, object]] = {}
     calls: ClassVar[Mapping[Name, Row]] = {}
     news: ClassVar[Mapping[Name, Row]] = {}

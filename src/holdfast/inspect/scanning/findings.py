@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast.core.opaque import Global, Opaque
@@ -11,8 +12,8 @@ from holdfast.core.patterns import Glob, glob
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.text import clip
 from holdfast.core.tree import Way, walk
-from holdfast.core.value import replace
-from holdfast.errors import NoSuchPath, StoreError
+from holdfast.core.value import Value, replace
+from holdfast.errors import BadArgument, NoSuchPath, StoreError
 from holdfast.formats.pickle.recording import Seen
 from holdfast.inspect.brief import brief, root_global
 from holdfast.inspect.severity import ORDER, Severity, judge
@@ -96,27 +97,61 @@ class Findings:
 MOST_NBYTES = 1 << 20
 
 
-def allowed_patterns(allow: str | os.PathLike[str] | Iterable[str] | None) -> list[Glob]:
-    """The globs of `module.name` in a file, or those that are given. Raises `StoreError` for a file that cannot be read as text.
+ACCEPTED_FILE = re.compile(r"(?P<path>.+?)\s+sha256:(?P<digest>[0-9A-Fa-f]{64})")
 
-    # one a line; empty lines and what follows a # do not count
+
+class Allowlist(Value, frozen=True):
+    """The findings that a person allows: names by patterns, and files by their path and content.
+
+    # one entry on a line; empty lines and what follows a # do not count
     mymodel.*
     transformers.training_args.TrainingArguments
+    models/x/modeling_x.py sha256:3b2f…
     """
-    lines = _lines(allow) if isinstance(allow, str | os.PathLike) else list(allow or ())
-    texts = [line.partition("#")[0].strip() for line in lines]
-    return [glob(text) for text in texts if text]
+
+    patterns: tuple[Glob, ...] = ()
+    """Patterns for `module.name`."""
+    files: tuple[tuple[str, str], ...] = ()
+    """Paths, each with the SHA-256 of the content in lower case."""
+
+    @classmethod
+    def read(cls, allow: str | os.PathLike[str] | Iterable[str] | None) -> Allowlist:
+        """Read the list from a file, or take the entries that are given.
+
+        Raises `StoreError` for a file that cannot be read as text, and `BadArgument` for an entry that makes no sense.
+        """
+        lines = _lines(allow) if isinstance(allow, str | os.PathLike) else list(allow or ())
+        patterns: list[Glob] = []
+        files: list[tuple[str, str]] = []
+        for line in lines:
+            entry = line.partition("#")[0].strip()
+            accepted = ACCEPTED_FILE.fullmatch(entry)
+            if accepted is not None:
+                path = _comparable(accepted["path"])
+                files.append((path, accepted["digest"].lower()))
+            elif "sha256:" in entry:
+                message = "write a path, a space, sha256: and its 64 hexadecimal digits"
+                raise BadArgument(f"cannot allow {entry[:200]!r}; {message}", found=entry[:200])
+            elif entry:
+                patterns.append(glob(entry))
+        return cls(tuple(patterns), tuple(files))
+
+    def allows(self, finding: Finding) -> bool:
+        """Whether a pattern allows a finding, whatever its severity.
+
+        Code that a file carries (Python source, native code, several formats in one) has no name: only the
+        whole file can be accepted, by its content.
+        """
+        return bool(finding.uses) and any(one.matches(finding.what) for one in self.patterns)
+
+    def digests_of(self, path: str) -> set[str]:
+        """Return the SHA-256 of each content that is accepted at a path. Entries may leave out its first folders."""
+        full_path = f"/{_comparable(path)}"
+        return {digest for end, digest in self.files if full_path.endswith(f"/{end}")}
 
 
-def mark_allowed(findings: tuple[Finding, ...], patterns: Sequence[Glob]) -> tuple[Finding, ...]:
-    """The findings, those marked that a pattern matches. They are shown as allowed and do not count, whatever their severity.
-
-    Other code that a file carries (Python source, native code, several formats in one) has no module and cannot be allowed.
-    """
-    return tuple(
-        replace(f, allowed=True) if f.uses and any(p.matches(f.what) for p in patterns) else f
-        for f in findings
-    )
+def _comparable(path: str) -> str:
+    return path.replace(os.sep, "/").removeprefix("./").lstrip("/")
 
 
 def _lines(given: str | os.PathLike[str]) -> list[str]:

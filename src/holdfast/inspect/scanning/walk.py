@@ -27,7 +27,7 @@ from msgspec import Struct, field
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError
-from holdfast.formats.pickle.recording import RecordedStream, read_ahead
+from holdfast.formats.pickle.recording import RecordedStream, read_ahead, record_from_file
 from holdfast.formats.pt2.archive import OLD_PROGRAM
 from holdfast.formats.torch.legacy import MAGIC, begins_like_tar, describe_legacy
 from holdfast.formats.torch.storages import storage_dtype
@@ -50,10 +50,16 @@ MOST_STREAMS = 10_000
 
 
 class Stream(Value, frozen=True):
-    """One pickle: where it begins, and what it does. Twice for one with arrays of joblib."""
+    """One pickle: where it begins, and what it does. Unpicklers that read it differently have a reading each."""
 
     begin: int
     readings: tuple[RecordedStream, ...]
+
+    @property
+    def misframed(self) -> str:
+        """How opcodes break the rule that they stay inside their frames; empty if they do not."""
+        messages = [reading.table.misframed for reading in self.readings]
+        return next(filter(None, messages), "")
 
     @property
     def last(self) -> RecordedStream:
@@ -67,7 +73,7 @@ class Stream(Value, frozen=True):
     @property
     def acts(self) -> bool:
         """Whether a loader would have done anything that matters by the time it is through, or fails."""
-        if any(reading.acts for reading in self.readings):
+        if self.misframed or any(reading.acts for reading in self.readings):
             return True
         names = [
             (seen.what, seen.uses)
@@ -122,12 +128,19 @@ def read_row(span: Span, limits: Limits) -> PickleRow:
 
 
 def read_pickle(span: Span, begin: int, limits: Limits) -> Stream:
-    """The pickle at one place, by pickle's reading and, where it has arrays of joblib, by joblib's as well."""
+    """Read the pickle that begins at a position, in each way in which a stock loader may read it.
+
+    joblib expects the elements of arrays between opcodes, and unpicklers disagree on opcodes that
+    do not stay inside their frames.
+    """
     rest = span.part(begin, span.nbytes)
-    plainly = read_ahead(rest.read, rest.nbytes, limits)
-    if not plainly.table.arrays:
-        return Stream(begin, (plainly,))
-    return Stream(begin, (read_ahead(rest.read, rest.nbytes, limits, joblib=True), plainly))
+    readings = [read_ahead(rest.read, rest.nbytes, limits)]
+    if readings[0].table.arrays:
+        readings.insert(0, read_ahead(rest.read, rest.nbytes, limits, joblib=True))
+    if any(reading.table.misframed for reading in readings):
+        data = rest.read(0, min(rest.nbytes, limits.pickle_nbytes + 1))
+        readings.append(record_from_file(data, limits=limits))
+    return Stream(begin, tuple(readings))
 
 
 EXPRESSION = re.compile(
@@ -246,6 +259,10 @@ TOTAL_RECORDS = 2_000_000
 
 NPY = b"\x93NUMPY"
 OBJECTS = re.compile(rb"['\"][|<>=]?O[0-9]*['\"]")
+MISFRAMED = (
+    "no writer does that, and pickle.load of a file may run other opcodes than pickle.loads; "
+    "both were read"
+)
 READ_AS_WELL = "a tensor pickled with its file inside, which was scanned as well"
 TAR_NUMBERS = {b"storages", b"tensors"}
 
@@ -362,6 +379,10 @@ class FileScan:
                 self.found.add_global(
                     seen, label, stream.begin, ordinary=READ_AS_WELL if nested else ""
                 )
+        if stream.misframed:
+            self.found.add_other(
+                "suspicious", f"misleading frames: {stream.misframed}", MISFRAMED, stream=label
+            )
         for note in last.table.notes:
             self.found.error(f"{label}: {note}; no writer does that")
         if last.error is not None:

@@ -28,7 +28,7 @@ from holdfast.core.chunk import Chunk, Storage, c_strides, repeats
 from holdfast.core.dtype import WIDEST_NBYTES, DType
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import gc_paused
-from holdfast.core.sharing import SpanGroup, disjoint_groups, shared_rows
+from holdfast.core.sharing import SpanGroup, check_expansion, disjoint_groups, shared_rows
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -65,14 +65,19 @@ class Fresh(Struct):
     notes: list[str] = field(default_factory=list)
 
 
-def make_fresh(wants: Mapping[str, Want]) -> Fresh:
-    """Make a tensor for each name. A mapped file gives views of its memory where dtype, device and layout allow."""
+def make_fresh(wants: Mapping[str, Want], *, keep_expanded: bool = False) -> Fresh:
+    """Make a tensor for each name. A mapped file gives views of its memory where dtype, device and layout allow.
+
+    With `keep_expanded`, a tensor whose elements share memory in the file is such a view again. Otherwise
+    it gets memory for every element, as a tensor that is trained needs.
+    """
     fresh = Fresh()
     reserve((want.device, want.lazy.size * want.dtype.itemsize) for want in wants.values())
-    regions = plan_regions({name: want.lazy for name, want in wants.items() if _plain(want.lazy)})
+    plain_tensors = {name: want.lazy for name, want in wants.items() if _plain(want.lazy)}
+    regions = plan_regions(plain_tensors, keep_expanded=keep_expanded)
     fresh.notes += regions.notes
     storages: dict[Region, torch.UntypedStorage | None] = {}
-    apart: dict[object, torch.Tensor] = {}
+    copied: dict[str, Want] = {}
     for name, want in wants.items():
         region = regions.by_name.get(name)
         if region is not None:
@@ -82,6 +87,11 @@ def make_fresh(wants: Mapping[str, Want]) -> Fresh:
             if storage is not None:
                 fresh.tensors[name] = view_of(storage, region.views[name], want.dtype)
                 continue
+        copied[name] = want
+    if keep_expanded:
+        check_expansion(tabulate([*copied], [want.lazy for want in copied.values()]))
+    apart: dict[object, torch.Tensor] = {}
+    for name, want in copied.items():
         # Two names of one tensor (tied weights) are one tensor also here.
         what = regions.ties.get(name, name), want.dtype, want.device
         tied = apart.get(what)
@@ -125,9 +135,8 @@ def read_tensors(
             for key, row, kind in zip(keys, rows, kinds, strict=True)
             if kind is None
         }
-        fresh = make_fresh(
-            {key: Want(lazy, _wanted_dtype(lazy, dtype), place) for key, lazy in others.items()}
-        )
+        wants = {key: Want(lazy, _wanted_dtype(lazy, dtype), place) for key, lazy in others.items()}
+        fresh = make_fresh(wants, keep_expanded=True)
         chosen, wanted, on_gpu = (
             [row for _, row, _ in found],
             NO_FILLS,
@@ -364,8 +373,11 @@ class Regions(Struct):
     notes: list[str] = field(default_factory=list)
 
 
-def plan_regions(tensors: Mapping[str, LazyTensor]) -> Regions:
-    """Find the tensors that share storage, and plan the regions that hold them. Reads data only where copies overlapped."""
+def plan_regions(tensors: Mapping[str, LazyTensor], *, keep_expanded: bool = False) -> Regions:
+    """Find the tensors that share storage, and plan the regions that hold them. Reads data only where copies overlapped.
+
+    With `keep_expanded`, a tensor whose elements share memory with each other gets a region, too.
+    """
     regions = Regions()
     if len(tensors) < 2:
         return regions
@@ -378,6 +390,20 @@ def plan_regions(tensors: Mapping[str, LazyTensor]) -> Regions:
         for region in _regions(members, storage, originals=tensors, notes=regions.notes):
             regions.by_name.update(dict.fromkeys(region.views, region))
     regions.ties = {names[row]: names[first] for row, first in shared.ties().items()}
+    for row in table.apart if keep_expanded else ():
+        tensor = table.view(row)
+        if names[row] not in regions.by_name and _viewable(tensor):
+            (chunk,) = tensor.chunks
+            start, stop = chunk.extent(tensor.dtype)
+            if repeats(chunk.shape, chunk.strides) and stop - start < tensor.nbytes:
+                region = _region(
+                    {names[row]: tensor},
+                    tensors,
+                    chunk.storage,
+                    start=start - start % WIDEST_NBYTES,
+                    stop=stop,
+                )
+                regions.by_name[names[row]] = region
     return regions
 
 

@@ -26,7 +26,9 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import validated
 from holdfast.core.runtime import renewed
+from holdfast.core.sharing import check_expansion
 from holdfast.core.tensor import Composite
+from holdfast.engine.files import tabulate
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.arguments import device as device_given
@@ -154,6 +156,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         for name in plain:
             if name not in self.lazy:
                 self.lazy[name]  # raises, and says which names are like it
+        _check_parts(wholes.values())
         made = read_tensors(
             self.lazy.stored,
             names=plain,
@@ -182,6 +185,9 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         Objects of classes that are not built stay `Opaque`; tensors inside of them stay lazy. `max_host_memory` is as in `read`.
         """
         tree, how = self.lazy.tree, (device, dtype)
+        # To list the names of a large checkpoint takes time, and without views nothing can be too large.
+        if self.lazy.stored.apart:
+            _check_parts(whole for whole in self._listed().values() if whole is not None)
         made = read_lazies(
             tree, device=_device(device), dtype=dtype, max_host_memory=max_host_memory
         )
@@ -246,6 +252,12 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         fill(fresh.fills)
         self._storages[region] = storage
         return storage
+
+
+def _check_parts(composites: Iterable[Composite]) -> None:
+    """Raise `LimitExceeded` if the parts of composites take many more bytes than are stored. They are copied."""
+    parts = [part for composite in composites for part in composite.parts.values()]
+    check_expansion(tabulate([part.name for part in parts], parts))
 
 
 def _device(device: Place | None) -> torch.device | None:
