@@ -169,11 +169,7 @@ def diff_lines(
 
 
 def totals(found: Diff) -> str:
-    parts = (
-        [f"NaN or Inf appeared in {plural(len(found.nonfinite), 'tensor')}"]
-        if found.nonfinite
-        else []
-    )
+    parts = [found.nonfinite_summary] if found.nonfinite else []
     kinds = {
         "removed": found.removed,
         "added": found.added,
@@ -204,10 +200,11 @@ def _changed(change: TensorChange) -> list[str]:
             if shapes[0] != shapes[1]
             else [dtype, shape, "one of them has no data (meta)"]
         )
-    return [dtype, shape, *_statistics(change.content)]
+    return [dtype, shape, *_statistics(change.content, change.first_appeared)]
 
 
-def _statistics(content: Content) -> list[str]:
+def _statistics(content: Content, first: tuple[int, ...] | None) -> list[str]:
+    """The cells of a changed tensor; `first` is the index of the first element that became NaN or infinite."""
     if not content.changed:
         return ["every value is the same"]
     cells = [
@@ -223,7 +220,8 @@ def _statistics(content: Content) -> list[str]:
         if many
     ]
     if content.appeared:
-        return [", ".join(odd), *cells]
+        place = f" (first at {list(first)})" if first else ""
+        return [", ".join(odd) + place, *cells]
     stays = content.nans - content.nan_went
     return [*cells, *odd, *([f"{count(stays)} NaN in both"] if stays else [])]
 
@@ -259,7 +257,7 @@ def diff_document(found: Diff, *, sort: str = "file", top: int | None = None) ->
         **fields_of(found, "removed added"),
         "renamed": [{"a": r.a, "b": r.b} for r in found.renamed],
         "changed": [
-            fields_of(change, "name dtypes")
+            fields_of(change, "name dtypes first_nan first_infinity")
             | {
                 "shapes": [list(shape) for shape in change.shapes],
                 "content": change.content and _content(change.content),

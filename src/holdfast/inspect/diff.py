@@ -46,6 +46,7 @@ from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size
 from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
+from holdfast.core.text import plural
 from holdfast.core.value import Value
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
@@ -64,6 +65,7 @@ from holdfast.inspect.compare_values import (
     compare_metadata,
     compare_trees,
 )
+from holdfast.inspect.nonfinite import described_place, element_index
 from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.side import Side, chosen_sides, same_view
 from holdfast.numeric.compare import Content, Tally, compare_arrays
@@ -331,6 +333,22 @@ class TensorChange:
         return 0 if self.content is None else self.content.appeared
 
     @property
+    def first_nan(self) -> tuple[int, ...] | None:
+        """The index of the first element that became NaN."""
+        return None if self.content is None else element_index(self.content.first_nan, self.shapes[1])
+
+    @property
+    def first_infinity(self) -> tuple[int, ...] | None:
+        """The index of the first element that became infinite."""
+        return None if self.content is None else element_index(self.content.first_inf, self.shapes[1])
+
+    @property
+    def first_appeared(self) -> tuple[int, ...] | None:
+        """The index of the first element that became NaN or infinite."""
+        indices = [index for index in (self.first_nan, self.first_infinity) if index is not None]
+        return min(indices, default=None)
+
+    @property
     def size(self) -> float:
         """How large the change is: ‖a − b‖ / ‖a‖, and infinite where there is no such number."""
         return math.inf if self.content is None else self.content.size
@@ -368,6 +386,20 @@ class Diff(Shown):
         return tuple(
             sorted(in_order(sick, attrgetter("name")), key=lambda change: -change.appeared)
         )
+
+    @property
+    def nonfinite_summary(self) -> str:
+        """In how many tensors NaN or infinities appeared, and where the first is; empty if there are none."""
+        sick = in_order(self.nonfinite, attrgetter("name"))
+        if not sick:
+            return ""
+        first = described_place(sick[0].name, sick[0].first_appeared)
+        return f"NaN or Inf appeared in {plural(len(sick), 'tensor')}, first {first}"
+
+    def _headline(self) -> Iterator[tuple[str, str]]:
+        yield from Shown._headline(self)
+        if self.nonfinite:
+            yield "attention", self.nonfinite_summary
 
     def ranked(self, by: str = "change") -> tuple[TensorChange, ...]:
         """The changed tensors by "change": those in which NaN or infinities appeared, then the others, each the largest first; by

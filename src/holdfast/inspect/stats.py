@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from holdfast.core.arrays import Ints
@@ -17,6 +18,7 @@ from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.options import validated
+from holdfast.core.order import in_order
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
@@ -24,6 +26,7 @@ from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import BLOCK_ELEMENTS, scan
 from holdfast.errors import NoSuchTensor, located
+from holdfast.inspect.nonfinite import describe_nonfinite, element_index
 from holdfast.inspect.open import Openable, opened
 from holdfast.numeric.statistics import Moments, NumberStats, countable, counts_patterns
 
@@ -49,6 +52,9 @@ class TensorStats:
     zeros: int
     histogram: tuple[int, ...] = ()
     """Counts in bins of one width from the minimum to the maximum, both in."""
+    first_nan: tuple[int, ...] | None = None
+    """The index of the first NaN in C order."""
+    first_infinity: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -78,6 +84,33 @@ class StatsReport(TensorReport[TensorStats]):
     """What `stats` found."""
 
     __slots__ = ()
+
+    @property
+    def nonfinite(self) -> tuple[TensorStats, ...]:
+        """The tensors with NaN or infinities, in the order in which people count."""
+        return tuple(in_order((row for row in self if is_nonfinite(row)), attrgetter("name")))
+
+    @property
+    def nonfinite_summary(self) -> str:
+        """One line: in how many tensors NaN and infinities are, and where the first of each is."""
+        return describe_nonfinite(self)
+
+    def _headline(self) -> Iterator[tuple[str, str]]:
+        yield "NaN and Inf", self.nonfinite_summary
+
+    def _arranged(self, field: str, value: object) -> object:
+        return tuple(listed(self)) if field == "tensors" else Shown._arranged(self, field, value)
+
+
+def is_nonfinite(row: TensorStats) -> bool:
+    """Whether a tensor has a NaN or an infinity."""
+    return row.nans > 0 or row.infinities > 0
+
+
+def listed(rows: Iterable[TensorStats]) -> list[TensorStats]:
+    """Return the rows as they are shown: tensors with NaN or infinities first, because lists are cut."""
+    ordered = in_order(rows, attrgetter("name"))
+    return sorted(ordered, key=is_nonfinite, reverse=True)
 
 
 @validated
@@ -168,4 +201,5 @@ def _row(tensor: LazyTensor, found: Moments, counts: Ints | None) -> TensorStats
         found.mean if some else None, math.sqrt(found.deviations / found.finite) if some else None,
         math.sqrt(found.squares) if some or not (found.nans or found.infinities) else None, found.nans, found.infinities,
         found.zeros, () if counts is None else tuple(counts.tolist()),
+        element_index(found.first_nan, tensor.shape), element_index(found.first_infinity, tensor.shape),
     )  # fmt: skip
