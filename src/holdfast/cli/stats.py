@@ -110,9 +110,7 @@ def stats_document(path: str, found: Sequence[TensorStats]) -> dict[str, object]
     """Return the document that `--json` prints. Tensors stay in the order of the checkpoint."""
     from holdfast.inspect.nonfinite import describe_nonfinite
 
-    names = (
-        "name dtype shape size mean std norm nans infinities zeros histogram first_nan first_infinity"
-    )
+    names = "name dtype shape size mean std norm nans infinities zeros histogram first_nan first_infinity"
     rows: list[dict[str, object]] = []
     for row in found:
         fields = fields_of(row, names)

@@ -335,12 +335,16 @@ class TensorChange:
     @property
     def first_nan(self) -> tuple[int, ...] | None:
         """The index of the first element that became NaN."""
-        return None if self.content is None else element_index(self.content.first_nan, self.shapes[1])
+        return (
+            None if self.content is None else element_index(self.content.first_nan, self.shapes[1])
+        )
 
     @property
     def first_infinity(self) -> tuple[int, ...] | None:
         """The index of the first element that became infinite."""
-        return None if self.content is None else element_index(self.content.first_inf, self.shapes[1])
+        return (
+            None if self.content is None else element_index(self.content.first_inf, self.shapes[1])
+        )
 
     @property
     def first_appeared(self) -> tuple[int, ...] | None:

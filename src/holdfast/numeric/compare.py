@@ -286,9 +286,7 @@ def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 0)
     sums = _dot(left, right), _squares(left), _squares(right), _apart(left, right)
     many = int(changed.sum())
     beyond = many - int(countable.sum())
-    return Tally(
-        many, a.size, max_abs, max_rel, nans, *sums, odd, beyond, first_nan, first_inf
-    )
+    return Tally(many, a.size, max_abs, max_rel, nans, *sums, odd, beyond, first_nan, first_inf)
 
 
 def _first_index(mask: Bools, start: int) -> int | None:

@@ -33,6 +33,7 @@ from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import blocks, elements, scan
 from holdfast.errors import LimitExceeded
+from holdfast.inspect.nonfinite import element_index
 from holdfast.numeric.statistics import Distributed, Distribution, countable
 from holdfast.reports.document import Document, rounded
 
@@ -151,6 +152,48 @@ MEASURES: tuple[tuple[str, str, str, str, Callable[[Distribution], float | None]
      lambda d: math.sqrt(d.moments.deviations / d.moments.finite) if d.moments.finite else None),
 )  # fmt: skip
 """Key, label, help, scale, and the function that computes it."""
+
+
+class NonfiniteRow(Value, frozen=True):
+    """NaN and infinities that were met in a tensor."""
+
+    name: str
+    row: int
+    nans: int
+    infinities: int
+    first_nan: tuple[int, ...] | None
+    first_infinity: tuple[int, ...] | None
+
+
+def nonfinite_rows(
+    tensors: Sequence[LazyTensor], measured: Sequence[Distribution | None]
+) -> list[NonfiniteRow]:
+    """Return the counts of NaN and infinities of every tensor that has numbers."""
+    rows: list[NonfiniteRow] = []
+    for row, (tensor, found) in enumerate(zip(tensors, measured, strict=True)):
+        if found is None:
+            continue
+        moments = found.moments
+        first_nan = element_index(moments.first_nan, tensor.shape)
+        first_infinity = element_index(moments.first_infinity, tensor.shape)
+        counts = moments.nans, moments.infinities
+        rows.append(NonfiniteRow(tensor.name, row, *counts, first_nan, first_infinity))
+    return rows
+
+
+def nonfinite_columns(rows: Sequence[NonfiniteRow]) -> Document:
+    """Return the tensors with NaN or infinities, and the index of the first of each."""
+    sick = [row for row in rows if row.nans or row.infinities]
+    return {
+        "at": [row.row for row in sick],
+        "nan": [json_index(row.first_nan) for row in sick],
+        "inf": [json_index(row.first_infinity) for row in sick],
+    }
+
+
+def json_index(index: tuple[int, ...] | None) -> list[int] | None:
+    """Return the index of an element as JSON has it."""
+    return None if index is None else list(index)
 
 
 def measured_columns(measured: Measured) -> tuple[list[Document], Document]:

@@ -179,24 +179,30 @@ def dtype_label(tensor: LazyTensor) -> str:
 
 
 def columns(found: Structure) -> Document:
-    tensors = list(found.tensors.values())
     names = [short(name) for name in found.tensors]
     seats = places(names)
-    known = Known()
-    ranges = [_range(tensor, known.keys(tensor)) for tensor in tensors]
     return {
-        "count": len(tensors),
+        "count": len(names),
         "names": front_coded(names),
-        "dtype": labelled(dtype_label(tensor) for tensor in tensors),
-        "shape": labelled(tensor.shape for tensor in tensors),
-        "nbytes": [0 if tensor.traits.meta else tensor.nbytes for tensor in tensors],
-        "file": labelled((file for file, _, _ in ranges), found.files),
-        "start": [start for _, start, _ in ranges],
-        "end": [end for _, _, end in ranges],
+        **storage_columns(list(found.tensors.values()), found.files),
         "tie": _ties(found),
         "layer": [seat.layer for seat in seats],
         "role": labelled(seat.role for seat in seats),
         "expert": [seat.expert for seat in seats],
+    }
+
+
+def storage_columns(tensors: Sequence[LazyTensor], files: Sequence[str] = ()) -> Document:
+    """Return how each tensor is stored: dtype, shape, size, strides and where in which file."""
+    known = Known()
+    ranges = [_range(tensor, known.keys(tensor)) for tensor in tensors]
+    return {
+        "dtype": labelled(dtype_label(tensor) for tensor in tensors),
+        "shape": labelled(tensor.shape for tensor in tensors),
+        "nbytes": [0 if tensor.traits.meta else tensor.nbytes for tensor in tensors],
+        "file": labelled((file for file, _, _ in ranges), files),
+        "start": [start for _, start, _ in ranges],
+        "end": [end for _, _, end in ranges],
         "strides": _strides(tensors),
     }
 
