@@ -233,7 +233,7 @@ def test_stats_json_has_the_total_and_the_places(large, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["nonfinite"] == {"text": LINE, "nan_tensors": 1, "inf_tensors": 1}
     rows = {row["name"]: row for row in document["tensors"]}
-    assert [*rows][0] == "layers.0.mlp.weight", "JSON stays in the order of the checkpoint"
+    assert next(iter(rows)) == "layers.0.mlp.weight", "JSON stays in the order of the checkpoint"
     assert rows["layers.240.mlp.weight"]["first_nan"] == [3, 5]
     assert rows["layers.240.mlp.weight"]["first_infinity"] is None
 

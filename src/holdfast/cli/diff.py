@@ -21,6 +21,7 @@ from holdfast.inspect.diff import Comparison, Diff, TensorChange
 from holdfast.inspect.open import opened
 from holdfast.inspect.side import chosen_sides
 from holdfast.numeric.compare import Content
+from holdfast.numeric.dequantize import BLOCKS, number_shape
 
 DESCRIPTION = """\
 Compare two checkpoints of any formats: tensors added, removed, renamed and changed, and plain values.
@@ -187,7 +188,9 @@ def totals(found: Diff) -> str:
 
 
 def _described(tensor: LazyTensor) -> list[str]:
-    return [tensor.dtype.name, str(list(tensor.shape))]
+    blocks = tensor.traits.blocks
+    shape = number_shape(tensor.shape, blocks)
+    return [tensor.traits.dtype_label(tensor.dtype), str(list(shape))]
 
 
 def _changed(change: TensorChange) -> list[str]:
@@ -195,11 +198,13 @@ def _changed(change: TensorChange) -> list[str]:
     shapes = [str(list(shape)) for shape in change.shapes]
     shape = shapes[0] if shapes[0] == shapes[1] else " → ".join(shapes)
     if change.content is None:
-        return (
-            [dtype, shape]
-            if shapes[0] != shapes[1]
-            else [dtype, shape, "one of them has no data (meta)"]
+        if shapes[0] != shapes[1]:
+            return [dtype, shape]
+        is_in_blocks = any(name in BLOCKS for name in change.dtypes)
+        reason = (
+            "blocks that cannot be decoded" if is_in_blocks else "one of them has no data (meta)"
         )
+        return [dtype, shape, reason]
     return [dtype, shape, *_statistics(change.content, change.first_appeared)]
 
 

@@ -11,7 +11,17 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.text import LINES, Line, fields_of, guides, padded, print_json, print_lines, width
+from holdfast.cli.text import (
+    LINES,
+    Line,
+    fields_of,
+    guides,
+    note_lines,
+    padded,
+    print_json,
+    print_lines,
+    width,
+)
 from holdfast.core.text import clip, escape, plural
 
 if TYPE_CHECKING:
@@ -72,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
     from holdfast.core.group import acting
     from holdfast.engine.budget import reading_threads
+    from holdfast.engine.computed import undecoded_notes
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.inspect.stats import chosen, measure, reading_nbytes
 
@@ -90,23 +101,21 @@ def run(options: argparse.Namespace) -> int:
                 tensors, bins=options.bins, threads=workers, progress=counted, ranks=ranks
             )
         if options.json:
-            print_json(stats_document(checkpoint.path, found))
+            print_json(stats_document(checkpoint.path, found, undecoded_notes(tensors)))
         else:
-            print_lines(
-                lines(
-                    checkpoint.path,
-                    found,
-                    None if options.all else LINES,
-                    bars=BARS if guides()[0].startswith("├") else PLAIN_BARS,
-                )
-            )
+            most = None if options.all else LINES
+            bars = BARS if guides()[0].startswith("├") else PLAIN_BARS
+            notes = undecoded_notes(tensors)
+            print_lines(lines(checkpoint.path, found, most, bars=bars, notes=notes))
     has_nan = any(row.nans for row in found)
     has_infinity = any(row.infinities for row in found)
     failed = ("nan" in options.fail_on and has_nan) or ("inf" in options.fail_on and has_infinity)
     return 1 if failed else 0
 
 
-def stats_document(path: str, found: Sequence[TensorStats]) -> dict[str, object]:
+def stats_document(
+    path: str, found: Sequence[TensorStats], notes: Sequence[str]
+) -> dict[str, object]:
     """Return the document that `--json` prints. Tensors stay in the order of the checkpoint."""
     from holdfast.inspect.nonfinite import describe_nonfinite
 
@@ -120,11 +129,17 @@ def stats_document(path: str, found: Sequence[TensorStats]) -> dict[str, object]
         "nan_tensors": sum(row.nans > 0 for row in found),
         "inf_tensors": sum(row.infinities > 0 for row in found),
     }
-    return {"schema": 1, "path": path, "nonfinite": nonfinite, "tensors": rows}
+    document = {"schema": 1, "path": path, "nonfinite": nonfinite}
+    return document | {"notes": list(notes), "tensors": rows}
 
 
 def lines(
-    path: str, found: Sequence[TensorStats], most: int | None, *, bars: str
+    path: str,
+    found: Sequence[TensorStats],
+    most: int | None,
+    *,
+    bars: str,
+    notes: Sequence[str] = (),
 ) -> Iterator[Line]:
     from holdfast.inspect.nonfinite import describe_nonfinite
     from holdfast.inspect.stats import is_nonfinite, listed
@@ -153,6 +168,7 @@ def lines(
             yield [(" " * (width(name) + 2), ""), (draw(row.histogram, bars), "size")]
     if len(shown) < len(found):
         yield [(f"… {len(found) - len(shown):,} more: use --filter or --all", "dim")]
+    yield from note_lines(notes)
     style = "error" if any(map(is_nonfinite, found)) else "clean"
     yield [(describe_nonfinite(found), style)]
 

@@ -246,6 +246,8 @@ class Description(Value, frozen=True):
     foreign: tuple[Foreign, ...] = ()
     notes: tuple[str, ...] = ()
     """Sentences for people: what is odd about this file."""
+    notes_on_blocks: tuple[str, ...] = ()
+    """Those about quantised blocks. They mean nothing to whoever reads the numbers that the blocks stand for."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Text that the file carries about itself (safetensors `__metadata__`, torch's version records)."""
     changed: tuple[Corrupted, ...] = ()

@@ -24,6 +24,7 @@ from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
+from holdfast.engine.computed import numbers_of, undecoded_notes
 from holdfast.engine.scan import BLOCK_ELEMENTS, scan
 from holdfast.errors import NoSuchTensor, located
 from holdfast.inspect.nonfinite import describe_nonfinite, element_index
@@ -39,6 +40,7 @@ class TensorStats:
 
     name: str
     dtype: str
+    """Of a tensor in quantised blocks, their type (`Q4_K`); the numbers are those that the blocks stand for."""
     shape: tuple[int, ...]
     minimum: float | None
     maximum: float | None
@@ -133,10 +135,10 @@ def stats(
     with acting(group, "measure tensors") as ranks, ranks.counting(progress) as counted:
         workers = reading_threads(max_memory, threads, ranks.neighbours())
         with opened(src, threads=1, limits=limits) as source:
-            rows = measure(
-                chosen(source, pattern), bins=bins, threads=workers, progress=counted, ranks=ranks
-            )
-            return StatsReport(source.path, source.format, rows, source.notes)
+            tensors = chosen(source, pattern)
+            rows = measure(tensors, bins=bins, threads=workers, progress=counted, ranks=ranks)
+            notes = (*source.notes_on_numbers, *undecoded_notes(tensors))
+            return StatsReport(source.path, source.format, rows, notes)
 
 
 def chosen(source: Checkpoint, pattern: str | None) -> list[LazyTensor]:
@@ -156,10 +158,14 @@ def measure(
     """The statistics of these tensors, without those that are not countable. Of several ranks each reads some."""
     if bins < 0:
         raise ValueError(f"a histogram has 0 bins or more; found {bins}")
-    wanted = [tensor for tensor in tensors if countable(tensor)]
-    for tensor in wanted:
-        with located(tensor=tensor.name):
-            tensor.check_expansion()
+    wanted: list[LazyTensor] = []
+    labels: list[str] = []
+    for stored, tensor in decoded_pairs(tensors):
+        if countable(tensor):
+            with located(tensor=tensor.name):
+                tensor.check_expansion()
+            wanted.append(tensor)
+            labels.append(stored.traits.dtype_label(stored.dtype))
 
     def rows(numbers: list[int]) -> list[TensorStats]:
         own = [wanted[number] for number in numbers]
@@ -178,7 +184,10 @@ def measure(
         )
         for at, both in zip(again, drawn, strict=True):
             found[at] = both
-        return [_row(tensor, *one) for tensor, one in zip(own, found, strict=True)]
+        return [
+            _row(wanted[number], labels[number], *one)
+            for number, one in zip(numbers, found, strict=True)
+        ]
 
     return tuple(share_out(ranks, [tensor.nbytes for tensor in wanted], rows, TensorStats))
 
@@ -190,14 +199,22 @@ def reading_nbytes(tensors: Iterable[LazyTensor], *, bins: int) -> int:
         return not bins or counts_patterns(tensor) or tensor.size <= BLOCK_ELEMENTS
 
     return sum(
-        tensor.nbytes * (1 if once(tensor) else 2) for tensor in tensors if countable(tensor)
+        tensor.nbytes * (1 if once(tensor) else 2)
+        for tensor in numbers_of(tensors)
+        if countable(tensor)
     )
 
 
-def _row(tensor: LazyTensor, found: Moments, counts: Ints | None) -> TensorStats:
+def decoded_pairs(tensors: Iterable[LazyTensor]) -> list[tuple[LazyTensor, LazyTensor]]:
+    """Return each tensor as it is stored, and the numbers that it stands for."""
+    stored = list(tensors)
+    return list(zip(stored, numbers_of(stored), strict=True))
+
+
+def _row(tensor: LazyTensor, label: str, found: Moments, counts: Ints | None) -> TensorStats:
     some = found.finite > 0
     return TensorStats(
-        tensor.name, tensor.dtype.name, tensor.shape, found.low if some else None, found.high if some else None,
+        tensor.name, label, tensor.shape, found.low if some else None, found.high if some else None,
         found.mean if some else None, math.sqrt(found.deviations / found.finite) if some else None,
         math.sqrt(found.squares) if some or not (found.nans or found.infinities) else None, found.nans, found.infinities,
         found.zeros, () if counts is None else tuple(counts.tolist()),

@@ -45,9 +45,9 @@ PAIRED_BINS = 128  # Histograms of fewer bins are drawn for two numbers at a tim
 
 
 def countable(tensor: LazyTensor) -> bool:
-    return (
-        tensor.dtype.kind in ("float", "int", "uint", "bool", "complex") and not tensor.traits.meta
-    )
+    """Whether the elements are numbers. The bytes of quantised blocks are none: decode them first."""
+    is_number = tensor.dtype.kind in ("float", "int", "uint", "bool", "complex")
+    return is_number and not tensor.traits.meta and tensor.traits.blocks is None
 
 
 def counts_patterns(tensor: LazyTensor) -> bool:

@@ -34,6 +34,7 @@ from holdfast.core.box import run_boxes
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+from holdfast.engine.computed import numbers_of
 from holdfast.errors import BadArgument, HoldfastError
 from holdfast.reports.document import Document, dumps, rounded
 from holdfast.reports.measures import (
@@ -163,7 +164,7 @@ class Live:
         return made
 
     def _tile(self, query: dict[str, list[str]]) -> Document:
-        tensor = self._tensor(query)
+        (tensor,) = numbers_of([self._tensor(query)])
         row, column, level = (_whole(query, name) for name in ("row", "col", "level"))
         with self._reading:
             made = tile(tensor, row, column, level=level)

@@ -32,6 +32,7 @@ from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.transactions import FileTransaction
+from holdfast.engine.computed import undecoded_notes
 from holdfast.errors import NoSuchTensor, UnknownFormat
 from holdfast.inspect.nonfinite import describe_nonfinite
 from holdfast.inspect.open import Openable, opened
@@ -305,6 +306,9 @@ def _with_numbers(
         return Made(document, tensors)
     numbers = _numbers(tensors, asked, progress)
     text = describe_nonfinite(numbers.nonfinite, numbers.share_text)
+    notes = document["notes"]
+    assert isinstance(notes, list)
+    document = {**document, "notes": [*notes, *undecoded_notes(tensors)]}
     return Made(_add_numbers(document, numbers, text, [["NaN and Inf", text]]), tensors)
 
 
