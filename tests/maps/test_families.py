@@ -159,7 +159,10 @@ Q8_0, Q8_1 = (8, 34), (9, 40)
 def gguf_file(
     folder: Path, name: str, blocks: str = "", block_type: tuple[int, int] = Q8_0
 ) -> Path:
-    """What llama.cpp made of a model, without its elements. Tensors that are called like `blocks` are in blocks, and rows of 32 then."""
+    """What llama.cpp made of a model, without its elements.
+
+    Tensors that are called like `blocks` are in blocks, and rows of 32 then.
+    """
     recorded = json.loads((FOLDER / f"{name}.json").read_text())
     config, infos, data = recorded["config"], [], b""
     for tensor, recorded_shape, _ in recorded["target"]:

@@ -64,7 +64,7 @@ def test_a_map_gives_the_same_elements_as_a_map_over_a_file_of_numbers(
         holdfast.open(quantised, map=name) as mapped,
         holdfast.open(tmp_path / "n.safetensors", map=name) as expected,
     ):
-        assert len(mapped) > 10
+        assert len(mapped) > 5
         assert sorted(mapped) == sorted(expected)
         for key in expected:
             assert mapped[key].numpy().tobytes() == expected[key].numpy().tobytes(), key

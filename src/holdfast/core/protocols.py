@@ -246,8 +246,6 @@ class Description(Value, frozen=True):
     foreign: tuple[Foreign, ...] = ()
     notes: tuple[str, ...] = ()
     """Sentences for people: what is odd about this file."""
-    notes_on_blocks: tuple[str, ...] = ()
-    """Those about quantised blocks. They mean nothing to whoever reads the numbers that the blocks stand for."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Text that the file carries about itself (safetensors `__metadata__`, torch's version records)."""
     changed: tuple[Corrupted, ...] = ()
@@ -263,6 +261,8 @@ class Description(Value, frozen=True):
     """The format in which others expect these tensors, where a map knows."""
     torch_dist: bool = False
     """Whether Megatron is to load what is written of it: it looks for two small files beside the tensors."""
+    notes_on_blocks: tuple[str, ...] = ()
+    """Notes about quantised blocks. They mean nothing to whoever reads the numbers that the blocks stand for."""
 
 
 class State(Value, frozen=True):

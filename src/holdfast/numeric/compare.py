@@ -31,7 +31,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.numeric.cast import as_float64
-from holdfast.numeric.statistics import earlier_index
+from holdfast.numeric.statistics import earlier_index, first_index
 
 PAIRS = "float4_e2m1fn_x2"  # Two elements in a byte, which numpy has no type for.
 
@@ -129,8 +129,8 @@ class Tally(Value, frozen=True):
             self.nans,
             self._relative(),
             *self.odd[:4],
-            self.first_nan,
-            self.first_inf,
+            first_nan=self.first_nan,
+            first_inf=self.first_inf,
         )
 
     def _relative(self) -> float | None:
@@ -280,18 +280,13 @@ def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 0)
             inf_a & inf_b & changed,
         )
         odd = tuple(int(count.sum()) for count in counts)
-        first_nan, first_inf = _first_index(counts[0], start), _first_index(counts[2], start)
+        first_nan, first_inf = first_index(counts[0], start), first_index(counts[2], start)
         left, right = wide_a[usable], wide_b[usable]
     max_abs, max_rel = _largest(wide_a[countable], wide_b[countable])
     sums = _dot(left, right), _squares(left), _squares(right), _apart(left, right)
     many = int(changed.sum())
     beyond = many - int(countable.sum())
     return Tally(many, a.size, max_abs, max_rel, nans, *sums, odd, beyond, first_nan, first_inf)
-
-
-def _first_index(mask: Bools, start: int) -> int | None:
-    """Return the index of the first element of a mask that begins at `start`; None if all are false."""
-    return start + int(mask.argmax()) if mask.any() else None
 
 
 def _tally_integers(a: np.ndarray, b: np.ndarray) -> Tally:

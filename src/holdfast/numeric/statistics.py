@@ -28,7 +28,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from msgspec import Struct, field
 
-from holdfast.core.arrays import Ints, inner
+from holdfast.core.arrays import Bools, Ints, inner
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
@@ -113,12 +113,11 @@ class Moments(Value, frozen=True):
     def of_nonfinite(cls, wide: np.ndarray, start: int) -> Moments:
         """Count NaN and infinities and find the first of each; everything else is left out."""
         is_nan, is_infinite = np.isnan(wide), np.isinf(wide)
-        nan_count, infinity_count = np.count_nonzero(is_nan), np.count_nonzero(is_infinite)
         return cls(
-            nans=int(nan_count),
-            infinities=int(infinity_count),
-            first_nan=start + int(is_nan.argmax()) if nan_count else None,
-            first_infinity=start + int(is_infinite.argmax()) if infinity_count else None,
+            nans=int(is_nan.sum()),
+            infinities=int(is_infinite.sum()),
+            first_nan=first_index(is_nan, start),
+            first_infinity=first_index(is_infinite, start),
         )
 
     def __add__(self, other: Moments) -> Moments:
@@ -138,6 +137,11 @@ def earlier_index(a: int | None, b: int | None) -> int | None:
     if a is None or b is None:
         return b if a is None else a
     return min(a, b)
+
+
+def first_index(mask: Bools, start: int) -> int | None:
+    """Return the index of the first true element of a mask that begins at `start`."""
+    return start + int(mask.argmax()) if mask.any() else None
 
 
 def widened(values: np.ndarray) -> Iterator[np.ndarray]:
