@@ -120,6 +120,7 @@ class Tally(Value, frozen=True):
         most, ratio = (
             (None, None) if 0 < self.changed == self.beyond else (self.max_abs, self.max_rel)
         )
+        nan_appeared, nan_went, inf_appeared, inf_went = self.odd[:4]
         return Content(
             self.changed,
             self.total,
@@ -128,9 +129,12 @@ class Tally(Value, frozen=True):
             self._cosine(),
             self.nans,
             self._relative(),
-            *self.odd[:4],
-            first_nan=self.first_nan,
-            first_inf=self.first_inf,
+            nan_appeared,
+            nan_went,
+            inf_appeared,
+            inf_went,
+            self.first_nan,
+            self.first_inf,
         )
 
     def _relative(self) -> float | None:
