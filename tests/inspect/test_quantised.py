@@ -184,6 +184,7 @@ def test_diff_of_blocks_that_cannot_be_decoded_has_no_numbers(tmp_path, capsys):
 def test_a_native_directory_of_blocks_is_measured_as_its_gguf_file(quantised, tmp_path):
     holdfast.convert(quantised, tmp_path / "native", format="native", durable=False)
     rows = {row.name: (row.dtype, row.shape, row.norm) for row in holdfast.stats(quantised)}
+    assert rows["blk.0.w"][:2] == ("Q8_0", (48, 64))
     found = {
         row.name: (row.dtype, row.shape, row.norm) for row in holdfast.stats(tmp_path / "native")
     }

@@ -174,7 +174,10 @@ function makeDrawer(page) {
       const isOfOneSide = hasTwo && counterparts.hasMeasure(measure.key);
       const cells = (isOfOneSide ? values : [measure.values[at]]).map((value) => make("td", "number", measureText(measure, value)));
       // A measure of the difference stands below both sides.
-      if (hasTwo && !isOfOneSide) cells[0].colSpan = 2;
+      if (hasTwo && !isOfOneSide) {
+        cells[0].colSpan = 2;
+        cells[0].classList.add("of-both");
+      }
       const row = make("tr", "", make("th", "", measure.label), ...cells);
       row.firstChild.scope = "row";
       row.firstChild.title = shown(measure.help || "");
