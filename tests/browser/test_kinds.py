@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import holdfast
 from tests.browser import documents
@@ -47,11 +48,84 @@ def test_what_became_nan_is_worth_a_look_before_all_else(draw, tmp_path):
     first = seen.page.locator("#standouts-list li").first.inner_text()
     assert first.startswith("NaN or Inf appeared")
     assert first.index("layers.7.w") < first.index("layers.10.w")
-    assert "16 elements" in first
+    assert "16 elements, first NaN at [0, 0]" in first
     assert "did not change" not in seen.text("#standouts-list")
     assert "NaN or Inf" in seen.text("#legend")
     seen.page.click("#standouts-list >> text=layers.7.w")
-    assert "NaN or Inf" in seen.text("#drawer .callout")
+    assert "first NaN at [0, 0]" in seen.text("#drawer .callout")
+
+
+@pytest.fixture
+def two_checkpoints(tmp_path):
+    """Checkpoints that differ in every way a tensor can; the paths of both."""
+    before = {f"h.{n}.w": np.full((8, 16), 2.0**n, np.float32) for n in range(4)}
+    after = {name: array.copy() for name, array in before.items()}
+    after["h.1.w"][:] = 2.0**9
+    after["h.2.w"][2, 5] = np.nan
+    after["renamed.w"] = after.pop("h.3.w")
+    after["new.w"] = np.ones(3, np.float32)
+    before["old.w"] = np.zeros(7, np.float32)
+    paths = tmp_path / "first.safetensors", tmp_path / "second.pt"
+    for path, state in zip(paths, (before, after), strict=True):
+        holdfast.save(state, path, durable=False)
+    return paths
+
+
+def drawer_sides(seen, name):
+    """The text of each side in the drawer of a tensor, by the label of the side."""
+    seen.page.locator("#table tbody tr", has_text=name).first.evaluate("row => row.click()")
+    parts = seen.page.locator("#drawer section.side").all_inner_texts()
+    return {part.split(":")[0]: part for part in parts}
+
+
+def test_the_drawer_of_a_difference_shows_both_sides(draw, two_checkpoints):
+    first, second = two_checkpoints
+    seen = draw(holdfast.report(first, second, stats=True).html())
+
+    sides = drawer_sides(seen, "h.1.w")
+    assert [*sides] == ["First", "Second"]
+    with holdfast.open(first) as a, holdfast.open(second) as b:
+        for side, path, checkpoint in (("First", first, a), ("Second", second, b)):
+            _, start, nbytes, _ = checkpoint["h.1.w"].file_range()
+            assert sides[side].startswith(f"{side}: {path}")
+            assert f"byte range\n{start:,} to {start + nbytes:,}" in sides[side]
+            assert f'holdfast.open("{path}")["h.1.w"]' in sides[side]
+            assert "Quantiles" in sides[side]
+    assert "largest\t2" in sides["First"]
+    assert "largest\t512" in sides["Second"]
+    table = seen.page.locator("#drawer table.plain").first.inner_text()
+    assert "first\tsecond\tmedian" in table
+    assert "largest value\t2\t512" in table
+
+    sides = drawer_sides(seen, "h.2.w")
+    assert "NaN at" not in sides["First"]
+    assert "first NaN at [2, 5]" in sides["Second"]
+
+
+def test_the_drawer_labels_what_only_one_side_has(draw, two_checkpoints):
+    first, second = two_checkpoints
+    seen = draw(holdfast.report(first, second, stats=True).html())
+    assert [*drawer_sides(seen, "old.w")] == ["First"]
+    assert [*drawer_sides(seen, "new.w")] == ["Second"]
+    sides = drawer_sides(seen, "renamed.w")
+    assert '["h.3.w"]' in sides["First"]
+    assert '["renamed.w"]' in sides["Second"]
+
+
+def test_the_drawer_shows_values_that_did_not_change_once(draw, two_checkpoints):
+    seen = draw(holdfast.report(*two_checkpoints, stats=True).html())
+    sides = drawer_sides(seen, "h.0.w")
+    assert [*sides] == ["First", "Second"]
+    assert all("Quantiles" not in side for side in sides.values())
+    assert seen.text("#drawer").count("Quantiles") == 1
+    assert "Both: the same values" in seen.text("#drawer")
+
+
+def test_the_drawer_shows_both_byte_ranges_without_numbers(draw, two_checkpoints):
+    seen = draw(holdfast.report(*two_checkpoints).html())
+    sides = drawer_sides(seen, "h.1.w")
+    assert all("byte range" in side and "--stats" in side for side in sides.values())
+    assert len(sides) == 2
 
 
 def test_a_step_in_shards(draw):

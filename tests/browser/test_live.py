@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -17,7 +18,9 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast.reports.live import Live
 from holdfast.reports.page import page as html_of
+from holdfast.reports.report import ReportRequest, prepared
 from tests.browser import documents
 from tests.browser.watching import WATCH
 
@@ -184,3 +187,34 @@ def test_what_the_server_says_is_shown_as_text(served):
     until(page, lambda: "The server said" in page.inner_text("#drawer .value"))
     page.close()
     said[:] = [line for line in said if "422" not in line]
+
+
+def test_the_real_server_of_a_difference_reads_both_sides(browser, tmp_path):
+    for name, size in (("a", 2), ("b", 512)):
+        state = {"h.0.w": np.full((8, 8), size, np.float32)}
+        holdfast.save(state, tmp_path / f"{name}.safetensors", durable=False)
+    with prepared(tmp_path / "a.safetensors", tmp_path / "b.safetensors", ReportRequest()) as ready:
+        made = ready.make(None)
+        live = Live(made.document, made.tensors, counterparts=made.counterparts)
+        thread = threading.Thread(target=live.serve)
+        thread.start()
+        context = browser.new_context(viewport={"width": 1240, "height": 900})
+        try:
+            page = context.new_page()
+            said: list[str] = []
+            page.on("console", lambda message: said.append(message.text))
+            page.on("pageerror", lambda error: said.append(str(error)))
+            page.goto(live.url)
+            until(page, lambda: page.evaluate("document.documentElement.dataset.ready"))
+            page.click("#table tbody tr >> text=h.0.w")
+            sides = page.locator("#drawer section.side")
+            until(page, lambda: page.inner_text("#drawer").count("Norms of rows") == 2)
+            assert "largest\t2" in sides.nth(0).inner_text()
+            assert "largest\t512" in sides.nth(1).inner_text()
+            assert page.locator("#drawer .tiles").count() == 2
+            assert said == []
+        finally:
+            context.close()
+            live.stop()
+            thread.join()
+            live.close()

@@ -124,8 +124,8 @@ def test_what_became_nan_has_no_largest_difference(run, tmp_path):
     code, out, _ = run("diff", tmp_path / "a.pt", tmp_path / "b.pt")
     assert code == 1
     assert [" ".join(line.split()) for line in out.splitlines()[2:4]] == [
-        "! all float32 [4] 4 became NaN relative - cosine - max abs - 4 of 4",
-        "! some float32 [4] 1 became NaN relative - cosine - max abs 0.5 2 of 4",
+        "! all float32 [4] 4 became NaN (first at [0]) relative - cosine - max abs - 4 of 4",
+        "! some float32 [4] 1 became NaN (first at [3]) relative - cosine - max abs 0.5 2 of 4",
     ]
     _, out, _ = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json")
     found = {change["name"]: change["content"] for change in json.loads(out)["changed"]}

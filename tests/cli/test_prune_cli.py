@@ -96,7 +96,8 @@ def test_stats(run, source):
     code, out, err = run("stats", source, "--bins", "8")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert len(lines) == 9
+    assert len(lines) == 10
+    assert lines[-1] == "NaN in 1 tensor, first `norm` at [1]"
     norm = next(line for line in lines if line.startswith("norm"))
     assert "min 0  max 1  mean 0.5  std 0.5  norm 1  zeros 1  NaN 1" in norm
     assert "█" in out

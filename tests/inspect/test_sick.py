@@ -104,8 +104,10 @@ def test_text_says_it_first(sick, capsys):
     assert "16 became NaN" in out[2]
     assert "relative -" in out[2]
     assert out[3].split()[:2] == ["!", "layers.10.w"]
-    assert "1 became Inf" in out[3]
-    assert out[-1].startswith("NaN or Inf appeared in 2 tensors · 1 removed")
+    assert "1 became Inf (first at [1, 1])" in out[3]
+    assert out[-1].startswith(
+        "NaN or Inf appeared in 2 tensors, first `layers.7.w` at [0, 0] · 1 removed"
+    )
 
 
 def test_json_says_it(sick, capsys):
@@ -116,6 +118,10 @@ def test_json_says_it(sick, capsys):
         change["content"] for change in found["changed"] if change["name"] == "layers.7.w"
     )
     assert (content["nan_appeared"], content["relative"], content["cosine"]) == (16, None, None)
+    places = {c["name"]: (c["first_nan"], c["first_infinity"]) for c in found["changed"]}
+    assert places["layers.7.w"] == ([0, 0], None)
+    assert places["layers.10.w"] == (None, [1, 1])
+    assert places["layers.2.w"] == (None, None)
 
 
 def test_the_page_says_it(sick):
@@ -129,12 +135,160 @@ def test_the_page_says_it(sick):
     )
     assert measures["appeared"][names_of(document).index("layers.3.w")] == 0
     assert "NaN or Inf appeared in 2 tensors" in document["sentence"]
-    assert document["facts"][0] == ["NaN or Inf appeared", "2 tensors"]
+    assert document["facts"][0] == [
+        "NaN or Inf appeared",
+        "2 tensors, first `layers.7.w` at [0, 0]",
+    ]
+    names = names_of(document)
+    appeared = document["tensors"]["appeared"]
+    assert [names[row] for row in appeared["at"]] == ["layers.10.w", "layers.7.w"]
+    assert (appeared["nan"], appeared["inf"]) == ([None, [0, 0]], [[1, 1], None])
 
 
 def test_a_notebook_shows_it_first(sick):
     shown = holdfast.diff(*sick)._repr_html_()
-    assert re.findall(r"layers\.\d+\.w", shown)[:3] == ["layers.7.w", "layers.10.w", "layers.2.w"]
+    assert "NaN or Inf appeared in 2 tensors, first `layers.7.w` at [0, 0]" in shown
+    table = shown[shown.index("<table") :]
+    assert re.findall(r"layers\.\d+\.w", table)[:3] == ["layers.7.w", "layers.10.w", "layers.2.w"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.complex64])
+@pytest.mark.parametrize("size", [(3, 50), (700, 1000)])
+def test_the_first_nan_and_the_first_infinity_have_a_place(dtype, size, two):
+    before = np.ones(size, dtype)
+    after = before.copy()
+    after[1, 40:43] = NAN
+    after[-1, -2:] = INF
+    a, b = two({"w": before}, {"w": after})
+
+    (row,) = holdfast.stats(b)
+    (change,) = holdfast.diff(a, b).changed
+
+    last = size[0] - 1, size[1] - 2
+    assert (row.nans, row.first_nan) == (3, (1, 40))
+    assert (row.infinities, row.first_infinity) == (2, last)
+    assert (change.first_nan, change.first_infinity) == ((1, 40), last)
+    assert change.first_appeared == (1, 40)
+
+
+def test_what_was_nan_before_is_not_the_first_that_appeared(two):
+    a, b = two({"w": np.array([NAN, 1, 2])}, {"w": np.array([NAN, 1, NAN])})
+    found = holdfast.diff(a, b)
+    assert found.changed[0].first_nan == (2,)
+    assert "first `w` at [2]" in found.nonfinite_summary
+
+
+@pytest.fixture
+def large(tmp_path):
+    """More tensors than a list shows, with NaN in the last layers."""
+    state = {f"layers.{n}.mlp.weight": np.ones((4, 8), np.float32) for n in range(250)}
+    state["layers.240.mlp.weight"] = state["layers.240.mlp.weight"].copy()
+    state["layers.240.mlp.weight"][3, 5:] = NAN
+    state["layers.245.mlp.weight"] = np.full((4, 8), -INF, np.float16)
+    path = tmp_path / "large.safetensors"
+    holdfast.save(state, path, durable=False)
+    return path
+
+
+LINE = (
+    "NaN in 1 tensor, first `layers.240.mlp.weight` at [3, 5]; "
+    "Inf in 1 tensor, first `layers.245.mlp.weight` at [0, 0]"
+)
+
+
+def test_stats_lists_tensors_with_nan_first_and_ends_with_the_total(large, capsys):
+    assert main(["stats", str(large), "--bins", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("layers.240.mlp.weight ")
+    assert lines[1].endswith("NaN 3, first at [3, 5]")
+    assert lines[2].startswith("layers.245.mlp.weight ")
+    assert lines[-2].startswith("… 50 more")
+    assert lines[-1] == LINE
+
+
+def test_stats_says_that_there_is_no_nan(two, capsys):
+    path, _ = two({"w": np.ones(3), "n": np.arange(3)}, {})
+    assert main(["stats", str(path), "--fail-on", "nan", "--fail-on", "inf"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no NaN or Inf in 2 tensors"
+
+
+def test_stats_names_no_place_in_a_scalar(two, capsys):
+    path, _ = two({"scale": np.array(NAN)}, {})
+    assert main(["stats", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "NaN in 1 tensor, first `scale`"
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"), [([], 0), (["nan"], 1), (["inf"], 0), (["inf", "nan"], 1)]
+)
+def test_fail_on_sets_the_exit_status(flags, code, two, capsys):
+    path, _ = two({"w": np.array([1, NAN])}, {})
+    words = [word for flag in flags for word in ("--fail-on", flag)]
+    assert main(["stats", str(path), *words]) == code
+    assert main(["stats", str(path), "--json", *words]) == code
+
+
+def test_stats_json_has_the_total_and_the_places(large, capsys):
+    assert main(["stats", str(large), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["nonfinite"] == {"text": LINE, "nan_tensors": 1, "inf_tensors": 1}
+    rows = {row["name"]: row for row in document["tensors"]}
+    assert next(iter(rows)) == "layers.0.mlp.weight", "JSON stays in the order of the checkpoint"
+    assert rows["layers.240.mlp.weight"]["first_nan"] == [3, 5]
+    assert rows["layers.240.mlp.weight"]["first_infinity"] is None
+
+
+def test_the_notebook_table_of_stats_begins_with_nan(large):
+    report = holdfast.stats(large, bins=0)
+    shown = report._repr_html_()
+    assert [row.name for row in report.nonfinite] == [
+        "layers.240.mlp.weight",
+        "layers.245.mlp.weight",
+    ]
+    assert report.nonfinite_summary == LINE
+    assert LINE[:50] in shown
+    table = shown[shown.index("<table") :]
+    assert re.findall(r"layers\.\d+", table)[:3] == ["layers.240", "layers.245", "layers.0"]
+    assert "[3, 5]" in table
+
+
+@pytest.mark.parametrize("words", [["--stats"], ["--sample", "1%"]])
+def test_report_prints_the_line_of_stats(words, large, tmp_path, capsys):
+    assert main(["report", str(large), "-o", str(tmp_path / "page.html"), *words]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(LINE)
+    assert last.endswith("(of what was read)") == ("--sample" in words)
+
+
+def test_the_document_of_report_has_the_places(large):
+    document = holdfast.report(large, stats=True).document
+    names, nonfinite = names_of(document), document["nonfinite"]
+    assert [names[row] for row in nonfinite["at"]] == [
+        "layers.240.mlp.weight",
+        "layers.245.mlp.weight",
+    ]
+    assert (nonfinite["nan"], nonfinite["inf"]) == ([[3, 5], None], [None, [0, 0]])
+    assert document["facts"][0] == ["NaN and Inf", LINE]
+    assert holdfast.report(large).document["nonfinite"] is None
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_sample_says_where_in_the_tensor_it_met_a_nan(dtype, two):
+    array = np.ones((2, 300_000), dtype)
+    array[1, -3] = NAN
+    path, _ = two({"w": array}, {})
+    document = holdfast.report(path, sample="10%").document
+    assert document["nonfinite"]["nan"] == [[1, 299_997]]
+
+
+def test_report_of_a_difference_says_it_of_both_sides(sick, tmp_path, capsys):
+    words = ["report", *map(str, sick), "-o", str(tmp_path / "page.html"), "--stats"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "first: no NaN or Inf in 13 tensors; "
+        "second: NaN in 1 tensor, first `layers.7.w` at [0, 0]; "
+        "Inf in 1 tensor, first `layers.10.w` at [1, 1]"
+    )
 
 
 def test_the_numbers_of_nothing_but_nan(tmp_path, capsys):

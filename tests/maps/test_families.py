@@ -152,8 +152,17 @@ def test_scales_are_never_left_behind():
     assert caught.value.missing == ("model.layers.1.mlp.experts.2.up_proj.weight_scale_inv",)
 
 
-def gguf_file(folder: Path, name: str, blocks: str = "") -> Path:
-    """What llama.cpp made of a model, without its elements. Tensors that are called like `blocks` are Q8_0, and rows of 32 then."""
+Q8_0, Q8_1 = (8, 34), (9, 40)
+"""Types of blocks of 32 elements: number and bytes. The second one cannot be decoded."""
+
+
+def gguf_file(
+    folder: Path, name: str, blocks: str = "", block_type: tuple[int, int] = Q8_0
+) -> Path:
+    """What llama.cpp made of a model, without its elements.
+
+    Tensors that are called like `blocks` are in blocks, and rows of 32 then.
+    """
     recorded = json.loads((FOLDER / f"{name}.json").read_text())
     config, infos, data = recorded["config"], [], b""
     for tensor, recorded_shape, _ in recorded["target"]:
@@ -161,7 +170,10 @@ def gguf_file(folder: Path, name: str, blocks: str = "") -> Path:
             32 if blocks and size == config["hidden_size"] else size for size in recorded_shape
         ]
         size = int(np.prod(shape))
-        kind, nbytes = (8, size // 32 * 34) if blocks and blocks in tensor else (0, 4 * size)
+        is_quantised = blocks and blocks in tensor
+        kind, nbytes = (
+            (block_type[0], size // 32 * block_type[1]) if is_quantised else (0, 4 * size)
+        )
         infos.append(info(tensor, shape[::-1], kind, len(data)))
         data += bytes(nbytes + -nbytes % 32)
     keys = {
@@ -193,18 +205,20 @@ def test_a_gguf_file_says_the_sizes_itself(tmp_path: Path, name: str):
         }
 
 
-def test_blocks_are_refused_until_they_are_numbers(tmp_path: Path):
+def test_a_map_reads_the_numbers_that_blocks_stand_for(tmp_path: Path):
     path = gguf_file(tmp_path, "mistral-gqa.hf-gguf", blocks="attn_k.weight")
+    with holdfast.open(path, map="auto") as checkpoint:
+        mapped = checkpoint["model.layers.0.self_attn.k_proj.weight"]
+        assert (mapped.dtype, mapped.shape, mapped.traits.blocks) == ("float32", (30, 32), None)
+
+
+def test_a_map_refuses_blocks_that_cannot_be_decoded(tmp_path: Path):
+    path = gguf_file(tmp_path, "mistral-gqa.hf-gguf", blocks="attn_k.weight", block_type=Q8_1)
     with pytest.raises(
-        DoesNotFit, match=r"blk.0.attn_k.weight: is in blocks of Q8_0: make numbers of them first"
+        DoesNotFit, match=r"blk.0.attn_k.weight: is in blocks of Q8_1, which cannot be decoded"
     ) as caught:
         holdfast.open(path, map="auto")
     assert sorted(caught.value.mismatched) == [f"blk.{layer}.attn_k.weight" for layer in range(3)]
-    holdfast.convert(path, tmp_path / "numbers.safetensors", dequantize=True, durable=False)
-    with holdfast.open(
-        tmp_path / "numbers.safetensors", map="llama:gguf->hf?group=3&heads=6&dim=10"
-    ) as checkpoint:
-        assert checkpoint["model.layers.0.self_attn.k_proj.weight"].shape == (30, 32)
 
 
 def test_the_way_from_gguf_to_hf_is_the_way_back():

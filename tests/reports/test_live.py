@@ -45,7 +45,7 @@ def model(tmp_path):
 def serving(path, other=None):
     with prepared(path, other, ReportRequest()) as ready:
         made = ready.make(None)
-        live = Live(made.document, made.tensors)
+        live = Live(made.document, made.tensors, counterparts=made.counterparts)
         thread = threading.Thread(target=live.serve)
         thread.start()
         try:
@@ -72,6 +72,35 @@ def get(live, path, *, token=None, host=None, method="GET"):
 def asked(live, path):
     status, content, _ = get(live, path, token=live.token)
     return status, json.loads(content)
+
+
+def test_a_difference_answers_for_both_sides(model, tmp_path):
+    with holdfast.open(model) as checkpoint:
+        state = {name: tensor.numpy() for name, tensor in checkpoint.items()}
+    state["a"] = np.full((700, 600), 4, np.float32)
+    state["a"][5, 7] = np.inf
+    state["added"] = np.ones(3, np.float32)
+    holdfast.save(state, tmp_path / "other.pt")
+
+    with serving(model, tmp_path / "other.pt") as (live, names):
+        row, added = names.index("a"), names.index("added")
+        first = asked(live, f"/api/detail?tensor={row}")[1]
+        second = asked(live, f"/api/detail?tensor={row}&other=1")[1]
+        tile = asked(live, f"/api/tile?tensor={row}&other=1&row=0&col=0&level=0")[1]
+        refusal = asked(live, f"/api/detail?tensor={added}&other=1")
+
+    assert (first["first_nan"], first["first_inf"]) == ([300, 511], None)
+    assert (second["first_nan"], second["first_inf"]) == (None, [5, 7])
+    assert first["quantiles"] != second["quantiles"]
+    assert second["quantiles"] == [4] * 9
+    assert (tile["low"], tile["high"]) == (4, 4)
+    assert refusal[0] == 422
+    assert "only one of the two checkpoints" in refusal[1]["error"]
+
+
+def test_a_page_of_one_checkpoint_has_no_other_side(model):
+    with serving(model) as (live, _):
+        assert asked(live, "/api/detail?tensor=0&other=1")[0] == 422
 
 
 def test_the_page(model):

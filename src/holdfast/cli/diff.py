@@ -21,6 +21,7 @@ from holdfast.inspect.diff import Comparison, Diff, TensorChange
 from holdfast.inspect.open import compare_opened, opened
 from holdfast.inspect.side import chosen_sides
 from holdfast.numeric.compare import Content
+from holdfast.numeric.dequantize import BLOCKS, number_shape
 
 DESCRIPTION = """\
 Compare two checkpoints of any formats: tensors added, removed, renamed and changed, and plain values.
@@ -170,11 +171,7 @@ def diff_lines(
 
 
 def totals(found: Diff) -> str:
-    parts = (
-        [f"NaN or Inf appeared in {plural(len(found.nonfinite), 'tensor')}"]
-        if found.nonfinite
-        else []
-    )
+    parts = [found.nonfinite_summary] if found.nonfinite else []
     kinds = {
         "removed": found.removed,
         "added": found.added,
@@ -192,7 +189,9 @@ def totals(found: Diff) -> str:
 
 
 def _described(tensor: LazyTensor) -> list[str]:
-    return [tensor.dtype.name, str(list(tensor.shape))]
+    blocks = tensor.traits.blocks
+    shape = number_shape(tensor.shape, blocks)
+    return [tensor.traits.dtype_label(tensor.dtype), str(list(shape))]
 
 
 def _changed(change: TensorChange) -> list[str]:
@@ -200,15 +199,18 @@ def _changed(change: TensorChange) -> list[str]:
     shapes = [str(list(shape)) for shape in change.shapes]
     shape = shapes[0] if shapes[0] == shapes[1] else " → ".join(shapes)
     if change.content is None:
-        return (
-            [dtype, shape]
-            if shapes[0] != shapes[1]
-            else [dtype, shape, "one of them has no data (meta)"]
+        if shapes[0] != shapes[1]:
+            return [dtype, shape]
+        is_in_blocks = any(name in BLOCKS for name in change.dtypes)
+        reason = (
+            "blocks that cannot be decoded" if is_in_blocks else "one of them has no data (meta)"
         )
-    return [dtype, shape, *_statistics(change.content)]
+        return [dtype, shape, reason]
+    return [dtype, shape, *_statistics(change.content, change.first_appeared)]
 
 
-def _statistics(content: Content) -> list[str]:
+def _statistics(content: Content, first: tuple[int, ...] | None) -> list[str]:
+    """The cells of a changed tensor; `first` is the index of the first element that became NaN or infinite."""
     if not content.changed:
         return ["every value is the same"]
     cells = [
@@ -224,7 +226,8 @@ def _statistics(content: Content) -> list[str]:
         if many
     ]
     if content.appeared:
-        return [", ".join(odd), *cells]
+        place = f" (first at {list(first)})" if first else ""
+        return [", ".join(odd) + place, *cells]
     stays = content.nans - content.nan_went
     return [*cells, *odd, *([f"{count(stays)} NaN in both"] if stays else [])]
 
@@ -260,7 +263,7 @@ def diff_document(found: Diff, *, sort: str = "file", top: int | None = None) ->
         **fields_of(found, "removed added"),
         "renamed": [{"a": r.a, "b": r.b} for r in found.renamed],
         "changed": [
-            fields_of(change, "name dtypes")
+            fields_of(change, "name dtypes first_nan first_infinity")
             | {
                 "shapes": [list(shape) for shape in change.shapes],
                 "content": change.content and _content(change.content),

@@ -22,6 +22,7 @@ with it: `a` → `b` → `c` is one line `a.b.c`.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -47,6 +48,7 @@ from holdfast.core.tree import (
 from holdfast.errors import LimitExceeded
 from holdfast.inspect.brief import brief, scalar
 from holdfast.inspect.survey import LookAlikes, Survey
+from holdfast.numeric.dequantize import number_shape
 from holdfast.numeric.pack import packing_of
 
 DEEPEST = 100
@@ -160,7 +162,8 @@ def total(root: Branch) -> None:
             elif child.tensor is not None:
                 branch.tensors += child.times
                 if not child.tie.startswith("="):
-                    branch.elements += child.tensor.size * child.times
+                    shape = number_shape(child.tensor.shape, child.tensor.traits.blocks)
+                    branch.elements += math.prod(shape) * child.times
                     branch.nbytes += (
                         0 if child.tensor.traits.meta else child.tensor.nbytes * child.times
                     )

@@ -139,4 +139,7 @@ def run(options: argparse.Namespace) -> int:
             [[("wrote ", "clean"), (escape(clip(str(where), 400)), "title"), (size, "size")]]
         )
         print_lines([[(escape(clip(str(made.document["sentence"]), 2000)), "dim")]])
+        if isinstance(nonfinite := made.document["nonfinite"], dict):
+            style = "error" if nonfinite["at"] else "clean"
+            print_lines([[(escape(clip(str(nonfinite["text"]), 1000)), style)]])
     return 0

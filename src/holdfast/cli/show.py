@@ -49,7 +49,7 @@ from holdfast.cli.text import (
 )
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage
-from holdfast.core.dtype import DType
+from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.order import in_order, natural
 from holdfast.core.patterns import matcher
 from holdfast.core.tensor import LazyTensor
@@ -59,6 +59,7 @@ from holdfast.core.value import Value
 from holdfast.errors import UnknownFormat
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.survey import Survey, survey
+from holdfast.numeric.dequantize import number_shape
 from holdfast.numeric.pack import SparseStorage, packing_of
 
 if TYPE_CHECKING:
@@ -221,7 +222,11 @@ def _header(checkpoint: Checkpoint, found: Survey, root: Branch) -> Line:
         parts.append(f"{count(elements)} {'parameters' if pure else 'elements'}")
     parts.append(nbytes(found.nbytes))
     common = sorted(found.elements.items(), key=lambda item: -item[1])
-    parts += [f"{short_dtype(dtype)} {percent(n, elements)}" for dtype, n in common[:4] if n]
+    for name, dtype_elements in common[:4]:
+        if dtype_elements:
+            dtype = DTYPES.name(name)
+            label = name if dtype is None else short_dtype(dtype)
+            parts.append(f"{label} {percent(dtype_elements, elements)}")
     line: Line = [(escape(checkpoint.path), "title"), (f"  {' · '.join(parts)}", "dim")]
     if root.kind in ("object", "module"):
         line.append((f"  {_plain_text(root.text)}", "foreign"))
@@ -322,7 +327,8 @@ def _rows(
 def _tensor_row(lead: str, leaf: LeafNode) -> OutlineRow:
     if leaf.tensor is None:
         raise ValueError("a row of a tensor needs one")
-    shape = str(list(leaf.tensor.shape))
+    blocks = leaf.tensor.traits.blocks
+    shape = str(list(number_shape(leaf.tensor.shape, blocks)))
     remark: Line = [(_plain_text(leaf.tie), "tie")] if leaf.tie else []
     if leaf.tensor.traits.meta:
         remark.append(("no data (meta device)", "note"))
@@ -330,8 +336,6 @@ def _tensor_row(lead: str, leaf: LeafNode) -> OutlineRow:
         remark.append((_plain_text(str(leaf.tensor.traits.subclass), 80), "foreign"))
     if leaf.role:
         remark.append((leaf.role, "dim"))
-    if leaf.tensor.traits.blocks is not None:
-        remark.append((f"blocks of {leaf.tensor.traits.blocks}", "note"))
     packing = packing_of(leaf.tensor)
     if packing is not None:
         part = f" {percent(packing.stored_nbytes, leaf.tensor.nbytes)}" if leaf.times == 1 else ""
@@ -339,7 +343,7 @@ def _tensor_row(lead: str, leaf: LeafNode) -> OutlineRow:
     return OutlineRow(
         lead,
         _named(leaf.label),
-        short_dtype(leaf.tensor.dtype),
+        short_dtype(leaf.tensor.dtype) if blocks is None else blocks,
         shape if leaf.times == 1 else f"{leaf.times:,} × {shape}",
         # What is tied is stored once, and counted there: so the sizes on the screen add up.
         ""
@@ -650,15 +654,15 @@ SPARSITY = "name dtype shape size zeros pattern block dead_rows dead_columns"
 
 def _run_sparsity(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
+    from holdfast.engine.computed import numbers_of
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.inspect.sparsity import find_zeros
     from holdfast.inspect.stats import chosen
 
     with open_checkpoint(options.path, threads=1) as checkpoint:
         tensors = chosen(checkpoint, options.filter)
-        with bar(
-            "Reading", sum(tensor.nbytes for tensor in tensors), quiet=options.json
-        ) as progress:
+        total = sum(tensor.nbytes for tensor in numbers_of(tensors))
+        with bar("Reading", total, quiet=options.json) as progress:
             found = find_zeros(tensors, progress=progress)
         if options.json:
             print_json(

@@ -11,8 +11,17 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.text import LINES, Line, fields_of, guides, padded, print_json, print_lines, width
-from holdfast.core.order import in_order
+from holdfast.cli.text import (
+    LINES,
+    Line,
+    fields_of,
+    guides,
+    note_lines,
+    padded,
+    print_json,
+    print_lines,
+    width,
+)
 from holdfast.core.text import clip, escape, plural
 
 if TYPE_CHECKING:
@@ -20,12 +29,19 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Say what the numbers of each tensor look like. Every tensor is read, in parallel and in bounded memory. NaN and infinities are
-counted and left out of everything else; the histogram goes from the least to the largest, its bars by their counts."""
+counted and left out of everything else; the histogram goes from the least to the largest, its bars by their counts. Tensors with
+NaN or Inf come first, and the last line says in how many tensors they are and where the first one is."""
 
 EXAMPLES = """\
+exit codes:
+  0  the numbers were read
+  1  a tensor has what --fail-on names
+  2  trouble
+
 examples:
   holdfast stats model.safetensors
   holdfast stats model.pt -f '*.attn.*' --bins 64
+  holdfast stats step-1000/ --fail-on nan
   holdfast stats model.pt --json | jq '.tensors[] | select(.nans > 0).name'
 """
 
@@ -40,6 +56,13 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--bins", metavar="N", type=_bins, default=32, help="bars of the histogram (32); 0 for none"
     )
     verb.add_argument("--threads", metavar="N", type=values.positive, help="how many threads")
+    verb.add_argument(
+        "--fail-on",
+        choices=("nan", "inf"),
+        action="append",
+        default=[],
+        help="exit with 1 if a tensor has NaN, or Inf; may be repeated",
+    )
     verb.add_argument("-a", "--all", action="store_true", help="every tensor")
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
     verb.add_argument(
@@ -59,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
     from holdfast.core.group import acting
     from holdfast.engine.budget import reading_threads
+    from holdfast.engine.computed import undecoded_notes
     from holdfast.inspect.open import compare_opened
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.inspect.stats import chosen, measure, reading_nbytes
@@ -79,27 +103,51 @@ def run(options: argparse.Namespace) -> int:
                 tensors, bins=options.bins, threads=workers, progress=counted, ranks=ranks
             )
         if options.json:
-            names = "name dtype shape size mean std norm nans infinities zeros histogram minimum maximum"
-            rows = [fields_of(row, names) for row in found]
-            rows = [row | {"min": row.pop("minimum"), "max": row.pop("maximum")} for row in rows]
-            print_json({"schema": 1, "path": checkpoint.path, "tensors": rows})
+            print_json(stats_document(checkpoint.path, found, undecoded_notes(tensors)))
         else:
-            print_lines(
-                lines(
-                    checkpoint.path,
-                    found,
-                    None if options.all else LINES,
-                    bars=BARS if guides()[0].startswith("├") else PLAIN_BARS,
-                )
-            )
-    return 0
+            most = None if options.all else LINES
+            bars = BARS if guides()[0].startswith("├") else PLAIN_BARS
+            notes = undecoded_notes(tensors)
+            print_lines(lines(checkpoint.path, found, most, bars=bars, notes=notes))
+    has_nan = any(row.nans for row in found)
+    has_infinity = any(row.infinities for row in found)
+    failed = ("nan" in options.fail_on and has_nan) or ("inf" in options.fail_on and has_infinity)
+    return 1 if failed else 0
+
+
+def stats_document(
+    path: str, found: Sequence[TensorStats], notes: Sequence[str]
+) -> dict[str, object]:
+    """Return the document that `--json` prints. Tensors stay in the order of the checkpoint."""
+    from holdfast.inspect.nonfinite import describe_nonfinite
+
+    names = "name dtype shape size mean std norm nans infinities zeros histogram first_nan first_infinity"
+    rows: list[dict[str, object]] = []
+    for row in found:
+        fields = fields_of(row, names)
+        rows.append(fields | {"min": row.minimum, "max": row.maximum})
+    nonfinite = {
+        "text": describe_nonfinite(found),
+        "nan_tensors": sum(row.nans > 0 for row in found),
+        "inf_tensors": sum(row.infinities > 0 for row in found),
+    }
+    document = {"schema": 1, "path": path, "nonfinite": nonfinite}
+    return document | {"notes": list(notes), "tensors": rows}
 
 
 def lines(
-    path: str, found: Sequence[TensorStats], most: int | None, *, bars: str
+    path: str,
+    found: Sequence[TensorStats],
+    most: int | None,
+    *,
+    bars: str,
+    notes: Sequence[str] = (),
 ) -> Iterator[Line]:
+    from holdfast.inspect.nonfinite import describe_nonfinite
+    from holdfast.inspect.stats import is_nonfinite, listed
+
     yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')}", "dim")]
-    shown = in_order(found, lambda row: row.name)[:most]
+    shown = listed(found)[:most]
     for name, row in zip(padded([row.name for row in shown]), shown, strict=True):
         line: Line = [(name, "name"), (f"  {row.dtype} {list(row.shape)}", "dim")]
         for label, value in (
@@ -110,14 +158,21 @@ def lines(
             ("norm", row.norm),
         ):
             line += [(f"  {label} ", "dim"), ("-" if value is None else f"{value:.4g}", "")]
-        for label, number in (("zeros", row.zeros), ("NaN", row.nans), ("inf", row.infinities)):
+        if row.zeros:
+            line.append((f"  zeros {row.zeros:,}", "dim"))
+        counts = ("NaN", row.nans, row.first_nan), ("inf", row.infinities, row.first_infinity)
+        for label, number, first in counts:
             if number:
-                line.append((f"  {label} {number:,}", "dim" if label == "zeros" else "error"))
+                place = f", first at {list(first)}" if first else ""
+                line.append((f"  {label} {number:,}{place}", "error"))
         yield line
         if row.histogram:
             yield [(" " * (width(name) + 2), ""), (draw(row.histogram, bars), "size")]
     if len(shown) < len(found):
         yield [(f"… {len(found) - len(shown):,} more: use --filter or --all", "dim")]
+    yield from note_lines(notes)
+    style = "error" if any(map(is_nonfinite, found)) else "clean"
+    yield [(describe_nonfinite(found), style)]
 
 
 def draw(counts: Sequence[int], bars: str = BARS) -> str:

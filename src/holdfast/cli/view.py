@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     with prepared(options.path, options.other, report_request_of(options, ALONE)) as ready:
         with bar("Reading", ready.nbytes, quiet=options.quiet or not ready.nbytes) as progress:
             made = ready.make(progress)
-        live = Live(made.document, made.tensors, port=options.port)
+        live = Live(made.document, made.tensors, counterparts=made.counterparts, port=options.port)
         try:
             print_lines([[("serving ", "clean"), (live.url, "title"), ("  Ctrl-C ends it", "dim")]])
             if not options.no_browser:

@@ -165,6 +165,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences about what is odd in this file."""
+        return (*self._description.notes_on_blocks, *self._description.notes)
+
+    @property
+    def notes_on_numbers(self) -> tuple[str, ...]:
+        """The notes without those about quantised blocks, for whoever reads the numbers that the blocks stand for."""
         return self._description.notes
 
     @property

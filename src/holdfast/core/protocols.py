@@ -269,6 +269,8 @@ class Description(Value, frozen=True):
     """The format in which others expect these tensors, where a map knows."""
     torch_dist: bool = False
     """Whether Megatron is to load what is written of it: it looks for two small files beside the tensors."""
+    notes_on_blocks: tuple[str, ...] = ()
+    """Notes about quantised blocks. They mean nothing to whoever reads the numbers that the blocks stand for."""
 
 
 class State(Value, frozen=True):

@@ -97,6 +97,10 @@ class Traits(Value, frozen=True):
     strides: tuple[int, ...] | None = None
     """How it lay in memory when it was saved, in elements, where a file notes that apart: DCP since torch 2.15."""
 
+    def dtype_label(self, dtype: DType) -> str:
+        """The name of the dtype as people read it: of quantised blocks, their type."""
+        return self.blocks or dtype.name
+
 
 PLAIN = Traits()
 

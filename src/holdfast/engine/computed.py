@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -23,8 +23,10 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.options import validated
 from holdfast.core.protocols import Request
 from holdfast.core.quantities import shown
-from holdfast.core.table import Kind, Piece, StorageMoved, Storages
+from holdfast.core.sharing import View, identity
+from holdfast.core.table import Kind, Piece, StorageMoved, Storages, Table
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import plural
 from holdfast.core.value import Value, replace
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.saves import Data, Memory
@@ -358,6 +360,34 @@ def dequantize(tensor: LazyTensor) -> LazyTensor:
 class Dequantized(Sourced):
     def __init__(self) -> None:
         super().__init__("<dequantized>")
+        self._known: dict[View, LazyTensor] = {}
+
+    def numbers(self, stored: LazyTensor) -> LazyTensor:
+        """What a tensor stands for; itself if it is in no blocks, or in blocks that cannot be decoded.
+
+        Tensors with the same elements get the same numbers, which are stored once.
+        """
+        if stored.traits.blocks is None:
+            return stored
+        view = identity(stored)
+        if view not in self._known:
+            try:
+                self._known[view] = self.tensor(stored)
+            except Unsupported:
+                self._known[view] = stored
+        return replace(self._known[view], name=stored.name)
+
+    def copied(self, stored: LazyTensor) -> LazyTensor:
+        """The same elements as a tensor of this store, so that it can be joined with decoded ones."""
+        entry = VirtualFile(
+            stored.nbytes, partial(_copy_elements, stored), stamp=partial(tensor_stamp, stored)
+        )
+        storage = Storage(self.put(entry), 0, stored.nbytes, label=stored.name, home=self)
+        tensor = LazyTensor.contiguous(
+            stored.name, stored.dtype, stored.shape, storage, self.source
+        )
+        # The flags for conjugated and negated elements are resolved by reading the original.
+        return replace(tensor, traits=replace(stored.traits, conj=False, neg=False))
 
     def tensor(self, stored: LazyTensor) -> LazyTensor:
         """What a tensor stands for; itself, where it is in no blocks."""
@@ -380,6 +410,56 @@ class Dequantized(Sourced):
         return replace(
             LazyTensor.contiguous(stored.name, dtype, shape, storage, self.source), traits=traits
         )
+
+
+def numbers_of(tensors: Iterable[LazyTensor]) -> list[LazyTensor]:
+    """Return what tensors stand for: quantised blocks are decoded when they are read.
+
+    Blocks that cannot be decoded stay blocks; their `traits.blocks` tells.
+    """
+    decoded = Dequantized()
+    return [decoded.numbers(tensor) for tensor in tensors]
+
+
+def numbers_table(table: Table) -> Table:
+    """Return a table of numbers in place of quantised blocks, whose tensors may be joined with each other.
+
+    A joined tensor is read from one store. So if a table has blocks, its other tensors are read
+    through the store of the decoded ones. Blocks that cannot be decoded stay.
+    """
+    if not any(kind.traits.blocks for kind in table.kinds):
+        return table
+    decoded = Dequantized()
+    entries: dict[int, dict[str, LazyTensor]] = {}
+    for row, name in enumerate(table.names):
+        kind = table.kind_of(row)
+        if kind.traits.blocks is not None:
+            entries[row] = {name: decoded.numbers(table.view(row))}
+        elif not kind.traits.meta and not kind.dtype.packed:
+            entries[row] = {name: decoded.copied(table.view(row))}
+    return table.with_entries(range(len(table)), entries)
+
+
+def undecoded_notes(tensors: Iterable[LazyTensor]) -> list[str]:
+    """Say which tensors have no numbers, because their blocks cannot be decoded."""
+    names: dict[str, list[str]] = {}
+    for tensor in numbers_of(tensors):
+        if tensor.traits.blocks is not None:
+            names.setdefault(tensor.traits.blocks, []).append(tensor.name)
+    notes: list[str] = []
+    for blocks, members in names.items():
+        count = plural(len(members), "tensor")
+        notes.append(f"no numbers of {count} in blocks of {blocks}, which cannot be decoded here")
+    return notes
+
+
+def _copy_elements(stored: LazyTensor, start: int, out: memoryview) -> None:
+    """Fill memory with a range of the bytes of a tensor in C order."""
+    width = stored.dtype.bits // 8
+    first, last = start // width, -(-(start + out.nbytes) // width)
+    data = byte_row(read_flat(stored, first, last)).data
+    skipped = start - first * width
+    out[:] = data[skipped : skipped + out.nbytes]
 
 
 def _decode(stored: LazyTensor, blocks: BlockType, start: int, out: memoryview) -> None:

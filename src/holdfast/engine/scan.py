@@ -96,7 +96,8 @@ def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
     """The tally of elements [start, stop), counted in C order; the tensors have one canonical shape. Reads both."""
     left, right = elements(a, start, stop), elements(b, start, stop)
     with computing():
-        return tally(left, right, same_bits=compared_dtype(a) is compared_dtype(b))
+        same_bits = compared_dtype(a) is compared_dtype(b)
+        return tally(left, right, same_bits=same_bits, start=start)
 
 
 def scan(

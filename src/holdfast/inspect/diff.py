@@ -46,10 +46,12 @@ from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size
 from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
+from holdfast.core.text import plural
 from holdfast.core.value import Value
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.coalesce import Ranges
+from holdfast.engine.computed import Dequantized
 from holdfast.engine.digest import recorded_crc, tensor_crcs
 from holdfast.engine.equal import Located, same_bytes, same_ranges
 from holdfast.engine.scan import blocks, compare_block
@@ -64,9 +66,11 @@ from holdfast.inspect.compare_values import (
     compare_metadata,
     compare_trees,
 )
+from holdfast.inspect.nonfinite import described_place, element_index
 from holdfast.inspect.open import Openable, compare_opened, opened
 from holdfast.inspect.side import Side, chosen_sides, same_view
 from holdfast.numeric.compare import Content, Tally, compare_arrays
+from holdfast.numeric.dequantize import number_shape
 
 if TYPE_CHECKING:
     from holdfast.maps.find import AnyMap
@@ -176,9 +180,12 @@ def dense_pairs(
     judged = [
         (a.kinds[code // len(b.kinds)], b.kinds[code % len(b.kinds)]) for code in codes.tolist()
     ]
-    alike = np.array([x.dtype is y.dtype and x.shape == y.shape for x, y in judged], np.bool_)[
-        where
+    # The bytes of two types of blocks may have one length, and stand for different numbers.
+    judgements = [
+        x.dtype is y.dtype and x.shape == y.shape and x.traits.blocks == y.traits.blocks
+        for x, y in judged
     ]
+    alike = np.array(judgements, np.bool_)[where]
     found = []
     for source, left in a.dense(rows[0]):
         for other, right in b.dense(rows[1]):
@@ -197,6 +204,15 @@ def dense_pairs(
                 DensePairs(names, numbers[wanted], one, two, (source.store, other.store), crcs)
             )
     return found
+
+
+def comparable(tensor: LazyTensor) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype, or the type of blocks, and the shape by which tensors are compared."""
+    blocks = tensor.traits.blocks
+    if blocks is not None:
+        return blocks, number_shape(tensor.shape, blocks)
+    dtype, shape = canonical(tensor.dtype, tensor.shape)
+    return dtype.name, shape
 
 
 class Counting:
@@ -323,12 +339,33 @@ class TensorChange:
     dtypes: tuple[str, str]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     content: Content | None
-    """How the elements differ; None where the shapes do, or where one of the two is on the meta device and has no elements."""
+    """How the elements differ; None where the shapes do, where one of the two is on the meta device and has no elements, or where
+    quantised blocks cannot be decoded. Of other blocks these are the numbers that they stand for."""
 
     @property
     def appeared(self) -> int:
         """Elements that became NaN or infinite."""
         return 0 if self.content is None else self.content.appeared
+
+    @property
+    def first_nan(self) -> tuple[int, ...] | None:
+        """The index of the first element that became NaN."""
+        return (
+            None if self.content is None else element_index(self.content.first_nan, self.shapes[1])
+        )
+
+    @property
+    def first_infinity(self) -> tuple[int, ...] | None:
+        """The index of the first element that became infinite."""
+        return (
+            None if self.content is None else element_index(self.content.first_inf, self.shapes[1])
+        )
+
+    @property
+    def first_appeared(self) -> tuple[int, ...] | None:
+        """The index of the first element that became NaN or infinite."""
+        indices = [index for index in (self.first_nan, self.first_infinity) if index is not None]
+        return min(indices, default=None)
 
     @property
     def size(self) -> float:
@@ -368,6 +405,20 @@ class Diff(Shown):
         return tuple(
             sorted(in_order(sick, attrgetter("name")), key=lambda change: -change.appeared)
         )
+
+    @property
+    def nonfinite_summary(self) -> str:
+        """In how many tensors NaN or infinities appeared, and where the first is; empty if there are none."""
+        sick = in_order(self.nonfinite, attrgetter("name"))
+        if not sick:
+            return ""
+        first = described_place(sick[0].name, sick[0].first_appeared)
+        return f"NaN or Inf appeared in {plural(len(sick), 'tensor')}, first {first}"
+
+    def _headline(self) -> Iterator[tuple[str, str]]:
+        yield from Shown._headline(self)
+        if self.nonfinite:
+            yield "attention", self.nonfinite_summary
 
     def ranked(self, by: str = "change") -> tuple[TensorChange, ...]:
         """The changed tensors by "change": those in which NaN or infinities appeared, then the others, each the largest first; by
@@ -450,6 +501,7 @@ class Comparison:
         flat = a.flat and b.flat
         a, b = (side if flat else side.made() for side in (a, b))
         self._a, self._b, self._exact, self._threads = a, b, exact, threads
+        self._decoded = Dequantized()
         left, right = a.tensors, b.tensors
         self._changes: dict[str, TensorChange] = {}
         self._pairs: dict[str, Pair] = {}
@@ -493,7 +545,9 @@ class Comparison:
         changes, same = dict(self._changes), self._same
         for name, pair, content in self._contents(progress):
             if content.changed or pair_dtypes(pair)[0] != pair_dtypes(pair)[1]:
-                changes[name] = _change(name, pair, content)
+                # Of blocks that cannot be decoded, bytes were compared, and these are no numbers.
+                is_known = not any(tensor.traits.blocks for tensor in self._numbers(pair))
+                changes[name] = _change(name, pair, content if is_known else None)
             elif name in self._a.tensors:
                 same += 1
         same += sum(map(len, self._dense)) - self._differing
@@ -547,12 +601,21 @@ class Comparison:
         ]
 
     def _compare(self, pairs: Sequence[Pair], progress: Progress | None) -> list[Content]:
+        """The differences of some pairs, of the numbers that quantised blocks stand for."""
+
         def look(numbers: list[int]) -> list[Content]:
-            return compare_tensors(
-                [pairs[number] for number in numbers], progress, threads=self._threads
+            own = [pairs[number] for number in numbers]
+            decoded = [self._numbers(pair) for pair in own]
+            counted = (
+                None if progress is None else Scaled(progress, nbytes_of(own), nbytes_of(decoded))
             )
+            return compare_tensors(decoded, counted, threads=self._threads)
 
         return share_out(self._ranks, [a.nbytes + b.nbytes for a, b in pairs], look, Content)
+
+    def _numbers(self, pair: Pair) -> Pair:
+        """What a pair stands for; itself if it is in no blocks, or in blocks that cannot be decoded."""
+        return self._decoded.numbers(pair[0]), self._decoded.numbers(pair[1])
 
     def _plan_dense(self, found: list[DensePairs], names: Sequence[str]) -> list[str]:
         """Count pairs that are the same by checksum, and plan to compare the other dense ones; the names of all others."""
@@ -606,12 +669,11 @@ class Comparison:
 
     def _plan_pair(self, name: str, pair: Pair) -> None:
         a, b = pair
-        alike = canonical(a.dtype, a.shape) == canonical(b.dtype, b.shape)
-        if (
-            a.traits.meta
-            or b.traits.meta
-            or canonical(a.dtype, a.shape)[1] != canonical(b.dtype, b.shape)[1]
-        ):
+        alike = comparable(a) == comparable(b)
+        decoded = self._numbers(pair)
+        # Bytes of blocks that cannot be decoded can be compared with those of the same type alone.
+        is_opaque = not alike and any(tensor.traits.blocks for tensor in decoded)
+        if a.traits.meta or b.traits.meta or is_opaque or comparable(a)[1] != comparable(b)[1]:
             if alike and a.traits.meta and b.traits.meta:
                 self._same += 1
             else:
@@ -657,7 +719,8 @@ def _names_only(side: Side) -> bool:
 
 
 def _kind(tensor: LazyTensor) -> ContainerKind:
-    return ContainerKind(f"tensor {tensor.dtype} {list(tensor.shape)}")
+    dtype, shape = comparable(tensor)
+    return ContainerKind(f"tensor {dtype} {list(shape)}")
 
 
 def _candidates(
@@ -665,17 +728,40 @@ def _candidates(
 ) -> tuple[list[LazyTensor], list[LazyTensor]]:
     """The tensors on both sides whose dtype and shape the other side has too; not those without data, which all look alike."""
     sides = [[t for t in side if not t.traits.meta] for side in (old, new)]
-    kinds = [{canonical(t.dtype, t.shape) for t in side} for side in sides]
+    kinds = [set(map(comparable, side)) for side in sides]
     both = kinds[0] & kinds[1]
-    first, second = ([t for t in side if canonical(t.dtype, t.shape) in both] for side in sides)
+    first, second = ([t for t in side if comparable(t) in both] for side in sides)
     return first, second
 
 
 def pair_dtypes(pair: Pair) -> tuple[str, str]:
-    first, second = (canonical(t.dtype, t.shape)[0].name for t in pair)
-    return first, second
+    """The dtypes of a pair; of quantised blocks, their type."""
+    return comparable(pair[0])[0], comparable(pair[1])[0]
 
 
 def _change(name: str, pair: Pair, content: Content | None) -> TensorChange:
-    shapes = tuple(canonical(t.dtype, t.shape)[1] for t in pair)
-    return TensorChange(name, pair_dtypes(pair), (shapes[0], shapes[1]), content)
+    shapes = comparable(pair[0])[1], comparable(pair[1])[1]
+    return TensorChange(name, pair_dtypes(pair), shapes, content)
+
+
+def nbytes_of(pairs: Iterable[Pair]) -> int:
+    return sum(a.nbytes + b.nbytes for a, b in pairs)
+
+
+class Scaled:
+    """Progress in bytes of files, called with bytes of what is decoded of them."""
+
+    def __init__(self, progress: Progress, stored_nbytes: int, decoded_nbytes: int) -> None:
+        self._progress, self._lock = progress, threading.Lock()
+        self._stored_nbytes, self._decoded_nbytes = stored_nbytes, decoded_nbytes
+        self._seen_nbytes = 0
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            before = self._scaled(self._seen_nbytes)
+            self._seen_nbytes += nbytes
+            after = self._scaled(self._seen_nbytes)
+        self._progress(after - before)
+
+    def _scaled(self, nbytes: int) -> int:
+        return nbytes * self._stored_nbytes // max(self._decoded_nbytes, 1)

@@ -26,7 +26,7 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import Block, blocks, scan
 from holdfast.errors import located
 from holdfast.inspect.open import Openable, opened
-from holdfast.inspect.stats import TensorReport
+from holdfast.inspect.stats import TensorReport, decoded_pairs
 from holdfast.numeric.pack import matrix_shape
 from holdfast.numeric.statistics import countable
 from holdfast.numeric.zeros import ZeroPlaces
@@ -111,12 +111,17 @@ def find_zeros(
     tensors: Iterable[LazyTensor], *, threads: int | None = None, progress: Progress | None = None
 ) -> tuple[TensorSparsity, ...]:
     """The zeros of every tensor whose elements are numbers."""
-    wanted = [tensor for tensor in tensors if countable(tensor) and not tensor.dtype.paired]
-    for tensor in wanted:
-        with located(tensor=tensor.name):
-            tensor.check_expansion()
+    wanted: list[LazyTensor] = []
+    labels: list[str] = []
+    for stored, tensor in decoded_pairs(tensors):
+        if countable(tensor) and not tensor.dtype.paired:
+            with located(tensor=tensor.name):
+                tensor.check_expansion()
+            wanted.append(tensor)
+            labels.append(stored.traits.dtype_label(stored.dtype))
     make, cut = (lambda at: ZeroPlaces(wanted[at].shape, BLOCKS)), (lambda at: tiles(wanted[at]))
-    return tuple(map(_row, wanted, scan(wanted, make, cut, threads=threads, progress=progress)))
+    found = scan(wanted, make, cut, threads=threads, progress=progress)
+    return tuple(map(_row, wanted, labels, found))
 
 
 def tiles(tensor: LazyTensor) -> Iterator[Block]:
@@ -133,7 +138,7 @@ def tiles(tensor: LazyTensor) -> Iterator[Block]:
             yield Box((top, left), (min(top + TILE_ROWS, rows), min(left + TILE_COLUMNS, columns)))
 
 
-def _row(tensor: LazyTensor, about: ZeroPlaces) -> TensorSparsity:
+def _row(tensor: LazyTensor, label: str, about: ZeroPlaces) -> TensorSparsity:
     filled = tensor.size - about.zeros
     fits = [
         (n / m, m, n)
@@ -148,6 +153,4 @@ def _row(tensor: LazyTensor, about: ZeroPlaces) -> TensorSparsity:
             None,
         )
     found = (pattern[2], pattern[1]) if pattern else None
-    return TensorSparsity(
-        tensor.name, tensor.dtype.name, tensor.shape, about.zeros, found, block, *about.dead
-    )
+    return TensorSparsity(tensor.name, label, tensor.shape, about.zeros, found, block, *about.dead)

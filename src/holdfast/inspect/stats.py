@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from holdfast.core.arrays import Ints
@@ -17,13 +18,16 @@ from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.options import validated
+from holdfast.core.order import in_order
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
+from holdfast.engine.computed import numbers_of, undecoded_notes
 from holdfast.engine.scan import BLOCK_ELEMENTS, scan
 from holdfast.errors import NoSuchTensor, located
+from holdfast.inspect.nonfinite import describe_nonfinite, element_index
 from holdfast.inspect.open import Openable, compare_opened, opened
 from holdfast.numeric.statistics import Moments, NumberStats, countable, counts_patterns
 
@@ -36,6 +40,7 @@ class TensorStats:
 
     name: str
     dtype: str
+    """Of a tensor in quantised blocks, their type (`Q4_K`); the numbers are those that the blocks stand for."""
     shape: tuple[int, ...]
     minimum: float | None
     maximum: float | None
@@ -49,6 +54,9 @@ class TensorStats:
     zeros: int
     histogram: tuple[int, ...] = ()
     """Counts in bins of one width from the minimum to the maximum, both in."""
+    first_nan: tuple[int, ...] | None = None
+    """The index of the first NaN in C order."""
+    first_infinity: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -79,6 +87,33 @@ class StatsReport(TensorReport[TensorStats]):
 
     __slots__ = ()
 
+    @property
+    def nonfinite(self) -> tuple[TensorStats, ...]:
+        """The tensors with NaN or infinities, in the order in which people count."""
+        return tuple(in_order((row for row in self if is_nonfinite(row)), attrgetter("name")))
+
+    @property
+    def nonfinite_summary(self) -> str:
+        """One line: in how many tensors NaN and infinities are, and where the first of each is."""
+        return describe_nonfinite(self)
+
+    def _headline(self) -> Iterator[tuple[str, str]]:
+        yield "NaN and Inf", self.nonfinite_summary
+
+    def _arranged(self, field: str, value: object) -> object:
+        return tuple(listed(self)) if field == "tensors" else Shown._arranged(self, field, value)
+
+
+def is_nonfinite(row: TensorStats) -> bool:
+    """Whether a tensor has a NaN or an infinity."""
+    return row.nans > 0 or row.infinities > 0
+
+
+def listed(rows: Iterable[TensorStats]) -> list[TensorStats]:
+    """Return the rows as they are shown: tensors with NaN or infinities first, because lists are cut."""
+    ordered = in_order(rows, attrgetter("name"))
+    return sorted(ordered, key=is_nonfinite, reverse=True)
+
 
 @validated
 def stats(
@@ -101,10 +136,10 @@ def stats(
         workers = reading_threads(max_memory, threads, ranks.neighbours())
         with opened(src, threads=1, limits=limits) as source:
             compare_opened(ranks, source)
-            rows = measure(
-                chosen(source, pattern), bins=bins, threads=workers, progress=counted, ranks=ranks
-            )
-            return StatsReport(source.path, source.format, rows, source.notes)
+            tensors = chosen(source, pattern)
+            rows = measure(tensors, bins=bins, threads=workers, progress=counted, ranks=ranks)
+            notes = (*source.notes_on_numbers, *undecoded_notes(tensors))
+            return StatsReport(source.path, source.format, rows, notes)
 
 
 def chosen(source: Checkpoint, pattern: str | None) -> list[LazyTensor]:
@@ -124,10 +159,14 @@ def measure(
     """The statistics of these tensors, without those that are not countable. Of several ranks each reads some."""
     if bins < 0:
         raise ValueError(f"a histogram has 0 bins or more; found {bins}")
-    wanted = [tensor for tensor in tensors if countable(tensor)]
-    for tensor in wanted:
-        with located(tensor=tensor.name):
-            tensor.check_expansion()
+    wanted: list[LazyTensor] = []
+    labels: list[str] = []
+    for stored, tensor in decoded_pairs(tensors):
+        if countable(tensor):
+            with located(tensor=tensor.name):
+                tensor.check_expansion()
+            wanted.append(tensor)
+            labels.append(stored.traits.dtype_label(stored.dtype))
 
     def rows(numbers: list[int]) -> list[TensorStats]:
         own = [wanted[number] for number in numbers]
@@ -146,7 +185,10 @@ def measure(
         )
         for at, both in zip(again, drawn, strict=True):
             found[at] = both
-        return [_row(tensor, *one) for tensor, one in zip(own, found, strict=True)]
+        return [
+            _row(wanted[number], labels[number], *one)
+            for number, one in zip(numbers, found, strict=True)
+        ]
 
     return tuple(share_out(ranks, [tensor.nbytes for tensor in wanted], rows, TensorStats))
 
@@ -158,15 +200,24 @@ def reading_nbytes(tensors: Iterable[LazyTensor], *, bins: int) -> int:
         return not bins or counts_patterns(tensor) or tensor.size <= BLOCK_ELEMENTS
 
     return sum(
-        tensor.nbytes * (1 if once(tensor) else 2) for tensor in tensors if countable(tensor)
+        tensor.nbytes * (1 if once(tensor) else 2)
+        for tensor in numbers_of(tensors)
+        if countable(tensor)
     )
 
 
-def _row(tensor: LazyTensor, found: Moments, counts: Ints | None) -> TensorStats:
+def decoded_pairs(tensors: Iterable[LazyTensor]) -> list[tuple[LazyTensor, LazyTensor]]:
+    """Return each tensor as it is stored, and the numbers that it stands for."""
+    stored = list(tensors)
+    return list(zip(stored, numbers_of(stored), strict=True))
+
+
+def _row(tensor: LazyTensor, label: str, found: Moments, counts: Ints | None) -> TensorStats:
     some = found.finite > 0
     return TensorStats(
-        tensor.name, tensor.dtype.name, tensor.shape, found.low if some else None, found.high if some else None,
+        tensor.name, label, tensor.shape, found.low if some else None, found.high if some else None,
         found.mean if some else None, math.sqrt(found.deviations / found.finite) if some else None,
         math.sqrt(found.squares) if some or not (found.nans or found.infinities) else None, found.nans, found.infinities,
         found.zeros, () if counts is None else tuple(counts.tolist()),
+        element_index(found.first_nan, tensor.shape), element_index(found.first_infinity, tensor.shape),
     )  # fmt: skip

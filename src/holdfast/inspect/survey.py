@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from holdfast.core.checkpoint import Alias, Checkpoint, find_aliases
-from holdfast.core.dtype import DType
 from holdfast.core.sharing import shared_rows
 from holdfast.core.table import ODD, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+from holdfast.numeric.dequantize import number_shape
 
 
 class Survey(Value, frozen=True):
@@ -22,8 +22,8 @@ class Survey(Value, frozen=True):
     """For each name that shares its storage with an earlier one: `= other` (the same elements) or `in other`."""
     nbytes: int
     """Bytes of all storages, each once."""
-    elements: Mapping[DType, int]
-    """Elements of each dtype; what is tied counts once."""
+    elements: Mapping[str, int]
+    """Elements of each dtype, or of each type of quantised blocks, by name; what is tied counts once."""
 
 
 def survey(checkpoint: Checkpoint) -> Survey:
@@ -37,14 +37,14 @@ def survey(checkpoint: Checkpoint) -> Survey:
                 names[row], f"= {names[same[row]]}" if row in same else f"in {names[rows[0]]}"
             )
     counts = np.bincount(np.asarray(table.kind, np.int64), minlength=len(table.kinds)).tolist()
-    elements: dict[DType, int] = {
-        table.kinds[number].dtype: 0 for number in dict.fromkeys(table.kind)
-    }
+    labels = [kind.traits.dtype_label(kind.dtype) for kind in table.kinds]
+    elements = {labels[number]: 0 for number in dict.fromkeys(table.kind)}
     for row in same:
         counts[table.kind[row]] -= 1
-    for kind, count in zip(table.kinds, counts, strict=True):
+    for kind, label, count in zip(table.kinds, labels, counts, strict=True):
         if count:
-            elements[kind.dtype] += count * math.prod(kind.shape)
+            shape = number_shape(kind.shape, kind.traits.blocks)
+            elements[label] += count * math.prod(shape)
     return Survey(table, find_aliases(table, shared), ties, shared.total_nbytes(), elements)
 
 

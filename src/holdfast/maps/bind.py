@@ -402,7 +402,7 @@ class Bound:
                     del found.rows[number, places]
                 elif (blocks := kind.traits.blocks) is not None:
                     problems.wrong[table.names[row]] = (
-                        f"is in blocks of {blocks}: make numbers of them first (dequantize=True)"
+                        f"is in blocks of {blocks}, which cannot be decoded"
                     )
                 elif kind.shape != shape:
                     used = [span.axis for dim in placed.dims for span in dim]

@@ -19,6 +19,7 @@ from msgspec import field
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.value import Value, replace
+from holdfast.engine.computed import numbers_table
 from holdfast.errors import BadMap
 from holdfast.formats.index_file import read_config
 from holdfast.maps.bind import Bound
@@ -71,8 +72,10 @@ class Map(Value, frozen=True, eq=False):
     def bind(self, checkpoint: Checkpoint, config: Mapping[str, object] | None = None) -> Bound:
         """Prove that this map fits a checkpoint, without what comes behind it. Raises `DoesNotFit` with every problem."""
         known = read_config(checkpoint.source, DEFAULTS) if config is None else config
+        # A map cuts and joins tensors by their elements, and has nothing to say of bytes in blocks.
+        numbers = numbers_table(checkpoint.stored)
         return Bound(
-            self.family, self.source, self.target, checkpoint.stored, config=known, given=self.sizes,
+            self.family, self.source, self.target, numbers, config=known, given=self.sizes,
             metadata=checkpoint.metadata, prefix=self.prefix, file=checkpoint.path,
         )  # fmt: skip
 

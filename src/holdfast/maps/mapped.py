@@ -129,8 +129,16 @@ def mapped(
     ]
     if not checkpoint.flat:
         notes.append("left out: what is no tensor, which a map says nothing of")
+    decoded = sum(
+        kind.traits.blocks is not None
+        for kind in map(checkpoint.stored.kind_of, range(len(checkpoint.stored)))
+    )
+    if decoded:
+        notes.append(
+            f"the quantised blocks of {plural(decoded, 'tensor')} are read as the numbers that they stand for"
+        )
     description = Description(
-        checkpoint.format, table, table, notes=(*checkpoint.notes, *notes), metadata=checkpoint.metadata,
+        checkpoint.format, table, table, notes=(*checkpoint.notes_on_numbers, *notes), metadata=checkpoint.metadata,
         usual_format=bound.target.format, torch_dist=bound.target.torch_dist,
     )  # fmt: skip
     return checkpoint.seen(description, again)

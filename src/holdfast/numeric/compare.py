@@ -31,6 +31,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.numeric.cast import as_float64
+from holdfast.numeric.statistics import earlier_index, first_index
 
 PAIRS = "float4_e2m1fn_x2"  # Two elements in a byte, which numpy has no type for.
 
@@ -67,6 +68,10 @@ class Content:
     inf_appeared: int = 0
     """Elements that are infinite in the second, and not in the first."""
     inf_went: int = 0
+    first_nan: int | None = None
+    """The index in C order of the first element that is NaN in the second, and not in the first."""
+    first_inf: int | None = None
+    """The same of infinities."""
 
     @property
     def appeared(self) -> int:
@@ -98,19 +103,24 @@ class Tally(Value, frozen=True):
     """NaN that appeared and went, infinities that did, and that changed their sign."""
     beyond: int = 0
     """Elements that changed, and are NaN on one side or both: their difference is no number."""
+    first_nan: int | None = None
+    """The index of the first NaN that appeared, counted from the beginning of the tensor."""
+    first_inf: int | None = None
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
             self.changed + other.changed, self.total + other.total, max(self.max_abs, other.max_abs),
             max(self.max_rel, other.max_rel), self.nans + other.nans, self.dot + other.dot, self.squares_a + other.squares_a,
             self.squares_b + other.squares_b, self.apart + other.apart, tuple(map(add, self.odd, other.odd)),
-            self.beyond + other.beyond,
+            self.beyond + other.beyond, earlier_index(self.first_nan, other.first_nan),
+            earlier_index(self.first_inf, other.first_inf),
         )  # fmt: skip
 
     def content(self) -> Content:
         most, ratio = (
             (None, None) if 0 < self.changed == self.beyond else (self.max_abs, self.max_rel)
         )
+        nan_appeared, nan_went, inf_appeared, inf_went = self.odd[:4]
         return Content(
             self.changed,
             self.total,
@@ -119,7 +129,12 @@ class Tally(Value, frozen=True):
             self._cosine(),
             self.nans,
             self._relative(),
-            *self.odd[:4],
+            nan_appeared,
+            nan_went,
+            inf_appeared,
+            inf_went,
+            self.first_nan,
+            self.first_inf,
         )
 
     def _relative(self) -> float | None:
@@ -160,8 +175,9 @@ def compared_dtype(tensor: LazyTensor) -> DType:
     return canonical(tensor.dtype, tensor.shape)[0]
 
 
-def tally(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
-    """Compare two 1-D arrays of one length. With `same_bits`, they have one dtype, and the bits decide what is the same."""
+def tally(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 0) -> Tally:
+    """Compare two 1-D arrays of one length. With `same_bits`, they have one dtype, and the bits decide what is the same. `start` is
+    the index of their first elements in their tensors."""
     plain = (
         _Plain(same_bits, exact=_is_integer(a) and _is_integer(b))
         if _is_narrow(a) and _is_narrow(b)
@@ -171,7 +187,7 @@ def tally(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
     for at in range(0, a.size, STEP_ELEMENTS):
         left, right = a[at : at + STEP_ELEMENTS], b[at : at + STEP_ELEMENTS]
         if plain is None or not plain.add(left, right):
-            total += tally_step(left, right, same_bits=same_bits)
+            total += tally_step(left, right, same_bits=same_bits, start=start + at)
     return total if plain is None else total + plain.tally()
 
 
@@ -235,7 +251,7 @@ class _Plain:
 LEAST = 5e-324
 
 
-def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
+def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 0) -> Tally:
     """The tally of any numbers, in memory for several copies of them."""
     if _is_integer(a) and _is_integer(b):
         return _tally_integers(a, b)
@@ -249,6 +265,7 @@ def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
     left, right = wide_a, wide_b = _wide(a), _wide(b)
     usable = np.isfinite(wide_a) & np.isfinite(wide_b)
     nans, odd = 0, NONE
+    first_nan = first_inf = None
     if usable.all():
         changed = wide_a != wide_b if changed is None else changed
         countable = changed
@@ -267,11 +284,13 @@ def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
             inf_a & inf_b & changed,
         )
         odd = tuple(int(count.sum()) for count in counts)
+        first_nan, first_inf = first_index(counts[0], start), first_index(counts[2], start)
         left, right = wide_a[usable], wide_b[usable]
     max_abs, max_rel = _largest(wide_a[countable], wide_b[countable])
     sums = _dot(left, right), _squares(left), _squares(right), _apart(left, right)
     many = int(changed.sum())
-    return Tally(many, a.size, max_abs, max_rel, nans, *sums, odd, many - int(countable.sum()))
+    beyond = many - int(countable.sum())
+    return Tally(many, a.size, max_abs, max_rel, nans, *sums, odd, beyond, first_nan, first_inf)
 
 
 def _tally_integers(a: np.ndarray, b: np.ndarray) -> Tally:

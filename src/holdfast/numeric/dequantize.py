@@ -194,3 +194,17 @@ BLOCKS: dict[str, BlockType] = {name: BlockType(name, elements, nbytes, decode) 
     ("TQ1_0", 256, 54, None), ("TQ2_0", 256, 66, _tq2_0), ("MXFP4", 32, 17, _mxfp4), ("NVFP4", 64, 36, None),
     ("Q1_0", 128, 18, None),
 )}  # fmt: skip
+
+
+def number_shape(shape: tuple[int, ...], blocks: str | None) -> tuple[int, ...]:
+    """Return the shape of the numbers that stored elements stand for.
+
+    Of quantised blocks that is the shape in the header of the file: the last axis counts elements,
+    and not bytes. `blocks` is the type of the blocks, None for elements that are in none.
+
+    >>> number_shape((4096, 2304), "Q4_K"), number_shape((4096, 4096), None)
+    ((4096, 4096), (4096, 4096))
+    """
+    block_type = BLOCKS.get(blocks or "")
+    counted = None if block_type is None else block_type.shape(shape)
+    return shape if counted is None else counted

@@ -28,7 +28,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from msgspec import Struct, field
 
-from holdfast.core.arrays import Ints, inner
+from holdfast.core.arrays import Bools, Ints, inner
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
@@ -45,9 +45,9 @@ PAIRED_BINS = 128  # Histograms of fewer bins are drawn for two numbers at a tim
 
 
 def countable(tensor: LazyTensor) -> bool:
-    return (
-        tensor.dtype.kind in ("float", "int", "uint", "bool", "complex") and not tensor.traits.meta
-    )
+    """Whether the elements are numbers. The bytes of quantised blocks are none: decode them first."""
+    is_number = tensor.dtype.kind in ("float", "int", "uint", "bool", "complex")
+    return is_number and not tensor.traits.meta and tensor.traits.blocks is None
 
 
 def counts_patterns(tensor: LazyTensor) -> bool:
@@ -75,40 +75,50 @@ class Moments(Value, frozen=True):
     nans: int = 0
     infinities: int = 0
     zeros: int = 0
+    first_nan: int | None = None
+    """The index of the first NaN in C order, counted from the beginning of the tensor."""
+    first_infinity: int | None = None
 
     @classmethod
-    def of(cls, values: np.ndarray) -> Moments:
-        """The moments of a 1-D array of numbers of any dtype.
+    def of(cls, values: np.ndarray, start: int = 0) -> Moments:
+        """The moments of a 1-D array of numbers of any dtype, whose first element has the index `start`.
 
         >>> Moments.of(np.array([1.0, 3.0, np.nan])).mean
         2.0
         """
         total = cls()
         for wide in widened(values):
-            total += cls.of_step(wide)
+            total += cls.of_step(wide, start)
+            start += wide.size
         return total
 
     @classmethod
-    def of_step(cls, wide: np.ndarray) -> Moments:
+    def of_step(cls, wide: np.ndarray, start: int = 0) -> Moments:
         """Of float64, which are changed: where all are finite, into their distances from the mean."""
-        nans = infinities = 0
         # NaN comes out of both, and an infinity out of one of them.
         low, high = float(wide.min()), float(wide.max())
         if not (math.isfinite(low) and math.isfinite(high)):
-            finite = np.isfinite(wide)
-            nans = int(np.count_nonzero(np.isnan(wide)))
-            infinities = wide.size - int(np.count_nonzero(finite)) - nans
-            wide = wide[finite]
-            if not wide.size:
-                return cls(nans=nans, infinities=infinities)
-            low, high = float(wide.min()), float(wide.max())
+            nonfinite = cls.of_nonfinite(wide, start)
+            wide = wide[np.isfinite(wide)]
+            return nonfinite + cls.of_step(wide) if wide.size else nonfinite
         with np.errstate(over="ignore", invalid="ignore"):
             mean = float(wide.mean())
             zeros = wide.size - int(np.count_nonzero(wide != 0))
             squares = inner(wide, wide)
             wide -= mean
             deviations = inner(wide, wide)
-        return cls(wide.size, low, high, mean, deviations, squares, nans, infinities, zeros)
+        return cls(wide.size, low, high, mean, deviations, squares, zeros=zeros)
+
+    @classmethod
+    def of_nonfinite(cls, wide: np.ndarray, start: int) -> Moments:
+        """Count NaN and infinities and find the first of each; everything else is left out."""
+        is_nan, is_infinite = np.isnan(wide), np.isinf(wide)
+        return cls(
+            nans=int(is_nan.sum()),
+            infinities=int(is_infinite.sum()),
+            first_nan=first_index(is_nan, start),
+            first_infinity=first_index(is_infinite, start),
+        )
 
     def __add__(self, other: Moments) -> Moments:
         count = self.finite + other.finite
@@ -116,9 +126,22 @@ class Moments(Value, frozen=True):
         share = other.finite / count if count else 0.0
         return Moments(
             count, min(self.low, other.low), max(self.high, other.high), self.mean + apart * share,
-            self.deviations + other.deviations + apart * apart * self.finite * share, self.squares + other.squares,
+            self.deviations + other.deviations + apart * self.finite * share * apart, self.squares + other.squares,
             self.nans + other.nans, self.infinities + other.infinities, self.zeros + other.zeros,
+            earlier_index(self.first_nan, other.first_nan), earlier_index(self.first_infinity, other.first_infinity),
         )  # fmt: skip
+
+
+def earlier_index(a: int | None, b: int | None) -> int | None:
+    """Return the lower of two indices, either of which may be absent."""
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)
+
+
+def first_index(mask: Bools, start: int) -> int | None:
+    """Return the index of the first true element of a mask that begins at `start`."""
+    return start + int(mask.argmax()) if mask.any() else None
 
 
 def widened(values: np.ndarray) -> Iterator[np.ndarray]:
@@ -198,11 +221,11 @@ class NumberStats:
 
     def add(self, start: int, values: np.ndarray) -> None:
         if self._counts is not None:
-            self._counts.add(values)
+            self._counts.add(values, start)
             return
         found = self._known
         if found is None:
-            found = self._parts[start] = Moments.of(values)
+            found = self._parts[start] = Moments.of(values, start)
         if self._bins and found.finite and (self._known is not None or values.size == self._size):
             self._drawn[start] = histogram(values, found, self._bins)
 
@@ -223,6 +246,7 @@ class BitPatternCounts:
 
     def __init__(self, dtype: np.dtype[np.generic]) -> None:
         self.dtype = dtype
+        self._nonfinite = Moments()
         self._lock = threading.Lock()
 
     @cached_property
@@ -230,12 +254,22 @@ class BitPatternCounts:
         """By the pattern, as an unsigned integer."""
         return np.zeros(1 << (8 * self.dtype.itemsize), np.int64)
 
-    def add(self, values: np.ndarray) -> None:
+    def add(self, values: np.ndarray, start: int = 0) -> None:
+        """Count the patterns of a block whose first element has the index `start`."""
         own = np.bincount(
             values.view(f"u{self.dtype.itemsize}"), minlength=1 << (8 * self.dtype.itemsize)
         )
+
+        # The counts say whether a block has NaN or infinities; only then is it searched for them.
+        nonfinite = Moments()
+        if own[nonfinite_patterns(self.dtype)].any():
+            for wide in widened(values):
+                nonfinite += Moments.of_nonfinite(wide, start)
+                start += wide.size
+
         with self._lock:
             self.there += own
+            self._nonfinite += nonfinite
 
     def values(self) -> tuple[np.ndarray, Ints]:
         """The finite numbers that are there, as float64, in the order of their patterns; and how often each is."""
@@ -253,15 +287,14 @@ class BitPatternCounts:
         (3.0, 8.0)
         """
         wide, often = self.values()
-        total, finite = int(self.there.sum()), int(often.sum())
-        nans = int(self.there[np.isnan(pattern_values(self.dtype))].sum())
+        finite = int(often.sum())
         if not finite:
-            return Moments(nans=nans, infinities=total - nans)
+            return self._nonfinite
         mean = float((wide * often).sum()) / finite
         apart = wide - mean
-        return Moments(
+        return self._nonfinite + Moments(
             finite, float(wide.min()), float(wide.max()), mean, float((apart * apart * often).sum()),
-            float((wide * wide * often).sum()), nans, total - finite - nans, int(often[wide == 0].sum()),
+            float((wide * wide * often).sum()), zeros=int(often[wide == 0].sum()),
         )  # fmt: skip
 
     def histogram(self, found: Moments, bins: int) -> Ints:
@@ -279,6 +312,12 @@ def pattern_values(dtype: np.dtype[np.generic]) -> np.ndarray:
             .view(dtype)
             .astype(np.float64)
         )
+
+
+@lru_cache(maxsize=16)
+def nonfinite_patterns(dtype: np.dtype[np.generic]) -> Ints:
+    """The patterns that stand for NaN or an infinity; integers have none."""
+    return np.flatnonzero(~np.isfinite(pattern_values(dtype)))
 
 
 QUANTILES = (0.0, 0.001, 0.01, 0.25, 0.5, 0.75, 0.99, 0.999, 1.0)
@@ -407,7 +446,7 @@ class Distributed:
         if self._few:
             return self._look_at_few(start, values)
         if self._counted:
-            self._counts.add(values)
+            self._counts.add(values, start)
             if self._norms is not None:
                 table, patterns = (
                     pattern_squares(values.dtype),
@@ -433,9 +472,7 @@ class Distributed:
             self._norms.add(start, _squared(wide))
         finite = np.isfinite(wide)
         if not finite.all():
-            nans = int(np.count_nonzero(np.isnan(wide)))
-            odd = Moments(nans=nans, infinities=wide.size - int(np.count_nonzero(finite)) - nans)
-            made.moments += odd
+            made.moments += Moments.of_nonfinite(wide, start)
             wide = wide[finite]
             if not wide.size:
                 return
@@ -460,9 +497,12 @@ class Distributed:
                 else np.zeros(0)
             )
             values, often = np.unique(wide[np.isfinite(wide)], return_counts=True)
-            return self._of_values(
-                count, values, often, Moments.of(wide) if wide.size else Moments()
-            )
+            moments = Moments()
+            for start in sorted(self._parts):
+                few = self._parts[start].few
+                if few is not None:
+                    moments += Moments.of(few, start)
+            return self._of_values(count, values, often, moments)
         moments, tails = Moments(), Tails()
         for part in parts:
             tails = tails.plus(part.tails, moments, part.moments)

@@ -5,16 +5,18 @@ A row is a tensor of the first, or one that only the second has. What moved to a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from holdfast.core.group import ALONE, Ranks
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, plural
-from holdfast.core.value import replace
+from holdfast.core.value import Value, replace
 from holdfast.engine.files import ViewTable
-from holdfast.inspect.diff import Comparison, Diff
+from holdfast.inspect.diff import Comparison, Diff, TensorChange
 from holdfast.inspect.side import Side
 from holdfast.numeric.compare import Content
 from holdfast.reports.document import Document, rounded, short
+from holdfast.reports.measures import json_index
 from holdfast.reports.structure import Structure
 
 SAME, CHANGED, ADDED, REMOVED, MOVED, UNLIKE = range(6)
@@ -55,6 +57,42 @@ def rows_of(found: Structure, told: Diff) -> Structure:
     )
 
 
+class Counterparts(Value, frozen=True):
+    """The tensors of the other side, for the rows of a page that both checkpoints have.
+
+    A row stands for the tensor of the first checkpoint, or for that of the second if it was renamed.
+    """
+
+    rows: list[int]
+    """The row of each tensor."""
+    tensors: list[LazyTensor]
+    is_different: list[bool]
+    """Whether the numbers are not those of the row."""
+
+    def by_row(self, row_count: int) -> list[LazyTensor | None]:
+        """The tensor for each row; None for rows that only one checkpoint has."""
+        tensors: list[LazyTensor | None] = [None] * row_count
+        for row, tensor in zip(self.rows, self.tensors, strict=True):
+            tensors[row] = tensor
+        return tensors
+
+
+def find_counterparts(
+    a: Structure, b: Structure, states: Sequence[int], names: Iterable[str], told: Diff
+) -> Counterparts:
+    """Find the tensor of the other side for each row that both checkpoints have."""
+    old_names = {one.b: one.a for one in told.renamed}
+    found = Counterparts([], [], [])
+    for row, (name, state) in enumerate(zip(names, states, strict=True)):
+        if state in (ADDED, REMOVED):
+            continue
+        is_renamed = state == MOVED
+        found.rows.append(row)
+        found.tensors.append(a.tensors[old_names[name]] if is_renamed else b.tensors[name])
+        found.is_different.append(state in (CHANGED, UNLIKE))
+    return found
+
+
 def columns(found: Structure, told: Diff) -> tuple[Document, list[Document]]:
     """The state of each row, and the columns that can colour the page."""
     changes = {one.name: one for one in told.changed}
@@ -85,6 +123,7 @@ def columns(found: Structure, told: Diff) -> tuple[Document, list[Document]]:
             "at": [at for at, name in enumerate(found.tensors) if name in moved],
             "names": [short(moved[name]) for name in found.tensors if name in moved],
         },
+        "appeared": _appeared(found, changes),
     }
     return more, [
         _measure(
@@ -107,6 +146,20 @@ def columns(found: Structure, told: Diff) -> tuple[Document, list[Document]]:
         {"key": "state", "label": "what became of it", "help": ", ".join(STATES), "scale": "category", "labels": list(STATES),
          "values": states},
     ]  # fmt: skip
+
+
+def _appeared(found: Structure, changes: Mapping[str, TensorChange]) -> Document:
+    """The rows in which NaN or infinities appeared, and the index of the first of each."""
+    rows: list[int] = []
+    first_nans: list[list[int] | None] = []
+    first_infinities: list[list[int] | None] = []
+    for row, name in enumerate(found.tensors):
+        change = changes.get(name)
+        if change is not None and change.appeared:
+            rows.append(row)
+            first_nans.append(json_index(change.first_nan))
+            first_infinities.append(json_index(change.first_infinity))
+    return {"at": rows, "nan": first_nans, "inf": first_infinities}
 
 
 def _measure(
@@ -132,19 +185,15 @@ def sentence(first: str, second: str, told: Diff) -> str:
     names = f"{escape(clip(first, 120))} and {escape(clip(second, 120))}"
     if not parts:
         return f"{names} hold the same: {plural(told.same, 'tensor')}, not one of them changed."
-    sick = (
-        f"NaN or Inf appeared in {plural(len(told.nonfinite), 'tensor')}; "
-        if told.nonfinite
-        else ""
-    )
+    sick = f"{told.nonfinite_summary}; " if told.nonfinite else ""
     return f"{names} differ: {sick}{', '.join(parts)}, {plural(told.same, 'tensor')} the same."
 
 
 def facts(told: Diff) -> list[list[str]]:
     elements = sum(one.content.changed for one in told.changed if one.content is not None)
-    sick = (
-        [["NaN or Inf appeared", plural(len(told.nonfinite), "tensor")]] if told.nonfinite else []
-    )
+    # The label of the fact is the beginning of the summary.
+    label = "NaN or Inf appeared"
+    sick = [[label, told.nonfinite_summary.removeprefix(f"{label} in ")]] if told.nonfinite else []
     return [
         *sick,
         ["changed", f"{len(told.changed):,} tensors, {count(elements)} elements"],

@@ -33,9 +33,18 @@ from holdfast.core.box import run_boxes
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+from holdfast.engine.computed import numbers_of
 from holdfast.errors import BadArgument, HoldfastError
 from holdfast.reports.document import Document, dumps, rounded
-from holdfast.reports.measures import GROUPS, detail, measure, plane, singular_values
+from holdfast.reports.measures import (
+    GROUPS,
+    detail,
+    json_index,
+    measure,
+    nonfinite_rows,
+    plane,
+    singular_values,
+)
 from holdfast.reports.page import page
 
 ADDRESS, HEADER = "127.0.0.1", "X-Holdfast-Token"
@@ -56,12 +65,20 @@ SAFE_HEADERS = {
 class Live:
     """A server that is not serving yet; `serve` does until `close`, or until the thread is interrupted."""
 
-    def __init__(self, document: Document, tensors: Sequence[LazyTensor], *, port: int = 0) -> None:
-        """`tensors` are those of the rows of the document, and stay open meanwhile. The port 0 is any free one."""
+    def __init__(
+        self,
+        document: Document,
+        tensors: Sequence[LazyTensor],
+        *,
+        counterparts: Sequence[LazyTensor | None] = (),
+        port: int = 0,
+    ) -> None:
+        """`tensors` are those of the rows of the document, and stay open meanwhile; `counterparts` are those of the other side of a
+        difference. The port 0 is any free one."""
         self.token = secrets.token_urlsafe(24)
-        self._tensors = tensors
+        self._tensors, self._counterparts = tensors, counterparts
         self.page = page({**document, "live": {"token": self.token}}, live=True).encode("utf-8")
-        self._known: OrderedDict[tuple[int, bool], Document] = OrderedDict()
+        self._known: OrderedDict[tuple[int, bool, bool], Document] = OrderedDict()
         self._reading = threading.Lock()
         live = self
 
@@ -103,36 +120,50 @@ class Live:
     def ask(self, path: str, query: dict[str, list[str]]) -> Document:
         """The answer to a request of a page. Raises errors that a person can read."""
         if path == "/api/detail":
-            return self._detail(
-                _whole(query, "tensor", len(self._tensors) - 1),
-                svd=query.get("svd", ["0"])[-1] == "1",
-            )
+            return self._detail(query)
         if path == "/api/tile":
             return self._tile(query)
         raise BadArgument("there is nothing of that name", found=path)
 
-    def _detail(self, number: int, *, svd: bool) -> Document:
+    def _tensor(self, query: dict[str, list[str]]) -> LazyTensor:
+        """Return the tensor that a request asks for: `tensor` is its row, `other=1` asks for the other side."""
+        row = _whole(query, "tensor", len(self._tensors) - 1)
+        if not is_set(query, "other"):
+            return self._tensors[row]
+        counterpart = self._counterparts[row] if self._counterparts else None
+        if counterpart is None:
+            raise BadArgument("only one of the two checkpoints has this tensor", found=row)
+        return counterpart
+
+    def _detail(self, query: dict[str, list[str]]) -> Document:
+        tensor = self._tensor(query)
+        row = _whole(query, "tensor")
+        svd = is_set(query, "svd")
+        key = row, is_set(query, "other"), svd
         # One at a time: each of them may read gigabytes, on threads of its own.
         with self._reading:
-            known = self._known.get((number, svd))
+            known = self._known.get(key)
             if known is None:
-                known = self._known[number, svd] = self._looked_at(number, svd=svd)
+                known = self._known[key] = self._looked_at(tensor, svd=svd)
                 while len(self._known) > KEPT:
                     self._known.popitem(last=False)
         return known
 
-    def _looked_at(self, number: int, *, svd: bool) -> Document:
-        tensor = self._tensors[number]
-        (found,) = measure([tensor], groups=GROUPS).found
+    def _looked_at(self, tensor: LazyTensor, *, svd: bool) -> Document:
+        measured = measure([tensor], groups=GROUPS).found
+        (found,) = measured
         nothing: Document = dict.fromkeys(("exponents", "negative", "quantiles", "rows", "columns"))
         made = nothing if found is None else detail(found)
+        for row in nonfinite_rows([tensor], measured):
+            first_nan, first_inf = json_index(row.first_nan), json_index(row.first_infinity)
+            made |= {"first_nan": first_nan, "first_inf": first_inf}
         if svd:
             values = singular_values(tensor)
             made["singular"] = None if values is None else [rounded(value) for value in values]
         return made
 
     def _tile(self, query: dict[str, list[str]]) -> Document:
-        tensor = self._tensors[_whole(query, "tensor", len(self._tensors) - 1)]
+        (tensor,) = numbers_of([self._tensor(query)])
         row, column, level = (_whole(query, name) for name in ("row", "col", "level"))
         with self._reading:
             made = tile(tensor, row, column, level=level)
@@ -147,6 +178,11 @@ class Live:
             "high": high,
             "sampled": not made.whole,
         }
+
+
+def is_set(query: dict[str, list[str]], name: str) -> bool:
+    """Whether a request has the parameter NAME=1."""
+    return query.get(name, ["0"])[-1] == "1"
 
 
 def _whole(query: dict[str, list[str]], name: str, most: int = 1 << 62) -> int:

@@ -1,8 +1,9 @@
 """`measures`: the one streaming pass of `stats=True`: what can colour a page, and what a tensor's drawer shows.
 
-Every tensor is read once, in blocks, on threads, in bounded memory (`numeric/statistics.py`); one view of several names once. A
-sample reads blocks that lie evenly in each tensor instead, and the page says so. What is not countable (quantised blocks, tensors
-without data, views that are expanded beyond their limit) has no numbers.
+Every tensor is read once, in blocks, on threads, in bounded memory (`numeric/statistics.py`); one
+view of several names once. Quantised blocks are decoded. A sample reads blocks that lie evenly in
+each tensor instead, and the page says so. What is not countable (blocks that cannot be decoded,
+tensors without data, views that are expanded beyond their limit) has no numbers.
 
 A page of ten thousand tensors has to stay small, so numbers have few digits, bars of histograms are 0 to 255 beside the largest,
 and the more tensors there are, the fewer groups of rows and columns each has.
@@ -31,8 +32,11 @@ from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
+from holdfast.engine.computed import numbers_of
 from holdfast.engine.scan import blocks, elements, scan
 from holdfast.errors import LimitExceeded
+from holdfast.inspect.nonfinite import element_index
+from holdfast.numeric.dequantize import number_shape
 from holdfast.numeric.statistics import Distributed, Distribution, countable
 from holdfast.reports.document import Document, rounded
 
@@ -92,9 +96,10 @@ def reading_nbytes(tensors: Iterable[LazyTensor], share: float | None) -> int:
 
 
 def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, View]:
-    """The tensors that are read: each view once; not what has no numbers, or is expanded beyond its limit."""
+    """The tensors that are read: each view once; not what has no numbers, or is expanded beyond its limit. These are numbers, also
+    where quantised blocks stand for them."""
     seen: dict[View, LazyTensor] = {}
-    for tensor in tensors:
+    for tensor in numbers_of(tensors):
         if countable(tensor) and tensor.size:
             try:
                 tensor.check_expansion()
@@ -110,6 +115,7 @@ def measure(
 ) -> Measured:  # fmt: skip
     """Look at the numbers of all tensors. `groups` of rows and columns have norms, unless there is a sample. Of several ranks each
     looks at some."""
+    tensors = numbers_of(tensors)
     read = _different(tensors)
     chosen = list(read)
     ranges = [sample_ranges(tensor.size, share) for tensor in chosen]
@@ -151,6 +157,49 @@ MEASURES: tuple[tuple[str, str, str, str, Callable[[Distribution], float | None]
      lambda d: math.sqrt(d.moments.deviations / d.moments.finite) if d.moments.finite else None),
 )  # fmt: skip
 """Key, label, help, scale, and the function that computes it."""
+
+
+class NonfiniteRow(Value, frozen=True):
+    """NaN and infinities that were met in a tensor."""
+
+    name: str
+    row: int
+    nans: int
+    infinities: int
+    first_nan: tuple[int, ...] | None
+    first_infinity: tuple[int, ...] | None
+
+
+def nonfinite_rows(
+    tensors: Sequence[LazyTensor], measured: Sequence[Distribution | None]
+) -> list[NonfiniteRow]:
+    """Return the counts of NaN and infinities of every tensor that has numbers."""
+    rows: list[NonfiniteRow] = []
+    for row, (tensor, found) in enumerate(zip(tensors, measured, strict=True)):
+        if found is None:
+            continue
+        moments = found.moments
+        shape = number_shape(tensor.shape, tensor.traits.blocks)
+        first_nan = element_index(moments.first_nan, shape)
+        first_infinity = element_index(moments.first_infinity, shape)
+        counts = moments.nans, moments.infinities
+        rows.append(NonfiniteRow(tensor.name, row, *counts, first_nan, first_infinity))
+    return rows
+
+
+def nonfinite_columns(rows: Sequence[NonfiniteRow]) -> Document:
+    """Return the tensors with NaN or infinities, and the index of the first of each."""
+    sick = [row for row in rows if row.nans or row.infinities]
+    return {
+        "at": [row.row for row in sick],
+        "nan": [json_index(row.first_nan) for row in sick],
+        "inf": [json_index(row.first_infinity) for row in sick],
+    }
+
+
+def json_index(index: tuple[int, ...] | None) -> list[int] | None:
+    """Return the index of an element as JSON has it."""
+    return None if index is None else list(index)
 
 
 def measured_columns(measured: Measured) -> tuple[list[Document], Document]:
@@ -224,6 +273,7 @@ def spectral(tensor: LazyTensor, budget: int = BUDGET_NBYTES) -> bool:
 
 
 def spectrum_nbytes(tensor: LazyTensor, budget: int = BUDGET_NBYTES) -> int:
+    (tensor,) = numbers_of([tensor])
     return READINGS * tensor.nbytes if spectral(tensor, budget) else 0
 
 
@@ -231,6 +281,7 @@ def singular_values(
     tensor: LazyTensor, *, budget: int = BUDGET_NBYTES, progress: Progress | None = None
 ) -> tuple[float, ...] | None:
     """The largest singular values, largest first; None of what has none, does not fit, or holds something that is not finite."""
+    (tensor,) = numbers_of([tensor])
     if not spectral(tensor, budget):
         return None
     height, width = plane(tensor)

@@ -32,15 +32,21 @@ from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.transactions import FileTransaction
+from holdfast.engine.computed import undecoded_notes
 from holdfast.errors import NoSuchTensor, UnknownFormat
+from holdfast.inspect.nonfinite import describe_nonfinite
 from holdfast.inspect.open import Openable, compare_opened, opened
 from holdfast.inspect.stats import measure as measure_stats
 from holdfast.reports import change, history
 from holdfast.reports.document import SCHEMA, Document, dumps, rounded
 from holdfast.reports.measures import (
     BUDGET_NBYTES,
+    Measured,
+    NonfiniteRow,
     measure,
     measured_columns,
+    nonfinite_columns,
+    nonfinite_rows,
     reading_nbytes,
     singular_values,
     spectrum_nbytes,
@@ -56,6 +62,7 @@ from holdfast.reports.structure import (
     name_of,
     scanned,
     sentence,
+    storage_columns,
 )
 from holdfast.runs.steps import Step
 from holdfast.runs.table import RunTable
@@ -161,6 +168,8 @@ class ReportRequest(Value, frozen=True):
 class Made(Value, frozen=True):
     document: Document
     tensors: Sequence[LazyTensor] = ()
+    counterparts: Sequence[LazyTensor | None] = ()
+    """Of a difference, the tensor of the other side for each of them."""
 
 
 class Prepared(Value, frozen=True):
@@ -297,6 +306,53 @@ def _with_numbers(
     """The document with the numbers of the tensors, if these are wanted."""
     if not asked.stats:
         return Made(document, tensors)
+    numbers = _numbers(tensors, asked, progress)
+    text = describe_nonfinite(numbers.nonfinite, numbers.share_text)
+    notes = document["notes"]
+    assert isinstance(notes, list)
+    document = {**document, "notes": [*notes, *undecoded_notes(tensors)]}
+    return Made(_add_numbers(document, numbers, text, [["NaN and Inf", text]]), tensors)
+
+
+def _add_numbers(
+    document: Document, numbers: _Numbers, nonfinite_text: str, nonfinite_facts: list[list[str]]
+) -> Document:
+    """Return the document with the numbers of its tensors, and with what is said of NaN and infinities."""
+    known, facts = document["measures"], document["facts"]
+    assert isinstance(known, list)  # every document begins with both
+    assert isinstance(facts, list)
+    more: Document = {
+        "stats": True,
+        "sampled": None,
+        "facts": [*nonfinite_facts, *facts],
+        "nonfinite": {"text": nonfinite_text, **nonfinite_columns(numbers.nonfinite)},
+        "measures": [*known, *numbers.colours],
+        "details": numbers.details,
+    }
+    if (share := numbers.measured.share) is not None:
+        text = f"{100 * share:.3g}% of each large tensor was read, in blocks that lie evenly in it; small ones were read whole"
+        more["sampled"] = {"share": share, "text": text}
+    return {**document, **more}
+
+
+class _Numbers(Value, frozen=True):
+    """What `--stats` shows of some tensors."""
+
+    measured: Measured
+    nonfinite: list[NonfiniteRow]
+    colours: list[Document]
+    details: Document
+
+    @property
+    def share_text(self) -> str:
+        """What was read, for a line about all tensors; empty if everything was."""
+        return "" if self.measured.share is None else "of what was read"
+
+
+def _numbers(
+    tensors: Sequence[LazyTensor], asked: ReportRequest, progress: Progress | None
+) -> _Numbers:
+    """Read the tensors and return their numbers."""
     measured = measure(
         tensors, asked.sample, threads=asked.workers, progress=progress, ranks=asked.ranks
     )
@@ -311,28 +367,24 @@ def _with_numbers(
         details["singular"] = [
             None if values is None else [rounded(value, 3) for value in values] for values in found
         ]
-    known = document["measures"]
-    assert isinstance(known, list)  # every document begins with one
-    more: Document = {
-        "stats": True,
-        "sampled": None,
-        "measures": [*known, *colours],
-        "details": details,
-    }
-    if (share := measured.share) is not None:
-        text = f"{100 * share:.3g}% of each large tensor was read, in blocks that lie evenly in it; small ones were read whole"
-        more["sampled"] = {"share": share, "text": text}
-    return Made({**document, **more}, tensors)
+    return _Numbers(measured, nonfinite_rows(tensors, measured.found), colours, details)
 
 
 def _difference(a: _Looked, b: _Looked) -> Prepared:
     asked = a.asked
     both, comparison = change.compare(a.found, b.found, threads=asked.workers, ranks=asked.ranks)
+    reading_nbytes = comparison.nbytes + _reading(both.tensors.values(), asked)
+    if asked.stats:
+        # Tensors that differ are measured on both sides. At most those that are compared differ.
+        reading_nbytes += comparison.nbytes // 2
 
     def make(progress: Progress | None) -> Made:
         found = comparison.run(progress)
         rows = change.rows_of(both, found)
         more, colours = change.columns(rows, found)
+        tensors = list(rows.tensors.values())
+        states = cast("list[int]", more["state"])
+        others = change.find_counterparts(a.found, b.found, states, rows.tensors, found)
         document = {
             **a.frame("diff"),
             "title": f"{name_of(a.checkpoint)} → {name_of(b.checkpoint)}",
@@ -343,9 +395,52 @@ def _difference(a: _Looked, b: _Looked) -> Prepared:
             "tensors": {**columns(rows), **more},
             "measures": colours,
         }
-        return _with_numbers(document, list(rows.tensors.values()), asked, progress=progress)
+        document["counterparts"] = {"at": others.rows, **storage_columns(others.tensors)}
+        if asked.stats:
+            document = _with_numbers_of_both(
+                document, tensors, states, others=others, asked=asked, progress=progress
+            )
+        return Made(document, tensors, others.by_row(len(tensors)))
 
-    return Prepared(comparison.nbytes + _reading(both.tensors.values(), asked), make)
+    return Prepared(reading_nbytes, make)
+
+
+def _with_numbers_of_both(
+    document: Document,
+    tensors: Sequence[LazyTensor],
+    states: Sequence[int],
+    *,
+    others: change.Counterparts,
+    asked: ReportRequest,
+    progress: Progress | None,
+) -> Document:
+    """Return the document of a difference with the numbers of both sides.
+
+    A counterpart with the same numbers as its row is not read: `counterparts.read` has the
+    positions of those that are, and the columns beside it have an entry for each of these.
+    """
+    positions = [at for at, is_different in enumerate(others.is_different) if is_different]
+    numbers = _numbers(tensors, asked, progress)
+    other_numbers = _numbers([others.tensors[at] for at in positions], asked, progress)
+
+    first = [row for row in numbers.nonfinite if states[row.row] != change.ADDED]
+    on_second = (change.SAME, change.MOVED, change.ADDED)
+    second = [row for row in numbers.nonfinite if states[row.row] in on_second]
+    texts = [
+        describe_nonfinite(first, numbers.share_text),
+        describe_nonfinite([*second, *other_numbers.nonfinite], numbers.share_text),
+    ]
+    facts = [["NaN and Inf, first", texts[0]], ["NaN and Inf, second", texts[1]]]
+
+    counterparts = document["counterparts"]
+    assert isinstance(counterparts, dict)
+    counterparts |= {
+        "read": positions,
+        "measures": {str(column["key"]): column["values"] for column in other_numbers.colours},
+        "details": other_numbers.details,
+        "nonfinite": nonfinite_columns(other_numbers.nonfinite),
+    }
+    return _add_numbers(document, numbers, f"first: {texts[0]}; second: {texts[1]}", facts)
 
 
 def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
@@ -418,7 +513,19 @@ def _nothing() -> Document:
     labels: Document = {"labels": empty, "at": empty}
     lists = ("nbytes", "start", "end", "tie", "layer", "expert")
     return {
-        **dict.fromkeys(("other", "made", "sampled", "details", "shards", "run", "live")),
+        **dict.fromkeys(
+            (
+                "other",
+                "made",
+                "sampled",
+                "details",
+                "nonfinite",
+                "counterparts",
+                "shards",
+                "run",
+                "live",
+            )
+        ),
         "schema": SCHEMA,
         "version": VERSION,
         "scan": {"verdict": "nothing scanned", "findings": empty},

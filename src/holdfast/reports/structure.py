@@ -38,6 +38,7 @@ from holdfast.core.text import clip, count, escape, nbytes, percent, plural
 from holdfast.core.value import Value
 from holdfast.inspect.scan import scan
 from holdfast.inspect.survey import Survey, survey
+from holdfast.numeric.dequantize import number_shape
 from holdfast.reports.document import Document, front_coded, labelled, short
 from holdfast.stores.paths import found_path
 
@@ -173,30 +174,31 @@ def dead(found: Survey) -> int:
     return max(whole - used, 0)
 
 
-def dtype_label(tensor: LazyTensor) -> str:
-    """The dtype of a tensor, or the kind of its quantised blocks."""
-    return tensor.traits.blocks or tensor.dtype.name
-
-
 def columns(found: Structure) -> Document:
-    tensors = list(found.tensors.values())
     names = [short(name) for name in found.tensors]
     seats = places(names)
-    known = Known()
-    ranges = [_range(tensor, known.keys(tensor)) for tensor in tensors]
     return {
-        "count": len(tensors),
+        "count": len(names),
         "names": front_coded(names),
-        "dtype": labelled(dtype_label(tensor) for tensor in tensors),
-        "shape": labelled(tensor.shape for tensor in tensors),
-        "nbytes": [0 if tensor.traits.meta else tensor.nbytes for tensor in tensors],
-        "file": labelled((file for file, _, _ in ranges), found.files),
-        "start": [start for _, start, _ in ranges],
-        "end": [end for _, _, end in ranges],
+        **storage_columns(list(found.tensors.values()), found.files),
         "tie": _ties(found),
         "layer": [seat.layer for seat in seats],
         "role": labelled(seat.role for seat in seats),
         "expert": [seat.expert for seat in seats],
+    }
+
+
+def storage_columns(tensors: Sequence[LazyTensor], files: Sequence[str] = ()) -> Document:
+    """Return how each tensor is stored: dtype, shape, size, strides and where in which file."""
+    known = Known()
+    ranges = [_range(tensor, known.keys(tensor)) for tensor in tensors]
+    return {
+        "dtype": labelled(tensor.traits.dtype_label(tensor.dtype) for tensor in tensors),
+        "shape": labelled(number_shape(tensor.shape, tensor.traits.blocks) for tensor in tensors),
+        "nbytes": [0 if tensor.traits.meta else tensor.nbytes for tensor in tensors],
+        "file": labelled((file for file, _, _ in ranges), files),
+        "start": [start for _, start, _ in ranges],
+        "end": [end for _, _, end in ranges],
         "strides": _strides(tensors),
     }
 
@@ -275,7 +277,7 @@ def facts(found: Structure, verdict: str) -> list[list[str]]:
     checkpoint, seen = found.checkpoint, found.survey
     elements = sum(seen.elements.values())
     common = sorted(seen.elements.items(), key=lambda item: -item[1])
-    dtypes = ", ".join(f"{dtype.name} {percent(n, elements)}" for dtype, n in common[:6] if n)
+    dtypes = ", ".join(f"{dtype} {percent(n, elements)}" for dtype, n in common[:6] if n)
     tied = sum(len(alias.names) for alias in seen.aliases)
     foreign = list(dict.fromkeys(str(one.what) for one in checkpoint.foreign))
     more = f", … {len(foreign) - 5:,} more" if len(foreign) > 5 else ""
@@ -301,7 +303,7 @@ def sentence(found: Structure, verdict: str) -> str:
     checkpoint, seen = found.checkpoint, found.survey
     elements = sum(seen.elements.values())
     common = sorted(
-        ((dtype.name, n) for dtype, n in seen.elements.items() if n), key=lambda item: -item[1]
+        ((dtype, n) for dtype, n in seen.elements.items() if n), key=lambda item: -item[1]
     )
     kinds = [name for name, _ in common]
     dtypes = (

@@ -142,7 +142,9 @@ def lay_out_conversion(
     if metadata:
         state = _with_metadata(state, metadata, found, path=source.path)
     plan = _plan(target, state, found, options=options, tensors_only=edits.tensors_only)
-    return _planned(source, where, plan, described, (*left, *left_out(chosen.tree, edits)), losses)
+    source_notes = source.notes_on_numbers if edits.dequantize else source.notes
+    notes = *source_notes, *described.notes, *left, *left_out(chosen.tree, edits)
+    return _planned(source, where, plan, described, notes, losses)
 
 
 def _planned(
@@ -150,11 +152,11 @@ def _planned(
     where: Destination,
     plan: SavePlan,
     described: State,
-    left: Sequence[str],
+    notes: Sequence[str],
     losses: Mapping[DType, Losses],
 ) -> Planned[Conversion]:
-    """The plan of a conversion; `left` are notes about what is left out."""
-    plan = replace(plan, notes=(*source.notes, *described.notes, *left, *plan.notes))
+    """The plan of a conversion; `notes` are those about the source."""
+    plan = replace(plan, notes=(*notes, *plan.notes))
     within = where.writing.budget
     segments = [segment for file in plan.files for segment in file.segments]
     gathered = [segment for segment in segments if isinstance(segment, Gathered)]

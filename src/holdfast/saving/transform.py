@@ -276,17 +276,8 @@ def _counted(names: Sequence[str], what: str) -> str:
 
 def _dequantized(state: State) -> State:
     """The state with the numbers that quantised blocks stand for. Blocks that cannot be decoded stay: they may be dropped yet."""
-    decoded, made, table = Dequantized(), dict[View, LazyTensor](), state.tensors
-    found: dict[int, LazyTensor] = {}
-    for row in _in_blocks(table):
-        tensor = table.view(row)
-        key = identity(tensor)
-        if key not in made:
-            try:
-                made[key] = decoded.tensor(tensor)
-            except Unsupported:
-                continue
-        found[row] = replace(made[key], name=tensor.name)
+    decoded, table = Dequantized(), state.tensors
+    found = {row: decoded.numbers(table.view(row)) for row in _in_blocks(table)}
     return with_table(state, with_odd(table, found))
 
 

@@ -78,7 +78,7 @@ def _table(headers: Sequence[GgufHeader], source: Source) -> Table:
 def describe_gguf(source: Source) -> Description:
     (key,) = source.store.list()
     header = read_gguf_header(source, key)
-    notes = _notes([header])
+    notes: list[str] = []
     count = header.values.number(COUNT) or 0
     if count > 1:
         number = (header.values.number(NUMBER) or 0) + 1
@@ -86,7 +86,14 @@ def describe_gguf(source: Source) -> Description:
             f"file {number:,} of {count:,}; what is in the others is not seen here: open their folder"
         )
     tensors = _table([header], source)
-    return Description("gguf", tensors, tensors, notes=tuple(notes), metadata=header.values)
+    return Description(
+        "gguf",
+        tensors,
+        tensors,
+        notes=tuple(notes),
+        notes_on_blocks=_notes([header]),
+        metadata=header.values,
+    )
 
 
 def is_directory(source: Source) -> bool:
@@ -125,7 +132,7 @@ def describe_directory(source: Source) -> Description:
         message = f"the first file says {total:,} tensors, and all of them have {len(tensors):,}"
         raise HeaderError(message, file=parts[0], expected=total, found=len(tensors))
     return Description(
-        "gguf-dir", tensors, tensors, notes=tuple(_notes(headers)), metadata=headers[0].values
+        "gguf-dir", tensors, tensors, notes_on_blocks=_notes(headers), metadata=headers[0].values
     )
 
 
@@ -133,7 +140,8 @@ def _parts(keys: Sequence[str]) -> list[str]:
     return sorted(key for key in keys if "/" not in key and PART.fullmatch(key))
 
 
-def _notes(headers: Sequence[GgufHeader]) -> list[str]:
+def _notes(headers: Sequence[GgufHeader]) -> tuple[str, ...]:
+    """Say how many tensors are in blocks of which type, and how to get their numbers."""
     found = Counter(
         place.blocks
         for header in headers
@@ -141,7 +149,7 @@ def _notes(headers: Sequence[GgufHeader]) -> list[str]:
         if place.blocks is not None
     )
     if not found:
-        return []
+        return ()
     listed = ", ".join(f"{count:,} {name}" for name, count in found.most_common())
     how = "convert with dequantize=True writes the numbers that they stand for, `holdfast.dequantize` reads them"
-    return [f"{found.total():,} tensors are stored in quantised blocks: {listed}; {how}"]
+    return (f"{found.total():,} tensors are stored in quantised blocks: {listed}; {how}",)

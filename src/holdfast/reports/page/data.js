@@ -58,6 +58,98 @@ function allMeasures(doc) {
   return measures;
 }
 
+// A map from rows to values, of columns that have an entry for some rows only.
+function byRow(rows, value) {
+  return new Map((rows || []).map((row, place) => [row, value(place)]));
+}
+
+// The first NaN and the first infinity of some rows: {nan, inf}, each the place of an element or null.
+function firstPlaces(column) {
+  return byRow(column && column.at, (place) => ({ nan: column.nan[place], inf: column.inf[place] }));
+}
+
+// How a tensor is stored, by its place in columns such as those of the document.
+function storedAt(columns, place, strides) {
+  return {
+    dtype: columns.dtype.labels[columns.dtype.at[place]],
+    shape: columns.shape.labels[columns.shape.at[place]],
+    nbytes: columns.nbytes[place],
+    file: columns.file.labels[columns.file.at[place]],
+    start: columns.start[place],
+    end: columns.end[place],
+    strides: strides.get(place),
+  };
+}
+
+// All that is known of the values of a tensor, by its place in columns of details.
+function detailsAt(details, place, first) {
+  const pick = (column) => (column ? column[place] : null);
+  return {
+    exponents: pick(details.exponents),
+    negative: pick(details.negative),
+    quantiles: pick(details.quantiles),
+    rows: pick(details.rows),
+    columns: pick(details.columns),
+    singular: pick(details.singular),
+    first_nan: first && first.nan,
+    first_inf: first && first.inf,
+  };
+}
+
+// The other side of a difference: for each row that both checkpoints have, how its counterpart is stored and its numbers.
+function makeCounterparts(doc) {
+  const columns = doc.counterparts;
+  if (!columns) return null;
+  const strides = byRow(columns.strides.at, (place) => columns.strides.values[place]);
+  const places = byRow(columns.at, (place) => place);
+  const read = byRow(columns.read, (place) => place);
+  const first = firstPlaces(columns.nonfinite);
+  return {
+    stored: (row) => (places.has(row) ? storedAt(columns, places.get(row), strides) : null),
+    // Null for a counterpart with the same numbers, and without numbers.
+    details: (row) => {
+      const place = read.get(places.get(row));
+      return place === undefined ? null : detailsAt(columns.details, place, first.get(place));
+    },
+    // Undefined for a measure that is not of one side.
+    measure: (row, key) => {
+      const values = columns.measures && columns.measures[key];
+      const place = read.get(places.get(row));
+      return values && place !== undefined ? (values[place] ?? NaN) : undefined;
+    },
+    hasMeasure: (key) => Boolean(columns.measures && columns.measures[key]),
+  };
+}
+
+// The sides that have the tensor of a row, the first checkpoint before the second. A page that is no difference has one side,
+// without a label.
+function sidesOf(model, at) {
+  const { doc } = model;
+  const details = doc.details ? detailsAt(doc.details, at, model.first.get(at)) : null;
+  const own = { ...storedAt(doc.tensors, at, model.strides), name: model.names[at], path: doc.path, details, other: 0 };
+  if (!model.state) return [own];
+  const state = STATES[model.state[at]];
+  const alike = state === "same" || state === "renamed";
+  const label = (side, second) => ({ ...side, label: second ? "Second" : "First", path: second ? doc.other : doc.path, alike });
+  // A renamed tensor stands under its new name, as the second has it.
+  const ownIsSecond = state === "added" || state === "renamed";
+  const stored = model.counterparts && model.counterparts.stored(at);
+  if (!stored) return [label(own, ownIsSecond)];
+  const name = model.was.get(at) ?? model.names[at];
+  const other = { ...stored, name, details: alike ? details : model.counterparts.details(at), other: 1 };
+  const sides = [label(own, ownIsSecond), label(other, !ownIsSecond)];
+  return ownIsSecond ? sides.reverse() : sides;
+}
+
+// "first NaN at [17, 204]", of the first places that are known; empty where none is.
+function firstText(first) {
+  if (!first) return "";
+  const parts = [];
+  if (first.nan && first.nan.length) parts.push(`first NaN at ${shapeText(first.nan)}`);
+  if (first.inf && first.inf.length) parts.push(`first Inf at ${shapeText(first.inf)}`);
+  return parts.join(", ");
+}
+
 function makeModel(doc) {
   const { tensors } = doc;
   const count = tensors.count;
@@ -71,7 +163,7 @@ function makeModel(doc) {
     const most = members.reduce((one, other) => (nbytes[other] > nbytes[one] ? other : one));
     for (const member of members) if (member !== most) area[member] = 0;
   }
-  const strides = new Map(tensors.strides ? tensors.strides.at.map((at, place) => [at, tensors.strides.values[place]]) : []);
+  const strides = byRow(tensors.strides && tensors.strides.at, (place) => tensors.strides.values[place]);
   const was = new Map(tensors.was ? tensors.was.at.map((at, place) => [at, tensors.was.names[place]]) : []);
   return {
     doc,
@@ -82,6 +174,9 @@ function makeModel(doc) {
     ties,
     strides,
     was,
+    first: firstPlaces(doc.nonfinite),
+    appeared: firstPlaces(tensors.appeared),
+    counterparts: makeCounterparts(doc),
     measures,
     layer: Int32Array.from(tensors.layer),
     role: Int32Array.from(tensors.role.at),
@@ -92,8 +187,6 @@ function makeModel(doc) {
     dtype: (at) => tensors.dtype.labels[tensors.dtype.at[at]],
     shape: (at) => tensors.shape.labels[tensors.shape.at[at]],
     file: (at) => tensors.file.labels[tensors.file.at[at]],
-    start: (at) => tensors.start[at],
-    end: (at) => tensors.end[at],
     tied: (at) => (tensors.tie[at] < 0 ? [] : ties.get(tensors.tie[at]).filter((other) => other !== at)),
   };
 }

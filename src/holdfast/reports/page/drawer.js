@@ -7,22 +7,25 @@ function makeDrawer(page) {
   const drawer = byId("drawer");
   let from = null; // what had the focus
   let current = -1;
-  let map = null; // the map of elements, in the served page
+  let maps = []; // the maps of elements, in the served page
 
   function close() {
     if (drawer.hidden) return;
     drawer.hidden = true;
-    if (map) map.stop();
-    map = null;
+    stopMaps();
     current = -1;
     document.body.classList.remove("drawn");
     if (from && from.isConnected) from.focus({ preventScroll: true });
   }
 
+  function stopMaps() {
+    for (const map of maps) map.stop();
+    maps = [];
+  }
+
   function open(at, opener) {
     if (drawer.hidden) from = opener || document.activeElement;
-    if (map) map.stop();
-    map = null;
+    stopMaps();
     current = at;
     hideTip();
     fill(at);
@@ -39,15 +42,49 @@ function makeDrawer(page) {
     const closing = button("Close", "quiet close", close);
     closing.setAttribute("aria-keyshortcuts", "Escape");
     empty(drawer).append(make("div", "drawer-head", neighbours(at), closing), title);
-    if (model.sick[at]) drawer.append(make("p", "callout bad", "This tensor has elements that are NaN or Inf."));
-    drawer.append(...[facts(at), python(at), measuresOf(at), boxesOf(at)].filter(Boolean));
+    if (model.sick[at]) drawer.append(make("p", "callout bad", sickness(at)));
+    const sides = sidesOf(model, at);
+    drawer.append(facts(at));
+    // Of a difference, what is known of one side stands under the name of that side.
+    if (sides[0].label) drawer.append(...[measuresOf(at, sides), boxesOf(at)].filter(Boolean));
+    for (const side of sides) drawer.append(sideOf(at, side));
+    const [first, second] = sides;
+    if (second && first.alike) {
+      drawer.append(make("h3", "side-name", "Both: the same values"), valuesOf(at, first));
+    }
+  }
+
+  function sickness(at) {
+    const appeared = firstText(model.appeared.get(at));
+    if (appeared) return `NaN or Inf appeared in this tensor: ${appeared}.`;
+    const first = firstText(model.first.get(at));
+    return `This tensor has elements that are NaN or Inf${first ? `: ${first}` : ""}.`;
+  }
+
+  // What one checkpoint has of the tensor. Values that both sides share are shown behind both.
+  function sideOf(at, side) {
+    const part = make("section", "side");
+    if (side.label) {
+      part.append(make("h3", "side-name", `${side.label}: ${clipped(side.path, 160)}`));
+      part.append(storedFacts(make("dl", "pairs"), side), python(side));
+    } else {
+      part.append(...[python(side), measuresOf(at, [side]), boxesOf(at)].filter(Boolean));
+    }
+    const isShown = !(side.alike && model.counterparts && model.counterparts.stored(at));
+    if (isShown) part.append(valuesOf(at, side));
+    return part;
+  }
+
+  // The histogram, quantiles, norms and, in the served page, the elements of one side.
+  function valuesOf(at, side) {
+    const part = make("div");
     const inside = make("div", "inside");
-    drawer.append(inside);
-    const { details, live } = model.doc;
-    if (details) fillDetails(inside, detailsAt(details, at), at);
-    else if (live) askDetails(inside, at);
+    part.append(inside);
+    if (side.details) fillDetails(inside, side.details, side);
+    else if (model.doc.live) askDetails(inside, at, side);
     else inside.append(make("p", "muted", "For its histogram and quantiles, make the page with --stats."));
-    if (live) drawer.append(elements(at));
+    if (model.doc.live) part.append(elements(at, side));
+    return part;
   }
 
   // A long name breaks after its dots rather than anywhere.
@@ -82,23 +119,26 @@ function makeDrawer(page) {
     return nav;
   }
 
+  // How one side stores the tensor.
+  function storedFacts(list, { dtype, shape: sizes, nbytes, strides, file, start, end }) {
+    const add = (label, ...what) => list.append(make("dt", "", label), make("dd", "", ...what));
+    add("dtype", shown(dtype));
+    const elements = sizes.reduce((a, b) => a * b, 1);
+    add("shape", `${shapeText(sizes)}, ${countText(elements)} element${elements === 1 ? "" : "s"}`);
+    add("bytes", `${nbytesText(nbytes)}${nbytes >= 1024 ? ` (${grouped.format(nbytes)})` : ""}`);
+    if (strides) add("strides", `${shapeText(strides)}, not dense`);
+    if (file) add("file", clipped(file));
+    const isOnePiece = start !== null && start !== undefined;
+    add("byte range", isOnePiece ? `${grouped.format(start)} to ${grouped.format(end)}` : "in several pieces");
+    return list;
+  }
+
   function facts(at) {
     const list = make("dl", "pairs");
     const add = (label, ...what) => list.append(make("dt", "", label), make("dd", "", ...what));
-    const sizes = model.shape(at);
-    add("dtype", shown(model.dtype(at)));
-    const elements = sizes.reduce((a, b) => a * b, 1);
-    add("shape", `${shapeText(sizes)}, ${countText(elements)} element${elements === 1 ? "" : "s"}`);
-    add("bytes", `${nbytesText(model.nbytes[at])}${model.nbytes[at] >= 1024 ? ` (${grouped.format(model.nbytes[at])})` : ""}`);
+    if (!model.state) storedFacts(list, sidesOf(model, at)[0]);
     if (model.layer[at] >= 0) add("layer", `${model.layer[at]}${model.expert[at] >= 0 ? `, expert ${model.expert[at]}` : ""}`);
     if (model.state) add("state", STATES[model.state[at]] + (model.was.has(at) ? `, was ${clipped(model.was.get(at))}` : ""));
-    if (model.strides.has(at)) add("strides", `${shapeText(model.strides.get(at))}, not dense`);
-    if (model.file(at)) add("file", clipped(model.file(at)));
-    if (model.start(at) !== null && model.start(at) !== undefined) {
-      add("byte range", `${grouped.format(model.start(at))} to ${grouped.format(model.end(at))}`);
-    } else {
-      add("byte range", "in several pieces");
-    }
     const ties = model.tied(at);
     if (ties.length) {
       const links = make("span", "ties");
@@ -109,57 +149,60 @@ function makeDrawer(page) {
     return list;
   }
 
-  function python(at) {
-    // What was added or renamed is called so in the other checkpoint alone.
-    const elsewhere = model.state && ["added", "renamed"].includes(STATES[model.state[at]]);
-    const where = elsewhere ? model.doc.other : model.doc.path;
-    const line = `holdfast.open(${pythonText(where)})[${pythonText(model.names[at])}]`;
+  function python({ path, name }) {
+    const line = `holdfast.open(${pythonText(path)})[${pythonText(name)}]`;
     const press = button("Copy", "quiet small", () => copy(line, press));
     press.setAttribute("aria-label", "Copy the line of Python");
     return make("div", "code", make("code", "", line), press);
   }
 
   // Each measure with the median of the same role beside it: 0.02 says little, a hundredth of its siblings says all.
-  function measuresOf(at) {
+  function measuresOf(at, sides) {
     const rows = [];
+    const { counterparts } = model;
+    const hasTwo = sides.length > 1 && model.measures.some(({ key }) => counterparts.hasMeasure(key));
     for (const measure of model.measures) {
       if (measure.scale === "category" || measure.key === "nbytes" || Number.isNaN(measure.values[at])) continue;
       const peers = [];
       for (let other = 0; other < model.count; other++) {
         if (model.role[other] === model.role[at] && !Number.isNaN(measure.values[other])) peers.push(measure.values[other]);
       }
-      const row = make("tr", "", make("th", "", measure.label), make("td", "number", measureText(measure, measure.values[at])));
+      const values = sides.map((side) => {
+        const value = side.other ? counterparts.measure(at, measure.key) : measure.values[at];
+        return value === undefined ? measure.values[at] : value;
+      });
+      const isOfOneSide = hasTwo && counterparts.hasMeasure(measure.key);
+      const cells = (isOfOneSide ? values : [measure.values[at]]).map((value) => make("td", "number", measureText(measure, value)));
+      // A measure of the difference stands below both sides.
+      if (hasTwo && !isOfOneSide) {
+        cells[0].colSpan = 2;
+        cells[0].classList.add("of-both");
+      }
+      const row = make("tr", "", make("th", "", measure.label), ...cells);
       row.firstChild.scope = "row";
       row.firstChild.title = shown(measure.help || "");
       row.append(make("td", "number muted", peers.length > 2 ? measureText(measure, median(peers)) : "–"));
       rows.push(row);
     }
     if (!rows.length) return null;
-    const head = make("tr", "", make("th", "", ""), make("th", "number", "here"), make("th", "number", "median of its role"));
+    const labels = hasTwo ? ["first", "second"] : ["here"];
+    const columns = [...labels, "median of its role"].map((label) => make("th", "number", label));
+    const head = make("tr", "", make("th", "", ""), ...columns);
     for (const cell of head.children) cell.scope = "col";
     return make("table", "plain", make("thead", "", head), make("tbody", "", ...rows));
   }
 
-  function detailsAt(details, at) {
-    const pick = (column) => (column ? column[at] : null);
-    return {
-      exponents: pick(details.exponents),
-      negative: pick(details.negative),
-      quantiles: pick(details.quantiles),
-      rows: pick(details.rows),
-      columns: pick(details.columns),
-      singular: pick(details.singular),
-    };
-  }
-
-  function fillDetails(place, found, at) {
+  function fillDetails(place, found, side) {
     empty(place);
+    const first = firstText({ nan: found.first_nan, inf: found.first_inf });
+    // A page without sides says it at its top, unless the values were read just now.
+    if (first && (side.label || model.doc.live)) place.append(make("p", "callout bad", `NaN or Inf: ${first}.`));
     const add = (title, ...what) => place.append(make("h3", "", title), ...what.filter(Boolean));
     if (found.exponents) add("Exponents", exponentChart(found.exponents), signs(found.negative));
     if (found.quantiles && found.quantiles.every((value) => value !== null)) {
       add("Quantiles", quantileChart(found.quantiles), quantileTable(found.quantiles));
     }
-    const sizes = model.shape(at);
+    const sizes = side.shape;
     if (found.rows)
       add(
         "Norms of rows",
@@ -262,26 +305,26 @@ function makeDrawer(page) {
     return part;
   }
 
-  function askDetails(place, at) {
+  function askDetails(place, at, side) {
     place.append(make("p", "muted", "Reading its values…"));
-    page.ask("detail", { tensor: at }).then(
+    page.ask("detail", { tensor: at, other: side.other }).then(
       (found) => {
         if (current !== at) return;
-        fillDetails(place, found, at);
-        if (model.shape(at).length > 1) place.append(askSingular(place, at));
+        fillDetails(place, found, side);
+        if (side.shape.length > 1) place.append(askSingular(place, at, side));
       },
       (error) => current === at && empty(place).append(make("p", "callout bad", `The server said: ${shown(error.message)}`)),
     );
   }
 
-  function askSingular(place, at) {
+  function askSingular(place, at, side) {
     const press = button("Singular values", "quiet", () => {
       press.disabled = true;
       press.textContent = "Computing…";
-      page.ask("detail", { tensor: at, svd: 1 }).then(
+      page.ask("detail", { tensor: at, other: side.other, svd: 1 }).then(
         (found) => {
           if (current !== at) return;
-          fillDetails(place, found, at);
+          fillDetails(place, found, side);
           if (!found.singular)
             place.append(make("p", "muted", "Its singular values are not to be had: not a matrix of floats, or too large."));
         },
@@ -291,9 +334,10 @@ function makeDrawer(page) {
     return press;
   }
 
-  function elements(at) {
+  function elements(at, side) {
     const part = make("div", "", make("h3", "", "Elements"));
-    map = makeTiles(page, at);
+    const map = makeTiles(page, at, side);
+    maps.push(map);
     part.append(map.element);
     return part;
   }

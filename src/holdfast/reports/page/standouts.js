@@ -63,14 +63,15 @@ function findStandouts(model) {
     add(
       "NaN or Inf appeared",
       everyone.filter((at) => appeared.values[at] > 0).sort((a, b) => appeared.values[b] - appeared.values[a]),
-      (at) => plural(appeared.values[at], "element"),
+      (at) => withFirst(plural(appeared.values[at], "element"), model.appeared.get(at)),
     );
   const sick = measureOf(SICK);
   add(
     "NaN or Inf",
     everyone.filter((at) => sick && sick.values[at] > 0),
     (at) => {
-      return sick.scale === "share" ? measureText(sick, sick.values[at]) : plural(sick.values[at], "element");
+      const much = sick.scale === "share" ? measureText(sick, sick.values[at]) : plural(sick.values[at], "element");
+      return withFirst(much, model.first.get(at));
     },
   );
   const zeros = measureOf("zeros");
@@ -117,6 +118,11 @@ function findStandouts(model) {
     add("did not change, its siblings did", still, () => "");
   }
   return found;
+}
+
+function withFirst(text, first) {
+  const place = firstText(first);
+  return place ? `${text}, ${place}` : text;
 }
 
 function drawStandouts(page) {

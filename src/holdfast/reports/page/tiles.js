@@ -6,8 +6,8 @@ const TALLEST = 280; // pixels of the picture
 const LARGEST_PIXEL = 24; // pixels an element
 const KEPT_TILES = 96; // drawn tiles that are kept
 
-function makeTiles(page, tensor) {
-  const sizes = page.model.shape(tensor);
+function makeTiles(page, tensor, owner) {
+  const sizes = owner.shape;
   const columns = sizes.length ? sizes[sizes.length - 1] : 1;
   const rows = sizes.slice(0, -1).reduce((a, b) => a * b, 1);
   const canvas = make("canvas");
@@ -95,7 +95,7 @@ function makeTiles(page, tensor) {
   function ask(key, row, column, at) {
     tiles.set(key, "asked");
     if (tiles.size > KEPT_TILES) tiles.delete(tiles.keys().next().value);
-    page.ask("tile", { tensor, row, col: column, level: at }).then(
+    page.ask("tile", { tensor, other: owner.other, row, col: column, level: at }).then(
       (found) => {
         const bytes = Uint8Array.from(atob(found.values), (char) => char.charCodeAt(0));
         const values = new Float32Array(bytes.buffer);
