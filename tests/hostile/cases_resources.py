@@ -487,6 +487,16 @@ HASHES: list[Case] = [
         z(EMPTY_DICT, call("builtins", "slice", NONE, NONE, NONE), NONE, SETITEM),
         *COSTLY,
     ),
+    # Python 3.12 can hash a slice, and hashes all that is inside of it.
+    either(
+        "hash-slice-of-laughs-as-key",
+        z(
+            EMPTY_DICT,
+            call("builtins", "slice", doubled(30, EMPTY_TUPLE), NONE, NONE),
+            NONE,
+            SETITEM,
+        ),
+    ),
     refused(
         "hash-structured-scalar-as-key",
         z(

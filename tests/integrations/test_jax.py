@@ -23,6 +23,8 @@ from holdfast.errors import (
 )
 
 jax = pytest.importorskip("jax")
+# Eight of the processor, also where JAX would take the one GPU of the machine.
+jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 import jax.numpy as jnp  # noqa: E402  # when there are eight
@@ -120,6 +122,7 @@ def test_a_process_reads_what_its_devices_want(tmp_path: Path):
         import sys, jax, numpy as np, holdfast
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
         rank, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+        jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 4)
         jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
         mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))

@@ -79,7 +79,8 @@ def test_a_device_map(tied: bool, device_map: object, tmp_path: Path):
     assert made.dtype is torch.bfloat16, "as the step has it"
     assert (made.lm_head.weight is made.model.embed_tokens.weight) is tied
     for name, value in model.state_dict().items():
-        assert torch.equal(made.state_dict()[name], value), name
+        # "auto" chooses a GPU where there is one.
+        assert torch.equal(made.state_dict()[name].cpu(), value), name
 
 
 def test_a_part_stays_on_the_disk(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -104,6 +105,20 @@ def test_a_sealed_folder(folder: Path, tmp_path: Path):
     assert alike(3, lambda group: holdfast.verify(tmp_path / "hf", group=group)).ok
     next((tmp_path / "hf").glob("*2-of*.safetensors")).write_bytes(b"x")
     assert not alike(3, lambda group: holdfast.verify(tmp_path / "hf", group=group)).ok
+
+
+def test_ranks_share_the_files_of_a_list_of_digests(folder: Path, tmp_path: Path):
+    copy = tmp_path / "hf"
+    shutil.copytree(folder / "hf", copy)
+    files = sorted(copy.glob("*.safetensors"))
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (copy / "SHA256SUMS").write_text("".join(lines))
+    assert alike(3, lambda group: holdfast.verify(copy, group=group)).ok
+
+    lines[1] = f"{'0' * 64}  {files[1].name}\n"
+    (copy / "SHA256SUMS").write_text("".join(lines))
+    report = alike(3, lambda group: holdfast.verify(copy, group=group))
+    assert [problem.file for problem in report.problems] == [str(files[1])]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -15,10 +15,13 @@ from holdfast.core.order import in_order
 from holdfast.core.text import clip, escape, nbytes, plural
 from holdfast.inspect.verify import Damage, VerifyReport, verify
 from holdfast.seals.check import is_sealed
+from holdfast.seals.recorded import is_recorded
 
 DESCRIPTION = """\
 Check whole checkpoints against the checksums that they record, and name every damage: file, tensors, byte.
-Where none are recorded (every plain safetensors), the structure is checked, every byte is read, and the verdict is "readable,
+Whole files are compared with a seal, with *.sha256 or SHA256SUMS beside them, and with the names of blobs in the
+Hugging Face cache.
+Where nothing is recorded (a plain safetensors file), the structure is checked, every byte is read, and the verdict is "readable,
 nothing to compare": --strict makes a failure of it.
 """
 
@@ -77,8 +80,10 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The exit code: 0 sound, 1 damaged, 2 not all of it could be read, 3 nothing to compare it with."""
-    # What is sealed is read twice.
-    total = sum(size_of(path) * (2 if is_sealed(path) else 1) for path in options.paths)
+    # Files with digests of whole files are read once more for them.
+    total = sum(
+        size_of(path) * (1 + is_sealed(path) + is_recorded(str(path))) for path in options.paths
+    )
     with bar("Verifying", total, quiet=options.quiet or options.json) as progress:
         reports = [
             verify(

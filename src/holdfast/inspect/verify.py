@@ -6,6 +6,7 @@
 3. Headers, indexes and manifests that Holdfast wrote carry checksums as well; what another program changed in them is reported.
 4. What is sealed (`holdfast.seal.json`) is compared with its seal before: every file by its name, its length and its digest. That
    is a second reading: a seal is about whole files, and what they record of themselves tells which tensor it is.
+5. So are files on a disk whose digests others record: the names of blobs of the Hugging Face cache, `SHA256SUMS`, `*.sha256`.
 
 In a directory, other checkpoint files that are no part of the checkpoint (a `pytorch_model.bin` beside safetensors) are verified
 too, each by itself; and where the directory as a whole does not open, all of them are.
@@ -14,7 +15,7 @@ too, each by itself; and where the directory as a whole does not open, all of th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -58,8 +59,9 @@ from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.storages import RecordStorages
 from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, opened, store_of
-from holdfast.seals.check import compared, seal_path
+from holdfast.seals.check import Misfit, compared, seal_path
 from holdfast.seals.document import SEAL, SUFFIX, Seal
+from holdfast.seals.recorded import compare_recorded
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import join, place_at
 
@@ -170,7 +172,8 @@ def verify(
 ) -> VerifyReport:
     """Verify a whole checkpoint of any format; nothing about its files raises, everything is in the report.
 
-    A file may record no checksums, as those of the safetensors library: then it is read, and its verdict is "readable". With
+    A file on a disk is also compared with a seal, with `*.sha256` and `SHA256SUMS` beside it, and with the name of its blob in the
+    Hugging Face cache. If nothing records a checksum of a file, it is read, and its verdict is "readable". With
     `require=True` such a report is not `ok`, nor is one where some tensors had nothing to be compared with.
 
     Of an open checkpoint, its own files are verified, and it stays open. Of the ranks of a `group` each reads a part of the bytes,
@@ -216,6 +219,7 @@ def _verified(
         if place.is_folder or not place.on_disk:
             check.directory(path)
         else:
+            check.recorded(path)
             check.one(path)
         if not check.replaced:
             break
@@ -272,19 +276,36 @@ class Verification:
         if found is None:
             return
         self._seal = found.seal if whole else self._seal
-        for file, one in found.wrong.items():
-            self._problems.append(
-                Problem(
-                    file,
-                    one.message,
-                    "Corrupted" if one.damaged else "StoreError",
-                    damaged=one.damaged,
-                )
-            )
-        self._broken |= {file for file, one in found.wrong.items() if one.damaged}
-        self._vouched |= found.vouched
+        self._enter_digests(found.wrong, found.vouched)
         inside = "" if whole else f"{os.path.basename(path)}/"
         self._notes += [f"{inside}{name} was not sealed with the others" for name in found.extra]
+
+    def recorded(self, path: str, keys: Sequence[str] | None = None) -> None:
+        """Compare the files of a folder, or one file, with digests that other programs recorded."""
+        try:
+            outcome = compare_recorded(
+                path,
+                keys,
+                self._limits,
+                threads=self._threads,
+                progress=self._progress,
+                ranks=self._ranks,
+            )
+        except HoldfastError as error:
+            self.refuse(path, error)
+            return
+        except OSError:
+            return  # the folder cannot be opened: opening the checkpoint says so
+        self._enter_digests(outcome.wrong, outcome.vouched)
+
+    def _enter_digests(self, wrong: Mapping[str, Misfit], vouched: Mapping[str, int]) -> None:
+        for file, misfit in wrong.items():
+            kind = "Corrupted" if misfit.damaged else "StoreError"
+            self._problems.append(Problem(file, misfit.message, kind, damaged=misfit.damaged))
+        self._broken |= {file for file, misfit in wrong.items() if misfit.damaged}
+        self._vouched |= vouched
+        for file in self._broken & self._vouched.keys():
+            del self._vouched[file]
 
     def directory(self, path: str) -> None:
         failed: HoldfastError | None = None
@@ -293,6 +314,8 @@ class Verification:
         try:
             store = store_of(path, self._limits)
             keys = store.list() if store.folder else ()
+            if place_at(path).on_disk:
+                self.recorded(path, keys)
             try:
                 done = self._checkpoint(store, path)
             except OF_RANKS:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -24,7 +24,6 @@ from holdfast.seals.document import (
     SEAL,
     SUFFIX,
     Seal,
-    SealedFile,
     misfits,
     parse_seal,
     seal_name,
@@ -126,48 +125,92 @@ def check_digests(
             else "; it was sealed otherwise"
         )
         wrong[name] = Misfit(name, message + more, damaged=True)
-    folder = open_folder(_root(path))
-    todo = [file for file in seal.files if file.digest is not None and file.name not in wrong]
-    todo.sort(
-        key=lambda file: -file.nbytes
-    )  # the longest first, so that no thread begins it when the others have ended
-
-    def look(file: SealedFile, found: dict[str, Misfit]) -> None:
-        try:
-            opened = folder.open(file.name)
-            plain(opened, file.name)
-            digest, nbytes = digest_of(
-                str(file.digest).partition(":")[0],
-                partial(platform.read_block, opened.number),
-                progress,
-            )
-        except OSError as error:
-            found[file.name] = Misfit(
-                file.name, f"cannot be read: {error.strerror or error}", damaged=False
-            )
-        except UnsafePath as error:
-            found[file.name] = Misfit(file.name, error.message, damaged=True)
-        else:
-            if all(digest != one.digest for one in file.either):
-                message = f"changed after it was sealed: {nbytes:,} bytes with the digest {digest}, not {file.digest}"
-                found[file.name] = Misfit(file.name, message, damaged=True)
-
-    def look_at(numbers: list[int]) -> list[Misfit | None]:
-        found: dict[str, Misfit] = {}
-        run_all(
-            [partial(look, todo[number], found) for number in numbers], threads or default_threads()
+    sealed_digests = [
+        ExpectedDigest(
+            file.name,
+            file.nbytes,
+            tuple([str(accepted.digest) for accepted in file.either]),
+            "changed after it was sealed",
         )
-        return [found.get(todo[number].name) for number in numbers]
+        for file in seal.files
+        if file.digest is not None and file.name not in wrong
+    ]
+    misfits = compare_digests(
+        open_folder(_root(path)).open,
+        sealed_digests,
+        threads=threads,
+        progress=progress,
+        ranks=ranks,
+    )
+    wrong |= {misfit.name: misfit for misfit in misfits}
+    return [wrong[name] for name in sorted(wrong)]
 
-    misfits = share_out(
+
+class ExpectedDigest(Value, frozen=True):
+    """The digest that a file should have."""
+
+    name: str
+    nbytes: int
+    """About how long the file is: ranks share the files out by it."""
+    accepted: tuple[str, ...]
+    """Digests of one algorithm with its name; the file may have any of them."""
+    mismatch: str
+    """The beginning of the message if the file has another digest."""
+
+
+def compare_digests(
+    open_file: Callable[[str], OpenFile],
+    expected: Sequence[ExpectedDigest],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    ranks: Ranks = ALONE,
+) -> list[Misfit]:
+    """Read files, and return those that do not have their digests. Of several ranks each reads some of the files."""
+    # The longest first, so that no thread begins it when the others have ended.
+    todo = sorted(expected, key=lambda file: -file.nbytes)
+
+    def compare(number: int, misfits: dict[int, Misfit]) -> None:
+        file = todo[number]
+        try:
+            misfit = _compare_file(open_file, file, progress)
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror or error}"
+            misfit = Misfit(file.name, reason, damaged=False)
+        except UnsafePath as error:
+            misfit = Misfit(file.name, error.message, damaged=True)
+        if misfit is not None:
+            misfits[number] = misfit
+
+    def compare_some(numbers: list[int]) -> list[Misfit | None]:
+        misfits: dict[int, Misfit] = {}
+        run_all(
+            [partial(compare, number, misfits) for number in numbers], threads or default_threads()
+        )
+        return [misfits.get(number) for number in numbers]
+
+    outcomes = share_out(
         ranks,
         [file.nbytes for file in todo],
-        look_at,
+        compare_some,
         cast("type[Misfit | None]", Misfit | None),
-        common=repr([(file.name, file.digest) for file in todo]).encode("utf-8", "surrogatepass"),
+        common=repr([(file.name, file.accepted) for file in todo]).encode("utf-8", "surrogatepass"),
     )
-    wrong |= {one.name: one for one in misfits if one is not None}
-    return [wrong[name] for name in sorted(wrong)]
+    return [misfit for misfit in outcomes if misfit is not None]
+
+
+def _compare_file(
+    open_file: Callable[[str], OpenFile], file: ExpectedDigest, progress: Progress | None
+) -> Misfit | None:
+    opened = open_file(file.name)
+    status = plain(opened, file.name)
+    algorithm = file.accepted[0].partition(":")[0]
+    read = partial(platform.read_block, opened.number)
+    digest, nbytes = digest_of(algorithm, read, progress, nbytes=status.st_size)
+    if digest in file.accepted:
+        return None
+    found = f"{nbytes:,} bytes with the digest {digest}, not {file.accepted[0]}"
+    return Misfit(file.name, f"{file.mismatch}: {found}", damaged=True)
 
 
 class Compared(Value, frozen=True):
@@ -229,9 +272,14 @@ def _small(path: str, limits: Limits) -> bytes:
     """The content of a plain file, which is no link, and no longer than the limits allow."""
     flags = os.O_RDONLY | platform.ALWAYS | platform.NO_LINK | platform.NO_WAIT
     file = OpenFile(os.open(path, flags))
-    found = plain(file, path)
-    check_length(DOCUMENT, found.st_size, limits, file=path)
+    nbytes = plain(file, path).st_size
+    check_length(DOCUMENT, nbytes, limits, file=path)
+    return read_whole(file, nbytes)
+
+
+def read_whole(file: OpenFile, nbytes: int) -> bytes:
+    """Read a file of so many bytes, and one byte more if it has grown."""
     raw = b""
-    while block := platform.read_block(file.number, found.st_size + 1 - len(raw), len(raw)):
+    while block := platform.read_block(file.number, nbytes + 1 - len(raw), len(raw)):
         raw += block
     return raw

@@ -1055,6 +1055,64 @@ def python_pickle() -> types.ModuleType:
     return module
 
 
+def lazy_pickle(unpickler_class: type = pickle.Unpickler) -> types.ModuleType:
+    """A pickle module whose Unpickler has a `persistent_load` of its own, as mergekit's has."""
+    module = types.ModuleType("lazy_pickle")
+
+    class Unpickler(unpickler_class):
+        def persistent_load(self, persistent_id: tuple[object, ...]) -> object:
+            return ("not read", *persistent_id[2:])
+
+        def find_class(self, module_name: str, name: str) -> object:
+            if name == "_rebuild_tensor_v2":
+                return lambda storage, *_: storage
+            return super().find_class(module_name, name)
+
+    module.Unpickler = Unpickler
+    module.Pickler, module.dump, module.dumps = pickle.Pickler, pickle.dump, pickle.dumps
+    module.load = pickle.load
+    return module
+
+
+def test_a_persistent_load_of_the_modules_own_unpickler_is_used_as_in_torch():
+    # Of an archive: in a legacy stream torch insists that each storage was asked for.
+    raw = torch_bytes({"w": torch.ones(2), "v": torch.zeros(3)}, True)
+    loaded = both(lambda: io.BytesIO(raw), pickle_module=lazy_pickle())
+    if sys.version_info < (3, 13):
+        # From 3.13 on CPython prefers what torch sets on the object, with torch as with us.
+        assert {name: text for name, (text, *_) in loaded.items()} == {
+            "w": "not read",
+            "v": "not read",
+        }
+
+
+def test_an_unpickler_written_in_python_reads_storages_as_in_torch():
+    raw = torch_bytes(state(), True)
+    both(lambda: io.BytesIO(raw), pickle_module=lazy_pickle(pickle._Unpickler))
+
+
+def test_an_unpickler_that_replaces_pickles_own_is_used_while_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    raw = torch_bytes({"w": torch.ones(2)}, True)
+    before = load(io.BytesIO(raw), weights_only=False)
+    names: list[str] = []
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module_name: str, name: str) -> object:
+            names.append(name)
+            return super().find_class(module_name, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pickle, "Unpickler", Unpickler)
+        load(io.BytesIO(raw), weights_only=False)
+    assert "_rebuild_tensor_v2" in names
+
+    names.clear()
+    assert_same(load(io.BytesIO(raw), weights_only=False), before)
+    assert not names
+
+
 @ZIPPED
 def test_another_pickle_module(zipped: bool):
     module = python_pickle()

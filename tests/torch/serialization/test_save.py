@@ -326,6 +326,16 @@ def test_one_storage_under_two_dtypes(zipped: bool):
         )
 
 
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("shape", [(3,), (0,)], ids=["filled", "empty"])
+def test_a_zero_tensor_is_refused_in_torchs_words(shape: tuple[int, ...], zipped: bool):
+    zero = torch._efficientzerotensor(shape)
+    for value in (zero, {"w": torch.ones(2), "z": zero}, nn.Parameter(zero)):
+        error = both(io.BytesIO, value, _use_new_zipfile_serialization=zipped)
+        assert isinstance(error, RuntimeError)
+        assert "ZeroTensor is not serializable" in str(error)
+
+
 @needs(versions.THREAD_LOCAL)
 def test_arguments(tmp_path: Path):
     assert isinstance(both(io.BytesIO, pickle_protocol=6), ValueError)
@@ -357,6 +367,48 @@ def test_a_pickler_of_ones_own():
         function({"marker": marker, "t": torch.ones(2)}, file, pickle_module=module)
         file.seek(0)
         assert load(file, weights_only=False)["marker"] == "replaced"
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("base", [pickle.Pickler, pickle._Pickler], ids=["c", "python"])
+def test_torchs_ids_come_before_those_of_the_modules_own_pickler(base: type, zipped: bool):
+    module = types.ModuleType("own_ids")
+
+    class Pickler(base):
+        def persistent_id(self, obj: object) -> object:
+            return "mine" if isinstance(obj, torch.UntypedStorage | torch.TypedStorage) else None
+
+    module.Pickler, module.dumps, module.dump = Pickler, pickle.dumps, pickle.dump
+    value = {"w": torch.ones(2)}
+    files = []
+    for function in (torch.save, save):
+        file = io.BytesIO()
+        function(value, file, pickle_module=module, _use_new_zipfile_serialization=zipped)
+        files.append(file.getvalue())
+    theirs, ours = files
+    assert len(ours) == len(theirs)
+    assert torch.equal(torch.load(io.BytesIO(ours))["w"], value["w"])
+
+
+def test_a_pickler_that_replaces_pickles_own_is_used_while_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    marker = object()
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: object) -> object:
+            raise AssertionError("torch's ids come first")
+
+        def reducer_override(self, obj: object) -> object:
+            return (str, ("replaced",)) if obj is marker else NotImplemented
+
+    file = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(pickle, "Pickler", Pickler)
+        save({"marker": marker, "w": torch.ones(2)}, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert loaded["marker"] == "replaced"
+    assert torch.equal(loaded["w"], torch.ones(2))
 
 
 # While others look.

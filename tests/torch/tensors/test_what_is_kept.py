@@ -131,6 +131,24 @@ def test_what_has_no_shape_yet_is_refused(tmp_path, made, format):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_zero_tensor_is_refused_by_name(tmp_path, format):
+    state = {"z": torch._efficientzerotensor((3,)), "w": torch.ones(2)}
+    with pytest.raises(CannotHold, match="z: a tensor without memory of its own"):
+        saved(tmp_path, state, format)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tensor_inside_of_vmap_is_refused_by_name(tmp_path):
+    def save_wrapped(wrapped):
+        with pytest.raises(CannotHold, match="w: a tensor without memory of its own"):
+            saved(tmp_path, {"w": wrapped}, "torch")
+        return wrapped
+
+    torch.vmap(save_wrapped)(torch.ones(3, 2))
+    assert not list(tmp_path.iterdir())
+
+
 PLAIN = [
     None, True, 1, -(2**90), 1.5, 1j, "x", b"x", bytearray(b"x"), (1,), [1], {1}, {"a": 1},
     {1: 2, (1, 2): 3, None: 4, 1.5: 5, b"x": 6},

@@ -55,6 +55,10 @@ SMALL = 1024
 SECRET = (str, bytes, bool, Global, PurePath)
 """Types that hash with a secret of this process (or have two values)."""
 
+UNHASHABLE = (np.void, slice)
+"""Types without a hash on some versions. A slice has one from Python 3.12 on, which hashes whatever is
+inside of the slice, uncounted; refused everywhere, a file opens alike on every Python."""
+
 NODE_PROBES = 256
 """Looking at one value inside a key costs about as much as this many steps in a hash table."""
 
@@ -125,7 +129,7 @@ class Spending:
                     message = f"a dict key or set member holds more than Limits(key_nodes={self.key_nodes}) values"
                     raise LimitExceeded(message, expected=self.key_nodes)
                 waiting.extend(value)
-            elif type(value).__hash__ is None or isinstance(value, np.void):
+            elif type(value).__hash__ is None or isinstance(value, UNHASHABLE):
                 name = type(value).__name__
                 raise PickleError(f"a {name} cannot be a dict key or a set member", found=name)
             else:

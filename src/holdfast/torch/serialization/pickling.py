@@ -36,6 +36,9 @@ CLASH = (
     "clone one of the two tensors before saving"
 )
 
+CPYTHON_PICKLER = pickle.Pickler
+"""The class itself: programs put another one into `pickle` for a while."""
+
 OLDEST_DILL = (0, 3, 1)
 """Older versions cannot be subclassed with a persistent id."""
 
@@ -130,18 +133,23 @@ def pickle_object(
 ) -> bytes:
     """The stream of `obj`. `ids.persistent_id` is called for every object in it that is no part of a plain tensor."""
     pieces: list[bytes] = []
+    is_stock = pickle_module.Pickler is CPYTHON_PICKLER
     # CPython's pickler gives all of it at once, and that is not copied. Other modules may want more of a file.
-    file = SimpleNamespace(write=pieces.append) if pickle_module is pickle else io.BytesIO()
-    pickler = pickle_module.Pickler(file, protocol=protocol)
-    # On the object and not in a subclass: the C pickler then calls it without looking it up, once for every object.
-    pickler.persistent_id = ids.persistent_id
+    file = SimpleNamespace(write=pieces.append) if is_stock else io.BytesIO()
+    if is_stock:
+        pickler = CPYTHON_PICKLER(file, protocol=protocol)  # type: ignore[arg-type]  # `write` is enough
+        # On the object and not in a subclass: the C pickler then calls it without looking it up, once for every object.
+        pickler.persistent_id = ids.persistent_id  # type: ignore[method-assign]
+    else:
+        pickler = _torch_pickler(pickle_module.Pickler)(file, protocol=protocol)
+        pickler.ids = ids
     try:
-        if pickle_module is pickle and _are_torchs_own():
+        if is_stock and _are_torchs_own():
             pickler.dispatch_table = reducers(pickler, ids, protocol)
         pickler.dump(obj)
     finally:
         # A cycle, which would hold all tensors until the collector runs.
-        if pickle_module is pickle:
+        if is_stock:
             pickler.dispatch_table = {}
     ids.check_dtypes()
     return file.getvalue() if isinstance(file, io.BytesIO) else b"".join(pieces)
@@ -190,6 +198,7 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
             or attributes(tensor)
             or tensor.is_nested
             or tensor.is_neg()
+            or tensor._is_zerotensor()  # type: ignore[attr-defined]  # torch's stubs leave it out
             or (grad and tensor._backward_hooks)
             or (dtype.is_complex and tensor.is_conj())
             or (has_names is not None and has_names(tensor))
@@ -307,26 +316,39 @@ def unpickle(
     arguments: Mapping[str, object],
 ) -> object:
     """Load a pickle, and run what it says. Persistent ids are given to `persistent`."""
-    made = _unpickler_class(pickle_module)(io.BytesIO(content), **arguments)
-    made.ids = persistent
-    return made.load()
+    unpickler = _torch_unpickler(pickle_module.Unpickler)(io.BytesIO(content), **arguments)
+    # An attribute of the object, as in torch: up to Python 3.12 a `persistent_load` of the module's
+    # own class comes before it, and lazy unpicklers such as mergekit's rely on that.
+    unpickler.persistent_load = persistent
+    return unpickler.load()
 
 
-@cache
-def _unpickler_class(pickle_module: ModuleType) -> type[Any]:
-    stock = pickle_module.Unpickler
+def _torch_unpickler(unpickler_class: type[Any]) -> type[Any]:
+    """Derive a class that also finds what torch renamed.
 
-    def find_class(self: object, module: str, name: str) -> object:
-        if type(name) is str and "Storage" in name:
-            try:
-                return StorageClass(name)
-            except KeyError:
-                pass
-        return stock.find_class(self, MOVED.get(module, module), name)
+    It is not kept: programs put another `Unpickler` into `pickle` for the time of one load.
+    """
 
-    def persistent_load(self: Any, pid: object) -> object:  # noqa: ANN401  # of the class that is made here
-        return self.ids(pid)
+    class TorchUnpickler(unpickler_class):  # type: ignore[misc]  # the caller's class
+        def find_class(self, module: str, name: str) -> object:
+            if type(name) is str and "Storage" in name:
+                try:
+                    return StorageClass(name)
+                except KeyError:
+                    pass
+            return super().find_class(MOVED.get(module, module), name)
 
-    return type(
-        "TorchUnpickler", (stock,), {"find_class": find_class, "persistent_load": persistent_load}
-    )
+    return TorchUnpickler
+
+
+def _torch_pickler(pickler_class: type[Any]) -> type[Any]:
+    """Derive a class with torch's persistent ids, which come before those of the caller's class."""
+
+    class TorchPickler(pickler_class):  # type: ignore[misc]  # the caller's class
+        ids: StorageIds
+        """Of the object: a class stays until the collector runs, and would hold all storages."""
+
+        def persistent_id(self, obj: object) -> object:
+            return self.ids.persistent_id(obj)
+
+    return TorchPickler

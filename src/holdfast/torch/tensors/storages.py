@@ -276,7 +276,8 @@ def _tensor_columns(
     """The kinds of tensors; the offsets of those that have one; and columns: the kind of each, its storage, the storage's bytes
     and address.
 
-    Raises `RuntimeError` for a sparse tensor, which has no storage, a nested one, which has no strides, and one inside of vmap.
+    Raises `RuntimeError` for a sparse tensor, which has no storage, a nested one, which has no strides, and one
+    without memory (`has_memory`).
     """
     numbers: defaultdict[_Key, int] = defaultdict(count().__next__)
     kind: list[int] = []
@@ -310,15 +311,19 @@ def _tensor_columns(
 
 
 def _with_places(tensors: list[torch.Tensor]) -> list[bool]:
-    """Which tensors have strides; where all of them do, which have a storage."""
+    """Which tensors have strides; where all of them do, which have memory."""
     each = zip(map(LAYOUT, tensors), map(NESTED, tensors), strict=True)
     fine = [layout is torch.strided and not nested for layout, nested in each]
-    return [*map(_has_storage, tensors)] if all(fine) else fine
+    return [*map(has_memory, tensors)] if all(fine) else fine
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether torch gives out the address of a strided tensor's bytes.
+
+    It does not for a ZeroTensor, nor for what functions of `torch.func` such as `vmap` receive.
+    """
     try:
-        tensor.untyped_storage()
+        tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return False
     return True

@@ -23,7 +23,7 @@ from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 from holdfast.torch.tensors.composites import KINDS, Elements, kind_of
 from holdfast.torch.tensors.from_lazy import view_dtype
-from holdfast.torch.tensors.storages import TYPES
+from holdfast.torch.tensors.storages import TYPES, has_memory
 
 Memories = tuple[Resident, Callable[[], GpuSource]]
 """The memory of a state that is being saved: that of this process, and that of GPUs, made at the first tensor on one."""
@@ -89,6 +89,11 @@ def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
         )
     if plain.is_meta:
         return resident.meta(_dtype(plain.dtype), tuple(plain.shape), replace(traits, meta=True))
+    if not has_memory(plain):
+        raise Unsupported(
+            "a tensor without memory of its own, such as a ZeroTensor or one inside of torch.func, "
+            "has no bytes to save; save clone() of a ZeroTensor, and any other outside of torch.func"
+        )
     if plain.is_conj() or plain.is_neg():
         traits = replace(traits, conj=plain.is_conj(), neg=plain.is_neg())
     location = "cpu"
