@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.maps.find import find_map
     from holdfast.maps.mapped import MappedTensors
+    from holdfast.stores.paths import place_in_words
 
     with open_checkpoint(options.path, threads=1) as checkpoint:
         found = find_map(options.map, checkpoint)
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         bound = found.bind(checkpoint)
         made = MappedTensors(bound)
         if options.json:
-            print_json(_document(bound, made, str(options.path)))
+            print_json(_document(bound, made, place_in_words(options.path)))
         elif options.explain is not None:
             print_lines(_explained(bound, made, options.explain))
         else:

@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast.cli import values
 from holdfast.cli.progress import bar
 from holdfast.cli.seal import seal_fields, sealed_words
-from holdfast.cli.text import Line, fields_of, print_json, print_lines
+from holdfast.cli.text import Line, fields_of, print_json, print_lines, shell_text
 from holdfast.core.order import in_order
 from holdfast.core.text import clip, escape, nbytes, plural
 from holdfast.inspect.verify import Damage, VerifyReport, verify
@@ -141,7 +141,7 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
         where = "" if problem.file == report.path else f"{problem.file}: "
         yield [
             ("  damaged  " if problem.damaged else "  error    ", "error"),
-            (escape(clip(where + problem.message, 600)), ""),
+            (shell_text(where + problem.message), ""),
         ]
         if problem.tensors:
             yield [("           ", ""), (_names(problem.tensors), "dim")]
@@ -152,7 +152,7 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
     if len(shown) < len(report.damaged):
         yield [(f"  … {len(report.damaged) - len(shown):,} more: use --all or --json", "dim")]
     for note in report.notes if report.seal is not None else ():
-        yield [("  note     ", "note"), (escape(clip(note, 600)), "")]
+        yield [("  note     ", "note"), (shell_text(note), "")]
     if report.unchecked:
         whole = report.checked_nbytes + report.unchecked_nbytes
         of = f" of {plural(report.tensors, 'tensor')}" if report.compared else ""
@@ -183,7 +183,7 @@ def _damage_lines(damage: Damage, path: str) -> Iterator[Line]:
         (f"  expected {damage.expected:08x}, found {found}", "dim"),
     ]
     if damage.message:
-        yield [("           ", ""), (escape(clip(damage.message, 600)), "dim")]
+        yield [("           ", ""), (shell_text(damage.message), "dim")]
 
 
 def _names(names: Sequence[str]) -> str:

@@ -136,9 +136,7 @@ def make_old_cpython_item(
     sizes = (0, 0) if to_pipe else (len(content), len(item.stored))
     local = {"extra": block(1, struct.pack("<2Q", *sizes))}
     wide_descriptor = descriptor(item, wide=True) if to_pipe else None
-    return Item(
-        name, content, method=method, flags=flags, local=local, descriptor=wide_descriptor
-    )
+    return Item(name, content, method=method, flags=flags, local=local, descriptor=wide_descriptor)
 
 
 def central_entry(item: Item, offset: int) -> bytes:
