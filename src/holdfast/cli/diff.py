@@ -60,7 +60,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         help="names of A: 'model.*=*'",
     )
     verb.add_argument(
-        "--map", metavar="MAP", help="see A in another layout: 'qwen3:hf->megatron'; auto"
+        "--map", metavar="MAP", help="see A in another layout: qwen3:hf:megatron; auto"
     )
     verb.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
     verb.add_argument(

@@ -68,7 +68,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--map",
         metavar="MAP",
-        help="prove first that it is of a layout, whole: 'qwen3:hf->megatron'; auto",
+        help="prove first that it is of a layout, whole: qwen3:hf:megatron; auto",
     )
     verb.add_argument("-a", "--all", action="store_true", help="every damage")
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)

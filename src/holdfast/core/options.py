@@ -149,7 +149,7 @@ class GroupOption(TypedDict, total=False):
 
 class MapOption(TypedDict, total=False):
     map: Annotated["AnyMap | None", Option(
-        None, "see SRC in the layout of another framework: 'qwen3:hf->megatron'; auto", "MAP", arguments.map_name
+        None, "see SRC in the layout of another framework: qwen3:hf:megatron; auto", "MAP", arguments.map_name
     )]  # fmt: skip
 
 
