@@ -126,6 +126,7 @@ class WriteOptions(OverwriteOptions, CheckOptions, DryRunOption, ReadOptions, to
 
 
 class FormatOption(TypedDict, total=False):
+    folder: Annotated[bool, Option(False, "DST is a folder, as with a slash at its end")]
     format: Annotated[
         str | None, Option(None, "the format, whatever the suffix", "FORMAT", arguments.text)
     ]

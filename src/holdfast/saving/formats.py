@@ -103,6 +103,15 @@ def format_named(path: str, format: str | None, options: Options) -> str:
     return folder_of(found) or found if options.max_shard_size is not None else found
 
 
+def describe_one_file(path: str, format: str) -> tuple[str, ...]:
+    """Return a note if one file is written where a folder may have been meant."""
+    if suffix_of(path) or format_of(format).folder or folder_of(format) is None:
+        return ()
+    return (
+        "the target is one file, since its name ends neither with a suffix nor with a slash; folder=True makes it a folder",
+    )
+
+
 def _explain_suffix(path: str, suffix: str) -> str:
     """Say why no format is written under a suffix: its format can only be read, or it has none."""
     for one in FORMATS:

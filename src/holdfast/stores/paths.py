@@ -92,6 +92,20 @@ def place_of(path: object, store: object | None = None) -> str:
     )
 
 
+def target_place(path: object, store: object | None = None, *, folder: bool = False) -> str:
+    """Return the place to write to, as `place_of` does.
+
+    A slash at the end says that it is a folder, but `pathlib.Path` drops it, so `folder` adds it.
+
+    >>> target_place(PurePath("m/"), folder=True), target_place("m/"), target_place(PurePath("m/"))
+    ('m/', 'm/', 'm')
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if folder and isinstance(text, str) and text and not isinstance(text, Url):
+        text = f"{text.rstrip('/')}/"
+    return place_of(text, store)
+
+
 def place_in_words(path: object) -> str:
     """Return a place for a report: where it leads if it is one, else what was given.
 
