@@ -12,11 +12,15 @@ from xml.etree import ElementTree
 
 import pytest
 
+import holdfast
 from tests.pages import PAGES, ROOT, content_of
 
 pytest.importorskip("torch")
 
-MODULES = {"holdfast": {"errors", "metadata", "HoldfastError"}, "holdfast.torch": {"sparsity"}}
+MODULES = {
+    "holdfast": {"errors", "metadata", *holdfast.errors.__all__},
+    "holdfast.torch": {"sparsity"},
+}
 """Public modules, and names in them that stand elsewhere."""
 MODULES |= {
     name: set()

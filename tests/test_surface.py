@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import re
 import subprocess
 import sys
 
 import pytest
 
 import holdfast
+from tests.pages import ROOT
 
 SERIALIZATION = """
     save load add_safe_globals safe_globals get_safe_globals clear_safe_globals get_unsafe_globals_in_checkpoint skip_data
@@ -60,6 +62,19 @@ def test_the_names_of_holdfast():
     assert set(METADATA.split()) <= set(holdfast.metadata.__all__)
     for module in (holdfast.errors, holdfast.metadata):
         assert dir(module) == sorted(module.__all__)
+
+
+GUIDES = [ROOT / "README.md", ROOT / "PYPI.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_the_errors_that_a_guide_names_are_names_of_holdfast(guide):
+    code = re.findall(r"`[^`\n]+`", guide.read_text(encoding="utf-8"))
+    words = {word for text in code for word in re.findall(r"\w+", text)}
+    named_errors = words & set(holdfast.errors.__all__)
+    assert named_errors <= set(holdfast.__all__)
+    for name in named_errors:
+        assert getattr(holdfast, name) is getattr(holdfast.errors, name)
 
 
 def test_the_names_of_the_adapter():

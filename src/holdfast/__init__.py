@@ -26,7 +26,31 @@ if TYPE_CHECKING:
     from holdfast.core.opaque import Global, Opaque
     from holdfast.core.tensor import Composite, LazyTensor
     from holdfast.engine.computed import dequantize
-    from holdfast.errors import HoldfastError
+    from holdfast.errors import (
+        BadArgument,
+        BadArgumentType,
+        BadPath,
+        CannotHold,
+        Closed,
+        Corrupted,
+        DoesNotFit,
+        DurabilityUncertain,
+        FormatError,
+        HoldfastError,
+        HoldfastWarning,
+        LimitExceeded,
+        NoSuchTensor,
+        NotCommitted,
+        RankLost,
+        RanksFailed,
+        RanksFoundNothing,
+        RanksRefused,
+        Refused,
+        Replaced,
+        SaveError,
+        StoreError,
+        Unsupported,
+    )
     from holdfast.inspect.diff import Diff, diff
     from holdfast.inspect.open import open, read
     from holdfast.inspect.scan import ScanReport, scan
@@ -67,7 +91,9 @@ _NAMES = {
     "core.tensor": "Composite LazyTensor",
     "maps.find": "Map",
     "engine.computed": "dequantize",
-    "errors": "HoldfastError",
+    "errors": "BadArgument BadArgumentType BadPath CannotHold Closed Corrupted DoesNotFit DurabilityUncertain FormatError "
+    "HoldfastError HoldfastWarning LimitExceeded NoSuchTensor NotCommitted RankLost RanksFailed RanksFoundNothing RanksRefused "
+    "Refused Replaced SaveError StoreError Unsupported",
     "inspect.diff": "Diff diff",
     "inspect.open": "open read",
     "inspect.scan": "ScanReport scan",
@@ -95,11 +121,16 @@ _NAMES = {
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "DTYPES", "Alias", "AliasGraph", "Best", "Box", "Checkpoint", "Chunk", "Compacted", "Composite", "Conversion", "Copied",
-    "DType", "Diff", "Digest", "Every", "Export", "Global", "Group", "HoldfastError", "Latest", "LazyTensor", "Limits", "Map",
-    "Opaque", "Pruned", "Report", "Run", "Saved", "ScanReport", "Sealed", "SparsityReport", "StatsReport", "Step", "Storage",
-    "TensorSparsity", "TensorStats", "Tied", "VerifyReport", "Within", "alias_graph", "compact", "convert", "copy", "dequantize",
-    "diff", "edit", "errors", "metadata", "open", "package", "prune", "read", "replace_weights", "report", "reshard", "save",
+    "DTYPES", "Alias", "AliasGraph", "BadArgument", "BadArgumentType", "BadPath", "Best", "Box",
+    "CannotHold", "Checkpoint", "Chunk", "Closed", "Compacted", "Composite", "Conversion", "Copied",
+    "Corrupted", "DType", "Diff", "Digest", "DoesNotFit", "DurabilityUncertain", "Every", "Export",
+    "FormatError", "Global", "Group", "HoldfastError", "HoldfastWarning", "Latest", "LazyTensor",
+    "LimitExceeded", "Limits", "Map", "NoSuchTensor", "NotCommitted", "Opaque", "Pruned",
+    "RankLost", "RanksFailed", "RanksFoundNothing", "RanksRefused", "Refused", "Replaced", "Report",
+    "Run", "SaveError", "Saved", "ScanReport", "Sealed", "SparsityReport", "StatsReport", "Step",
+    "Storage", "StoreError", "TensorSparsity", "TensorStats", "Tied", "Unsupported", "VerifyReport",
+    "Within", "alias_graph", "compact", "convert", "copy", "dequantize", "diff", "edit", "errors",
+    "metadata", "open", "package", "prune", "read", "replace_weights", "report", "reshard", "save",
     "scan", "seal", "sparsity", "stats", "tie", "to_bytes", "verify",
 ]  # fmt: skip
 

@@ -173,13 +173,59 @@ def test_what_is_said_at_a_shell(folder, capsys, arguments, said):
     assert not re.search(r"\b[a-z_]+=(True|False|…|[ )'])", told)
 
 
+def test_seal_says_at_a_shell_which_flag_gives_the_step(folder, capsys):
+    holdfast.save({"w": np.ones(2)}, "native")
+    assert main(["seal", "native"]) == 0
+    printed = capsys.readouterr().out
+    assert "pass --step to give it one" in printed
+    assert "step=" not in printed
+
+
+def test_show_says_at_a_shell_that_limits_are_raised_in_python(folder, capsys):
+    np.savez_compressed("zeros.npz", w=np.zeros(4_000_000))
+    assert main(["show", "zeros.npz"]) == 2
+    assert "a limit is raised in Python, with limits=" in capsys.readouterr().err
+
+
+def test_read_says_at_a_shell_what_reads_a_damaged_tensor_in_python(folder, capsys):
+    content = bytearray(Path("b.safetensors").read_bytes())
+    content[-1] ^= 0xFF
+    Path("b.safetensors").write_bytes(content)
+    assert main(["read", "b.safetensors", "w"]) == 2
+    assert "in Python with holdfast.open(path, verify=False)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("make numbers of them first (dequantize=True)", "(holdfast convert --dequantize)"),
+        ("leave the tensor out (drop=), or take it", "(holdfast convert --drop), or take it"),
+        ("rules=['*.x.weight: tp=0'] where", "holdfast convert --rule '*.x.weight: tp=0' where"),
+        ("is right as it is (seal with overwrite=True)", "(seal with --overwrite)"),
+        ("pass step= to give it one", "pass holdfast seal --step to give it one"),
+        ("trust_remote_code=True would run it", "trust_remote_code=True would run it"),
+    ],
+)
+def test_an_option_of_another_command_is_said_with_that_command(text, said):
+    assert said in in_flags(text)
+
+
+@pytest.mark.parametrize("verb", ["convert", "edit"])
+def test_a_format_that_is_only_read_is_refused_as_such_at_a_shell(folder, capsys, verb):
+    assert main([verb, "b.safetensors", "c", "--format", "gguf"]) == 2
+    told = capsys.readouterr().err
+    assert "gguf can be read and not written; use torch, safetensors, native or dcp" in told
+    assert main([verb, "b.safetensors", "c", "--format", "guff"]) == 2
+    assert "there is no format 'guff'; use torch" in capsys.readouterr().err
+
+
 def test_what_is_quoted_stays():
     known = {"overwrite": "--overwrite", "keep": "--keep"}
     assert (
         in_flags("'keep=True' and \"overwrite=True\" are names", known)
         == "'keep=True' and \"overwrite=True\" are names"
     )
-    assert in_flags("dry_run=True only looks", known) == "dry_run=True only looks"
+    assert in_flags("mmap=True only maps", known) == "mmap=True only maps"
     assert in_flags("it's keep= that isn't overwrite=True", known).count("--") >= 1
 
 
@@ -205,15 +251,15 @@ def test_a_note_on_a_mesh_names_its_axes(tmp_path, capsys):
 
 
 def test_a_note_has_the_flags_of_its_own_verb(folder, capsys, monkeypatch):
-    """The same words are a flag where the verb has it, and a keyword where it has none."""
+    """The same words are a flag of the verb if it has one, else of the first verb that has it."""
     monkeypatch.setattr(
         "holdfast.saving.planned.Planned.look",
         lambda planned, progress: dataclasses.replace(planned.report, notes=NOTES),
     )
     assert main(["convert", "b.safetensors", "c.pt", "--dry-run"]) == 0
-    assert "note   --model chooses, mesh='dp=2' cuts" in capsys.readouterr().out
+    assert "note   --model chooses, holdfast reshard --mesh dp=2 cuts" in capsys.readouterr().out
     assert main(["reshard", "b.safetensors", "c", "--mesh", "dp=2", "--dry-run"]) == 0
-    assert "note   model=… chooses, --mesh dp=2 cuts" in capsys.readouterr().out
+    assert "note   holdfast convert --model chooses, --mesh dp=2 cuts" in capsys.readouterr().out
 
 
 NOTES = ("model=… chooses, mesh='dp=2' cuts",)

@@ -128,6 +128,7 @@ def test_compact(run, tmp_path):
 WRITTEN = {
     "schema",
     "target",
+    "folder",
     "format",
     "done",
     "write_nbytes",

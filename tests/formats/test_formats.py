@@ -61,16 +61,43 @@ def same(place: object) -> None:
 def test_without_its_line_nobody_knows_it(tmp_path: Path):
     with pytest.raises(
         Unsupported,
-        match=r"'\.toy' names no format; use one of \.pt, \.pth, \.bin, \.ckpt, \.safetensors, none",
+        match=r"no format has the suffix '\.toy'; use one of \.pt, \.pth, \.bin, \.ckpt, \.safetensors, none",
     ):
         holdfast.save(STATE, tmp_path / "x.toy")
     with pytest.raises(
         Unsupported,
-        match=r"'toy' is no format that can be written; use torch, safetensors, native or dcp$",
+        match=r"there is no format 'toy'; use torch, safetensors, native or dcp$",
     ):
         holdfast.save(STATE, tmp_path / "x", format="toy")
     with pytest.raises(UnknownFormat):
         holdfast.open(MAGIC + b"{}\n")
+
+
+READ_ONLY = [
+    (one.title, suffix)
+    for one in FORMATS
+    for suffix in one.suffixes
+    if not one.written_by and not one.programs
+]
+
+
+@pytest.mark.parametrize(("title", "suffix"), READ_ONLY, ids=[suffix for _, suffix in READ_ONLY])
+def test_a_format_that_is_only_read_is_refused_as_such(title: str, suffix: str, tmp_path: Path):
+    message = f"^{title} can be read and not written; use"
+    with pytest.raises(Unsupported, match=message):
+        holdfast.save(STATE, tmp_path / f"x{suffix}")
+    with pytest.raises(Unsupported, match=message):
+        holdfast.save(STATE, tmp_path / f"x{suffix.upper()}")
+    with pytest.raises(Unsupported, match=message):
+        holdfast.save(STATE, tmp_path / "x", format=title)
+    holdfast.save(STATE, tmp_path / "a.safetensors")
+    with pytest.raises(Unsupported, match=message):
+        holdfast.convert(tmp_path / "a.safetensors", tmp_path / f"x{suffix}")
+
+
+def test_the_suffix_of_packages_names_the_command_that_writes_them(tmp_path: Path):
+    with pytest.raises(Unsupported, match="`holdfast package` writes it"):
+        holdfast.save(STATE, tmp_path / "x.pt2")
 
 
 def test_it_is_written_by_its_suffix_and_opened_by_its_content(path: Path):

@@ -14,6 +14,7 @@ __all__ = ["CASES"]
 
 A = '"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
 DATA = b"\1\2\3\4"
+MANY_FIELDS = "".join(f'"x{number}":0,' for number in range(100_000))
 
 
 def raw(
@@ -147,7 +148,17 @@ CASES = [
     raw("one-offset", "{" + A.replace("[0,4]", "[0]") + "}"),
     raw("offsets-missing", '{"a":{"dtype":"U8","shape":[4]}}'),
     raw("offsets-null", "{" + A.replace("[0,4]", "null") + "}"),
-    raw("unknown-field", "{" + A.replace('"dtype"', '"stride":[1],"dtype"') + "}"),
+    raw("unknown-field-twice", "{" + A.replace('"dtype"', '"x":[1],"x":[2],"dtype"') + "}"),
+    opens(
+        "st-unknown-field",
+        frame("{" + A.replace('"dtype"', '"stride":[1],"dtype"') + "}", DATA),
+        lambda ckpt: ckpt["a"].shape == (4,) and '"stride"' in ckpt.notes[0],
+    ),
+    opens(
+        "st-many-unknown-fields",
+        frame("{" + A.replace('"dtype"', MANY_FIELDS + '"dtype"') + "}", DATA),
+        lambda ckpt: len(ckpt.notes[0]) < 1000,
+    ),
     raw("entry-is-a-list", '{"a":[]}'),
     raw("entry-is-null", '{"a":null}'),
     refused(

@@ -24,6 +24,7 @@ from tests.formats.zip.craft import (
     build,
     central_entry,
     descriptor,
+    make_old_cpython_item,
     tail,
 )
 
@@ -76,12 +77,27 @@ def many(count: int) -> bytes:
     return build([*HONEST, *(Item(f"archive/e/{i}") for i in range(count))], alignment=0)
 
 
+def repacked_by_old_python(*, to_pipe: bool) -> list[Item]:
+    """The records of a checkpoint that zipfile of Python 3.6 to 3.11.3 packed again."""
+    return [make_old_cpython_item(item.name, item.content, to_pipe=to_pipe) for item in HONEST]
+
+
 BOMB = b"\0" * 8_000_000
 
 CASES = [
     opens(
         "zip-honest",
         build(HONEST),
+        lambda ckpt: ckpt["weight"].numpy().tolist() == [[1, 2], [3, 4]],
+    ),
+    opens(
+        "zip-repacked-by-old-python",
+        build(repacked_by_old_python(to_pipe=False), wide=False, alignment=0),
+        lambda ckpt: ckpt["weight"].numpy().tolist() == [[1, 2], [3, 4]],
+    ),
+    opens(
+        "zip-repacked-by-old-python-to-a-pipe",
+        build(repacked_by_old_python(to_pipe=True), wide=False, alignment=0),
         lambda ckpt: ckpt["weight"].numpy().tolist() == [[1, 2], [3, 4]],
     ),
     whole("duplicate-name", items=with_also(Item("archive/data.pkl", EVIL))),

@@ -14,13 +14,16 @@ import sys
 import uuid
 import zipfile
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from holdfast.core.opaque import Global
+from holdfast.errors import StoreError
 from holdfast.inspect.scan import ScanReport, scan
 from holdfast.inspect.severity import judge
+from holdfast.stores.remote.url import Url
 from tests.formats.dcp import craft_dcp
 from tests.hostile.craft_pickle import NONE, call, stream, text
 from tests.hostile.craft_torch import torch_zip
@@ -443,3 +446,13 @@ def test_a_folder_that_is_called_like_a_url_is_a_folder(tmp_path, monkeypatch):
     assert [os.path.relpath(one.path, tmp_path) for one in report.reports] == [
         "s3:/bucket/weights.npy"
     ]
+
+
+@pytest.mark.parametrize("given", ["s3://bucket/", Path("s3://bucket/"), Path("s3://bucket/x.pt")])
+def test_scan_reports_a_bucket_that_cannot_be_read_by_its_url(given, monkeypatch):
+    def refuse(self, limits):
+        raise StoreError("access denied")
+
+    monkeypatch.setattr(Url, "settled", refuse)
+    (report,) = scan(given).reports
+    assert report.path.startswith("s3://bucket")

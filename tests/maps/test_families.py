@@ -243,8 +243,8 @@ def test_layouts_that_hold_all_alike_are_found_as_the_first(tmp_path: Path):
     holdfast.save(tensors, tmp_path / "model.safetensors", durable=False)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with holdfast.open(tmp_path) as checkpoint:
-        assert str(find_map("auto->megatron", checkpoint)) == "qwen3:hf->megatron"
-        assert str(find_map("auto->transformers", checkpoint)) == "qwen3:hf->transformers"
+        assert str(find_map("auto->megatron", checkpoint)) == "qwen3:hf:megatron"
+        assert str(find_map("auto->transformers", checkpoint)) == "qwen3:hf:transformers"
 
 
 def test_a_number_in_a_name_may_be_of_a_range():

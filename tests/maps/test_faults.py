@@ -272,14 +272,14 @@ def test_auto_finds_family_and_direction(tmp_path: Path, name: str):
     source = write(tmp_path / "hf", tensors, config)
     for layout in (one for one in families()[family].layouts if one != "hf"):
         seen = holdfast.open(source, map=f"auto->{layout}")
-        assert any(f"{family}:hf->{layout}" in note for note in seen.notes)
+        assert any(f"{family}:hf:{layout}" in note for note in seen.notes)
         if sorted(seen) == sorted(tensors):
             continue  # the same names: it is known as the first layout that has them
         there = write(
             tmp_path / layout, {name: tensor.numpy() for name, tensor in seen.items()}, config
         )
         back = holdfast.open(there, map="auto")
-        assert any(f"{family}:{layout}->hf" in note for note in back.notes)
+        assert any(f"{family}:{layout}:hf" in note for note in back.notes)
         assert sorted(back) == sorted(tensors)
 
 
@@ -301,7 +301,7 @@ def test_auto_refuses_where_two_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     both = {**known, "same": replace(known["qwen3"], name="same", model_types=())}
     monkeypatch.setattr("holdfast.maps.find.families", lambda: both)
     tensors, config = model()
-    with pytest.raises(BadMap, match="fits several: qwen3:hf->megatron, same:hf->megatron"):
+    with pytest.raises(BadMap, match="fits several: qwen3:hf:megatron, same:hf:megatron"):
         holdfast.open(write(tmp_path / "a", tensors), map="auto->megatron")
     # The configuration says which.
     assert len(holdfast.open(write(tmp_path / "b", tensors, config), map="auto->megatron"))
@@ -311,12 +311,62 @@ def test_auto_refuses_where_two_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     "name",
     ["", "qwen3", "qwen3:hf", "qwen3:hf->", "qwen3:hf->nowhere", "none:hf->titan", "qwen3:hf->titan?x", "->", ":",
      "qwen3:hf->titan?group=-1", "qwen3:hf->titan?group=" + "9" * 99, "missing.toml:a->b", ".toml:a->b", "\0.toml:a->b",
-     "qwen3:HF->titan", "auto->nowhere", "auto->", "qwen3:hf->titan\n", "x" * 100_000 + ".toml:a->b", ":" * 10_000],
+     "qwen3:HF->titan", "qwen3:hf:", "qwen3::titan", "qwen3:hf...titan", "qwen3:hf:titan,x", "qwen3:hf:titan,group=-1",
+     "auto:nowhere", "auto->nowhere", "auto->", "qwen3:hf->titan\n", "x" * 100_000 + ".toml:a->b", ":" * 10_000],
     ids=lambda name: name[:20].replace("\0", "0"),
 )  # fmt: skip
 def test_names_that_are_no_maps(tmp_path: Path, unread: None, name: str):
     with pytest.raises(BadMap):
         holdfast.open(write(tmp_path, *model()), map=name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3:hf:megatron",
+        "qwen3:hf..megatron",
+        "auto:megatron",
+        "auto..megatron",
+        "auto->megatron",
+    ],
+)
+def test_a_map_is_written_without_a_sign_that_a_shell_takes(tmp_path: Path, name: str):
+    folder = write(tmp_path / "hf", *model())
+    with (
+        holdfast.open(folder, map="qwen3:hf->megatron") as wanted,
+        holdfast.open(folder, map=name) as seen,
+    ):
+        assert [(one.name, one.shape) for one in seen.values()] == [
+            (one.name, one.shape) for one in wanted.values()
+        ]
+
+
+def test_sizes_and_a_prefix_follow_a_map_without_a_sign_that_a_shell_takes():
+    plain, quoted = (
+        Map.named("qwen3:megatron:hf,group=4,query=2,prefix=model."),
+        Map.named("qwen3:megatron->hf?group=4&query=2&prefix=model."),
+    )
+    assert plain.sizes == quoted.sizes == {"group": 4, "query": 2}
+    assert plain.prefix == quoted.prefix == "model."
+    assert str(plain) == "qwen3:megatron:hf"
+
+
+@pytest.mark.parametrize("name", ["qwen3:hf-", "auto-", "my.toml:mine-"])
+def test_the_message_recognises_a_map_whose_end_a_shell_took(tmp_path: Path, capsys, name: str):
+    folder = write(tmp_path / "hf", *model())
+    with pytest.raises(BadMap, match="sends the output of a command to a file"):
+        holdfast.open(folder, map=name)
+    assert main(["maps", "check", name, str(folder)]) == 2
+    assert f"write {name[:-1]}:LAYOUT, which needs no quotes" in capsys.readouterr().err
+
+
+def test_the_family_of_a_map_may_be_a_file_with_colons_in_its_path(tmp_path: Path):
+    path = tmp_path / "a:b" / "mine.toml"
+    path.parent.mkdir()
+    path.write_text('[layouts.a]\n[layouts.b]\n[[array]]\nid = "w"\na = "w : n"\nb = "v : n"\n')
+    for separator in (":", "..", "->"):
+        found = Map.named(f"{path}:a{separator}b")
+        assert (found.family.name, found.source, found.target) == ("mine", "a", "b")
 
 
 def test_a_map_of_a_tie_is_proved(tmp_path: Path, unread: None):

@@ -352,7 +352,7 @@ def test_the_command_lists(capsys: pytest.CaptureFixture[str]):
     assert main(["maps"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "qwen3        Qwen3, dense  hf, titan, megatron, megatron-layers" in lines[-3]
-    assert lines[-1] == "a map leads from one layout to another of its family: 'qwen3:hf->megatron'"
+    assert lines[-1] == "a map leads from one layout to another of its family: qwen3:hf:megatron"
     assert main(["maps", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"deepseek_v3", "llama", "qwen3", "qwen3_moe"} <= {
@@ -376,7 +376,7 @@ def test_the_command_proves(
         assert main(["maps", "check", "auto->hf", str(source)]) == 0
         assert "in that layout already" in capsys.readouterr().out
     assert sum(found) == 0
-    assert shown[0] == "qwen3:hf->megatron  fits: 11 tensors of 36, no byte of them read"
+    assert shown[0] == "qwen3:hf:megatron  fits: 11 tensors of 36, no byte of them read"
     row = next(line for line in shown if line.startswith(name))
     assert row.split("  ", 1)[1].strip() == (
         "[3, 44, 24]  from model.layers.{layer}.mlp.gate_proj.weight, model.layers.{layer}.mlp.up_proj.weight"
@@ -391,7 +391,11 @@ def test_the_command_proves(
     assert fused["from"] == sorted(
         f"model.layers.{i}.mlp.{one}_proj.weight" for i in range(3) for one in ("gate", "up")
     )
-    assert (document["map"], document["left_out"], document["sizes"]["group"]) == (THERE, [], 2)
+    assert (document["map"], document["left_out"], document["sizes"]["group"]) == (
+        "qwen3:hf:megatron",
+        [],
+        2,
+    )
 
 
 def test_the_command_names_what_is_wrong(source: Path, capsys: pytest.CaptureFixture[str]):

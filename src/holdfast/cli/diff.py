@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from holdfast.cli import values
 from holdfast.cli.progress import bar
-from holdfast.cli.text import Line, fields_of, print_json, print_lines, width
+from holdfast.cli.text import Line, fields_of, print_json, print_lines, shell_text, width
 from holdfast.core.group import acting
 from holdfast.core.order import in_order
 from holdfast.core.tensor import LazyTensor
@@ -61,7 +61,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         help="names of A: 'model.*=*'",
     )
     verb.add_argument(
-        "--map", metavar="MAP", help="see A in another layout: 'qwen3:hf->megatron'; auto"
+        "--map", metavar="MAP", help="see A in another layout: qwen3:hf:megatron; auto"
     )
     verb.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
     verb.add_argument(
@@ -166,7 +166,7 @@ def diff_lines(
             (f"  … {len(found.changed) - len(sick[:top]) - len(ranked):,} more that changed", "dim")
         ]
     for note in found.notes:
-        yield [(f"note: {escape(note)}", "note")]
+        yield [(f"note: {shell_text(note, 2000)}", "note")]
     yield [(totals(found), "title")]
 
 

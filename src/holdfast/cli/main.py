@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:
     """The line of an error; where there is a list of problems, a line each. Keywords of the library are flags here."""
     from holdfast.cli.options import flags_of, in_flags
-    from holdfast.errors import CannotHold, DoesNotFit, HoldfastError
+    from holdfast.errors import CannotHold, DoesNotFit, HoldfastError, LimitExceeded
 
     verb = Parser()
     verb.fill = next((partial(_add, argument) for argument in arguments if argument in VERBS), None)
@@ -75,6 +75,8 @@ def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:
         lines = [f"holdfast: {error.what}", *(f"  - {problem}" for problem in error.shown)]
     else:
         lines = [f"holdfast: {_sentence(error)}"]
+    if isinstance(error, LimitExceeded):
+        lines[-1] += "; a limit is raised in Python, with limits=holdfast.Limits(…)"
     return [in_flags(line, flags) for line in lines] if isinstance(error, HoldfastError) else lines
 
 

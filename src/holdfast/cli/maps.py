@@ -26,13 +26,15 @@ exit codes of check:
   0  it fits
   2  it does not
 
+A map is written family:from:to, or family:from..to; from->to needs quotes, because a shell would take the > for itself.
+
 examples:
   holdfast maps                                                        all families, and their layouts
-  holdfast maps check 'qwen3:hf->megatron' Qwen3-8B/
+  holdfast maps check qwen3:hf:megatron Qwen3-8B/
   holdfast maps check auto step-1000/                                  which one is it?
-  holdfast maps check 'qwen3:hf->megatron' Qwen3-8B/ --explain decoder.layers.mlp.linear_fc1.weight
-  holdfast maps check 'my.toml:mine->hf' model.safetensors --json
-  holdfast convert Qwen3-8B/ step-0/ --map 'qwen3:hf->megatron'        what a map is for
+  holdfast maps check qwen3:hf:megatron Qwen3-8B/ --explain decoder.layers.mlp.linear_fc1.weight
+  holdfast maps check my.toml:mine:hf model.safetensors --json
+  holdfast convert Qwen3-8B/ step-0/ --map qwen3:hf:megatron           what a map is for
 """
 
 
@@ -45,7 +47,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         help="list them (default), or prove that one fits",
     )
     verb.add_argument(
-        "map", metavar="MAP", nargs="?", help="family:from->to, file.toml:from->to, or auto"
+        "map", metavar="MAP", nargs="?", help="family:from:to, file.toml:from:to, or auto"
     )
     verb.add_argument("path", metavar="PATH", type=values.path, nargs="?", help=values.PATH_HELP)
     verb.add_argument("--explain", metavar="NAME", help="where one tensor of the target comes from")
@@ -59,12 +61,11 @@ def run(options: argparse.Namespace) -> int:
     if options.action == "list":
         return _list(options)
     if options.map is None or options.path is None:
-        raise BadArgument(
-            "say which map, and of what: holdfast maps check 'qwen3:hf->megatron' PATH"
-        )
+        raise BadArgument("say which map, and of what: holdfast maps check qwen3:hf:megatron PATH")
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.maps.find import find_map
     from holdfast.maps.mapped import MappedTensors
+    from holdfast.stores.paths import place_in_words
 
     with open_checkpoint(options.path, threads=1) as checkpoint:
         found = find_map(options.map, checkpoint)
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         bound = found.bind(checkpoint)
         made = MappedTensors(bound)
         if options.json:
-            print_json(_document(bound, made, str(options.path)))
+            print_json(_document(bound, made, place_in_words(options.path)))
         elif options.explain is not None:
             print_lines(_explained(bound, made, options.explain))
         else:
@@ -105,7 +106,7 @@ def _list(options: argparse.Namespace) -> int:
             [[(name, "title"), (f"  {one.about}", ""), (f"  {', '.join(one.layouts)}", "dim")]]
         )
     print_lines(
-        [[("a map leads from one layout to another of its family: 'qwen3:hf->megatron'", "dim")]]
+        [[("a map leads from one layout to another of its family: qwen3:hf:megatron", "dim")]]
     )
     return 0
 

@@ -8,17 +8,22 @@ read them wrote a call; a person at a shell reads the flag (`in_flags`).
 from __future__ import annotations
 
 import argparse
+import functools
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from holdfast.cli import values
+from holdfast.cli.parser import verbs_of
 from holdfast.core.options import Option, checked, options_of
 from holdfast.errors import Unsupported
 from holdfast.formats import FORMATS, titles, written_formats
 
 T = TypeVar("T")
+
+NOTHING_GIVEN: Mapping[str, str] = MappingProxyType({})
 
 NOTHING: Mapping[str, object] = MappingProxyType({})
 
@@ -30,6 +35,7 @@ CHOICES: Mapping[str, Callable[[], Sequence[str]]] = {
 
 WORDS: Mapping[str, Callable[[str], object]] = {
     "DIR": values.path,
+    "FORMAT": values.written_format,
     "KEY=VALUE": values.pair,
     "N": values.positive,
     "NAME=VALUE": values.metric,
@@ -134,8 +140,8 @@ GATHERED: Mapping[str, Callable[[Sequence[Any]], object]] = {
 
 WORD = re.compile(
     r"""'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*"                                           # a name or a path
-      | (?P<other>\bconvert\ with\ )?                                                   # of another verb
-        \b(?P<keyword>[a-z]+(?:_[a-z]+)*)=(?:(?P<value>True|False|None|'[^']*'|"[^"]*"|…)|(?!\w))  # overwrite=True, keep=
+      | (?P<other>\b(?:convert|seal)\ with\ )?                                            # of another verb
+        \b(?P<keyword>[a-z]+(?:_[a-z]+)*)=(?:(?P<value>True|False|None|\[?(?:'[^']*'|"[^"]*")\]?|…)|(?![\w\[]))
       | \b(?P<bare>[a-z]+_[a-z_]+)\b(?![.(=])                                            # max_memory is too small""",
     re.VERBOSE,
 )
@@ -154,27 +160,45 @@ def flags_of(verb: argparse.ArgumentParser) -> dict[str, str]:
     return {name: flag for name, flag in flags if flag not in denied.values()} | denied
 
 
-def in_flags(text: str, flags: Mapping[str, str]) -> str:
+@functools.cache
+def flags_of_commands() -> dict[str, str]:
+    """Map each option of any command to the first command that has it, with its flag."""
+    from holdfast.cli.main import parser
+
+    flags: dict[str, str] = {}
+    for command, verb in verbs_of(parser()).items():
+        for name, flag in flags_of(verb).items():
+            flags.setdefault(name, f"holdfast {command} {flag}")
+    return flags
+
+
+def in_flags(text: str, flags: Mapping[str, str] = NOTHING_GIVEN) -> str:
     """A sentence in terms of flags, by the names of options.
 
-    What stands in quotes is a name or a path, and stays as it is; so does a name that has no flag here, like `Limits(files=…)`,
+    What stands in quotes is a name or a path, and stays as it is; so does a name that has no flag, like `Limits(files=…)`,
     which is for a program. A number is no option's: `model=2` is an axis of a mesh. A sentence that names another verb (`convert
-    with model=…`) means that one's flags.
+    with model=…`) means that one's flags. An option that this command does not have is given with a command that has it.
 
     >>> in_flags("'overwrite=True' exists; pass overwrite=True to replace it", {"overwrite": "--overwrite"})
     "'overwrite=True' exists; pass --overwrite to replace it"
+    >>> in_flags("its elements are in blocks (dequantize=True)")
+    'its elements are in blocks (holdfast convert --dequantize)'
     """
 
     def translated(found: re.Match[str]) -> str:
         name, other = found["keyword"] or found["bare"] or "", found["other"] or ""
         flag = f"--{name.replace('_', '-')}" if other else flags.get(name)
+        if flag is None and found["keyword"]:
+            flag = flags_of_commands().get(name)
         if flag is None:
             return found[0]
-        value = (found["value"] or "").strip("'\"")
+        value = (found["value"] or "").strip("'\"[]")
         if value in ("False", "None"):
             return other + flags.get(f"no_{name}", f"no {flag}")
         return other + (
-            flag if value in ("", "True", "…") or flag == "--content" else f"{flag} {value}"
+            flag
+            if value in ("", "True", "…") or flag == "--content"
+            else f"{flag} {shlex.quote(value)}"
         )
 
     return WORD.sub(translated, text)

@@ -66,7 +66,7 @@ def carry_out(
         files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files]
         written = {
             "target": done.path,
-            **fields_of(done, "format done"),
+            **fields_of(done, "format folder done"),
             "write_nbytes": done.nbytes,
             "files": files,
         }

@@ -76,7 +76,7 @@ def add_report_arguments(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
     verb.add_argument(
-        "--map", metavar="MAP", help="see PATH in another layout: 'qwen3:hf->megatron'; auto"
+        "--map", metavar="MAP", help="see PATH in another layout: qwen3:hf:megatron; auto"
     )
     verb.add_argument(
         "--mesh", metavar="N", help="which files each of N ranks would read; 2x2 for a grid"

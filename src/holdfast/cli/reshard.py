@@ -42,6 +42,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from holdfast.core.text import plural
     from holdfast.rewrite.reshard import parse_mesh, plan_reshard
+    from holdfast.stores.paths import place_in_words
 
     lines = options.plan.read_text("utf-8").splitlines() if options.plan else []
     rules = [
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     ranks = math.prod(
         parse_mesh(options.mesh).values()
     )  # beside their files there may be a config and a tokenizer
-    fields = {"source": str(options.src), "mesh": options.mesh, "ranks": ranks}
+    fields = {"source": place_in_words(options.src), "mesh": options.mesh, "ranks": ranks}
     return carry_out(
         planned,
         "Resharding",

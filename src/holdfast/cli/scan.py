@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator
 
 from holdfast.cli import values
-from holdfast.cli.text import Line, fields_of, print_json, print_lines
+from holdfast.cli.text import Line, fields_of, print_json, print_lines, shell_text
 from holdfast.core.text import clip, escape, plural
 from holdfast.inspect.scan import FileReport, ScanReport, Verdict, scan
 from holdfast.inspect.scanning.findings import Finding
@@ -126,7 +126,7 @@ def _file_lines(file: FileReport, everything: bool) -> Iterator[Line]:
         line.append((f"  ({known:,} known)", "dim"))
     yield line
     if file.error is not None:
-        yield [("  error      ", "error"), (escape(clip(file.error, 600)), "")]
+        yield [("  error      ", "error"), (shell_text(file.error), "")]
     findings = [f for f in file.findings if everything or f.severity != "known"]
     shown = findings if everything else findings[:SHOWN]
     for finding in shown:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.text import Line, fields_of, note_lines, print_json, print_lines
+from holdfast.cli.text import Line, fields_of, note_lines, print_json, print_lines, shell_text
 from holdfast.core.text import clip, escape, nbytes, plural
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from holdfast.cli.options import given
+    from holdfast.cli.options import flags_of, given
     from holdfast.cli.progress import bar
     from holdfast.cli.verify import size_of
     from holdfast.core.options import SealOptions
@@ -70,11 +70,14 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"schema": 1, "sealed": [_fields(sealed, seconds) for sealed, seconds in done]})
     elif not options.quiet or dry_run:
-        print_lines(line for sealed, seconds in done for line in _lines(sealed, seconds))
+        flags = flags_of(options.verb)
+        print_lines(line for sealed, seconds in done for line in _lines(sealed, seconds, flags))
     return 0
 
 
-def _lines(sealed: Sealed, seconds: float) -> Iterator[Line]:
+def _lines(sealed: Sealed, seconds: float, flags: Mapping[str, str]) -> Iterator[Line]:
+    from holdfast.cli.options import in_flags
+
     step = "no step" if sealed.step is None else f"step {sealed.step:,}"
     about = [
         step,
@@ -92,7 +95,7 @@ def _lines(sealed: Sealed, seconds: float) -> Iterator[Line]:
             "dim",
         ),
     ]
-    yield from note_lines(sealed.notes)
+    yield from note_lines(in_flags(note, flags) for note in sealed.notes)
 
 
 def _fields(sealed: Sealed, seconds: float) -> dict[str, object]:
@@ -133,7 +136,7 @@ def seal_lines(path: Path) -> Iterator[Line]:
     try:
         seal = read_seal(path)
     except HoldfastError as error:
-        yield [(f"seal      {escape(clip(error.message, 400))}", "note")]
+        yield [(f"seal      {shell_text(error.message, 400)}", "note")]
         return
     if seal is None:
         return

@@ -45,6 +45,7 @@ from holdfast.cli.text import (
     padded,
     print_json,
     print_lines,
+    shell_text,
     width,
 )
 from holdfast.core.checkpoint import Checkpoint
@@ -300,9 +301,7 @@ def _footer(checkpoint: Checkpoint) -> Iterator[Line]:
             ),
         ]
     for note in checkpoint.notes[:10]:
-        from holdfast.cli.options import in_flags  # for the few files that have a note
-
-        yield [(f"note      {_plain_text(in_flags(note, {}), 400)}", "note")]
+        yield [(f"note      {shell_text(note, 400)}", "note")]
     if len(checkpoint.notes) > 10:
         yield [(f"note      … {len(checkpoint.notes) - 10:,} more notes: see --json", "note")]
 

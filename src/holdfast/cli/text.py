@@ -105,7 +105,17 @@ def _native(value: object) -> object:
 def note_lines(notes: Iterable[str]) -> Iterator[Line]:
     """A line for each note."""
     for note in notes:
-        yield [("  note  ", "note"), (escape(clip(note, 600)), "")]
+        yield [("  note  ", "note"), (shell_text(note), "")]
+
+
+def shell_text(text: str, most: int = 600) -> str:
+    """Return a sentence of the library as a shell shows it: with flags for the names of options.
+
+    A sentence in which the flags of the command stand already stays as it is.
+    """
+    from holdfast.cli.options import in_flags  # most output has no such sentence
+
+    return escape(in_flags(clip(text, most)))
 
 
 def padded(texts: Sequence[str]) -> list[str]:

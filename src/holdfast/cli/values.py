@@ -62,6 +62,16 @@ def target(text: str) -> str:
         raise argparse.ArgumentTypeError(error.message) from None
 
 
+def written_format(text: str) -> str:
+    """Return the name of a format, or refuse it if no checkpoint can be written in it."""
+    from holdfast.formats import chosen, written_formats
+    from holdfast.saving.formats import explain_unwritten
+
+    if chosen(text, written_formats()) is None:
+        raise argparse.ArgumentTypeError(explain_unwritten(text))
+    return text
+
+
 def step(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 18:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of a step")

@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast.cli import values
 from holdfast.cli.progress import bar
 from holdfast.cli.seal import seal_fields, sealed_words
-from holdfast.cli.text import Line, fields_of, print_json, print_lines
+from holdfast.cli.text import Line, fields_of, print_json, print_lines, shell_text
 from holdfast.core.order import in_order
 from holdfast.core.text import clip, escape, nbytes, plural
 from holdfast.inspect.verify import Damage, VerifyReport, verify
@@ -71,7 +71,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--map",
         metavar="MAP",
-        help="prove first that it is of a layout, whole: 'qwen3:hf->megatron'; auto",
+        help="prove first that it is of a layout, whole: qwen3:hf:megatron; auto",
     )
     verb.add_argument("-a", "--all", action="store_true", help="every damage")
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
@@ -146,7 +146,7 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
         where = "" if problem.file == report.path else f"{problem.file}: "
         yield [
             ("  damaged  " if problem.damaged else "  error    ", "error"),
-            (escape(clip(where + problem.message, 600)), ""),
+            (shell_text(where + problem.message), ""),
         ]
         if problem.tensors:
             yield [("           ", ""), (_names(problem.tensors), "dim")]
@@ -157,7 +157,7 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
     if len(shown) < len(report.damaged):
         yield [(f"  … {len(report.damaged) - len(shown):,} more: use --all or --json", "dim")]
     for note in report.notes if report.seal is not None else ():
-        yield [("  note     ", "note"), (escape(clip(note, 600)), "")]
+        yield [("  note     ", "note"), (shell_text(note), "")]
     if report.unchecked:
         whole = report.checked_nbytes + report.unchecked_nbytes
         of = f" of {plural(report.tensors, 'tensor')}" if report.compared else ""
@@ -188,7 +188,7 @@ def _damage_lines(damage: Damage, path: str) -> Iterator[Line]:
         (f"  expected {damage.expected:08x}, found {found}", "dim"),
     ]
     if damage.message:
-        yield [("           ", ""), (escape(clip(damage.message, 600)), "dim")]
+        yield [("           ", ""), (shell_text(damage.message), "dim")]
 
 
 def _names(names: Sequence[str]) -> str:

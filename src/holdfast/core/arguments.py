@@ -147,7 +147,7 @@ def map_name(value: object, name: str) -> object:
     if isinstance(value, str) or hasattr(value, "through"):
         return value
     raise BadArgumentType(
-        f"{name} takes the name of a map ('qwen3:hf->megatron'), or a Map, not {shown(value)}",
+        f"{name} takes the name of a map (qwen3:hf:megatron), or a Map, not {shown(value)}",
         found=value,
     )
 

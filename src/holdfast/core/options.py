@@ -126,6 +126,7 @@ class WriteOptions(OverwriteOptions, CheckOptions, DryRunOption, ReadOptions, to
 
 
 class FormatOption(TypedDict, total=False):
+    folder: Annotated[bool, Option(False, "DST is a folder, as with a slash at its end")]
     format: Annotated[
         str | None, Option(None, "the format, whatever the suffix", "FORMAT", arguments.text)
     ]
@@ -149,7 +150,7 @@ class GroupOption(TypedDict, total=False):
 
 class MapOption(TypedDict, total=False):
     map: Annotated["AnyMap | None", Option(
-        None, "see SRC in the layout of another framework: 'qwen3:hf->megatron'; auto", "MAP", arguments.map_name
+        None, "see SRC in the layout of another framework: qwen3:hf:megatron; auto", "MAP", arguments.map_name
     )]  # fmt: skip
 
 

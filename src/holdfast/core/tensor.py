@@ -499,7 +499,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         allowed = max(limits.expansion * stored, limits.expansion_floor_nbytes)
         # Packed elements take a byte each in memory: at most four to the stored byte.
         if nbytes > allowed * (8 // min(self.dtype.bits, 8)) and not self.traits.meta:
-            advice = "this is an expanded view; slice it, or open with Limits(expansion=…)"
+            advice = "this is an expanded view; slice it, or raise Limits(expansion=…)"
             message = f"reading {nbytes:,} bytes out of {stored:,} stored ones: {advice}"
             raise LimitExceeded(message, tensor=self.name, expected=allowed, found=nbytes)
 

@@ -251,7 +251,8 @@ class Checks:
 def damage(storage: Storage, tensor: str, found: int) -> Corrupted:
     return Corrupted(
         f"the {storage.nbytes:,} bytes of {storage.label or 'this tensor'} do not have the checksum that the file records: "
-        "they changed after they were written; get the file again, or read it anyway with open(…, verify=False)",
+        "they changed after they were written; get the file again, or read it anyway in Python with "
+        "holdfast.open(path, verify=False)",
         file=storage.key, tensor=tensor, offset=storage.start, expected=storage.crc32, found=found,
     )  # fmt: skip
 

@@ -73,7 +73,7 @@ def open(
     what a file may cost; `threads` bounds the parallel reads.
     `rules` say how tensors were cut in a folder of Megatron's ranks, in the words of `reshard`: "*.adapter.weight: tp=0"; they come
     before those that it has for Megatron's own layers. `map` shows the tensors in the layout of another framework, by a name like
-    "qwen3:hf->megatron", or "auto" (`holdfast.Map`): `DoesNotFit` names all that is missing, left over or of another shape.
+    "qwen3:hf:megatron", or "auto" (`holdfast.Map`): `DoesNotFit` names all that is missing, left over or of another shape.
     """
     limits = limits or DEFAULTS
     given = tuple(cast("tuple[str | PlacementRule, ...]", rules))

@@ -34,7 +34,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 from holdfast.core.group import AnyGroup, Ranks, acting, share_out
@@ -42,7 +41,6 @@ from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown, card, table
 from holdfast.core.options import validated
-from holdfast.core.quantities import shown
 from holdfast.core.value import Value, replace
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, UnknownFormat, Unsupported
@@ -63,7 +61,7 @@ from holdfast.inspect.scanning.findings import (
 )
 from holdfast.inspect.scanning.walk import WHOLE, FileScan
 from holdfast.inspect.severity import ORDER, Severity
-from holdfast.stores.paths import found_path, place_of
+from holdfast.stores.paths import found_path, place_in_words, place_of
 from holdfast.stores.place import join, place_at
 
 CONFIG_NBYTES = 16 << 20
@@ -399,9 +397,7 @@ class _Looked:
         try:
             path = place_at(place_of(given)).settled(self._limits)
         except HoldfastError as error:
-            refused = FileReport(
-                str(given) if isinstance(given, str | Path) else shown(given), "", error=str(error)
-            )
+            refused = FileReport(place_in_words(given), "", error=str(error))
             return lambda: [refused]
         if not place_at(path).is_folder:
             self._todo[path, True] = None

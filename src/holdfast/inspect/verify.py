@@ -62,7 +62,7 @@ from holdfast.inspect.open import TRIES, Openable, opened, store_of
 from holdfast.seals.check import Misfit, compared, seal_path
 from holdfast.seals.document import SEAL, SUFFIX, Seal
 from holdfast.seals.recorded import compare_recorded
-from holdfast.stores.paths import place_of
+from holdfast.stores.paths import place_in_words, place_of
 from holdfast.stores.place import join, place_at
 
 if TYPE_CHECKING:
@@ -209,8 +209,8 @@ def _verified(
     try:
         path = place_of(src)
     except BadPath as error:
-        check.refuse(str(src), error)
-        return check.report(str(src))
+        check.refuse(place_in_words(src), error)
+        return check.report(place_in_words(src))
     for _ in range(TRIES):
         check = Verification(limits, workers, progress, ranks)
         place = place_at(path)

@@ -158,7 +158,7 @@ class Bound:
         self.dropped: list[str] = []
         """Names that are left out on purpose."""
         self.notes: list[str] = []
-        self.what = f"{family.name}:{source}->{target}"
+        self.what = f"{family.name}:{source}:{target}"
         self._prefix = prefix
         tied = config.get(TIED)
         self._tied = tied if isinstance(tied, bool) else None

@@ -1,9 +1,12 @@
 """`Map`: from one layout of a family to another, by name, and the one that fits a checkpoint.
 
-qwen3:hf->megatron                a family of the package
-my.toml:hf->mine                  a family of a file
-qwen3:megatron->hf?group=4        a size that neither config.json nor the shapes say; prefix=model. for names that begin so
-auto   auto->megatron             the family and the layout that fit; to Hugging Face's, unless another is named
+qwen3:hf:megatron                 a family of the package
+my.toml:hf:mine                   a family of a file
+qwen3:megatron:hf,group=4         a size that neither config.json nor the shapes say; prefix=model. for names that begin so
+auto   auto:megatron              the family and the layout that fit; to Hugging Face's, unless another is named
+
+`qwen3:hf..megatron` and `qwen3:hf->megatron?group=4&query=2` mean the same. A shell takes the `>` and the `&` of the last one for
+its own, unless it is quoted.
 """
 
 from __future__ import annotations
@@ -27,11 +30,16 @@ from holdfast.maps.family import MOST_NBYTES, Family, read_family
 from holdfast.maps.mapped import mapped
 from holdfast.maps.parts import DIGITS
 
-AUTO, SUFFIX = "auto", ".toml"
+SUFFIX = ".toml"
 COMMON = "hf"  # The layout that `auto` leads to.
 SPEC = re.compile(
-    r"(?P<family>.+?):(?P<source>[a-z0-9-]+)->(?P<target>[a-z0-9-]+)(?:\?(?P<more>.*))?", re.DOTALL
+    r"""(?P<family>.+?):(?P<source>[a-z0-9-]+)(?:->|:|\.\.)(?P<target>[a-z0-9-]+)
+        (?: \?(?P<queried>.*) | ,(?P<listed>.*) )?""",
+    re.DOTALL | re.VERBOSE,
 )
+AUTO_SPEC = re.compile(r"auto\s*(?:(?:->|:|\.\.)(?P<target>.*))?", re.DOTALL)
+REDIRECTED = re.compile(r"(?P<start>auto|.+:[a-z0-9-]+?)-", re.DOTALL)
+"""What a shell leaves of `qwen3:hf->megatron` without quotes: it sends the output to a file `megatron`."""
 
 
 class Map(Value, frozen=True, eq=False):
@@ -52,11 +60,11 @@ class Map(Value, frozen=True, eq=False):
 
     @classmethod
     def named(cls, name: str) -> Map:
-        """The map of a name, like "qwen3:hf->megatron". Raises `BadMap`."""
+        """The map of a name, like "qwen3:hf:megatron". Raises `BadMap`."""
         return map_named(name)
 
     def __str__(self) -> str:
-        return f"{self.family.name}:{self.source}->{self.target}" + (
+        return f"{self.family.name}:{self.source}:{self.target}" + (
             f", {self.then}" if self.then is not None else ""
         )
 
@@ -105,10 +113,7 @@ def map_named(text: str) -> Map:
     """The map of a name; not `auto`, which depends on a checkpoint. Raises `BadMap`."""
     found = SPEC.fullmatch(text)
     if found is None:
-        raise BadMap(
-            f"a map is written 'qwen3:hf->megatron', with a family or a file before the colon, not {text[:80]!r}",
-            found=text,
-        )
+        raise _explain_misspelling(text)
     name = found["family"]
     if name.endswith(SUFFIX):
         family = _family_at(name)
@@ -121,7 +126,8 @@ def map_named(text: str) -> Map:
         )
     sizes: dict[str, int] = {}
     prefix = ""
-    for part in (found["more"] or "").split("&") if found["more"] else ():
+    parts = (found["queried"] or "").split("&") + (found["listed"] or "").split(",")
+    for part in filter(None, parts):
         key, equals, value = part.partition("=")
         if key == "prefix":
             prefix = value
@@ -129,10 +135,25 @@ def map_named(text: str) -> Map:
             sizes[key] = int(value)
         else:
             raise BadMap(
-                f"behind the map stand sizes, '?group=4', or '?prefix=model.', not {part[:40]!r}",
+                f"sizes and a prefix follow the map as ,group=4,prefix=model. and not as {part[:40]!r}",
                 found=text,
             )
     return Map(family, found["source"], found["target"], sizes, prefix)
+
+
+def _explain_misspelling(text: str) -> BadMap:
+    """Return the error for a text that is not the name of a map, with what a shell may have made of it."""
+    redirected = REDIRECTED.fullmatch(text)
+    if redirected is None:
+        message = (
+            f"a map is written qwen3:hf:megatron, with a family or a file first, not {text[:80]!r}"
+        )
+        return BadMap(message, found=text)
+    return BadMap(
+        f"the name of the map ends in the middle: {text[:80]!r}. An unquoted > sends the output of a command to a file with the "
+        f"rest of the name: delete that file, and write {redirected['start'][-80:]}:LAYOUT, which needs no quotes",
+        found=text,
+    )
 
 
 def _family_at(path: str) -> Family:
@@ -151,9 +172,10 @@ def find_map(
     the other side, where they are known: a model's. Raises `BadMap` where none fits, or several do."""
     if isinstance(text, Map):
         return text
-    auto, _, target = text.partition("->")
-    if auto.strip() != AUTO:
+    auto = AUTO_SPEC.fullmatch(text.strip())
+    if auto is None:
         return map_named(text)
+    target = auto["target"]
     config = read_config(checkpoint.source, DEFAULTS)
     targets = None if wanted is None else [*_layouts_of(wanted())]
     fitting = list[Map]()
@@ -162,7 +184,7 @@ def find_map(
             ends = [layout for own, layout in targets if own is family]
         elif source == (target or COMMON) and not target:
             raise BadMap(
-                f"this is {family.name} in the layout {source!r}: say where to, 'auto->{_other(family, source)}'",
+                f"this is {family.name} in the layout {source!r}: say where to, auto:{_other(family, source)}",
                 found=text,
             )
         else:

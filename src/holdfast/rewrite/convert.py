@@ -34,7 +34,7 @@ from holdfast.engine.saves import Data, Gathered, SavePlan
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats import format_of
 from holdfast.inspect.open import Openable
-from holdfast.saving.formats import Options, format_for, plan_save
+from holdfast.saving.formats import Options, describe_one_file, format_for, plan_save
 from holdfast.saving.models import Selection, select
 from holdfast.saving.planned import (
     Destination,
@@ -46,7 +46,8 @@ from holdfast.saving.planned import (
 )
 from holdfast.saving.state import tabulate_state
 from holdfast.saving.transform import Edits, Losses, LossFindings, casts_of, left_out, transform
-from holdfast.stores.paths import place_of
+from holdfast.stores.paths import target_place
+from holdfast.stores.place import same_place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,12 @@ def plan_conversion(
         limits=options["limits"],
     )
     return rewritten(
-        src, dst if options["store"] is None else place_of(dst, options["store"]), lay_out, options
+        src,
+        dst
+        if options["store"] is None
+        else target_place(dst, options["store"], folder=options["folder"]),
+        lay_out,
+        options,
     )
 
 
@@ -143,7 +149,9 @@ def lay_out_conversion(
         state = _with_metadata(state, metadata, found, path=source.path)
     plan = _plan(target, state, found, options=options, tensors_only=edits.tensors_only)
     source_notes = source.notes_on_numbers if edits.dequantize else source.notes
-    notes = *source_notes, *described.notes, *left, *left_out(chosen.tree, edits)
+    notes = [*source_notes, *described.notes, *left, *left_out(chosen.tree, edits)]
+    if not same_place(target, source.path):
+        notes += describe_one_file(target, found)
     return _planned(source, where, plan, described, notes, losses)
 
 

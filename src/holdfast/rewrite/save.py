@@ -30,10 +30,17 @@ from holdfast.engine.write import check_source
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
 from holdfast.formats import format_of
 from holdfast.saving.base import check_shares, not_shared, open_base
-from holdfast.saving.formats import Options, format_for, format_named, plan_save, written_suffixes
+from holdfast.saving.formats import (
+    Options,
+    describe_one_file,
+    format_for,
+    format_named,
+    plan_save,
+    written_suffixes,
+)
 from holdfast.saving.planned import Planned, Saved, Writing, check_target, planned_fields
 from holdfast.saving.state import tabulate_state
-from holdfast.stores.paths import check_binary, content_and_path, place_of
+from holdfast.stores.paths import check_binary, content_and_path, place_of, target_place
 
 
 @validated(defaults={**OF_STATES, "overwrite": None})
@@ -46,7 +53,8 @@ def save(
     The format is `format` (`torch`, `safetensors`, `native`) or what the suffix says: `.pt` and `.pth` are torch's zip,
     `.safetensors` is safetensors, a name without suffix is a native directory. `max_shard_size` ("5GB") splits safetensors
     into a directory with an index. In a native directory, `sparse="auto"` stores tensors with many zeros as marks and values, where
-    that is smaller; other programs cannot read those tensors, so the default is "never". Files are replaced by default and
+    that is smaller; other programs cannot read those tensors, so the default is "never". With `folder=True`, or a slash at the end
+    of a text, `dst` is a folder: `pathlib.Path` drops the slash. Files are replaced by default and
     directories are not (`overwrite`).
 
     `base` is an older native directory on the same file system, the step before: what did not change since then is not written
@@ -81,6 +89,8 @@ def save(
     older = None if base is None else place_of(base)
     if not isinstance(path, str | os.PathLike) and hasattr(path, "write"):
         check_shares("", "a file object", older, hashes)
+        if options["folder"]:
+            raise BadArgument("folder=True: a file object holds one file; give a path")
         described = tabulate_state(state, metadata=metadata, limits=limits)
         return _stream(
             described,
@@ -90,9 +100,9 @@ def save(
             writing=writing,
             progress=progress,
         )
+    target = target_place(path, options["store"], folder=options["folder"])
     plan = partial(
-        plan_saving, state, place_of(path, options["store"]), format=format, metadata=metadata, options=layout, writing=writing,
-        limits=limits,
+        plan_saving, state, target, format=format, metadata=metadata, options=layout, writing=writing, limits=limits,
     )  # fmt: skip
     # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
     with gc_paused():
@@ -197,8 +207,9 @@ def plan_saving(
             reads = (*reads, *((opened.store,) if opened.store else ()))
             options = replace(options, base=opened)
         plan = plan_save(target, described, found, options=options)
-        if described.notes:
-            plan = replace(plan, notes=(*described.notes, *plan.notes))
+        notes = (*described.notes, *describe_one_file(target, found))
+        if notes:
+            plan = replace(plan, notes=(*notes, *plan.notes))
         return Planned(
             plan,
             Saved(**planned_fields(plan, target)),

@@ -94,17 +94,40 @@ def format_named(path: str, format: str | None, options: Options) -> str:
         suffix, known = suffix_of(path), written_suffixes()
         if suffix not in known:
             hint = f"use one of {', '.join(filter(None, known))}, none for a native directory, or say format=…"
-            raise Unsupported(f"the suffix {suffix!r} names no format; {hint}", file=path)
+            raise Unsupported(f"{_explain_suffix(path, suffix)}; {hint}", file=path)
         found = known[suffix]
     elif (asked := chosen(format, written_formats())) is not None:
         found = asked.name
     else:
-        *first, last = titles(written_formats())
-        raise Unsupported(
-            f"{format!r} is no format that can be written; use {', '.join(first)} or {last}",
-            found=format,
-        )
+        raise Unsupported(explain_unwritten(format), found=format)
     return folder_of(found) or found if options.max_shard_size is not None else found
+
+
+def describe_one_file(path: str, format: str) -> tuple[str, ...]:
+    """Return a note if one file is written where a folder may have been meant."""
+    if suffix_of(path) or format_of(format).folder or folder_of(format) is None:
+        return ()
+    return (
+        "the target is one file, since its name ends neither with a suffix nor with a slash; folder=True makes it a folder",
+    )
+
+
+def _explain_suffix(path: str, suffix: str) -> str:
+    """Say why no format is written under a suffix: its format can only be read, or it has none."""
+    for one in FORMATS:
+        if any(end and path.lower().endswith(end) for end in one.suffixes):
+            writer = " in this way; `holdfast package` writes it" if one.programs else ""
+            return f"{one.title} can be read and not written{writer}"
+    return f"no format has the suffix {suffix!r}"
+
+
+def explain_unwritten(format: str) -> str:
+    """Say why a format cannot be asked for, and which can."""
+    *first, last = titles(written_formats())
+    hint = f"use {', '.join(first)} or {last}"
+    if chosen(format, FORMATS) is not None:
+        return f"{format} can be read and not written; {hint}"
+    return f"there is no format {format!r}; {hint}"
 
 
 def folder_of(format: str) -> str | None:
@@ -285,7 +308,7 @@ CHARACTERS = 256
 def _lay_out(path: str, state: State, format: str, *, options: Options) -> SavePlan:
     found = format_of(format)
     if not found.written_by:
-        raise Unsupported(f"{format!r} is no format that can be written", found=format)
+        raise Unsupported(explain_unwritten(format), found=format)
     given = {name: LAYOUT[name](path, options) for name in found.takes}
     rejoined = rejoin(state) if found.storages else None
     if not found.storages:

@@ -52,7 +52,7 @@ from holdfast.saving.formats import (
 from holdfast.saving.side_files import SideFiles, find_side_files, is_model, torch_dist_files
 from holdfast.seals.renew import NOTHING, Renewal, find_seals
 from holdfast.stores.files import Files, system_files
-from holdfast.stores.paths import place_of
+from holdfast.stores.paths import target_place
 from holdfast.stores.place import place_at, same_place
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING
 
@@ -126,6 +126,11 @@ class Saved(Shown):
     """CRC-32 of the bytes of each piece that was written, under the name that the file gives it; once it is written."""
     shared_nbytes: int = 0
     """Bytes of files that the base has, too: they were not written, and take no room."""
+
+    @property
+    def folder(self) -> bool:
+        """Whether a folder was written, and not one file."""
+        return format_of(self.format).folder
 
     @property
     def new_nbytes(self) -> int:
@@ -349,6 +354,7 @@ def rewritten(
         asked.get, ("limits", "format", "in_place", "copy_config")
     )
     copy_config = True if copy_config is None else copy_config
+    folder = bool(asked.get("folder"))
     options = layout_of(asked)
     with ExitStack() as stack:
         ranks, common = begin_ranks(asked, dst, stack)
@@ -359,11 +365,12 @@ def rewritten(
         ).without_views()
         writing = pick(Writing, {**asked, **common}, requests=source.source.store.medium.requests)
         if in_place is None:
-            where = Destination(place_of(dst), format, writing)
+            where = Destination(target_place(dst, folder=folder), format, writing)
         else:
             where = _destination(
-                source, dst, in_place=in_place, format=format, writing=writing, programs=programs
-            )
+                source, dst, in_place=in_place, format=format, writing=writing, programs=programs,
+                folder=folder,
+            )  # fmt: skip
         if elsewhere and same_place(where.path, source.path):
             problem = f"the target {where.path!r} is the source; write beside it"
             raise CannotHold("the target is read while it is written", [problem], file=where.path)
@@ -469,6 +476,7 @@ def _destination(
     format: str | None,
     writing: Writing,
     programs: bool,
+    folder: bool,
 ) -> Destination:
     """The target that was named, or the place of the source, in its own format.
 
@@ -488,7 +496,11 @@ def _destination(
             "what was not opened by a path has no place to be replaced in; give a target",
             file=source.path,
         )
-    path = source.path if dst is None else place_of(dst)
+    if dst is None and folder:
+        raise Unsupported(
+            "folder=True says what a target is, and there is none; leave it out", file=source.path
+        )
+    path = source.path if dst is None else target_place(dst, folder=folder)
     if dst is not None and not same_place(path, source.path):
         return Destination(path, format, writing)
     own = format_of(source.format)

@@ -286,7 +286,7 @@ def torch_dist_files() -> dict[str, Source]:
 
 def _of_one_file(source: Checkpoint, own: Sequence[str], copy_config: CopyConfig) -> SideFiles:
     if not isinstance(copy_config, bool):
-        message = "one file has no place for a config; give a directory (with a slash at its end, or format=)"
+        message = "one file has no place for a config; give a directory (folder=True, or a slash at its end)"
         raise Unsupported(f"{message}, or leave copy_config= away", found=str(copy_config))
     left = (
         [name for name in own if is_side_file(name)]

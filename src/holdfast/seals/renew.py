@@ -164,7 +164,7 @@ class Renewal(Value, frozen=True):
                 reasons = "; ".join(f"{misfit.name}: {misfit.message}" for misfit in wrong[:SHOWN])
                 message = f"this is not as it was sealed ({reasons}), and in its place nothing would tell; nothing was changed"
                 raise refusal(
-                    f"{message}. Seal it again first if it is right as it is (overwrite=True)",
+                    f"{message}. Seal it again first if it is right as it is (seal with overwrite=True)",
                     self.path,
                 )
 

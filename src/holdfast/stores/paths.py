@@ -19,7 +19,9 @@ import errno
 import io
 import os
 import re
+from pathlib import PurePath
 
+from holdfast.core.quantities import shown
 from holdfast.errors import BadArgumentType, BadPath, NotAPath
 from holdfast.stores.platform import DRIVES
 from holdfast.stores.remote.url import Url, is_url, url_of
@@ -88,6 +90,34 @@ def place_of(path: object, store: object | None = None) -> str:
         if isinstance(text, str) and (store is not None or is_url(text))
         else local_path(path)
     )
+
+
+def target_place(path: object, store: object | None = None, *, folder: bool = False) -> str:
+    """Return the place to write to, as `place_of` does.
+
+    A slash at the end says that it is a folder, but `pathlib.Path` drops it, so `folder` adds it.
+
+    >>> target_place(PurePath("m/"), folder=True), target_place("m/"), target_place(PurePath("m/"))
+    ('m/', 'm/', 'm')
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if folder and isinstance(text, str) and text and not isinstance(text, Url):
+        text = f"{text.rstrip('/')}/"
+    return place_of(text, store)
+
+
+def place_in_words(path: object) -> str:
+    """Return a place for a report: where it leads if it is one, else what was given.
+
+    `pathlib.Path` drops a slash of a URL, and `place_of` adds it again.
+
+    >>> place_in_words(PurePath("s3://bucket/x")), place_in_words("hf://org/model"), place_in_words(3)
+    ('s3://bucket/x', 'hf://org/model', '3')
+    """
+    try:
+        return place_of(path)
+    except BadPath:
+        return os.fspath(path) if isinstance(path, str | PurePath) else shown(path)
 
 
 def found_path(path: str) -> str:

@@ -462,6 +462,17 @@ def test_version_3_without_its_checksum_is_damaged():
         assert caught.value.file == MANIFEST
 
 
+def test_a_check_finds_fields_that_were_added_to_a_data_file():
+    files = save({"a": Memory().array(np.ones(4, np.int16))})
+    (key,) = (key for key in files if key.startswith("data-"))
+    # The new field takes the place of padding, so that no tensor moves.
+    changed = files[key].replace(b"[0,8]}}      ", b'[0,8],"x":1}}')
+    assert len(changed) == len(files[key])
+    assert changed != files[key]
+    with pytest.raises(Corrupted, match="another program added fields"):
+        reopen(files | {key: changed})._description.check()
+
+
 def test_a_data_file_that_was_exchanged_is_found_by_a_check():
     memory = Memory()
     files = save({"a": memory.array(np.ones(4, np.int16)), "b": memory.array(np.ones(4, np.int16))})

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.formats.npy.craft_npy import npy, npz
+from tests.formats.zip.craft import build, make_old_cpython_item
 
 import holdfast
 from holdfast import errors
@@ -123,6 +124,27 @@ def test_compressed_members_are_verified():
         at = archive.getinfo("w.npy").header_offset + 200
     damaged = holdfast.verify(raw[:at] + bytes([raw[at] ^ 0xFF]) + raw[at + 1 :])
     assert not damaged.ok
+
+
+@pytest.mark.parametrize("to_pipe", [False, True], ids=["file", "pipe"])
+@pytest.mark.parametrize("method", [0, 8], ids=["savez", "savez_compressed"])
+def test_archives_of_old_pythons_open(to_pipe, method, tmp_path):
+    """numpy.savez under Python 3.6 to 3.11.3 writes zip64 blocks beside the true sizes."""
+    arrays = {"w": np.arange(100.0), "empty": np.ones((0, 3), np.float32)}
+    items = [
+        make_old_cpython_item(f"{name}.npy", saved(array), method=method, to_pipe=to_pipe)
+        for name, array in arrays.items()
+    ]
+    raw = build(items, wide=False, alignment=0)
+    with holdfast.open(raw) as ckpt, np.load(io.BytesIO(raw)) as wanted:
+        assert list(ckpt) == wanted.files == ["w", "empty"]
+        for name, array in ckpt.read().items():
+            assert array.shape == wanted[name].shape
+            assert array.tobytes() == wanted[name].tobytes()
+    assert holdfast.verify(raw).ok
+    path = tmp_path / "old.npz"
+    path.write_bytes(raw)
+    assert holdfast.scan(path).verdict() == "clean"
 
 
 def test_types_that_numpy_has_no_name_for():

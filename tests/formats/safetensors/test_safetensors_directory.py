@@ -37,6 +37,17 @@ def describe(files, limits=None):
     return describe_directory(MemorySource(files, limits))
 
 
+def test_unknown_fields_of_all_files_are_in_one_note():
+    fields = {"strides": [1]}
+    files = {
+        ONE: craft({"a": {**entry("U8", [2], 0, 2), **fields}}, 2),
+        TWO: craft({"b": {**entry("U8", [2], 0, 2), **fields, "scale": 1.5}}, 2),
+    }
+    description = describe({**files, INDEX: index({"a": ONE, "b": TWO})})
+    (note,) = description.notes
+    assert '"strides", "scale"' in note
+
+
 def refused(files, kind, *words):
     with pytest.raises(kind) as caught:
         describe(files)

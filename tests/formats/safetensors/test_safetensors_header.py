@@ -99,9 +99,21 @@ HEADER_CASES = {
         "at $.w: expected an object, found a list of 3",
     ),
     "entry is null": (craft({"w": None}), "at $.w: expected an object, found null"),
-    "unknown field": (
-        craft({"w": {**U8, "strides": [1]}}, 4),
-        "at $.w.strides: a tensor has no such field",
+    "double unknown field": (
+        frame(GOOD.replace('"dtype"', '"note":1,"note":1,"dtype"'), DATA),
+        'at $.w: the key "note" occurs twice',
+    ),
+    "double key in an unknown field": (
+        frame(GOOD.replace('"dtype"', '"note":{"a":1,"a":2},"dtype"'), DATA),
+        'at $.w.note: the key "a" occurs twice',
+    ),
+    "unknown field of NaN": (
+        frame(GOOD.replace('"dtype"', '"scale":NaN,"dtype"'), DATA),
+        "at $.w.scale: NaN is not JSON",
+    ),
+    "unknown field in place of a known one": (
+        craft({"w": {"Dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, 4),
+        "the field dtype is missing",
     ),
     "missing dtype": (
         craft({"w": {"shape": [4], "data_offsets": [0, 4]}}, 4),
@@ -306,6 +318,17 @@ def test_the_fast_parser_accepts_nothing_that_the_exact_one_refuses(case):
             parse_exact(header, Limits())
     else:
         assert fast == parse_exact(header, Limits())
+
+
+def test_open_reads_a_header_with_unknown_fields_and_notes_them():
+    extra = {"strides": [1], "scale": 0.5, "owner": {"name": None}, "\x1b[31m": True}
+    raw = craft({"v": entry("U8", [2], 0, 2), "w": {**entry("U8", [2], 2, 4), **extra}}, 4)
+    description = describe_safetensors(MemorySource(raw))
+    assert list(description.tensors) == ["v", "w"]
+    assert description.tensors["w"].shape == (2,)
+    (note,) = description.notes
+    assert '"strides", "scale", "owner"' in note
+    assert note.isprintable()
 
 
 def test_a_syntax_error_says_at_which_byte_of_the_file():

@@ -163,6 +163,15 @@ def test_a_lone_piece_is_noted():
     assert description.tensors["w"].shape == (4,)
 
 
+def test_a_header_with_unknown_fields_is_what_the_library_reads():
+    entries = {
+        "a": {"owner": {"x": [1, None]}, **entry("U8", [4], 0, 4), "scale": 0.5},
+        "b": {**entry("U8", [2], 4, 6), "strides": [1]},
+    }
+    raw = craft(entries, 6)
+    assert our_view(raw) == library_view(raw)
+
+
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
 

@@ -15,7 +15,16 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Item", "block", "build", "central_entry", "descriptor", "local_header", "tail"]
+__all__ = [
+    "Item",
+    "block",
+    "build",
+    "central_entry",
+    "descriptor",
+    "local_header",
+    "make_old_cpython_item",
+    "tail",
+]
 
 MAX32 = 0xFFFFFFFF
 DESCRIBED, UTF8 = 1 << 3, 1 << 11
@@ -112,6 +121,22 @@ def descriptor(item: Item, *, wide: bool = False, **lies: int) -> bytes:
     return b"PK\7\10" + struct.pack(
         "<IQQ" if wide else "<III", fields["crc"], fields["packed"], fields["size"]
     )
+
+
+def make_old_cpython_item(
+    name: str, content: bytes, *, method: int = 0, to_pipe: bool = False
+) -> Item:
+    """Make a record as CPython 3.6 to 3.11.3 writes it for `ZipFile.open(…, force_zip64=True)`.
+
+    The sizes stand in the local header and again in a zip64 block. numpy's savez writes its arrays
+    this way. In a pipe the sizes are 0 in both places, and a wide data descriptor follows.
+    """
+    flags = DESCRIBED if to_pipe else 0
+    item = Item(name, content, method=method, flags=flags)
+    sizes = (0, 0) if to_pipe else (len(content), len(item.stored))
+    local = {"extra": block(1, struct.pack("<2Q", *sizes))}
+    wide_descriptor = descriptor(item, wide=True) if to_pipe else None
+    return Item(name, content, method=method, flags=flags, local=local, descriptor=wide_descriptor)
 
 
 def central_entry(item: Item, offset: int) -> bytes:

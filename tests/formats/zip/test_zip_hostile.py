@@ -20,6 +20,7 @@ from tests.formats.zip.craft import (
     build,
     central_entry,
     descriptor,
+    make_old_cpython_item,
     tail,
 )
 from tests.formats.zip.sources import BytesSource
@@ -231,7 +232,42 @@ HOSTILE = {
     "local extra renames": lie(local={"extra": block(0x7075, b"\1" + bytes(4) + b"m/evil")}),
     "local extra of many blocks": lie(local={"extra": block(0x4246, b"") * 9}),
     "local zip64 disagrees": plain(local={"size": MAX32, "packed": MAX32, "extra": wide(6, 6)}),
-    "local zip64 beside true sizes": plain(local={"extra": wide(5, 5)}),
+    "local zip64 beside true sizes, another size": plain(local={"extra": wide(6, 5)}),
+    "local zip64 beside true sizes, another packed size": plain(local={"extra": wide(5, 6)}),
+    "local zip64 beside true sizes, zeros": plain(local={"extra": wide(0, 0)}),
+    "local zip64 beside true sizes, with an offset": plain(local={"extra": wide(5, 5, 0)}),
+    "local zip64 beside true sizes, one value": plain(local={"extra": wide(5)}),
+    "local zip64 beside true sizes, swapped": build(
+        [
+            Item(
+                "m/code",
+                PACKED.content,
+                method=8,
+                flags=0,
+                local={"extra": wide(len(PACKED.stored), len(PACKED.content))},
+            ),
+            B,
+        ],
+        alignment=0,
+        wide=False,
+    ),
+    "local zip64 beside another size": plain(local={"size": 4, "extra": wide(5, 5)}),
+    "local zip64 beside sizes 0, without a descriptor": plain(
+        local={"size": 0, "packed": 0, "extra": wide(5, 5)}
+    ),
+    "local zip64 of zeros, without a descriptor": plain(
+        local={"size": 0, "packed": 0, "extra": wide(0, 0)}
+    ),
+    "local zip64 of sizes beside zeros and a descriptor": lie(
+        local={"extra": wide(5, 5)}, descriptor=descriptor(A, wide=True)
+    ),
+    "local zip64 of zeros beside true sizes and a descriptor": lie(
+        local={"size": 5, "packed": 5, "extra": wide(0, 0)}, descriptor=descriptor(A, wide=True)
+    ),
+    "local zip64 of zeros with a narrow descriptor": lie(local={"extra": wide(0, 0)}),
+    "local zip64 of zeros with a wide descriptor that lies": lie(
+        local={"extra": wide(0, 0)}, descriptor=descriptor(A, wide=True, size=6)
+    ),
     "local zip64 of other length": plain(
         local={"size": MAX32, "packed": MAX32, "extra": wide(5, 5, 0)}
     ),
@@ -339,6 +375,22 @@ BASES = {
         ],
         alignment=0,
     ),
+    "old CPython": build(
+        [
+            make_old_cpython_item("m/a", b"stored"),
+            make_old_cpython_item("m/b", b"text " * 9, method=8),
+        ],
+        alignment=0,
+        wide=False,
+    ),
+    "old CPython to a pipe": build(
+        [
+            make_old_cpython_item("m/a", b"stored", to_pipe=True),
+            make_old_cpython_item("m/b", b"text " * 9, method=8, to_pipe=True),
+        ],
+        alignment=0,
+        wide=False,
+    ),
 }
 
 
@@ -377,7 +429,9 @@ def test_random_bytes(base, data):
     assert_same_for_all(bytes(raw))
 
 
-@pytest.mark.parametrize("base", ["craft", "plain", "zip64"])
+@pytest.mark.parametrize(
+    "base", ["craft", "plain", "zip64", "old CPython", "old CPython to a pipe"]
+)
 def test_every_single_byte(base):
     """No byte of a header can change without being noticed or meaning nothing to anyone."""
     raw = BASES[base]

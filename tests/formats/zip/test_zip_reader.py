@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 import time
 import tracemalloc
 import zipfile
@@ -22,6 +23,7 @@ from tests.formats.zip.craft import (
     central_entry,
     descriptor,
     local_header,
+    make_old_cpython_item,
     tail,
 )
 from tests.formats.zip.sources import BytesSource, FileSource
@@ -205,6 +207,42 @@ def test_zipfile_archives(seekable, force_zip64, method):
     assert_like_zipfile(found, raw)
     assert found.prefix == "m"
     assert "m/folder/" not in found.records
+
+
+@pytest.mark.parametrize("to_pipe", [False, True], ids=["file", "pipe"])
+@pytest.mark.parametrize("method", [0, 8], ids=["stored", "deflated"])
+def test_read_accepts_the_zip64_blocks_of_old_cpython(to_pipe, method):
+    contents = {"m/a": b"hello" * 9, "m/b": b"x", "m/empty": b""}
+    items = [
+        make_old_cpython_item(name, content, method=method, to_pipe=to_pipe)
+        for name, content in contents.items()
+    ]
+    raw = build(items, wide=False, alignment=0)
+    assert_like_zipfile(read(raw), raw)
+
+
+def test_read_accepts_a_pipe_of_old_cpython_with_a_record_above_4_gib(tmp_path):
+    nbytes = 5 << 30
+    sizes = struct.pack("<2Q", nbytes, nbytes)
+    item = Item(
+        "a/x",
+        flags=DESCRIBED,
+        local={"extra": block(1, bytes(16))},
+        central={"size": 0xFFFFFFFF, "packed": 0xFFFFFFFF, "extra": block(1, sizes)},
+    )
+    head = local_header(item)
+    behind = descriptor(item, wide=True, size=nbytes, packed=nbytes)
+    directory = central_entry(item, 0)
+    directory_offset = len(head) + nbytes + len(behind)
+    path = tmp_path / "hole.zip"
+    with open(path, "wb") as file:
+        file.write(head)
+        file.seek(nbytes, os.SEEK_CUR)
+        file.write(behind + directory + tail(directory_offset, len(directory), 1))
+    record = read_archive(FileSource(path), "file").records["a/x"]
+    assert (record.start, record.nbytes) == (len(head), nbytes)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.getinfo("a/x").file_size == nbytes
 
 
 def test_empty_archive():

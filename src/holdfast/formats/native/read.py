@@ -237,6 +237,9 @@ def check_files(tensors: Stored) -> list[str]:
         elif tensors.manifest.version >= SEALED_VERSION and header.record.rest != MANIFEST:
             message = "the header has lost the record that was written with it; get the file again"
             changed.append(Corrupted(message, file=file.name))
+        elif header.unknown_fields:
+            message = "another program added fields to the header; get the file again"
+            changed.append(Corrupted(message, file=file.name))
         # Files that are shared with other steps have bytes of those (`formats.native.base`).
         living = int(held.nbytes[numbers[rows]].sum()) + sum(
             stop - start for *_, (start, stop) in here

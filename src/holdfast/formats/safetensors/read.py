@@ -77,6 +77,8 @@ class Header(Value, frozen=True, dict=True):
     """The file's `__metadata__`, without the record."""
     columns: HeaderColumns
     record: HeaderRecord
+    unknown_fields: Sequence[str]
+    """Fields of its entries that the format does not define, each once."""
 
     @cached_property
     def positions(self) -> Mapping[str, int]:
@@ -196,7 +198,28 @@ def read_header(source: Source, key: str) -> Header:
         )
         if record.changed is not None:
             record.changed.file = key
-    return Header(key, data_start, copied_together([*document.entries]), metadata, columns, record)
+    return Header(
+        key,
+        data_start,
+        copied_together([*document.entries]),
+        metadata,
+        columns,
+        record,
+        document.unknown_fields,
+    )
+
+
+def describe_unknown_fields(headers: Iterable[Header]) -> list[str]:
+    """Return a note about fields that the format does not define, or nothing if there are none."""
+    fields: dict[str, None] = {}
+    for header in headers:
+        fields |= dict.fromkeys(header.unknown_fields)
+    if not fields:
+        return []
+    return [
+        f"tensors in the header have fields that safetensors does not define: {some([*fields])}. "
+        "They are ignored, and copies of the file do not have them"
+    ]
 
 
 def begins_like_safetensors(source: Source, key: str) -> bool:
@@ -225,7 +248,7 @@ def describe(source: Source) -> Description:
     if source.store.folder:
         refuse_orphans([header])
     pieces = sum([any(offsets) for offsets in saved_offsets(header, source.limits).values()])
-    notes = [*header.record.notes]
+    notes = [*header.record.notes, *describe_unknown_fields([header])]
     if pieces:
         notes.append(
             f"{pieces:,} tensors are pieces of larger ones, as they lie in this file; open its directory"
@@ -299,6 +322,7 @@ def describe_directory(source: Source) -> Description:
             notes.append(f"{index!r} does not name {some(others)}; not read")
     del chosen, listed  # a second set of names
     notes += other_copies(keys)
+    notes += describe_unknown_fields(headers.values())
     metadata = _common_metadata(headers.values(), notes)
     stored = header_table([*headers.values()], source, places)
     with located(file=index):

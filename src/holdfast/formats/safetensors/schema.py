@@ -51,6 +51,8 @@ class Document(msgspec.Struct, frozen=True):
 
     entries: dict[str, HeaderEntry]
     metadata: dict[str, str]
+    unknown_fields: tuple[str, ...] = ()
+    """Fields of entries that the format does not define, each once."""
 
 
 FIELDS = ("dtype", "shape", "data_offsets")
@@ -125,9 +127,13 @@ def parse_exact(raw: bytes, limits: Limits, *, file: str | None = None) -> Docum
         raise _wrong("an object", document, file, None)
     metadata: dict[str, str] = {}
     entries: dict[str, HeaderEntry] = {}
+    fields = dict.fromkeys(FIELDS)
     for name, value in document.items():
         if name != METADATA:
             entries[name] = _entry(name, value, file)
+            # The safetensors library ignores fields that it does not know, and other writers add
+            # some (nntrainer).
+            fields |= dict.fromkeys(value)
             continue
         if not isinstance(value, dict):
             raise _wrong("an object", value, file, None, METADATA)
@@ -135,7 +141,7 @@ def parse_exact(raw: bytes, limits: Limits, *, file: str | None = None) -> Docum
             if not isinstance(text, str):
                 raise _wrong("text", text, file, None, METADATA, key)
         metadata = value
-    return Document(entries, metadata)
+    return Document(entries, metadata, tuple(fields)[len(FIELDS) :])
 
 
 def _entry(name: str, value: object, file: str | None) -> HeaderEntry:
@@ -149,10 +155,6 @@ def _entry(name: str, value: object, file: str | None) -> HeaderEntry:
                 tensor=name,
                 offset=PREFIX_NBYTES,
             )
-    for field in value:
-        if field not in FIELDS:
-            message = f"at {pointer(name, field)}: a tensor has no such field"
-            raise HeaderError(message, file=file, tensor=name, offset=PREFIX_NBYTES)
     dtype = value["dtype"]
     if not isinstance(dtype, str):
         raise _wrong("text", dtype, file, name, name, "dtype")

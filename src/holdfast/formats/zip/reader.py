@@ -269,6 +269,9 @@ def locate_payloads(
                   empty:      not described, no descriptor; zip64 block [offset] as above
         CPython   seekable:   true fields, or both sizes saturated and a zip64 block [size, packed]
                   stream:     described, fields 0, or sizes saturated and a zip64 block [0, 0]
+        CPython before 3.11.4, and numpy.savez with it, where the size was not known to be small:
+                  seekable:   true fields, and a zip64 block [size, packed] that repeats them
+                  stream:     described, fields 0, and a zip64 block [0, 0]
 
     In all of them the descriptor is 24 bytes long if the local header has a zip64 block and 16 bytes if it has none.
     """
@@ -407,6 +410,9 @@ def _consistent(
         stated = (values[0] == sizes) & (values[1] == packed)
         zeroed = described & (values[0] == 0) & (values[1] == 0)
         standard = saturated & (nbytes == 16) & (stated | zeroed)
+        # CPython before 3.11.4 repeats in the block what the fields state: the sizes in a file that it
+        # can seek in, and zeros in a pipe. Both must agree, so no reader can see anything else.
+        repeated = (nbytes == 16) & np.where(described, zeros & zeroed, equal & stated)
         long_size, long_offset = sizes >= MAX32, offsets >= MAX32
         torch = (
             zeros
@@ -416,7 +422,7 @@ def _consistent(
         )
         torch &= ~long_size | ((values[0] == sizes) & (values[1] == 0))
         torch &= ~long_offset | (np.where(long_size, values[2], values[0]) == offsets)
-        good |= wide & (standard | torch)
+        good |= wide & (standard | repeated | torch)
     good &= (fields["crc"] == crcs) | (described & (fields["crc"] == 0))
     return good
 

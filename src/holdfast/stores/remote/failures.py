@@ -83,7 +83,7 @@ def reason(error: Exception) -> str:
     """Why a request failed, in words that were chosen here: what the client says may have a signed URL in it."""
     text = str(error)
     if CREDENTIALS.search(text) and "status code" not in text:
-        return "no credentials were found; set those of the store in the environment, or give a client with store="
+        return "no credentials were found; set those of the store in the environment, or give a client in Python with store="
     code, status = CODE.search(text), STATUS.search(text)
     answer = " ".join(
         part for part in (status and status[1], code and f"({code[1]})") if part

@@ -216,7 +216,7 @@ def url_of(text: str, client: object | None = None) -> Url:
         raise BadPath(f"{text[:200]!r} is no URL of an object store", found=text)
     if "@" in bucket and not scheme.startswith("abfs"):
         raise BadPath(
-            "a URL holds no credentials; give them by the environment, or with store=",
+            "a URL holds no credentials; give them by the environment, or in Python with store=",
             found=f"{scheme}://…",
         )
     if "?" in bucket or not bucket:
