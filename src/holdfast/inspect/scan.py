@@ -34,6 +34,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 from holdfast.core.group import AnyGroup, Ranks, acting, share_out

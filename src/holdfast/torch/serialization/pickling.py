@@ -137,7 +137,7 @@ def pickle_object(
     # CPython's pickler gives all of it at once, and that is not copied. Other modules may want more of a file.
     file = SimpleNamespace(write=pieces.append) if is_stock else io.BytesIO()
     if is_stock:
-        pickler = CPYTHON_PICKLER(file, protocol=protocol)  # type: ignore[arg-type]  # `write` is enough
+        pickler = CPYTHON_PICKLER(file, protocol=protocol)  # `write` is enough
         # On the object and not in a subclass: the C pickler then calls it without looking it up, once for every object.
         pickler.persistent_id = ids.persistent_id  # type: ignore[method-assign]
     else:
@@ -165,8 +165,8 @@ class ParameterData(Struct, eq=False):
     parameter: torch.nn.Parameter
 
 
-class Reducers(dict[type, Callable[..., object]]):
-    def __missing__(self, kind: type) -> Callable[..., object]:
+class Reducers(dict[type, Callable[..., Any]]):
+    def __missing__(self, kind: type) -> Callable[..., Any]:
         return copyreg.dispatch_table[kind]
 
 
@@ -198,7 +198,7 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
             or attributes(tensor)
             or tensor.is_nested
             or tensor.is_neg()
-            or tensor._is_zerotensor()  # type: ignore[attr-defined]  # torch's stubs leave it out
+            or tensor._is_zerotensor()
             or (grad and tensor._backward_hooks)
             or (dtype.is_complex and tensor.is_conj())
             or (has_names is not None and has_names(tensor))
