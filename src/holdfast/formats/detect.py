@@ -66,7 +66,9 @@ HINTS = (
 
 
 def detect(source: Source) -> Format:
-    key = source.store.single
+    """Return the format of a source. Raises `UnknownFormat` if it is of none."""
+    # An index that lies alone in its folder is still the index of a folder, which lacks its files.
+    key = None if source.store.index else source.store.single
     head = b"" if key is None else source.first(key, FIRST_NBYTES)
     for format in FORMATS:
         if format.may_be(key, head) and format.knows(source, key):

@@ -33,6 +33,7 @@ from holdfast.errors import (
 from holdfast.formats import FORMATS, format_of
 from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.formats.detect import detect
+from holdfast.inspect.locate import locate_checkpoint
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 from holdfast.stores.paths import check_binary, place_of
 from holdfast.stores.place import place_at
@@ -63,7 +64,8 @@ def open(
     """Open a checkpoint of any known format without running anything in it, and without reading tensor data.
 
     `path` is a file, a directory, the bytes themselves, a seekable binary file object, or the URL of an object or a prefix in an
-    object store (`s3://`, `gs://`, `az://`). `store` is an obstore store to use in place of one from the environment; `path` may
+    object store (`s3://`, `gs://`, `az://`). The index of a Hugging Face folder opens the folder, and the folder of a model in the
+    hub cache (`models--org--name`) opens the snapshot of its ref. `store` is an obstore store to use in place of one from the environment; `path` may
     then be a key in it. With `mmap=True` arrays are views of the mapped file (copied on write) where their layout allows, and
     checksums are not looked at. Otherwise, where the file records a checksum and the whole of what it covers is read, it is
     compared (`verify=False` opts out). `limits` raises what a file may cost; `threads` bounds the parallel reads.
@@ -143,7 +145,7 @@ def steady(
     been there, whatever was found is forgotten, and the path opened again.
     """
     for _ in range(TRIES):
-        opened = store_of(path, limits, store=store)
+        opened = checkpoint_store(path, limits, store=store)
         try:
             made = look(opened)
         except BaseException as error:
@@ -156,6 +158,13 @@ def steady(
         opened.close()
     message = f"the folder was replaced {TRIES} times while it was opened; open it when fewer saves go there"
     raise Replaced(message, file=opened.name)
+
+
+def checkpoint_store(path: Openable, limits: Limits, *, store: object | None = None) -> Store:
+    """Open the store of the checkpoint that `path` stands for: of an index its folder, of a hub cache folder its snapshot."""
+    if isinstance(path, str | os.PathLike):
+        return locate_checkpoint(place_of(path, store), limits).open(limits, _recover)
+    return store_of(path, limits)
 
 
 def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> Store:

@@ -50,6 +50,7 @@ from holdfast.formats.dcp.read import DATA_SUFFIX
 from holdfast.formats.pickle.machine import interpret
 from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.inspect.locate import INDEX_ENDS
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.open import store_of
 from holdfast.inspect.scanning.archives import Span
@@ -316,7 +317,10 @@ class _Looked:
                 str(given) if isinstance(given, str | Path) else shown(given), "", error=str(error)
             )
             return lambda: [refused]
-        if not place_at(path).is_folder:
+        if not place_at(path).is_folder and path.endswith(INDEX_ENDS):
+            # What an index names is loaded, and not the index itself.
+            path = place_at(path).parent
+        elif not place_at(path).is_folder:
             self._todo[path, True] = None
             return lambda: [cast("FileReport", self._todo[path, True])]
         return self._below(path)
@@ -509,6 +513,9 @@ TEMPLATE_REASON = (
 
 
 def _open(path: str, limits: Limits) -> OpenOutcome:
+    if path.endswith(INDEX_ENDS):
+        # It would open its folder, whose files are scanned one by one.
+        return OpenOutcome()
     try:
         with open_checkpoint(found_path(path), limits=limits) as checkpoint:
             paths = places_of(checkpoint.tree) if checkpoint.foreign else {}

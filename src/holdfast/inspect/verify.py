@@ -40,7 +40,6 @@ from holdfast.engine.source import OpenSource
 from holdfast.engine.table import NO_TENSORS
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import (
-    BadPath,
     Corrupted,
     FormatError,
     HoldfastError,
@@ -57,6 +56,7 @@ from holdfast.formats.npy.read import member_key
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.storages import RecordStorages
 from holdfast.formats.zip.reader import inflated_crc, read_archive
+from holdfast.inspect.locate import locate_checkpoint
 from holdfast.inspect.open import TRIES, Openable, opened, store_of
 from holdfast.seals.check import compared, seal_path
 from holdfast.seals.document import SEAL, SUFFIX, Seal
@@ -204,17 +204,18 @@ def _verified(
         check.one(src)
         return check.report(f"<{type(src).__name__}>")
     try:
-        path = place_of(src)
-    except BadPath as error:
+        located = locate_checkpoint(place_of(src), limits)
+    except HoldfastError as error:
         check.refuse(str(src), error)
         return check.report(str(src))
+    path = located.path
     for _ in range(TRIES):
         check = Verification(limits, workers, progress, ranks)
         place = place_at(path)
         if place.on_disk:
             check.sealed(path, whole=True)
         if place.is_folder or not place.on_disk:
-            check.directory(path)
+            check.directory(path, index=located.index)
         else:
             check.one(path)
         if not check.replaced:
@@ -286,12 +287,14 @@ class Verification:
         inside = "" if whole else f"{os.path.basename(path)}/"
         self._notes += [f"{inside}{name} was not sealed with the others" for name in found.extra]
 
-    def directory(self, path: str) -> None:
+    def directory(self, path: str, *, index: str = "") -> None:
+        """Verify a folder and the other checkpoints in it; `index` names the index it was opened by."""
         failed: HoldfastError | None = None
         done: set[str] = set()
         store = None
         try:
             store = store_of(path, self._limits)
+            store.index = index
             keys = store.list() if store.folder else ()
             try:
                 done = self._checkpoint(store, path)
