@@ -96,7 +96,7 @@ def test_an_index_without_its_shards_names_them(tmp_path):
     index = write_shards(tmp_path / "m")
     for shard in (tmp_path / "m").glob("*.safetensors"):
         shard.unlink()
-    with pytest.raises(StoreError, match="model-00001-of-00002.safetensors"):
+    with pytest.raises(StoreError, match="model-00001-of-00002"):
         holdfast.open(index)
 
 
@@ -111,7 +111,8 @@ def test_verbs_take_an_index_for_its_folder(tmp_path, verb):
     index = write_shards(tmp_path / "m")
     if verb == "verify":
         report = holdfast.verify(index)
-        assert report.ok and len(report.files) == 2
+        assert report.ok
+        assert len(report.files) == 2
     elif verb == "convert":
         holdfast.convert(index, tmp_path / "out.safetensors")
         assert list(holdfast.open(tmp_path / "out.safetensors")) == ["a", "b"]
@@ -214,7 +215,7 @@ def test_a_ref_that_is_a_link_out_of_the_folder_is_refused(tmp_path):
 
 def test_an_edit_in_place_of_a_hub_cache_folder_is_refused_and_changes_nothing(tmp_path):
     folder = write_cached_model(tmp_path)
-    with pytest.raises(NotCommitted, match="model.safetensors"):
+    with pytest.raises(NotCommitted, match="the link"):
         holdfast.edit(folder, in_place=True, set_metadata={"k": "v"})
     assert sorted(os.listdir(folder)) == ["blobs", "refs", "snapshots"]
     with holdfast.open(folder) as checkpoint:
