@@ -188,6 +188,8 @@ FORMATS = [
         choices=("safetensors",), written_by=".safetensors.write:lay_out_safetensors",
         takes=("keep_tree",), keeps="tensors", metadata=True, weights_by=".safetensors.read:weight_files",
     ),
+    # Behind all files that begin with something else: a length or a magic number may look like an opcode.
+    Format("pickle", ".torch.bare_pickle:describe", b"", ".torch.bare_pickle:is_bare_pickle", (".pkl", ".pickle"), torch=True),
     # It holds safetensors files and an index of them as well, so it is looked for first.
     Format(
         "native", ".native.read:describe", b"", ".native.read:is_native", ("",), folder=True, choices=("native",),

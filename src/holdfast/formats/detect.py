@@ -52,7 +52,6 @@ def _unpickles(source: Source, key: str) -> bool:
 
 
 HINTS = (
-    (b"\x80", "it begins like a bare pickle, which `holdfast scan` can look into"),
     (b"\x89HDF", "it is an HDF5 file, which Holdfast does not read"),
     (b"\x1f\x8b", "it is gzip-compressed; unpack it first"),
     (b"PYTORCH1", "it was written by a preview release of torch that no torch reads today"),

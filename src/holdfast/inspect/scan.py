@@ -563,10 +563,13 @@ def _report(
         return FileReport(path, "", error=None if ordinary else _joined(errors))
     # An array of something that is no tensor, which was walked to its end.
     array = "npy" in walk.kinds and opened.other
+    # A pickle and nothing else, which was walked to its end: `open` reads fewer of those than loaders do.
+    bare_pickle = walk.kinds == {"pickle"}
     if (
         opened.refusal is not None
         and not errors
         and not array
+        and not bare_pickle
         and not (other and "refused" not in walk.kinds)
     ):
         errors.append(opened.refusal)
