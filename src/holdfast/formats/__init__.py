@@ -10,6 +10,7 @@ dcp/             directories of `torch.distributed.checkpoint`
 pt2/             exported programs
 npy/             numpy's array files, and zips of them
 gguf/            the files of llama.cpp
+diffusers        the folder of a pipeline, with a folder for each model
 rank_files/      folders in which every rank left a `.pt` of its own
 pickle/, zip/    the closed interpreter and the strict archive under them
 tree_json/       nested states as typed JSON
@@ -188,8 +189,6 @@ FORMATS = [
         choices=("safetensors",), written_by=".safetensors.write:lay_out_safetensors",
         takes=("keep_tree",), keeps="tensors", metadata=True, weights_by=".safetensors.read:weight_files",
     ),
-    # Behind all files that begin with something else: a length or a magic number may look like an opcode.
-    Format("pickle", ".torch.bare_pickle:describe", b"", ".torch.bare_pickle:is_bare_pickle", (".pkl", ".pickle"), torch=True),
     # It holds safetensors files and an index of them as well, so it is looked for first.
     Format(
         "native", ".native.read:describe", b"", ".native.read:is_native", ("",), folder=True, choices=("native",),
@@ -202,6 +201,8 @@ FORMATS = [
         written_by=".sharded:lay_out_dcp", takes=("max_shard_size", "save"), sharded_by=".sharded:DcpShards",
         keeps="items", index=".metadata", files=("*.distcp", "*.metadata", ".holdfast.json"), data=".distcp",
     ),
+    # It may have the whole pipeline in one safetensors file beside its components.
+    Format("diffusers", ".diffusers:describe", b"", ".diffusers:is_diffusers", folder=True, keeps="tensors", metadata=True),
     Format(
         "safetensors-dir", ".safetensors.read:describe_directory", b"", ".safetensors.read:is_directory", folder=True,
         choices=("safetensors",), written_by=".safetensors.write:lay_out_safetensors",
@@ -219,6 +220,8 @@ FORMATS = [
         weights_by=".torch.directory:weight_files",
     ),
     Format("meta-llama", ".rank_files.meta:describe", b"", ".rank_files.meta:is_meta", folder=True),
+    # Behind everything else that has pickles in it, and behind files whose first length or magic number looks like an opcode.
+    Format("pickle", ".torch.bare_pickle:describe", b"", ".torch.bare_pickle:is_bare_pickle", (".pkl", ".pickle"), torch=True),
 ]  # fmt: skip
 """Every format, in the order of detection: the first match counts. Of several formats with one name or suffix, the first counts."""
 
