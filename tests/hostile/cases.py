@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     cases_arrays,
+    cases_bare,
     cases_calls,
     cases_dcp,
     cases_directories,
@@ -24,6 +25,7 @@ CLASSES: dict[str, list[Case]] = {
     "pickle calls": cases_calls.CASES,
     "pickle resources": cases_resources.CASES,
     "numpy in pickles": cases_numpy.CASES,
+    "bare pickles": cases_bare.CASES,
     "tensor metadata": cases_tensors.CASES,
     "zip": cases_zip.CASES,
     "legacy and tar": cases_old.CASES,

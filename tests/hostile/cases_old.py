@@ -10,7 +10,6 @@ from holdfast.errors import (
     MetadataError,
     PickleError,
     Truncated,
-    UnknownFormat,
 )
 
 from .case import Case, opens, refused
@@ -79,7 +78,7 @@ LEGACY = [
         legacy(STATE),
         lambda ckpt: ckpt["weight"].numpy().tolist() == [[1, 2], [3, 4]],
     ),
-    refused("legacy-magic-changed", swapped(0, MAGIC.replace(b"\x19", b"\x18")), UnknownFormat),
+    refused("legacy-magic-changed", swapped(0, MAGIC.replace(b"\x19", b"\x18")), FormatError),
     refused("legacy-magic-late", b"\x80\x02" + b"K\x01" * 10 + MAGIC[2:], FormatError),
     refused(
         "legacy-magic-inside-text", stream(text(MAGIC[4:14])) + legacy(STATE)[15:], FormatError

@@ -460,11 +460,10 @@ def test_a_scalar_has_no_length(ckpt):
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n", "git lfs pull"),
         (b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5"),
         (b"\x1f\x8b\x08" + bytes(100), "gzip"),
-        (b"\x80\x04\x95" + bytes(100), "pickle"),
         (b"PYTORCH1" + bytes(100), "preview"),
         (b"just some text", "none of the formats"),
     ],
-    ids=["empty", "html", "lfs", "hdf5", "gzip", "pickle", "preview", "text"],
+    ids=["empty", "html", "lfs", "hdf5", "gzip", "preview", "text"],
 )
 def test_files_that_are_no_checkpoint_are_told_what_they_are(content, said, tmp_path):
     path = tmp_path / "model.pt"

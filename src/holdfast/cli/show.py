@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -58,10 +59,13 @@ from holdfast.core.text import clip, count, escape, nbytes, percent, plural
 from holdfast.core.tree import FREE_CHARACTERS
 from holdfast.core.value import Value
 from holdfast.errors import UnknownFormat
+from holdfast.formats.index_file import some
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.survey import Survey, survey
+from holdfast.inspect.trainers import find_step_folders
 from holdfast.numeric.dequantize import number_shape
 from holdfast.numeric.pack import SparseStorage, packing_of
+from holdfast.stores.place import place_at
 
 if TYPE_CHECKING:
     from holdfast.inspect.sparsity import TensorSparsity
@@ -145,7 +149,21 @@ def run(options: argparse.Namespace) -> int:
                 show_tree(checkpoint, depth=options.depth, everything=options.all, pieces=guides())
             )
             print_lines(seal_lines(path))
+            print_lines(step_lines(checkpoint))
     return 0
+
+
+def step_lines(checkpoint: Checkpoint) -> Iterator[Line]:
+    """A line for the steps of a run that lie in the folder of a checkpoint, as trainers leave them beside the last weights."""
+    store = checkpoint.source.store
+    # Listing a folder of this machine is cheap, listing a bucket takes requests.
+    is_local = store.folder and place_at(checkpoint.path).on_disk
+    steps = find_step_folders(store.list()) if is_local else []
+    if steps:
+        yield [
+            (f"steps     {_plain_text(some(steps), 200)}", "note"),
+            (f"  `holdfast runs {escape(shlex.quote(checkpoint.path))}` lists them", "dim"),
+        ]
 
 
 def short_dtype(dtype: DType) -> str:

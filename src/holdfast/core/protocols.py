@@ -62,6 +62,8 @@ class Store:
     name: str
     """What a person would call it: the path that was opened."""
     medium: Medium = FILE
+    index: str = ""
+    """The index of a Hugging Face folder by which the user opened it; empty if the user named the folder."""
 
     @property
     def gone(self) -> bool:

@@ -10,6 +10,7 @@ dcp/             directories of `torch.distributed.checkpoint`
 pt2/             exported programs
 npy/             numpy's array files, and zips of them
 gguf/            the files of llama.cpp
+diffusers        the folder of a pipeline, with a folder for each model
 rank_files/      folders in which every rank left a `.pt` of its own
 pickle/, zip/    the closed interpreter and the strict archive under them
 tree_json/       nested states as typed JSON
@@ -226,6 +227,11 @@ FORMATS = [
         written_by=".sharded:lay_out_dcp", takes=("max_shard_size", "save"), sharded_by=".sharded:DcpShards",
         keeps="items", index=".metadata", files=("*.distcp", "*.metadata", ".holdfast.json"), data=".distcp", code="scanned",
     ),
+    # It may have the whole pipeline in one safetensors file beside its components.
+    Format(
+        "diffusers", ".diffusers:describe", b"", ".diffusers:is_diffusers", folder=True, keeps="tensors", metadata=True,
+        code="scanned",
+    ),
     Format(
         "safetensors-dir", ".safetensors.read:describe_directory", b"", ".safetensors.read:is_directory", folder=True,
         choices=("safetensors",), written_by=".safetensors.write:lay_out_safetensors",
@@ -244,6 +250,11 @@ FORMATS = [
         weights_by=".torch.directory:weight_files", code="scanned",
     ),
     Format("meta-llama", ".rank_files.meta:describe", b"", ".rank_files.meta:is_meta", folder=True, code="scanned"),
+    # Behind everything else that has pickles in it, and behind files whose first length or magic number looks like an opcode.
+    Format(
+        "pickle", ".torch.bare_pickle:describe", b"", ".torch.bare_pickle:is_bare_pickle", (".pkl", ".pickle"), torch=True,
+        code="scanned",
+    ),
 ]  # fmt: skip
 """Every format, in the order of detection: the first match counts. Of several formats with one name or suffix, the first counts."""
 

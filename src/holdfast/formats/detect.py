@@ -52,7 +52,6 @@ def _unpickles(source: Source, key: str) -> bool:
 
 
 HINTS = (
-    (b"\x80", "it begins like a bare pickle, which `holdfast scan` can look into"),
     (b"\x89HDF", "it is an HDF5 file, which Holdfast does not read"),
     (b"\x1f\x8b", "it is gzip-compressed; unpack it first"),
     (b"PYTORCH1", "it was written by a preview release of torch that no torch reads today"),
@@ -66,7 +65,9 @@ HINTS = (
 
 
 def detect(source: Source) -> Format:
-    key = source.store.single
+    """Return the format of a source. Raises `UnknownFormat` if it is of none."""
+    # An index that lies alone in its folder is still the index of a folder, which lacks its files.
+    key = None if source.store.index else source.store.single
     head = b"" if key is None else source.first(key, FIRST_NBYTES)
     for format in FORMATS:
         if format.may_be(key, head) and format.knows(source, key):

@@ -105,8 +105,11 @@ def choose_index(keys: Sequence[str], directory: str, suffix: str = ".safetensor
 def by_index(
     source: Source, keys: Sequence[str], suffix: str = ".safetensors"
 ) -> WeightFiles | None:
-    """The files that the index of a folder names; None without an index. Raises as `choose_index` and `read_index` do."""
-    index = choose_index(keys, source.store.name, suffix)
+    """The files that the index of a folder names; None without an index. Raises as `choose_index` and `read_index` do.
+
+    The index by which the user opened the folder counts before any other.
+    """
+    index = source.store.index or choose_index(keys, source.store.name, suffix)
     listed = None if index is None else read_index(source, index)
     return None if listed is None else WeightFiles(listed.files, index, listed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
@@ -35,6 +36,8 @@ from holdfast.errors import (
 from holdfast.formats import FORMATS, format_of
 from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.formats.detect import detect
+from holdfast.formats.index_file import some
+from holdfast.inspect.locate import locate_checkpoint
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 from holdfast.stores.paths import check_binary, place_of
 from holdfast.stores.place import place_at
@@ -64,13 +67,17 @@ def open(
 ) -> Checkpoint:
     """Open a checkpoint of any known format without running anything in it, and without reading tensor data.
 
-    `path` is a file, a directory, the bytes themselves, a seekable binary file object, or the URL of an object or a prefix in an
-    object store (`s3://`, `gs://`, `az://`). `store` is an obstore store to use in place of one from the environment; `path` may
-    then be a key in it. With `mmap=True` arrays are views of the mapped file (copied on write) where their layout allows, and
-    checksums are not looked at. If a program truncates the mapped file in place, the next look at what is gone ends the process
-    (SIGBUS), as with `torch.load(mmap=True)`; a save that replaces the file by a rename does no harm. Without `mmap`, where the
-    file records a checksum and the whole of what it covers is read, it is compared (`verify=False` opts out). `limits` raises
-    what a file may cost; `threads` bounds the parallel reads.
+    `path` is a file, a directory, the bytes themselves, a seekable binary file object, or the URL
+    of an object or a prefix in an object store (`s3://`, `gs://`, `az://`). The index of a
+    Hugging Face folder opens the folder, and the folder of a model in the hub cache
+    (`models--org--name`) opens the snapshot of its ref. `store` is an obstore store to use in
+    place of one from the environment; `path` may then be a key in it. With `mmap=True` arrays are
+    views of the mapped file (copied on write) where their layout allows, and checksums are not
+    looked at. If a program truncates the mapped file in place, the next access to the lost part
+    ends the process (SIGBUS), as with `torch.load(mmap=True)`; a save that replaces the file by a
+    rename does no harm. Without `mmap`, where the file records a checksum and the whole of what it
+    covers is read, it is compared (`verify=False` opts out). `limits` raises what a file may cost;
+    `threads` bounds the parallel reads.
     `rules` say how tensors were cut in a folder of Megatron's ranks, in the words of `reshard`: "*.adapter.weight: tp=0"; they come
     before those that it has for Megatron's own layers. `map` shows the tensors in the layout of another framework, by a name like
     "qwen3:hf:megatron", or "auto" (`holdfast.Map`): `DoesNotFit` names all that is missing, left over or of another shape.
@@ -135,7 +142,25 @@ def _closed_by(stack: ExitStack, checkpoint: Checkpoint) -> Checkpoint:
 def _described(source: Source) -> Checkpoint:
     """The checkpoint of a source, also of one that came from another process."""
     with located(file=source.store.name), gc_paused(), source.store.reading():
-        return Checkpoint(source, detect(source).describe(source), again=_described)
+        try:
+            format = detect(source)
+        except UnknownFormat as error:
+            raise _with_steps(error, source) from None
+        return Checkpoint(source, format.describe(source), again=_described)
+
+
+def _with_steps(error: UnknownFormat, source: Source) -> UnknownFormat:
+    """Return the error for a folder that is no checkpoint; another one if the folder holds the steps of a run."""
+    from holdfast.inspect.trainers import find_step_folders  # It imports this module.
+
+    steps = find_step_folders(source.store.list()) if source.store.folder else []
+    if not steps:
+        return error
+    return UnknownFormat(
+        f"this folder is not a checkpoint, it holds the steps of a run: {some(steps)}; open one of them. "
+        f"`holdfast runs {shlex.quote(source.store.name)}` lists them",
+        found=steps,
+    )
 
 
 def steady(
@@ -147,7 +172,7 @@ def steady(
     been there, whatever was found is forgotten, and the path opened again.
     """
     for _ in range(TRIES):
-        opened = store_of(path, limits, store=store)
+        opened = checkpoint_store(path, limits, store=store)
         try:
             made = look(opened)
         except BaseException as error:
@@ -160,6 +185,13 @@ def steady(
         opened.close()
     message = f"the folder was replaced {TRIES} times while it was opened; open it when fewer saves go there"
     raise Replaced(message, file=opened.name)
+
+
+def checkpoint_store(path: Openable, limits: Limits, *, store: object | None = None) -> Store:
+    """Open the store of the checkpoint that `path` stands for: of an index its folder, of a hub cache folder its snapshot."""
+    if isinstance(path, str | os.PathLike):
+        return locate_checkpoint(place_of(path, store), limits).open(limits, _recover)
+    return store_of(path, limits)
 
 
 def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> Store:

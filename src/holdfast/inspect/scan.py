@@ -51,6 +51,7 @@ from holdfast.formats.dcp.read import DATA_SUFFIX
 from holdfast.formats.pickle.machine import interpret
 from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.inspect.locate import INDEX_ENDS
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.open import store_of
 from holdfast.inspect.scanning.archives import Span
@@ -400,7 +401,10 @@ class _Looked:
         except HoldfastError as error:
             refused = FileReport(place_in_words(given), "", error=str(error))
             return lambda: [refused]
-        if not place_at(path).is_folder:
+        if not place_at(path).is_folder and path.endswith(INDEX_ENDS):
+            # What an index names is loaded, and not the index itself.
+            path = place_at(path).parent
+        elif not place_at(path).is_folder:
             self._todo[path, True] = None
             return lambda: [cast("FileReport", self._todo[path, True])]
         return self._below(path)
@@ -619,6 +623,9 @@ def _report_unknown_format(format: str, findings: Findings) -> None:
 
 
 def _open(path: str, limits: Limits) -> OpenOutcome:
+    if path.endswith(INDEX_ENDS):
+        # It would open its folder, whose files are scanned one by one.
+        return OpenOutcome()
     try:
         with open_checkpoint(found_path(path), limits=limits) as checkpoint:
             paths = places_of(checkpoint.tree) if checkpoint.foreign else {}
@@ -667,10 +674,13 @@ def _report(
         return FileReport(path, "", error=None if ordinary else _joined(errors))
     # An array of something that is no tensor, which was walked to its end.
     array = "npy" in walk.kinds and opened.other
+    # A pickle and nothing else, which was walked to its end: `open` reads fewer of those than loaders do.
+    bare_pickle = walk.kinds == {"pickle"}
     if (
         opened.refusal is not None
         and not errors
         and not array
+        and not bare_pickle
         and not (other and "refused" not in walk.kinds)
     ):
         errors.append(opened.refusal)

@@ -41,7 +41,6 @@ from holdfast.engine.source import OpenSource
 from holdfast.engine.table import NO_TENSORS
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import (
-    BadPath,
     Corrupted,
     FormatError,
     HoldfastError,
@@ -58,6 +57,7 @@ from holdfast.formats.npy.read import member_key
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.storages import RecordStorages
 from holdfast.formats.zip.reader import inflated_crc, read_archive
+from holdfast.inspect.locate import locate_checkpoint
 from holdfast.inspect.open import TRIES, Openable, opened, store_of
 from holdfast.seals.check import Misfit, compared, seal_path
 from holdfast.seals.document import SEAL, SUFFIX, Seal
@@ -207,17 +207,18 @@ def _verified(
         check.one(src)
         return check.report(f"<{type(src).__name__}>")
     try:
-        path = place_of(src)
-    except BadPath as error:
+        located = locate_checkpoint(place_of(src), limits)
+    except HoldfastError as error:
         check.refuse(place_in_words(src), error)
         return check.report(place_in_words(src))
+    path = located.path
     for _ in range(TRIES):
         check = Verification(limits, workers, progress, ranks)
         place = place_at(path)
         if place.on_disk:
             check.sealed(path, whole=True)
         if place.is_folder or not place.on_disk:
-            check.directory(path)
+            check.directory(path, index=located.index)
         else:
             check.recorded(path)
             check.one(path)
@@ -307,12 +308,14 @@ class Verification:
         for file in self._broken & self._vouched.keys():
             del self._vouched[file]
 
-    def directory(self, path: str) -> None:
+    def directory(self, path: str, *, index: str = "") -> None:
+        """Verify a folder and the other checkpoints in it; `index` names the index it was opened by."""
         failed: HoldfastError | None = None
         done: set[str] = set()
         store = None
         try:
             store = store_of(path, self._limits)
+            store.index = index
             keys = store.list() if store.folder else ()
             if place_at(path).on_disk:
                 self.recorded(path, keys)

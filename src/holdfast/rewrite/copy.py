@@ -39,7 +39,7 @@ from holdfast.formats import format_of
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.native.schema import made_whole, parse_manifest
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.inspect.open import Openable, checkpoint_mark, opened, store_of
+from holdfast.inspect.open import Openable, checkpoint_mark, checkpoint_store, opened
 from holdfast.saving.planned import (
     Planned,
     Saved,
@@ -121,7 +121,7 @@ def _raw(src: Openable | Checkpoint, source: Checkpoint, stack: ExitStack, limit
     store = source.source.store
     if isinstance(src, Checkpoint) and store.place() != place_at(source.path).identity:
         return store  # it was opened from memory
-    raw = store_of(source.path if isinstance(src, Checkpoint) else src, limits)
+    raw = checkpoint_store(source.path if isinstance(src, Checkpoint) else src, limits)
     stack.callback(raw.close)
     return raw
 

@@ -548,6 +548,7 @@ class LocalStore(Store):
             os.path.abspath(os.path.join(self._working, self.name)),
             self._max_files,
             stamps,
+            self.index,
         )
 
     def _label(self, key: str) -> str:
@@ -665,8 +666,9 @@ def _chosen(path: str) -> tuple[str, str]:
     return path, ""
 
 
-def _arrived(path: str, max_files: int, stamps: Mapping[str, Stamp]) -> LocalStore:
+def _arrived(path: str, max_files: int, stamps: Mapping[str, Stamp], index: str = "") -> LocalStore:
     store = LocalStore(path, max_files=max_files)
+    store.index = index
     store._expected = stamps
     # What was opened here is compared with that when it is opened to be read.
     store._handles.clear()

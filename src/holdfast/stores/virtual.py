@@ -40,6 +40,7 @@ class Virtual(Store):
         self._over = over
         if over is not None:
             self.medium = replace(over.medium, resident=False, in_order=False)
+            self.index = over.index
         self._entries: dict[str, VirtualFile] = {}
         self._closed = False
 

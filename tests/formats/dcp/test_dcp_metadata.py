@@ -318,7 +318,7 @@ def test_a_folder_of_folders_is_none_itself(tmp_path):
         (tmp_path / step).mkdir()
         for key, raw in honest().items():
             (tmp_path / step / key).write_bytes(raw)
-    with pytest.raises(errors.UnknownFormat, match="'step-1'"):
+    with pytest.raises(errors.UnknownFormat, match='"step-1", "step-2"; open one'):
         holdfast.open(tmp_path)
     assert list(holdfast.open(tmp_path / "step-2")) == ["w"]
 

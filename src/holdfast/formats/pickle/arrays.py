@@ -245,17 +245,21 @@ def frombuffer(table: ReducerTable, args: Args) -> object:
             tuple(axes),
         ) if order == "K":
             made = array_over(data, dtype, shape, fortran=False, table=table)
-            if (
-                len(axes) != len(shape)
-                or set(map(type, axes)) - {int}
-                or sorted(axes) != list(range(len(shape)))
-            ):
-                raise PickleError("an array whose axes are no permutation")
-            return made.transpose(axes) if isinstance(made, np.ndarray) else made
+            order_of_axes = checked_axes(axes, len(shape))
+            return made.transpose(order_of_axes) if isinstance(made, np.ndarray) else made
         case (_, Opaque(), *_):
             return NotImplemented
         case _:
             raise PickleError("an array from a buffer with other arguments than numpy's")
+
+
+def checked_axes(axes: object, rank: int) -> tuple[int, ...]:
+    """The axes of a transposed array. Raises `PickleError` if they are not a permutation."""
+    if not isinstance(axes, tuple) or len(axes) != rank or set(map(type, axes)) - {int}:
+        raise PickleError("an array whose axes are no permutation")
+    if sorted(axes) != list(range(rank)):
+        raise PickleError("an array whose axes are no permutation")
+    return axes
 
 
 def array_over(

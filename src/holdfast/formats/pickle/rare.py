@@ -89,7 +89,12 @@ def binstring(s: State) -> None:
     nbytes = text.signed(s.take(4))
     if nbytes < 0:
         raise s.fail("a string of negative length")
-    s.stack.append(s.table.string(s.take(nbytes)))
+    byte_string(s, nbytes, s.table.string)
+
+
+def byte_string(s: State, nbytes: int, make: Callable[[bytes], object] = bytes) -> None:
+    """A byte string, of which `make` makes the value."""
+    s.stack.append(s.table.byte_string(s, nbytes, make))
 
 
 def pop(s: State) -> None:
@@ -322,13 +327,13 @@ RARE: dict[int, Callable[[State], None]] = {
     ord("F"): lambda s: s.stack.append(text.float_text(s.line(most=text.FLOAT_NBYTES))),  # FLOAT
     ord("S"): string,
     ord("T"): binstring,
-    ord("U"): lambda s: s.stack.append(s.table.string(s.take(s.number(1)))),  # SHORT_BINSTRING
+    ord("U"): lambda s: byte_string(s, s.number(1), s.table.string),  # SHORT_BINSTRING
     ord("V"): lambda s: s.stack.append(text.raw_unicode(s.line())),  # UNICODE
     0x8D: lambda s: s.stack.append(text.utf8(s.take(s.number(8)))),  # BINUNICODE8
-    ord("C"): lambda s: s.stack.append(s.take(s.number(1))),  # SHORT_BINBYTES
-    ord("B"): lambda s: s.stack.append(s.take(s.number(4))),  # BINBYTES
-    0x8E: lambda s: s.stack.append(s.take(s.number(8))),  # BINBYTES8
-    0x96: lambda s: s.stack.append(bytearray(s.take(s.number(8)))),  # BYTEARRAY8
+    ord("C"): lambda s: byte_string(s, s.number(1)),  # SHORT_BINBYTES
+    ord("B"): lambda s: byte_string(s, s.number(4)),  # BINBYTES
+    0x8E: lambda s: byte_string(s, s.number(8)),  # BINBYTES8
+    0x96: lambda s: byte_string(s, s.number(8), bytearray),  # BYTEARRAY8
     ord("0"): pop,
     ord("1"): pop_mark,
     ord("2"): lambda s: s.stack.append(s.top()),  # DUP

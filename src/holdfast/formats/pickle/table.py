@@ -165,6 +165,10 @@ class ReducerTable:
         """The value of a Python 2 `str` (STRING, BINSTRING, SHORT_BINSTRING)."""
         return python2_string(raw)
 
+    def byte_string(self, state: State, nbytes: int, make: Callable[[bytes], object]) -> object:
+        """The next bytes of the stream as a value: bytes, a bytearray, or what `string` makes of them."""
+        return make(state.take(nbytes))
+
     def raw(self, text: str) -> bytes:
         """The bytes of a Python 2 `str` of which `string` made text."""
         return text.encode("utf-8", "surrogatepass")

@@ -285,6 +285,8 @@ Places = dict[str, int | LazyTensor]
 def is_directory(source: Source) -> bool:
     """Whether there are several files, with safetensors or an index of them at the top, and no DCP directory."""
     keys = source.store.list()
+    if source.store.index:
+        return source.store.index.endswith(SUFFIX + INDEX)
     if len(keys) < 2 or any(
         key == ".metadata" or (key.endswith(".distcp") and "/" not in key) for key in keys
     ):
@@ -339,7 +341,7 @@ def weight_files(source: Source) -> WeightFiles:
     keys = source.store.list()
     return (
         WeightFiles(keys)
-        if len(keys) == 1
+        if len(keys) == 1 and not source.store.index
         else by_index(source, keys) or WeightFiles(_candidates(keys))
     )
 

@@ -63,6 +63,8 @@ READERS = (
 def is_directory(source: Source) -> bool:
     """Whether several files were opened, with weights of torch or an index of them at the top."""
     keys = source.store.list()
+    if source.store.index:
+        return source.store.index.endswith(SUFFIX + INDEX)
     return len(keys) > 1 and any(TORCH_WEIGHTS.fullmatch(key.removesuffix(INDEX)) for key in keys)
 
 

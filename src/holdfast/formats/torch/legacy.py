@@ -43,14 +43,19 @@ from holdfast.formats.torch.zip import SavedFile, describe_saved
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 MAGIC_BYTES, MAGIC_TEXT = MAGIC.to_bytes(10, "little"), str(MAGIC).encode()
+BEFORE_MAGIC_NBYTES = 16
+"""The most bytes before the magic number: PROTO, a frame, and the opcode with its length take 13."""
+
 WINDOW_NBYTES = 1 << 20
 """Bytes read at first; most objects pickle to less. It grows fourfold while a stream asks for more."""
 
 
 def begins_like_legacy(source: Source, key: str) -> bool:
-    """Whether the magic number is among the first bytes, whatever protocol wrote it."""
+    """Whether the magic number is the first value, whatever protocol wrote it."""
     head = source.first(key, 64)
-    return MAGIC_BYTES in head or MAGIC_TEXT in head
+    # A bare pickle of a storage has a whole stream of `torch.save` in it, a little further behind.
+    places = head.find(MAGIC_BYTES), head.find(MAGIC_TEXT)
+    return any(0 <= place <= BEFORE_MAGIC_NBYTES for place in places)
 
 
 def describe_legacy(source: Source) -> Description:
@@ -65,16 +70,22 @@ def read_legacy(source: Source, key: str) -> SavedFile:
             f"{source.store.size(key) - stream.end:,} bytes after the last storage",
             offset=stream.end,
         )
+    built = build_object(source, stream)
+    notes = (
+        (f"the file carries the source text of {stream.modules} classes",) if stream.modules else ()
+    )
+    return SavedFile("torch-legacy", built.value, stream.stop - stream.begin, built.foreign, notes)
+
+
+def build_object(source: Source, stream: LegacyStream) -> Interpreted:
+    """Interpret the object of a stream, with lazy tensors over the storages behind it."""
     storages = FoundStorages(source, lambda storage_id: stream.places[storage_id.key], lengths=(6,))
 
     def persistent(pid: object) -> object:
         return pid[1] if _is_module(pid) else storages.persistent(pid)  # type: ignore[index]  # _is_module checked it
 
     built, _ = stream.window.stream(stream.begin, TorchTable(source, persistent), OBJECT)
-    notes = (
-        (f"the file carries the source text of {stream.modules} classes",) if stream.modules else ()
-    )
-    return SavedFile("torch-legacy", built.value, stream.stop - stream.begin, built.foreign, notes)
+    return built
 
 
 OBJECT = "pickle 4"
@@ -102,9 +113,14 @@ class LegacyStream(Value, frozen=True):
     """Where the last storage ends in the file."""
 
 
-def read_stream(source: Source, key: str, start: int = 0) -> LegacyStream:
-    """Read the pickles around the object, and find its storages. The stream begins at byte `start` of its file."""
-    window = Window(source, key, begin=start)
+def read_stream(
+    source: Source, key: str, start: int = 0, *, window_nbytes: int = WINDOW_NBYTES
+) -> LegacyStream:
+    """Read the pickles around the object, and find its storages.
+
+    The stream begins at byte `start` of its file, of which `window_nbytes` are read at first.
+    """
+    window = Window(source, key, begin=start, nbytes=window_nbytes)
     magic, at = window.stream(0, ReducerTable(), "pickle 1")
     if magic.value != MAGIC:
         raise NotTorch("Invalid magic number; corrupt file? It is not torch's")
@@ -124,10 +140,12 @@ def read_stream(source: Source, key: str, start: int = 0) -> LegacyStream:
 class Window:
     """The head of a file, read as far as its pickles reach."""
 
-    def __init__(self, source: Source, key: str, *, begin: int = 0) -> None:
+    def __init__(
+        self, source: Source, key: str, *, begin: int = 0, nbytes: int = WINDOW_NBYTES
+    ) -> None:
         self._source, self._key, self._begin = source, key, begin
         self._size = source.store.size(key) - begin
-        self.data = source.bytes(key, begin, begin + min(self._size, WINDOW_NBYTES))
+        self.data = source.bytes(key, begin, begin + min(self._size, nbytes))
 
     def stream(self, start: int, table: ReducerTable, name: str) -> tuple[Interpreted, int]:
         """Interpret the stream at `start`, counted from `begin`; give also where the next one begins.

@@ -14,7 +14,7 @@ Backward hooks are never written to a file, and never taken from one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import ClassVar, Protocol
 
 from holdfast.core.dtype import DTYPES
@@ -396,7 +396,7 @@ class BuildingTable(PlainTable):
     """Plain Python, numpy, and torch's calls, which ask a builder."""
 
     values: ClassVar[Mapping[Name, object]] = {**PlainTable.values, **VALUES}
-    calls: ClassVar[dict[Name, Row]] = {**PlainTable.calls, **REDUCERS, **GRAPHS}
+    calls: ClassVar[MutableMapping[Name, Row]] = {**PlainTable.calls, **REDUCERS, **GRAPHS}
     news: ClassVar[Mapping[Name, Row]] = {
         **PlainTable.news,
         **{name: REDUCERS[name] for name in NEW},

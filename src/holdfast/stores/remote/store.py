@@ -63,8 +63,10 @@ class RemoteStore(Store):
         *,
         limits: Limits | None = None,
         expected: Mapping[str, tuple[int, str | None]] | None = None,
+        index: str = "",
     ) -> None:
         self.name: str = url
+        self.index = index
         self.bucket: Bucket = bucket_of(url)
         self._url = url
         self._limits = limits or Limits()
@@ -236,9 +238,10 @@ class RemoteStore(Store):
         """Pickle the URL: what is read where it arrives must be the objects that were read here."""
         self._open()
         with self._lock:
-            return partial(RemoteStore, limits=self._limits, expected=dict(self._known)), (
-                self._url,
+            arrive = partial(
+                RemoteStore, limits=self._limits, expected=dict(self._known), index=self.index
             )
+            return arrive, (self._url,)
 
     def label(self, key: str) -> str:
         return self.bucket.url(self._key(key))
