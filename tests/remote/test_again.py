@@ -19,7 +19,7 @@ from holdfast.errors import HoldfastError, NotCommitted, StoreError
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.url import url_of
-from tests.remote.servers import Asked, Fault, Proxy
+from tests.remote.servers import BUCKET, Asked, Fault, Proxy
 from tests.remote.test_commit import content, state
 from tests.remote.test_faults import check_secrets
 
@@ -217,6 +217,27 @@ def test_the_count_is_true_where_an_answer_breaks_off_and_then_none_comes(
     proxy.fault = lambda asked: "half" if asked.number == 0 else later
     with pytest.raises(StoreError) as caught:
         bucket[0].get(f"{bucket[1]}/b", 3, 70)
+    told = re.search(r"; asked (\d+) times in ", caught.value.message)
+    assert told, caught.value.message
+    assert int(told[1]) == len(proxy.asked)
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 4, None])
+def test_the_count_is_true_of_a_client_with_another_number_of_retries(
+    max_retries: int | None, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+):
+    from obstore.store import S3Store
+
+    monkeypatch.setattr(client, "RETRIES", 2)
+    retry_config = None if max_retries is None else {"max_retries": max_retries}
+    store = S3Store(BUCKET, client_options={"allow_http": True}, retry_config=retry_config)
+    own_bucket, key = Bucket(f"s3://{BUCKET}", store), url_of(url).key
+    own_bucket.put(key, bytes(range(100)))
+
+    proxy.clear()
+    proxy.fault = lambda asked: "half"
+    with pytest.raises(StoreError) as caught:
+        own_bucket.get(key, 3, 70)
     told = re.search(r"; asked (\d+) times in ", caught.value.message)
     assert told, caught.value.message
     assert int(told[1]) == len(proxy.asked)
