@@ -6,6 +6,7 @@ late. The right content or a clear error; what was there, or what was saved.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from holdfast.errors import HoldfastError, NotCommitted, StoreError
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.url import url_of
-from tests.remote.servers import Asked, Fault, Proxy
+from tests.remote.servers import BUCKET, Asked, Fault, Proxy
 from tests.remote.test_commit import content, state
 from tests.remote.test_faults import check_secrets
 
@@ -187,6 +188,59 @@ def test_each_is_asked_again_and_the_message_says_how_often(
     assert int(told[1]) == len(proxy.asked) == 3
     if fault == "half":
         assert "the answer broke off" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["get", "whole", "copy"])
+@pytest.mark.parametrize("fault", ["half", "break 0", "break 0.9"])
+def test_an_error_answer_that_breaks_off_is_asked_for_again(
+    fault: str, name: str, bucket: tuple[Bucket, str], proxy: Proxy
+):
+    """There is no such object, and the body that says so does not arrive."""
+    ask, (found, key) = ASKS[name][0], bucket
+    proxy.fault = lambda asked: fault if asked.number == 0 else None
+    with pytest.raises(StoreError) as caught:
+        ask(found, f"{key}/gone")
+    assert (caught.value.errno, len(proxy.asked)) == (errno.ENOENT, 2)
+
+    proxy.clear()
+    proxy.fault = lambda asked: fault
+    with pytest.raises(StoreError, match="the answer broke off; asked 3 times in") as caught:
+        ask(found, f"{key}/gone")
+    assert len(proxy.asked) == 3
+    check_secrets(caught.value)
+
+
+@pytest.mark.parametrize("later", ["reset", "503", "drop"])
+def test_the_count_is_true_where_an_answer_breaks_off_and_then_none_comes(
+    later: str, bucket: tuple[Bucket, str], proxy: Proxy
+):
+    proxy.fault = lambda asked: "half" if asked.number == 0 else later
+    with pytest.raises(StoreError) as caught:
+        bucket[0].get(f"{bucket[1]}/b", 3, 70)
+    told = re.search(r"; asked (\d+) times in ", caught.value.message)
+    assert told, caught.value.message
+    assert int(told[1]) == len(proxy.asked)
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 4, None])
+def test_the_count_is_true_of_a_client_with_another_number_of_retries(
+    max_retries: int | None, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+):
+    from obstore.store import S3Store
+
+    monkeypatch.setattr(client, "RETRIES", 2)
+    retry_config = None if max_retries is None else {"max_retries": max_retries}
+    store = S3Store(BUCKET, client_options={"allow_http": True}, retry_config=retry_config)
+    own_bucket, key = Bucket(f"s3://{BUCKET}", store), url_of(url).key
+    own_bucket.put(key, bytes(range(100)))
+
+    proxy.clear()
+    proxy.fault = lambda asked: "half"
+    with pytest.raises(StoreError) as caught:
+        own_bucket.get(key, 3, 70)
+    told = re.search(r"; asked (\d+) times in ", caught.value.message)
+    assert told, caught.value.message
+    assert int(told[1]) == len(proxy.asked)
 
 
 def test_what_has_a_condition_is_asked_once(bucket: tuple[Bucket, str], proxy: Proxy):

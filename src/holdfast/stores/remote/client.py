@@ -59,6 +59,7 @@ T = TypeVar("T")
 Buffer = bytes | memoryview
 
 RETRIES = 8  # How often a request that may be repeated is: by obstore, by us, and in all.
+DEFAULT_RETRIES = 10  # How often obstore repeats a request if it was not told how often.
 LISTED = 1000  # Keys of a list that are taken at a time: as many as S3 puts on a page.
 PARTS = 10_000
 
@@ -169,6 +170,8 @@ class Bucket:
         self.keeps = (
             type(client).__name__ == "MemoryStore"
         )  # Whether what is put is not sent anywhere, but kept where it is.
+        retry_config = getattr(client, "retry_config", None) or {}
+        self._client_retries: int = retry_config.get("max_retries", DEFAULT_RETRIES)
         self.patience = Patience()
         self.conditions: bool | None = (
             None  # Whether the store keeps the conditions of a put, once somebody has tried.
@@ -425,7 +428,7 @@ class Bucket:
                 return await ask()
             except Exception as error:
                 passes, raised = may_pass(error), refused(error, self.url(key), doing)
-                asked += 1 + repeated(error, doing, RETRIES)
+                asked += 1 + repeated(error, doing, self._client_retries)
             took = time.monotonic() - begun
             if not passes or asked > retries or took + pause > AGAIN_S:
                 break

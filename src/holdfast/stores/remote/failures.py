@@ -114,16 +114,18 @@ def may_pass(error: Exception) -> bool:
 
 
 def repeated(error: Exception, doing: str, most: int) -> int:
-    """How often obstore has repeated a request by itself. It says so; the rest of a body it asks for as often as it may."""
+    """Count how often obstore has repeated a request by itself.
+
+    It says so of requests. The rest of a body that breaks off it asks for as often as it may, without
+    saying so; but not of the body of an error answer, which is a part of the request.
+    """
     text = str(error)
     retries = re.search(r"after (\d+) retries", text)
-    return (
-        int(retries[1])
-        if retries
-        else most
-        if doing == "reading it" and "response body" in text
-        else 0
-    )
+    if retries is not None:
+        return int(retries[1])
+    is_request = "Error performing" in text
+    is_body = "response body" in text and not is_request
+    return most if is_body and doing == "reading it" else 0
 
 
 def if_there(ask: Callable[..., T], *given: object) -> T | None:
