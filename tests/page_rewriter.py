@@ -27,7 +27,7 @@ from tests.page_reader import (
     read_page,
     tidy,
 )
-from tests.pages import PAGES, ROOT, blocks, content_of, name_of
+from tests.pages import PAGES, blocks, content_of, name_of
 
 ANY_TEXT = "…"
 

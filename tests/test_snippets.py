@@ -1,7 +1,8 @@
 """What README and docs show is what happens: each snippet and each command in them is run, and every link leads somewhere.
 
-`tests/pages.py` says how a page is written, and `tests/page_reader.py` runs it; `make pages` rewrites what is printed. Each page is run from its first snippet to its last in an empty folder. `torchrun`
-starts its ranks by a fork server that has imported torch; with `--exhaustive` it is torchrun itself.
+`tests/pages.py` says how a page is written, `tests/page_reader.py` runs it, and `make pages` rewrites what is printed. Each page
+is run from its first snippet to its last in an empty folder. `torchrun` starts its ranks by a fork server that has imported torch;
+with `--exhaustive` it is torchrun itself.
 """
 
 from __future__ import annotations
