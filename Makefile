@@ -12,6 +12,7 @@
 #   make test-integrations   the adapters, each with its framework, in a .venv of their own
 #   make programs other people's tests and examples, with torch and with Holdfast in its place (an hour; the package registry)
 #   make dist     the source distribution and the wheel in dist/, each tried in an empty environment
+#   make pages    run the blocks of README and docs, and rewrite what they show of their output (ARGS=docs/cli.md: one page)
 #   make docs     the site, in build/site; a broken link or a public name without words fails it
 #   make golden   write the golden files again, with torch and safetensors
 #   make clean    remove .venv and everything that was built
@@ -32,7 +33,7 @@ LIGHT := $(VENV)/.light
 FULL  := $(VENV)/.full
 
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test test-all test-integrations matrix check lint types platforms architecture bench programs dist docs golden clean
+.PHONY: help demo browser test test-all test-integrations matrix check lint types platforms architecture bench programs dist pages docs golden clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -101,6 +102,9 @@ dist: .venv-dist/.made
 	@$(PYTHON) -m venv .venv-dist
 	@.venv-dist/bin/python -m pip install -qq --disable-pip-version-check --requirement requirements/dist.txt
 	@touch $@
+
+pages: $(FULL)
+	@$(BIN)/python -m tests.page_rewriter $(ARGS)
 
 # Needs no torch: names and docstrings are read from the source.
 docs: .venv-docs/.made

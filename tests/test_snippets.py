@@ -1,44 +1,30 @@
 """What README and docs show is what happens: each snippet and each command in them is run, and every link leads somewhere.
 
-`tests/pages.py` says how a page is written. Each page is run from its first snippet to its last in an empty folder. `torchrun`
-starts its ranks by a fork server that has imported torch; with `--exhaustive` it is torchrun itself.
+`tests/pages.py` says how a page is written, `tests/page_reader.py` runs it, and `make pages` rewrites what is printed. Each page
+is run from its first snippet to its last in an empty folder. `torchrun` starts its ranks by a fork server that has imported torch;
+with `--exhaustive` it is torchrun itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
-import json
-import multiprocessing
-import os
 import re
-import runpy
-import shlex
-import signal
-import socket
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 pytest.importorskip("torch")
 
-import torch.distributed as dist
-
-import holdfast.torch
 from holdfast.cli.main import main
-from holdfast.torch import versions
+from tests.page_reader import NEEDS, is_shown, page_environment, ranks, read_page
+from tests.page_rewriter import rewrite_page, update_shown
 from tests.pages import (
     PAGES,
     ROOT,
-    Block,
     blocks,
-    commands,
     content_of,
     headings,
     indented,
@@ -46,7 +32,6 @@ from tests.pages import (
     links,
     name_of,
 )
-from tests.ranks.pool import ENVIRONMENT, PRELOAD
 from tests.support import needs
 
 NOT_RUN = Counter(
@@ -80,185 +65,13 @@ NOT_RUN = Counter(
 REFERENCE = {"cli", "index"}
 """Pages of docs/ that may speak of files which they do not make: the commands one by one, and what README says for a clone."""
 
-ANSWERS = {"scan", "verify", "diff"}
-"""Commands whose exit status is an answer: 1 where they found something."""
-
-NEEDS = {
-    "docs/packages.md": versions.PT2_ARCHIVE,
-    "docs/training.md": versions.FSDP_ON_CPU,
-}
-"""What torch must have for pages that do more than every version can."""
-
 WITH_CODE = [page for page in PAGES if any(block.is_code for block in blocks(content_of(page)))]
 
 
-def tidy(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
-
-
-def is_shown(shown: str, printed: str) -> bool:
-    """Whether what is printed is what the page shows, where … is any text of a line.
-
-    >>> is_shown("wrote x.pt  … in 1 file", "wrote x.pt  2 KiB in 1 file"), is_shown("a", "b")
-    (True, False)
-    """
-    wanted, found = tidy(shown), tidy(printed)
-    patterns = [".*".join(map(re.escape, line.split("…"))) for line in wanted]
-    return len(wanted) == len(found) and all(map(re.fullmatch, patterns, found))
-
-
-class Reader:
-    """Somebody who types a page from its top to its end."""
-
-    def __init__(self, page: str, content: str, *, exhaustive: bool) -> None:
-        self.page = page
-        self.content = content
-        self.exhaustive = exhaustive
-        self.module = ModuleType(f"page_{Path(page).stem.replace('-', '_')}")
-        sys.modules[self.module.__name__] = self.module
-
-    def read(self) -> None:
-        printed: str | None = None
-        for block in blocks(self.content):
-            self.make_files(block)
-            if block.language == "text":
-                assert printed is None or is_shown(block.text, printed), self.unlike(block, printed)
-            elif block.language == "json":
-                json.loads(block.text)
-            elif "file" in block.marks:
-                Path(block.marks["file"]).write_text(block.text)
-            elif "not run" in block.marks:
-                pass
-            elif block.language == "python":
-                printed = self.execute(block)
-                continue
-            else:
-                for command, shown in commands(block):
-                    output = self.command(command, block)
-                    assert shown is None or is_shown(shown, output), self.unlike(block, output)
-            printed = None
-
-    def make_files(self, block: Block) -> None:
-        from tests.page_files import make
-
-        for name in filter(None, block.marks.get("files", "").split(", ")):
-            make(name)
-
-    def unlike(self, block: Block, printed: str | None) -> str:
-        return f"{self.page}:{block.line} shows\n{block.text}\nand this is printed:\n{printed}"
-
-    def execute(self, block: Block) -> str:
-        """Run Python; an error in it has the line of the page."""
-        printed = io.StringIO()
-        code = compile("\n" * (block.line - 1) + block.text, str(ROOT / self.page), "exec")
-        with contextlib.redirect_stdout(printed):
-            exec(code, vars(self.module))
-        return printed.getvalue()
-
-    def command(self, line: str, block: Block) -> str:
-        """Run a command; it must not fail."""
-        program, *arguments = shlex.split(line, comments=True)
-        if program == "holdfast":
-            printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-                status = main(arguments)
-            output = printed.buffer.getvalue().decode()
-            may = (0, 1) if arguments[0] in ANSWERS else (0,)
-        else:
-            status, output = self.programs(program, arguments)
-            may = (0,)
-        assert status in may, f"{self.page}:{block.line}: {line}\nended with {status}:\n{output}"
-        return output
-
-    def programs(self, program: str, arguments: list[str]) -> tuple[int, str]:
-        if program == "torchrun" and self.exhaustive:
-            return started(["-m", "torch.distributed.run", *arguments])
-        if program == "torchrun":
-            assert arguments[:2] == ["--standalone", "--nproc-per-node"], "how many ranks?"
-            return ranks(int(arguments[2]), arguments[3:])
-        if program == "python" and arguments[0].endswith(".py"):
-            return ranks(0, arguments)
-        assert program == "python", (
-            f"{self.page}: {program} is not run here: say so above the block"
-        )
-        return started(arguments)
-
-
-def started(arguments: list[str]) -> tuple[int, str]:
-    """Run Python in a process of its own."""
-    run = [sys.executable, *arguments]
-    done = subprocess.run(
-        run, capture_output=True, text=True, check=False, timeout=200, env=os.environ | ENVIRONMENT
-    )
-    return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr
-
-
-def ranks(size: int, arguments: list[str]) -> tuple[int, str]:
-    """Run a script on so many ranks, or (0) without any; the worst exit status, and what all of them printed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        told = {
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        each = [told | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)] or [{}]
-        outputs = [Path(f".printed-{rank}").resolve() for rank in range(len(each))]
-        processes = [
-            context.Process(target=script, args=(arguments, environment, str(output), os.getcwd()))
-            for environment, output in zip(each, outputs, strict=True)
-        ]
-        free.close()
-        for process in processes:
-            process.start()
-    for process in processes:
-        process.join(120)
-        if process.exitcode is None:
-            process.kill()
-    printed = "".join(output.read_text() for output in outputs if output.exists())
-    for output in outputs:
-        output.unlink(missing_ok=True)
-    return max(
-        (process.exitcode if process.exitcode is not None else -1 for process in processes), key=abs
-    ), printed
-
-
-def script(arguments: list[str], environment: dict[str, str], output: str, folder: str) -> None:
-    """What a rank does."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(folder)
-    os.environ.update(environment)
-    file = os.open(output, os.O_CREAT | os.O_WRONLY)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    sys.argv = arguments
-    runpy.run_path(arguments[0], run_name="__main__")
-    sys.stdout.flush()
-
-
 @pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty folder, a terminal of known width, and everything as before at the end."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "110")
-    monkeypatch.setenv("NO_COLOR", "1")
-    threshold, modules = gc.get_threshold(), set(sys.modules)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    gc.set_threshold(*threshold)
-    holdfast.torch.uninstall()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    for name in {name for name in sys.modules if name.startswith("page_")} - modules:
-        del sys.modules[name]
+def typed(tmp_path: Path) -> Iterator[None]:
+    with page_environment(tmp_path):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -270,9 +83,8 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ids=name_of,
 )
 def test_the_snippets(page: Path, typed: None, request: pytest.FixtureRequest):
-    Reader(
-        name_of(page), content_of(page), exhaustive=request.config.getoption("--exhaustive")
-    ).read()
+    exhaustive = request.config.getoption("--exhaustive")
+    read_page(name_of(page), content_of(page), exhaustive=exhaustive).check()
 
 
 def test_what_is_not_run_is_listed():
@@ -407,19 +219,94 @@ def test_a_page_is_read_strictly(content: str, problem: str):
 
 
 @pytest.mark.parametrize(
-    ("content", "error"),
+    ("content", "problem"),
     [
-        ("```python\nmodel.state_dict()\n```\n", NameError),
-        ("```python\nprint(1)\n```\n\n```text\n2\n```\n", AssertionError),
-        ("```console\n$ holdfast show nowhere.pt\n```\n", AssertionError),
-        ("<!-- files: a.pt -->\n```console\n$ holdfast verify a.pt\nwell\n```\n", AssertionError),
-        ("```bash\npip install holdfast\n```\n", AssertionError),
-        ("```json\n{a: 1}\n```\n", ValueError),
+        ("```python\nmodel.state_dict()\n```\n", "page.md:2: NameError"),
+        ("```python\nprint(1)\n```\n\n```text\n2\n```\n", "page.md:6 shows"),
+        ("```console\n$ holdfast show nowhere.pt\n```\n", "ended with 2"),
+        (
+            "<!-- files: a.pt -->\n```console\n$ holdfast verify a.pt\nwell\n```\n",
+            "page.md:4 shows",
+        ),
+        ("```bash\npip install holdfast\n```\n", "pip is not run here"),
+        ("```json\n{a: 1}\n```\n", "page.md:2: JSONDecodeError"),
     ],
 )
-def test_what_does_not_run_is_found(content: str, error: type[Exception], typed: None):
-    with pytest.raises(error):
-        Reader("page.md", content, exhaustive=False).read()
+def test_what_does_not_run_is_found(content: str, problem: str, typed: None):
+    with pytest.raises(AssertionError, match=problem):
+        read_page("page.md", content).check()
+
+
+WRONG = """\
+```python
+print("one")
+print("it took 3 s")
+```
+
+```text
+two
+it took … s
+```
+
+```python
+nothing_of_this_name()
+```
+
+```json
+{a: 1}
+```
+
+<!-- files: a.pt -->
+```console
+$ holdfast verify a.pt
+a.pt  torch-zip  good  …
+
+$ holdfast stats a.pt --quiet --filter none
+$ holdfast verify a.pt
+sound
+```
+"""
+
+
+def test_all_problems_of_a_page_are_shown_at_once(typed: None):
+    with pytest.raises(AssertionError) as caught:
+        read_page("page.md", WRONG).check()
+    places = re.findall(r"^page.md:(\d+)", str(caught.value), re.MULTILINE)
+    assert places == ["12", "16", "24", "7", "22", "26"]
+
+
+def test_rewriting_a_page_puts_in_what_is_printed_and_keeps_the_rest(typed: None):
+    result = read_page("page.md", WRONG)
+    rewritten = rewrite_page(WRONG, result.mismatches)
+    wanted = (
+        WRONG.replace("two\nit took … s", "one\nit took … s")
+        .replace("a.pt  torch-zip  good  …", "a.pt  torch-zip  ok  …")
+        .replace("\nsound\n", f"\n{result.mismatches[-1].printed}")
+    )
+    assert rewritten == wanted
+    assert len(result.failures) == 3
+
+
+def test_rewriting_a_page_that_is_right_changes_nothing(typed: None):
+    content = "```python\nprint('it took 3 s')\n```\n\n```text\nit took … s\n```\n"
+    assert rewrite_page(content, read_page("page.md", content).mismatches) == content
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "updated"),
+    [
+        ("wrote x  … in 1 file", "wrote x  2 KiB in 2 files", "wrote x  … in 2 files"),
+        ("read 3 in …\nall", "took 3 in 0.1 s\nall", "took 3 in …\nall"),
+        ("a\nb …\nc", "b 1\nc\nd", "b …\nc\nd"),
+        ("a …", "b", "b"),
+        ("a", "", ""),
+    ],
+)
+def test_rewriting_keeps_the_places_where_any_text_may_stand(
+    shown: str, printed: str, updated: str
+):
+    assert update_shown(shown, printed) == updated
+    assert is_shown(updated, printed)
 
 
 def test_a_script_that_fails_on_one_rank_is_found(typed: None):
