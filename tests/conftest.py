@@ -1,23 +1,25 @@
-"""What every test may use: the golden files, one Hypothesis profile, and two tiers.
+"""Shared fixtures, the Hypothesis profile, and the choice between a sample and every case.
 
-`make test` has ten minutes on two cores. A few tests repeat one question for every one of a thousand attacks; of those it asks a
-fixed quarter (and every bomb), and `make test-all`, which passes `--exhaustive`, asks all.
+`make test` runs a sample of the cases of expensive tests (see `tests/sampling.py`). `make test-all`
+passes `--exhaustive`, which runs all of them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from holdfast.torch import versions
+from tests import sampling
 
 # A shell that starts a command in the background has it ignore Ctrl-C, and every process below inherits that. Tests send the signal
 # to their children and look what these do about it: here it is what it is in the foreground.
@@ -84,66 +86,67 @@ def pytest_pycollect_makemodule(
     return None if change is None or change else Unasked.from_parent(parent, path=module_path)
 
 
-REPEATED = {
-    "test_memory": ("tests/hostile/test_attacks.py", 8),
-    "test_memory_stays_small": ("tests/faults/test_large.py", 2),
-    "test_weights_only": ("tests/hostile/test_torch_load.py", 8),
-    "test_what_a_user_may_allow": ("tests/hostile/test_torch_load.py", 8),
-    "test_hostile_pickles": ("tests/torch/serialization/test_weights_attacks.py", 8),
-    "test_the_nth_call_fails": ("tests/crash/test_nth_call.py", 4),
-    "test_sharing_costs_nothing": ("tests/growth/test_growth.py", 192),
-    "test_a_tensor_costs_the_same_among_many": ("tests/growth/test_one_way.py", 8),
-    "test_one_odd_tensor_among_many": ("tests/growth/test_one_way.py", 4),
-    "test_every_header_byte_flipped": ("tests/hostile/test_damage.py", 2),
-    "test_an_attack_is_a_page_or_a_refusal": ("tests/reports/test_hostile_reports.py", 12),
-    "test_an_attack": ("tests/integrations/test_dcp_hostile.py", 4),
-    "test_an_attack_means_the_same_by_templates": ("tests/properties/test_tensor_templates.py", 16),
-    "test_each_request_meets_each_fault": ("tests/remote/test_commit.py", 2),
-    "test_a_rank_is_killed": ("tests/remote/", 2),
-    "test_reading_leaves_no_cycle": ("tests/faults/test_cycles.py", 4),
-    "test_rewriting_leaves_no_cycle": ("tests/faults/test_cycles.py", 4),
-    "test_around_limits": ("tests/properties/test_written_opens.py", 2),
-    "test_every_verb_writes_the_same": ("tests/together/test_matrix.py", 16),
-    "test_copies_are_the_same": ("tests/together/test_matrix.py", 2),
-    "test_reshards_are_the_same": ("tests/together/test_matrix.py", 4),
-    "test_every_verb_finds_the_same": ("tests/together/test_matrix.py", 3),
-}
-"""Tests whose every case is asked more elsewhere, and of how many one is asked: `test_attack` opens all attacks,
-all writers crash in the model, and what is quadratic in one way of sharing is so in many. `make test-all` asks every case."""
-
-
-LONGEST = {
-    "test_every_header_byte_flipped[training.pt]",
-    "test_memory[walk-list-shared-many-times]",
-    "test_a_rank_that_is_killed_leaves_what_was_there",
-    "test_no_second_copy[native]",
-    "test_the_same_as_on_linux[darwin-old]",
-}
-"""Half a minute each, and their neighbours ask the same."""
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--exhaustive",
-        action="store_true",
-        help="every case of the tests that are sampled otherwise",
+    group = parser.getgroup("holdfast")
+    group.addoption("--exhaustive", action="store_true", help="run every case of every test")
+    group.addoption(
+        "--sample-seed", type=int, help="choose the cases by this seed (default: the date)"
+    )
+    group.addoption(
+        "--in-a-room", action="store_true", help="choose fewer cases, for the tests of one room"
     )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Pass the seed on to test processes and to programs that tests start."""
+    config.addinivalue_line("markers", "slow(reason): a case takes more than 10 seconds")
     if config.getoption("--exhaustive"):
+        os.environ[sampling.EXHAUSTIVE_VARIABLE] = "1"
+    seed = config.getoption("--sample-seed")
+    os.environ.setdefault(sampling.SEED_VARIABLE, str(seed or sampling.seed_of_today()))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sample the cases of expensive test functions. A test that is named on the command line always runs."""
+    if config.getoption("--exhaustive") or any("::" in argument for argument in config.args):
         return
 
-    def left_out(item: pytest.Item) -> bool:
-        if item.name in LONGEST:
-            return True
-        place, one_in = REPEATED.get(getattr(item, "originalname", ""), (None, 1))
-        if place is None or not item.nodeid.startswith(place) or "bomb" in item.name:
-            return False
-        return zlib.crc32(item.name.encode()) % one_in != 0
+    budget = sampling.SECONDS_PER_FUNCTION
+    if config.getoption("--in-a-room"):
+        budget = sampling.SECONDS_PER_FUNCTION_IN_A_ROOM
 
-    config.hook.pytest_deselected(items=[item for item in items if left_out(item)])
-    items[:] = [item for item in items if not left_out(item)]
+    cases_by_function: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases_by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+
+    costs = sampling.read_costs()
+    deselected: list[pytest.Item] = []
+    for function, cases in cases_by_function.items():
+        count = sampling.count_affordable_cases(costs.get(function), len(cases), budget)
+        if count == len(cases):
+            continue
+        parameters = [item.callspec.indices for item in cases]
+        numbers = sampling.random_for(function)
+        chosen = set(sampling.choose_cases(parameters, count, numbers))
+        deselected += [item for index, item in enumerate(cases) if index not in chosen]
+
+    config.hook.pytest_deselected(items=deselected)
+    left_out = set(deselected)
+    items[:] = [item for item in items if item not in left_out]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = len(deselected)
+    config.stash[LEFT_OUT] = len(deselected)
+
+
+LEFT_OUT = pytest.StashKey[int]()
+"""How many cases the sample leaves out."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Keep what a test process of pytest-xdist counted, for the summary."""
+    left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[LEFT_OUT] = left_out
 
 
 @pytest.fixture(scope="session")
@@ -170,15 +173,25 @@ def hostile(request: pytest.FixtureRequest) -> Path:
     return GOLDEN / "hostile" / request.param
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Without a browser the pages are not looked at: one line says so, however many tests that are."""
-    skipped = [
-        report
-        for report in terminalreporter.stats.get("skipped", [])
-        if "make browser" in str(report.longrepr)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Report skipped pages, the size of the sample, and how to repeat what failed."""
+    statistics = terminalreporter.stats
+    without_browser = [
+        report for report in statistics.get("skipped", []) if "make browser" in str(report.longrepr)
     ]
-    if skipped:
+    if without_browser:
         terminalreporter.write_line(
-            f"NO BROWSER: {len(skipped)} tests of pages were skipped; make browser installs one",
+            f"NO BROWSER: {len(without_browser)} tests of pages were skipped; run `make browser`",
             red=True,
         )
+
+    seed = sampling.current_seed()
+    left_out = config.stash.get(LEFT_OUT, 0)
+    if left_out:
+        terminalreporter.write_line(
+            f"SAMPLE: seed {seed} left out {left_out} cases; `make test-all` runs every case"
+        )
+    for report in [*statistics.get("failed", []), *statistics.get("error", [])]:
+        terminalreporter.write_line(f"repeat with: make test SEED={seed} ARGS='{report.nodeid}'")

@@ -1,0 +1,57 @@
+"""Tells which test files exercise a room of the source, for `make test ROOM=formats/dcp`.
+
+    python -m tests.rooms formats/dcp
+
+A room is a folder of `src/holdfast`. `rooms.json` lists the test files of each room. `make rooms`
+measures which lines every test runs and writes the list anew; `tests/test_sampling.py` checks that
+the list has every room and every test file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from pathlib import Path, PurePosixPath
+
+ROOMS_FILE = Path(__file__).with_name("rooms.json")
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module: its folder, with the subfolder in torch, formats and engine.
+
+    >>> room_of("formats/dcp/read.py"), room_of("core/box.py"), room_of("errors.py")
+    ('formats/dcp', 'core', '.')
+    """
+    folders = PurePosixPath(module).parts[:-1]
+    if not folders:
+        return "."
+    if folders[0] in ("torch", "formats", "engine"):
+        return "/".join(folders[:2])
+    return folders[0]
+
+
+def read_rooms() -> dict[str, list[str]]:
+    """Return the test files of every room, the most useful ones first."""
+    rooms: dict[str, list[str]] = json.loads(ROOMS_FILE.read_text())
+    return rooms
+
+
+def files_of_room(room: str) -> list[str]:
+    """Return the test files of a room.
+
+    Raises:
+        SystemExit: There is no such room. The message names rooms with similar names.
+    """
+    rooms = read_rooms()
+    name = room.strip("/").removeprefix("src/holdfast/")
+    if name not in rooms:
+        similar = difflib.get_close_matches(name, rooms) or sorted(rooms)
+        raise SystemExit(
+            f"there is no room {room!r} in src/holdfast; did you mean {', '.join(similar)}?"
+        )
+    return rooms[name]
+
+
+if __name__ == "__main__":
+    print(*files_of_room(sys.argv[1]))
