@@ -1,8 +1,11 @@
 # Every target sets up what it needs in .venv; a machine with Python 3.11 or later, pip, venv and make is enough.
 #
 #   make demo     install the light package (no torch) and watch it work          under a minute
-#   make test     lint, types, architecture and all tests, beside torch           about fifteen minutes on two cores
-#   make test-all every case of the tests that `make test` samples: a thousand attacks, each in three ways
+#   make test     lint, types, architecture and a sample of the tests             TEST_TIME
+#   make test ROOM=formats/dcp   the tests that exercise one folder of the source, in seconds
+#   make test SEED=20261118      the sample of another day; it is printed with every failure
+#   make test-all every case of every test                                        TEST_ALL_TIME
+#   make costs    measure what the tests cost and which rooms they exercise; needs PYTHON=python3.12
 #   make test TORCH=2.15.0 [NUMPY=1.26.4]   all tests with another torch, in a .venv of its own
 #   make matrix   all tests with the oldest, the newest and some of the torches between; an hour and 6 GB each, by hand
 #   make check    lint, types and architecture only
@@ -33,7 +36,7 @@ LIGHT := $(VENV)/.light
 FULL  := $(VENV)/.full
 
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test test-all test-integrations matrix check lint types platforms architecture bench programs dist pages docs golden clean
+.PHONY: help demo browser test test-all costs mutations test-integrations matrix check lint types platforms architecture bench programs dist pages docs golden clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -48,15 +51,35 @@ browser:
 	then apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium; \
 	else echo "there is no chromium: install it (Debian: sudo apt-get install chromium), or set HOLDFAST_CHROMIUM to a browser" >&2; exit 1; fi
 
-# mypy and ruff are asked about the pinned torch only: the types of others differ, and the code is the same.
-test: $(if $(filter-out $(PINNED),$(TORCH)),architecture,check)
-	@$(MAKE) --no-print-directory browser || echo "== no browser: tests/browser is skipped"
-	@echo "== tests"
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 --ignore tests/test_architecture.py $(ARGS)
+# The tests of one room, or those of all rooms after lint and types. mypy and ruff check the code with
+# the pinned torch only: the types of others differ, and the code is the same.
+ROOM   ?=
+SEED   ?=
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300
+SLOWEST := --durations 20 --durations-min 2
 
-test-all: check
+test: $(if $(ROOM),$(FULL),$(if $(filter-out $(PINNED),$(TORCH)),$(FULL),lint types))
+ifneq ($(ROOM),)
+	@files=$$($(BIN)/python -m tests.rooms $(ROOM)) && \
+	$(PYTEST) --in-a-room $(if $(SEED),--sample-seed $(SEED)) $(ARGS) $$files
+else
+	@echo "== tests"
+	@$(PYTEST) $(SLOWEST) $(if $(SEED),--sample-seed $(SEED)) $(ARGS)
+endif
+
+test-all: lint types
 	@echo "== tests, every case"
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 --exhaustive $(ARGS)
+	@$(PYTEST) $(SLOWEST) --exhaustive $(ARGS)
+
+# How many of 30 random faults in the source the tests notice; hours.
+mutations: $(FULL)
+	@PYTHONPATH=. $(BIN)/python tools/mutate.py $(ARGS)
+
+# Python 3.12 or later tells cheaply which lines a test runs: make costs VENV=.venv-3.12 PYTHON=python3.12
+costs: $(FULL)
+	@mkdir -p build/test-records && rm -f build/test-records/*
+	@PYTHONPATH=.:tools HOLDFAST_TEST_RECORDS=build/test-records $(PYTEST) --exhaustive -p measure_tests $(ARGS)
+	@PYTHONPATH=. $(BIN)/python tools/measure_tests.py build/test-records
 
 # torch first and alone, as below; the frameworks take the one that is there.
 test-integrations:

@@ -99,7 +99,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Pass the seed on to test processes and to programs that tests start."""
-    config.addinivalue_line("markers", "slow(reason): a case takes more than 10 seconds")
     if config.getoption("--exhaustive"):
         os.environ[sampling.EXHAUSTIVE_VARIABLE] = "1"
     seed = config.getoption("--sample-seed")
@@ -111,23 +110,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--exhaustive") or any("::" in argument for argument in config.args):
         return
 
-    budget = sampling.SECONDS_PER_FUNCTION
-    if config.getoption("--in-a-room"):
-        budget = sampling.SECONDS_PER_FUNCTION_IN_A_ROOM
-
     cases_by_function: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases_by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
 
+    budget = sampling.ROOM if config.getoption("--in-a-room") else sampling.EVERYTHING
     costs = sampling.read_costs()
+    long_costs = {
+        function: costs[function]
+        for function in cases_by_function
+        if function in costs and costs[function].is_long
+    }
+    turns = sampling.choose_functions_in_turn(
+        long_costs, budget.long_cases, sampling.random_for("turns")
+    )
+
     deselected: list[pytest.Item] = []
     for function, cases in cases_by_function.items():
-        count = sampling.count_affordable_cases(costs.get(function), len(cases), budget)
+        if function in long_costs and function not in turns:
+            deselected += cases
+            continue
+        count = sampling.count_affordable_cases(
+            costs.get(function), len(cases), budget.per_function
+        )
         if count == len(cases):
             continue
         parameters = [item.callspec.indices for item in cases]
-        numbers = sampling.random_for(function)
-        chosen = set(sampling.choose_cases(parameters, count, numbers))
+        chosen = set(sampling.choose_cases(parameters, count, sampling.random_for(function)))
         deselected += [item for index, item in enumerate(cases) if index not in chosen]
 
     config.hook.pytest_deselected(items=deselected)

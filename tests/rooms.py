@@ -2,9 +2,9 @@
 
     python -m tests.rooms formats/dcp
 
-A room is a folder of `src/holdfast`. `rooms.json` lists the test files of each room. `make rooms`
-measures which lines every test runs and writes the list anew; `tests/test_sampling.py` checks that
-the list has every room and every test file.
+A room is a folder of `src/holdfast`. Its tests are those in the folder of the same name, and those
+that `rooms.json` lists: they run lines of the room that no test before them in the list runs.
+`make costs` measures that and writes the list anew, and `tests/test_sampling.py` checks it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import json
 import sys
 from pathlib import Path, PurePosixPath
 
-ROOMS_FILE = Path(__file__).with_name("rooms.json")
+TESTS = Path(__file__).resolve().parent
+ROOMS_FILE = TESTS / "rooms.json"
 
 
 def room_of(module: str) -> str:
@@ -31,8 +32,15 @@ def room_of(module: str) -> str:
     return folders[0]
 
 
+def own_files_of_room(room: str) -> list[str]:
+    """Return the test files in the folder of the same name."""
+    if room == ".":
+        return []
+    return sorted(f"tests/{room}/{path.name}" for path in (TESTS / room).glob("test_*.py"))
+
+
 def read_rooms() -> dict[str, list[str]]:
-    """Return the test files of every room, the most useful ones first."""
+    """Return the test files of every room that are not in its own folder, the most useful first."""
     rooms: dict[str, list[str]] = json.loads(ROOMS_FILE.read_text())
     return rooms
 
@@ -46,11 +54,9 @@ def files_of_room(room: str) -> list[str]:
     rooms = read_rooms()
     name = room.strip("/").removeprefix("src/holdfast/")
     if name not in rooms:
-        similar = difflib.get_close_matches(name, rooms) or sorted(rooms)
-        raise SystemExit(
-            f"there is no room {room!r} in src/holdfast; did you mean {', '.join(similar)}?"
-        )
-    return rooms[name]
+        similar = ", ".join(difflib.get_close_matches(name, rooms) or sorted(rooms))
+        raise SystemExit(f"there is no room {room!r} in src/holdfast; did you mean {similar}?")
+    return own_files_of_room(name) + rooms[name]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Most tests run completely. A few test functions take minutes, because they try every attack on every
 verb, or fail every call of every writer. `costs.json` records what all cases of such a function
-cost. `make test` runs as many of its cases as fit into `SECONDS_PER_FUNCTION`, and at least one.
-Which ones depends on a seed, by default the date, so that every case gets its turn.
+cost. `make test` runs as many of its cases as fit into a budget, and at least one. Functions of
+which a single case takes seconds, such as ranks that are killed, take turns: each runs on some days
+only. Which cases run depends on a seed, by default the date, so that every case gets its turn.
 
 `make test-all` runs everything, and `make costs` measures the costs again.
 """
@@ -20,14 +21,27 @@ from typing import NamedTuple
 
 COSTS_FILE = Path(__file__).with_name("costs.json")
 
-SECONDS_PER_FUNCTION = 1.5
-"""The processor time that a sampled test function may take. It decides how long `make test` takes."""
+LONG_CASE_SECONDS = 3.0
+"""Functions of which a single case takes longer than this take turns."""
 
-SECONDS_PER_FUNCTION_IN_A_ROOM = 0.75
-"""The same for `make test ROOM=…`, which is run after every change."""
+REASON_SECONDS = 10.0
+"""A function of which a single case takes longer than this needs `@pytest.mark.slow(reason)`."""
 
-LONG_CASE_SECONDS = 10.0
-"""A case that takes longer needs `@pytest.mark.slow(reason)`."""
+
+class Budget(NamedTuple):
+    """The processor time, in seconds, that decides how large the sample is."""
+
+    per_function: float
+    """What the chosen cases of one function may take together."""
+    long_cases: float
+    """What all functions with long cases may take together."""
+
+
+EVERYTHING = Budget(per_function=1.0, long_cases=120.0)
+"""The budget of `make test`."""
+
+ROOM = Budget(per_function=0.75, long_cases=15.0)
+"""The budget of `make test ROOM=…`, which is run after every change."""
 
 SEED_VARIABLE = "HOLDFAST_SAMPLE_SEED"
 """The environment variable that carries the seed to test processes and to programs that they start."""
@@ -41,6 +55,14 @@ class FunctionCost(NamedTuple):
 
     cases: int
     seconds: float
+
+    @property
+    def is_long(self) -> bool:
+        return self.seconds_per_case > LONG_CASE_SECONDS
+
+    @property
+    def seconds_per_case(self) -> float:
+        return self.seconds / self.cases
 
 
 def read_costs(path: Path = COSTS_FILE) -> dict[str, FunctionCost]:
@@ -80,8 +102,22 @@ def count_affordable_cases(cost: FunctionCost | None, case_count: int, budget: f
     """Return how many of a function's cases fit into a budget of seconds, at least one."""
     if cost is None or cost.seconds <= budget:
         return case_count
-    seconds_per_case = cost.seconds / cost.cases
-    return max(1, min(case_count, int(budget / seconds_per_case)))
+    return max(1, min(case_count, int(budget / cost.seconds_per_case)))
+
+
+def choose_functions_in_turn(
+    costs: Mapping[str, FunctionCost], budget: float, numbers: random.Random
+) -> set[str]:
+    """Choose which functions with long cases run one case today, in random order, within a budget."""
+    functions = sorted(costs)
+    numbers.shuffle(functions)
+    chosen: set[str] = set()
+    seconds = 0.0
+    for function in functions:
+        if seconds + costs[function].seconds_per_case <= budget:
+            chosen.add(function)
+            seconds += costs[function].seconds_per_case
+    return chosen
 
 
 def choose_cases(

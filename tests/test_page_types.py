@@ -76,7 +76,7 @@ def check(complaints: list[tuple[str, int, str]], modules: dict[str, str]) -> No
     assert found
 
 
-@pytest.mark.slow
+@pytest.mark.slow("mypy reads every snippet of the documentation")
 @pytest.mark.skipif(find_spec("mypy") is None, reason="mypy is not installed")
 def test_the_pages_pass_mypy(tmp_path: Path):
     modules = written(tmp_path)
@@ -94,7 +94,7 @@ def test_the_pages_pass_mypy(tmp_path: Path):
     check([(one["file"], one["line"], one["message"]) for one in errors], modules)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("pyright reads every snippet of the documentation")
 @pytest.mark.skipif(find_spec("basedpyright") is None, reason="basedpyright is not installed")
 def test_the_pages_pass_pyright(tmp_path: Path):
     modules = written(tmp_path)

@@ -100,6 +100,7 @@ def make_site(folder: Path) -> Path:
     return folder / "site"
 
 
+@pytest.mark.slow("builds the whole site")
 def test_a_question_finds_its_page(tmp_path: Path):
     search = Search(json.loads((make_site(tmp_path) / "search/search_index.json").read_bytes()))
     assert {question: search.pages(question)[:1] for question in QUESTIONS} == {

@@ -30,7 +30,7 @@ def killed(name: str, kills: int) -> subprocess.CompletedProcess[str]:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills and restarts a writing process 60 times")
 @pytest.mark.parametrize("writer", LIBRARY, ids=str)
 def test_killed_at_random_moments(writer: Writer, request: pytest.FixtureRequest):
     kills = ALL_KILLS if request.config.getoption("--exhaustive") else KILLS

@@ -84,6 +84,7 @@ def test_memory(case, tmp_path):
     )
 
 
+@pytest.mark.slow("opens every bomb, in a process with little memory")
 def test_bombs_in_little_memory():
     """No bomb ends the interpreter: not by its C stack, not by freeing a deep structure, not by memory. torch stays out."""
     done = subprocess.run(

@@ -53,6 +53,7 @@ def linux(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found("linux", SAME, tmp_path_factory.mktemp("linux"))
 
 
+@pytest.mark.slow("runs every verb on a simulated system in a process of its own")
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_same_as_on_linux(linux: dict[str, Any], system: str, tmp_path: Path):
     there = found(system, SAME, tmp_path)

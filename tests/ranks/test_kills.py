@@ -27,7 +27,7 @@ QUIET = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts torch on four ranks and kills them again and again")
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("what", [(), ("run",)], ids=["save", "run"])
 def test_a_rank_is_killed(tmp_path: Path, request: pytest.FixtureRequest, what: tuple[str, ...]):

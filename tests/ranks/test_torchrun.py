@@ -14,6 +14,7 @@ import holdfast
 from tests.ranks.test_kills import QUIET
 
 
+@pytest.mark.slow("torchrun starts three processes that import torch")
 @pytest.mark.timeout(150)
 def test_torchrun(tmp_path: Path):
     script = Path(__file__).with_name("script.py")

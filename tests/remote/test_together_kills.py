@@ -20,7 +20,7 @@ from tests.together.test_processes import TOLERANCE, ran
 KILLS, FEW = 24, 4
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a server and ranks, and kills them again and again")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("verb", ["convert", "cp"])
 def test_a_rank_that_uploads_is_killed(

@@ -21,7 +21,7 @@ TOLERANCE = 6.0
 """Seconds beyond the deadline until all other ranks must have ended."""
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts commands on ranks and kills them again and again")
 @pytest.mark.timeout(600)
 def test_a_rank_of_a_command_is_killed(tmp_path: Path, request: pytest.FixtureRequest):
     kills = KILLS if request.config.getoption("--exhaustive") else FEW

@@ -235,6 +235,7 @@ def launched(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow("runs torchrun twice, each with processes that import torch")
 def test_torchrun_has_the_status_of_the_first_rank(folder: Path, tmp_path: Path):
     done = launched("diff", str(folder / "a.pt"), str(folder / "b.safetensors"), "--json")
     assert done.returncode == 1, done.stderr[-3000:]
@@ -249,7 +250,7 @@ def test_torchrun_has_the_status_of_the_first_rank(folder: Path, tmp_path: Path)
     assert str(tmp_path / "out.safetensors") in json.loads(done.stdout).values()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs torchrun three times, on a checkpoint of 512 MB")
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
 def test_torchrun_of_which_a_rank_is_ended(folder: Path, tmp_path: Path, how: str):
     """A rank is killed, or Ctrl-C comes to all: torchrun ends the others, nothing is published, and the next command cleans up."""

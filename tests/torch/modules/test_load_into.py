@@ -906,7 +906,7 @@ def measure(path, how) -> float:
     return int(run.stdout) / 2**20
 
 
-@pytest.mark.slow
+@pytest.mark.slow("measures the memory of six processes that load 256 MB")
 @pytest.mark.parametrize("name", ["zip.pt", "native"])
 def test_no_second_copy(name, tmp_path):
     """256 MiB of weights: the target, and what is needed beyond it."""

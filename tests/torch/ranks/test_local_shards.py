@@ -708,6 +708,7 @@ def on_two_ranks(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow("starts two processes that import torch and its DTensor")
 def test_two_ranks_gather_save_and_load_it(tmp_path: Path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
