@@ -134,12 +134,13 @@ def pickle_object(
     """The stream of `obj`. `ids.persistent_id` is called for every object in it that is no part of a plain tensor."""
     pieces: list[bytes] = []
     is_stock = pickle_module.Pickler is CPYTHON_PICKLER
+    pickler: Any
     # CPython's pickler gives all of it at once, and that is not copied. Other modules may want more of a file.
     file = SimpleNamespace(write=pieces.append) if is_stock else io.BytesIO()
     if is_stock:
-        pickler = CPYTHON_PICKLER(file, protocol=protocol)  # type: ignore[arg-type]  # `write` is enough
+        pickler = CPYTHON_PICKLER(file, protocol=protocol)
         # On the object and not in a subclass: the C pickler then calls it without looking it up, once for every object.
-        pickler.persistent_id = ids.persistent_id  # type: ignore[method-assign]
+        pickler.persistent_id = ids.persistent_id
     else:
         pickler = _torch_pickler(pickle_module.Pickler)(file, protocol=protocol)
         pickler.ids = ids
@@ -198,7 +199,7 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
             or attributes(tensor)
             or tensor.is_nested
             or tensor.is_neg()
-            or tensor._is_zerotensor()  # type: ignore[attr-defined]  # torch's stubs leave it out
+            or tensor._is_zerotensor()
             or (grad and tensor._backward_hooks)
             or (dtype.is_complex and tensor.is_conj())
             or (has_names is not None and has_names(tensor))
