@@ -134,12 +134,13 @@ def pickle_object(
     """The stream of `obj`. `ids.persistent_id` is called for every object in it that is no part of a plain tensor."""
     pieces: list[bytes] = []
     is_stock = pickle_module.Pickler is CPYTHON_PICKLER
+    pickler: Any
     # CPython's pickler gives all of it at once, and that is not copied. Other modules may want more of a file.
     file = SimpleNamespace(write=pieces.append) if is_stock else io.BytesIO()
     if is_stock:
-        pickler = CPYTHON_PICKLER(file, protocol=protocol)  # `write` is enough
+        pickler = CPYTHON_PICKLER(file, protocol=protocol)
         # On the object and not in a subclass: the C pickler then calls it without looking it up, once for every object.
-        pickler.persistent_id = ids.persistent_id  # type: ignore[method-assign]
+        pickler.persistent_id = ids.persistent_id
     else:
         pickler = _torch_pickler(pickle_module.Pickler)(file, protocol=protocol)
         pickler.ids = ids
@@ -165,8 +166,8 @@ class ParameterData(Struct, eq=False):
     parameter: torch.nn.Parameter
 
 
-class Reducers(dict[type, Callable[..., Any]]):
-    def __missing__(self, kind: type) -> Callable[..., Any]:
+class Reducers(dict[type, Callable[..., object]]):
+    def __missing__(self, kind: type) -> Callable[..., object]:
         return copyreg.dispatch_table[kind]
 
 
