@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
@@ -48,7 +49,7 @@ def containers(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
     )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.recursive(
         st.builds(tensor) | st.none() | st.integers() | st.text(max_size=2),

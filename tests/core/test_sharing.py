@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 from tests.sharing import groups, ties
 
 import holdfast
@@ -209,14 +210,14 @@ def many_tensors(draw: st.DrawFn) -> dict[str, LazyTensor]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(many_tensors(), st.booleans())
 def test_rows_tell_what_tensors_tell(tensors, stored_aliases):
     by_storage(tensors, stored_aliases=stored_aliases)
     tied_names(tensors)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(many_tensors(), st.integers(0, 10))
 def test_several_tables_are_compared_as_one(tensors, cut):
     names = [*tensors]

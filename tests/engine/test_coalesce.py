@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from holdfast.engine import coalesce as module
 from holdfast.engine.coalesce import (
@@ -81,7 +82,7 @@ def missing(start: int, stop: int, wanted: set[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_every_wanted_range_is_in_one_read_and_the_rest_is_within_the_promise(name, data):
     policy = scaled(POLICIES[name])
@@ -107,7 +108,7 @@ def test_every_wanted_range_is_in_one_read_and_the_rest_is_within_the_promise(na
 
 
 @pytest.mark.parametrize("name", ["records", "sums"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_parts_have_every_byte_once_and_no_read_is_longer_than_a_block(name, data):
     policy = scaled(POLICIES[name])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 import holdfast
 from holdfast.core.box import Box
@@ -104,7 +105,7 @@ def stored(arrays: dict[str, np.ndarray], gap: int = 0) -> tuple[list[LazyTensor
     return tensors, store
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(

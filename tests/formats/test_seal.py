@@ -9,6 +9,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from holdfast.core.documents import seal as with_checksum
 from holdfast.core.limits import Limits
@@ -221,7 +222,7 @@ def test_misfits_are_named():
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 300), st.booleans())
 def test_no_bytes_raise_anything_but_our_errors(noise: bytes, at: int, summed: bool):
     raw = text().rstrip()

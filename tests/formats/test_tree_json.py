@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.formats.slow_save import Memory, assert_same, state_of
 from tests.formats.tree_strategies import trees
+from tests.sampling import examples
 
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
@@ -41,13 +42,13 @@ def through_json(tree, state=None):
     )[0]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(trees())
 def test_everything_comes_back_with_its_type(tree):
     assert_same(tree, through_json(tree))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_trees_with_tensors_come_back(data):
     memory = Memory()
@@ -200,9 +201,9 @@ def test_shared_containers_are_written_for_each_place_and_never_without_end():
     bomb: object = [1]
     for _ in range(50):
         bomb = [bomb, bomb]
-    began = time.perf_counter()
+    began = time.process_time()
     assert encode_value(bomb).problems
-    assert time.perf_counter() - began < 30
+    assert time.process_time() - began < 30
 
 
 def test_many_small_lists_are_not_taken_for_an_attack():
@@ -298,10 +299,10 @@ def test_a_document_that_breaks_a_rule_is_refused_at_its_place(case):
 def test_keys_that_all_collide_are_refused_before_they_cost_anything():
     # Multiples of the hash modulus: every one of them lands in the same slot.
     keys = [{"$": "int", "value": str(((1 << 61) - 1) * (i + 1))} for i in range(20_000)]
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(LimitExceeded):
         decode_tree({"$": "set", "items": keys}, {}.__getitem__, Memory().source)
-    assert time.perf_counter() - began < 60
+    assert time.process_time() - began < 60
 
 
 junk = st.recursive(
@@ -314,7 +315,7 @@ junk = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(junk)
 def test_no_document_causes_any_other_error(document):
     with contextlib.suppress(FormatError, LimitExceeded):

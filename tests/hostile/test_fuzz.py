@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.formats.zip.craft import Item, build
+from tests.sampling import examples
 
 from .golden import FILES, FOLDERS, look
 from .mutate import NUMBERS, Edit, apply
@@ -22,7 +23,7 @@ from .mutate import NUMBERS, Edit, apply
 __all__ = ["CHECKED", "repacked"]
 
 EXAMPLES = settings(
-    max_examples=200,
+    max_examples=examples(200),
     derandomize=True,
     database=None,
     deadline=None,

@@ -21,6 +21,7 @@ from holdfast.core.opaque import Global
 from holdfast.formats.pickle.table import modern
 from holdfast.inspect.scan import scan
 from holdfast.inspect.severity import judge
+from tests.sampling import examples
 
 from .scan_attacks import ATTACKS
 from .scan_attacks import FUNCTIONS as NAMED
@@ -145,7 +146,7 @@ def damaged(draw: st.DrawFn, made: list[bytes]) -> bytes:
     return bytes(data)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(damaged(PICKLES))
 def test_never_clean_where_cpython_calls(data: bytes) -> None:
     called = oracle(data)
@@ -155,13 +156,13 @@ def test_never_clean_where_cpython_calls(data: bytes) -> None:
         assert verdict in ("dangerous", "suspicious", "unknown", "error"), (verdict, called)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(damaged(CONTENTS))
 def test_damage_raises_nothing(data: bytes) -> None:
     scanned(data)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.binary(max_size=300))
 def test_random_bytes(data: bytes) -> None:
     called = oracle(data)

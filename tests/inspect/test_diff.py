@@ -33,6 +33,7 @@ from holdfast.rewrite.save import save
 from holdfast.saving.rows import lazy_tree
 from holdfast.saving.state import tabulate_state
 from holdfast.stores.local import LocalStore
+from tests.sampling import examples
 
 
 def in_memory(state: object) -> Checkpoint:
@@ -236,7 +237,7 @@ def test_integers_are_exact(a, b, expected):
 INTEGERS = st.sampled_from([np.int8, np.uint8, np.int16, np.uint16, np.int64, np.uint64])
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data(), INTEGERS, INTEGERS)
 def test_integers_against_python(data, first, second):
     a, b = (data.draw(hnp.arrays(t, 6)) for t in (first, second))
@@ -311,7 +312,7 @@ def test_statistics_against_numpy(dtype):
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(hnp.arrays(np.float64, 12), hnp.arrays(np.float64, 12), st.integers(1, 12))
 def test_blocks_add_up(a, b, block):
     whole = tally(a, b, same_bits=True).content()

@@ -24,6 +24,7 @@ from holdfast.engine.digest import recorded_crc, tensor_crcs
 from holdfast.engine.source import OpenSource
 from holdfast.errors import LimitExceeded
 from holdfast.stores.memory import MemoryStore
+from tests.sampling import examples
 
 
 class CountingStore(MemoryStore):
@@ -148,7 +149,7 @@ def stored_tensors(draw):
     return array, dtype, tuple(chunks), bytes(content)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(stored_tensors())
 def test_any_storage_of_an_array_gives_its_digest(stored):
     array, dtype, chunks, content = stored

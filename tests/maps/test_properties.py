@@ -19,6 +19,7 @@ from holdfast.maps.family import Family, read_family
 from holdfast.maps.find import Map
 from holdfast.maps.mapped import MappedChunks, MappedTensors
 from tests.maps.random_families import LAYOUTS, Model, models
+from tests.sampling import examples
 from tests.support import ALONE, element_bytes
 
 WAYS = st.sampled_from([*permutations(LAYOUTS, 2)])
@@ -41,7 +42,7 @@ def same(found: Checkpoint, expected: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(found[name].numpy(), values, err_msg=name)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(models(), WAYS)
 def test_every_element_is_where_the_layout_has_it(model: Model, way: tuple[str, str]):
     source, target = way
@@ -49,7 +50,7 @@ def test_every_element_is_where_the_layout_has_it(model: Model, way: tuple[str, 
     same(seen, model.tensors(target))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(models(), WAYS, st.data())
 def test_slices(model: Model, way: tuple[str, str], data: st.DataObject):
     source, target = way
@@ -70,7 +71,7 @@ def indices(count: int) -> st.SearchStrategy[int | slice]:
     return cuts | st.integers(-count, count - 1) if count else cuts
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(models(ties=False), WAYS, st.data())
 def test_chunks_for_a_box_are_those_that_meet_it(
     model: Model, way: tuple[str, str], data: st.DataObject
@@ -102,7 +103,7 @@ def test_chunks_for_a_box_are_those_that_meet_it(
         ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(models(least=0), WAYS)
 def test_axes_without_places(model: Model, way: tuple[str, str]):
     source, target = way
@@ -120,7 +121,7 @@ def test_axes_without_places(model: Model, way: tuple[str, str]):
     same(seen, expected)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(models(), WAYS)
 def test_there_and_back(model: Model, way: tuple[str, str]):
     source, target = way
@@ -130,7 +131,7 @@ def test_there_and_back(model: Model, way: tuple[str, str]):
     same(there.compose(there.invert()).through(opened(model, source)), model.tensors(source))
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(models(), st.permutations(LAYOUTS))
 def test_a_map_behind_another_is_the_direct_one(model: Model, layouts: list[str]):
     a, b, c = layouts
@@ -166,7 +167,7 @@ DTYPES = ["bfloat16", "float8_e4m3fn", "int8", "bool", "float64", "int32"]
 
 
 @pytest.mark.parametrize("place", PLACES)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     model=models(ties=False),
     dtype=st.sampled_from(DTYPES),

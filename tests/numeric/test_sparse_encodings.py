@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from holdfast.errors import MetadataError
 from holdfast.numeric import pack as encoding
@@ -105,7 +106,7 @@ def encodings(draw):
     return encoding_of("bitmap", (), shape), shape
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(encodings(), st.sampled_from(WIDTHS), st.data())
 def test_groups_are_packed_as_slowly_and_come_back(made, width, data):
     encoding, shape = made
@@ -134,7 +135,7 @@ def test_groups_are_packed_as_slowly_and_come_back(made, width, data):
     assert total == where_total(encoding)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(encodings(), st.sampled_from(WIDTHS), st.binary(max_size=40), st.integers(0, 40), st.data())
 def test_marks_of_any_bytes_unpack_or_are_refused(made, width, marks, count, data):
     """No bytes lead to any other error, nor to elements that are not among the values."""

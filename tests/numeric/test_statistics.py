@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 import holdfast
 from holdfast.numeric import statistics as distribution
@@ -89,7 +90,7 @@ def test_against_numpy(kind, shape, tmp_path):
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5), st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_norms_do_not_depend_on_the_cuts(height, width, groups, data):
     squares = np.arange(height * width, dtype=np.float64)
     whole, cut = Norms((height, width), groups), Norms((height, width), groups)

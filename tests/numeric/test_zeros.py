@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from holdfast.engine.arrays import Resident
 from holdfast.inspect import sparsity as module
@@ -92,7 +93,7 @@ SHAPES = [
 ]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     st.sampled_from(SHAPES),
     st.sampled_from(["anywhere", "groups", "blocks", "lines"]),

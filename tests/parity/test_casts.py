@@ -11,6 +11,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.numeric.cast import cast, count_losses
 from holdfast.torch import versions
 from tests.golden.expect import short
+from tests.sampling import examples
 from tests.support import dtypes, needs
 
 NARROW = [
@@ -94,7 +95,7 @@ def test_every_pattern_is_cast_as_torch_does(source, target):
 
 
 @needs(versions.SATURATES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from([pair.values for pair in PAIRS if pair.values[0] in ("float32", "float64")]),
     st.lists(

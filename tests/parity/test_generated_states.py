@@ -15,13 +15,14 @@ import holdfast
 from tests.golden.expect import short
 from tests.parity.compare import assert_same_file, assert_same_tree, elements, named_tensors
 from tests.parity.test_torch_files import PLAIN, UNTYPED, filled
+from tests.sampling import examples
 from tests.support import torch_bytes
 
 PRINTABLE = [d for d in [*PLAIN, *UNTYPED] if not short(d).startswith(("bits", "float4"))]
 """Hypothesis prints what it draws, and torch cannot print the others."""
 
 few = settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

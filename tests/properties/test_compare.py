@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.numeric import compare
+from tests.sampling import examples
 
 DTYPES = [
     np.float16, ml_dtypes.bfloat16, np.float32, np.float64, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu,
@@ -30,7 +31,7 @@ def arrays(draw):
     return a, np.frombuffer(other, second).copy()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(arrays(), st.sampled_from([5, 16, 1 << 15]))
 def test_as_the_general_way(pair, step):
     a, b = pair

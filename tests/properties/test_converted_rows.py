@@ -16,6 +16,7 @@ from holdfast.engine.saves import Gathered
 from holdfast.errors import HoldfastError
 from holdfast.saving.planned import Planned
 from tests.properties.many_states import many_states
+from tests.sampling import examples
 
 DTYPES = [
     np.float32,
@@ -150,7 +151,7 @@ def damaged_state(source: Path, target: Path, state: dict[str, object], damaged:
         assert error.offset == hit[1]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     states(),
     st.sampled_from(SOURCES),

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core import crc
+from tests.sampling import examples
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.binary(max_size=300),
     st.lists(st.integers(0, 300), max_size=6),
@@ -33,7 +34,7 @@ def test_blocks_in_any_order_give_the_whole(message, cuts, random):
         assert bool(sums) is bool(message)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
 def test_column_shards(rows, left, right):
     matrix = np.random.default_rng(rows).integers(0, 256, (rows, left + right), dtype=np.uint8)

@@ -16,6 +16,7 @@ from holdfast.core.sharing import reached_spans
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.stores.memory import MemoryStore
+from tests.sampling import examples
 
 
 @st.composite
@@ -58,7 +59,7 @@ def content(tensor):
     return str(array.dtype), array.shape, array.tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(states(), st.sampled_from([".pt", ".safetensors", ""]))
 def test_tensors_of_one_content_are_found_and_tied(state, suffix):
     alike = {}

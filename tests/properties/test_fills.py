@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.core.table import ODD
 from holdfast.torch.tensors.fill import Fills, fill, is_dense
+from tests.sampling import examples
 
 LENGTH = 64
 
@@ -21,7 +22,7 @@ def targets(draw):
     return count, step, draw(st.integers(0, LENGTH - count * step)), draw(st.integers(0, 3)) == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(targets(), min_size=1, max_size=8), st.data())
 def test_the_last_one_wins(drawn, data):
     state = {

@@ -19,6 +19,7 @@ from holdfast.engine.files import FileStorages
 from holdfast.errors import HoldfastError
 from holdfast.inspect.survey import survey
 from tests.properties.many_states import many_states
+from tests.sampling import examples
 from tests.sharing import groups, ties
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.bool_]
@@ -170,7 +171,7 @@ def check_compared(a: Path, b: Path, *, exact: bool) -> None:
     assert bool(read) == any(left[name].size for name in both if outlines[name]) or not exact
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     st.data(),
     states(),

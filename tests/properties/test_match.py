@@ -16,6 +16,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import lazy_table
 from holdfast.stores.memory import MemoryStore
+from tests.sampling import examples
 
 FLOAT = next(row for row in DTYPES.rows if row.name == "float32")
 
@@ -68,7 +69,7 @@ def stored(draw):
     return array, boxes_of(edges), draw(st.booleans())
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(stored(), min_size=1, max_size=6), st.data())
 def test_parts_hold_what_numpy_cuts(tensors, data):
     content = bytearray()

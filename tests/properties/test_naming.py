@@ -27,6 +27,7 @@ from holdfast.core.tree import Path, contents, dotted, step
 from holdfast.engine.source import OpenSource
 from holdfast.errors import LimitExceeded, Unsupported
 from holdfast.stores.memory import MemoryStore
+from tests.sampling import examples
 
 SOURCE = OpenSource(MemoryStore({"f": bytes(64)}))
 MANY = 400
@@ -267,7 +268,7 @@ BUDGETS = st.one_of(st.just(MANY), st.integers(0, 40))
 DEPTHS = st.one_of(st.just(100), st.integers(1, 4))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(graphs(), BUDGETS, DEPTHS)
 def test_an_opened_state_is_named_path_by_path(tree: object, spare: int, depth: int) -> None:
     try:
@@ -299,7 +300,7 @@ def test_an_opened_state_is_named_path_by_path(tree: object, spare: int, depth: 
     assert named.notes == notes
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(graphs(), BUDGETS, DEPTHS)
 def test_a_state_to_be_saved_is_named_path_by_path(tree: object, spare: int, depth: int) -> None:
     slow = Slow(tree, opened=False, depth=depth, spare=spare)

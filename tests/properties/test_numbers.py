@@ -10,6 +10,7 @@ from holdfast.engine import scan
 from holdfast.engine.arrays import Resident
 from holdfast.inspect.stats import measure, reading_nbytes
 from holdfast.numeric import statistics as numbers
+from tests.sampling import examples
 
 NARROW = [
     np.float16,
@@ -62,7 +63,7 @@ def check(array: np.ndarray, bins: int) -> None:
         assert sum(seen) == reading_nbytes([tensor], bins=bins)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.sampled_from([*NARROW, *WIDE]),
     st.binary(max_size=800),

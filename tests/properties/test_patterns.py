@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.order import in_order, natural
 from holdfast.core.patterns import glob, matcher, meant, renamed, renamer
+from tests.sampling import examples
 
 
 class Part:
@@ -90,7 +91,7 @@ NAMES = st.lists(st.text("ab.01*?[{-", max_size=8) | st.integers(0, 140).map(str
 )
 
 
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=examples(600))
 @given(ROWS, st.data())
 def test_a_glob_is_what_the_oracle_says(part, data):
     found = glob(part.text)
@@ -107,20 +108,20 @@ def test_a_glob_is_what_the_oracle_says(part, data):
             )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(st.text("ab*?[]!", max_size=7), st.text("ab[]!", max_size=6))
 def test_without_braces_it_is_a_glob_of_the_shell(pattern, name):
     assert glob(pattern).matches(name) == (name == pattern or fnmatch.fnmatchcase(name, pattern))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.text("ab.{},[]*?!-", min_size=1, max_size=10))
 def test_a_name_means_itself_and_what_is_below_it(name):
     assert matcher(name)(name)
     assert matcher(name)(f"{name}.x")
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(st.lists(st.text("ab.", max_size=3), min_size=2, max_size=4), st.text("ab.", max_size=12))
 def test_a_star_stands_for_as_much_as_it_can_from_the_left(pieces, name):
     """As the greedy groups of a regular expression do, which takes its time."""
@@ -134,7 +135,7 @@ def test_a_star_stands_for_as_much_as_it_can_from_the_left(pieces, name):
         assert renamer([(pattern, "|".join(["*"] * stars))])(name) == "|".join(slow.groups())
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(st.lists(ROWS, min_size=1, max_size=3), st.data())
 def test_a_column_of_names_is_matched_as_each_name(parts, data):
     patterns = [part.text for part in parts]
@@ -149,7 +150,7 @@ def test_a_column_of_names_is_matched_as_each_name(parts, data):
         ]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     st.lists(st.sampled_from(["a.*", "*.b", "a*b", "*", "a", "b.a", "*a*"]), max_size=3),
     st.lists(st.text("ab.", max_size=6), max_size=6),

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from tests.sampling import examples
 
 KINDS = [
     ((), torch.float32), ((3,), torch.float32), ((2, 3), torch.float32), ((2, 3), torch.int64), ((37,), torch.uint8),
@@ -59,7 +60,9 @@ def assert_same(state: object, folder: Path) -> None:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     first=st.sampled_from([0, 1, 8, 9, 10, 30, 31, 32, 98]),

@@ -18,6 +18,7 @@ from holdfast.engine.source import OpenSource
 from holdfast.errors import BadIndex
 from holdfast.stores.memory import MemoryStore
 from tests.properties.strategies import chunks, read_slowly
+from tests.sampling import examples
 
 policies = st.builds(
     Policy,
@@ -32,7 +33,7 @@ def same_bits(a, b):
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     chunks(start=3),
     policies,
@@ -102,7 +103,7 @@ def index_for(shape):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data(), tiled_tensors(), policies)
 def test_slicing_a_tensor_of_chunks_is_slicing_the_array(data, drawn, policy):
     array, content, parts = drawn
@@ -118,7 +119,7 @@ def test_slicing_a_tensor_of_chunks_is_slicing_the_array(data, drawn, policy):
     assert same_bits(lazy.T.numpy(), np.asarray(expected).T)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(st.tuples(st.integers(0, 500), st.integers(1, 40)), min_size=1, max_size=30),
     policies,
@@ -168,7 +169,7 @@ def element_places(shape, parts):
     return places
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data(), chunks(start=3))
 def test_an_index_takes_the_elements_that_numpy_takes(data, drawn):
     """Of a tensor in one piece, and of one whose only chunk does not begin at its first element."""

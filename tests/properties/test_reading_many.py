@@ -17,6 +17,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import SMALL_NBYTES
 from holdfast.errors import HoldfastError
 from tests.properties.test_reading import index_for
+from tests.sampling import examples
 
 FEW = 16
 KINDS = [
@@ -110,7 +111,7 @@ def states(draw):
     return state
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data(), states(), st.sampled_from(sorted(FORMATS)), st.booleans())
 def test_many_are_read_as_they_lie_there(tmp_path_factory, data, state, format, mapped):
     path = tmp_path_factory.mktemp("columns") / FORMATS[format]
@@ -163,7 +164,7 @@ def damaged(data, path, checkpoint):
     return cut, {t.name for t, _ in reached if t.nbytes}, {s.start for _, s in reached}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data(), states(), st.sampled_from(sorted(FORMATS)), st.booleans())
 def test_damage_is_told_with_its_tensor(tmp_path_factory, data, state, format, verify):
     state["one"] = np.ones(3)
@@ -189,7 +190,7 @@ def test_damage_is_told_with_its_tensor(tmp_path_factory, data, state, format, v
                 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     st.data(),
     st.sampled_from(["float32", "uint8", "int64", "bool"]),

@@ -32,9 +32,10 @@ from tests.golden.expect import short
 from tests.parity.compare import assert_same_tree, elements, named_tensors, shared
 from tests.parity.test_generated_states import plain, pools, views
 from tests.parity.test_torch_files import PLAIN, UNTYPED, filled
+from tests.sampling import examples
 
 few = settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

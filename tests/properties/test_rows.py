@@ -27,6 +27,7 @@ from holdfast.errors import HoldfastError
 from holdfast.rewrite import save
 from holdfast.saving.rows import lazy_tree, with_odd, with_table
 from holdfast.saving.state import tabulate_state, tabulate_tree
+from tests.sampling import examples
 
 FEW = 64
 
@@ -237,7 +238,7 @@ def is_taken(state):
     return not found.tensors.odd
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     ordinary(),
     st.sampled_from(FORMATS),
@@ -252,7 +253,7 @@ def test_rows_write_what_objects_write(tmp_path_factory, state, format, metadata
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(trees(), st.sampled_from(FORMATS), st.sampled_from([True, True, False]))
 def test_rows_write_the_tree_that_objects_write(tmp_path_factory, state, format, keep_tree):
     path = Path(tmp_path_factory.mktemp("rows")) / PATHS[format]

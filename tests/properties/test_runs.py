@@ -9,6 +9,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.engine.coalesce import Policy, coalesce
 from holdfast.engine.reads import strided_ranges
 from tests.properties.strategies import bytes_touched, chunks
+from tests.sampling import examples
 
 TOUCHING = Policy(free_gap=0, max_gap=0, over_read=0.0, alone=1 << 62, block=1 << 62)
 """Joins what touches, and nothing else."""
@@ -25,7 +26,7 @@ def byte_runs(chunk, dtype):
     return starts[heads], np.maximum.reduceat(stops, heads)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(chunks())
 def test_runs_are_exactly_the_bytes_touched(drawn):
     chunk, dtype = drawn
@@ -34,7 +35,7 @@ def test_runs_are_exactly_the_bytes_touched(drawn):
     assert covered == bytes_touched(chunk, dtype)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(chunks())
 def test_runs_are_sorted_disjoint_and_maximal(drawn):
     starts, stops = byte_runs(*drawn)

@@ -12,6 +12,7 @@ from holdfast.engine.table import lazy_table
 from holdfast.formats.recorded import LARGEST_STORAGE_RATIO, share
 from holdfast.saving.state import tabulate_state
 from holdfast.torch.tensors.to_lazy import torch_leaf
+from tests.sampling import examples
 from tests.sharing import groups, ties
 
 SHAPES = [(12,), (3, 4), (2, 1, 6), (4, 3)]
@@ -120,7 +121,7 @@ def by_themselves(state):
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(views())
 def test_rows_share_what_lazy_tensors_share(state):
     tensors = by_themselves(state)
@@ -129,7 +130,7 @@ def test_rows_share_what_lazy_tensors_share(state):
     assert by_rows(lazy_table([*tensors], [*tensors.values()])) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(views())
 def test_ties_are_those_of_lazy_tensors(state):
     tensors = by_themselves(state)
@@ -139,7 +140,7 @@ def test_ties_are_those_of_lazy_tensors(state):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(views())
 def test_a_row_is_the_tensor_that_it_was_made_of(state):
     table = tabulate_state(state).tensors

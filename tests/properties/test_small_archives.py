@@ -18,6 +18,7 @@ from holdfast.formats.zip.writer import lay_out_zip
 from holdfast.torch.serialization import opening
 from tests.formats.zip.craft import Item, build
 from tests.formats.zip.sources import BytesSource
+from tests.sampling import examples
 
 STATE = {"step": 7, "lr": [1e-3] * 3, "w": torch.arange(6.0), "empty": torch.zeros(0)}
 
@@ -94,7 +95,7 @@ NAMES = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     names=st.lists(
         st.tuples(st.sampled_from(["archive/", "archive/", "Archive/", "b/", ""]), NAMES),
@@ -139,7 +140,7 @@ LIES = st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     content=st.binary(max_size=20),
     central=LIES,
@@ -208,7 +209,7 @@ def place(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("short") / "a.pt"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data(), legacy=st.booleans(), mapped=st.booleans())
 def test_a_short_file_is_loaded_as_a_long_one(place, data, legacy, mapped):
     torch.save(STATE, place, _use_new_zipfile_serialization=not legacy)

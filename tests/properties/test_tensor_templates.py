@@ -32,6 +32,7 @@ from tests.hostile import golden
 from tests.hostile.cases import CLASSES
 from tests.hostile.mutate import apply
 from tests.hostile.test_fuzz import CHECKED, edits
+from tests.sampling import examples
 
 ATTACKS = ["pickle calls", "pickle resources", "tensor metadata"]
 LONG = 64 << 10
@@ -264,7 +265,7 @@ def states(draw):
     return state
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(states(), devices)
 def test_templates_see_what_the_machine_sees(state, on):
     assert_same(with_pickle(saved(state, on), stretched))
@@ -282,13 +283,13 @@ def test_messages_call_a_tensor_the_same():
         holdfast.open(io.BytesIO(raw))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(states(), devices, edits)
 def test_damage_means_the_same_by_templates(state, on, changes):
     assert_same(with_pickle(saved(state, on), lambda pickled: apply(stretched(pickled), changes)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(states(), devices, st.data())
 def test_what_was_left_out_of_the_memo_is_there_when_it_is_asked_for(state, on, data):
     """Entries are got again, and some are written a second time, between tensors and behind them."""
@@ -340,7 +341,7 @@ def test_an_attack_means_the_same_by_templates(case, tmp_path):
     assert_same(raw)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 80), st.integers(0, 4), st.integers(0, 3))
 def test_limits_are_met_at_the_same_place(containers, marks, rank):
     state = {f"t.{number}": torch.zeros(2, 2) for number in range(20)}

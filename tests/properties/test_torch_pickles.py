@@ -21,6 +21,7 @@ from holdfast.core.runtime import gc_paused
 from holdfast.engine.saves import Memory
 from holdfast.torch.serialization import pickling
 from holdfast.torch.serialization.save import plan_object
+from tests.sampling import examples
 
 DTYPES = [
     torch.float32,
@@ -150,7 +151,7 @@ def assert_as_torch(state):
         assert ours == plain.getvalue()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(states())
 def test_states_are_pickled_as_torch_pickles(state):
     assert_as_torch(state)
@@ -163,7 +164,7 @@ class Holder:
         self.held = held
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(states())
 def test_states_with_objects_are_pickled_as_torch_pickles(state):
     """Objects with tensors and storages in them stand between the tensors of the state."""
@@ -250,7 +251,7 @@ ODD = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     states(),
     st.lists(

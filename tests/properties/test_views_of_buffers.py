@@ -15,6 +15,7 @@ import holdfast.torch
 from holdfast.core.table import Kind, is_inside, with_outside
 from holdfast.engine.files import BYTES
 from holdfast.saving.state import tabulate_state
+from tests.sampling import examples
 
 BUFFER = 48
 DTYPES = ("uint8", "float32", "int64")
@@ -60,7 +61,7 @@ def array(value: object) -> np.ndarray:
     return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(given_state=states())
 def test_a_table_says_where_each_view_lies(given_state):
     state, expected = given_state
@@ -88,7 +89,7 @@ def test_a_table_says_where_each_view_lies(given_state):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(given_state=states())
 def test_what_was_saved_comes_back(format, given_state):
     state, _ = given_state
@@ -110,7 +111,7 @@ def test_what_was_saved_comes_back(format, given_state):
                     assert found[name].tobytes() == array(value).tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(given_state=states())
 def test_torch_reads_what_was_written_as_it_reads_its_own(given_state):
     state = {

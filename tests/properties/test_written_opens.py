@@ -27,6 +27,7 @@ from holdfast.errors import CannotHold
 from tests.formats.tree_strategies import leaves, texts, trees
 from tests.parity.test_generated_states import PRINTABLE, pools, views
 from tests.properties.same import assert_same
+from tests.sampling import examples
 
 SAVES = {
     "a.pt": {},
@@ -180,7 +181,7 @@ def states(draw: st.DrawFn) -> dict:
     return made
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(states())
 def test_any_state(state):
     check_state(state)

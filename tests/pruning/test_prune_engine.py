@@ -30,6 +30,7 @@ from holdfast.pruning.masks import (
     group_keep,
 )
 from holdfast.pruning.select import BlockScores, KeySearch, Magnitudes, select
+from tests.sampling import examples
 
 NARROW = {15: "float16", 31: "float32", 63: "float64"}
 """By the bits of their keys: floats whose magnitudes have them."""
@@ -103,7 +104,7 @@ def test_a_threshold_is_the_one_that_sorting_finds(every, few, parts, threads):
             )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=150),
     st.integers(0, 150),
@@ -279,7 +280,7 @@ def _kept(values: np.ndarray) -> np.ndarray:
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(st.sampled_from(FLOATS), st.binary(min_size=16, max_size=640), st.data())
 def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
     width = np.dtype(dtype).itemsize
@@ -376,7 +377,7 @@ def test_blocks_go_as_a_whole_wherever_a_range_begins(dtype, rows, columns, heig
 
 
 @pytest.mark.parametrize("sure", [31, 3])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.integers(0, 5000),
     st.integers(1, 300),

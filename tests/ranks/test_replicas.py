@@ -31,6 +31,7 @@ from tests.dtensor import Replicate, Shard
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import check, sharded, state_of
 from tests.ranks.test_failures import instead
+from tests.sampling import examples
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,7 +80,7 @@ def families(draw: st.DrawFn) -> tuple[int, dict[str, tuple[int, list[int]]], li
     return size, {f"w{number}": piece for number, piece in enumerate(pieces)}, apart
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(families(), st.randoms(use_true_random=False))
 def test_every_piece_is_read_by_one_holder_and_got_by_the_others(family, random):
     size, pieces, apart = family

@@ -22,6 +22,7 @@ from holdfast import Latest
 from holdfast.runs.sweep import sweep
 from holdfast.stores.remote.client import Bucket, Upload
 from tests.remote.test_runs import keys, later, loads, state
+from tests.sampling import examples
 
 
 class Death(BaseException):
@@ -194,7 +195,7 @@ def _die(kill: tuple[int, bool] | None) -> Iterator[None]:
 
 
 @given(st.integers(1, 3), st.lists(events, min_size=2, max_size=8))
-@settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(12), suppress_health_check=list(HealthCheck))
 def test_schedules(keep: int, happening: list[Save | Pin | Damage | Sweep]):
     world = World(keep)
     for event in happening:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import itertools
 import random
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,6 +46,7 @@ from holdfast.stores.remote.client import Bucket, Upload, bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.remote.servers import environment
 from tests.remote.test_runs import keys, later
+from tests.sampling import is_exhaustive
 
 
 def state(number: int) -> dict[str, object]:
@@ -561,7 +561,7 @@ def test_one_pauses_while_the_other_works(names: tuple[str, str], request: pytes
     assert not every or "save" not in names or 5 in published
 
 
-EXAMPLES = 1000 if "--exhaustive" in sys.argv else 12
+EXAMPLES = 1000 if is_exhaustive() else 12
 
 
 @given(

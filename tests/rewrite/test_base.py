@@ -25,6 +25,7 @@ from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.saving.planned import Saved
 from holdfast.stores.files import Files
 from tests.properties.same import assert_same
+from tests.sampling import examples
 
 Arrays = dict[str, np.ndarray]
 
@@ -669,7 +670,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(steps=STEPS, gone=st.sets(st.integers(0, 7)), data=st.data())
 def test_every_step_is_whole_whichever_others_are_deleted(
     tmp_path_factory: pytest.TempPathFactory,

@@ -21,6 +21,7 @@ from tests.formats.slow_save import (
     state_of_checkpoint,
 )
 from tests.formats.tree_strategies import trees
+from tests.sampling import examples
 
 import holdfast
 from holdfast.core.documents import explained, proven, seal
@@ -122,7 +123,7 @@ def test_it_opens_from_disk(tmp_path):
         assert ckpt._description.check() == []
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_any_state_comes_back(data):
     memory = Memory()
@@ -400,7 +401,7 @@ def test_what_the_fast_parser_takes_the_exact_one_takes_alike():
     assert proven(DOCUMENT, raw) == explained(DOCUMENT, raw, json_limits(Limits()))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.binary(max_size=6), st.integers(0, 1 << 30), st.integers(0, 8))
 def test_no_change_of_a_manifest_causes_any_other_error(noise, at, length):
     files, manifest, _ = split_directory()

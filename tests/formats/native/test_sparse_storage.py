@@ -14,6 +14,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.formats.slow_save import Memory, execute, raw_bytes, reopen, state_of
+from tests.sampling import examples
 
 import holdfast
 from holdfast.core.checkpoint import Checkpoint
@@ -87,7 +88,7 @@ def zeroed(rng, dtype, shape, how):
 SPARSE = ["bitmap", "nm", "block", "auto", "1:2", "3:4", "5:6", "2x3", "1x4"]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     st.sampled_from(WHOLE_BYTES),
     st.lists(st.integers(0, 12), max_size=3).map(tuple),
@@ -182,7 +183,7 @@ def test_a_pattern_of_the_first_block_is_not_taken_for_that_of_the_whole():
         assert ckpt["w"].numpy().tobytes() == array.tobytes()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(1, 70), st.integers(1, 140), st.integers(0, 1 << 32))
 def test_blocks_are_counted_as_slowly(rows, columns, seed):
     rng = np.random.default_rng(seed)
@@ -693,7 +694,7 @@ def test_a_damaged_source_is_not_packed(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     st.lists(
         st.tuples(

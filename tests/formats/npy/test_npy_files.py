@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.formats.npy.craft_npy import npy, npz
 from tests.formats.zip.craft import build, make_old_cpython_item
+from tests.sampling import examples
 
 import holdfast
 from holdfast import errors
@@ -54,7 +55,7 @@ arrays = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(array=arrays, version=st.sampled_from([(1, 0), (2, 0), (3, 0)]))
 def test_an_array_is_what_numpy_reads(array, version):
     raw = saved(array, version=version)
@@ -70,7 +71,7 @@ def test_an_array_is_what_numpy_reads(array, version):
         )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     members=st.dictionaries(
         st.sampled_from(["a", "A", "b.c", "d/e", "\u2603", "x.npy"]), arrays, max_size=4

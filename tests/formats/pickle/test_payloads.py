@@ -8,6 +8,7 @@ import pickletools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from holdfast.core.limits import Limits
 from holdfast.errors import LimitExceeded, PickleError
@@ -70,7 +71,7 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(values, st.integers(0, pickle.HIGHEST_PROTOCOL))
 def test_the_parts_make_the_stream_again(value, protocol):
     stream = pickle.dumps(value, protocol)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError
@@ -97,13 +98,13 @@ def test_changed_bytes(stream):
         survives(bytes(changed))
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=examples(800), deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=40))
 def test_random_opcodes(pieces):
     survives(b"".join(pieces) + b".")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=60))
 def test_random_bytes(stream):
     survives(stream)

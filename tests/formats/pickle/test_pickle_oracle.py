@@ -10,6 +10,7 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from holdfast.core.limits import Limits
 from holdfast.formats.pickle.machine import interpret, interpret_whole
@@ -93,7 +94,7 @@ def flat(members):
             yield from flat(m)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(trees)
 def test_plain_data_at_every_protocol(tree):
     for protocol in PROTOCOLS:
@@ -101,7 +102,7 @@ def test_plain_data_at_every_protocol(tree):
         assert_same(read(stream), pickle.loads(stream))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_sharing_and_cycles(data):
     count = data.draw(st.integers(1, 6))

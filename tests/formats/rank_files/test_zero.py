@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.formats.rank_files.zero_folders import Zero
+from tests.sampling import examples
 
 import holdfast
 import holdfast.torch
@@ -124,7 +125,9 @@ def folders(draw: st.DrawFn) -> Zero:
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(30),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(folders())
 def test_any_shapes_and_ranks(tmp_path: Path, zero: Zero) -> None:

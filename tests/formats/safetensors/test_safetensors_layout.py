@@ -22,6 +22,7 @@ from tests.formats.slow_save import (
     state_of_checkpoint,
 )
 from tests.formats.tree_strategies import trees
+from tests.sampling import examples
 
 import holdfast
 from holdfast.core.documents import seal
@@ -216,7 +217,7 @@ def test_a_sparse_tensor_is_its_parts_and_comes_back_whole():
     assert_same(tree, reopen({"": content}).tree)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_any_tree_comes_back(data):
     memory = Memory()

@@ -12,6 +12,7 @@ import safetensors.numpy
 from craft_safetensors import MemorySource, craft, entry, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
@@ -179,7 +180,7 @@ SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
     st.dictionaries(st.text(max_size=12), st.tuples(st.sampled_from(NUMPY), SHAPES), max_size=6),
     st.booleans(),
 )
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 def test_any_file_of_the_library(wanted, with_metadata):
     wanted.pop("__metadata__", None)
     arrays = {name: np.ones(shape, dtype) for name, (dtype, shape) in wanted.items()}
@@ -201,7 +202,7 @@ MEDDLING = st.lists(
 
 
 @given(MEDDLING, st.booleans())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_a_changed_header_is_refused_or_means_what_the_library_says(changes, with_metadata):
     entries = {
         "a": entry("U8", [2, 2], 0, 4),
@@ -247,7 +248,7 @@ NAMES = st.sampled_from(["a", "b", "dtype", "shape", "__metadata__", "\u00fc", '
     st.booleans(),
     st.sampled_from([(",", ":"), (", ", ": "), (",\n", " :")]),
 )
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_both_parsers_agree(pairs, ascii_only, separators):
     """Headers put together from pairs, so that names may occur twice."""
     parts = [

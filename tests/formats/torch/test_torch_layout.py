@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 from tests.support import element_bytes, needs, nested_allowed
 
 import holdfast
@@ -346,7 +347,7 @@ STATES = st.recursive(
 
 @needs(versions.NUMBERED_CONTAINER)
 @given(STATES)
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_any_state_has_the_bytes_of_torch(tmp_path_factory: pytest.TempPathFactory, state: object):
     path = tmp_path_factory.mktemp("state") / "s.pt"
     expected = saved(state, path)
@@ -356,7 +357,7 @@ def test_any_state_has_the_bytes_of_torch(tmp_path_factory: pytest.TempPathFacto
 
 
 @given(STATES)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_any_state_comes_back_through_holdfast(
     tmp_path_factory: pytest.TempPathFactory, state: object
 ):

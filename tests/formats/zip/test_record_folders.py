@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from holdfast.core.crc import crc32
 from holdfast.engine import saves as plan_saves
@@ -73,7 +74,7 @@ PAYLOADS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     PAYLOADS,
     st.sampled_from(["a", "model.v2", "x" * 70]),
@@ -107,7 +108,7 @@ def test_checksums_are_told_by_name():
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     PAYLOADS,
     st.integers(0, 4000),
@@ -142,7 +143,7 @@ def test_no_other_record_stands_among_them(name):
         writer.lay_out_zip("a", [as_rows([b"ab"]), (name, b"x")])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.binary(max_size=90), max_size=6),
     st.sampled_from(["a", "é" * 20]),

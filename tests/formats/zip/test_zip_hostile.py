@@ -25,6 +25,7 @@ from tests.formats.zip.craft import (
 )
 from tests.formats.zip.sources import BytesSource
 from tests.formats.zip.test_zip_reader import assert_like_zipfile
+from tests.sampling import examples
 from tests.support import torch_bytes
 
 from holdfast.errors import LimitExceeded, Truncated, ZipError
@@ -421,7 +422,7 @@ def assert_same_for_all(raw: bytes) -> None:
 
 
 @given(base=st.sampled_from(sorted(BASES)), data=st.data())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_random_bytes(base, data):
     raw = bytearray(BASES[base])
     for _ in range(data.draw(st.integers(1, 3))):
@@ -448,7 +449,7 @@ def test_every_single_byte(base):
     nbytes=st.integers(0, 60),
     patch=st.binary(max_size=60),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @example(base="craft", start=0, nbytes=0, patch=b"PK\5\6")
 def test_random_splices(base, start, nbytes, patch):
     raw = BASES[base]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
@@ -67,7 +68,7 @@ def read_back(archive: bytes) -> dict[str, bytes]:
     ),
     st.sampled_from([1, 2, 64, 100, 4096]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_every_reader_finds_what_was_laid_out(
     records: list[tuple[str, bytes, bool]], alignment: int
 ):

@@ -19,6 +19,7 @@ from holdfast.torch.tensors import fill as filling
 from holdfast.torch.tensors.allocate import fresh_kinds, read_tensors
 from holdfast.torch.tensors.fill import fill, row_ranges
 from holdfast.torch.tensors.scratch import Fill
+from tests.sampling import examples
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -110,7 +111,7 @@ def test_as_to_the_cpu(tmp_path, name, block):
     assert set(found) >= {f"t{i}" for i in range(300)} | {"zero", "large"}
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data())
 def test_drawn_files(tmp_path_factory, data):
     """Files of any header length, so that tensors begin anywhere; some names, in any order."""
@@ -312,7 +313,7 @@ def test_targets_are_filled_as_on_the_cpu(tmp_path, name):
         assert bits(made[key]) == bits(expected[key]), key
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_drawn_targets(tmp_path_factory, data):
     """Parts of tensors, names that share bytes, several of them for two targets, files of several kinds."""

@@ -20,6 +20,7 @@ from holdfast.torch.cuda.memory import GpuMemory, GpuSource
 from holdfast.torch.cuda.stage import Copies, Room
 from holdfast.torch.cuda.streams import CopyStream
 from holdfast.torch.tensors.open import open as torch_open
+from tests.sampling import examples
 
 
 def source() -> GpuSource:
@@ -71,7 +72,7 @@ def test_elements_in_c_order(name):
         assert lazy.numpy().tobytes() == plain(tensor)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_slices_of_slices(data):
     lazy, tensor = described(source(), BASE), BASE.numpy()

@@ -25,6 +25,7 @@ from holdfast.torch.cuda.load import blocks_within, load_fills
 from holdfast.torch.cuda.plan import Conversion, RowPlan, rows_of, strided_nbytes
 from holdfast.torch.cuda.streams import CopyStream
 from holdfast.torch.tensors.scratch import Fill
+from tests.sampling import examples
 
 CPU = torch.device("cpu")
 BLOCK = 1 << 20
@@ -85,7 +86,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_every_element_comes_to_its_place(data):
     drawn = Drawn(data.draw)
@@ -117,7 +118,7 @@ def test_the_first_blocks_and_the_last_are_not_full():
     assert sum(task.nbytes for task in tasks) == 64 * BLOCK
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_tasks_hold_what_was_asked_for_and_no_more_than_a_block(data):
     drawn = Drawn(data.draw)

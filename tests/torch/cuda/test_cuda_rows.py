@@ -23,6 +23,7 @@ from holdfast.torch.cuda.streams import CopyStream
 from holdfast.torch.serialization import pickling
 from holdfast.torch.tensors import storages
 from tests.properties.test_torch_pickles import Plain
+from tests.sampling import examples
 
 DTYPES = [
     torch.float32,
@@ -138,7 +139,7 @@ def odd(kind: str, number: int) -> torch.Tensor:
     return values(number % 11 + 1, dtype=dtype, seed=number)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.lists(
         st.tuples(

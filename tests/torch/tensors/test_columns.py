@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.torch.tensors.storages import tabulate_tensors
+from tests.sampling import examples
 
 
 def hooked() -> torch.Tensor:
@@ -56,7 +57,7 @@ LEFT: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(names=st.lists(st.sampled_from([*KEPT, *LEFT]), max_size=8))
 def test_rows_are_what_each_tensor_says(names: list[str]):
     tensors = [{**KEPT, **LEFT}[name]() for name in names]
