@@ -7,12 +7,13 @@ import os
 import pickle
 import re
 
+from tests.pages import ROOT
+
 from holdfast.cli.scan import scan_lines
 from holdfast.cli.text import plain
 from holdfast.formats import file_suffixes
 from holdfast.inspect.scan import FileReport, ScanReport
 from holdfast.inspect.scanning.findings import Finding
-from tests.pages import ROOT
 
 
 def test_clean_dangerous_and_error(run, golden_dir):
