@@ -10,7 +10,6 @@ from holdfast.errors import (
     MetadataError,
     PickleError,
     Truncated,
-    UnknownFormat,
 )
 
 from .case import Case, opens, refused
