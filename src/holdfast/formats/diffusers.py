@@ -111,8 +111,9 @@ def _read_model_index(source: Source) -> dict[str, object]:
 
 def _is_component(name: str, value: object) -> bool:
     """Whether an entry of the index is `"vae": ["diffusers", "AutoencoderKL"]`; an absent component has two nulls."""
-    is_pair = isinstance(value, list) and len(value) == 2
-    return is_pair and not name.startswith("_") and all(isinstance(part, str) for part in value)
+    if name.startswith("_") or not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(isinstance(part, str) for part in value)
 
 
 def _has_weights_suffix(name: str) -> bool:

@@ -564,7 +564,7 @@ def _report(
     # An array of something that is no tensor, which was walked to its end.
     array = "npy" in walk.kinds and opened.other
     # A pickle and nothing else, which was walked to its end: `open` reads fewer of those than loaders do.
-    bare_pickle = walk.kinds == {"pickle"}
+    bare_pickle = bool(walk.kinds) and not walk.kinds - {"pickle"}
     if (
         opened.refusal is not None
         and not errors

@@ -23,6 +23,7 @@ import numpy as np
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
+from holdfast.core.opaque import Global
 from holdfast.core.protocols import Description, Foreign, Source, Stamp, Store
 from holdfast.core.runtime import Sent
 from holdfast.core.tensor import LazyTensor
@@ -188,7 +189,9 @@ class PendingTensor(PendingArray):
 
 def reconstruct(table: BarePickleTable, args: Args) -> object:
     made = reconstruct_array(table, args)
-    return PendingTensor(made.what, made.args, table) if isinstance(made, PendingArray) else made
+    if not isinstance(made, PendingArray):
+        return made
+    return PendingTensor(Global(MULTIARRAY[0], "_reconstruct"), args, table)
 
 
 def array_from_buffer(table: BarePickleTable, args: Args) -> object:
