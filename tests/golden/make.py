@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import distributed  # noqa: F401  # importing enters its recipes in the registry
+import graphs  # noqa: F401
 import older  # noqa: F401
 import safetensors
 import torch
@@ -40,6 +41,8 @@ from safe import packed_expectation
 FILES, EXPECTED, HOSTILE_DIR = HERE / "files", HERE / "expected", HERE / "hostile"
 TORCH, SAFETENSORS = "2.13.0", "0.8.0"
 MARK = "<!-- table -->"
+WRITERS = {".gguf": "gguf", ".onnx": "onnx"}
+"""Packages that are not among those of the tests, by the suffix of the files that they write."""
 
 
 def remove(path: Path) -> None:
@@ -131,7 +134,8 @@ def main(names: list[str]) -> None:
     )
     probe.unlink()
     for name in names or RECIPES:
-        if not name.endswith(".gguf") or find_spec("gguf") is not None:
+        writer = WRITERS.get(Path(name).suffix, "torch")
+        if find_spec(writer) is not None:
             make(name)
     make_hostile()
     readme = HERE / "README.md"

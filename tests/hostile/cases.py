@@ -11,6 +11,7 @@ from . import (
     cases_gguf,
     cases_numpy,
     cases_old,
+    cases_onnx,
     cases_rank_files,
     cases_resources,
     cases_safetensors,
@@ -34,6 +35,7 @@ CLASSES: dict[str, list[Case]] = {
     "distributed checkpoints": cases_dcp.CASES,
     "numpy arrays": cases_arrays.CASES,
     "gguf": cases_gguf.CASES,
+    "onnx": cases_onnx.CASES,
     "rank files": cases_rank_files.CASES,
 }
 

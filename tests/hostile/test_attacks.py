@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from . import cases_bare, cases_onnx
 from .cases import ALL, CLASSES
 from .cases_rank_files import HONEST
 from .cases_resources import BOMBS
@@ -47,6 +48,8 @@ def warm() -> None:
         torch_zip(state()),
         legacy(state(legacy_ids=True)),
         tar(stream(dict_of(text("w"), text("7"), PERSID))),
+        cases_bare.HONEST,
+        cases_onnx.HONEST,
     ]
     warm_up([*golden, *(lambda raw=raw: raw for raw in made)])
     with tempfile.TemporaryDirectory() as place:

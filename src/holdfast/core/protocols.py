@@ -81,6 +81,13 @@ class Store:
         keys = self.list()
         return keys[0] if len(keys) == 1 else None
 
+    def beside(self) -> Store | None:
+        """The folder that a single file lies in, for formats that have further files there. None if it is not known.
+
+        It is closed with this store.
+        """
+        return self if self.folder else None
+
     def holds(self, key: str) -> bool:
         """Whether there is something under a key. To ask for one may cost less than to list all."""
         return key in self.list()

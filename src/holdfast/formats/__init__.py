@@ -10,6 +10,7 @@ dcp/             directories of `torch.distributed.checkpoint`
 pt2/             exported programs
 npy/             numpy's array files, and zips of them
 gguf/            the files of llama.cpp
+onnx/            the initializers of ONNX models
 diffusers        the folder of a pipeline, with a folder for each model
 rank_files/      folders in which every rank left a `.pt` of its own
 pickle/, zip/    the closed interpreter and the strict archive under them
@@ -250,6 +251,8 @@ FORMATS = [
         weights_by=".torch.directory:weight_files", code="scanned",
     ),
     Format("meta-llama", ".rank_files.meta:describe", b"", ".rank_files.meta:is_meta", folder=True, code="scanned"),
+    # A graph may name operators of libraries that its runtime loads, so nothing here says that it holds no code.
+    Format("onnx", ".onnx.read:describe", b"\x08", ".onnx.read:begins_like_onnx", (".onnx",), keeps="tensors", metadata=True),
     # Behind everything else that has pickles in it, and behind files whose first length or magic number looks like an opcode.
     Format(
         "pickle", ".torch.bare_pickle:describe", b"", ".torch.bare_pickle:is_bare_pickle", (".pkl", ".pickle"), torch=True,

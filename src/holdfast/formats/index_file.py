@@ -48,7 +48,7 @@ TORCH_WEIGHTS = re.compile(
 """Names of files of `torch.save` in transformers, diffusers and peft: with a number, a variant (`.fp16`), a first word."""
 
 FOREIGN = re.compile(r"[^./][^/]*\.(?:h5|msgpack|ot|onnx)")
-"""Weights of TensorFlow, Flax, Rust and ONNX, which Holdfast does not read."""
+"""Weights of TensorFlow, Flax, Rust and ONNX: other copies of a model, which no folder opens as."""
 
 OTHERS = re.compile(rf"{TORCH_WEIGHTS.pattern}|{FOREIGN.pattern}")
 

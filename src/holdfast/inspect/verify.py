@@ -509,7 +509,6 @@ class Verification:
     def _sweep(self, found: CheckpointBytes, *, keys: list[str], path: str) -> None:
         store, stored = found.source.store, found.stored
         near = stored.in_store(store)
-        (computed,) = (~near).nonzero()
         near[[*found.packed]] = False
         if self._ranks.size > 1:
             compare_marks(self._ranks, found.mark(keys))
@@ -519,31 +518,33 @@ class Verification:
         summed = np.append(stored.crcs[own] != NO_CRC, np.zeros(len(between), np.bool_))
         sweep = Sweep(store, Ranges.joined([filled, between]), summed=summed)
         work, stores = sweep.tasks(self._progress), [store]
-        # What is computed from the files (inflated items) is read through what computes it.
-        inflated: Sweep | None = None
-        if len(computed):
-            stores.append(stored.stores[stored.ranges.files.item(computed.item(0))])
-            ranges, sums = (
-                stored.ranges.some(~stored.in_store(store)),
-                stored.crcs[computed] != NO_CRC,
+        # What is computed from the files (inflated items) is read through what computes it, and what lies beside
+        # the file (external data of ONNX) in its folder.
+        other_sweeps: list[tuple[Ints, Sweep]] = []
+        for other in dict.fromkeys(one for one in stored.stores if one is not store):
+            in_other = stored.in_store(other)
+            (numbers,) = in_other.nonzero()
+            other_sweep = Sweep(
+                other, stored.ranges.some(in_other), summed=stored.crcs[numbers] != NO_CRC
             )
-            inflated = Sweep(stores[-1], ranges, summed=sums)
-            work += inflated.tasks(self._progress)
+            other_sweeps.append((numbers, other_sweep))
+            stores.append(other)
+            work += other_sweep.tasks(self._progress)
         # A task is about a block. The first rank has the fewest, where they cannot all have as many.
         count, turn = self._ranks.size, self._ranks.size - 1 - self._ranks.rank
         work = work[len(work) * turn // count : len(work) * (turn + 1) // count]
         if work:
             run_reads(work, self._threads, stores=stores)
-        for one in (sweep,) if inflated is None else (sweep, inflated):
+        for one in (sweep, *[other_sweep for _, other_sweep in other_sweeps]):
             one.join(self._ranks)
         self._settle(found, own, sweep, path)
-        if inflated is not None:
-            # What is unpacked from damaged parts says nothing new.
-            damaged = {name for damage in self._damaged for name in damage.tensors}
+        # What is unpacked from damaged parts says nothing new.
+        damaged = {name for damage in self._damaged for name in damage.tensors}
+        for numbers, other_sweep in other_sweeps:
             fresh = np.array(
-                [damaged.isdisjoint(found.names(number)) for number in computed.tolist()], np.bool_
+                [damaged.isdisjoint(found.names(number)) for number in numbers.tolist()], np.bool_
             )
-            self._settle(found, computed, inflated, path, fresh=fresh, file=path)
+            self._settle(found, numbers, other_sweep, path, fresh=fresh, file=path)
         for number, missed in sorted(sweep.errors.items()):
             if number >= len(own):
                 key = between.keys[between.files.item(number - len(own))]

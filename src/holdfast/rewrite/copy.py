@@ -85,6 +85,12 @@ def plan_copy(
         source = stack.enter_context(opened(src, threads=1, limits=limits))
         target = place_of(dst, options["store"])
         store = _raw(src, source, stack, limits)
+        if not store.folder and any(one.folder for one in source.stored.stores):
+            raise CannotHold(
+                "this file cannot be copied alone",
+                [f"tensors of {source.path!r} lie in other files of its folder; copy the folder"],
+                file=source.path,
+            )
         if not store.folder and place_at(target).says_folder:
             target = join(target, os.path.basename(source.path))
         if same_place(target, source.path):

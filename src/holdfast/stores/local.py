@@ -169,13 +169,15 @@ class Folder:
         return self._follow(key)
 
     def _follow(self, key: str) -> OpenFile:
-        """Open what a link leads to, if it may lead there: into this directory, or from `snapshots/<revision>` to its `blobs`."""
+        """Open what a link leads to, if it may lead there: into this directory, or from a snapshot to its `blobs`."""
         root = os.path.realpath(self.path)
         path = os.path.realpath(os.path.join(root, key))
         allowed = [root]
-        revisions = os.path.dirname(root)
-        if os.path.basename(revisions) == "snapshots":
-            allowed.append(os.path.join(os.path.dirname(revisions), "blobs"))
+        # A snapshot of the Hugging Face cache, or a folder in one: a component of a pipeline, `onnx/`.
+        for revision in (root, os.path.dirname(root)):
+            revisions = os.path.dirname(revision)
+            if os.path.basename(revisions) == "snapshots":
+                allowed.append(os.path.join(os.path.dirname(revisions), "blobs"))
         if not any(path.startswith(place.rstrip(os.sep) + os.sep) for place in allowed):
             raise UnsafePath(
                 f"a link leads out of the checkpoint, to {path!r}",
@@ -369,6 +371,7 @@ class LocalStore(Store):
         self._expected: Mapping[str, Stamp] = {}
         self._gone = False
         self._folder: Folder | None = None
+        self._beside: LocalStore | None = None
         self._single = self.name.rpartition("/")[2] or self.name
         try:
             self._working = "" if self.name.startswith("/") else os.getcwd()
@@ -394,6 +397,17 @@ class LocalStore(Store):
     @property
     def single(self) -> str | None:
         return super().single if self._directory else self._single
+
+    def beside(self) -> Store | None:
+        if self._directory:
+            return self
+        with self._lock:
+            if self._closed:
+                raise self._was_closed()
+            if self._beside is None:
+                folder = os.path.dirname(self.name) or os.curdir
+                self._beside = LocalStore(folder, max_files=self._max_files)
+            return self._beside
 
     def list(self) -> Sequence[str]:
         """Every key: what was there when it was asked for the first time."""
@@ -532,6 +546,8 @@ class LocalStore(Store):
         """Let go of everything. Reads that are under way end as they would have; those that begin now raise `Closed`."""
         with self._lock:
             self._closed = True
+            if self._beside is not None:
+                self._beside.close()
             for handle in self._handles.values():
                 # A mapping stays as long as arrays use it; Python unmaps it with the last of them.
                 handle.mapped = handle.file = None

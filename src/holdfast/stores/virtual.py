@@ -69,6 +69,9 @@ class Virtual(Store):
     def single(self) -> str | None:
         return super().single if self._over is None else self._over.single
 
+    def beside(self) -> Store | None:
+        return None if self._over is None else self._over.beside()
+
     def holds(self, key: str) -> bool:
         return super().holds(key) if self._over is None else self._over.holds(key)
 

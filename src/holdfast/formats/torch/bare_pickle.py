@@ -16,7 +16,7 @@ import math
 from collections import ChainMap
 from collections.abc import Callable, MutableMapping
 from functools import partial
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import numpy as np
 
@@ -189,9 +189,9 @@ class PendingTensor(PendingArray):
 
 def reconstruct(table: BarePickleTable, args: Args) -> object:
     made = reconstruct_array(table, args)
-    if isinstance(made, PendingArray):
-        return PendingTensor(cast("Global", made.what), made.args, table)
-    return made
+    if not isinstance(made, PendingArray):
+        return made
+    return PendingTensor(Global(MULTIARRAY[0], "_reconstruct"), args, table)
 
 
 def array_from_buffer(table: BarePickleTable, args: Args) -> object:

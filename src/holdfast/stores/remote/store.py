@@ -79,6 +79,7 @@ class RemoteStore(Store):
         self._gone = False
         self._closed = False
         self._single: str | None = None
+        self._beside: RemoteStore | None = None
         ways = (
             [self._is_object, self._is_native]
             if url.says_file
@@ -129,6 +130,13 @@ class RemoteStore(Store):
         if self._single is not None or MANIFEST in self._known:
             return self._single
         return super().single
+
+    def beside(self) -> Store | None:
+        if self._single is None:
+            return self
+        if self._beside is None:
+            self._beside = RemoteStore(self._url.parent, limits=self._limits)
+        return self._beside
 
     def holds(self, key: str) -> bool:
         return key in self._known or key in self._indexed or key in self.list()
@@ -233,6 +241,8 @@ class RemoteStore(Store):
         with self._lock:
             self._closed = True
             self._windows.clear()
+        if self._beside is not None:
+            self._beside.close()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the URL: what is read where it arrives must be the objects that were read here."""
