@@ -39,9 +39,10 @@ def slowly(array: np.ndarray) -> TensorSparsity:
             if sum(tile.size for tile in tiles if tile.all()) >= EXPLAINED * zeros:
                 block = height, width
                 break
-    dead = (
-        (int(matrix.all(axis=1).sum()), int(matrix.all(axis=0).sum())) if array.ndim > 1 else (0, 0)
-    )
+    dead = (0, 0)
+    # A tensor without elements has no dead rows or columns, however many it claims.
+    if array.ndim > 1 and array.size:
+        dead = (int(matrix.all(axis=1).sum()), int(matrix.all(axis=0).sum()))
     best = min(patterns, default=None)
     return TensorSparsity(
         "", array.dtype.name, array.shape, zeros, best and (best[2], best[1]), block, *dead

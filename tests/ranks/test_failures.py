@@ -232,7 +232,7 @@ def uncertain(world: World, path: str) -> None:
     """The last fsync fails: the checkpoint is there, but who knows for how long."""
     commit, sync = DirectoryTransaction.commit, Files.sync
 
-    def last(self: DirectoryTransaction) -> None:
+    def last(self: DirectoryTransaction, before_rename: Callable[[], None]) -> None:
         self.seal_data()
         parents = set()
 
@@ -243,7 +243,7 @@ def uncertain(world: World, path: str) -> None:
             sync(files, descriptor)
 
         with instead(Files, "sync", refused):
-            commit(self)
+            commit(self, before_rename)
 
     with instead(DirectoryTransaction, "commit", last):
         save_sharded(path, state_of(world, 2.0), group=world.group)

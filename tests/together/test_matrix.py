@@ -113,7 +113,7 @@ SOURCES = {
 """The sources, and the format of each."""
 if not versions.PT2_ARCHIVE:
     del SOURCES["x.pt2"]
-ELSEWHERE = {"megatron", "gguf-dir", "deepspeed", "meta-llama"}
+ELSEWHERE = {"megatron", "gguf-dir", "deepspeed", "meta-llama", "diffusers", "onnx", "pickle"}
 """Formats of other programs, whose folders are read by the readers of these files."""
 
 

@@ -18,7 +18,7 @@ from holdfast.engine.budget import reading_threads
 from holdfast.inspect.brief import brief
 from holdfast.inspect.compare_values import Absent, ContainerKind, ValueChange
 from holdfast.inspect.diff import Comparison, Diff, TensorChange
-from holdfast.inspect.open import compare_opened, opened
+from holdfast.inspect.open import open_alike
 from holdfast.inspect.side import chosen_sides
 from holdfast.numeric.compare import Content
 from holdfast.numeric.dequantize import BLOCKS, number_shape
@@ -81,8 +81,7 @@ def run(options: argparse.Namespace) -> int:
     """The exit code is that of diff(1): 0 the same, 1 different (2, trouble, is an exception)."""
     with acting(options.group, "compare") as ranks, ExitStack() as stack:
         both = ((options.a, options.map), (options.b, None))
-        checkpoints = [stack.enter_context(opened(path, map=map)) for path, map in both]
-        compare_opened(ranks, *checkpoints)
+        checkpoints = open_alike(ranks, stack, both)
         a, b = chosen_sides(
             checkpoints,
             rename=options.rename,

@@ -67,7 +67,7 @@ from holdfast.inspect.compare_values import (
     compare_trees,
 )
 from holdfast.inspect.nonfinite import described_place, element_index
-from holdfast.inspect.open import Openable, compare_opened, opened
+from holdfast.inspect.open import Openable, open_alike
 from holdfast.inspect.side import Side, chosen_sides, same_view
 from holdfast.numeric.compare import Content, Tally, compare_arrays
 from holdfast.numeric.dequantize import number_shape
@@ -473,10 +473,7 @@ def diff(
         ExitStack() as stack,
     ):
         sides = ((a, map), (b, None))
-        checkpoints = [
-            stack.enter_context(opened(src, limits=limits, map=own)) for src, own in sides
-        ]
-        compare_opened(ranks, *checkpoints)
+        checkpoints = open_alike(ranks, stack, sides, limits=limits)
         chosen = chosen_sides(checkpoints, rename=rename, filter=filter, tensors_only=tensors_only)
         threads = reading_threads(max_memory, threads, ranks.neighbours())
         return Comparison(

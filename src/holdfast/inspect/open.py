@@ -238,6 +238,27 @@ def compare_opened(ranks: Ranks, *checkpoints: Checkpoint) -> None:
         compare_marks(ranks, b"".join([checkpoint_mark(checkpoint) for checkpoint in checkpoints]))
 
 
+def open_alike(
+    ranks: Ranks,
+    stack: ExitStack,
+    sources: Iterable[tuple[Openable | Checkpoint, AnyMap | None]],
+    *,
+    limits: Limits | None = None,
+) -> Iterator[Checkpoint]:
+    """Open checkpoints one after the other, and check that all ranks have opened the same ones.
+
+    Nothing here keeps a reference to a checkpoint. A caller that has read its columns drops its
+    lazy tensors, of which there may be a million, before the next checkpoint is opened.
+    """
+
+    def compare_and_return(checkpoint: Checkpoint) -> Checkpoint:
+        compare_opened(ranks, checkpoint)
+        return checkpoint
+
+    for source, map in sources:
+        yield compare_and_return(stack.enter_context(opened(source, limits=limits, map=map)))
+
+
 SAMPLES, SAMPLE_NBYTES = 32, 4096
 """How many tensors without a recorded checksum are sampled for the mark of a checkpoint, and how many bytes of each."""
 

@@ -78,17 +78,21 @@ class RecordFinder:
         self._limits = limits
         self.unreadable: list[Misfit] = []
         """Lists of digests that could not be read."""
-        self.open_file: Callable[[str], OpenFile]
+        self._open_in_folder: Callable[[str], OpenFile] | None = None
         if keys is not None:
             self._folder, self._keys = path, keys
             self._lists = [key for key in keys if is_list(os.path.basename(key))]
-            self.open_file = open_folder(path).open
+            self._open_in_folder = open_folder(path).open
         else:
             self._folder, name = os.path.split(path)
             self._keys = [name]
             self._lists = self._lists_beside(name)
-            # Its links are followed wherever they lead, as when the file is opened.
-            self.open_file = lambda key: OpenFile(os.open(self.path_of(key), READ))
+
+    def open_file(self, key: str) -> OpenFile:
+        """Open a file of the folder, or the one file, whose links may lead out of its folder."""
+        if self._open_in_folder is not None:
+            return self._open_in_folder(key)
+        return OpenFile(os.open(self.path_of(key), READ))
 
     def path_of(self, name: str) -> str:
         return os.path.join(self._folder, name)

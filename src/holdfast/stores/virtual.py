@@ -6,7 +6,6 @@ of them. Over another store, it has all that is there, and its entries as furthe
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -233,7 +232,9 @@ def tensor_stamp(tensor: LazyTensor) -> Stamp:
 
 def _hash_range(store: Store, key: str, start: int, nbytes: int) -> str:
     """Hash a range of a file."""
-    digest = hashlib.blake2b(digest_size=16)
+    from hashlib import blake2b  # for a conversion that may be resumed
+
+    digest = blake2b(digest_size=16)
     block = memoryview(bytearray(min(nbytes, HASHED_NBYTES)))
     for offset in range(0, nbytes, HASHED_NBYTES):
         piece = block[: nbytes - offset]
