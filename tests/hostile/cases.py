@@ -15,6 +15,7 @@ from . import (
     cases_rank_files,
     cases_resources,
     cases_safetensors,
+    cases_sources,
     cases_tensors,
     cases_zip,
 )
@@ -36,6 +37,7 @@ CLASSES: dict[str, list[Case]] = {
     "numpy arrays": cases_arrays.CASES,
     "gguf": cases_gguf.CASES,
     "onnx": cases_onnx.CASES,
+    "sources": cases_sources.CASES,
     "rank files": cases_rank_files.CASES,
 }
 
