@@ -194,9 +194,10 @@ def test_a_file_is_unknown_to_scan_unless_its_format_says_whether_it_can_contain
     assert holdfast.scan(path).verdict() == "clean"
 
 
-@pytest.mark.parametrize("entry", FORMATS, ids=lambda entry: entry.name)
-def test_every_format_says_whether_it_can_contain_code(entry: Format):
-    assert entry.code != "unknown"
+def test_every_format_says_whether_it_can_contain_code():
+    # A graph of ONNX may name operators of libraries that its runtime loads, and scan reads no graphs.
+    unknown_formats = {entry.name for entry in FORMATS if entry.code == "unknown"}
+    assert unknown_formats == {"onnx"}
 
 
 def test_a_damaged_one_is_refused_by_its_reader(path: Path):
