@@ -1,10 +1,10 @@
 # Every target sets up what it needs in .venv; a machine with Python 3.11 or later, pip, venv and make is enough.
 #
 #   make demo     install the light package (no torch) and watch it work          under a minute
-#   make test     lint, types, architecture and a sample of the tests             TEST_TIME
+#   make test     lint, types, architecture and a sample of the tests             about eight minutes on two cores
 #   make test ROOM=formats/dcp   the tests that exercise one folder of the source, in seconds
 #   make test SEED=20261118      the sample of another day; it is printed with every failure
-#   make test-all every case of every test                                        TEST_ALL_TIME
+#   make test-all every case of every test                                        hours
 #   make costs    measure what the tests cost and which rooms they exercise; needs PYTHON=python3.12
 #   make test TORCH=2.15.0 [NUMPY=1.26.4]   all tests with another torch, in a .venv of its own
 #   make matrix   all tests with the oldest, the newest and some of the torches between; an hour and 6 GB each, by hand

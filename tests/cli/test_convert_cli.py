@@ -116,7 +116,7 @@ def test_every_option(run, source, tmp_path):
     ("arguments", "words"),
     [
         (["nothing.pt", "b.pt"], "no such file"),
-        (["a.pt", "b.onnx"], "suffix"),
+        (["a.pt", "b.tflite"], "suffix"),
         (["a.pt", "a.pt"], "exists"),
         (["a.pt", "no/b.pt"], "no such file"),
         (["a.pt", "b.pt", "--dtype", "int8"], "cannot cast"),

@@ -218,9 +218,9 @@ def test_progress_counts_every_byte(trainer, tmp_path):
 
 def test_unknown_targets(trainer, tmp_path):
     with pytest.raises(Unsupported, match="suffix"):
-        holdfast.convert(trainer, tmp_path / "model.onnx")
+        holdfast.convert(trainer, tmp_path / "model.tflite")
     with pytest.raises(Unsupported, match="no format"):
-        holdfast.convert(trainer, tmp_path / "model", format="onnx")
+        holdfast.convert(trainer, tmp_path / "model", format="tflite")
 
 
 def test_a_strided_tensor_is_written_in_order_in_small_blocks(tmp_path):
