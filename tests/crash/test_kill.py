@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.writers import LIBRARY, Writer
+from tests.sampling import current_seed
 
 KILLS = 60
 ALL_KILLS = 300
@@ -24,7 +25,8 @@ def killed(name: str, kills: int) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory(
         dir="/dev/shm" if Path("/dev/shm").is_dir() else None
     ) as folder:
-        command = [sys.executable, "-m", "tests.crash.kill", name, folder, str(kills), "20261115"]
+        seed = str(current_seed())
+        command = [sys.executable, "-m", "tests.crash.kill", name, folder, str(kills), seed]
         return subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
         )

@@ -6,7 +6,6 @@ After each the newest whole step is no older than the last one that was reported
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from tests.sampling import random_for
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="processes are killed here")
 
@@ -36,7 +36,7 @@ while True:
 
 def test_killed_at_random_moments(request: pytest.FixtureRequest):
     kills = 60 if request.config.getoption("--exhaustive") else 3
-    chance, last = random.Random(20261116), 0
+    chance, last = random_for("kills of a run"), 0
     with tempfile.TemporaryDirectory(
         dir="/dev/shm" if Path("/dev/shm").is_dir() else None
     ) as folder:
