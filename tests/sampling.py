@@ -37,7 +37,7 @@ class Budget(NamedTuple):
     """What all functions with long cases may take together."""
 
 
-EVERYTHING = Budget(per_function=0.8, long_cases=80.0)
+EVERYTHING = Budget(per_function=0.6, long_cases=60.0)
 """The budget of `make test`."""
 
 ROOM = Budget(per_function=0.75, long_cases=15.0)
