@@ -115,6 +115,26 @@ CASES = [
     refused("index-of-itself", indexed({INDEX: weight_map(INDEX)})),
     refused("index-is-no-json", indexed({INDEX: b"\x80\x04."}), HeaderError),
     refused("index-nested", indexed({INDEX: "[" * 100_000}), LimitExceeded, HeaderError),
+    refused("index-absolute", indexed({INDEX: weight_map("/etc/passwd")}), UnsafePath),
+    refused("index-with-a-nul", indexed({INDEX: weight_map("model.safetensors\0")}), UnsafePath),
+    refused(
+        "index-with-a-backslash", indexed({INDEX: weight_map("..\\secret.safetensors")}), UnsafePath
+    ),
+    refused(
+        "index-of-a-missing-file", indexed({INDEX: weight_map("other.safetensors")}), StoreError
+    ),
+    refused("index-is-a-list", indexed({INDEX: "[]"}), HeaderError),
+    refused(
+        "index-name-twice",
+        indexed({INDEX: '{"weight_map": {"w": "model.safetensors", "w": "secret.safetensors"}}'}),
+        HeaderError,
+    ),
+    refused(
+        "index-of-a-tensor-that-its-file-lacks",
+        indexed({INDEX: json.dumps({"weight_map": {"v": "model.safetensors"}})}),
+    ),
+    refused("pipeline-index-is-a-list", pipeline("[]")),
+    refused("pipeline-index-has-nan", pipeline('{"vae": ["a", "B"], "x": NaN}'), HeaderError),
     opens("pipeline-honest", pipeline(VAE), lambda ckpt: list(ckpt) == ["vae.w"]),
     opens(
         "pipeline-component-above",

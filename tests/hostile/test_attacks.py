@@ -108,7 +108,7 @@ def test_bombs_in_little_memory():
 def test_every_class_is_there():
     names = [case.name for case in ALL]
     assert len(set(names)) == len(names) >= 200
-    assert all(len(cases) >= 25 for cases in CLASSES.values())
+    assert all(len(cases) >= 30 for cases in CLASSES.values())
 
 
 @pytest.mark.parametrize(
