@@ -1,7 +1,7 @@
 """Cost is linear in the file, whatever it shares: every verb on every kind of sharing, at one size and at four times that.
 
 Four times the file may take four times as long, with a margin for noise and for sorting; what is quadratic takes sixteen times.
-`make test` asks a part of the combinations (tests/conftest.py), and `scan` for every way to refer; `--exhaustive` asks all.
+`make test` runs a sample of the combinations (`tests/sampling.py`), and `make test-all` all of them.
 """
 
 from __future__ import annotations
