@@ -46,8 +46,12 @@ FLIPPED_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 SYNC_METHODS = {"sync", "fsync", "sync_directory"}
 """Methods of the file system object that make a file or a directory durable."""
 
-TEST_SECONDS = 900
-"""A test run that takes longer has noticed the mutation: it hangs."""
+SAMPLE_TIMEOUT = 1800
+EXHAUSTIVE_TIMEOUT = 7200
+"""A test run that takes longer than these seconds counts as having noticed the mutation: it hangs.
+
+The limits are far above what a run takes beside other work. Single tests end after 300 seconds.
+"""
 
 
 class Place(NamedTuple):
@@ -69,6 +73,8 @@ class Outcome(NamedTuple):
     code: str
     sample: bool
     everything: bool
+    noticed_by: str
+    """The first test that failed, or an empty string."""
     seconds: float
 
 
@@ -168,35 +174,37 @@ def choose_places(paths: list[Path], count: int, numbers: random.Random) -> list
     return chosen
 
 
-def tests_fail(source: Path, room: str, *, exhaustive: bool) -> bool:
-    """Run the tests of a room with a copy of the source, and return whether one of them fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "--timeout",
-        "300",
-        "-p",
-        "no:cacheprovider",
-    ]
+def find_failing_test(source: Path, room: str, *, exhaustive: bool) -> str:
+    """Run the tests of a room with a copy of the source, and return the first test that fails.
+
+    Returns:
+        The id of the test, "timeout" if the run hangs, or an empty string if all tests pass.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "--timeout", "300"]
+    command += ["-p", "no:cacheprovider"]
     command += ["-n", os.environ.get("JOBS", "2"), "--dist", "worksteal"]
     command += ["--exhaustive"] if exhaustive else ["--in-a-room"]
     command += files_of_room(room)
     environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    timeout = EXHAUSTIVE_TIMEOUT if exhaustive else SAMPLE_TIMEOUT
     try:
         completed = subprocess.run(
             command,
             cwd=ROOT,
             env=environment,
             capture_output=True,
-            timeout=TEST_SECONDS,
+            text=True,
+            timeout=timeout,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return True
-    return completed.returncode != 0
+        return "timeout"
+    if completed.returncode == 0:
+        return ""
+    for line in completed.stdout.splitlines():
+        if line.startswith(("FAILED ", "ERROR ")):
+            return line.split(" ")[1]
+    return "the tests could not be collected"
 
 
 def try_mutation(place: Place, source: Path) -> Outcome:
@@ -209,12 +217,22 @@ def try_mutation(place: Place, source: Path) -> Outcome:
     start = time.perf_counter()
     target.write_text(text, "utf-8")
     try:
-        sample = tests_fail(source, room, exhaustive=False)
-        everything = sample or tests_fail(source, room, exhaustive=True)
+        failing_test = find_failing_test(source, room, exhaustive=False)
+        sample = bool(failing_test)
+        if not sample:
+            failing_test = find_failing_test(source, room, exhaustive=True)
     finally:
         target.write_text(original, "utf-8")
-    seconds = time.perf_counter() - start
-    return Outcome(room, place.kind, f"{name}:{place.line}", code, sample, everything, seconds)
+    return Outcome(
+        room=room,
+        kind=place.kind,
+        place=f"{name}:{place.line}",
+        code=code,
+        sample=sample,
+        everything=bool(failing_test),
+        noticed_by=failing_test,
+        seconds=time.perf_counter() - start,
+    )
 
 
 def print_table(outcomes: list[Outcome]) -> None:
@@ -252,7 +270,7 @@ def main() -> int:
             verdict = "sample" if outcome.sample else "all" if outcome.everything else "NOBODY"
             print(
                 f"{verdict:7} {outcome.seconds:4.0f} s  {outcome.kind:20} {outcome.place}  "
-                f"{outcome.code}",
+                f"{outcome.code}  {outcome.noticed_by}",
                 flush=True,
             )
     print_table(outcomes)
