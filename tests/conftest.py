@@ -54,12 +54,6 @@ FILES = {
     "tests/torch/export/test_packaging.py": versions.PT2_ARCHIVE,
     "tests/torch/export/test_shared_weights.py": versions.SHARED_WEIGHTS,
     "tests/torch/serialization/test_members.py": versions.PT2_ARCHIVE,
-    "tests/torch/ranks/test_local_shards.py": versions.EMPTY_SHARDS,
-    "tests/torch/serialization/test_allowed.py": versions.UNSAFE_GLOBALS,
-    "tests/torch/serialization/test_load.py": versions.WEIGHTS_ONLY,
-    "tests/torch/serialization/test_weights.py": versions.WEIGHTS_ONLY,
-    "tests/torch/serialization/test_weights_allowed.py": versions.WEIGHTS_ONLY,
-    "tests/torch/serialization/test_weights_refusals.py": versions.WEIGHTS_ONLY,
 }
 """Files of tests that cannot even be imported without something that torch has since a version."""
 

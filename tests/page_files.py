@@ -77,7 +77,8 @@ def new(path: str) -> None:
 
 def rank_files(path: str) -> None:
     """What verl saves on four ranks."""
-    from tests.dtensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
+
     from tests.rank_folders import save_ranks, sharded
 
     place, rows = Path(path), torch.arange(1.0, 41).reshape(10, 4)

@@ -39,10 +39,7 @@ from tests.ranks.pool import ENVIRONMENT, PRELOAD
 ANSWERS = {"scan", "verify", "diff"}
 """Commands whose exit status is an answer: 1 where they found something."""
 
-NEEDS = {
-    "docs/packages.md": versions.PT2_ARCHIVE,
-    "docs/training.md": versions.FSDP_ON_CPU,
-}
+NEEDS = {"docs/packages.md": versions.PT2_ARCHIVE}
 """What torch must have for pages that do more than every version can."""
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-from tests.dtensor import DTensor, Placement, Replicate, Shard, init_device_mesh, placement_types
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, placement_types
 
 __all__ = ["Placed", "as_rank", "cut", "rank_file", "save_ranks", "sharded"]
 

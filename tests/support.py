@@ -52,8 +52,8 @@ def dtypes(*names: str, but: Collection[str] = ()) -> list[torch.dtype]:
     ]
 
 
-ALONE = {"no_dist": True} if versions.NO_DIST else {}
-"""What torch's distributed checkpoint is told in a process by itself. Before it could be told, it found out and warned."""
+ALONE = {"no_dist": True}
+"""Arguments of `dcp.save` and `dcp.load` in a process that belongs to no group."""
 
 
 def nested_allowed() -> AbstractContextManager[object]:

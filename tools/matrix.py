@@ -1,8 +1,8 @@
 """All tests with the oldest torch, the newest and some between, one after the other, and a table of what came of it.
 
     make matrix                                  all rows
-    make matrix ARGS="2.6.0 2.4.1:1.26.4"        these: a torch, and a numpy where it is not the newest that goes with it
-    make matrix ARGS="--keep 2.6.0"              the folder of each torch (6 GB) stays, for the next time
+    make matrix ARGS="2.9.0 2.8.0:1.26.4"        these: a torch, and a numpy where it is not the newest that goes with it
+    make matrix ARGS="--keep 2.9.0"              the folder of each torch (6 GB) stays, for the next time
 
 Run by hand: a torch for Linux brings gigabytes of CUDA with it, and the tests take an hour of one processor. What a version skips
 because of what its torch has not, or does otherwise, says the sentence that `holdfast.torch.versions` has for it.
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROWS = ["2.4.1:1.26.4", "2.4.1", "2.6.0", "2.8.0", "2.11.0", "2.13.0", "2.13.0:1.26.4", "2.15.0"]
+ROWS = ["2.8.0:1.26.4", "2.8.0", "2.11.0", "2.13.0", "2.13.0:1.26.4", "2.15.0"]
 PINNED = "2.13.0"
 ROOT = Path(__file__).resolve().parent.parent
 

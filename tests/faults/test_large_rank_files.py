@@ -13,14 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
-from holdfast.torch import versions
-from tests.dtensor import DTensor, Shard
 from tests.rank_folders import save_ranks
-from tests.support import needs
-
-pytestmark = needs(versions.FULLY_SHARD)
 
 RANKS = 16
 EIGHTY = {f"layers.{i}.weight": (131_072, 61_440) for i in range(10)} | {"norm.weight": (61_441,)}

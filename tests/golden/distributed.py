@@ -12,9 +12,8 @@ import torch.distributed.checkpoint as dcp
 from recipe import golden
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing import start_processes
-
-from tests.dtensor import Shard, distribute_tensor
 
 RANKS = 2
 MEETING = "ranks.tmp"

@@ -288,10 +288,6 @@ def same(found: dict[str, object]) -> bool:
     return torch.equal(found["w"], STATE["w"]) and (found["blob"], found["n"]) == (b"SomeBlob", 5)
 
 
-extensible = pytest.mark.skipif(not versions.TRANSFORMS, reason=versions.TRANSFORMS.reason)
-
-
-@extensible
 @both
 @either
 @pytest.mark.parametrize("single", [True, False], ids=["one file", "a file for each"])
@@ -304,7 +300,6 @@ def test_items_that_are_compressed(
     assert torch.equal(holdfast.open(tmp_path / "step")["w"].torch(), STATE["w"])
 
 
-@extensible
 @both
 @either
 def test_extensions_of_ones_own(writer: type, reader: type, zstd: object, tmp_path: Path):
@@ -317,7 +312,6 @@ def test_extensions_of_ones_own(writer: type, reader: type, zstd: object, tmp_pa
         assert same(load(blank(), reader(tmp_path / f"{number}", _extension_registry=extensions)))
 
 
-@extensible
 def test_an_extension_that_nobody_gave(tmp_path: Path):
     save(STATE, Writer(tmp_path / "step", _extensions=[Flip()]))
     with pytest.raises(CheckpointException, match=r"stream\.flip/2.*_extension_registry") as caught:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from holdfast.torch import versions
-from tests.dtensor import DTensor, Replicate, Shard, distribute_tensor
 
 __all__ = ["WHOLE", "save_all"]
 

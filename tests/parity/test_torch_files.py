@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.serialization import config
 
 import holdfast
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import Composite
 from holdfast.torch import versions
-from holdfast.torch.versions import config
 from tests.golden.expect import short
 from tests.parity.compare import (
     assert_composite,
@@ -33,7 +33,7 @@ from tests.parity.compare import (
     elements,
     named_tensors,
 )
-from tests.support import dtypes, needs, torch_bytes
+from tests.support import dtypes, torch_bytes
 
 PLAIN = dtypes(*(row.torch for row in DTYPES.rows if row.storage and row.kind != "quantized"))
 UNTYPED = dtypes(
@@ -41,7 +41,6 @@ UNTYPED = dtypes(
     but={
         *(f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)),
         *(() if versions.FLOAT4_COPIED else ("float4_e2m1fn_x2",)),
-        *(() if versions.UINT16 else ("uint16", "uint32", "uint64")),
     },
 )
 
@@ -182,7 +181,6 @@ class Tagged(torch.Tensor):
     """A subclass without anything of its own."""
 
 
-@needs(versions.BUFFER)
 def test_traits():
     plain = torch.randn(3)
     plain.note, plain.mask = "kept", torch.tensor([True, False])
@@ -405,7 +403,6 @@ def test_nested_strided():
     )
 
 
-@needs(versions.LENGTHS_KEPT)
 def test_jagged_offsets_out_of_range_are_refused_when_it_is_built():
     lying = torch.nested.nested_tensor_from_jagged(torch.randn(4, 3), torch.tensor([0, 2, 99]))
     with (
@@ -415,7 +412,6 @@ def test_jagged_offsets_out_of_range_are_refused_when_it_is_built():
         ckpt.tree["lying"].torch()
 
 
-@needs(versions.LENGTHS_KEPT)
 def test_nested_jagged():
     parts = [torch.randn(2, 3), torch.randn(4, 3), torch.randn(1, 3)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
@@ -432,7 +428,6 @@ def test_nested_jagged():
             assert elements(ours) == elements(theirs)
 
 
-@needs(versions.LENGTHS_KEPT)
 def test_nested_jagged_with_holes_and_another_ragged_dimension():
     values, offsets = torch.randn(3, 10), torch.tensor([0, 4, 10])
     holed = torch.nested.nested_tensor_from_jagged(
@@ -538,7 +533,6 @@ def test_containers(name):
         assert ckpt.format == ("torch-legacy" if "legacy" in name else "torch-zip")
 
 
-@needs(versions.CONFIG)
 @pytest.mark.parametrize("alignment", [1, 8, 512, 4096])
 def test_alignments(alignment):
     with config.patch({"save.storage_alignment": alignment}):
@@ -548,7 +542,6 @@ def test_alignments(alignment):
         assert all(s.start % alignment == 0 for t in ckpt.values() for s in t.storages)
 
 
-@needs(versions.UNSAFE_GLOBALS)
 def test_without_checksums():
     torch.serialization.set_crc32_options(False)
     try:
@@ -557,7 +550,6 @@ def test_without_checksums():
         torch.serialization.set_crc32_options(True)
 
 
-@needs(versions.THREAD_LOCAL)
 def test_skip_data_leaves_holes_that_read_as_zeros(tmp_path):
     path = tmp_path / "holes.pt"
     with torch.serialization.skip_data():

@@ -11,13 +11,10 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from holdfast.torch import versions
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
-
-there = versions.dtensor_module()  # a program by itself, which finds no package of tests
-Shard, distribute_tensor = there.Shard, there.distribute_tensor
 
 
 def main(folder: str) -> None:

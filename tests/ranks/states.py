@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from tests.dtensor import DTensor, Placement, Replicate, Shard
 from tests.ranks.pool import World
 from tests.support import element_bytes
 

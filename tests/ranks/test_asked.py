@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import holdfast
 from holdfast.errors import DoesNotFit, HoldfastError, NoSuchPath, RanksFailed
 from holdfast.torch import load_into
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
-from tests.dtensor import Shard
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 import holdfast
 from holdfast.engine.targets import folder as rank_folder
@@ -22,7 +23,6 @@ from holdfast.stores.files import Files
 from holdfast.torch.cuda.stage import ROOM, Room
 from holdfast.torch.ranks import saving
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
-from tests.dtensor import Shard
 from tests.ranks.endings import CONTENT
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import check, sharded, state_of

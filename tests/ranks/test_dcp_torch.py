@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
 from holdfast.integrations.dcp import Reader, Writer
 from holdfast.torch import versions
-from tests.dtensor import DTensor, Replicate, Shard, fully_shard
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 from tests.ranks.test_interop import ROWS, TABLE, _old, _wrapped
@@ -106,12 +107,16 @@ class Dealt(torch.Tensor):
 
 def kinds(world: World, *, blank: bool) -> dict[str, object]:
     rows, table = (torch.zeros_like(t) if blank else t for t in (ROWS, TABLE))
-    state = {"old": _old(world, rows), "own": {"dealt": Dealt(rows, world.rank, world.size)}}
+    state = {
+        "old": _old(world, rows),
+        "own": {"dealt": Dealt(rows, world.rank, world.size)},
+        "wrapped": _wrapped(world, table),
+    }
     if world.size == 4:
         both = world.mesh(2, 2)
         state["hsdp"] = sharded(rows, both, (Replicate(), Shard(0)))
         state["2d"] = sharded(table, both, (Shard(0), Shard(1)))
-    return state | ({"wrapped": _wrapped(world, table)} if versions.EMPTY_SHARDS else {})
+    return state
 
 
 def save_kinds(world: World, path: str, kind: str) -> None:
@@ -132,10 +137,9 @@ def load_kinds(world: World, path: str, kind: str) -> None:
         assert element_bytes(one.tensor) == element_bytes(other.tensor)
     for one, other in zip(expected["own"]["dealt"].parts, state["own"]["dealt"].parts, strict=True):
         assert element_bytes(one) == element_bytes(other)
-    if "wrapped" in state:
-        mine, others = (value["wrapped"].to_local().local_shards() for value in (expected, state))
-        for one, other in zip(mine, others, strict=True):
-            assert element_bytes(one) == element_bytes(other)
+    mine, others = (value["wrapped"].to_local().local_shards() for value in (expected, state))
+    for one, other in zip(mine, others, strict=True):
+        assert element_bytes(one) == element_bytes(other)
     for name, whole in (("hsdp", ROWS), ("2d", TABLE)):
         assert name not in state or torch.equal(state[name], whole)
 
@@ -159,9 +163,8 @@ def train_hybrid(world: World, path: str, saving: str, loading: str) -> None:
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
         fully_shard(model, mesh=world.mesh(2, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
-        if versions.FSDP_ON_CPU:
-            model(torch.ones(2, 6)).sum().backward()
-            optimizer.step()
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
         return model, optimizer
 
     model, _ = made(1)
@@ -342,7 +345,6 @@ def test_a_rank_that_fails_leaves_what_was_there(rank: int, pool: Pool, tmp_path
     assert {name: (tmp_path / "step" / name).read_bytes() for name in os.listdir(path)} == before
 
 
-@pytest.mark.skipif(not versions.FORKS, reason=versions.FORKS.reason)
 def test_a_rank_that_is_killed_leaves_what_was_there(tmp_path: Path):
     """Wherever it dies before the rename; and the next save cleans up behind it."""
     command = [sys.executable, "-m", "tests.ranks.dcp_kills", str(tmp_path)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import holdfast
 from holdfast.engine.commit.transactions import DirectoryTransaction
@@ -22,7 +23,6 @@ from holdfast.torch.ranks import load_sharded as sharded_load
 from holdfast.torch.ranks import saving as sharded_save
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
-from tests.dtensor import DTensor, Partial, Shard
 from tests.ranks.pool import Failure, Pool, World, failures, good
 from tests.ranks.states import sharded
 from tests.support import element_bytes

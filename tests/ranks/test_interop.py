@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, placement_types
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
@@ -27,7 +29,6 @@ from holdfast.torch import versions
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.local_shards import LocalShardsWrapper
 from holdfast.torch.ranks.save_sharded import save_sharded
-from tests.dtensor import DTensor, Shard, distribute_tensor, fully_shard, placement_types
 from tests.ranks.jobs import load, load_stock
 from tests.ranks.pool import WORLDS, Pool, World, good
 from tests.ranks.states import sharded
@@ -138,7 +139,6 @@ def _plain(state: object) -> object:
     )
 
 
-@needs(versions.FSDP_ON_CPU)
 @pytest.mark.parametrize("format", ["native", "dcp"])
 def test_a_model_and_its_optimizer(pool: Pool, tmp_path: Path, format: str):
     path = str(tmp_path / "step")
@@ -148,7 +148,6 @@ def test_a_model_and_its_optimizer(pool: Pool, tmp_path: Path, format: str):
             assert found == wanted
 
 
-@needs(versions.FSDP_ON_CPU)
 def test_tied_weights_are_stored_once(pool: Pool, tmp_path: Path):
     path = tmp_path / "step"
     good(pool.run(2, train_and_save, str(path), "native"))
@@ -211,7 +210,6 @@ def stock_load_trained(world: World, path: str) -> dict[str, object]:
     return _plain(_whole(state))
 
 
-@needs(versions.FSDP_ON_CPU)
 def test_torch_loads_the_optimizer(pool: Pool, tmp_path: Path):
     path = str(tmp_path / "step")
     wanted = good(pool.run(4, train_and_save, path, "dcp"))[0]
@@ -222,8 +220,8 @@ def test_torch_loads_the_optimizer(pool: Pool, tmp_path: Path):
 # FSDP over tensor parallel: strided shards, on eight ranks with copies besides.
 
 
-WIDTH = 18 if versions.UNEVEN_PARALLEL else 16
-"""Rows of a weight that is cut into four: unevenly, where torch can."""
+WIDTH = 18
+"""Rows of a weight that is cut into four, unevenly."""
 
 
 class Block(nn.Module):

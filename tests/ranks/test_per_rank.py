@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.engine.table import NO_TENSORS
@@ -17,7 +18,6 @@ from holdfast.torch.ranks import saving as sharded_save
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.replica_sums import byte_sums, replica_sums
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
-from tests.dtensor import Replicate, Shard, distribute_tensor
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 

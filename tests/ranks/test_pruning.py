@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from holdfast.torch import versions
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
 from holdfast.torch.sparsity import (
@@ -22,9 +23,7 @@ from holdfast.torch.sparsity import (
     MagnitudeSparsifier,
     WeightNormSparsifier,
 )
-from tests.dtensor import DTensor, fully_shard
 from tests.ranks.pool import Failure, Pool, World, good
-from tests.support import needs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -145,7 +144,6 @@ def zeros(masks: list[list[bool]]) -> list[int]:
     return [mask.count(False) for mask in masks]
 
 
-@needs(versions.FSDP_ON_CPU)
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_hold_from_two_ranks_to_one(pool: Pool, tmp_path: Path, kind: str):
     path = str(tmp_path / "step")
@@ -192,12 +190,7 @@ def test_masks_hold_from_two_ranks_to_one(pool: Pool, tmp_path: Path, kind: str)
 @pytest.mark.parametrize(
     ("job", "kind", "text"),
     [
-        pytest.param(
-            squash,
-            "Refused",
-            "squash_mask() of a model that is cut over ranks",
-            marks=needs(versions.FSDP_ON_CPU),
-        ),
+        (squash, "Refused", "squash_mask() of a model that is cut over ranks"),
         (load_late, "Refused", "load_state_dict() of a model that is cut over ranks"),
         (
             prepare_late,

@@ -8,15 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import holdfast
-from holdfast.torch import versions
 from holdfast.torch.ranks.load_sharded import load_sharded
-from tests.dtensor import DTensor, fully_shard
 from tests.ranks.pool import Pool, World, good
-from tests.support import needs
 
-pytestmark = [pytest.mark.timeout(120), needs(versions.FSDP_ON_CPU)]
+pytestmark = pytest.mark.timeout(120)
 
 
 class Model(nn.Module):
@@ -63,7 +62,7 @@ def train_and_save(world: World, folder: str, shape: tuple[int, ...]) -> None:
 
 def load_on(world: World, folder: str, whole: str) -> None:
     """On so many ranks as there are now, whoever wrote the files."""
-    from tests.dtensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     expected = torch.load(whole)["model"]
     mesh = world.mesh()

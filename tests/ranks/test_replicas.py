@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
 
 import holdfast
 from holdfast.core.documents import message_kind, write_document
@@ -27,7 +28,6 @@ from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.replicas import WORTH_NBYTES, Offers, Shares, deal_pieces, pack
 from holdfast.torch.ranks.save_sharded import save_sharded
 from holdfast.torch.tensors import slices as slices_module
-from tests.dtensor import Replicate, Shard
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import check, sharded, state_of
 from tests.ranks.test_failures import instead

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 import holdfast
 from holdfast import Latest
@@ -26,7 +27,6 @@ from holdfast.torch.ranks import run as run_module
 from holdfast.torch.ranks import saving
 from holdfast.torch.ranks.load_sharded import load_full
 from holdfast.torch.ranks.run import Run
-from tests.dtensor import Shard
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 from tests.ranks.test_background import Gate

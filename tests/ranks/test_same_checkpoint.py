@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.tensor import Shard
 
 import holdfast
 from holdfast.core.group import check_same
@@ -14,7 +15,6 @@ from holdfast.errors import Replaced
 from holdfast.inspect.open import checkpoint_mark
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
-from tests.dtensor import Shard
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 

@@ -12,15 +12,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.errors import CannotHold
-from holdfast.torch import versions
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
-from tests.dtensor import fully_shard
 from tests.ranks.pool import Pool, World, good
-from tests.support import needs
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -162,7 +160,6 @@ def app_both_ways(world: World, path: str, ours: bool, loads_ours: bool, steps: 
     torch.distributed.barrier(world.group)
 
 
-@needs(versions.FSDP_ON_CPU)
 @pytest.mark.parametrize(("ours", "loads_ours"), [(True, True), (True, False), (False, True)])
 def test_the_state_of_an_application(pool: Pool, tmp_path: Path, ours: bool, loads_ours: bool):
     good(pool.run(2, app_both_ways, str(tmp_path / "step"), ours, loads_ours, int(ours)))
@@ -194,7 +191,6 @@ def sharded_optimizer(world: World, path: str, format: str) -> None:
     same(own, other)
 
 
-@needs(versions.FSDP_ON_CPU)
 @pytest.mark.parametrize("format", ["native", "dcp"])
 def test_a_fresh_optimizer_gets_shards_like_its_parameters(pool: Pool, tmp_path: Path, format: str):
     good(pool.run(2, sharded_optimizer, str(tmp_path / "step"), format))

@@ -19,15 +19,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from holdfast.torch import versions
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
-from tests.dtensor import DTensor, fully_shard
 from tests.ranks.pool import Pool, World, good
-from tests.support import element_bytes, needs
+from tests.support import element_bytes
 
-pytestmark = [pytest.mark.timeout(120), needs(versions.FSDP_ON_CPU)]
+pytestmark = pytest.mark.timeout(120)
 
 WIDTH, LENGTH, VOCABULARY, BATCH = 32, 6, 17, 8
 BEFORE, AFTER = 3, 3

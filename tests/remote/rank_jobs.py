@@ -107,7 +107,8 @@ def background(world: World, environment: dict[str, str], url: str) -> list[floa
     os.environ.update(environment)
     whole = torch.arange(8 * 1000, dtype=torch.float32).reshape(8, 1000)
     mesh = world.mesh()
-    from tests.dtensor import Shard
+    from torch.distributed.tensor import Shard
+
     from tests.ranks.states import sharded
 
     cut = sharded(whole, mesh, (Shard(0),))
@@ -129,7 +130,8 @@ def background(world: World, environment: dict[str, str], url: str) -> list[floa
 def replicated(world: World, environment: dict[str, str], url: str, elements: int, how: str) -> int:
     """Load something that all ranks want whole, and rows of which each wants its own."""
     os.environ.update(environment)
-    from tests.dtensor import Shard
+    from torch.distributed.tensor import Shard
+
     from tests.ranks.states import sharded
 
     mesh = world.mesh()
@@ -245,7 +247,8 @@ def run_of(
 
 def run_state(world: World, number: int) -> dict[str, object]:
     """Rows and something replicated that change, and rows that never do."""
-    from tests.dtensor import Shard
+    from torch.distributed.tensor import Shard
+
     from tests.ranks.states import sharded
 
     rows = sharded(torch.full((8, 40), float(number)), world.mesh(), (Shard(0),))

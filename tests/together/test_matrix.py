@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 import holdfast
 from holdfast.engine.targets import parts
@@ -23,7 +24,6 @@ from holdfast.errors import HoldfastError, RanksFailed
 from holdfast.formats import FORMATS, written_formats
 from holdfast.torch import versions
 from tests.conftest import GOLDEN
-from tests.dtensor import Shard
 from tests.groups import ThreadGroup, on_ranks
 from tests.rank_folders import save_ranks
 

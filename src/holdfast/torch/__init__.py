@@ -8,7 +8,7 @@
     holdfast.torch.Run(folder, keep=[…])           the steps of a training run
     holdfast.torch.sparsity                        masks on models: a drop-in for torch.ao.pruning
 
-Nothing else in Holdfast imports torch. `versions` knows the differences between torch 2.4 and 2.15.
+Nothing else in Holdfast imports torch. `versions` knows the differences between torch 2.8 and 2.15.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The differences between the versions of torch that Holdfast works with: 2.4 to 2.15.
+"""The differences between the versions of torch that Holdfast works with: 2.8 to 2.15.
 
 Nothing else in Holdfast compares versions of torch. A difference is a `Change`. It is true where this torch has it:
 
@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import importlib
 import re
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -26,7 +23,7 @@ from holdfast.errors import HoldfastWarning, Unsupported
 
 Version = tuple[int, int]
 
-OLDEST: Version = (2, 4)
+OLDEST: Version = (2, 8)
 NEWEST: Version = (2, 15)
 
 
@@ -63,21 +60,18 @@ check_version(torch.__version__)
 
 
 class Change(Value, frozen=True):
-    """Something that torch has, or does, since one version, or until another. True where this torch does."""
+    """Something that torch has, or does, since one version. True if this torch does."""
 
     since: Version
     what: str
     """A sentence about torch, in the present tense."""
-    until: Version | None = None
-    """The first version that no longer does."""
 
     def __bool__(self) -> bool:
-        return self.since <= HERE and (self.until is None or self.until > HERE)
+        return self.since <= HERE
 
     @property
     def reason(self) -> str:
-        ended = "" if self.until is None else f" and before {_text(self.until)}"
-        return f"torch {_text(HERE)}: since {_text(self.since)}{ended}, {self.what}"
+        return f"torch {_text(HERE)}: since {_text(self.since)}, {self.what}"
 
     def require(self, wanted: str) -> None:
         """Raise `Unsupported` where this torch is too old for what is wanted."""
@@ -90,22 +84,6 @@ class Change(Value, frozen=True):
 
 # Names that torch has.
 
-DTENSOR = Change(
-    (2, 5),
-    "torch.distributed.tensor is public, has LocalShardsWrapper, and checkpoints know holders of shards",
-)
-MANY_VERSIONS = Change((2, 5), "torch.autograd.graph.increment_version takes several tensors")
-LENGTHS_KEPT = Change(
-    (2, 5), "jagged tensors are made with their shortest and longest length, and pickled as such"
-)
-MPS = Change((2, 5), "torch.mps says whether it is available")
-BUFFER = Change((2, 5), "torch.nn.Buffer exists")
-THREAD_LOCAL = Change((2, 5), "torch.serialization has skip_data, safe_globals and a thread-local")
-UNSAFE_GLOBALS = Change(
-    (2, 6), "torch.serialization has get_unsafe_globals_in_checkpoint and checksum options"
-)
-FULLY_SHARD = Change((2, 6), "torch.distributed.fsdp has fully_shard")
-CONFIG = Change((2, 7), "torch.utils.serialization.config holds the switches of save and load")
 PT2_ARCHIVE = Change((2, 9), "torch.export writes and reads archives with one record per storage")
 SHARED_WEIGHTS = Change(
     (2, 11), "torch.export.pt2_archive puts the weights together that cover a storage in parts"
@@ -120,23 +98,6 @@ CUSTOM_OBJECTS_RENAMED = Change(
 FAKE_KINDS = Change(
     (2, 14), "torch asks is_fake_tensor whether a tensor is fake, and no longer its class"
 )
-NO_DIST = Change((2, 7), "torch.distributed.checkpoint is told by no_dist that it is alone")
-SRC_DATA_RANK = Change(
-    (2, 7), "distribute_tensor is told by src_data_rank that every rank has the whole tensor"
-)
-FORKS = Change(
-    (2, 8),
-    "a process that has imported torch.distributed can be forked into ranks; it was seen not to in 2.6",
-)
-EMPTY_SHARDS = Change(
-    (2, 8), "LocalShardsWrapper may hold shards of any number of dimensions, or none"
-)
-FSDP_ON_CPU = Change(
-    (2, 8), "a model that FSDP shards runs and is trained on a CPU; it was seen not to in 2.6"
-)
-UNEVEN_PARALLEL = Change(
-    (2, 8), "FSDP cuts what tensor parallelism cut before also where it does not come out even"
-)
 HUGGING_FACE = Change(
     (2, 9),
     "torch.distributed.checkpoint writes folders of safetensors in pieces, and ranks may save alone",
@@ -145,45 +106,21 @@ CHECKPOINTABLE_TENSOR = Change(
     (2, 14), "a tensor with global_shape and three fields more is a shard to dcp.save and dcp.load"
 )
 
-UINT16 = Change((2, 6), "torch saves uint16, uint32 and uint64, and bits of any width")
-INT1 = Change((2, 6), "torch has int1 to int7")
-FLOAT8_E8M0 = Change((2, 7), "torch has float8_e8m0fnu")
-FLOAT4 = Change((2, 8), "torch has float4_e2m1fn_x2")
 FLOAT4_COPIED = Change(
     (2, 11), "torch copies tensors of float4_e2m1fn_x2; it was seen not to in 2.8"
 )
 BCOMPLEX = Change((2, 14), "torch has bcomplex32")
-TRANSFORMS = Change(
-    (2, 7),
-    "the description of a sharded checkpoint says how items were transformed, and of which modules",
-)
 VERSIONED = Change((2, 9), "the description of a sharded checkpoint has a version")
 
 # What torch does.
 
-WEIGHTS_ONLY = Change((2, 6), "torch.load is called with weights_only=True unless told otherwise")
-DECOUPLED = Change((2, 7), "the state of Adam and AdamW says whether weights decay on their own")
-NUMBERED_CONTAINER = Change(
-    (2, 7),
-    "torch.save records the format of an archive and its alignment, and orders storages by number",
-)
 META_SHARES = Change((2, 15), "tensors of one storage share it after a load to the meta device")
 NESTED_ASKED_FOR = Change(
     (2, 15), "weights_only=True loads nested tensors where they were allowed by name only"
 )
-SPARSE_UNCHECKED = Change(
-    (2, 8),
-    "torch.load does not look at the indices of sparse tensors, which meta and fake ones do not have",
-    until=(2, 15),
-)
-NARROW_INTS = Change((2, 7), "weights_only=True knows int1 to int7 and uint1 to uint7")
-QUALIFIED_NAMES = Change(
-    (2, 7),
-    "classes inside of others are allowed by their qualified names, and refusals give full names",
-)
-BYTES_FOUND = Change(
-    (2, 7),
-    "torch.load works within skip_data, pretends devices of fake tensors, and says where the bytes of such storages are",
+SPARSE_CHECKED = Change(
+    (2, 15),
+    "torch.load checks the indices of sparse tensors, which meta and fake tensors do not have",
 )
 SETITEM_REFUSED = Change(
     (2, 10), "weights_only=True says in a sentence that an item was set in what is no dict"
@@ -290,64 +227,3 @@ def strides_of(properties: object) -> tuple[int, ...] | None:
 def set_strides(properties: object, strides: tuple[int, ...] | None) -> None:
     if STRIDES:
         setattr(properties, "strides", strides)  # noqa: B010 (mypy knows the fields of one torch)
-
-
-def mark_changed(tensors: Sequence[torch.Tensor]) -> None:
-    """Tell autograd that the memory of tensors was written to directly."""
-    if MANY_VERSIONS:
-        torch.autograd.graph.increment_version(tensors)
-        return
-    for tensor in tensors:
-        torch.autograd.graph.increment_version(tensor)
-
-
-def dtensor_module() -> ModuleType:
-    return importlib.import_module(
-        "torch.distributed.tensor" if DTENSOR else "torch.distributed._tensor"
-    )
-
-
-class _Local(threading.local):
-    """The thread-local of saves and loads, which torch 2.4 does not have."""
-
-    def __init__(self) -> None:
-        self.map_location: object = None
-        self.skip_data = False
-        self.materialize_fake_tensors = False
-
-
-class _InModule:
-    """A switch that torch before 2.7 stores as a variable of `torch.serialization`."""
-
-    def __init__(self, variable: str) -> None:
-        self._variable = variable
-
-    def __get__(self, instance: object, owner: type) -> object:
-        return getattr(torch.serialization, self._variable)
-
-    def __set__(self, instance: object, value: object) -> None:
-        setattr(torch.serialization, self._variable, value)
-
-
-class _Load:
-    endianness, mmap_flags = _InModule("_default_load_endian"), _InModule("_default_mmap_options")
-    mmap = False
-
-
-class _Save:
-    compute_crc32: Any = _InModule("_compute_crc32") if UNSAFE_GLOBALS else True
-    storage_alignment = 64
-
-
-if TYPE_CHECKING:
-    import torch.utils.serialization
-
-    config = torch.utils.serialization.config
-    local = torch.serialization._serialization_tls
-else:
-    config = (
-        importlib.import_module("torch.utils.serialization").config
-        if CONFIG
-        else SimpleNamespace(load=_Load(), save=_Save())
-    )
-    local = torch.serialization._serialization_tls if THREAD_LOCAL else _Local()

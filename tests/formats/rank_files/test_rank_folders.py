@@ -8,14 +8,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from tests.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from tests.rank_folders import StridedShard, as_rank, cut, rank_file, save_ranks, sharded
-from tests.support import needs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import holdfast
 import holdfast.torch
 from holdfast.errors import FormatError, MetadataError, ReplicasDiffer, UnknownFormat, Unsupported
-from holdfast.torch import versions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -105,7 +104,6 @@ def test_every_placement(tmp_path, sizes, placements, shape):
         same(ckpt, {"w": tensor})
 
 
-@needs(versions.SRC_DATA_RANK)
 @pytest.mark.parametrize(("sizes", "placements"), PLACEMENTS, ids=str)
 def test_cut_is_what_torch_does(sizes, placements):
     """The folders of these tests are cut as torch itself cuts."""

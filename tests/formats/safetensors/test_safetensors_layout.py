@@ -127,8 +127,7 @@ def test_torch_loads_it(tmp_path):
 
     memory = Memory()
     tree = {row.name: memory.raw(row, (3, 4)) for row in CODED if versions.dtype(row.torch)}
-    if versions.FLOAT4:
-        tree["pairs"] = memory.raw("float4_e2m1fn_x2", (2, 3))
+    tree["pairs"] = memory.raw("float4_e2m1fn_x2", (2, 3))
     path = tmp_path / "all.safetensors"
     path.write_bytes(save_one(tree))
     loaded = safetensors.torch.load_file(path)
@@ -137,8 +136,7 @@ def test_torch_loads_it(tmp_path):
         assert loaded[name].dtype == getattr(torch, tensor.dtype.name)
         assert tuple(loaded[name].shape) == tensor.shape
         assert loaded[name].reshape(-1).view(torch.uint8).numpy().tobytes() == raw_bytes(tensor)
-    if versions.FLOAT4:
-        assert_same(tree["pairs"], holdfast.open(path)["pairs"])
+    assert_same(tree["pairs"], holdfast.open(path)["pairs"])
 
 
 def test_what_the_format_cannot_hold_is_listed():

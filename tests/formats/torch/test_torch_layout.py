@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sampling import examples
-from tests.support import element_bytes, needs, nested_allowed
+from tests.support import element_bytes, nested_allowed
 
 import holdfast
 from holdfast.core.box import Box
@@ -211,14 +211,12 @@ WHOLE = {
 """Views of parts of storages: torch writes the whole storage."""
 
 
-@needs(versions.NUMBERED_CONTAINER)
 @pytest.mark.parametrize("name", IDENTICAL)
 def test_the_file_is_the_one_that_torch_writes(name: str, tmp_path: Path):
     path = tmp_path / "model.v1.pt"
     assert saved(IDENTICAL[name](), path) == again(path)
 
 
-@needs(versions.NUMBERED_CONTAINER)
 @pytest.mark.parametrize("name", WHOLE)
 def test_untrimmed_a_view_is_written_as_torch_writes_it(name: str, tmp_path: Path):
     path = tmp_path / "view.pt"
@@ -238,7 +236,6 @@ TORCH_DTYPES = sorted(
 )
 
 
-@needs(versions.NUMBERED_CONTAINER)
 @pytest.mark.parametrize("name", TORCH_DTYPES)
 def test_every_dtype(name: str, tmp_path: Path):
     dtype = getattr(torch, name)
@@ -252,7 +249,6 @@ def test_every_dtype(name: str, tmp_path: Path):
     assert bytes(found["x"].untyped_storage()) == bytes(raw.untyped_storage())
 
 
-@needs(versions.NARROW_INTS)
 @pytest.mark.parametrize(
     "name",
     [
@@ -270,17 +266,15 @@ def test_narrow_integers_that_torch_itself_cannot_save(name: str):
     assert bytes(found.untyped_storage()) == content
 
 
-@needs(versions.NUMBERED_CONTAINER)
 @pytest.mark.parametrize("alignment", [1, 512, 4096, 32768])
 def test_other_alignments(alignment: int, tmp_path: Path):
-    from holdfast.torch.versions import config
+    from torch.utils.serialization import config
 
     with config.patch({"save.storage_alignment": alignment}):
         expected = saved({"a": torch.ones(3), "b": torch.zeros(0)}, tmp_path / "a.pt")
     assert again(tmp_path / "a.pt", alignment=alignment) == expected
 
 
-@needs(versions.NUMBERED_CONTAINER)
 def test_without_checksums(tmp_path: Path):
     torch.serialization.set_crc32_options(False)
     try:
@@ -290,7 +284,6 @@ def test_without_checksums(tmp_path: Path):
     assert again(tmp_path / "a.pt", crc=False) == expected
 
 
-@needs(versions.NUMBERED_CONTAINER)
 def test_a_payload_that_begins_like_a_data_descriptor(tmp_path: Path):
     tensor = torch.frombuffer(bytearray(b"PK\7\x08abcdefgh"), dtype=torch.uint8)
     expected = saved(tensor, tmp_path / "a.pt")
@@ -325,7 +318,7 @@ TENSORS = st.builds(
             torch.bfloat16,
             torch.int64,
             torch.float8_e4m3fn,
-            *([torch.uint16] if versions.UINT16 else []),
+            torch.uint16,
         ]
     ),
     st.integers(0, 5),
@@ -345,7 +338,6 @@ STATES = st.recursive(
 )
 
 
-@needs(versions.NUMBERED_CONTAINER)
 @given(STATES)
 @settings(max_examples=examples(80))
 def test_any_state_has_the_bytes_of_torch(tmp_path_factory: pytest.TempPathFactory, state: object):
@@ -424,7 +416,6 @@ def test_several_chunks_are_joined():
     assert found["a"].data_ptr() == found["b"].data_ptr()
 
 
-@needs(versions.UINT16)
 @pytest.mark.parametrize("name", ["float32", "int16", "complex64", "complex32", "uint64", "uint8"])
 def test_big_endian_sources_are_written_little(name: str):
     dtype = DTYPES.name(name)
@@ -461,7 +452,6 @@ def test_two_dtypes_over_one_storage_are_written_apart_and_said_so():
     assert lay_out_torch_zip(state_of({"f": floats[:2], "i": behind})).notes == ()
 
 
-@needs(versions.UINT16)
 def test_odd_offsets_and_steps_of_fractions():
     content = bytes(range(40))
     whole = memory_tensor(content, "uint8", (40,))
@@ -495,7 +485,6 @@ def test_odd_offsets_and_steps_of_fractions():
     assert found[0].untyped_storage().data_ptr() == found[3].untyped_storage().data_ptr()
 
 
-@needs(versions.FLOAT4)
 def test_four_bit_floats_become_pairs():
     content = bytes(range(16))
     tensor = memory_tensor(content, "float4_e2m1fn", (4, 8))
@@ -548,7 +537,6 @@ def test_a_subclass_is_kept_and_noted():
         load(carry_out(plan))
 
 
-@needs(versions.LENGTHS_KEPT)
 def test_a_jagged_tensor_comes_back(tmp_path: Path):
     jagged = torch.nested.nested_tensor([torch.zeros(2, 3), torch.ones(3, 3)], layout=torch.jagged)
     saved(jagged, tmp_path / "j.pt")
@@ -558,7 +546,6 @@ def test_a_jagged_tensor_comes_back(tmp_path: Path):
     assert (found._min_seqlen, found._max_seqlen) == (2, 3)
 
 
-@needs(versions.WEIGHTS_ONLY)
 def test_what_weights_only_refuses_is_noted_and_what_it_loads_is_not():
     plan = lay_out_torch_zip(state_of({"a": [range(3)], "b": np.arange(2), "c": {1, 2}}))
     (note,) = plan.notes

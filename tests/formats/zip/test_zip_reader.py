@@ -69,7 +69,7 @@ def assert_like_zipfile(found: Archive, raw: bytes, *, start: int = 0) -> None:
 
 
 def with_alignment(nbytes: int) -> bytes:
-    from holdfast.torch.versions import config
+    from torch.utils.serialization import config
 
     before = config.save.storage_alignment
     config.save.storage_alignment = nbytes

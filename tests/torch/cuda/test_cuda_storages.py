@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.serialization import config
 
 from holdfast.errors import Corrupted, Refused
 from holdfast.formats.pickle.tensor_templates import TensorTemplates
@@ -15,7 +16,6 @@ from holdfast.torch import load, save
 from holdfast.torch.serialization import locations
 from holdfast.torch.serialization import storages as storages_module
 from holdfast.torch.serialization.locations import cuda_device
-from holdfast.torch.versions import config
 
 
 @pytest.fixture

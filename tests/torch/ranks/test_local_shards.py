@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as Theirs
 
 import holdfast.torch
@@ -34,7 +36,6 @@ from holdfast import metadata as ours
 from holdfast.errors import PickleError, Unsupported
 from holdfast.torch import versions
 from holdfast.torch.ranks.local_shards import LocalShardsWrapper, viewed_offsets
-from tests.dtensor import DTensor, Replicate, Shard, init_device_mesh
 from tests.support import ALONE
 
 WHOLE = torch.arange(24.0).view(4, 6)

@@ -44,7 +44,6 @@ class Elsewhere:
 
 LACKING = {
     "Metadata": [] if versions.VERSIONED else ["version"],
-    "StorageMeta": [] if versions.TRANSFORMS else ["modules"],
     "TensorProperties": [] if versions.STRIDES else ["strides"],
 }
 """Fields that this torch does not have yet, by class. They are the last ones."""
@@ -214,14 +213,12 @@ WHOLE = theirs.Metadata(
     },
     {"w": ("model", "w"), "scalar": ("list", 0), "step": ("step",)},
     {
-        theirs.MetadataIndex("w", [0, 0], 0): _StorageInfo(
-            "__0_0.distcp", 1, 2, *([["stream.zstd/1"]] if versions.TRANSFORMS else [])
-        ),
+        theirs.MetadataIndex("w", [0, 0], 0): _StorageInfo("__0_0.distcp", 1, 2, ["stream.zstd/1"]),
         theirs.MetadataIndex("w", [1, 0], 1): _StorageInfo("__1_0.distcp", 3, 4),
         theirs.MetadataIndex("step"): _StorageInfo("__0_0.distcp", 5, 6),
         theirs.MetadataIndex("hf", [0]): Elsewhere("model.safetensors", torch.Size([3])),
     },
-    theirs.StorageMeta("somewhere", "save", "load", *([["module"]] if versions.TRANSFORMS else [])),
+    theirs.StorageMeta("somewhere", "save", "load", ["module"]),
     *(["1.0.0"] if versions.VERSIONED else []),
 )
 

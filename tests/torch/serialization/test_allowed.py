@@ -19,10 +19,9 @@ import torch
 import torch.serialization as theirs
 
 from holdfast.errors import Corrupted, FormatError, PickleError, Truncated, ZipError
-from holdfast.torch import versions
 from holdfast.torch.serialization import allowed as ours
 from holdfast.torch.serialization.allowed import python3_name
-from tests.support import needs, torch_bytes
+from tests.support import torch_bytes
 
 
 class First:
@@ -75,7 +74,7 @@ def mine() -> dict[str, object]:
         (First,),
         {First},
         [First, Second],
-        pytest.param([First.Inner], marks=needs(versions.QUALIFIED_NAMES)),
+        [First.Inner],
         [len],
         [function],
         [(First, "other.name")],
@@ -109,12 +108,8 @@ def test_names_are_those_of_torch(items):
         ),
         ("a.b", AttributeError, "has no attribute '__module__'"),
         (1, AttributeError, "has no attribute '__module__'"),
-        pytest.param(
-            torch.float32, AttributeError, "'__qualname__'", marks=needs(versions.QUALIFIED_NAMES)
-        ),
-        pytest.param(
-            First(), AttributeError, "'__qualname__'", marks=needs(versions.QUALIFIED_NAMES)
-        ),
+        (torch.float32, AttributeError, "'__qualname__'"),
+        (First(), AttributeError, "'__qualname__'"),
     ],
 )
 def test_what_is_no_item(item, kind, message):

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.utils import _ReaderView
 from torch.serialization import LoadEndianness, SourceChangeWarning
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.serialization import config
 
 import holdfast
 from holdfast.engine.saves import FilePlan
@@ -39,7 +40,6 @@ from holdfast.formats.torch import write as layout
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import lay_out_zip
 from holdfast.torch import load, save, set_default_mmap_options, skip_data, versions
-from holdfast.torch.versions import config
 from tests.support import needs, torch_bytes
 from tests.torch.serialization.test_weights import assert_same
 
@@ -59,7 +59,9 @@ def quiet() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def switches() -> Iterator[None]:
     before = config.load.endianness, config.load.mmap_flags, config.load.mmap
-    versions.local.map_location = None  # a torch.load that failed leaves its own there
+    torch.serialization._serialization_tls.map_location = (
+        None  # a torch.load that failed leaves its own there
+    )
     yield
     config.load.endianness, config.load.mmap_flags, config.load.mmap = before
 
@@ -232,7 +234,6 @@ def test_meta_keeps_sharing_and_says_where_the_bytes_are(path: Path, weights_onl
         assert ours["w"].untyped_storage()._checkpoint_offset == offset
 
 
-@needs(versions.BYTES_FOUND)
 @WEIGHTS_ONLY
 @pytest.mark.parametrize(
     "location",
@@ -266,7 +267,6 @@ def test_fake_tensors(zip_path: Path, weights_only: bool, location: object):
     assert made["w"].untyped_storage()._cdata == made["turned"].untyped_storage()._cdata
 
 
-@needs(versions.BYTES_FOUND)
 @WEIGHTS_ONLY
 def test_fake_tensors_and_a_function(zip_path: Path, weights_only: bool):
     for function in (torch.load, load):
@@ -277,7 +277,6 @@ def test_fake_tensors_and_a_function(zip_path: Path, weights_only: bool):
             function(zip_path, map_location=lambda storage, tag: storage, weights_only=weights_only)
 
 
-@needs(versions.BYTES_FOUND)
 @WEIGHTS_ONLY
 @pytest.mark.parametrize("location", [None, "cuda"])
 def test_fake_tensors_of_a_legacy_stream_are_where_they_were(
@@ -352,7 +351,6 @@ def test_mmap_private_and_shared(zip_path: Path):
     assert load(zip_path, verify=False)["part"].unique().tolist() == [8.0]
 
 
-@needs(versions.CONFIG)
 def test_mmap_by_default(zip_path: Path):
     config.load.mmap = True
     both(lambda: zip_path)
@@ -382,7 +380,6 @@ def test_mmap_of_what_cannot_be_mapped(tmp_path: Path, weights_only: bool):
 # `skip_data`.
 
 
-@needs(versions.BYTES_FOUND)
 @WEIGHTS_ONLY
 @pytest.mark.parametrize("mapped", [False, True])
 def test_skip_data(path: Path, weights_only: bool, mapped: bool):
@@ -1184,7 +1181,6 @@ SETTINGS = [
 ]
 
 
-@needs(versions.WEIGHTS_ONLY)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("weights_only", [None, True, False])
 @pytest.mark.parametrize("module", [None, pickle], ids=["", "pickle"])
@@ -1202,7 +1198,6 @@ def test_environment(
     both(lambda: io.BytesIO(raw), weights_only=weights_only, pickle_module=module)
 
 
-@needs(versions.WEIGHTS_ONLY)
 def test_the_environment_is_mentioned(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(FORCE_NOT, "1")
     for function in (torch.load, load):

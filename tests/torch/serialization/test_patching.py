@@ -11,10 +11,8 @@ import torch.serialization as theirs
 
 import holdfast.torch as ours
 from holdfast.errors import HoldfastWarning
-from holdfast.torch import versions
 from holdfast.torch.serialization import allowed, locations, patching, settings
 from holdfast.torch.serialization.patching import install, uninstall
-from tests.support import needs
 
 MODULES = (torch, torch.serialization)
 
@@ -60,7 +58,6 @@ def changes(before):
     }
 
 
-@needs(versions.THREAD_LOCAL)
 def test_exactly_the_names_of_serialization_are_replaced():
     before = [dict(vars(module)) for module in MODULES]
     shared = {"LoadEndianness", "SourceChangeWarning", "StorageType"}
@@ -173,7 +170,6 @@ def test_what_was_there_before_us_comes_back():
         assert torch.load is earlier
 
 
-@needs(versions.UNSAFE_GLOBALS)
 def test_the_functions_that_are_put_in_work():
     class Mine:
         pass

@@ -23,8 +23,7 @@ from torch import nn
 
 import holdfast.torch
 from holdfast.errors import NotCommitted, NotSaved, Refused
-from holdfast.torch import load, save, versions
-from tests.support import needs
+from holdfast.torch import load, save
 
 
 def state() -> dict[str, object]:
@@ -336,7 +335,6 @@ def test_a_zero_tensor_is_refused_in_torchs_words(shape: tuple[int, ...], zipped
         assert "ZeroTensor is not serializable" in str(error)
 
 
-@needs(versions.THREAD_LOCAL)
 def test_arguments(tmp_path: Path):
     assert isinstance(both(io.BytesIO, pickle_protocol=6), ValueError)
     assert isinstance(both(io.BytesIO, pickle_protocol="2"), TypeError)

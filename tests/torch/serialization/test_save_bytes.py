@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.serialization import config
 
 from holdfast.torch import versions
 from holdfast.torch.serialization.save import save
-from holdfast.torch.versions import config
-from tests.support import needs
 
 TYPED = [
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128",
@@ -26,10 +25,7 @@ TYPED = [
 
 
 def has(name: str) -> bool:
-    """Whether this torch has a dtype, and saves it."""
-    return versions.dtype(name) is not None and (
-        bool(versions.UINT16) or name not in ("uint16", "uint32", "uint64")
-    )
+    return versions.dtype(name) is not None
 
 
 class Subclass(torch.Tensor):
@@ -55,8 +51,8 @@ def attributes() -> object:
     tensor.note = "kept"
     parameter = nn.Parameter(torch.ones(2))
     parameter.tag = 3
-    buffers = [nn.Buffer(torch.ones(2))] if versions.BUFFER else []
-    return [tensor, parameter, *buffers, nn.Parameter(torch.ones(2), requires_grad=False)]
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    return [tensor, parameter, nn.Buffer(torch.ones(2)), frozen]
 
 
 def plain_values() -> object:
@@ -161,7 +157,6 @@ def test_other_protocols(name: str, protocol: int, tmp_path: Path):
     assert written(save, obj, tmp_path / "m.pt", pickle_protocol=protocol) == want
 
 
-@needs(versions.CONFIG)
 @pytest.mark.parametrize("alignment", [1, 2, 128, 4096, 32768])
 def test_alignment(alignment: int, tmp_path: Path, saving: Setter):
     saving(storage_alignment=alignment)
@@ -181,7 +176,6 @@ def test_an_alignment_that_makes_unreadable_files_is_refused(
     assert not (tmp_path / "m.pt").exists()
 
 
-@needs(versions.UNSAFE_GLOBALS)
 @pytest.mark.parametrize("name", ["state dict", "large", "empty", "like a descriptor"])
 def test_without_checksums(name: str, tmp_path: Path, saving: Setter):
     saving(compute_crc32=False)
@@ -196,7 +190,6 @@ def test_late_byte_order(name: str, tmp_path: Path):
     assert written(save, obj, tmp_path / "m.pt", _disable_byteorder_record=True) == want
 
 
-@needs(versions.THREAD_LOCAL)
 @pytest.mark.parametrize("name", ["state dict", "large", "empty"])
 @pytest.mark.parametrize("buffered", [False, True])
 def test_skipped_data(name: str, buffered: bool, tmp_path: Path):
@@ -206,7 +199,6 @@ def test_skipped_data(name: str, buffered: bool, tmp_path: Path):
         assert written(torch.save, obj, target) == written(save, obj, target)
 
 
-@needs(versions.THREAD_LOCAL)
 def test_fake_tensors_are_saved_as_room(tmp_path: Path):
     from torch._subclasses.fake_tensor import FakeTensorMode
 

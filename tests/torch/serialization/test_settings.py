@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.serialization as theirs
+from torch.utils.serialization import config
 
 import holdfast.torch
 from holdfast.errors import HoldfastWarning, Refused
-from holdfast.torch import versions
 from holdfast.torch.serialization import settings as ours
-from holdfast.torch.versions import config
-from tests.support import needs
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +65,6 @@ def test_endianness_checks_its_type(value):
     assert ours.get_default_load_endianness() is ours.LoadEndianness.BIG
 
 
-@needs(versions.UNSAFE_GLOBALS)
 def test_crc32_is_one_switch():
     assert ours.get_crc32_options() is True
     ours.set_crc32_options(False)
@@ -105,7 +102,6 @@ def test_mmap_options_refuse_the_rest(flags):
     assert ours.get_default_mmap_options() == mmap.MAP_PRIVATE
 
 
-@needs(versions.THREAD_LOCAL)
 def test_skip_data_is_seen_by_torch():
     value = torch.arange(1.0, 5.0)
     file = io.BytesIO()
@@ -119,7 +115,6 @@ def test_skip_data_is_seen_by_torch():
     assert torch.equal(torch.load(file), value)
 
 
-@needs(versions.THREAD_LOCAL)
 def test_skip_data_nests_and_restores():
     local = theirs._serialization_tls
 
@@ -140,7 +135,6 @@ def test_skip_data_nests_and_restores():
     assert state() == (False, False)
 
 
-@needs(versions.THREAD_LOCAL)
 def test_skip_data_holds_in_one_thread():
     seen = []
     with ours.skip_data():

@@ -39,7 +39,7 @@ from tests.hostile.craft_pickle import (
     tuple_of,
 )
 from tests.hostile.craft_torch import storage, tensor, torch_zip, weight
-from tests.support import dtypes, needs, nested_allowed, torch_bytes
+from tests.support import dtypes, nested_allowed, torch_bytes
 from tests.torch.serialization.zip_storages import ZipStorages, load
 
 DTYPES = [value for value in default_globals().values() if isinstance(value, torch.dtype)]
@@ -156,10 +156,7 @@ def element_bytes(dtype: torch.dtype, count: int = 6) -> torch.Tensor:
 
 def test_the_names_are_torchs():
     ours, theirs = default_globals(), torchs._get_allowed_globals()
-    assert set(ours) >= set(theirs)
-    assert set(ours) == set(theirs) or not versions.BYTES_FOUND, (
-        "what later versions allow is allowed with earlier ones"
-    )
+    assert set(ours) == set(theirs)
     assert len(ours) == 144 or versions.HERE != (2, 13)
     for name, value in ((name, ours[name]) for name in theirs):
         if isinstance(value, StorageClass):
@@ -183,7 +180,6 @@ def test_dtypes(dtype):
     parity({"a": made, "row": made[1], "turned": made.t(), "empty": made[:, :0]})
 
 
-@needs(versions.NARROW_INTS)
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_dtypes_that_torch_reads_and_does_not_write(dtype):
     name = str(dtype).removeprefix("torch.")
@@ -222,7 +218,7 @@ def test_requires_grad_and_parameters(grad):
 def test_attributes():
     t, p = torch.ones(2), torch.nn.Parameter(torch.ones(2))
     t.foo, p.bar, p.tag = "foo", [1, t], {"x": torch.zeros(1)}
-    parity([t, p, *([torch.nn.Buffer(torch.ones(3), persistent=False)] if versions.BUFFER else [])])
+    parity([t, p, torch.nn.Buffer(torch.ones(3), persistent=False)])
 
 
 def test_conj_and_neg():
@@ -532,15 +528,7 @@ def test_python2_storages():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "plain",
-        "parameter",
-        "attributes",
-        "per tensor",
-        "bare",
-        pytest.param("buffer", marks=needs(versions.BUFFER)),
-    ],
+    "name", ["plain", "parameter", "attributes", "per tensor", "bare", "buffer"]
 )
 def test_what_needs_no_elements_does_not_wait_for_them(name):
     t = torch.arange(4.0)
@@ -552,7 +540,7 @@ def test_what_needs_no_elements_does_not_wait_for_them(name):
         "attributes": t2,
         "per tensor": torch.quantize_per_tensor(t, 0.5, 0, torch.qint8),
         "bare": t._typed_storage(),
-        **({"buffer": torch.nn.Buffer(t)} if versions.BUFFER else {}),
+        "buffer": torch.nn.Buffer(t),
     }[name]
     storages = ZipStorages(torch_bytes(value))
     interpret_whole(storages.pickle, WeightsTable(storages), limits=Limits())
@@ -589,9 +577,9 @@ class MetaStorages(ZipStorages):
 def test_on_meta(name):
     raw = torch_bytes([torch.ones(3), torch.nn.Parameter(torch.ones(2)), COMPOSITES[name]])
     ours = load(raw, storages=MetaStorages(raw))
-    if name != "meta" and not versions.SPARSE_UNCHECKED:
+    if name != "meta" and versions.SPARSE_CHECKED:
         assert all(tensor.is_meta for tensor in ours)
-        pytest.skip(versions.SPARSE_UNCHECKED.reason)
+        pytest.skip(versions.SPARSE_CHECKED.reason)
     theirs = torch_load(raw, map_location="meta")
     for a, b in zip(ours, theirs, strict=True):
         assert (type(a), a.device, a.shape, a.layout, a.dtype) == (
@@ -603,7 +591,6 @@ def test_on_meta(name):
         )
 
 
-@needs(versions.BYTES_FOUND)
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_fake_tensors(device):
     base = torch.arange(6.0).reshape(2, 3)
@@ -613,7 +600,7 @@ def test_fake_tensors(device):
         "p": torch.nn.Parameter(base),
         "h": torch.ones(2, dtype=torch.uint16),
     }
-    raw = torch_bytes(state | ({"s": base.to_sparse()} if versions.SPARSE_UNCHECKED else {}))
+    raw = torch_bytes(state | ({} if versions.SPARSE_CHECKED else {"s": base.to_sparse()}))
     storages = MetaStorages(raw)
     storages.fake = device
     with FakeTensorMode():
@@ -648,15 +635,14 @@ def test_a_default_device_does_not_matter():
     assert [t.device.type for t in ours] == ["cpu"] * 3
 
 
-@needs(versions.UNSAFE_GLOBALS)
 def test_device_tensors():
     value = Reduced(
         torch._utils._rebuild_device_tensor_from_cpu_tensor,
         (torch.ones(2), torch.float64, "cpu", True),
     )
     parity(value)
-    versions.local.map_location = {"cpu": "meta"}
+    torch.serialization._serialization_tls.map_location = {"cpu": "meta"}
     try:
         assert load(torch_bytes(value)).is_meta
     finally:
-        versions.local.map_location = None
+        torch.serialization._serialization_tls.map_location = None

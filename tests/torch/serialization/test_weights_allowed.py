@@ -160,7 +160,7 @@ ALL = [
 ]
 
 
-@pytest.fixture(params=["ours", pytest.param("torch's", marks=needs(versions.THREAD_LOCAL))])
+@pytest.fixture(params=["ours", "torch's"])
 def allow(request):
     return safe_globals if request.param == "ours" else torch.serialization.safe_globals
 

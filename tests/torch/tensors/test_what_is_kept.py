@@ -13,8 +13,8 @@ from torch import nn
 import holdfast
 from holdfast.core.opaque import Global
 from holdfast.errors import CannotHold
-from holdfast.torch import save_sharded, versions
-from tests.support import needs, nested_allowed
+from holdfast.torch import save_sharded
+from tests.support import nested_allowed
 
 FORMATS = {"torch": "a.pt", "native": "a", "safetensors": "a.safetensors"}
 
@@ -50,13 +50,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=needs(versions.LENGTHS_KEPT) if "jagged" in kind else ())
-        for kind in NESTED
-    ],
-)
+@pytest.mark.parametrize("kind", NESTED)
 @pytest.mark.filterwarnings("ignore")
 def test_nested_tensors_are_kept(tmp_path, kind, format):
     tensor = NESTED[kind]()
@@ -113,9 +107,12 @@ def test_what_no_format_is_told_of_is_noted(tmp_path, format):
     tagged.tag = "x"
     hooked = torch.ones(2, requires_grad=True)
     hooked.register_hook(lambda grad: grad)
-    state = {"tagged": tagged, "special": torch.ones(2).as_subclass(Special), "hooked": hooked}
-    if versions.BUFFER:
-        state["buffer"] = nn.Buffer(torch.ones(2))
+    state = {
+        "tagged": tagged,
+        "special": torch.ones(2).as_subclass(Special),
+        "hooked": hooked,
+        "buffer": nn.Buffer(torch.ones(2)),
+    }
     assert saved(tmp_path, state, format)[0].notes == (
         "the attribute 'tag' is not kept of 'tagged'",
         "the class Special is not kept of 'special'",
@@ -158,7 +155,6 @@ PLAIN = [
 ]  # fmt: skip
 
 
-@needs(versions.WEIGHTS_ONLY)
 @pytest.mark.parametrize("number", range(len(PLAIN)))
 def test_torch_reads_plain_values_or_a_note_names_them(tmp_path, number):
     value = PLAIN[number]

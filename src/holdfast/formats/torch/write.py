@@ -358,22 +358,24 @@ class RecordContents:
 
 
 def lay_out_container(
-    name: str, content: bytes, storages: Records, *, alignment: int = ALIGNMENT, crc: bool = True, order_first: bool = True,
-    numbered: bool = True,
-) -> tuple[Segment, ...]:  # fmt: skip
+    name: str,
+    content: bytes,
+    storages: Records,
+    *,
+    alignment: int = ALIGNMENT,
+    crc: bool = True,
+    order_first: bool = True,
+) -> tuple[Segment, ...]:
     """The archive around a pickle and its storages, which are named `data/N`.
 
-    With `order_first=False` the record of the byte order comes late, where torch's `_disable_byteorder_record` puts it. With
-    `numbered=False` there are no records of the format and the alignment, as before torch 2.7.
+    With `order_first=False` the record of the byte order comes late, where torch's
+    `_disable_byteorder_record` puts it.
     """
     order: tuple[str, Payload] = ("byteorder", sys.byteorder.encode())
-    numbers: list[tuple[str, Payload]] = [
-        (".format_version", b"1"),
-        (".storage_alignment", b"%d" % alignment),
-    ]
     records: list[tuple[str, Payload] | RecordFolder] = [
         ("data.pkl", content),
-        *(numbers if numbered else ()),
+        (".format_version", b"1"),
+        (".storage_alignment", b"%d" % alignment),
     ]
     records += (
         (order, *storages, ("version", b"3\n"))

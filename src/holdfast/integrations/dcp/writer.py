@@ -105,8 +105,6 @@ class Writer(CheckpointPlace, StorageWriter):
         With `cache_staged_state_dict`, `dcp.async_save` copies the state into the same memory each time, if the writer is kept.
         `_extensions` are torch's own: each transforms what is written, the last one first.
         """
-        if _extensions:
-            versions.TRANSFORMS.require("a checkpoint with _extensions")
         super().__init__(path, store)
         self.save_id = uuid.uuid4().hex
         self.overwrite, self.durable = overwrite, durable and sync_files

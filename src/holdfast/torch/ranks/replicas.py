@@ -46,7 +46,6 @@ from holdfast.engine.checksums import damage
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadArgument
 from holdfast.ranks.plan import deal_classes
-from holdfast.torch import versions
 from holdfast.torch.ranks.group import ranks_of
 from holdfast.torch.tensors.allocate import Want, make_fresh
 from holdfast.torch.tensors.fill import NO_FILLS, Fills, batches, files_of, fill, overlapping
@@ -426,7 +425,9 @@ def hand_on(
         for views, whole in arrivals:
             unpack(views, whole)
     got = {piece.position for piece, reader, _ in replicas.pieces() if reader != replicas.rank}
-    versions.mark_changed([replicas.fills.targets[at].detach() for at in sorted(got)])
+    torch.autograd.graph.increment_version(
+        [replicas.fills.targets[at].detach() for at in sorted(got)]
+    )
 
 
 Arrival = tuple[list[torch.Tensor], torch.Tensor]

@@ -106,18 +106,13 @@ def _to_torch(value: object) -> object:
         case ours.MetadataIndex():
             return torchs.MetadataIndex(value.fqn, value.offset, value.index)
         case ours.StorageInfo():
-            if versions.TRANSFORMS:
-                return _StorageInfo(
-                    value.relative_path, value.offset, value.length, value.transform_descriptors
-                )
-            if value.transform_descriptors:
-                versions.TRANSFORMS.require(
-                    f"an item that was transformed ({', '.join(value.transform_descriptors)})"
-                )
-            return _StorageInfo(value.relative_path, value.offset, value.length)
+            return _StorageInfo(
+                value.relative_path, value.offset, value.length, value.transform_descriptors
+            )
         case ours.StorageMeta():
-            more = (list(value.modules),) if versions.TRANSFORMS else ()
-            return torchs.StorageMeta(value.checkpoint_id, value.save_id, value.load_id, *more)
+            return torchs.StorageMeta(
+                value.checkpoint_id, value.save_id, value.load_id, list(value.modules)
+            )
         case ours.BytesStorageMetadata():
             return torchs.BytesStorageMetadata()
         case ours.MemoryFormat():
@@ -214,12 +209,13 @@ def _from_torch(value: object) -> object:
         case torchs.MetadataIndex():
             return ours.MetadataIndex(value.fqn, value.offset, value.index)
         case _StorageInfo():
-            # Files of torch <= 2.4 have no such attribute in their records.
+            # Records that torch 2.4 and earlier wrote do not have this attribute.
             transforms = getattr(value, "transform_descriptors", None)
             return ours.StorageInfo(value.relative_path, value.offset, value.length, transforms)
         case torchs.StorageMeta():
-            modules = list(value.modules) if versions.TRANSFORMS else []
-            return ours.StorageMeta(value.checkpoint_id, value.save_id, value.load_id, modules)
+            return ours.StorageMeta(
+                value.checkpoint_id, value.save_id, value.load_id, list(value.modules)
+            )
         case torchs.BytesStorageMetadata():
             return ours.BytesStorageMetadata()
         case torch.memory_format():

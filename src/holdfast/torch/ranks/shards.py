@@ -22,7 +22,6 @@ import torch
 from holdfast.core.box import Box
 from holdfast.core.value import Value
 from holdfast.errors import BadPlacement, Unsupported
-from holdfast.torch.versions import dtensor_module
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Compared by exact class."""
@@ -55,8 +54,9 @@ def _classes() -> tuple[type, type]:
     if not torch.distributed.is_available():
         return Never, Never
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.tensor import DTensor
 
-    return dtensor_module().DTensor, ShardedTensor
+    return DTensor, ShardedTensor
 
 
 def is_sharded(value: object) -> bool:
@@ -88,11 +88,14 @@ def _speaks(value: object) -> bool:
 
 
 def _of_dtensor(value: torch.Tensor, name: str) -> Shards:
+    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     tensor: Any = value  # a DTensor, whose class cannot be named where torch has no `distributed`
     local: torch.Tensor = tensor._local_tensor
     placements, mesh = tensor.placements, tensor.device_mesh
     shape = tuple(tensor.shape)
-    if any(isinstance(p, dtensor_module().Partial) for p in placements):
+    if any(isinstance(p, Partial) for p in placements):
         raise Unsupported(
             f"a DTensor with placements {tuple(placements)}: its sum has not been made; redistribute it first"
         )
@@ -101,9 +104,7 @@ def _of_dtensor(value: torch.Tensor, name: str) -> Shards:
         return Shards(shape, inner.dtype, inner.parts)
     if mesh.get_coordinate() is None:
         return Shards(shape, tensor.dtype, ())
-    sizes, offsets = dtensor_module()._utils.compute_local_shape_and_global_offset(
-        shape, mesh, placements
-    )
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     if tuple(sizes) != tuple(local.shape):
         raise Unsupported(
             f"a DTensor of {list(shape)} with placements {tuple(placements)} has a local part of {list(local.shape)} where "

@@ -25,6 +25,8 @@ from typing import cast
 
 import torch
 from torch.serialization import LoadEndianness, SourceChangeWarning
+from torch.serialization import _serialization_tls as local
+from torch.utils.serialization import config
 
 from holdfast.core.chunk import Extent, Storage
 from holdfast.core.limits import Limits
@@ -62,7 +64,6 @@ from holdfast.torch.serialization.rebuild import TorchBuilder
 from holdfast.torch.serialization.refusals import refusal
 from holdfast.torch.serialization.storages import LazyStorages, as_text, untyped_dtypes
 from holdfast.torch.serialization.weights import WeightsTable
-from holdfast.torch.versions import config, local
 
 MapLocation = (
     Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]

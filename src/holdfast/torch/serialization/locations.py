@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
+from torch.serialization import _serialization_tls as local
 
 from holdfast.core.runtime import renewed
 from holdfast.core.value import Value
 from holdfast.errors import PickleError, Refused
-from holdfast.torch.versions import local
 
 AnyStorage = torch.UntypedStorage | torch.storage.TypedStorage
 Tag = Callable[[AnyStorage], str | None]

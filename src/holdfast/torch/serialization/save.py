@@ -28,6 +28,8 @@ from typing import Protocol, cast
 
 import numpy as np
 import torch
+from torch.serialization import _serialization_tls as local
+from torch.utils.serialization import config
 
 from holdfast.core.runtime import gc_paused
 from holdfast.engine.saves import Data, FilePlan, Hole, Literal, Memory, SavePlan, Segment
@@ -37,13 +39,11 @@ from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload, RecordFolder, Records
 from holdfast.saving.planned import Writing, write_plan
 from holdfast.stores.paths import check_binary, found_path
-from holdfast.torch import versions
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL, MAGIC_NUMBER, PROTOCOL_VERSION
 from holdfast.torch.tensors.storages import TensorStorages
 from holdfast.torch.tensors.to_lazy import storage_bytes, storage_memory
-from holdfast.torch.versions import config, local
 
 SMALL_NBYTES = 4096
 """Storages up to this size, one or all of them, are copied into the layout, which is faster than to describe them as memory."""
@@ -138,8 +138,7 @@ def plan_object(
     with gc_paused():
         ids = StorageIds()
         content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=pickle_protocol)
-        numbered = bool(versions.NUMBERED_CONTAINER)
-        records = _records(ids, skip=skip, numbered=numbered)
+        records = _records(ids, skip=skip)
         layout = lay_out_container(
             name,
             content,
@@ -147,7 +146,6 @@ def plan_object(
             alignment=alignment,
             crc=crc,
             order_first=order_first,
-            numbered=numbered,
         )
     return SavePlan("torch-zip", (FilePlan("", layout),))
 
@@ -176,11 +174,11 @@ def _is_special(path: str) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def _records(ids: StorageIds, *, skip: bool, numbered: bool) -> Records:
+def _records(ids: StorageIds, *, skip: bool) -> Records:
     storages, devices = ids.storages, {storage.device for storage in ids.storages}
     nbytes = [*map(torch.UntypedStorage.nbytes, storages)]
     kinds = {device.type for device in devices}
-    if not skip and numbered and kinds <= {"cpu", "cuda"} and sum(nbytes) > SMALL_NBYTES:
+    if not skip and kinds <= {"cpu", "cuda"} and sum(nbytes) > SMALL_NBYTES:
         on_gpu = (
             [number for number, storage in enumerate(storages) if storage.is_cuda]
             if "cuda" in kinds
@@ -193,11 +191,9 @@ def _records(ids: StorageIds, *, skip: bool, numbered: bool) -> Records:
         return [RecordFolder("data", content)]
     # Made only where there is something on a GPU: it takes as long as a small archive.
     source = GpuSource() if "cuda" in kinds else None
-    # A numbered container has them in the order of their numbers, older ones in that of the texts.
-    order = range(len(storages)) if numbered else sorted(range(len(storages)), key=str)
     return [
-        (f"data/{number}", _payload(storages[number], f"data/{number}", source, skip=skip))
-        for number in order
+        (f"data/{number}", _payload(storage, f"data/{number}", source, skip=skip))
+        for number, storage in enumerate(storages)
     ]
 
 

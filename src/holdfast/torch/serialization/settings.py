@@ -23,10 +23,11 @@ import torch
 
 # torch's own class: comparisons with enum members are by identity.
 from torch.serialization import LoadEndianness
+from torch.serialization import _serialization_tls as local
+from torch.utils.serialization import config
 
 from holdfast.errors import HoldfastWarning, Refused
 from holdfast.stores.platform import MAP_PRIVATE, MAP_SHARED
-from holdfast.torch.versions import config, local
 
 DEFAULT_PROTOCOL = 2
 """The pickle protocol of a save. torch's `weights_only` loader reads no opcode of protocol 4 and up."""

@@ -14,6 +14,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from torch.serialization import _serialization_tls as local
 from torch.storage import TypedStorage
 
 from holdfast.core.chunk import Extent, Storage
@@ -55,7 +56,7 @@ from holdfast.torch.serialization.locations import (
 from holdfast.torch.serialization.pickling import StorageClass
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.scratch import flat
-from holdfast.torch.versions import is_faking, local
+from holdfast.torch.versions import is_faking
 
 CPU = torch.device("cpu")
 

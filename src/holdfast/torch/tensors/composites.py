@@ -25,7 +25,6 @@ from holdfast.formats.pickle.table import Name
 from holdfast.formats.torch import reducers
 from holdfast.formats.torch.composites import LENGTHS, NESTED, SPARSE_PARTS, Apart, CompositeKind
 from holdfast.formats.torch.tensors import beyond, reach
-from holdfast.torch import versions
 
 
 class Elements(Value, frozen=True, eq=False):
@@ -201,13 +200,9 @@ def jagged_apart(tensor: torch.Tensor) -> Apart:
     assert isinstance(tensor, NestedTensor)
     given = {"values": tensor._values, "offsets": tensor._offsets, "lengths": tensor._lengths}
     parts = {name: part.detach() for name, part in given.items() if part is not None}
-    # torch keeps the shortest and the longest length as the shape of a tensor without elements; 2.4 as numbers, now and then.
-    cached = {
-        name: tensor._metadata_cache[name] for name in LENGTHS if name in tensor._metadata_cache
-    }
-    lengths: dict[str, object] = {
-        name: part if isinstance(part, int) else part.shape[0] for name, part in cached.items()
-    }
+    # torch keeps the shortest and the longest length as the shape of a tensor without elements.
+    cache = tensor._metadata_cache
+    lengths: dict[str, object] = {name: cache[name].shape[0] for name in LENGTHS if name in cache}
     return Apart(
         (tensor._offsets.numel() - 1,), parts, {"ragged_idx": tensor._ragged_idx, **lengths}
     )
@@ -218,10 +213,8 @@ def jagged_together(whole: Apart) -> torch.Tensor:
     values, offsets, lengths = parts["values"], parts["offsets"], parts.get("lengths")
     ragged = attributes["ragged_idx"]
     check_rows(values, offsets, lengths, axis=ragged)
-    known = [
-        (name, attributes[name]) for name in LENGTHS if versions.LENGTHS_KEPT and name in attributes
-    ]
-    cache = {name: torch.zeros(length, 0, device="cpu") for name, length in known}
+    known_names = [name for name in LENGTHS if name in attributes]
+    cache = {name: torch.zeros(attributes[name], 0, device="cpu") for name in known_names}
     return NestedTensor(values, offsets, lengths=lengths, _ragged_idx=ragged, _metadata_cache=cache)
 
 

@@ -31,7 +31,6 @@ from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, read_to_memory
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import BackgroundCall
 from holdfast.errors import BadTarget, Corrupted
-from holdfast.torch import versions
 from holdfast.torch.cuda.load import load_fills
 from holdfast.torch.cuda.plan import ByteKind, DeviceRows
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
@@ -232,7 +231,7 @@ def fill(
         notes += losses.notes()
     if direct:
         # The memory was written without torch; autograd must know that saved tensors have changed.
-        versions.mark_changed([f.target for f in direct])
+        torch.autograd.graph.increment_version([f.target for f in direct])
     return notes
 
 
@@ -297,7 +296,7 @@ def _read_ranges(groups: Iterable[DeviceRows], progress: Progress | None) -> Non
         source.read_nbytes += read_to_memory(
             source.store, wanted, threads=source.threads, policy=policy
         )
-        versions.mark_changed(targets)
+        torch.autograd.graph.increment_version(targets)
         if progress is not None:
             progress(int(ranges.nbytes.sum()))
 

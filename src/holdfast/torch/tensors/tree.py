@@ -19,7 +19,6 @@ from holdfast.core.tree import (
     walk,
 )
 from holdfast.errors import LimitExceeded
-from holdfast.torch import versions
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
 DEEPEST = 100
@@ -148,6 +147,6 @@ def _with_traits(tensor: torch.Tensor, traits: Traits) -> torch.Tensor:
     grad = traits.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
     if traits.parameter:
         return torch.nn.Parameter(tensor, requires_grad=grad)
-    if traits.buffer and versions.BUFFER:
+    if traits.buffer:
         return torch.nn.Buffer(tensor)
     return tensor.requires_grad_() if grad else tensor
