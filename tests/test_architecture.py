@@ -36,7 +36,7 @@ ROOM_TOKENS = {
     "core": 52001,
     "engine": 48443,
     "engine/commit": 8902,
-    "engine/targets": 13637,
+    "engine/targets": 14255,
     "formats": 10859,
     "formats/dcp": 23679,
     "formats/gguf": 3967,

@@ -33,7 +33,7 @@ from holdfast.engine.budget import BASE_NBYTES, Budget, budget, reading_threads
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.saves import LinkedFile, SavePlan, without_hashes
-from holdfast.engine.targets.parts import Findings, Shared
+from holdfast.engine.targets.parts import Findings, PlanSave
 from holdfast.engine.targets.target import Saving, Target, join_target, target_of
 from holdfast.engine.threads import default_threads
 from holdfast.errors import CannotHold, StoreError, Unsupported
@@ -596,5 +596,9 @@ def write_plan(
         seals=renews, threads=threads, block=block, progress=progress, read_back=writing.read_back,
         last=before_commit or (lambda: None), before_rename=before_rename, attributes=plan.attributes,
     )  # fmt: skip
-    Shared(plan, ranks, how, first_target, link, join, mark, findings).write()
+    joint_save = PlanSave(
+        plan, ranks, how, open_target=first_target, link_files=link, join_target=join, hash_source=mark,
+        findings=findings,
+    )  # fmt: skip
+    joint_save.write()
     return without_hashes(how.crcs)

@@ -370,6 +370,7 @@ class CopyTarget(JoinedCopy):
             how.last()
         for file in index:
             save.commit(_text(file, how))
+        save.revocable = False
         self._replaced.remove(save, keep=mine)
 
     def __exit__(

@@ -1,21 +1,19 @@
-"""A plan that the ranks of a group write together: each a part, by bytes, and the first one publishes it.
+"""A save whose plan every rank has: each rank writes a part of its bytes.
 
-    every rank    has the same plan                                             ──► a hash of it
-    first rank    opens the target, links what it takes over, makes files that several ranks write     ──► the target's name
-    every rank    writes its part, compares it with what its source records, reads it back             ──► checksums
-    first rank    writes what depends on checksums, then the index, publishes                          ──► done, or what went wrong
+This is the kind of save of all verbs but `save_sharded` (`engine/targets/joint_save` has the steps).
+One process is a group of one: its part is the whole plan, and no document is made.
 
-One process is one part: it has the whole plan, and nothing is sent. A part is a stretch of all bytes, so that each rank reads
-neighbours; a file is cut where one rank's stretch ends, and both write it at their offsets. Where a file cannot be cut (an object
-of a bucket, a file that a later try is to find whole), files are dealt as they are.
+A part is a stretch of all bytes of the plan, so each rank reads neighbouring bytes of the source. A
+file is cut where the stretch of a rank ends, and both ranks write it at their offsets. Some files
+cannot be cut: an object of a bucket, or a file that a later try must find complete. Such files are
+assigned to ranks as they are.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 
@@ -26,241 +24,284 @@ from holdfast.core.documents import message_kind, read_document, write_document
 from holdfast.core.group import Ranks, check_same, deal
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import Data, FilePlan, Gathered, SavePlan
+from holdfast.engine.targets.joint_save import JointSave
 from holdfast.engine.targets.target import Delivered, Saving, Target
 from holdfast.engine.write import BLOCK_NBYTES, PartSums, Written
-from holdfast.errors import RankLost, RanksFailed
 
-CUT_NBYTES = 32 << 20  # Files up to this length are written by one rank.
+CUT_NBYTES = 32 << 20
+"""The size up to which one rank writes a file."""
 
 
 class FilePart(Value, frozen=True):
-    file: int
-    """The number of a file of the plan."""
+    """A range of the bytes of a file, `stop` not included."""
+
+    file_index: int
+    """The position of the file in the plan."""
     start: int
     stop: int
 
 
-def deal_files(
-    files: Sequence[FilePlan], ranks: int, *, splits: bool, kept: Collection[int] = ()
+def divide_files(
+    files: Sequence[FilePlan], rank_count: int, *, can_cut: bool, kept: Collection[int] = ()
 ) -> list[list[FilePart]]:
-    """What each rank writes. `splits` says whether several may write one file; of those that one rank writes, those that are `kept`
-    are the first rank's."""
-    if ranks == 1:
-        return [[FilePart(number, 0, file.nbytes) for number, file in enumerate(files)]]
-    shares: list[list[FilePart]] = [[] for _ in range(ranks)]
-    if not splits:
-        left = [number for number in range(len(files)) if number not in kept]
-        loads = np.zeros(ranks, np.int64)
-        loads[-1] = sum(files[number].nbytes for number in kept)
-        # The fullest share comes first, and the first rank has the index to write.
-        picks = (
-            ranks - 1 - deal(np.array([files[number].nbytes for number in left], np.int64), loads)
-        )
-        owners = dict.fromkeys(kept, 0) | dict(zip(left, picks.tolist(), strict=True))
-        for number, file in enumerate(files):
-            shares[owners[number]].append(FilePart(number, 0, file.nbytes))
-        return shares
-    total, begin = sum(file.nbytes for file in files), 0
-    edges = [total * rank // ranks for rank in range(ranks + 1)]
-    for number, file in enumerate(files):
+    """Return what each rank writes.
+
+    Args:
+        files: The files of the plan.
+        rank_count: The number of ranks.
+        can_cut: Whether several ranks may write one file.
+        kept: Indices of the files that the first rank writes, unless several ranks write them.
+    """
+    if rank_count == 1:
+        return [[FilePart(index, 0, file.nbytes) for index, file in enumerate(files)]]
+    if can_cut:
+        return _cut_files(files, rank_count, kept)
+    return _assign_whole_files(files, rank_count, kept)
+
+
+def _assign_whole_files(
+    files: Sequence[FilePlan], rank_count: int, kept: Collection[int]
+) -> list[list[FilePart]]:
+    """Assign each file to one rank, so that all ranks write about as many bytes."""
+    free_indices = [index for index in range(len(files)) if index not in kept]
+    free_nbytes = np.array([files[index].nbytes for index in free_indices], np.int64)
+    loads = np.zeros(rank_count, np.int64)
+    loads[-1] = sum(files[index].nbytes for index in kept)
+
+    # `deal` gives the most to its first holder. The first rank has the index to write as well, so
+    # the ranks are numbered from the end.
+    holders = rank_count - 1 - deal(free_nbytes, loads)
+    rank_of_file = dict.fromkeys(kept, 0)
+    rank_of_file.update(zip(free_indices, holders.tolist(), strict=True))
+
+    shares: list[list[FilePart]] = [[] for _ in range(rank_count)]
+    for index, file in enumerate(files):
+        shares[rank_of_file[index]].append(FilePart(index, 0, file.nbytes))
+    return shares
+
+
+def _cut_files(
+    files: Sequence[FilePlan], rank_count: int, kept: Collection[int]
+) -> list[list[FilePart]]:
+    """Cut the bytes of all files into one stretch for each rank."""
+    total_nbytes = sum(file.nbytes for file in files)
+    edges = [total_nbytes * rank // rank_count for rank in range(rank_count + 1)]
+
+    shares: list[list[FilePart]] = [[] for _ in range(rank_count)]
+    begin = 0
+    for index, file in enumerate(files):
         end = begin + file.nbytes
-        if file.nbytes <= CUT_NBYTES or any(
-            isinstance(one, Data | Gathered) and one.hashed for one in file.segments
-        ):
-            middle = min(bisect(edges, begin + file.nbytes // 2) - 1, ranks - 1)
-            shares[0 if number in kept else middle].append(FilePart(number, 0, file.nbytes))
+        if file.nbytes <= CUT_NBYTES or _is_hashed(file):
+            rank = min(bisect(edges, begin + file.nbytes // 2) - 1, rank_count - 1)
+            shares[0 if index in kept else rank].append(FilePart(index, 0, file.nbytes))
         else:
             for rank, (low, high) in enumerate(pairwise(edges)):
-                if max(begin, low) < min(end, high):
-                    shares[rank].append(
-                        FilePart(number, max(begin, low) - begin, min(end, high) - begin)
-                    )
+                start, stop = max(begin, low), min(end, high)
+                if start < stop:
+                    shares[rank].append(FilePart(index, start - begin, stop - begin))
         begin = end
     return shares
 
 
-def plan_mark(plan: SavePlan) -> bytes:
-    """A hash of the layout of a plan. Ranks with the same mark cut the same files at the same places."""
-    mark = blake2b(
-        repr((plan.format, plan.listed)).encode("utf-8", "surrogatepass"), digest_size=16
-    )
-    for segment in (segment for file in (*plan.files, *plan.index) for segment in file.segments):
-        labels = (
-            segment.labels
-            if isinstance(segment, Gathered)
-            else (segment.label,)
-            if isinstance(segment, Data)
-            else ()
-        )
-        mark.update(f"{type(segment).__name__} {segment.nbytes}\0".encode())
-        mark.update("\0".join(labels).encode("utf-8", "surrogatepass"))
-    return mark.digest()
+def _is_hashed(file: FilePlan) -> bool:
+    """Whether content hashes are recorded, for which one rank must see whole tensors."""
+    return any(isinstance(part, Data | Gathered) and part.hashed for part in file.segments)
 
 
-class PartTask(msgspec.Struct):
-    """The first rank's answer: where the parts come together, and how files are cut and dealt."""
+def hash_layout(plan: SavePlan) -> bytes:
+    """Hash the layout of a plan. Ranks with the same hash cut the same files at the same places."""
+    head = repr((plan.format, plan.listed)).encode("utf-8", "surrogatepass")
+    layout_hash = blake2b(head, digest_size=16)
+    for file in (*plan.files, *plan.index):
+        for segment in file.segments:
+            labels: Sequence[str] = ()
+            if isinstance(segment, Gathered):
+                labels = segment.labels
+            elif isinstance(segment, Data):
+                labels = (segment.label,)
+            layout_hash.update(f"{type(segment).__name__} {segment.nbytes}\0".encode())
+            layout_hash.update("\0".join(labels).encode("utf-8", "surrogatepass"))
+    return layout_hash.digest()
 
-    target: str
-    splits: bool
+
+class PartWork(msgspec.Struct):
+    """How the files are divided. It is the same for all ranks."""
+
+    can_cut: bool
     kept: list[int]
-    block: int
+    block_nbytes: int
 
 
 class PartReceipt(msgspec.Struct):
-    """What a rank has written."""
+    """The checksums of what a rank has written, by the positions of files in the plan."""
 
     whole: dict[int, PartSums]
-    """The files that it wrote from end to end, by their numbers in the plan."""
+    """Files that it wrote from end to end."""
     parts: dict[int, PartSums]
-    found: bytes
+    findings: bytes
 
 
-TASK, RECEIPT = (
-    message_kind("task of a part", PartTask),
-    message_kind("receipt of a part", PartReceipt),
-)
+WORK = message_kind("division of a plan", PartWork)
+RECEIPT = message_kind("receipt of a part", PartReceipt)
 FOUND = message_kind("list of findings", list[bytes])
 
 
 class Findings:
-    """What a verb finds out while its tensors are written, each rank of its own part. This one finds nothing."""
+    """What a verb finds out while its tensors are written, each rank about its own part.
+
+    This one finds nothing.
+    """
 
     def take(self) -> bytes:
-        """What was found here."""
+        """Return what this rank has found."""
         return b""
 
     def put(self, found: Sequence[bytes]) -> None:
-        """Take what all ranks have found in the place of what was found here."""
+        """Replace what this rank has found by what all ranks have found."""
 
 
-class Shared(Value, frozen=True, eq=False):
-    """A plan on its way, as one rank sees it."""
+class PlanSave(JointSave):
+    """A plan on its way to its target, as one rank sees it."""
 
-    plan: SavePlan
-    ranks: Ranks
-    how: Saving
-    begin: Callable[[], Target]
-    """Opens the target, on the first rank alone."""
-    link: Callable[[Target], None]
-    """Takes over files of a base: first of all, so that where one has changed nothing was written in vain."""
-    join: Callable[[str], Target]
-    """Finds the target on the others, by its name."""
-    mark: Callable[[], bytes]
-    """A hash of what must be the same on all ranks, beside the plan."""
-    findings: Findings
+    def __init__(
+        self,
+        plan: SavePlan,
+        ranks: Ranks,
+        saving: Saving,
+        *,
+        open_target: Callable[[], Target],
+        link_files: Callable[[Target], None],
+        join_target: Callable[[str], Target],
+        hash_source: Callable[[], bytes],
+        findings: Findings,
+    ) -> None:
+        """Prepare the save; nothing is opened yet.
+
+        Args:
+            plan: The plan, which all ranks have.
+            ranks: The ranks that write it.
+            saving: How files are written.
+            open_target: Opens the target. Called on the first rank.
+            link_files: Takes over the files of a base. Called first of all, because the save starts
+                again if the base has changed.
+            join_target: Finds the target by its name. Called on the other ranks.
+            hash_source: Hashes what must be the same on all ranks, besides the plan.
+            findings: What the verb finds out.
+        """
+        super().__init__(ranks)
+        self._plan = plan
+        self._saving = saving
+        self._open = open_target
+        self._link = link_files
+        self._join = join_target
+        self._hash_source = hash_source
+        self._findings = findings
+        self._work = PartWork(can_cut=False, kept=[], block_nbytes=0)
+        self._written: dict[int, Written] = {}
+        """On the first rank: what it wrote of files that it shares, by their positions."""
 
     def write(self) -> None:
         """Write the plan with all ranks and publish it."""
-        ranks, opened = self.ranks, list[Target]()
-        several = ranks.size > 1
-        with ExitStack() as held:
+        with self:
+            if self.ranks.size == 1:
+                self.assign_work(b"")
+                self.write_and_publish(self._write_part)
+                return
 
-            def begin(marks: list[bytes]) -> list[bytes]:
-                check_same(marks)
-                target = held.enter_context(self.begin())
-                opened.append(target)
-                self.link(target)
-                return [write_document(TASK, self._begun(target)) if several else b""] * ranks.size
+            work = self.assign_work(hash_layout(self._plan) + self._hash_source())
+            self._work = read_document(WORK, work)
+            # Ranks on machines with other numbers of cores would cut blocks at other places.
+            self._saving = replace(self._saving, block=self._work.block_nbytes)
+            answer = self.write_and_publish(self._write_part)
+            findings = read_document(FOUND, answer)
+            self._findings.put(findings)
 
-            answer = ranks.agree(plan_mark(self.plan) + self.mark() if several else b"", begin)
-            task = read_document(TASK, answer) if several else PartTask("", False, [], 0)
-            files = self.plan.files
-            shares = deal_files(files, ranks.size, splits=task.splits, kept=task.kept)
-            here = replace(self.how, block=task.block) if several else self.how
-            joined: Target | None = None
-            own: dict[int, Written] = {}
-            receipt = PartReceipt({}, {}, b"")
-            local: bytes | Exception
-            try:
-                if not opened:
-                    joined = self.join(task.target)
-                    held.callback(joined.close)
-                self._fill(joined or opened[0], shares[ranks.rank], here, own, receipt)
-                if joined is not None:
-                    self.how.last()
-                local = write_document(RECEIPT, receipt) if joined is not None else b""
-            except Exception as error:
-                local = error
+    def open_target(self, proposals: list[bytes]) -> Target:
+        check_same(proposals)
+        return self._open()
 
-            def publish(messages: list[bytes]) -> list[bytes]:
-                receipts = [read_document(RECEIPT, message) for message in messages[1:]]
-                return [self._publish(opened[0], own, receipts)] * ranks.size
+    def divide_work(self, target: Target) -> list[bytes]:
+        """Take over files of the base, and make the files that several ranks write."""
+        self._link(target)
+        rank_count = self.ranks.size
+        if rank_count == 1:
+            return [b""]
 
-            try:
-                answer = ranks.agree(local, publish)
-            except (RanksFailed, RankLost) as error:
-                # Not where the first rank is lost, and has what it needs from here: it may have published, or do so yet.
-                if joined is not None and (
-                    isinstance(error, RanksFailed) or isinstance(local, Exception)
-                ):
-                    joined.give_up()
-                raise
-            if several:
-                found = read_document(FOUND, answer)
-                self.findings.put(found)
+        files = self._plan.files
+        kept = [index for index, file in enumerate(files) if self._must_keep(target, file)]
+        shares = divide_files(files, rank_count, can_cut=target.splits, kept=kept)
+        for index in _find_shared(shares):
+            target.share(files[index])
+        work = PartWork(target.splits, kept, self._saving.block or BLOCK_NBYTES)
+        return [write_document(WORK, work)] * rank_count
 
-    def _begun(self, target: Target) -> PartTask:
-        """On the first of several ranks: make the files that are shared."""
-        files, count = self.plan.files, self.ranks.size
-        kept = [
-            n
-            for n, file in enumerate(files)
-            if target.keeps(file) or (not target.splits and self.how.seals.wanted(file.key))
-        ]
-        for number in _cut(deal_files(files, count, splits=target.splits, kept=kept)):
-            target.share(files[number])
-        # Ranks of machines with other numbers of cores would cut otherwise.
-        return PartTask(target.join_name, target.splits, kept, self.how.block or BLOCK_NBYTES)
+    def _must_keep(self, target: Target, file: FilePlan) -> bool:
+        """Whether the first rank has to write a file itself."""
+        is_sealed = not target.splits and bool(self._saving.seals.wanted(file.key))
+        return target.keeps(file) or is_sealed
 
-    def _fill(
-        self,
-        target: Target,
-        share: Sequence[FilePart],
-        how: Saving,
-        own: dict[int, Written],
-        receipt: PartReceipt,
-    ) -> None:
-        """Write the part of this rank: what it knows of files that it shares is for itself, on the first rank, or for the
-        receipt."""
-        for part in share:
-            file = self.plan.files[part.file]
+    def join_target(self, name: str) -> Target:
+        return self._join(name)
+
+    def _write_part(self, target: Target) -> bytes:
+        """Write the part of this rank. The first rank keeps its checksums and sends none."""
+        ranks, work = self.ranks, self._work
+        shares = divide_files(self._plan.files, ranks.size, can_cut=work.can_cut, kept=work.kept)
+        receipt = PartReceipt(whole={}, parts={}, findings=b"")
+        for part in shares[ranks.rank]:
+            index, file = part.file_index, self._plan.files[part.file_index]
             if part.stop - part.start == file.nbytes:
-                crcs = target.begin(file)(how)
-                if not self.ranks.first:
-                    receipt.whole[part.file] = PartSums.of_whole(file, crcs)
-            elif self.ranks.first:
-                own[part.file] = target.fill_part(file, (part.start, part.stop), how)
+                crcs = target.begin(file)(self._saving)
+                if not ranks.first:
+                    receipt.whole[index] = PartSums.of_whole(file, crcs)
+                continue
+
+            written = target.fill_part(file, (part.start, part.stop), self._saving)
+            if ranks.first:
+                self._written[index] = written
             else:
-                receipt.parts[part.file] = PartSums.of(
-                    file, target.fill_part(file, (part.start, part.stop), how)
-                )
-        if not self.ranks.first:
-            receipt.found = self.findings.take()
+                receipt.parts[index] = PartSums.of(file, written)
 
-    def _publish(
-        self, target: Target, own: Mapping[int, Written], receipts: Sequence[PartReceipt]
-    ) -> bytes:
-        """On the first rank. Gives what all ranks have found."""
-        files, others = self.plan.files, list[Delivered]()
-        for number in sorted({*own, *(number for receipt in receipts for number in receipt.parts)}):
-            written = own.get(number) or Written.none_of(files[number])
-            for receipt in receipts:
-                if number in receipt.parts:
-                    receipt.parts[number].add_to(files[number], written)
-            target.finish_shared(files[number], written, self.how)
+        if ranks.first:
+            return b""
+        receipt.findings = self._findings.take()
+        self._saving.last()
+        return write_document(RECEIPT, receipt)
+
+    def publish(self, target: Target, receipts: list[bytes]) -> bytes:
+        """Finish the files that several ranks wrote, and publish. Return the findings of all."""
+        files = self._plan.files
+        others = [read_document(RECEIPT, receipt) for receipt in receipts[1:]]
+        self._finish_shared(target, others)
+
+        delivered: list[Delivered] = []
+        for receipt in others:
+            for index, sums in receipt.whole.items():
+                self._saving.crcs.update(sums.whole(files[index]))
+                delivered.append((files[index].key, files[index].nbytes, False))
+        target.publish(self._plan.index, self._saving, delivered)
+
+        if not others:
+            return b""
+        findings = [self._findings.take(), *(receipt.findings for receipt in others)]
+        return write_document(FOUND, findings)
+
+    def _finish_shared(self, target: Target, receipts: Sequence[PartReceipt]) -> None:
+        """Write what depends on the checksums of files that several ranks wrote."""
+        sums_of_file: dict[int, list[PartSums]] = {index: [] for index in self._written}
         for receipt in receipts:
-            for number, sums in receipt.whole.items():
-                self.how.crcs.update(sums.whole(files[number]))
-                others.append((files[number].key, files[number].nbytes, False))
-        target.publish(self.plan.index, self.how, others)
-        return (
-            write_document(FOUND, [self.findings.take(), *(receipt.found for receipt in receipts)])
-            if receipts
-            else b""
-        )
+            for index, sums in receipt.parts.items():
+                sums_of_file.setdefault(index, []).append(sums)
+
+        for index in sorted(sums_of_file):
+            file = self._plan.files[index]
+            written = self._written.get(index) or Written.none_of(file)
+            for sums in sums_of_file[index]:
+                sums.add_to(file, written)
+            target.finish_shared(file, written, self._saving)
 
 
-def _cut(shares: Iterable[Sequence[FilePart]]) -> list[int]:
-    """The files that several ranks write."""
-    writers = Counter(part.file for share in shares for part in share)
-    return [number for number, count in writers.items() if count > 1]
+def _find_shared(shares: Iterable[Sequence[FilePart]]) -> list[int]:
+    """Return the positions of the files that several ranks write."""
+    writer_counts = Counter(part.file_index for share in shares for part in share)
+    return [index for index, count in writer_counts.items() if count > 1]

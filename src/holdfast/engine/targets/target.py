@@ -155,7 +155,11 @@ class Target:
         """Let go of what is open on this part, when all of its files are written."""
 
     def give_up(self) -> None:
-        """Remove what this part may remove. Only for a save that is known not to be published; of whoever opened it, for any."""
+        """Remove what this part may remove.
+
+        On a part that joined the target, only for a save that is known not to be published. On the
+        part that opened it, at any time: what was published, or may have been, stays.
+        """
 
     def __enter__(self) -> Self:
         return self
@@ -166,8 +170,7 @@ class Target:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self.give_up()
+        self.give_up()
 
 
 def target_of(
