@@ -5,6 +5,7 @@
 #   make test ROOM=formats/dcp   the tests that exercise one folder of the source, in seconds
 #   make test SEED=20261118      the sample of another day; it is printed with every failure
 #   make test-all every case of every test                                        hours
+#   make mutations  break 30 random places of the source, and count what the tests notice; hours (ARGS=--resume goes on)
 #   make costs    measure what the tests cost and which rooms they exercise; needs PYTHON=python3.12
 #   make test TORCH=2.15.0 [NUMPY=1.26.4]   all tests with another torch, in a .venv of its own
 #   make matrix   all tests with the oldest, the newest and some of the torches between; an hour and 6 GB each, by hand
@@ -71,7 +72,8 @@ test-all: lint types
 	@echo "== tests, every case"
 	@$(PYTEST) $(SLOWEST) --exhaustive $(ARGS)
 
-# How many of 30 random faults in the source the tests notice; hours.
+# How many of 30 random faults in the source the tests notice; about two hours. It can be interrupted:
+# make mutations ARGS=--resume
 mutations: $(FULL)
 	@PYTHONPATH=. $(BIN)/python tools/mutate.py $(ARGS)
 
