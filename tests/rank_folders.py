@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, placement_types
+from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
 
 __all__ = ["Placed", "as_rank", "cut", "rank_file", "save_ranks", "sharded"]
 
@@ -96,6 +96,3 @@ def save_ranks(
                 }
             torch.save(saved, rank_file(folder, rank, world, what))
     return folder
-
-
-REPLICATE = Replicate()

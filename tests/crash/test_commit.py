@@ -565,26 +565,6 @@ def test_a_directory_that_a_cleaner_takes_before_it_is_opened(tmp_path: Path):
     assert names(tmp_path) == ["model"]
 
 
-def test_the_folder_is_listed_once(tmp_path: Path):
-    """Listing one with a hundred thousand files takes as long as a small save."""
-
-    class Counting(Files):
-        listed = 0
-
-        def list(self, descriptor: int) -> list[str]:
-            self.listed += os.fstat(descriptor).st_ino == tmp_path.stat().st_ino
-            return super().list(descriptor)
-
-    put(tmp_path / "model.pt")
-    for save in (put, lambda path, files: put_directory(path, files=files, a=b"1")):
-        files = Counting()
-        save(tmp_path / ("model.pt" if save is put else "folder"), files=files)
-        save(tmp_path / ("model.pt" if save is put else "folder"), files=files)
-        assert (
-            files.listed <= 3
-        )  # a name that does not exist yet is looked for among what was set aside
-
-
 def test_what_a_failed_fsync_leaves_is_set_aside(tmp_path: Path):
     """The old folder stays: a save of another step, whose own fsync may lie about the first one's, does not remove it."""
 

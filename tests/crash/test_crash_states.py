@@ -26,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("everything_held")
 
 each_writer = pytest.mark.parametrize("writer", [*WRITERS, FOLDER, PACKED], ids=str)
 DIRECTORIES = pytest.mark.parametrize("writer", [w for w in WRITERS if w.directory], ids=str)
-FILES = pytest.mark.parametrize("writer", [w for w in WRITERS if not w.directory], ids=str)
 
 
 @each_writer

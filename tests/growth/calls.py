@@ -1,7 +1,6 @@
 """How many calls a save makes: of Python's functions and of C's, in all threads. What else the machine does has no part in it.
 
-`CASES` are the verbs that write, each under an option, with the plain save that it is compared with. `ODD` are tensors that are
-no plain array: one of them among many shall cost what it takes itself.
+`CASES` are the verbs that write, each under an option, with the plain save that it is compared with.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 import holdfast
 import holdfast.torch
 
-__all__ = ["CASES", "ODD", "PLAIN", "Case", "counting", "odd_state", "saves_sharded"]
+__all__ = ["CASES", "PLAIN", "Case", "counting", "tensors"]
 
 Job = Callable[[], object]
 """What is counted."""
@@ -414,38 +413,3 @@ CASES = [
     ),
 ]
 """Every verb that writes, under every option."""
-
-
-# One tensor that is no plain array.
-
-
-def _sparse(state: dict[str, object]) -> object:
-    return torch.eye(8).to_sparse()
-
-
-def _tied(state: dict[str, object]) -> object:
-    return next(iter(state.values()))
-
-
-def _strided(state: dict[str, object]) -> object:
-    return torch.arange(128, dtype=torch.float32)[::2]
-
-
-def _conjugated(state: dict[str, object]) -> object:
-    return torch.complex(torch.ones(32), torch.ones(32)).conj()
-
-
-ODD: dict[str, Callable[[dict[str, object]], object]] = {
-    "composite": _sparse,
-    "tied": _tied,
-    "strided": _strided,
-    "conjugated": _conjugated,
-}
-
-
-def odd_state(kind: str | None, n: int) -> dict[str, object]:
-    """Tensors of which one is odd; or none."""
-    state = tensors(n)
-    if kind is not None:
-        state["odd"] = ODD[kind](state)
-    return state

@@ -353,28 +353,6 @@ def native(folder: Path, n: int) -> None:
     (folder / "holdfast.json").write_text(json.dumps(manifest, separators=(",", ":")))
 
 
-def sharded(folder: Path, n: int) -> None:
-    """Safetensors files with the sharding notes of torch: one file a box of a staircase would be too many, so one a few hundred."""
-    boxes = list(staircase(n))
-    files = 2
-    for number in range(files):
-        part = boxes[number::files]
-        header: dict[str, object] = {}
-        notes, at = {}, 0
-        for i, (start, stop) in enumerate(part):
-            shape = [b - a for a, b in zip(start, stop, strict=True)]
-            nbytes = shape[0] * shape[1]
-            header[f"w{i}"] = {"dtype": "U8", "shape": shape, "data_offsets": [at, at + nbytes]}
-            notes[f"w{i}"] = {"saved_offsets": list(start)}
-            at += nbytes
-        header["__metadata__"] = {"DCP_SHARDING_INFO": json.dumps(notes)}
-        raw = json.dumps(header).encode()
-        raw += b" " * (-len(raw) % 8)
-        (folder / f"shard-{number}.safetensors").write_bytes(
-            struct.pack("<Q", len(raw)) + raw + bytes(at)
-        )
-
-
 DIRECTORIES: dict[str, Callable[[Path, int], None]] = {"native-staircase": native}
 
 

@@ -123,7 +123,6 @@ def path(*more: bytes) -> Arguments:
 
 
 W, WB = text("w"), text("wb")
-NO_BYTES = binbytes(b"")
 
 FUNCTIONS: tuple[tuple[str, str, Arguments], ...] = (
     ("posix", "system", command),

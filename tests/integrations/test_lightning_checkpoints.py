@@ -14,7 +14,6 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +22,6 @@ import torch
 
 lightning = pytest.importorskip("lightning")
 
-import yaml  # noqa: E402 (where Lightning is there)
 from lightning.pytorch import Trainer  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.demos.boring_classes import BoringModel  # noqa: E402
@@ -114,17 +112,6 @@ def loaded(path: Path | str) -> dict[str, object]:
 # Names.
 
 
-def test_eight_epochs_of_one_name_are_eight_files(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(tmp_path / "c", filename="model", monitor="epoch", save_top_k=-1)
-    fitted(keeping, max_epochs=8, limit_train_batches=1, model=BoringModel())
-    assert names(tmp_path / "c") == {
-        "model.ckpt",
-        *(f"model-v{number}.ckpt" for number in range(1, 8)),
-    }
-    assert {os.path.basename(path) for path in keeping.best_k_models} == names(tmp_path / "c")
-    assert sorted(loaded(path)["epoch"] for path in (tmp_path / "c").iterdir()) == list(range(8))
-
-
 def test_one_name_of_which_the_best_two_are_kept(way: str, tmp_path: Path):
     keeping = ModelCheckpoint(tmp_path / "c", filename="model", monitor="score", save_top_k=2)
     fitted(keeping, max_epochs=5)
@@ -144,15 +131,6 @@ def test_a_second_trainer_goes_on_with_versions(way: str, tmp_path: Path):
         )
         assert {os.path.basename(path) for path in keeping.best_k_models} == expected
     assert len(names(tmp_path / "c")) == 4
-
-
-def test_the_same_trainer_goes_on_with_versions(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(tmp_path / "c", save_top_k=-1, monitor="epoch", filename="test")
-    keeping.STARTING_VERSION = 9
-    trainer = fitted(keeping, max_epochs=2, model=BoringModel())
-    trainer.fit_loop.max_epochs = 4
-    trainer.fit(BoringModel())
-    assert names(tmp_path / "c") == {"test.ckpt", "test-v9.ckpt", "test-v10.ckpt", "test-v11.ckpt"}
 
 
 def test_without_a_counter_names_are_written_again(way: str, tmp_path: Path):
@@ -175,138 +153,7 @@ def test_no_monitor_and_one_name_do_not_alternate(way: str, tmp_path: Path):
     assert loaded(tmp_path / "c" / "model.ckpt")["epoch"] == 2
 
 
-def test_the_version_of_a_second_last(way: str, tmp_path: Path):
-    for _ in range(2):
-        fitted(ModelCheckpoint(tmp_path / "c", save_top_k=0, save_last=True), max_epochs=2)
-    assert names(tmp_path / "c") == {"last.ckpt", "last-v1.ckpt"}
-    assert not any(path.is_symlink() for path in (tmp_path / "c").iterdir())
-
-
-def test_names_of_several_validations_in_an_epoch(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(tmp_path / "c", save_top_k=-1, monitor="val_score", mode="max")
-    fitted(keeping, val_check_interval=0.2, max_epochs=1, limit_train_batches=10)
-    assert names(tmp_path / "c") == {f"epoch=0-step={step}.ckpt" for step in (2, 4, 6, 8, 10)}
-
-
-def test_another_suffix(way: str, tmp_path: Path):
-    class Other(ModelCheckpoint):
-        FILE_EXTENSION = ".tpkc"
-
-    fitted(Other(tmp_path / "c", monitor="score", save_last=True), max_epochs=1)
-    assert names(tmp_path / "c") == {"epoch=0-step=2.tpkc", "last.tpkc"}
-
-
 # What is kept.
-
-
-@pytest.mark.parametrize("top", [-1, 0, 1, 2])
-def test_the_default_folder(way: str, top: int, tmp_path: Path):
-    fitted(ModelCheckpoint(monitor="score", filename="{epoch}", save_top_k=top))
-    kept = {
-        -1: {"epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"},
-        1: {"epoch=1.ckpt"},
-        2: {"epoch=1.ckpt", "epoch=2.ckpt"},
-    }
-    assert (
-        names(tmp_path / "checkpoints") == kept[top]
-        if top
-        else not (tmp_path / "checkpoints").exists()
-    )
-
-
-@pytest.mark.parametrize("top", [-1, 0, 1, 2])
-def test_the_list_of_the_best(way: str, top: int, tmp_path: Path):
-    keeping = ModelCheckpoint(tmp_path / "c", monitor="score", save_top_k=top)
-    fitted(keeping)
-    keeping.to_yaml(tmp_path / "best.yaml")
-    assert yaml.safe_load((tmp_path / "best.yaml").read_text()) == {
-        name: v.item() for name, v in keeping.best_k_models.items()
-    }
-    assert all(os.path.exists(name) for name in keeping.best_k_models)
-
-
-def test_nothing_is_said_about_checkpoints(way: str, tmp_path: Path):
-    trainer = fitted(max_epochs=3, limit_train_batches=5)
-    assert names(tmp_path / "checkpoints") == {"epoch=2-step=15.ckpt"}
-    assert trainer.test(verbose=False) is not None
-
-
-def test_all_are_kept_and_the_best_is_known(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(
-        tmp_path / "c", filename="{epoch}", monitor="epoch", mode="max", save_top_k=-1
-    )
-    fitted(keeping)
-    assert keeping.best_model_path == str(tmp_path / "c" / "epoch=2.ckpt")
-    assert keeping.kth_best_model_path == str(tmp_path / "c" / "epoch=0.ckpt")
-    assert len(names(tmp_path / "c")) == len(keeping.best_k_models) == 3
-
-
-@pytest.mark.parametrize("every", range(4))
-def test_every_n_epochs(way: str, every: int, tmp_path: Path):
-    fitted(
-        ModelCheckpoint(tmp_path / "c", filename="{epoch}", save_top_k=-1, every_n_epochs=every),
-        max_epochs=5,
-    )
-    kept = {f"epoch={epoch}.ckpt" for epoch in range(5) if every and (epoch + 1) % every == 0}
-    assert (names(tmp_path / "c") if kept else set()) == kept
-
-
-def test_every_n_steps(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(
-        tmp_path / "c", filename="{step}", every_n_train_steps=4, every_n_epochs=0, save_top_k=-1
-    )
-    fitted(keeping, limit_train_batches=16, max_epochs=2)
-    assert names(tmp_path / "c") == {f"step={step}.ckpt" for step in range(4, 33, 4)}
-
-
-def test_every_minute(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(
-        tmp_path / "c",
-        filename="{epoch}-{step}",
-        train_time_interval=timedelta(minutes=1),
-        save_top_k=-1,
-        save_last=False,
-    )
-    began = time.monotonic()
-    with mock.patch("lightning.pytorch.callbacks.model_checkpoint.time") as clock:
-        clock.monotonic.side_effect = [began + 7 * batch for batch in range(129)]
-        fitted(keeping, limit_train_batches=64, max_epochs=2, model=BoringModel())
-    assert len(names(tmp_path / "c")) == 14
-
-
-def test_where_validation_is_rare(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(tmp_path / "c", monitor="epoch", save_top_k=-1, filename="{epoch}")
-    fitted(keeping, max_epochs=5, check_val_every_n_epoch=2, num_sanity_val_steps=0)
-    assert names(tmp_path / "c") == {"epoch=1.ckpt", "epoch=3.ckpt"}
-
-
-@pytest.mark.parametrize("last", [False, True, "link"])
-@pytest.mark.parametrize(
-    ("top", "epochs", "interval", "expected"),
-    [(1, 1, 1.0, 1), (2, 2, 1.0, 2), (2, 1, 0.25, 4), (2, 2, 0.3, 6)],
-)
-def test_how_often_is_saved(
-    way: str, last: object, top: int, epochs: int, interval: float, expected: int, tmp_path: Path
-):
-    class Falling(BoringModel):
-        falls = 10.0
-
-        def training_step(self, batch: torch.Tensor, number: int) -> object:
-            self.falls *= 0.999
-            self.log("falls", self.falls)
-            return super().training_step(batch, number)
-
-    trainer = trainer_of(
-        ModelCheckpoint(tmp_path / "c", monitor="falls", save_top_k=top, save_last=last),
-        max_epochs=epochs,
-        val_check_interval=interval,
-        limit_train_batches=20,
-    )
-    given = mock.Mock(wraps=trainer.strategy.checkpoint_io.save_checkpoint)
-    trainer.strategy.checkpoint_io.save_checkpoint = given
-    trainer.fit(Falling())
-    assert given.call_count == expected * (2 if last is True else 1)
-    assert len(names(tmp_path / "c")) == min(top, expected) + bool(last)
 
 
 # The last one.
@@ -342,36 +189,6 @@ def test_a_link_is_never_ahead_of_its_file(way: str, tmp_path: Path):
     assert seen == [0, 1]
 
 
-def test_the_last_one_has_what_the_newest_has(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(
-        tmp_path / "c", monitor="score", filename="{epoch}", save_top_k=3, save_last=True
-    )
-    fitted(keeping)
-    newest, last = loaded(tmp_path / "c" / "epoch=2.ckpt"), loaded(tmp_path / "c" / "last.ckpt")
-    assert (newest["epoch"], newest["global_step"]) == (last["epoch"], last["global_step"])
-    assert newest["callbacks"][keeping.state_key] == last["callbacks"][keeping.state_key]
-    for mine, theirs in zip(
-        Logged.load_from_checkpoint(tmp_path / "c" / "epoch=2.ckpt").parameters(),
-        Logged.load_from_checkpoint(keeping.last_model_path).parameters(),
-        strict=True,
-    ):
-        assert torch.equal(mine, theirs)
-
-
-def test_the_last_one_alone(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(tmp_path / "c", save_top_k=0, save_last=True)
-    fitted(keeping)
-    assert (keeping.best_model_path, keeping.best_k_models) == ("", {})
-    assert names(tmp_path / "c") == {"last.ckpt"}
-
-
-def test_all_and_the_last_one(way: str, tmp_path: Path):
-    keeping = ModelCheckpoint(tmp_path / "c", save_top_k=-1, save_last=True)
-    fitted(keeping, max_epochs=2)
-    assert keeping.best_model_path == str(tmp_path / "c" / "epoch=1-step=4.ckpt")
-    assert names(tmp_path / "c") == {"epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt", "last.ckpt"}
-
-
 # What is in them.
 
 
@@ -400,18 +217,6 @@ def test_what_a_checkpoint_says(way: str, monitor: str, plateau: bool, tmp_path:
             assert math.isclose(found["lr_schedulers"][0]["_last_lr"][0], 0.1 * 2 ** (epoch + 1))
 
 
-@pytest.mark.parametrize(("mode", "worst"), [("min", math.inf), ("max", -math.inf)])
-def test_a_score_that_is_no_number(way: str, mode: str, worst: float, tmp_path: Path):
-    keeping = ModelCheckpoint(tmp_path / "c", monitor="score", mode=mode)
-    fitted(keeping, max_epochs=1, model=Logged((math.nan,)))
-    assert keeping.best_model_score == keeping.current_score == worst
-    scores = (math.nan, 5.0, 7.0, 8.0) if mode == "max" else (math.nan, 8.0, 7.0, 5.0)
-    keeping = ModelCheckpoint(tmp_path / "d", monitor="score", mode=mode, filename="{epoch}")
-    fitted(keeping, max_epochs=4, model=Logged(scores))
-    assert keeping.best_model_score == scores[-1]
-    assert names(tmp_path / "d") == {"epoch=3.ckpt"}
-
-
 def test_hyperparameters(way: str, tmp_path: Path):
     class Parameterised(BoringModel):
         def __init__(self, given: Namespace) -> None:
@@ -427,35 +232,7 @@ def test_hyperparameters(way: str, tmp_path: Path):
     assert (type(found), found) == (dict, {"a": 1, "b": "2"})
 
 
-def test_weights_only(way: str, tmp_path: Path):
-    fitted(ModelCheckpoint(tmp_path / "c", filename="x", save_weights_only=True), max_epochs=1)
-    found = loaded(tmp_path / "c" / "x.ckpt")
-    assert "optimizer_states" not in found
-    assert set(found["state_dict"]) == {"layer.weight", "layer.bias"}
-
-
 # Going on.
-
-
-def test_a_training_that_is_resumed_keeps_what_it_came_from(way: str, tmp_path: Path):
-    given = {
-        "filename": "{step}",
-        "monitor": "step",
-        "mode": "max",
-        "save_last": True,
-        "save_top_k": 2,
-        "every_n_train_steps": 1,
-    }
-    fitted(ModelCheckpoint(**given), max_epochs=1, limit_train_batches=3)
-    assert names(tmp_path / "checkpoints") == {"last.ckpt", "step=2.ckpt", "step=3.ckpt"}
-    new = ModelCheckpoint(dirpath=tmp_path / "new", **given)
-    fitted(
-        new,
-        max_epochs=2,
-        limit_train_batches=3,
-        resume=str(tmp_path / "checkpoints" / "step=2.ckpt"),
-    )
-    assert names(tmp_path / "checkpoints") == {"last.ckpt", "step=2.ckpt", "step=3.ckpt"}
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -485,20 +262,6 @@ def test_resumed_by_word(way: str, which: str, tmp_path: Path):
     trainer.fit(Logged(), ckpt_path=which)
     assert trainer.current_epoch == 5
     assert loaded(keeping.last_model_path)["epoch"] == 4
-
-
-def test_again_and_again(way: str, tmp_path: Path):
-    first = ModelCheckpoint(
-        tmp_path / "c", monitor="val_score", filename="{epoch:02d}", save_top_k=-1
-    )
-    fitted(first, max_epochs=1)
-    paths = [first.best_model_path]
-    for epochs in (2, 3, 4):
-        trainer = fitted(max_epochs=epochs, resume=paths[-1])
-        trainer.test(ckpt_path=trainer.checkpoint_callback.best_model_path, verbose=False)
-        paths.append(trainer.checkpoint_callback.best_model_path)
-        assert f"epoch={epochs - 1}-" in paths[-1]
-    assert names(tmp_path / "c") == {"epoch=00.ckpt"}
 
 
 def test_a_checkpoint_that_is_not_there(way: str, tmp_path: Path):

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine.saves import Gathered
 from holdfast.errors import HoldfastError
-from holdfast.saving.planned import Planned
 from tests.properties.many_states import many_states
 from tests.sampling import examples
 
@@ -169,32 +166,3 @@ def test_as_saved(state, source, target, damaged):
             compare(state, folder / source, folder / target)
         else:
             damaged_state(folder / source, folder / target, state, damaged)
-
-
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("target", TARGETS)
-def test_many_tensors_are_written_together(source, target, tmp_path, monkeypatch):
-    state = {f"layers.{i}": np.full((2, 3), i, np.float32) for i in range(100)}
-    holdfast.save(state, tmp_path / source)
-    seen: list[bool] = []
-    run = Planned.run
-
-    def look(self: Planned, *given: object) -> object:
-        seen.append(
-            any(
-                isinstance(segment, Gathered)
-                for file in self.plan.files
-                for segment in file.segments
-            )
-        )
-        return run(self, *given)
-
-    monkeypatch.setattr(Planned, "run", look)
-    holdfast.convert(tmp_path / source, tmp_path / target)
-    holdfast.convert(
-        tmp_path / source,
-        tmp_path / target,
-        limits=holdfast.Limits(pickle_nbytes="1GiB"),
-        overwrite=True,
-    )
-    assert seen == [True, True]

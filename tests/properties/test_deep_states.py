@@ -113,14 +113,6 @@ def test_it_is_loaded_and_filled(path: Path, kind: str) -> None:
     assert torch.equal(innermost(holdfast.torch.load(path)), torch.from_numpy(WRITTEN))
 
 
-def test_changes_of_it_are_counted(kind: str) -> None:
-    tensor = torch.zeros(2)
-    noted = versions(nested(kind, tensor))
-    assert noted.count_changed() == 0
-    tensor.add_(1)
-    assert noted.count_changed() == 1
-
-
 def test_what_contains_itself_is_told(tmp_path: Path) -> None:
     state: dict[str, object] = {"w": torch.zeros(2)}
     state["self"] = {"again": state}

@@ -1,21 +1,17 @@
 """`diff`, `verify` and `show` ask columns; here the same is found tensor by tensor, plainly."""
 
 import tempfile
-import tracemalloc
 import zlib
 from collections import OrderedDict
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
 from holdfast.cli.show import document, show_table, show_tree
-from holdfast.core.tensor import LazyTensor
-from holdfast.engine.files import FileStorages
 from holdfast.errors import HoldfastError
 from holdfast.inspect.survey import survey
 from tests.properties.many_states import many_states
@@ -195,68 +191,3 @@ def test_as_tensor_by_tensor(data, state, first, second, exact, places):
         damage(folder / "b" / second, places)
         check_verified(folder / "b" / second)
         check_surveyed(folder / "b" / second)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_tensor_is_made_of_what_is_the_same(kind, tmp_path, monkeypatch):
-    state = {f"layers.{i}": np.full((2, 3), i, np.float32) for i in range(100)}
-    save(state, tmp_path / kind)
-    (tmp_path / "other").mkdir()
-    save(state | {"layers.7": np.zeros((2, 3), np.float32)}, tmp_path / "other" / kind)
-    made: list[str] = []
-    contiguous, storage = LazyTensor.contiguous.__func__, FileStorages.storage
-
-    def noted(name: str, tensor: object) -> object:
-        made.append(name)
-        return tensor
-
-    monkeypatch.setattr(
-        LazyTensor,
-        "contiguous",
-        classmethod(lambda cls, name, *rest: noted(name, contiguous(cls, name, *rest))),
-    )
-    monkeypatch.setattr(
-        FileStorages, "storage", lambda self, n, kind: noted(self.names[n], storage(self, n, kind))
-    )
-    assert holdfast.verify(tmp_path / kind).ok
-    found = holdfast.diff(tmp_path / kind, tmp_path / "other" / kind, exact=True)
-    assert ([change.name for change in found.changed], found.same) == (["layers.7"], 99)
-    # Of each kind one is made, to tell how a header has it; of the first of a pickle, storages are tensors without a name.
-    # A storage of a pickle has its record for a name.
-    assert set(made) <= {"layers.7", "layers.0", "", "data/7"}
-
-
-def peak(job) -> int:
-    """The most memory that Python has at a time."""
-    tracemalloc.start()
-    try:
-        job()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def test_looking_takes_little_more_memory_than_opening(tmp_path):
-    """Tensors that were made would take as much again as all that is kept of them."""
-    count = 1500
-    state = {
-        f"layers.{i // 10}.experts.{i % 10}.w": np.full((16,), i, np.float32) for i in range(count)
-    }
-    path = tmp_path / "x.pt"
-    save(state, path)
-
-    def opened() -> None:
-        with holdfast.open(path) as checkpoint:
-            assert len(list(checkpoint)) == count
-
-    def show() -> None:
-        with holdfast.open(path) as checkpoint:
-            assert list(show_tree(checkpoint))
-
-    for job in (opened, show, lambda: holdfast.verify(path), lambda: holdfast.diff(path, path)):
-        job()  # what is imported, and made once, is no part of it
-    one = peak(opened)
-    # The bytes themselves are in memory when they are summed: of so few, all at once.
-    assert peak(lambda: holdfast.verify(path)) < 1.5 * one + path.stat().st_size
-    assert peak(show) < 1.7 * one
-    assert peak(lambda: holdfast.diff(path, path)) < 2.3 * one

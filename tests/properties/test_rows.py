@@ -5,7 +5,6 @@ all others and written by itself.
 """
 
 import shutil
-import tracemalloc
 from collections import OrderedDict
 from pathlib import Path
 from unittest import mock
@@ -19,9 +18,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.core.limits import Limits
-from holdfast.core.tree import FREE_CHARACTERS
 from holdfast.core.value import replace
-from holdfast.engine import table
 from holdfast.engine.saves import SMALL_NBYTES
 from holdfast.errors import HoldfastError
 from holdfast.rewrite import save
@@ -260,11 +257,6 @@ def test_rows_write_the_tree_that_objects_write(tmp_path_factory, state, format,
     assert_same(state, path, keep_tree=keep_tree)
 
 
-def no_objects():
-    """No tensor is described by itself."""
-    return mock.patch.object(table.Table, "alone", side_effect=AssertionError)
-
-
 def plain(count=FEW):
     return {
         f"t.{n}": np.full(n % 5 + 1, n, "f4") if n % 2 else torch.full((2, n % 3 + 1), n)
@@ -282,17 +274,6 @@ def test_what_is_not_ordinary_is_taken_as_rows(tmp_path, odd, format):
     state = ODD[odd](plain())
     assert is_taken(state) == (odd not in LEFT)
     assert_same(state, tmp_path / PATHS[format])
-
-
-@pytest.mark.parametrize("options", [{}, {"read_back": True}, {"max_memory": "1GiB"}], ids=str)
-@pytest.mark.parametrize("format", FORMATS)
-def test_what_is_ordinary_is_taken_as_rows(tmp_path, format, options):
-    assert is_taken(plain())
-    with no_objects():
-        holdfast.save(plain(), tmp_path / PATHS[format], **options)
-    with holdfast.open(tmp_path / PATHS[format]) as ckpt:
-        for name, value in plain().items():
-            np.testing.assert_array_equal(ckpt[name].numpy(), np.asarray(value))
 
 
 def nested():
@@ -343,29 +324,6 @@ def test_the_state_dict_of_a_module_is_taken_as_rows(tmp_path, format):
         assert ckpt.tree._metadata == state._metadata
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_long_names_are_taken_as_rows(tmp_path, format):
-    """More characters than a small file may have (`FREE_CHARACTERS`)."""
-    state = {f"{n:05}" + "n" * (FREE_CHARACTERS // FEW): np.ones(2) for n in range(FEW)}
-    assert is_taken(state)
-    assert_same(state, tmp_path / PATHS[format])
-
-
-def test_attributes_of_containers_hold_no_tensors(tmp_path):
-    state = nested()
-    state["model"]._metadata["own"] = torch.ones(2)
-    assert_same(state, tmp_path / "a.pt")
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_an_array_and_a_tensor_over_its_memory_are_tied(tmp_path, format):
-    array = np.ones(3, "f4")
-    state = plain() | {"array": array, "tensor": torch.from_numpy(array)}
-    found = tabulate_state(state).tensors
-    assert found.storage[found.rows["array"]] == found.storage[found.rows["tensor"]]
-    assert_same(state, tmp_path / PATHS[format])
-
-
 def test_names_that_are_longer_than_the_pickle_are_looked_at(tmp_path):
     key = "k" * 500
     state = {
@@ -389,39 +347,7 @@ def test_options(tmp_path, options, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_over_what_is_there(tmp_path, format):
-    path = tmp_path / PATHS[format]
-    holdfast.save({"old": np.ones(3)}, path)
-    with pytest.raises(HoldfastError):
-        holdfast.save(plain(), path, overwrite=False)
-    assert list(holdfast.open(path)) == ["old"]
-    holdfast.save(plain(), path, overwrite=True)
-    assert set(holdfast.open(path)) == set(plain())
-
-
-@pytest.mark.parametrize("format", FORMATS)
 def test_all_bytes_are_told(tmp_path, format):
     told = []
     saved = holdfast.save(plain(), tmp_path / PATHS[format], progress=told.append)
     assert sum(told) == saved.nbytes
-
-
-MOST_NBYTES = {"torch-zip": 1300, "safetensors": 600, "native": 600}
-"""A tensor, while it is saved. Of a `.pt` half is the block of the file that is made, which has an end."""
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_memory_a_tensor(tmp_path, format):
-    def peak(count):
-        state = {
-            f"layers.{n // 100}.experts.{n % 100}.w": np.full(16, n, "f4") for n in range(count)
-        }
-        tracemalloc.start()
-        try:
-            holdfast.save(state, tmp_path / f"{count}{PATHS[format]}", durable=False, threads=1)
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    peak(1000)
-    assert (peak(30_000) - peak(10_000)) / 20_000 < MOST_NBYTES[format]

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.chunk import in_c_order
-from holdfast.core.sharing import tied
 from holdfast.engine.arrays import Resident
 from holdfast.engine.table import lazy_table
 from holdfast.formats.recorded import LARGEST_STORAGE_RATIO, share
@@ -128,30 +127,3 @@ def test_rows_share_what_lazy_tensors_share(state):
     expected = compared(tensors)
     assert by_rows(tabulate_state(state).tensors) == expected
     assert by_rows(lazy_table([*tensors], [*tensors.values()])) == expected
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(views())
-def test_ties_are_those_of_lazy_tensors(state):
-    tensors = by_themselves(state)
-    table = tabulate_state(state).tensors
-    assert {table.names[row]: table.names[first] for row, first in tied(table).items()} == ties(
-        tensors
-    )
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(views())
-def test_a_row_is_the_tensor_that_it_was_made_of(state):
-    table = tabulate_state(state).tensors
-    for name, tensor in by_themselves(state).items():
-        view = table[name]
-        assert (view.name, view.dtype, view.shape, view.traits) == (
-            name,
-            tensor.dtype,
-            tensor.shape,
-            tensor.traits,
-        )
-        assert view.chunks[0].offset == tensor.chunks[0].offset
-        assert view.chunks[0].strides == tensor.chunks[0].strides
-        assert view.read().tobytes() == tensor.read().tobytes()

@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 
 import holdfast.torch as ht
 from holdfast.core.runtime import gc_paused
-from holdfast.engine.saves import Memory
 from holdfast.torch.serialization import pickling
-from holdfast.torch.serialization.save import plan_object
 from tests.sampling import examples
 
 DTYPES = [
@@ -300,32 +298,6 @@ def test_batches(count):
         assert_as_torch(state)
 
 
-def test_a_model_and_its_optimizer():
-    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(40)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "epoch": 3,
-        "parameters": dict(model.named_parameters()),
-    }
-    assert_as_torch(state)
-
-
-def test_long_ones_stay_where_they_are():
-    long = torch.arange(40_000.0)
-    state = {"long": long, **many(), "view": long[7:], "other": torch.ones(30_000)}
-    assert_as_torch(state)
-    held = [
-        segment.nbytes
-        for segment in plan_object(state, None).files[0].segments
-        if isinstance(segment, Memory)
-    ]
-    assert sorted(held) == [120_000, 160_000]
-
-
 def test_whoever_changes_how_tensors_are_pickled_is_asked():
     state = many()
     copyreg.pickle(torch.Tensor, lambda tensor: (int, (len(tensor),)))
@@ -348,27 +320,6 @@ def test_whoever_changes_how_tensors_are_pickled_is_asked():
     with Watching():
         ht.save(state, io.BytesIO())
     assert {*theirs} <= {*seen}
-
-
-def test_within_a_plain_tensor_nobody_is_asked():
-    """A pickler asks for an id of each object: of what a tensor is made of, but for its storage, it is not told by our function."""
-    with mock.patch.object(
-        pickling.StorageIds, "persistent_id", autospec=True, return_value=None
-    ) as asked:
-        pickling.pickle_object(many(100), pickling.StorageIds(), pickle_module=pickle, protocol=2)
-    assert asked.call_count <= 1 + 4 * 100
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_protocols(protocol):
-    state = many(300) | {
-        "parameter": torch.nn.Parameter(torch.ones(3)),
-        "nested": [many(3), {"a": torch.ones(2, 3).T}],
-    }
-    ours, theirs = io.BytesIO(), io.BytesIO()
-    ht.save(state, ours, pickle_protocol=protocol)
-    torch.save(state, theirs, pickle_protocol=protocol)
-    assert ours.getvalue() == theirs.getvalue()
 
 
 @pytest.mark.parametrize("count", [0, 60])

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 import holdfast
 import holdfast.torch
-from holdfast.core.table import Kind, is_inside, with_outside
-from holdfast.engine.files import BYTES
 from holdfast.saving.state import tabulate_state
 from tests.sampling import examples
 
@@ -61,33 +59,6 @@ def array(value: object) -> np.ndarray:
     return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-@settings(max_examples=examples(150), deadline=None)
-@given(given_state=states())
-def test_a_table_says_where_each_view_lies(given_state):
-    state, expected = given_state
-    table = tabulate_state(dict(state)).tensors
-    together = [row for row in range(len(table)) if row not in table.single]
-    for row, (buffer, first, shape, strides) in enumerate(expected.values()):
-        value, kind = state[table.names[row]], table.kind_of(row)
-        assert kind.shape == shape
-        if isinstance(value, torch.Tensor) and 0 not in shape:
-            width = kind.dtype.bits
-            assert (table.offset_of(row), kind.strides) == (
-                width * first,
-                tuple(width * step for step in strides),
-            )
-            assert kind.dense == array(value).flags.c_contiguous == (row in together)
-            here = [
-                at
-                for at, place in enumerate(expected.values())
-                if 0 not in place[2] and place[0] == buffer
-            ]
-            assert {table.storage[at] for at in here} == {table.storage[row]}
-    pieces = table.read(together)
-    for row, piece in zip(together, pieces, strict=True):
-        assert bytes(piece) == array(state[table.names[row]]).tobytes()
-
-
 @pytest.mark.parametrize("format", FORMATS)
 @settings(max_examples=examples(60), deadline=None)
 @given(given_state=states())
@@ -111,44 +82,12 @@ def test_what_was_saved_comes_back(format, given_state):
                     assert found[name].tobytes() == array(value).tobytes()
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(given_state=states())
-def test_torch_reads_what_was_written_as_it_reads_its_own(given_state):
-    state = {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in given_state[0].items()
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = Path(folder) / "x.pt", Path(folder) / "theirs" / "x.pt"
-        theirs.parent.mkdir()
-        holdfast.torch.save(state, ours)
-        torch.save(state, theirs)
-        assert ours.read_bytes() == theirs.read_bytes()
-        with holdfast.open(theirs) as checkpoint:
-            found = checkpoint.read()
-            for name, value in state.items():
-                assert found[name].tobytes() == value.numpy().tobytes()
-
-
 def test_notes_of_many_views(tmp_path):
     """Each view is noted with its offset and strides, in bits."""
     big = torch.arange(3000, dtype=torch.float32).reshape(1000, 3)
     holdfast.save({f"t{at}": big[at] for at in range(1000)}, tmp_path / "x", durable=False)
     (group,) = json.loads((tmp_path / "x" / "holdfast.json").read_bytes())["views"]
     assert group == {"nbytes": 12_000, "names": {f"t{at}": [96 * at, [32]] for at in range(1000)}}
-
-
-@given(offsets=st.lists(st.integers(-80, 200), max_size=12))
-def test_rows_that_reach_out_of_their_storage_have_a_kind_of_their_own(offsets):
-    kinds = [Kind.strided(BYTES, (4,), (8,), storage_nbytes=16)]
-    kind = [0] * len(offsets)
-    with_outside(kinds, kind, dict(enumerate(offsets)))
-    for one, offset in zip(kind, offsets, strict=True):
-        assert (
-            kinds[one].dense
-            == is_inside(offset, 4, 16)
-            == (offset in {8 * byte for byte in range(13)})
-        )
 
 
 def test_a_part_that_is_gone_is_named(tmp_path):

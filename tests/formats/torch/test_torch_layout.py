@@ -348,23 +348,6 @@ def test_any_state_has_the_bytes_of_torch(tmp_path_factory: pytest.TempPathFacto
     assert_same(load(found), load(expected))
 
 
-@given(STATES)
-@settings(max_examples=examples(25))
-def test_any_state_comes_back_through_holdfast(
-    tmp_path_factory: pytest.TempPathFactory, state: object
-):
-    folder = tmp_path_factory.mktemp("state")
-    saved(state, folder / "s.pt")
-    (folder / "t.pt").write_bytes(again(folder / "s.pt"))
-    with zipfile.ZipFile(folder / "t.pt") as archive:
-        assert archive.testzip() is None
-    with holdfast.open(folder / "s.pt") as one, holdfast.open(folder / "t.pt") as other:
-        assert repr(one.tree) == repr(other.tree)
-        assert {n: t.numpy().tobytes() for n, t in one.items()} == {
-            n: t.numpy().tobytes() for n, t in other.items()
-        }
-
-
 # Tensors that no torch file holds.
 
 
@@ -615,16 +598,3 @@ def test_bfloat16_bits_survive_whatever_they_are():
         content.view(ml_dtypes.bfloat16).astype(np.float32),
         equal_nan=True,
     )
-
-
-def test_small_records_that_follow_each_other_are_one_segment():
-    source = OpenSource(MemoryStore({"memory": bytes(8 * 2000)}))
-    tree = {
-        f"w{i}": LazyTensor.contiguous(
-            "", DTYPES.name("float32"), (2,), Storage("memory", 8 * i, 8, home=source.store), source
-        )
-        for i in range(2000)
-    }
-    (file,) = lay_out_torch_zip(state_of(tree)).files
-    assert [len(s.labels) for s in file.segments if isinstance(s, Gathered)] == [2000]
-    assert len(file.segments) == 4
