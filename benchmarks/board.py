@@ -51,7 +51,7 @@ __all__ = [
 SPARE_NBYTES = 1 << 30
 """Disk that must stay free for others."""
 
-OUR_MODULES = ("numpy", "holdfast.inspect.open", "holdfast.rewrite.convert")
+OUR_MODULES = ("numpy", "holdfast.verbs.open", "holdfast.verbs.convert")
 """What a process of ours imports before it is measured, unless the case says otherwise."""
 
 PROBE_SECONDS = 600

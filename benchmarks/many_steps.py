@@ -21,8 +21,8 @@ import numpy as np
 import holdfast
 from holdfast.cli.main import main as command
 from holdfast.core.value import replace
-from holdfast.runs.steps import RunFolder, step_name
-from holdfast.seals.document import SEAL, encode_seal, parse_seal
+from holdfast.extras.runs.steps import RunFolder, step_name
+from holdfast.verbs.seals.document import SEAL, encode_seal, parse_seal
 
 COUNTS = (100, 1_000, 10_000)
 

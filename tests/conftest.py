@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ settings.load_profile("holdfast")
 
 FILES = {
     "tests/parity/test_pt2_archives.py": versions.PT2_ARCHIVE,
-    "tests/torch/export/test_packaging.py": versions.PT2_ARCHIVE,
-    "tests/torch/export/test_shared_weights.py": versions.SHARED_WEIGHTS,
+    "tests/extras/packages/export/test_packaging.py": versions.PT2_ARCHIVE,
+    "tests/extras/packages/export/test_shared_weights.py": versions.SHARED_WEIGHTS,
     "tests/torch/serialization/test_members.py": versions.PT2_ARCHIVE,
 }
 """Files of tests that cannot even be imported without something that torch has since a version."""
@@ -198,3 +198,16 @@ def pytest_terminal_summary(
         )
     for report in [*statistics.get("failed", []), *statistics.get("error", [])]:
         terminalreporter.write_line(f"repeat with: make test SEED={seed} ARGS='{report.nodeid}'")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line in this process: exit code, standard output, standard error."""
+    from holdfast.cli.main import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

@@ -13,8 +13,8 @@ from torch import nn
 
 import holdfast
 import holdfast.torch
-from tests.formats.rank_files.megatron_folders import write as write_megatron
-from tests.formats.rank_files.zero_folders import Zero
+from tests.extras.rank_files.megatron_folders import write as write_megatron
+from tests.extras.rank_files.zero_folders import Zero
 from tests.pages import ROOT
 
 

@@ -19,7 +19,7 @@ ROOMS_FILE = TESTS / "rooms.json"
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module: its folder, with the subfolder in torch, formats and engine.
+    """Return the room of a module: its folder, with the subfolder in engine, extras, formats, torch and verbs.
 
     >>> room_of("formats/dcp/read.py"), room_of("core/box.py"), room_of("errors.py")
     ('formats/dcp', 'core', '.')
@@ -27,7 +27,7 @@ def room_of(module: str) -> str:
     folders = PurePosixPath(module).parts[:-1]
     if not folders:
         return "."
-    if folders[0] in ("torch", "formats", "engine"):
+    if folders[0] in ("engine", "extras", "formats", "torch", "verbs"):
         return "/".join(folders[:2])
     return folders[0]
 

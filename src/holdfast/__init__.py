@@ -51,28 +51,28 @@ if TYPE_CHECKING:
         StoreError,
         Unsupported,
     )
-    from holdfast.inspect.diff import Diff, diff
-    from holdfast.inspect.open import open, read
-    from holdfast.inspect.scan import ScanReport, scan
-    from holdfast.inspect.sparsity import SparsityReport, TensorSparsity, sparsity
-    from holdfast.inspect.stats import StatsReport, TensorStats, stats
-    from holdfast.inspect.verify import VerifyReport, verify
-    from holdfast.maps.find import Map
-    from holdfast.pruning.prune import Pruned, prune
-    from holdfast.reports.report import Report, report
-    from holdfast.rewrite.compact import Compacted, compact
-    from holdfast.rewrite.convert import Conversion, convert, edit
-    from holdfast.rewrite.copy import Copied, copy
-    from holdfast.rewrite.package import package, replace_weights
-    from holdfast.rewrite.reshard import reshard
-    from holdfast.rewrite.save import save, to_bytes
-    from holdfast.rewrite.seal import Sealed, seal
-    from holdfast.rewrite.tie import AliasGraph, Tied, alias_graph, tie
-    from holdfast.runs.export import Export
-    from holdfast.runs.rules import Best, Every, Latest, Within
-    from holdfast.runs.run import Run
-    from holdfast.runs.steps import Step
-    from holdfast.saving.planned import Saved
+    from holdfast.extras.maps.find import Map
+    from holdfast.extras.packages.package import package, replace_weights
+    from holdfast.extras.packages.tie import AliasGraph, Tied, alias_graph, tie
+    from holdfast.extras.pruning.prune import Pruned, prune
+    from holdfast.extras.reports.report import Report, report
+    from holdfast.extras.runs.export import Export
+    from holdfast.extras.runs.rules import Best, Every, Latest, Within
+    from holdfast.extras.runs.run import Run
+    from holdfast.extras.runs.steps import Step
+    from holdfast.verbs.compact import Compacted, compact
+    from holdfast.verbs.convert import Conversion, convert, edit
+    from holdfast.verbs.copy import Copied, copy
+    from holdfast.verbs.diff import Diff, diff
+    from holdfast.verbs.open import open, read
+    from holdfast.verbs.reshard import reshard
+    from holdfast.verbs.save import save, to_bytes
+    from holdfast.verbs.scan import ScanReport, scan
+    from holdfast.verbs.seal import Sealed, seal
+    from holdfast.verbs.shared.planned import Saved
+    from holdfast.verbs.sparsity import SparsityReport, TensorSparsity, sparsity
+    from holdfast.verbs.stats import StatsReport, TensorStats, stats
+    from holdfast.verbs.verify import VerifyReport, verify
 
 __version__ = VERSION
 
@@ -89,32 +89,32 @@ _NAMES = {
     "core.limits": "Limits",
     "core.opaque": "Global Opaque",
     "core.tensor": "Composite LazyTensor",
-    "maps.find": "Map",
+    "extras.maps.find": "Map",
     "engine.computed": "dequantize",
     "errors": "BadArgument BadArgumentType BadPath CannotHold Closed Corrupted DoesNotFit DurabilityUncertain FormatError "
     "HoldfastError HoldfastWarning LimitExceeded NoSuchTensor NotCommitted RankLost RanksFailed RanksFoundNothing RanksRefused "
     "Refused Replaced SaveError StoreError Unsupported",
-    "inspect.diff": "Diff diff",
-    "inspect.open": "open read",
-    "inspect.scan": "ScanReport scan",
-    "inspect.sparsity": "SparsityReport TensorSparsity sparsity",
-    "inspect.stats": "StatsReport TensorStats stats",
-    "inspect.verify": "VerifyReport verify",
-    "pruning.prune": "Pruned prune",
-    "reports.report": "Report report",
-    "rewrite.compact": "Compacted compact",
-    "rewrite.convert": "Conversion convert edit",
-    "rewrite.copy": "Copied copy",
-    "rewrite.package": "package replace_weights",
-    "rewrite.reshard": "reshard",
-    "rewrite.save": "save to_bytes",
-    "rewrite.seal": "Sealed seal",
-    "rewrite.tie": "AliasGraph Tied alias_graph tie",
-    "runs.export": "Export",
-    "runs.rules": "Best Every Latest Within",
-    "runs.run": "Run",
-    "runs.steps": "Step",
-    "saving.planned": "Saved",
+    "verbs.diff": "Diff diff",
+    "verbs.open": "open read",
+    "verbs.scan": "ScanReport scan",
+    "verbs.sparsity": "SparsityReport TensorSparsity sparsity",
+    "verbs.stats": "StatsReport TensorStats stats",
+    "verbs.verify": "VerifyReport verify",
+    "extras.pruning.prune": "Pruned prune",
+    "extras.reports.report": "Report report",
+    "verbs.compact": "Compacted compact",
+    "verbs.convert": "Conversion convert edit",
+    "verbs.copy": "Copied copy",
+    "extras.packages.package": "package replace_weights",
+    "verbs.reshard": "reshard",
+    "verbs.save": "save to_bytes",
+    "verbs.seal": "Sealed seal",
+    "extras.packages.tie": "AliasGraph Tied alias_graph tie",
+    "extras.runs.export": "Export",
+    "extras.runs.rules": "Best Every Latest Within",
+    "extras.runs.run": "Run",
+    "extras.runs.steps": "Step",
+    "verbs.shared.planned": "Saved",
 }
 """The public names of each module."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.reports.page import page as html_of
+from holdfast.extras.reports.page import page as html_of
 from tests.browser.watching import WATCH, Seen
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.reports.page import page as html_of
+from holdfast.extras.reports.page import page as html_of
 from tests.browser import documents
 
 SECONDS = 2

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.reports.live import Live
-from holdfast.reports.page import page as html_of
-from holdfast.reports.report import ReportRequest, prepared
+from holdfast.extras.reports.live import Live
+from holdfast.extras.reports.page import page as html_of
+from holdfast.extras.reports.report import ReportRequest, prepared
 from tests.browser import documents
 from tests.browser.watching import WATCH
 

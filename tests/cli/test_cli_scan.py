@@ -12,8 +12,8 @@ from tests.pages import ROOT
 from holdfast.cli.scan import scan_lines
 from holdfast.cli.text import plain
 from holdfast.formats import FORMATS, file_suffixes
-from holdfast.inspect.scan import FileReport, ScanReport
-from holdfast.inspect.scanning.findings import Finding
+from holdfast.verbs.scan import FileReport, ScanReport
+from holdfast.verbs.scanning.findings import Finding
 
 
 def test_clean_dangerous_and_error(run, golden_dir):

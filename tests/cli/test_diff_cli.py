@@ -10,10 +10,10 @@ import pytest
 
 from holdfast.cli.diff import diff_document, diff_lines
 from holdfast.cli.text import plain
-from holdfast.inspect.compare_values import ValueChange
-from holdfast.inspect.diff import ABSENT, Diff, Rename, TensorChange
 from holdfast.numeric.compare import Content
-from holdfast.rewrite.save import save
+from holdfast.verbs.compare_values import ValueChange
+from holdfast.verbs.diff import ABSENT, Diff, Rename, TensorChange
+from holdfast.verbs.save import save
 
 
 def test_the_same(run, golden_dir):

@@ -189,8 +189,11 @@ SLOW = {
 }  # fmt: skip
 """Of Python's own library: each takes milliseconds."""
 
-SHOWING = {"core", "engine", "errors", "formats", "inspect", "numeric", "seals", "stores"}
-"""Packages that looking takes. No verb that writes is imported, and none but the one that was asked for."""
+SHOWING = {"core", "engine", "errors", "extras", "formats", "numeric", "stores", "verbs"}
+"""The packages that `show` imports."""
+
+WRITING = {"compact", "convert", "copy", "reshard", "save", "seal", "shared"}
+"""Modules of verbs that write, which `show` does not import."""
 
 
 def imported(code: str, *arguments: object) -> set[str]:
@@ -223,6 +226,8 @@ def test_a_command_imports_what_it_needs_and_no_more(golden_dir):
         verbs = {"main", "outline", "parser", "ranks", "seal", "show", "text", "values"}
         assert {name.split(".")[2] for name in ours if name.startswith("holdfast.cli.")} <= verbs
         assert {name.split(".")[1] for name in ours if "." in name} - {"cli"} <= SHOWING
+        verbs = {name.split(".")[2] for name in ours if name.startswith("holdfast.verbs.")}
+        assert not verbs & WRITING
     # The version is known without any library; and so is what a wrong verb is told.
     for arguments in (["--version"], ["--help"]):
         asked = imported(

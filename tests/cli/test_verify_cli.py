@@ -20,7 +20,7 @@ import holdfast
 from holdfast.cli import progress
 from holdfast.cli.text import plain
 from holdfast.cli.verify import verify_lines
-from holdfast.inspect.verify import Damage, Problem, VerifyReport
+from holdfast.verbs.verify import Damage, Problem, VerifyReport
 
 
 @pytest.fixture

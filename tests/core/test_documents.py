@@ -21,12 +21,12 @@ from holdfast.core.limits import Limits
 from holdfast.core.strict_json import paid_nbytes
 from holdfast.engine.targets import bucket_claims
 from holdfast.errors import Corrupted, HeaderError, HoldfastError, LimitExceeded, Unsupported
+from holdfast.extras.runs import lock, record
 from holdfast.formats.dcp import index as dcp
 from holdfast.formats.native import schema as native
 from holdfast.ranks import merge, together
 from holdfast.ranks import state as ranks
-from holdfast.runs import lock, record
-from holdfast.seals import document as seals
+from holdfast.verbs.seals import document as seals
 
 MANIFEST = native.Manifest(
     native.FORMAT, 4, (native.DataFile("data.safetensors", 472),),

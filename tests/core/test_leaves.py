@@ -17,9 +17,9 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.errors import LimitExceeded
-from holdfast.saving.rows import lazy_tree
-from holdfast.saving.state import tabulate_state
 from holdfast.stores.memory import MemoryStore
+from holdfast.verbs.shared.rows import lazy_tree
+from holdfast.verbs.shared.state import tabulate_state
 
 SOURCE = OpenSource(MemoryStore({}))
 

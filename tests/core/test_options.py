@@ -15,7 +15,7 @@ from holdfast.cli.parser import Parser, verbs_of
 from holdfast.cli.planned import add_places
 from holdfast.core import options
 from holdfast.core.options import ConvertOptions, Option, checked, options_of, pick, validated
-from holdfast.saving.transform import Edits
+from holdfast.verbs.shared.transform import Edits
 
 
 class ToyOptions(ConvertOptions, total=False):

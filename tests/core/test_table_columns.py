@@ -16,7 +16,7 @@ from holdfast.engine.saves import Memory
 from holdfast.errors import SaveError
 from holdfast.numeric.cast import cast
 from holdfast.numeric.pack import SparseStorage
-from holdfast.saving.state import tabulate_state
+from holdfast.verbs.shared.state import tabulate_state
 
 
 def stored(checkpoint: holdfast.Checkpoint) -> Table:

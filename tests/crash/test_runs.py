@@ -12,15 +12,15 @@ from functools import cache
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.runs import directory
-from holdfast.runs.directory import RunDirectory, clean, hide, open_for_writing
-from holdfast.runs.record import RunRules
-from holdfast.runs.retention import retain
-from holdfast.runs.rules import Every, Latest, Rule
-from holdfast.runs.steps import step_name
-from holdfast.saving.planned import Writing, write_plan
-from holdfast.seals.document import Stamp, with_seal
+from holdfast.extras.runs import directory
+from holdfast.extras.runs.directory import RunDirectory, clean, hide, open_for_writing
+from holdfast.extras.runs.record import RunRules
+from holdfast.extras.runs.retention import retain
+from holdfast.extras.runs.rules import Every, Latest, Rule
+from holdfast.extras.runs.steps import step_name
 from holdfast.stores.files import Files
+from holdfast.verbs.seals.document import Stamp, with_seal
+from holdfast.verbs.shared.planned import Writing, write_plan
 from tests.crash.model import ROOT, Model, Tree, freeze, temporaries
 from tests.crash.proof import Death, Mortal
 from tests.crash.test_crash_states import Without

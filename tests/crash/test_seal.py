@@ -11,12 +11,12 @@ import pytest
 from holdfast.core.limits import Limits
 from holdfast.engine.file_digest import digest_of
 from holdfast.errors import DurabilityUncertain, NotCommitted
-from holdfast.saving.planned import Writing, write_plan
-from holdfast.seals import renew as renewal
-from holdfast.seals.document import SEAL, Seal, SealedFile, encode_seal, parse_seal, seal_name
-from holdfast.seals.make import write_seal
-from holdfast.seals.renew import Known, Renewal
 from holdfast.stores.files import Files, write_all
+from holdfast.verbs.seals import renew as renewal
+from holdfast.verbs.seals.document import SEAL, Seal, SealedFile, encode_seal, parse_seal, seal_name
+from holdfast.verbs.seals.make import write_seal
+from holdfast.verbs.seals.renew import Known, Renewal
+from holdfast.verbs.shared.planned import Writing, write_plan
 from tests.crash.model import ROOT, File, Model, Tree, temporaries
 from tests.crash.proof import Death, Mortal
 from tests.crash.writers import payload, plan_of

@@ -25,19 +25,19 @@ from holdfast.core.value import replace
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.engine.saves import SavePlan
 from holdfast.engine.source import OpenSource
-from holdfast.formats.pt2.write import lay_out_pt2, models_of
-from holdfast.saving.base import open_base
-from holdfast.saving.formats import Options, format_for, plan_save
-from holdfast.saving.planned import Writing, write_plan
-from holdfast.saving.rows import lazy_tree
-from holdfast.saving.side_files import SideFiles
-from holdfast.saving.state import tabulate_state
-from holdfast.seals.check import check_digests, read_seal
-from holdfast.seals.document import SEAL, Seal, SealedFile
-from holdfast.seals.renew import Known, Renewal
+from holdfast.extras.packages.pt2.write import lay_out_pt2, models_of
 from holdfast.stores.files import Files
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch.serialization.save import plan_object
+from holdfast.verbs.seals.check import check_digests, read_seal
+from holdfast.verbs.seals.document import SEAL, Seal, SealedFile
+from holdfast.verbs.seals.renew import Known, Renewal
+from holdfast.verbs.shared.base import open_base
+from holdfast.verbs.shared.formats import Options, format_for, plan_save
+from holdfast.verbs.shared.planned import Writing, write_plan
+from holdfast.verbs.shared.rows import lazy_tree
+from holdfast.verbs.shared.side_files import SideFiles
+from holdfast.verbs.shared.state import tabulate_state
 from tests.crash.model import ELSEWHERE, ROOT, Model, Tree
 
 BLOCK = 3_000

@@ -17,8 +17,8 @@ from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
 from holdfast.engine.transfer import TASK_NBYTES
 from holdfast.errors import StoreError
-from holdfast.inspect.open import read
 from holdfast.stores.memory import MemoryStore
+from holdfast.verbs.open import read
 
 MIB = 1 << 20
 

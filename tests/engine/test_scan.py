@@ -21,11 +21,11 @@ from holdfast.engine.arrays import Resident
 from holdfast.engine.scan import Accumulator, blocks, scan
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted, HoldfastError, StoreError
-from holdfast.inspect.sparsity import BLOCKS, find_zeros, tiles
-from holdfast.inspect.stats import measure
 from holdfast.numeric.statistics import Distributed, NumberStats
 from holdfast.numeric.zeros import ZeroPlaces
 from holdfast.stores.memory import MemoryStore
+from holdfast.verbs.sparsity import BLOCKS, find_zeros, tiles
+from holdfast.verbs.stats import measure
 
 
 class Collected:

@@ -16,9 +16,9 @@ from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.saves import Data, FilePlan, Gathered, Late, Literal
 from holdfast.engine.source import OpenSource
-from holdfast.saving.formats import Options, plan_save
-from holdfast.saving.state import tabulate_tree
 from holdfast.stores.memory import MemoryStore
+from holdfast.verbs.shared.formats import Options, plan_save
+from holdfast.verbs.shared.state import tabulate_tree
 
 
 def zeros_crc(nbytes: int) -> int:

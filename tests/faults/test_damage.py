@@ -20,7 +20,7 @@ import holdfast
 from holdfast.cli.main import main
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import Corrupted, HeaderError, HoldfastError
-from holdfast.rewrite.reshard import reshard
+from holdfast.verbs.reshard import reshard
 from tests.golden import earlier
 
 SAMPLE = 200

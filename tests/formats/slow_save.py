@@ -21,8 +21,8 @@ from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.engine.saves import Data, Gathered, Late, Literal, SavePlan
 from holdfast.engine.source import OpenSource
 from holdfast.formats.detect import detect
-from holdfast.saving.state import tabulate_tree
 from holdfast.stores.memory import MemoryStore
+from holdfast.verbs.shared.state import tabulate_tree
 
 
 def raw_bytes(tensor: LazyTensor) -> bytes:

@@ -27,10 +27,10 @@ from holdfast.errors import (
     UnknownFormat,
     Unsupported,
 )
+from holdfast.extras.runs.export import Export
 from holdfast.formats import FORMATS, Format, format_of, rank_formats, titles, written_formats
-from holdfast.runs.export import Export
-from holdfast.saving.formats import LAYOUT, written_suffixes
 from holdfast.stores.remote.url import url_of
+from holdfast.verbs.shared.formats import LAYOUT, written_suffixes
 
 STATE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([7, 8], np.int64)}
 
@@ -140,7 +140,7 @@ def test_what_its_layout_cannot_hold_is_refused(toy: None, tmp_path: Path):
 def test_what_its_reader_would_not_open_is_not_written(
     toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("holdfast.saving.formats.OPENED", set())
+    monkeypatch.setattr("holdfast.verbs.shared.formats.OPENED", set())
     monkeypatch.setattr("tests.formats.toy.MAGIC", b"YOT:")
     with pytest.raises(CannotHold, match="what would be written could not be opened again"):
         holdfast.save(STATE, tmp_path / "x.toy")
@@ -297,7 +297,7 @@ sys.exit(main(["convert", "--help"]))
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_an_entry_names_what_is_there_and_in_this_package(format: formats.Format):
+def test_an_entry_names_functions_of_the_formats_or_of_an_extra(format: formats.Format):
     named = {
         format.read_by,
         format.known_by,
@@ -305,7 +305,7 @@ def test_an_entry_names_what_is_there_and_in_this_package(format: formats.Format
         format.sharded_by,
         format.weights_by,
     } - {""}
-    assert all(where.startswith(".") for where in named)
+    assert all(where.startswith((".", "holdfast.extras.")) for where in named)
     assert all(callable(formats.named(where)) for where in named)
     assert format.known_by or (format.begins and not format.folder)
     if format.written_by:

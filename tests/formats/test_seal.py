@@ -21,7 +21,7 @@ from holdfast.errors import (
     UnsafePath,
     Unsupported,
 )
-from holdfast.seals.document import (
+from holdfast.verbs.seals.document import (
     LARGEST,
     SEAL,
     Seal,

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import holdfast
-from holdfast.rewrite.reshard import reshard
+from holdfast.verbs.reshard import reshard
 
 
 def state(*, packed: bool = False) -> dict[str, object]:

@@ -117,8 +117,8 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
         "functools.partial",
     ),
     "reduce-holdfast-itself": (
-        call("holdfast.inspect.open", "open", text("/etc/passwd")),
-        "holdfast.inspect.open.open",
+        call("holdfast.verbs.open", "open", text("/etc/passwd")),
+        "holdfast.verbs.open.open",
     ),
     "dotted-name": (call("os", "path.os.system", SHELL), "os.path.os.system"),
     "dotted-allowed-prefix": (

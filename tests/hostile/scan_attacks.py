@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.extras.packages.pt2 import craft_pt2
 from tests.formats.dcp import craft_dcp
-from tests.formats.pt2 import craft_pt2
 from tests.formats.zip.craft import Item, build
 
 from .craft_pickle import (

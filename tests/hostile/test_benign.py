@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.inspect.scan import scan
+from holdfast.verbs.scan import scan
 
 from .benign import PACKAGES, make
 

@@ -18,10 +18,10 @@ import torch
 
 import holdfast
 from holdfast.formats.dcp.index import BESIDE, checksum_file
+from tests.extras.packages.pt2.craft_pt2 import honest
+from tests.extras.rank_files.megatron_folders import write as write_megatron
+from tests.extras.rank_files.test_zero import model as zero_model
 from tests.formats.gguf.test_gguf_files import split
-from tests.formats.pt2.craft_pt2 import honest
-from tests.formats.rank_files.megatron_folders import write as write_megatron
-from tests.formats.rank_files.test_zero import model as zero_model
 
 from .cases_rank_files import HONEST
 from .fresh import broken

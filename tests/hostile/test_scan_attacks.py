@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.inspect.scan import scan
+from holdfast.verbs.scan import scan
 from tests.support import drops_rest_of_frames
 
 from .harness import WATCH

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from holdfast.core.opaque import Global
 from holdfast.formats.pickle.table import modern
-from holdfast.inspect.scan import scan
-from holdfast.inspect.severity import judge
+from holdfast.verbs.scan import scan
+from holdfast.verbs.severity import judge
 from tests.sampling import examples
 
 from .scan_attacks import ATTACKS

@@ -13,8 +13,8 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import Corrupted, NotCommitted
-from holdfast.seals.check import read_seal
-from holdfast.seals.document import SEAL
+from holdfast.verbs.seals.check import read_seal
+from holdfast.verbs.seals.document import SEAL
 
 accelerate = pytest.importorskip("accelerate")
 

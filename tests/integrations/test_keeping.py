@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from holdfast.extras.runs.rules import Within
 from holdfast.integrations.keeping import keep_by, ran_here
-from holdfast.runs.rules import Within
-from holdfast.seals.check import read_seal
-from tests.runs.test_clocks import YEAR, Clocks, another_program
+from holdfast.verbs.seals.check import read_seal
+from tests.extras.runs.test_clocks import YEAR, Clocks, another_program
 
 
 def train(

@@ -14,8 +14,8 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import HoldfastWarning
-from holdfast.seals.check import read_seal
-from holdfast.seals.document import SEAL
+from holdfast.verbs.seals.check import read_seal
+from holdfast.verbs.seals.document import SEAL
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.sampling import examples
 
 import holdfast
+from holdfast.extras.reports.measures import measure
 from holdfast.numeric import statistics as distribution
 from holdfast.numeric.statistics import QUANTILES, Norms
-from holdfast.reports.measures import measure
 
 
 def test_the_examples():

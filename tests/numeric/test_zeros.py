@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.sampling import examples
 
 from holdfast.engine.arrays import Resident
-from holdfast.inspect import sparsity as module
-from holdfast.inspect.sparsity import BLOCKS, EXPLAINED, TensorSparsity, find_zeros
 from holdfast.numeric.pack import matrix_shape
 from holdfast.numeric.zeros import PATTERNS
+from holdfast.verbs import sparsity as module
+from holdfast.verbs.sparsity import BLOCKS, EXPLAINED, TensorSparsity, find_zeros
 
 
 def slowly(array: np.ndarray) -> TensorSparsity:

@@ -24,15 +24,15 @@ from holdfast import errors
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.engine.source import OpenSource
-from holdfast.formats.pt2.read import Pt2Reader
-from holdfast.formats.pt2.replace import lay_out_replaced
-from holdfast.formats.pt2.write import ModelWeights, lay_out_pt2, models_of
+from holdfast.extras.packages.pt2.read import Pt2Reader
+from holdfast.extras.packages.pt2.replace import lay_out_replaced
+from holdfast.extras.packages.pt2.write import ModelWeights, lay_out_pt2, models_of
 from holdfast.formats.zip.reader import read_archive
-from holdfast.saving.planned import write_plan
-from holdfast.saving.rows import lazy_tree
-from holdfast.saving.state import tabulate_state
 from holdfast.stores.local import LocalStore
 from holdfast.torch import package_program, versions
+from holdfast.verbs.shared.planned import write_plan
+from holdfast.verbs.shared.rows import lazy_tree
+from holdfast.verbs.shared.state import tabulate_state
 from tests.parity.compare import assert_leaf, elements, shared
 
 

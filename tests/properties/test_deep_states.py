@@ -13,9 +13,9 @@ import holdfast.torch
 from holdfast.cli.outline import outline
 from holdfast.core.tree import leaf_names
 from holdfast.errors import CannotHold, HoldfastError, LimitExceeded
-from holdfast.inspect.describe import metadata_of
-from holdfast.runs.fill import fill, loaded
+from holdfast.extras.runs.fill import fill, loaded
 from holdfast.torch.ranks.staging import versions
+from holdfast.verbs.describe import metadata_of
 from tests.hostile.craft_pickle import stream, text
 from tests.hostile.craft_torch import torch_zip, weight
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.cli.show import document, show_table, show_tree
 from holdfast.errors import HoldfastError
-from holdfast.inspect.survey import survey
+from holdfast.verbs.survey import survey
 from tests.properties.many_states import many_states
 from tests.sampling import examples
 from tests.sharing import groups, ties

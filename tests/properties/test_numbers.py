@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from holdfast.engine import scan
 from holdfast.engine.arrays import Resident
-from holdfast.inspect.stats import measure, reading_nbytes
 from holdfast.numeric import statistics as numbers
+from holdfast.verbs.stats import measure, reading_nbytes
 from tests.sampling import examples
 
 NARROW = [
@@ -83,7 +83,7 @@ def test_any_bits_as_by_definition(dtype, content, bins, block):
         patch.setattr(scan, "blocks", lambda count: whole(count, block))
         patch.setattr(numbers, "STEP_ELEMENTS", 24)
         patch.setattr(numbers, "COUNTED_ELEMENTS", 32)
-        patch.setattr("holdfast.inspect.stats.BLOCK_ELEMENTS", block)
+        patch.setattr("holdfast.verbs.stats.BLOCK_ELEMENTS", block)
         check(array, bins)
 
 

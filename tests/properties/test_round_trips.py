@@ -22,9 +22,9 @@ from holdfast.core.protocols import State
 from holdfast.core.tensor import AliasView
 from holdfast.core.value import replace
 from holdfast.engine.arrays import Resident
-from holdfast.saving import rejoin as assembled
-from holdfast.saving.rejoin import Assembled, Copy, rejoin
-from holdfast.saving.state import tabulate_tree
+from holdfast.verbs.shared import rejoin as assembled
+from holdfast.verbs.shared.rejoin import Assembled, Copy, rejoin
+from holdfast.verbs.shared.state import tabulate_tree
 from tests.golden.expect import short
 from tests.parity.compare import assert_same_tree, elements, named_tensors, shared
 from tests.parity.test_generated_states import plain, pools, views

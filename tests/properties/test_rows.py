@@ -21,9 +21,9 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import replace
 from holdfast.engine.saves import SMALL_NBYTES
 from holdfast.errors import HoldfastError
-from holdfast.rewrite import save
-from holdfast.saving.rows import lazy_tree, with_odd, with_table
-from holdfast.saving.state import tabulate_state, tabulate_tree
+from holdfast.verbs import save
+from holdfast.verbs.shared.rows import lazy_tree, with_odd, with_table
+from holdfast.verbs.shared.state import tabulate_state, tabulate_tree
 from tests.sampling import examples
 
 FEW = 64

@@ -9,8 +9,8 @@ from holdfast.core.chunk import in_c_order
 from holdfast.engine.arrays import Resident
 from holdfast.engine.table import lazy_table
 from holdfast.formats.recorded import LARGEST_STORAGE_RATIO, share
-from holdfast.saving.state import tabulate_state
 from holdfast.torch.tensors.to_lazy import torch_leaf
+from holdfast.verbs.shared.state import tabulate_state
 from tests.sampling import examples
 from tests.sharing import groups, ties
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.errors import CannotHold
-from holdfast.inspect.compare_values import compare_values
+from holdfast.verbs.compare_values import compare_values
 
 LONG = "x" * 1000
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import holdfast
 import holdfast.torch
-from holdfast.saving.state import tabulate_state
+from holdfast.verbs.shared.state import tabulate_state
 from tests.sampling import examples
 
 BUFFER = 48

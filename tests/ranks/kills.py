@@ -35,9 +35,9 @@ from torch.distributed._shard.sharded_tensor import api as _api  # noqa: F401  (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import holdfast
+from holdfast.extras.runs.ranks import Run
 from holdfast.stores.files import Files, is_temporary
 from holdfast.torch.ranks import group
-from holdfast.torch.ranks.run import Run
 from holdfast.torch.ranks.save_sharded import save_sharded
 from holdfast.torch.tensors import to_lazy as _state_module  # noqa: F401
 

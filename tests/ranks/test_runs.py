@@ -21,12 +21,12 @@ import holdfast
 from holdfast import Latest
 from holdfast.engine.targets import folder as rank_folder
 from holdfast.errors import Corrupted, HoldfastWarning, NotCommitted, RanksFailed
-from holdfast.runs import retention
+from holdfast.extras.runs import ranks as run_module
+from holdfast.extras.runs import retention
+from holdfast.extras.runs.ranks import Run
 from holdfast.torch.ranks import load_sharded as load_module
-from holdfast.torch.ranks import run as run_module
 from holdfast.torch.ranks import saving
 from holdfast.torch.ranks.load_sharded import load_full
-from holdfast.torch.ranks.run import Run
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 from tests.ranks.test_background import Gate

@@ -12,9 +12,9 @@ from torch.distributed.tensor import Shard
 import holdfast
 from holdfast.core.group import check_same
 from holdfast.errors import Replaced
-from holdfast.inspect.open import checkpoint_mark
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
+from holdfast.verbs.open import checkpoint_mark
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 

@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 import holdfast.torch
-from holdfast.runs.sweep import sweep
+from holdfast.extras.runs.sweep import sweep
 from tests.ranks.pool import Pool, good
 from tests.remote import rank_jobs
 from tests.remote.killing import killed

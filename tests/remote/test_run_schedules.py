@@ -19,7 +19,7 @@ from obstore.store import MemoryStore
 
 import holdfast
 from holdfast import Latest
-from holdfast.runs.sweep import sweep
+from holdfast.extras.runs.sweep import sweep
 from holdfast.stores.remote.client import Bucket, Upload
 from tests.remote.test_runs import keys, later, loads, state
 from tests.sampling import examples
@@ -152,7 +152,7 @@ class World:
         return done
 
     def marked(self) -> set[int]:
-        from holdfast.runs.record import PINS, marked_steps
+        from holdfast.extras.runs.record import PINS, marked_steps
 
         return marked_steps(self.run()._folder.read_record(PINS))
 
@@ -221,9 +221,9 @@ def test_a_kill_at_every_request(answered: bool):
 
 
 def test_the_proof_sees_data_that_goes_before_its_manifest(monkeypatch: pytest.MonkeyPatch):
-    from holdfast.runs.bucket import RunBucket
+    from holdfast.extras.runs.bucket import RunBucket
 
-    def unpublish(self: RunBucket, step: holdfast.runs.Step) -> None:
+    def unpublish(self: RunBucket, step: holdfast.extras.runs.Step) -> None:
         self.bucket.delete([self.key(step.name, name) for name in step.files])
         self.bucket.delete([self.key(step.name, "holdfast.json")])
 

@@ -31,7 +31,7 @@ from holdfast.errors import (
     NotCommitted,
     SaveError,
 )
-from holdfast.runs.sweep import sweep
+from holdfast.extras.runs.sweep import sweep
 from holdfast.stores.remote.client import Bucket, RemoteObject, bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.remote.servers import Asked, Fault, Proxy, environment
@@ -52,7 +52,7 @@ def numbers(run: holdfast.Run) -> list[int]:
     return [step.step for step in run]
 
 
-def loads(step: holdfast.runs.Step) -> bool:
+def loads(step: holdfast.extras.runs.Step) -> bool:
     """Whether every value of a step is the one that was saved."""
     with step.open() as checkpoint:
         same = "frozen" not in checkpoint or np.array_equal(
@@ -126,7 +126,7 @@ def test_what_is_not_whole_is_no_step(
     store: MemoryStore, attributes: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if not attributes:
-        monkeypatch.setattr("holdfast.runs.bucket.attributes_of", lambda says, files: {})
+        monkeypatch.setattr("holdfast.extras.runs.bucket.attributes_of", lambda says, files: {})
     run = holdfast.Run("run", store=store)
     for number in (1, 2):
         run.save(number, state(number), metrics={"loss": number})
@@ -220,7 +220,7 @@ def test_a_pin_comes_before_a_deletion_or_is_refused(store: MemoryStore):
         run.save(number, state(number))
     place, chosen = run._folder, []
 
-    def choose(pins: object) -> list[holdfast.runs.Step]:
+    def choose(pins: object) -> list[holdfast.extras.runs.Step]:
         if not chosen:
             other.pin(1, "in time")
         chosen.append(set(pins))  # type: ignore[call-overload]
@@ -228,7 +228,7 @@ def test_a_pin_comes_before_a_deletion_or_is_refused(store: MemoryStore):
 
     real, told = place._unpublish, []  # type: ignore[attr-defined]
 
-    def unpublish(step: holdfast.runs.Step) -> None:
+    def unpublish(step: holdfast.extras.runs.Step) -> None:
         with pytest.raises(NoSuchStep, match="being deleted") as refused:
             other.pin(step.step)
         told.append(refused.value)
@@ -565,7 +565,7 @@ def test_both_servers_say_what_a_step_is(either: int, url: str, monkeypatch: pyt
         run.save(number, state(number), metrics={"loss ü": number / 3})
     assert run.pin(2, "paper").step == 2
     monkeypatch.setattr(
-        "holdfast.runs.bucket.RunBucket._read", lambda self, name: pytest.fail("it was read")
+        "holdfast.extras.runs.bucket.RunBucket._read", lambda self, name: pytest.fail("it was read")
     )
     fresh = holdfast.Run(url, keep="latest:1")
     assert fresh.latest().metrics == {"loss ü": 1.0}

@@ -38,12 +38,12 @@ from holdfast.errors import (
     StoreError,
     UnsafePath,
 )
+from holdfast.extras.runs.sweep import sweep
 from holdfast.formats.native.schema import DOCUMENT
-from holdfast.runs.sweep import sweep
-from holdfast.saving.references import References
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, Upload, bucket_of
 from holdfast.stores.remote.url import url_of
+from holdfast.verbs.shared.references import References
 from tests.remote.servers import environment
 from tests.remote.test_runs import keys, later
 from tests.sampling import is_exhaustive
@@ -55,7 +55,7 @@ def state(number: int) -> dict[str, object]:
     return {"frozen": frozen, "slow": slow, "w": np.full(64, number, np.float32), "step": number}
 
 
-def loads(step: holdfast.runs.Step) -> bool:
+def loads(step: holdfast.extras.runs.Step) -> bool:
     wanted = state(step.step)
     with step.open() as checkpoint:
         return all(

@@ -16,11 +16,11 @@ import holdfast
 from holdfast.cli.main import main
 from holdfast.engine.targets.bucket_commit import PrefixSave
 from holdfast.errors import Corrupted, HoldfastError, NotCommitted
-from holdfast.seals.document import SEAL
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import url_of
-from tests.inspect.test_missing import VERBS, check_missing
+from holdfast.verbs.seals.document import SEAL
 from tests.remote.servers import Proxy
+from tests.verbs.test_missing import VERBS, check_missing
 
 STATE = {
     "a.weight": np.arange(1 << 14, dtype=np.float32).reshape(128, 128),

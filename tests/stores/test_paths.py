@@ -20,13 +20,13 @@ from holdfast.errors import (
     StoreError,
     Unsupported,
 )
-from holdfast.inspect.stats import stats
-from holdfast.pruning.prune import prune
-from holdfast.rewrite.reshard import reshard
+from holdfast.extras.pruning.prune import prune
 from holdfast.stores.paths import found_path, local_path
 from holdfast.stores.place import same_place
 from holdfast.torch import async_save_sharded, load, load_into, load_sharded, save, save_sharded
 from holdfast.torch import open as open_torch
+from holdfast.verbs.reshard import reshard
+from holdfast.verbs.stats import stats
 
 URLS = ["hf://org/model", "file:///tmp/x", "simplecache::s3://b/x", "a+b.c-1://x"]
 OBJECTS = ["s3://bucket/x", "S3://B/x", Path("s3://bucket/x"), "s3:/bucket/x", " s3://bucket/x"]

@@ -16,10 +16,10 @@ from holdfast.engine.computed import Computed
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.saves import FilePlan, Literal
 from holdfast.errors import StoreError, Unsupported
-from holdfast.saving.rejoin import Assembled, Copy
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile, tensor_stamp
+from holdfast.verbs.shared.rejoin import Assembled, Copy
 from tests.stores.conformance import StoreConformance
 
 BYTES = DTYPES.name("uint8")

@@ -1,7 +1,7 @@
 """Where each element goes when a framework converts a checkpoint, found by running the framework's own converter once.
 
 Every element of the source has a number. The converter is given tensors that hold these numbers, and what comes out
-says which element came from where. The results are kept in `tests/maps/oracles`; the maps that Holdfast ships are
+says which element came from where. The results are kept in `tests/extras/maps/oracles`; the maps that Holdfast ships are
 tested against them, without the frameworks.
 
     record      numbers, hashes, and the files that are kept

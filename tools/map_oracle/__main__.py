@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("oracle", choices=ORACLES)
     parser.add_argument("--family")
     parser.add_argument("--variant")
-    parser.add_argument("--out", type=Path, default=Path("tests/maps/oracles"))
+    parser.add_argument("--out", type=Path, default=Path("tests/extras/maps/oracles"))
     parser.add_argument("--debug", type=Path)
     options = parser.parse_args()
     oracle = importlib.import_module(f"tools.map_oracle.{options.oracle}")

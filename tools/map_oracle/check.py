@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from tools.map_oracle.record import Arrays, digest
 
-RECORDED = Path("tests/maps/oracles")
+RECORDED = Path("tests/extras/maps/oracles")
 
 
 def _side(file: Path, side: str) -> Arrays:

@@ -69,7 +69,7 @@ def record(
     debug: Path | None = None,
     out: Path,
 ) -> Path:
-    """Write what was found as a file of `tests/maps/oracles`; with `debug`, whole index arrays too."""
+    """Write what was found as a file of `tests/extras/maps/oracles`; with `debug`, whole index arrays too."""
     found: Arrays = {}
     added: dict[str, int] = {}
     for name in sorted(target):

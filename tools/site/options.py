@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 
 from holdfast.core import options as records
-from holdfast.runs.run import RunOptions
+from holdfast.extras.runs.run import RunOptions
 
 
 def record_of(annotation: str) -> type | None:

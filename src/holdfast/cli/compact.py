@@ -27,7 +27,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from holdfast.core.text import nbytes
-    from holdfast.rewrite.compact import plan_compact
+    from holdfast.verbs.compact import plan_compact
 
     planned = plan_compact(options.src, options.dst, given(options, InPlaceOptions))
     return carry_out(

@@ -13,8 +13,8 @@ from holdfast.core.options import ConvertOptions
 from holdfast.formats import written_in_words
 
 if TYPE_CHECKING:
-    from holdfast.rewrite.convert import Conversion
-    from holdfast.saving.planned import Saved
+    from holdfast.verbs.convert import Conversion
+    from holdfast.verbs.shared.planned import Saved
 
 DESCRIPTION = f"""\
 Write a checkpoint in another format: {written_in_words()}.
@@ -43,8 +43,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from holdfast.inspect.open import open as open_checkpoint
-    from holdfast.rewrite.convert import plan_conversion
+    from holdfast.verbs.convert import plan_conversion
+    from holdfast.verbs.open import open as open_checkpoint
 
     with (
         open_checkpoint(options.src, rules=options.rules, threads=1)

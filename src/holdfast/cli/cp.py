@@ -27,7 +27,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from holdfast.rewrite.copy import plan_copy
+    from holdfast.verbs.copy import plan_copy
 
     planned = plan_copy(options.src, options.dst, given(options, CopyOptions))
     return carry_out(

@@ -15,13 +15,13 @@ from holdfast.core.order import in_order
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, plural
 from holdfast.engine.budget import reading_threads
-from holdfast.inspect.brief import brief
-from holdfast.inspect.compare_values import Absent, ContainerKind, ValueChange
-from holdfast.inspect.diff import Comparison, Diff, TensorChange
-from holdfast.inspect.open import open_alike
-from holdfast.inspect.side import chosen_sides
 from holdfast.numeric.compare import Content
 from holdfast.numeric.dequantize import BLOCKS, number_shape
+from holdfast.verbs.brief import brief
+from holdfast.verbs.compare_values import Absent, ContainerKind, ValueChange
+from holdfast.verbs.diff import Comparison, Diff, TensorChange
+from holdfast.verbs.open import open_alike
+from holdfast.verbs.side import chosen_sides
 
 DESCRIPTION = """\
 Compare two checkpoints of any formats: tensors added, removed, renamed and changed, and plain values.

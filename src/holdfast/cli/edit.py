@@ -31,7 +31,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from holdfast.rewrite.convert import plan_edit
+    from holdfast.verbs.convert import plan_edit
 
     planned = plan_edit(options.src, options.dst, given(options, EditOptions))
     return carry_out(planned, "Editing", options, fields=conversion_fields, more=rate)

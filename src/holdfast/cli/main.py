@@ -170,13 +170,26 @@ def _help(whole: argparse.ArgumentParser) -> int:
 
 def _add(name: str, verb: Parser) -> None:
     """Fill the parser of a verb from its module: its texts, its arguments, and `run`, which returns the exit code."""
-    module = import_module(f"holdfast.cli.{name}")
+    module = import_module(COMMAND_MODULES.get(name, f"holdfast.cli.{name}"))
     verb.description, verb.epilog = module.DESCRIPTION, module.EXAMPLES
     module.add_arguments(verb)
     if name in TOGETHER:
         add_deadline(verb)
     verb.set_defaults(run=module.run, verb=verb, together=name in TOGETHER)
 
+
+COMMAND_MODULES = {
+    "maps": "holdfast.extras.maps.commands.maps",
+    "package": "holdfast.extras.packages.commands.package",
+    "pin": "holdfast.extras.runs.commands.pin",
+    "prune": "holdfast.extras.pruning.commands.prune",
+    "report": "holdfast.extras.reports.commands.report",
+    "runs": "holdfast.extras.runs.commands.runs",
+    "tie": "holdfast.extras.packages.commands.tie",
+    "unpin": "holdfast.extras.runs.commands.unpin",
+    "view": "holdfast.extras.reports.commands.view",
+}
+"""The modules of commands that belong to extras. The other commands are modules of `holdfast.cli`."""
 
 VERBS = {
     "show": "show what is in a checkpoint",

@@ -46,10 +46,10 @@ from holdfast.core.tree import (
     walk,
 )
 from holdfast.errors import LimitExceeded
-from holdfast.inspect.brief import brief, scalar
-from holdfast.inspect.survey import LookAlikes, Survey
 from holdfast.numeric.dequantize import number_shape
 from holdfast.numeric.pack import packing_of
+from holdfast.verbs.brief import brief, scalar
+from holdfast.verbs.survey import LookAlikes, Survey
 
 DEEPEST = 100
 """Levels that are walked. `Limits(depth=64)` holds for what was stored; this is room for that and for dotted names."""
@@ -445,7 +445,7 @@ def _abreast(alike: tuple[Node, ...]) -> Iterable[tuple[int, tuple[Node, ...]]] 
 
 def _differ(a: LeafNode, b: LeafNode) -> bool:
     """Whether two leaves differ, by their values: texts are cut, and long ones look alike."""
-    from holdfast.inspect.compare_values import compare_values
+    from holdfast.verbs.compare_values import compare_values
 
     return a.text != b.text if a.kind == "link" else bool(compare_values(a.value, b.value)[0])
 

@@ -17,7 +17,7 @@ from holdfast.cli.text import Line, fields_of, note_lines, print_json, print_lin
 from holdfast.core.options import options_of
 
 if TYPE_CHECKING:
-    from holdfast.saving.planned import Planned, Saved
+    from holdfast.verbs.shared.planned import Planned, Saved
 
     R = TypeVar("R", bound=Saved)
 

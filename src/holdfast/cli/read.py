@@ -36,8 +36,8 @@ from holdfast.core.patterns import matcher
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import escape, nbytes, plural
 from holdfast.errors import BadIndex, BadTarget, Unsupported, located
-from holdfast.inspect.open import open as open_checkpoint
 from holdfast.stores.platform import ALWAYS, NO_LINK, sync
+from holdfast.verbs.open import open as open_checkpoint
 
 if TYPE_CHECKING:
     from holdfast.cli.outline import LeafNode
@@ -124,7 +124,7 @@ def find_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[
 
 
 def show_values(values: Sequence[LeafNode]) -> Iterator[Line]:
-    from holdfast.inspect.brief import brief
+    from holdfast.verbs.brief import brief
 
     for position, leaf in enumerate(values):
         if position:

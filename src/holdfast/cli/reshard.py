@@ -41,8 +41,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from holdfast.core.text import plural
-    from holdfast.rewrite.reshard import parse_mesh, plan_reshard
     from holdfast.stores.paths import place_in_words
+    from holdfast.verbs.reshard import parse_mesh, plan_reshard
 
     lines = options.plan.read_text("utf-8").splitlines() if options.plan else []
     rules = [

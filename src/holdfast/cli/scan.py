@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from holdfast.cli import values
 from holdfast.cli.text import Line, fields_of, print_json, print_lines, shell_text
 from holdfast.core.text import clip, escape, plural
-from holdfast.inspect.scan import FileReport, ScanReport, Verdict, scan
-from holdfast.inspect.scanning.findings import Finding
+from holdfast.verbs.scan import FileReport, ScanReport, Verdict, scan
+from holdfast.verbs.scanning.findings import Finding
 
 DESCRIPTION = """\
 Say what files would have done if a trusting loader had loaded them: each foreign global, how bad, and where.

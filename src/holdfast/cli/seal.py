@@ -14,8 +14,8 @@ from holdfast.cli.text import Line, fields_of, note_lines, print_json, print_lin
 from holdfast.core.text import clip, escape, nbytes, plural
 
 if TYPE_CHECKING:
-    from holdfast.rewrite.seal import Sealed
-    from holdfast.seals.document import Seal
+    from holdfast.verbs.seal import Sealed
+    from holdfast.verbs.seals.document import Seal
 
 DESCRIPTION = """\
 Seal a folder that another trainer has written to its end, or one file: holdfast.seal.json has every file with its size and digest,
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.cli.verify import size_of
     from holdfast.core.options import SealOptions
     from holdfast.errors import Unsupported
-    from holdfast.rewrite.seal import seal
+    from holdfast.verbs.seal import seal
 
     if "step" in options and len(options.paths) > 1:
         raise Unsupported("--step is one step, and several paths were given; seal them one by one")
@@ -131,7 +131,7 @@ def seal_fields(seal: Seal) -> dict[str, object]:
 def seal_lines(path: Path) -> Iterator[Line]:
     """The lines of `show` about the seal of a folder or file, and about files that are not as it says; none without a seal."""
     from holdfast.errors import HoldfastError
-    from holdfast.seals.check import check_sizes, read_seal
+    from holdfast.verbs.seals.check import check_sizes, read_seal
 
     try:
         seal = read_seal(path)

@@ -60,15 +60,15 @@ from holdfast.core.tree import FREE_CHARACTERS
 from holdfast.core.value import Value
 from holdfast.errors import UnknownFormat
 from holdfast.formats.index_file import some
-from holdfast.inspect.open import open as open_checkpoint
-from holdfast.inspect.survey import Survey, survey
-from holdfast.inspect.trainers import find_step_folders
 from holdfast.numeric.dequantize import number_shape
 from holdfast.numeric.pack import SparseStorage, packing_of
 from holdfast.stores.place import place_at
+from holdfast.verbs.open import open as open_checkpoint
+from holdfast.verbs.survey import Survey, survey
+from holdfast.verbs.trainers import find_step_folders
 
 if TYPE_CHECKING:
-    from holdfast.inspect.sparsity import TensorSparsity
+    from holdfast.verbs.sparsity import TensorSparsity
 
 DESCRIPTION = """\
 Show what is in a checkpoint: names, dtypes, shapes, sizes, ties, plain values, foreign objects. No tensor data is read.
@@ -672,9 +672,9 @@ SPARSITY = "name dtype shape size zeros pattern block dead_rows dead_columns"
 def _run_sparsity(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
     from holdfast.engine.computed import numbers_of
-    from holdfast.inspect.open import open as open_checkpoint
-    from holdfast.inspect.sparsity import find_zeros
-    from holdfast.inspect.stats import chosen
+    from holdfast.verbs.open import open as open_checkpoint
+    from holdfast.verbs.sparsity import find_zeros
+    from holdfast.verbs.stats import chosen
 
     with open_checkpoint(options.path, threads=1) as checkpoint:
         tensors = chosen(checkpoint, options.filter)

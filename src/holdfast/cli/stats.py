@@ -25,7 +25,7 @@ from holdfast.cli.text import (
 from holdfast.core.text import clip, escape, plural
 
 if TYPE_CHECKING:
-    from holdfast.inspect.stats import TensorStats
+    from holdfast.verbs.stats import TensorStats
 
 DESCRIPTION = """\
 Say what the numbers of each tensor look like. Every tensor is read, in parallel and in bounded memory. NaN and infinities are
@@ -83,9 +83,9 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.core.group import acting
     from holdfast.engine.budget import reading_threads
     from holdfast.engine.computed import undecoded_notes
-    from holdfast.inspect.open import compare_opened
-    from holdfast.inspect.open import open as open_checkpoint
-    from holdfast.inspect.stats import chosen, measure, reading_nbytes
+    from holdfast.verbs.open import compare_opened
+    from holdfast.verbs.open import open as open_checkpoint
+    from holdfast.verbs.stats import chosen, measure, reading_nbytes
 
     with (
         acting(options.group, "measure tensors") as ranks,
@@ -119,7 +119,7 @@ def stats_document(
     path: str, found: Sequence[TensorStats], notes: Sequence[str]
 ) -> dict[str, object]:
     """Return the document that `--json` prints. Tensors stay in the order of the checkpoint."""
-    from holdfast.inspect.nonfinite import describe_nonfinite
+    from holdfast.verbs.nonfinite import describe_nonfinite
 
     names = "name dtype shape size mean std norm nans infinities zeros histogram first_nan first_infinity"
     rows: list[dict[str, object]] = []
@@ -143,8 +143,8 @@ def lines(
     bars: str,
     notes: Sequence[str] = (),
 ) -> Iterator[Line]:
-    from holdfast.inspect.nonfinite import describe_nonfinite
-    from holdfast.inspect.stats import is_nonfinite, listed
+    from holdfast.verbs.nonfinite import describe_nonfinite
+    from holdfast.verbs.stats import is_nonfinite, listed
 
     yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')}", "dim")]
     shown = listed(found)[:most]

@@ -65,7 +65,7 @@ def target(text: str) -> str:
 def written_format(text: str) -> str:
     """Return the name of a format, or refuse it if no checkpoint can be written in it."""
     from holdfast.formats import chosen, written_formats
-    from holdfast.saving.formats import explain_unwritten
+    from holdfast.verbs.shared.formats import explain_unwritten
 
     if chosen(text, written_formats()) is None:
         raise argparse.ArgumentTypeError(explain_unwritten(text))

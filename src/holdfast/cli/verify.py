@@ -13,9 +13,9 @@ from holdfast.cli.seal import seal_fields, sealed_words
 from holdfast.cli.text import Line, fields_of, print_json, print_lines, shell_text
 from holdfast.core.order import in_order
 from holdfast.core.text import clip, escape, nbytes, plural
-from holdfast.inspect.verify import Damage, VerifyReport, verify
-from holdfast.seals.check import is_sealed
-from holdfast.seals.recorded import is_recorded
+from holdfast.verbs.seals.check import is_sealed
+from holdfast.verbs.seals.recorded import is_recorded
+from holdfast.verbs.verify import Damage, VerifyReport, verify
 
 DESCRIPTION = """\
 Check whole checkpoints against the checksums that they record, and name every damage: file, tensors, byte.

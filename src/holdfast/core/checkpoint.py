@@ -203,7 +203,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def describe(self) -> Metadata:
         """Every tensor with its boxes and every other value, as `holdfast.metadata` has them for any format; reads nothing."""
-        from holdfast.inspect.describe import metadata_of
+        from holdfast.verbs.describe import metadata_of
 
         return metadata_of(self, stored_nbytes=self.stored_nbytes, flat=self.flat)
 

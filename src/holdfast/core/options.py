@@ -46,7 +46,7 @@ from holdfast.errors import BadArgumentType
 
 if TYPE_CHECKING:
     from holdfast.core.group import AnyGroup
-    from holdfast.maps.find import AnyMap
+    from holdfast.extras.maps.find import AnyMap
 
 P = ParamSpec("P")
 R = TypeVar("R")

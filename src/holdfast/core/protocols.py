@@ -283,7 +283,7 @@ class Description(Value, frozen=True):
 
 
 class State(Value, frozen=True):
-    """What is to be saved, made by `saving.state.tabulate_state`."""
+    """What is to be saved, made by `verbs.shared.state.tabulate_state`."""
 
     tree: object  # The nested state: the caller's own containers, and in them what `leaves` knows as tensors.
     tensors: Table  # Every tensor under its dotted name, a row each. Two rows with one storage are aliases.

@@ -229,7 +229,7 @@ class SavePlan(Value, frozen=True):
     holds: Table | None = None
     """What a reader is to find, by name; None where the plan is not one of a state."""
     opens: bool = False
-    """Whether that is known: the reader was given the plan (`saving.formats.check_opens`)."""
+    """Whether that is known: the reader was given the plan (`verbs.shared.formats.check_opens`)."""
     near_limits: bool | None = None
     """Whether there is so much of it that a reader may refuse it; None where the layout has not looked."""
     linked: tuple[LinkedFile, ...] = ()

@@ -2,7 +2,7 @@
 
 Rows that are ranges of bytes of their storages are read many together. Every other row is *single* (`Table.single`) and is written
 by its lazy tensor: a strided view of a storage, or an odd row. Two functions make a table to be saved:
-`saving.state.tabulate_state` of a caller's memory, `lazy_table` of lazy tensors.
+`verbs.shared.state.tabulate_state` of a caller's memory, `lazy_table` of lazy tensors.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def detect(source: Source) -> Format:
     keys = source.store.list()
     if not keys:
         raise StoreError("the folder is empty", file=source.store.name)
-    from holdfast.formats.rank_files.recognise import PATTERN
+    from holdfast.extras.rank_files.recognise import PATTERN
 
     halves = (key.partition("/") for key in keys)
     inner = sorted(

@@ -29,12 +29,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from holdfast.errors import Corrupted, HoldfastError, NotCommitted
+from holdfast.extras.runs.rules import Latest
 from holdfast.integrations.keeping import keep_by, newest_whole
-from holdfast.rewrite.seal import seal
-from holdfast.runs.rules import Latest
-from holdfast.seals.check import check_digests, check_sizes, read_seal
-from holdfast.seals.make import unseal
 from holdfast.stores.paths import AnyPath, local_path
+from holdfast.verbs.seal import seal
+from holdfast.verbs.seals.check import check_digests, check_sizes, read_seal
+from holdfast.verbs.seals.make import unseal
 
 NAMED = re.compile(r"checkpoint_(\d+)")
 """The names that accelerate gives its folders by itself."""

@@ -35,11 +35,11 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, module_contents, step
 from holdfast.core.value import Value
 from holdfast.errors import BadArgument, BadArgumentType, DoesNotFit, LimitExceeded, Unsupported
-from holdfast.inspect.open import Openable, opened, read
 from holdfast.numeric.cast import cast
-from holdfast.saving.rows import lazy_tree
-from holdfast.saving.state import tabulate_state
-from holdfast.saving.transform import Casts, Edits, casts_of, transform
+from holdfast.verbs.open import Openable, opened, read
+from holdfast.verbs.shared.rows import lazy_tree
+from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.shared.transform import Casts, Edits, casts_of, transform
 
 Where: TypeAlias = "Sharding | jax.Device | None"
 """Where an array goes; None is JAX's default device."""

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Collection
 
 from holdfast.errors import HoldfastWarning
-from holdfast.runs.clock import clock_of
-from holdfast.runs.directory import RunDirectory
-from holdfast.runs.retention import retain
-from holdfast.runs.rules import Latest, Rule, read_rules
-from holdfast.runs.run import Run
+from holdfast.extras.runs.clock import clock_of
+from holdfast.extras.runs.directory import RunDirectory
+from holdfast.extras.runs.retention import retain
+from holdfast.extras.runs.rules import Latest, Rule, read_rules
+from holdfast.extras.runs.run import Run
 from holdfast.stores.paths import AnyPath, local_path
 
 Keep = int | Rule | str | Collection[Rule | str] | None

@@ -41,12 +41,12 @@ from holdfast.core.runtime import start
 from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.errors import BadArgument, DoesNotFit, HoldfastError, NotCommitted
 from holdfast.formats import rank_formats, titles
-from holdfast.inspect.open import open as open_checkpoint
-from holdfast.rewrite.convert import convert
-from holdfast.saving.state import Stateful
 from holdfast.torch.ranks.background import SaveHandle
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
+from holdfast.verbs.convert import convert
+from holdfast.verbs.open import open as open_checkpoint
+from holdfast.verbs.shared.state import Stateful
 
 T = TypeVar("T")
 STEP = re.compile(r"step-(\d+)")

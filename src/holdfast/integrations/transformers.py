@@ -23,10 +23,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from holdfast.errors import HoldfastError, HoldfastWarning
 from holdfast.integrations.keeping import Keep, keep_by, newest_whole, ran_here, rules_of
-from holdfast.rewrite.seal import seal
-from holdfast.seals.check import is_sealed
-from holdfast.seals.make import unseal
 from holdfast.stores.paths import AnyPath
+from holdfast.verbs.seal import seal
+from holdfast.verbs.seals.check import is_sealed
+from holdfast.verbs.seals.make import unseal
 
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 """The names of the Trainer's folders."""

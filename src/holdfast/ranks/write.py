@@ -58,7 +58,11 @@ from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
 from holdfast.ranks.together import Together
-from holdfast.saving.formats import (
+from holdfast.stores.memory import MemoryStore
+from holdfast.stores.remote.url import Url
+from holdfast.verbs.seals.document import Stamp, seal_file
+from holdfast.verbs.seals.renew import NOTHING as NO_SEALS
+from holdfast.verbs.shared.formats import (
     Outline,
     check_holds,
     check_opens,
@@ -68,12 +72,8 @@ from holdfast.saving.formats import (
     note_opened,
     was_opened,
 )
-from holdfast.saving.references import replaced_at
-from holdfast.saving.state import tabulate_state
-from holdfast.seals.document import Stamp, seal_file
-from holdfast.seals.renew import NOTHING as NO_SEALS
-from holdfast.stores.memory import MemoryStore
-from holdfast.stores.remote.url import Url
+from holdfast.verbs.shared.references import replaced_at
+from holdfast.verbs.shared.state import tabulate_state
 
 NONE = np.zeros(0, np.int64)
 

@@ -67,19 +67,19 @@ from holdfast.torch.tensors.open import TorchCheckpoint, open
 from holdfast.torch.tensors.slices import Slices, slices
 
 if TYPE_CHECKING:
-    from holdfast.torch import sparsity
-    from holdfast.torch.export.packaging import package_program
-    from holdfast.torch.export.shared_weights import (
+    from holdfast.extras.packages.torch_programs import package_program
+    from holdfast.extras.packages.torch_weights import (
         TensorProperties,
         Weights,
         get_complete,
         group_weights,
     )
+    from holdfast.extras.runs.ranks import Run
+    from holdfast.torch import sparsity
     from holdfast.torch.ranks.background import SaveHandle
     from holdfast.torch.ranks.group import group
     from holdfast.torch.ranks.load_sharded import LoadedShards, load_full, load_sharded
     from holdfast.torch.ranks.local_shards import LocalShardsWrapper
-    from holdfast.torch.ranks.run import Run
     from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
     from holdfast.torch.ranks.saving import SavedShards
     from holdfast.torch.ranks.sharding_metadata import metadata_from_torch, metadata_to_torch
@@ -98,23 +98,23 @@ __all__ = [
 ]  # fmt: skip
 
 _WHERE = {
-    "LoadedShards": "ranks.load_sharded",
-    "LocalShardsWrapper": "ranks.local_shards",
-    "Run": "ranks.run",
-    "SaveHandle": "ranks.background",
-    "SavedShards": "ranks.saving",
-    "TensorProperties": "export.shared_weights",
-    "Weights": "export.shared_weights",
-    "async_save_sharded": "ranks.save_sharded",
-    "get_complete": "export.shared_weights",
-    "group": "ranks.group",
-    "group_weights": "export.shared_weights",
-    "load_full": "ranks.load_sharded",
-    "load_sharded": "ranks.load_sharded",
-    "metadata_from_torch": "ranks.sharding_metadata",
-    "metadata_to_torch": "ranks.sharding_metadata",
-    "package_program": "export.packaging",
-    "save_sharded": "ranks.save_sharded",
+    "LoadedShards": "holdfast.torch.ranks.load_sharded",
+    "LocalShardsWrapper": "holdfast.torch.ranks.local_shards",
+    "Run": "holdfast.extras.runs.ranks",
+    "SaveHandle": "holdfast.torch.ranks.background",
+    "SavedShards": "holdfast.torch.ranks.saving",
+    "TensorProperties": "holdfast.extras.packages.torch_weights",
+    "Weights": "holdfast.extras.packages.torch_weights",
+    "async_save_sharded": "holdfast.torch.ranks.save_sharded",
+    "get_complete": "holdfast.extras.packages.torch_weights",
+    "group": "holdfast.torch.ranks.group",
+    "group_weights": "holdfast.extras.packages.torch_weights",
+    "load_full": "holdfast.torch.ranks.load_sharded",
+    "load_sharded": "holdfast.torch.ranks.load_sharded",
+    "metadata_from_torch": "holdfast.torch.ranks.sharding_metadata",
+    "metadata_to_torch": "holdfast.torch.ranks.sharding_metadata",
+    "package_program": "holdfast.extras.packages.torch_programs",
+    "save_sharded": "holdfast.torch.ranks.save_sharded",
 }
 """Modules that import `torch.distributed` or `torch.export`, which takes as long as all other imports."""
 
@@ -124,7 +124,7 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("holdfast.torch.sparsity")
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast.torch' has no attribute {name!r}")
-    found: object = getattr(importlib.import_module(f"holdfast.torch.{_WHERE[name]}"), name)
+    found: object = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = found
     return found
 

@@ -11,7 +11,7 @@ from holdfast.engine.saves import FilePlan, Memory
 from holdfast.engine.stream import write_stream
 from holdfast.formats.dcp.write import lay_out_items, tensor_pickle
 from holdfast.formats.torch.write import lay_out_container
-from holdfast.saving.state import tabulate_state
+from holdfast.verbs.shared.state import tabulate_state
 
 DESCRIPTOR = np.frombuffer(struct.pack("<4sIII", b"PK\7\x08", 0x12345678, 5, 5), np.uint8)
 """Elements that begin as the descriptor of a zip does: torch's writer takes what follows for a checksum."""

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.core.documents import seal
 from holdfast.errors import HeaderError, HoldfastError, MetadataError
+from holdfast.extras.runs.proofs import pieces_of
 from holdfast.formats.native.chunks import column_of, runs_of
-from holdfast.rewrite.reshard import reshard
-from holdfast.runs.proofs import pieces_of
+from holdfast.verbs.reshard import reshard
 
 STATE = {
     "a": np.arange(64 * 6, dtype=np.float32).reshape(64, 6),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.rewrite.reshard import reshard
+from holdfast.verbs.reshard import reshard
 
 STATE = {
     "a": np.arange(48, dtype=np.float32).reshape(8, 6),

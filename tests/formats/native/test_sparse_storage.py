@@ -35,13 +35,13 @@ from holdfast.errors import (
 from holdfast.formats.detect import detect
 from holdfast.formats.native import chunks as unpacked
 from holdfast.formats.native.write import lay_out_native
-from holdfast.inspect.sparsity import BLOCKS
 from holdfast.numeric import pack as encoding
 from holdfast.numeric.pack import SparseStorage, encoding_of, packing_of
 from holdfast.numeric.zeros import SHAPES, MarkedBlocks
-from holdfast.rewrite.reshard import reshard
-from holdfast.saving.state import tabulate_state
 from holdfast.stores.memory import MemoryStore
+from holdfast.verbs.reshard import reshard
+from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.sparsity import BLOCKS
 
 MANIFEST = "holdfast.json"
 WHOLE_BYTES = [row for row in DTYPES.rows if not row.packed]

@@ -36,9 +36,9 @@ from holdfast.formats.torch.write import (
     lay_out_torch_zip,
     mistaken_crc,
 )
-from holdfast.saving.state import tabulate_tree
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch import versions
+from holdfast.verbs.shared.state import tabulate_tree
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")

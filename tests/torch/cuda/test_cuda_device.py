@@ -476,8 +476,8 @@ def test_several_gpus(tmp_path):
 
 
 def test_sums_of_what_is_on_a_gpu():
-    from holdfast.saving.state import tabulate_state
     from holdfast.torch.ranks.replica_sums import replica_sums
+    from holdfast.verbs.shared.state import tabulate_state
 
     def sums(tensor: torch.Tensor) -> bytes:
         return replica_sums(tabulate_state({"t": tensor}).tensors, threads=1)

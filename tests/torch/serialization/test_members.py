@@ -15,7 +15,7 @@ from torch.export.pt2_archive._package import load_pt2
 import holdfast
 from holdfast import errors
 from holdfast.torch import package_program
-from tests.formats.pt2.craft_pt2 import honest
+from tests.extras.packages.pt2.craft_pt2 import honest
 
 ROWS = torch.arange(8.0).view(2, 4)
 

@@ -49,6 +49,7 @@ from holdfast.errors import (
     Unsupported,
     located,
 )
+from holdfast.extras.rank_files.recognise import some
 from holdfast.formats.dcp.schema import (
     Item,
     ItemIndex,
@@ -61,7 +62,6 @@ from holdfast.formats.dcp.schema import (
 from holdfast.formats.dcp.templates import IndexTable
 from holdfast.formats.index_file import is_plain_path
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.rank_files.recognise import some
 from holdfast.formats.torch.tensors import checked_shape
 
 BESIDE = ".holdfast.json"

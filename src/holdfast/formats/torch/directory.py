@@ -28,6 +28,7 @@ from holdfast.core.tree import step
 from holdfast.core.value import replace
 from holdfast.engine.files import ViewTable
 from holdfast.errors import LimitExceeded, MetadataError, StoreError, Unsupported, located
+from holdfast.extras.rank_files.recognise import begins_like_torch
 from holdfast.formats.detect import unknown
 from holdfast.formats.index_file import (
     INDEX,
@@ -39,7 +40,6 @@ from holdfast.formats.index_file import (
     other_copies,
     some,
 )
-from holdfast.formats.rank_files.recognise import begins_like_torch
 from holdfast.formats.torch.legacy import (
     begins_like_legacy,
     begins_like_torch_tar,

@@ -48,8 +48,6 @@ from holdfast.formats.dcp.lazy import ZSTD, Items, ItemStorage
 from holdfast.formats.dcp.read import read_values, tensor_of
 from holdfast.formats.dcp.schema import Item
 from holdfast.formats.detect import detect
-from holdfast.inspect.open import open as open_checkpoint
-from holdfast.inspect.open import steady
 from holdfast.stores.paths import place_of
 from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import archive
@@ -58,6 +56,8 @@ from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.from_lazy import tensor_from_composite, tensor_from_lazy, torch_dtype
 from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.tree import DEEPEST, torch_tree, unbuilt
+from holdfast.verbs.open import open as open_checkpoint
+from holdfast.verbs.open import steady
 
 BUFFER = Global("_io", "BytesIO")
 """A class that runs nothing when it is built. Programs keep their own bytes in such."""

@@ -46,15 +46,15 @@ from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
 from holdfast.integrations.dcp.reader import CheckpointPlace, Where, finished
 from holdfast.ranks.write import open_together
-from holdfast.saving.formats import is_part
-from holdfast.saving.state import tabulate_state
-from holdfast.seals.document import SEAL
-from holdfast.seals.renew import NOTHING
 from holdfast.stores.files import make_parents, system_files
 from holdfast.stores.place import place_at
 from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import pickled_index
 from holdfast.torch.serialization.save import save
+from holdfast.verbs.seals.document import SEAL
+from holdfast.verbs.seals.renew import NOTHING
+from holdfast.verbs.shared.formats import is_part
+from holdfast.verbs.shared.state import tabulate_state
 
 EXISTS = "Checkpoint already exists; pass overwrite=True to replace it, or save elsewhere"
 

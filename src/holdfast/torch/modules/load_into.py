@@ -29,8 +29,6 @@ from holdfast.core.options import validated
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import DoesNotFit, HoldfastError
-from holdfast.inspect.open import Openable, seen_through
-from holdfast.inspect.open import open as open_checkpoint
 from holdfast.stores.paths import content_and_path
 from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
@@ -62,9 +60,11 @@ from holdfast.torch.tensors.fill import Progress, fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint
 from holdfast.torch.tensors.tree import dict_under, lazy_tensors, opaque_inside, torch_tree
+from holdfast.verbs.open import Openable, seen_through
+from holdfast.verbs.open import open as open_checkpoint
 
 if TYPE_CHECKING:
-    from holdfast.maps.find import AnyMap
+    from holdfast.extras.maps.find import AnyMap
 
 COUNTER = "num_batches_tracked"
 """The buffer that batch norm has had since version 2 of its state (torch 0.4.1)."""

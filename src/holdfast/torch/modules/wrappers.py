@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 
 from torch import nn
 
-from holdfast.saving.state import Stateful
+from holdfast.verbs.shared.state import Stateful
 
 WAYS = (
     frozenset({"module", "_orig_mod"}),

@@ -46,9 +46,6 @@ from holdfast.core.tree import dotted, leaf_paths
 from holdfast.core.value import Value
 from holdfast.engine.checksums import check_first
 from holdfast.engine.source import OpenSource
-from holdfast.inspect.open import checkpoint_mark, seen_through
-from holdfast.inspect.open import open as open_checkpoint
-from holdfast.saving.state import Stateful, state_and_path
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.torch.arguments import device as device_given
@@ -70,9 +67,12 @@ from holdfast.torch.ranks.replicas import (
 )
 from holdfast.torch.ranks.wanted import Matching, PerRank, Wanted
 from holdfast.torch.tensors.fill import NO_ARRAY, fill
+from holdfast.verbs.open import checkpoint_mark, seen_through
+from holdfast.verbs.open import open as open_checkpoint
+from holdfast.verbs.shared.state import Stateful, state_and_path
 
 if TYPE_CHECKING:
-    from holdfast.maps.find import AnyMap
+    from holdfast.extras.maps.find import AnyMap
 
 Guard = Callable[[], AbstractContextManager[None]]
 

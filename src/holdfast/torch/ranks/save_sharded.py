@@ -12,9 +12,6 @@ from holdfast.core.arguments import one_of
 from holdfast.core.options import AsyncShardedOptions, ShardedOptions, pick, validated
 from holdfast.core.table import Table
 from holdfast.formats import chosen, rank_formats, titles
-from holdfast.saving.base import check_shares
-from holdfast.saving.formats import check_sparse
-from holdfast.saving.state import Stateful, state_and_path, state_dicts
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.torch.ranks.background import Course, SaveHandle, begin
@@ -30,6 +27,9 @@ from holdfast.torch.ranks.saving import (
     write,
 )
 from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
+from holdfast.verbs.shared.base import check_shares
+from holdfast.verbs.shared.formats import check_sparse
+from holdfast.verbs.shared.state import Stateful, state_and_path, state_dicts
 
 FORMATS = one_of(*titles(rank_formats()))
 

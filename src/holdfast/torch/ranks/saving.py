@@ -57,13 +57,13 @@ from holdfast.ranks.write import (
     publish,
     write_files,
 )
-from holdfast.saving.base import open_base
-from holdfast.saving.state import tabulate_tree
 from holdfast.torch.cuda.stage import Copies
 from holdfast.torch.ranks.dcp import archive, digests
 from holdfast.torch.ranks.group import StoreRanks
 from holdfast.torch.ranks.replica_sums import replica_sums
 from holdfast.torch.ranks.staging import Staged, little_in_common
+from holdfast.verbs.shared.base import open_base
+from holdfast.verbs.shared.state import tabulate_tree
 
 BACKGROUND_THREADS, BACKGROUND_BLOCK = 4, 16 << 20
 """Threads that write while the caller goes on, and what each writes at a time. For one file four are as fast as sixteen; and every

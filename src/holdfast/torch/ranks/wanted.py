@@ -44,7 +44,6 @@ from holdfast.core.value import Value
 from holdfast.engine.arrays import Resident
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
-from holdfast.saving.state import Stateful, is_stateful, stateful_keys
 from holdfast.torch.modules.match import (
     Names,
     Outcome,
@@ -61,6 +60,7 @@ from holdfast.torch.tensors.fill import NO_FILLS, Fills, is_dense
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
 from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, find_value, torch_tree, unbuilt
+from holdfast.verbs.shared.state import Stateful, is_stateful, stateful_keys
 
 PerRank = Literal["own", "keep"]
 

@@ -37,13 +37,13 @@ from holdfast.engine.stream import write_stream
 from holdfast.errors import NotCommitted, NotSaved, Refused
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload, RecordFolder, Records
-from holdfast.saving.planned import Writing, write_plan
 from holdfast.stores.paths import check_binary, found_path
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL, MAGIC_NUMBER, PROTOCOL_VERSION
 from holdfast.torch.tensors.storages import TensorStorages
 from holdfast.torch.tensors.to_lazy import storage_bytes, storage_memory
+from holdfast.verbs.shared.planned import Writing, write_plan
 
 SMALL_NBYTES = 4096
 """Storages up to this size, one or all of them, are copied into the layout, which is faster than to describe them as memory."""

@@ -35,14 +35,14 @@ from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages, tabulate
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.errors import HoldfastWarning, Unsupported, located
-from holdfast.saving.rejoin import rejoin
-from holdfast.saving.rows import flat_state, with_odd
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.cuda.plan import ByteKind, DeviceRows
 from holdfast.torch.tensors.fill import CPU, NO_FILLS, Fills, Progress, fill, row_ranges
 from holdfast.torch.tensors.from_lazy import BYTES, tensor_from_array, torch_dtype
 from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.tree import lazy_tensors
+from holdfast.verbs.shared.rejoin import rejoin
+from holdfast.verbs.shared.rows import flat_state, with_odd
 
 
 class Want(Value, frozen=True):

@@ -29,8 +29,6 @@ from holdfast.core.runtime import renewed
 from holdfast.core.sharing import check_expansion
 from holdfast.core.tensor import Composite
 from holdfast.engine.files import tabulate
-from holdfast.inspect.open import Openable
-from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
 from holdfast.torch.tensors.allocate import (
@@ -46,6 +44,8 @@ from holdfast.torch.tensors.allocate import (
 from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.tree import find_value, torch_tree
+from holdfast.verbs.open import Openable
+from holdfast.verbs.open import open as open_checkpoint
 
 PARTS = frozenset(
     (

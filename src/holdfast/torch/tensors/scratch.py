@@ -19,9 +19,9 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.numeric.cast import OUTCOMES, count_losses
-from holdfast.saving.transform import Losses
 from holdfast.torch import versions
 from holdfast.torch.tensors.from_lazy import array_of, view_dtype
+from holdfast.verbs.shared.transform import Losses
 
 
 class Fill(Value, frozen=True, eq=False):

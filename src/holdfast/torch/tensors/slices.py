@@ -20,16 +20,16 @@ from holdfast.core.limits import Limits
 from holdfast.core.options import DEADLINE, validated
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.threads import BackgroundCall
-from holdfast.inspect.open import Openable, checkpoint_mark
-from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.tensors.allocate import read_tensors
 from holdfast.torch.tensors.fill import batches
 from holdfast.torch.tensors.from_lazy import tensor_from_lazy, torch_dtype
+from holdfast.verbs.open import Openable, checkpoint_mark
+from holdfast.verbs.open import open as open_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from holdfast.maps.find import AnyMap
+    from holdfast.extras.maps.find import AnyMap
 
 Index = int | slice | EllipsisType | None | tuple[int | slice | EllipsisType | None, ...]
 

@@ -1,0 +1,185 @@
+"""`holdfast maps`: the maps between layouts of weights, and the proof that one fits a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from holdfast.cli import values
+from holdfast.cli.text import Line, padded, print_json, print_lines
+from holdfast.core.text import clip, escape, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from holdfast.extras.maps.bind import Bound
+    from holdfast.extras.maps.mapped import MappedTensors
+
+DESCRIPTION = """\
+The layouts of model weights that maps lead between, and whether a checkpoint is of one. `check` proves a map before any byte of a
+tensor is read: every element of every tensor comes from one element of the checkpoint, and each of those goes somewhere, or is left
+out on purpose. What is missing, left over or of another shape is listed, all of it.
+"""
+
+EXAMPLES = """\
+exit codes of check:
+  0  it fits
+  2  it does not
+
+A map is written family:from:to, or family:from..to; from->to needs quotes, because a shell would take the > for itself.
+
+examples:
+  holdfast maps                                                        all families, and their layouts
+  holdfast maps check qwen3:hf:megatron Qwen3-8B/
+  holdfast maps check auto step-1000/                                  which one is it?
+  holdfast maps check qwen3:hf:megatron Qwen3-8B/ --explain decoder.layers.mlp.linear_fc1.weight
+  holdfast maps check my.toml:mine:hf model.safetensors --json
+  holdfast convert Qwen3-8B/ step-0/ --map qwen3:hf:megatron           what a map is for
+"""
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "action",
+        choices=("list", "check"),
+        nargs="?",
+        default="list",
+        help="list them (default), or prove that one fits",
+    )
+    verb.add_argument(
+        "map", metavar="MAP", nargs="?", help="family:from:to, file.toml:from:to, or auto"
+    )
+    verb.add_argument("path", metavar="PATH", type=values.path, nargs="?", help=values.PATH_HELP)
+    verb.add_argument("--explain", metavar="NAME", help="where one tensor of the target comes from")
+    verb.add_argument("-a", "--all", action="store_true", help="every tensor")
+    verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
+
+
+def run(options: argparse.Namespace) -> int:
+    from holdfast.errors import BadArgument
+
+    if options.action == "list":
+        return _list(options)
+    if options.map is None or options.path is None:
+        raise BadArgument("say which map, and of what: holdfast maps check qwen3:hf:megatron PATH")
+    from holdfast.extras.maps.find import find_map
+    from holdfast.extras.maps.mapped import MappedTensors
+    from holdfast.stores.paths import place_in_words
+    from holdfast.verbs.open import open as open_checkpoint
+
+    with open_checkpoint(options.path, threads=1) as checkpoint:
+        found = find_map(options.map, checkpoint)
+        if found is None:
+            print_lines(
+                [
+                    [
+                        (escape(clip(checkpoint.path, 200)), "title"),
+                        (" is in that layout already", ""),
+                    ]
+                ]
+            )
+            return 0
+        bound = found.bind(checkpoint)
+        made = MappedTensors(bound)
+        if options.json:
+            print_json(_document(bound, made, place_in_words(options.path)))
+        elif options.explain is not None:
+            print_lines(_explained(bound, made, options.explain))
+        else:
+            print_lines(_table(bound, made, everything=options.all))
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    from holdfast.extras.maps.find import families
+
+    if options.json:
+        rows = [
+            {"family": one.name, "about": one.about, "layouts": [*one.layouts]}
+            for one in families().values()
+        ]
+        print_json({"schema": 1, "families": rows})
+        return 0
+    known = [*families().values()]
+    for name, one in zip(padded([one.name for one in known]), known, strict=True):
+        print_lines(
+            [[(name, "title"), (f"  {one.about}", ""), (f"  {', '.join(one.layouts)}", "dim")]]
+        )
+    print_lines(
+        [[("a map leads from one layout to another of its family: qwen3:hf:megatron", "dim")]]
+    )
+    return 0
+
+
+def _table(bound: Bound, made: MappedTensors, *, everything: bool) -> Iterator[Line]:
+    """A line for each part of the target, or for each tensor, with what it is made of."""
+    yield [
+        (escape(bound.what), "title"),
+        (
+            f"  fits: {plural(len(bound.targets), 'tensor')} of {bound.used:,}, no byte of them read",
+            "clean",
+        ),
+    ]
+    rows: dict[str, tuple[str, int]] = {}
+    for target in bound.targets:
+        parts, part = (
+            target.found.array.parts[bound.source.name],
+            target.found.array.parts[bound.target.name][target.part],
+        )
+        name = (
+            target.name if everything else bound.target.name_of(target.found.state, part.name.text)
+        )
+        met = zip(parts, made.meetings(target), strict=True)
+        sources = ", ".join(one.name.text for one, meeting in met if not meeting.empty)
+        rows[name] = f"{[*target.shape]}  from {sources}", rows.get(name, ("", 0))[1] + 1
+    for name, (text, count) in zip(padded([*rows]), rows.values(), strict=True):
+        yield [(name, "name"), (f"  {text}", "dim"), (f"  × {count}" if count > 1 else "", "size")]
+    for note in bound.left_out():
+        yield [(escape(note), "note")]
+
+
+def _explained(bound: Bound, made: MappedTensors, name: str) -> Iterator[Line]:
+    from holdfast.errors import NoSuchTensor
+
+    target = next((one for one in bound.targets if one.name == name), None)
+    if target is None:
+        raise NoSuchTensor(
+            f"the map makes no tensor called {name!r}; 'holdfast maps check --all' lists them",
+            found=name,
+        )
+    array = target.found.array
+    yield [
+        (escape(name), "title"),
+        (f"  {[*target.shape]}  {array.parts[bound.target.name][target.part].pattern}", "dim"),
+    ]
+    rows = made.sources(target)
+    shapes = [bound.table.kind_of(row).shape for row in rows]
+    patterns = {
+        row: array.parts[bound.source.name][part].pattern
+        for (part, _), row in target.found.rows.items()
+    }
+    for text, row, shape in zip(
+        padded([bound.table.names[row] for row in rows]), rows, shapes, strict=True
+    ):
+        yield [("  from ", "dim"), (text, "name"), (f"  {[*shape]}  {patterns[row]}", "dim")]
+    axes = dict.fromkeys(axis for part in array.parts[bound.target.name] for axis in part.axes)
+    yield [
+        ("  with ", "dim"),
+        (", ".join(f"{axis} {bound.sizes.known.get(axis)}" for axis in axes), ""),
+    ]
+
+
+def _document(bound: Bound, made: MappedTensors, path: str) -> dict[str, object]:
+    names = bound.table.names
+    rows = [
+        {"name": one.name, "shape": one.shape, "from": [names[row] for row in made.sources(one)]}
+        for one in bound.targets
+    ]
+    return {
+        "schema": 1,
+        "path": path,
+        "map": bound.what,
+        "sizes": bound.sizes.known,
+        "tensors": rows,
+        "left_out": bound.dropped,
+    }

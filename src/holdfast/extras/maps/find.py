@@ -1,0 +1,247 @@
+"""`Map`: from one layout of a family to another, by name, and the one that fits a checkpoint.
+
+qwen3:hf:megatron                 a family of the package
+my.toml:hf:mine                   a family of a file
+qwen3:megatron:hf,group=4         a size that neither config.json nor the shapes say; prefix=model. for names that begin so
+auto   auto:megatron              the family and the layout that fit; to Hugging Face's, unless another is named
+
+`qwen3:hf..megatron` and `qwen3:hf->megatron?group=4&query=2` mean the same. A shell takes the `>` and the `&` of the last one for
+its own, unless it is quoted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+
+from msgspec import field
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.limits import DEFAULTS
+from holdfast.core.value import Value, replace
+from holdfast.engine.computed import numbers_table
+from holdfast.errors import BadMap
+from holdfast.extras.maps.bind import Bound
+from holdfast.extras.maps.family import MOST_NBYTES, Family, read_family
+from holdfast.extras.maps.mapped import mapped
+from holdfast.extras.maps.parts import DIGITS
+from holdfast.formats.index_file import read_config
+
+SUFFIX = ".toml"
+COMMON = "hf"  # The layout that `auto` leads to.
+SPEC = re.compile(
+    r"""(?P<family>.+?):(?P<source>[a-z0-9-]+)(?:->|:|\.\.)(?P<target>[a-z0-9-]+)
+        (?: \?(?P<queried>.*) | ,(?P<listed>.*) )?""",
+    re.DOTALL | re.VERBOSE,
+)
+AUTO_SPEC = re.compile(r"auto\s*(?:(?:->|:|\.\.)(?P<target>.*))?", re.DOTALL)
+REDIRECTED = re.compile(r"(?P<start>auto|.+:[a-z0-9-]+?)-", re.DOTALL)
+"""What a shell leaves of `qwen3:hf->megatron` without quotes: it sends the output to a file `megatron`."""
+
+
+class Map(Value, frozen=True, eq=False):
+    """A map from one layout of a family to another. `holdfast.open(path, map=…)` shows a checkpoint through it."""
+
+    family: Family
+    source: str
+    target: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes that whoever asks knows better."""
+    prefix: str = ""
+    """What all names of the source begin with."""
+    then: Map | None = None
+    """What comes behind it."""
+
+    def __post_init__(self) -> None:
+        self.family.layout(self.source), self.family.layout(self.target)
+
+    @classmethod
+    def named(cls, name: str) -> Map:
+        """The map of a name, like "qwen3:hf:megatron". Raises `BadMap`."""
+        return map_named(name)
+
+    def __str__(self) -> str:
+        return f"{self.family.name}:{self.source}:{self.target}" + (
+            f", {self.then}" if self.then is not None else ""
+        )
+
+    def invert(self) -> Map:
+        """The way back."""
+        back = Map(self.family, self.target, self.source, self.sizes)
+        return back if self.then is None else self.then.invert().compose(back)
+
+    def compose(self, other: Map) -> Map:
+        """This map, and behind it another: what that one reads is what this one makes."""
+        return replace(self, then=other if self.then is None else self.then.compose(other))
+
+    def bind(self, checkpoint: Checkpoint, config: Mapping[str, object] | None = None) -> Bound:
+        """Prove that this map fits a checkpoint, without what comes behind it. Raises `DoesNotFit` with every problem."""
+        known = read_config(checkpoint.source, DEFAULTS) if config is None else config
+        # A map cuts and joins tensors by their elements, and has nothing to say of bytes in blocks.
+        numbers = numbers_table(checkpoint.stored)
+        return Bound(
+            self.family, self.source, self.target, numbers, config=known, given=self.sizes,
+            metadata=checkpoint.metadata, prefix=self.prefix, file=checkpoint.path,
+        )  # fmt: skip
+
+    def through(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint as the target layout has it. It shares the files of the one that is given, and closes them."""
+        seen = mapped(checkpoint, self.bind(checkpoint), replace(self, then=None).through)
+        return seen if self.then is None else self.then.through(seen)
+
+
+AnyMap = str | Map
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """The families of the package, by name."""
+    folder = files("holdfast.extras.maps") / "families"
+    found = sorted(one.name for one in folder.iterdir() if one.name.endswith(SUFFIX))
+    return {
+        name.removesuffix(SUFFIX): read_family(
+            name.removesuffix(SUFFIX), (folder / name).read_bytes()
+        )
+        for name in found
+    }
+
+
+def map_named(text: str) -> Map:
+    """The map of a name; not `auto`, which depends on a checkpoint. Raises `BadMap`."""
+    found = SPEC.fullmatch(text)
+    if found is None:
+        raise _explain_misspelling(text)
+    name = found["family"]
+    if name.endswith(SUFFIX):
+        family = _family_at(name)
+    elif name in families():
+        family = families()[name]
+    else:
+        raise BadMap(
+            f"there is no family {name!r}: there are {', '.join(families())}; a file of your own ends with .toml",
+            found=name,
+        )
+    sizes: dict[str, int] = {}
+    prefix = ""
+    parts = (found["queried"] or "").split("&") + (found["listed"] or "").split(",")
+    for part in filter(None, parts):
+        key, equals, value = part.partition("=")
+        if key == "prefix":
+            prefix = value
+        elif equals and value.isdecimal() and len(value) < 12:
+            sizes[key] = int(value)
+        else:
+            raise BadMap(
+                f"sizes and a prefix follow the map as ,group=4,prefix=model. and not as {part[:40]!r}",
+                found=text,
+            )
+    return Map(family, found["source"], found["target"], sizes, prefix)
+
+
+def _explain_misspelling(text: str) -> BadMap:
+    """Return the error for a text that is not the name of a map, with what a shell may have made of it."""
+    redirected = REDIRECTED.fullmatch(text)
+    if redirected is None:
+        message = (
+            f"a map is written qwen3:hf:megatron, with a family or a file first, not {text[:80]!r}"
+        )
+        return BadMap(message, found=text)
+    return BadMap(
+        f"the name of the map ends in the middle: {text[:80]!r}. An unquoted > sends the output of a command to a file with the "
+        f"rest of the name: delete that file, and write {redirected['start'][-80:]}:LAYOUT, which needs no quotes",
+        found=text,
+    )
+
+
+def _family_at(path: str) -> Family:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MOST_NBYTES + 1)
+    except (OSError, ValueError) as error:  # the latter for a zero in the name
+        raise BadMap(f"the file of a family cannot be read: {error}", file=path) from None
+    return read_family(os.path.basename(path).removesuffix(SUFFIX), content)
+
+
+def find_map(
+    text: AnyMap, checkpoint: Checkpoint, wanted: Callable[[], Iterable[str]] | None = None
+) -> Map | None:
+    """The map of a name, or the one that fits a checkpoint; None where that is in the layout already. `wanted` gives the names of
+    the other side, where they are known: a model's. Raises `BadMap` where none fits, or several do."""
+    if isinstance(text, Map):
+        return text
+    auto = AUTO_SPEC.fullmatch(text.strip())
+    if auto is None:
+        return map_named(text)
+    target = auto["target"]
+    config = read_config(checkpoint.source, DEFAULTS)
+    targets = None if wanted is None else [*_layouts_of(wanted())]
+    fitting = list[Map]()
+    for family, source in _layouts_of(checkpoint.stored.names, config):
+        if targets is not None:
+            ends = [layout for own, layout in targets if own is family]
+        elif source == (target or COMMON) and not target:
+            raise BadMap(
+                f"this is {family.name} in the layout {source!r}: say where to, auto:{_other(family, source)}",
+                found=text,
+            )
+        else:
+            ends = [target or COMMON] if (target or COMMON) in family.layouts else []
+        fitting += [Map(family, source, end) for end in ends]
+    if any(one.source == one.target for one in fitting):
+        return None
+    if len(fitting) != 1:
+        said = (
+            "fits none of the families"
+            if not fitting
+            else "fits several: " + ", ".join(map(str, fitting))
+        )
+        raise BadMap(
+            f"the map auto: the checkpoint {said}; name one ('holdfast maps' lists them)",
+            file=checkpoint.path,
+            found=text,
+        )
+    return fitting[0]
+
+
+def _other(family: Family, layout: str) -> str:
+    return next((one for one in family.layouts if one != layout), layout)
+
+
+def _layouts_of(
+    names: Iterable[str], config: Mapping[str, object] | None = None
+) -> Iterator[tuple[Family, str]]:
+    """The layouts whose parts are called as these names are, numbers aside. Of several families config.json decides, and of layouts
+    of a family that hold all arrays alike the first one counts."""
+    plain = {DIGITS.sub("#", name) for name in names}
+    found = list[tuple[Family, str]]()
+    for family in families().values():
+        seen = list[object]()
+        for layout in family.layouts.values():
+            alike = [
+                (one.name.text, one.pattern)
+                for array in family.arrays
+                for one in array.parts[layout.name]
+            ]
+            if alike in seen:
+                continue
+            seen.append(alike)
+            parts = {
+                part.name.plain: array
+                for array in family.arrays
+                for part in array.parts[layout.name]
+            }
+            needed = {name for name, array in parts.items() if not (array.optional or array.tied)}
+            known = {*parts, *(one.plain for one in layout.drops)}
+            others = {
+                name
+                for name in plain - known
+                if (layout.state_of(name) or ("", ""))[1] not in known
+            }
+            if needed and needed <= plain and not others:
+                found.append((family, layout.name))
+    kind = (config or {}).get("model_type")
+    named = [one for one in found if kind in one[0].model_types]
+    yield from named or found

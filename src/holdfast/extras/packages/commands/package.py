@@ -1,0 +1,108 @@
+"""`holdfast package`: several models in one checkpoint, each storage once; or other weights in a program that is there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+from holdfast.cli import values
+from holdfast.cli.options import add_options, given
+from holdfast.cli.planned import carry_out
+from holdfast.core.options import OF_STATES, PackageOptions, ReplaceOptions
+
+DESCRIPTION = """\
+Write the weights of several models into one package (.pt2) or native directory (no suffix); what they share is stored once.
+With --replace, put other weights into the program of a .pt2: names, dtypes and shapes must be those that it has."""
+
+EXAMPLES = """\
+examples:
+  holdfast package base=base.pt adapter=adapter.safetensors bundle.pt2
+  holdfast package a=a.safetensors b=b.safetensors bundle.pt2 --content      equal tensors once, though in two files
+  holdfast package --replace model.pt2 tuned.safetensors tuned.pt2
+  holdfast package --replace model.pt2 tuned.safetensors --in-place
+  holdfast package --replace heads.pt2 classify=tuned.pt tuned.pt2            one of several models
+"""
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    models = "a name and a checkpoint of any format; last of all, where to write (DST)"
+    verb.add_argument("models", metavar="NAME=PATH | DST", nargs="+", help=models)
+    in_place = "with --replace: write it in place of the archive, atomically"
+    verb.add_argument("--in-place", action="store_true", help=in_place)
+    archive = "put the weights into this archive; NAME= is its model, if it has several"
+    verb.add_argument("--replace", metavar="PT2", type=values.target, help=archive)
+    add_options(verb, PackageOptions)
+    verb.set_defaults(several=True, dst=None)
+
+
+def run(options: argparse.Namespace) -> int:
+    from holdfast.stores.paths import place_of
+    from holdfast.stores.place import place_named
+
+    if not options.in_place and len(options.models) > 1:
+        # As for cp, the last one is where it goes; a model that stands there was not meant to be overwritten.
+        _, equals, path = options.models[-1].partition("=")
+        if not equals or not place_named(options.models[-1]).on_disk or not _is_path(path):
+            options.dst = place_of(options.models.pop())
+    return _replace(options) if options.replace is not None else _package(options)
+
+
+def _package(options: argparse.Namespace) -> int:
+    from holdfast.cli.progress import bar
+    from holdfast.errors import Unsupported
+    from holdfast.extras.packages.package import plan_package
+
+    if options.dst is None or options.in_place:
+        raise Unsupported(
+            "say where to write, last of all: holdfast package base=base.pt bundle.pt2"
+        )
+    models = dict(_pair(text) for text in options.models)
+    if len(models) < len(options.models):
+        raise Unsupported("two models have one name")
+    begin = time.perf_counter()
+    content = "deduplicate" in options
+    with bar("Comparing", quiet=options.quiet or options.json or not content) as progress:
+        planned = plan_package(
+            models, options.dst, given(options, PackageOptions, OF_STATES, progress=progress)
+        )
+    return carry_out(
+        planned, "Packaging", options, fields=lambda done: {"models": models}, begin=begin
+    )
+
+
+def _replace(options: argparse.Namespace) -> int:
+    from holdfast.errors import Unsupported
+    from holdfast.extras.packages.package import plan_replacement
+
+    if "deduplicate" in options or "format" in options:
+        raise Unsupported(
+            "--replace keeps the format and the sharing of the new weights; leave out --content and --format"
+        )
+    if len(options.models) != 1:
+        raise Unsupported("--replace takes one checkpoint of weights")
+    name, equals, path = options.models[0].partition("=")
+    # A path may have an equals sign, too; one that is there is a path.
+    model, weights = (
+        (name, path) if equals and not _is_path(options.models[0]) else (None, options.models[0])
+    )
+    planned = plan_replacement(
+        options.replace, options.dst, given(options, ReplaceOptions, weights=weights, model=model)
+    )
+    fields = {"source": options.replace, "weights": weights, "model": model}
+    return carry_out(planned, "Replacing", options, fields=lambda done: fields)
+
+
+def _is_path(text: str) -> bool:
+    from holdfast.stores.place import place_named
+
+    return not place_named(text).on_disk or os.path.exists(text)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    from holdfast.errors import Unsupported
+
+    name, equals, path = text.partition("=")
+    if not equals or not name or not path:
+        raise Unsupported(f"{text!r} is not of the form NAME=PATH", found=text)
+    return name, path

@@ -1,0 +1,618 @@
+"""`alias_graph` finds tensors that are the same bytes, or hold the same; `tie` stores tensors that hold the same once.
+
+By storage, nothing is read. Tensors belong together when they are views of one storage: the same record of one file, however often
+and under whatever name it was opened; the same memory of this process; or, in a format that stores copies, the storage that their
+file says they shared before.
+
+By content, tensors that hold the same are found wherever they lie, so that a tie which a conversion lost is found again:
+
+1. Views that are one and the same place are one *copy*, and are not compared with each other.
+2. Copies are sorted into buckets by digest: dtype, shape, CRC-32. Where a file records the checksum, it is not read for that.
+3. A CRC is no proof, and a file can be made to lie about it: within a bucket every copy is compared with the first, byte by byte.
+4. Copies that differ, which takes bad luck or bad intent, and copies that do not lie in one piece are distinguished by a
+   cryptographic hash. So the cost is at most three times the bytes, however many collide.
+
+To tie is to give rows other storages:
+
+1. A row that is alone in its storage becomes the first one of its group, under its own name.
+2. One that shares its storage with other views takes them along: where both rows are all of their storages, all views of the one
+   become views of the other. Where they are not, it stays, and a note says so: no view is ever torn from its storage.
+
+    before   base.emb [A]      tuned.emb [A']     tuned.rows ⊂ A'          A = A', byte by byte
+    after    base.emb [A]      tuned.emb [A]      tuned.rows ⊂ A
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import accumulate, count
+from typing import Literal, Unpack
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.digest import canonical
+from holdfast.core.limits import Limits
+from holdfast.core.notebook import Shown
+from holdfast.core.options import InPlaceOptions, Progress, validated
+from holdfast.core.protocols import State
+from holdfast.core.quantities import Size
+from holdfast.core.sharing import several, shared_rows
+from holdfast.core.strict_json import quoted
+from holdfast.core.table import Kind, Table
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import replace
+from holdfast.engine.blocks import contiguous_blocks, read_block
+from holdfast.engine.budget import reading_threads
+from holdfast.engine.digest import tensor_crcs
+from holdfast.engine.equal import same_bytes
+from holdfast.errors import LimitExceeded, Unsupported
+from holdfast.formats import format_of
+from holdfast.verbs.open import Openable
+from holdfast.verbs.open import open as open_checkpoint
+from holdfast.verbs.shared.models import plan_rewrite, weights_of
+from holdfast.verbs.shared.planned import Destination, Planned, Saved, planned_fields, rewritten
+from holdfast.verbs.shared.rejoin import rejoin
+from holdfast.verbs.shared.rows import with_table
+from holdfast.verbs.shared.state import tabulate_state
+
+By = Literal["storage", "content"]
+
+BLOCK_NBYTES = 2 << 20  # bytes that are hashed at a time
+
+LISTED = 20
+"""Groups that a printed graph lists, the largest first, and members of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class AliasMember:
+    """One tensor of one model, and where it lies in its storage."""
+
+    model: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes of the elements when packed."""
+    storage: int
+    """Number of its storage in the graph: members with one number are views of the same bytes."""
+    offset: int | None
+    """Element of the storage where it begins; None where it is stored in several pieces, or begins between elements."""
+    strides: tuple[int, ...] | None
+    """In elements; None as for `offset`."""
+
+    def __str__(self) -> str:
+        return f"{_shown(self.model)}:{_shown(self.name)}"
+
+
+@dataclass(frozen=True, slots=True)
+class AliasGroup:
+    """Tensors that are views of one storage, or that hold the same."""
+
+    members: tuple[AliasMember, ...]
+    """The tensors in the order of the models; two at least."""
+    nbytes: int
+    """Bytes of their storages, each once."""
+    saved_nbytes: int
+    """Bytes that they would take more if each were stored by itself."""
+    savable_nbytes: int = 0
+    """By content: bytes of storages that nothing would need if all members were views of the first."""
+    same: bool = True
+    """Whether all members hold the same, and not other parts of one storage."""
+
+    @property
+    def storages(self) -> int:
+        """The number of their storages."""
+        return len({member.storage for member in self.members})
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models that have a member here."""
+        return tuple(dict.fromkeys(member.model for member in self.members))
+
+    def line(self, names: Sequence[str]) -> str:
+        """The group in a line; `names` are those of the first members."""
+        first, more = self.members[0], len(self.members) - len(names)
+        what = (
+            f"{first.dtype} {list(first.shape)}" if self.same else f"views of {self.nbytes:,} bytes"
+        )
+        if self.storages > 1:
+            what += f", {self.storages:,} copies, {self.savable_nbytes:,} bytes could be saved"
+        else:
+            what += ", stored once" + (
+                f", {self.saved_nbytes:,} bytes saved" if self.saved_nbytes else ""
+            )
+        every = [*names, *([f"… {more:,} more"] if more else [])]
+        return f"{(' = ' if self.same else ' ~ ').join(every)}    {what}"
+
+    def __str__(self) -> str:
+        return self.line([*map(str, self.members[:LISTED])])
+
+
+@dataclass(frozen=True, slots=True)
+class AliasGraph(Shown):
+    """The storages that several models share. Print it."""
+
+    by: By
+    models: tuple[str, ...]
+    tensors: int
+    storages: int
+    nbytes: int
+    """Bytes of all storages, each once."""
+    groups: tuple[AliasGroup, ...]
+    notes: tuple[str, ...] = ()
+    """Tensors that were not compared, and why."""
+    _index: Mapping[tuple[str, str], AliasGroup] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes that are saved because storages are shared."""
+        return sum(group.saved_nbytes for group in self.groups)
+
+    @property
+    def savable_nbytes(self) -> int:
+        """Bytes that could be saved if tensors that hold the same were stored once."""
+        return sum(group.savable_nbytes for group in self.groups)
+
+    def of(self, model: str, name: str) -> AliasGroup | None:
+        """The group of one tensor; None where it stands alone."""
+        return self._index.get((model, name))
+
+    def __str__(self) -> str:
+        totals = [
+            f"{len(self.models):,} models, {self.tensors:,} tensors, {self.nbytes:,} bytes in {self.storages:,} storages"
+        ]
+        if self.savable_nbytes:
+            totals.append(f"{self.savable_nbytes:,} bytes could be saved")
+        order = sorted(self.groups, key=lambda group: -(group.savable_nbytes or group.saved_nbytes))
+        more = [f"… {len(order) - LISTED:,} more groups"] if len(order) > LISTED else []
+        return "\n".join(["; ".join(totals), *map(str, order[:LISTED]), *more, *self.notes])
+
+
+@validated
+def alias_graph(
+    src: Openable | Checkpoint | Mapping[str, object],
+    *,
+    by: By = "storage",
+    max_memory: Size | None = None,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> AliasGraph:
+    """Find what models share: of one checkpoint, or of several by name: paths, open checkpoints, or states in memory.
+
+    A state is nested dicts of arrays, tensors and lazy tensors. `by="storage"` compares places and reads nothing. `by="content"`
+    reads what no file has a checksum for, and everything that looks equal. Tensors without data or elements share nothing.
+    `progress` is called with the number of bytes that were read.
+    """
+    given = src if isinstance(src, Mapping) and not isinstance(src, Checkpoint) else {"model": src}
+    with ExitStack() as stack:
+        models: dict[str, Table] = {}
+        for model, state in given.items():
+            if isinstance(state, str | os.PathLike | bytes | bytearray | memoryview):
+                state = stack.enter_context(open_checkpoint(state, limits=limits, threads=threads))
+            models[model] = (
+                state.stored if isinstance(state, Checkpoint) else tabulate_state(state).tensors
+            )
+        if by == "storage":
+            return ModelRows(models, stored_aliases=True).by_storage()
+        if by != "content":
+            raise Unsupported(
+                f"aliases are found by 'storage' or by 'content', not by {by!r}", found=by
+            )
+        rows = ModelRows(models)
+        copies, notes = rows.equal_copies(reading_threads(max_memory, threads), progress)
+        return rows.by_content(copies, notes, tied=True)
+
+
+class ModelRows:
+    """The rows of all models that have elements; rows that are one view are one *copy*."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Table],
+        *,
+        stored_aliases: bool = False,
+        among: Collection[str] | None = None,
+    ) -> None:
+        """With `stored_aliases`, copies that shared a storage before they were saved count as sharing it. `among`: these names."""
+        self._stored_aliases = stored_aliases
+        self._models, self._tables = [*models], [*models.values()]
+        self._first = [*accumulate(map(len, self._tables), initial=0)]
+        """The position of the first row of each table among the rows of all."""
+        self.shared = found = shared_rows(
+            self._tables, stored_aliases=stored_aliases, by_place=True
+        )
+        self.storage, self.view = (
+            dict(zip(found.rows, column, strict=True)) for column in (found.storage, found.view)
+        )
+        filled = self._of_kinds(lambda kind: not kind.traits.meta and 0 not in kind.shape)
+        self._rows = [row for row in found.rows if filled[row]]
+        if among is not None:
+            names = [name for table in self._tables for name in table.names]
+            self._rows = [row for row in self._rows if names[row] in among]
+        views = [self.view[row] for row in self._rows]
+        self._numbers = dict(
+            zip(dict.fromkeys(self.storage[row] for row in self._rows), count(), strict=False)
+        )
+        """The number of each storage that people see."""
+        self._copies = dict(zip(reversed(views), reversed(self._rows), strict=True))
+        """The first row of each view, which stands for the copy."""
+        self._names = {rows[0]: rows for rows in several(views, self._rows).values()}
+        """The rows of copies that have several."""
+
+    def _of_kinds(self, value: Callable[[Kind], int]) -> list[int]:
+        by_kind = [([*map(value, table.kinds)], table.kind) for table in self._tables]
+        return [numbers[one] for numbers, kind in by_kind for one in kind]
+
+    def rows_of(self, copies: Sequence[int]) -> list[int]:
+        return sorted([row for copy in copies for row in self._names.get(copy, (copy,))])
+
+    def _at(self, position: int) -> tuple[int, int]:
+        number = bisect_right(self._first, position) - 1
+        return number, position - self._first[number]
+
+    def tensor(self, position: int) -> LazyTensor:
+        number, row = self._at(position)
+        return self._tables[number].view(row)
+
+    def member(self, position: int) -> AliasMember:
+        number, row = self._at(position)
+        table = self._tables[number]
+        kind = table.kind_of(row)
+        place: tuple[int, ...] | None = (table.offset_of(row), *kind.strides)
+        if row in table.odd or (self._stored_aliases and kind.traits.alias is not None):
+            tensor = table.view(row)
+            chunk = (tensor.shared_chunks if self._stored_aliases else tensor.chunks)[0]
+            place = (chunk.offset, *chunk.strides) if len(tensor.chunks) == 1 else None
+        bits = kind.dtype.bits
+        if place is not None:
+            place = (
+                None
+                if any(step % bits for step in place)
+                else tuple([step // bits for step in place])
+            )
+        offset, strides = (None, None) if place is None else (place[0], place[1:])
+        storage = self._numbers[self.storage[position]]
+        name, dtype = table.names[row], kind.dtype.name
+        return AliasMember(
+            self._models[number], name, dtype, kind.shape, kind.nbytes, storage, offset, strides
+        )
+
+    def _graph(self, by: By, groups: Sequence[AliasGroup], notes: Sequence[str] = ()) -> AliasGraph:
+        index = {(member.model, member.name): group for group in groups for member in group.members}
+        nbytes = sum([self.shared.nbytes[storage] for storage in self._numbers])
+        return AliasGraph(
+            by,
+            tuple(self._models),
+            self._first[-1],
+            len(self._numbers),
+            nbytes,
+            tuple(groups),
+            tuple(notes),
+            index,
+        )
+
+    def by_storage(self) -> AliasGraph:
+        made = []
+        for storage, rows in several([self.storage[row] for row in self._rows], self._rows).items():
+            members, nbytes = tuple(map(self.member, rows)), self.shared.nbytes[storage]
+            saved = max(sum(member.nbytes for member in members) - nbytes, 0)
+            made.append(
+                AliasGroup(members, nbytes, saved, same=len({self.view[row] for row in rows}) == 1)
+            )
+        return self._graph("storage", made)
+
+    def by_content(
+        self, classes: Sequence[Sequence[int]], notes: Sequence[str], *, tied: bool
+    ) -> AliasGraph:
+        """Groups of copies that hold the same; `tied` says whether names of one copy are a group where it has no other."""
+        freed = self._freed(classes)
+        if tied:
+            within = {copy for copies in classes for copy in copies}
+            classes = [*classes, *([copy] for copy in self._names if copy not in within)]
+        made = {}
+        for number, copies in enumerate(classes):
+            held = {
+                storage: self.shared.nbytes[storage]
+                for storage in map(self.storage.__getitem__, copies)
+            }
+            members = tuple(map(self.member, self.rows_of(copies)))
+            again = members[0].nbytes * (len(members) - len(copies))
+            savable = sum(
+                [nbytes for storage, nbytes in held.items() if freed.get(storage) == number]
+            )
+            made[min(copies)] = AliasGroup(members, sum(held.values()), again, savable)
+        return self._graph("content", [made[first] for first in sorted(made)], notes)
+
+    def equal_copies(
+        self, threads: int | None, progress: Progress | None
+    ) -> tuple[list[list[int]], list[str]]:
+        """Copies that hold the same, two or more each; and why some were not compared. Reads what looks equal."""
+        firsts, notes, read = sorted(self._copies.values()), list[str](), dict[int, LazyTensor]()
+        sums: dict[int, int] = {}
+        for first, table in zip(self._first, self._tables, strict=False):
+            sums |= {first + row: crc for row, crc in table.recorded_crcs().items()}
+        for copy in [copy for copy in firsts if copy not in sums]:
+            tensor = self.tensor(copy)
+            try:
+                tensor.check_expansion()
+                read[copy] = tensor
+            except LimitExceeded as error:
+                notes.append(f"{self.member(copy)}: not compared: {error.message}")
+        sums |= zip(
+            read, tensor_crcs([*read.values()], threads=threads, progress=progress), strict=True
+        )
+        known: dict[object, int] = {}
+        outline = self._of_kinds(
+            lambda kind: known.setdefault(canonical(kind.dtype, kind.shape), len(known))
+        )
+        compared = [copy for copy in firsts if copy in sums]
+        alike = several([(outline[copy], sums[copy]) for copy in compared], compared)
+        return _classes([*alike.values()], self.tensor, threads, progress), notes
+
+    def _freed(self, classes: Sequence[Sequence[int]]) -> dict[int, int]:
+        """Storages of which no copy is the first of its class, each with the class of its first copy."""
+        moved = {copy: number for number, copies in enumerate(classes) for copy in copies[1:]}
+        left = Counter(map(self.storage.__getitem__, self._copies.values()))
+        found: dict[int, int] = {}
+        for copy in sorted(moved):
+            left[self.storage[copy]] -= 1
+            found.setdefault(self.storage[copy], moved[copy])
+        return {storage: number for storage, number in found.items() if not left[storage]}
+
+
+def _classes(
+    alike: Sequence[Sequence[int]],
+    tensor: Callable[[int], LazyTensor],
+    threads: int | None,
+    progress: Progress | None,
+) -> list[list[int]]:
+    """Classes of copies that hold the same, of copies that look alike; two or more each, in their order."""
+    tensors = {copy: tensor(copy) for copies in alike for copy in copies}
+    rivals = [(copies[0], copy) for copies in alike for copy in copies[1:]]
+    same = same_bytes(
+        [(tensors[first], tensors[copy]) for first, copy in rivals], progress, threads=threads
+    )
+    classes = {first: [first] for first, _ in rivals}
+    by_hash: dict[tuple[int, bytes], list[int]] = {}
+    for (first, copy), equal in zip(rivals, same, strict=True):
+        if equal:
+            classes[first].append(copy)
+            continue
+        if (first, b"") not in by_hash:
+            by_hash[first, b""] = by_hash[first, _hash(tensors[first])] = classes[first]
+        by_hash.setdefault((first, _hash(tensors[copy])), []).append(copy)
+    others = [copies for (first, _), copies in by_hash.items() if copies is not classes[first]]
+    return [sorted(copies) for copies in (*classes.values(), *others) if len(copies) > 1]
+
+
+def _hash(tensor: LazyTensor) -> bytes:
+    digest = hashlib.blake2b(digest_size=32)
+    for piece in contiguous_blocks(tensor, BLOCK_NBYTES):
+        digest.update(read_block(piece))
+    return digest.digest()
+
+
+def _shown(text: str) -> str:
+    return text if text.isascii() and text.isprintable() and len(text) <= 80 else quoted(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tied(Saved):
+    """The tensors that `tie` found, and the files that it wrote or would write. Print it."""
+
+    source: str
+    groups: tuple[AliasGroup, ...]
+    """Tensors that hold the same and are stored more than once."""
+    storage_nbytes: int
+    """Bytes of all storages that were read, each once."""
+    savable_nbytes: int
+    """Bytes of storages that nothing needs once equal tensors are tied."""
+
+    def listing(self) -> list[str]:
+        """A line for each group of tensors that hold the same, the largest first."""
+        order = sorted(self.groups, key=lambda group: -group.savable_nbytes)
+        more = [f"… {len(order) - LISTED:,} more groups"] if len(order) > LISTED else []
+        first = f"{self.source}: {self.savable_nbytes:,} of {self.storage_nbytes:,} bytes could be saved"
+        lines = [
+            group.line([quoted(member.name) for member in group.members[:LISTED]])
+            for group in order[:LISTED]
+        ]
+        return [first, *lines, *more]
+
+    def _lines(self) -> list[str]:
+        return [*self.listing(), *Saved._lines(self)]
+
+    def __str__(self) -> str:
+        return "\n".join([*self.listing(), *self.notes])
+
+
+@validated
+def tie(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
+    **options: Unpack[InPlaceOptions],
+) -> Tied:
+    """Write a checkpoint in which tensors that hold the same, byte by byte, are stored once: at `dst`, or `in_place=True`.
+
+    With `dry_run=True` they are only found, and the result says what could be saved. The suffix of `dst` says the format, if
+    `format` does not. torch files, packages and native directories hold tied tensors once; safetensors files hold them under the
+    first name, and the others in their metadata, where Holdfast finds them.
+    """
+    return plan_tie(src, dst, options).carry_out(options["progress"])
+
+
+def plan_tie(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: InPlaceOptions
+) -> Planned[Tied]:
+    """Find tensors that hold the same, which are read and compared here, and lay out the checkpoint in which they are tied."""
+
+    def lay_out(source: Checkpoint, where: Destination) -> Planned[Tied]:
+        described = tabulate_state(source, limits=options["limits"])
+        threads = where.writing.reading_threads
+        among, progress = _weights(source, described), options["progress"]
+        state, graph, notes = tie_state(described, among, threads=threads, progress=progress)
+        plan = plan_rewrite(source, state, where)
+        plan = replace(plan, notes=(*notes, *plan.notes))
+        groups = tuple(group for group in graph.groups if group.storages > 1)
+        report = Tied(
+            **planned_fields(plan, where.path), source=source.path, groups=groups, storage_nbytes=graph.nbytes,
+            savable_nbytes=graph.savable_nbytes,
+        )  # fmt: skip
+        return Planned(plan, report, where.writing, reads=described.tensors.stores)
+
+    return rewritten(src, dst, lay_out, options, programs=True)
+
+
+def _weights(opened: Checkpoint, state: State) -> Collection[str] | None:
+    """The tensors of a package that are compared: its weights. Constants and sample inputs are copied. None for all tensors."""
+    if not format_of(opened.format).programs:
+        return None
+    models = weights_of(opened, state.tree)
+    several = isinstance(state.tree, dict) and len(models) > 1
+    return {
+        f"{model}.{name}" if several else name
+        for model, weights in models.items()
+        for name in weights
+    }
+
+
+def tie_state(
+    state: State,
+    among: Collection[str] | None = None,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[State, AliasGraph, tuple[str, ...]]:
+    """The state with tensors that hold the same tied, `among` these names; the graph of what held the same; and notes.
+
+    Reads tensors that have no checksum in a file, and all that look equal.
+    """
+    rejoined = rejoin(state)
+    state, table = rejoined.state, rejoined.state.tensors
+    found = ModelRows({"": table}, among=among)
+    classes, unread = found.equal_copies(threads, progress)
+    graph = found.by_content(classes, unread, tied=False)
+    tying = _Tying(table, found)
+    for copies in sorted(classes):
+        tying.add(found.rows_of(copies))
+    return (
+        with_table(state, tying.table()) if classes else state,
+        graph,
+        (*rejoined.notes, *unread, *tying.notes),
+    )
+
+
+class _Tying:
+    """Gives rows that hold the same one storage."""
+
+    def __init__(self, table: Table, found: ModelRows) -> None:
+        self._table, self._storage, self._view, self._parts = (
+            table,
+            found.storage,
+            found.view,
+            found.shared.parts,
+        )
+        rows, storages = found.shared.pieces()
+        views = {*zip(storages, map(self._view.__getitem__, rows), strict=True)}
+        self._views = Counter([storage for storage, _ in views])
+        """How many different views each storage has."""
+        self._first: dict[int, int] = {}
+        """From a view to the row that takes its place."""
+        self._onto: dict[int, int] = {}
+        """From a storage to a row of the storage that its views move to."""
+        self.notes: list[str] = []
+
+    def add(self, rows: Sequence[int]) -> None:
+        # Where one covers its storage, others can bring their views to it.
+        first = next((row for row in rows if self._covers(row)), rows[0])
+        stays: list[str] = []
+        for row in rows:
+            own = self._storage[row]
+            if own == self._storage[first]:
+                continue
+            if all(self._views[storage] == 1 for storage in self._parts.get(own, (own,))):
+                self._first[self._view[row]] = first
+            elif self._covers(row) and self._covers(first):
+                if own not in self._onto and self._storage[self._holder(first)] != own:
+                    self._onto[own] = first
+            else:
+                stays.append(self._table.names[row])
+        if stays:
+            shown = ", ".join(map(repr, stays[:3])) + (
+                f" and {len(stays) - 3:,} more" if len(stays) > 3 else ""
+            )
+            name = self._table.names[first]
+            self.notes.append(
+                f"equal to {name!r}, and left where other views of their storages are: {shown}"
+            )
+
+    def _holder(self, row: int) -> int:
+        """A row of the storage that a row ends up in; a storage that others moved to may move itself."""
+        while self._storage[row] in self._onto:
+            row = self._onto[self._storage[row]]
+        return row
+
+    def _kind(self, row: int) -> Kind:
+        odd = self._table.odd.get(row)
+        return self._table.kind_of(row) if odd is None else Kind.of(odd)
+
+    def _covers(self, row: int) -> bool:
+        """Whether a row is all of its storage: in C order, from the first byte to the last, as the bytes are."""
+        kind = self._kind(row)
+        return kind.whole and kind.byteorder == "little"
+
+    def table(self) -> Table:
+        """The table with rows of other storages. Each row keeps all that is its own: its name, whether it is a parameter."""
+        table = self._table
+        kinds, kind, storage, odd = [*table.kinds], [*table.kind], [*table.storage], dict(table.odd)
+        offsets = dict(table.offsets)
+        known: dict[tuple[int, ...], int] = {}
+        for row in [
+            row
+            for row, view in self._view.items()
+            if view in self._first or self._storage[row] in self._onto
+        ]:
+            first = self._first.get(self._view[row], row)
+            holder = self._holder(first)
+            like, traits = self._kind(first), table.kind_of(row).traits
+            if first != row:
+                traits = replace(traits, conj=like.traits.conj, neg=like.traits.neg)
+            storage[row] = table.storage[holder]
+            if holder in table.odd:
+                tensor, target = table.view(first), table.view(holder)
+                chunks = (
+                    tensor.chunks
+                    if first == holder
+                    else tuple(chunk.over(target.storages[0]) for chunk in tensor.chunks)
+                )
+                odd[row] = replace(
+                    table.view(row), chunks=chunks, source=target.source, traits=traits
+                )
+                kind[row] = len(kinds)
+                kinds.append(Kind.of(odd[row]))
+                continue
+            odd.pop(row, None)
+            offsets[row] = (
+                table.odd[first].chunks[0].offset if first in table.odd else table.offset_of(first)
+            )
+            if not offsets[row]:
+                del offsets[row]
+            # Odd rows of one kind may lie in different ways.
+            key = (
+                first if first in table.odd else -1,
+                table.kind[first],
+                table.kind[row],
+                table.kind[holder],
+            )
+            kind[row] = known.setdefault(key, len(kinds))
+            if kind[row] == len(kinds):
+                kinds.append(replace(like.marked(traits), location=table.kind_of(holder).location))
+        return Table(table.names, kinds, kind, storage, table.storages, odd, offsets=offsets)

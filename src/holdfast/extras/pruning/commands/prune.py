@@ -1,0 +1,126 @@
+"""`holdfast prune`: a checkpoint with some of its weights set to zero by rules."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from holdfast.cli import values
+from holdfast.cli.options import given
+from holdfast.cli.planned import add_places, carry_out, written_lines
+from holdfast.cli.text import LINES, Line, fields_of, note_lines, padded
+from holdfast.core.options import PruneOptions
+
+if TYPE_CHECKING:
+    from holdfast.extras.pruning.prune import Pruned
+
+DESCRIPTION = """\
+Set weights to zero by rules and write the result, in any format, streamed. The first rule that matches a name decides; what no
+rule matches stays as it is. All that is wrong with the rules is said before anything is written."""
+
+EXAMPLES = """\
+rules:
+  PATTERN: 2:4                 the two largest of every four along the last axis stay; '*: 2:4' means matrices,
+                               and leaves norms, biases and embeddings alone
+  PATTERN: 0.5                 the half of the smallest magnitudes of each tensor goes
+  PATTERN: block 4x4 0.9       blocks, by their mean square
+  PATTERN: random 0.3 seed=1   whatever the values
+  PATTERN: global 0.8          one threshold over all tensors of all global rules
+  PATTERN: keep
+
+examples:
+  holdfast prune model.safetensors out.safetensors --rule '*.mlp.*.weight: 2:4' --rule 'lm_head.*: keep'
+  holdfast prune model.pt sparse --rule '*.weight: global 0.8' --dry-run
+  holdfast prune model.pt sparse --rule '*.weight: 2:4' --sparse auto
+  holdfast prune model.pt out/ --rule '*.weight: 0.5' --masks beside
+  holdfast show --sparsity out/
+"""
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    add_places(verb, PruneOptions)
+    decides = "'*.weight: 2:4'; the first that matches decides"
+    verb.add_argument(
+        "--rule", metavar="RULE", dest="rules", action="append", default=[], help=decides
+    )
+    file = "a file of rules, one a line; # begins a comment"
+    verb.add_argument("--rules", metavar="FILE", dest="plan", type=values.path, help=file)
+    verb.add_argument("-a", "--all", action="store_true", help="every tensor")
+
+
+def run(options: argparse.Namespace) -> int:
+    from holdfast.cli.progress import bar
+    from holdfast.extras.pruning.prune import plan_prune
+
+    lines = options.plan.read_text("utf-8").splitlines() if options.plan else []
+    rules = [
+        *options.rules,
+        *(line for line in (text.partition("#")[0].strip() for text in lines) if line),
+    ]
+    begin = time.perf_counter()
+    with bar("Measuring", quiet=options.quiet or options.json) as progress:
+        planned = plan_prune(
+            options.src, options.dst, rules, given(options, PruneOptions, progress=progress)
+        )
+    most = None if options.all else LINES
+    return carry_out(
+        planned, "Weighing" if planned.writing.dry_run else "Writing", options, fields=pruned_fields, begin=begin,
+        lines=lambda done, seconds: report_lines(done, seconds, most),
+    )  # fmt: skip
+
+
+def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Line]:
+    from holdfast.core.order import in_order
+    from holdfast.core.text import clip, count, escape, nbytes, plural
+
+    shown = in_order(done.tensors, lambda row: row.name)[:most]
+    names = padded([row.name for row in shown])
+    rules = [escape(clip(row.rule, 60)) for row in shown]
+    for name, rule, row in zip(names, rules, shown, strict=True):
+        line: Line = [
+            (name, "name"),
+            (f"  {_percent(row.sparsity)} zero", "size"),
+            (f"  {count(row.pruned):>8} pruned", ""),
+            (f"  {_percent(row.norm_lost)} of the norm lost", "value"),
+            (f"  {rule}", "dim"),
+        ]
+        if row.also:
+            line.append((f"  = {escape(clip(', '.join(row.also), 60))}", "tie"))
+        if row.nonfinite:
+            line.append((f"  {row.nonfinite:,} NaN or infinite", "note"))
+        yield line
+    if len(shown) < len(done.tensors):
+        yield [(f"… {plural(len(done.tensors) - len(shown), 'more tensor')}: use --all", "dim")]
+    yield [
+        (plural(len(done.tensors), "tensor"), "title"),
+        (
+            f"  {_percent(done.sparsity).strip()} zero, {_percent(done.norm_lost).strip()} of the norm lost",
+            "",
+        ),
+        (f"  ({plural(done.kept, 'other')} unchanged)", "dim"),
+    ]
+    if not done.done:
+        size = f"  {done.format}  {nbytes(done.nbytes)}"
+        yield [("would write ", "dim"), (escape(clip(done.path, 400)), "title"), (size, "dim")]
+        yield from note_lines(done.notes)
+    else:
+        yield from written_lines(done, f"{seconds:.1f} s")
+        if done.masks is not None and done.masks != done.path:
+            yield [
+                ("wrote ", "clean"),
+                (escape(clip(done.masks, 400)), "title"),
+                ("  masks", "dim"),
+            ]
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:6.2f}%" if math.isfinite(part) else "     ?%"
+
+
+def pruned_fields(done: Pruned) -> dict[str, object]:
+    rows = "name also rule dtype shape pruned zeros sparsity nonfinite norm_lost"
+    head = fields_of(done, "source masks sparsity norm_lost kept")
+    return head | {"tensors": [fields_of(row, rows) for row in done.tensors]}

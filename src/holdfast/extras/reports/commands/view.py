@@ -1,0 +1,61 @@
+"""`holdfast view`: the page of `holdfast report`, served to this machine's browser, which may ask for more of each tensor."""
+
+from __future__ import annotations
+
+import argparse
+
+from holdfast.cli import values
+from holdfast.extras.reports.commands.report import add_report_arguments, report_request_of
+
+DESCRIPTION = """\
+Look at a checkpoint in the browser: the page of `holdfast report`, which reads histograms and pictures of single tensors when they
+are asked for. It is served on 127.0.0.1 and nowhere else, under an address with a token; Ctrl-C ends it."""
+
+EXAMPLES = """\
+examples:
+  holdfast view model.safetensors
+  holdfast view base.safetensors tuned.safetensors
+  holdfast view model.pt --no-browser --port 8080
+"""
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    add_report_arguments(verb)
+    verb.add_argument(
+        "--port", metavar="N", type=_port, default=0, help="the port (any that is free)"
+    )
+    verb.add_argument(
+        "--no-browser", action="store_true", help="print the address, and open nothing"
+    )
+    verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port from 1 to 65535")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    import webbrowser
+
+    from holdfast.cli.progress import bar
+    from holdfast.cli.text import print_lines
+    from holdfast.core.group import ALONE
+    from holdfast.extras.reports.live import Live
+    from holdfast.extras.reports.report import prepared
+
+    with prepared(options.path, options.other, report_request_of(options, ALONE)) as ready:
+        with bar("Reading", ready.nbytes, quiet=options.quiet or not ready.nbytes) as progress:
+            made = ready.make(progress)
+        live = Live(made.document, made.tensors, counterparts=made.counterparts, port=options.port)
+        try:
+            print_lines([[("serving ", "clean"), (live.url, "title"), ("  Ctrl-C ends it", "dim")]])
+            if not options.no_browser:
+                webbrowser.open(live.url)
+            live.serve()
+        except KeyboardInterrupt:
+            print_lines([[("ended", "dim")]])
+        finally:
+            live.close()
+    return 0

@@ -1,0 +1,636 @@
+"""`RunBucket`: a run's place in an object store.
+
+There is no lock: two runs below one prefix are allowed, and of two saves of one step one is published (engine/targets). What is
+written down (`holdfast.run.json`, `holdfast.pins.json`) is changed on the condition that nobody else changed it meanwhile.
+
+Which prefixes are steps, under which number, and whether each is whole:
+
+    s3://bucket/llama/
+        step-00001000/holdfast.json                                   published: the manifest is there
+        step-00001000/data-5f3a…-00001-of-00001.safetensors           its data, under names that no other save has
+        step-00001500/holdfast.json                                   names data of step 1000, which did not change since then
+        step-00002000/data-77e0…-00001-of-00001.safetensors           no manifest: a save that goes on, or a dead one; nothing
+
+1. There is no seal: its name would be one that two saves at once both write. Step, time and metrics stand in the metadata of the
+   manifest (`holdfast.step`), and once more as an attribute of its object, with a digest of the names and lengths of the data. So
+   one HEAD and a listing tell whether a step is whole. Where the attribute is missing (another program copied it) the manifest is
+   read.
+2. `newest` lists names, and looks from the highest number down: a listing and a HEAD a step. `steps` is one listing of everything;
+   what a manifest says is asked once and known by its etag from then on.
+3. A listing and a HEAD are two moments. Before a step is called torn, both are asked for again.
+4. What the store does not answer is an error, never a step that is passed over: an older one would be resumed from.
+
+A deletion, in order:
+
+    1  the steps that go are marked in the object of the pins. Whoever pins meanwhile comes first, and the step stays; or second,
+       and is told that the step goes
+    2  the manifest of each is deleted: from now on nobody finds it
+    3  its data is deleted, as far as no other manifest names it and no save is about to (engine/targets/bucket_claims). What a
+       process leaves that dies here is no step, and goes by the sweep (runs/sweep.py)
+    4  the marks are taken away
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
+
+import msgspec
+
+from holdfast.core.documents import DocumentKind, write_document
+from holdfast.core.keys import DATA, sibling_key
+from holdfast.core.limits import Limits
+from holdfast.core.value import Value, replace
+from holdfast.engine.commit.target import refusal
+from holdfast.engine.targets.bucket_claims import release
+from holdfast.engine.threads import run_all
+from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, SaveError, StoreError
+from holdfast.extras.runs.lock import Holder
+from holdfast.extras.runs.place import Change, Choose, RunPlace, Sizes
+from holdfast.extras.runs.record import (
+    MOST_NBYTES,
+    PINS,
+    D,
+    Pin,
+    Pins,
+    RunRules,
+    decoded,
+    marked_since,
+    marked_steps,
+    pins_by_step,
+)
+from holdfast.extras.runs.steps import NAMED, FoundStep, Step, claim, found_steps, step_name
+from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.stores.remote import client
+from holdfast.stores.remote.client import Bucket, bucket_of
+from holdfast.stores.remote.failures import Taken, if_there
+from holdfast.stores.remote.url import Stamps, Url
+from holdfast.verbs.seals.document import LARGEST, Stamp
+from holdfast.verbs.shared.planned import Planned, Saved
+from holdfast.verbs.shared.references import References, listed, named_by
+
+TRIES = 50
+"""How often a document is written again because others were faster."""
+
+METADATA = "holdfast.step"
+"""Where step, time and metrics stand in the metadata of a manifest."""
+
+ATTRIBUTE = "holdfaststep"
+"""Where they stand in the attributes of its object. Azure takes letters and digits alone."""
+
+ATTRIBUTE_NBYTES = 1600
+"""The longest text of it: S3 takes 2 KiB of attributes in all."""
+
+MOST_OBJECTS = 5_000_000
+"""The most objects of a step."""
+
+AT_ONCE = 24
+"""Steps that are asked about at once."""
+
+LOOKS = 4
+"""How often a step is looked at while somebody replaces it."""
+
+LIMITS = Limits()
+
+
+class ManifestInfo(Value, frozen=True):
+    """The content of a published manifest, as far as it was asked for."""
+
+    etag: str | None
+    nbytes: int
+    """The length of the manifest itself."""
+    stamp: Stamp | None
+    save: str = ""
+    digest: str = ""
+    """A digest of the names and lengths of the data, where the attribute has it."""
+    shared: tuple[str, ...] | None = None
+    """Names of data in the folders of other steps, where the attribute has them."""
+    files: tuple[tuple[str, int], ...] | None = None
+    """Names and lengths, where the manifest was read."""
+    wrong: str = ""
+    """Why it cannot be understood."""
+
+
+def stamp_text(stamp: Stamp, more: Mapping[str, object]) -> str:
+    """A stamp as text of visible ASCII without spaces, which every header takes; numbers exactly."""
+    metrics = {name: repr(float(value)) for name, value in stamp.metrics.items()}
+    ran = {} if stamp.ran is None else {"ran": stamp.ran}
+    text = json.dumps(
+        {"step": stamp.step, "saved": stamp.saved, **ran, "metrics": metrics, **more},
+        separators=(",", ":"),
+    )
+    return text.replace(" ", "\\u0020").replace("\x7f", "\\u007f")
+
+
+def metadata_of(stamp: Stamp) -> Mapping[str, str]:
+    return {METADATA: stamp_text(stamp, {})}
+
+
+def attributes_of(stamp: Stamp, files: Iterable[tuple[str, int]]) -> Mapping[str, str]:
+    """The attributes of the manifest of a step with this data; none where that is more than stores take."""
+    sizes = dict(files)
+    shared = sorted(name for name in sizes if sibling_key(name))
+    saves = {
+        found[1] if (found := DATA.fullmatch(name)) else "" for name in sizes if name not in shared
+    }
+    if len(saves) > 1 or "" in saves:
+        return {}
+    more = {
+        "save": "".join(saves),
+        "files": digest_of(sizes),
+        "nbytes": sum(sizes.values()),
+        "beside": shared,
+    }
+    text = stamp_text(stamp, more)
+    return {ATTRIBUTE: text} if len(text) <= ATTRIBUTE_NBYTES else {}
+
+
+def digest_of(sizes: Mapping[str, int]) -> str:
+    text = "".join(f"{name} {sizes[name]}\n" for name in sorted(sizes))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def read_stamp(text: str | None) -> tuple[Stamp, Mapping[str, object]] | None:
+    """The stamp in such a text, and the rest of it; None where it is none of ours."""
+    try:
+        found = json.loads(text or "")
+        metrics = {name: float(value) for name, value in found["metrics"].items()}
+        ran = float(found.get("ran", math.nan))  # an older Holdfast did not count
+        stamp = Stamp(
+            found["step"], float(found["saved"]), metrics, ran if 0 <= ran < math.inf else None
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return (stamp, found) if type(stamp.step) is int and 0 <= stamp.step <= LARGEST else None
+
+
+class RunBucket(RunPlace):
+    """A run below a prefix of a bucket."""
+
+    def __init__(self, url: Url) -> None:
+        self.path: Url = url
+        self._manifests: dict[str, ManifestInfo] = {}
+        """What manifests say, by key, as long as they have the same etag."""
+        self._lengths: dict[str, Mapping[str, int]] = {}
+        """The keys and lengths of the objects of each step that was found whole, by its name."""
+        self._references = References(url, self.folders_named)
+        self._last: Step | None = None
+        """The step that was saved last from here."""
+
+    # Looking.
+
+    @property
+    def bucket(self) -> Bucket:
+        return bucket_of(self.path)
+
+    def key(self, *names: str) -> str:
+        return "/".join((*([self.path.key] if self.path.key else []), *names))
+
+    def newest(self, *, below: int | None = None) -> Step | None:
+        claims, found = self._named(below), None
+        for _ in range(LOOKS):
+            numbers = sorted(claims, reverse=True)
+            found = next(
+                filter(None, (self._at(number, claims[number]) for number in numbers)), None
+            )
+            passed = [number for number in numbers if found is None or number > found.step]
+            if not passed:
+                break
+            # A step goes when a newer one is there: one that was passed over may have gone since the names were listed.
+            claims = self._named(below)
+            if sorted(claims, reverse=True)[: len(passed)] == passed:
+                break
+        return found
+
+    def get(self, step: int) -> Step | None:
+        found = self._at(step, [step_name(step)])
+        if found is not None:
+            return found
+        # Somebody may have written its number in another way.
+        claims = self._named()
+        return self._at(step, [name for name in claims.get(step, ()) if name != step_name(step)])
+
+    def steps(self) -> list[Step]:
+        return [found.whole for found in self.survey() if found.whole is not None]
+
+    def survey(self) -> list[FoundStep]:
+        rows, gone = list[FoundStep](), -1
+        for _ in range(LOOKS):
+            rows, gone = self._survey()
+            # As in `newest`.
+            if gone <= max((row.whole.step for row in rows if row.whole is not None), default=-1):
+                break
+        return rows
+
+    def unsealed(self) -> list[str]:
+        return []  # `holdfast seal` is for folders on a disk
+
+    def _survey(self) -> tuple[list[FoundStep], int]:
+        """One look, and the highest number whose manifest was deleted meanwhile."""
+        tree = listed(self.path)
+        published = [name for name, below in tree.items() if name and MANIFEST in below]
+        claims = self._claims(published)
+        seen: dict[str, Step | str | None] = {}
+
+        def look(name: str, number: int) -> None:
+            found = self._examine(name, number, lambda folder: tree.get(folder, {}))
+            seen[name] = found if isinstance(found, Step) else self._look(name, number)
+
+        run_all(
+            (partial(look, name, number) for number, names in claims.items() for name in names),
+            AT_ONCE,
+        )
+        keys = {self.key(name, MANIFEST) for name in published}
+        self._manifests = {key: info for key, info in self._manifests.items() if key in keys}
+        rows = found_steps(claims, lambda name, number: seen[name])
+        return rows, max(
+            (number for number, names in claims.items() for name in names if seen[name] is None),
+            default=-1,
+        )
+
+    def before_saving(self, step: int, *, base: bool) -> tuple[Step | None, Step | None]:
+        own, last = self.get(step), self._last
+        if not base or (
+            last is not None and last.step != step and self._manifest_etag(last) is not None
+        ):
+            return own, last if base else None  # by one request, and no listing
+        found = self.newest()
+        return own, self.newest(below=step) if found is not None and found.step == step else found
+
+    def exists(self) -> bool:
+        return True
+
+    def free(self) -> int | None:
+        return None
+
+    def sizes(self, step: Step) -> Sizes:
+        sizes: Sizes = {}
+        sizes.update(self._lengths.get(step.name, {step.path: step.nbytes}))
+        return sizes
+
+    def identities(self, step: Step) -> Mapping[str, str]:
+        return {name: self.key(*(sibling_key(name) or (step.name, name))) for name in step.files}
+
+    def written(self, step: Step, names: Sequence[str]) -> Mapping[str, float]:
+        keys, now = self.identities(step), time.time()
+        found = {name: if_there(self.bucket.head, keys[name]) for name in names}
+        return {
+            name: now if one is None else one.changed.timestamp() for name, one in found.items()
+        }
+
+    def writer(self) -> Holder | None:
+        return None
+
+    def read_record(self, kind: DocumentKind[D]) -> D | None:
+        got = if_there(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
+        return None if got is None else decoded(bytes(got.data), kind)
+
+    def exported(self) -> Mapping[str, Stamps]:
+        try:
+            return super().exported()
+        except HeaderError:
+            return {}  # what was exported is not known again, and not replaced
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as error:
+            if isinstance(error, SaveError):
+                raise
+            raise refusal(
+                f"the run cannot be looked at: {error.message}; nothing was published",
+                self.path,
+                error.errno,
+            ) from None
+
+    def begin(self, kept: RunRules, *, durable: bool) -> ExitStack:
+        self.write_rules(kept, durable=durable)
+        return ExitStack()  # nothing is held
+
+    def check(self) -> None:
+        """Nothing: there is no lock to compare. What is published and deleted has its own conditions."""
+
+    def locked(self) -> ExitStack:
+        return ExitStack()  # nothing is held
+
+    def replaces(self, step: int) -> bool:
+        # Only what is published and not whole: what another run publishes meanwhile is not replaced.
+        return isinstance(self._look(step_name(step), step), str)
+
+    def with_stamp(
+        self, metadata: Mapping[str, str] | None, stamp: Stamp
+    ) -> Mapping[str, str] | None:
+        return {**(metadata or {}), **metadata_of(stamp)}
+
+    def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
+        plan = planned.plan
+        index = {file.key for file in plan.index}
+        attributes = self.attributes(
+            stamp, [(key, nbytes) for key, nbytes in plan.listed if key not in index]
+        )
+        return replace(planned, plan=replace(plan, attributes=attributes))
+
+    def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str]:
+        return attributes_of(stamp, files)
+
+    def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
+        name = step_name(stamp.step)
+        self._lengths[name] = {
+            self.key(*(sibling_key(file) or (name, file))): nbytes
+            for file, nbytes in planned.report.files
+        }
+        files = [file for file, _ in planned.report.files if file != MANIFEST]
+        nbytes = planned.report.nbytes
+        self._last = Step(
+            stamp.step,
+            self.path.below(name),
+            stamp.saved,
+            stamp.metrics,
+            nbytes,
+            name,
+            tuple(files),
+            stamp.ran,
+        )
+        return self._last
+
+    def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
+        going: list[Step] = []
+
+        def mark(found: Pins | None) -> Pins | None:
+            going[:] = choose(pins_by_step(found))
+            return (
+                self.with_pins(found, pins_by_step(found), mark=[one.step for one in going])
+                if going
+                else None
+            )
+
+        def unmark(found: Pins | None) -> Pins:
+            return self.with_pins(found, pins_by_step(found), unmark=[one.step for one in going])
+
+        self.change_record(PINS, mark, durable=durable)
+        gone: list[Step] = []
+        notes: list[str] = []
+        for one in going:
+            try:
+                now, seen = (
+                    self._manifest_etag(one),
+                    self._manifests.get(self.key(one.name, MANIFEST)),
+                )
+                if (
+                    now is not None and seen is not None and now == seen.etag
+                ):  # the manifest that was decided about
+                    self._unpublish(one)
+                    gone.append(one)
+            except StoreError as error:
+                notes.append(f"step {one.step} cannot be deleted: {error.message}")
+        notes += self._remove_data(gone)
+        if going:
+            with suppress(HoldfastError):  # marks lose their meaning by themselves
+                self.change_record(PINS, unmark, durable=durable)
+        return gone, notes
+
+    def delete(self, steps: Sequence[Step], *, durable: bool) -> None:
+        for one in reversed(steps):
+            self._unpublish(one)
+        self._remove_data(steps)
+
+    def _manifest_etag(self, step: Step) -> str | None:
+        found = if_there(self.bucket.head, self.key(step.name, MANIFEST))
+        return None if found is None else found.etag or ""
+
+    def _unpublish(self, step: Step) -> None:
+        self.bucket.delete([self.key(step.name, MANIFEST)])
+
+    def _remove_data(self, steps: Sequence[Step]) -> list[str]:
+        """Delete the data of steps whose manifests are gone, unless other steps have it, too. What stood in the way, in words."""
+        names = [(step.name, name) for step in steps for name in step.files]
+        keys = dict.fromkeys(
+            self.key(*(sibling_key(name) or (own, name)))
+            for own, name in names
+            if "/" not in name or sibling_key(name)
+        )
+        try:
+            left = release(self.path, list(keys), self._references.named).used
+        except HoldfastError as error:
+            numbers = ", ".join(str(step.step) for step in steps)
+            return [
+                f"step {numbers} is deleted, and not all of its data ({error.message}); a sweep of the run does that"
+            ]
+        return (
+            [
+                f"a save uses {len(left):,} objects of deleted steps; a sweep of the run deletes what nobody names"
+            ]
+            if left
+            else []
+        )
+
+    def with_pins(
+        self,
+        found: Pins | None,
+        pins: Mapping[int, Pin],
+        *,
+        mark: Iterable[int] = (),
+        unmark: Iterable[int] = (),
+    ) -> Pins:
+        """As `RunPlace.with_pins`. Marks of others stay as long as they count."""
+        ordered, marks = [pins[step] for step in sorted(pins)], marked_steps(found) | set(mark)
+        since = time.time() if mark else marked_since(found)
+        return Pins(PINS.format, 1, ordered, tuple(sorted(marks - set(unmark))), since)
+
+    def _fetch(self, kind: DocumentKind[D]) -> tuple[D | None, str | None, bytes]:
+        """A document of the run, its etag, and its text; None for one that is damaged, but for pins."""
+        got = if_there(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
+        if got is None:
+            return None, None, b""
+        try:
+            found = decoded(bytes(got.data), kind)
+        except HeaderError:
+            if kind.file == PINS.file:
+                raise  # nothing may be deleted then
+            found = None
+        return found, got.found.etag, bytes(got.data)
+
+    def change_record(self, kind: DocumentKind[D], change: Change[D], *, durable: bool) -> None:
+        """As `RunPlace.change_record`; again where somebody was faster.
+
+        Its answer may be lost, so what is there is compared with what was put, as for a manifest: each text has a name of its own.
+        """
+        found, etag, _ = self._fetch(kind)
+        for _ in range(TRIES):
+            made = change(found)
+            if made is None:
+                return
+            raw, failed = (
+                write_document(kind, msgspec.structs.replace(made, write=secrets.token_hex(8))),
+                None,
+            )
+            try:
+                self.bucket.put(self.key(kind.file), raw, create=etag is None, match=etag)
+                return
+            except StoreError as error:
+                failed = error
+            before = etag
+            found, etag, there = self._fetch(kind)
+            if there == raw:
+                return
+            if etag == before and not isinstance(failed, Taken):
+                raise failed
+            time.sleep(random.uniform(0, 0.05))
+        raise refusal(f"others change {kind.file} as quickly; try again", self.path, errno.EAGAIN)
+
+    # Manifests.
+
+    def folders_named(self, folder: str, etag: str | None) -> set[str] | None:
+        """The folders beside its own in which the manifest of a step names data; None where it has to be read for that."""
+        info = self._manifests.get(self.key(folder, MANIFEST)) if folder else None
+        if info is None or info.etag != etag or info.wrong:
+            return None
+        names = info.shared if info.files is None else [name for name, _ in info.files]
+        return (
+            None if names is None else {found[0] for name in names if (found := sibling_key(name))}
+        )
+
+    def _named(self, below: int | None = None) -> dict[int, list[str]]:
+        claims = self._claims(
+            name.rstrip("/").rpartition("/")[2] for name in self.bucket.folders(self.key() + "/")[0]
+        )
+        return {
+            number: names for number, names in claims.items() if below is None or number < below
+        }
+
+    def _claims(self, names: Iterable[str]) -> dict[int, list[str]]:
+        """Names by the number that they say, the one that counts first."""
+        claims: dict[int, list[str]] = {}
+        for name in sorted(names):
+            own = NAMED.fullmatch(name)
+            if own is not None and int(own[1]) <= LARGEST:
+                claim(claims, int(own[1]), name)
+        return claims
+
+    def _at(self, number: int, names: Iterable[str]) -> Step | None:
+        return next(
+            (found for name in names if isinstance(found := self._look(name, number), Step)), None
+        )
+
+    def _look(self, name: str, number: int) -> Step | str | None:
+        """A step by its own listing: whole, or what is wrong with it, or None where nothing was published."""
+        found: Step | str | None = None
+        for _ in range(LOOKS):
+            folders = cache(self._objects)
+            objects, found = folders(name), self._examine(name, number, folders)
+            now = self._manifests.get(self.key(name, MANIFEST))
+            if found is None and MANIFEST in objects:
+                continue  # it went between the listing and the question
+            if not isinstance(found, str) or (
+                now is not None and now.etag == objects[MANIFEST].etag
+            ):
+                break
+        return found
+
+    def _objects(self, folder: str) -> Mapping[str, client.RemoteObject]:
+        start = self.key(folder) + "/"
+        return {one.key.removeprefix(start): one for one in self.bucket.below(start, MOST_OBJECTS)}
+
+    def _examine(
+        self, name: str, number: int, folders: Callable[[str], Mapping[str, client.RemoteObject]]
+    ) -> Step | str | None:
+        """The step of this name, by the objects in the folders of the run; what is wrong with it; None where none is published."""
+        objects = folders(name)
+        manifest = objects.get(MANIFEST)
+        if manifest is None:
+            return None
+        info = self._info(name, manifest.etag)
+        if info is None or info.wrong:
+            return None if info is None else info.wrong
+        if info.stamp is not None and info.stamp.step != number:
+            return f"it was renamed: it says that it is step {info.stamp.step}"
+        files = info.files
+        if files is None:
+            own = {
+                key: one.nbytes
+                for key, one in objects.items()
+                if (found := DATA.fullmatch(key)) and found[1] == info.save
+            }
+            places = {file: sibling_key(file) for file in info.shared or ()}
+            there = {file: folders(at[0]).get(at[1]) for file, at in places.items() if at}
+            own |= {file: one.nbytes for file, one in there.items() if one}
+            if digest_of(own) == info.digest:
+                files = tuple(own.items())
+            else:
+                info = self._read(name)  # it names what is missing
+                if info is None or info.files is None:
+                    return None if info is None else info.wrong
+                files = info.files
+        lengths = {self.key(name, MANIFEST): info.nbytes}
+        for file, nbytes in files:
+            at = sibling_key(file) or (name, file)
+            one = folders(at[0]).get(at[1])
+            if one is None:
+                return f"{file}: missing"
+            if one.nbytes != nbytes:
+                return f"{file}: {one.nbytes:,} of {nbytes:,} bytes"
+            lengths[one.key] = nbytes
+        self._lengths[name] = lengths
+        stamp = info.stamp or Stamp(number, manifest.changed.timestamp(), {})
+        total = sum(nbytes for _, nbytes in files) + info.nbytes
+        names = tuple(file for file, _ in files)
+        return Step(
+            number, self.path.below(name), stamp.saved, stamp.metrics, total, name, names, stamp.ran
+        )
+
+    def _info(self, name: str, etag: str | None) -> ManifestInfo | None:
+        """The content of a manifest, from its attribute where it has one; None where it is gone."""
+        key = self.key(name, MANIFEST)
+        known = self._manifests.get(key)
+        if known is not None and etag is not None and known.etag == etag:
+            return known
+        got = if_there(self.bucket.described, key)
+        if got is None:
+            return None
+        found = read_stamp(got.attributes.get(ATTRIBUTE))
+        if found is None:
+            return self._read(name)
+        stamp, more = found
+        shared = more.get("beside", [])
+        if not isinstance(shared, list) or not all(
+            isinstance(one, str) and sibling_key(one) for one in shared
+        ):
+            return self._read(name)
+        info = ManifestInfo(
+            got.found.etag,
+            got.found.nbytes,
+            stamp,
+            str(more.get("save")),
+            str(more.get("files")),
+            tuple(shared),
+        )
+        self._manifests[key] = info
+        return info
+
+    def _read(self, name: str) -> ManifestInfo | None:
+        key = self.key(name, MANIFEST)
+        try:
+            got = if_there(self.bucket.whole, key, LIMITS.index_nbytes)
+        except LimitExceeded as error:
+            return ManifestInfo(None, 0, None, wrong=error.message)
+        if got is None:
+            return None
+        etag, nbytes = got.found.etag, got.data.nbytes
+        try:
+            files, metadata = named_by(bytes(got.data))
+        except HoldfastError as error:
+            info = ManifestInfo(etag, nbytes, None, wrong=error.message)
+        else:
+            found = read_stamp(metadata.get(METADATA))
+            info = ManifestInfo(etag, nbytes, None if found is None else found[0], files=files)
+        self._manifests[key] = info
+        return info

@@ -1,0 +1,341 @@
+"""`holdfast runs`: the steps of a run in a table; what its rules would delete and why, and doing it.
+
+runs/llama  3 steps, 4.2 GiB  keep latest:2, best:val_loss:1
+   step    age      size       new  shared  val_loss  kept by
+   1000   3.1 h   1.4 GiB   1.4 GiB     0 B    2.3104  best:val_loss:1
+   2000   61 min  1.4 GiB  14.1 MiB  1.4 GiB   2.4027  latest:2
+   3000   2 min   …
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from holdfast.cli import values
+from holdfast.cli.text import Line, fields_of, note_lines, print_json, print_lines, width
+from holdfast.core.text import clip, escape, nbytes, plural
+
+if TYPE_CHECKING:
+    from holdfast.extras.runs.place import RunPlace
+    from holdfast.extras.runs.retention import Deleted
+    from holdfast.extras.runs.rules import Rule
+    from holdfast.extras.runs.steps import Step
+    from holdfast.extras.runs.sweep import Swept
+    from holdfast.extras.runs.table import RunRow, RunTable
+
+DESCRIPTION = """\
+List the steps of a training run: those of a holdfast.Run, native directories, and directories of other trainers that were sealed.
+A run may be in a bucket: s3://, gs://, az://. There, --gc removes what saves and deletions left that died.
+What is not whole is listed with the reason, and is never resumed from. Rules are those that the run wrote down, or --keep."""
+
+EXAMPLES = """\
+rules:
+  latest:3            the three newest
+  every:10000         multiples of 10000
+  best:val_loss:2     the two with the least val_loss; best:accuracy:1:max for the largest
+  within:24h          those of the last day of the run
+
+exit codes:
+  0  done
+  1  a step is not whole (without --plan and --prune)
+  2  an error
+
+examples:
+  holdfast runs runs/llama
+  holdfast runs runs/llama --plan                          what its rules would delete, and why not the rest
+  holdfast runs runs/llama --plan --keep latest:3 --keep every:10000
+  holdfast runs runs/llama --prune                         delete it
+  holdfast runs s3://bucket/llama --gc --dry-run           what dead savers left there for more than a day
+  holdfast runs runs/llama --json | jq '.steps[] | select(.whole).step'
+"""
+
+NAMED, METRICS = 3, 4
+"""Checkpoints without a seal that are named, and metrics that the table has columns for."""
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "path", metavar="RUN", type=values.target, help="the directory of a run, or its URL"
+    )
+    verb.add_argument(
+        "--keep", metavar="RULE", action="append", default=[], help="a rule, any number of times"
+    )
+    do = verb.add_mutually_exclusive_group()
+    do.add_argument(
+        "--plan", action="store_true", help="say what the rules would delete, and delete nothing"
+    )
+    do.add_argument("--prune", action="store_true", help="delete what the rules do not keep")
+    do.add_argument(
+        "--gc",
+        action="store_true",
+        help="in a bucket: delete data that no manifest names, of saves that died",
+    )
+    verb.add_argument("--grace", metavar="TIME", help="how old that has to be (24h)")
+    verb.add_argument("--dry-run", action="store_true", help="with --gc: say what would be deleted")
+    verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
+
+
+def run(options: argparse.Namespace) -> int:
+    from holdfast.errors import BadArgument, HoldfastError, NoSuchPath
+    from holdfast.extras.runs.directory import place_for
+    from holdfast.extras.runs.rules import read_rules
+    from holdfast.extras.runs.table import look
+    from holdfast.stores.paths import place_of
+
+    if options.gc:
+        return collect(options)
+    if options.grace or options.dry_run:
+        raise BadArgument(
+            "--grace and --dry-run go with --gc; --plan says what the rules would delete",
+            found=options.grace,
+        )
+    path = place_of(options.path.rstrip("/") or "/")
+    place = place_for(path)
+    if not place.exists():
+        raise NoSuchPath("there is no such directory", file=path)
+    try:
+        kept, recorded = (found := place.kept()), found is not None
+    except HoldfastError:
+        if not options.keep:
+            raise
+        kept, recorded = None, True  # rules that cannot be read, and are not needed
+    rules = read_rules(options.keep) if options.keep else kept.rules if kept is not None else ()
+    if (options.plan or options.prune) and not rules:
+        raise BadArgument(
+            "no rules say which steps go: the run wrote none down; give some, as --keep latest:3",
+            found=path,
+        )
+    done = prune(place, rules) if options.prune else None
+    gone = done.steps if done is not None else ()
+    table = look(place, rules, path, recorded=recorded)
+    if options.json:
+        print_json(document(table, gone))
+    elif options.prune:
+        print_lines(gone_lines(path, gone, done.notes if done is not None else ()))
+    elif options.plan:
+        print_lines(plan_lines(table))
+    else:
+        print_lines(lines(table))
+    torn = any(row.step is None for row in table.rows)
+    return 1 if torn and not options.plan and not options.prune else 0
+
+
+def prune(place: RunPlace, rules: Collection[Rule]) -> Deleted:
+    """Delete steps that the rules do not keep. Refused while a run has the directory open: it does that itself, after each save."""
+    from holdfast.extras.runs.retention import retain
+
+    lock = place.locked()
+    try:
+        return retain(place, rules)
+    finally:
+        lock.close()
+
+
+def collect(options: argparse.Namespace) -> int:
+    """Carry out `--gc`: delete what dead savers left in a bucket."""
+    from holdfast.extras.runs.sweep import GRACE_S, sweep
+
+    done = sweep(options.path, grace=options.grace or GRACE_S, dry_run=options.dry_run)
+    if options.json:
+        print_json(
+            {
+                "schema": 1,
+                "deleted": list(done.keys),
+                **fields_of(done, "path nbytes young notes done"),
+            }
+        )
+    else:
+        print_lines(swept_lines(done))
+    return 0
+
+
+def swept_lines(done: Swept) -> Iterator[Line]:
+    yield from note_lines(done.notes)
+    for key in done.keys:
+        yield [
+            ("deleted " if done.done else "would delete ", "error"),
+            (escape(clip(key, 400)), "name"),
+        ]
+    total = f"  {plural(len(done.keys), 'object')}, {nbytes(done.nbytes)}{' deleted' if done.done else ' would be deleted'}"
+    young = (
+        f"; {plural(done.young, 'object')} without a manifest not old enough" if done.young else ""
+    )
+    yield [(escape(clip(done.path, 400)), "title"), (total + young, "dim")]
+
+
+def lines(table: RunTable) -> Iterator[Line]:
+    yield from _head(table)
+    metrics = _columns([row.step for row in table.rows if row.step is not None])
+    shares = any(row.shared_nbytes for row in table.rows)
+    cells = [_cells(row, metrics, shares=shares, now=table.now) for row in table.rows]
+    titles = [
+        "step",
+        "age",
+        "size",
+        *(["new", "shared"] if shares else []),
+        *(clip(name, 20) for name in metrics),
+        "kept by",
+    ]
+    wide = [
+        max((width(row[i]) for row in [titles, *cells] if i < len(row)), default=0)
+        for i in range(len(titles))
+    ]
+    if cells:
+        yield [(f"{_aligned(titles[:-1], wide)}  {titles[-1]}", "dim")]
+    for row, cell in zip(table.rows, cells, strict=True):
+        if row.step is None:
+            number = "-" if row.found.step is None else str(row.found.step)
+            yield [
+                (f"  {number:>{wide[0]}}", "name"),
+                ("  not whole", "error"),
+                (f"  {escape(clip(row.found.name, 60))}: {escape(clip(row.found.why, 300))}", ""),
+            ]
+        else:
+            goes = row.fate is not None and row.fate.goes
+            yield [(_aligned(cell[:-1], wide), ""), (f"  {cell[-1]}", "error" if goes else "dim")]
+
+
+def _head(table: RunTable) -> Iterator[Line]:
+    whole = sum(row.step is not None for row in table.rows)
+    rules = ", ".join(map(str, table.rules))
+    yield [
+        (escape(clip(table.path, 400)), "title"),
+        (f"  {plural(whole, 'step')}, {nbytes(table.total_nbytes)}", "size"),
+        (
+            f"  keep {escape(clip(rules, 300))}" if rules else f"  no rules: {table.without_rules}",
+            "dim",
+        ),
+    ]
+    if table.unsealed:
+        more = f" and {len(table.unsealed) - NAMED:,} more" if len(table.unsealed) > NAMED else ""
+        names = ", ".join(escape(clip(name, 60)) for name in table.unsealed[:NAMED])
+        how = "`holdfast seal PATH` makes each a step, with `--step N` where neither its name nor the file says which"
+        yield [(f"  no steps, for they have no seal: {names}{more}; {how}", "note")]
+    if table.writer is not None:
+        yield [(f"  a run has it open: {escape(str(table.writer))}", "note")]
+
+
+def _columns(steps: Sequence[Step]) -> list[str]:
+    counts = Counter(name for step in steps for name in step.metrics)
+    return sorted(counts, key=lambda name: (-counts[name], name))[
+        :METRICS
+    ]  # those that most steps have
+
+
+def _cells(row: RunRow, metrics: Sequence[str], *, shares: bool, now: float) -> list[str]:
+    step = row.step
+    if step is None:
+        return []
+    cells = [str(step.step), age(now - step.saved), nbytes(step.nbytes)]
+    if shares:
+        cells += [nbytes(row.new_nbytes), nbytes(row.shared_nbytes)]
+    cells += [f"{step.metrics[name]:.5g}" if name in step.metrics else "" for name in metrics]
+    return [
+        *cells,
+        ""
+        if row.fate is None
+        else "goes: no rule keeps it"
+        if row.fate.goes
+        else escape(clip(row.fate.why, 200)),
+    ]
+
+
+def _aligned(cells: Sequence[str], wide: Sequence[int]) -> str:
+    shown = [escape(cell) for cell in cells]
+    return "".join(
+        f"  {' ' * (room - width(cell))}{cell}" for cell, room in zip(shown, wide, strict=False)
+    )
+
+
+def age(seconds: float) -> str:
+    """How long ago.
+
+    >>> age(5), age(300), age(7300), age(864000), age(-60)
+    ('5 s', '5 min', '2.0 h', '10.0 d', 'in the future')
+    """
+    if seconds < -1:
+        return "in the future"
+    for unit, length, digits in (("s", 1, 0), ("min", 60, 0), ("h", 3600, 1)):
+        if seconds < 120 * length or (unit == "h" and seconds < 48 * length):
+            return f"{max(seconds, 0) / length:.{digits}f} {unit}"
+    return f"{seconds / 86400:.1f} d"
+
+
+def plan_lines(table: RunTable) -> Iterator[Line]:
+    yield from _head(table)
+    going = 0
+    for row in table.rows:
+        if row.fate is None or row.step is None:
+            continue
+        going += row.fate.goes
+        yield [
+            (
+                f"  {'delete' if row.fate.goes else 'keep':<6}",
+                "error" if row.fate.goes else "clean",
+            ),
+            (f"  step {row.step.step}", "name"),
+            (f"  {nbytes(row.step.nbytes)}", "size"),
+            (f"  {escape(clip(row.fate.why, 300))}", "dim"),
+        ]
+    for row in table.rows:
+        if row.step is None:
+            yield [
+                ("  leave ", "note"),
+                (
+                    f"  {escape(clip(row.found.name, 60))}: {escape(clip(row.found.why, 300))}",
+                    "dim",
+                ),
+            ]
+    yield [(f"  {plural(going, 'step')} would be deleted", "note" if going else "dim")]
+
+
+def gone_lines(path: str, gone: Sequence[Step], notes: Sequence[str]) -> Iterator[Line]:
+    yield from note_lines(notes)
+    for step in gone:
+        yield [
+            ("deleted ", "error"),
+            (f"step {step.step}", "name"),
+            (f"  {nbytes(step.nbytes)}", "size"),
+        ]
+    yield [(escape(clip(path, 400)), "title"), (f"  {plural(len(gone), 'step')} deleted", "dim")]
+
+
+def document(table: RunTable, gone: Sequence[Step]) -> dict[str, object]:
+    return {
+        "schema": 1,
+        "path": table.path,
+        "keep": [str(rule) for rule in table.rules],
+        "recorded": table.recorded,
+        "unsealed": list(table.unsealed),
+        "nbytes": table.total_nbytes,
+        "writer": None
+        if table.writer is None
+        else {"pid": table.writer.pid, "host": table.writer.host},
+        "steps": [_row_document(row) for row in table.rows],
+        "deleted": [step.step for step in gone],
+    }
+
+
+def _row_document(row: RunRow) -> dict[str, object]:
+    step, fate = row.step, row.fate
+    return {
+        "name": row.found.name,
+        "step": row.found.step,
+        "whole": step is not None,
+        "why": row.found.why,
+        "saved": None if step is None else step.saved,
+        "nbytes": None if step is None else step.nbytes,
+        "new_nbytes": row.new_nbytes,
+        "shared_nbytes": row.shared_nbytes,
+        # JSON has no NaN.
+        "metrics": {}
+        if step is None
+        else {k: v if math.isfinite(v) else None for k, v in step.metrics.items()},
+        "kept_by": [] if fate is None else [str(rule) for rule in fate.rules],
+        "kept_also": [] if fate is None else list(fate.others),
+        "goes": fate is not None and fate.goes,
+    }

@@ -1,0 +1,371 @@
+"""`RunDirectory`: a run's place on this machine: folders, a lock that the kernel keeps, renames and hard links.
+
+**Steps are deleted** by a rename first, then by unlinking. A step that is half deleted never looks like a step.
+
+    0  remove what it replaced once, where a crash brought that back (`.step-….old`): without the step it would stand in for it
+    1  open the folder and take its lock: nobody who cleans takes it for a dead process's
+    2  rename it to `.deleted~step-00001000.<random>.tmp`: from now on nobody finds it
+    3  fsync the run's directory, so that no power cut brings the name back to what is emptied next
+    4  unlink what is in it, and the folder
+
+`forget_replaced` does 0, `hide` does 1 and 2, `Hidden.remove` the rest. What a process leaves that dies on the way is removed by
+`clean`, before the next save of the run. A single file (a `.ckpt` with its seal beside it) goes the same way; then its seal.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+
+from holdfast.core.documents import DocumentKind, write_document
+from holdfast.core.value import replace
+from holdfast.engine.commit.target import refusal, refusing
+from holdfast.engine.commit.temporaries import (
+    LockedName,
+    empty,
+    locked,
+    longest_name,
+    set_aside,
+    temporary_name,
+)
+from holdfast.engine.commit.temporaries import clean as clean_target
+from holdfast.engine.commit.transactions import replace_file
+from holdfast.errors import HeaderError, NoSuchPath
+from holdfast.extras.runs.lock import Holder, RunLock, seen_writing
+from holdfast.extras.runs.place import Change, Choose, RunPlace, Sizes
+from holdfast.extras.runs.record import MOST_NBYTES, PINS, D, RunRules, decoded, pins_by_step
+from holdfast.extras.runs.steps import RunFolder, Step, opened_folder, step_name
+from holdfast.stores.files import FileEntry, Files, is_temporary, make_parents, read_all
+from holdfast.stores.local import free_nbytes
+from holdfast.stores.place import place_at
+from holdfast.verbs.seals.document import SEAL, Stamp, seal_name, with_seal
+from holdfast.verbs.shared.planned import Planned, Saved
+
+PREFIX = "deleted~"
+"""The name of a deleted step begins so, after its dot."""
+
+DEEPEST = 64
+"""The most folders in folders that are followed. No trainer comes near; whoever does is left for a person to remove."""
+
+
+class Hidden:
+    """A step that has lost its name, and is ours to remove."""
+
+    def __init__(self, kept: LockedName, *, seal: str | None, folder: bool) -> None:
+        self._kept = kept
+        self._seal = seal
+        self._folder = folder
+
+    def remove(self, *, durable: bool = True) -> None:
+        """Remove the files. What cannot be removed stays under its hidden name, for the next `clean`."""
+        files, kept = self._kept.files, self._kept
+        try:
+            with suppress(OSError):
+                if durable:
+                    files.sync(kept.at)
+                if self._seal is not None:
+                    with suppress(FileNotFoundError):
+                        files.unlink(self._seal, at=kept.at)
+                if self._folder:
+                    _empty(files, kept)
+                else:
+                    files.unlink(kept.name, at=kept.at)
+        finally:
+            with suppress(OSError):
+                kept.close()
+
+
+def forget_replaced(files: Files, names: Collection[str], *, at: int, there: Sequence[str]) -> None:
+    """Remove the folders that these steps replaced and that are there still, so that a power cut does not bring them back."""
+    if not any(name.endswith(".old") for name in there):
+        return
+    longest = files.longest_name(at)
+    for name in names:
+        if set_aside(files, name, at=at, there=there, longest=longest):
+            clean_target(files, name, at=at, there=there, directories=True, longest=longest)
+            files.sync(at)
+
+
+def hide(files: Files, name: str, *, at: int) -> Hidden:
+    """Take a step's name from it; `remove` comes next. Raises `OSError` where it cannot be had, and nothing changed."""
+    found = files.stat(name, at=at)
+    if found is None or found.kind not in ("file", "directory"):
+        raise FileNotFoundError(errno.ENOENT, "no step of this name", name)
+    folder = found.kind == "directory"
+    descriptor = files.open_directory(name, at=at) if folder else files.open(name, at=at)
+    try:
+        kept = LockedName(files, name, at=at, descriptor=descriptor)
+        # A file needs no lock: whoever takes it for a dead process's removes what is to be removed. NFS would refuse it one.
+        if (folder and not locked(files, descriptor)) or not kept.in_place():
+            raise OSError(errno.EBUSY, "another process writes or deletes it", name)
+        hidden = temporary_name(PREFIX + name, longest=longest_name(files, PREFIX + name, at=at))
+        files.rename(name, hidden, at=at)
+        kept.name = hidden
+        return Hidden(kept, seal=None if folder else seal_name(name), folder=folder)
+    except BaseException:
+        with suppress(OSError):
+            files.close(descriptor)
+        raise
+
+
+def clean(files: Files, there: Sequence[str], *, at: int) -> None:
+    """Remove what unfinished deletions left, among these names. What cannot be removed stays."""
+    for name in there:
+        if name.startswith(f".{PREFIX}") and is_temporary(name):
+            with suppress(OSError):
+                _clean_one(files, name, at=at)
+
+
+def _clean_one(files: Files, name: str, *, at: int) -> None:
+    found = files.stat(name, at=at)
+    if found is None or found.kind not in ("file", "directory"):
+        return
+    folder = found.kind == "directory"
+    descriptor = files.open_directory(name, at=at) if folder else files.open(name, at=at)
+    try:
+        kept = LockedName(files, name, at=at, descriptor=descriptor)
+        if not files.lock(descriptor) or not kept.in_place():
+            return
+        files.sync(at)
+        if folder:
+            _empty(files, kept)
+        else:
+            files.unlink(name, at=at)
+    finally:
+        with suppress(OSError):
+            files.close(descriptor)
+
+
+def _empty(files: Files, folder: LockedName, depth: int = 0) -> None:
+    """Remove a folder with all that is in it. A link goes, not what it leads to."""
+    plain: list[str] = []
+    for name in files.list(folder.descriptor):
+        found = files.stat(name, at=folder.descriptor)
+        if found is None or found.kind != "directory":
+            plain.append(name)
+            continue
+        if depth == DEEPEST:
+            raise OSError(errno.ELOOP, "too many folders in folders", name)
+        inner = LockedName.open(files, name, at=folder.descriptor)
+        try:
+            _empty(files, inner, depth + 1)
+        finally:
+            with suppress(OSError):
+                inner.close()
+    empty(files, folder, plain)
+
+
+class RunDirectory(RunFolder, RunPlace):
+    """A run in a directory."""
+
+    _lock: RunLock | None = None
+    """The lock of the run that opened it for writing."""
+
+    def check(self, at: int | None = None) -> None:
+        """Compare the lock; `at` is the directory, where it is open already."""
+        if self._lock is None:
+            return
+        with refusing("comparing the run's lock", self.path):
+            if at is not None:
+                self._lock.check(self.path, at=at)
+                return
+            with suppress(FileNotFoundError), self.opened() as (_, opened):
+                self._lock.check(self.path, at=opened)
+                return
+            self._lock.check(self.path, at=None)
+
+    def exists(self) -> bool:
+        return os.path.isdir(self.path)
+
+    def free(self) -> int | None:
+        return free_nbytes(self.path)
+
+    def sizes(self, step: Step) -> Sizes:
+        return {entry.identity: entry.nbytes for entry in self._entries(step).values()}
+
+    def identities(self, step: Step) -> Mapping[str, str]:
+        # A device may have another number tomorrow.
+        return {name: str(entry.identity[1]) for name, entry in self._entries(step).items()}
+
+    def written(self, step: Step, names: Sequence[str]) -> Mapping[str, float]:
+        found, now = self._entries(step) if names else {}, time.time()
+        return {name: found[name].changed_s if name in found else now for name in names}
+
+    def _entries(self, step: Step) -> Mapping[str, FileEntry]:
+        found: dict[str, FileEntry] = {}
+        with suppress(OSError), self.opened() as (files, at):
+            single = files.stat(step.name, at=at)
+            if single is None:
+                return {}
+            if single.kind != "directory":
+                return {step.name: single}
+            with opened_folder(files, step.name, at=at) as inside:
+                for name in step.files:
+                    entry = files.stat(name, at=inside)
+                    if entry is not None:
+                        found[name] = entry
+        return found
+
+    def read_record(self, kind: DocumentKind[D]) -> D | None:
+        try:
+            with self.opened() as (files, at):
+                return _read_record(files, kind, at=at)
+        except FileNotFoundError:
+            return None
+
+    def change_record(self, kind: DocumentKind[D], change: Change[D], *, durable: bool) -> None:
+        try:
+            with turn(self) if kind.file == PINS.file else self.opened() as (files, at):
+                try:
+                    found = _read_record(files, kind, at=at)
+                except HeaderError:
+                    if kind.file == PINS.file:
+                        raise
+                    found = None
+                made = change(found)
+                if made is not None:
+                    replace_file(
+                        os.path.join(self.path, kind.file),
+                        write_document(kind, made),
+                        durable=durable,
+                        files=files,
+                    )
+        except FileNotFoundError:
+            raise NoSuchPath("there is no such directory", file=self.path) from None
+
+    def writer(self) -> Holder | None:
+        with self.opened() as (files, at):
+            return seen_writing(files, at=at)
+
+    def asking(self) -> AbstractContextManager[None]:
+        return nullcontext()  # what the file system refuses is raised where it happens
+
+    def begin(self, kept: RunRules, *, durable: bool) -> RunLock:
+        with refusing("making the run's directory", self.path):
+            make_parents(os.path.join(self.path, "step"), durable=durable)
+        self._lock = open_for_writing(self, kept, durable=durable)
+        return self._lock
+
+    def locked(self) -> RunLock:
+        self._lock = RunLock.take(self.files, self.path)
+        return self._lock
+
+    def replaces(self, step: int) -> bool:
+        return True  # what is not whole is of no use to anybody
+
+    def with_stamp(
+        self, metadata: Mapping[str, str] | None, stamp: Stamp
+    ) -> Mapping[str, str] | None:
+        return metadata  # the seal has the stamp
+
+    def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
+        plan = with_seal(planned.plan, stamp)
+        files = tuple(plan.listed)
+        report = replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files))
+        return replace(planned, plan=plan, report=report, sure=self.check)
+
+    def attributes(
+        self, stamp: Stamp, files: Sequence[tuple[str, int]]
+    ) -> Mapping[str, str] | None:
+        return None
+
+    def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
+        files = sorted([(key, nbytes) for key, nbytes in planned.report.files if key != SEAL])
+        name, nbytes = step_name(stamp.step), sum([nbytes for _, nbytes in files])
+        path, names = os.path.join(self.path, name), tuple([key for key, _ in files])
+        return Step(stamp.step, path, stamp.saved, stamp.metrics, nbytes, name, names, stamp.ran)
+
+    def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
+        notes: list[str] = []
+        gone: list[Step] = []
+        hidden: list[Hidden] = []
+        with self.opened() as (files, at):
+            try:
+                # Names are taken while nobody pins; nobody waits while gigabytes are unlinked.
+                with turn(self):
+                    self.check(at)
+                    going = choose(pins_by_step(_read_record(files, PINS, at=at)))
+                    there = files.list(at)
+                    forget_replaced(files, [one.name for one in going], at=at, there=there)
+                    for one in going:
+                        try:
+                            hidden.append(hide(files, one.name, at=at))
+                            gone.append(one)
+                        except FileNotFoundError:
+                            continue  # somebody else deleted it
+                        except OSError as error:
+                            notes.append(
+                                f"step {one.step} cannot be deleted: {error.strerror or error}"
+                            )
+            finally:
+                for each in hidden:
+                    each.remove(durable=durable)
+            clean(files, there, at=at)
+        return gone, notes
+
+    def delete(self, steps: Sequence[Step], *, durable: bool) -> None:
+        with self.opened() as (files, at), turn(self):
+            self.check(at)
+            forget_replaced(files, [one.name for one in steps], at=at, there=files.list(at))
+            for one in reversed(steps):
+                hide(files, one.name, at=at).remove(durable=durable)
+
+
+def open_for_writing(folder: RunDirectory, kept: RunRules, *, durable: bool) -> RunLock:
+    """Take the run's lock, remove what deletions of dead processes left, and write the rules down."""
+    files = folder.files
+    lock = RunLock.take(files, folder.path)
+    try:
+        with refusing("preparing the run's directory", folder.path), folder.opened() as (_, at):
+            with suppress(OSError):
+                clean(files, files.list(at), at=at)
+            folder.write_rules(kept, durable=durable)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def _read_record(files: Files, kind: DocumentKind[D], *, at: int) -> D | None:
+    there = files.stat(kind.file, at=at)
+    if there is None:
+        return None
+    raw = read_all(files, kind.file, there, at=at, most=MOST_NBYTES)
+    if raw is None:
+        raise HeaderError("no plain file of a length that could be", file=kind.file)
+    return decoded(raw, kind)
+
+
+PATIENCE_S, PAUSE_S = 30.0, 0.02
+"""How long another process's turn is waited for, and between looks. A turn is a few renames."""
+
+
+@contextmanager
+def turn(folder: RunFolder) -> Iterator[tuple[Files, int]]:
+    """The directory, open and locked: no other process changes pins or takes names from steps meanwhile."""
+    with folder.opened() as (files, at):
+        deadline = time.monotonic() + PATIENCE_S
+        while not locked(files, at):
+            if time.monotonic() > deadline:
+                raise refusal(
+                    "another process has been deleting steps or changing pins for long; try again",
+                    folder.path,
+                )
+            time.sleep(PAUSE_S)
+        folder.check(at)
+        yield files, at
+
+
+def place_for(path: str) -> RunPlace:
+    """The place of a run, from the path or the URL that `place_of` gave."""
+    place = place_at(path)
+    if place.url is not None:
+        from holdfast.extras.runs.bucket import (
+            RunBucket,  # what it imports is for those who have a bucket
+        )
+
+        return RunBucket(place.url)
+    return RunDirectory(place.rooted)

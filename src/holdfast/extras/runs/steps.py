@@ -1,0 +1,463 @@
+"""The steps in a run's directory: which folders count, under which number, and whether each is whole.
+
+    runs/llama/
+        step-00001000/          saved by a Run: data files, the manifest, and `holdfast.seal.json`, published by one rename
+        step-2000/              saved by `save` or `save_sharded` straight into the folder: no seal, whole by its manifest
+        checkpoint-3000/        another trainer's, sealed by `holdfast seal`
+        epoch=4.ckpt            and the same for one file, with `epoch=4.ckpt.seal.json` beside it
+
+1. One listing. A name `step-N` says its number; a seal inside that says another one means that somebody renamed the folder, and it
+   does not count. Any other folder counts under the number in its seal, whatever its name. Of two for one number the first in this
+   order does: as a Run would call it, `step-N` written otherwise, any other name.
+2. `newest` looks from the highest number down until one is whole: its seal has its own checksum, and every file that it lists is
+   there with its size. So it costs a listing, and one small file with a look at each file that this names.
+   A seal that was read before and is the same file is not read again; its files are looked at each time.
+3. What is hidden never counts: saves in progress, steps that are being deleted, links. The one exception is what a crash caught
+   between two renames (`.step-….old` without a `step-…`): that is the step, and `open` finds it under its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.limits import Limits
+from holdfast.core.value import Value
+from holdfast.engine.commit.temporaries import SURE_NBYTES, set_aside
+from holdfast.errors import HoldfastError, NoSuchPath, StoreError
+from holdfast.formats import format_of
+from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.stores.files import FileEntry, Files, read_all, system_files
+from holdfast.verbs.open import open as open_checkpoint
+from holdfast.verbs.seals.document import LARGEST, SEAL, SUFFIX, Seal, misfits, parse_seal
+from holdfast.verbs.trainers import looks_like_a_step
+
+NAMED = re.compile(r"step-([0-9]{1,19})", re.ASCII)
+ASIDE = re.compile(r"\.(step-[0-9]{1,19})\.[0-9a-f]{16}\.old", re.ASCII)
+
+DOCUMENTS = frozenset(f"holdfast.{one}.json" for one in ("run", "pins", "proofs", "exports"))
+"""Files of the run itself, beside its steps (`runs/record.py`)."""
+
+LAST = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
+"""Files that other programs write last into a folder: `dcp.save`, `save_pretrained`, TorchTitan's last step."""
+
+LIMITS = Limits()
+
+T = TypeVar("T")
+
+SETTLED_S = 2.0
+"""From this age on, the time of a file shows a change: file systems count in steps of up to two seconds."""
+
+Seals = dict[tuple[int, int], tuple[tuple[int, float], Seal]]
+"""Seals that were read, by device and inode, with length and time."""
+
+
+def step_name(step: int) -> str:
+    """The name that a Run gives the folder of a step.
+
+    >>> step_name(1000)
+    'step-00001000'
+    """
+    return f"step-{step:08d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that was whole when it was looked at."""
+
+    step: int
+    path: str
+    saved: float
+    """When, in seconds since 1970."""
+    metrics: Mapping[str, float]
+    nbytes: int
+    """Bytes of its files."""
+    name: str
+    """In the run's directory."""
+    files: tuple[str, ...] = ()
+    ran: float | None = None
+    """For how many seconds the run had run, where the step says it."""
+
+    def open(self) -> Checkpoint:
+        """Open it, as `holdfast.open` does."""
+        try:
+            return open_checkpoint(self.path)
+        except StoreError as error:
+            if error.errno == errno.ENOENT:
+                error.message = f"step {self.step} is not there any more: it was deleted after it was looked for; look again"
+            raise
+
+    def __str__(self) -> str:
+        metrics = "".join(f"  {name} {value:.4g}" for name, value in self.metrics.items())
+        return f"step {self.step}{metrics}  {self.path}"
+
+
+class FoundStep(Value, frozen=True):
+    """A folder or file that is a step, or would be one."""
+
+    name: str
+    step: int | None
+    """The number that its name or its seal says."""
+    whole: Step | None
+    why: str = ""
+    sealed: bool = True
+    """False for a finished checkpoint of another program that nobody sealed: it is no step, and not torn either."""
+
+
+def found_steps(
+    claims: Mapping[int, Sequence[str]],
+    examine: Callable[[str, int], Step | str | None],
+    *,
+    sealed: Callable[[str], bool] = lambda name: True,
+) -> list[FoundStep]:
+    """What is found under the names that claim each number. `examine` gives a step, or what is wrong, or None for nothing."""
+    rows: list[FoundStep] = []
+    for number in sorted(claims):
+        taken: Step | None = None
+        for name in claims[number]:
+            found = examine(name, number)
+            if isinstance(found, str):
+                rows.append(FoundStep(name, number, None, found, sealed(name)))
+            elif found is not None and taken is not None:
+                rows.append(FoundStep(name, number, None, f"{taken.name} is step {number} already"))
+            elif found is not None:
+                taken = found
+                rows.append(FoundStep(name, number, found))
+    return rows
+
+
+def claim(claims: dict[int, list[str]], number: int, name: str) -> None:
+    """Add a name to those of a number; the one that a Run would give counts first."""
+    claimed = claims.setdefault(number, [])
+    claimed.insert(0 if name == step_name(number) else len(claimed), name)
+
+
+@contextmanager
+def opened_folder(files: Files, name: str, *, at: int | None = None) -> Iterator[int]:
+    folder = files.open_directory(name, at=at)
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):
+            files.close(folder)
+
+
+class RunFolder:
+    """The part of a `RunPlace` that looks at a directory; nothing is locked and nothing is changed."""
+
+    def __init__(self, path: str, files: Files | None = None) -> None:
+        self.path = path
+        self._own = files
+        self._seals: Seals = {}
+
+    @property
+    def files(self) -> Files:
+        return self._own or system_files()
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[Files, int]]:
+        """The directory open. Raises `OSError` where there is none."""
+        files = self.files
+        with opened_folder(files, self.path) as at:
+            yield files, at
+
+    def check(self, at: int | None = None) -> None:
+        """Nothing here: `RunDirectory` compares the lock that it was opened for writing with."""
+
+    def newest(self, *, below: int | None = None) -> Step | None:
+        while True:
+            with self._looking() as look:
+                numbers = sorted(look.claims, reverse=True) if look else []
+                whole = (
+                    look.at(number)
+                    for number in numbers
+                    if look and (below is None or number < below)
+                )
+                found = next(filter(None, whole), None)
+                if look is None or not look.lost(above=found):
+                    return found
+
+    def get(self, step: int) -> Step | None:
+        with self._looking() as look:
+            return look.at(step) if look else None
+
+    def before_saving(self, step: int, *, base: bool) -> tuple[Step | None, Step | None]:
+        while True:
+            with self._looking() as look:
+                self.check(None if look is None else look.folder)
+                if look is None:
+                    return None, None
+                others = sorted(look.claims.keys() - {step}, reverse=True) if base else []
+                own, newest = look.at(step), next(filter(None, map(look.at, others)), None)
+                if not base or not look.lost(above=newest):
+                    return own, newest
+
+    def steps(self) -> list[Step]:
+        while True:
+            with self._looking() as look:
+                seen = [look.at(number) for number in sorted(look.claims)] if look else []
+                found = [step for step in seen if step is not None]
+                if look is not None and look.lost(above=found[-1] if found else None):
+                    continue
+            if len(self._seals) > 2 * len(seen) + 100:
+                self._seals.clear()  # most are those of steps that were deleted
+            return found
+
+    def survey(self) -> list[FoundStep]:
+        with self._looking() as look:
+            if look is None:
+                return []
+            found = found_steps(
+                look.claims, look.examine, sealed=lambda name: not look.is_of_others(name)
+            )
+            return [
+                *found,
+                *(FoundStep(name, None, None, why) for name, why in look.others.items()),
+            ]
+
+    def unsealed(self) -> list[str]:
+        with self._looking() as look:
+            return look.unsealed() if look else []
+
+    @contextmanager
+    def _looking(self) -> Iterator[_Look | None]:
+        files = self.files
+        try:
+            at = files.open_directory(self.path)
+        except FileNotFoundError:
+            yield None
+            return
+        except OSError as error:
+            raise self._unseen(error) from error
+        try:
+            try:
+                look = _Look(self.path, files, at, seals=self._seals)
+            except OSError as error:
+                raise self._unseen(error) from error
+            yield look
+        finally:
+            with suppress(OSError):
+                files.close(at)
+
+    def _unseen(self, error: OSError) -> OSError:
+        if isinstance(error, HoldfastError):
+            return error
+        kind = NoSuchPath if isinstance(error, FileNotFoundError) else StoreError
+        return kind(
+            f"the run's directory cannot be looked at: {error.strerror or error}", file=self.path
+        )
+
+
+class _Look:
+    """One look at the directory: names, and the numbers that they claim."""
+
+    def __init__(self, path: str, files: Files, at: int, *, seals: Seals) -> None:
+        self.path, self.files = path, files
+        self.folder = at
+        self._read = seals
+        self.claims: dict[int, list[str]] = {}
+        """Names of folders by number, the one that counts first."""
+        self.others: dict[str, str] = {}
+        """Names of folders that look like steps and have no number, with the reason."""
+        self._seals: dict[str, Seal] = {}
+        names = files.list(at)
+        foreign = self._foreign = list[str]()
+        asides: list[str] = []
+        for name in names:
+            if (own := NAMED.fullmatch(name)) is not None and int(own[1]) <= LARGEST:
+                claim(self.claims, int(own[1]), name)
+            elif not name.startswith(".") and name not in DOCUMENTS:
+                foreign.append(name)
+            elif ASIDE.fullmatch(name):
+                asides.append(name)
+        for name in asides:
+            self._stand_in(name, asides)
+        for name in foreign:
+            self._look_inside(name)
+
+    def _stand_in(self, name: str, asides: Sequence[str]) -> None:
+        """Take a folder that was moved aside for the step, where that is not there and no other was."""
+        found = ASIDE.fullmatch(name)
+        assert found is not None  # whoever calls has looked
+        target = found[1]
+        files, at = self.files, self.folder
+        if files.stat(target, at=at) is None and set_aside(
+            files, target, at=at, there=asides, longest=SURE_NBYTES
+        ) == [name]:
+            claim(self.claims, int(target.removeprefix("step-")), name)
+
+    def _look_inside(self, name: str) -> None:
+        """Look at a folder, or a file with a seal beside it, that has another name than ours."""
+        single = name.endswith(SUFFIX) and name != SEAL
+        try:
+            seal = self._seal(name, at=self.folder) if single else self._seal_inside(name)
+            if seal is None:
+                return
+        except HoldfastError as error:
+            self.others[name.removesuffix(SUFFIX) if single else name] = error.message
+            return
+        name = name.removesuffix(SUFFIX) if single else name
+        if seal.step is None:
+            self.others[name] = "its seal says no step"
+            return
+        self._seals[name] = seal
+        claim(self.claims, seal.step, name)
+
+    def unsealed(self) -> list[str]:
+        """Names without a seal that are like those of other trainers' checkpoints."""
+        known = {*self.others, *(name for names in self.claims.values() for name in names)}
+        found = [
+            (name, self.files.stat(name, at=self.folder))
+            for name in self._foreign
+            if name not in known
+        ]
+        kinds = [
+            (name, entry.kind)
+            for name, entry in found
+            if entry is not None and entry.kind in ("file", "directory")
+        ]
+        return sorted(
+            name for name, kind in kinds if looks_like_a_step(name, folder=kind == "directory")
+        )
+
+    def _seal_inside(self, name: str) -> Seal | None:
+        return self._inside(
+            name, lambda folder: None if folder is None else self._seal(SEAL, at=folder)
+        )
+
+    def _seal(self, name: str, *, at: int) -> Seal | None:
+        found = self.files.stat(name, at=at)
+        if found is None:
+            return None
+        known = self._read.get(found.identity)
+        if known is not None and known[0] == (found.nbytes, found.changed_s):
+            return known[1]
+        raw = read_all(self.files, name, found, at=at, most=LIMITS.index_nbytes)
+        if raw is None:
+            return None
+        seal = parse_seal(raw, LIMITS)
+        # Not where it may be written to in the same moment, or the file system has no times.
+        if 0 < found.changed_s < time.time() - SETTLED_S:
+            self._read[found.identity] = (found.nbytes, found.changed_s), seal
+        return seal
+
+    def _inside(self, name: str, look: Callable[[int | None], T]) -> T:
+        """Call `look` with a folder of the directory, which is open meanwhile; with None where it is no folder, or is gone."""
+        try:
+            folder = self.files.open_directory(name, at=self.folder)
+        except OSError:
+            return look(None)
+        try:
+            return look(folder)
+        finally:
+            with suppress(OSError):
+                self.files.close(folder)
+
+    def lost(self, *, above: Step | None) -> bool:
+        """Whether a step above `above` was listed and has been deleted since: then a newer one is there that was not seen yet."""
+        names = (
+            name
+            for number, names in self.claims.items()
+            if above is None or number > above.step
+            for name in names
+        )
+        return any(self.files.stat(name, at=self.folder) is None for name in names)
+
+    def at(self, number: int) -> Step | None:
+        """The whole step of a number."""
+        for name in self.claims.get(number, ()):
+            found = self.examine(name, number)
+            if isinstance(found, Step):
+                return found
+        return None
+
+    def examine(self, name: str, number: int) -> Step | str:
+        """The step in a folder, or what is wrong with it."""
+        try:
+            if name in self._seals:
+                single = self.files.stat(name, at=self.folder)
+                if single is not None and single.kind == "file":
+                    return self._sealed(name, number, self._seals[name], self.folder)
+            found = self._inside(name, partial(self._whole, name, number))
+            if found is not None:
+                return found
+            if self.is_of_others(name):
+                return (
+                    "another program wrote it, and it has no seal; `holdfast seal` makes it a step"
+                )
+            return "neither a seal nor a manifest: it was not written to its end"
+        except HoldfastError as error:
+            return error.message
+        except OSError as error:
+            return error.strerror or str(error)
+
+    def _whole(self, name: str, number: int, folder: int | None) -> Step | str | None:
+        """The step in a folder that is open, or what is wrong with it; None where it has neither a seal nor a manifest."""
+        if folder is None:
+            return "no folder that can be opened (a link, or something else)"
+        seal = self._seal(SEAL, at=folder)
+        if seal is not None:
+            return self._sealed(name, number, seal, folder)
+        manifest = self.files.stat(MANIFEST, at=folder)
+        return None if manifest is None else self._by_manifest(name, number, manifest)
+
+    def is_of_others(self, name: str) -> bool:
+        """Whether a folder has neither a seal nor a manifest, and what other writers write last: torch's DCP, transformers."""
+        there = self._inside(
+            name, lambda folder: set[str]() if folder is None else {*self.files.list(folder)}
+        )
+        return not there & {SEAL, MANIFEST} and bool(there & LAST)
+
+    def _sealed(self, name: str, number: int, seal: Seal, folder: int) -> Step | str:
+        if seal.step is not None and seal.step != number:
+            return f"it was renamed: its seal says step {seal.step}"
+
+        sizes: dict[str, int] = {}
+
+        def size(key: str) -> int | None:
+            found = self.files.stat(key, at=folder)
+            if found is None or found.kind != "file":
+                return None
+            sizes[key] = found.nbytes
+            return found.nbytes
+
+        for file, wrong in misfits(seal, size):
+            return f"{file}: {wrong}"
+        return Step(
+            number,
+            self._path(name),
+            seal.saved,
+            seal.metrics,
+            sum(sizes.values()),
+            name,
+            tuple(sizes),
+            seal.ran,
+        )
+
+    def _by_manifest(self, name: str, number: int, manifest: FileEntry) -> Step | str:
+        with open_checkpoint(self._path(name)) as checkpoint:
+            if format_of(checkpoint.format).index != MANIFEST:
+                return f"it has no seal and is {checkpoint.format}; `holdfast seal` makes it a step"
+            names = tuple(checkpoint.source.store.list())
+            return Step(
+                number,
+                self._path(name),
+                manifest.changed_s,
+                {},
+                checkpoint.stored_nbytes,
+                name,
+                names,
+            )
+
+    def _path(self, name: str) -> str:
+        """The path under which a step is opened; of one that was moved aside, the one before."""
+        aside = ASIDE.fullmatch(name)
+        return os.path.join(self.path, name if aside is None else aside[1])

@@ -1,0 +1,110 @@
+"""What the saves of a run cost, and how often to save: `Run.summary`.
+
+A save stops the training for a while (C). A failure costs what was done since the last save, half an interval on average. Young and
+Daly: both together are least where the interval is √(2·C·MTBF), MTBF being the mean time between two failures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.extras.runs.proofs import ReadBack
+
+MTBF_S = 24 * 3600.0
+"""One failure a day, where the caller does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTimes:
+    """The times of one save."""
+
+    step: int
+    stalled_s: float
+    """How long the caller waited."""
+    took_s: float
+    """Until the step was published."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the saves of this Run cost so far."""
+
+    saves: int
+    failed: int
+    nbytes: int
+    """Bytes of all steps that were saved."""
+    stalled_s: float
+    """How long a save stops the caller: the mean."""
+    longest_stall_s: float
+    took_s: float
+    """How long until a step is published: the mean."""
+    deleted: int
+    """Steps that retention deleted."""
+    mtbf_s: float
+    """The mean time between failures that is assumed."""
+    interval_s: float | None
+    """How often to save, by what was measured; None before the first save."""
+    read_back_nbytes: int = 0
+    """Bytes of shared files that were read back in the background."""
+    read_back: float | None = None
+    """When that was last, in seconds since 1970."""
+    damaged: tuple[str, ...] = ()
+    """What did not read back, in words."""
+
+    def __str__(self) -> str:
+        if not self.saves:
+            return "no step has been saved yet"
+        counts = f"{self.saves} saved, {self.deleted} deleted" + (
+            f", {self.failed} failed" if self.failed else ""
+        )
+        stall = f"{_time(self.stalled_s)} (at most {_time(self.longest_stall_s)})"
+        times = f"a save stops training for {stall} and takes {_time(self.took_s)}"
+        every = (
+            f"with a failure every {_time(self.mtbf_s)}, save every {_time(self.interval_s or 0)}"
+        )
+        proofs = f"; {self.read_back_nbytes:,} bytes read back" if self.read_back_nbytes else ""
+        return f"{counts}; {times}; {every}{proofs}" + "".join(
+            f"; damaged: {one}" for one in self.damaged
+        )
+
+
+def summarize(
+    times: Sequence[SaveTimes],
+    *,
+    failed: int,
+    deleted: int,
+    mtbf_s: float = MTBF_S,
+    found: ReadBack | None = None,
+) -> Summary:
+    count, found = len(times), found or ReadBack()
+    stalled = sum(one.stalled_s for one in times) / count if count else 0.0
+    return Summary(
+        saves=count,
+        failed=failed,
+        nbytes=sum(one.nbytes for one in times),
+        stalled_s=stalled,
+        longest_stall_s=max((one.stalled_s for one in times), default=0.0),
+        took_s=sum(one.took_s for one in times) / count if count else 0.0,
+        deleted=deleted,
+        mtbf_s=mtbf_s,
+        interval_s=math.sqrt(2 * stalled * mtbf_s) if count else None,
+        read_back_nbytes=found.nbytes,
+        read_back=found.at,
+        damaged=found.damaged,
+    )
+
+
+def _time(seconds: float) -> str:
+    """A duration for people.
+
+    >>> _time(0.25), _time(90), _time(7200)
+    ('250 ms', '90 s', '2.0 h')
+    """
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

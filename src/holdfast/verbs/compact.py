@@ -1,0 +1,121 @@
+"""`compact`: a checkpoint without the bytes that no tensor reaches, such as the 2.4 GB parent of a view of ten rows.
+
+    storage   │ · · · · a a a a · · · · · · · · b b · · │       a and b were views of it, and have no byte in common
+    compact   │ a a a a │ b b │
+
+1. Tensors of one storage that overlap, or touch, belong together; each such group is a storage of its own.
+2. The checkpoint is written again in its format, each group once. What is tied stays tied, and views of each other stay views.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Unpack
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import Chunk
+from holdfast.core.dtype import WIDEST_NBYTES
+from holdfast.core.options import InPlaceOptions, validated
+from holdfast.core.protocols import State
+from holdfast.core.sharing import SpanGroup, reached_spans
+from holdfast.core.table import ODD
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import replace
+from holdfast.verbs.open import Openable
+from holdfast.verbs.shared.models import plan_rewrite
+from holdfast.verbs.shared.planned import Destination, Planned, Saved, planned_fields, rewritten
+from holdfast.verbs.shared.rows import with_odd, with_table
+from holdfast.verbs.shared.state import tabulate_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compacted(Saved):
+    """The files that `compact` wrote, or would write."""
+
+    source: str
+    before_nbytes: int
+    """Bytes of the files that were read."""
+
+    @property
+    def dropped_nbytes(self) -> int:
+        """Bytes by which it became smaller."""
+        return max(self.before_nbytes - self.nbytes, 0)
+
+    def _lines(self) -> list[str]:
+        would = "went" if self.done else "would go"
+        return [
+            f"{self.source}: {self.dropped_nbytes:,} of {self.before_nbytes:,} bytes {would}",
+            *Saved._lines(self),
+        ]
+
+
+@validated
+def compact(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
+    **options: Unpack[InPlaceOptions],
+) -> Compacted:
+    """Write a checkpoint again without what no tensor reaches: at `dst`, or in its place, atomically (`in_place=True`).
+
+    Raises `Unsupported` for a format that can be read and not written, where no other path is given.
+    """
+    return plan_compact(src, dst, options).carry_out(options["progress"])
+
+
+def plan_compact(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: InPlaceOptions
+) -> Planned[Compacted]:
+
+    def lay_out(source: Checkpoint, where: Destination) -> Planned[Compacted]:
+        described = tabulate_state(source, limits=options["limits"])
+        plan = plan_rewrite(source, _without_gaps(described), where)
+        report = Compacted(
+            **planned_fields(plan, where.path),
+            source=source.path,
+            before_nbytes=source.stored_nbytes,
+        )
+        return Planned(plan, report, where.writing, reads=described.tensors.stores)
+
+    return rewritten(src, dst, lay_out, options, programs=True)
+
+
+def _without_gaps(state: State) -> State:
+    """A state in which no storage holds more than its tensors reach without a gap."""
+    table = state.tensors
+    views = {number for number, kind in enumerate(table.kinds) if not kind.whole}
+    parts = (
+        {number for number, kind in zip(table.storage, table.kind, strict=True) if kind in views}
+        if views
+        else set()
+    )
+    # A row that is all of its storage leaves nothing of it, and neither do others over that storage.
+    tensors = {
+        row: table.view(row)
+        for row, number in enumerate(table.storage)
+        if number in parts or number == ODD
+    }
+    found = reached_spans(tensors.values(), aligned=WIDEST_NBYTES)
+    moved: dict[int, LazyTensor] = {}
+    for row, tensor in tensors.items():
+        chunks = tuple(_in_group(chunk, tensor, found[chunk.storage]) for chunk in tensor.chunks)
+        if chunks != tensor.chunks:
+            moved[row] = replace(tensor, chunks=chunks)
+    return with_table(state, with_odd(table, moved)) if moved else state
+
+
+def _in_group(chunk: Chunk, tensor: LazyTensor, found: Sequence[SpanGroup[None]]) -> Chunk:
+    start, stop = chunk.extent(tensor.dtype)
+    # A packed storage is kept whole: torch pads its rows. One group is what every writer makes of it by itself.
+    if len(found) < 2 or start == stop or tensor.dtype.packed:
+        return chunk
+    group = found[bisect_right(found, start, key=lambda one: one.start) - 1]
+    storage = replace(
+        chunk.storage,
+        start=chunk.storage.start + group.start,
+        nbytes=group.stop - group.start,
+        crc32=None,
+    )
+    return replace(chunk, storage=storage, offset=chunk.offset - group.start * 8)

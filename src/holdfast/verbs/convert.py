@@ -1,0 +1,294 @@
+"""`convert`: `save(open(src), dst)`, streaming under a byte budget and checked on both sides.
+
+Blocks go from file to file: read, summed, written. Checksums that the source records are compared with what was read; what was
+written is read back and compared, before anything is published. Memory is a few blocks a thread, whatever the checkpoint's size;
+`max_memory` chooses the block.
+
+`edit`: rename, drop, keep, cast, set metadata: a new checkpoint, beside the old one or in its place.
+
+An edit is a conversion to the same format. In place, the old file is read while the new one is written beside it, and one rename
+puts the new one there: a reader sees the old or the new, and a failure leaves the old.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Unpack
+
+import numpy as np
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.dtype import DType
+from holdfast.core.limits import Limits
+from holdfast.core.options import ConvertOptions, EditOptions, Progress, pick, validated
+from holdfast.core.protocols import Request, State
+from holdfast.core.runtime import gc_paused
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import replace
+from holdfast.engine.blocks import contiguous_bytes
+from holdfast.engine.reads import plan_reads
+from holdfast.engine.saves import Data, Gathered, SavePlan
+from holdfast.errors import CannotHold, Unsupported
+from holdfast.formats import format_of
+from holdfast.stores.paths import target_place
+from holdfast.stores.place import same_place
+from holdfast.verbs.open import Openable
+from holdfast.verbs.shared.formats import Options, describe_one_file, format_for, plan_save
+from holdfast.verbs.shared.models import Selection, select
+from holdfast.verbs.shared.planned import (
+    Destination,
+    Planned,
+    Saved,
+    layout_of,
+    planned_fields,
+    rewritten,
+)
+from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.shared.transform import (
+    Edits,
+    Losses,
+    LossFindings,
+    casts_of,
+    left_out,
+    transform,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion(Saved):
+    """The files of a conversion. Its notes say, once it is done, how many values a cast saturated or took to zero."""
+
+    source: str
+    tensors: int
+    read_nbytes: int
+    """Bytes that are read from the source."""
+    over_read_nbytes: int
+    """Bytes among them that are read only because they lie between wanted ones."""
+    peak_nbytes: int | None
+    """Memory above the interpreter's own that the conversion keeps to; None without a budget."""
+
+    def _lines(self) -> list[str]:
+        over = (
+            f" ({self.over_read_nbytes:,} of them between wanted ones)"
+            if self.over_read_nbytes
+            else ""
+        )
+        where, write, *space = Saved._lines(self)
+        memory = (
+            [] if self.peak_nbytes is None else [f"memory {self.peak_nbytes:,} bytes at the most"]
+        )
+        return [
+            f"{self.source} {where}",
+            f"read   {self.read_nbytes:,} bytes{over}",
+            write,
+            *memory,
+            *space,
+        ]
+
+
+@validated
+def convert(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unpack[ConvertOptions]
+) -> Conversion:
+    """Convert a checkpoint of any format that opens to any format that can be written.
+
+    `keep`, `drop` and `rename` take globs on dotted names; `dtype` casts floating-point tensors: all, or by globs on the names that
+    they have in the source, the first that matches deciding (`{"*norm*": "f32", "*": "bf16"}`, "keep" for as it is).
+    `tensors_only` leaves out what is no tensor; without it, what the target cannot hold is an error that lists all of it, and
+    nothing is written. safetensors keeps the rest in its header where Holdfast finds it (`keep_tree`). `sparse` is as for `save`;
+    zeros are counted first, so it reads the source when the conversion is planned. With `dry_run=True` nothing is written, and the
+    result says what would be. `resume` takes up an interrupted conversion to a directory: its finished files are checked and kept.
+
+    `dequantize` writes what the quantised blocks of a GGUF file stand for, as float32 or as `dtype` says; without it, the bytes of
+    the blocks are written as they are.
+
+    From a Hugging Face folder to a directory, config, tokenizer and generation files come along, and the config's dtype is set
+    where the weights are cast. `copy_config=False` leaves them, `copy_config="base/"` takes them from another folder.
+
+    Of a `.pt2`, the state dict is converted: parameters and buffers, of `model` where it holds several; `constants` and
+    `sample_inputs` come along when asked for, and a note says what stays behind. `model` chooses from any package.
+
+    Both places may be URLs of an object store. `store` is an obstore store that `dst` is a key in; `src` may be what `open(…,
+    store=)` opened.
+    """
+    # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
+    with gc_paused():
+        return plan_conversion(src, dst, options).carry_out(options["progress"])
+
+
+def plan_conversion(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str], options: ConvertOptions
+) -> Planned[Conversion]:
+    edits = pick(Edits, options, casts=casts_of(options["dtype"]))
+    lay_out = partial(
+        lay_out_conversion,
+        selection=pick(Selection, options),
+        edits=edits,
+        options=layout_of(options),
+        limits=options["limits"],
+    )
+    return rewritten(
+        src,
+        dst
+        if options["store"] is None
+        else target_place(dst, options["store"], folder=options["folder"]),
+        lay_out,
+        options,
+    )
+
+
+def lay_out_conversion(
+    source: Checkpoint, where: Destination, *, selection: Selection | None = None, edits: Edits,
+    metadata: Mapping[str, str | None] | None = None, options: Options, limits: Limits | None = None,
+) -> Planned[Conversion]:  # fmt: skip
+    """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
+    target = where.path
+    options = where.options(options)
+    found = format_for(target, where.format, options)
+    described = tabulate_state(source, limits=limits, whole=bool(edits.keep))
+    chosen, left = select(source, described, selection or Selection())
+    losses: dict[DType, Losses] = {}
+    state = transform(chosen, edits, limits, losses=losses)
+    if metadata:
+        state = _with_metadata(state, metadata, found, path=source.path)
+    plan = _plan(target, state, found, options=options, tensors_only=edits.tensors_only)
+    source_notes = source.notes_on_numbers if edits.dequantize else source.notes
+    notes = [*source_notes, *described.notes, *left, *left_out(chosen.tree, edits)]
+    if not same_place(target, source.path):
+        notes += describe_one_file(target, found)
+    return _planned(source, where, plan, described, notes, losses)
+
+
+def _planned(
+    source: Checkpoint,
+    where: Destination,
+    plan: SavePlan,
+    described: State,
+    notes: Sequence[str],
+    losses: Mapping[DType, Losses],
+) -> Planned[Conversion]:
+    """The plan of a conversion; `notes` are those about the source."""
+    plan = replace(plan, notes=(*notes, *plan.notes))
+    within = where.writing.budget
+    segments = [segment for file in plan.files for segment in file.segments]
+    gathered = [segment for segment in segments if isinstance(segment, Gathered)]
+    tensors = [segment.tensor for segment in segments if isinstance(segment, Data)]
+    reads = [_read_cost(tensor) for tensor in tensors]
+    report = Conversion(
+        **planned_fields(plan, where.path), source=source.path, tensors=len(tensors) + sum(len(one.labels) for one in gathered),
+        read_nbytes=sum(read for read, _ in reads) + sum(one.cost_nbytes for one in gathered),
+        over_read_nbytes=sum(over for _, over in reads), peak_nbytes=None if within is None else within.peak_nbytes,
+    )  # fmt: skip
+
+    def finish(report: Conversion, progress: Progress | None) -> Conversion:
+        lost = (
+            (note for dtype, lost in losses.items() for note in lost.notes(dtype))
+            if report.done
+            else ()
+        )
+        return replace(report, notes=(*report.notes, *lost))
+
+    findings = LossFindings(dict(losses))
+    return Planned(
+        plan,
+        report,
+        where.writing,
+        reads=described.tensors.stores,
+        finish=finish,
+        findings=findings,
+    )
+
+
+def _with_metadata(
+    state: State, metadata: Mapping[str, str | None], format: str, *, path: str
+) -> State:
+    found = format_of(format)
+    if not found.metadata and any(text is not None for text in metadata.values()):
+        raise Unsupported(
+            f"a {found.title} file has no place for metadata; write safetensors or a native directory",
+            file=path,
+        )
+    absent = [key for key, text in metadata.items() if text is None and key not in state.metadata]
+    if absent:
+        raise CannotHold(
+            "these edits do not fit the checkpoint",
+            [f"there is no metadata {key!r}" for key in absent],
+        )
+    merged: dict[str, str | None] = {**state.metadata, **metadata}
+    return replace(state, metadata={key: text for key, text in merged.items() if text is not None})
+
+
+def _plan(
+    target: str, state: State, format: str, *, options: Options, tensors_only: bool
+) -> SavePlan:
+    try:
+        return plan_save(target, state, format, options=options)
+    except CannotHold as error:
+        if tensors_only:
+            raise
+        try:
+            plan_save(target, transform(state, Edits(tensors_only=True)), format, options=options)
+        except CannotHold:
+            raise error from None
+        message = error.what + " (keep the tensors alone with tensors_only=True)"
+        raise CannotHold(message, error.problems, file=error.file) from None
+
+
+def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
+    """Bytes that reading a tensor takes, and how many of them are not wanted."""
+    place = contiguous_bytes(tensor)
+    if place is not None:
+        return tensor.source.store.cost(place[0], tensor.nbytes), 0
+    # The planner looks at the target's shape and strides only; one element stands for all of it.
+    stand_in = np.broadcast_to(np.empty((), tensor.dtype.numpy), tensor.shape)
+    plan = plan_reads([Request(tensor, stand_in)])
+    return plan.read_nbytes, max(plan.read_nbytes - plan.wanted_nbytes, 0)
+
+
+@validated
+def edit(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
+    **options: Unpack[EditOptions],
+) -> Conversion:
+    """Change a checkpoint: as a new one at `dst`, whose suffix may ask for another format, or in its place (`in_place=True`).
+
+    Patterns, `dtype` and `copy_config` are as in `convert`; in place, the other files of a folder stay. `set_metadata` and
+    `unset_metadata` change the text that safetensors and native directories carry about themselves. `overwrite` is about `dst`; in
+    place, the source is replaced, atomically. With `dry_run=True` nothing is written.
+
+    Raises `CannotHold` with every problem where the edits do not fit, `NotCommitted` where nothing changed.
+    """
+    return plan_edit(src, dst, options).carry_out(options["progress"])
+
+
+def metadata_changes(changed: Mapping[str, str], removed: Iterable[str]) -> dict[str, str | None]:
+    """The metadata that is to be set, with None for what is to go."""
+    removed = tuple(removed)
+    both = [key for key in removed if key in changed]
+    if both:
+        raise CannotHold(
+            "these edits do not fit each other",
+            [f"the metadata {key!r} is set and taken out" for key in both],
+        )
+    return {**changed, **dict.fromkeys(removed)}
+
+
+def plan_edit(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: EditOptions
+) -> Planned[Conversion]:
+    edits = pick(Edits, options, casts=casts_of(options["dtype"]))
+    metadata = metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
+    if not edits and not metadata:
+        raise Unsupported("nothing to do: say what to keep, drop, rename, cast or set")
+    lay_out = partial(
+        lay_out_conversion,
+        edits=edits,
+        metadata=metadata,
+        options=layout_of(options),
+        limits=options["limits"],
+    )
+    return rewritten(src, dst, lay_out, options)

@@ -1,0 +1,764 @@
+"""`diff`: what is different between two checkpoints, of whatever formats.
+
+1. Names that both have. Where both files record the checksum of a tensor's bytes and dtype and shape agree, equal checksums mean
+   the same content and nothing is read (`exact=True` compares the bytes all the same). Everything else of one shape is read, both
+   sides block by block, and counted. Of another shape it is changed, and nothing is read.
+2. Names that only one has. A tensor of the same digest under another name was renamed; digests are needed, and read where they are
+   not recorded, only of tensors whose dtype and shape occur on both sides. Of several candidates the nearest name wins.
+3. Everything that is no tensor: plain values and containers, by their places in the tree.
+
+Names are for people, and two places may have one name (`None` and "None" as keys, `a.b` and `b` in `a`). So tensors that stand at
+one place in both trees are compared whatever they are called, and a tensor that both name alike at two places is a difference: but
+not for a file that knows names and nothing else, which a nested state is often compared with.
+
+A part of both may be compared, and `a` under other names (`inspect/side.py`): `filter`, `tensors_only`, `rename`.
+
+Of most tensors that two checkpoints have, the bytes in both files are those of an array (`DensePairs`). These are compared by
+columns, a million at a time, without making a tensor. All others are compared as pairs of tensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from holdfast.core.arguments import one_of, pairs
+from holdfast.core.arrays import Bools, Ints
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.dense import read_tensors
+from holdfast.core.digest import Digest, canonical
+from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
+from holdfast.core.limits import Limits
+from holdfast.core.notebook import Shown
+from holdfast.core.options import validated
+from holdfast.core.order import in_order
+from holdfast.core.patterns import Renames
+from holdfast.core.protocols import Store
+from holdfast.core.quantities import Size
+from holdfast.core.table import Table
+from holdfast.core.tensor import NO_CRC, LazyTensor
+from holdfast.core.text import plural
+from holdfast.core.value import Value
+from holdfast.engine.budget import reading_threads
+from holdfast.engine.checksums import Progress
+from holdfast.engine.coalesce import Ranges
+from holdfast.engine.computed import Dequantized
+from holdfast.engine.digest import recorded_crc, tensor_crcs
+from holdfast.engine.equal import Located, same_bytes, same_ranges
+from holdfast.engine.scan import blocks, compare_block
+from holdfast.engine.threads import default_threads
+from holdfast.engine.transfer import run_reads
+from holdfast.errors import HoldfastError, located
+from holdfast.formats import format_of
+from holdfast.numeric.compare import Content, Tally, compare_arrays
+from holdfast.numeric.dequantize import number_shape
+from holdfast.verbs.compare_values import (
+    ABSENT,
+    ContainerKind,
+    ValueChange,
+    compare_metadata,
+    compare_trees,
+)
+from holdfast.verbs.nonfinite import described_place, element_index
+from holdfast.verbs.open import Openable, open_alike
+from holdfast.verbs.side import Side, chosen_sides, same_view
+
+if TYPE_CHECKING:
+    from holdfast.extras.maps.find import AnyMap
+
+SMALL_NBYTES, TOGETHER = 16 << 10, 256
+"""Tensors up to this length are read by so many together: 8 MiB at the most for both sides."""
+
+Pair = tuple[LazyTensor, LazyTensor]
+
+
+def compare_tensors(
+    pairs: Sequence[Pair], progress: Progress | None, *, threads: int | None = None
+) -> list[Content]:
+    """The difference of each pair, in bounded memory: at most a few blocks of each side a thread.
+
+    Most tensors of most pairs are the same, so their bytes are compared first, where that can be done without looking at
+    elements; only what differs is looked at element by element. What is the same has a content of nothing changed.
+    """
+    equal = same_bytes(pairs, progress, threads=threads)
+    counting = Counting(pairs, progress)
+    work: list[Callable[[], None]] = []
+    small: list[int] = []
+    for number, (a, b) in enumerate(pairs):
+        if equal[number]:
+            continue
+        for tensor in (a, b):
+            with located(file=tensor.source.store.name, tensor=tensor.name):
+                tensor.check_expansion()
+        if max(a.nbytes, b.nbytes) <= SMALL_NBYTES:
+            small.append(number)
+        else:
+            work += [
+                partial(counting.block, number, start, stop)
+                for start, stop in blocks(elements_of(a))
+            ]
+    work += [
+        partial(counting.together, small[at : at + TOGETHER])
+        for at in range(0, len(small), TOGETHER)
+    ]
+    if work:
+        run_reads(
+            work,
+            threads or default_threads(),
+            stores=[tensor.source.store for pair in pairs for tensor in pair],
+        )
+    return [tally.content() for tally in counting.tallies]
+
+
+class DensePairs(Value, frozen=True, eq=False):
+    """Pairs of tensors of one dtype and shape, in one piece in C order on both sides; those of two sources."""
+
+    names: Sequence[str]
+    """All names that both sides have."""
+    numbers: Ints
+    """The positions of these pairs among them, ascending."""
+    a: Ranges
+    b: Ranges
+    stores: tuple[Store, Store]
+    crcs: tuple[Ints, Ints]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * int(self.a.nbytes.sum())
+
+    def recorded_same(self) -> Bools:
+        """True where both files record the same checksum; what has no bytes has that of nothing."""
+        a, b = self.crcs
+        return np.asarray(((a == b) & (a != NO_CRC)) | (self.a.nbytes == 0))
+
+    def some(self, wanted: Bools) -> DensePairs:
+        crcs = self.crcs[0][wanted], self.crcs[1][wanted]
+        return DensePairs(
+            self.names,
+            self.numbers[wanted],
+            self.a.some(wanted),
+            self.b.some(wanted),
+            self.stores,
+            crcs,
+        )
+
+    def different(self, progress: Progress | None, *, threads: int | None) -> Bools:
+        """Which pairs are not the same byte for byte. Reads all; progress counts those that are."""
+
+        def name(number: int) -> str:
+            return self.names[self.numbers.item(number)]
+
+        a, b = (
+            Located(store, ranges, name)
+            for store, ranges in zip(self.stores, (self.a, self.b), strict=True)
+        )
+        return ~same_ranges(a, b, progress, threads=threads)
+
+
+def dense_pairs(
+    a: Table, b: Table, rows: tuple[Sequence[int], Sequence[int]], names: Sequence[str]
+) -> list[DensePairs]:
+    """The pairs of these rows that are dense on both sides, grouped by their sources; `names` of all pairs, for messages."""
+    kinds = [
+        np.asarray(side.kind, np.int64)[np.asarray(own, np.int64)]
+        for side, own in zip((a, b), rows, strict=True)
+    ]
+    # A pair of kinds is judged once.
+    codes, where = np.unique(kinds[0] * max(len(b.kinds), 1) + kinds[1], return_inverse=True)
+    judged = [
+        (a.kinds[code // len(b.kinds)], b.kinds[code % len(b.kinds)]) for code in codes.tolist()
+    ]
+    # The bytes of two types of blocks may have one length, and stand for different numbers.
+    judgements = [
+        x.dtype is y.dtype and x.shape == y.shape and x.traits.blocks == y.traits.blocks
+        for x, y in judged
+    ]
+    alike = np.array(judgements, np.bool_)[where]
+    found = []
+    for source, left in a.dense(rows[0]):
+        for other, right in b.dense(rows[1]):
+            own, theirs = np.asarray(left.numbers, np.int64), np.asarray(right.numbers, np.int64)
+            numbers, first, second = np.intersect1d(
+                own, theirs, assume_unique=True, return_indices=True
+            )
+            wanted = alike[numbers]
+            sides = (left, first[wanted]), (right, second[wanted])
+            one, two = (
+                Ranges(side.keys, side.files[at], side.starts[at], side.nbytes[at])
+                for side, at in sides
+            )
+            crcs = left.crcs[first[wanted]], right.crcs[second[wanted]]
+            found.append(
+                DensePairs(names, numbers[wanted], one, two, (source.store, other.store), crcs)
+            )
+    return found
+
+
+def comparable(tensor: LazyTensor) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype, or the type of blocks, and the shape by which tensors are compared."""
+    blocks = tensor.traits.blocks
+    if blocks is not None:
+        return blocks, number_shape(tensor.shape, blocks)
+    dtype, shape = canonical(tensor.dtype, tensor.shape)
+    return dtype.name, shape
+
+
+class Counting:
+    """Counts how pairs differ while several threads read them."""
+
+    def __init__(self, pairs: Sequence[Pair], progress: Progress | None) -> None:
+        self._pairs, self._progress = pairs, progress
+        self._lock = threading.Lock()
+        self.tallies = [Tally() for _ in pairs]
+
+    def block(self, number: int, start: int, stop: int) -> None:
+        a, b = self._pairs[number]
+        with located(tensor=a.name):
+            found = compare_block(a, b, start, stop)
+        with self._lock:
+            self.tallies[number] += found
+        if self._progress is not None:
+            share, count = stop - start, elements_of(a)
+            self._progress(
+                a.dtype.nbytes(a.size * share // count) + b.dtype.nbytes(b.size * share // count)
+            )
+
+    def together(self, numbers: Sequence[int]) -> None:
+        pairs = [self._pairs[number] for number in numbers]
+        try:
+            arrays = read_tensors([tensor for pair in pairs for tensor in pair])
+        except HoldfastError:
+            # One by one, so that the error names the first that cannot be read.
+            for number, (a, _) in zip(numbers, pairs, strict=True):
+                self.block(number, 0, elements_of(a))
+            return
+        for number, pair, first, second in zip(
+            numbers, pairs, arrays[::2], arrays[1::2], strict=True
+        ):
+            self.tallies[number] = compare_arrays(pair, first, second)
+        if self._progress is not None:
+            self._progress(sum(tensor.nbytes for pair in pairs for tensor in pair))
+
+
+def elements_of(tensor: LazyTensor) -> int:
+    """The number of elements of a tensor, pairs counted as two."""
+    return tensor.size * (2 if canonical(tensor.dtype, tensor.shape)[0] is not tensor.dtype else 1)
+
+
+BATCH = 4096
+"""Tensors that are made at a time of those that are not the same."""
+
+COMPARISONS, NAME_LIMIT = 20_000, 160
+"""Pairs of names that are compared as text, in all (about a second), and characters of each: its end, which says most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """One content under two names."""
+
+    a: str
+    b: str
+
+
+def match_names(before: Mapping[str, Digest], after: Mapping[str, Digest]) -> list[Rename]:
+    """Pair the names of equal digests; a name that has no counterpart left is in no pair.
+
+    One name on each side is unambiguous. Where several tensors hold the same (tied weights, biases of zeros), the nearest names go
+    together: by similarity of their text as long as a budget of comparisons lasts, and by the longest common ending of dotted parts
+    beyond that, which takes time in proportion to the names.
+    """
+    groups: dict[Digest, tuple[list[str], list[str]]] = {}
+    for side, names in enumerate((before, after)):
+        for name, digest in names.items():
+            groups.setdefault(digest, ([], []))[side].append(name)
+    pairs: list[Rename] = []
+    budget = COMPARISONS
+    for old, new in groups.values():
+        cost = len(old) * len(new)
+        if cost == 1:
+            pairs.append(Rename(old[0], new[0]))
+        elif cost <= budget:
+            budget -= cost
+            pairs += _by_likeness(old, new)
+        else:
+            pairs += _by_ending(old, new)
+    return pairs
+
+
+def _by_likeness(old: Sequence[str], new: Sequence[str]) -> Iterator[Rename]:
+    scored = []
+    for i, b in enumerate(new):
+        matcher = difflib.SequenceMatcher(None, "", b[-NAME_LIMIT:], autojunk=False)
+        for j, a in enumerate(old):
+            matcher.set_seq1(a[-NAME_LIMIT:])
+            scored.append((-matcher.ratio(), j, i))
+    left, right = set(range(len(old))), set(range(len(new)))
+    for _, j, i in sorted(scored):
+        if j in left and i in right:
+            left.remove(j)
+            right.remove(i)
+            yield Rename(old[j], new[i])
+
+
+def _by_ending(old: Sequence[str], new: Sequence[str]) -> Iterator[Rename]:
+    """Pairs with the most dotted parts at their ends in common first; then the rest, in order."""
+    left, right = dict.fromkeys(old), dict.fromkeys(new)
+    parts = {name: name.rsplit(".", 16) for name in (*old, *new)}
+    for depth in range(max(map(len, parts.values())), 0, -1):
+        waiting: dict[tuple[str, ...], list[str]] = {}
+        for name in right:
+            if len(parts[name]) >= depth:
+                waiting.setdefault(tuple(parts[name][-depth:]), []).append(name)
+        for name in list(left):
+            found = waiting.get(tuple(parts[name][-depth:])) if len(parts[name]) >= depth else None
+            if found:
+                counterpart = found.pop(0)
+                del left[name], right[counterpart]
+                yield Rename(name, counterpart)
+    for a, b in zip(left, right, strict=False):
+        yield Rename(a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """A tensor that both checkpoints have under one name and that is not the same."""
+
+    name: str
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    content: Content | None
+    """How the elements differ; None where the shapes do, where one of the two is on the meta device and has no elements, or where
+    quantised blocks cannot be decoded. Of other blocks these are the numbers that they stand for."""
+
+    @property
+    def appeared(self) -> int:
+        """Elements that became NaN or infinite."""
+        return 0 if self.content is None else self.content.appeared
+
+    @property
+    def first_nan(self) -> tuple[int, ...] | None:
+        """The index of the first element that became NaN."""
+        return (
+            None if self.content is None else element_index(self.content.first_nan, self.shapes[1])
+        )
+
+    @property
+    def first_infinity(self) -> tuple[int, ...] | None:
+        """The index of the first element that became infinite."""
+        return (
+            None if self.content is None else element_index(self.content.first_inf, self.shapes[1])
+        )
+
+    @property
+    def first_appeared(self) -> tuple[int, ...] | None:
+        """The index of the first element that became NaN or infinite."""
+        indices = [index for index in (self.first_nan, self.first_infinity) if index is not None]
+        return min(indices, default=None)
+
+    @property
+    def size(self) -> float:
+        """How large the change is: ‖a − b‖ / ‖a‖, and infinite where there is no such number."""
+        return math.inf if self.content is None else self.content.size
+
+
+@dataclass(frozen=True, slots=True)
+class Diff(Shown):
+    """The differences of `b`, seen from `a`."""
+
+    a: str
+    b: str
+    added: tuple[str, ...]
+    """Tensors that only `b` has, in its order."""
+    removed: tuple[str, ...]
+    """Tensors that only `a` has, in its order."""
+    renamed: tuple[Rename, ...]
+    changed: tuple[TensorChange, ...]
+    """In the order of `a`; `ranked` has them by their size."""
+    values: tuple[ValueChange, ...]
+    """Changes of what is no tensor."""
+    same: int
+    """Tensors that are the same under the same name."""
+    same_by_checksum: int
+    """Tensors among them that were not read, because both files record the same checksum."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        return not (self.added or self.removed or self.renamed or self.changed or self.values)
+
+    @property
+    def nonfinite(self) -> tuple[TensorChange, ...]:
+        """The changed tensors in which NaN or infinities appeared: what to look at first. Most of them first."""
+        sick = [change for change in self.changed if change.appeared]
+        return tuple(
+            sorted(in_order(sick, attrgetter("name")), key=lambda change: -change.appeared)
+        )
+
+    @property
+    def nonfinite_summary(self) -> str:
+        """In how many tensors NaN or infinities appeared, and where the first is; empty if there are none."""
+        sick = in_order(self.nonfinite, attrgetter("name"))
+        if not sick:
+            return ""
+        first = described_place(sick[0].name, sick[0].first_appeared)
+        return f"NaN or Inf appeared in {plural(len(sick), 'tensor')}, first {first}"
+
+    def _headline(self) -> Iterator[tuple[str, str]]:
+        yield from Shown._headline(self)
+        if self.nonfinite:
+            yield "attention", self.nonfinite_summary
+
+    def ranked(self, by: str = "change") -> tuple[TensorChange, ...]:
+        """The changed tensors by "change": those in which NaN or infinities appeared, then the others, each the largest first; by
+        "name": as people count, layer 2 before layer 10; or as the "file" has them."""
+        if one_of(*ORDERS)(by, "by=") == "file":
+            return self.changed
+        named = in_order(self.changed, attrgetter("name"))
+        return tuple(
+            named
+            if by == "name"
+            else sorted(named, key=lambda change: (-change.appeared, -change.size))
+        )
+
+    def _arranged(self, field: str, value: object) -> object:
+        if field == "renamed":
+            return tuple(in_order(self.renamed, attrgetter("a")))
+        return self.ranked() if field == "changed" else Shown._arranged(self, field, value)
+
+
+ORDERS = ("change", "name", "file")
+
+
+@validated(rename=lambda value, name: value if isinstance(value, bool) else pairs(value, name))
+def diff(
+    a: Openable | Checkpoint,
+    b: Openable | Checkpoint,
+    *,
+    rename: Renames | Mapping[str, str] = (),
+    filter: str | None = None,
+    tensors_only: bool = False,
+    find_renamed: bool = True,
+    exact: bool = False,
+    max_memory: Size | None = None,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    group: AnyGroup | None = None,
+    map: AnyMap | None = None,
+) -> Diff:
+    """Compare two checkpoints: paths (or anything else that `open` takes), or open ones, which stay open.
+
+    `map` shows `a` in the layout of another framework. `rename` changes names of `a` before they are compared, by pairs of
+    globs as in `convert` (`[("model.*", "*")]`). `filter` is a glob, or a name that stands for all below it: only what is
+    called so then, on both sides, is compared. `tensors_only` leaves out everything that is no tensor. With
+    `find_renamed=False` a tensor that moved to another name counts as removed and added. With `exact=True` no checksum is taken
+    at its word. Of the ranks of a `group` each reads some of the tensors, and all get all differences. `progress` is called
+    with the number of bytes that were read since its last call, from any thread.
+    """
+    with (
+        acting(group, "compare") as ranks,
+        ranks.counting(progress) as counted,
+        ExitStack() as stack,
+    ):
+        sides = ((a, map), (b, None))
+        checkpoints = open_alike(ranks, stack, sides, limits=limits)
+        chosen = chosen_sides(checkpoints, rename=rename, filter=filter, tensors_only=tensors_only)
+        threads = reading_threads(max_memory, threads, ranks.neighbours())
+        return Comparison(
+            *chosen, find_renamed=find_renamed, exact=exact, threads=threads, ranks=ranks
+        ).run(counted)
+
+
+class Comparison:
+    """A diff that is planned and not done: `nbytes` says how much would be read, `run` reads it."""
+
+    def __init__(
+        self,
+        a: Side,
+        b: Side,
+        *,
+        find_renamed: bool = True,
+        exact: bool = False,
+        threads: int | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._ranks = ranks
+        flat = a.flat and b.flat
+        a, b = (side if flat else side.made() for side in (a, b))
+        self._a, self._b, self._exact, self._threads = a, b, exact, threads
+        self._decoded = Dequantized()
+        left, right = a.tensors, b.tensors
+        self._changes: dict[str, TensorChange] = {}
+        self._pairs: dict[str, Pair] = {}
+        self._same = self._by_checksum = self._differing = 0
+        # Two checkpoints of the same names in one order, as most are, need no position by name.
+        alike = left.names == right.names
+        rows: Sequence[int] = (
+            range(len(left)) if alike else [row for row, name in enumerate(left) if name in right]
+        )
+        names = left.names if alike else [left.names[row] for row in rows]
+        others = rows if alike else [right.rows[name] for name in names]
+        self._dense: list[DensePairs] = []
+        for name in self._plan_dense(dense_pairs(left, right, (rows, others), names), names):
+            self._plan_pair(name, (left[name], right[name]))
+        self._trees = compare_trees(
+            a.tree, b.tree, settled=lambda one, other: self._are(one.name, one, other)
+        )
+        self._plan_places()
+        if flat and a.ordered and b.ordered and (np.diff(np.asarray(others, np.int64)) < 0).any():
+            self._trees.reordered.insert(0, ())
+        self._removed = (
+            {name: left[name] for name in left if name not in right}
+            if len(rows) < len(left)
+            else {}
+        )
+        self._added = (
+            {name: right[name] for name in right if name not in left}
+            if len(others) < len(right)
+            else {}
+        )
+        self._candidates = (
+            _candidates(self._removed.values(), self._added.values()) if find_renamed else ([], [])
+        )
+        lone = [t for side in self._candidates for t in side if exact or recorded_crc(t) is None]
+        self.nbytes = sum(x.nbytes + y.nbytes for x, y in self._pairs.values()) + sum(
+            t.nbytes for t in lone
+        )
+        self.nbytes += sum(dense.nbytes for dense in self._dense)
+
+    def run(self, progress: Progress | None = None) -> Diff:
+        changes, same = dict(self._changes), self._same
+        for name, pair, content in self._contents(progress):
+            if content.changed or pair_dtypes(pair)[0] != pair_dtypes(pair)[1]:
+                # Of blocks that cannot be decoded, bytes were compared, and these are no numbers.
+                is_known = not any(tensor.traits.blocks for tensor in self._numbers(pair))
+                changes[name] = _change(name, pair, content if is_known else None)
+            elif name in self._a.tensors:
+                same += 1
+        same += sum(map(len, self._dense)) - self._differing
+        renamed = self._renames(progress)
+        gone, come = {r.a for r in renamed}, {r.b for r in renamed}
+        moved, notes = self._moved()
+        values = (*self._trees.changes, *moved)
+        texts = self._a.metadata, self._b.metadata
+        # What other formats say about themselves comes from the programs that wrote them.
+        both = all(
+            one.metadata and one.weights_by
+            for one in map(format_of, (self._a.format, self._b.format))
+        )
+        if both and texts[0] is not None and texts[1] is not None:
+            values += compare_metadata(texts[0], texts[1])
+        order = self._a.tensors.rows if changes else {}
+        return Diff(
+            self._a.path, self._b.path, tuple(name for name in self._added if name not in come),
+            tuple(name for name in self._removed if name not in gone), renamed,
+            tuple(changes[name] for name in sorted(changes, key=lambda name: order.get(name, len(order)))), values, same,
+            self._by_checksum, (*self._trees.notes(), *notes),
+        )  # fmt: skip
+
+    def _contents(self, progress: Progress | None) -> Iterator[tuple[str, Pair, Content]]:
+        """The difference of each pair that has to be read; not of dense pairs that turn out to be the same."""
+        differing = [name for dense in self._dense for name in self._different(dense, progress)]
+        self._differing = len(differing)
+        found = self._compare(list(self._pairs.values()), progress)
+        yield from (
+            (name, pair, content)
+            for (name, pair), content in zip(self._pairs.items(), found, strict=True)
+        )
+        for at in range(0, len(differing), BATCH):
+            names = differing[at : at + BATCH]
+            pairs = [(self._a.tensors[name], self._b.tensors[name]) for name in names]
+            yield from zip(names, pairs, self._compare(pairs, progress), strict=True)
+
+    def _different(self, dense: DensePairs, progress: Progress | None) -> list[str]:
+        """The names of dense pairs that are not the same byte for byte. Of several ranks each reads some."""
+
+        def look(numbers: list[int]) -> list[bool]:
+            some = np.zeros(len(dense), np.bool_)
+            some[numbers] = True
+            return [*map(bool, dense.some(some).different(progress, threads=self._threads))]
+
+        found = share_out(self._ranks, dense.a.nbytes, look, bool)
+        return [
+            dense.names[number]
+            for number, other in zip(dense.numbers.tolist(), found, strict=True)
+            if other
+        ]
+
+    def _compare(self, pairs: Sequence[Pair], progress: Progress | None) -> list[Content]:
+        """The differences of some pairs, of the numbers that quantised blocks stand for."""
+
+        def look(numbers: list[int]) -> list[Content]:
+            own = [pairs[number] for number in numbers]
+            decoded = [self._numbers(pair) for pair in own]
+            counted = (
+                None if progress is None else Scaled(progress, nbytes_of(own), nbytes_of(decoded))
+            )
+            return compare_tensors(decoded, counted, threads=self._threads)
+
+        return share_out(self._ranks, [a.nbytes + b.nbytes for a, b in pairs], look, Content)
+
+    def _numbers(self, pair: Pair) -> Pair:
+        """What a pair stands for; itself if it is in no blocks, or in blocks that cannot be decoded."""
+        return self._decoded.numbers(pair[0]), self._decoded.numbers(pair[1])
+
+    def _plan_dense(self, found: list[DensePairs], names: Sequence[str]) -> list[str]:
+        """Count pairs that are the same by checksum, and plan to compare the other dense ones; the names of all others."""
+        left = np.ones(len(names), np.bool_)
+        for dense in found:
+            left[dense.numbers] = False
+            known = dense.recorded_same() & (not self._exact)
+            self._same += int(known.sum())
+            self._dense.append(dense.some(~known))
+        self._by_checksum = self._same
+        return [names[number] for number in np.flatnonzero(left).tolist()]
+
+    def _are(self, name: str, a: LazyTensor, b: LazyTensor) -> bool:
+        return same_view(self._a.tensors.get(name), a) and same_view(self._b.tensors.get(name), b)
+
+    def _plan_places(self) -> None:
+        """Plan to compare tensors at one place that are not compared by one name: they have none, or that of another."""
+        for one, other in self._trees.pairs:
+            a, b = one.tensor, other.tensor
+            # In the tree of a torch file, a tied tensor has the name of the first of its places.
+            if self._are(a.name, a, b) or self._are(one.name, a, b):
+                continue
+            if not same_view(a, b):
+                known, by_checksum = self._same, self._by_checksum
+                name = f"{one.name} at {one.path!r}"
+                while name in self._a.tensors or name in self._pairs or name in self._changes:
+                    name += "'"
+                self._plan_pair(name, (a, b))
+                self._same, self._by_checksum = (
+                    known,
+                    by_checksum,
+                )  # counted under its name, if it has one
+
+    def _moved(self) -> tuple[list[ValueChange], list[str]]:
+        """Tensors that both have under one name at two places: as differences, or as a note where one side has names only."""
+        names = [{found.name for found in side} for side in self._trees.alone]
+        both = {
+            name
+            for name in names[0] & names[1]
+            if name in self._a.tensors and name in self._b.tensors
+        }
+        if both and (_names_only(self._a) or _names_only(self._b)):
+            return [], [
+                f"{len(both):,} tensors are nested on one side and have dotted names on the other"
+            ]
+        sides = [[found for found in side if found.name in both] for side in self._trees.alone]
+        return [
+            *(ValueChange(found.path, _kind(found.tensor), ABSENT) for found in sides[0]),
+            *(ValueChange(found.path, ABSENT, _kind(found.tensor)) for found in sides[1]),
+        ], []
+
+    def _plan_pair(self, name: str, pair: Pair) -> None:
+        a, b = pair
+        alike = comparable(a) == comparable(b)
+        decoded = self._numbers(pair)
+        # Bytes of blocks that cannot be decoded can be compared with those of the same type alone.
+        is_opaque = not alike and any(tensor.traits.blocks for tensor in decoded)
+        if a.traits.meta or b.traits.meta or is_opaque or comparable(a)[1] != comparable(b)[1]:
+            if alike and a.traits.meta and b.traits.meta:
+                self._same += 1
+            else:
+                self._changes[name] = _change(name, pair, None)
+            return
+        if alike and not self._exact:
+            known = recorded_crc(a)
+            if known is not None and known == recorded_crc(b):
+                self._same += 1
+                self._by_checksum += 1
+                return
+        self._pairs[name] = pair
+
+    def _renames(self, progress: Progress | None) -> tuple[Rename, ...]:
+        old, new = self._candidates
+        both = [*old, *new]
+
+        def sums(numbers: list[int]) -> list[int]:
+            own = [both[number] for number in numbers]
+            return tensor_crcs(
+                own, recorded=not self._exact, threads=self._threads, progress=progress
+            )
+
+        crcs = share_out(self._ranks, [tensor.nbytes for tensor in both], sums, int)
+        digests = [Digest.of(t.dtype, t.shape, crc) for t, crc in zip(both, crcs, strict=True)]
+        before = {t.name: d for t, d in zip(old, digests[: len(old)], strict=True)}
+        after = {t.name: d for t, d in zip(new, digests[len(old) :], strict=True)}
+        renames = match_names(before, after)
+        if self._exact:
+            found = self._compare([(self._removed[r.a], self._added[r.b]) for r in renames], None)
+            renames = [r for r, content in zip(renames, found, strict=True) if not content.changed]
+        order = {name: i for i, name in enumerate(self._removed)}
+        return tuple(sorted(renames, key=lambda r: order[r.a]))
+
+
+def _names_only(side: Side) -> bool:
+    """Whether this is a file of tensors and names, without a state around them."""
+    tree = side.tree
+    flat = isinstance(tree, dict) and all(
+        type(key) is str and isinstance(value, LazyTensor) for key, value in tree.items()
+    )
+    return (side.flat or flat) and format_of(side.format).keeps != "state"
+
+
+def _kind(tensor: LazyTensor) -> ContainerKind:
+    dtype, shape = comparable(tensor)
+    return ContainerKind(f"tensor {dtype} {list(shape)}")
+
+
+def _candidates(
+    old: Iterable[LazyTensor], new: Iterable[LazyTensor]
+) -> tuple[list[LazyTensor], list[LazyTensor]]:
+    """The tensors on both sides whose dtype and shape the other side has too; not those without data, which all look alike."""
+    sides = [[t for t in side if not t.traits.meta] for side in (old, new)]
+    kinds = [set(map(comparable, side)) for side in sides]
+    both = kinds[0] & kinds[1]
+    first, second = ([t for t in side if comparable(t) in both] for side in sides)
+    return first, second
+
+
+def pair_dtypes(pair: Pair) -> tuple[str, str]:
+    """The dtypes of a pair; of quantised blocks, their type."""
+    return comparable(pair[0])[0], comparable(pair[1])[0]
+
+
+def _change(name: str, pair: Pair, content: Content | None) -> TensorChange:
+    shapes = comparable(pair[0])[1], comparable(pair[1])[1]
+    return TensorChange(name, pair_dtypes(pair), shapes, content)
+
+
+def nbytes_of(pairs: Iterable[Pair]) -> int:
+    return sum(a.nbytes + b.nbytes for a, b in pairs)
+
+
+class Scaled:
+    """Progress in bytes of files, called with bytes of what is decoded of them."""
+
+    def __init__(self, progress: Progress, stored_nbytes: int, decoded_nbytes: int) -> None:
+        self._progress, self._lock = progress, threading.Lock()
+        self._stored_nbytes, self._decoded_nbytes = stored_nbytes, decoded_nbytes
+        self._seen_nbytes = 0
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            before = self._scaled(self._seen_nbytes)
+            self._seen_nbytes += nbytes
+            after = self._scaled(self._seen_nbytes)
+        self._progress(after - before)
+
+    def _scaled(self, nbytes: int) -> int:
+        return nbytes * self._stored_nbytes // max(self._decoded_nbytes, 1)

@@ -1,0 +1,314 @@
+"""`open` and `read`: from a path to a checkpoint, from lazy tensors to arrays."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
+
+import numpy as np
+
+from holdfast.core.arguments import rules as rules_of
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import Storage
+from holdfast.core.dense import read_tensors
+from holdfast.core.group import Ranks, compare_marks
+from holdfast.core.limits import DEFAULTS, Limits
+from holdfast.core.options import validated
+from holdfast.core.placement_rules import PlacementRule
+from holdfast.core.protocols import Source, Store
+from holdfast.core.quantities import shown
+from holdfast.core.runtime import gc_paused
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.source import OpenSource
+from holdfast.errors import (
+    BadArgument,
+    BadArgumentType,
+    HoldfastError,
+    Replaced,
+    UnknownFormat,
+    ZipError,
+    located,
+)
+from holdfast.formats import FORMATS, format_of
+from holdfast.formats.dcp.lazy import ItemStorage
+from holdfast.formats.detect import detect
+from holdfast.formats.index_file import some
+from holdfast.stores.memory import FileObjectStore, MemoryStore
+from holdfast.stores.paths import check_binary, place_of
+from holdfast.stores.place import place_at
+from holdfast.verbs.locate import locate_checkpoint
+
+if TYPE_CHECKING:
+    from holdfast.extras.maps.find import AnyMap
+
+T = TypeVar("T")
+
+Openable = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
+
+TRIES = 10
+"""How often a folder is opened again because it was replaced meanwhile; once is already rare."""
+
+
+@validated(rules=rules_of(PlacementRule))
+def open(
+    path: Openable,
+    *,
+    mmap: bool = False,
+    verify: bool = True,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    store: object | None = None,
+    rules: str | PlacementRule | Iterable[str | PlacementRule] = (),
+    map: AnyMap | None = None,
+) -> Checkpoint:
+    """Open a checkpoint of any known format without running anything in it, and without reading tensor data.
+
+    `path` is a file, a directory, the bytes themselves, a seekable binary file object, or the URL
+    of an object or a prefix in an object store (`s3://`, `gs://`, `az://`). The index of a
+    Hugging Face folder opens the folder, and the folder of a model in the hub cache
+    (`models--org--name`) opens the snapshot of its ref. `store` is an obstore store to use in
+    place of one from the environment; `path` may then be a key in it. With `mmap=True` arrays are
+    views of the mapped file (copied on write) where their layout allows, and checksums are not
+    looked at. If a program truncates the mapped file in place, the next access to the lost part
+    ends the process (SIGBUS), as with `torch.load(mmap=True)`; a save that replaces the file by a
+    rename does no harm. Without `mmap`, where the file records a checksum and the whole of what it
+    covers is read, it is compared (`verify=False` opts out). `limits` raises what a file may cost;
+    `threads` bounds the parallel reads.
+    `rules` say how tensors were cut in a folder of Megatron's ranks, in the words of `reshard`: "*.adapter.weight: tp=0"; they come
+    before those that it has for Megatron's own layers. `map` shows the tensors in the layout of another framework, by a name like
+    "qwen3:hf:megatron", or "auto" (`holdfast.Map`): `DoesNotFit` names all that is missing, left over or of another shape.
+    """
+    limits = limits or DEFAULTS
+    given = tuple(cast("tuple[str | PlacementRule, ...]", rules))
+
+    def look(store: Store) -> Checkpoint:
+        source = OpenSource(
+            store, limits=limits, threads=threads, mapped=mmap, verify=verify, rules=given
+        )
+        checkpoint = _described(source)
+        if given and not format_of(checkpoint.format).rules:
+            said = f"rules= are for folders of Megatron's ranks; this is {checkpoint.format}, which says itself how tensors lie"
+            raise BadArgument(said, file=checkpoint.path)
+        return seen_through(checkpoint, map)
+
+    try:
+        return steady(path, limits, look, store=store)
+    except ZipError as error:
+        if isinstance(path, str | os.PathLike) and any(
+            one.data and str(path).endswith(one.data) for one in FORMATS
+        ):
+            # Several archives, one behind the other, of which the index beside them knows the places.
+            raise UnknownFormat(
+                "one of the data files of a distributed checkpoint; open the folder that it is in"
+            ) from error
+        raise
+
+
+def seen_through(
+    checkpoint: Checkpoint, map: AnyMap | None, wanted: Callable[[], Iterable[str]] | None = None
+) -> Checkpoint:  # fmt: skip
+    """A checkpoint through a map, or as it is. `wanted` gives the names of the other side, by which "auto" finds the layout."""
+    if map is None:
+        return checkpoint
+    from holdfast.extras.maps.find import find_map  # for those who have a map
+
+    found = find_map(map, checkpoint, wanted)
+    return checkpoint if found is None else found.through(checkpoint)
+
+
+@contextmanager
+def opened(
+    src: Openable | Checkpoint, *, limits: Limits | None = None, threads: int | None = None, verify: bool = True,
+    map: AnyMap | None = None,
+) -> Iterator[Checkpoint]:  # fmt: skip
+    """What every verb takes as its source, opened for a block: an open checkpoint stays open, anything else is closed after it."""
+    if isinstance(src, Checkpoint):
+        yield seen_through(src, map)
+        return
+    with ExitStack() as stack:
+        # Nothing here holds it: whoever has taken its columns lets go of its lazy tensors, which are many.
+        yield _closed_by(stack, open(src, limits=limits, threads=threads, verify=verify, map=map))
+
+
+def _closed_by(stack: ExitStack, checkpoint: Checkpoint) -> Checkpoint:
+    stack.callback(checkpoint.source.store.close)
+    return checkpoint
+
+
+def _described(source: Source) -> Checkpoint:
+    """The checkpoint of a source, also of one that came from another process."""
+    with located(file=source.store.name), gc_paused(), source.store.reading():
+        try:
+            format = detect(source)
+        except UnknownFormat as error:
+            raise _with_steps(error, source) from None
+        return Checkpoint(source, format.describe(source), again=_described)
+
+
+def _with_steps(error: UnknownFormat, source: Source) -> UnknownFormat:
+    """Return the error for a folder that is no checkpoint; another one if the folder holds the steps of a run."""
+    from holdfast.verbs.trainers import find_step_folders  # It imports this module.
+
+    steps = find_step_folders(source.store.list()) if source.store.folder else []
+    if not steps:
+        return error
+    return UnknownFormat(
+        f"this folder is not a checkpoint, it holds the steps of a run: {some(steps)}; open one of them. "
+        f"`holdfast runs {shlex.quote(source.store.name)}` lists them",
+        found=steps,
+    )
+
+
+def steady(
+    path: Openable, limits: Limits, look: Callable[[Store], T], *, store: object | None = None
+) -> T:
+    """What `look` makes of the store at a path; it takes the store over. An error closes it.
+
+    A directory may be replaced meanwhile, and what is left of the old one is removed file by file: where a file was gone that had
+    been there, whatever was found is forgotten, and the path opened again.
+    """
+    for _ in range(TRIES):
+        opened = checkpoint_store(path, limits, store=store)
+        try:
+            made = look(opened)
+        except BaseException as error:
+            opened.close()
+            if not isinstance(error, HoldfastError) or not opened.gone:
+                raise
+            continue
+        if not opened.gone:
+            return made
+        opened.close()
+    message = f"the folder was replaced {TRIES} times while it was opened; open it when fewer saves go there"
+    raise Replaced(message, file=opened.name)
+
+
+def checkpoint_store(path: Openable, limits: Limits, *, store: object | None = None) -> Store:
+    """Open the store of the checkpoint that `path` stands for: of an index its folder, of a hub cache folder its snapshot."""
+    if isinstance(path, str | os.PathLike):
+        return locate_checkpoint(place_of(path, store), limits).open(limits, _recover)
+    return store_of(path, limits)
+
+
+def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> Store:
+    """The store behind anything that `open` takes; with an object store that the caller has made, `path` is a key in it."""
+    if isinstance(path, bytes | bytearray | memoryview):
+        return MemoryStore({"bytes": path}, name="<bytes>")
+    if isinstance(path, str | os.PathLike):
+        return place_at(place_of(path, store)).store(limits, _recover)
+    if isinstance(path, io.IOBase) or all(hasattr(path, name) for name in ("read", "seek", "tell")):
+        check_binary(path, "rb")
+        return FileObjectStore(path)
+    raise BadArgumentType(
+        f"a checkpoint is a path, bytes or a seekable binary file, not {shown(path)}", found=path
+    )
+
+
+def _recover(path: str) -> str | None:
+    from holdfast.engine.commit.temporaries import recover  # only where nothing is there
+
+    return recover(path)
+
+
+def read(tensors: Iterable[LazyTensor]) -> list[np.ndarray]:
+    """Read many lazy tensors (slices, too) at once: in parallel, with neighbouring reads joined."""
+    try:
+        wanted = list(tensors)
+    except TypeError:
+        wanted = [tensors]  # type: ignore[list-item]  # is refused below
+    for one in wanted:
+        if not isinstance(one, LazyTensor):
+            more = " (of a checkpoint: its values())" if isinstance(tensors, Mapping) else ""
+            raise BadArgumentType(
+                f"read takes a list of lazy tensors, and {shown(one)} is none{more}", found=one
+            )
+    return read_tensors(wanted)
+
+
+def compare_opened(ranks: Ranks, *checkpoints: Checkpoint) -> None:
+    """Raise `Replaced` on every rank unless all of them have opened the same checkpoints.
+
+    The ranks of a verb open its path by themselves. On disks of their own it may lead to another step on each machine.
+    """
+    if ranks.size > 1:
+        compare_marks(ranks, b"".join([checkpoint_mark(checkpoint) for checkpoint in checkpoints]))
+
+
+def open_alike(
+    ranks: Ranks,
+    stack: ExitStack,
+    sources: Iterable[tuple[Openable | Checkpoint, AnyMap | None]],
+    *,
+    limits: Limits | None = None,
+) -> Iterator[Checkpoint]:
+    """Open checkpoints one after the other, and check that all ranks have opened the same ones.
+
+    Nothing here keeps a reference to a checkpoint. A caller that has read its columns drops its
+    lazy tensors, of which there may be a million, before the next checkpoint is opened.
+    """
+
+    def compare_and_return(checkpoint: Checkpoint) -> Checkpoint:
+        compare_opened(ranks, checkpoint)
+        return checkpoint
+
+    for source, map in sources:
+        yield compare_and_return(stack.enter_context(opened(source, limits=limits, map=map)))
+
+
+SAMPLES, SAMPLE_NBYTES = 32, 4096
+"""How many tensors without a recorded checksum are sampled for the mark of a checkpoint, and how many bytes of each."""
+
+
+def checkpoint_mark(checkpoint: Checkpoint) -> bytes:
+    """A hash of what opening has read: names, dtypes, shapes, recorded checksums, the text that a file carries about itself.
+
+    Times and inodes are no part of it, since ranks on several machines may have copies. Where files of this machine record no
+    checksums, which is what the safetensors library writes, a sample of the data stands for them.
+    """
+    from hashlib import blake2b  # for ranks
+
+    mark = blake2b(
+        repr((checkpoint.format, sorted(checkpoint.metadata.items()))).encode(
+            "utf-8", "surrogatepass"
+        ),
+        digest_size=16,
+    )
+    unchecked: list[Storage] = []
+    for name, tensor in checkpoint.items():
+        sums: list[int | None] = []
+        for storage in tensor.storages:
+            # The checksums of DCP's items stand in the items, which are not located to be told apart.
+            crc32 = None if isinstance(storage, ItemStorage) else storage.crc32
+            sums.append(crc32)
+            if crc32 is None and storage.nbytes:
+                unchecked.append(storage)
+        mark.update(
+            repr((name, tensor.dtype.name, tensor.shape, sums)).encode("utf-8", "surrogatepass")
+        )
+    store = checkpoint.source.store
+    if store.medium.is_file:
+        ranges = [storage.ranges[-1] for storage in unchecked if storage.home is store]
+        for key, start, stop in evenly_chosen(ranges, SAMPLES):
+            mark.update(last_bytes(store, key, start, stop))
+    return mark.digest()
+
+
+def evenly_chosen(values: Sequence[T], most: int) -> Sequence[T]:
+    """Return at most so many of the values, evenly spread over all of them.
+
+    >>> evenly_chosen(range(100), 3)
+    [0, 33, 66]
+    """
+    count = min(most, len(values))
+    return [values[number * len(values) // count] for number in range(count)]
+
+
+def last_bytes(store: Store, key: str, start: int, stop: int) -> bytes:
+    """Read the end of a range. That of a DCP item has the checksum of all its data."""
+    content = bytearray(min(stop - start, SAMPLE_NBYTES))
+    store.read(key, stop - len(content), memoryview(content))
+    return bytes(content)

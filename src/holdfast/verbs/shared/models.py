@@ -1,0 +1,159 @@
+"""The models of a package that is open, and one of them as a state dict.
+
+A package is a `.pt2`, or a native directory that `package` wrote; both say in their metadata which models they hold:
+
+    one model in a .pt2      {"emb.weight": …, "constants": {…}, "sample_inputs": …}
+    several, or native       {"base": {"emb.weight": …, "constants": {…}}, "adapter": {…}}
+
+A state dict is the parameters and buffers of a model. What else belongs to it (constants, sample inputs, weights of compiled code)
+comes along when asked for, and a note says what stayed behind: a program always does.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.protocols import State
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
+from holdfast.engine.saves import SavePlan
+from holdfast.errors import CannotHold, Unsupported
+from holdfast.extras.packages.pt2.read import program_names
+from holdfast.extras.packages.pt2.replace import lay_out_replaced
+from holdfast.extras.packages.pt2.write import lay_out_pt2, models_of
+from holdfast.formats import format_of
+from holdfast.formats.torch.write import archive_name
+from holdfast.verbs.shared.formats import Options, for_programs, format_for, plan_save
+from holdfast.verbs.shared.planned import Destination
+from holdfast.verbs.shared.rows import lazy_tree, with_tree
+
+CONSTANTS, INPUTS, COMPILED = "constants", "sample_inputs", "aotinductor"
+"""Keys beside the weights in the tree of a model; `#2` is added where a weight has the name."""
+
+Tree = dict[object, object]
+
+
+class Selection(Value, frozen=True):
+    model: str | None = None
+    """The name of one of several models; None for the one that there is, or all of them."""
+    constants: bool = False
+    sample_inputs: bool = False
+
+
+def is_package(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is one that says which models it holds."""
+    format = format_of(checkpoint.format)
+    return format.programs or (format.packages and "models" in checkpoint.metadata)
+
+
+def models_in(checkpoint: Checkpoint, tree: object) -> dict[str, Tree]:
+    """The tree of each model of a package, taken from a tree like the package's own."""
+    named: Tree = tree if isinstance(tree, dict) else {}
+    names = checkpoint.metadata.get("models", "")
+    several = (
+        bool(named)
+        and all(isinstance(value, dict) for value in named.values())
+        and ", ".join(map(str, named)) == names
+    )
+    if not several:
+        return {names or "model": named}
+    return {str(model): value for model, value in named.items() if isinstance(value, dict)}
+
+
+def weights_of(checkpoint: Checkpoint, tree: object) -> dict[str, dict[str, LazyTensor]]:
+    """The weights of each model of a `.pt2` that is open, taken from a tree like its own."""
+    return {
+        model: {str(name): value for name, value in values.items() if isinstance(value, LazyTensor)}
+        for model, values in models_in(checkpoint, tree).items()
+    }
+
+
+def programs_of(checkpoint: Checkpoint) -> list[str]:
+    return program_names(checkpoint.source) if format_of(checkpoint.format).programs else []
+
+
+def select(
+    checkpoint: Checkpoint, state: State, selection: Selection
+) -> tuple[State, tuple[str, ...]]:
+    """The part of a package that is wanted, and notes about what is left out of it.
+
+    A `.pt2` always becomes a state dict. Any other checkpoint stays as it is where nothing is selected.
+
+    Raises `CannotHold` for a model that there is not.
+    """
+    archive = format_of(checkpoint.format).programs
+    if selection == Selection() and not archive:
+        return state, ()
+    if not is_package(checkpoint):
+        raise CannotHold(
+            "this checkpoint is no package",
+            ["it has no models to choose from; keep= and rename= choose by name"],
+        )
+    models = models_in(checkpoint, state.tree)
+    if selection.model is not None and selection.model not in models:
+        raise CannotHold(
+            "this package lacks the model",
+            [f"there is no {selection.model!r}; there are {', '.join(models)}"],
+        )
+    chosen = {model: tree for model, tree in models.items() if selection.model in (None, model)}
+    wanted = {CONSTANTS: selection.constants, INPUTS: selection.sample_inputs}
+    programs = programs_of(checkpoint)
+    kept: dict[str, Tree] = {}
+    notes = []
+    for model, tree in chosen.items():
+        beside = non_weight_keys(tree, compiled=archive)
+        left = [key for key in beside if not wanted.get(key.removesuffix("#2"), True)]
+        kept[model] = {name: value for name, value in tree.items() if name not in left}
+        parts = [key.removesuffix("#2").replace("_", " ") for key in left] + ["the program"] * (
+            model in programs
+        )
+        if parts:
+            notes.append(f"left out of model {model!r}: {', '.join(parts)}")
+    if selection.model is None and (len(models) > 1 or not archive):
+        return with_tree(state, kept), tuple(notes)
+    ((_, tree),) = kept.items()
+    texts = {key: text for key, text in state.metadata.items() if key != "models"}
+    return replace(with_tree(state, tree), metadata=texts), tuple(notes)
+
+
+def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePlan:
+    """Lay out a state that came from an open checkpoint. A package stays one, with its programs, where a `.pt2` is asked for."""
+    if for_programs(where.path, where.format):
+        return _plan_pt2(source, lazy_tree(state), where.path)
+    options = where.options(Options(keep_tree=True))
+    plan = plan_save(
+        where.path, state, format_for(where.path, where.format, options), options=options
+    )
+    left = (f"left out of model {model!r}: the program" for model in programs_of(source))
+    return replace(plan, notes=(*left, *plan.notes))
+
+
+def _plan_pt2(source: Checkpoint, tree: object, target: str) -> SavePlan:
+    name = archive_name(target)
+    if not format_of(source.format).programs:
+        return lay_out_pt2(models_of({"model": tree}), name=name)
+    models = weights_of(source, tree)
+    if not any(models.values()):
+        raise Unsupported("this package has no weights", file=source.path)
+    plain = {
+        model: weights
+        for model, weights in models.items()
+        if all(t.traits.subclass is None for t in weights.values())
+    }
+    kept = [
+        f"model {model!r} has weights that are pickled objects, and keeps them all"
+        for model in models
+        if model not in plain
+    ]
+    plan = lay_out_replaced(source.source, plain, name=name)
+    return replace(plan, notes=(*kept, *plan.notes))
+
+
+def non_weight_keys(tree: Tree, *, compiled: bool = True) -> list[str]:
+    """The keys of a model's tree that are no weights of it."""
+    keys = (CONSTANTS, INPUTS, COMPILED) if compiled else (CONSTANTS,)
+    return [
+        key
+        for name in keys
+        for key in (name, f"{name}#2")
+        if key in tree and not isinstance(tree[key], LazyTensor)
+    ]

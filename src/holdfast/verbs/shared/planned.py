@@ -1,0 +1,606 @@
+"""`Planned`: what a verb that writes is going to do, by which options (`Writing`). It is run once, and closes its sources.
+
+    sources → State → change → plan_save → Planned → run
+
+Every verb that writes is a function `plan_…` that gives a `Planned`, and `carry_out` of it. So all of them look for room alike,
+keep to the same budget, read back what they wrote, and publish nothing when a source changed meanwhile. Verbs that make a
+checkpoint of a checkpoint are `rewritten`: the source is opened, a target that cannot be written is refused before a tensor is
+read, the verb lays out the new checkpoint, and what replaces its source keeps its seal (`seals/renew.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
+
+from msgspec import field as value_field
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.group import ALONE, Ranks, begin, compare_marks, telling, together
+from holdfast.core.notebook import Shown
+from holdfast.core.options import CopyConfig, Progress, pick
+from holdfast.core.protocols import Store
+from holdfast.core.quantities import Size, byte_count
+from holdfast.core.value import Value, replace
+from holdfast.engine.budget import BASE_NBYTES, Budget, budget, reading_threads
+from holdfast.engine.commit.target import open_target, refusal, refuse_existing
+from holdfast.engine.commit.temporaries import wait_for_room
+from holdfast.engine.saves import LinkedFile, SavePlan, without_hashes
+from holdfast.engine.targets.parts import Findings, PlanSave
+from holdfast.engine.targets.target import Saving, Target, join_target, target_of
+from holdfast.engine.threads import default_threads
+from holdfast.errors import CannotHold, StoreError, Unsupported
+from holdfast.formats import format_of, written_formats
+from holdfast.stores.files import Files, system_files
+from holdfast.stores.paths import target_place
+from holdfast.stores.place import place_at, same_place
+from holdfast.stores.remote.url import PART_NBYTES, UPLOADING
+from holdfast.verbs.open import Openable, checkpoint_mark, opened
+from holdfast.verbs.seals.renew import NOTHING, Renewal, find_seals
+from holdfast.verbs.shared.formats import (
+    Options,
+    check_opens,
+    folder_of,
+    for_programs,
+    format_for,
+    format_named,
+    is_replaceable,
+    suffix_of,
+)
+from holdfast.verbs.shared.side_files import SideFiles, find_side_files, is_model, torch_dist_files
+
+if TYPE_CHECKING:
+    from holdfast.engine.targets.bucket import BucketNames
+
+NO_FINDINGS = Findings()
+
+ENDLESS = 1 << 62
+"""The free bytes of an object store."""
+
+
+class Writing(Value, frozen=True, kw_only=True):
+    overwrite: bool | None = False
+    """Whether what is there may be replaced. None: a file may, a directory may not."""
+    durable: bool = True
+    """Whether to wait for the disk."""
+    threads: int | None = None
+    read_back: bool = False
+    """Whether what was written is read again and compared before it is published."""
+    max_memory: Size | None = None
+    """Memory above the interpreter's own; None: a few blocks a thread."""
+    resume: bool = False
+    """Whether finished files of an interrupted try at the same directory are taken over (engine/targets/folder.py)."""
+    dry_run: bool = False
+    requests: int = 0
+    """How many reads the source wants under way at once (`Medium.requests`)."""
+    save: str = ""
+    """In an object store: the id that the names of this save's objects carry, where several ranks write them."""
+    processes: int = 1
+    """How many ranks share this machine."""
+
+    @property
+    def budget(self) -> Budget | None:
+        if self.max_memory is None:
+            return None
+        return budget(
+            self.max_memory, self.threads, requests=self.requests, processes=self.processes
+        )
+
+    @property
+    def parts(self) -> int | None:
+        """How many parts of an upload may be under way at once: half of the memory is theirs."""
+        if self.max_memory is None:
+            return None
+        return max(
+            1, min(UPLOADING, (byte_count(self.max_memory) - BASE_NBYTES) // 2 // PART_NBYTES)
+        )
+
+    @property
+    def reading_threads(self) -> int:
+        """How many threads may read before anything is written, in blocks that are not of our choice."""
+        return reading_threads(self.max_memory, self.threads, self.processes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(Shown):
+    """The files that a verb wrote, or would write; `done` says which. The results of all verbs that write are such."""
+
+    path: str
+    format: str
+    nbytes: int
+    files: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...] = ()
+    """Sentences about what a person should know."""
+    free_nbytes: int
+    """Bytes that were free there before; the old target stays until the new one is in place."""
+    done: bool = False
+    """Whether it was written; a dry run writes nothing."""
+    crcs: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """CRC-32 of the bytes of each piece that was written, under the name that the file gives it; once it is written."""
+    shared_nbytes: int = 0
+    """Bytes of files that the base has, too: they were not written, and take no room."""
+
+    @property
+    def folder(self) -> bool:
+        """Whether a folder was written, and not one file."""
+        return format_of(self.format).folder
+
+    @property
+    def new_nbytes(self) -> int:
+        """Bytes that are written."""
+        return self.nbytes - self.shared_nbytes
+
+    def explain(self) -> str:
+        """The result in words."""
+        return "\n".join([*self._lines(), *(f"note   {note}" for note in self.notes)])
+
+    def _lines(self) -> list[str]:
+        count, enough = len(self.files), self.done or self.free_nbytes >= self.new_nbytes
+        shared = (
+            f", {self.shared_nbytes:,} of them shared with the base" if self.shared_nbytes else ""
+        )
+        room = f"space  {self.free_nbytes:,} bytes free" + ("" if enough else ": NOT ENOUGH")
+        return [
+            f"→ {self.path} ({self.format})",
+            f"write  {self.nbytes:,} bytes in {count:,} file{'s' if count != 1 else ''}{shared}",
+            *([room] if self.free_nbytes < ENDLESS else []),
+        ]
+
+
+class PlannedFields(TypedDict):
+    path: str
+    format: str
+    nbytes: int
+    files: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...]
+    free_nbytes: int
+    shared_nbytes: int
+
+
+def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
+    """The fields of a result that a plan knows."""
+    name = os.path.basename(target.rstrip("/"))
+    files = tuple([(key or name, nbytes) for key, nbytes in plan.listed])
+    return PlannedFields(
+        path=target, format=plan.format, nbytes=sum([nbytes for _, nbytes in files]), files=files, notes=plan.notes,
+        free_nbytes=_free(target), shared_nbytes=sum([file.nbytes for file in plan.linked]),
+    )  # fmt: skip
+
+
+def _free(target: str) -> int:
+    try:
+        free = place_at(target).free_nbytes()
+    except StoreError as error:
+        raise refusal(
+            f"the folder to save into cannot be used: {error.message} ({error.file!r})",
+            target,
+            error.errno,
+        ) from None
+    return ENDLESS if free is None else free
+
+
+R = TypeVar("R", bound=Saved)
+
+
+class Planned(Value, Generic[R], frozen=True, eq=False):
+    """A save that is laid out and not begun. A context manager: its sources are open as long as the block lasts."""
+
+    plan: SavePlan
+    report: R
+    writing: Writing
+    reads: tuple[Store, ...] = ()
+    """Stores that are read; when one changes meanwhile, nothing is published."""
+    sources: ExitStack = value_field(default_factory=ExitStack)
+    """Sources that are closed in the end."""
+    sure: Callable[[], None] | None = None
+    """Called when all is written and before it is published: an error that it raises keeps everything as it was."""
+    finish: Callable[[R, Progress | None], R] = lambda report, progress: report
+    """Completes the report with what is known when all was read; `look` may have to read for that."""
+    renews: Renewal = NOTHING
+    """The seals of what is replaced in its own place."""
+    ranks: Ranks = ALONE
+    """The ranks that write it together."""
+    mark: Callable[[], bytes] = bytes
+    """A hash of the source, which all of them must have opened."""
+    findings: Findings = NO_FINDINGS
+    """What is found out while it is written."""
+
+    def look(self, progress: Progress | None = None) -> R:
+        found: list[R] = []
+        # A run compares when it begins to write. What a dry run says of the source is one report, too.
+        if self.ranks.size > 1:
+            compare_marks(self.ranks, self.mark())
+        with together(self.ranks), self.ranks.counting(progress) as counted:
+            found.append(self.finish(self.report, counted))
+        return found[0]
+
+    def run(self, progress: Progress | None = None) -> R:
+        """Write and publish the plan. Raises `NotCommitted` where there is no room, or where a source changes meanwhile."""
+        with telling(self.ranks), self.ranks.counting(progress) as counted:
+            return self._run(counted)
+
+    def _run(self, progress: Progress | None) -> R:
+        report = self.report
+        replaced_stores = [
+            store
+            for store in self.reads
+            if store.medium.is_file and same_place(store.name, report.path)
+        ]
+        check_in_place(replaced_stores, report.path)
+        if report.free_nbytes < report.new_nbytes and wait_for_room():
+            report = replace(report, free_nbytes=_free(report.path))
+        # Where nobody may write, how much room there is is not what is wrong.
+        if report.free_nbytes < report.new_nbytes and os.access(
+            os.path.dirname(os.path.abspath(report.path)), os.W_OK
+        ):
+            room = (
+                f"{report.new_nbytes:,} bytes are to be written and {report.free_nbytes:,} are free"
+            )
+            refused = refusal(f"the disk is full: {room}", report.path, errno.ENOSPC)
+            refused.expected, refused.found = report.new_nbytes, report.free_nbytes
+            raise refused
+        if self.ranks.first:
+            self.renews.check(self.writing.threads)
+        copied: list[LinkedFile] = []
+
+        def before_commit() -> None:
+            unchanged(self.reads, report.path)
+            check_in_place(replaced_stores, report.path)
+            if self.sure is not None:
+                self.sure()
+
+        # What wants to be read from front to back is read by the one thread that writes, in one go.
+        ordered = [store for store in self.reads if store.medium.in_order]
+        with ExitStack() as blocks:
+            for store in ordered:
+                blocks.enter_context(store.reading())
+            crcs = write_plan(
+                self.plan, report.path, replace(self.writing, threads=1) if ordered else self.writing, progress=progress,
+                before_commit=before_commit, before_rename=partial(check_in_place, replaced_stores, report.path),
+                copied=copied.append, renews=self.renews, ranks=self.ranks, mark=self.mark, findings=self.findings,
+            )  # fmt: skip
+        if copied:
+            nbytes = sum(file.nbytes for file in copied)
+            note = f"the file system gave no second name to {len(copied):,} files of the base: {nbytes:,} bytes were copied"
+            report = replace(
+                report, notes=(*report.notes, note), shared_nbytes=report.shared_nbytes - nbytes
+            )
+        return self.finish(replace(report, done=True, crcs=crcs), None)
+
+    def carry_out(self, progress: Progress | None = None) -> R:
+        """Run the plan, or only look (`Writing.dry_run`), and close it."""
+        with self:
+            return self.look(progress) if self.writing.dry_run else self.run(progress)
+
+    def __enter__(self) -> Planned[R]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.sources.close()
+
+
+def layout_of(asked: Mapping[str, Any]) -> Options:
+    """The options of a verb that are about the layout. A checkpoint that is made of another keeps its tree by default."""
+    return pick(Options, {"keep_tree": True, **asked})
+
+
+class Destination(Value, frozen=True):
+    """The target of a verb that makes a checkpoint of a checkpoint."""
+
+    path: str
+    format: str | None
+    """The format that was asked for, or that of the source which is replaced; None for the one of the suffix."""
+    writing: Writing
+    index: bool = False
+    """Whether other safetensors files stay there, so that an index has to say which ones count."""
+    stem: str = "model"
+    """How names of safetensors files in a directory begin: as they were."""
+    ranks: Ranks = ALONE
+    """The ranks that lay it out, and write it, together."""
+
+    def options(self, options: Options) -> Options:
+        """The options of the layout, and what the place needs of it."""
+        return replace(
+            options,
+            index=options.index or self.index,
+            stem=self.stem,
+            ranks=self.ranks,
+            save=self.writing.save,
+        )
+
+
+def begin_ranks(
+    asked: Mapping[str, Any], dst: object, stack: ExitStack
+) -> tuple[Ranks, dict[str, Any]]:
+    """The ranks that a verb is asked to write with, and fields of `Writing` that they have in common. `stack` closes them."""
+    ranks = begin(asked.get("group"), f"write {dst}")
+    if ranks is ALONE:
+        return ranks, {}
+    stack.callback(ranks.close)
+    # When all have come, each knows how many share its machine.
+    save = ranks.agree(b"", lambda messages: [secrets.token_hex(8).encode()] * len(messages))
+    return ranks, {"save": save.decode(), "processes": ranks.neighbours()}
+
+
+def rewritten(
+    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, lay_out: Callable[[Checkpoint, Destination], Planned[R]],
+    asked: Mapping[str, Any], *, elsewhere: bool = False, directory: bool | None = None, programs: bool = False,
+) -> Planned[R]:  # fmt: skip
+    """The plan of a verb that makes a checkpoint of a checkpoint: `lay_out` gets the open source, and where to write.
+
+    The plan closes the source. Beside what was laid out, a directory has the files that lie beside the weights of the source
+    (`saving/side_files.py`). Where nothing says its format, a Hugging Face folder becomes one again.
+
+    `asked` are the options of the verb. `elsewhere` says that the target may not be the source. `directory` says
+    whether a directory is written, where the format of the path does not; `programs` whether the verb writes such archives. Raises
+    `NotCommitted` for a target that cannot be written, and `Unsupported` as `_destination` does, before `lay_out` reads anything.
+    """
+    limits, format, in_place, copy_config = map(
+        asked.get, ("limits", "format", "in_place", "copy_config")
+    )
+    copy_config = True if copy_config is None else copy_config
+    folder = bool(asked.get("folder"))
+    options = layout_of(asked)
+    with ExitStack() as stack:
+        ranks, common = begin_ranks(asked, dst, stack)
+        stack.enter_context(telling(ranks))
+        # Blocks are read by the threads that write them.
+        source = stack.enter_context(
+            opened(src, threads=1, limits=limits, map=asked.get("map"))
+        ).without_views()
+        writing = pick(Writing, {**asked, **common}, requests=source.source.store.medium.requests)
+        if in_place is None:
+            where = Destination(target_place(dst, folder=folder), format, writing)
+        else:
+            where = _destination(
+                source, dst, in_place=in_place, format=format, writing=writing, programs=programs,
+                folder=folder,
+            )  # fmt: skip
+        if elsewhere and same_place(where.path, source.path):
+            problem = f"the target {where.path!r} is the source; write beside it"
+            raise CannotHold("the target is read while it is written", [problem], file=where.path)
+        if directory is None:
+            archive = programs and for_programs(where.path, where.format)
+            if not archive:
+                where = replace(
+                    where, format=_model_format(source, where, options, copy_config) or where.format
+                )
+            directory = (
+                not archive and format_of(format_for(where.path, where.format, options)).folder
+            )
+        check_target(where.path, directory=directory, writing=where.writing)
+        side_files = find_side_files(
+            source, where.path, copy_config, directory=directory, stack=stack, limits=limits
+        )
+        if source.torch_dist and where.format == source.usual_format:
+            side_files = replace(side_files, files={**side_files.files, **torch_dist_files()})
+        planned = lay_out(
+            source, replace(where, index=side_files.weights, stem=side_files.stem, ranks=ranks)
+        )
+        stack.callback(planned.close)
+        is_in_place = same_place(where.path, source.path)
+        seals = find_seals(source, limits) if is_in_place else NOTHING
+        planned = _accompanied(planned, side_files, source, seals)
+        if is_in_place:
+            # Also of a checkpoint without tensors, nothing of which is read while it is written.
+            reads = dict.fromkeys((*planned.reads, source.source.store))
+            planned = replace(planned, reads=tuple(reads))
+        return replace(
+            planned, sources=stack.pop_all(), ranks=ranks, mark=partial(checkpoint_mark, source)
+        )
+
+
+def _accompanied(
+    planned: Planned[R], side_files: SideFiles, source: Checkpoint, seals: Renewal
+) -> Planned[R]:
+    """The plan with the side files in its directory, published with it, and sealed again where it was."""
+    plan, added = side_files.add_to(planned.plan, source)
+    seals = seals.laid_out(
+        plan, {file.key for file in added if file in plan.files}, source.source.store.list()
+    )
+    if sealing := seals.files():
+        added = (*added, *sealing)
+        plan = (
+            replace(plan, index=(*plan.index, *sealing))
+            if place_at(planned.report.path).on_disk
+            else plan
+        )
+    if plan is planned.plan and not added:
+        return replace(planned, renews=seals)
+    plan, report = check_opens(plan, planned.report.path), planned.report
+    files = (*report.files, *((file.key, file.nbytes) for file in added))
+    notes = (*report.notes, *plan.notes[len(planned.plan.notes) :])
+    report = replace(report, files=files, nbytes=sum(nbytes for _, nbytes in files), notes=notes)
+    reads = dict.fromkeys((*planned.reads, *(origin.store for origin in side_files.files.values())))
+    return replace(planned, plan=plan, report=report, reads=tuple(reads), renews=seals)
+
+
+def _model_format(
+    source: Checkpoint, where: Destination, options: Options, copy_config: CopyConfig
+) -> str | None:
+    """The format that others expect, where the name of the target says none: of a layout, or of a Hugging Face folder."""
+    if not suffix_of(where.path) and where.format is None and source.usual_format:
+        return folder_of(format_named(where.path, source.usual_format, options))
+    if suffix_of(where.path) or not is_model(source, copy_config):
+        return None
+    if where.format is not None:
+        return folder_of(format_named(where.path, where.format, options))
+    # A native directory with a config beside it stays one, unless it is told otherwise.
+    stays = source.format == format_named(where.path, None, options) and isinstance(
+        copy_config, bool
+    )
+    models = (one.name for one in written_formats() if one.weights_by and one.folder)
+    return None if stays or options.sparse != "never" else next(models)
+
+
+def check_target(path: str, *, directory: bool, writing: Writing) -> None:
+    """Raise `NotCommitted` for a target that cannot be written, before anything is read. A dry run needs only its folder."""
+    _free(path)
+    if writing.dry_run:
+        return
+    if not place_at(path).on_disk:
+        if writing.resume:
+            raise Unsupported(
+                "resume=True takes over files of a directory; a save to an object store begins anew",
+                file=path,
+            )
+        return  # the save itself looks, with the same requests
+    target = open_target(system_files(), path)
+    try:
+        overwrite = not directory if writing.overwrite is None else writing.overwrite
+        refuse_existing(target.existing, path, directory=directory, overwrite=overwrite)
+    finally:
+        target.close()
+
+
+def _destination(
+    source: Checkpoint,
+    dst: str | os.PathLike[str] | None,
+    *,
+    in_place: bool,
+    format: str | None,
+    writing: Writing,
+    programs: bool,
+    folder: bool,
+) -> Destination:
+    """The target that was named, or the place of the source, in its own format.
+
+    Raises `Unsupported` where neither was said, or both; and for a place in a format that can be read and not written.
+    """
+    # A dry run without a target looks at what it would be in place.
+    in_place = in_place or (dst is None and writing.dry_run)
+    if dst is not None and in_place:
+        raise Unsupported(
+            "a target and in_place=True exclude each other; leave one of them out", file=source.path
+        )
+    if dst is None and not in_place:
+        message = "say where to write: a target, or in_place=True to replace the source"
+        raise Unsupported(f"{message}; dry_run=True only looks", file=source.path)
+    if dst is None and source.source.store.place() != place_at(source.path).identity:
+        raise Unsupported(
+            "what was not opened by a path has no place to be replaced in; give a target",
+            file=source.path,
+        )
+    if dst is None and folder:
+        raise Unsupported(
+            "folder=True says what a target is, and there is none; leave it out", file=source.path
+        )
+    path = source.path if dst is None else target_place(dst, folder=folder)
+    if dst is not None and not same_place(path, source.path):
+        return Destination(path, format, writing)
+    own = format_of(source.format)
+    if format is None and not own.written_by and not (programs and own.programs):
+        message = f"{source.format} can be read and not written, so it cannot be replaced; give the new one another path"
+        raise Unsupported(message, file=source.path, found=source.format)
+    return Destination(
+        path, format or source.format, replace(writing, overwrite=writing.overwrite or in_place)
+    )
+
+
+def unchanged(stores: Iterable[Store], target: str) -> None:
+    """Raise `NotCommitted` where a file of these stores was written to since it was opened."""
+    for store in stores:
+        changed = store.changed()
+        if changed:
+            message = f"the source {store.name!r} changed while it was read ({', '.join(changed[:3])}); nothing was published"
+            raised = refusal(
+                f"{message}: start again when nobody writes to it", target, errno.ESTALE
+            )
+            raised.found = changed
+            raise raised
+
+
+def check_in_place(stores: Iterable[Store], target: str) -> None:
+    """Raise `NotCommitted` if the target is no longer what these stores were opened from.
+
+    A verb that rewrites a checkpoint in its own place reads the file that it opened. If somebody
+    has saved a newer one under the same path since, the rename would remove that without a word.
+    """
+    for store in stores:
+        replaced_keys = store.find_replaced()
+        if replaced_keys:
+            shown_keys = ", ".join(replaced_keys[:3])
+            message = (
+                f"the target was changed, replaced or removed after it was opened ({shown_keys}); "
+                "it is left as it is now. Open it again, and repeat this"
+            )
+            raised = refusal(message, target, errno.ESTALE)
+            raised.found = tuple(replaced_keys)
+            raise raised
+
+
+def _bucket_names() -> BucketNames:
+    from holdfast.verbs.shared.references import (
+        NAMES,  # what it imports is for those who have a bucket
+    )
+
+    return NAMES
+
+
+FILES_REPLACED = Writing(overwrite=None)
+
+
+def write_plan(
+    plan: SavePlan, path: str, writing: Writing = FILES_REPLACED, *, progress: Progress | None = None,
+    before_commit: Callable[[], None] | None = None, before_rename: Callable[[], None] = lambda: None,
+    files: Files | None = None, rehearsed: bool = True,
+    copied: Callable[[LinkedFile], None] | None = None, renews: Renewal = NOTHING, ranks: Ranks = ALONE,
+    mark: Callable[[], bytes] = bytes, findings: Findings = NO_FINDINGS,
+) -> Mapping[str, int]:  # fmt: skip
+    """Write a plan and publish it, and renew the seals of what it replaces. Gives the CRC-32 of each piece that was written; of
+    several ranks the first one has all of them.
+
+    First the reader opens the plan (`formats.check_opens`): what would not open again is refused with `CannotHold` while
+    nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
+    `before_commit` is called when all is written, and `before_rename` right before something on a disk
+    is replaced: their errors keep everything as it was. `copied` is called with each file that
+    cannot be linked.
+    """
+    if rehearsed and ranks.first:
+        plan = check_opens(plan, path)
+    within = writing.budget
+    threads, block = (writing.threads, None) if within is None else (within.threads, within.block)
+    if threads is None and writing.processes > 1:
+        threads = default_threads(writing.processes)
+    strict, written = plan.directory or plan.copied, {key for key, _ in plan.listed}
+
+    def first_target() -> Target:
+        return target_of(
+            path, plan, overwrite=bool(writing.overwrite) if strict else writing.overwrite is not False, durable=writing.durable,
+            names=_bucket_names, replaceable=lambda name: name in written or is_replaceable(name), parts=writing.parts,
+            resume=writing.resume, files=files, save=writing.save, several=ranks.size > 1,
+        )  # fmt: skip
+
+    def link(target: Target) -> None:
+        for linked in plan.linked:
+            if not target.link(linked) and copied is not None:
+                copied(linked)
+
+    def join(name: str) -> Target:
+        return join_target(name, path, durable=writing.durable, plan=plan, resume=writing.resume)
+
+    how = Saving(
+        seals=renews, threads=threads, block=block, progress=progress, read_back=writing.read_back,
+        last=before_commit or (lambda: None), before_rename=before_rename, attributes=plan.attributes,
+    )  # fmt: skip
+    joint_save = PlanSave(
+        plan, ranks, how, open_target=first_target, link_files=link, join_target=join, hash_source=mark,
+        findings=findings,
+    )  # fmt: skip
+    joint_save.write()
+    return without_hashes(how.crcs)

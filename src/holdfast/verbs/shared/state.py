@@ -1,0 +1,492 @@
+"""From whatever a caller gives to `save` to a `State`: the same tree, and a table with a row for every tensor in it.
+
+numpy arrays and torch tensors are not copied; lazy tensors of an open checkpoint are streamed later. Containers keep their types.
+What is neither a tensor nor a container is left as it is: the target format knows whether it can hold it.
+
+An object with `state_dict()` and `load_state_dict()` (`Stateful`) stands for what the former returns, wherever it is in the state:
+
+    {"app": AppState(), "step": 3}          {"app": {"w": …, "epoch": 1}, "step": 3}
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
+
+from holdfast.core.box import Box
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import Chunk
+from holdfast.core.leaves import CONTAINERS, DICTS, Leaves, find_leaves
+from holdfast.core.limits import DEFAULTS, Limits
+from holdfast.core.protocols import State
+from holdfast.core.quantities import shown
+from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.tree import MOST_CALLS, Path, Way, mapped_children, rebuild, rebuilt, values_of
+from holdfast.core.value import Value, replace
+from holdfast.engine.arrays import ARRAY_TYPES, Resident, tabulate_arrays
+from holdfast.engine.files import FileStorages
+from holdfast.engine.table import StateStorages, Tabulated, as_written, lazy_table, tabulate_lazy
+from holdfast.errors import Unsupported
+from holdfast.formats import format_of
+from holdfast.formats.tree_json.encode import is_marked
+from holdfast.stores.paths import content_and_path
+
+LAZY_TYPES = (LazyTensor,)
+
+Arrays = Literal["tensors", "values"]
+Leaf = Callable[[object, Path], object]
+
+SHOWN = 3
+
+
+def tabulate_state(
+    state: object,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+    whole: bool = False,
+) -> State:
+    """Describe a state without copying its data: tensors are rows of a table, and the tree is the caller's own.
+
+    Of a checkpoint with `non_model_keys`, the model is described; `whole` takes it all.
+    """
+    if not isinstance(state, Checkpoint):
+        return tabulate_tree(state_dicts(state), metadata=metadata, limits=limits, arrays="tensors")
+    # What a torch file says about itself (its version, its byte order) is true of that file only.
+    texts = {**(state.metadata if format_of(state.format).metadata else {}), **(metadata or {})}
+    if state.flat:
+        from holdfast.verbs.shared.rows import flat_state
+
+        return flat_state(as_written(state.stored), texts)
+    tree, left = model_of(state, whole=whole)
+    made = tabulate_tree(tree, metadata=texts, limits=limits)
+    return replace(made, notes=(*left, *made.notes))
+
+
+def tabulate_tree(
+    tree: object,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+    arrays: Arrays = "values",
+) -> State:
+    """The state of a tree of usual containers. Arrays in the tree of an open checkpoint are plain values, as they were.
+
+    Raises `CannotHold` with everything that stands in the way.
+    """
+    resident = Resident()
+    leaf, libraries = _leaf(arrays, resident), _libraries(arrays)
+    kinds = [kind for library in libraries for kind in library.types] + [*LAZY_TYPES]
+    leaves = find_leaves(tree, kinds, leaf, (limits or DEFAULTS).depth)
+    tabulating = _Tabulating(leaves, leaf, resident, libraries)
+    table = tabulating.table()
+    leaves.refuse()
+    leaves.marked = any(is_marked(kind.traits) for kind in table.kinds)
+    return State(
+        tree, table, leaves, dict(metadata or {}), _unkept_notes(leaves, table, tabulating.others)
+    )
+
+
+def model_of(checkpoint: Checkpoint, *, whole: bool) -> tuple[object, tuple[str, ...]]:
+    """The tree of a checkpoint without what stands beside its model, unless `whole` takes it all; and a note about that."""
+    beside, tree = () if whole else checkpoint.non_model_keys, checkpoint.tree
+    if not beside or not isinstance(tree, dict):
+        return tree, ()
+    note = f"left out: what stands beside the model, under {', '.join(map(repr, beside))}; keep= takes it by its names"
+    return {key: value for key, value in tree.items() if key not in beside}, (note,)
+
+
+def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[str, ...]:
+    """Sentences about what is not kept of leaves that are no plain tensors; `others` are the rows of such tensors."""
+    if "torch" not in sys.modules or not (others or leaves.places):
+        return ()
+    from holdfast.torch.tensors.to_lazy import unkept
+
+    unkept_names: dict[str, list[str]] = {}
+    odd = [(row, table.names[row], leaves.values[row]) for row in others]
+    for name, value in leaves.places:
+        made = leaves.described(value)
+        first = (
+            next((f"{name}.{part}" for part, _ in made.children()), name)
+            if isinstance(made, Composite)
+            else name
+        )
+        odd.append((table.rows.get(first, 0), name, value))
+    seen: set[int] = set()
+    for _, name, value in sorted(odd, key=lambda one: one[0]):
+        for what in unkept(value) if id(value) not in seen else ():
+            unkept_names.setdefault(what, []).append(name)
+        seen.add(id(value))
+    notes = []
+    for what, names in unkept_names.items():
+        more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+        notes.append(
+            f"{what} is not kept of {', '.join(map(repr, names[:SHOWN]))}{more}".replace(
+                "its hooks is", "hooks are"
+            )
+        )
+    return tuple(notes)
+
+
+class Library(Value, frozen=True, eq=False):
+    """The types of one library's tensors, and the function that describes them in columns."""
+
+    types: tuple[type, ...]
+    tabulate: Callable[[list[object]], Tabulated]
+
+
+def _libraries(arrays: Arrays) -> tuple[Library, ...]:
+    return (
+        *((NUMPY,) if arrays == "tensors" else ()),
+        *(_torch_library() if "torch" in sys.modules else ()),
+    )
+
+
+@cache
+def _torch_library() -> tuple[Library, ...]:
+    from holdfast.torch.tensors.storages import TYPES, tabulate_tensors
+
+    return (Library(TYPES, tabulate_tensors),)
+
+
+NUMPY = Library(ARRAY_TYPES, tabulate_arrays)
+
+
+@cache
+def _plain_types(*, torch: bool) -> frozenset[type]:
+    """Types of which none keeps a state, and which hold nothing that does."""
+    libraries = (NUMPY, *(_torch_library() if torch else ()))
+    return frozenset(
+        {
+            *NO_STATEFUL,
+            bool,
+            *LAZY_TYPES,
+            *(kind for library in libraries for kind in library.types),
+        }
+    )
+
+
+class _Tabulating:
+    """Makes the table of a state's leaves: rows of each library by columns, and of lazy tensors for what is left."""
+
+    def __init__(
+        self, leaves: Leaves, leaf: Leaf, resident: Resident, libraries: Sequence[Library]
+    ) -> None:
+        self._leaves, self._leaf, self._resident, self._libraries = (
+            leaves,
+            leaf,
+            resident,
+            libraries,
+        )
+        self.others: dict[int, LazyTensor] = {}
+        """Rows that no library gave in columns: a lazy tensor each."""
+
+    def table(self) -> Table:
+        values = self._leaves.values
+        if {*map(type, values)} <= {*LAZY_TYPES}:
+            return lazy_table(self._leaves.names, cast("list[LazyTensor]", values))
+        return self._joined(self._describe_others(self._tabulate()))
+
+    def _tabulate(self) -> list[Tabulated]:
+        """The rows of plain tensors, of each library."""
+        values, found = self._leaves.values, []
+        present = {*map(type, values)}
+        for library in self._libraries:
+            types = present.intersection(library.types)
+            rows: Sequence[int] = range(len(values) if types else 0)
+            if types and types != present:
+                rows = [row for row, value in enumerate(values) if type(value) in types]
+            if len(rows) == len(values):
+                found.append(library.tabulate(values))
+            elif rows:
+                part = library.tabulate([values[row] for row in rows])
+                found.append(replace(part, rows=[rows[at] for at in part.rows]))
+        return found
+
+    def _describe_others(self, parts: list[Tabulated]) -> list[Tabulated]:
+        """Describe all other rows as lazy tensors. A composite is several rows, and moves those behind it."""
+        leaves, made = self._leaves, dict[int, object]()
+        if sum(len(part.rows) for part in parts) == len(leaves.values):
+            return parts
+        plain = {row for part in parts for row in part.rows}
+        wholes: dict[int, Composite] = {}
+        for row in [row for row in range(len(leaves.values)) if row not in plain]:
+            value = leaves.values[row]
+            if id(value) not in made:
+                try:
+                    made[id(value)] = (
+                        value if isinstance(value, LazyTensor) else self._leaf(value, ())
+                    )
+                except Unsupported as error:
+                    made[id(value)] = None
+                    leaves.problems.append(f"{leaves.names[row]}: {error.message}")
+            lazy = made[id(value)]
+            if isinstance(lazy, Composite):
+                wholes[row] = lazy
+            elif isinstance(lazy, LazyTensor):
+                self.others[row] = leaves.odd[id(value)] = lazy
+        leaves.refuse()
+        if not wholes:
+            return parts
+        grown = np.ones(len(leaves.values), np.int64)
+        for row, whole in wholes.items():
+            grown[row] = len(whole.parts)
+        place = (np.cumsum(grown) - grown).tolist()
+        self.others = {place[row]: tensor for row, tensor in self.others.items()}
+        for row, whole in wholes.items():
+            self.others |= {
+                place[row] + at: tensor for at, (_, tensor) in enumerate(whole.children())
+            }
+        leaves.take_apart(wholes)
+        return [replace(part, rows=[place[row] for row in part.rows]) for part in parts]
+
+    def _joined(self, parts: list[Tabulated]) -> Table:
+        names = self._leaves.names
+        kinds: list[Kind] = []
+        kind: Sequence[int]
+        storage: Sequence[int]
+        offsets: Mapping[int, int]
+        odd: dict[int, LazyTensor] = {}
+        if len(parts) == 1 and not self.others:
+            kinds, kind, storage, offsets = (
+                [*parts[0].kinds],
+                parts[0].kind,
+                parts[0].storage,
+                parts[0].offsets,
+            )
+        else:
+            rows = sorted(self.others)
+            lazy = tabulate_lazy([self.others[row] for row in rows])
+            parts.append(replace(lazy, rows=[rows[at] for at in lazy.rows]))
+            kind, storage, offsets = [0] * len(names), [ODD] * len(names), dict[int, int]()
+            for part, numbers in zip(parts, self._numbers(parts), strict=True):
+                first = len(kinds)
+                kinds += part.kinds
+                for row, one, number in zip(part.rows, part.kind, part.storage, strict=True):
+                    kind[row], storage[row] = first + one, numbers[number]
+                offsets |= {part.rows[at]: offset for at, offset in part.offsets.items()}
+            for row in rows:
+                if storage[row] == ODD:
+                    odd[row], kind[row] = self.others[row].renamed(names[row]), len(kinds)
+                    kinds.append(Kind.of(odd[row]))
+        owners = self._leaves.values
+        made: dict[int, LazyTensor] = {}
+        row_of: dict[int, int] = {}
+
+        def view(number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
+            if number not in made:
+                if not row_of:
+                    row_of.update(zip(storage, range(len(storage)), strict=True))
+                value = owners[row_of[number]]
+                made[number] = (
+                    value
+                    if isinstance(value, LazyTensor)
+                    else cast("LazyTensor", self._leaf(value, ()))
+                )
+            whole = made[number]
+            offset, strides = (
+                (0, (0,) * len(kind.shape)) if 0 in kind.shape else (offset, kind.strides)
+            )
+            chunk = Chunk(Box.whole(kind.shape), whole.chunks[0].storage, offset, strides)
+            return LazyTensor(name, kind.dtype, kind.shape, (chunk,), whole.source, kind.traits)
+
+        storages = StateStorages([part.storages for part in parts], view)
+        return Table(names, kinds, kind, storage, storages, odd, offsets=offsets)
+
+    def _numbers(self, parts: Sequence[Tabulated]) -> list[Sequence[int]]:
+        """The numbers of each part's storages among those of all parts. One memory has one number, in whichever part it is."""
+        places, known, found, before = (
+            self._resident.places(),
+            dict[tuple[int, int], int](),
+            list[Sequence[int]](),
+            0,
+        )
+        for part in parts:
+            lengths = part.storages.nbytes.tolist()
+            if isinstance(part.storages, FileStorages):
+                keys = [
+                    place.key if place.home is self._resident.store else ""
+                    for place in part.storages.files
+                ]
+                own = [places.get(keys[file], (0, 0)) for file in part.storages.file.tolist()]
+            else:
+                own = [*zip(part.addresses(), lengths, strict=True)]
+            here = range(before, before + len(lengths))
+            found.append(
+                [
+                    known[place] if place in known else number  # noqa: SIM401  # a call each
+                    for place, number in zip(own, here, strict=True)
+                ]
+            )
+            known |= {
+                place: number
+                for place, number in zip(own, found[-1], strict=True)
+                if place[0] and place[1]
+            }
+            before += len(lengths)
+        return found
+
+
+def _leaf(arrays: Arrays, resident: Resident) -> Leaf:
+    foreign: Leaf | None = None
+    if "torch" in sys.modules:
+        # Only where the caller has torch can there be a torch tensor.
+        from holdfast.torch.tensors.to_lazy import torch_leaf
+
+        foreign = torch_leaf(resident)
+
+    def convert(value: object, path: Path) -> object:
+        if isinstance(value, np.ndarray):
+            return resident.array(value) if arrays == "tensors" else value
+        if foreign is not None:
+            value = foreign(value, path)
+        if isinstance(value, LazyTensor | Composite | np.generic):
+            return value
+        if hasattr(value, "__array__") and not isinstance(value, type | np.ndarray):
+            return resident.array(_read(value))
+        return value
+
+    return convert
+
+
+def _read(value: object) -> np.ndarray:
+    """The array of an object; of JAX, a key for random numbers or an array with parts on other machines gives none."""
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Unsupported(f"{shown(value)} gives no array: {error}") from error
+
+
+NO_STATEFUL = (str, bytes, int, float, complex, type(None), type)
+
+USUAL_TYPES = CONTAINERS | {defaultdict, Counter}
+
+
+class Stateful(Protocol):
+    """An object whose state is saved and loaded."""
+
+    def state_dict(self) -> object: ...
+
+    def load_state_dict(self, state_dict: object, /) -> object: ...
+
+
+def state_and_path(
+    state: object, path: object
+) -> tuple[Stateful | Mapping[str, object], str | os.PathLike[str]]:
+    """The state and the path, whichever was given first (`content_and_path`)."""
+    state, path = content_and_path(state, path)
+    return cast("Stateful | Mapping[str, object]", state), cast("str | os.PathLike[str]", path)
+
+
+def is_stateful(value: object) -> bool:
+    """Whether an object has both methods. What it only pretends to have (`__getattr__`) does not count."""
+    if isinstance(value, NO_STATEFUL):
+        return False
+    return all(_has(value, name) for name in ("state_dict", "load_state_dict"))
+
+
+def plainly_named(value: Stateful) -> Stateful:
+    """The object; for a module that DDP or `torch.compile` wraps, one that names its state as the module inside does."""
+    if "torch" not in sys.modules:
+        return value
+    from holdfast.torch.modules.wrappers import plainly_named
+
+    return plainly_named(value)
+
+
+def stateful_keys(mapping: Mapping[object, object]) -> list[object]:
+    """The keys of the objects with a state, in an order that is the same on all ranks: their methods may talk to each other."""
+    return sorted((key for key, value in mapping.items() if is_stateful(value)), key=str)
+
+
+def state_dicts(state: object) -> object:
+    """The state in usual containers, with a state dict in the place of every object that has one.
+
+    What holds none stays the very same object. A mapping of another class becomes a dict, and so does a class that is made of one;
+    an `OrderedDict` and a `defaultdict` stay such.
+    """
+    taking = Taking()
+    if not taking.may_have(state):
+        return state
+    return rebuild(
+        state, lambda value, _: value, inside=taking.inside, make=taking.made, depth=MOST_CALLS
+    )
+
+
+def _has(value: object, name: str) -> bool:
+    # First of its class, which nearly always has it. What does not even pretend to have it is done at once: arrays are many.
+    if hasattr(type(value), name) and callable(inspect.getattr_static(type(value), name, None)):
+        return True
+    return name in getattr(value, "__dict__", ()) and callable(getattr(value, name))
+
+
+class Taking:
+    """Replaces objects by their state dicts, on one walk through a state."""
+
+    def __init__(self) -> None:
+        self._leaves = _plain_types(torch="torch" in sys.modules)
+        self._stateful: set[int] = set()
+        self._keys: dict[int, list[object]] = {}
+        """The keys of mappings with such objects, in the order in which these were replaced."""
+
+    def may_have(self, state: object) -> bool:
+        """Whether there is anything but usual containers and leaves that keep no state. No function is called for a container."""
+        level: Collection[object] = [state]
+        seen: set[int] = set()
+        while not (types := {*map(type, level)}) <= self._leaves:
+            if not self._leaves.issuperset(types - CONTAINERS):
+                return True
+            containers: list[Any] = [value for value in level if type(value) in CONTAINERS]
+            inner = dict(zip(map(id, containers), containers, strict=True))
+            inside = [inner[one] for one in inner.keys() - seen]
+            dicts, others = (
+                [one for one in inside if type(one) in DICTS],
+                [one for one in inside if type(one) not in DICTS],
+            )
+            level = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(others)]
+            seen.update(inner)
+        return False
+
+    def inside(self, value: object) -> Iterable[tuple[object, object]] | None:
+        if isinstance(value, NO_STATEFUL) or type(value) in self._leaves:
+            return None
+        if is_stateful(value):
+            self._stateful.add(id(value))
+            # Called when it is entered: what contains itself is not called again.
+            return ((None, plainly_named(cast(Stateful, one)).state_dict()) for one in (value,))
+        if type(value) in USUAL_TYPES and self._leaves.issuperset(map(type, values_of(value))):
+            return None
+        if isinstance(value, Mapping) and (first := stateful_keys(value)):
+            self._keys[id(value)] = keys = [*dict.fromkeys(chain(first, value))]
+            return ((key, value[key]) for key in keys)
+        return (
+            mapped_children(value)
+            if isinstance(value, Mapping) or type(value) in (list, tuple)
+            else None
+        )
+
+    def made(self, value: Any, children: list[object], _: Way) -> object:  # noqa: ANN401  # what `inside` entered
+        if id(value) in self._stateful:
+            return children[0]
+        keys = self._keys.pop(id(value), None)
+        if keys is not None:
+            by_key = dict(zip(keys, children, strict=True))
+            children = [by_key[key] for key in value]
+        if type(value) in USUAL_TYPES or isinstance(value, defaultdict | Counter):
+            return rebuilt(value, children)
+        inner = dict(zip(value, children, strict=True))
+        if not isinstance(value, OrderedDict):
+            return inner
+        ordered = OrderedDict(inner)
+        # torch keeps the versions of a state_dict() here.
+        vars(ordered).update(vars(value))
+        return ordered

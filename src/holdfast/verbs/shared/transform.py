@@ -1,0 +1,759 @@
+"""Keep, drop, rename, dequantize and cast: what `convert` and `edit` do to a state before it is saved. Nothing is read.
+
+Patterns are globs on dotted names (`core/patterns.py`). They apply to every leaf of the tree, tensors and plain values alike, so
+that `keep=["model.*"]` leaves the model and nothing of the optimizer. A rename is a pair of globs with as many stars on both sides
+(`model.*` → `*`): each star of the new name stands for what the star of the old one matched.
+
+What shares a storage still does after a cast. Where all tensors over one storage are of one dtype, the storage is cast as a row of
+elements, and each tensor becomes the same view of the new one: tied weights stay tied, slices stay slices, also of views that a
+file only records (`Traits.alias`). Where a storage has several dtypes, or is to have them, each tensor is cast by itself.
+
+Several dtypes go by patterns, too (`norm*` → float32, all else → bfloat16): the first that matches the name which a tensor had in
+the source decides. Names of one and the same tensor must agree.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import is_
+from typing import cast as typed
+
+import numpy as np
+
+from holdfast.core.arguments import AnyDType
+from holdfast.core.arrays import Ints
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage, c_strides
+from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.dtype import DTYPES, SHORT, DType
+from holdfast.core.leaves import Leaf
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Global, Opaque
+from holdfast.core.order import natural
+from holdfast.core.patterns import matcher, meant, rename_problems, renamed, unmatched
+from holdfast.core.protocols import State
+from holdfast.core.sharing import View, identity, tied
+from holdfast.core.table import ODD, Kind, Table, is_inside
+from holdfast.core.tensor import AliasView, Composite, LazyTensor
+from holdfast.core.tree import (
+    MOST_LEAVES,
+    Way,
+    dotted,
+    entered,
+    leaf_children,
+    leaf_names,
+    leaf_paths,
+    name_at,
+    nested,
+    path_to,
+    rebuild,
+    rebuilt,
+    refilled,
+    step,
+    values_of,
+    walk,
+)
+from holdfast.core.value import Value, replace
+from holdfast.engine.computed import ComputedStorages, Dequantized, Elementwise, dequantize
+from holdfast.engine.targets.parts import Findings
+from holdfast.errors import CannotHold, Unsupported
+from holdfast.numeric.cast import OUTCOMES, cast, count_losses_each, largest
+from holdfast.verbs.brief import root_global
+from holdfast.verbs.shared.rows import flat_state, with_odd, with_table, with_tree
+
+SHOWN, SHOWN_CHARACTERS = 3, 80
+"""Tensors that a note names, and characters of a name."""
+
+
+class Losses:
+    """Counts elements that casts could not keep, while they are computed.
+
+    Each element counts once, however often it is read. Elements between those of a view that is read with its gaps count as well.
+    """
+
+    def __init__(self) -> None:
+        self.elements = 0
+        self.counts: dict[str, dict[str, int]] = {outcome: {} for outcome in OUTCOMES}
+        """Lost elements by outcome and tensor."""
+        self._lock = threading.Lock()
+
+    def add(self, names: Sequence[str], elements: int, lost: Mapping[str, Ints]) -> None:
+        """Count elements of these tensors; `lost` has by outcome how many of each."""
+        with self._lock:
+            self.elements += elements
+            for outcome, counts in lost.items():
+                own = self.counts[outcome]
+                for at in np.flatnonzero(counts).tolist():
+                    own[names[at]] = own.get(names[at], 0) + int(counts[at])
+
+    def notes(self, dtype: DType) -> tuple[str, ...]:
+        return tuple(self._note(outcome, own, dtype) for outcome, own in self.counts.items() if own)
+
+    def _note(self, outcome: str, own: Mapping[str, int], dtype: DType) -> str:
+        most = f"±{largest(dtype):g}"
+        how = {
+            "saturated": f"beyond {most} became that",
+            "infinite": f"beyond {most} became infinite",
+            "nan": f"beyond {most} became NaN, for there is no infinity",
+            "zero": "too small became zero",
+            "smallest": "of zero, or too small, became 2^-127, the smallest number",
+            "unsigned": "below zero lost their sign",
+        }[outcome]
+        worst = sorted(own, key=lambda name: (-own[name], natural(name)))
+        names = ", ".join(f"{name!r} ({own[name]:,})" for name in worst[:SHOWN])
+        more = f" and {len(worst) - SHOWN:,} more tensors" if len(worst) > SHOWN else ""
+        return f"cast to {dtype}: {sum(own.values()):,} of {self.elements:,} values {how}: {names}{more}"
+
+
+LOST = message_kind("list of what casts lost", dict[str, tuple[int, dict[str, dict[str, int]]]])
+
+
+class LossFindings(Findings):
+    """What casts lost on all ranks, by dtype."""
+
+    def __init__(self, losses: dict[DType, Losses]) -> None:
+        self._losses = losses
+
+    def take(self) -> bytes:
+        return write_document(
+            LOST, {dtype.name: (one.elements, one.counts) for dtype, one in self._losses.items()}
+        )
+
+    def put(self, found: Sequence[bytes]) -> None:
+        every = [read_document(LOST, one) for one in found]
+        for dtype, own in self._losses.items():
+            parts = [part[dtype.name] for part in every if dtype.name in part]
+            own.elements = sum(elements for elements, _ in parts)
+            for outcome in own.counts:
+                total: Counter[str] = Counter()
+                for _, lost in parts:
+                    total.update(lost.get(outcome, {}))
+                own.counts[outcome] = dict(total)
+
+
+Casts = tuple[tuple[str, DType | None], ...]
+"""Patterns of names and the dtype that floating-point tensors of these names are cast to, None to leave them; the first decides."""
+
+
+class Edits(Value, frozen=True):
+    keep: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+    casts: Casts = ()
+    """The dtypes of floating-point tensors; integers, booleans and quantised ones stay as they are."""
+    tensors_only: bool = False
+    """Keep the tensors under their dotted names in a flat mapping and leave everything else out."""
+    dequantize: bool = False
+    """Whether quantised blocks become the numbers that they stand for; casts come after that."""
+
+    @property
+    def renames(self) -> bool:
+        return bool(self.keep or self.drop or self.rename)
+
+    def __bool__(self) -> bool:
+        return self != NO_EDITS
+
+
+NO_EDITS = Edits()
+
+
+def dtype_named(name: AnyDType) -> DType:
+    """A floating-point dtype, by its name or a usual abbreviation."""
+    found = DTYPES.said(name) if isinstance(name, str) else DTYPES.given(name)
+    if found is None or found.kind != "float" or found.packed:
+        known = [row.name for row in DTYPES.rows if row.kind == "float" and not row.packed]
+        near = difflib.get_close_matches(str(name), [*known, *SHORT], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        raise Unsupported(f"cannot cast to {str(name)!r}; {hint}", found=name)
+    return found
+
+
+KEEP, ALL = "keep", "*"
+"""The word for the dtype of the source, and the pattern of a dtype that is given without one."""
+
+
+def casts_of(dtype: AnyDType | Mapping[str, AnyDType] | None) -> Casts:
+    """The casts that a caller wants: of all tensors, or by patterns; "keep" leaves the dtype.
+
+    >>> [(pattern, str(to)) for pattern, to in casts_of({"norm*": "f32", "*": "bf16"})]
+    [('norm*', 'float32'), ('*', 'bfloat16')]
+    """
+    if dtype is None or dtype == "":
+        return ()
+    wanted = dtype if isinstance(dtype, Mapping) else {ALL: dtype}
+    return tuple(
+        (pattern, None if name == KEEP else dtype_named(name)) for pattern, name in wanted.items()
+    )
+
+
+def transform(
+    state: State,
+    edits: Edits,
+    limits: Limits | None = None,
+    *,
+    losses: dict[DType, Losses] | None = None,
+) -> State:
+    """The state with the edits applied. Raises `CannotHold` with every problem when they do not fit it.
+
+    What casts lose is added to `losses`, by dtype, while the tensors are read.
+    """
+    if not edits:
+        return state
+    if edits.dequantize:
+        state = _dequantized(state)
+    unfit: list[str] = []
+    made = state
+    if edits.casts:
+        table = _cast_rows(state, edits, unfit, {} if losses is None else losses)
+        made = state if unfit else with_table(state, table)
+    if edits.tensors_only:
+        made = flat_state(made.tensors, made.metadata)
+    problems: list[str] = []
+    tree = _reshape(made.tree, edits, problems) if edits.renames else made.tree
+    if problems or unfit:
+        raise CannotHold("these edits do not fit the checkpoint", [*problems, *unfit])
+    if tree is not made.tree:
+        made = with_tree(made, tree, limits)
+    if edits.dequantize:
+        _refuse_blocks(made.tensors)
+    return made
+
+
+def left_out(tree: object, edits: Edits) -> list[str]:
+    """Sentences about what `tensors_only` leaves out of a tree: values, objects, what tensors in parts are together.
+
+    `keep` and `drop` leave things out by their names, so these are not repeated.
+    """
+    if not edits.tensors_only:
+        return []
+    kept, dropped = _matcher(edits.keep), _matcher(edits.drop)
+    values: list[str] = []
+    objects: list[str] = []
+    parts: list[str] = []
+    for path, value in leaf_paths(tree, once=True):
+        name = dotted(path)
+        # Of an object its tensors are named, and not itself.
+        below = name if not isinstance(value, Opaque) else f"{name}."
+        if (
+            isinstance(value, LazyTensor | Leaf)
+            or not path
+            or (edits.keep and not kept(name) and not kept(below))
+            or dropped(name)
+        ):
+            continue
+        if isinstance(value, Composite):
+            parts.append(f"{name[:SHOWN_CHARACTERS]!r} ({value.kind})")
+        elif isinstance(value, Opaque | Global):
+            what = value if isinstance(value, Global) else root_global(value)
+            objects.append(f"{name[:SHOWN_CHARACTERS]!r} ({str(what)[:SHOWN_CHARACTERS]})")
+        else:
+            values.append(repr(name[:SHOWN_CHARACTERS]))
+    versions = any(
+        isinstance(value, OrderedDict) and vars(value) for _, value in walk(tree, nested)
+    )
+    notes = [f"only tensors are kept; left out: {_counted(values, 'value')}"] if values else []
+    notes += (
+        [f"only tensors are kept; left out: {_counted(objects, 'foreign object')}"]
+        if objects
+        else []
+    )
+    notes += [f"only tensors are kept; taken apart: {_counted(parts, 'tensor')}"] if parts else []
+    notes += (
+        ["only tensors are kept; left out: what state dicts record of their modules (_metadata)"]
+        if versions
+        else []
+    )
+    return notes
+
+
+def _counted(names: Sequence[str], what: str) -> str:
+    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    return f"{len(names):,} {what}{'s' if len(names) > 1 else ''}: {', '.join(names[:SHOWN])}{more}"
+
+
+def _dequantized(state: State) -> State:
+    """The state with the numbers that quantised blocks stand for. Blocks that cannot be decoded stay: they may be dropped yet."""
+    decoded, table = Dequantized(), state.tensors
+    found = {row: decoded.numbers(table.view(row)) for row in _in_blocks(table)}
+    return with_table(state, with_odd(table, found))
+
+
+def _in_blocks(table: Table) -> list[int]:
+    kinds = {number for number, kind in enumerate(table.kinds) if kind.traits.blocks is not None}
+    return [row for row, kind in enumerate(table.kind) if kind in kinds] if kinds else []
+
+
+def _refuse_blocks(table: Table) -> None:
+    """Raise `CannotHold` for blocks that cannot be decoded."""
+    problems = []
+    for row in _in_blocks(table):
+        try:
+            dequantize(table.view(row))
+        except Unsupported as error:
+            problems.append(f"{table.names[row]}: {error.message}")
+    if problems:
+        raise CannotHold(
+            "not all of this checkpoint can be dequantized; drop what cannot, or leave it as it is",
+            problems,
+        )
+
+
+def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    meant = [matcher(pattern) for pattern in patterns]
+    return lambda name: any(means(name) for means in meant)
+
+
+def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
+    """Drop and rename leaves. Containers that end up empty because of it go as well; those without a change stay themselves."""
+    problems += rename_problems(edits.rename)
+    if problems:
+        return tree
+    names = leaf_names(tree)
+    for pattern in unmatched((*edits.keep, *edits.drop, *(old for old, _ in edits.rename)), names):
+        near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
+        problems.append(
+            f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else "")
+        )
+    new = _new_names(names, edits)
+    _check_names(names, new, problems)
+    if names == new or problems:
+        return tree
+    if not isinstance(tree, dict):
+        problems.append(
+            f"the top of this checkpoint is a {type(tree).__name__}; only a dict can be edited"
+        )
+        return tree
+    rebuilding = Rebuilding(names, new, problems)
+    made = rebuilding.rebuild(tree)
+    top: dict[object, object] = made if isinstance(made, dict) else {}
+    for name, value in rebuilding.hoisted.items():
+        if name in top:
+            problems.append(f"renaming gives two things the name {name!r}")
+        top[name] = value
+    return top
+
+
+def _new_names(names: Sequence[str], edits: Edits) -> list[str | None]:
+    new: list[str | None] = [*renamed(edits.rename, names)] if edits.rename else [*names]
+    if edits.keep:
+        new = [
+            name if kept else None for name, kept in zip(new, meant(edits.keep, names), strict=True)
+        ]
+    if edits.drop:
+        new = [
+            None if dropped else name
+            for name, dropped in zip(new, meant(edits.drop, names), strict=True)
+        ]
+    return new
+
+
+def _check_names(names: Sequence[str], new: Sequence[str | None], problems: list[str]) -> None:
+    """Add a problem where two things would have one name that they had not before, or a name would be empty."""
+    given = dict.fromkeys(
+        now for name, now in zip(names, new, strict=True) if now != name and now is not None
+    )
+    taken = Counter(new) if len({*new}) < len(new) else {}
+    problems += [
+        f"renaming gives {taken[name]:,} things the name {name!r}"
+        for name in given
+        if taken and taken[name] > 1
+    ]
+    if "" in given:
+        problems.append("renaming leaves nothing of a name")
+
+
+GONE = object()
+
+
+def _inside(value: object) -> Iterable[tuple[object, object]] | None:
+    """The content of a container; none where there are nothing but leaves: they are taken as a whole."""
+    inside = leaf_children(value)
+    return None if inside is None else inside if True in entered(values_of(value)) else ()
+
+
+class Rebuilding:
+    """Makes a tree again with some of its leaves elsewhere or nowhere; `names` are theirs in the order of `leaf_names`."""
+
+    def __init__(
+        self, names: Sequence[str], new: Sequence[str | None], problems: list[str]
+    ) -> None:
+        self._names, self._new, self._problems = names, new, problems
+        self._at = 0
+        """Leaves that came before."""
+        self.hoisted: dict[str, object] = {}
+        """Leaves whose new names begin with another container's, for the top of the tree."""
+
+    def rebuild(self, tree: object) -> object:
+        return rebuild(
+            tree,
+            lambda value, way: self._next(1)[0],
+            inside=_inside,
+            make=self._made,
+            most=MOST_LEAVES + 1,
+        )
+
+    def _next(self, count: int) -> range:
+        self._at += count
+        return range(self._at - count, self._at)
+
+    def _made(
+        self,
+        value: dict[object, object] | list[object] | tuple[object, ...],
+        children: list[object],
+        way: Way,
+    ) -> object:
+        """A container with something in it, or `GONE`. In the places of its leaves, `children` has their numbers."""
+        made = children or self._next(len(value))
+        if isinstance(value, dict):
+            return self._dict(value, made, way)
+        inside = [
+            self._leaf(*one)
+            for one in zip(range(len(value)), value, entered(value), made, strict=True)
+        ]
+        if all(made is GONE for _, made in inside):
+            return GONE
+        what = f"an element of a {type(value).__name__}"
+        if any(made is GONE for _, made in inside):
+            self._problems.append(
+                f"{name_at(way)}: {what} cannot be taken out without moving the others"
+            )
+        elif any(name != number for number, (name, _) in enumerate(inside)):
+            self._problems.append(f"{name_at(way)}: {what} has no name that could be changed")
+        return rebuilt(value, [made for _, made in inside])
+
+    def _dict(self, value: dict[object, object], children: Sequence[object], way: Way) -> object:
+        inside = values_of(value)
+        items: dict[object, object] = {}
+        for one in zip(value, inside, entered(inside), children, strict=True):
+            name, made = self._leaf(*one)
+            if made is not GONE:
+                if name in items:
+                    self._problems.append(
+                        f"renaming gives two things the name {dotted((*path_to(way), str(name)))!r}"
+                    )
+                items[name] = made
+        same = (
+            len(items) == len(value)
+            and all(map(is_, items, value))
+            and all(map(is_, items.values(), inside))
+        )
+        return value if same else refilled(value, items) if items else GONE
+
+    def _leaf(self, key: object, value: object, below: bool, made: object) -> tuple[object, object]:
+        """The new key of a value, and what stands there now."""
+        if below:
+            return key, made
+        old, new = self._names[typed(int, made)], self._new[typed(int, made)]
+        if new == old:
+            return key, value
+        prefix = old.removesuffix(str(step(key)))
+        if new is not None and new.startswith(prefix):
+            return new[len(prefix) :], value
+        if new is not None:
+            self.hoisted[new] = value
+        return key, GONE
+
+
+def _cast_rows(
+    state: State, edits: Edits, problems: list[str], losses: dict[DType, Losses]
+) -> Table:
+    """The rows of a state, cast as the first pattern says that matches their names.
+
+    A storage whose rows are of one dtype, and are to be of one, is cast as a row of elements: all of them are views of the result.
+    Any other row is cast by itself.
+    """
+    table, casts = state.tensors, edits.casts
+    floats = [kind.dtype.kind == "float" for kind in table.kinds]
+    rows = [row for row, kind in enumerate(table.kind) if floats[kind]]
+    names = [table.names[row] for row in rows]
+    chosen: list[int | None] = [0 if casts[0][0] == ALL else None] * len(rows)
+    for number in range(len(casts)) if casts[0][0] != ALL else ():
+        found = meant([casts[number][0]], names)
+        chosen = [
+            number if known is None and own else known
+            for known, own in zip(chosen, found, strict=True)
+        ]
+    _check_casts(casts, names, {*chosen}, problems)
+    if len({*chosen}) > 1:
+        wanted = {
+            row: None if number is None else casts[number][1]
+            for row, number in zip(rows, chosen, strict=True)
+        }
+        for row, first in tied(table).items():
+            # Names of one tensor must agree in what it is to be.
+            if row in wanted and wanted[row] is not wanted[first]:
+                both = [
+                    "is to stay as it is" if one is None else f"is to be {one}"
+                    for one in (wanted[first], wanted[row])
+                ]
+                how = f"under one name it {', the other '.join(both)}"
+                problems.append(
+                    f"{table.names[first]} and {table.names[row]} are one tensor, and {how}"
+                )
+    # Quantised tensors stay as they are: their parts mean nothing in another dtype.
+    whole = (
+        []
+        if edits.tensors_only
+        else [one for one in state.leaves.composites() if one.kind == "quantized"]
+    )
+    parts = {id(part) for one in whole for part in one.parts.values()}
+    stay = (
+        {row for row, leaf in enumerate(state.leaves.values) if id(leaf) in parts}
+        if parts
+        else set()
+    )
+    new = {
+        row: number
+        for row, number in zip(rows, chosen, strict=True)
+        if number is not None and row not in stay
+    }
+    return Casting(table, [dtype for _, dtype in casts], new, losses).table()
+
+
+class Casting:
+    """Casts rows of a table; `chosen` has for each of them the position of its new dtype in `dtypes`, where None keeps its own.
+
+    All that is cast lies in computed storages afterwards (engine/computed). A storage whose rows are cast alike is cast as a row of
+    elements, and its rows are the same views of the result. Any other row has a storage of its own.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        dtypes: Sequence[DType | None],
+        chosen: Mapping[int, int],
+        losses: dict[DType, Losses],
+    ) -> None:
+        self._table, self._losses, self._chosen = table, losses, chosen
+        kind = table.kind
+        pairs = sorted({(number, kind[row]) for row, number in chosen.items()})
+        self._pairs = {
+            (one, number): to
+            for number, one in pairs
+            if (to := dtypes[number]) and to is not table.kinds[one].dtype
+        }
+        """Pairs of a kind and a position, with the dtype that rows of this kind are cast to."""
+        for dtype in self._pairs.values():
+            losses.setdefault(dtype, Losses())
+        self._ways: dict[tuple[DType, DType], int] = {}
+        """Numbers of the casts from one dtype to another."""
+        self._kinds, self._kind, self._storage = [*table.kinds], [*table.kind], [*table.storage]
+        self._offsets, self._odd = dict(table.offsets), dict(table.odd)
+        self._tensors: list[LazyTensor] = []
+        """Tensors that are cast and are no storage of the table: their elements, in C order."""
+        self._of_tensors: list[int] = []
+        """The number of the cast of each."""
+
+    def table(self) -> Table:
+        """All rows, those that were chosen among them cast."""
+        table, pairs, chosen, kind = self._table, self._pairs, self._chosen, self._kind
+        if not pairs:
+            return table
+        nbytes, numbers = table.storages.nbytes, np.array(table.storage, np.int64)
+        cast = {
+            (one, number): self._cast_kind(self._kinds[one], dtype)
+            for (one, number), dtype in pairs.items()
+        }
+        way, wanted = np.full(len(table), -1), np.zeros(len(table), np.bool_)
+        for row, number in chosen.items():
+            found = kind[row], number
+            if found in cast:
+                # An element that lies across others cannot be cast with them.
+                fits = (
+                    row not in self._offsets
+                    or not self._offsets[row] % self._kinds[kind[row]].dtype.bits
+                )
+                way[row], wanted[row] = cast[found][1] if fits else -1, True
+        # The rows of a storage are cast together where all of them are cast in one way.
+        held = np.flatnonzero(numbers != ODD)
+        by, mixed = np.full(len(nbytes), -1), np.zeros(len(nbytes), np.bool_)
+        by[numbers[held]] = way[held]
+        mixed[numbers[held[(by[numbers[held]] != way[held]) | (wanted & (way < 0))[held]]]] = True
+        by[mixed] = -1
+        apart = numbers == ODD
+        apart[held] = mixed[numbers[held]]
+        names: dict[int, str] = {}
+        for row in np.flatnonzero(wanted & ~apart).tolist():
+            old, kind[row] = self._kinds[kind[row]], cast[kind[row], chosen[row]][0]
+            names.setdefault(self._storage[row], table.names[row])
+            if row in self._offsets:
+                self._offsets[row] = (
+                    self._offsets[row] // old.dtype.bits * self._kinds[kind[row]].dtype.bits
+                )
+        self._cast_apart(np.flatnonzero(apart).tolist())
+        ways = [self._way(*pair) for pair in self._ways]
+        each = np.concatenate([by, np.array(self._of_tensors, np.int64)])
+        storages = ComputedStorages(table.storages, names, ways, each, self._tensors)
+        made = Table(
+            table.names,
+            self._kinds,
+            kind,
+            self._storage,
+            storages,
+            self._odd,
+            offsets=self._offsets,
+        )
+        return made.compact_kinds()
+
+    def _cast_kind(self, kind: Kind, dtype: DType) -> tuple[int, int]:
+        """The kind that rows of a kind become where their storages are cast as rows of elements, and the way.
+
+        -1 in its place where the bytes are no such row.
+        """
+        bits, traits = kind.dtype.bits, kind.traits
+        odd = (
+            kind.dtype.packed
+            or traits.alias is not None
+            or traits.meta
+            or kind.byteorder != "little"
+        )
+        if odd or kind.storage_nbytes * 8 % bits or any(stride % bits for stride in kind.strides):
+            return -1, -1
+        strides, nbytes = (
+            _scaled(kind.strides, kind.dtype, dtype),
+            kind.storage_nbytes * 8 // bits * dtype.bits // 8,
+        )
+        made = Kind.strided(
+            dtype, kind.shape, strides, storage_nbytes=nbytes, traits=traits, inside=kind.inside
+        )
+        self._kinds.append(replace(made, location=kind.location))
+        return len(self._kinds) - 1, self._ways.setdefault((kind.dtype, dtype), len(self._ways))
+
+    def _way(self, origin: DType, dtype: DType) -> Elementwise:
+        losses = self._losses[dtype]
+
+        def observe(
+            names: Sequence[str], starts: Ints, elements: np.ndarray, made: np.ndarray
+        ) -> None:
+            losses.add(names, elements.size, count_losses_each(elements, made, dtype, starts))
+
+        return Elementwise(origin, dtype, lambda elements: cast(elements, dtype), observe)
+
+    def _cast_apart(self, rows: Sequence[int]) -> None:
+        """Cast rows that are odd, or share a storage with rows that are not cast alike."""
+        table, kind, chosen = self._table, self._table.kind, self._chosen
+        new = {
+            row: self._pairs[pair]
+            for row in rows
+            if row in chosen and (pair := (kind[row], chosen[row])) in self._pairs
+        }
+        tensors = {row: table.view(row) for row in rows} if new else {}
+        alike: dict[Storage, set[tuple[DType, DType | None]]] = {}
+        for row, tensor in tensors.items():
+            for storage in (*tensor.storages, *tensor.shared_storages):
+                alike.setdefault(storage, set()).add((tensor.dtype, new.get(row)))
+        numbers: dict[tuple[Storage | View, DType], int] = {}
+        kinds: dict[tuple[object, ...], int] = {}
+        for row, dtype in new.items():
+            tensor = tensors[row]
+            traits = tensor.traits
+            if traits.alias is not None:
+                uniform = all(len(alike[storage]) == 1 for storage in tensor.shared_storages)
+                traits = replace(
+                    traits,
+                    alias=_cast_alias(traits.alias, tensor.dtype, dtype) if uniform else None,
+                )
+            if traits.meta:
+                self._odd[row], self._kind[row] = (
+                    replace(tensor, dtype=dtype, traits=traits),
+                    len(self._kinds),
+                )
+                self._kinds.append(Kind.of(self._odd[row]))
+                continue
+            key, original, (offset, *strides) = _origin(tensor, alike)
+            if original is tensor:
+                # The flags for conjugated and negated elements are resolved by reading it.
+                traits = replace(traits, conj=False, neg=False)
+            if (key, dtype) not in numbers:
+                numbers[key, dtype] = len(table.storages.nbytes) + len(self._tensors)
+                self._tensors.append(original)
+                self._of_tensors.append(
+                    self._ways.setdefault((tensor.dtype, dtype), len(self._ways))
+                )
+            offset, nbytes = offset * dtype.bits, dtype.nbytes(original.size)
+            inside = is_inside(offset, dtype.nbytes(tensor.size), nbytes)
+            like = (
+                id(dtype),
+                tensor.shape,
+                *strides,
+                nbytes,
+                inside,
+                id(tensor.traits),
+                traits.alias,
+                traits.neg,
+            )
+            if like not in kinds:
+                kinds[like], steps = (
+                    len(self._kinds),
+                    tuple([stride * dtype.bits for stride in strides]),
+                )
+                self._kinds.append(
+                    Kind.strided(
+                        dtype,
+                        tensor.shape,
+                        steps,
+                        storage_nbytes=nbytes,
+                        traits=traits,
+                        inside=inside,
+                    )
+                )
+            self._kind[row], self._storage[row] = kinds[like], numbers[key, dtype]
+            self._odd.pop(row, None)
+            self._offsets.pop(row, None)
+            if offset:
+                self._offsets[row] = offset
+
+
+def _origin(
+    tensor: LazyTensor, alike: Mapping[Storage, Collection[object]]
+) -> tuple[Storage | View, LazyTensor, tuple[int, ...]]:
+    """The origin of a cast tensor: its storage as a row of elements, where all rows over that are cast alike; else the tensor.
+
+    First comes a key of the origin, and last where the tensor lies in it: offset and strides, in elements.
+    """
+    dtype, chunks = tensor.dtype, tensor.chunks
+    if len(chunks) == 1 and chunks[0].shape == tensor.shape:
+        storage, places = chunks[0].storage, (chunks[0].offset, *chunks[0].strides)
+        if (
+            storage.nbytes
+            and len(alike[storage]) == 1
+            and not any(place % dtype.bits for place in places)
+        ):
+            count = storage.nbytes * 8 // dtype.bits
+            every = Chunk(Box((0,), (count,)), storage, 0, (dtype.bits,))
+            elements = LazyTensor(tensor.name, dtype, (count,), (every,), tensor.source)
+            return storage, elements, tuple([place // dtype.bits for place in places])
+    return identity(tensor), tensor, (0, *c_strides(tensor.shape, 1))
+
+
+def _cast_alias(view: AliasView, old: DType, new: DType) -> AliasView | None:
+    """The alias of a tensor after a cast of its whole storage; None where it was no view of a row of elements."""
+    if any(place % old.bits for place in (view.offset, *view.strides)):
+        return None
+    nbytes, offset, *strides = _scaled((view.nbytes * 8, view.offset, *view.strides), old, new)
+    return AliasView(view.group, nbytes // 8, offset, tuple(strides))
+
+
+def _scaled(places: tuple[int, ...], old: DType, new: DType) -> tuple[int, ...]:
+    """Places counted in bits, scaled for elements of another width."""
+    return tuple([place // old.bits * new.bits for place in places])
+
+
+def _check_casts(
+    casts: Casts, names: Sequence[str], deciding: set[int | None], problems: list[str]
+) -> None:
+    """Add a problem for each pattern that casts nothing, unless there is nothing to cast at all."""
+    for number, (pattern, _) in enumerate(casts):
+        if pattern == ALL and number == len(casts) - 1:
+            continue
+        if unmatched([pattern], names):
+            near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
+            hint = f"; near: {', '.join(near)}" if near else ""
+            problems.append(f"the dtype of {pattern!r}: it matches no floating-point tensor{hint}")
+        elif number not in deciding:
+            problems.append(
+                f"the dtype of {pattern!r} decides nothing: patterns before it match all of its names"
+            )

@@ -1,0 +1,441 @@
+"""The threshold of pruning against sorting, what is lost against plain sums, and pruned tensors read at odd places."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.engine.arrays import Resident
+from holdfast.errors import NotCommitted
+from holdfast.extras.pruning import masked as prune_loss
+from holdfast.extras.pruning import masks as prune_masks
+from holdfast.extras.pruning import select as prune_select
+from holdfast.extras.pruning.masked import (
+    Loss,
+    Masked,
+    Tally,
+    loss_of,
+    loss_of_counts,
+    prune_values,
+)
+from holdfast.extras.pruning.masks import (
+    BlockMask,
+    GroupMask,
+    RandomMask,
+    ThresholdMask,
+    block_masks,
+    group_keep,
+)
+from holdfast.extras.pruning.select import BlockScores, KeySearch, Magnitudes, select
+from holdfast.numeric import threshold as prune_keys
+from holdfast.numeric import threshold as prune_order
+from holdfast.numeric.threshold import RandomOrder, mean_squares, random_keys
+from tests.sampling import examples
+
+NARROW = {15: "float16", 31: "float32", 63: "float64"}
+"""By the bits of their keys: floats whose magnitudes have them."""
+
+
+def given_keys(keys: list[int], width: int) -> Magnitudes:
+    """A tensor in memory that has these keys, some of its numbers negative."""
+    floats, bits = prune_keys.ORDERS[NARROW[width]]
+    signs = np.arange(len(keys), dtype=bits) % bits.type(2) << bits.type(width)
+    return Magnitudes(Resident().array((np.array(keys, bits) | signs).view(floats)), NARROW[width])
+
+
+def oracle(sources: list[list[int]], count: int) -> list[np.ndarray]:
+    """What stays, by sorting: the lowest keys go, of equals the first of the first source."""
+    every = np.concatenate([np.array(source, np.uint64) for source in sources])
+    kept = np.ones(len(every), bool)
+    kept[np.argsort(every, kind="stable")[:count]] = False
+    return np.split(kept, np.cumsum([len(source) for source in sources])[:-1])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
+    width = draw(st.sampled_from(sorted(NARROW)))
+    # Few distinct keys, in few buckets of a histogram: ties in every place.
+    most = prune_order.INFINITY_BITS[NARROW[width]]
+    some = draw(st.lists(st.integers(0, most), min_size=1, max_size=6))
+    near = [min(key + 1, most) for key in some]
+    keys = st.lists(st.sampled_from(some + near), min_size=0, max_size=60)
+    found = draw(st.lists(keys, min_size=1, max_size=4).filter(lambda lists: any(lists)))
+    return found, width, draw(st.integers(0, sum(map(len, found))))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(cases(), min_size=1, max_size=3),
+    st.sampled_from([1, 5, 1000]),
+    st.sampled_from([1, 3, 32]),
+    st.sampled_from([1, 3]),
+)
+def test_a_threshold_is_the_one_that_sorting_finds(every, few, parts, threads):
+    """Several searches at once, of several tensors each."""
+    counted: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prune_order, "SORTED_KEYS", few)
+        patch.setattr(prune_select, "HISTOGRAM_PARTS", parts)
+        patch.setattr(prune_select, "PIECE_ELEMENTS", 7)
+        patch.setattr(prune_select, "RUN_KEYS", 3)
+        searched = [
+            KeySearch(
+                [given_keys(keys, width) for keys in sources],
+                count,
+                lambda *found, at=at: counted.update({at: found}),
+            )
+            for at, (sources, width, count) in enumerate(every)
+        ]
+        select(searched, threads=threads)
+    for at, ((sources, width, count), cut) in enumerate(zip(every, searched, strict=True)):
+        expected = oracle(sources, count)
+        for source, before, kept in zip(sources, cut.before, expected, strict=True):
+            keys, after = np.array(source, np.uint64), np.arange(len(source)) >= before
+            np.testing.assert_array_equal(np.where(after, keys >= cut.key, keys > cut.key), kept)
+        assert (at in counted) == (width == 15 and count > 0)
+        if at in counted:
+            keys, kept = (
+                np.concatenate([np.array(source, np.int64) for source in sources]),
+                np.concatenate(expected),
+            )
+            np.testing.assert_array_equal(counted[at][0], np.bincount(keys, minlength=1 << 15))
+            np.testing.assert_array_equal(
+                counted[at][1], np.bincount(keys[~kept], minlength=1 << 15)
+            )
+
+
+@settings(deadline=None, max_examples=examples(40))
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=150),
+    st.integers(0, 150),
+    st.sampled_from([1, 4]),
+)
+def test_scores_that_are_held_and_those_that_are_not_have_one_cut(scores, gone, width):
+    array = np.array(scores, np.float32).reshape(1, -1).repeat(2, axis=0)
+    blocks = BlockScores(Resident().array(array), 2, width)
+    level = min(gone, blocks.count) / blocks.count
+    found = []
+    for held in (1 << 22, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prune_masks, "HELD_SCORES", held)
+            patch.setattr(prune_order, "SORTED_KEYS", 3)
+            patch.setattr(prune_select, "PIECE_ELEMENTS", 16 * width)
+            (mask,) = block_masks([blocks], [level])
+        found.append(mask.bits.tolist())
+    assert found[0] == found[1]
+
+
+def test_keys_that_change_are_an_error(monkeypatch):
+    monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 7)
+    array = np.zeros(70, np.float16)
+    seen: list[int] = []
+
+    def progress(nbytes: int) -> None:
+        seen.append(nbytes)
+        if sum(seen) == array.nbytes:
+            array[:] = (
+                1  # when all was counted, and before the one is looked for that is the last to go
+            )
+
+    with pytest.raises(NotCommitted, match="changed while"):
+        select([KeySearch([Magnitudes(Resident().array(array), "float16")], 35)], progress=progress)
+
+
+@pytest.mark.parametrize("apart", [prune_keys.CERTAIN_DEVIATIONS, 0.0])
+@pytest.mark.parametrize("count", [1, 77, 5_000, 9_999, 10_000])
+def test_a_random_threshold_whether_the_guess_holds_or_not(monkeypatch, count, apart):
+    monkeypatch.setattr(prune_keys, "CERTAIN_DEVIATIONS", apart)
+    keys = random_keys(0, 10_000, 3)
+    mask = RandomMask(RandomOrder(10_000, 3), count)
+    mask.prepare()
+    assert mask._threshold is not None
+    assert mask._threshold.key == int(np.sort(keys)[count - 1])
+    assert mask._threshold.cut == int(np.argsort(keys)[count - 1]) + 1
+
+
+def test_random_keys_do_not_depend_on_where_they_begin(monkeypatch):
+    monkeypatch.setattr(prune_keys, "RUN_KEYS", 64)
+    prune_keys._multiples.cache_clear()
+    every = random_keys(0, 1000, -5)
+    assert all(
+        (random_keys(a, b, -5) == every[a:b]).all()
+        for a, b in ((0, 0), (3, 4), (63, 65), (100, 1000))
+    )
+    monkeypatch.undo()
+    prune_keys._multiples.cache_clear()
+    np.testing.assert_array_equal(random_keys(0, 1000, -5), every)
+
+
+def test_squares_of_a_block_are_added_one_after_the_other():
+    values = np.random.default_rng(0).normal(size=(13, 10))
+    for height, width in ((1, 4), (4, 4), (5, 1), (13, 10), (64, 64)):
+        found = mean_squares(values, height, width)
+        for i, row in enumerate(found):
+            for j, score in enumerate(row):
+                part = (
+                    values[i * height : (i + 1) * height, j * width : (j + 1) * width]
+                    .reshape(-1)
+                    .tolist()
+                )
+                total = 0.0
+                for x in part:
+                    total += x * x
+                assert score == total / len(part)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [np.float16, ml_dtypes.bfloat16, np.float32, np.float64],
+    ids=lambda t: np.dtype(t).name,
+)
+def test_what_is_lost_is_a_plain_sum(monkeypatch, dtype):
+    monkeypatch.setattr(prune_loss, "STEP_ELEMENTS", 64)
+    values = np.random.default_rng(1).normal(size=200).round(1).astype(dtype)
+    values[[3, 70, 71]] = [np.nan, np.inf, -np.inf]
+    values[[4, 5]] = [-0.0, 0.0]
+    kept = np.random.default_rng(2).random(200) < 0.5
+    found = loss_of(values, kept)
+    wide = values.astype(np.float64)
+    finite = np.isfinite(wide)
+    assert (found.pruned, found.nonfinite) == (int((~kept).sum()), 3)
+    assert found.zeros == int(((wide == 0) | ~kept).sum())
+    assert found.squares == pytest.approx(math.fsum(wide[finite] ** 2))
+    assert found.lost == pytest.approx(math.fsum(wide[finite & ~kept] ** 2))
+    if np.dtype(dtype).itemsize == 2:
+        keys = prune_keys.magnitude_keys(values, np.dtype(dtype).name)
+        counts = np.bincount(keys, minlength=1 << 15), np.bincount(keys[~kept], minlength=1 << 15)
+        counted = loss_of_counts(*counts, np.dtype(dtype).name)
+        assert (counted.pruned, counted.zeros, counted.nonfinite) == (
+            found.pruned,
+            found.zeros,
+            found.nonfinite,
+        )
+        assert (counted.squares, counted.lost) == (
+            pytest.approx(found.squares),
+            pytest.approx(found.lost),
+        )
+
+
+def test_squares_beyond_float64_are_said_to_be_infinite():
+    assert loss_of(np.array([1e200, 1.0]), np.array([True, False])).squares == math.inf
+
+
+def test_a_tally_is_whole_when_every_element_was_told_once():
+    tally = Tally(10)
+    tally.add(4, 10, Loss(2))
+    assert tally.whole() is None
+    tally.add(0, 4, Loss(1))
+    tally.add(0, 4, Loss(1))
+    assert tally.whole() == Loss(3)
+    tally.add(3, 4, Loss(1))
+    assert tally.whole() is None
+    assert Tally(0).whole() == Loss()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["values", "bits"])
+def test_pruned_tensors_are_read_at_any_byte(tmp_path, monkeypatch, packed):
+    monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 24)
+    # Whole numbers: sums of their squares are exact in any order.
+    values = (np.random.default_rng(3).permutation(168) - 83.5).astype(np.float32).reshape(
+        6, 28
+    ) * np.float32(2)
+    holdfast.save({"w": values}, tmp_path / "a.safetensors")
+    with holdfast.open(tmp_path / "a.safetensors") as source:
+        masked, tally = Masked(), Tally(168)
+        mask = GroupMask(2, 4, "float32")
+        made = (
+            masked.bits("m", source["w"], mask, tally=tally)
+            if packed
+            else masked.tensor(source["w"], mask, tally)
+        )
+        whole = made.numpy().tobytes()
+        assert tally.whole() == loss_of(values.reshape(-1), _kept(values))
+        expected = (
+            np.packbits(_kept(values), bitorder="little")
+            if packed
+            else (values.view(np.uint32) * _kept(values).reshape(6, 28))
+        )
+        assert whole == expected.tobytes()
+        for start, stop in (
+            (0, 1),
+            (1, 3),
+            (3, 18),
+            (5, len(whole)),
+            (len(whole) - 1, len(whole)),
+            (7, 7),
+        ):
+            out = memoryview(bytearray(stop - start))
+            masked.read("0", start, out)
+            assert bytes(out) == whole[start:stop]
+
+
+def _kept(values: np.ndarray) -> np.ndarray:
+    """The two largest of every four; of equals the last."""
+    order = np.argsort(np.abs(values.reshape(-1, 4)), axis=1, kind="stable")
+    kept = np.ones(order.shape, bool)
+    np.put_along_axis(kept, order[:, :2], False, axis=1)
+    return kept.reshape(-1)
+
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
+@settings(deadline=None, max_examples=examples(80))
+@given(st.sampled_from(FLOATS), st.binary(min_size=16, max_size=640), st.data())
+def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
+    width = np.dtype(dtype).itemsize
+    values = np.frombuffer(content[: len(content) // 16 * 16], dtype).copy()
+    # Few values, so that many are equal.
+    values = (
+        np.where(np.arange(len(values)) % 3 == 0, values, values[0])
+        if data.draw(st.booleans())
+        else values
+    )
+    name, tensor, start = (
+        np.dtype(dtype).name,
+        Resident().array(values),
+        data.draw(st.integers(0, 9)),
+    )
+    kind = data.draw(st.sampled_from(["threshold", "groups", "random"]))
+    if kind == "groups":
+        m = data.draw(st.sampled_from([m for m in (2, 4, 8, 32) if len(values) % m == 0]))
+        mask, start = GroupMask(data.draw(st.integers(1, m - 1)), m, name), start * m
+    elif kind == "random":
+        keys = RandomOrder(len(values) + start, 7)
+        mask = ThresholdMask(
+            keys,
+            int(np.sort(random_keys(0, keys.count, 7))[keys.count // 2]),
+            start + len(values) // 2,
+        )
+    else:
+        order = data.draw(st.sampled_from([name, "float64"]))
+        keys = Magnitudes(tensor, order)
+        own = [*keys.of(values).tolist(), 0, keys.most]
+        mask = ThresholdMask(
+            keys,
+            data.draw(st.sampled_from(own)),
+            data.draw(st.integers(0, start + len(values) + 1)),
+        )
+    kept = mask.keep(values, start)
+    expected = np.where(kept, values.view(f"u{width}"), 0)
+    after = values.copy()
+    loss = prune_values(after, mask, start, weigh=True)
+    assert after.view(f"u{width}").tolist() == expected.tolist()
+    assert loss.pruned == int((~kept).sum())
+    assert loss == loss_of(values, kept) or not math.isfinite(loss.squares)
+    if width < 8:
+        keys = prune_keys.magnitude_keys(values, name)
+        counts = np.bincount(keys >> keys.dtype.type(8 * width - 16), minlength=1 << 15)
+        assert prune_keys.top_counts(values, name).tolist() == counts.tolist()
+
+
+@given(st.integers(2, 18), st.integers(1, 20), st.sampled_from([1, 3, 100, 30000]), st.data())
+def test_groups_keep_the_largest_and_of_equals_the_last(m, groups, different, data):
+    keys = (
+        np.random.default_rng(data.draw(st.integers(0, 99)))
+        .integers(0, different, m * groups)
+        .astype(np.uint16)
+    )
+    zeros = data.draw(st.integers(0, m))
+    kept = np.ones((groups, m), bool)
+    np.put_along_axis(
+        kept, np.argsort(keys.reshape(-1, m), axis=1, kind="stable")[:, :zeros], False, axis=1
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for cached in (prune_masks._places, prune_masks._have_one):
+            patch.setattr(prune_masks, cached.__name__, cached.__wrapped__)
+        patch.setattr(
+            prune_masks, "COMPARED_KEYS", data.draw(st.sampled_from([m, 3 * m + 1, 1000]))
+        )
+        assert group_keep(keys, zeros, m=m).tolist() == kept.reshape(-1).tolist()
+
+
+@given(
+    st.sampled_from(FLOATS),
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 3, 4, 8, 16]),
+    st.data(),
+)
+def test_blocks_go_as_a_whole_wherever_a_range_begins(dtype, rows, columns, height, width, data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    bits = rng.integers(0, 256, (-(-rows // height), -(-columns // width) // 8 + 1), dtype=np.uint8)
+    marked = np.unpackbits(bits, axis=1, bitorder="little").astype(bool)
+    kept = np.repeat(np.repeat(marked, height, axis=0), width, axis=1)[:rows, :columns].reshape(-1)
+    values = rng.normal(size=rows * columns).astype(dtype)
+    start = data.draw(st.integers(0, len(values)))
+    stop = data.draw(st.integers(start, len(values)))
+    after = values[start:stop].copy()
+    mask = BlockMask(height, width, columns, bits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prune_loss, "STEP_ELEMENTS", data.draw(st.sampled_from([16, 50, 1000])))
+        loss = prune_values(after, mask, start, weigh=True)
+    assert after.tobytes() == np.where(kept, values, values.dtype.type(0))[start:stop].tobytes()
+    assert loss.pruned == int((~kept[start:stop]).sum())
+    assert mask.keep(values[start:stop], start).tolist() == kept[start:stop].tolist()
+
+
+@pytest.mark.parametrize("sure", [31, 3])
+@settings(max_examples=examples(60))
+@given(
+    st.integers(0, 5000),
+    st.integers(1, 300),
+    st.integers(-5, 1 << 64),
+    st.integers(0, 1 << 63),
+    st.booleans(),
+)
+def test_random_keys_are_told_apart_by_their_upper_bits_first(sure, start, count, seed, key, own):
+    """With three sure bits most keys are unsure, and finished."""
+    keys = random_keys(start, start + count, seed)
+    key = int(keys[count // 2]) if own else key
+    order = RandomOrder(start + count, seed)
+    kept = np.empty(count, bool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prune_keys, "TOLD_BITS", sure)
+        order.reach(np.empty(count), start, key, out=kept)
+        assert kept.tolist() == [k >= key for k in keys.tolist()]
+        low, high = order.around(max(count // 2, 1))
+    found = order.part(start, start + count, low, high=high)
+    assert (found.below, found.keys.tolist()) == (
+        int((keys < low).sum()),
+        [k for k in keys.tolist() if low <= k < high],
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda t: np.dtype(t).name)
+def test_scores_of_narrow_floats_are_those_of_wide_ones(dtype):
+    values = np.random.default_rng(4).normal(size=(9, 22)).astype(dtype)
+    values[3, 4], values[0, 21] = 1e-7, np.inf
+    expected = mean_squares(values.astype(np.float64), 4, 4)
+    assert mean_squares(values, 4, 4).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("apart", [prune_keys.CERTAIN_DEVIATIONS, 0.0], ids=["guessed", "missed"])
+@pytest.mark.parametrize("held", [1 << 20, 4], ids=["held", "searched"])
+@pytest.mark.parametrize("gone", [0, 1, 700, 1998, 1999])
+def test_the_lowest_of_a_random_order_go_however_often_they_are_read(
+    monkeypatch, gone, held, apart
+):
+    monkeypatch.setattr(prune_keys, "CERTAIN_DEVIATIONS", apart)
+    monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 250)
+    monkeypatch.setattr(prune_masks, "HELD_NBYTES", held)
+    kept = np.ones(1999, bool)
+    kept[np.argsort(random_keys(0, 1999, 11), kind="stable")[:gone]] = False
+    mask = RandomMask(RandomOrder(1999, 11), gone, threads=2)
+    values = np.arange(1, 2000, dtype=np.float32)
+    for ends in ([0, 1, 3, 800, 1200, 1999], [0, 1999], [5, 77]):
+        for start, stop in itertools.pairwise(ends):
+            mask.prepare()
+            assert mask.keep(values[start:stop], start).tolist() == kept[start:stop].tolist()
+            after = values[start:stop].copy()
+            assert mask.prune(after, start) == int((~kept[start:stop]).sum())
+            assert after.tolist() == (values * kept)[start:stop].tolist()
+    assert mask._bits is None  # all was read
