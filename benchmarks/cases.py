@@ -10,7 +10,6 @@ from benchmarks.board import Bound, Case, Count, Race, Start
 from benchmarks.bulk import BULK
 from benchmarks.pruning import PRUNING
 from benchmarks.saving import SAVING
-from benchmarks.sparse import SPARSE
 from benchmarks.torch_io import TORCH_IO
 
 __all__ = ["CASES"]
@@ -381,7 +380,6 @@ CASES: tuple[Case, ...] = (
     ),
     *SAVING,
     *TORCH_IO,
-    *SPARSE,
     *PRUNING,
     *BULK,
 )

@@ -123,13 +123,6 @@ def _beside(outcome: Outcome) -> str:
         said.append(f"memory ≤ {_size(int(outcome.limits['peak_nbytes']))}")
     elif "megabytes_per_second" in measured:
         said.append(f"{measured['megabytes_per_second']:,} MB/s")
-    elif "stored_permille" in measured:
-        said.append(f"{measured['stored_permille'] / 10:.1f}% stored")
-        for way in ("pack", "unpack"):
-            rate, processor = (
-                measured[f"{way}_megabytes_per_{unit}"] for unit in ("second", "processor_second")
-            )
-            said.append(f"{rate:,} MB/s {way}ed ({processor:,} a processor)")
     elif "wanted_nbytes" in measured:
         said.append(
             f"{measured['reads']:,} reads, {measured['read_nbytes']:,} B for {measured['wanted_nbytes']:,} wanted"

@@ -153,8 +153,6 @@ def folder(tmp_path, monkeypatch):
             ["edit", "a.pt", "c.pt", "--in-place", "--drop", "w"],
             "a target and --in-place exclude each other",
         ),
-        (["convert", "b.safetensors", "c.pt", "--sparse", "auto"], "leave --sparse away"),
-        (["convert", "b.safetensors", "c", "--sparse", "often"], "--sparse often is none of"),
         (["convert", "b.safetensors", "c.pt", "--max-memory", "1MB"], "--max-memory is too small"),
         (["convert", "b.safetensors", "c.onnx"], "or say --format"),
         (

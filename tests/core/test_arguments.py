@@ -253,7 +253,6 @@ def test_none_stands_for_the_default_and_false_for_no_progress(checkpoint, tmp_p
         keep=None,
         rename=None,
         durable=None,
-        sparse=None,
         progress=False,
         threads=None,
     )

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.core.table import ODD, Table
+from holdfast.core.table import Table
 from holdfast.engine.computed import Computed
-from holdfast.engine.files import parts_of
 from holdfast.engine.saves import Memory
 from holdfast.errors import SaveError
 from holdfast.numeric.cast import cast
-from holdfast.numeric.pack import SparseStorage
 from holdfast.verbs.shared.state import tabulate_state
 
 
@@ -49,24 +47,6 @@ def test_stored_as_one_thing_and_is_another_also_of_a_slice(tmp_path):
 
 
 def test_a_computed_storage_says_which_ranges_it_is_computed_from(tmp_path):
-    weights = np.zeros((64, 64), "f4")
-    weights[::7, ::5] = 1
-    holdfast.save({"w": weights, "dense": np.ones(8, "f4")}, tmp_path / "x", sparse="auto")
-    with holdfast.open(tmp_path / "x") as checkpoint:
-        table = stored(checkpoint)
-        row = table.rows["w"]
-        assert table.storage[row] == ODD
-        (storage,) = table.view(row).storages
-        assert isinstance(storage, SparseStorage)
-        assert [*parts_of(table.view(row))] == [*storage.parts, storage]
-        ranges = {(part.key, part.start, part.start + part.nbytes) for part in storage.parts}
-        assert {*storage.ranges} == ranges
-        assert storage.stored_nbytes < weights.nbytes
-    # Its parts and what they stand for are both compared.
-    assert (
-        holdfast.verify(tmp_path / "x").checked_nbytes
-        == storage.stored_nbytes + weights.nbytes + 32
-    )
     np.savez_compressed(tmp_path / "y.npz", a=np.zeros(1000), b=np.arange(10))
     with holdfast.open(tmp_path / "y.npz") as checkpoint:
         assert checkpoint["a"].source.store.cost(checkpoint["a"].storages[0].key, 8000) < 8000

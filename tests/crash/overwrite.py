@@ -15,7 +15,6 @@ import numpy as np
 KINDS = (
     "native",
     "native-in-two-steps",
-    "native-sparse",
     "split-safetensors",
     "dcp",
     "torch",
@@ -25,7 +24,6 @@ KINDS = (
 FORMATS = {
     "native": "native",
     "native-in-two-steps": "native",
-    "native-sparse": "native",
     "split-safetensors": "safetensors-dir",
     "dcp": "dcp",
     "torch": "torch-zip",
@@ -42,12 +40,10 @@ def rows(which: int) -> int:
 
 
 def state(kind: str, which: int) -> dict[str, object]:
-    """One of the two states: `which` is 0 or 1, and so is every number in it; of a sparse one, every number from column 4 on."""
-    tensors: dict[str, object] = {}
-    for i in range(4):
-        tensors[f"w{i}"] = whole = np.full((rows(which), 16 + i), which, np.float32)
-        if kind == "native-sparse":
-            whole[:, :4] = 0
+    """Make one of the two states: `which` is 0 or 1, and so is every number in it."""
+    tensors: dict[str, object] = {
+        f"w{i}": np.full((rows(which), 16 + i), which, np.float32) for i in range(4)
+    }
     return tensors | {"step": which, "words": [f"text {which}"] * (1 + which)}
 
 
@@ -78,8 +74,6 @@ def save(kind: str, path: str, which: int) -> None:
         )
     elif kind == "safetensors":
         holdfast.save(made, path, keep_tree=True, overwrite=True, durable=False)
-    elif kind == "native-sparse":
-        holdfast.save(made, path, sparse="auto", overwrite=True, durable=False)
     else:
         holdfast.save(made, path, overwrite=True, durable=False)
 

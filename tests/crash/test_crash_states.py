@@ -11,7 +11,6 @@ from tests.crash.model import ROOT, Directory, File, Model, arrangements
 from tests.crash.proof import TARGET, Report, examine, examine_after_death
 from tests.crash.writers import (
     FOLDER,
-    PACKED,
     WRITERS,
     Writer,
     read_toy,
@@ -24,7 +23,7 @@ from tests.crash.writers import (
 
 pytestmark = pytest.mark.usefixtures("everything_held")
 
-each_writer = pytest.mark.parametrize("writer", [*WRITERS, FOLDER, PACKED], ids=str)
+each_writer = pytest.mark.parametrize("writer", [*WRITERS, FOLDER], ids=str)
 DIRECTORIES = pytest.mark.parametrize("writer", [w for w in WRITERS if w.directory], ids=str)
 
 

@@ -152,10 +152,8 @@ def read_toy_directory(path: Path) -> int:
 # The writers of the library, as `holdfast.save` calls them.
 
 
-def state(version: int, *, zeros: bool = False) -> dict[str, object]:
+def state(version: int) -> dict[str, object]:
     data = np.frombuffer(payload(version, 12_000), np.uint8)
-    if zeros:
-        data = np.where(np.arange(len(data)) // 4 % 3 == 1, np.uint8(0), data)
     return {
         "w": data.view(np.float32).reshape(30, 100),
         "b": data[:5_000],
@@ -171,7 +169,7 @@ def content(path: Path) -> bytes | Tree:
     )
 
 
-def plan_of(path: str, version: int, format: str, split: int | None, sparse: str) -> SavePlan:
+def plan_of(path: str, version: int, format: str, split: int | None) -> SavePlan:
     if format == "torch.save":
         return plan_object(
             {key: torch.from_numpy(np.array(value)) for key, value in state(version).items()},
@@ -180,10 +178,8 @@ def plan_of(path: str, version: int, format: str, split: int | None, sparse: str
     if format == "pt2":
         weights = {key: np.asarray(value) for key, value in state(version).items()}
         return lay_out_pt2(models_of(lazy_tree(tabulate_state({"model": weights}))))
-    options = Options(split, sparse=sparse)
-    described = tabulate_state(
-        {key: np.asarray(value) for key, value in state(version, zeros=sparse != "never").items()}
-    )
+    options = Options(split)
+    described = tabulate_state({key: np.asarray(value) for key, value in state(version).items()})
     if format == "model":
         # The config is edited, because the weights it was about had another dtype; the tokenizer is copied.
         files = {
@@ -197,9 +193,7 @@ def plan_of(path: str, version: int, format: str, split: int | None, sparse: str
     return plan_save(path, described, format_for(path, format, options), options=options)
 
 
-def writer_of(
-    name: str, format: str, *, directory: bool, split: int | None = None, sparse: str = "never"
-) -> Writer:
+def writer_of(name: str, format: str, *, directory: bool, split: int | None = None) -> Writer:
     """A writer that saves `state(version)` in a format of the library and reads it back with `open`.
 
     Reading also compares every byte of every file: a directory opens without its Hugging Face index, too, and is then not what was
@@ -214,7 +208,7 @@ def writer_of(
         durable: bool = True,
         overwrite: bool = True,
     ) -> None:
-        plan = plan_of(path, version, format, split, sparse)
+        plan = plan_of(path, version, format, split)
         write_plan(
             plan, path, Writing(overwrite=overwrite, durable=durable, threads=1), files=files
         )
@@ -222,7 +216,7 @@ def writer_of(
     def read(path: Path) -> int:
         with holdfast.open(path) as checkpoint:
             version = int(checkpoint["step"].numpy())
-            expected = state(version, zeros=sparse != "never")
+            expected = state(version)
             assert sorted(checkpoint) == sorted(expected)
             for key, value in expected.items():
                 found = checkpoint[key].numpy()
@@ -342,7 +336,5 @@ LIBRARY = [
 WRITERS = [*TOYS, *LIBRARY]
 
 FOLDER = writer_of("model-folder", "model", directory=True)
-"""What lies beside the weights of a Hugging Face folder is published with them; looked at as `PACKED` is."""
-
-PACKED = writer_of("native-sparse", "native", directory=True, sparse="auto")
-"""Written by the same calls as `native`: what a crash leaves is looked at, and the rest would show nothing new."""
+"""What lies beside the weights of a Hugging Face folder is published with them. The calls are those of `native`, so only what a
+crash leaves is looked at."""

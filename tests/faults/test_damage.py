@@ -46,12 +46,6 @@ def _several(path: Path) -> None:
     holdfast.save(state(), path, metadata=ABOUT, max_shard_size=50)
 
 
-def _packed(path: Path) -> None:
-    zeros = np.zeros((16, 16), np.float32)
-    zeros[::3, 1] = 5
-    holdfast.save({"z": zeros, "step": 3}, path, sparse="auto")
-
-
 def _cut(path: Path) -> None:
     holdfast.save(state(), path.with_name("whole"), metadata=ABOUT)
     reshard(path.with_name("whole"), path, mesh={"tp": 2}, rules=["model.w: tp=0"])
@@ -92,7 +86,6 @@ def _sharded(path: Path, format: str) -> None:
 FORMATS: dict[str, Callable[[Path], None]] = {
     "native": _native,
     "several": _several,
-    "packed": _packed,
     "cut": _cut,
     "one.safetensors": _safetensors,
     "split": _split,
@@ -419,10 +412,10 @@ def test_another_save_into_a_distributed_checkpoint_is_reported_and_opened(tmp_p
     assert holdfast.verify(_other).ok
 
 
-@pytest.mark.parametrize("name", ["native", "packed", "cut", "one.safetensors", "split"])
+@pytest.mark.parametrize("name", ["native", "cut", "one.safetensors", "split"])
 def test_checkpoints_of_the_first_versions_open_as_they_did(golden_dir, name):
     path = golden_dir / "earlier" / name
-    wanted = earlier.state(packed=name == "packed")
+    wanted = earlier.state()
     with holdfast.open(path) as ckpt:
         assert ckpt.notes == ()
         assert ckpt.metadata["author"] == "me"

@@ -128,10 +128,6 @@ def test_messages_tell_of_it(toy: None, tmp_path: Path):
 def test_what_its_layout_cannot_hold_is_refused(toy: None, tmp_path: Path):
     with pytest.raises(CannotHold, match="nested"):
         holdfast.save({"a": {"b": np.ones(2)}}, tmp_path / "x.toy")
-    with pytest.raises(
-        Unsupported, match="only a native directory stores tensors packed, and this is toy"
-    ):
-        holdfast.save(STATE, tmp_path / "x.toy", sparse="auto")
     with pytest.raises(Unsupported, match="only native directories share files, and this is toy"):
         holdfast.save(STATE, tmp_path / "x.toy", hashes=True)
     assert list(tmp_path.iterdir()) == []

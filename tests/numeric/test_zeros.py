@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sampling import examples
 
+from holdfast.core.arrays import matrix_shape
 from holdfast.engine.arrays import Resident
-from holdfast.numeric.pack import matrix_shape
-from holdfast.numeric.zeros import PATTERNS
+from holdfast.numeric.zeros import GROUP_SIZES
 from holdfast.verbs import sparsity as module
 from holdfast.verbs.sparsity import BLOCKS, EXPLAINED, TensorSparsity, find_zeros
 
@@ -21,7 +21,7 @@ def slowly(array: np.ndarray) -> TensorSparsity:
     zero = np.array([value == 0 for value in array.reshape(-1).tolist()], bool).reshape(array.shape)
     zeros, filled = int(zero.sum()), int((~zero).sum())
     patterns = []
-    for m in PATTERNS:
+    for m in GROUP_SIZES:
         if array.ndim and array.shape[-1] % m == 0 and array.size:
             most = max(int(group.sum()) for group in ~zero.reshape(-1, m))
             if 0 < most < m and filled >= EXPLAINED * array.size * most / m:

@@ -6,7 +6,6 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -107,23 +106,6 @@ def test_one_process_and_ranks_share(pool: Pool, tmp_path: Path):
     check(tmp_path / "2", 0)
     good(pool.run(1, save_step, str(tmp_path / "3"), str(tmp_path / "2"), 1, {}))
     check(tmp_path / "3", 1)
-
-
-def test_packed_boxes(tmp_path: Path):
-    sparse = torch.from_numpy(
-        np.where(np.arange(60_000) % 11 == 0, np.arange(60_000), 0).astype(np.float32)
-    )
-    state = {"s": sparse, "w": torch.ones(50_000), "x": torch.zeros(3)}
-    save_sharded(state, tmp_path / "1", sparse="auto", hashes=True, durable=False)
-    state["x"] += 1
-    saved = save_sharded(state, tmp_path / "2", sparse="auto", base=tmp_path / "1", durable=False)
-    assert saved.shared_nbytes > saved.new_nbytes > 0
-    shutil.rmtree(tmp_path / "1")
-    with holdfast.open(tmp_path / "2") as found:
-        assert {name: found[name].numpy().tolist() for name in state} == {
-            name: tensor.tolist() for name, tensor in state.items()
-        }
-    assert holdfast.verify(tmp_path / "2").ok
 
 
 def test_a_base_that_cannot_be_used_is_a_note_on_every_rank(pool: Pool, tmp_path: Path):

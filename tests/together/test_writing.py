@@ -188,18 +188,6 @@ def test_prune(source: Path, tmp_path: Path, rules: str, dtype: str):
     )
 
 
-def test_convert_to_packed_zeros(source: Path, tmp_path: Path):
-    pruned = tmp_path / "pruned.safetensors"
-    holdfast.prune(source, pruned, ["layers.*: 2:4", "big: block 16x16 0.75"], durable=False)
-    compared(
-        lambda s, d, group: holdfast.convert(s, d, sparse="auto", group=group, durable=False),
-        pruned,
-        tmp_path,
-        "out",
-        3,
-    )
-
-
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "copy.pt"])
 def test_a_file_that_is_too_short_to_be_cut(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -289,31 +289,6 @@ def test_tied_empty_strided_and_nested(tmp_path: Path):
     assert holdfast.verify(tmp_path / "3").ok
 
 
-def test_packed_chunks_are_taken_over_and_told_apart(tmp_path: Path):
-    random = np.random.default_rng(1)
-    sparse = np.where(
-        random.random((300, 200)) < 0.1, random.standard_normal((300, 200)), 0
-    ).astype(np.float32)
-    one = {
-        "s": sparse,
-        "d": random.standard_normal((300, 200)).astype(np.float32),
-        "c": np.zeros(50_000, np.float32),
-    }
-    first(tmp_path / "1", one, sparse="auto")
-    assert "sparse" in manifest(tmp_path / "1")["tensors"]["s"]["chunks"][0]
-    two = changed(one, "c")
-    saved = after(tmp_path / "1", tmp_path / "2", two, sparse="auto")
-    assert saved.shared_nbytes > saved.new_nbytes
-    check(tmp_path / "2", two)
-    three = one | {"s": sparse * 2}
-    after(tmp_path / "2", tmp_path / "3", three, sparse="auto")
-    check(tmp_path / "3", three)
-    # As a save without packing would have it, the elements are the same: nothing is written for how they are stored.
-    four = after(tmp_path / "3", tmp_path / "4", three)
-    assert four.shared_nbytes > 0
-    check(tmp_path / "4", three)
-
-
 def test_split_tensors_of_a_base_stay_split(tmp_path: Path):
     one = arrays(4)
     holdfast.save(one, tmp_path / "plain", durable=False)

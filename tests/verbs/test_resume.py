@@ -96,21 +96,16 @@ def test_a_changed_source_starts_anew(source, tmp_path, monkeypatch):
     assert len([key for key in written if key.endswith(".safetensors")]) == 6
 
 
-@pytest.mark.parametrize("sparse", ["never", "bitmap"])
-def test_a_changed_source_of_what_is_computed_starts_anew(tmp_path, monkeypatch, sparse):
-    """The bytes of a cast, or of what is stored packed, lie nowhere: what counts is the file that they are made of."""
+def test_a_changed_source_of_what_is_computed_starts_anew(tmp_path, monkeypatch):
+    """The bytes of a cast lie nowhere: what counts is the file that they are made of."""
     source, target = tmp_path / "in", tmp_path / "out"
-    how = {
-        "max_shard_size": 6_000,
-        "resume": True,
-        "dtype": "float16" if sparse == "never" else None,
-    }
+    how = {"max_shard_size": 6_000, "resume": True, "dtype": "float16"}
     states = [{f"w{i}": np.eye(50, dtype=np.float32) * (i + k) for i in range(6)} for k in (1, 2)]
-    holdfast.save(states[0], source, sparse=sparse)
+    holdfast.save(states[0], source)
     interrupted(monkeypatch, 3)
     with pytest.raises(NotCommitted):
         holdfast.convert(source, target, **how)
-    holdfast.save(states[1], source, sparse=sparse, overwrite=True)
+    holdfast.save(states[1], source, overwrite=True)
     interrupted(monkeypatch, -1)
     holdfast.convert(source, target, **how)
     with holdfast.open(target) as found:
@@ -120,7 +115,7 @@ def test_a_changed_source_of_what_is_computed_starts_anew(tmp_path, monkeypatch,
 
 
 def weights(step: int) -> dict[str, np.ndarray]:
-    """Make tensors of other values for each step, which take as many bytes when they are packed."""
+    """Make tensors of other values for each step."""
     return {
         f"w{i}": np.tril(np.full((50, 50), 2.0 ** (6 * step + i - 18), np.float32))
         for i in range(6)
@@ -135,7 +130,6 @@ SOURCES: dict[str, tuple[str, Callable[[int, Path], object]]] = {
         lambda step, path: safetensors.numpy.save_file(weights(step), path),
     ),
     "native": ("a", lambda step, path: holdfast.save(weights(step), path)),
-    "native, packed": ("a", lambda step, path: holdfast.save(weights(step), path, sparse="bitmap")),
     "npz": ("a.npz", lambda step, path: np.savez(path, **weights(step))),
     "dcp": (
         "a",

@@ -371,7 +371,7 @@ def test_formats_of_a_folder(tmp_path):
     )
     assert beside(tmp_path / "c") == beside(a)
     assert holdfast.edit(a, tmp_path / "d", drop=["lm_head.*"]).format == "safetensors-dir"
-    assert holdfast.convert(a, tmp_path / "e", sparse="auto").format == "native"
+    assert holdfast.convert(a, tmp_path / "e", format="native").format == "native"
     assert holdfast.edit(a, in_place=True, drop=["lm_head.*"], format="native").format == "native"
     assert beside(a).keys() == {*BESIDE, "holdfast.json"}
 

@@ -47,7 +47,6 @@ from holdfast.core.tree import (
 )
 from holdfast.errors import LimitExceeded
 from holdfast.numeric.dequantize import number_shape
-from holdfast.numeric.pack import packing_of
 from holdfast.verbs.brief import brief, scalar
 from holdfast.verbs.survey import LookAlikes, Survey
 
@@ -354,8 +353,6 @@ class _Fold:
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
-        self._packings: dict[int, str] = {}
-        """The packing of tensors, by their identities: one may stand for a million leaves."""
 
     def branch(self, branch: Branch, inner: list[int]) -> int:
         """Fold what is in a branch, where branches are folded and have these signatures; returns its own."""
@@ -373,12 +370,8 @@ class _Fold:
         tensor = leaf.tensor
         if tensor is None:
             return self._number((leaf.kind, leaf.type))
-        if id(tensor) not in self._packings:
-            packing = packing_of(tensor)
-            self._packings[id(tensor)] = "" if packing is None else packing.text
-        packed = self._packings[id(tensor)]
         return self._number(
-            (tensor.dtype.name, tensor.shape, leaf.role, leaf.tie[:1], tensor.traits.blocks, packed)
+            (tensor.dtype.name, tensor.shape, leaf.role, leaf.tie[:1], tensor.traits.blocks)
         )
 
     def _number(self, key: Hashable) -> int:

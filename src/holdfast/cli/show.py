@@ -50,7 +50,7 @@ from holdfast.cli.text import (
     width,
 )
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.order import in_order, natural
 from holdfast.core.patterns import matcher
@@ -61,7 +61,6 @@ from holdfast.core.value import Value
 from holdfast.errors import UnknownFormat
 from holdfast.formats.index_file import some
 from holdfast.numeric.dequantize import number_shape
-from holdfast.numeric.pack import SparseStorage, packing_of
 from holdfast.stores.place import place_at
 from holdfast.verbs.open import open as open_checkpoint
 from holdfast.verbs.survey import Survey, survey
@@ -199,7 +198,6 @@ def show_tree(
     if len(rows) < wanted:
         yield [(f"… {wanted - len(rows):,} more lines: use --depth, --filter or --all", "dim")]
     yield from _sharing(checkpoint, found)
-    yield from _packed(found)
     yield from _footer(checkpoint)
 
 
@@ -286,21 +284,6 @@ def _sharing(checkpoint: Checkpoint, found: Survey) -> Iterator[Line]:
         yield [(f"shared    … {len(groups) - 10:,} more sets of models", "dim")]
 
 
-def _packed(found: Survey) -> Iterator[Line]:
-    sizes: dict[tuple[Storage, ...], tuple[int, int]] = {}
-    for tensor in found.tensors.odd.values():
-        packing = packing_of(tensor)
-        if packing is not None:
-            sizes[tensor.storages] = (
-                packing.stored_nbytes,
-                sum(storage.nbytes for storage in tensor.storages),
-            )
-    if sizes:
-        stored, dense = (sum(column) for column in zip(*sizes.values(), strict=True))
-        text = f"{nbytes(stored)} in place of {nbytes(dense)} ({percent(stored, dense)})"
-        yield [(f"packed    {plural(len(sizes), 'tensor')}", "note"), (f"  {text}", "dim")]
-
-
 def _footer(checkpoint: Checkpoint) -> Iterator[Line]:
     if checkpoint.metadata:
         # torch's records about itself that begin with a dot tell a person nothing; --json has them.
@@ -353,10 +336,6 @@ def _tensor_row(lead: str, leaf: LeafNode) -> OutlineRow:
         remark.append((_plain_text(str(leaf.tensor.traits.subclass), 80), "foreign"))
     if leaf.role:
         remark.append((leaf.role, "dim"))
-    packing = packing_of(leaf.tensor)
-    if packing is not None:
-        part = f" {percent(packing.stored_nbytes, leaf.tensor.nbytes)}" if leaf.times == 1 else ""
-        remark.append((f"stored as {packing.text}{part}", "note"))
     return OutlineRow(
         lead,
         _named(leaf.label),
@@ -524,18 +503,6 @@ def _chunk(chunk: Chunk) -> dict[str, object]:
         "byteorder": storage.byteorder,
         "crc32": storage.crc32,
         "location": storage.location,
-    } | (_sparse(storage) if isinstance(storage, SparseStorage) else {})
-
-
-def _sparse(storage: SparseStorage) -> dict[str, object]:
-    """The encoding of a packed chunk: `file` is the name of its dense bytes, and these are the ranges in the real file."""
-    parts = [{"file": p.key, **fields_of(p, "start nbytes label crc32")} for p in storage.parts]
-    encoding = storage.encoding
-    return {
-        "encoding": encoding.name,
-        "sizes": list(encoding.sizes),
-        "stored_nbytes": storage.stored_nbytes,
-        "parts": parts,
     }
 
 

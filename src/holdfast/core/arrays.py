@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,6 +33,15 @@ def shape_columns(shapes: Sequence[tuple[int, ...]]) -> Ints:
     return rows.T.take(
         np.fromiter(map(different.__getitem__, shapes), np.int64, len(shapes)), axis=1
     )
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of a tensor seen as a matrix: the first axis by all others.
+
+    >>> matrix_shape((2, 3, 4)), matrix_shape((5,))
+    ((2, 12), (1, 5))
+    """
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
 
 
 def byte_row(array: np.ndarray) -> npt.NDArray[np.uint8]:

@@ -50,8 +50,6 @@ class Limits(Value, frozen=True):
 
     Both limits hold for each tensor, and for all tensors together that one call copies.
     """
-    sparse_expansion: int = 1024
-    """How many times its stored bytes a tensor may be that is stored as marks and values. The writer keeps to this default."""
     inflation: int = 128
     """How many times its packed bytes a compressed array of an `.npz` may be; up to 16 MiB nobody asks. Zeros reach 1,000."""
 

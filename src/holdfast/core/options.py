@@ -161,12 +161,6 @@ class ShardOption(TypedDict, total=False):
     ]
 
 
-class SparseOption(TypedDict, total=False):
-    sparse: Annotated[str, Option(
-        "never", "native: store zeros packed where it pays: auto, bitmap, nm, block, 2:4, 16x16 (never)", "HOW", arguments.text
-    )]  # fmt: skip
-
-
 class FolderOptions(ShardOption, total=False):
     """What is in a directory that is written."""
 
@@ -199,7 +193,6 @@ class ConvertOptions(
     EditingOptions,
     MapOption,
     FolderOptions,
-    SparseOption,
     StoreOption,
     FormatOption,
     GroupOption,
@@ -251,9 +244,7 @@ class InPlaceOptions(InPlaceOption, FormatOption, WriteOptions, total=False):
     """What `tie` and `compact` take."""
 
 
-class PruneOptions(
-    FolderOptions, SparseOption, FormatOption, GroupOption, WriteOptions, total=False
-):
+class PruneOptions(FolderOptions, FormatOption, GroupOption, WriteOptions, total=False):
     masks: Annotated[str | None, Option(
         None, "write the masks too, into the directory DST; or only them, to DST", "HOW", arguments.text, choices=("beside", "only")
     )]  # fmt: skip
@@ -290,7 +281,7 @@ class ReshardOptions(MapOption, GroupOption, WriteOptions, total=False):
     ]
 
 
-class SaveOptions(ShardOption, SparseOption, StoreOption, FormatOption, WriteOptions, total=False):
+class SaveOptions(ShardOption, StoreOption, FormatOption, WriteOptions, total=False):
     metadata: Annotated[
         Mapping[str, str] | None, Option(None, "text about the whole", read=arguments.texts)
     ]
@@ -306,7 +297,7 @@ class SaveOptions(ShardOption, SparseOption, StoreOption, FormatOption, WriteOpt
     ]
 
 
-class RankStateOptions(SparseOption, total=False):
+class RankStateOptions(TypedDict, total=False):
     """What every rank says of its part of a state."""
 
     metadata: Annotated[

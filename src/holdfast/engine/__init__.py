@@ -12,10 +12,10 @@ transfer         the one engine that reads: ranges of files, by threads, each to
   memory_sink      ranges to memory that somebody else owns: the storages of a torch file, tensors that are filled
   checksums        sums alone, or of what passes by; `digest`: a tensor's own checksum, and content hashes
   equal            compared with the bytes of another tensor
-  scan             elements, a block at a time, to accumulators: statistics, zeros, packing, thresholds (`numeric/`)
+  scan             elements, a block at a time, to accumulators: statistics, zeros, thresholds (`numeric/`)
 blocks           a tensor as a row of bytes, a bounded number at a time
 arrays           memory as lazy tensors, and very many arrays as rows of a table
-computed         tensors that are made when they are read: casts, quantised blocks decoded; `packed`: tensors with zeros
+computed         tensors that are made when they are read: casts, quantised blocks decoded
 write, stream    carry out a save plan, at offsets by threads or front to back, and compare before publishing
 planned_store    a save that is not written, as a store
 file_digest      a whole file, read once and digested, for seals

@@ -1,6 +1,6 @@
 """`FileStorages`: storages that are ranges of files, as columns; `StoredRanges`: which of them the rows of a table use.
 
-A row of a table has the number of a storage, which is a range of a file. What is computed (packed chunks, inflated members) is a
+A row of a table has the number of a storage, which is a range of a file. What is computed (inflated members) is a
 range of a file that a store computes, and the ranges that it is computed from.
 
     range      0      1      2      3
@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -31,7 +31,6 @@ from holdfast.core.value import Value
 from holdfast.engine.coalesce import MEMORY, Ranges, coalesce
 from holdfast.engine.saves import Data
 from holdfast.errors import Corrupted, HoldfastError, located
-from holdfast.numeric.pack import SparseStorage
 
 BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
 
@@ -471,16 +470,8 @@ def _grouped(owners: Ints, rows: Ints, count: int) -> tuple[Ints, Ints]:
 
 
 def store_of(source: Source, key: str) -> Store:
-    """Where the bytes of a key are: in the files, or in what unpacks or inflates them."""
+    """Where the bytes of a key are: in the files, or in what inflates them."""
     return source.store.below(key) or source.store
-
-
-def parts_of(tensor: LazyTensor) -> Iterator[Storage]:
-    """The storages of a tensor that have bytes; of one that is stored packed, its parts as well."""
-    for storage in tensor.storages:
-        for one in (*storage.parts, storage) if isinstance(storage, SparseStorage) else (storage,):
-            if one.nbytes:
-                yield one
 
 
 def stored_ranges(table: Table, pieces: Iterable[Piece]) -> StoredRanges:

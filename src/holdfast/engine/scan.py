@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from holdfast.core.arrays import matrix_shape
 from holdfast.core.box import Box
 from holdfast.core.crc import crc32
 from holdfast.core.protocols import Store
@@ -31,7 +32,6 @@ from holdfast.engine.threads import computing, default_threads
 from holdfast.engine.transfer import Sink, transfer
 from holdfast.errors import HoldfastError, located
 from holdfast.numeric.compare import PAIRS, Tally, compared_dtype, computable, tally
-from holdfast.numeric.pack import matrix_shape
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

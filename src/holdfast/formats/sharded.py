@@ -38,7 +38,7 @@ from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import joined, lay_out_items
 from holdfast.formats.dcp.write_index import Listed, dcp_index
 from holdfast.formats.native.base import Reuse
-from holdfast.formats.native.boxes import OWN, BoxEntries, Boxes, BoxFiles, HashAll, Pack, data_name
+from holdfast.formats.native.boxes import OWN, BoxEntries, Boxes, BoxFiles, data_name
 from holdfast.formats.native.manifest import (
     INDEX,
     FileBoxes,
@@ -125,8 +125,8 @@ Shares = Sequence[Sequence[int]]
 class Storing(Value, frozen=True):
     """How a native directory stores boxes."""
 
-    pack: Pack | None = None
-    hashes: HashAll | None = None
+    hashed: bool = False
+    """Whether hashes of the boxes are recorded."""
     reuse: Reuse = NOTHING
     """The boxes that are taken over from a base, and not laid out."""
 
@@ -426,10 +426,8 @@ def _box_files(
         texts = dict(part.metadata)
         if strict or boxes.has_parts(ones):
             texts |= boxes.sharding_texts(ones)
-        entries = BoxEntries.of(
-            boxes, ones, pack=how.pack, hashes=how.hashes, changed=how.reuse.changed
-        )
-        file = BoxFiles.of(entries, {key: entries.inside}, texts, fields={} if strict else OWN)
+        entries = BoxEntries.of(boxes, ones, hashed=how.hashed, changed=how.reuse.changed)
+        file = BoxFiles.of(entries, {key: ones}, texts, fields={} if strict else OWN)
         laid_out.append(RankFile(file.plans[0], partial(_stored, file)))
     return laid_out
 

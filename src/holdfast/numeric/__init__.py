@@ -5,6 +5,5 @@ dequantize       the numbers that quantised blocks stand for
 compare          how the elements of two tensors differ
 statistics       moments, counts of bit patterns, histograms; exponents, quantiles, tails, norms of rows and columns
 zeros            where zeros are: groups, blocks, rows, columns
-pack             elements of which many are zero, as marks and values: bitmaps, N:M, blocks
 threshold        the order in which pruning takes elements, and the search for the n-th lowest of them
 """

@@ -1,52 +1,28 @@
-"""Where the zeros of a tensor are: how many, how many of every m neighbours at the most, in which blocks, rows and columns.
+"""Count the zeros of a tensor: all of them, by groups of m neighbours, and by blocks, rows and columns.
 
 A tensor is seen as a matrix, its first axis by all others. Which elements are something becomes booleans, and those become bits,
 eight elements of a row a byte; blocks are unions of bits, larger ones of smaller ones (`MarkedBlocks`). Blocks have sides up to 64,
 and whoever cuts a tensor cuts it at multiples of 64 rows and columns, so that none of them is cut.
 
-What zero is depends on who asks: `sparsity` means the number (`ZeroPlaces`), packing the pattern without a bit, so that minus zero
-comes back (`BitCounts`, `BlockCounts`).
+Zero is the number, of either sign.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from holdfast.core.arrays import Bools
-from holdfast.core.tensor import LazyTensor
-from holdfast.numeric.pack import (
-    ByteArray,
-    are_set,
-    as_bits,
-    count_set,
-    group_rows,
-    matrix_shape,
-    most_set,
-    set_bits,
-)
+from holdfast.core.arrays import Bools, matrix_shape
 
-PATTERNS = (2, 4, 8, 16)
+ByteArray = np.ndarray
+
+GROUP_SIZES = (2, 4, 8, 16)
+"""The m of the N:M patterns that are looked for."""
 
 Shape = tuple[int, int]
-
-
-SIDES, LENGTHS = (
-    (4, 8, 16, 32, 64),
-    (8, 16, 32, 64),
-)  # Sides of square blocks, and lengths of blocks of one row or column.
-SHAPES: tuple[Shape, ...] = (
-    *((1, n) for n in LENGTHS),
-    *((n, 1) for n in LENGTHS),
-    *((n, n) for n in SIDES),
-)
-
-
-def whole_patterns(shape: Sequence[int], wanted: Collection[int] = PATTERNS) -> list[int]:
-    """The `m` whose groups fill the last axis."""
-    return [m for m in wanted if shape and shape[-1] % m == 0]
 
 
 class MarkedBlocks:
@@ -98,7 +74,7 @@ class MarkedBlocks:
 def _count(rows: ByteArray, width: int) -> int:
     """Groups of so many bits, in rows of them, that have one."""
     if width == 1:
-        return set_bits(rows)
+        return int(_translate(rows, POPULATION).sum(dtype=np.int64))
     if width >= 8:
         return int(np.count_nonzero(_words(rows, width)))
     return sum(int(np.count_nonzero(rows & np.uint8(mask))) for mask in _narrow(width))
@@ -123,8 +99,10 @@ class ZeroPlaces:
     def __init__(self, shape: Sequence[int], blocks: Sequence[Shape]) -> None:
         self._matrix = rows, columns = matrix_shape(shape)
         self.zeros = 0
-        self.most = dict.fromkeys(whole_patterns(shape), 0)
-        """By `m`: how many of a group along the last axis are not zero, at the most."""
+        # Groups lie along the last axis and have to fill it.
+        group_sizes = [m for m in GROUP_SIZES if shape and shape[-1] % m == 0]
+        self.most = dict.fromkeys(group_sizes, 0)
+        """By group size: the largest number of non-zero elements in a group."""
         self.explained = {block: 0 for block in blocks if block[0] <= rows and block[1] <= columns}
         """By the shape of blocks: zeros in blocks that are all zeros."""
         self.dead = 0, 0
@@ -148,7 +126,7 @@ class ZeroPlaces:
         columns: Bools | bool = True
         if zeros:
             found, packed = MarkedBlocks(marked), np.packbits(flat, bitorder="little")
-            most = {m: most_set(flat, packed, m) for m in most}
+            most = {m: _largest_group_count(flat, packed, m) for m in most}
             explained = {block: values.size - found.area(*block) for block in explained}
             rows, columns = found.rows(), found.columns()
         top, left = divmod(start, width)
@@ -168,53 +146,32 @@ class ZeroPlaces:
         return self
 
 
-class BitCounts:
-    """How many elements have a bit. Blocks begin at multiples of every `m`."""
-
-    def __init__(self, useful: Mapping[int, int]) -> None:
-        """`useful` has for each `m` that is looked at how many of a group may have a bit: with more nobody looks on."""
-        self._useful = useful
-        self.filled = 0
-        self.most = dict.fromkeys(useful, 1)
-        """By `m`: how many of a group have one, at the most; where that is more than is useful, there may be groups with more."""
-        self._lock = threading.Lock()
-
-    def add(self, start: int, values: np.ndarray) -> None:
-        values = as_bits(values)
-        filled = count_set(values)
-        # What other threads have found out by now is a bonus.
-        alive = [m for m, most in self.most.items() if most <= self._useful[m]]
-        found: dict[int, int] = {}
-        if alive:
-            marked = are_set(values)
-            packed = np.packbits(marked, bitorder="little")
-            found = {m: most_set(marked, packed, m) for m in alive}
-        with self._lock:
-            self.filled += filled
-            self.most.update({m: max(self.most[m], most) for m, most in found.items()})
-
-    def result(self) -> BitCounts:
-        return self
+def _largest_group_count(marked: Bools, packed: ByteArray, m: int) -> int:
+    """Return the largest number of booleans that are set in a group of `m`; `packed` has them as bits."""
+    if len(marked) % 16:
+        # Sums of columns: rows of m elements are too short for numpy.
+        counts = marked[::m].astype(np.uint8)
+        for k in range(1, m):
+            counts += marked[k::m]
+        return int(counts.max(initial=0))
+    counts = _translate(packed, _byte_counts(min(m, 8)))
+    if m == 16:
+        counts = counts[::2] + counts[1::2]
+    return int(counts.max(initial=0))
 
 
-class BlockCounts:
-    """How many blocks of each shape have a bit in them. Blocks of elements are whole rows."""
+@lru_cache(maxsize=3)
+def _byte_counts(m: int) -> bytes:
+    """For each byte, the largest number of bits in one of its groups of `m`."""
+    mask = (1 << m) - 1
+    return bytes(
+        max((byte >> shift & mask).bit_count() for shift in range(0, 8, m)) for byte in range(256)
+    )
 
-    def __init__(self, tensor: LazyTensor) -> None:
-        rows, self._columns = matrix_shape(tensor.shape)
-        high = min(group_rows(self._columns), rows)
-        self.elements = 0
-        self.counts = {
-            shape: 0 for shape in SHAPES if shape[0] <= high and shape[1] <= self._columns
-        }
-        self._lock = threading.Lock()
 
-    def add(self, start: int, values: np.ndarray) -> None:
-        found = MarkedBlocks(are_set(as_bits(values)).reshape(-1, self._columns))
-        counts = {block: found.count(*block) for block in self.counts}
-        with self._lock:
-            self.elements += values.size
-            self.counts = {block: n + counts[block] for block, n in self.counts.items()}
+POPULATION = bytes(byte.bit_count() for byte in range(256))
+"""For each byte, the number of its bits."""
 
-    def result(self) -> BlockCounts:
-        return self
+
+def _translate(values: ByteArray, table: bytes) -> ByteArray:
+    return np.frombuffer(values.tobytes().translate(table), np.uint8)

@@ -98,9 +98,9 @@ def convert(
     `keep`, `drop` and `rename` take globs on dotted names; `dtype` casts floating-point tensors: all, or by globs on the names that
     they have in the source, the first that matches deciding (`{"*norm*": "f32", "*": "bf16"}`, "keep" for as it is).
     `tensors_only` leaves out what is no tensor; without it, what the target cannot hold is an error that lists all of it, and
-    nothing is written. safetensors keeps the rest in its header where Holdfast finds it (`keep_tree`). `sparse` is as for `save`;
-    zeros are counted first, so it reads the source when the conversion is planned. With `dry_run=True` nothing is written, and the
-    result says what would be. `resume` takes up an interrupted conversion to a directory: its finished files are checked and kept.
+    nothing is written. safetensors keeps the rest in its header where Holdfast finds it (`keep_tree`). With `dry_run=True` nothing
+    is written, and the result says what would be. `resume` takes up an interrupted conversion to a directory: its finished files
+    are checked and kept.
 
     `dequantize` writes what the quantised blocks of a GGUF file stand for, as float32 or as `dtype` says; without it, the bytes of
     the blocks are written as they are.

@@ -52,10 +52,8 @@ def save(
     `save(path, state)` is understood as well: which of the two is the path can be seen.
     The format is `format` (`torch`, `safetensors`, `native`) or what the suffix says: `.pt` and `.pth` are torch's zip,
     `.safetensors` is safetensors, a name without suffix is a native directory. `max_shard_size` ("5GB") splits safetensors
-    into a directory with an index. In a native directory, `sparse="auto"` stores tensors with many zeros as marks and values, where
-    that is smaller; other programs cannot read those tensors, so the default is "never". With `folder=True`, or a slash at the end
-    of a text, `dst` is a folder: `pathlib.Path` drops the slash. Files are replaced by default and
-    directories are not (`overwrite`).
+    into a directory with an index. With `folder=True`, or a slash at the end of a text, `dst` is a folder: `pathlib.Path` drops
+    the slash. Files are replaced by default and directories are not (`overwrite`).
 
     `base` is an older native directory on the same file system, the step before: what did not change since then is not written
     again. The new directory has the unchanged files of the base as hard links, and is a whole checkpoint without it. In an object

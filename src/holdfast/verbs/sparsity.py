@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from holdfast.core.arrays import matrix_shape
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
@@ -25,7 +26,6 @@ from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import Block, blocks, scan
 from holdfast.errors import located
-from holdfast.numeric.pack import matrix_shape
 from holdfast.numeric.statistics import countable
 from holdfast.numeric.zeros import ZeroPlaces
 from holdfast.verbs.open import Openable, opened

@@ -35,7 +35,7 @@ from holdfast.core.tensor import NO_CRC
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress, Sweep
 from holdfast.engine.coalesce import Ranges, gaps
-from holdfast.engine.files import Piece, StoredRanges, parts_of, stored_ranges
+from holdfast.engine.files import Piece, StoredRanges, stored_ranges
 from holdfast.engine.files import store_of as store_of_key
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import NO_TENSORS
@@ -538,7 +538,7 @@ class Verification:
         for one in (sweep, *[other_sweep for _, other_sweep in other_sweeps]):
             one.join(self._ranks)
         self._settle(found, own, sweep, path)
-        # What is unpacked from damaged parts says nothing new.
+        # What is computed from damaged bytes says nothing new.
         damaged = {name for damage in self._damaged for name in damage.tensors}
         for numbers, other_sweep in other_sweeps:
             fresh = np.array(
@@ -664,7 +664,7 @@ class CheckpointBytes:
         """The name of a range in its file: the label of the first tensor that is all of a storage there, or of the record."""
         place = self.stored.ranges.place(number)
         for row in [] if number in self._labels else self.stored.rows_of(number):
-            for storage in parts_of(self.table.view(row)):
+            for storage in self.table.view(row).storages:
                 if (storage.key, storage.start, storage.nbytes) == place:
                     return storage.label
         return self._labels.get(number, "")
@@ -729,7 +729,9 @@ def _located(table: Table) -> Table:
 def _pieces(table: Table, lost: list[tuple[str, HoldfastError]]) -> Iterator[Piece]:
     """The storages of odd rows. Tensors whose bytes cannot be found are `lost`, because what says where they are is damaged."""
     for row, tensor in table.odd.items():
-        for storage in parts_of(tensor):
+        for storage in tensor.storages:
+            if not storage.nbytes:
+                continue
             try:
                 storage.start  # noqa: B018  # what does not know its place yet looks for it now
             except HoldfastError as error:

@@ -19,7 +19,6 @@ from holdfast.extras.pruning import masks as prune_masks
 from holdfast.extras.pruning import select as prune_select
 from holdfast.extras.pruning.rules import parse_rule, tensor_seed
 from holdfast.numeric import threshold as prune_order
-from holdfast.numeric.pack import packing_of
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float16), BF16, np.dtype(np.float32), np.dtype(np.float64)]
@@ -489,26 +488,6 @@ def test_memory_is_bounded(tmp_path, rule):
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < nbytes / 3
-
-
-def test_zeros_are_packed_at_once(tmp_path):
-    weight = np.random.default_rng(5).standard_normal((64, 256)).astype(np.float32)
-    holdfast.save({"w": weight, "b": weight[0].copy()}, tmp_path / "a.safetensors")
-    dense = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "dense", ["w: 2:4"])
-    packed = holdfast.prune(
-        tmp_path / "a.safetensors", tmp_path / "packed", ["w: 2:4"], sparse="auto"
-    )
-    assert packed.tensors == dense.tensors
-    assert packed.norm_lost == dense.norm_lost
-    with holdfast.open(tmp_path / "packed") as found:
-        assert packing_of(found["w"]).text == "2:4"
-        assert packing_of(found["b"]) is None
-        assert found.digest() == holdfast.open(tmp_path / "dense").digest()
-    with pytest.raises(holdfast.errors.Unsupported, match="only a native directory"):
-        holdfast.prune(
-            tmp_path / "a.safetensors", tmp_path / "b.safetensors", ["w: 2:4"], sparse="auto"
-        )
-    assert not (tmp_path / "b.safetensors").exists()
 
 
 MODEL = {

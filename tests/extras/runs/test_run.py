@@ -393,7 +393,7 @@ def test_wrong_arguments_and_a_closed_run_are_never_warnings(tmp_path: Path):
     with pytest.raises(BadArgument):
         run.save(-1, state(1))
     with pytest.raises(Unsupported, match="nonsense"):
-        run.save(1, state(1), sparse="nonsense")
+        run.save(1, state(1), max_shard_size="nonsense")
     run.close()
     with pytest.raises(Closed):
         run.save(1, state(1))

@@ -15,8 +15,6 @@ from holdfast.formats.native.schema import (
     DOCUMENT,
     DataFile,
     StoredChunk,
-    StoredPart,
-    StoredSparse,
     StoredTensor,
     parse_manifest,
 )
@@ -51,19 +49,9 @@ def manifests(
             )
             hash = draw(st.none() | st.just("5" * 32))
             file = draw(st.integers(0, len(files) - 1))
-            piece = StoredPart(file, (draw(NUMBERS), draw(NUMBERS)), draw(DIGITS))
-            sparse = draw(
-                st.none()
-                | st.just(
-                    StoredSparse(
-                        "bitmap", (), draw(DIGITS), piece, draw(st.none() | st.just(piece))
-                    )
-                )
-            )
             head = draw(st.none() | DIGITS)
-            chunk = StoredChunk(
-                file, (draw(NUMBERS), draw(NUMBERS)), draw(DIGITS), start, stop, sparse, hash, head
-            )
+            span = (draw(NUMBERS), draw(NUMBERS))
+            chunk = StoredChunk(file, span, draw(DIGITS), start, stop, hash=hash, head=head)
             inside[file].append((tensor, chunk))
     return files, (names, kinds, kind), inside
 

@@ -452,6 +452,15 @@ def test_fields_of_a_later_version_are_refused(field):
         reopen(files | {MANIFEST: seal(dumped(manifest))})
 
 
+def test_a_checkpoint_with_packed_chunks_is_refused_by_name(golden_dir):
+    folder = golden_dir / "earlier" / "packed"
+    with pytest.raises(Unsupported, match="stored packed") as caught:
+        holdfast.open(folder)
+    assert caught.value.tensor == "model.w"
+    (problem,) = holdfast.verify(folder).problems
+    assert "stored packed" in problem.message
+
+
 def test_version_3_without_its_checksum_is_damaged():
     files, manifest, _ = split_directory()
     for raw in (

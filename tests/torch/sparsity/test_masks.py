@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
+from holdfast.core.arrays import matrix_shape
 from holdfast.numeric import threshold as pruning_order
-from holdfast.numeric.pack import matrix_shape
 from holdfast.torch.sparsity import masks
 from holdfast.torch.sparsity.masks import (
     block_mask,

@@ -16,7 +16,7 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.core.arrays import Bools
+from holdfast.core.arrays import Bools, matrix_shape
 from holdfast.core.group import ALONE, Ranks, share_out
 from holdfast.core.runtime import renewed
 from holdfast.core.value import Value, replace
@@ -24,7 +24,6 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import scan
 from holdfast.engine.threads import computing, run_all
 from holdfast.extras.pruning.select import BlockScores, KeySearch, Magnitudes, pieces, select
-from holdfast.numeric.pack import matrix_shape
 from holdfast.numeric.threshold import (
     Parted,
     RandomOrder,

@@ -60,7 +60,7 @@ from holdfast.extras.pruning.select import (
 )
 from holdfast.numeric.threshold import RandomOrder, common_order, pruned_count
 from holdfast.verbs.open import Openable
-from holdfast.verbs.shared.formats import Options, check_opens, check_sparse, format_for, plan_save
+from holdfast.verbs.shared.formats import Options, check_opens, format_for, plan_save
 from holdfast.verbs.shared.planned import (
     Destination,
     Planned,
@@ -136,8 +136,7 @@ def prune(
 
     `masks="beside"` writes the masks too: `masks.safetensors` in the directory that `dst` then has to be, `NAME.mask` a tensor, of
     packed bits, published with the weights by one rename. `masks="only"` writes that file to `dst` and no weights.
-    `max_shard_size` and `copy_config` are as for `convert`. A native
-    directory may hold the zeros packed (`sparse`, as for `save`). With `dry_run` everything is found out and nothing is written.
+    `max_shard_size` and `copy_config` are as for `convert`. With `dry_run` everything is found out and nothing is written.
 
     Raises `CannotHold` with every problem where the rules do not fit the checkpoint, before anything is read or written.
     """
@@ -161,10 +160,7 @@ def plan_prune(
         chosen = "safetensors" if masks == "only" else format_for(target, where.format, options)
         if masks != "only":
             # The state is laid out now: a target that cannot hold it is refused before anything is read.
-            check_sparse(target, chosen, options.sparse)
-            directory = plan_save(
-                target, state, chosen, options=replace(options, sparse="never")
-            ).directory
+            directory = plan_save(target, state, chosen, options=options).directory
             if masks == "beside" and not directory:
                 problem = f"{target!r} is one file, and two files cannot be published in one step: give a directory"
                 raise CannotHold(
@@ -376,9 +372,7 @@ class Pruning:
     def _pruned(self, masked: Masked) -> State:
         table, made = self._state.tensors, dict[int, LazyTensor]()
         for job in self._jobs:
-            # A tensor that is packed is read several times, so it is weighed by itself.
-            tally = job.open_tally if self._options.sparse == "never" else None
-            new = masked.tensor(job.tensor, _mask(job), tally)
+            new = masked.tensor(job.tensor, _mask(job), job.open_tally)
             for name in job.names:
                 row = table.rows[name]
                 traits = replace(table.kind_of(row).traits, conj=False, neg=False, alias=None)

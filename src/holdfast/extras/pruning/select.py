@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from msgspec import Struct
 
-from holdfast.core.arrays import Bools, Ints
+from holdfast.core.arrays import Bools, Ints, matrix_shape
 from holdfast.core.box import Box
 from holdfast.core.documents import message_kind, read_document, write_document
 from holdfast.core.group import Ranks, deal, exchange, share_out, telling
@@ -25,7 +25,6 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import Block, blocks, read_block, scan, start_of
 from holdfast.engine.threads import run_all
 from holdfast.errors import NotCommitted
-from holdfast.numeric.pack import matrix_shape
 from holdfast.numeric.threshold import (
     ORDERS,
     RUN_KEYS,

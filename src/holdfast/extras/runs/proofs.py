@@ -320,16 +320,7 @@ def pieces_of(manifest: Parsed, name: str) -> list[Piece]:
                 first, last = cut.spans[:, at].tolist()
                 found[first, last] = Piece(first, last, cut.crc(at), tensor)
         for chunk in stored.chunks:
-            parts = [
-                (
-                    chunk.file,
-                    chunk.bytes,
-                    chunk.crc32 if chunk.sparse is None else chunk.sparse.values,
-                )
-            ]
-            packed = () if chunk.sparse is None else (chunk.sparse.where, chunk.sparse.starts)
-            parts += [(one.file, one.bytes, one.crc32) for one in packed if one is not None]
-            for file, span, crc in parts:
-                if file == number and span[1] > span[0]:
-                    found[span] = Piece(*span, int(crc, 16), tensor)
+            start, stop = chunk.bytes
+            if chunk.file == number and start < stop:
+                found[start, stop] = Piece(start, stop, int(chunk.crc32, 16), tensor)
     return [found[key] for key in sorted(found)]

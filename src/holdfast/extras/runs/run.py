@@ -308,7 +308,6 @@ class Run(RunView):
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, str] | None = None,
         overwrite: bool = False,
-        sparse: str = "never",
         max_shard_size: Size | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
@@ -333,9 +332,7 @@ class Run(RunView):
                 return None
             metadata = self._folder.with_stamp(metadata, stamp)
             writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
-            options = Options(
-                None if max_shard_size is None else byte_count(max_shard_size), False, sparse
-            )
+            options = Options(None if max_shard_size is None else byte_count(max_shard_size))
             plan = partial(
                 plan_saving,
                 state,

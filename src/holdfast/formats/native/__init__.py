@@ -2,6 +2,6 @@
 
 read, write    the format          schema    the manifest, its text and the way back
 tensors        the tensors of a manifest, as columns
-chunks         a chunk in the manifest; one that is stored packed, as a file of its own with the dense bytes
+chunks         chunks in the manifest: the text of hashes, and the chunks of a tensor in columns
 base           what a new directory takes over from an older one: which files are linked, which chunks move
 """

@@ -31,8 +31,7 @@ from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.saves import LinkedFile
-from holdfast.formats.native.chunks import in_files
-from holdfast.formats.native.schema import DataFile, Parsed, StoredChunk, StoredPart
+from holdfast.formats.native.schema import DataFile, Parsed, StoredChunk
 
 MANY = 16
 """The most small files of older steps in a directory."""
@@ -160,14 +159,8 @@ class Base(Value, frozen=True):
                 elif dtypes[kind[row]] == stored.dtype and shapes[row] == stored.shape:
                     if chunk.start is not None:
                         chunk = msgspec.structs.replace(chunk, start=None, stop=None)
-                    if chunk.sparse is None or len({part.file for part in parts_of(chunk)}) == 1:
-                        found[row] = (chunk,)
-        others = {
-            part.file
-            for chunk in elsewhere
-            for part in parts_of(chunk)
-            if part.bytes[0] < part.bytes[1]
-        }
+                    found[row] = (chunk,)
+        others = {chunk.file for chunk in elsewhere if chunk.bytes[0] < chunk.bytes[1]}
         return found, {*range(len(self.manifest.files))} - others
 
     def short(self, table: Table, chunks: Chunks) -> dict[int, int]:
@@ -201,7 +194,10 @@ class Base(Value, frozen=True):
         moved = frozenset(chunks.keys() - stay.keys())
         if any(number != place for number, place in numbers.items()):
             stay = {
-                row: tuple([in_files(chunk, numbers) for chunk in own]) for row, own in stay.items()
+                row: tuple(
+                    [msgspec.structs.replace(chunk, file=numbers[chunk.file]) for chunk in own]
+                )
+                for row, own in stay.items()
             }
         kept = [self.manifest.files[number] for number in numbers]
         return Reuse(
@@ -232,7 +228,7 @@ class Base(Value, frozen=True):
 
 
 class _Parts(Value, frozen=True, eq=False):
-    """The places of the chunks of many tensors, as columns: a row for each part of a file."""
+    """The places of the chunks of many tensors, as columns: a row for each chunk."""
 
     count: int
     owner: Ints
@@ -241,20 +237,12 @@ class _Parts(Value, frozen=True, eq=False):
 
     @classmethod
     def of(cls, tensors: Sequence[Sequence[StoredChunk]]) -> _Parts:
-        plain = [
-            (at, chunk.file, chunk.bytes[1] - chunk.bytes[0])
-            for at, own in enumerate(tensors)
-            for chunk in own
-            if chunk.sparse is None
+        rows = [
+            (owner, chunk.file, chunk.bytes[1] - chunk.bytes[0])
+            for owner, chunks in enumerate(tensors)
+            for chunk in chunks
         ]
-        packed = [
-            (at, part.file, part.bytes[1] - part.bytes[0])
-            for at, own in enumerate(tensors)
-            for chunk in own
-            if chunk.sparse is not None
-            for part in parts_of(chunk)
-        ]
-        return cls(len(tensors), *np.array(plain + packed, np.int64).reshape(-1, 3).T)
+        return cls(len(tensors), *np.array(rows, np.int64).reshape(-1, 3).T)
 
     def inside(self, files: Collection[int]) -> Bools:
         chosen = np.zeros(1 + max([*files, int(self.file.max(initial=0))]), np.bool_)
@@ -273,15 +261,6 @@ def recorded_chunks(chunks: Sequence[StoredChunk], algorithm: str | None) -> lis
         for chunk in chunks
     ]
     return [Hashed(hash, head) for hash, head in numbers]
-
-
-def parts_of(chunk: StoredChunk) -> list[StoredPart]:
-    """The places of a chunk: one, or those of its values, marks and starts."""
-    sparse = chunk.sparse
-    if sparse is None:
-        return [StoredPart(chunk.file, chunk.bytes, chunk.crc32)]
-    parts = (StoredPart(chunk.file, chunk.bytes, sparse.values), sparse.where, sparse.starts)
-    return [part for part in parts if part is not None]
 
 
 def elements_of(tensor: LazyTensor, chunk: StoredChunk) -> LazyTensor:

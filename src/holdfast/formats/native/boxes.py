@@ -16,12 +16,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Container, Mapping, Sequence
 
 from holdfast.core.arrays import Ints, shape_columns
 from holdfast.core.box import Box
-from holdfast.core.content_hash import HEAD_NBYTES, Hashed
+from holdfast.core.content_hash import HEAD_NBYTES
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.table import ODD, Kind, Table
@@ -29,30 +28,16 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.saves import FilePlan, Hashing
 from holdfast.errors import CannotHold
-from holdfast.formats.native.chunks import (
-    entries_of,
-    hash_in,
-    hash_tails,
-    stored_chunk,
-    without_clashes,
-)
+from holdfast.formats.native.chunks import hash_tails
 from holdfast.formats.native.manifest import CANNOT, StoredBoxes, are_whole, as_bytes
 from holdfast.formats.recorded import PAIRS
 from holdfast.formats.safetensors.record import MANIFEST, SHARDING_INFO, checksum_digits
 from holdfast.formats.safetensors.write import FileLayout, HeaderKind, fill_shards, plan_file
-from holdfast.numeric.pack import SparseParts
 
 HALVES = {"complex128": "F64", "complex32": "F16", "bcomplex32": "BF16"}
 
 OWN: Mapping[str, object] = {"rest": MANIFEST}
 """The record of each data file names the manifest, so that a folder without its manifest is recognised."""
-
-
-Pack = Callable[[Mapping[str, LazyTensor]], Mapping[str, SparseParts]]
-
-
-HashAll = Callable[[Mapping[str, LazyTensor]], Mapping[str, Hashed]]
-"""Hashes tensors now: for packed tensors, whose elements are not written as they are."""
 
 
 def data_name(number: int, count: int, save: str = "") -> str:
@@ -126,17 +111,13 @@ class Boxes(Value, frozen=True, eq=False):
 
 
 class BoxEntries(Value, frozen=True, eq=False):
-    """Boxes as entries of data files. A packed box has several entries."""
+    """Boxes with unique names, as entries of data files."""
 
     boxes: Boxes
     rows: Sequence[int]
-    table: Table
-    inside: Sequence[int]
-    """The entries, as rows of `table`."""
-    packed: Mapping[str, SparseParts]
+    """The entries, as rows of the table of the boxes."""
     hashing: Mapping[str, Hashing]
     """The boxes that are hashed when they are written, and how."""
-    known: Mapping[str, Hashed]
 
     @classmethod
     def of(
@@ -144,50 +125,22 @@ class BoxEntries(Value, frozen=True, eq=False):
         boxes: Boxes,
         rows: Sequence[int],
         *,
-        pack: Pack | None = None,
-        hashes: HashAll | None = None,
+        hashed: bool = False,
         changed: Container[int] = (),
-        names: Sequence[str] | None = None,
     ) -> BoxEntries:
-        """Boxes with unique names. Entries avoid the names in `names`, by default those of the boxes.
-
-        Boxes are packed where `pack` finds parts. With `hashes`, boxes get hashes, and those in `changed` only heads.
-        """
-        table = boxes.table
-        own = [table.names[row] for row in rows] if pack or hashes else []
-        views = {table.names[row]: table.view(row) for row in rows} if pack else {}
-        packed = without_clashes(pack(views), own if names is None else names) if pack else {}
-        known = hashes({name: views[name] for name in packed}) if hashes and packed else {}
+        """Make entries of these rows. With `hashed` they get hashes, and those in `changed` only heads."""
         hashing: dict[str, Hashing] = {}
-        if hashes:
-            alone = {table.names[row] for row in rows if row in changed} if changed else set[str]()
-            hashing = {
-                name: "head" if name in alone else "hash" for name in own if name not in packed
-            }
-        if not packed:
-            return cls(boxes, rows, table, rows, packed, hashing, known)
-        given = zip(rows, own, strict=True)
-        part = table.with_entries(
-            rows,
-            {
-                row: entries_of(name, views[name], packed[name])
-                for row, name in given
-                if name in packed
-            },
-        )
-        return cls(boxes, rows, part, range(len(part)), packed, hashing, known)
+        if hashed:
+            names = boxes.table.names
+            hashing = {names[row]: "head" if row in changed else "hash" for row in rows}
+        return cls(boxes, rows, hashing)
 
     def shards(self, max_nbytes: int) -> list[Sequence[int]]:
         """The entries in files of at most so many bytes of data; none where there are no entries."""
-        inside = self.inside
-        return (
-            [
-                inside[some.start : some.stop]
-                for some in fill_shards(self.table.nbytes_of(inside), max_nbytes)
-            ]
-            if inside
-            else []
-        )
+        if not self.rows:
+            return []
+        shards = fill_shards(self.boxes.table.nbytes_of(self.rows), max_nbytes)
+        return [self.rows[shard.start : shard.stop] for shard in shards]
 
 
 def _places(layout: FileLayout) -> StoredBoxes:
@@ -211,7 +164,8 @@ class BoxFiles(Value, frozen=True, eq=False):
         label: str = "",
     ) -> BoxFiles:
         """Lay out files with these entries. `texts` go into their metadata, `fields` into their records. Raises `CannotHold`."""
-        table, kinds = entries.table, [carried(kind) for kind in entries.table.kinds]
+        table = entries.boxes.table
+        kinds = [carried(kind) for kind in table.kinds]
         layouts = [
             plan_file(
                 key, table, inside, kinds, texts, fields=fields, label=label, hashed=entries.hashing
@@ -231,12 +185,10 @@ class BoxFiles(Value, frozen=True, eq=False):
 
     def blank(self) -> list[tuple[StoredBoxes, int]]:
         """The places of the boxes of each file before its data is written, and the length of the texts of its hashes."""
-        if self.entries.packed:
-            return [(stored, sum(map(len, stored.tails))) for stored in self.stored(NO_SUMS)]
         return [(_places(one), self._tails_nbytes(one.rows)) for one in self.layouts]
 
     def _tails_nbytes(self, rows: Ints) -> int:
-        hashing, table = self.entries.hashing, self.entries.table
+        hashing, table = self.entries.hashing, self.entries.boxes.table
         if not hashing:
             return 0
         long = [kind.nbytes > HEAD_NBYTES for kind in table.kinds]
@@ -249,13 +201,11 @@ class BoxFiles(Value, frozen=True, eq=False):
         self, crcs: Mapping[str, int], blank: Sequence[StoredBoxes] = ()
     ) -> list[StoredBoxes]:
         """The places and checksums of the boxes of each file, from the checksums of its data. Places come from `blank` if given."""
-        if self.entries.packed:
-            return self._stored_packed(crcs)
         found, hashing = [], self.entries.hashing
         for at, layout in enumerate(self.layouts):
             labels = [self.label + name for name in layout.names] if self.label else layout.names
             tails = (
-                hash_tails(crcs, self.entries.table, layout.rows.tolist(), labels, hashing)
+                hash_tails(crcs, self.entries.boxes.table, layout.rows.tolist(), labels, hashing)
                 if hashing
                 else []
             )
@@ -264,40 +214,6 @@ class BoxFiles(Value, frozen=True, eq=False):
                 StoredBoxes(known.boxes, known.starts, known.stops, _digits_of(crcs, labels), tails)
             )
         return found
-
-    def _stored_packed(self, crcs: Mapping[str, int]) -> list[StoredBoxes]:
-        entries, names = self.entries, self.entries.boxes.table.names
-
-        def crc(entry: str) -> int:
-            return crcs[self.label + entry]
-
-        spans: dict[str, tuple[int, tuple[int, int]]] = {}
-        for number, layout in enumerate(self.layouts):
-            places = zip(layout.starts.tolist(), layout.stops.tolist(), strict=True)
-            spans |= dict(zip(layout.names, zip(repeat(number), places, strict=False), strict=True))
-        chunks = {
-            row: stored_chunk(
-                name,
-                spans.__getitem__,
-                crc,
-                parts=entries.packed.get(name),
-                hashed=self._hash(row, crcs),
-            )
-            for row, name in ((row, names[row]) for row in entries.rows)
-        }
-        inside = [
-            [row for row, chunk in chunks.items() if chunk.file == number]
-            for number in range(len(self.layouts))
-        ]
-        return [StoredBoxes.of(rows, [chunks[row] for row in rows]) for rows in inside]
-
-    def _hash(self, row: int, crcs: Mapping[str, int]) -> Hashed | None:
-        table = self.entries.boxes.table
-        name = table.names[row]
-        how = self.entries.hashing.get(name)
-        if how is None:
-            return self.entries.known.get(name)
-        return hash_in(crcs, self.label + name, table.kind_of(row).nbytes, how)
 
 
 def _digits_of(crcs: Mapping[str, int], names: Sequence[str]) -> str:
@@ -310,10 +226,6 @@ def _digits_of(crcs: Mapping[str, int], names: Sequence[str]) -> str:
 
 TAILS = {("hash", False): 42, ("hash", True): 60, ("head", False): 42, ("head", True): 18}
 """The length of the text of hash and head, by the kind of hashing and whether there are more bytes than a head has."""
-
-
-NO_SUMS: Mapping[str, int] = Counter()
-"""The checksums of data that is not written yet: 0 each."""
 
 
 def carried(kind: Kind) -> HeaderKind:

@@ -7,9 +7,9 @@ by tensor and makes the text by kind, a batch of tensors at a time. The length o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise
-from operator import add, mul
+from operator import mul
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from holdfast.core.strict_json import as_keys, paid_nbytes
 from holdfast.core.value import Value
 from holdfast.engine.saves import FilePlan, Late, Literal, put_together
 from holdfast.errors import CannotHold
-from holdfast.formats.native.chunks import hash_text, runs_of, sparse_in
+from holdfast.formats.native.chunks import hash_text, runs_of
 from holdfast.formats.native.schema import (
     BESIDE_VERSION,
     COLUMNS_VERSION,
@@ -36,7 +36,6 @@ from holdfast.formats.native.schema import (
     OtherFile,
     StoredChunk,
     StoredColumns,
-    StoredSparse,
     StoredTensor,
 )
 from holdfast.formats.safetensors.record import CRC_DIGITS, MANIFEST
@@ -64,23 +63,15 @@ class StoredBoxes(msgspec.Struct):
     crcs: str = ""
     tails: list[str] = field(default_factory=list)
     """The text behind the checksum of each box, with its hash and head; empty where there are none."""
-    packed: dict[int, StoredSparse] = field(default_factory=dict)
-    """How boxes are packed, by their positions here. File numbers count from that of this file."""
 
     @classmethod
     def of(cls, boxes: Sequence[int], chunks: Sequence[StoredChunk]) -> StoredBoxes:
-        """The columns of chunks that are all in one file, except parts of packed chunks."""
+        """The columns of chunks that are all in one file."""
         spans = np.array([chunk.bytes for chunk in chunks], np.int64).reshape(-1, 2).T
         hashed = any(chunk.hash or chunk.head for chunk in chunks)
         tails = [hash_text(chunk.hash, chunk.head) for chunk in chunks] if hashed else []
-        sparse = [
-            (at, chunk.sparse, chunk.file)
-            for at, chunk in enumerate(chunks)
-            if chunk.sparse is not None
-        ]
-        packed = {at: sparse_in(one, partial(add, -file)) for at, one, file in sparse}
         digits = "".join([chunk.crc32 for chunk in chunks])
-        return cls(as_bytes(boxes), as_bytes(spans[0]), as_bytes(spans[1]), digits, tails, packed)
+        return cls(as_bytes(boxes), as_bytes(spans[0]), as_bytes(spans[1]), digits, tails)
 
 
 def as_bytes(column: Sequence[int] | Ints) -> bytes:
@@ -128,8 +119,8 @@ def lay_out_index(
     The manifest lists the tensors that have boxes. `later` maps the checksums of all data, by label, to the boxes of each file:
     with it the manifest is one late segment, whose length does not depend on checksums. `fields` are those of `formats.recorded`.
 
-    There is an index for `transformers` where every tensor is whole, in one file, and not packed. With `alone`, in an object
-    store, there is none: two saves at the same time would both write its name.
+    There is an index for `transformers` where every tensor is whole and in one file. With `alone`, in an object store, there is
+    none: two saves at the same time would both write its name.
 
     Raises `CannotHold` for a manifest that is longer than a reader takes.
     """
@@ -196,8 +187,8 @@ class _Chunks:
         tensors = np.concatenate(
             [NO_BOXES, *[part.tensors[own] for part, own in zip(parts, numbers, strict=True)]]
         )
-        # What has hashes, or is packed, has no columns.
-        plain = not any(part.tails_nbytes or part.stored.packed for part in parts)
+        # Chunks with hashes have no columns.
+        plain = not any(part.tails_nbytes for part in parts)
         many = (np.bincount(tensors, minlength=len(names)) >= MANY_CHUNKS) & plain
         for part, own, first in zip(parts, numbers, self._edges, strict=False):
             owners = part.tensors[own]
@@ -265,12 +256,8 @@ class _Chunks:
 
     @property
     def whole(self) -> bool:
-        """Whether every tensor lies whole and unpacked in one file."""
-        return (
-            not self.columns
-            and not self._boxed
-            and not any(part.stored.packed for part in self._parts)
-        )
+        """Whether every tensor lies whole in one file."""
+        return not self.columns and not self._boxed
 
     def weight_index(self, files: Sequence[str]) -> FilePlan:
         """The Hugging Face index: all tensors in the order in which they lie in files."""
@@ -302,10 +289,7 @@ class _Chunks:
         counts = np.bincount(self._kind[listed], minlength=len(around)).tolist()
         chunks = int(here.sum())
         more = chunks - len(keys)
-        texts = [
-            *self._boxed.values(),
-            *self._packed_texts([part.stored for part in self._parts]).values(),
-        ]
+        texts = [*self._boxed.values()]
         length += len(every.encode()) + sum(map(mul, counts, map(len, around)))
         length += (
             chunks * len(CHUNK)
@@ -334,10 +318,7 @@ class _Chunks:
             if hashed
             else []
         )
-        beyond = {**self._boxed}
-        for at, text in self._packed_texts(stored).items():
-            beyond[at] = beyond.get(at, "") + text
-        places = sorted(beyond)
+        places = sorted(self._boxed)
         for first, last in self._batches():
             if first in self.columns:
                 before, rest = self.columns[first]
@@ -365,7 +346,7 @@ class _Chunks:
                 if places
                 else ()
             ):
-                behind[at - low] = beyond[at] + behind[at - low]
+                behind[at - low] = self._boxed[at] + behind[at - low]
             columns = (
                 column[low:high].tolist() for column in (self._files, self._starts, self._stops)
             )
@@ -395,14 +376,6 @@ class _Chunks:
         count = len(self._heads)
         edges = {*range(0, count, PIECE), *self.columns, *(at + 1 for at in self.columns), count}
         return pairwise(sorted(edges))
-
-    def _packed_texts(self, stored: Sequence[StoredBoxes]) -> dict[int, str]:
-        found: dict[int, str] = {}
-        for number, (one, first) in enumerate(zip(stored, self._edges, strict=False)):
-            for at, sparse in one.packed.items():
-                moved = sparse_in(sparse, partial(add, number))
-                found[first + at] = f',"sparse":{msgspec.json.encode(moved).decode()}'
-        return self._placed(found)
 
     def _placed(self, texts: dict[int, str]) -> dict[int, str]:
         if not texts:

@@ -18,6 +18,7 @@ from itertools import chain, count, repeat
 from operator import attrgetter, itemgetter
 from typing import NoReturn
 
+import msgspec
 import numpy as np
 
 from holdfast.core.arrays import Ints
@@ -39,34 +40,28 @@ from holdfast.engine.files import FileStorages
 from holdfast.errors import (
     Corrupted,
     HeaderError,
-    HoldfastError,
     LimitExceeded,
     MetadataError,
     StoreError,
     Truncated,
     UnsafePath,
+    Unsupported,
     located,
 )
-from holdfast.formats.native.base import parts_of
 from holdfast.formats.native.boxes import carried
 from holdfast.formats.native.chunks import (
     CutChunks,
     CutColumns,
-    UnpackedStore,
-    check_sparse,
-    sparse_storage,
 )
 from holdfast.formats.native.schema import (
     BESIDE_VERSION,
     COLUMNS_VERSION,
     DOCUMENT,
     SEALED_VERSION,
-    SPARSE_VERSION,
     DataFile,
     OtherFile,
     Parsed,
     StoredChunk,
-    StoredPart,
     StoredTensor,
     parse_manifest,
 )
@@ -74,7 +69,6 @@ from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.read import Header, read_header
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import ADDRESSABLE, PREFIX_NBYTES, HeaderEntry, addressable
-from holdfast.numeric.pack import SparseStorage
 
 BYTES_OF, CRC_OF, FILE_OF = attrgetter("bytes"), attrgetter("crc32"), attrgetter("file")
 
@@ -86,7 +80,7 @@ class Stored(Value, frozen=True, eq=False):
     """The tensors of a checked manifest as rows of a table.
 
     A manifest is a dozen objects for each of a million tensors. Almost all tensors are one plain chunk: a few numbers in columns,
-    after which their entries are freed. A tensor that is split, packed or shares bytes between elements is an odd row.
+    after which their entries are freed. A tensor that is split or shares bytes between elements is an odd row.
     """
 
     table: Table
@@ -106,8 +100,7 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
         for row, stored in enumerate(tensors)
         if not stored.chunks
         or stored.chunks[1:]
-        or (first := stored.chunks[0]).start is not None
-        or first.sparse is not None
+        or stored.chunks[0].start is not None
         or stored.dtype not in WHOLE
     ]
     entries = {names[row]: tensors[row] for row in rows}
@@ -152,7 +145,6 @@ def _odd_tensors(
     entries: Mapping[str, StoredTensor], files: Sequence[str], source: Source
 ) -> Iterator[LazyTensor]:
     home = source.store
-    unpacked: UnpackedStore | None = None
     for name, stored in entries.items():
         dtype, chunks = dtype_named(stored.dtype), []
         if stored.columns is not None:
@@ -160,10 +152,6 @@ def _odd_tensors(
                 name, dtype, stored.shape, CutChunks(name, dtype, stored, files, home), source
             )
             continue
-        packed = any(chunk.sparse is not None for chunk in stored.chunks)
-        if packed and unpacked is None:
-            unpacked = UnpackedStore(home)
-            unpacking = source.over(unpacked)
         for chunk in stored.chunks:
             (start, stop), box = chunk.bytes, box_of(stored, chunk)
             storage = Storage(
@@ -174,13 +162,8 @@ def _odd_tensors(
                 label=name,
                 home=home,
             )
-            if chunk.sparse is not None and unpacked is not None:
-                storage = sparse_storage(
-                    name, chunk, chunk.sparse, dtype=dtype, shape=box.shape, files=files, home=home
-                )
-                unpacked.add(storage)
             chunks.append(Chunk(box, storage, 0, c_strides(box.shape, dtype.bits)))
-        yield LazyTensor(name, dtype, stored.shape, tuple(chunks), unpacking if packed else source)
+        yield LazyTensor(name, dtype, stored.shape, tuple(chunks), source)
 
 
 def dtype_named(name: str) -> DType:
@@ -318,9 +301,8 @@ def _odd_parts(tensors: Stored, names: Sequence[str]) -> Iterator[Part]:
                 continue
             whole = tensors.table.odd[row]
             tensor = whole if len(stored.chunks) == 1 else whole[box.slices]
-            for at, part in zip(parts_of(chunk), _stored_parts(tensor), strict=True):
-                piece = carried(Kind.of(part))
-                yield row, at.file, part.name, piece.code, piece.shape, at.bytes
+            piece = carried(Kind.of(tensor))
+            yield row, chunk.file, tensor.name, piece.code, piece.shape, chunk.bytes
 
 
 def _check_other(other: OtherFile, source: Source) -> None:
@@ -332,19 +314,6 @@ def _check_other(other: OtherFile, source: Source) -> None:
     if f"{found:08x}" != other.crc32:
         message = f"the file does not have the checksum that the manifest records: it changed after it was written; {NOT_NEEDED}"
         raise Corrupted(message, file=other.name, expected=hexadecimal(other.crc32), found=found)
-
-
-def _stored_parts(tensor: LazyTensor) -> list[LazyTensor]:
-    storage = tensor.chunks[0].storage
-    if not isinstance(storage, SparseStorage):
-        return [tensor]
-    dtypes = (tensor.dtype, dtype_named("uint8"), dtype_named("uint64"))
-    return [
-        LazyTensor.contiguous(
-            part.label, dtype, (part.nbytes * 8 // dtype.bits,), part, tensor.source
-        )
-        for part, dtype in zip(storage.parts, dtypes, strict=False)
-    ]
 
 
 CRC = re.compile(r"[0-9a-f]{8}\Z")
@@ -439,7 +408,7 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
     ends = [file.nbytes for file in manifest.files]
     count_files = len(ends)
     ranges: list[int] = []
-    """File number, start and stop of each part, one part after the other."""
+    """File number, start and stop of each chunk, one chunk after the other."""
     cut: dict[str, StoredTensor] = {}
     judged: dict[str, dict[tuple[int, ...], int | None]] = {}
     # All digits at once; where some are wrong, the loop says which.
@@ -473,9 +442,14 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
                 wrong |= not heads_fine and head is not None and not CRC.match(head)
                 if wrong or manifest.hash is None:
                     _explain_hash(name, manifest, number)
-            if chunk.sparse is not None:
-                ranges += _check_packed(name, manifest, number, limits=limits)
-                continue
+            if chunk.sparse is not msgspec.UNSET:
+                place = pointer("tensors", name, "chunks", number, "sparse")
+                raise Unsupported(
+                    f"at {place}: this tensor is stored packed, as its non-zero elements and their"
+                    " positions, which only earlier versions of Holdfast read; save the checkpoint"
+                    " again from its source",
+                    tensor=name,
+                )
             if (
                 not 0 <= file < count_files
                 or not PREFIX_NBYTES <= start <= stop <= ends[file]
@@ -611,59 +585,6 @@ def _explain_hash(name: str, manifest: Parsed, number: int) -> NoReturn:
     )
 
 
-def _check_packed(name: str, manifest: Parsed, number: int, *, limits: Limits) -> list[int]:
-    stored, ends = manifest.tensors[name], [file.nbytes for file in manifest.files]
-    chunk = stored.chunks[number]
-    sparse = chunk.sparse
-    if sparse is None or manifest.version < SPARSE_VERSION:
-        _refuse(
-            name,
-            f"a manifest of version {manifest.version} has no packed chunks",
-            "chunks",
-            number,
-            "sparse",
-        )
-    parts = parts_of(chunk)
-    for part in parts:
-        _check_place(name, part, ends, number=number)
-    if not CRC.match(chunk.crc32):
-        _refuse(
-            name, f"{quoted(chunk.crc32)} is no CRC-32 in eight digits", "chunks", number, "crc32"
-        )
-    try:
-        check_sparse(
-            chunk,
-            sparse,
-            dtype_named(stored.dtype),
-            shape=box_of(stored, chunk).shape,
-            limits=limits,
-        )
-    except HoldfastError as error:
-        error.message = (
-            f"at {pointer('tensors', name, 'chunks', number, 'sparse')}: {error.message}"
-        )
-        error.args, error.tensor = (error.message,), name
-        raise
-    return [one for part in parts for one in (part.file, *part.bytes)]
-
-
-def _check_place(name: str, part: StoredPart, ends: list[int], *, number: int) -> None:
-    start, stop = part.bytes
-    if not 0 <= part.file < len(ends):
-        _refuse(name, f"there are {len(ends):,} files, and no number {part.file}", "chunks", number)
-    if not PREFIX_NBYTES <= start <= stop <= ends[part.file]:
-        _lie(
-            name,
-            f"{start:,} to {stop:,} is not inside of a file of {ends[part.file]:,} bytes",
-            "chunks",
-            number,
-        )
-    if not CRC.match(part.crc32):
-        _refuse(
-            name, f"{quoted(part.crc32)} is no CRC-32 in eight digits", "chunks", number, "sparse"
-        )
-
-
 def _check_apart(places: Ints, manifest: Parsed) -> None:
     """Refuse byte ranges that overlap: shared bytes are named by `aliases`."""
     places = places[places[:, 1] < places[:, 2]]
@@ -675,15 +596,14 @@ def _check_apart(places: Ints, manifest: Parsed) -> None:
             if (cut := CutColumns.of(stored)) and (cut.places()[:, :2] == wanted).all(axis=1).any():
                 _lie(name, "bytes of a chunk belong to another tensor as well", "columns", "bytes")
             for number, chunk in enumerate(stored.chunks):
-                for part in parts_of(chunk):
-                    if (part.file, part.bytes[0]) == wanted and part.bytes[0] < part.bytes[1]:
-                        _lie(
-                            name,
-                            "these bytes belong to another tensor as well",
-                            "chunks",
-                            number,
-                            "bytes",
-                        )
+                if (chunk.file, chunk.bytes[0]) == wanted and chunk.bytes[0] < chunk.bytes[1]:
+                    _lie(
+                        name,
+                        "these bytes belong to another tensor as well",
+                        "chunks",
+                        number,
+                        "bytes",
+                    )
 
 
 def _explain(name: str, stored: StoredTensor, limits: Limits) -> NoReturn:

@@ -8,8 +8,8 @@
      "hash": "xxh3-128/1MiB", "self": "1c291ca3"}
 
 A chunk of a split tensor has its box as well, `"start": [0, 0], "stop": [1, 3]`. Of a tensor in very many chunks these stand in
-columns (`StoredColumns`), and `chunks` is empty. Versions 1 (no packed chunks) and 2 have neither
-`others` nor `self`. A manifest of version 3 or later without `self` is damaged.
+columns (`StoredColumns`), and `chunks` is empty. Versions 1 and 2 have neither `others` nor `self`. A manifest of version 3 or
+later without `self` is damaged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from holdfast.formats.tree_json.decode import json_limits
 FORMAT = "holdfast"
 VERSION = 3
 """Written where there are no hashes."""
-SPARSE_VERSION = 2
 SEALED_VERSION = 3
 HASHED_VERSION = 4
 """The first version with hashes. Written where chunks have hashes."""
@@ -39,29 +38,6 @@ BESIDE_VERSION = 5
 
 COLUMNS_VERSION = 6
 """The first version with chunks as columns. Written where there are some."""
-
-
-class StoredPart(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
-    """One of the parts that a packed chunk has beside its values."""
-
-    file: int
-    bytes: tuple[int, int]
-    crc32: str
-
-
-class StoredSparse(
-    msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True, omit_defaults=True
-):
-    """How a chunk is packed. The chunk's `bytes` are those of the values then, and its `crc32` that of the dense elements."""
-
-    encoding: str
-    """`bitmap`, `nm` or `block`."""
-    sizes: tuple[int, ...]
-    """None for `bitmap`; n and m; height and width."""
-    values: str
-    """CRC-32 of the values."""
-    where: StoredPart
-    starts: StoredPart | None = None
 
 
 class StoredChunk(
@@ -76,10 +52,10 @@ class StoredChunk(
     start: tuple[int, ...] | None = None
     """The lowest corner of its box; None for the whole tensor."""
     stop: tuple[int, ...] | None = None
-    sparse: StoredSparse | None = None
-    """None where the elements are stored as they are."""
+    sparse: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    """Set in checkpoints of earlier versions, which could store the non-zero elements alone. They are refused."""
     hash: str | None = None
-    """Hash of the unpacked elements in hexadecimal digits, by the algorithm that the manifest names."""
+    """Hash of the elements in hexadecimal digits, by the algorithm that the manifest names."""
     head: str | None = None
     """CRC-32 of the first of these bytes, where the algorithm has heads."""
 
@@ -143,7 +119,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 RECORDED = ("aliases", "views", "tree")
 
-VERSIONS = (1, SPARSE_VERSION, SEALED_VERSION, HASHED_VERSION, BESIDE_VERSION, COLUMNS_VERSION)
+VERSIONS = (1, 2, SEALED_VERSION, HASHED_VERSION, BESIDE_VERSION, COLUMNS_VERSION)
 SINCE = {"others": SEALED_VERSION, SELF: SEALED_VERSION, "hash": HASHED_VERSION}
 
 DOCUMENT = DocumentKind(

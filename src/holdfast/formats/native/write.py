@@ -25,7 +25,7 @@ from holdfast.core.value import replace
 from holdfast.engine.saves import SavePlan
 from holdfast.errors import CannotHold
 from holdfast.formats.native.base import Reuse
-from holdfast.formats.native.boxes import BoxEntries, Boxes, BoxFiles, HashAll, Pack, data_name
+from holdfast.formats.native.boxes import BoxEntries, Boxes, BoxFiles, data_name
 from holdfast.formats.native.manifest import CANNOT, FileBoxes, StoredBoxes, lay_out_index
 from holdfast.formats.native.schema import DataFile
 from holdfast.formats.recorded import order_fields, share, sharing_fields
@@ -43,15 +43,13 @@ def lay_out_native(
     state: State,
     *,
     max_shard_size: int | None = None,
-    pack: Pack | None = None,
-    hashes: HashAll | None = None,
+    hashed: bool = False,
     take_over: TakeOver | None = None,
     save: str = "",
 ) -> SavePlan:
     """The plan of a native directory, its data files with at most `max_shard_size` bytes of tensors.
 
-    With `hashes`, every chunk has its hash in the manifest. Rows that `take_over` finds are not written: their files are linked.
-    With packed tensors there is no Hugging Face index, since `transformers` cannot read them.
+    With `hashed`, every chunk has its hash in the manifest. Rows that `take_over` finds are not written: their files are linked.
 
     Raises `CannotHold` with every problem: Python objects that have no form in the manifest, names that are no Unicode.
     """
@@ -64,11 +62,7 @@ def lay_out_native(
     # What only moved is expected to stay. It is not mixed with what changes, and has the lower numbers, which the next step keeps.
     moved = [row for row in new if row in reuse.moved] if reuse.moved else []
     every = [moved, [row for row in new if row not in reuse.moved]] if moved else [new]
-    taken = [table.names[row] for row in rows] if pack else []
-    groups = [
-        BoxEntries.of(boxes, own, pack=pack, hashes=hashes, changed=reuse.changed, names=taken)
-        for own in every
-    ]
+    groups = [BoxEntries.of(boxes, own, hashed=hashed, changed=reuse.changed) for own in every]
     shards = [group.shards(max_shard_size or SHARD_NBYTES) for group in groups]
     if not any(shards) and not reuse.linked:
         shards = [[()]]

@@ -28,7 +28,6 @@ from holdfast.torch.ranks.saving import (
 )
 from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
 from holdfast.verbs.shared.base import check_shares
-from holdfast.verbs.shared.formats import check_sparse
 from holdfast.verbs.shared.state import Stateful, state_and_path, state_dicts
 
 FORMATS = one_of(*titles(rank_formats()))
@@ -59,7 +58,7 @@ def save_sharded(
     the new one is whole.
 
     A save that another one of this process is in the way of waits for it, or is refused on all ranks (`when_busy`).
-    `sparse`, `base` and `hashes` are as for `holdfast.save`: every rank decides for its boxes, in a native checkpoint.
+    `base` and `hashes` are as for `holdfast.save`: every rank decides for its boxes, in a native checkpoint.
     Where the ranks and the placements are those of the base, what did not change is linked.
 
     A URL (`s3://bucket/step-1000`) is a place in an object store, and so is a key with a `store` that the caller has made. Every
@@ -193,7 +192,6 @@ def _job(
     request: SaveRequest, course: Course, *, group: dist.ProcessGroup | None, deadline: float
 ) -> Job:
     """A save that has been checked, among ranks that see a pulse from here on."""
-    check_sparse(request.path, request.format, request.sparse)
     check_shares(request.path, request.format, request.base, request.hashes)
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
     ranks = ranks_of(group, doing=f"save {request.format} to {request.path!r}", deadline=deadline)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import msgspec
@@ -32,7 +31,6 @@ from holdfast.core.runtime import gc_paused
 from holdfast.core.sharing import tied
 from holdfast.core.table import Table
 from holdfast.core.value import Value, replace
-from holdfast.engine.packed import choose, parse_wanted
 from holdfast.engine.table import NO_TENSORS, value_state
 from holdfast.engine.targets.target import Target, join_target
 from holdfast.engine.write import Progress
@@ -93,7 +91,6 @@ class SaveRequest(Value, frozen=True, kw_only=True):
     check_replicas: bool
     threads: int | None
     progress: Progress | None
-    sparse: str
     base: str | None = None
     """An older checkpoint, of which unchanged files are taken over."""
     hashes: bool = False
@@ -447,26 +444,25 @@ def write(planned: Planned) -> SavedShards:
 def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[Receipt]:
     """Write this rank's files; notes for a person go to `notes`."""
     request, threads = planned.job.request, planned.job.count_threads()
-    wanted = parse_wanted(request.sparse)
     if copies is not None:
         copies.wait()
         threads = request.threads or min(threads, BACKGROUND_THREADS)
-    pack = None if wanted is None else partial(choose, wanted=wanted, threads=threads)
     block = None if copies is None else BACKGROUND_BLOCK
-    hashes, reuse = None, NOTHING
+    reuse = NOTHING
     into = planned.target
     assert into is not None  # or it has failed
-    if request.base is not None or request.hashes:
+    hashed = request.base is not None or request.hashes
+    if hashed:
         with closing(
             open_base(request.base, planned.job.place, threads=threads, block=block)
         ) as base:
-            hashes, reuse = base.hashes, base.take_over_boxes(planned.part.boxes)
+            reuse = base.take_over_boxes(planned.part.boxes)
     notes += reuse.notes
     # One file for every few threads, each with enough in it.
     # Of an object several parts are on their way at once, and each takes memory.
     each = THREADS_A_FILE if copies is None else BACKGROUND_THREADS_A_FILE
     count = 1 if into.save else max(1, min(threads // each, planned.part.nbytes // FILE_NBYTES))
-    shares, how = spread(planned.part.boxes, count, reuse), Storing(pack, hashes, reuse)
+    shares, how = spread(planned.part.boxes, count, reuse), Storing(hashed, reuse)
     files = planned.job.format.sharded.files(planned.part, shares, how, into.save)
     receipts = write_files(
         files, into, threads=threads, progress=request.progress, block=block, reuse=reuse

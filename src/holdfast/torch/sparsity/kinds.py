@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from holdfast.core.arrays import matrix_shape
 from holdfast.errors import Unsupported
-from holdfast.numeric.pack import matrix_shape
 from holdfast.torch.sparsity import masks
 from holdfast.torch.sparsity.fake import (
     FakeSparsity,

@@ -28,9 +28,9 @@ from typing import SupportsFloat
 import numpy as np
 import torch
 
+from holdfast.core.arrays import matrix_shape
 from holdfast.core.value import Value
 from holdfast.numeric import threshold
-from holdfast.numeric.pack import matrix_shape
 from holdfast.numeric.threshold import SPLITMIX, KeyBits, Threshold, answered, nan_key, search
 
 Norm = int | Callable[[torch.Tensor], torch.Tensor]

@@ -1,7 +1,7 @@
 """2:4 tensors in the packed form of `torch.sparse.to_sparse_semi_structured`, and back.
 
 torch's form is for GPUs: kernels decide the order of what is in it, and it is not meant for files. A checkpoint has the dense
-tensor, which the native format stores as 2:4 (`save(…, sparse="auto")`).
+tensor.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -25,7 +25,7 @@ from holdfast.core.protocols import Store
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.digest import tensor_hashes, unchanged, unchanged_rows
+from holdfast.engine.digest import unchanged, unchanged_rows
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
 from holdfast.errors import BadArgument, HoldfastError, StoreError, Unsupported
@@ -106,9 +106,6 @@ class OpenBase(Value, frozen=True):
         same |= {*of.values()} - {of[key] for key in pieces if key not in found}
         reuse = base.reuse({row: chunks for row, chunks in there.items() if row in same}, files)
         return replace(reuse, changed=frozenset(of[key] for key in changed))
-
-    def hashes(self, tensors: Mapping[str, LazyTensor]) -> Mapping[str, Hashed]:
-        return tensor_hashes(tensors, threads=self.threads, block=self.block)
 
     def close(self) -> None:
         if self.store is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
@@ -27,7 +27,6 @@ from holdfast.core.runtime import gc_paused
 from holdfast.core.sharing import check_expansion, tied
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.value import Value, replace
-from holdfast.engine.packed import choose, parse_wanted
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.saves import SavePlan, text_nbytes
 from holdfast.engine.source import OpenSource
@@ -48,14 +47,12 @@ class Options(Value, frozen=True):
     """Split into files of at most this many bytes of tensors."""
     keep_tree: bool = False
     """safetensors: record what is no tensor in the header, where Holdfast finds it again."""
-    sparse: str = "never"
-    """native: which tensors are stored packed (`engine.packed`)."""
     index: bool = False
     """safetensors: an index even of one file, because other safetensors files will lie beside it."""
     stem: str = "model"
     """safetensors: how the names of the files in a directory begin."""
     ranks: Ranks = ALONE
-    """Who counts zeros, where that is asked for."""
+    """The ranks that share the work of choosing what is pruned."""
     save: str = ""
     """In an object store: the id of the save, where it is known already."""
     base: OpenBase | None = None
@@ -160,18 +157,8 @@ def check_archive_name(path: str) -> None:
         )
 
 
-def check_sparse(path: str, format: str, sparse: str) -> None:
-    """Raise `Unsupported` where tensors shall be stored packed in a format that stores none so, or in a way that there is not."""
-    if parse_wanted(sparse) is not None and "pack" not in format_of(format).takes:
-        raise Unsupported(
-            f"only a native directory stores tensors packed, and this is {format}; leave sparse= away",
-            file=path,
-        )
-
-
 def plan_save(path: str, state: State, format: str, *, options: Options) -> SavePlan:
     """Lay out a state, so that it opens again. Raises `CannotHold` with every problem when the format cannot hold it."""
-    check_sparse(path, format, options.sparse)
     plan = _lay_out(path, state, format, options=options)
     return _check_kinds_open(
         plan if plan.holds is not None else replace(plan, holds=state.tensors),
@@ -202,7 +189,7 @@ def _check_kinds_open(
     tie = (*next(iter(tied(table).items()), ()), *_two_views(table))
     plain = leaves.flat and not table.single and not without_origin(state.metadata)
     key = (
-        format, options.keep_tree, options.sparse, options.base is None, plan.directory, len(plan.files) > 1, frozenset(alike),
+        format, options.keep_tree, options.base is None, plan.directory, len(plan.files) > 1, frozenset(alike),
         tuple([_likeness(table.kind_of(row)) for row in tie]),
     )  # fmt: skip
     if plain and was_opened(key):
@@ -339,12 +326,7 @@ LAYOUT: Mapping[str, Callable[[str, Options], object]] = {
     "keep_tree": lambda path, options: options.keep_tree,
     "index": lambda path, options: options.index,
     "stem": lambda path, options: options.stem,
-    "pack": lambda path, options: (
-        None
-        if (wanted := parse_wanted(options.sparse)) is None
-        else partial(choose, wanted=wanted, ranks=options.ranks)
-    ),
-    "hashes": lambda path, options: None if options.base is None else options.base.hashes,
+    "hashed": lambda path, options: options.base is not None,
     "take_over": lambda path, options: None if options.base is None else options.base.take_over,
 }
 """Arguments that the layout of a format may take (`Format.takes`)."""

@@ -445,7 +445,7 @@ def _model_format(
         copy_config, bool
     )
     models = (one.name for one in written_formats() if one.weights_by and one.folder)
-    return None if stays or options.sparse != "never" else next(models)
+    return None if stays else next(models)
 
 
 def check_target(path: str, *, directory: bool, writing: Writing) -> None:

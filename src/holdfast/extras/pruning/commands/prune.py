@@ -34,7 +34,6 @@ rules:
 examples:
   holdfast prune model.safetensors out.safetensors --rule '*.mlp.*.weight: 2:4' --rule 'lm_head.*: keep'
   holdfast prune model.pt sparse --rule '*.weight: global 0.8' --dry-run
-  holdfast prune model.pt sparse --rule '*.weight: 2:4' --sparse auto
   holdfast prune model.pt out/ --rule '*.weight: 0.5' --masks beside
   holdfast show --sparsity out/
 """
