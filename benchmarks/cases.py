@@ -170,16 +170,13 @@ def count_slices(scattered: bool):
     def job(path: Path) -> dict[str, int]:
         import holdfast
         from holdfast.core.protocols import Request
+        from holdfast.engine.boxes import read_cost
 
         with holdfast.open(path) as checkpoint:
             tensor = checkpoint["w"]
             wanted = [tensor[place] for place in places(*tensor.shape, scattered)]
-            plan = tensor.source.plan([Request(t, t.empty()) for t in wanted])  # type: ignore[attr-defined]
-        return {
-            "reads": plan.fetches,
-            "read_nbytes": plan.read_nbytes,
-            "wanted_nbytes": plan.wanted_nbytes,
-        }
+            reads, read_nbytes, wanted_nbytes = read_cost([Request(t, t.empty()) for t in wanted])
+        return {"reads": reads, "read_nbytes": read_nbytes, "wanted_nbytes": wanted_nbytes}
 
     return job
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.source import SMALL_NBYTES
+from holdfast.engine.coalesce import MEMORY
 from holdfast.errors import HoldfastError
 from tests.properties.test_reading import index_for
 from tests.sampling import examples
@@ -104,7 +104,7 @@ def states(draw):
             st.sampled_from([array, array, array, array.T, array[..., ::-1] if shape else array])
         )
     if draw(st.booleans()):
-        state["long"] = np.frombuffer(random.bytes(SMALL_NBYTES + 8), np.int64)
+        state["long"] = np.frombuffer(random.bytes(MEMORY.alone + 8), np.int64)
     if draw(st.booleans()):
         state["tied"] = state["t.0"]
         state["half"] = state["t.1"][:1] if state["t.1"].ndim else state["t.1"]

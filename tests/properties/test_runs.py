@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
+from holdfast.engine.boxes import strided_ranges
 from holdfast.engine.coalesce import Policy, coalesce
-from holdfast.engine.reads import strided_ranges
 from tests.properties.strategies import bytes_touched, chunks
 from tests.sampling import examples
 

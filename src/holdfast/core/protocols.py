@@ -20,7 +20,7 @@ from holdfast.core.value import Value
 from holdfast.errors import Corrupted
 
 if TYPE_CHECKING:
-    from holdfast.core.dense import DenseRows
+    from holdfast.core.dense import RegularRows
     from holdfast.core.leaves import Leaves
     from holdfast.core.placement_rules import PlacementRule
     from holdfast.core.table import Table
@@ -129,15 +129,6 @@ class Store:
         """Copy many short ranges to addresses in memory. How many were copied, from the first on; the others are to be read."""
         return 0
 
-    def scattered(
-        self, key: str, starts: Sequence[int], nbytes: Sequence[int]
-    ) -> Sequence[bytes | bytearray]:
-        """Many short ranges with much between them, each as bytes of its own. Raises as `read` does."""
-        pieces = [bytearray(length) for length in nbytes]
-        for start, piece in zip(starts, pieces, strict=True):
-            self.read(key, start, memoryview(piece))
-        return pieces
-
     def stamp(self, key: str) -> Stamp:
         """What identifies the content under a key, as it was when it was opened."""
         return ()
@@ -219,13 +210,11 @@ class Source(Protocol):
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request, in parallel; the first failure cancels the rest and is raised."""
 
-    def fetch(self, tensor: LazyTensor) -> np.ndarray:
-        """A fresh array of one tensor."""
+    def arrays(self, tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
+        """Read tensors into fresh arrays."""
 
-    def arrays(
-        self, rows: DenseRows, others: Sequence[int], tensor: Callable[[int], LazyTensor]
-    ) -> list[np.ndarray]:
-        """Fresh arrays of dense tensors, and then of others by their numbers; `tensor` makes the one of a number."""
+    def read_rows(self, rows: RegularRows, tensor: Callable[[int], LazyTensor]) -> list[np.ndarray]:
+        """Read regular rows of a table into fresh arrays. `tensor` makes the lazy tensor of a number, for messages."""
 
     def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
         """The bytes of a tensor in C order, little-endian, packed types packed, for as long as the block lasts."""

@@ -11,8 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from operator import add
 from types import MethodType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import proxy, ref
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def start(
@@ -147,6 +150,15 @@ def copied_together(texts: Sequence[str]) -> list[str]:
 # Everything that has an address, as one row. Nothing is touched but what somebody cuts out of it. A row for each view would make
 # ctypes make a class for each length, which takes longer than to read a short range.
 _ALL = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
+
+
+def address_of(array: np.ndarray) -> int:
+    """Return where the first element of an array lies in memory."""
+    # A fifth of the time that numpy takes to describe the array. The dtypes of ml_dtypes have no buffers.
+    if array.flags.carray and array.size and array.dtype.isbuiltin == 1:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:

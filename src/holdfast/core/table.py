@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides, in_c_order
-from holdfast.core.dense import NO_ARRAY, NO_ROWS, DenseRows
+from holdfast.core.dense import NO_ARRAY, RegularRows, read_tensors
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source, Store
 from holdfast.core.runtime import gc_paused
@@ -427,7 +426,7 @@ class Table(Mapping[str, LazyTensor]):
                 storage.append(ODD)
         return Table(names, kinds, kind, storage, self.storages, odd, offsets=offsets)
 
-    def dense(self, rows: Sequence[int]) -> list[tuple[Source, DenseRows]]:
+    def dense(self, rows: Sequence[int]) -> list[tuple[Source, RegularRows]]:
         """Where the dense ones of these rows lie in files, those of a source together."""
         storages, kinds = self.storages, self.kinds
         if not isinstance(storages, FileColumns):
@@ -456,7 +455,7 @@ class Table(Mapping[str, LazyTensor]):
             nbytes = np.array([one.nbytes if one.dense else 0 for one in kinds], np.int64)[places]
             crcs = np.where(np.array([one.whole for one in kinds], np.bool_)[places], crcs, NO_CRC)
         keys, files = [place.key for place in storages.files], storages.file[where]
-        dense = DenseRows(
+        dense = RegularRows(
             numbers,
             [dtypes[one] for one in own],
             [shapes[one] for one in own],
@@ -478,19 +477,18 @@ class Table(Mapping[str, LazyTensor]):
 
     def arrays(self, rows: Sequence[int]) -> list[np.ndarray]:
         """Fresh arrays of these rows: in parallel, with neighbouring reads joined."""
-        dense = dict(self.dense(rows))
-        others: dict[Source, list[int]] = {source: [] for source in dense}
-        if sum(map(len, dense.values())) < len(rows):
-            for number in sorted(
-                {*range(len(rows))}.difference(*(found.numbers for found in dense.values()))
-            ):
-                others.setdefault(self.view(rows[number]).source, []).append(number)
         arrays = [NO_ARRAY] * len(rows)
+        numbers: list[int] = []
         with gc_paused():
-            for source, more in others.items():
-                found = dense.get(source, NO_ROWS)
-                made = source.arrays(found, more, lambda number: self.view(rows[number]))
-                for number, array in zip(chain(found.numbers, more), made, strict=True):
+            for source, regular in self.dense(rows):
+                read_arrays = source.read_rows(regular, lambda number: self.view(rows[number]))
+                for number, array in zip(regular.numbers, read_arrays, strict=True):
+                    arrays[number] = array
+                numbers += regular.numbers
+            if len(numbers) < len(rows):
+                others = sorted({*range(len(rows))}.difference(numbers))
+                views = [self.view(rows[number]) for number in others]
+                for number, array in zip(others, read_tensors(views), strict=True):
                     arrays[number] = array
         return arrays
 

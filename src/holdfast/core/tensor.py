@@ -414,7 +414,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
     def read(self, *, out: np.ndarray | None = None) -> np.ndarray:
         """Read the elements into a fresh array, or into `out` (same shape and dtype; any strides), which is returned."""
         if out is None:
-            return self.source.fetch(self)
+            return self.source.arrays([self])[0]
         if not isinstance(out, np.ndarray):
             raise BadTarget(
                 f"out= must be a numpy array, not {type(out).__name__}", tensor=self.name

@@ -1,15 +1,14 @@
 """The code that moves tensor bytes: first plans, which touch no file, then what carries them out, by direction.
 
 coalesce         which neighbouring ranges are read together: for everybody, by a policy for each medium
-reads            the plan of a read
 saves            the plan of a save: every file as segments
 files            ranges of files as the storages of a table, and which of them its rows use, each once
 table            the tensors of a state on their way to a file, as columns
 
 source           `OpenSource`: a store, its limits, and the way of its bytes into memory; `Sourced`: a store that makes tensors
-transfer         the one engine that reads: ranges of files, by threads, each to a sink. The sinks:
-  array_sink       a read plan, to arrays of any strides
-  memory_sink      ranges to memory that somebody else owns: the storages of a torch file, tensors that are filled
+ranges           contiguous ranges of files into memory: the path of every read
+boxes            boxes of any strides, byte order and packing into arrays, made of ranges
+transfer         the one engine that reads: ranges of files, by threads, to `ranges` or to a sink that sees them pass by. The sinks:
   checksums        sums alone, or of what passes by; `digest`: a tensor's own checksum, and content hashes
   equal            compared with the bytes of another tensor
   scan             elements, a block at a time, to accumulators: statistics, zeros, thresholds (`numeric/`)

@@ -11,7 +11,7 @@
 raised
    stops the rest.
 
-Sinks: array_sink.py, memory_sink.py, checksums.py, equal.py, scan.py. What is in memory already is handed over as it lies there.
+Sinks: ranges.py, checksums.py, equal.py, scan.py. What is in memory already is handed over as it lies there.
 """
 
 from __future__ import annotations

@@ -458,23 +458,6 @@ class LocalStore(Store):
         file = handle.file or self._again(key, handle)
         return gather(file.number, starts, nbytes, places)
 
-    def scattered(
-        self, key: str, starts: Sequence[int], nbytes: Sequence[int]
-    ) -> Sequence[bytes | bytearray]:
-        handle = self._open(key)
-        file = handle.file
-        if file is not None and platform.READS_AT:
-            try:
-                # A call each and nothing else: a read of a few bytes takes the system less time than Python takes to get there.
-                pieces = platform.read_blocks(file.number, nbytes, starts)
-            except OSError:
-                pieces = []
-            del file
-            # None has more than was asked for.
-            if sum(map(len, pieces)) == sum(nbytes) and len(pieces) == len(nbytes):
-                return pieces
-        return super().scattered(key, starts, nbytes)
-
     def map(self, key: str) -> memoryview | None:
         """The bytes of a file as memory; None where the process may have no more files open, since each mapping holds one."""
         handle = self._open(key)

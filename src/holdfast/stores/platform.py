@@ -23,9 +23,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Sequence
 from functools import cache
-from itertools import repeat
 from types import ModuleType
 
 from holdfast.core.runtime import renewed
@@ -135,12 +133,6 @@ else:
             finally:
                 # The descriptor may be that of a caller's file, which has its own idea of where it is.
                 os.lseek(descriptor, before, os.SEEK_SET)
-
-
-def read_blocks(descriptor: int, nbytes: Sequence[int], starts: Sequence[int]) -> list[bytes]:
-    """Read from many places, as `read_block`."""
-    # Without a call of Python's for each: that would take a tenth of the time of a short read.
-    return list(map(_os.pread if READS_AT else read_block, repeat(descriptor), nbytes, starts))
 
 
 if hasattr(os, "pwrite"):

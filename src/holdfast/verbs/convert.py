@@ -29,7 +29,7 @@ from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.engine.blocks import contiguous_bytes
-from holdfast.engine.reads import plan_reads
+from holdfast.engine.boxes import read_cost
 from holdfast.engine.saves import Data, Gathered, SavePlan
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats import format_of
@@ -242,10 +242,10 @@ def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
     place = contiguous_bytes(tensor)
     if place is not None:
         return tensor.source.store.cost(place[0], tensor.nbytes), 0
-    # The planner looks at the target's shape and strides only; one element stands for all of it.
+    # Only the target's shape and strides count; one element stands for all of it.
     stand_in = np.broadcast_to(np.empty((), tensor.dtype.numpy), tensor.shape)
-    plan = plan_reads([Request(tensor, stand_in)])
-    return plan.read_nbytes, max(plan.read_nbytes - plan.wanted_nbytes, 0)
+    _, read_nbytes, wanted_nbytes = read_cost([Request(tensor, stand_in)])
+    return read_nbytes, max(read_nbytes - wanted_nbytes, 0)
 
 
 @validated

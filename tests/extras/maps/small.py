@@ -39,11 +39,7 @@ def write(folder: Path, tensors: dict[str, np.ndarray], config: object = None) -
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many bytes of tensors each read of a safetensors file takes; headers are none."""
     found: list[int] = []
-    read, gather, scattered = (
-        local.LocalStore.read,
-        local.LocalStore.gather,
-        local.LocalStore.scattered,
-    )
+    read, gather = local.LocalStore.read, local.LocalStore.gather
 
     def count(self: local.LocalStore, key: str, start: int, nbytes: int) -> None:
         size = bytearray(8)
@@ -64,16 +60,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             count(self, key, int(start), int(length))
         return gather(self, key, starts, nbytes, places)
 
-    def counting_scattered(
-        self: local.LocalStore, key: str, starts: list[int], nbytes: list[int]
-    ) -> object:
-        for start, length in zip(starts, nbytes, strict=True):
-            if key.endswith(".safetensors"):
-                count(self, key, start, length)
-        return scattered(self, key, starts, nbytes)
-
     with monkeypatch.context() as patch:
         patch.setattr(local.LocalStore, "read", counting_read)
         patch.setattr(local.LocalStore, "gather", counting_gather)
-        patch.setattr(local.LocalStore, "scattered", counting_scattered)
         yield found

@@ -66,10 +66,10 @@ class MemorySource:
                     raw, request.tensor.dtype.numpy
                 ).reshape(chunk.shape)
 
-    def fetch(self, tensor: LazyTensor) -> np.ndarray:
-        out = tensor.empty()
-        self.read([Request(tensor, out)])
-        return out
+    def arrays(self, tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
+        requests = [Request(tensor, tensor.empty()) for tensor in tensors]
+        self.read(requests)
+        return [request.out for request in requests]
 
     def view(self, tensor: LazyTensor) -> np.ndarray | None:
         return None

@@ -33,8 +33,8 @@ from holdfast.core.crc import Sums, crc32, have_crcs
 from holdfast.core.protocols import Request, Source
 from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value
-from holdfast.engine.array_sink import execute
-from holdfast.engine.memory_sink import UNKNOWN
+from holdfast.engine.boxes import read_boxes
+from holdfast.engine.ranges import UNKNOWN
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import default_threads
 from holdfast.engine.write import Progress
@@ -391,9 +391,13 @@ class Move:
         ]
         if isinstance(rows.source, OpenSource):
             # Not `source.read`: it would compare the checksum of what is whole in these requests, and a large storage never is.
-            plan = rows.source.plan(requests)
-            execute(plan, rows.source.store, 1, rows.checks)
-            task.read_nbytes += plan.read_nbytes
+            task.read_nbytes += read_boxes(
+                rows.source.store,
+                requests,
+                threads=1,
+                policy=rows.source.policy,
+                checks=rows.checks,
+            )
         else:
             rows.source.read(requests)
 

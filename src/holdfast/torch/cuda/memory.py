@@ -35,7 +35,7 @@ from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Medium, Request
 from holdfast.core.runtime import renewed, weakly
-from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.core.tensor import PLAIN, FileRange, LazyTensor, Traits
 from holdfast.engine.blocks import contiguous_blocks, contiguous_bytes
 from holdfast.engine.saves import Data
 from holdfast.engine.source import OpenSource
@@ -158,7 +158,7 @@ class GpuSource(OpenSource):
             finally:
                 POOL.take_back([block])
 
-    def read(self, requests: Sequence[Request]) -> None:
+    def _fill(self, requests: Sequence[Request], ranges: Sequence[FileRange | None]) -> None:
         small = [
             request
             for request in requests

@@ -33,7 +33,7 @@ from holdfast.core.value import Value
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.checksums import Checks, damage, whole_storages
 from holdfast.engine.coalesce import PAGE_LOCKED, Ranges, coalesce
-from holdfast.engine.memory_sink import UNKNOWN
+from holdfast.engine.ranges import UNKNOWN
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted
 from holdfast.torch.tensors.from_lazy import torch_dtype

@@ -27,7 +27,7 @@ from holdfast.core.value import Value
 from holdfast.engine.checksums import damage
 from holdfast.engine.coalesce import Ranges
 from holdfast.engine.large_pages import wanted_in_large_pages
-from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, Place, read_to_memory
+from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
 from holdfast.engine.threads import default_threads
 from holdfast.errors import (
     Corrupted,
@@ -218,7 +218,8 @@ class LazyStorages(Storages[TypedStorage]):
         """The place of a record, for storages that come in tens of thousands."""
         self._rows: dict[str, torch.Tensor] = {}
         """Ordinary tensors by their keys, whose storages the pickle has not named by themselves."""
-        self._places: list[Place] = []
+        self._places: list[tuple[int, int, int, int]] = []
+        """First byte in the file, length, address in memory, and CRC-32 or `UNKNOWN` of each storage."""
         """Memory of this process that is to be filled; its labels are in `_labels`."""
         self._labels: list[str] = []
         self._ahead_of_code = ahead
@@ -319,8 +320,18 @@ class LazyStorages(Storages[TypedStorage]):
                 self._source, self._key, (start, nbytes, crc), labels[number], found
             )
 
-        wanted = MemoryRanges.of_file(self._key, places, labels.__getitem__, damaged)
-        read_to_memory(self._source.store, wanted, threads=default_threads(), verify=self._verify)
+        starts, lengths, addresses, crcs = zip(*places, strict=True)
+        reads = RangeReads(
+            [self._key],
+            (0,) * len(places),
+            starts,
+            lengths,
+            addresses,
+            crcs if self._verify else (UNKNOWN,) * len(places),
+            labels.__getitem__,
+            damaged,
+        )
+        read_ranges(self._source.store, reads, threads=default_threads())
 
     def _swap_bytes(self, storage: torch.UntypedStorage, asked: StorageId) -> None:
         own = dtype_of(asked.dtype)

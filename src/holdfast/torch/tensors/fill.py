@@ -1,6 +1,6 @@
 """Fill torch tensors with the elements of a checkpoint's, without a second copy of them.
 
-1. A row is one range of a file and is read as it is: to an address (engine/memory_sink.py), or to a GPU. No object is made for it.
+1. A row is one range of a file and is read as it is: to an address (engine/ranges.py), or to a GPU. No object is made for it.
 2. A lazy tensor has parts, strides or a box. For a target on the CPU with the dtype of the file, the engine reads it into place.
 3. A target on a GPU is filled through blocks of page-locked memory, by many readers and the GPU's own copies (cuda/load.py).
 4. Everything else (another dtype, another device, a target that overlaps one before it) goes through two blocks of scratch memory:
@@ -27,7 +27,7 @@ from holdfast.core.value import Value
 from holdfast.engine.checksums import Checks, damage, whole_storages
 from holdfast.engine.coalesce import RECORDS, Ranges
 from holdfast.engine.files import NO_FILES, FileStorages
-from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, read_to_memory
+from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import BackgroundCall
 from holdfast.errors import BadTarget, Corrupted
@@ -290,11 +290,19 @@ def _read_ranges(groups: Iterable[DeviceRows], progress: Progress | None) -> Non
         assert isinstance(source, OpenSource)  # as all that was opened
         addresses = np.fromiter((target.data_ptr() for target in targets), np.int64, len(targets))
         ranges = rows.ranges
-        columns = ranges.files, ranges.starts, ranges.nbytes, addresses, rows.crcs
-        wanted = MemoryRanges(ranges.keys, columns, rows.name, rows.damaged)
+        reads = RangeReads(
+            ranges.keys,
+            ranges.files,
+            ranges.starts,
+            ranges.nbytes,
+            addresses,
+            rows.crcs,
+            rows.name,
+            rows.damaged,
+        )
         policy = source.policy if source.store.medium.requests else RECORDS
-        source.read_nbytes += read_to_memory(
-            source.store, wanted, threads=source.threads, policy=policy
+        source.read_nbytes += read_ranges(
+            source.store, reads, threads=source.threads, policy=policy
         )
         torch.autograd.graph.increment_version(targets)
         if progress is not None:
@@ -378,8 +386,7 @@ def _read_through_scratch(fills: list[Fill], progress: Progress | None, losses: 
 
 def _read(source: Source, requests: list[Request], checks: Checks) -> None:
     if isinstance(source, OpenSource):
-        # Not `source.read`: it would compare the checksum of what is whole in these requests, and a large storage never is.
-        source.carry_out(requests, checks)
+        source.read_boxes(requests, checks)
     else:
         source.read(requests)
 
