@@ -36,7 +36,10 @@ VALUE = {
     "text": ["é\ud800", ""],
 }
 STREAMS = [pickle.dumps(VALUE, protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
-PIECES = [bytes([op]) for op in (*RARE, *b"rKh(XtRQ)NjqMJue.", 0x94, 0x8C, 0x86, 0x89, 0x88, 0x95)]
+PIECES = [
+    bytes([op])
+    for op in (*RARE, *b"rKh(XtRQ)NjqMJbue.", 0x94, 0x8C, 0x81, 0x85, 0x86, 0x89, 0x88, 0x95)
+]
 PIECES += [
     b"cnumpy\ndtype\n",
     b"cnumpy.core.multiarray\nscalar\n",

@@ -11,7 +11,6 @@ import torch
 from torch.utils.serialization import config
 
 from holdfast.errors import Corrupted, Refused
-from holdfast.formats.pickle.tensor_templates import TensorTemplates
 from holdfast.torch import load, save
 from holdfast.torch.serialization import locations
 from holdfast.torch.serialization import storages as storages_module
@@ -282,21 +281,6 @@ def test_a_device_is_looked_for_once_a_tag(tmp_path, monkeypatch):
     torch.save(state() | bank(), tmp_path / "a.pt")
     load(tmp_path / "a.pt", map_location="cuda")
     assert asked == ["cpu"]
-
-
-def test_a_kind_that_is_left_to_the_machine_is_learned_once(tmp_path, monkeypatch):
-    learned: list[tuple[int, ...]] = []
-    before = TensorTemplates._learned
-    monkeypatch.setattr(
-        TensorTemplates,
-        "_learned",
-        lambda self, *place: learned.append(place) or before(self, *place),
-    )
-    monkeypatch.setattr(storages_module.LazyStorages, "kind", lambda self, claim, limits: None)
-    torch.save({f"t{i}": torch.full((5,), i) for i in range(500)}, tmp_path / "a.pt")
-    assert len(load(tmp_path / "a.pt")) == 500
-    # Those before it has a number of four bytes, and those whose key is a digit longer.
-    assert len(learned) < 100
 
 
 @pytest.mark.parametrize("where", ["cuda", "cpu"])

@@ -54,12 +54,12 @@ from holdfast.formats.dcp.schema import (
     Item,
     ItemIndex,
     Metadata,
+    MetadataTable,
     Properties,
     StoredBox,
     StoredBytes,
     StoredTensor,
 )
-from holdfast.formats.dcp.templates import IndexTable
 from holdfast.formats.index_file import is_plain_path
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.tensors import checked_shape
@@ -138,17 +138,6 @@ class SavedTensor(Value, frozen=True):
     properties: Properties
     pieces: tuple[SavedChunk, ...]
 
-    def alike(self, found: list[tuple[ItemIndex, Item]]) -> SavedTensor | None:
-        """A tensor like this one, of one piece, in another item; None where that item needs its own check."""
-        if len(found) != 1:
-            return None
-        (place, item), (piece,) = found[0], self.pieces
-        if place.offset != piece.offsets or item.transforms or item.length < piece.item.length:
-            return None
-        return SavedTensor(
-            self.dtype, self.size, self.properties, (SavedChunk(piece.offsets, piece.sizes, item),)
-        )
-
 
 class Index(Struct):
     entries: dict[str, SavedTensor | Item | Opaque] = field(default_factory=dict)
@@ -225,7 +214,7 @@ def read_metadata(source: Source, *, rank: int | None = None) -> tuple[Metadata,
             raw = source.bytes(name, 0, source.store.size(name))
             most = source.limits.dcp_metadata_nbytes
             done = interpret_whole(
-                raw, IndexTable(), limits=source.limits, stream=name, max_nbytes=most
+                raw, MetadataTable(), limits=source.limits, stream=name, max_nbytes=most
             )
             if not isinstance(done.value, Metadata) or not done.value.filled:
                 raise PickleError(
@@ -338,26 +327,18 @@ def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> N
                 found=type(item).__name__,
             )
         found.setdefault(place.name, []).append((place, item))
-    alike: dict[int, tuple[StoredTensor, SavedTensor]] = {}
     for name, stored in metadata.tensors.items():
         if type(name) is not str:
             raise PickleError(
                 "state_dict_metadata with a name that is no text", found=type(name).__name__
             )
         items = found.pop(name, [])
-        known = alike.get(id(stored))
-        entry = known[1].alike(items) if known is not None else None
         try:
-            index.entries[name] = entry or _entry(stored, items, limits, whole=whole)
+            index.entries[name] = _entry(stored, items, limits, whole=whole)
         except HoldfastError as error:
             # As `located` does, which would take a tenth of the time for 100,000 names.
             error.tensor = error.tensor or name
             raise
-        if known is None and isinstance(stored, StoredTensor):
-            # One record stands for many tensors (`templates`): what was checked of the first holds for all.
-            made = index.entries[name]
-            if isinstance(made, SavedTensor) and len(made.pieces) == 1:
-                alike[id(stored)] = stored, made
     if found:
         index.notes.append(
             f"{len(found):,} names have items and no metadata, so they are not listed: {_some([*found])}"

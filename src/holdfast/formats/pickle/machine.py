@@ -30,9 +30,8 @@ from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError
 from holdfast.formats.pickle.rare import RARE, REFUSED, TOLERANT
-from holdfast.formats.pickle.state import Settled, State
+from holdfast.formats.pickle.state import State
 from holdfast.formats.pickle.table import Pending, ReducerTable
-from holdfast.formats.pickle.tensor_templates import NEVER, UNKNOWN, Stub
 from holdfast.formats.pickle.text import utf8
 
 UINT16, UINT32, INT32, FLOAT64 = (
@@ -74,13 +73,7 @@ def interpret(
     table.begin(limits, end - start)
     try:
         with gc_paused():
-            try:
-                value = _run(state)
-            except Settled:
-                state = State(data, table, limits, stream=stream, start=start, end=end)
-                state.settled = True
-                table.begin(limits, end - start)
-                value = _run(state)
+            value = _run(state)
             table.end()
     except HoldfastError as error:
         if error.offset is None:
@@ -119,10 +112,9 @@ def _run(state: State) -> object:
         rares, marks = TOLERANT, len(data)  # a MARK is one byte, so no more than that can be open
     table, memo, marked, watched = state.table, state.memo, state.marked, state.watched
     spending = table.spending
-    call, persistent, fill = table.call, table.persistent, spending.fill
+    call, new, build = table.call, table.new, table.build
+    persistent, fill = table.persistent, spending.fill
     uint16, uint32, int32, float64 = UINT16, UINT32, INT32, FLOAT64
-    opener = repeated = NEVER
-    templates = table.templates(state)
     pos = _protocol(state)
     stack: list[object] = state.stack
     count = int(pos > state.start)
@@ -142,34 +134,15 @@ def _run(state: State) -> object:
                     else:
                         state.at, state.count, state.stack = pos - 1, count, stack
                         state.put(index)
-                        opener = state.opener
                     pos += 4
-                elif op == 0x4B:  # BININT1
-                    stack.append(data[pos])
-                    pos += 1
                 elif op == 0x68:  # BINGET
                     index = data[pos]
                     pos += 1
-                    value = memo[index] if index < len(memo) else UNKNOWN
-                    if value is opener or type(value) is repeated:
-                        end = (
-                            templates.take(pos, limit)
-                            if value is opener
-                            else templates.take(pos, limit, value)
-                        )
-                        if end:
-                            stack += templates.made
-                            pos, count, repeated = (
-                                end,
-                                count + templates.opcodes,
-                                templates.repeated,
-                            )
-                            continue
-                    elif type(value) is Stub:
+                    if index < len(memo):
+                        stack.append(memo[index])
+                    else:
                         state.at = pos - 2
-                        value = state.get(index)
-                        opener = state.opener
-                    stack.append(value)
+                        stack.append(state.get(index))
                 elif op == 0x94:  # MEMOIZE
                     if state.sparse:
                         state.at, state.count, state.stack = pos - 1, count, stack
@@ -179,12 +152,41 @@ def _run(state: State) -> object:
                         memo.append(stack[-1])
                         if watched:
                             state.watch(stack[-1], len(memo) - 1)
+                elif op == 0x4B:  # BININT1
+                    stack.append(data[pos])
+                    pos += 1
+                elif op == 0x85:  # TUPLE1
+                    state.at = pos - 1
+                    spending.container()
+                    stack[-1] = (stack[-1],)
+                elif op == 0x6A:  # LONG_BINGET
+                    (index,) = uint32(data, pos)
+                    pos += 4
+                    if index < len(memo):
+                        stack.append(memo[index])
+                    else:
+                        state.at = pos - 5
+                        stack.append(state.get(index))
                 elif op == 0x28:  # MARK
                     if len(marked) >= marks:
                         message = f"{state.stream}: more than Limits(marks={marks}) open MARKs"
                         raise LimitExceeded(message, offset=pos - 1, expected=marks)
                     marked.append(stack)
                     stack = []
+                elif op == 0x74:  # TUPLE
+                    made = tuple(stack)
+                    stack = marked.pop()
+                    stack.append(made)
+                elif op == 0x52:  # REDUCE
+                    args = stack.pop()
+                    what = stack[-1]
+                    table.offset = state.at = pos - 1
+                    if type(args) is not tuple:
+                        state.odd("arguments that are no tuple")
+                        args = (args,)
+                    stack[-1] = value = call(what, args)
+                    if isinstance(value, Pending):
+                        state.announce(value)
                 elif op == 0x58:  # BINUNICODE
                     stop = pos + 4 + uint32(data, pos)[0]
                     if stop > limit:
@@ -196,91 +198,39 @@ def _run(state: State) -> object:
                         state.at = pos - 1
                         stack.append(utf8(data[pos + 4 : stop]))
                     pos = stop
-                elif op == 0x8C:  # SHORT_BINUNICODE
-                    stop = pos + 1 + data[pos]
-                    if stop > limit:
-                        state.at = pos - 1
-                        raise state.short()
-                    try:
-                        stack.append(data[pos + 1 : stop].decode())
-                    except UnicodeDecodeError:
-                        state.at = pos - 1
-                        stack.append(utf8(data[pos + 1 : stop]))
-                    pos = stop
-                elif op == 0x74:  # TUPLE
-                    made = tuple(stack)
-                    stack = marked.pop()
-                    stack.append(made)
-                elif op == 0x86:  # TUPLE2
-                    value = stack.pop()
-                    stack[-1] = (stack[-1], value)
-                elif op == 0x52:  # REDUCE
+                elif op == 0x51:  # BINPERSID
+                    table.offset = state.at = pos - 1
+                    stack[-1] = persistent(stack[-1])
+                elif op == 0x29:  # EMPTY_TUPLE
+                    stack.append(())
+                elif op == 0x89:  # NEWFALSE
+                    stack.append(False)
+                elif op == 0x62:  # BUILD
+                    contents = stack.pop()
+                    target = stack[-1]
+                    table.offset = state.at = pos - 1
+                    value = build(target, contents)
+                    if value is not target:
+                        stack[-1] = value
+                        state.replace(target, value)
+                    # joblib writes the elements of an array behind its BUILD.
+                    array_nbytes = table.behind(data, pos, state.end)
+                    if array_nbytes and state.framed and pos != limit:
+                        raise state.misframe("the elements of an array inside of a frame")
+                    pos += array_nbytes
+                elif op == 0x81:  # NEWOBJ
                     args = stack.pop()
-                    what = stack[-1]
                     table.offset = state.at = pos - 1
                     if type(args) is not tuple:
                         state.odd("arguments that are no tuple")
                         args = (args,)
-                    stack[-1] = value = call(what, args)
+                    stack[-1] = value = new(stack[-1], args, None)
                     if isinstance(value, Pending):
                         state.announce(value)
-                elif op == 0x51:  # BINPERSID
-                    table.offset = state.at = pos - 1
-                    stack[-1] = persistent(stack[-1])
-                elif op == 0x89:  # NEWFALSE
-                    stack.append(False)
-                elif op == 0x29:  # EMPTY_TUPLE
-                    stack.append(())
-                elif op == 0x4E:  # NONE
-                    stack.append(None)
-                elif op == 0x6A:  # LONG_BINGET
-                    (index,) = uint32(data, pos)
-                    pos += 4
-                    value = memo[index] if index < len(memo) else UNKNOWN
-                    if value is opener or type(value) is repeated:
-                        end = (
-                            templates.take(pos, limit)
-                            if value is opener
-                            else templates.take(pos, limit, value)
-                        )
-                        if end:
-                            stack += templates.made
-                            pos, count, repeated = (
-                                end,
-                                count + templates.opcodes,
-                                templates.repeated,
-                            )
-                            continue
-                    elif type(value) is Stub:
-                        state.at = pos - 5
-                        value = state.get(index)
-                        opener = state.opener
-                    stack.append(value)
-                elif op == 0x71:  # BINPUT
-                    index = data[pos]
-                    if index == len(memo):
-                        memo.append(stack[-1])
-                        if watched:
-                            state.watch(stack[-1], index)
-                    else:
-                        state.at, state.count, state.stack = pos - 1, count, stack
-                        state.put(index)
-                        opener = state.opener
-                    pos += 1
-                elif op == 0x4D:  # BININT2
-                    stack.append(uint16(data, pos)[0])
-                    pos += 2
-                elif op == 0x4A:  # BININT
-                    stack.append(int32(data, pos)[0])
-                    pos += 4
-                elif op == 0x47:  # BINFLOAT
-                    if pos + 8 > limit:
-                        state.at = pos - 1
-                        raise state.short()
-                    stack.append(float64(data, pos)[0])
-                    pos += 8
-                elif op == 0x88:  # NEWTRUE
-                    stack.append(True)
+                elif op == 0x7D:  # EMPTY_DICT
+                    state.at = pos - 1
+                    spending.container()
+                    stack.append({})
                 elif op == 0x75:  # SETITEMS
                     above, stack = stack, marked.pop()
                     target = stack[-1]
@@ -292,6 +242,46 @@ def _run(state: State) -> object:
                         fill(target, above)
                     else:
                         table.set_items(target, above)
+                elif op == 0x8C:  # SHORT_BINUNICODE
+                    stop = pos + 1 + data[pos]
+                    if stop > limit:
+                        state.at = pos - 1
+                        raise state.short()
+                    try:
+                        stack.append(data[pos + 1 : stop].decode())
+                    except UnicodeDecodeError:
+                        state.at = pos - 1
+                        stack.append(utf8(data[pos + 1 : stop]))
+                    pos = stop
+                elif op == 0x4D:  # BININT2
+                    stack.append(uint16(data, pos)[0])
+                    pos += 2
+                elif op == 0x86:  # TUPLE2
+                    value = stack.pop()
+                    stack[-1] = (stack[-1], value)
+                elif op == 0x4E:  # NONE
+                    stack.append(None)
+                elif op == 0x71:  # BINPUT
+                    index = data[pos]
+                    if index == len(memo):
+                        memo.append(stack[-1])
+                        if watched:
+                            state.watch(stack[-1], index)
+                    else:
+                        state.at, state.count, state.stack = pos - 1, count, stack
+                        state.put(index)
+                    pos += 1
+                elif op == 0x4A:  # BININT
+                    stack.append(int32(data, pos)[0])
+                    pos += 4
+                elif op == 0x47:  # BINFLOAT
+                    if pos + 8 > limit:
+                        state.at = pos - 1
+                        raise state.short()
+                    stack.append(float64(data, pos)[0])
+                    pos += 8
+                elif op == 0x88:  # NEWTRUE
+                    stack.append(True)
                 elif op == 0x65:  # APPENDS
                     above, stack = stack, marked.pop()
                     target = stack[-1]
@@ -300,10 +290,6 @@ def _run(state: State) -> object:
                     else:
                         table.offset = state.at = pos - 1
                         table.append(target, above)
-                elif op == 0x7D:  # EMPTY_DICT
-                    state.at = pos - 1
-                    spending.container()
-                    stack.append({})
                 elif op == 0x2E:  # STOP
                     state.at, state.pos, state.count = pos - 1, pos, count
                     if marked or len(stack) != 1:
@@ -323,7 +309,7 @@ def _run(state: State) -> object:
                             f"Unsupported operand {op}: opcode 0x{op:02x} is {REFUSED.get(op, 'not one of pickle')}"
                         )
                     rare(state)
-                    pos, stack, opener = state.pos, state.stack, state.opener
+                    pos, stack = state.pos, state.stack
             state.at = limit
             if pos > limit or not state.framed:
                 raise state.short()
@@ -337,8 +323,6 @@ def _run(state: State) -> object:
         if isinstance(error, struct.error) or pos >= limit:
             raise state.short() from None
         state.underflow()
-    finally:
-        templates.end()
 
 
 def _protocol(state: State) -> int:

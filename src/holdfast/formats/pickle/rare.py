@@ -131,11 +131,6 @@ def dict_(s: State) -> None:
     s.stack.append(made)
 
 
-def tuple1(s: State) -> None:
-    s.table.spending.container()
-    s.stack.append((s.pop(),))
-
-
 def tuple3(s: State) -> None:
     c, b, a = s.pop(), s.pop(), s.pop()
     s.stack.append((a, b, c))
@@ -207,9 +202,7 @@ def find(s: State, module: object, name: object) -> object:
         module = name = "<computed>"
     if len(module) > NAME_NBYTES or len(name) > NAME_NBYTES:
         s.odd(f"a global with a name of more than {NAME_NBYTES} characters")
-    found = s.table.find(module[: NAME_NBYTES + 1], name[: NAME_NBYTES + 1])
-    s.named()
-    return found
+    return s.table.find(module[: NAME_NBYTES + 1], name[: NAME_NBYTES + 1])
 
 
 def global_(s: State) -> None:
@@ -233,11 +226,6 @@ def obj(s: State) -> None:
     if not above:
         s.underflow()
     push_made(s, s.table.instance(above[0], tuple(above[1:])))
-
-
-def newobj(s: State) -> None:
-    args, cls = s.pop(), s.pop()
-    push_made(s, s.table.new(cls, arguments(s, args), None))
 
 
 def newobj_ex(s: State) -> None:
@@ -270,19 +258,6 @@ def arguments(s: State, args: object) -> tuple[object, ...]:
 def push_made(s: State, value: object) -> None:
     s.announce(value)
     s.stack.append(value)
-
-
-def build(s: State) -> None:
-    state = s.pop()
-    target = s.top()
-    value = s.table.build(target, state)
-    if value is not target:
-        s.stack[-1] = value
-        s.replace(target, value)
-    array_nbytes = s.table.behind(s.data, s.pos, s.end)
-    if array_nbytes and s.framed and s.pos != s.limit:
-        raise s.misframe("the elements of an array inside of a frame")
-    s.pos += array_nbytes
 
 
 def persid(s: State) -> None:
@@ -340,7 +315,6 @@ RARE: dict[int, Callable[[State], None]] = {
     ord("]"): empty_list,
     ord("l"): list_,
     ord("d"): dict_,
-    0x85: tuple1,
     0x87: tuple3,
     0x8F: empty_set,
     0x90: additems,
@@ -353,9 +327,7 @@ RARE: dict[int, Callable[[State], None]] = {
     0x93: stack_global,
     ord("i"): inst,
     ord("o"): obj,
-    0x81: newobj,
     0x92: newobj_ex,
-    ord("b"): build,
     ord("P"): persid,
 }
 

@@ -11,22 +11,17 @@ from typing import NoReturn
 from holdfast.core.limits import Limits
 from holdfast.errors import FormatError, LimitExceeded, PickleError, Truncated
 from holdfast.formats.pickle.table import Pending, ReducerTable
-from holdfast.formats.pickle.tensor_templates import NEVER, Stub, settle
 
 NAME_NBYTES = 1024
 """The longest module or name of a global. Names are compared and hashed at every mention, so they are short."""
-
-
-class Settled(Exception):
-    """The stream uses a memo entry that a template left out: `interpret` reads the stream again without templates."""
 
 
 class State:
     """One interpretation. The loop holds `pos` and `stack` in local variables and writes them back for rare opcodes."""
 
     __slots__ = (
-        "at", "count", "counted", "data", "end", "frame_stop", "framed", "limit", "limits", "marked", "memo", "opener", "pos",
-        "settled", "sparse", "stack", "start", "stream", "table", "watched",
+        "at", "count", "counted", "data", "end", "frame_stop", "framed", "limit", "limits", "marked",
+        "memo", "pos", "sparse", "stack", "start", "stream", "table", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -57,10 +52,6 @@ class State:
         self.sparse: dict[int, object] = {}
         self.counted = 0
         """Entries of `memo` that were looked for in `sparse`."""
-        self.settled = False
-        """Whether the memo holds every value, and the machine works alone."""
-        self.opener: object = NEVER
-        """The value in the memo with which a tensor begins that templates may take."""
         self.watched: dict[int, tuple[Pending, list[int]]] = {}
         """Unfinished objects, by identity, with the memo entries that hold them."""
 
@@ -146,8 +137,6 @@ class State:
         """Remember the top of the stack under `index`."""
         value = self.top()
         if index < len(self.memo):
-            # What was learned of the entries so far holds no longer.
-            self.settle()
             self.memo[index] = value
         elif index == len(self.memo):
             self.memo.append(value)
@@ -163,24 +152,10 @@ class State:
     def get(self, index: int) -> object:
         """The value that was remembered under `index`."""
         if 0 <= index < len(self.memo):
-            if type(self.memo[index]) is Stub:
-                self.settle()
             return self.memo[index]
         if index not in self.sparse:
             raise self.fail(f"memo entry {index} was never written")
         return self.sparse[index]
-
-    def settle(self) -> None:
-        """Make all that was left out of the memo, and take nothing by its bytes from now on."""
-        if not self.settled:
-            self.settled, self.opener = True, NEVER
-            if not settle(self):
-                raise Settled
-
-    def named(self) -> None:
-        """Look whether the stream has named what opens an ordinary tensor."""
-        if not self.settled:
-            self.opener = self.table.opener
 
     def watch(self, value: object, index: int) -> None:
         """Record that a memo entry holds `value`, if that is an object that is not finished yet."""

@@ -14,8 +14,8 @@ Subclass it to build other things out of the same streams. A table serves one st
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from msgspec import Struct
 
@@ -24,13 +24,6 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign
 from holdfast.errors import PickleError
 from holdfast.formats.pickle.spending import Spending
-from holdfast.formats.pickle.tensor_templates import (
-    NEVER,
-    Make,
-    Templates,
-    TensorArguments,
-    TensorTemplates,
-)
 from holdfast.formats.pickle.text import python2_string
 
 if TYPE_CHECKING:
@@ -133,8 +126,6 @@ class ReducerTable:
     def begin(self, limits: Limits, nbytes: int) -> None:
         """Get ready for a stream of at most `nbytes`."""
         self.limits = limits
-        self.opener: object = NEVER
-        """The function whose ordinary calls may be taken by their bytes (`tensor_templates.py`), once the stream has named it."""
         self.spending = Spending(limits, nbytes)
         self._mentions: dict[Name, Mention] = {}
 
@@ -150,10 +141,6 @@ class ReducerTable:
         )
 
     # Called by the machine.
-
-    def templates(self, state: State) -> Templates:
-        """The templates that take many opcodes of a stream at once."""
-        return TensorTemplates(state)
 
     def declare(self, protocol: int) -> None:
         """PROTO: the protocol that the stream claims, before the machine has checked it."""
@@ -185,20 +172,6 @@ class ReducerTable:
                 Global(*place), self.offset, set() if known else {"mention"}
             )
         return mention.what
-
-    def kind(self, claim: TensorArguments) -> object:
-        """The maker of tensors of one kind, checked as `persistent` and `call` check each; None to leave them to those."""
-        return None
-
-    def tensors(self, makers: Sequence[object], keys: Sequence[str]) -> Sequence[object]:
-        """Tensors of these kinds over the storages of these keys, up to the first that is left to `persistent` and `call`."""
-        made: list[object] = []
-        for make, key in zip(makers, keys, strict=True):
-            tensor = cast("Make", make)(key)
-            if tensor is None:
-                break
-            made.append(tensor)
-        return made
 
     def call(self, what: object, args: tuple[object, ...]) -> object:
         """REDUCE."""

@@ -1,8 +1,7 @@
 """Persistent ids, by which torch's pickles point at storages, and the storages behind them.
 
 A storage is a 1-D `LazyTensor`, so that a bare storage in a checkpoint is readable like anything else. In an archive every record
-is a storage of one set of columns (`RecordStorages`). A tensor is a row over one, whether the interpreter reads it opcode by
-opcode, or a template reads many together.
+is a storage of one set of columns (`RecordStorages`). A tensor is a row over one.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
-from holdfast.core.table import FileColumns, FilePlace, Kind
-from holdfast.core.tensor import BEYOND, PLAIN, LazyTensor
+from holdfast.core.table import FileColumns, FilePlace
+from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.core.value import Value
-from holdfast.engine.files import FileRow, FileStorages
-from holdfast.errors import HoldfastError, MetadataError, PickleError, ZipError
-from holdfast.formats.pickle.tensor_templates import TensorArguments
-from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach, strided_kind, view_traits
+from holdfast.engine.files import FileStorages
+from holdfast.errors import MetadataError, PickleError, ZipError
+from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, strided_kind
 from holdfast.formats.zip.layout import STORED, Archive
 
 
@@ -226,15 +224,6 @@ class RecordStorages(FileStorages):
         return self._labels
 
 
-class RecordKind(Value, frozen=True, eq=False):
-    """A kind of ordinary tensors, and what all of them say of their storages."""
-
-    storage: StorageId
-    kind: Kind
-    offset: int
-    """Bit of the storage where the first element lies."""
-
-
 class ArchiveStorages(DescribedStorages):
     """The storages of a pickle in an archive. Each is a record of one folder, and every tensor is a row over one."""
 
@@ -275,56 +264,3 @@ class ArchiveStorages(DescribedStorages):
             storage_id.location,
         )
         return self._storages.view(row, kind, "")
-
-    def kind(self, claim: TensorArguments) -> RecordKind | None:
-        """A kind of ordinary tensors; None where they are left to `persistent`."""
-        try:
-            storage_id = parse_storage_id(
-                ("storage", claim.storage, "", claim.location, claim.elements), self.lengths
-            )
-            shape, steps, begin, last = reach(
-                claim.offset, claim.size, claim.stride, self.source.limits
-            )
-        except HoldfastError:
-            return None
-        dtype, bits = storage_id.dtype, storage_id.dtype.bits
-        if last < 0 or dtype.packed or last >= storage_id.count:
-            return None
-        strides, traits = (
-            tuple(step * bits for step in steps),
-            view_traits(claim.grad, False, False),
-        )
-        kind = strided_kind(
-            dtype, shape, strides, storage_id.nbytes, traits, self._byteorder, claim.location
-        )
-        return RecordKind(storage_id, kind, begin * bits) if kind.nbytes < BEYOND else None
-
-    def tensors(self, kinds: Sequence[RecordKind], keys: Sequence[str]) -> list[LazyTensor]:
-        """Ordinary tensors of these kinds, up to the first whose storage is not what its kind says."""
-        known, source, storages = self.known, self.source, self._storages
-        below, rows, packed, methods = self._records
-        made: list[LazyTensor] = []
-        # No function is called for a tensor: this is done for each of a million, and for runs of two.
-        for record, key in zip(kinds, keys, strict=False):
-            name, kind, storage_id = below + key, record.kind, record.storage
-            if name not in rows:
-                break
-            row = rows[name]
-            if packed[row] != kind.storage_nbytes or methods[row] != STORED:
-                break
-            if key not in known:
-                known[key] = storage_id
-            elif known[key].dtype is not storage_id.dtype or known[key].count != storage_id.count:
-                break
-            made += (
-                LazyTensor(
-                    "",
-                    kind.dtype,
-                    kind.shape,
-                    (),
-                    source,
-                    kind.traits,
-                    FileRow(storages, row, kind, record.offset),
-                ),
-            )
-        return made

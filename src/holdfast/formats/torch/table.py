@@ -6,7 +6,7 @@ Exact `(module, name)` pairs have a reducer (reducers.py); everything else stays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
@@ -17,14 +17,9 @@ from holdfast.core.value import replace
 from holdfast.errors import PickleError
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.pickle.table import Args, Name, Pending
-from holdfast.formats.pickle.tensor_templates import TensorArguments
 from holdfast.formats.torch.composites import KINDS, Apart
 from holdfast.formats.torch.reducers import BuildingTable, Claim
-from holdfast.formats.torch.storages import ArchiveStorages, RecordKind
 from holdfast.formats.torch.tensors import strided_view, view_traits
-
-REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
-HOOKS = Global("collections", "OrderedDict")
 
 OWN_CLASSES = (Global("torch", "Tensor"), Global("torch._tensor", "Tensor"))
 
@@ -170,32 +165,10 @@ class Blank(Pending):
 class TorchTable(BuildingTable):
     """Plain Python and numpy values, plus torch's. `persistent` is given by the container."""
 
-    def __init__(
-        self,
-        source: Source,
-        persistent: Callable[[object], object],
-        storages: ArchiveStorages | None = None,
-    ) -> None:
-        """`storages` makes tensors that come by templates; without it none do."""
+    def __init__(self, source: Source, persistent: Callable[[object], object]) -> None:
         self.builder = LazyBuilder(source)
         super().__init__()
-        self._storages = storages
         self._persistent = persistent
-
-    def find(self, module: str, name: str) -> object:
-        found = super().find(module, name)
-        if self._storages is not None and found == REBUILD:
-            self.opener = found
-        return found
-
-    def kind(self, claim: TensorArguments) -> RecordKind | None:
-        return (
-            None if self._storages is None or claim.hooks != HOOKS else self._storages.kind(claim)
-        )
-
-    def tensors(self, makers: Sequence[object], keys: Sequence[str]) -> Sequence[object]:
-        # What makes them is what `kind` gave.
-        return () if self._storages is None else self._storages.tensors(makers, keys)  # type: ignore[arg-type]
 
     def persistent(self, pid: object) -> object:
         return self._persistent(pid)

@@ -202,7 +202,7 @@ class PickleReader:
         if record is None:
             raise FormatError(f"the archive has no {name}")
         source, storages = self._source, ArchiveStorages(self._storages, folder, self.byteorder)
-        table = TorchTable(source, storages.persistent, storages)
+        table = TorchTable(source, storages.persistent)
         # The content has no name here: it goes when it is read.
         most = source.limits.pickle_nbytes
         done = interpret_whole(

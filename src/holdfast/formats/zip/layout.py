@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from operator import eq
 
@@ -534,10 +534,6 @@ class ZipRecord(Value, frozen=True, gc=False):
         return self.method == 0
 
 
-Place = tuple[int, int, int | None, bool]
-"""A record's first byte, the number of its bytes, their CRC-32 where it is known, and whether they are the content."""
-
-
 class Records(Mapping[str, ZipRecord]):
     """The records of an archive under their names, in the order of the file.
 
@@ -593,15 +589,6 @@ class Records(Mapping[str, ZipRecord]):
             sizes[row],
         )
 
-    def place(self, name: str) -> Place | None:
-        """The place of the record of a name, without making a `ZipRecord`."""
-        row = self.rows.get(name)
-        if row is None:
-            return None
-        starts, packed, crcs, methods, *_ = self.columns
-        crc = crcs[row]
-        return starts[row], packed[row], None if crc == NO_CRC else crc, methods[row] == STORED
-
     def besides(self, starts: Ints, nbytes: Ints) -> Iterator[ZipRecord]:
         """The records that are none of these ranges of the file."""
         rows = np.fromiter(self.rows.values(), np.int64, len(self.rows))
@@ -643,11 +630,6 @@ class Archive(Value, frozen=True):
     def get(self, name: str) -> ZipRecord | None:
         """The record of a name without the prefix, or None. Case matters here; no two names differ in case alone."""
         return self.records.find(f"{self.prefix}/{name}" if self.prefix else name)
-
-    def places(self, folder: str) -> Callable[[str], Place | None]:
-        """A function that finds records by their names in a folder."""
-        place, before = self.records.place, self.below(folder)
-        return lambda name: place(before + name)
 
     def below(self, folder: str) -> str:
         """The prefix of the names of records in a folder."""

@@ -253,7 +253,6 @@ def _load_zip(
         everything,
         map_location=map_location,
         weights_only=weights_only,
-        rows=archive.places("data/"),
         ahead=not weights_only,
         swap=swap,
         untyped=untyped_dtypes(content) if swap else None,

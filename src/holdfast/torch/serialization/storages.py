@@ -32,17 +32,13 @@ from holdfast.engine.threads import default_threads
 from holdfast.errors import (
     Corrupted,
     FormatError,
-    HoldfastError,
     HoldfastWarning,
     LimitExceeded,
     MetadataError,
     Unsupported,
 )
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.pickle.tensor_templates import Make, TensorArguments
-from holdfast.formats.torch.storages import StorageId, Storages, parse_storage_id
-from holdfast.formats.torch.tensors import reach
-from holdfast.formats.zip.layout import Place as RecordPlace
+from holdfast.formats.torch.storages import StorageId, Storages
 from holdfast.torch.cuda.load import LARGE_NBYTES, load_rows, reserve
 from holdfast.torch.cuda.plan import DeviceRows
 from holdfast.torch.serialization.allowed import MentionedNames
@@ -198,7 +194,6 @@ class LazyStorages(Storages[TypedStorage]):
         map_location: MapLocation,
         weights_only: bool,
         lengths: tuple[int, ...] = (5,),
-        rows: Callable[[str], RecordPlace | None] | None = None,
         swap: bool = False,
         untyped: Mapping[str, torch.dtype | None] | None = None,
         mapped: torch.UntypedStorage | None = None,
@@ -214,10 +209,6 @@ class LazyStorages(Storages[TypedStorage]):
         self._fake, self._skip, self._weights_only = is_faking(), local.skip_data, weights_only
         self._one_place = isinstance(map_location, str | bytes | torch.device)
         """Whether all tags lead to the same device."""
-        self._find_row = rows
-        """The place of a record, for storages that come in tens of thousands."""
-        self._rows: dict[str, torch.Tensor] = {}
-        """Ordinary tensors by their keys, whose storages the pickle has not named by themselves."""
         self._places: list[tuple[int, int, int, int]] = []
         """First byte in the file, length, address in memory, and CRC-32 or `UNKNOWN` of each storage."""
         """Memory of this process that is to be filled; its labels are in `_labels`."""
@@ -234,15 +225,14 @@ class LazyStorages(Storages[TypedStorage]):
         """Storages that `fill` will fill, and whose bytes it may have to swap."""
         self._gpu_of: dict[str, torch.device | None] = {}
         """By tag: torch takes longer to tell whether a device exists than to read a small tensor."""
+        self._stays_on_cpu: dict[str, bool] = {}
+        """By tag, for the same reason."""
         self._gpus: dict[torch.device, OnGpu] = {}
         self._reserved = False
         self._ahead: dict[str, torch.UntypedStorage] | None = None
 
     def whole(self, asked: StorageId) -> TypedStorage:
-        made = self._rows.get(asked.key)
-        return typed(
-            self._storage(asked) if made is None else made.untyped_storage(), dtype_of(asked.dtype)
-        )
+        return typed(self._storage(asked), dtype_of(asked.dtype))
 
     def part(self, whole: TypedStorage, key: str, start: int, count: int) -> TypedStorage:
         if key not in self._views:
@@ -251,49 +241,6 @@ class LazyStorages(Storages[TypedStorage]):
                 whole._untyped_storage[start * width : (start + count) * width], whole.dtype
             )
         return self._views[key]
-
-    def kind(self, claim: TensorArguments, limits: Limits) -> Make | None:
-        """Make tensors that fill their storages: torch allocates both at once. None where `persistent` has to give the storages."""
-        find = self._find_row
-        unfilled = self._fake or self._meta or self._skip
-        odd = (
-            self._swap or self._ahead_of_code or self._mapped is not None or unfilled or claim.grad
-        )
-        if find is None or odd:
-            return None
-        try:
-            asked = parse_storage_id(
-                ("storage", claim.storage, "", claim.location, claim.elements), (5,), storage_dtype
-            )
-            shape, steps, begin, last = reach(claim.offset, claim.size, claim.stride, limits)
-        except HoldfastError:
-            return None
-        dtype, nbytes = dtype_of(asked.dtype), asked.nbytes
-        whole = begin == 0 and last + 1 == asked.count > 0 and dtype not in QUANTIZED
-        gpu = self._gpu(claim.location) if whole else None
-        if not whole or (gpu is None and not stays_on_cpu(self._map_location, claim.location)):
-            return None
-        rows, known, device = self._rows, self.known, gpu or CPU
-        empty = torch.empty_strided
-        if gpu is not None:
-            self._reserve(gpu, nbytes)
-
-        def make(key: str) -> torch.Tensor | None:
-            """A tensor; None where the record is not what the claim says, or has been used before."""
-            if key in known:
-                return None
-            place = find(key)
-            if place is None or place[1] != nbytes or not place[3]:
-                return None
-            tensor = empty(shape, steps, dtype=dtype, device=device)
-            rows[key], known[key] = tensor, asked
-            if gpu is not None:
-                self._wait_on_gpu(place[0], nbytes, place[2], f"data/{key}", tensor)
-            else:
-                self._wait(place[0], nbytes, tensor.data_ptr(), place[2], f"data/{key}")
-            return tensor
-
-        return make
 
     def fill(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -371,7 +318,10 @@ class LazyStorages(Storages[TypedStorage]):
             return self._restore(storage, asked.location)
         if self._skip:
             return self._restore(torch.UntypedStorage(asked.nbytes), asked.location)
-        stays = stays_on_cpu(self._map_location, asked.location)
+        stays = self._stays_on_cpu.get(asked.location)
+        if stays is None:
+            stays = stays_on_cpu(self._map_location, asked.location)
+            self._stays_on_cpu[asked.location] = stays
         if self._ahead_of_code and stays:
             storage = self._read_ahead()[asked.key]
             if self._swap:

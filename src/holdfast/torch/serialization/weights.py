@@ -49,7 +49,6 @@ from holdfast.formats.pickle import arrays
 from holdfast.formats.pickle.plain import PlainTable, path_row
 from holdfast.formats.pickle.spending import LONG_TEXT
 from holdfast.formats.pickle.table import Args, Name, Pending, ReducerTable, Row
-from holdfast.formats.pickle.tensor_templates import Make, TensorArguments
 from holdfast.formats.torch.reducers import BuildingTable
 from holdfast.formats.torch.tensors import brief
 from holdfast.torch.serialization.allowed import (
@@ -181,16 +180,11 @@ class WeightsTable(BuildingTable):
             raise forbidden(module, name, blocked=True)
         value = default_globals().get(full)
         if value is not None:
-            if full == REBUILD:
-                self.opener = value
             return value
         user = self._users()
         if full not in user:
             raise forbidden(module, name, blocked=False)
         return user[full]
-
-    def kind(self, claim: TensorArguments) -> Make | None:
-        return self.storages.kind(claim, self.limits) if claim.hooks is OrderedDict else None
 
     def call(self, what: object, args: Args) -> object:
         self.spending.container()
