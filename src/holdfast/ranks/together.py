@@ -17,7 +17,7 @@ from holdfast.errors import CannotHold
 from holdfast.formats.sharded import Contents
 from holdfast.ranks.merge import differing, one_tree, say_different
 from holdfast.ranks.plan import RankPlan, RankWrites, plan_ranks
-from holdfast.ranks.state import RankState, decode_all, encode
+from holdfast.ranks.state import Catalogue, RankState, decode, encode
 
 
 class Description(msgspec.Struct):
@@ -37,11 +37,31 @@ class Description(msgspec.Struct):
 DESCRIPTION = message_kind("description of a rank", Description)
 
 
-def message(description: Description, state: RankState | None, sums: bytes) -> bytes:
-    """A rank's message to the first: `sums` of what others may have as well, or none; its description; its state, unless first."""
-    head = write_document(DESCRIPTION, description)
-    parts = [part for front in (sums, head) for part in (len(front).to_bytes(8, "little"), front)]
-    return b"".join((*parts, b"" if state is None else encode(state)))
+class Proposal(Value, frozen=True):
+    """What one rank wants to save."""
+
+    description: Description
+    state: RankState
+    sums: bytes = b""
+    """Checksums of the tensors that other ranks may have as well, if they are compared."""
+
+
+def write_proposal(proposal: Proposal) -> bytes:
+    """Return the message by which a rank sends its proposal to the first rank."""
+    description = write_document(DESCRIPTION, proposal.description)
+    parts = [
+        part
+        for content in (proposal.sums, description)
+        for part in (len(content).to_bytes(8, "little"), content)
+    ]
+    return b"".join((*parts, encode(proposal.state)))
+
+
+def read_proposal(message: bytes, known: dict[bytes, Catalogue]) -> Proposal:
+    """Read the proposal of another rank. Ranks that have the same tensors share a catalogue in `known`."""
+    sums, rest = _split(message)
+    description, state = _split(rest)
+    return Proposal(read_document(DESCRIPTION, description), decode(state, known), sums)
 
 
 def _split(joined: bytes) -> tuple[bytes, bytes]:
@@ -55,8 +75,6 @@ class Together(Value, frozen=True):
     contents: Contents
     writes: Sequence[RankWrites]
     notes: Sequence[str]
-    sampled: bool
-    """Whether all ranks have the same nested state, of which a sample was opened."""
 
     @property
     def nbytes(self) -> int:
@@ -65,17 +83,12 @@ class Together(Value, frozen=True):
 
 
 def put_together(
-    messages: Sequence[bytes], *, values: str, per_rank: Sequence[str], own: RankState
+    proposals: Sequence[Proposal], *, values: str, per_rank: Sequence[str]
 ) -> Together:
-    """Make one checkpoint of the messages of all ranks. Raises `CannotHold` with all problems."""
-    heads, states, sums = [], [], []
-    for told in messages:
-        summed, rest = _split(told)
-        head, state = _split(rest)
-        sums.append(summed)
-        heads.append(read_document(DESCRIPTION, head))
-        states.append(state)
-    decoded = [own, *decode_all(states[1:], own.catalogue)]
+    """Make one checkpoint of the proposals of all ranks. Raises `CannotHold` with all problems."""
+    heads = [proposal.description for proposal in proposals]
+    decoded = [proposal.state for proposal in proposals]
+    sums = [proposal.sums for proposal in proposals]
     if values == "first":
         seen: dict[str, bytes] = {}
         decoded = [
@@ -109,7 +122,7 @@ def put_together(
         paths={name: path for head in heads for name, path in head.paths.items()},
         grads=frozenset(name for head in heads for name in head.grads),
     )
-    return Together(contents, _with_empty(plan, decoded), plan.notes, len({*trees}) == 1)
+    return Together(contents, _with_empty(plan, decoded), plan.notes)
 
 
 def _with_empty(plan: RankPlan, states: Sequence[RankState]) -> list[RankWrites]:

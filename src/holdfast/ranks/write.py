@@ -1,36 +1,28 @@
-"""The files of a sharded save on their way: opened before they are written, written by every rank, published by the first one.
+"""The files of a sharded save: how one rank writes them, and how the first rank publishes them.
 
-    first rank    would the index open? Asked before there is a place for anything (`check_contents_open`)
-    every rank    its files to where they come together (engine/targets), checksums on the way      ──► receipts
-    first rank    compare receipts with the plan, make the index, publish
+    open_together   first rank    the hidden target, in which the files come together
+    write_files     every rank    its files, with checksums on the way                    ──► receipts
+    publish         first rank    compares receipts with the plan, writes the index, opens everything
+                                  as a reader would, and publishes
 
-No rank has the whole checkpoint. What the first one has is its description, so before anything is made it lays out the checkpoint
-that one rank would write of tensors like these, each in one piece, with the functions that lay out the real one, and gives it to
-the reader (`check_contents_open`). How pieces are spread decides only the length of the index. Where the ranks told different
-trees, or the index comes near to a limit, what is finished is opened as a whole before it is published.
+No rank has the whole checkpoint, so nobody can tell before it is written whether a reader accepts
+it. The first rank opens the finished target while it is still hidden. That reads the index and
+headers, and no tensor data.
 """
 
 from __future__ import annotations
 
 import errno
-import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 
-from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.protocols import State
-from holdfast.core.table import ODD, Kind, Table
-from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import refusal
-from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.saves import FilePlan, SavePlan
-from holdfast.engine.source import OpenSource
-from holdfast.engine.table import NO_TENSORS, value_state
 from holdfast.engine.targets.bucket import BucketNames
 from holdfast.engine.targets.bucket_commit import save_id
 from holdfast.engine.targets.target import Fill, Saving, Target, target_of
@@ -39,149 +31,27 @@ from holdfast.engine.write import Progress
 from holdfast.errors import NotCommitted
 from holdfast.formats import Format, rank_formats
 from holdfast.formats.dcp.index import BESIDE
-from holdfast.formats.dcp.write import joined
 from holdfast.formats.native.base import Reuse
-from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import StoredBoxes, as_column
-from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.sharded import (
     NOTHING,
     Contents,
     RankFile,
-    RankOutput,
     Receipt,
-    Storing,
-    spread,
 )
-from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
-from holdfast.ranks.together import Together
-from holdfast.stores.memory import MemoryStore
 from holdfast.stores.remote.url import Url
 from holdfast.verbs.seals.document import Stamp, seal_file
 from holdfast.verbs.seals.renew import NOTHING as NO_SEALS
 from holdfast.verbs.shared.formats import (
     Outline,
     check_holds,
-    check_opens,
     described,
     is_part,
-    near_limits,
-    note_opened,
-    was_opened,
 )
 from holdfast.verbs.shared.references import replaced_at
-from holdfast.verbs.shared.state import tabulate_state
-
-NONE = np.zeros(0, np.int64)
-
-
-def check_contents_open(format: Format, contents: Contents, path: str) -> None:
-    """Raise `CannotHold` where a checkpoint with these contents would not open, or would show other tensors.
-
-    Of fifty thousand tensors the reader would read the same fields fifty thousand times: one tensor of each kind stands for them.
-    What was opened once in a process opens again: of contents without texts of the caller's, by their kinds.
-    """
-    kinds = _of_each_kind(contents.catalogue)
-    names = [contents.catalogue.names[row] for row in kinds.values()]
-    marks = [(name in contents.grads, *map(type, contents.paths.get(name, ()))) for name in names]
-    key = "ranks", format.name, *kinds, *marks, bool(contents.values)
-    if not contents.metadata and was_opened(key):
-        return
-    sample = _sample(contents, sorted(kinds.values()))
-    catalogue = sample.catalogue
-    tensors = [_nowhere(*one) for one in _outlines(catalogue).items()]
-    every, storages = [Kind.of(tensor) for tensor in tensors], NO_TENSORS.storages
-    table = Table(
-        catalogue.names,
-        every,
-        range(len(every)),
-        [ODD] * len(every),
-        storages,
-        dict(enumerate(tensors)),
-    )
-    none = np.zeros((catalogue.rank, len(catalogue)), np.int64)
-    numbers = np.arange(len(catalogue), dtype=np.int64)
-    writes = RankWrites(numbers, numbers, none, catalogue.extents, (), 0)
-    # What is no tensor is looked at where it is, by `check_value`.
-    nothing = (
-        joined(lay_out_torch_zip(value_state(None)).files[0].segments) if sample.values else b""
-    )
-    values = dict.fromkeys(sample.values, nothing)
-    boxes = Boxes.cut(table, range(len(table)), none, catalogue.extents)
-    files = format.sharded.files(
-        RankOutput(0, 1, boxes, sample.metadata, values), spread(boxes, 1), Storing()
-    )
-    unknown: Mapping[str, int] = defaultdict(int)
-    receipts = [
-        Receipt(file.plan.key, file.plan.nbytes, file.stored(unknown), [*file.values])
-        for file in files
-    ]
-    plans = [
-        *(file.plan for file in files),
-        *format.sharded.index(sample, [(writes, receipts)], path=path),
-    ]
-    found = described(PlannedStore(plans, name=path), format.opened_as)
-    check_holds(found.tensors, _outlines(catalogue), path)
-    if not contents.metadata:
-        note_opened(key)
-
-
-def check_containers(state: State) -> None:
-    """Open a native directory with a container of each kind that a state has. Raises `CannotHold` where that cannot be."""
-    sample = tabulate_state({"containers": state.leaves.samples(), "others": state.leaves.others()})
-    check_opens(replace(lay_out_native(sample), holds=sample.tensors), "")
-
-
-def _of_each_kind(catalogue: Catalogue) -> dict[tuple[str, int, bool], int]:
-    """A tensor of each kind. Lengths of dimensions make no kinds."""
-    every = dict(
-        zip(
-            zip(catalogue.dtypes, catalogue.shapes, strict=True), range(len(catalogue)), strict=True
-        )
-    )
-    return {(dtype, len(shape), 0 in shape): number for (dtype, shape), number in every.items()}
-
-
-def _sample(contents: Contents, rows: Sequence[int]) -> Contents:
-    catalogue = contents.catalogue
-    names = tuple([catalogue.names[row] for row in rows])
-    dtypes, shapes = (
-        tuple([catalogue.dtypes[row] for row in rows]),
-        tuple([catalogue.shapes[row] for row in rows]),
-    )
-    values = frozenset(sorted(contents.values)[:1])
-    return Contents(
-        catalogue=Catalogue(names, dtypes, shapes),
-        aliases={},
-        tree=None,
-        metadata=contents.metadata,
-        values=values,
-        paths={name: contents.paths[name] for name in (*names, *values) if name in contents.paths},
-        grads=contents.grads.intersection(names),
-    )
-
-
-def _nowhere(name: str, outline: Outline) -> LazyTensor:
-    dtype, shape = outline
-    storage = Storage("nowhere", 0, dtype.nbytes(math.prod(shape)), home=NOWHERE.store)
-    return LazyTensor.contiguous(name, dtype, shape, storage, NOWHERE)
-
-
-NOWHERE = OpenSource(MemoryStore({}))
-
-
-def check_value(name: str, archive: bytes) -> None:
-    """Raise `CannotHold` where the archive of a value that is no tensor would not open."""
-    described(MemoryStore({"value": archive}, name=name), ("torch-zip",))
-
-
-def _outlines(catalogue: Catalogue) -> Mapping[str, Outline]:
-    rows = {row.name: row for row in DTYPES.rows}
-    dtypes = [rows[dtype] for dtype in catalogue.dtypes]
-    return dict(zip(catalogue.names, zip(dtypes, catalogue.shapes, strict=True), strict=True))
 
 
 class AsStep(Value, frozen=True):
@@ -199,41 +69,6 @@ class AsStep(Value, frozen=True):
     """Called before the checkpoint is published: what it raises keeps everything as it was."""
     linked: Callable[[int], None]
     """Called with the number of bytes that its base has as well, before it is published."""
-
-
-class Publishing(Value, frozen=True):
-    """On the first rank: where a checkpoint comes together, and what it is to hold."""
-
-    path: str
-    format: Format
-    target: Target
-    together: Together
-    step: AsStep | None = None
-    base: str | None = None
-    """The name of the step whose files it may share."""
-
-
-def open_publishing(
-    path: str,
-    format: Format,
-    together: Together,
-    *,
-    durable: bool,
-    overwrite: bool,
-    step: AsStep | None = None,
-) -> Publishing:
-    """Begin the target in which the checkpoint comes together."""
-    base = None
-    if step is not None:
-        overwrite, base = step.begin(together.nbytes)
-    return Publishing(
-        path,
-        format,
-        open_together(path, format, durable=durable, overwrite=overwrite),
-        together,
-        step,
-        base,
-    )
 
 
 def open_together(
@@ -279,84 +114,101 @@ def _other_indexes(url: Url, index: str, there: Collection[str], *, overwrite: b
     return others
 
 
+def _outlines(catalogue: Catalogue) -> dict[str, Outline]:
+    """Return the dtype and shape of each tensor by its name."""
+    rows = {row.name: row for row in DTYPES.rows}
+    dtypes = [rows[name] for name in catalogue.dtypes]
+    outlines = zip(dtypes, catalogue.shapes, strict=True)
+    return dict(zip(catalogue.names, outlines, strict=True))
+
+
 def write_files(
     files: Sequence[RankFile],
-    into: Target,
+    target: Target,
     *,
     threads: int,
     progress: Progress | None = None,
     block: int | None = None,
     reuse: Reuse = NOTHING,
 ) -> list[Receipt]:
-    """Write the files of one rank, all at once; files of the base are linked first. A receipt says whether its file is linked."""
-    given = zip(reuse.linked, reuse.by_file(), strict=True)
-    taken = [
-        Receipt(file.key, file.nbytes, StoredBoxes.of(*inside), linked=True)
-        for file, inside in given
+    """Write the files of one rank, all at once, and return their receipts.
+
+    Files of the base are linked first. Their receipts say so.
+    """
+    linked = [
+        Receipt(file.key, file.nbytes, StoredBoxes.of(rows, chunks), linked=target.link(file))
+        for file, (rows, chunks) in zip(reuse.linked, reuse.by_file(), strict=True)
     ]
-    receipts: dict[str, Receipt] = {}
-    each = max(threads // max(len(files), 1), 1)
+    saving = Saving(
+        seals=NO_SEALS,
+        threads=max(threads // max(len(files), 1), 1),
+        progress=progress,
+        block=block,
+    )
+    written: dict[str, Receipt] = {}
 
-    def task(file: RankFile, fill: Fill) -> Callable[[], None]:
-        def run() -> None:
-            crcs = fill(Saving(seals=NO_SEALS, threads=each, progress=progress, block=block))
-            receipts[file.plan.key] = Receipt(
-                file.plan.key, file.plan.nbytes, file.stored(crcs), [*file.values]
-            )
+    def write_file(file: RankFile, fill: Fill) -> None:
+        # Each file has checksums of its own: ranks give one name to several pieces of a tensor.
+        crcs = fill(replace(saving, crcs={}))
+        key, nbytes = file.plan.key, file.plan.nbytes
+        written[key] = Receipt(key, nbytes, file.stored(crcs), [*file.values])
 
-        return run
-
-    try:
-        for receipt, file in zip(taken, reuse.linked, strict=True):
-            receipt.linked = into.link(file)
-        begun = [(file, into.begin(file.plan)) for file in files]
-        run_all([task(file, fill) for file, fill in begun], threads)
-    finally:
-        into.close()
-    return [*taken, *(receipts[file.plan.key] for file in files)]
+    run_all([partial(write_file, file, target.begin(file.plan)) for file in files], threads)
+    return [*linked, *(written[file.plan.key] for file in files)]
 
 
-def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, path: str) -> None:
-    """Make the files of all ranks a checkpoint, in one step. `delivered[r]` is what rank r has written. `path` is what the caller
-    says where."""
-    format, contents, into = publishing.format, publishing.together.contents, publishing.target
-    together = [*zip(publishing.together.writes, delivered, strict=True)]
-    for rank, (writes, receipts) in enumerate(together):
-        found = [as_column(receipt.stored.boxes) for receipt in receipts]
-        values = sorted(name for receipt in receipts for name, _, _ in receipt.values)
-        numbers = np.sort(np.concatenate([*found, NONE]))
-        if numbers.tobytes() != np.arange(len(writes.boxes)).tobytes() or values != sorted(
-            writes.values
-        ):
-            raise NotCommitted(
-                f"rank {rank} did not write what was planned for it", file=publishing.path
-            )
-    everything = [receipt for receipts in delivered for receipt in receipts]
+def publish(
+    target: Target,
+    format: Format,
+    contents: Contents,
+    delivered: Sequence[tuple[RankWrites, Sequence[Receipt]]],
+    *,
+    path: str,
+    step: AsStep | None,
+) -> None:
+    """Make the files of all ranks a checkpoint, in one step.
 
-    def last() -> None:
-        if whole:
-            with closing(into.written()) as store:
-                check_holds(
-                    described(store, format.opened_as).tensors,
-                    _outlines(contents.catalogue),
-                    store.name,
-                )
+    Args:
+        target: The target with the files.
+        format: The format of the checkpoint.
+        contents: The contents of the checkpoint.
+        delivered: For each rank what it was to write, and the receipts of its files.
+        path: The path as the caller wrote it.
+        step: Set for a step of a run.
+    """
+    for rank, (writes, receipts) in enumerate(delivered):
+        _check_delivery(rank, writes, receipts, path)
+    every = [receipt for _, receipts in delivered for receipt in receipts]
+    index = format.sharded.index(contents, delivered, path=path, save=target.save)
+    attributes = None
+    if step is not None:
+        files = [(receipt.key, receipt.nbytes) for receipt in every]
+        step.linked(sum(receipt.nbytes for receipt in every if receipt.linked))
+        attributes = step.attributes(files)
+        if attributes is None:
+            index.append(seal_file(files, index, step.stamp))
+
+    def check() -> None:
+        with closing(target.written()) as store:
+            tensors = described(store, format.opened_as).tensors
+            check_holds(tensors, _outlines(contents.catalogue), path)
         if step is not None:
             step.sure()
 
-    index = format.sharded.index(contents, together, path=path, save=into.save)
-    whole = not publishing.together.sampled or near_limits(
-        sum(f.nbytes for f in index), len(contents.catalogue), len(everything)
+    others = [
+        (receipt.key, receipt.nbytes, receipt.linked)
+        for _, receipts in delivered[1:]
+        for receipt in receipts
+    ]
+    target.publish(index, Saving(seals=NO_SEALS, last=check, attributes=attributes), others)
+
+
+def _check_delivery(rank: int, writes: RankWrites, receipts: Sequence[Receipt], path: str) -> None:
+    """Raise `NotCommitted` unless a rank has written each of its boxes and values once."""
+    boxes = np.sort(
+        np.concatenate([np.zeros(0, np.int64), *(as_column(one.stored.boxes) for one in receipts)])
     )
-    step, attributes = publishing.step, None
-    if step is not None:
-        step.linked(sum(receipt.nbytes for receipt in everything if receipt.linked))
-        attributes = step.attributes([(receipt.key, receipt.nbytes) for receipt in everything])
-        if attributes is None:
-            index.append(
-                seal_file(
-                    [(receipt.key, receipt.nbytes) for receipt in everything], index, step.stamp
-                )
-            )
-    others = [(one.key, one.nbytes, one.linked) for receipts in delivered[1:] for one in receipts]
-    into.publish(index, Saving(seals=NO_SEALS, last=last, attributes=attributes), others)
+    values = sorted(name for receipt in receipts for name, _, _ in receipt.values)
+    is_complete = np.array_equal(boxes, np.arange(len(writes.boxes)))
+    if not is_complete or values != sorted(writes.values):
+        raise NotCommitted(f"rank {rank} did not write what was planned for it", file=path)

@@ -11,21 +11,12 @@ import torch.distributed as dist
 from holdfast.core.arguments import one_of
 from holdfast.core.options import AsyncShardedOptions, ShardedOptions, pick, validated
 from holdfast.core.table import Table
-from holdfast.formats import chosen, rank_formats, titles
+from holdfast.formats import rank_formats, titles
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.torch.ranks.background import Course, SaveHandle, begin
 from holdfast.torch.ranks.group import ranks_of
-from holdfast.torch.ranks.saving import (
-    Job,
-    SavedShards,
-    SaveRequest,
-    describe,
-    plan,
-    stage_described,
-    stage_planned,
-    write,
-)
+from holdfast.torch.ranks.saving import SavedShards, SaveRequest, ShardedSave
 from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
 from holdfast.verbs.shared.base import check_shares
 from holdfast.verbs.shared.state import Stateful, state_and_path, state_dicts
@@ -112,14 +103,15 @@ def save_requested(
 ) -> SavedShards:
     """Save with all ranks of a group."""
     course = Course()
-    job = _job(request, course, group=group, deadline=deadline)
+    save = _begin_save(request, course, group=group, deadline=deadline)
 
-    def content() -> object:
+    def take_state() -> object:
         course.take_turn(when_busy, request.path)
         return state_dicts(state)
 
     try:
-        return write(plan(describe(job, content)))
+        save.describe(take_state)
+        return save.finish()
     finally:
         course.open.close()
 
@@ -136,51 +128,37 @@ def begin_requested(
 ) -> SaveHandle:
     """Begin a save in the background. `after` is called there, on each rank, when the checkpoint is published."""
     course = Course()
-    job = _job(request, course, group=group, deadline=deadline)
+    save = _begin_save(request, course, group=group, deadline=deadline)
     before: list[Versions] = []
 
-    def content() -> object:
+    def take_state() -> object:
         course.take_turn(when_busy, request.path)
-        found = state_dicts(state)
-        before.append(versions(found))
-        return found
+        usual_state = state_dicts(state)
+        before.append(versions(usual_state))
+        return usual_state
 
     def copy(table: Table, values: Sequence[object]) -> Staged:
-        threads = job.count_threads()
         return stage(
             table,
             before[0],
             request.path,
             values=values,
-            threads=threads,
+            threads=request.threads or save.ranks.threads(),
             max_host_memory=max_host_memory,
         )
 
+    def finish() -> SavedShards:
+        saved = save.finish()
+        if after is not None:
+            after(saved)
+        return saved
+
     handed = False
-    rest: Callable[[], SavedShards]
     try:
-        described = describe(job, content)
-        if described.stages_first:
-            described = stage_described(described, copy)
-            if isinstance(described.description, Exception):
-                plan(described)  # raises here what the others hear of when they wait
-            staged, rest = described.staged, lambda: write(plan(described))
-        else:
-            planned = stage_planned(plan(described), copy)
-            staged, rest = planned.staged, lambda: write(planned)
-
-        def to_the_end() -> SavedShards:
-            saved = rest()
-            if after is not None:
-                after(saved)
-            return saved
-
-        handle = begin(
-            request.path,
-            course,
-            to_the_end,
-            staged_nbytes=staged.nbytes if staged is not None else 0,
-        )
+        save.describe(take_state)
+        save.stage(copy)
+        staged_nbytes = 0 if save.staged is None else save.staged.nbytes
+        handle = begin(request.path, course, finish, staged_nbytes=staged_nbytes)
         handed = True  # the thread ends it from here on
         return handle
     finally:
@@ -188,14 +166,11 @@ def begin_requested(
             course.open.close()
 
 
-def _job(
+def _begin_save(
     request: SaveRequest, course: Course, *, group: dist.ProcessGroup | None, deadline: float
-) -> Job:
-    """A save that has been checked, among ranks that see a pulse from here on."""
+) -> ShardedSave:
+    """Begin a save. From here on the other ranks see a pulse of this one, and learn what goes wrong."""
     check_shares(request.path, request.format, request.base, request.hashes)
-    # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
     ranks = ranks_of(group, doing=f"save {request.format} to {request.path!r}", deadline=deadline)
     course.open.callback(ranks.close)
-    format = chosen(request.format, rank_formats())
-    assert format is not None  # it was looked at when it was given
-    return Job(request, ranks, format, place_at(request.path).rooted, course.open)
+    return course.open.enter_context(ShardedSave(request, ranks))
