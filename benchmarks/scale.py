@@ -50,7 +50,14 @@ from holdfast.formats.sharded import Receipt
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue, RankState
 from holdfast.ranks.survey import BITS
-from holdfast.ranks.together import Description, Together, message, put_together
+from holdfast.ranks.together import (
+    Description,
+    Proposal,
+    Together,
+    put_together,
+    read_proposal,
+    write_proposal,
+)
 
 __all__ = ["main"]
 
@@ -112,18 +119,21 @@ def saved(layout: str, ranks: int, tensors: int, format: str, folder: str) -> di
         if format == "native"
         else {name: (name,) for state in states for name in state.catalogue.names}
     )
-    told = Description(None, {}, {}, [], [], [])
-    messages = [message(told, state, b"") for state in states]
-    messages[0] = message(Description(None, {}, paths, [], [], []), None, b"")
-    own, states = states[0], []
+    empty = Description(None, {}, {}, [], [], [])
+    first = Proposal(Description(None, {}, paths, [], [], []), states[0])
+    messages = [write_proposal(Proposal(empty, state)) for state in states[1:]]
+    states = []
     up, one = sum(map(len, messages)), len(messages[-1])
 
     def plan() -> tuple[Together, list[bytes]]:
-        together = put_together(messages, values="agree", per_rank=(), own=own)
-        return together, [
-            write_document(TASK, RankTask("", as_bytes(w.boxes), list(w.values), [], None))
+        known = {first.state.catalogue.digest: first.state.catalogue}
+        proposals = [first, *(read_proposal(message, known) for message in messages)]
+        together = put_together(proposals, values="agree", per_rank=())
+        tasks = [
+            write_document(TASK, RankTask(as_bytes(w.boxes), list(w.values), [], None))
             for w in together.writes
         ]
+        return together, tasks
 
     (together, tasks), plan_s = clocked(plan)
     plan_peak, boxes = status("VmHWM"), sum(len(w.boxes) for w in together.writes)

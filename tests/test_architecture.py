@@ -57,7 +57,7 @@ ROOM_TOKENS = {
     "formats/zip": 12218,
     "integrations": 15074,
     "numeric": 16090,
-    "ranks": 16668,
+    "ranks": 15524,
     "stores": 24609,
     "torch": 1823,
     "torch/cuda": 14607,

@@ -234,7 +234,7 @@ def fail_behind(world: World, path: str, victim: int, where: str) -> list[str]:
     def broken(*args: object, **options: object) -> object:
         raise OSError(errno.EIO, "the disk is broken")
 
-    owner = {"write_file": rank_folder, "publish": saving, "open_publishing": saving}[where]
+    owner = {"write_file": rank_folder, "publish": saving, "open_together": saving}[where]
     gate = Gate()
     with instead(owner, where, broken if world.rank == victim else getattr(owner, where)):
         try:
@@ -259,7 +259,7 @@ def fail_behind(world: World, path: str, victim: int, where: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("where", "victim"),
-    [("write_file", 0), ("write_file", 2), ("publish", 0), ("open_publishing", 0)],
+    [("write_file", 0), ("write_file", 2), ("publish", 0), ("open_together", 0)],
 )
 def test_a_failure_behind_is_reported_by_the_next_call(
     pool: Pool, tmp_path: Path, where: str, victim: int
@@ -355,7 +355,7 @@ def warn_behind(world: World, path: str, victim: int, where: str) -> list[str]:
     def broken(*args: object, **options: object) -> object:
         raise OSError(errno.EIO, "the disk is broken")
 
-    owner = {"write_file": rank_folder, "publish": saving, "open_publishing": saving}[where]
+    owner = {"write_file": rank_folder, "publish": saving, "open_together": saving}[where]
     with instead(owner, where, broken if world.rank == victim else getattr(owner, where)):
         handle = run.async_save(2, state_of(world, 2))
         assert isinstance(handle._future.exception(30), RanksFailed)
@@ -371,7 +371,7 @@ def warn_behind(world: World, path: str, victim: int, where: str) -> list[str]:
     return [str(one.message) for one in warned if issubclass(one.category, HoldfastWarning)]
 
 
-@pytest.mark.parametrize("where", ["write_file", "publish", "open_publishing"])
+@pytest.mark.parametrize("where", ["write_file", "publish", "open_together"])
 def test_a_failure_behind_is_a_warning_on_all_ranks(pool: Pool, tmp_path: Path, where: str):
     victim = 1 if where == "write_file" else 0
     for said in good(pool.run(2, warn_behind, str(tmp_path), victim, where)):

@@ -6,8 +6,8 @@
                                   as a reader would, and publishes
 
 No rank has the whole checkpoint, so nobody can tell before it is written whether a reader accepts
-it. The first rank opens the finished target while it is still hidden. That reads the index and
-headers, and no tensor data.
+it. If several ranks write, the first one opens the finished target while it is still hidden. That
+reads the index and headers, and no tensor data.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from holdfast.formats.sharded import (
 )
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
+from holdfast.stores.memory import MemoryStore
 from holdfast.stores.remote.url import Url
 from holdfast.verbs.seals.document import Stamp, seal_file
 from holdfast.verbs.seals.renew import NOTHING as NO_SEALS
@@ -112,6 +113,11 @@ def _other_indexes(url: Url, index: str, there: Collection[str], *, overwrite: b
         message = f"there is a checkpoint with a {MANIFEST}, which would still be the one that is opened; save elsewhere"
         raise refusal(f"{message}, or remove that object first", url, errno.EEXIST)
     return others
+
+
+def check_value(name: str, archive: bytes) -> None:
+    """Raise `CannotHold` if the archive of a value that is not a tensor would not open."""
+    described(MemoryStore({"value": archive}, name=name), ("torch-zip",))
 
 
 def _outlines(catalogue: Catalogue) -> dict[str, Outline]:
@@ -189,9 +195,8 @@ def publish(
             index.append(seal_file(files, index, step.stamp))
 
     def check() -> None:
-        with closing(target.written()) as store:
-            tensors = described(store, format.opened_as).tensors
-            check_holds(tensors, _outlines(contents.catalogue), path)
+        if len(delivered) > 1:
+            _check_opens(target, format, contents, path)
         if step is not None:
             step.sure()
 
@@ -201,6 +206,13 @@ def publish(
         for receipt in receipts
     ]
     target.publish(index, Saving(seals=NO_SEALS, last=check, attributes=attributes), others)
+
+
+def _check_opens(target: Target, format: Format, contents: Contents, path: str) -> None:
+    """Open what the ranks have written. Raises `CannotHold` if it does not open or has other tensors."""
+    with closing(target.written()) as store:
+        description = described(store, format.opened_as)
+        check_holds(description.tensors, _outlines(contents.catalogue), path)
 
 
 def _check_delivery(rank: int, writes: RankWrites, receipts: Sequence[Receipt], path: str) -> None:

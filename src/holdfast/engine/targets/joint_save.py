@@ -11,11 +11,11 @@ the first rank, or the first rank sends a document to each (`Ranks.agree`):
     4. publish    first rank   compares the receipts with what it assigned, writes
                                what depends on checksums, and the index, and renames  ──► answer
 
-There are two kinds of saves. In `ranks/write` the ranks have different states (`save_sharded`). In
-`engine/targets/parts` all ranks have the same plan (`convert`, `cp` and the other verbs with
-`group=`). They differ in the content of the documents:
+There are two kinds of saves. In `torch/ranks/saving` each rank has a state of its own
+(`save_sharded`). In `engine/targets/parts` all ranks have the same plan (`convert`, `cp` and the
+other verbs with `group=`). They differ in the content of the documents:
 
-    document   ranks/write                              engine/targets/parts
+    document   torch/ranks/saving                       engine/targets/parts
     proposal   names, dtypes, shapes and boxes          a hash of the plan
     task       the hidden target; the boxes to write    the hidden target; how files are cut
     receipt    files and the places of boxes in them    checksums

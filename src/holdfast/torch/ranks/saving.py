@@ -5,8 +5,8 @@
     describe   names, dtypes, shapes and boxes of this rank's state. No data moves.
     plan       The first rank drops replicas, spreads them over the ranks, and checks that the
                boxes cover each tensor. Every rank receives the boxes that it writes.
-    write      Every rank writes its files. The first rank writes the index, opens everything as a
-               reader would, and publishes.
+    write      Every rank writes its files. The first rank writes the index, opens what several
+               ranks have written as a reader would, and publishes.
 
 A save in the background copies tensors before it writes (`stage`), so that the caller may change
 its own.
@@ -51,7 +51,7 @@ from holdfast.ranks.together import (
     read_proposal,
     write_proposal,
 )
-from holdfast.ranks.write import AsStep, open_together, publish, write_files
+from holdfast.ranks.write import AsStep, check_value, open_together, publish, write_files
 from holdfast.stores.place import place_at
 from holdfast.torch.ranks.dcp import archive, digests
 from holdfast.torch.ranks.group import StoreRanks
@@ -320,6 +320,8 @@ class ShardedSave(JointSave):
                 name: self._archives.get(name) or archive(self._flat.values[name])
                 for name in task.values
             }
+            for name, content in values.items():
+                check_value(name, content)
             step = self.request.step
             if step is not None and task.base is not None:
                 self._base = step.named(task.base)
