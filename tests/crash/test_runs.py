@@ -40,7 +40,7 @@ def save(
 ) -> None:
     """Write and publish one step."""
     path = f"{ROOT}/{step_name(number)}"
-    plan = plan_of(path, number if version is None else version, "native", None, "never")
+    plan = plan_of(path, number if version is None else version, "native", None)
     stamp = Stamp(number, 1000.0 + number, {"loss": 1 / (number + 1)})
     write_plan(
         with_seal(plan, stamp),

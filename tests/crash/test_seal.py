@@ -220,7 +220,7 @@ class Failing:
 
 def replaced(files: Files, *, durable: bool = True) -> None:
     """Put the second version in the place of the first, which is sealed."""
-    plan = plan_of(f"{ROOT}/{FOLDER}", 2, "torch", None, "never")
+    plan = plan_of(f"{ROOT}/{FOLDER}", 2, "torch", None)
     known = Known(first_seal(), ROOT, FOLDER, f"{ROOT}/{seal_name(FOLDER)}")
     seals = Renewal(f"{ROOT}/{FOLDER}", (known,)).laid_out(plan, (), ())
     write_plan(
@@ -235,7 +235,7 @@ def replaced(files: Files, *, durable: bool = True) -> None:
 @cache
 def version(number: int) -> bytes:
     model = Model()
-    plan = plan_of(f"{ROOT}/{FOLDER}", number, "torch", None, "never")
+    plan = plan_of(f"{ROOT}/{FOLDER}", number, "torch", None)
     write_plan(plan, f"{ROOT}/{FOLDER}", Writing(threads=1), files=model)
     found = model.live()[FOLDER]
     assert isinstance(found, bytes)

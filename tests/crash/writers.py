@@ -289,7 +289,7 @@ SEALED = Seal(5, 1.0, {"loss": 2.0}, (SealedFile("data-00001-of-00001.safetensor
 def save_sealed(
     path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True
 ) -> None:
-    plan = plan_of(path, version, "native", None, "never")
+    plan = plan_of(path, version, "native", None)
     seals = Renewal(path, (Known(SEALED, path, place=f"{path}/{SEAL}"),)).laid_out(
         plan, (), [key for key, _ in plan.listed]
     )

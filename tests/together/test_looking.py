@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import holdfast
+from holdfast.cli.main import COMMAND_MODULES
 from holdfast.core.documents import read_document, write_document
 from holdfast.engine import checksums
 from holdfast.stores import local
@@ -238,7 +239,7 @@ LOOKING = {
 
 def run_command(verb: str, arguments: list[str], group: object) -> int:
     """Run a command as one of several processes does (`holdfast.cli.ranks`)."""
-    module = importlib.import_module(f"holdfast.cli.{verb}")
+    module = importlib.import_module(COMMAND_MODULES.get(verb, f"holdfast.cli.{verb}"))
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     options = parser.parse_args(arguments)

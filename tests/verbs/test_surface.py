@@ -19,13 +19,14 @@ import holdfast
 from holdfast.cli.main import parse
 from holdfast.cli.options import given
 from holdfast.core import options
+from holdfast.engine.source import OpenSource
 from holdfast.engine.targets import folder as folder_target
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
+from holdfast.extras.packages import package, tie
 from holdfast.extras.pruning import prune
 from holdfast.stores import place
 from holdfast.stores.local import LocalStore
-from holdfast.verbs import package, tie
-from holdfast.verbs.shared import formats, planned
+from holdfast.verbs.shared import planned
 from holdfast.verbs.shared.planned import Writing
 
 W = np.arange(4096, dtype=np.float32).reshape(64, 64)
@@ -151,13 +152,11 @@ def test_what_is_there_is_refused_before_the_source_is_read(verb, source, target
     monkeypatch.setattr(tie, "tie_state", read)
     monkeypatch.setattr(package, "tie_state", read)
     monkeypatch.setattr(prune.Pruning, "measure", read)
-    monkeypatch.setattr(formats, "choose", read)
-    more = {
-        "save": {"format": "native", "sparse": "auto"},
-        "convert": {"format": "native", "sparse": "auto"},
-    }.get(verb, {})
+    monkeypatch.setattr(OpenSource, "read", read)
+    monkeypatch.setattr(OpenSource, "arrays", read)
+    more = {"save": {"format": "native"}, "convert": {"format": "native"}}.get(verb, {})
     more |= {"deduplicate": "content"} if verb == "package" else {}
-    target.mkdir() if "sparse" in more or verb == "reshard" else target.write_bytes(b"something")
+    target.mkdir() if "format" in more or verb == "reshard" else target.write_bytes(b"something")
     with pytest.raises(NotCommitted, match="exists; pass overwrite=True"):
         VERBS[verb](source if verb != "save" else STATE, target, **more)
     with pytest.raises(NotCommitted, match="folder to save into"):

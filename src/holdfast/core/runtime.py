@@ -154,9 +154,7 @@ _ALL = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
 
 def address_of(array: np.ndarray) -> int:
     """Return where the first element of an array lies in memory."""
-    # A fifth of the time that numpy takes to describe the array. The dtypes of ml_dtypes have no buffers.
-    if array.flags.carray and array.size and array.dtype.isbuiltin == 1:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+    # ctypes tells it in a quarter of the time, but raises audit events, which reading must not do.
     address: int = array.__array_interface__["data"][0]
     return address
 

@@ -85,7 +85,7 @@ schedules = st.tuples(
 def publish(files: Files, number: int, saved: float, loss: float, ran: float) -> None:
     path = f"{ROOT}/{step_name(number)}"
     plan = with_seal(
-        plan_of(path, number, "native", None, "never"), Stamp(number, saved, {"loss": loss}, ran)
+        plan_of(path, number, "native", None), Stamp(number, saved, {"loss": loss}, ran)
     )
     write_plan(plan, path, Writing(overwrite=True, threads=1), files=files)
 
