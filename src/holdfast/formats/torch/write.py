@@ -20,10 +20,7 @@ from __future__ import annotations
 
 import os
 import sys
-from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
-from itertools import compress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,10 +32,10 @@ from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import State
 from holdfast.core.runtime import gc_paused
-from holdfast.core.table import ODD, Piece
+from holdfast.core.table import ODD, Storages
 from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.engine import saves
 from holdfast.engine.saves import (
-    BATCH,
     MISTAKEN_KEY,
     Data,
     FilePlan,
@@ -49,19 +46,17 @@ from holdfast.engine.saves import (
     Segment,
     text_nbytes,
 )
-from holdfast.engine.table import NO_TENSORS, lazy_table
 from holdfast.errors import CannotHold
 from holdfast.formats.torch.composites import NESTED, QSCHEMES, UTILS
-from holdfast.formats.torch.pickled import UNTYPED, PickledRows, StorageRecord, is_usual
+from holdfast.formats.torch.pickled import UNTYPED, PickledRows, is_usual
 from holdfast.formats.torch.reducers import REDUCERS
 from holdfast.formats.torch.tensors import TENSOR_CLASSES
 from holdfast.formats.torch.writer import TorchPickle
 from holdfast.formats.zip.writer import (
     Payload,
     RecordBytes,
-    RecordFolder,
     Records,
-    by_digits,
+    SmallRecord,
     lay_out_zip,
 )
 
@@ -83,15 +78,9 @@ SEED = np.uint64(0xC70F6907)
 SHIFT = np.uint64(47)
 
 
-@lru_cache(32)
-def fold_names(names: tuple[str | tuple[str, int], ...]) -> int:
-    """The first half of a serialization id. A folder and its length stand for numbered names. Cached: a state is saved often."""
-    hashes = hash_texts([name.encode("utf-8") for name in names if isinstance(name, str)])
-    if len(hashes) < len(names):
-        each = iter(hashes[:, None])
-        hashes = np.concatenate(
-            [next(each) if isinstance(name, str) else _hash_numbered(*name) for name in names]
-        )
+def fold_names(names: Iterable[str]) -> int:
+    """Return the first half of a serialization id."""
+    hashes = hash_texts([name.encode("utf-8") for name in names])
     return fold(hashes[set_order(hashes)].tolist())
 
 
@@ -127,25 +116,6 @@ def hash_texts(texts: Sequence[bytes]) -> Words:
         joined = b"".join(texts[row] for row in rows.tolist())
         padded[:, :length] = np.frombuffer(joined, np.uint8).reshape(len(rows), length)
         hashes[rows] = _hash_rows(padded.view("<u8").astype(np.uint64), length)
-    return hashes
-
-
-def _hash_numbered(folder: str, count: int) -> Words:
-    """libstdc++'s hash of `folder/0`, `folder/1` and so on, whose texts are never made."""
-    before = np.frombuffer(folder.encode("utf-8") + b"/", np.uint8)
-    hashes = np.zeros(count, np.uint64)
-    for low, high, digits in by_digits(0, count):
-        length = len(before) + digits
-        for first in range(low, high, BATCH):
-            padded = np.zeros((min(first + BATCH, high) - first, -(-length // 8) * 8), np.uint8)
-            padded[:, : len(before)] = before
-            powers = 10 ** np.arange(digits - 1, -1, -1)
-            padded[:, len(before) : length] = np.arange(first, first + len(padded))[
-                :, None
-            ] // powers % 10 + ord("0")
-            hashes[first : first + len(padded)] = _hash_rows(
-                padded.view("<u8").astype(np.uint64), length
-            )
     return hashes
 
 
@@ -212,16 +182,10 @@ def lay_out_torch_zip(
         pickled.write(state.tree)
         if pickled.problems:
             raise CannotHold("a torch file cannot hold some of this state", pickled.problems)
-        content, storages = pickled.finish(), state.tensors.storages
-        records = RecordContents(pickled.sources, pickled.storages.records, storages)
-        reads = (
-            None
-            if storages.read_nbytes is storages.nbytes
-            else records.of_records(storages.read_nbytes)
-        )
-        folder = RecordFolder("data", records, records.apart, reads)
+        content = pickled.finish()
+        records = pickled_records(pickled, state.tensors.storages)
         files = (
-            FilePlan("", lay_out_container(name, content, [folder], alignment=alignment, crc=crc)),
+            FilePlan("", lay_out_container(name, content, records, alignment=alignment, crc=crc)),
         )
         notes = (*_notes(pickled), *unkept_texts(state.metadata, "a torch file"))
         return SavePlan(
@@ -303,58 +267,36 @@ def pickled_rows(state: State) -> PickledRows:
     )
 
 
-class RecordContents:
-    """The bytes of the records of a file: storages of a table, and what lazy tensors by themselves reach."""
+def pickled_records(pickled: TorchPickle, storages: Storages) -> Iterator[tuple[str, Payload]]:
+    """Yield the records of the storages that a pickle asks for: storages of a table, and what lazy tensors by themselves reach."""
+    tensors = {record.number: record.tensor() for record in pickled.storages.records}
+    payloads = storage_payloads(storages, storages.read_nbytes)
+    for record_number, storage_number in enumerate(pickled.sources):
+        label = f"data/{record_number}"
+        if storage_number != ODD:
+            yield label, payloads(storage_number, label)
+            continue
+        tensor = tensors[record_number]
+        yield label, Data(tensor, label) if tensor.nbytes else b""
 
-    def __init__(
-        self, numbers: array[int], records: Sequence[StorageRecord], storages: RecordBytes
-    ) -> None:
-        """`numbers` has the number of a storage for each record of the file, `ODD` for those of `records`."""
-        self._numbers, self._storages = numbers, storages
-        self._tensors = {record.number: record.tensor() for record in records}
-        rest = [*self._tensors]
-        self._others = (
-            lazy_table([f"data/{at}" for at in rest], [*self._tensors.values()])
-            if rest
-            else NO_TENSORS
-        )
-        self._place = {at: row for row, at in enumerate(rest)}
-        self.apart = [rest[row] for row in self._others.single]
-        """Records that are read by themselves."""
-        self.nbytes = self.of_records(storages.nbytes)
 
-    def of_records(self, column: Ints) -> Ints:
-        """A column of storages as a column of records; for a record that tensors by themselves reach, its length."""
-        numbers = np.asarray(self._numbers, np.int64)
-        if not self._tensors:
-            return column[numbers]
-        found = np.empty(len(numbers), np.int64)
-        found[[*self._tensors]] = [tensor.nbytes for tensor in self._tensors.values()]
-        plain = np.flatnonzero(numbers != ODD)
-        found[plain] = column[numbers[plain]]
-        return found
+def storage_payloads(
+    storages: RecordBytes, read_nbytes: Ints | None = None
+) -> Callable[[int, str], Payload]:
+    """Return a function that makes the payload of a storage from its number and its label.
 
-    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
-        own = [*map(self._numbers.__getitem__, numbers)]
-        if ODD not in own:
-            return self._storages.read(own)
-        pieces: list[Piece] = [b""] * len(own)
-        plain = [at for at, number in enumerate(own) if number != ODD]
-        for at, piece in zip(
-            plain, self._storages.read([own[at] for at in plain]) if plain else (), strict=True
-        ):
-            pieces[at] = piece
-        rest = [at for at, number in enumerate(own) if number == ODD]
-        for at, piece in zip(
-            rest, self._others.read([self._place[numbers[at]] for at in rest]), strict=True
-        ):
-            pieces[at] = piece
-        return pieces
+    `read_nbytes` is what is read for each storage if it is computed.
+    """
+    all_nbytes = storages.nbytes.tolist()
+    all_read_nbytes = all_nbytes if read_nbytes is None else read_nbytes.tolist()
 
-    def alone(self, number: int, label: str) -> bytes | Data | Memory:
-        if self._numbers[number] != ODD:
-            return self._storages.alone(self._numbers[number], label)
-        return Data(self._tensors[number], label) if self.nbytes[number] else b""
+    def make_payload(number: int, label: str) -> Payload:
+        nbytes = all_nbytes[number]
+        if 0 < nbytes <= saves.SMALL_NBYTES:
+            return SmallRecord(storages, number, nbytes, all_read_nbytes[number])
+        return storages.alone(number, label)
+
+    return make_payload
 
 
 def lay_out_container(
@@ -372,19 +314,21 @@ def lay_out_container(
     `_disable_byteorder_record` puts it.
     """
     order: tuple[str, Payload] = ("byteorder", sys.byteorder.encode())
-    records: list[tuple[str, Payload] | RecordFolder] = [
+    version: tuple[str, Payload] = ("version", b"3\n")
+    records: list[tuple[str, Payload]] = [
         ("data.pkl", content),
         (".format_version", b"1"),
         (".storage_alignment", b"%d" % alignment),
     ]
-    records += (
-        (order, *storages, ("version", b"3\n"))
-        if order_first
-        else (*storages, ("version", b"3\n"), order)
-    )
+    if order_first:
+        records.append(order)
+    records += storages
+    records.append(version)
+    if not order_first:
+        records.append(order)
     identity = Identity(records, crc=crc)
-    known = all(isinstance(record, tuple) and isinstance(record[1], bytes) for record in storages)
-    records.append((SERIALIZATION_ID, identity({}) if known else Late(NBYTES, identity)))
+    is_known = all(isinstance(payload, bytes) for _, payload in records)
+    records.append((SERIALIZATION_ID, identity({}) if is_known else Late(NBYTES, identity)))
     return lay_out_zip(name, records, alignment=alignment, crc=crc)
 
 
@@ -413,55 +357,28 @@ class Identity:
         self.records, self.crc = tuple(records), crc
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
-        found: list[int | None] = []
-        names: list[str | tuple[str, int]] = []
-        for record in self.records:
-            if isinstance(record, RecordFolder):
-                names.append((record.folder, len(record)))
-                found += self._numbered(record, crcs)
+        has_mistaken = MISTAKEN_KEY in crcs
+        sums: list[int] = []
+        for name, payload in self.records:
+            if isinstance(payload, SmallRecord):
+                if has_mistaken and name + MISTAKEN_KEY in crcs:
+                    sums.append(crcs[name + MISTAKEN_KEY])
+                sums.append(crcs[name] if self.crc else 0)
                 continue
-            name, payload = record
-            names.append(name)
-            if isinstance(payload, bytes):
-                if payload:
-                    found += mistaken_crc(payload), crc32(payload) if self.crc else 0
-            elif payload.nbytes:
-                found.append(mistaken_crc(first_bytes(payload)))
-                if not self.crc or isinstance(payload, Hole):
-                    found.append(0)
-                elif isinstance(payload, Data | Memory):
-                    found.append(crcs[payload.label])
-        return b"%020d%020d" % (
-            fold_names(tuple(names)),
-            fold([crc for crc in found if crc is not None]),
-        )
+            if isinstance(payload, Late) or not _nbytes_of(payload):
+                continue
+            mistaken = mistaken_crc(first_bytes(payload))
+            if mistaken is not None:
+                sums.append(mistaken)
+            if not self.crc or isinstance(payload, Hole):
+                sums.append(0)
+            else:
+                sums.append(crc32(payload) if isinstance(payload, bytes) else crcs[payload.label])
+        return b"%020d%020d" % (fold_names(name for name, _ in self.records), fold(sums))
 
-    def _numbered(self, records: RecordFolder, crcs: Mapping[str, int]) -> list[int]:
-        """The checksums of numbered records, and what is mistaken for one where a record begins like a descriptor."""
-        alone = {
-            number: records.names[number]
-            for number in records.alone
-            if records.content.nbytes[number]
-        }
-        mistaken = {
-            label: sum
-            for number, label in alone.items()
-            if (sum := mistaken_crc(first_bytes(records.content.alone(number, label)))) is not None
-        }
-        if MISTAKEN_KEY in crcs:
-            end = len(MISTAKEN_KEY)
-            mistaken |= {
-                label[:-end]: sum
-                for label, sum in crcs.items()
-                if label.endswith(MISTAKEN_KEY) and label != MISTAKEN_KEY
-            }
-        lengths = records.content.nbytes
-        empty = len(lengths) and not lengths.item(lengths.argmin())
-        filled = [*compress(records.names, lengths.tolist())] if empty else records.names
-        if self.crc and not mistaken:
-            return [*map(crcs.__getitem__, filled)]
-        each = ((mistaken.get(label), crcs[label] if self.crc else 0) for label in filled)
-        return [sum for found in each for sum in found if sum is not None]
+
+def _nbytes_of(payload: Payload) -> int:
+    return len(payload) if isinstance(payload, bytes) else payload.nbytes
 
 
 def first_bytes(data: Payload) -> bytes:
@@ -471,7 +388,7 @@ def first_bytes(data: Payload) -> bytes:
             return data[:8]
         case Memory():
             return bytes(data.content[:8])
-        case Hole() | Late():
+        case Hole() | Late() | SmallRecord():
             return b""
     source = data.tensor.source
     if data.nbytes < 8 or len(data.tensor.chunks) != 1:

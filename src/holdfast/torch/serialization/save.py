@@ -35,8 +35,8 @@ from holdfast.core.runtime import gc_paused
 from holdfast.engine.saves import Data, FilePlan, Hole, Literal, Memory, SavePlan, Segment
 from holdfast.engine.stream import write_stream
 from holdfast.errors import NotCommitted, NotSaved, Refused
-from holdfast.formats.torch.write import lay_out_container
-from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload, RecordFolder, Records
+from holdfast.formats.torch.write import lay_out_container, storage_payloads
+from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload, Records
 from holdfast.stores.paths import check_binary, found_path
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object
@@ -188,7 +188,8 @@ def _records(ids: StorageIds, *, skip: bool) -> Records:
         content = TensorStorages(
             storages, np.array(nbytes, np.int64), np.array(ids.addresses, np.int64), gpus, devices
         )
-        return [RecordFolder("data", content)]
+        make_payload = storage_payloads(content)
+        return [(f"data/{n}", make_payload(n, f"data/{n}")) for n in range(len(storages))]
     # Made only where there is something on a GPU: it takes as long as a small archive.
     source = GpuSource() if "cuda" in kinds else None
     return [
