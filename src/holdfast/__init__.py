@@ -89,7 +89,6 @@ _NAMES = {
     "core.limits": "Limits",
     "core.opaque": "Global Opaque",
     "core.tensor": "Composite LazyTensor",
-    "extras.maps.find": "Map",
     "engine.computed": "dequantize",
     "errors": "BadArgument BadArgumentType BadPath CannotHold Closed Corrupted DoesNotFit DurabilityUncertain FormatError "
     "HoldfastError HoldfastWarning LimitExceeded NoSuchTensor NotCommitted RankLost RanksFailed RanksFoundNothing RanksRefused "
@@ -100,23 +99,15 @@ _NAMES = {
     "verbs.sparsity": "SparsityReport TensorSparsity sparsity",
     "verbs.stats": "StatsReport TensorStats stats",
     "verbs.verify": "VerifyReport verify",
-    "extras.pruning.prune": "Pruned prune",
-    "extras.reports.report": "Report report",
     "verbs.compact": "Compacted compact",
     "verbs.convert": "Conversion convert edit",
     "verbs.copy": "Copied copy",
-    "extras.packages.package": "package replace_weights",
     "verbs.reshard": "reshard",
     "verbs.save": "save to_bytes",
     "verbs.seal": "Sealed seal",
-    "extras.packages.tie": "AliasGraph Tied alias_graph tie",
-    "extras.runs.export": "Export",
-    "extras.runs.rules": "Best Every Latest Within",
-    "extras.runs.run": "Run",
-    "extras.runs.steps": "Step",
     "verbs.shared.planned": "Saved",
 }
-"""The public names of each module."""
+"""The public names of each module of the kernel. Those of extras stand in `holdfast.extras.NAMES`."""
 
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -142,14 +133,23 @@ def __getattr__(name: str) -> object:
         except ModuleNotFoundError as missing:
             # An AttributeError, so that `hasattr` and whatever lists the names of a module work without the framework as well.
             raise AttributeError(str(missing)) from missing
-    if name not in _WHERE:
-        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    value = getattr(import_module(f"holdfast.{_WHERE[name]}"), name)
+    module = f"holdfast.{_WHERE[name]}" if name in _WHERE else _find_in_extras(name)
+    value = getattr(import_module(module), name)
     if isinstance(value, FunctionType):
         # What a person reads is where they have it from. Not of a class: by its module Python finds its source and its annotations.
         value.__module__ = "holdfast"
     globals()[name] = value
     return value
+
+
+def _find_in_extras(name: str) -> str:
+    """Return the module of an extra's public name."""
+    from holdfast.core.registry import extras_table  # so that `import holdfast` stays light
+
+    try:
+        return str(extras_table("NAMES")[name])
+    except KeyError:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:

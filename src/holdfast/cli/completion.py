@@ -38,7 +38,7 @@ def script(shell: str) -> str:
 
     from holdfast.cli.main import parser
 
-    whole = parser()
+    whole = parser(plugins=True)
     for verb in verbs_of(whole).values():
         for action in verb._actions:
             # Names of files are completed wherever a word is none of a few.

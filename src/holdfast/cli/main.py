@@ -14,17 +14,26 @@ import argparse
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from holdfast.cli import values
 from holdfast.cli.parser import Help, Parser
 from holdfast.cli.ranks import TOGETHER, add_deadline
 from holdfast.cli.ranks import run as run_together
 from holdfast.cli.text import print_lines
+from holdfast.core.registry import (
+    COMMANDS_GROUP,
+    Plugin,
+    extras_table,
+    find_plugins,
+    load_object,
+)
 from holdfast.core.text import clip, escape
+from holdfast.core.value import Value
+from holdfast.errors import HoldfastWarning
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,8 +77,9 @@ def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:
     from holdfast.cli.options import flags_of, in_flags
     from holdfast.errors import CannotHold, DoesNotFit, HoldfastError, LimitExceeded
 
-    verb = Parser()
-    verb.fill = next((partial(_add, argument) for argument in arguments if argument in VERBS), None)
+    verb, commands = Parser(), find_commands()
+    named = [commands[argument] for argument in arguments if argument in commands]
+    verb.fill = partial(_add, named[0]) if named else None
     flags = flags_of(verb.filled())
     if isinstance(error, CannotHold | DoesNotFit) and error.shown:
         lines = [f"holdfast: {error.what}", *(f"  - {problem}" for problem in error.shown)]
@@ -124,7 +134,8 @@ class Version(argparse.Action):
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; `run` is the function of the verb. Raises `SystemExit` as argparse does."""
-    whole = parser()
+    words = [argument for argument in arguments if not argument.startswith("-")]
+    whole = parser(plugins=not words or words[0] not in find_commands())
     options, late = whole.parse_known_args(_with_slices_joined(arguments))
     # argparse settles an optional place as soon as an option comes: `edit SRC --drop x DST` leaves DST over.
     more = [] if any(text.startswith("-") for text in late) else late
@@ -148,7 +159,50 @@ def _with_slices_joined(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def parser() -> Parser:
+class Command(Value, frozen=True):
+    """A command: its module has `DESCRIPTION`, `EXAMPLES`, `add_arguments` and `run`."""
+
+    name: str
+    summary: str
+    module: str
+    plugin: Plugin | None = None
+    """The entry point of a command of another package."""
+
+    def load(self) -> Any:  # noqa: ANN401  # a module
+        """Import the module. Raises `Unsupported` if another package offers something else."""
+        if self.plugin is None:
+            return load_object(self.module)
+        module = self.plugin.load()
+        missing = [name for name in COMMAND_PARTS if not hasattr(module, name)]
+        if missing:
+            raise self.plugin.refuse(f"is not a command: it has no {missing[0]}")
+        return module
+
+
+COMMAND_PARTS = ("DESCRIPTION", "EXAMPLES", "add_arguments", "run")
+
+
+def find_commands(*, plugins: bool = False) -> dict[str, Command]:
+    """Return all commands by name: the built-in ones, those of extras, and those of plugins.
+
+    Plugins are looked for only if `plugins` is true, because that is slow.
+    """
+    commands = [Command(name, summary, f"holdfast.cli.{name}") for name, summary in VERBS.items()]
+    for name, (summary, module) in extras_table("COMMANDS").items():
+        commands.append(Command(name, summary, module))
+    by_name = {command.name: command for command in commands}
+    for plugin in find_plugins(COMMANDS_GROUP) if plugins else ():
+        if plugin.name in by_name:
+            text = f"{plugin.refuse('is ignored: Holdfast has a command of this name')}"
+            warnings.warn(text, HoldfastWarning, stacklevel=2)
+            continue
+        summary = f"a command of the package {plugin.distribution}"
+        by_name[plugin.name] = Command(plugin.name, summary, plugin.where, plugin)
+    return by_name
+
+
+def parser(*, plugins: bool = False) -> Parser:
+    """Make the parser of all commands. A command's own arguments are added when it is used."""
     whole = Parser(prog="holdfast", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=Help)
     whole.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     whole.add_argument(
@@ -158,8 +212,9 @@ def parser() -> Parser:
     verbs = whole.add_subparsers(
         title="commands", metavar="COMMAND", parser_class=Parser, prog="holdfast"
     )
-    for name, short in VERBS.items():
-        verbs.add_parser(name, help=short, formatter_class=Help).fill = partial(_add, name)
+    for command in find_commands(plugins=plugins).values():
+        verb = verbs.add_parser(command.name, help=command.summary, formatter_class=Help)
+        verb.fill = partial(_add, command)
     return whole
 
 
@@ -168,28 +223,16 @@ def _help(whole: argparse.ArgumentParser) -> int:
     return 0
 
 
-def _add(name: str, verb: Parser) -> None:
-    """Fill the parser of a verb from its module: its texts, its arguments, and `run`, which returns the exit code."""
-    module = import_module(COMMAND_MODULES.get(name, f"holdfast.cli.{name}"))
+def _add(command: Command, verb: Parser) -> None:
+    """Fill the parser of a command: its texts, its arguments, and `run`, which returns the exit code."""
+    module = command.load()
     verb.description, verb.epilog = module.DESCRIPTION, module.EXAMPLES
     module.add_arguments(verb)
-    if name in TOGETHER:
+    together = command.plugin is None and command.name in TOGETHER
+    if together:
         add_deadline(verb)
-    verb.set_defaults(run=module.run, verb=verb, together=name in TOGETHER)
+    verb.set_defaults(run=module.run, verb=verb, together=together)
 
-
-COMMAND_MODULES = {
-    "maps": "holdfast.extras.maps.commands.maps",
-    "package": "holdfast.extras.packages.commands.package",
-    "pin": "holdfast.extras.runs.commands.pin",
-    "prune": "holdfast.extras.pruning.commands.prune",
-    "report": "holdfast.extras.reports.commands.report",
-    "runs": "holdfast.extras.runs.commands.runs",
-    "tie": "holdfast.extras.packages.commands.tie",
-    "unpin": "holdfast.extras.runs.commands.unpin",
-    "view": "holdfast.extras.reports.commands.view",
-}
-"""The modules of commands that belong to extras. The other commands are modules of `holdfast.cli`."""
 
 VERBS = {
     "show": "show what is in a checkpoint",
@@ -201,18 +244,9 @@ VERBS = {
     "edit": "rename, drop, cast, set metadata",
     "cp": "copy a checkpoint as it is",
     "reshard": "cut a checkpoint for a mesh of ranks",
-    "prune": "set weights to zero by rules",
     "stats": "say what the numbers look like",
-    "report": "write a page to look at",
-    "view": "look at it in the browser",
-    "package": "several models in one checkpoint",
-    "tie": "find equal tensors, and store them once",
     "compact": "drop bytes that no tensor reaches",
-    "maps": "layouts of other frameworks, and whether one fits",
-    "runs": "list the steps of a run",
-    "pin": "keep a step of a run",
-    "unpin": "leave it to the rules",
     "seal": "say that a folder is whole",
     "completion": "teach a shell",
 }
-"""Every verb: what it does, in a few words. Each has a module of its name."""
+"""The built-in commands: what each does in a few words. Each is a module of `holdfast.cli`."""

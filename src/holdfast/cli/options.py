@@ -27,8 +27,16 @@ NOTHING_GIVEN: Mapping[str, str] = MappingProxyType({})
 
 NOTHING: Mapping[str, object] = MappingProxyType({})
 
+
+class FormatNames(tuple[str, ...]):
+    """The formats that help lists. `values.written_format` checks the word, which may be a plugin."""
+
+    def __contains__(self, word: object) -> bool:
+        return True
+
+
 CHOICES: Mapping[str, Callable[[], Sequence[str]]] = {
-    "FORMAT": lambda: titles(written_formats()),
+    "FORMAT": lambda: FormatNames(titles(written_formats())),
     "PACKAGE": lambda: titles(one for one in FORMATS if one.packages),
 }
 """The words that an option takes, by its kind, where there are few."""

@@ -64,10 +64,10 @@ def target(text: str) -> str:
 
 def written_format(text: str) -> str:
     """Return the name of a format, or refuse it if no checkpoint can be written in it."""
-    from holdfast.formats import chosen, written_formats
+    from holdfast.formats import choose_written
     from holdfast.verbs.shared.formats import explain_unwritten
 
-    if chosen(text, written_formats()) is None:
+    if choose_written(text) is None:
         raise argparse.ArgumentTypeError(explain_unwritten(text))
     return text
 

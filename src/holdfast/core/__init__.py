@@ -22,6 +22,7 @@ arguments, quantities  what callers give to the verbs, understood in one place; 
 notebook               what a notebook shows of a result: facts, tables, bars
 text, version          text for people: names made safe to look at, sizes and counts made short; the version of the package
 arrays                 kinds of numpy arrays, a row of bytes
+registry               finds hooks, extras and plugins by name: what lies above the kernel is reached here alone
 runtime                the process: its collector, its locks, memory at an address
 signals                a handler of signals that leaves what it found
 """

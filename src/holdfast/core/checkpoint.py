@@ -15,6 +15,7 @@ from holdfast.core.digest import Digest, canonical, combined
 from holdfast.core.opaque import AnyValue
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.quantities import shown
+from holdfast.core.registry import find_hook
 from holdfast.core.sharing import SharedRows, check_expansion, shared_rows
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
@@ -203,9 +204,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def describe(self) -> Metadata:
         """Every tensor with its boxes and every other value, as `holdfast.metadata` has them for any format; reads nothing."""
-        from holdfast.verbs.describe import metadata_of
-
-        return metadata_of(self, stored_nbytes=self.stored_nbytes, flat=self.flat)
+        metadata: Metadata = find_hook("metadata_of")(
+            self, stored_nbytes=self.stored_nbytes, flat=self.flat
+        )
+        return metadata
 
     @property
     def stored_nbytes(self) -> int:

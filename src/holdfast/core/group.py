@@ -25,6 +25,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.documents import DocumentKind, message_kind, read_document, write_document
+from holdfast.core.registry import find_hook
 from holdfast.errors import (
     CannotHold,
     DurabilityUncertain,
@@ -78,9 +79,8 @@ def begin(group: AnyGroup | None, doing: str) -> Ranks:
         return ALONE
     if isinstance(group, Group):
         return group.begin(doing)
-    from holdfast.torch.ranks.group import group_of  # whoever has such a group has torch
-
-    return group_of(group).begin(doing)
+    converted: Group = find_hook("group_of")(group)
+    return converted.begin(doing)
 
 
 class Ranks:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MemberDescriptorType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from holdfast.core.digest import Digest
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import AnyValue, Global
 from holdfast.core.protocols import Request, Source
+from holdfast.core.registry import find_hook
 from holdfast.core.value import Value, replace
 from holdfast.errors import BadArgument, BadIndex, BadTarget, LimitExceeded, Unsupported
 
@@ -51,9 +52,7 @@ class Composite(Value, frozen=True, eq=False):
 
     def torch(self) -> torch.Tensor:
         """The whole as a torch tensor of its kind, its indices checked; imports torch."""
-        from holdfast.torch.tensors.from_lazy import tensor_from_composite
-
-        return tensor_from_composite(self)
+        return cast("torch.Tensor", find_hook("tensor_from_composite")(self))
 
     def __repr__(self) -> str:
         return f"<Composite {self.kind} {list(self.shape)}>"
@@ -538,9 +537,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 
     def torch(self) -> torch.Tensor:
         """The elements as a torch tensor; imports torch, which is the one thing here that needs it."""
-        from holdfast.torch.tensors.from_lazy import tensor_from_lazy
-
-        return tensor_from_lazy(self)
+        return cast("torch.Tensor", find_hook("tensor_from_lazy")(self))
 
     def __copy__(self) -> LazyTensor:
         return self

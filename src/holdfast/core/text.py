@@ -6,7 +6,9 @@ makes all of that visible. It does not double backslashes, so it is for reading 
 
 from __future__ import annotations
 
+import math
 import re
+from datetime import UTC, datetime
 
 INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
@@ -94,3 +96,24 @@ def percent(part: int, whole: int) -> str:
         return "100%"
     share = 100 * part / whole
     return "<1%" if share < 0.5 else ">99%" if share >= 99.5 else f"{share:.0f}%"
+
+
+def rounded(value: float | None, digits: int = 4) -> float | int | None:
+    """Round a number to a few significant digits. NaN and infinities, which JSON lacks, become None.
+
+    >>> rounded(0.000123456), rounded(12.0), rounded(float("nan")), rounded(123456.0)
+    (0.0001235, 12, None, 123500)
+    """
+    if value is None or not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits - 1}e}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def iso(seconds: float) -> str:
+    """Return a time in ISO 8601, to the second.
+
+    >>> iso(1763270000.9)
+    '2025-11-16T05:13:20Z'
+    """
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

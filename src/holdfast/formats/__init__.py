@@ -1,21 +1,21 @@
 """On-disk layouts. Each describes a source without reading tensor data; detection is by content alone.
 
 `FORMATS` is the one list of them: an entry says what a format is called, how it is known, who reads and writes it, and what the
-rest of Holdfast must know of it. Nothing outside of this package compares the name of a format.
+rest of Holdfast must know of it. Nothing outside of this package compares the name of a format. Extras add entries to the list
+(`holdfast.extras`). Formats of other packages (`PLUGINS`) are looked for when no entry of the list fits.
 
 torch/           what `torch.save` writes: zip, legacy stream, tar; folders of them
 safetensors/     one file, or a directory with an index
 native/          Holdfast's own directory
 dcp/             directories of `torch.distributed.checkpoint`
-pt2/             exported programs
 npy/             numpy's array files, and zips of them
 gguf/            the files of llama.cpp
 onnx/            the initializers of ONNX models
 diffusers        the folder of a pipeline, with a folder for each model
-rank_files/      folders in which every rank left a `.pt` of its own
 pickle/, zip/    the closed interpreter and the strict archive under them
 tree_json/       nested states as typed JSON
 detect           which of them is this?
+plugins          the formats of other packages
 sharded          the files of a rank, of the formats that ranks write together
 index_file       the index of a Hugging Face folder: which file has which tensor
 recorded         what is noted beside plain tensors: other names, shared storages, the tree
@@ -29,6 +29,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from holdfast.core.registry import extras_table
 from holdfast.core.value import Value
 
 if TYPE_CHECKING:
@@ -80,12 +81,19 @@ class Format(Value, frozen=True):
     """Whether tensors are views of storages, so that views of one storage share it again."""
     metadata: bool = False
     """Whether it has free text of the user."""
-    programs: bool = False
+    programs_by: str = ""
+    """For archives of programs: the function that returns the names of the models with a program."""
+    rewritten_by: str = ""
+    """For archives of programs: the function that lays out the tree of an open checkpoint as one."""
 
     index: str = ""
     """For a folder: the file that makes the others a checkpoint. It is written last."""
     files: tuple[str, ...] = ()
     """For a folder: globs of the files of a checkpoint, which are replaced with it."""
+    before: str = ""
+    """For the format of an extra: the built-in format before which it is tried."""
+    file_pattern: str = ""
+    """For a folder: a regular expression of file names that no other format has, for error messages."""
     data: str = ""
     """For a folder: the suffix of data files that count also without tensors."""
     weights_by: str = ""
@@ -107,6 +115,11 @@ class Format(Value, frozen=True):
     @property
     def sharded(self) -> Sharded:
         return cast("Sharded", named(self.sharded_by)())
+
+    @property
+    def programs(self) -> bool:
+        """Whether it is an archive of programs."""
+        return bool(self.programs_by)
 
     @property
     def packages(self) -> bool:
@@ -173,35 +186,6 @@ ZIP = b"PK"
 SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
 
 FORMATS = [
-    # Files of torch.save, each with a rank in its name; also where there is one alone, which is then all there is.
-    Format(
-        "rank-files",
-        "holdfast.extras.rank_files.dtensors:describe",
-        ZIP,
-        "holdfast.extras.rank_files.recognise:is_rank_files",
-        folder=True,
-        code="scanned",
-    ),
-    Format(
-        "megatron",
-        "holdfast.extras.rank_files.megatron:describe",
-        ZIP,
-        "holdfast.extras.rank_files.recognise:is_megatron",
-        folder=True,
-        rules=True,
-        code="scanned",
-    ),
-    # A .pt2 is a zip as well, and told from one of torch.save by a record that only it has.
-    Format(
-        "pt2",
-        "holdfast.extras.packages.pt2.read:describe_pt2",
-        ZIP,
-        "holdfast.extras.packages.pt2.archive:is_pt2",
-        (".pt2",),
-        torch=True,
-        programs=True,
-        code="scanned",
-    ),
     Format(
         "npz",
         ".npy.read:describe_npz",
@@ -309,6 +293,7 @@ FORMATS = [
         sharded_by=".sharded:DcpShards",
         keeps="items",
         index=".metadata",
+        file_pattern=r"\.metadata",
         files=("*.distcp", "*.metadata", ".holdfast.json"),
         data=".distcp",
         code="scanned",
@@ -353,28 +338,12 @@ FORMATS = [
         code="none",
     ),
     Format(
-        "deepspeed",
-        "holdfast.extras.rank_files.zero:describe",
-        b"",
-        "holdfast.extras.rank_files.zero:is_deepspeed",
-        folder=True,
-        code="scanned",
-    ),
-    Format(
         "torch-dir",
         ".torch.directory:describe",
         b"",
         ".torch.directory:is_directory",
         folder=True,
         weights_by=".torch.directory:weight_files",
-        code="scanned",
-    ),
-    Format(
-        "meta-llama",
-        "holdfast.extras.rank_files.meta:describe",
-        b"",
-        "holdfast.extras.rank_files.meta:is_meta",
-        folder=True,
         code="scanned",
     ),
     # A graph may name operators of libraries that its runtime loads, so nothing here says that it holds no code.
@@ -401,9 +370,29 @@ FORMATS = [
 """Every format, in the order of detection: the first match counts. Of several formats with one name or suffix, the first counts."""
 
 
+for extra_name, extra_fields in extras_table("FORMATS").items():
+    names = [entry.name for entry in FORMATS]
+    FORMATS.insert(names.index(extra_fields["before"]), Format(extra_name, **extra_fields))
+
+PLUGINS: list[Format] = []
+"""The formats of other packages. The list is empty until `load_plugins` is called."""
+
+
+@cache
+def load_plugins() -> tuple[str, ...]:
+    """Fill `PLUGINS`, and return a sentence for each plugin that cannot be used.
+
+    This is slow, so it is only called when no built-in format fits.
+    """
+    from holdfast.formats.plugins import load_plugin_formats
+
+    PLUGINS[:], problems = load_plugin_formats()
+    return problems
+
+
 def format_of(name: str) -> Format:
     """The entry of a format's name. An unknown name gives an empty entry."""
-    for one in FORMATS:
+    for one in (*FORMATS, *PLUGINS):
         if one.name == name:
             return one
     return Format(name, "")
@@ -418,7 +407,15 @@ def chosen(name: str, among: Iterable[Format]) -> Format | None:
 
 
 def written_formats() -> list[Format]:
-    return [one for one in FORMATS if one.written_by]
+    """The formats that `save` writes; of other packages, those that are loaded."""
+    return [one for one in (*FORMATS, *PLUGINS) if one.written_by]
+
+
+def choose_written(name: str) -> Format | None:
+    """The format that `format=` means, if it can be written. Looks for plugins if it is unknown."""
+    if chosen(name, (*FORMATS, *PLUGINS)) is None:
+        load_plugins()
+    return chosen(name, written_formats())
 
 
 def rank_formats() -> list[Format]:
@@ -445,5 +442,5 @@ def written_in_words() -> str:
 
 
 def file_suffixes() -> tuple[str, ...]:
-    """The suffixes of checkpoints that are single files."""
+    """The suffixes of checkpoints that are single files, without those of plugins."""
     return tuple(suffix for one in FORMATS if not one.folder for suffix in one.suffixes)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from holdfast.core.protocols import Source
-from holdfast.errors import FormatError, StoreError, UnknownFormat
-from holdfast.formats import FIRST_NBYTES, FORMATS, Format, file_suffixes, named
+from holdfast.errors import FormatError, StoreError, UnknownFormat, Unsupported
+from holdfast.formats import (
+    FIRST_NBYTES,
+    FORMATS,
+    PLUGINS,
+    Format,
+    file_suffixes,
+    load_plugins,
+    named,
+)
 
 
 def _refuse_second_reading(source: Source, key: str, found: Format) -> None:
@@ -64,8 +75,11 @@ HINTS = (
 """Files that people open by mistake, and hints."""
 
 
-def detect(source: Source) -> Format:
-    """Return the format of a source. Raises `UnknownFormat` if it is of none."""
+def detect(source: Source, *, plugins: bool = True) -> Format:
+    """Return the format of a source. Raises `UnknownFormat` if it is of none.
+
+    Formats of other packages are tried if no other fits, unless `plugins` is false.
+    """
     # An index that lies alone in its folder is still the index of a folder, which lacks its files.
     key = None if source.store.index else source.store.single
     head = b"" if key is None else source.first(key, FIRST_NBYTES)
@@ -74,17 +88,43 @@ def detect(source: Source) -> Format:
             if key is not None:
                 _refuse_second_reading(source, key, format)
             return format
+
+    problems = list(load_plugins()) if plugins else []
+    for format in PLUGINS if plugins else ():
+        try:
+            if not (format.may_be(key, head) and format.knows(source, key)):
+                continue
+        except Unsupported as error:
+            problems.append(error.message)
+            continue
+        if key is not None:
+            _refuse_second_reading(source, key, format)
+        return format
+    raise _explain_unknown(source, problems)
+
+
+def _explain_unknown(source: Source, plugin_problems: Sequence[str]) -> UnknownFormat:
+    """Return the error for a source that is of no format."""
+    error = _unknown_source(source)
+    if plugin_problems:
+        message = "; ".join([error.message, *plugin_problems])
+        return UnknownFormat(message, file=error.file, found=error.found)
+    return error
+
+
+def _unknown_source(source: Source) -> UnknownFormat:
     keys = source.store.list()
     if not keys:
         raise StoreError("the folder is empty", file=source.store.name)
-    from holdfast.extras.rank_files.recognise import PATTERN
-
-    halves = (key.partition("/") for key in keys)
-    inner = sorted(
-        {folder for folder, _, name in halves if name == ".metadata" or PATTERN.fullmatch(name)}
-    )
+    patterns = [re.compile(entry.file_pattern) for entry in FORMATS if entry.file_pattern]
+    inner_folders = set()
+    for key in keys:
+        folder, _, name = key.partition("/")
+        if any(pattern.fullmatch(name) for pattern in patterns):
+            inner_folders.add(folder)
+    inner = sorted(inner_folders)
     if inner:
-        raise UnknownFormat(
+        return UnknownFormat(
             f"no checkpoint in this folder itself; its folder {inner[0]!r} has one, open that",
             found=inner[:3],
         )
@@ -95,17 +135,17 @@ def detect(source: Source) -> Format:
         # What Hugging Face's own loaders read would have made it one of the formats.
         others = tuple(suffix for suffix in file_suffixes() if suffix not in USUAL)
         if foreign and not any(key.endswith(others) for key in keys):
-            raise UnknownFormat(
+            return UnknownFormat(
                 f"the weights in this folder are of kinds that Holdfast does not read: {some(foreign)}; get the model with its "
                 "safetensors, or load it where these belong (transformers 4: from_tf=True, from_flax=True) and save it from there",
                 found=foreign[:3],
             )
-        raise UnknownFormat(
+        return UnknownFormat(
             "no checkpoint in this folder: no holdfast.json, no .metadata, no safetensors files and no pytorch_model.bin; open one "
             "of its files instead",
             found=keys[:3],
         )
-    raise unknown(source, keys[0])
+    return unknown(source, keys[0])
 
 
 def unknown(source: Source, key: str) -> UnknownFormat:

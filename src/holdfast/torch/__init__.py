@@ -25,6 +25,7 @@ if importlib.util.find_spec("torch") is None:
 
 from torch.serialization import LoadEndianness, SourceChangeWarning, StorageType
 
+from holdfast.core.registry import extras_table
 from holdfast.torch import versions as versions  # first: it refuses a torch that is too old
 from holdfast.torch.cuda.stage import free_host_memory
 from holdfast.torch.modules.load_into import Loaded, load_into
@@ -100,20 +101,14 @@ __all__ = [
 _WHERE = {
     "LoadedShards": "holdfast.torch.ranks.load_sharded",
     "LocalShardsWrapper": "holdfast.torch.ranks.local_shards",
-    "Run": "holdfast.extras.runs.ranks",
     "SaveHandle": "holdfast.torch.ranks.background",
     "SavedShards": "holdfast.torch.ranks.saving",
-    "TensorProperties": "holdfast.extras.packages.torch_weights",
-    "Weights": "holdfast.extras.packages.torch_weights",
     "async_save_sharded": "holdfast.torch.ranks.save_sharded",
-    "get_complete": "holdfast.extras.packages.torch_weights",
     "group": "holdfast.torch.ranks.group",
-    "group_weights": "holdfast.extras.packages.torch_weights",
     "load_full": "holdfast.torch.ranks.load_sharded",
     "load_sharded": "holdfast.torch.ranks.load_sharded",
     "metadata_from_torch": "holdfast.torch.ranks.sharding_metadata",
     "metadata_to_torch": "holdfast.torch.ranks.sharding_metadata",
-    "package_program": "holdfast.extras.packages.torch_programs",
     "save_sharded": "holdfast.torch.ranks.save_sharded",
 }
 """Modules that import `torch.distributed` or `torch.export`, which takes as long as all other imports."""
@@ -122,9 +117,10 @@ _WHERE = {
 def __getattr__(name: str) -> object:
     if name == "sparsity":
         return importlib.import_module("holdfast.torch.sparsity")
-    if name not in _WHERE:
+    module = _WHERE.get(name) or extras_table("TORCH_NAMES").get(name)
+    if module is None:
         raise AttributeError(f"module 'holdfast.torch' has no attribute {name!r}")
-    found: object = getattr(importlib.import_module(_WHERE[name]), name)
+    found: object = getattr(importlib.import_module(module), name)
     globals()[name] = found
     return found
 

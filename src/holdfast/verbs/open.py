@@ -21,6 +21,7 @@ from holdfast.core.options import validated
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import shown
+from holdfast.core.registry import find_hook
 from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
@@ -43,7 +44,7 @@ from holdfast.stores.place import place_at
 from holdfast.verbs.locate import locate_checkpoint
 
 if TYPE_CHECKING:
-    from holdfast.extras.maps.find import AnyMap
+    from holdfast.extras.maps.find import AnyMap, Map
 
 T = TypeVar("T")
 
@@ -95,6 +96,26 @@ def open(
             raise BadArgument(said, file=checkpoint.path)
         return seen_through(checkpoint, map)
 
+    return _open_store(path, limits, look, store=store)
+
+
+def open_built_in(path: Openable, limits: Limits) -> Checkpoint:
+    """Open a checkpoint of a format of Holdfast. Functions of other packages are never called."""
+
+    def look(store: Store) -> Checkpoint:
+        return _described(OpenSource(store, limits=limits), plugins=False)
+
+    return _open_store(path, limits, look)
+
+
+def _open_store(
+    path: Openable,
+    limits: Limits,
+    look: Callable[[Store], Checkpoint],
+    *,
+    store: object | None = None,
+) -> Checkpoint:
+    """Return what `look` makes of the store at a path, with a hint if it is a data file of DCP."""
     try:
         return steady(path, limits, look, store=store)
     except ZipError as error:
@@ -114,9 +135,7 @@ def seen_through(
     """A checkpoint through a map, or as it is. `wanted` gives the names of the other side, by which "auto" finds the layout."""
     if map is None:
         return checkpoint
-    from holdfast.extras.maps.find import find_map  # for those who have a map
-
-    found = find_map(map, checkpoint, wanted)
+    found: Map | None = find_hook("find_map")(map, checkpoint, wanted)
     return checkpoint if found is None else found.through(checkpoint)
 
 
@@ -139,11 +158,11 @@ def _closed_by(stack: ExitStack, checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def _described(source: Source) -> Checkpoint:
+def _described(source: Source, *, plugins: bool = True) -> Checkpoint:
     """The checkpoint of a source, also of one that came from another process."""
     with located(file=source.store.name), gc_paused(), source.store.reading():
         try:
-            format = detect(source)
+            format = detect(source, plugins=plugins)
         except UnknownFormat as error:
             raise _with_steps(error, source) from None
         return Checkpoint(source, format.describe(source), again=_described)

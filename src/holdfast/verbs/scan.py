@@ -42,6 +42,7 @@ from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown, card, table
 from holdfast.core.options import validated
+from holdfast.core.registry import FORMATS_GROUP, find_plugins
 from holdfast.core.value import Value, replace
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, UnknownFormat, Unsupported
@@ -54,8 +55,7 @@ from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.stores.paths import found_path, place_in_words, place_of
 from holdfast.stores.place import join, place_at
 from holdfast.verbs.locate import INDEX_ENDS
-from holdfast.verbs.open import open as open_checkpoint
-from holdfast.verbs.open import store_of
+from holdfast.verbs.open import open_built_in, store_of
 from holdfast.verbs.scanning.archives import Span
 from holdfast.verbs.scanning.findings import (
     Allowlist,
@@ -541,8 +541,16 @@ def _scan_file(path: str, limits: Limits) -> FileReport:
     if report.format or report.findings or report.error:
         return report
     try:
-        with open_checkpoint(found_path(path), limits=limits):
+        with open_built_in(found_path(path), limits):
             return report
+    except UnknownFormat as error:
+        plugins = find_plugins(FORMATS_GROUP)
+        if not plugins:
+            return replace(report, error=str(error))
+        names = ", ".join(f"{plugin.name} of {plugin.distribution}" for plugin in plugins)
+        findings = Findings()
+        findings.add_other("unknown", "the format", f"{PLUGIN_CODE}: {names}", stream=WHOLE)
+        return replace(report, findings=findings.sorted({}))
     except HoldfastError as error:
         return replace(report, error=str(error))
 
@@ -616,6 +624,9 @@ UNKNOWN_CODE = (
 )
 
 
+PLUGIN_CODE = "it is none of Holdfast's formats, and scan calls no format of other packages"
+
+
 def _report_unknown_format(format: str, findings: Findings) -> None:
     """Add a finding if the entry of a format does not say that `scan` knows all code in its files."""
     if format and format_of(format).code == "unknown":
@@ -627,7 +638,7 @@ def _open(path: str, limits: Limits) -> OpenOutcome:
         # It would open its folder, whose files are scanned one by one.
         return OpenOutcome()
     try:
-        with open_checkpoint(found_path(path), limits=limits) as checkpoint:
+        with open_built_in(found_path(path), limits) as checkpoint:
             paths = places_of(checkpoint.tree) if checkpoint.foreign else {}
             paths |= {str(item.what): item.paths for item in checkpoint.foreign if item.paths}
             template = format_of(checkpoint.format).templates

@@ -14,11 +14,10 @@ from msgspec import Struct, field
 
 from holdfast.core.protocols import Source
 from holdfast.errors import FormatError
+from holdfast.formats.torch.zip import begins_like_torch
 
 SHOWN = 5
 """Ranks, files or names that a message lists."""
-
-ZIP = b"PK\3\4"
 
 NUMBER = r"0|[1-9][0-9]{0,17}"
 PATTERN = re.compile(
@@ -79,10 +78,6 @@ def check_complete(found: RankSet) -> None:
             "missing: get all files of the save into one folder"
         )
         raise FormatError(message, expected=found.world, found=len(found.files))
-
-
-def begins_like_torch(source: Source, key: str) -> bool:
-    return source.first(key, len(ZIP)) == ZIP
 
 
 def some(names: Sequence[str], count: int | None = None) -> str:

@@ -44,7 +44,6 @@ from holdfast.extras.rank_files.assemble import (
 )
 from holdfast.extras.rank_files.recognise import (
     RankSet,
-    begins_like_torch,
     check_complete,
     chosen_step,
     some,
@@ -59,6 +58,7 @@ from holdfast.extras.rank_files.zero_parts import (
     shapes_of,
 )
 from holdfast.formats.torch.tensors import brief
+from holdfast.formats.torch.zip import begins_like_torch
 
 FILE = re.compile(r"zero/(?P<name>[^/]+)/(?P<what>\w{1,64})\.pt")
 WEIGHT = "fp32"

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from holdfast.core.group import ALONE, Ranks
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import clip, count, escape, plural
+from holdfast.core.text import clip, count, escape, plural, rounded
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import ViewTable
-from holdfast.extras.reports.document import Document, rounded, short
+from holdfast.extras.reports.document import Document, short
 from holdfast.extras.reports.measures import json_index
 from holdfast.extras.reports.structure import Structure
 from holdfast.numeric.compare import Content

@@ -11,7 +11,6 @@ has the schema; it only ever grows.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Hashable, Iterable, Sequence
 
 from holdfast.core.opaque import AnyValue
@@ -78,15 +77,3 @@ def labelled(
         "labels": [list(label) if isinstance(label, tuple) else label for label in labels],
         "at": at,
     }
-
-
-def rounded(value: float | None, digits: int = 4) -> float | int | None:
-    """A number in a few significant digits; null where there is none, or none that JSON has.
-
-    >>> rounded(0.000123456), rounded(12.0), rounded(float("nan")), rounded(123456.0)
-    (0.0001235, 12, None, 123500)
-    """
-    if value is None or not math.isfinite(value):
-        return None
-    made = float(f"{value:.{digits - 1}e}")
-    return int(made) if made.is_integer() and abs(made) < 1e15 else made

@@ -32,10 +32,11 @@ import numpy as np
 from holdfast.core.box import run_boxes
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import rounded
 from holdfast.core.value import Value
 from holdfast.engine.computed import numbers_of
 from holdfast.errors import BadArgument, HoldfastError
-from holdfast.extras.reports.document import Document, dumps, rounded
+from holdfast.extras.reports.document import Document, dumps
 from holdfast.extras.reports.measures import (
     GROUPS,
     detail,

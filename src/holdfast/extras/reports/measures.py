@@ -30,12 +30,13 @@ import numpy as np
 from holdfast.core.group import ALONE, Ranks, share_out
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import rounded
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.computed import numbers_of
 from holdfast.engine.scan import blocks, elements, scan
 from holdfast.errors import LimitExceeded
-from holdfast.extras.reports.document import Document, rounded
+from holdfast.extras.reports.document import Document
 from holdfast.numeric.dequantize import number_shape
 from holdfast.numeric.statistics import Distributed, Distribution, countable
 from holdfast.verbs.nonfinite import element_index

@@ -24,8 +24,9 @@ from holdfast.core.notebook import card
 from holdfast.core.options import validated
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size, byte_count
+from holdfast.core.registry import find_hook
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import plural
+from holdfast.core.text import iso, plural, rounded
 from holdfast.core.value import Value
 from holdfast.core.version import VERSION
 from holdfast.engine.budget import reading_threads
@@ -35,7 +36,7 @@ from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.engine.computed import undecoded_notes
 from holdfast.errors import NoSuchTensor, UnknownFormat
 from holdfast.extras.reports import change
-from holdfast.extras.reports.document import SCHEMA, Document, dumps, rounded
+from holdfast.extras.reports.document import SCHEMA, Document, dumps
 from holdfast.extras.reports.measures import (
     BUDGET_NBYTES,
     Measured,
@@ -53,7 +54,6 @@ from holdfast.extras.reports.shards import shards
 from holdfast.extras.reports.structure import (
     columns,
     facts,
-    iso,
     look,
     made_at,
     name_of,
@@ -61,9 +61,6 @@ from holdfast.extras.reports.structure import (
     sentence,
     storage_columns,
 )
-from holdfast.extras.runs import history
-from holdfast.extras.runs.steps import Step
-from holdfast.extras.runs.table import RunTable
 from holdfast.stores.paths import local_path
 from holdfast.verbs.nonfinite import describe_nonfinite
 from holdfast.verbs.open import Openable, compare_opened, opened
@@ -71,6 +68,8 @@ from holdfast.verbs.stats import measure as measure_stats
 
 if TYPE_CHECKING:
     from holdfast.extras.maps.find import AnyMap
+    from holdfast.extras.runs.steps import Step
+    from holdfast.extras.runs.table import RunTable
 
 NOTES = 50
 """Notes of a checkpoint that are shown."""
@@ -230,6 +229,7 @@ def prepared(
             compare_opened(asked.ranks, first, second)
             yield _difference(_Looked(src, first, asked), _Looked(other, second, asked))
             return
+        history = find_hook("run_history")
         table = history.run_at(src) if history.is_run(src) else None
         if table is None:
             try:
@@ -445,6 +445,7 @@ def _with_numbers_of_both(
 
 
 def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
+    history = find_hook("run_history")
     steps = [row.step for row in table.rows if row.step is not None]
     newest = steps[-1] if steps else None
     compare_marks(asked.ranks, repr([step.step for step in steps]).encode())

@@ -26,7 +26,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from datetime import UTC, datetime
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage, in_c_order
@@ -34,7 +33,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
 from holdfast.core.sharing import reached_spans
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import clip, count, escape, nbytes, percent, plural
+from holdfast.core.text import clip, count, escape, iso, nbytes, percent, plural
 from holdfast.core.value import Value
 from holdfast.extras.reports.document import Document, front_coded, labelled, short
 from holdfast.numeric.dequantize import number_shape
@@ -346,12 +345,3 @@ def made_at(checkpoint: Checkpoint) -> str | None:
             except OSError:
                 continue
     return None if not times else iso(max(times))
-
-
-def iso(seconds: float) -> str:
-    """A time as ISO 8601 has it, to the second.
-
-    >>> iso(1763270000.9)
-    '2025-11-16T05:13:20Z'
-    """
-    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -10,9 +10,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from holdfast.core.text import clip, escape, nbytes, plural
-from holdfast.extras.reports.document import Document, rounded
-from holdfast.extras.reports.structure import iso
+from holdfast.core.opaque import AnyValue
+from holdfast.core.text import clip, escape, iso, nbytes, plural, rounded
 from holdfast.extras.runs.directory import place_for
 from holdfast.extras.runs.record import RECORD
 from holdfast.extras.runs.steps import Step
@@ -21,6 +20,8 @@ from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 
 STEPS = 5000
+
+Document = dict[str, AnyValue]
 
 Norm = Callable[[Step], float | None]
 

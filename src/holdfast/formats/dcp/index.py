@@ -49,7 +49,6 @@ from holdfast.errors import (
     Unsupported,
     located,
 )
-from holdfast.extras.rank_files.recognise import some
 from holdfast.formats.dcp.schema import (
     Item,
     ItemIndex,
@@ -227,7 +226,9 @@ def read_metadata(source: Source, *, rank: int | None = None) -> tuple[Metadata,
 
 
 def _some(names: Sequence[str]) -> str:
-    return some([repr(name[:80]) for name in names])
+    """Return the first names of a list, and how many more there are."""
+    shown = ", ".join([repr(name[:80]) for name in names[:5]])
+    return f"{shown} and {len(names) - 5:,} more" if len(names) > 5 else shown
 
 
 def _rank(key: str) -> int:

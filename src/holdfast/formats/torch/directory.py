@@ -28,7 +28,6 @@ from holdfast.core.tree import step
 from holdfast.core.value import replace
 from holdfast.engine.files import ViewTable
 from holdfast.errors import LimitExceeded, MetadataError, StoreError, Unsupported, located
-from holdfast.extras.rank_files.recognise import begins_like_torch
 from holdfast.formats.detect import unknown
 from holdfast.formats.index_file import (
     INDEX,
@@ -46,7 +45,7 @@ from holdfast.formats.torch.legacy import (
     read_legacy,
     read_torch_tar,
 )
-from holdfast.formats.torch.zip import SavedFile, read_torch_zip
+from holdfast.formats.torch.zip import SavedFile, begins_like_torch, read_torch_zip
 
 SUFFIX = ".bin"
 USUAL = "pytorch_model.bin"

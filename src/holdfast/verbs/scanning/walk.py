@@ -27,7 +27,6 @@ from msgspec import Struct, field
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError
-from holdfast.extras.packages.pt2.archive import OLD_PROGRAM
 from holdfast.formats.pickle.recording import RecordedStream, read_ahead, record_from_file
 from holdfast.formats.torch.legacy import MAGIC, begins_like_tar, describe_legacy
 from holdfast.formats.torch.storages import storage_dtype
@@ -44,6 +43,9 @@ from holdfast.verbs.scanning.archives import (
 )
 from holdfast.verbs.scanning.findings import Findings
 from holdfast.verbs.severity import Severity, judge
+
+OLD_PROGRAM = "serialized_exported_program.json"
+"""The record of a `.pt2` without a folder, which torch wrote before 2.8 and still loads."""
 
 MOST_STREAMS = 10_000
 """Pickles of one span that are read, one behind the other. torch's old container has five."""

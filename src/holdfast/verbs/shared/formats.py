@@ -31,7 +31,17 @@ from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.saves import SavePlan, text_nbytes
 from holdfast.engine.source import OpenSource
 from holdfast.errors import CannotHold, HoldfastError, LimitExceeded, Unsupported, located
-from holdfast.formats import FORMATS, chosen, format_of, titles, written_formats
+from holdfast.formats import (
+    FORMATS,
+    PLUGINS,
+    Format,
+    choose_written,
+    chosen,
+    format_of,
+    load_plugins,
+    titles,
+    written_formats,
+)
 from holdfast.formats.detect import detect
 from holdfast.formats.safetensors.record import SHARDING_INFO
 from holdfast.formats.torch.write import archive_name, without_origin
@@ -90,10 +100,15 @@ def format_named(path: str, format: str | None, options: Options) -> str:
     if format is None:
         suffix, known = suffix_of(path), written_suffixes()
         if suffix not in known:
+            # The suffixes of plugins may be longer, so it is split off again.
+            plugin_problems = load_plugins()
+            suffix, known = suffix_of(path), written_suffixes()
+        if suffix not in known:
             hint = f"use one of {', '.join(filter(None, known))}, none for a native directory, or say format=…"
-            raise Unsupported(f"{_explain_suffix(path, suffix)}; {hint}", file=path)
+            problem = "; ".join([_explain_suffix(path, suffix), *plugin_problems])
+            raise Unsupported(f"{problem}; {hint}", file=path)
         found = known[suffix]
-    elif (asked := chosen(format, written_formats())) is not None:
+    elif (asked := choose_written(format)) is not None:
         found = asked.name
     else:
         raise Unsupported(explain_unwritten(format), found=format)
@@ -111,7 +126,7 @@ def describe_one_file(path: str, format: str) -> tuple[str, ...]:
 
 def _explain_suffix(path: str, suffix: str) -> str:
     """Say why no format is written under a suffix: its format can only be read, or it has none."""
-    for one in FORMATS:
+    for one in (*FORMATS, *PLUGINS):
         if any(end and path.lower().endswith(end) for end in one.suffixes):
             writer = " in this way; `holdfast package` writes it" if one.programs else ""
             return f"{one.title} can be read and not written{writer}"
@@ -122,9 +137,10 @@ def explain_unwritten(format: str) -> str:
     """Say why a format cannot be asked for, and which can."""
     *first, last = titles(written_formats())
     hint = f"use {', '.join(first)} or {last}"
-    if chosen(format, FORMATS) is not None:
+    if chosen(format, (*FORMATS, *PLUGINS)) is not None:
         return f"{format} can be read and not written; {hint}"
-    return f"there is no format {format!r}; {hint}"
+    problems = [f"; {problem}" for problem in load_plugins()]
+    return f"there is no format {format!r}{''.join(problems)}; {hint}"
 
 
 def folder_of(format: str) -> str | None:
@@ -135,14 +151,12 @@ def folder_of(format: str) -> str | None:
     )
 
 
-def for_programs(path: str, format: str | None) -> bool:
-    """Whether an archive of programs is asked for: by its format, or by the suffix of the path."""
-    archives = [one for one in FORMATS if one.programs]
-    return (
-        any(suffix_of(path) in one.suffixes for one in archives)
-        if format is None
-        else chosen(format, archives) is not None
-    )
+def archive_format(path: str, format: str | None) -> Format | None:
+    """Return the archive of programs that a format or the suffix of the path means, if it is one."""
+    archives = [entry for entry in FORMATS if entry.programs]
+    if format is not None:
+        return chosen(format, archives)
+    return next((entry for entry in archives if suffix_of(path) in entry.suffixes), None)
 
 
 def check_archive_name(path: str) -> None:

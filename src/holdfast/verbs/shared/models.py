@@ -11,18 +11,16 @@ comes along when asked for, and a note says what stayed behind: a program always
 
 from __future__ import annotations
 
+from typing import cast
+
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import SavePlan
-from holdfast.errors import CannotHold, Unsupported
-from holdfast.extras.packages.pt2.read import program_names
-from holdfast.extras.packages.pt2.replace import lay_out_replaced
-from holdfast.extras.packages.pt2.write import lay_out_pt2, models_of
-from holdfast.formats import format_of
-from holdfast.formats.torch.write import archive_name
-from holdfast.verbs.shared.formats import Options, for_programs, format_for, plan_save
+from holdfast.errors import CannotHold
+from holdfast.formats import format_of, named
+from holdfast.verbs.shared.formats import Options, archive_format, format_for, plan_save
 from holdfast.verbs.shared.planned import Destination
 from holdfast.verbs.shared.rows import lazy_tree, with_tree
 
@@ -68,7 +66,9 @@ def weights_of(checkpoint: Checkpoint, tree: object) -> dict[str, dict[str, Lazy
 
 
 def programs_of(checkpoint: Checkpoint) -> list[str]:
-    return program_names(checkpoint.source) if format_of(checkpoint.format).programs else []
+    """The names of the models that have a program."""
+    where = format_of(checkpoint.format).programs_by
+    return list(named(where)(checkpoint.source)) if where else []
 
 
 def select(
@@ -117,35 +117,15 @@ def select(
 
 def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePlan:
     """Lay out a state that came from an open checkpoint. A package stays one, with its programs, where a `.pt2` is asked for."""
-    if for_programs(where.path, where.format):
-        return _plan_pt2(source, lazy_tree(state), where.path)
+    archive = archive_format(where.path, where.format)
+    if archive is not None:
+        return cast("SavePlan", named(archive.rewritten_by)(source, lazy_tree(state), where.path))
     options = where.options(Options(keep_tree=True))
     plan = plan_save(
         where.path, state, format_for(where.path, where.format, options), options=options
     )
     left = (f"left out of model {model!r}: the program" for model in programs_of(source))
     return replace(plan, notes=(*left, *plan.notes))
-
-
-def _plan_pt2(source: Checkpoint, tree: object, target: str) -> SavePlan:
-    name = archive_name(target)
-    if not format_of(source.format).programs:
-        return lay_out_pt2(models_of({"model": tree}), name=name)
-    models = weights_of(source, tree)
-    if not any(models.values()):
-        raise Unsupported("this package has no weights", file=source.path)
-    plain = {
-        model: weights
-        for model, weights in models.items()
-        if all(t.traits.subclass is None for t in weights.values())
-    }
-    kept = [
-        f"model {model!r} has weights that are pickled objects, and keeps them all"
-        for model in models
-        if model not in plain
-    ]
-    plan = lay_out_replaced(source.source, plain, name=name)
-    return replace(plan, notes=(*kept, *plan.notes))
 
 
 def non_weight_keys(tree: Tree, *, compiled: bool = True) -> list[str]:

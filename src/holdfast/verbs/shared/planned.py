@@ -46,9 +46,9 @@ from holdfast.verbs.open import Openable, checkpoint_mark, opened
 from holdfast.verbs.seals.renew import NOTHING, Renewal, find_seals
 from holdfast.verbs.shared.formats import (
     Options,
+    archive_format,
     check_opens,
     folder_of,
-    for_programs,
     format_for,
     format_named,
     is_replaceable,
@@ -375,7 +375,7 @@ def rewritten(
             problem = f"the target {where.path!r} is the source; write beside it"
             raise CannotHold("the target is read while it is written", [problem], file=where.path)
         if directory is None:
-            archive = programs and for_programs(where.path, where.format)
+            archive = programs and archive_format(where.path, where.format) is not None
             if not archive:
                 where = replace(
                     where, format=_model_format(source, where, options, copy_config) or where.format

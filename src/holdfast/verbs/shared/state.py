@@ -28,6 +28,7 @@ from holdfast.core.leaves import CONTAINERS, DICTS, Leaves, find_leaves
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
+from holdfast.core.registry import find_hook
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import MOST_CALLS, Path, Way, mapped_children, rebuild, rebuilt, values_of
@@ -109,8 +110,7 @@ def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[
     """Sentences about what is not kept of leaves that are no plain tensors; `others` are the rows of such tensors."""
     if "torch" not in sys.modules or not (others or leaves.places):
         return ()
-    from holdfast.torch.tensors.to_lazy import unkept
-
+    unkept = find_hook("unkept")
     unkept_names: dict[str, list[str]] = {}
     odd = [(row, table.names[row], leaves.values[row]) for row in others]
     for name, value in leaves.places:
@@ -153,9 +153,8 @@ def _libraries(arrays: Arrays) -> tuple[Library, ...]:
 
 @cache
 def _torch_library() -> tuple[Library, ...]:
-    from holdfast.torch.tensors.storages import TYPES, tabulate_tensors
-
-    return (Library(TYPES, tabulate_tensors),)
+    tensors = find_hook("torch_tensors")
+    return (Library(tensors.TYPES, tensors.tabulate_tensors),)
 
 
 NUMPY = Library(ARRAY_TYPES, tabulate_arrays)
@@ -340,9 +339,7 @@ def _leaf(arrays: Arrays, resident: Resident) -> Leaf:
     foreign: Leaf | None = None
     if "torch" in sys.modules:
         # Only where the caller has torch can there be a torch tensor.
-        from holdfast.torch.tensors.to_lazy import torch_leaf
-
-        foreign = torch_leaf(resident)
+        foreign = find_hook("torch_leaf")(resident)
 
     def convert(value: object, path: Path) -> object:
         if isinstance(value, np.ndarray):
@@ -398,9 +395,7 @@ def plainly_named(value: Stateful) -> Stateful:
     """The object; for a module that DDP or `torch.compile` wraps, one that names its state as the module inside does."""
     if "torch" not in sys.modules:
         return value
-    from holdfast.torch.modules.wrappers import plainly_named
-
-    return plainly_named(value)
+    return cast("Stateful", find_hook("plainly_named")(value))
 
 
 def stateful_keys(mapping: Mapping[object, object]) -> list[object]:
