@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from holdfast.cli import values
 from holdfast.cli.parser import Help, Parser
@@ -32,7 +32,6 @@ from holdfast.core.registry import (
     load_object,
 )
 from holdfast.core.text import clip, escape
-from holdfast.core.value import Value
 from holdfast.errors import HoldfastWarning
 
 
@@ -159,7 +158,7 @@ def _with_slices_joined(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-class Command(Value, frozen=True):
+class Command(NamedTuple):
     """A command: its module has `DESCRIPTION`, `EXAMPLES`, `add_arguments` and `run`."""
 
     name: str

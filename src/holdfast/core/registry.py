@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
-from holdfast.core.value import Value
 from holdfast.errors import Unsupported
 
 HOOKS = {
@@ -60,8 +59,8 @@ def extras_table(name: str) -> dict[str, Any]:
     return table
 
 
-class Plugin(Value, frozen=True):
-    """An entry point of another package."""
+class Plugin(NamedTuple):
+    """An entry point of another package. It is no struct, because help is shown without msgspec."""
 
     name: str
     where: str
