@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, core, settings
 
 from holdfast.torch import versions
 from tests import sampling
@@ -97,11 +97,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[sampling.EXHAUSTIVE_VARIABLE] = "1"
     seed = config.getoption("--sample-seed")
     os.environ.setdefault(sampling.SEED_VARIABLE, str(seed or sampling.seed_of_today()))
+    core.global_force_seed = sampling.current_seed()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sample the cases of expensive test functions. A test that is named on the command line always runs."""
-    if config.getoption("--exhaustive") or any("::" in argument for argument in config.args):
+    if any("::" in argument for argument in config.args):
         return
 
     cases_by_function: dict[str, list[pytest.Item]] = {}
@@ -121,35 +122,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     deselected: list[pytest.Item] = []
     for function, cases in cases_by_function.items():
-        if function in long_costs and function not in turns:
-            deselected += cases
-            continue
         count = sampling.count_affordable_cases(
             costs.get(function), len(cases), budget.per_function
         )
+        if function in long_costs:
+            count = 1
+        if count < len(cases) or function in long_costs:
+            sampling.SAMPLE_SIZES[function] = sampling.SampleSize(count, len(cases))
+        if function in long_costs and function not in turns:
+            deselected += cases
+            continue
         if count == len(cases):
             continue
         parameters = [item.callspec.indices for item in cases]
         chosen = set(sampling.choose_cases(parameters, count, sampling.random_for(function)))
         deselected += [item for index, item in enumerate(cases) if index not in chosen]
 
+    if config.getoption("--exhaustive"):
+        return
     config.hook.pytest_deselected(items=deselected)
     left_out = set(deselected)
     items[:] = [item for item in items if item not in left_out]
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["left_out"] = len(deselected)
-    config.stash[LEFT_OUT] = len(deselected)
 
 
-LEFT_OUT = pytest.StashKey[int]()
-"""How many cases the sample leaves out."""
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the sizes of the samples to the process that prints the summary."""
+    if hasattr(session.config, "workeroutput"):
+        sizes = {name: tuple(size) for name, size in sampling.SAMPLE_SIZES.items()}
+        session.config.workeroutput["sample_sizes"] = sizes
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Keep what a test process of pytest-xdist counted, for the summary."""
-    left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
-    node.config.stash[LEFT_OUT] = left_out
+    """Collect the sizes of the samples of a test process of pytest-xdist."""
+    sample_sizes = getattr(node, "workeroutput", {}).get("sample_sizes", {})
+    for name, (sampled, total) in sample_sizes.items():
+        sampling.SAMPLE_SIZES[name] = sampling.SampleSize(sampled, total)
 
 
 @pytest.fixture(scope="session")
@@ -191,8 +199,15 @@ def pytest_terminal_summary(
         )
 
     seed = sampling.current_seed()
-    left_out = config.stash.get(LEFT_OUT, 0)
-    if left_out:
+    sizes = {
+        name: size for name, size in sampling.SAMPLE_SIZES.items() if size.sampled < size.total
+    }
+    left_out = sum(size.total - size.sampled for size in sizes.values())
+    if config.getoption("--exhaustive"):
+        terminalreporter.section("what `make test` samples")
+        for name, size in sorted(sizes.items()):
+            terminalreporter.write_line(f"{size.sampled:6} of {size.total:6}  {name}")
+    elif left_out:
         terminalreporter.write_line(
             f"SAMPLE: seed {seed} left out {left_out} cases; `make test-all` runs every case"
         )

@@ -6,7 +6,12 @@ cost. `make test` runs as many of its cases as fit into a budget, and at least o
 which a single case takes seconds, such as ranks that are killed, take turns: each runs on some days
 only. Which cases run depends on a seed, by default the date, so that every case gets its turn.
 
-`make test-all` runs everything, and `make costs` measures the costs again.
+Some tests try many places or moments within one case: crash states, requests that fail, damaged
+bytes, processes that are killed. They choose by the same seed, with `sample`, `every_nth` and
+`count_rounds`.
+
+`make test-all` runs everything, prints what a sample would leave out, and `make costs` measures the
+costs again.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Item = TypeVar("Item")
 
 COSTS_FILE = Path(__file__).with_name("costs.json")
 
@@ -96,6 +103,41 @@ def examples(count: int) -> int:
 def random_for(name: str) -> random.Random:
     """Return the random numbers of this run for one test, which are the same in every process."""
     return random.Random(f"{current_seed()}:{name}")
+
+
+class SampleSize(NamedTuple):
+    """How many cases, places or moments `make test` tries, of how many."""
+
+    sampled: int
+    total: int
+
+
+SAMPLE_SIZES: dict[str, SampleSize] = {}
+"""The size of every sample that a test of this process chose, by its name."""
+
+
+def sample(name: str, items: Sequence[Item], count: int) -> list[Item]:
+    """Return a number of random items in their order, or all of them with `make test-all`."""
+    sampled_count = min(count, len(items))
+    SAMPLE_SIZES[name] = SampleSize(sampled_count, len(items))
+    if is_exhaustive():
+        return list(items)
+    indices = random_for(name).sample(range(len(items)), sampled_count)
+    return [items[index] for index in sorted(indices)]
+
+
+def every_nth(name: str, stop: int, step: int) -> range:
+    """Return every `step`-th number from a random start, or all numbers with `make test-all`."""
+    SAMPLE_SIZES[name] = SampleSize(-(-stop // step), stop)
+    if is_exhaustive():
+        return range(stop)
+    return range(random_for(name).randrange(min(step, stop)) if stop else 0, stop, step)
+
+
+def count_rounds(name: str, count: int, *, total: int) -> int:
+    """Return how often a test repeats something random: `total` times with `make test-all`."""
+    SAMPLE_SIZES[name] = SampleSize(count, total)
+    return total if is_exhaustive() else count
 
 
 def count_affordable_cases(cost: FunctionCost | None, case_count: int, budget: float) -> int:

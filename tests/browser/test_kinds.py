@@ -8,6 +8,7 @@ import pytest
 import holdfast
 from tests.browser import documents
 from tests.conftest import GOLDEN
+from tests.sampling import sample
 
 
 def test_a_diff(draw):
@@ -192,10 +193,10 @@ def test_what_cannot_be_drawn_says_so(draw):
 FILES = sorted(path.name for path in (GOLDEN / "files").iterdir() if not path.name.startswith("."))
 
 
-def test_real_files(draw, request):
+def test_real_files(draw):
     """Golden files of every format: their names are in the table, and their pages say nothing to the console."""
     seen = None
-    for name in FILES if request.config.getoption("--exhaustive") else FILES[::5]:
+    for name in sample("pages of golden files", FILES, len(FILES) // 5):
         made = holdfast.report(GOLDEN / "files" / name)
         seen = seen.show(made.html()) if seen else draw(made.html())
         count = made.document["tensors"]["count"]

@@ -78,7 +78,8 @@ def served(browser) -> Any:
 
 
 def until(page: Any, holds: Callable[[], object]) -> None:
-    for _ in range(600):
+    """Wait until something holds; on a busy machine that may take a minute."""
+    for _ in range(4000):
         if holds():
             return
         page.wait_for_timeout(15)
@@ -157,6 +158,8 @@ def test_details_and_tiles_come_when_they_are_asked_for(served):
 def test_zooming_in_asks_for_finer_tiles(served):
     server, page, _ = served
     open_a_matrix(page)
+    # Keys do nothing before the map is drawn for the first time.
+    until(page, lambda: "colours from" in page.inner_text("#drawer .tiles"))
     canvas = page.locator("#drawer .tiles canvas")
     canvas.focus()
     for _ in range(4):

@@ -22,7 +22,7 @@ class Seen:
         self.file = file
         self.said: list[str] = []
         self.page = context.new_page()
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(60_000)
         self.page.on("console", lambda message: self.said.append(f"console: {message.text}"))
         self.page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
         self.page.on("dialog", self._dialog)
@@ -48,7 +48,7 @@ class Seen:
         self.file.write_text(html, "utf-8")
         return self.load()
 
-    def until(self, expression: str, seconds: float = 20) -> None:
+    def until(self, expression: str, seconds: float = 60) -> None:
         """Waits for an expression to hold. ReportRequest from here: in the page, the policy forbids to evaluate text."""
         end = time.monotonic() + seconds
         while not self.page.evaluate(expression):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ import holdfast.torch
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.errors import SaveError
 from tests.crash.programs import begin, child, content, must_end, run, same, slowly, status, writing
+from tests.sampling import random_for
 
 
 def _sleep() -> None:
@@ -262,7 +262,7 @@ def a_fork_of_a_rank(folder: Path) -> None:
 
 def random_moments(folder: Path) -> None:
     """Forks at any moment of a save, whose children save, end, or are asked to."""
-    moments = random.Random(13)
+    moments = random_for("forks during a save")
 
     def save(where: Path) -> Callable[[], bool]:
         def job() -> bool:
@@ -286,7 +286,7 @@ def random_moments(folder: Path) -> None:
 
 def random_signals(folder: Path) -> None:
     """SIGTERM and Ctrl-C at any moment: what was begun in the background is there."""
-    moments = random.Random(14)
+    moments = random_for("signals during a save")
     slowly()
     for number in range(40):
         where = folder / f"step{number}"

@@ -13,14 +13,9 @@ import pytest
 import holdfast
 from holdfast.errors import Closed
 from holdfast.stores.local import ALIVE, DescriptorStore
+from tests.sampling import count_rounds
 
 OURS, THEIRS = 1, 2
-
-ROUNDS, MORE_ROUNDS = 150, 3_000
-
-
-def rounds_of(request: pytest.FixtureRequest) -> int:
-    return MORE_ROUNDS if request.config.getoption("--exhaustive") else ROUNDS
 
 
 class Readers:
@@ -60,7 +55,7 @@ class Readers:
 
 
 @pytest.mark.parametrize("name", ["ours", "ours.pt", "ours.safetensors"])
-def test_closing_under_readers(tmp_path: Path, name: str, request: pytest.FixtureRequest):
+def test_closing_under_readers(tmp_path: Path, name: str):
     path = tmp_path / name
     holdfast.save({"w": np.full((2048, 64), OURS, np.uint8)}, path)
     theirs = tmp_path / "theirs"
@@ -69,7 +64,7 @@ def test_closing_under_readers(tmp_path: Path, name: str, request: pytest.Fixtur
     readers = Readers(holdfast.open(path))
     for thread in readers.threads:
         thread.start()
-    for _ in range(rounds_of(request)):
+    for _ in range(count_rounds("checkpoints closed under readers", 150, total=3_000)):
         readers.checkpoint.close()
         # Whatever was given back is taken at once.
         taken = [os.open(theirs, os.O_RDONLY) for _ in range(8)]

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.crash.writers import LIBRARY, Writer
-from tests.sampling import current_seed
+from tests.sampling import count_rounds, current_seed
 
 KILLS = 60
-ALL_KILLS = 300
-"""With `--exhaustive`."""
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,8 +32,8 @@ def killed(name: str, kills: int) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow("kills and restarts a writing process 60 times")
 @pytest.mark.parametrize("writer", LIBRARY, ids=str)
-def test_killed_at_random_moments(writer: Writer, request: pytest.FixtureRequest):
-    kills = ALL_KILLS if request.config.getoption("--exhaustive") else KILLS
+def test_killed_at_random_moments(writer: Writer):
+    kills = count_rounds(f"kills of the writer {writer}", KILLS, total=300)
     done = killed(writer.name, kills)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)

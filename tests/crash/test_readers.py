@@ -23,6 +23,7 @@ import pytest
 import holdfast
 from holdfast.errors import Replaced
 from tests.crash.overwrite import FORMATS, KINDS, name_of, rows, save, state
+from tests.sampling import count_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,8 +107,8 @@ def read(kind: str, reads: int, *, until: Sequence[str] = ("step 0", "step 1")) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_read_is_all_of_one_checkpoint(kind: str, request: pytest.FixtureRequest):
-    reads = 10_000 if request.config.getoption("--exhaustive") else 400
+def test_every_read_is_all_of_one_checkpoint(kind: str):
+    reads = count_rounds("reads of a path that is overwritten", 400, total=10_000)
     seen = read(kind, reads)
     assert min(seen["step 0"], seen["step 1"]) > 0, "the writer did not write meanwhile"
     # Everything is open when `open` comes back: nothing but an unlucky `open` may fail.
@@ -116,21 +117,18 @@ def test_every_read_is_all_of_one_checkpoint(kind: str, request: pytest.FixtureR
 
 
 @pytest.mark.parametrize("kind", ["native", "split-safetensors"])
-def test_files_that_are_not_kept_open_are_the_same_or_gone(
-    kind: str, monkeypatch, request: pytest.FixtureRequest
-):
+def test_files_that_are_not_kept_open_are_the_same_or_gone(kind: str, monkeypatch):
     monkeypatch.setattr("holdfast.stores.local.KEPT", 1)
-    seen = read(
-        kind, 2_000 if request.config.getoption("--exhaustive") else 160, until=["read", "replaced"]
-    )
+    reads = count_rounds("reads of files that are not kept open", 160, total=2_000)
+    seen = read(kind, reads, until=["read", "replaced"])
     assert seen["read"] > 0
     assert seen["replaced"] > 0
 
 
 @pytest.mark.parametrize("kind", ["native", "native-in-two-steps", "split-safetensors"])
-def test_what_is_verified_is_one_checkpoint(kind: str, request: pytest.FixtureRequest):
+def test_what_is_verified_is_one_checkpoint(kind: str):
     with overwritten(kind) as path:
-        for _ in range(1_000 if request.config.getoption("--exhaustive") else 25):
+        for _ in range(count_rounds("paths verified while overwritten", 25, total=1_000)):
             report = holdfast.verify(path)
             assert report.ok, report
             assert report.format == FORMATS[kind]

@@ -26,6 +26,7 @@ from tests.crash.proof import Death, Mortal
 from tests.crash.test_crash_states import Without
 from tests.crash.test_nth_call import FAULTS, Failing, Fault
 from tests.crash.writers import plan_of
+from tests.sampling import every_nth
 
 RULES = (Latest(2), Every(100))
 
@@ -170,15 +171,17 @@ def test_a_power_cut_while_the_only_step_is_saved_anew(exchange: bool):
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["renameat2", "plain"])
-def test_a_kill_after_any_call_and_the_next_run(exchange: bool, request: pytest.FixtureRequest):
-    for moment in range(1, 2_000, 1 if request.config.getoption("--exhaustive") else 11):
+def test_a_kill_after_any_call_and_the_next_run(exchange: bool):
+    whole = start(1, 2, 3, exchange=exchange)
+    turn(whole, 4)
+    call_count = len(whole.calls)
+    assert call_count > 50
+    name = f"kills of a turn of a run, {'with' if exchange else 'without'} renameat2"
+    for call_index in every_nth(name, call_count, 11):
+        moment = call_index + 1
         model, looked = start(1, 2, 3, exchange=exchange), Looked()
-        try:
+        with pytest.raises(Death):
             turn(Mortal(model, moment), 4)
-        except Death:
-            pass
-        else:
-            break
         model.revive()
         steps = looked.steps(model.live())
         assert steps[-1] in (3, 4), f"killed after call {moment}: {steps}"
@@ -206,23 +209,25 @@ def test_a_kill_after_any_call_and_the_next_run(exchange: bool, request: pytest.
             f"killed after call {moment}"
         )
         assert temporaries(model.live()) == [], f"killed after call {moment}"
-    assert moment > 60
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_the_nth_call_of_a_turn_fails(fault: Fault, request: pytest.FixtureRequest):
+def test_the_nth_call_of_a_turn_fails(fault: Fault):
     """A full disk at every write, and every other failure: old steps stay until a new one is there, and the next turn repairs."""
     looked = Looked()
-    few = not request.config.getoption("--exhaustive") and fault.name != "ENOSPC"
-    for number in range(1, 2_000, 7 if few else 1):
+    whole = Failing(start(1, 2, 3), fault, 0)
+    turn(whole, 4)
+    assert whole.count > 100
+    step = 1 if fault.name == "ENOSPC" else 7
+    for call_index in every_nth(f"calls of a turn of a run that fail: {fault}", whole.count, step):
         model = start(1, 2, 3)
-        files = Failing(model, fault, number)
+        files = Failing(model, fault, call_index + 1)
         try:
             turn(files, 4)
             raised = False
         except (HoldfastError, OSError):
             raised = True
-        where = f"call {number}, {files.failed}"
+        where = f"call {call_index + 1}, {files.failed}"
         steps = looked.steps(model.live())
         if 4 not in steps:
             assert raised, where
@@ -234,9 +239,6 @@ def test_the_nth_call_of_a_turn_fails(fault: Fault, request: pytest.FixtureReque
         assert looked.steps(model.live())[-1] == 5, where
         assert len(looked.steps(model.live())) == 2, where
         assert temporaries(model.live()) == [], where
-        if files.failed is None:
-            break
-    assert number > 100
 
 
 def test_a_power_cut_while_pins_change():

@@ -22,6 +22,7 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import Corrupted, HeaderError, HoldfastError
 from holdfast.verbs.reshard import reshard
 from tests.golden import earlier
+from tests.sampling import every_nth
 
 SAMPLE = 200
 """Flips of one checkpoint in a default run."""
@@ -160,10 +161,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def sampled(count: int, request: pytest.FixtureRequest, wanted: int = SAMPLE) -> range:
-    """All of so many cases, or a sample from end to end. The step is odd, so that all bits of a byte have their turn."""
-    return range(
-        0, count, 1 if request.config.getoption("--exhaustive") else max(count // wanted, 1) | 1
+def places_in(file: Path, count: int, wanted: int) -> range:
+    """Return all of so many places in a file, or a sample from end to end.
+
+    The step is odd, so that all bits of a byte have their turn.
+    """
+    return every_nth(
+        f"damage to {file.parent.name}/{file.name}", count, max(count // wanted, 1) | 1
     )
 
 
@@ -184,7 +188,7 @@ def flip(raw: bytes, bit: int) -> bytes:
 
 
 @pytest.mark.timeout(3600)
-def test_no_flipped_bit_changes_content_unnoticed(checkpoint, request):
+def test_no_flipped_bit_changes_content_unnoticed(checkpoint):
     wanted = content(checkpoint)
     assert holdfast.verify(checkpoint).ok
     files = files_of(checkpoint)
@@ -192,7 +196,7 @@ def test_no_flipped_bit_changes_content_unnoticed(checkpoint, request):
     lost = []
     for file in files:
         raw = file.read_bytes()
-        bits = sampled(len(raw) * 8, request, SAMPLE * len(raw) // total + 1)
+        bits = places_in(file, len(raw) * 8, SAMPLE * len(raw) // total + 1)
         for bit, _ in zip(bits, damaged(file, (flip(raw, bit) for bit in bits)), strict=True):
             if outcome(checkpoint, wanted) == "lost":
                 lost.append((file.name, bit, raw[max(bit // 8 - 20, 0) : bit // 8 + 20]))
@@ -201,13 +205,13 @@ def test_no_flipped_bit_changes_content_unnoticed(checkpoint, request):
 
 
 @pytest.mark.timeout(3600)
-def test_no_file_cut_short_or_blanked_changes_content_unnoticed(checkpoint, request):
+def test_no_file_cut_short_or_blanked_changes_content_unnoticed(checkpoint):
     """Every length that a write cut off may leave, and blocks of zeros, as file systems leave them after a power cut."""
     wanted = content(checkpoint)
     lost = []
     for file in files_of(checkpoint):
         raw = file.read_bytes()
-        places = sampled(len(raw), request, 8)
+        places = places_in(file, len(raw), 8)
         changes = [(f"cut at {n}", raw[:n]) for n in places]
         for size in (1, 64):
             changes += [

@@ -9,21 +9,18 @@ import importlib.util
 import json
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
 
 from holdfast.verbs.scan import scan
+from tests.sampling import sample
 from tests.support import drops_rest_of_frames
 
 from .harness import WATCH
 from .scan_attacks import ATTACKS, Attack, write
 
 LOADER = Path(__file__).with_name("stock_loader.py")
-
-SAMPLE = 16
-"""One in so many is run by its loader in every run."""
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
@@ -44,9 +41,8 @@ def test_there_are_enough() -> None:
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
 
 
-def test_the_loaders_run_them(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    every = request.config.getoption("--exhaustive")
-    chosen = [a for a in ATTACKS if every or zlib.crc32(a.name.encode()) % SAMPLE == 0]
+def test_the_loaders_run_them(tmp_path: Path) -> None:
+    chosen = sample("attacks that stock loaders run", ATTACKS, len(ATTACKS) // 16)
     if importlib.util.find_spec("joblib") is None:
         chosen = [a for a in chosen if not a.loader.startswith("joblib")]
     if not drops_rest_of_frames():

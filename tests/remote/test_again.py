@@ -22,6 +22,7 @@ from holdfast.stores.remote.url import url_of
 from tests.remote.servers import BUCKET, Asked, Fault, Proxy
 from tests.remote.test_commit import content, state
 from tests.remote.test_faults import check_secrets
+from tests.sampling import every_nth
 
 
 def is_list(asked: Asked) -> bool:
@@ -281,9 +282,7 @@ def test_a_list_goes_on_behind_what_came(
 
 @verbs
 @pytest.mark.parametrize("fault", ["etag", "twice"])
-def test_each_request_meets_quieter_faults(
-    fault: str, made: Verb, proxy: Proxy, request: pytest.FixtureRequest
-):
+def test_each_request_meets_quieter_faults(fault: str, made: Verb, proxy: Proxy):
     """Another etag: what is read is right, or it is an error; never a mixture. Twice: it is as if it had arrived once.
 
     Of a verb of many requests some eight meet it, and all of them with --exhaustive.
@@ -291,8 +290,8 @@ def test_each_request_meets_quieter_faults(
     proxy.clear()
     made.do(1)
     before, number, failed = 1, 1, []
-    every = 1 if request.config.getoption("--exhaustive") else max(1, len(proxy.asked) // 8)
-    for at in range(0, len(proxy.asked), every):
+    name = f"requests of {type(made).__name__} that meet {fault}"
+    for at in every_nth(name, len(proxy.asked), max(1, len(proxy.asked) // 8)):
         number += 1
         proxy.clear()
         proxy.fault = lambda asked, at=at: fault if asked.number == at else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, Sa
 from holdfast.stores.remote.client import Bucket, Got, bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.remote.servers import Asked, Fault, Proxy, environment
+from tests.sampling import count_rounds, random_for, sample
 
 
 def state(number: int) -> dict[str, np.ndarray]:
@@ -103,11 +103,10 @@ def test_a_save_that_meets_no_answer_any_more(
         assert content(url) == before, at
 
 
-def test_one_of_many_savers_wins(proxy: Proxy, url: str, request: pytest.FixtureRequest):
+def test_one_of_many_savers_wins(proxy: Proxy, url: str):
     """Sixteen savers of one step at once, and answers that are lost: one wins, the others know, every byte is the winner's."""
-    rounds = 100 if request.config.getoption("--exhaustive") else 2
-    for round in range(rounds):
-        lost = random.Random(round)
+    for round in range(count_rounds("sixteen savers of one step", 2, total=100)):
+        lost = random_for(f"answers lost in round {round}")
         proxy.fault = lambda asked, lost=lost: "cut" if lost.random() < 0.15 else None
         where, outcome = f"{url}-{round}", [""] * 16
 
@@ -140,13 +139,11 @@ def short_puts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_puts")
-def test_one_of_many_savers_of_a_long_object_wins(
-    proxy: Proxy, url: str, request: pytest.FixtureRequest
-):
+def test_one_of_many_savers_of_a_long_object_wins(proxy: Proxy, url: str):
     """As with a prefix, though the end of an upload has no condition."""
-    rounds = 50 if request.config.getoption("--exhaustive") else 3
+    rounds = count_rounds("eight savers of one object", 3, total=50)
     for round in range(rounds):
-        lost = random.Random(round)
+        lost = random_for(f"answers lost in round {round}")
         proxy.fault = lambda asked, lost=lost: "cut" if lost.random() < 0.1 else None
         where, outcome = f"{url}-{round}.safetensors", [""] * 8
         together = threading.Barrier(8)
@@ -265,16 +262,13 @@ holdfast.save({"w": np.full((64, 1024), 1, np.float32), "b": np.full(7, 1, np.in
 """
 
 
-def test_a_saver_that_is_killed_between_two_requests(
-    proxy: Proxy, url: str, request: pytest.FixtureRequest
-):
+def test_a_saver_that_is_killed_between_two_requests(proxy: Proxy, url: str):
     """A kill before and after each request: the old step, or the new one; and a later save works."""
     holdfast.save(state(0), url)
     proxy.clear()
     holdfast.save(state(1), url, overwrite=True)
     count = len(proxy.asked)
-    every = range(count) if request.config.getoption("--exhaustive") else (count - 2, count - 1)
-    for at in every:
+    for at in sample("requests between which a saver is killed", range(count), 2):
         for answered in (False, True):
             holdfast.save(state(0), url, overwrite=True)
             proxy.clear()

@@ -20,6 +20,7 @@ import pytest
 import holdfast
 from tests.remote import exits
 from tests.remote.servers import environment
+from tests.sampling import count_rounds
 
 TOGETHER = 4
 """Programs at a time: their ends meet other work, as ends do."""
@@ -73,14 +74,13 @@ def folders(tmp_path: Path, count: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("kind", [*exits.KINDS, *exits.MORE], ids=lambda kind: kind.__name__)
-def test_a_program_ends_as_it_should(
-    kind, server, url: str, tmp_path: Path, monkeypatch, request: pytest.FixtureRequest
-):
+def test_a_program_ends_as_it_should(kind, server, url: str, tmp_path: Path, monkeypatch):
     """Two of each kind; 25 of the eight plain ones with --exhaustive: 200 programs."""
     for name, value in environment(server).items():
         monkeypatch.setenv(name, value)
     holdfast.save(exits.STATE, url)
-    count = (25 if kind in exits.KINDS else 5) if request.config.getoption("--exhaustive") else 2
+    total = 25 if kind in exits.KINDS else 5
+    count = count_rounds(f"programs that end: {kind.__name__}", 2, total=total)
     places = folders(tmp_path, count)
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         for place in places:

@@ -35,6 +35,7 @@ from holdfast.extras.runs.sweep import sweep
 from holdfast.stores.remote.client import Bucket, RemoteObject, bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.remote.servers import Asked, Fault, Proxy, environment
+from tests.sampling import count_rounds, every_nth, is_exhaustive, sample
 
 LITTER = "step-00000009/data-0123456789abcdef-00001-of-00001.safetensors"
 
@@ -430,9 +431,7 @@ def checked(url: str, *allowed: int | None) -> int | None:
 
 
 @pytest.mark.parametrize("fault", ["drop", "cut", "503"])
-def test_each_request_of_a_save_meets_a_fault(
-    fault: str, proxy: Proxy, url: str, request: pytest.FixtureRequest
-):
+def test_each_request_of_a_save_meets_a_fault(fault: str, proxy: Proxy, url: str):
     """One in three of them by default, each time others."""
     run = holdfast.Run(url, keep="latest:1")
     for number in (1, 2):
@@ -440,8 +439,7 @@ def test_each_request_of_a_save_meets_a_fault(
     proxy.clear()
     run.save(3, shared(3))
     count, number = len(proxy.asked), 3
-    every = request.config.getoption("--exhaustive")
-    for at in range(count) if every else range(["drop", "cut", "503"].index(fault), count, 3):
+    for at in every_nth(f"requests of a save of a run that meet {fault}", count, 3):
         proxy.clear()
         proxy.fault = only(at, fault)
         number += 1
@@ -454,9 +452,7 @@ def test_each_request_of_a_save_meets_a_fault(
     assert not litter_of(url)
 
 
-def test_no_request_arrives_from_one_on(
-    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-):
+def test_no_request_arrives_from_one_on(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("holdfast.stores.remote.client.RETRIES", 1)
     run = holdfast.Run(url, keep="latest:1")
     for number in (1, 2):
@@ -464,8 +460,7 @@ def test_no_request_arrives_from_one_on(
     proxy.clear()
     run.save(3, state(3))
     number, outcomes = 3, set()
-    stride = 1 if request.config.getoption("--exhaustive") else 3
-    for at in range(0, len(proxy.asked), stride):
+    for at in every_nth("requests of a run from which on none arrives", len(proxy.asked), 3):
         before, number = checked(url, *range(number + 1)), number + 1
         proxy.clear()
         proxy.fault = lambda asked, at=at: "drop" if asked.number >= at else None
@@ -495,9 +490,7 @@ run.save(int(sys.argv[2]), state)
 """
 
 
-def test_a_run_that_is_killed_between_two_requests(
-    proxy: Proxy, url: str, request: pytest.FixtureRequest
-):
+def test_a_run_that_is_killed_between_two_requests(proxy: Proxy, url: str):
     """The step before, or the new one; the next save works, and the sweep leaves nothing of the dead."""
     run = holdfast.Run(url, keep="latest:1")
     for number in (1, 2):
@@ -507,7 +500,8 @@ def test_a_run_that_is_killed_between_two_requests(
     count, number = len(proxy.asked), 3
     methods = [(asked.method, asked.path) for asked in proxy.asked]
     kinds = [at for at, (method, _) in enumerate(methods) if method in ("PUT", "POST", "DELETE")]
-    for at in range(count) if request.config.getoption("--exhaustive") else [kinds[1], kinds[-3]]:
+    places = range(count) if is_exhaustive() else kinds
+    for at in sample("requests between which a run is killed", places, 2):
         for fault in ("drop", "cut"):
             before = run.latest().step
             number += 1
@@ -574,9 +568,9 @@ def test_both_servers_say_what_a_step_is(either: int, url: str, monkeypatch: pyt
     assert numbers(fresh) == [2, 4]
 
 
-def test_a_listing_of_several_pages(proxy: Proxy, url: str, request: pytest.FixtureRequest):
+def test_a_listing_of_several_pages(proxy: Proxy, url: str):
     """Stores answer with a thousand names at a time."""
-    count = 2300 if request.config.getoption("--exhaustive") else 1020
+    count = count_rounds("steps in a listing of several pages", 1020, total=2300)
     holdfast.Run(url).save(0, state(0))
     where = url_of(url)
     bucket = bucket_of(where)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import random
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,7 +45,7 @@ from holdfast.stores.remote.url import url_of
 from holdfast.verbs.shared.references import References
 from tests.remote.servers import environment
 from tests.remote.test_runs import keys, later
-from tests.sampling import is_exhaustive
+from tests.sampling import count_rounds, is_exhaustive, sample
 
 
 def state(number: int) -> dict[str, object]:
@@ -549,19 +548,18 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
-def test_one_pauses_while_the_other_works(names: tuple[str, str], request: pytest.FixtureRequest):
+def test_one_pauses_while_the_other_works(names: tuple[str, str]):
     """At each request of both, in turn; some of them by default."""
-    every = request.config.getoption("--exhaustive")
     ways = [(first, second) for first in range(36) for second in (*range(1, 36), 99)]
-    chosen = ways if every else random.Random(" ".join(names)).sample(ways, 8)
+    chosen = sample(f"pauses of {' and '.join(names)}", ways, 8)
     published = set()
     for first, second in chosen:
         _, steps = together(names, pauses(first, second))
         published |= steps
-    assert not every or "save" not in names or 5 in published
+    assert not is_exhaustive() or "save" not in names or 5 in published
 
 
-EXAMPLES = 1000 if is_exhaustive() else 12
+EXAMPLES = count_rounds("orders of requests, with deaths", 12, total=1000)
 
 
 @given(

@@ -4,7 +4,6 @@ command then succeeds."""
 from __future__ import annotations
 
 import re
-import secrets
 import signal
 from pathlib import Path
 
@@ -14,22 +13,18 @@ import pytest
 import holdfast
 from tests.remote.servers import Proxy
 from tests.remote.test_verbs import names
+from tests.sampling import count_rounds, random_for
 from tests.together.launched import DEADLINE
 from tests.together.test_processes import TOLERANCE, ran
-
-KILLS, FEW = 24, 4
 
 
 @pytest.mark.slow("starts a server and ranks, and kills them again and again")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("verb", ["convert", "cp"])
-def test_a_rank_that_uploads_is_killed(
-    verb: str, proxy: Proxy, url: str, tmp_path: Path, request: pytest.FixtureRequest
-):
-    rng, kills = (
-        np.random.default_rng(secrets.randbits(32)),
-        KILLS if request.config.getoption("--exhaustive") else FEW,
-    )
+def test_a_rank_that_uploads_is_killed(verb: str, proxy: Proxy, url: str, tmp_path: Path):
+    name = f"kills of a rank that uploads: {verb}"
+    rng = np.random.default_rng(random_for(name).getrandbits(32))
+    kills = count_rounds(name, 4, total=24)
     for name in ("old", "new"):
         state = {
             f"layers.{i}.weight": rng.standard_normal((300, 256), np.float32) for i in range(12)
@@ -48,28 +43,29 @@ def test_a_rank_that_uploads_is_killed(
             "room": str(tmp_path / "room"),
         }
 
-    # The second one tells how long a command takes: the first finds nothing in memory yet.
-    jobs = [job(places[0]), job(places[0])]
+    # The first command counts the calls of each rank, which include its requests.
+    jobs = [job(places[0])]
     for place in places[1:]:
         jobs.append(
             job(place)
             | {
                 "victim": int(rng.integers(3)),
-                "timed": float(rng.uniform(0.02, 0.6)),
+                "share": float(rng.uniform(0.02, 0.9)),
                 "agent": bool(rng.integers(2)),
             }
         )
-    first, second, *rows = ran(jobs)
-    assert [rank["status"] for one in (first, second) for rank in one["ranks"]] == [0] * 6, (
-        first,
-        second,
-    )
+    undisturbed, *rows = ran(jobs)
+    assert [rank["status"] for rank in undisturbed["ranks"]] == [0, 0, 0], undisturbed
     died = sum(row["ranks"][row["victim"]]["status"] == -signal.SIGKILL for row in rows)
     assert 2 * died >= kills, "most of them, or the moments are badly chosen"
     clean = plain(places[0])
     for place, row in zip(places[1:], rows, strict=True):
         assert not row["stuck"], row
         assert all(late < DEADLINE + TOLERANCE for late in row["late"].values()), row
+        if verb == "cp" and row["victim"] == 0 and not holdfast.verify(place).ok:
+            # The documented moment of a copy over the same names, in which there is no checkpoint:
+            # the old index is gone, and the store copies the new files to their names.
+            continue
         assert holdfast.verify(place).ok, row
         found = [
             name

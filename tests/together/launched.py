@@ -3,8 +3,7 @@
 1. This process imports torch and the command line once; every rank is a fork of it, with the variables that torchrun sets.
 2. The store is hosted by rank 0, and dies with it; or by a process of its own, as torchrun's.
 3. The victim counts its calls of the file system and of the store, and at a number of them something happens to it: `KILL`, `STOP`
-   (and nobody lets it go on), `full` (its disk), `slow` (it sleeps for twice the deadline). Or it is killed after some
-   seconds (`after`).
+   (and nobody lets it go on), `full` (its disk), `slow` (it sleeps for twice the deadline).
 4. A round that takes longer than `PATIENCE` is ended from outside, and says so.
 
 `python -m tests.together.launched jobs` runs a list of jobs from stdin, `… kills FOLDER KILLS WIDTH SEED` the kill loop.
@@ -37,6 +36,7 @@ import holdfast.torch
 from holdfast.cli.main import main as command
 from holdfast.engine.targets import parts
 from holdfast.stores.files import Files, is_temporary
+from holdfast.stores.remote.client import Bucket
 from holdfast.torch.ranks import group
 from tests.ranks.kills import CALLS
 
@@ -58,6 +58,8 @@ class Fate:
             setattr(Files, name, self._counted(getattr(Files, name), name))
         for name in ("_set", "_take"):
             setattr(group, name, self._counted(getattr(group, name), name))
+        for name in ("_run", "once"):
+            setattr(Bucket, name, self._counted(getattr(Bucket, name), name))
 
     def _counted(self, call: Callable[..., object], name: str) -> Callable[..., object]:
         def counted(*args: object, **kwargs: object) -> object:
@@ -85,8 +87,6 @@ class Round:
     victim: int | None = None
     what: str = "KILL"
     at: int | None = None
-    after: float | None = None
-    """Seconds until the victim is killed, in place of a number of calls."""
     pids: dict[int, int] = field(default_factory=dict)
     ended: dict[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -115,8 +115,6 @@ class Round:
                 time.sleep(0.005)
             left = {rank: own for own, rank in self.pids.items() if rank not in self.ended}
             late = time.time() - started
-            if self.after is not None and late > self.after and self.victim in left:
-                os.kill(left[self.victim], signal.SIGKILL)
             if self.what == "STOP" and set(left) == {self.victim}:
                 os.kill(left[self.victim], signal.SIGKILL)
             if late > PATIENCE and not stuck:
@@ -129,7 +127,7 @@ class Round:
         ranks = []
         for rank in range(self.size):
             status, end = self.ended[rank]
-            texts = {name: (room / f"{rank}.{name}").read_text() for name in ("out", "err")}
+            texts = {name: read_if_there(room / f"{rank}.{name}") for name in ("out", "err")}
             calls = room / f"{rank}.calls"
             count = int(calls.read_text() or 0) if calls.exists() else None
             ranks.append({"status": status, "seconds": end - started, "calls": count, **texts})
@@ -172,7 +170,7 @@ class Round:
                 MASTER_PORT=str(port),
             )
             os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True"} if self.agent else {})
-        fate = Fate(self.what, self.at if rank == self.victim and self.after is None else None)
+        fate = Fate(self.what, self.at if rank == self.victim else None)
         # On a busy machine ranks may start seconds apart: only where one is to be lost it is lost soon.
         deadline = 60.0 if self.victim is None else DEADLINE
         words = [*self.argv, *(["--deadline", str(deadline)] if self.size > 1 else [])]
@@ -181,6 +179,11 @@ class Round:
         sys.stderr.flush()
         Path(self.room, f"{rank}.calls").write_text(str(fate.count))
         return status
+
+
+def read_if_there(file: Path) -> str:
+    """Return the text of a file, or nothing if a rank died before it created the file."""
+    return file.read_text() if file.exists() else ""
 
 
 def forked(work: Callable[[], int]) -> int:
@@ -387,15 +390,15 @@ def kill_loop(folder: Path, kills: int, width: int, seed: int) -> list[dict[str,
 
 
 def run_jobs(jobs: list[dict[str, object]]) -> list[dict[str, object]]:
-    """One after the other. A `share` says at which part of its calls, in the job before without a victim, something happens;
-    `timed` at which part of its time."""
+    """Run the jobs one after the other.
+
+    A `share` says at which part of its calls, in the last job without a victim, something happens.
+    """
     rows, before = list[dict[str, object]](), dict[str, object]()
     for job in jobs:
-        share, timed = job.pop("share", None), job.pop("timed", None)
+        share = job.pop("share", None)
         if share is not None:
             job["at"] = max(1, round(share * before["ranks"][job["victim"]]["calls"]))
-        if timed is not None:
-            job["after"] = timed * before["ranks"][job["victim"]]["seconds"]
         rows.append(Round(**job).run())
         before = rows[-1] if job.get("victim") is None else before
     return rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +12,19 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.test_kills import QUIET
+from tests.sampling import count_rounds, random_for
 from tests.together.launched import DEADLINE
+from tests.together.test_processes import TOLERANCE
 
-KILLS, FEW, WIDTH = 100, 12, 6
-"""Ranks that are killed with `--exhaustive` and without, and commands side by side."""
-TOLERANCE = 6.0
-"""Seconds beyond the deadline until all other ranks must have ended."""
+WIDTH = 6
+"""Commands side by side."""
 
 
 @pytest.mark.slow("starts commands on ranks and kills them again and again")
 @pytest.mark.timeout(600)
-def test_a_rank_of_a_command_is_killed(tmp_path: Path, request: pytest.FixtureRequest):
-    kills = KILLS if request.config.getoption("--exhaustive") else FEW
-    seed = secrets.randbelow(1 << 20)
+def test_a_rank_of_a_command_is_killed(tmp_path: Path):
+    kills = count_rounds("kills of a rank of a command", 12, total=100)
+    seed = random_for("kills of a rank of a command").randrange(1 << 20)
     words = [
         sys.executable,
         "-m",

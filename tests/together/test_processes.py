@@ -24,8 +24,8 @@ from tests.together.test_matrix import assert_same_files
 
 pytestmark = pytest.mark.timeout(300)
 
-TOLERANCE = 6.0
-"""Seconds beyond the deadline until all must have ended."""
+TOLERANCE = 30.0
+"""Seconds beyond the deadline until all must have ended: generous, and still far from `PATIENCE`."""
 
 
 def ran(jobs: list[dict[str, object]]) -> list[dict[str, object]]:

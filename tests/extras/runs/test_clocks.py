@@ -27,6 +27,7 @@ import holdfast
 import holdfast.torch
 from holdfast import Within
 from holdfast.extras.runs.clock import RunClock, clock_of
+from tests.sampling import count_rounds
 
 YEAR = 365 * 86400.0
 WINDOW_S = 3600.0
@@ -412,8 +413,8 @@ def follow(schedule: Schedule, place: str) -> None:
 
 
 @pytest.mark.timeout(3600)
-def test_random_clocks(request: pytest.FixtureRequest):
-    count = 10_000 if request.config.getoption("--exhaustive") else 100
+def test_random_clocks():
+    count = count_rounds("random clocks", 100, total=10_000)
     root = tempfile.mkdtemp(prefix="holdfast-clocks-")
 
     def one(schedule: Schedule) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from tests.sampling import random_for
+from tests.sampling import count_rounds, random_for
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="processes are killed here")
 
@@ -34,8 +34,8 @@ while True:
 """
 
 
-def test_killed_at_random_moments(request: pytest.FixtureRequest):
-    kills = 60 if request.config.getoption("--exhaustive") else 3
+def test_killed_at_random_moments():
+    kills = count_rounds("kills of a run", 3, total=60)
     chance, last = random_for("kills of a run"), 0
     with tempfile.TemporaryDirectory(
         dir="/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +26,7 @@ from holdfast.verbs.shared.planned import Writing, write_plan
 from tests.crash.model import ROOT, Model, Tree, temporaries
 from tests.crash.proof import Death, Mortal
 from tests.crash.writers import plan_of
+from tests.sampling import count_rounds
 
 RULES: list[tuple[Rule, ...]] = [
     (Latest(1),),
@@ -266,7 +266,7 @@ def follow(schedule: tuple[tuple[Rule, ...], bool, list[object]]) -> None:
     assert world.found() == set(world.whole)
 
 
-def test_random_schedules(request: pytest.FixtureRequest):
-    count = 1_000 if request.config.getoption("--exhaustive") else 60
+def test_random_schedules():
+    count = count_rounds("random schedules of a run", 60, total=1_000)
     quick = settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
     quick(given(schedules)(follow))()
