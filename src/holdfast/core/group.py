@@ -97,9 +97,14 @@ class Ranks:
     ) -> bytes:
         """One step of everybody: what each rank has goes to the first one, whose decision, one a rank, goes to all. What fails on
         one rank fails on all; the message begins with what that means (`otherwise`)."""
-        if isinstance(local, BaseException):
-            raise local
-        return decide([local])[0]
+        try:
+            if isinstance(local, BaseException):
+                raise local
+            return decide([local])[0]
+        except Exception as error:
+            if otherwise != UNCHANGED:
+                error.add_note(otherwise)
+            raise
 
     def neighbours(self) -> int:
         """How many of the ranks share this machine, of those that have come so far."""
@@ -145,7 +150,7 @@ class SeveralRanks(Ranks):
     ) -> bytes:
         """As for one process. A `DurabilityUncertain` of `decide` stays one, on every rank: something was published."""
         if self.size == 1:
-            return self._decide_alone(local, decide, otherwise)
+            return super().agree(local, decide, otherwise=otherwise)
         missed = local.filename or "" if isinstance(local, NoSuchPath) else None
         head = (
             self._doing,
@@ -203,15 +208,6 @@ class SeveralRanks(Ranks):
         failure = RanksFailed(f"{otherwise}: {_causes(known)}", causes=known)
         failure.errno = code
         raise failure from cause
-
-    def _decide_alone(self, local: bytes | BaseException, decide: Decide, otherwise: str) -> bytes:
-        """Do a step of a group of one, which raises its own errors."""
-        try:
-            return super().agree(local, decide)
-        except Exception as error:
-            if otherwise != UNCHANGED:
-                error.add_note(otherwise)
-            raise
 
     def _judged(
         self, gathered: list[Message]

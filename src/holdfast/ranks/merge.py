@@ -302,11 +302,8 @@ def _node(kind: tuple[tuple[str, object], ...], pairs: Pairs) -> dict[str, objec
 
 def one_tree(
     told: Sequence[bytes | None], states: Sequence[RankState], values: str
-) -> tuple[object | None, list[str]]:
-    """The tree of all ranks from what each told, None where it is a plain dict of tensors; and what stands in the way."""
-    if len({*told}) == 1:
-        # Nearly always all ranks tell the same. It names the tensors of each, so none is lost.
-        return None if told[0] is None else msgspec.Raw(told[0]), []
+) -> tuple[object, list[str]]:
+    """The tree of ranks whose trees differ, each None where it is a plain dict of tensors; and what stands in the way."""
     flat: dict[Catalogue, bytes] = {}
     trees = []
     for own, state in zip(told, states, strict=True):

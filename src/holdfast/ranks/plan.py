@@ -88,6 +88,8 @@ class RankPlan(Value, frozen=True, eq=False):
 
 def plan_ranks(states: Sequence[RankState]) -> RankPlan:
     """Plan the save of the states of all ranks, in order. A box that several have is written by one; all write about as much."""
+    if len(states) == 1 and states[0].is_whole:
+        return _plan_alone(states[0])
     merged = merge(states)
     catalogue = merged.catalogue
     held = [hold(state, places) for state, places in zip(states, merged.places, strict=True)]
@@ -109,6 +111,22 @@ def plan_ranks(states: Sequence[RankState]) -> RankPlan:
     return RankPlan(
         catalogue, tuple(_writes(states, merged, found, values=values)), aliases, (), notes
     )
+
+
+def _plan_alone(state: RankState) -> RankPlan:
+    """Plan the save of a process that is alone and has each tensor whole."""
+    catalogue = state.catalogue
+    problems = _too_large(catalogue)
+    if problems:
+        return RankPlan(catalogue, (), state.aliases, tuple(problems))
+    is_written = np.logical_and.reduce(catalogue.extents)
+    is_written[[catalogue.positions[name] for name, _ in state.aliases]] = False
+    boxes = is_written.nonzero()[0]
+    offsets, sizes = state.offsets.take(boxes, axis=1), state.sizes.take(boxes, axis=1)
+    bits = np.array([BITS[catalogue.dtypes[box]] for box in boxes.tolist()], np.int64)
+    nbytes = int(((bits * np.multiply.reduce(sizes) + 7) >> 3).sum())
+    writes = RankWrites(boxes, boxes, offsets, sizes, tuple(state.values), nbytes)
+    return RankPlan(catalogue, (writes,), state.aliases)
 
 
 class _Written:

@@ -186,6 +186,16 @@ class RankState(Value, frozen=True, eq=False):
     def count(self) -> int:
         return len(self.tensors)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each tensor has one box, in the order of the catalogue, which is all of it."""
+        positions = np.arange(len(self.catalogue.names))
+        return (
+            np.array_equal(self.tensors, positions)
+            and np.array_equal(self.sizes, self.catalogue.extents)
+            and not np.count_nonzero(self.offsets)
+        )
+
     def _check_columns(self) -> None:
         columns, form = (
             (self.tensors, self.offsets, self.sizes),

@@ -96,14 +96,21 @@ def put_together(
             for s in decoded
         ]
     plan = plan_ranks(decoded)
+    problems = [*plan.problems]
     trees = [head.tree for head in heads]
-    tree, problem = one_tree(trees, decoded, values)
-    problems = [*plan.problems, *problem]
-    problems += [
-        say_different(name, ranks)
-        for name, ranks in differing(sums).items()
-        if name not in plan.disputed
-    ]
+    tree: object | None = None
+    if len({*trees}) > 1:
+        tree, tree_problems = one_tree(trees, decoded, values)
+        problems += tree_problems
+    elif trees[0] is not None:
+        # It names the tensors of each rank, so none is lost.
+        tree = msgspec.Raw(trees[0])
+    if len({*sums}) > 1:
+        problems += [
+            say_different(name, ranks)
+            for name, ranks in differing(sums).items()
+            if name not in plan.disputed
+        ]
     useless = [
         pattern for pattern in per_rank if not any(pattern in head.matched for head in heads)
     ]

@@ -53,6 +53,7 @@ from holdfast.torch.modules.match import Names
 from holdfast.torch.ranks.group import StoreRanks, ranks_of
 from holdfast.torch.ranks.replicas import (
     NO_OFFERS,
+    NO_SHARES,
     PART_NBYTES,
     PARTS,
     Offers,
@@ -211,7 +212,7 @@ def load_together(request: ShardedLoad) -> LoadedShards:
     changed = "the load failed, and some tensors have been changed"
     with ExitStack() as held:
         held.callback(ranks.close)
-        wanted, unexpected, replicas = _agree(request, ranks, held)
+        wanted, unexpected, replicas = _match(request, ranks, held)
         mine = replicas.mine()
         if request.check:
             with together(ranks, UNCHANGED), request.unharmed():
@@ -243,56 +244,88 @@ def load_together(request: ShardedLoad) -> LoadedShards:
     )
 
 
-def _agree(
+def _match(
     request: ShardedLoad, ranks: StoreRanks, held: ExitStack
 ) -> tuple[Wanted, list[str], Replicas]:
-    """Open the checkpoint and match it with the state, on every rank. Raises on all of them where something does not fit on one.
+    """Open the checkpoint and match it with the state. Raises if anything does not fit on any rank.
 
-    Gives what this rank wants, the checkpoint's names that no rank asked for, and what it shares with other ranks.
+    Returns:
+        What this rank wants, the checkpoint's names that no rank asked for, and what this rank
+        shares with others.
     """
-    remote = not place_at(request.where).on_disk
-    wanted, strict = Wanted(), request.strict
-    names: Names | None = None
-    pieces, offered = list[SharedPiece](), NO_OFFERS
+    if ranks.size == 1:
+        names, wanted = _match_alone(request, ranks, held)
+        unexpected = names.unexpected
+        is_fit = wanted.fits(strict=request.strict) and not (request.strict and unexpected)
+        replicas = Replicas(wanted.fills, (), NO_SHARES, ranks.rank)
+    else:
+        names, wanted, unexpected, is_fit, replicas = _agree(request, ranks, held)
+    if not is_fit:
+        with together(ranks, UNCHANGED):
+            wanted.check(names, unexpected, wanted.looked_for, strict=request.strict)
+    return wanted, unexpected, replicas
+
+
+def _match_alone(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Names, Wanted]:
+    """Open the checkpoint on this rank, and match it with the state of this rank."""
+    with request.unharmed():
+        checkpoint = open_checkpoint(
+            request.where, verify=request.verify, threads=request.threads or ranks.threads()
+        )
+        held.callback(checkpoint.close)
+        checkpoint = seen_through(checkpoint, request.map, partial(_names_in, request.state))
+    with gc_paused():
+        names = Names(checkpoint, request.prefix)
+        matching = Matching(
+            names,
+            rank=ranks.rank,
+            size=ranks.size,
+            cast=request.cast,
+            strict=request.strict,
+            per_rank=request.per_rank,
+        )
+        return names, matching.run(request.state)
+
+
+def _agree(
+    request: ShardedLoad, ranks: StoreRanks, held: ExitStack
+) -> tuple[Names, Wanted, list[str], bool, Replicas]:
+    """Match on every rank, and compare what all ranks have found.
+
+    Returns the results of `_match`, and whether everything fits on all ranks.
+    """
+    pieces, offers = list[SharedPiece](), NO_OFFERS
     local: bytes | BaseException
     try:
-        with request.unharmed():
-            checkpoint = open_checkpoint(
-                request.where, verify=request.verify, threads=request.threads or ranks.threads()
-            )
-            held.callback(checkpoint.close)
-            checkpoint = seen_through(checkpoint, request.map, partial(_names_in, request.state))
+        names, wanted = _match_alone(request, ranks, held)
         with gc_paused():
-            names = Names(checkpoint, request.prefix)
-            place = {"rank": ranks.rank, "size": ranks.size}
-            wanted = Matching(
-                names, cast=request.cast, strict=strict, per_rank=request.per_rank, **place
-            ).run(request.state)
-            seen = hashlib.blake2b(encode_message(names.offered), digest_size=16).digest()
-            fits = not wanted.mismatched and not (strict and wanted.missing)
-            opened = checkpoint_mark(checkpoint) if ranks.size > 1 else b""
-            if ranks.size > 1 and request.replicated != "read":
-                most = max(
-                    int(names.table.nbytes_of(range(len(names.table))).sum())
-                    // (PARTS * ranks.size),
-                    PART_NBYTES,
-                )
-                pieces, offered = offer(wanted.fills, wanted.keys, request.group, most)
-            message = RankMatch(opened, seen, _bits(names), fits, strict, offered)
+            if request.replicated != "read":
+                table = names.table
+                total_nbytes = int(table.nbytes_of(range(len(table))).sum())
+                most = max(total_nbytes // (PARTS * ranks.size), PART_NBYTES)
+                pieces, offers = offer(wanted.fills, wanted.keys, request.group, most)
+            message = RankMatch(
+                opened=checkpoint_mark(names.checkpoint),
+                checkpoint=hashlib.blake2b(encode_message(names.offered), digest_size=16).digest(),
+                used=_bits(names),
+                fits=wanted.fits(strict=request.strict),
+                strict=request.strict,
+                offers=offers,
+            )
             local = write_document(RANK_MATCH, message)
     except Exception as error:
         local = error
-    answer = ranks.agree(
-        local, lambda messages: _judge(messages, request.replicated, remote=remote or ranks.apart())
-    )
-    verdict = read_document(VERDICT, answer)
-    used = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
-    assert names is not None  # or this rank would have failed, and with it all of them
-    unexpected = [name for name, one in zip(names.offered, used.tolist(), strict=False) if not one]
-    if not verdict.fits:
-        with together(ranks, UNCHANGED):
-            wanted.check(names, unexpected, wanted.looked_for, strict=strict)
-    return wanted, unexpected, Replicas(wanted.fills, pieces, verdict.shares, ranks.rank)
+
+    def judge(messages: list[bytes]) -> list[bytes]:
+        remote = not place_at(request.where).on_disk or ranks.apart()
+        return _judge(messages, request.replicated, remote=remote)
+
+    # If this rank has failed, this raises, and `names` and `wanted` are not needed.
+    verdict = read_document(VERDICT, ranks.agree(local, judge))
+    used = np.unpackbits(np.frombuffer(verdict.used, np.uint8)).tolist()
+    unexpected = [name for name, is_used in zip(names.offered, used, strict=False) if not is_used]
+    replicas = Replicas(wanted.fills, pieces, verdict.shares, ranks.rank)
+    return names, wanted, unexpected, verdict.fits, replicas
 
 
 @validated(device=device_given)

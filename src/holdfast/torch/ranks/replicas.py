@@ -114,6 +114,7 @@ class Shares(msgspec.Struct):
 
 
 NO_OFFERS = Offers(b"", b"", b"", 0)
+NO_SHARES = Shares(any=False, sets={}, offered=[], readers=[], classes=[])
 PART_SUMS = message_kind("list of checksums of parts", list[tuple[bytes, int, int, int, int]])
 
 
@@ -282,6 +283,8 @@ class Replicas(Value, frozen=True, eq=False):
 
     def mine(self) -> Fills:
         """What this rank reads: what it shares with nobody, and its share of the rest."""
+        if not self.shares.any:
+            return self.fills
         own, fills = self.own(), self.fills
         others = {piece.position for piece, *_ in self.pieces()} - {
             piece.position for piece in own if not piece.cut

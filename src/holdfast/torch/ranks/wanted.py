@@ -99,6 +99,10 @@ class Wanted(Outcome):
     """Objects that are handed their state dict, when it is filled."""
     looked_for: list[str] = field(default_factory=list)
 
+    def fits(self, *, strict: bool) -> bool:
+        """Whether all that was looked for can be filled; unless `strict`, also if some is missing."""
+        return not self.mismatched and not (strict and self.missing)
+
     def finish(self) -> None:
         """Put values in their places and hand state dicts over, the innermost first and then in an order that all ranks share."""
         for put, value in self.put:
