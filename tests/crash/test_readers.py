@@ -145,7 +145,7 @@ def test_a_file_that_is_mapped_is_the_one_that_was_read(tmp_path: Path, monkeypa
         os.replace(tmp_path / "y.pt", tmp_path / "x.pt")
         return found
 
-    module = sys.modules["holdfast.torch.serialization.load"]
+    module = sys.modules["holdfast.torch.serialization.loading"]
     real = module.read_archive
     monkeypatch.setattr(module, "read_archive", read_archive)
     with pytest.raises(Replaced):

@@ -28,7 +28,7 @@ from holdfast.engine.source import OpenSource
 from holdfast.extras.packages.pt2.write import lay_out_pt2, models_of
 from holdfast.stores.files import Files
 from holdfast.stores.memory import MemoryStore
-from holdfast.torch.serialization.save import plan_object
+from holdfast.torch.serialization.saving import plan_object
 from holdfast.verbs.seals.check import check_digests, read_seal
 from holdfast.verbs.seals.document import SEAL, Seal, SealedFile
 from holdfast.verbs.seals.renew import Known, Renewal

@@ -99,7 +99,7 @@ def scan(path: Path, twin: Path) -> object:
 
 def _load(path: Path, twin: Path) -> object:
     """What `open` builds lazily, built as torch's own objects: the other builder of the same table of reducers."""
-    with holdfast.torch.safe_globals(ALLOWED):
+    with holdfast.torch.serialization.safe_globals(ALLOWED):
         holdfast.torch.load(path)
     return "done"
 

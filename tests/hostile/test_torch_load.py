@@ -74,7 +74,7 @@ def load(case: Case, folder: Path, allowed: list[object]) -> Exception | None:
     with deadline(DEADLINE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript and protocols are warned about, as torch does
         before = time.process_time()
-        with WATCH.watching(), holdfast.torch.safe_globals(allowed):
+        with WATCH.watching(), holdfast.torch.serialization.safe_globals(allowed):
             try:
                 look(holdfast.torch.load(given, weights_only=True))
             except (HoldfastError, pickle.UnpicklingError) as caught:

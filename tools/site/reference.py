@@ -1,7 +1,7 @@
 """The public names, as the source says them: griffe reads it and imports nothing, so the site needs neither torch nor JAX.
 
-Every name of `__all__` of a public module stands on one page of the reference, and has a docstring; so have the public methods
-of a class.
+Every name of `__all__` of a public module stands on one page of the reference. It has a docstring, and so have the public methods
+of a class. Names that are not in `__all__` may stand on a page as well, and need a docstring there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ MODULES = (
     *(
         "holdfast",
         "holdfast.torch",
+        "holdfast.torch.serialization",
         "holdfast.torch.sparsity",
         "holdfast.errors",
         "holdfast.metadata",
@@ -57,13 +58,16 @@ class Names:
             return ""
         public = self.public(module)
         for name in wanted or public:
-            if name not in public:
-                self.unknown.append(f"{page} asks for {module}.{name}, which is not public")
+            if name not in self._module(module).members:
+                self.unknown.append(f"{page} asks for {module}.{name}, which is not there")
                 continue
             self.placed[f"{module}.{name}"] += 1
             thing = self._thing(f"{module}.{name}")
             self.targets.add(thing.path if thing else f"{module}.{name}")
-        return "\n\n".join(self._entry(module, name) for name in wanted or public if name in public)
+        members = self._module(module).members
+        return "\n\n".join(
+            self._entry(module, name) for name in wanted or public if name in members
+        )
 
     def _entry(self, module: str, name: str) -> str:
         if self._thing(f"{module}.{name}") is None:
@@ -90,7 +94,9 @@ class Names:
                     found.append(
                         f"{path} stands on {self.placed[path] or 'no'} pages of the reference; it is to stand on one"
                     )
-                found += [f"{where} has no docstring" for where in self._silent(path)]
+        public_paths = [f"{module}.{name}" for module in MODULES for name in self.public(module)]
+        for path in dict.fromkeys([*public_paths, *self.placed]):
+            found += [f"{where} has no docstring" for where in self._silent(path)]
         return found
 
     def _module(self, module: str) -> griffe.Module:

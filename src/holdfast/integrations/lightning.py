@@ -36,8 +36,8 @@ from holdfast.core.runtime import at_fork, start
 from holdfast.core.tree import Way, children, rebuild, remade
 from holdfast.stores.files import make_parents
 from holdfast.stores.paths import local_path
-from holdfast.torch.serialization.load import MapLocation, load
-from holdfast.torch.serialization.save import save
+from holdfast.torch.serialization.loading import MapLocation, load
+from holdfast.torch.serialization.saving import save
 from holdfast.verbs.seals.make import unseal
 
 Where = str | os.PathLike[str]

@@ -7,6 +7,7 @@
     holdfast.torch.save_sharded(path, state)       from any number of ranks, for any other number to load (load_sharded)
     holdfast.torch.Run(folder, keep=[…])           the steps of a training run
     holdfast.torch.sparsity                        masks on models: a drop-in for torch.ao.pruning
+    holdfast.torch.serialization                   what torch.serialization has beside save and load, under the same names
 
 Nothing else in Holdfast imports torch. `versions` knows the differences between torch 2.8 and 2.15.
 """
@@ -23,106 +24,88 @@ if importlib.util.find_spec("torch") is None:
         name="torch",
     )
 
-from torch.serialization import LoadEndianness, SourceChangeWarning, StorageType
-
-from holdfast.core.registry import extras_table
 from holdfast.torch import versions as versions  # first: it refuses a torch that is too old
-from holdfast.torch.cuda.stage import free_host_memory
-from holdfast.torch.modules.load_into import Loaded, load_into
-from holdfast.torch.serialization.allowed import (
-    add_safe_globals,
-    clear_safe_globals,
-    get_safe_globals,
-    get_unsafe_globals_in_checkpoint,
-    safe_globals,
-)
-from holdfast.torch.serialization.load import load
-from holdfast.torch.serialization.locations import (
-    default_restore_location,
-    location_tag,
-    register_package,
-    validate_cuda_device,
-    validate_hpu_device,
-)
+from holdfast.torch.modules.load_into import load_into
+from holdfast.torch.serialization.loading import load
 from holdfast.torch.serialization.patching import install, uninstall
-from holdfast.torch.serialization.save import save
-from holdfast.torch.serialization.settings import (
-    DEFAULT_PROTOCOL,
-    MAGIC_NUMBER,
-    PROTOCOL_VERSION,
-    STORAGE_KEY_SEPARATOR,
-    check_module_version_greater_or_equal,
-    get_crc32_options,
-    get_default_load_endianness,
-    get_default_mmap_options,
-    mkdtemp,
-    normalize_storage_type,
-    set_crc32_options,
-    set_default_load_endianness,
-    set_default_mmap_options,
-    skip_data,
-    storage_to_tensor_type,
-)
-from holdfast.torch.tensors.from_lazy import tensor_from_composite, tensor_from_lazy, torch_dtype
-from holdfast.torch.tensors.open import TorchCheckpoint, open
-from holdfast.torch.tensors.slices import Slices, slices
+from holdfast.torch.serialization.saving import save
+from holdfast.torch.tensors.open import open
+from holdfast.torch.tensors.slices import slices
 
 if TYPE_CHECKING:
     from holdfast.extras.packages.torch_programs import package_program
-    from holdfast.extras.packages.torch_weights import (
-        TensorProperties,
-        Weights,
-        get_complete,
-        group_weights,
-    )
+    from holdfast.extras.packages.torch_weights import TensorProperties as TensorProperties
+    from holdfast.extras.packages.torch_weights import Weights as Weights
+    from holdfast.extras.packages.torch_weights import get_complete as get_complete
+    from holdfast.extras.packages.torch_weights import group_weights as group_weights
     from holdfast.extras.runs.ranks import Run
     from holdfast.torch import sparsity
-    from holdfast.torch.ranks.background import SaveHandle
+    from holdfast.torch.cuda.stage import free_host_memory as free_host_memory
+    from holdfast.torch.modules.load_into import Loaded as Loaded
+    from holdfast.torch.ranks.background import SaveHandle as SaveHandle
     from holdfast.torch.ranks.group import group
-    from holdfast.torch.ranks.load_sharded import LoadedShards, load_full, load_sharded
-    from holdfast.torch.ranks.local_shards import LocalShardsWrapper
+    from holdfast.torch.ranks.load_sharded import LoadedShards as LoadedShards
+    from holdfast.torch.ranks.load_sharded import load_full, load_sharded
+    from holdfast.torch.ranks.local_shards import LocalShardsWrapper as LocalShardsWrapper
     from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
-    from holdfast.torch.ranks.saving import SavedShards
-    from holdfast.torch.ranks.sharding_metadata import metadata_from_torch, metadata_to_torch
+    from holdfast.torch.ranks.saving import SavedShards as SavedShards
+    from holdfast.torch.ranks.sharding_metadata import metadata_from_torch as metadata_from_torch
+    from holdfast.torch.ranks.sharding_metadata import metadata_to_torch as metadata_to_torch
+    from holdfast.torch.tensors.from_lazy import tensor_from_composite as tensor_from_composite
+    from holdfast.torch.tensors.from_lazy import tensor_from_lazy as tensor_from_lazy
+    from holdfast.torch.tensors.from_lazy import torch_dtype as torch_dtype
+    from holdfast.torch.tensors.open import TorchCheckpoint as TorchCheckpoint
+    from holdfast.torch.tensors.slices import Slices as Slices
 
 __all__ = [
-    "DEFAULT_PROTOCOL", "MAGIC_NUMBER", "PROTOCOL_VERSION", "STORAGE_KEY_SEPARATOR", "LoadEndianness", "Loaded", "LoadedShards",
-    "LocalShardsWrapper", "Run", "SaveHandle", "SavedShards", "Slices", "SourceChangeWarning", "StorageType", "TensorProperties",
-    "TorchCheckpoint", "Weights", "add_safe_globals", "async_save_sharded", "check_module_version_greater_or_equal",
-    "clear_safe_globals", "default_restore_location", "free_host_memory", "get_complete", "get_crc32_options",
-    "get_default_load_endianness", "get_default_mmap_options", "get_safe_globals", "get_unsafe_globals_in_checkpoint",
-    "group", "group_weights", "install", "load", "load_full", "load_into", "load_sharded", "location_tag", "metadata_from_torch",
-    "metadata_to_torch", "mkdtemp", "normalize_storage_type", "open", "package_program", "register_package", "safe_globals",
-    "save", "save_sharded", "set_crc32_options", "set_default_load_endianness", "set_default_mmap_options", "skip_data", "slices",
-    "sparsity", "storage_to_tensor_type", "tensor_from_composite", "tensor_from_lazy", "torch_dtype", "uninstall",
-    "validate_cuda_device", "validate_hpu_device",
-]  # fmt: skip
+    "Run",
+    "async_save_sharded",
+    "group",
+    "install",
+    "load",
+    "load_full",
+    "load_into",
+    "load_sharded",
+    "open",
+    "package_program",
+    "save",
+    "save_sharded",
+    "slices",
+    "sparsity",
+    "uninstall",
+]
 
-_WHERE = {
-    "LoadedShards": "holdfast.torch.ranks.load_sharded",
-    "LocalShardsWrapper": "holdfast.torch.ranks.local_shards",
-    "SaveHandle": "holdfast.torch.ranks.background",
-    "SavedShards": "holdfast.torch.ranks.saving",
-    "async_save_sharded": "holdfast.torch.ranks.save_sharded",
-    "group": "holdfast.torch.ranks.group",
-    "load_full": "holdfast.torch.ranks.load_sharded",
-    "load_sharded": "holdfast.torch.ranks.load_sharded",
-    "metadata_from_torch": "holdfast.torch.ranks.sharding_metadata",
-    "metadata_to_torch": "holdfast.torch.ranks.sharding_metadata",
-    "save_sharded": "holdfast.torch.ranks.save_sharded",
+_NAMES = {
+    "extras.packages.torch_programs": "package_program",
+    "extras.packages.torch_weights": "TensorProperties Weights get_complete group_weights",
+    "extras.runs.ranks": "Run",
+    "torch.cuda.stage": "free_host_memory",
+    "torch.modules.load_into": "Loaded",
+    "torch.ranks.background": "SaveHandle",
+    "torch.ranks.group": "group",
+    "torch.ranks.load_sharded": "LoadedShards load_full load_sharded",
+    "torch.ranks.local_shards": "LocalShardsWrapper",
+    "torch.ranks.save_sharded": "async_save_sharded save_sharded",
+    "torch.ranks.saving": "SavedShards",
+    "torch.ranks.sharding_metadata": "metadata_from_torch metadata_to_torch",
+    "torch.tensors.from_lazy": "tensor_from_composite tensor_from_lazy torch_dtype",
+    "torch.tensors.open": "TorchCheckpoint",
+    "torch.tensors.slices": "Slices",
 }
-"""Modules that import `torch.distributed` or `torch.export`, which takes as long as all other imports."""
+"""Names that are imported on use, by module: some modules import `torch.distributed` or `torch.export`, which takes as long as all
+other imports."""
+
+_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:
     if name == "sparsity":
         return importlib.import_module("holdfast.torch.sparsity")
-    module = _WHERE.get(name) or extras_table("TORCH_NAMES").get(name)
-    if module is None:
+    if name not in _WHERE:
         raise AttributeError(f"module 'holdfast.torch' has no attribute {name!r}")
-    found: object = getattr(importlib.import_module(module), name)
-    globals()[name] = found
-    return found
+    value: object = getattr(importlib.import_module(f"holdfast.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

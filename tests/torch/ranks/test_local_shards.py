@@ -486,7 +486,7 @@ STATE = {
     ("load", "allowed"),
     [
         (torch.load, torch.serialization.safe_globals),
-        (holdfast.torch.load, holdfast.torch.safe_globals),
+        (holdfast.torch.load, holdfast.torch.serialization.safe_globals),
     ],
 )
 def test_quirk_13_one_name_is_to_be_allowed(save, load, allowed):
@@ -498,7 +498,7 @@ def test_quirk_13_one_name_is_to_be_allowed(save, load, allowed):
         loaded = load(io.BytesIO(file.getvalue()))
     assert all(torch.equal(loaded[name], value) for name, value in STATE.items())
     assert isinstance(loaded["p"], torch.nn.Parameter)
-    assert holdfast.torch.get_unsafe_globals_in_checkpoint(file) == [
+    assert holdfast.torch.serialization.get_unsafe_globals_in_checkpoint(file) == [
         "holdfast.torch.ranks.local_shards.LocalShardsWrapper"
     ]
     with pytest.raises(pickle.UnpicklingError, match="LocalShardsWrapper"):

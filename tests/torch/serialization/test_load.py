@@ -39,7 +39,8 @@ from holdfast.errors import Corrupted, HoldfastError, Refused, Truncated, Unsupp
 from holdfast.formats.torch import write as layout
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import lay_out_zip
-from holdfast.torch import load, save, set_default_mmap_options, skip_data, versions
+from holdfast.torch import load, save, versions
+from holdfast.torch.serialization import set_default_mmap_options, skip_data
 from tests.support import needs, torch_bytes
 from tests.torch.serialization.test_weights import assert_same
 

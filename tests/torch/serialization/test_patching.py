@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.serialization as theirs
 
-import holdfast.torch as ours
+import holdfast.torch.serialization as ours
 from holdfast.errors import HoldfastWarning
 from holdfast.torch.serialization import allowed, locations, patching, settings
 from holdfast.torch.serialization.patching import install, uninstall
@@ -27,7 +27,7 @@ def load(*args):
 
 @pytest.fixture(autouse=True)
 def surface(monkeypatch):
-    """`holdfast.torch` with two functions that are easy to tell, and the rest of its names."""
+    """`holdfast.torch.serialization` with two functions that are easy to tell, and the rest of its names."""
     for module in (settings, locations, allowed):
         for name in set(vars(module)) & set(theirs.__all__):
             monkeypatch.setattr(ours, name, getattr(module, name), raising=False)

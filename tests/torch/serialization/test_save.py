@@ -470,13 +470,14 @@ def test_threads(tmp_path: Path):
 
 
 def test_every_name_of_torchs_is_here():
-    assert set(torch.serialization.__all__) <= set(holdfast.torch.__all__)
-    assert all(hasattr(holdfast.torch, name) for name in holdfast.torch.__all__)
+    ours = holdfast.torch.serialization
+    assert set(torch.serialization.__all__) <= set(ours.__all__)
+    assert all(hasattr(ours, name) for name in ours.__all__)
 
 
 @pytest.mark.parametrize("name", torch.serialization.__all__)
 def test_signatures_begin_as_torchs(name: str):
-    theirs, ours = getattr(torch.serialization, name), getattr(holdfast.torch, name)
+    theirs, ours = getattr(torch.serialization, name), getattr(holdfast.torch.serialization, name)
     if ours is theirs:
         return
     wanted, found = (list(inspect.signature(each).parameters.values()) for each in (theirs, ours))

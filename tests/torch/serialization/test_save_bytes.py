@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.serialization import config
 
 from holdfast.torch import versions
-from holdfast.torch.serialization.save import save
+from holdfast.torch.serialization.saving import save
 
 TYPED = [
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128",

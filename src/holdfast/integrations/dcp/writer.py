@@ -50,7 +50,7 @@ from holdfast.stores.files import make_parents, system_files
 from holdfast.stores.place import place_at
 from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import pickled_index
-from holdfast.torch.serialization.save import save
+from holdfast.torch.serialization.saving import save
 from holdfast.verbs.seals.document import SEAL
 from holdfast.verbs.seals.renew import NOTHING
 from holdfast.verbs.shared.formats import is_part

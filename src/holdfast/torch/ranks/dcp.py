@@ -22,7 +22,7 @@ from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.formats.tree_json.encode import encode_value
 from holdfast.torch import versions
 from holdfast.torch.serialization.pickling import StorageIds, pickle_object
-from holdfast.torch.serialization.save import plan_object
+from holdfast.torch.serialization.saving import plan_object
 
 REMEDY = "give its class state_dict() and load_state_dict(), or put the tensors into the state under names of their own"
 """Advice about an object with tensors in it."""

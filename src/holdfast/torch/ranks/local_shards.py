@@ -12,7 +12,7 @@ differences.
    that it is given.
 
 It pickles as a call of this class with its shards and offsets. A `weights_only` load has to allow it, like every class that is not
-torch's own: `with holdfast.torch.safe_globals([LocalShardsWrapper]): …`.
+torch's own: `with holdfast.torch.serialization.safe_globals([LocalShardsWrapper]): …`.
 
 The offset of a shard in another shape (`viewed_offsets`). The offset belongs to the whole tensor, whose shape is not known here, so
 it is known in four cases only:

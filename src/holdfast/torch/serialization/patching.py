@@ -1,7 +1,7 @@
 """`install`: programs that call `torch.save` and `torch.load` use Holdfast, without a change to them.
 
     torch                 save, load
-    torch.serialization   every name of its `__all__` that `holdfast.torch` has
+    torch.serialization   every name of its `__all__` that `holdfast.torch.serialization` has
 
 Nothing else in torch is changed. What a program took from these modules before (`from torch import load`) stays what it was.
 The last `uninstall` restores what the first `install` found. What others replaced in the meantime stays, with a warning.
@@ -59,7 +59,7 @@ def install() -> Installation:
     """
     global _count, _replaced
     # Imported here, and before anything is replaced: these modules take functions of torch's that are about to be ours.
-    import holdfast.torch as ours
+    import holdfast.torch.serialization as ours
 
     with _lock:
         if not _count:
