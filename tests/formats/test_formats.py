@@ -24,6 +24,7 @@ from holdfast.errors import (
     CannotHold,
     FormatError,
     HeaderError,
+    NotCommitted,
     UnknownFormat,
     Unsupported,
 )
@@ -133,13 +134,12 @@ def test_what_its_layout_cannot_hold_is_refused(toy: None, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_its_reader_would_not_open_is_not_written(
+def test_what_its_reader_does_not_open_is_not_published(
     toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("holdfast.verbs.shared.formats.OPENED", set())
     monkeypatch.setattr("tests.formats.toy.MAGIC", b"YOT:")
-    with pytest.raises(CannotHold, match="what would be written could not be opened again"):
-        holdfast.save(STATE, tmp_path / "x.toy")
+    with pytest.raises(NotCommitted, match="what was written cannot be opened again"):
+        holdfast.save(STATE, tmp_path / "x.toy", read_back=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -163,7 +163,6 @@ class Slow:
         self.converted: dict[int, tuple[str, object]] = {}
         self.nested = False
         self.beyond = not opened and type(tree) is not dict
-        self.sorts: set[object] = set()
         self._met: dict[int, bool] = {}
         """Containers, and whether there may be tensors in them."""
         self._visit(tree, (), [])
@@ -227,8 +226,6 @@ class Slow:
         keys, types = {type(key) for key, _ in inside}, {type(inner) for _, inner in inside}
         self.nested |= below
         self.beyond |= type(value) is not dict or not keys <= {str} or not PLAIN.isdisjoint(types)
-        if not isinstance(value, Opaque):
-            self.sorts.add((type(value), frozenset(keys), frozenset(types)))
 
     def _leaf(self, value: object, path: Path) -> bool:
         try:
@@ -314,7 +311,6 @@ def test_a_state_to_be_saved_is_named_path_by_path(tree: object, spare: int, dep
         type(tree) is LazyTensor or (isinstance(tree, Foreign) and type(tree.made) is LazyTensor)
     )
     assert (leaves.nested, leaves.beyond) == (slow.nested, slow.beyond)
-    assert len(leaves.samples()) == len(slow.sorts)
     assert {ident: id(made) for ident, (_, made) in leaves.converted.items()} == {
         ident: id(made) for ident, (_, made) in slow.converted.items()
     }

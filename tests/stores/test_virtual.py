@@ -13,8 +13,6 @@ from holdfast.core.protocols import Medium
 from holdfast.core.tensor import AliasView
 from holdfast.engine.arrays import Resident
 from holdfast.engine.computed import Computed
-from holdfast.engine.planned_store import PlannedStore
-from holdfast.engine.saves import FilePlan, Literal
 from holdfast.errors import StoreError, Unsupported
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
@@ -122,18 +120,6 @@ class TestAssembled(StoreConformance):
                 ]
                 assert store.storage(len(data), copies).key == key
             return store
-
-        return make
-
-
-class TestPlanned(StoreConformance):
-    @pytest.fixture
-    def fill(self):
-        def make(content):
-            return PlannedStore(
-                [FilePlan(key, (Literal(b[:9]), Literal(b[9:]))) for key, b in content.items()],
-                name="plan",
-            )
 
         return make
 

@@ -22,7 +22,7 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from itertools import compress, islice
+from itertools import compress
 from typing import TYPE_CHECKING, Any, cast
 
 from holdfast.core.limits import Limits
@@ -37,7 +37,6 @@ from holdfast.core.tree import (
     contents,
     dotted,
     nested,
-    refilled,
     step,
     walk,
 )
@@ -57,7 +56,6 @@ INTEGER = frozenset({int})
 AGAIN = 100_000  # Of a state in memory: steps through containers that stand in several places, beyond the first of each.
 FREE_STEPS = 10_000  # Such steps that are allowed however small a file is: the same few dicts under several keys.
 HELD_NBYTES = 64  # What a child of a container takes in memory, at the least: its object, and the two references to it and its key.
-SAMPLED = 16  # Values of a container that stand for all of them.
 
 Convert = Callable[[object, Path], object]
 """From a leaf to a lazy tensor, a composite, or whatever is to be kept of it. Raises `Unsupported` where it cannot be kept."""
@@ -128,14 +126,12 @@ class Leaves:
         ] = []  # Tensors whose names got a number, and what these were before.
         self.left_out = 0  # References to containers that were gone through too often already.
         self._convert = convert
-        self._like: dict[tuple[type, frozenset[type], frozenset[type]], object] = {}
 
     @classmethod
     def of_rows(cls, names: Sequence[str]) -> Leaves:
         """The rows of a table under their names, as leaves of a plain dict."""
         leaves = cls((Leaf,), lambda value, path: value)
         leaves.names, leaves.values = [*names], [*map(Leaf, range(len(names)))]
-        leaves._like[dict, frozenset({str}), frozenset({Leaf})] = {}
         return leaves
 
     @property
@@ -330,7 +326,7 @@ class Leaves:
                     frozenset(map(type, content)),
                 )
                 if sort not in forms:
-                    forms[sort] = self._form(sort, item)
+                    forms[sort] = self._form(sort)
                 texts, odd, plain, whole, flat, named = forms[sort]
                 if odd:
                     keys = [*map(step, keys)]
@@ -387,11 +383,9 @@ class Leaves:
                 if pending:
                     path.pop()
 
-    def _form(self, sort: Sort, container: object) -> Form:
+    def _form(self, sort: Sort) -> Form:
         kind, keys, types = sort
         self.beyond |= kind is not dict or not keys <= TEXT or not PLAIN.isdisjoint(types)
-        if not isinstance(container, Opaque):
-            self._like[sort] = container
         flat = types <= self.kinds | PLAIN
         return (
             keys <= TEXT,
@@ -440,23 +434,8 @@ class Leaves:
         else:
             self.beyond = True
 
-    def others(self) -> list[object]:
-        """Leaves that are neither tensors nor plain values."""
-        return [
-            value
-            for value, made in self.converted.values()
-            if not isinstance(made, LazyTensor | Composite)
-        ]
-
     def composites(self) -> list[Composite]:
         return [made for _, made in self.converted.values() if isinstance(made, Composite)]
-
-    def samples(self) -> list[object]:
-        """A container of each kind, with some of its plain values."""
-        return [
-            _sample(container, plain=not types.isdisjoint(PLAIN))
-            for (_, _, types), container in self._like.items()
-        ]
 
 
 NO_LEAVES = Leaves((), lambda value, path: value)
@@ -465,21 +444,6 @@ NO_LEAVES = Leaves((), lambda value, path: value)
 def _is_more(traits: Traits) -> bool:
     """Whether a tensor is more than its elements and a few marks, so that a tree says more of it than its name."""
     return traits.subclass is not None or traits.state is not None or traits.blocks is not None
-
-
-def _sample(container: object, *, plain: bool) -> object:
-    """A container like this one with some of its `plain` values, and some of the versions that it holds."""
-    if not isinstance(container, dict):
-        inside = cast("list[object] | tuple[object, ...]", container) if plain else ()
-        return type(container)(islice((value for value in inside if type(value) in PLAIN), SAMPLED))  # type: ignore[call-arg]  # both take one
-    some = (
-        (key, value) for key, value in (container.items() if plain else ()) if type(value) in PLAIN
-    )
-    made = refilled(container, dict(islice(some, SAMPLED)))
-    versions = getattr(container, "_metadata", None)
-    if isinstance(versions, dict):
-        vars(made)["_metadata"] = type(versions)(islice(versions.items(), SAMPLED))
-    return made
 
 
 def find_leaves(state: object, kinds: Collection[type], convert: Convert, depth: int) -> Leaves:

@@ -16,7 +16,6 @@ blocks           a tensor as a row of bytes, a bounded number at a time
 arrays           memory as lazy tensors, and very many arrays as rows of a table
 computed         tensors that are made when they are read: casts, quantised blocks decoded
 write, stream    carry out a save plan, at offsets by threads or front to back, and compare before publishing
-planned_store    a save that is not written, as a store
 file_digest      a whole file, read once and digested, for seals
 targets/         where a save goes: a file, a folder, a bucket; for one process and for ranks
 commit/          the one visible step

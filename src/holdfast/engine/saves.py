@@ -126,8 +126,6 @@ class Gathered(Value, frozen=True, eq=False):
     """Bytes that are no data."""
     read_nbytes: int | None = None
     """Bytes that are read for it, where these are not its data: what is computed has others."""
-    zeros: Callable[[], tuple[bytes, Mapping[str, int]]] | None = None
-    """What `make` would give of pieces of zeros, where there is something between them. Nothing is fetched."""
 
     @property
     def data_nbytes(self) -> int:
@@ -204,18 +202,6 @@ class LinkedFile(Value, frozen=True):
     folder: str
 
 
-def text_nbytes(files: Iterable[FilePlan]) -> int:
-    """Bytes of files that are no data: headers, pickles, manifests."""
-    return sum(
-        [
-            segment.nbytes
-            for file in files
-            for segment in file.segments
-            if not isinstance(segment, Data | Memory | Gathered)
-        ]
-    )
-
-
 class SavePlan(Value, frozen=True):
     """A whole checkpoint. One file with an empty key, or a directory: its data files, then its index, in that order."""
 
@@ -228,10 +214,6 @@ class SavePlan(Value, frozen=True):
     """Files of a directory that are written after all others are on disk: the manifest, the Hugging Face index."""
     holds: Table | None = None
     """What a reader is to find, by name; None where the plan is not one of a state."""
-    opens: bool = False
-    """Whether that is known: the reader was given the plan (`verbs.shared.formats.check_opens`)."""
-    near_limits: bool | None = None
-    """Whether there is so much of it that a reader may refuse it; None where the layout has not looked."""
     linked: tuple[LinkedFile, ...] = ()
     """Files of a directory that are there already, in another one."""
     copied: bool = False

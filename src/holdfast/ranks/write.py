@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 
 import numpy as np
 
 from holdfast.core.dtype import DTYPES
+from holdfast.core.protocols import Store
+from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.saves import FilePlan, SavePlan
@@ -28,7 +29,7 @@ from holdfast.engine.targets.bucket_commit import save_id
 from holdfast.engine.targets.target import Fill, Saving, Target, target_of
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
-from holdfast.errors import NotCommitted
+from holdfast.errors import CannotHold, HoldfastError, NotCommitted
 from holdfast.formats import Format, rank_formats
 from holdfast.formats.dcp.index import BESIDE
 from holdfast.formats.native.base import Reuse
@@ -46,11 +47,12 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.stores.remote.url import Url
 from holdfast.verbs.seals.document import Stamp, seal_file
 from holdfast.verbs.seals.renew import NOTHING as NO_SEALS
-from holdfast.verbs.shared.formats import (
+from holdfast.verbs.shared.formats import is_part
+from holdfast.verbs.shared.read_back import (
     Outline,
-    check_holds,
-    described,
-    is_part,
+    check_tensors,
+    describe_as,
+    describe_unpublished,
 )
 from holdfast.verbs.shared.references import replaced_at
 
@@ -117,7 +119,11 @@ def _other_indexes(url: Url, index: str, there: Collection[str], *, overwrite: b
 
 def check_value(name: str, archive: bytes) -> None:
     """Raise `CannotHold` if the archive of a value that is not a tensor would not open."""
-    described(MemoryStore({"value": archive}, name=name), ("torch-zip",))
+    try:
+        describe_as(MemoryStore({"value": archive}, name=name), ("torch-zip",))
+    except HoldfastError as error:
+        message = "what would be written could not be opened again, so nothing is"
+        raise CannotHold(message, [error.message], file=name) from error
 
 
 def _outlines(catalogue: Catalogue) -> dict[str, Outline]:
@@ -194,25 +200,26 @@ def publish(
         if attributes is None:
             index.append(seal_file(files, index, step.stamp))
 
-    def check() -> None:
-        if len(delivered) > 1:
-            _check_opens(target, format, contents, path)
-        if step is not None:
-            step.sure()
-
     others = [
         (receipt.key, receipt.nbytes, receipt.linked)
         for _, receipts in delivered[1:]
         for receipt in receipts
     ]
-    target.publish(index, Saving(seals=NO_SEALS, last=check, attributes=attributes), others)
+    is_checked = len(delivered) > 1
+    saving = Saving(
+        seals=NO_SEALS,
+        check_opens=partial(_check_opens, format, contents, path) if is_checked else None,
+        last=step.sure if step is not None else lambda: None,
+        attributes=attributes,
+    )
+    target.publish(index, saving, others)
 
 
-def _check_opens(target: Target, format: Format, contents: Contents, path: str) -> None:
-    """Open what the ranks have written. Raises `CannotHold` if it does not open or has other tensors."""
-    with closing(target.written()) as store:
-        description = described(store, format.opened_as)
-        check_holds(description.tensors, _outlines(contents.catalogue), path)
+def _check_opens(format: Format, contents: Contents, path: str, store: Store) -> None:
+    """Open what the ranks have written. Raises `NotCommitted` if it does not open or has other tensors."""
+    with gc_paused():
+        description = describe_unpublished(store, format.opened_as, path)
+        check_tensors(description.tensors, _outlines(contents.catalogue), path)
 
 
 def _check_delivery(rank: int, writes: RankWrites, receipts: Sequence[Receipt], path: str) -> None:

@@ -171,7 +171,6 @@ def _lay_out(
         tuple(files),
         directory=store.folder,
         index=tuple(index),
-        opens=True,
         linked=tuple(linked),
         copied=True,
     )

@@ -2,10 +2,10 @@
 
 1. The state is described: every tensor a lazy tensor, nothing copied (saving/state.py).
 2. The format lays out every byte (saving/formats.py); what it cannot hold is refused now, all of it, before a file exists.
-3. The reader opens the plan (`check_opens`, there); what it would refuse is refused now as well.
-4. The plan is written beside the target and published by one rename (engine/write.py, engine/commit/transactions.py).
+3. The plan is written beside the target and published by one rename (engine/write.py, engine/commit/transactions.py). With
+   `read_back` the reader opens what was written before the rename (verbs/shared/read_back.py).
 
-A file object takes the place of 4: what it is given, it is given from front to back (engine/stream.py), and nothing is published.
+A file object takes the place of 3: what it is given, it is given from front to back (engine/stream.py), and nothing is published.
 `to_bytes` is a save to memory.
 """
 

@@ -33,6 +33,7 @@ from holdfast.engine.targets.target import Delivered, Fill, Saving, Target, noth
 from holdfast.engine.write import check_source, stored_crcs
 from holdfast.errors import HoldfastError, NotCommitted, StoreError
 from holdfast.stores.files import is_temporary
+from holdfast.stores.memory import MemoryStore
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import COPIED_NBYTES, Url
@@ -122,6 +123,7 @@ class ObjectTarget(Target):
     def __init__(self, url: Url, *, overwrite: bool, parts: int | None) -> None:
         super().__init__()
         self._save = ObjectSave(url, overwrite=overwrite, parts=parts)
+        self._content: bytes | None = None
         self._save.begin()
 
     def keeps(self, file: FilePlan) -> bool:
@@ -134,8 +136,33 @@ class ObjectTarget(Target):
             how.last()
             self._save.copy(Url(one.folder).key)
         for file in self._files:
-            check = partial(_check_uploaded, file, crcs=how.crcs) if how.read_back else None
-            self._save.write(file.nbytes, partial(_pass, file, how), how.last, check=check)
+            self._save.write(
+                file.nbytes,
+                partial(_pass, file, how),
+                how.last,
+                check_content=None
+                if how.check_opens is None
+                else partial(self._check_content, how),
+                check_object=partial(self._check_object, file, how),
+            )
+
+    def _check_content(self, how: Saving, content: bytes) -> None:
+        """Have a short object opened before it is put."""
+        self._content = content
+        self.check_opens(how)
+
+    def _check_object(self, file: FilePlan, how: Saving) -> None:
+        """Check an object that is published: its data, and a long one as a whole."""
+        if how.read_back:
+            _check_uploaded(file, self._save.url, how.crcs)
+        if self._content is None:
+            self.check_opens(how)
+
+    def written(self) -> Store:
+        url = self._save.url
+        if self._content is None:
+            return RemoteStore(url)
+        return MemoryStore({url.key.rpartition("/")[2]: self._content}, name=url)
 
 
 class JoinedPrefix(Target):
@@ -225,12 +252,12 @@ class PrefixTarget(JoinedPrefix):
         final = self._index
         assert final is not None  # the target was opened for a plan that has it
         self._delivered.update({key: (nbytes, linked) for key, nbytes, linked in others})
-        if not self._late:
-            self._content = _text(final, how)
+        self._content = _text(final, how)
+        self.check_opens(how)
         how.last()
         for file in self._late:
             _put(file, how, self._save, file.key)
-        text = _text(final, how) if self._content is None else self._content
+        text = self._content
         self._save.remove([name for name in self._names.stale if name in self._save.there])
         used = [
             (*self._home(key), nbytes)

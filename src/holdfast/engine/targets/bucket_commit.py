@@ -59,8 +59,6 @@ CLAIM: Final = (
 SAVE: Final = "holdfastsave"  # The attribute of an object that says which save wrote it. Azure takes the names of C#: no dashes.
 Write = Callable[[Writer], object]
 
-Check = Callable[[Url], None]
-
 
 def save_id() -> str:
     return secrets.token_hex(8)
@@ -357,26 +355,46 @@ class ObjectSave:
         write: Write,
         before_commit: Callable[[], None],
         *,
-        check: Check | None = None,
+        check_content: Callable[[bytes], None] | None,
+        check_object: Callable[[], None],
     ) -> None:
-        """Write and publish. `check` is given the place of what was written, when it is there. Without `overwrite`, a short object
-        is put with a condition; a long one is an upload in parts, which S3 gives none. So the name is claimed for the moment in
-        which either becomes an object."""
+        """Write and publish an object.
+
+        Without `overwrite`, a short object is put with a condition; a long one is an upload in
+        parts, for which S3 has none. So the name is claimed for the moment in which either becomes
+        an object.
+
+        Args:
+            nbytes: The length of the object.
+            write: Writes the content to a file.
+            before_commit: Called when everything is written; its errors keep what is there.
+            check_content: Checks a short object before it is put.
+            check_object: Checks the published object. Its errors are `DurabilityUncertain`.
+        """
         attributes: Mapping[str, str] = {SAVE: self._id}
-        if not self._overwrite and nbytes <= self.AT_ONCE:
+        if nbytes <= self.AT_ONCE and not (self._overwrite and check_content is None):
             gathered = io.BytesIO()
             write(gathered)
-            before_commit()
-            with self._last_look():
-                self._create(gathered.getvalue(), attributes)
+            content = gathered.getvalue()
+            if check_content is not None:
+                check_content(content)
+            if self._overwrite:
+                self._upload(
+                    nbytes, lambda upload: upload.write(content), before_commit, attributes
+                )
+            else:
+                before_commit()
+                with self._last_look():
+                    self._create(content, attributes)
         else:
             self._upload(nbytes, write, before_commit, attributes)
-        if check is None:
-            return
         try:
-            check(self.url)
+            check_object()
         except NotCommitted:
-            message = "the object is there, and does not read back the same as it was written; save it again"
+            message = (
+                "the object is there, and does not read back the same as it was written, or does "
+                "not open; save it again"
+            )
             raise DurabilityUncertain(message, file=self.url) from None
         except HoldfastError as error:
             raise DurabilityUncertain(

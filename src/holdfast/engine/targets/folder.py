@@ -46,8 +46,8 @@ from holdfast.engine.write import (
 )
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.files import Files, make_parents, split_path, system_files
-from holdfast.stores.local import LocalStore
-from holdfast.stores.virtual import tensor_stamp
+from holdfast.stores.local import LocalStore, read_at
+from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
 RECEIPT = ".receipt"
 
@@ -272,9 +272,17 @@ class FileTarget(FirstTarget):
     def reading(self, key: str) -> Iterator[Reads | None]:
         yield partial(self._system.pread, self._transaction.descriptor)
 
+    def written(self) -> Store:
+        descriptor = self._transaction.descriptor
+        nbytes = os.fstat(descriptor).st_size
+        store = Virtual(self._path)
+        store.put(VirtualFile(nbytes, partial(read_at, descriptor)), split_path(self._path)[1])
+        return store
+
     def publish(
         self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
     ) -> None:
+        self.check_opens(how)
         how.seals.take(self, how.threads)
         how.last()
         with how.seals.around(self._system, durable=self._durable):
@@ -504,6 +512,7 @@ class FolderTarget(FirstTarget):
         for file in index:
             how.seals.take(self, how.threads)  # one of them may speak of all before it
             _fill(file, how, folder.create(file.key), self._path)
+        self.check_opens(how)
         how.seals.take(self, how.threads)
         how.last()
         with how.seals.around(self._system, durable=self._durable):

@@ -12,7 +12,7 @@ one file         by several parts, each some of its bytes     by one part
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -61,6 +61,9 @@ class Saving(Value, frozen=True, kw_only=True):
     block: int | None = None
     progress: Progress | None = None
     read_back: bool = False
+    check_opens: Callable[[Store], None] | None = None
+    """Opens what was written before it is published; its errors keep what was there. None if the
+    save is not checked."""
     last: Callable[[], None] = lambda: (
         None
     )  # Asked when everything is written: what it raises keeps what was there.
@@ -142,8 +145,14 @@ class Target:
         return nullcontext(None)
 
     def written(self) -> Store:
-        """Everything that was written, before anybody else can see it."""
+        """Return a store over everything that was written and is not published yet."""
         raise NotImplementedError
+
+    def check_opens(self, how: Saving) -> None:
+        """On the first part: have what was written opened, if the save is checked."""
+        if how.check_opens is not None:
+            with closing(self.written()) as store:
+                how.check_opens(store)
 
     def publish(
         self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()

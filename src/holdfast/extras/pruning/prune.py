@@ -60,7 +60,7 @@ from holdfast.extras.pruning.select import (
 )
 from holdfast.numeric.threshold import RandomOrder, common_order, pruned_count
 from holdfast.verbs.open import Openable
-from holdfast.verbs.shared.formats import Options, check_opens, format_for, plan_save
+from holdfast.verbs.shared.formats import Options, format_for, plan_save
 from holdfast.verbs.shared.planned import (
     Destination,
     Planned,
@@ -364,10 +364,7 @@ class Pruning:
         if self._masks is None:
             return plan
         (bits,) = plan_save(target, self._bits(masked), "safetensors", options=Options()).files
-        # The reader is asked once more: it must not take the masks for weights.
-        return check_opens(
-            replace(plan, files=(*plan.files, replace(bits, key=MASKS_FILE)), opens=False), target
-        )
+        return replace(plan, files=(*plan.files, replace(bits, key=MASKS_FILE)))
 
     def _pruned(self, masked: Masked) -> State:
         table, made = self._state.tensors, dict[int, LazyTensor]()

@@ -16,7 +16,7 @@ import math
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import cast
 
 import numpy as np
@@ -229,12 +229,8 @@ def _gathered(
 ) -> Gathered:
     labels = [*map(str, rows)]
 
-    def make(*, zeros: bool = False) -> tuple[bytes, dict[str, int]]:
-        pieces = (
-            [bytes(kind.nbytes - len(kind.head) - kind.rest_nbytes) for kind in kinds]
-            if zeros
-            else table.read(rows)
-        )
+    def make() -> tuple[bytes, dict[str, int]]:
+        pieces = table.read(rows)
         crcs = crc32_each(pieces)
         return b"".join(_archives(kinds, cast("Sequence[bytes]", pieces), crcs)), dict(
             zip(labels, crcs, strict=True)
@@ -245,7 +241,6 @@ def _gathered(
         labels,
         make,
         tensors=lambda: [table.view(row) for row in rows],
-        zeros=partial(make, zeros=True),
     )
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,6 @@ from holdfast.engine.saves import (
     Memory,
     SavePlan,
     Segment,
-    text_nbytes,
 )
 from holdfast.errors import CannotHold
 from holdfast.formats.torch.composites import NESTED, QSCHEMES, UTILS
@@ -183,31 +182,18 @@ def lay_out_torch_zip(
         if pickled.problems:
             raise CannotHold("a torch file cannot hold some of this state", pickled.problems)
         content = pickled.finish()
+        if len(content) > DEFAULTS.pickle_nbytes:
+            problem = (
+                f"its pickle has {len(content):,} bytes, more than "
+                f"Limits(pickle_nbytes={DEFAULTS.pickle_nbytes:,})"
+            )
+            raise CannotHold("a torch file of this state would not open", [problem])
         records = pickled_records(pickled, state.tensors.storages)
         files = (
             FilePlan("", lay_out_container(name, content, records, alignment=alignment, crc=crc)),
         )
         notes = (*_notes(pickled), *unkept_texts(state.metadata, "a torch file"))
-        return SavePlan(
-            "torch-zip",
-            files,
-            notes,
-            near_limits=_near_limits(text_nbytes(files), state.tensors.names),
-        )
-
-
-DIRECTORY_NBYTES = 256
-"""The length of a record in the directory of an archive, with a name of usual length."""
-
-
-def _near_limits(text: int, names: Collection[str]) -> bool:
-    """Whether there are so many records, or so long a pickle, that a reader may refuse it."""
-    # The directory has 46 bytes and a name for each record; names of tensors may take 16 times what the pickle has.
-    directory = (
-        len(names) * DIRECTORY_NBYTES > DEFAULTS.zip_directory_nbytes
-        or 2 * len(names) > DEFAULTS.zip_records
-    )
-    return directory or text > DEFAULTS.pickle_nbytes or sum(map(len, names)) > text
+        return SavePlan("torch-zip", files, notes)
 
 
 def without_origin(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -317,16 +317,11 @@ class _SmallGroup:
             self.make,
             between=self.nbytes - sum(self.lengths),
             read_nbytes=self.read_nbytes,
-            zeros=partial(self.make, zeros=True),
         )
 
-    def make(self, *, zeros: bool = False) -> tuple[bytes, dict[str, int]]:
-        """Return the bytes of the records and their checksums. With `zeros` the data is not read, and zeros stand in its place."""
-        if zeros:
-            blank = memoryview(bytes(max(self.lengths)))
-            pieces: Sequence[bytes | memoryview] = [blank[:nbytes] for nbytes in self.lengths]
-        else:
-            pieces = self.storages.read(self.numbers)
+    def make(self) -> tuple[bytes, dict[str, int]]:
+        """Return the bytes of the records and their checksums."""
+        pieces = self.storages.read(self.numbers)
         crcs = crc32_each(pieces) if self.crc else [0] * len(pieces)
         pack = (LONG_DESCRIPTOR if self.is_wide else SHORT_DESCRIPTOR).pack
         joined: list[bytes | memoryview] = []

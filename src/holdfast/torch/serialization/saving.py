@@ -103,7 +103,6 @@ def save(
                     plan,
                     found_path(path),
                     Writing(overwrite=None, durable=durable),
-                    rehearsed=False,
                 )
             except NotCommitted as error:
                 raise NotSaved(*error.args, file=error.file, found=error.found) from error

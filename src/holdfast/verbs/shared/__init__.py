@@ -5,7 +5,8 @@ rows             states made of other states: other rows under their names, or t
 transform        changes of a state: keep, drop, rename, other dtypes
 rejoin           tensors that shared a storage before a format copied them share it again
 models           what is in a package, and a choice of it
-formats          the format of a path, and the plan of a state in it, opened by the reader before it is written
+formats          the format of a path, and the plan of a state in it
+read_back        opens what was written, before it is published
 side_files       config and tokenizer files of a Hugging Face folder, which go where its weights go
 base             the checkpoint before, of which a save takes over what did not change
 references       what the manifests of checkpoints beside each other in a bucket name, which nobody may delete

@@ -47,13 +47,13 @@ from holdfast.verbs.seals.renew import NOTHING, Renewal, find_seals
 from holdfast.verbs.shared.formats import (
     Options,
     archive_format,
-    check_opens,
     folder_of,
     format_for,
     format_named,
     is_replaceable,
     suffix_of,
 )
+from holdfast.verbs.shared.read_back import check_plan_opens
 from holdfast.verbs.shared.side_files import SideFiles, find_side_files, is_model, torch_dist_files
 
 if TYPE_CHECKING:
@@ -422,7 +422,7 @@ def _accompanied(
         )
     if plan is planned.plan and not added:
         return replace(planned, renews=seals)
-    plan, report = check_opens(plan, planned.report.path), planned.report
+    report = planned.report
     files = (*report.files, *((file.key, file.nbytes) for file in added))
     notes = (*report.notes, *plan.notes[len(planned.plan.notes) :])
     report = replace(report, files=files, nbytes=sum(nbytes for _, nbytes in files), notes=notes)
@@ -558,21 +558,18 @@ FILES_REPLACED = Writing(overwrite=None)
 def write_plan(
     plan: SavePlan, path: str, writing: Writing = FILES_REPLACED, *, progress: Progress | None = None,
     before_commit: Callable[[], None] | None = None, before_rename: Callable[[], None] = lambda: None,
-    files: Files | None = None, rehearsed: bool = True,
+    files: Files | None = None,
     copied: Callable[[LinkedFile], None] | None = None, renews: Renewal = NOTHING, ranks: Ranks = ALONE,
     mark: Callable[[], bytes] = bytes, findings: Findings = NO_FINDINGS,
 ) -> Mapping[str, int]:  # fmt: skip
     """Write a plan and publish it, and renew the seals of what it replaces. Gives the CRC-32 of each piece that was written; of
     several ranks the first one has all of them.
 
-    First the reader opens the plan (`formats.check_opens`): what would not open again is refused with `CannotHold` while
-    nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
+    With `read_back`, and always if several ranks write, the reader opens what was written before it is published.
     `before_commit` is called when all is written, and `before_rename` right before something on a disk
     is replaced: their errors keep everything as it was. `copied` is called with each file that
     cannot be linked.
     """
-    if rehearsed and ranks.first:
-        plan = check_opens(plan, path)
     within = writing.budget
     threads, block = (writing.threads, None) if within is None else (within.threads, within.block)
     if threads is None and writing.processes > 1:
@@ -594,7 +591,10 @@ def write_plan(
     def join(name: str) -> Target:
         return join_target(name, path, durable=writing.durable, plan=plan, resume=writing.resume)
 
+    # A copy has the files of a checkpoint that was opened.
+    is_checked = (writing.read_back or ranks.size > 1) and not plan.copied
     how = Saving(
+        check_opens=partial(check_plan_opens, plan, path) if is_checked else None,
         seals=renews, threads=threads, block=block, progress=progress, read_back=writing.read_back,
         last=before_commit or (lambda: None), before_rename=before_rename, attributes=plan.attributes,
     )  # fmt: skip

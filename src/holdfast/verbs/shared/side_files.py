@@ -118,8 +118,6 @@ class SideFiles(Value, frozen=True):
     """The source of each file, by its name."""
     elsewhere: bool = False
     """Whether they come from another folder, and say nothing of these weights yet."""
-    strangers: bool = False
-    """Whether files are among them that are no side_files by their names: the reader has to pass over them."""
     stays: bool = False
     """Whether they are at the target already, in an object store: only what changes is written."""
     notes: tuple[str, ...] = ()
@@ -162,13 +160,13 @@ class SideFiles(Value, frozen=True):
                 late.append(FilePlan(name, (Literal(config),)))
             elif not self.stays:
                 added.append(_copied(name, origin, labels))
-        made = replace(
+        accompanied = replace(
             plan,
             files=(*plan.files, *added),
             index=(*late, *plan.index),
             notes=(*plan.notes, *notes),
         )
-        return replace(made, opens=plan.opens and not self.strangers), (*added, *late)
+        return accompanied, (*added, *late)
 
     def _config(
         self, origin: Source, plan: SavePlan, source: Mapping[str, LazyTensor], notes: list[str]
@@ -238,11 +236,8 @@ def find_side_files(
     if not isinstance(copy_config, bool):
         taken = dict.fromkeys(*_from_folder(copy_config, stack, limits, notes))
         kept = kept if place_at(target).on_disk else {}
-        strangers = any(not is_side_file(name) for name in kept)
         stem = _stem(next(iter(taken.values())).store.list(), source)
-        return SideFiles(
-            kept | taken, elsewhere=True, strangers=strangers, notes=tuple(notes), stem=stem
-        )
+        return SideFiles(kept | taken, elsewhere=True, notes=tuple(notes), stem=stem)
     stem = _stem(own, source) if folder else STEM
     if kept and not place_at(target).on_disk:
         # Nothing there is moved out of the way, so nothing has to be put back.
@@ -250,7 +245,7 @@ def find_side_files(
             {name: origin for name, origin in kept.items() if name == CONFIG}, stays=True, stem=stem
         )
     if kept:
-        return SideFiles(kept, strangers=any(not is_side_file(name) for name in kept), stem=stem)
+        return SideFiles(kept, stem=stem)
     if not copy_config or not folder or not any(map(_shows_model, own)):
         return SideFiles({}, stem=stem)
     taken = dict.fromkeys(_chosen(source.source, own, notes), source.source)
