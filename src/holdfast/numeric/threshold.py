@@ -11,16 +11,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Sequence
-from functools import cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
-from holdfast.core.arrays import Bools, Ints
+from holdfast.core.arrays import Ints
 from holdfast.core.value import Value
 from holdfast.numeric.cast import as_float32, as_float64
 
@@ -43,7 +40,6 @@ SHIFTS = {15: (0,), 31: (16, 0), 63: (47, 31, 15, 0), 64: (47, 31, 15, 0)}
 """By the bits of keys: the bits below those that each histogram counts by."""
 
 RUN_KEYS = 1 << 17  # Keys at a time: a dozen steps over 1 MiB, in calls long enough for threads.
-TOP_BITS = 15  # Of a key, the bits by which the first histogram counts: all but the sign of the upper two bytes of a float.
 
 ORDERS: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = {
     "float16": (np.dtype(np.float16), np.dtype(np.uint16)),
@@ -54,10 +50,6 @@ ORDERS: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = {
 """Name of a float to its numpy dtype, and the integers that hold its bits."""
 
 STEP, *FACTORS = map(np.uint64, SPLITMIX)
-
-CERTAIN_DEVIATIONS = (
-    8.0  # Standard deviations around which the threshold of random keys is looked for.
-)
 
 
 def nan_key(order: str) -> int:
@@ -180,22 +172,6 @@ def _own(values: np.ndarray, order: str) -> np.ndarray:
         return as_float32(values) if floats == np.float32 else as_float64(values)
 
 
-def top_counts(values: np.ndarray, order: str) -> Ints:
-    """How many there are by the upper 15 bits of their keys, without making the keys; of floats up to 32 bits.
-
-    >>> np.flatnonzero(top_counts(np.array([1.0, -1.0, np.nan], np.float16), "float16")).tolist()  # 0x3C00, and the key of NaN
-    [15360, 31745]
-    """
-    bits = ORDERS[order][1]
-    tops = _own(values, order).view("<u2")[bits.itemsize // 2 - 1 :: bits.itemsize // 2]
-    counts = np.bincount(tops, minlength=2 << TOP_BITS)
-    counts = counts[: 1 << TOP_BITS] + counts[1 << TOP_BITS :]
-    last = nan_key(order) >> (8 * bits.itemsize - 1 - TOP_BITS)
-    counts[last] += counts[last + 1 :].sum()
-    counts[last + 1 :] = 0
-    return counts
-
-
 def random_keys(start: int, stop: int, seed: int) -> np.ndarray:
     """The keys of elements `start` to `stop` of a random order.
 
@@ -205,118 +181,21 @@ def random_keys(start: int, stop: int, seed: int) -> np.ndarray:
     keys = np.empty(stop - start, np.uint64)
     for at in range(0, len(keys), RUN_KEYS):
         run = keys[at : at + RUN_KEYS]
-        run[:] = _finished(_mixed(start + at, start + at + len(run), seed))
+        first = start + at + 1
+        mixed = np.arange(first, first + len(run), dtype=np.uint64) * STEP
+        mixed += np.uint64(seed % (1 << 64))
+        for shift, factor in zip((30, 27), FACTORS, strict=True):
+            mixed ^= mixed >> np.uint64(shift)
+            mixed *= factor
+        mixed ^= mixed >> np.uint64(31)
+        np.right_shift(mixed, np.uint64(1), out=run)
     return keys
-
-
-def _mixed(start: int, stop: int, seed: int) -> np.ndarray:
-    """SplitMix64 of at most `RUN_KEYS` elements without its last step, which leaves the upper 31 bits as they are. Those are all
-    but sure to say whether a key is below another; so the last step is taken for the few that are left."""
-    x = _multiples()[: stop - start] + np.uint64(((start + 1) * int(STEP) + seed) % (1 << 64))
-    shifted = np.empty_like(x)
-    for shift, factor in zip((30, 27), FACTORS, strict=True):
-        np.right_shift(x, np.uint64(shift), out=shifted)
-        np.bitwise_xor(x, shifted, out=x)
-        np.multiply(x, factor, out=x)
-    return x
-
-
-LAST_SHIFT = 31
-
-TOLD_BITS = LAST_SHIFT  # Upper bits of a key that the last step does not change, and by which keys are told apart before it.
-
-
-def _finished(mixed: np.ndarray) -> np.ndarray:
-    keys = mixed >> np.uint64(LAST_SHIFT)
-    np.bitwise_xor(keys, mixed, out=keys)
-    np.right_shift(keys, np.uint64(1), out=keys)
-    return keys
-
-
-def _reach(mixed: np.ndarray, key: int, out: Bools) -> None:
-    """Which of the keys that are yet to be finished are this one or above it."""
-    unsure = 64 - TOLD_BITS
-    low = key >> (unsure - 1) << unsure
-    high = low + (1 << unsure)
-    if low >> 64:
-        out[:] = False
-        return
-    np.greater_equal(mixed, np.uint64(low), out=out)
-    above = mixed > np.uint64(high - 1)
-    if np.count_nonzero(above) < np.count_nonzero(out):
-        some = np.flatnonzero(out ^ above)
-        out[some] = _finished(mixed[some]) >= np.uint64(key)
-
-
-@cache
-def _multiples() -> np.ndarray:
-    made: np.ndarray = np.arange(RUN_KEYS, dtype=np.uint64) * STEP
-    return made
 
 
 def common_order(dtypes: Sequence[str]) -> str:
     """The narrowest float that holds every value of these."""
     kinds = set(dtypes)
     return kinds.pop() if len(kinds) == 1 else "float64" if "float64" in kinds else "float32"
-
-
-class Parted(Value, frozen=True, eq=False):
-    """Keys of a random order, on both sides of a range of keys and in it."""
-
-    below: int
-    places: Ints
-    keys: np.ndarray
-    bits: npt.NDArray[
-        np.uint8
-    ]  # A bit for each, the first in the lowest bit; set for those above the range.
-
-
-class RandomOrder(Value, frozen=True):
-    """Keys of 63 bits that know nothing of the values. So a threshold is known well enough to take out the keys around it at
-    once."""
-
-    count: int
-    seed: int
-
-    def reach(self, values: np.ndarray, start: int, key: int, *, out: Bools) -> None:
-        """Which of values that were read have this key or one above it."""
-        for at in range(0, len(values), RUN_KEYS):
-            part = out[at : at + RUN_KEYS]
-            _reach(_mixed(start + at, start + at + len(part), self.seed), key, part)
-
-    def around(self, count: int, tries: int = 0) -> tuple[int, int]:
-        """A range of keys that holds the `count`-th lowest almost surely; a wider one where it was not in so many."""
-        part = count / self.count
-        # Near the ends keys are few, and so far apart as their number says.
-        deviation = math.sqrt(part * (1 - part) / self.count) + 4 / self.count
-        apart = (CERTAIN_DEVIATIONS + tries) * 2**tries * deviation + 1 / self.count
-        # Ends that the bits tell apart which are known first.
-        most, unit = 1 << TOLD_BITS, 1 << (63 - TOLD_BITS)
-        return max(int((part - apart) * most), 0) * unit, min(
-            int((part + apart) * most) + 1, most
-        ) * unit
-
-    def part(self, start: int, stop: int, low: int, *, high: int) -> Parted:
-        """The keys of one of these ranges as those below, in and above [low, high), whose ends `around` has given."""
-        kept = np.empty(stop - start, np.bool_)
-        below, places, some = 0, [], []
-        for at in range(start, stop, RUN_KEYS):
-            mixed = _mixed(at, min(at + RUN_KEYS, stop), self.seed)
-            own = kept[at - start : at - start + len(mixed)]
-            np.greater_equal(mixed, np.uint64(2 * low), out=own)
-            below += len(own) - int(np.count_nonzero(own))
-            # One comparison for both ends: what is below wraps around.
-            np.subtract(mixed, np.uint64(2 * low), out=mixed)
-            inside = np.flatnonzero(mixed <= np.uint64(2 * (high - low) - 1))
-            own[inside] = False
-            some.append(_finished(mixed.take(inside) + np.uint64(2 * low)))
-            places.append(inside + at)
-        return Parted(
-            below,
-            np.concatenate(places),
-            np.concatenate(some),
-            np.packbits(kept, bitorder="little"),
-        )
 
 
 def mean_squares(values: np.ndarray, height: int, width: int) -> np.ndarray:

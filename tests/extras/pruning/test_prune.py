@@ -15,7 +15,6 @@ import pytest
 import holdfast
 from holdfast.errors import CannotHold
 from holdfast.extras.pruning import masked as prune_loss
-from holdfast.extras.pruning import masks as prune_masks
 from holdfast.extras.pruning import select as prune_select
 from holdfast.extras.pruning.rules import parse_rule, tensor_seed
 from holdfast.numeric import threshold as prune_order
@@ -92,7 +91,6 @@ def small_pieces(request, monkeypatch):
         monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 96)
         monkeypatch.setattr(prune_order, "SORTED_KEYS", 20)
         monkeypatch.setattr(prune_select, "HISTOGRAM_PARTS", 3)
-        monkeypatch.setattr(prune_masks, "HELD_SCORES", 50)
         monkeypatch.setattr(prune_loss, "STEP_ELEMENTS", 32)
 
 

@@ -21,22 +21,22 @@ from holdfast.extras.pruning.masked import (
     Loss,
     Masked,
     Tally,
+    Weighed,
     loss_of,
-    loss_of_counts,
-    prune_values,
 )
 from holdfast.extras.pruning.masks import (
     BlockMask,
     GroupMask,
-    RandomMask,
+    RandomKeys,
     ThresholdMask,
-    block_masks,
+    find_random_mask,
     group_keep,
+    zero_out,
 )
-from holdfast.extras.pruning.select import BlockScores, KeySearch, Magnitudes, select
+from holdfast.extras.pruning.select import KeySearch, Magnitudes, select
 from holdfast.numeric import threshold as prune_keys
 from holdfast.numeric import threshold as prune_order
-from holdfast.numeric.threshold import RandomOrder, mean_squares, random_keys
+from holdfast.numeric.threshold import mean_squares, random_keys
 from tests.sampling import examples
 
 NARROW = {15: "float16", 31: "float32", 63: "float64"}
@@ -79,57 +79,20 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
 )
 def test_a_threshold_is_the_one_that_sorting_finds(every, few, parts, threads):
     """Several searches at once, of several tensors each."""
-    counted: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prune_order, "SORTED_KEYS", few)
         patch.setattr(prune_select, "HISTOGRAM_PARTS", parts)
         patch.setattr(prune_select, "PIECE_ELEMENTS", 7)
-        patch.setattr(prune_select, "RUN_KEYS", 3)
         searched = [
-            KeySearch(
-                [given_keys(keys, width) for keys in sources],
-                count,
-                lambda *found, at=at: counted.update({at: found}),
-            )
-            for at, (sources, width, count) in enumerate(every)
+            KeySearch([given_keys(keys, width) for keys in sources], count)
+            for sources, width, count in every
         ]
         select(searched, threads=threads)
-    for at, ((sources, width, count), cut) in enumerate(zip(every, searched, strict=True)):
+    for (sources, _, count), cut in zip(every, searched, strict=True):
         expected = oracle(sources, count)
         for source, before, kept in zip(sources, cut.before, expected, strict=True):
             keys, after = np.array(source, np.uint64), np.arange(len(source)) >= before
             np.testing.assert_array_equal(np.where(after, keys >= cut.key, keys > cut.key), kept)
-        assert (at in counted) == (width == 15 and count > 0)
-        if at in counted:
-            keys, kept = (
-                np.concatenate([np.array(source, np.int64) for source in sources]),
-                np.concatenate(expected),
-            )
-            np.testing.assert_array_equal(counted[at][0], np.bincount(keys, minlength=1 << 15))
-            np.testing.assert_array_equal(
-                counted[at][1], np.bincount(keys[~kept], minlength=1 << 15)
-            )
-
-
-@settings(deadline=None, max_examples=examples(40))
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=150),
-    st.integers(0, 150),
-    st.sampled_from([1, 4]),
-)
-def test_scores_that_are_held_and_those_that_are_not_have_one_cut(scores, gone, width):
-    array = np.array(scores, np.float32).reshape(1, -1).repeat(2, axis=0)
-    blocks = BlockScores(Resident().array(array), 2, width)
-    level = min(gone, blocks.count) / blocks.count
-    found = []
-    for held in (1 << 22, 0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prune_masks, "HELD_SCORES", held)
-            patch.setattr(prune_order, "SORTED_KEYS", 3)
-            patch.setattr(prune_select, "PIECE_ELEMENTS", 16 * width)
-            (mask,) = block_masks([blocks], [level])
-        found.append(mask.bits.tolist())
-    assert found[0] == found[1]
 
 
 def test_keys_that_change_are_an_error(monkeypatch):
@@ -148,28 +111,24 @@ def test_keys_that_change_are_an_error(monkeypatch):
         select([KeySearch([Magnitudes(Resident().array(array), "float16")], 35)], progress=progress)
 
 
-@pytest.mark.parametrize("apart", [prune_keys.CERTAIN_DEVIATIONS, 0.0])
+@pytest.mark.parametrize("deviations", [prune_masks.SURE_DEVIATIONS, 0.0])
 @pytest.mark.parametrize("count", [1, 77, 5_000, 9_999, 10_000])
-def test_a_random_threshold_whether_the_guess_holds_or_not(monkeypatch, count, apart):
-    monkeypatch.setattr(prune_keys, "CERTAIN_DEVIATIONS", apart)
+def test_a_random_threshold_whether_the_guess_holds_or_not(monkeypatch, count, deviations):
+    monkeypatch.setattr(prune_masks, "SURE_DEVIATIONS", deviations)
     keys = random_keys(0, 10_000, 3)
-    mask = RandomMask(RandomOrder(10_000, 3), count)
-    mask.prepare()
-    assert mask._threshold is not None
-    assert mask._threshold.key == int(np.sort(keys)[count - 1])
-    assert mask._threshold.cut == int(np.argsort(keys)[count - 1]) + 1
+    mask = find_random_mask(RandomKeys(10_000, 3), count)
+    assert mask.key == int(np.sort(keys)[count - 1])
+    assert mask.cut == int(np.argsort(keys)[count - 1]) + 1
 
 
 def test_random_keys_do_not_depend_on_where_they_begin(monkeypatch):
     monkeypatch.setattr(prune_keys, "RUN_KEYS", 64)
-    prune_keys._multiples.cache_clear()
     every = random_keys(0, 1000, -5)
     assert all(
         (random_keys(a, b, -5) == every[a:b]).all()
         for a, b in ((0, 0), (3, 4), (63, 65), (100, 1000))
     )
     monkeypatch.undo()
-    prune_keys._multiples.cache_clear()
     np.testing.assert_array_equal(random_keys(0, 1000, -5), every)
 
 
@@ -208,19 +167,6 @@ def test_what_is_lost_is_a_plain_sum(monkeypatch, dtype):
     assert found.zeros == int(((wide == 0) | ~kept).sum())
     assert found.squares == pytest.approx(math.fsum(wide[finite] ** 2))
     assert found.lost == pytest.approx(math.fsum(wide[finite & ~kept] ** 2))
-    if np.dtype(dtype).itemsize == 2:
-        keys = prune_keys.magnitude_keys(values, np.dtype(dtype).name)
-        counts = np.bincount(keys, minlength=1 << 15), np.bincount(keys[~kept], minlength=1 << 15)
-        counted = loss_of_counts(*counts, np.dtype(dtype).name)
-        assert (counted.pruned, counted.zeros, counted.nonfinite) == (
-            found.pruned,
-            found.zeros,
-            found.nonfinite,
-        )
-        assert (counted.squares, counted.lost) == (
-            pytest.approx(found.squares),
-            pytest.approx(found.lost),
-        )
 
 
 def test_squares_beyond_float64_are_said_to_be_infinite():
@@ -308,7 +254,7 @@ def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
         m = data.draw(st.sampled_from([m for m in (2, 4, 8, 32) if len(values) % m == 0]))
         mask, start = GroupMask(data.draw(st.integers(1, m - 1)), m, name), start * m
     elif kind == "random":
-        keys = RandomOrder(len(values) + start, 7)
+        keys = RandomKeys(len(values) + start, 7)
         mask = ThresholdMask(
             keys,
             int(np.sort(random_keys(0, keys.count, 7))[keys.count // 2]),
@@ -317,7 +263,7 @@ def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
     else:
         order = data.draw(st.sampled_from([name, "float64"]))
         keys = Magnitudes(tensor, order)
-        own = [*keys.of(values).tolist(), 0, keys.most]
+        own = [*keys.of(values).tolist(), 0, prune_keys.nan_key(order)]
         mask = ThresholdMask(
             keys,
             data.draw(st.sampled_from(own)),
@@ -326,14 +272,15 @@ def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
     kept = mask.keep(values, start)
     expected = np.where(kept, values.view(f"u{width}"), 0)
     after = values.copy()
-    loss = prune_values(after, mask, start, weigh=True)
+    zero_out(after, kept)
     assert after.view(f"u{width}").tolist() == expected.tolist()
+    tally = Tally(start + len(values))
+    Weighed(mask, tally).add(start, values)
+    tally.add(0, start, Loss())
+    loss = tally.whole()
+    assert loss is not None
     assert loss.pruned == int((~kept).sum())
     assert loss == loss_of(values, kept) or not math.isfinite(loss.squares)
-    if width < 8:
-        keys = prune_keys.magnitude_keys(values, name)
-        counts = np.bincount(keys >> keys.dtype.type(8 * width - 16), minlength=1 << 15)
-        assert prune_keys.top_counts(values, name).tolist() == counts.tolist()
 
 
 @given(st.integers(2, 18), st.integers(1, 20), st.sampled_from([1, 3, 100, 30000]), st.data())
@@ -348,13 +295,7 @@ def test_groups_keep_the_largest_and_of_equals_the_last(m, groups, different, da
     np.put_along_axis(
         kept, np.argsort(keys.reshape(-1, m), axis=1, kind="stable")[:, :zeros], False, axis=1
     )
-    with pytest.MonkeyPatch.context() as patch:
-        for cached in (prune_masks._places, prune_masks._have_one):
-            patch.setattr(prune_masks, cached.__name__, cached.__wrapped__)
-        patch.setattr(
-            prune_masks, "COMPARED_KEYS", data.draw(st.sampled_from([m, 3 * m + 1, 1000]))
-        )
-        assert group_keep(keys, zeros, m=m).tolist() == kept.reshape(-1).tolist()
+    assert group_keep(keys, zeros, m=m).tolist() == kept.reshape(-1).tolist()
 
 
 @given(
@@ -373,41 +314,8 @@ def test_blocks_go_as_a_whole_wherever_a_range_begins(dtype, rows, columns, heig
     values = rng.normal(size=rows * columns).astype(dtype)
     start = data.draw(st.integers(0, len(values)))
     stop = data.draw(st.integers(start, len(values)))
-    after = values[start:stop].copy()
     mask = BlockMask(height, width, columns, bits)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prune_loss, "STEP_ELEMENTS", data.draw(st.sampled_from([16, 50, 1000])))
-        loss = prune_values(after, mask, start, weigh=True)
-    assert after.tobytes() == np.where(kept, values, values.dtype.type(0))[start:stop].tobytes()
-    assert loss.pruned == int((~kept[start:stop]).sum())
     assert mask.keep(values[start:stop], start).tolist() == kept[start:stop].tolist()
-
-
-@pytest.mark.parametrize("sure", [31, 3])
-@settings(max_examples=examples(60))
-@given(
-    st.integers(0, 5000),
-    st.integers(1, 300),
-    st.integers(-5, 1 << 64),
-    st.integers(0, 1 << 63),
-    st.booleans(),
-)
-def test_random_keys_are_told_apart_by_their_upper_bits_first(sure, start, count, seed, key, own):
-    """With three sure bits most keys are unsure, and finished."""
-    keys = random_keys(start, start + count, seed)
-    key = int(keys[count // 2]) if own else key
-    order = RandomOrder(start + count, seed)
-    kept = np.empty(count, bool)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prune_keys, "TOLD_BITS", sure)
-        order.reach(np.empty(count), start, key, out=kept)
-        assert kept.tolist() == [k >= key for k in keys.tolist()]
-        low, high = order.around(max(count // 2, 1))
-    found = order.part(start, start + count, low, high=high)
-    assert (found.below, found.keys.tolist()) == (
-        int((keys < low).sum()),
-        [k for k in keys.tolist() if low <= k < high],
-    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda t: np.dtype(t).name)
@@ -418,24 +326,17 @@ def test_scores_of_narrow_floats_are_those_of_wide_ones(dtype):
     assert mean_squares(values, 4, 4).tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("apart", [prune_keys.CERTAIN_DEVIATIONS, 0.0], ids=["guessed", "missed"])
-@pytest.mark.parametrize("held", [1 << 20, 4], ids=["held", "searched"])
+@pytest.mark.parametrize(
+    "deviations", [prune_masks.SURE_DEVIATIONS, 0.0], ids=["guessed", "missed"]
+)
 @pytest.mark.parametrize("gone", [0, 1, 700, 1998, 1999])
-def test_the_lowest_of_a_random_order_go_however_often_they_are_read(
-    monkeypatch, gone, held, apart
-):
-    monkeypatch.setattr(prune_keys, "CERTAIN_DEVIATIONS", apart)
+def test_the_lowest_of_a_random_order_go_however_often_they_are_read(monkeypatch, gone, deviations):
     monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 250)
-    monkeypatch.setattr(prune_masks, "HELD_NBYTES", held)
+    monkeypatch.setattr(prune_masks, "SURE_DEVIATIONS", deviations)
     kept = np.ones(1999, bool)
     kept[np.argsort(random_keys(0, 1999, 11), kind="stable")[:gone]] = False
-    mask = RandomMask(RandomOrder(1999, 11), gone, threads=2)
+    mask = find_random_mask(RandomKeys(1999, 11), gone, threads=2)
     values = np.arange(1, 2000, dtype=np.float32)
     for ends in ([0, 1, 3, 800, 1200, 1999], [0, 1999], [5, 77]):
         for start, stop in itertools.pairwise(ends):
-            mask.prepare()
             assert mask.keep(values[start:stop], start).tolist() == kept[start:stop].tolist()
-            after = values[start:stop].copy()
-            assert mask.prune(after, start) == int((~kept[start:stop]).sum())
-            assert after.tolist() == (values * kept)[start:stop].tolist()
-    assert mask._bits is None  # all was read

@@ -37,7 +37,13 @@ from holdfast.engine.table import lazy_table
 from holdfast.engine.targets.parts import Findings
 from holdfast.errors import CannotHold
 from holdfast.extras.pruning.masked import Loss, Masked, TallyPart, Weighed
-from holdfast.extras.pruning.masks import GroupMask, Mask, RandomMask, ThresholdMask, block_masks
+from holdfast.extras.pruning.masks import (
+    GroupMask,
+    RandomKeys,
+    ThresholdMask,
+    block_masks,
+    find_random_mask,
+)
 from holdfast.extras.pruning.rules import (
     Block,
     Global,
@@ -58,7 +64,7 @@ from holdfast.extras.pruning.select import (
     pieces,
     select_together,
 )
-from holdfast.numeric.threshold import RandomOrder, common_order, pruned_count
+from holdfast.numeric.threshold import common_order, pruned_count
 from holdfast.verbs.open import Openable
 from holdfast.verbs.shared.formats import Options, format_for, plan_save
 from holdfast.verbs.shared.planned import (
@@ -259,73 +265,81 @@ class Pruning:
         """Find the masks. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing. Of several
         ranks each reads some."""
         ranks = self._options.ranks
-        searches: list[tuple[KeySearch, list[tuple[Job, Magnitudes]]]] = []
-        together: list[tuple[Job, float]] = []
+        # Each search, and the jobs whose tensors are searched together.
+        searches: list[tuple[KeySearch, list[Job]]] = []
+        together: list[Job] = []
+        global_level = 0.0
+        randoms: list[tuple[Job, RandomKeys, int]] = []
         blocks: list[tuple[Job, BlockScores, float]] = []
         for job in self._jobs:
             tensor = job.tensor
             match job.rule.method:
                 case Magnitude(level):
                     keys = Magnitudes(tensor, tensor.dtype.name)
-                    searches.append(
-                        (
-                            KeySearch([keys], pruned_count(level, keys.count), job.counted),
-                            [(job, keys)],
-                        )
-                    )
+                    searches.append((KeySearch([keys], pruned_count(level, keys.count)), [job]))
                 case Global(level):
-                    together.append((job, level))
+                    together.append(job)
+                    global_level = level
                 case Groups(n, m):
                     job.mask = GroupMask(n, m, tensor.dtype.name)
                 case Block(height, width, level):
                     blocks.append((job, BlockScores(tensor, height, width), level))
                 case Random(level, seed):
-                    order = RandomOrder(tensor.size, tensor_seed(seed, job.names[0]))
-                    job.mask = RandomMask(order, pruned_count(level, tensor.size), threads=workers)
+                    order = RandomKeys(tensor.size, tensor_seed(seed, job.names[0]))
+                    randoms.append((job, order, pruned_count(level, tensor.size)))
+
         if together:
-            common = common_order([job.tensor.dtype.name for job, _ in together])
-            every = [Magnitudes(job.tensor, common) for job, _ in together]
-            gone = pruned_count(
-                max(level for _, level in together), sum(keys.count for keys in every)
-            )
-            searches.append(
-                (
-                    KeySearch(every, gone),
-                    [(job, keys) for (job, _), keys in zip(together, every, strict=True)],
-                )
-            )
-        select_together([one for one, _ in searches], ranks, threads=workers, progress=progress)
-        self._share_losses()
-        for one, own in searches:
-            for (job, keys), before in zip(own, one.before, strict=True):
-                job.mask = ThresholdMask(keys, one.key, before)
+            order_name = common_order([job.tensor.dtype.name for job in together])
+            every = [Magnitudes(job.tensor, order_name) for job in together]
+            gone = pruned_count(global_level, sum(keys.count for keys in every))
+            searches.append((KeySearch(every, gone), together))
+        select_together(
+            [search for search, _ in searches], ranks, threads=workers, progress=progress
+        )
+        for search, jobs in searches:
+            for job, source, cut in zip(jobs, search.sources, search.before, strict=True):
+                assert isinstance(source, Magnitudes)
+                job.mask = ThresholdMask(source, search.key, cut)
+
+        def find_random_masks(numbers: list[int]) -> list[tuple[int, int]]:
+            own = [randoms[number] for number in numbers]
+            masks = [find_random_mask(order, gone, threads=workers) for _, order, gone in own]
+            return [(mask.key, mask.cut) for mask in masks]
+
+        cuts = share_out(
+            ranks, [order.count for _, order, _ in randoms], find_random_masks, tuple[int, int]
+        )
+        for (job, order, _), (key, cut) in zip(randoms, cuts, strict=True):
+            job.mask = ThresholdMask(order, key, cut)
+
         scores, levels = [score for _, score, _ in blocks], [level for _, _, level in blocks]
         found = block_masks(scores, levels, threads=workers, progress=progress, ranks=ranks)
         for (job, _, _), mask in zip(blocks, found, strict=True):
             job.mask = mask
 
-    def _share_losses(self) -> None:
-        """Let all ranks know what one has measured."""
-        if self._options.ranks.size > 1:
-            findings = TallyFindings(self._jobs)
-            findings.put(exchange(self._options.ranks, findings.take(), common=b""))
-
     def _weigh(self, workers: int, progress: Progress | None) -> None:
         """Measure the losses of all tensors that were not read as a whole while they were written."""
-        left = [(job, _mask(job)) for job in self._jobs if job.tally.whole() is None]
-        for job, _ in left:
+        left = [job for job in self._jobs if job.tally.whole() is None]
+        for job in left:
             job.tally.clear()
 
         def weigh(numbers: list[int]) -> list[None]:
             own = [left[number] for number in numbers]
             return scan(
-                [job.tensor for job, _ in own], lambda at: Weighed(own[at][1], own[at][0].tally),
-                lambda at: pieces(own[at][0].tensor.size, own[at][1].align), threads=workers, progress=progress,
-            )  # fmt: skip
+                [job.tensor for job in own],
+                lambda i: Weighed(own[i].mask, own[i].tally),
+                lambda i: pieces(own[i].tensor.size, own[i].mask.align),
+                threads=workers,
+                progress=progress,
+            )
 
         if left:
-            share_out(self._options.ranks, [job.tensor.nbytes for job, _ in left], weigh, NoneType)
-            self._share_losses()
+            ranks = self._options.ranks
+            share_out(ranks, [job.tensor.nbytes for job in left], weigh, NoneType)
+            if ranks.size > 1:
+                # Tell all ranks what each of them has measured.
+                findings = TallyFindings(self._jobs)
+                findings.put(exchange(ranks, findings.take(), common=b""))
 
     def report(self, report: Pruned, workers: int, progress: Progress | None) -> Pruned:
         """The report with the losses; after `measure`. Reads tensors that were not read as a whole while they were written."""
@@ -369,7 +383,7 @@ class Pruning:
     def _pruned(self, masked: Masked) -> State:
         table, made = self._state.tensors, dict[int, LazyTensor]()
         for job in self._jobs:
-            new = masked.tensor(job.tensor, _mask(job), job.open_tally)
+            new = masked.tensor(job.tensor, job.mask, job.tally)
             for name in job.names:
                 row = table.rows[name]
                 traits = replace(table.kind_of(row).traits, conj=False, neg=False, alias=None)
@@ -381,15 +395,9 @@ class Pruning:
         tensors: dict[str, LazyTensor] = {}
         for job in self._jobs:
             for name in job.names:
-                tally = job.open_tally if self._masks == "only" else None
+                tally = job.tally if self._masks == "only" else None
                 tensors[f"{name}.mask"] = masked.bits(
-                    f"{name}.mask", job.tensor, _mask(job), tally=tally
+                    f"{name}.mask", job.tensor, job.mask, tally=tally
                 )
                 notes[name] = {"shape": list(job.tensor.shape), "rule": job.rule.text}
         return flat_state(lazy_table([*tensors], [*tensors.values()]), {MASKS: json.dumps(notes)})
-
-
-def _mask(job: Job) -> Mask:
-    if job.mask is None:
-        raise ValueError("a pruning is measured before it is run")
-    return job.mask

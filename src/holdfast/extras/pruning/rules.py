@@ -25,7 +25,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.patterns import matcher
 from holdfast.core.protocols import State
@@ -33,7 +32,7 @@ from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError
-from holdfast.extras.pruning.masked import Loss, Tally, loss_of_counts
+from holdfast.extras.pruning.masked import Loss, Tally
 from holdfast.extras.pruning.masks import Mask
 
 
@@ -166,20 +165,12 @@ class Job:
     tensor: LazyTensor
     names: list[str]
     rule: PruningRule
-    mask: Mask | None = None
+    mask: Mask = field(init=False)
+    """What stays of the tensor. It is known when the pruning has been measured."""
     tally: Tally = field(init=False)
 
     def __post_init__(self) -> None:
         self.tally = Tally(self.tensor.size)
-
-    @property
-    def open_tally(self) -> Tally | None:
-        """The tally, unless the search for a threshold has filled it."""
-        return None if self.tally.whole() else self.tally
-
-    def counted(self, there: Ints, gone: Ints) -> None:
-        """Add the loss to the tally, from how often each key is there and goes."""
-        self.tally.add(0, self.tensor.size, loss_of_counts(there, gone, self.tensor.dtype.name))
 
     @property
     def loss(self) -> Loss:

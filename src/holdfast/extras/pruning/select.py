@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from msgspec import Struct
 
-from holdfast.core.arrays import Bools, Ints, matrix_shape
+from holdfast.core.arrays import Ints, matrix_shape
 from holdfast.core.box import Box
 from holdfast.core.documents import message_kind, read_document, write_document
 from holdfast.core.group import Ranks, deal, exchange, share_out, telling
@@ -27,14 +27,11 @@ from holdfast.engine.threads import run_all
 from holdfast.errors import NotCommitted
 from holdfast.numeric.threshold import (
     ORDERS,
-    RUN_KEYS,
     KeyBits,
     Search,
     magnitude_keys,
     mean_squares,
-    nan_key,
     search,
-    top_counts,
 )
 
 PIECE_ELEMENTS = 1 << 19
@@ -64,11 +61,6 @@ class Magnitudes(Value, frozen=True):
     def width(self) -> int:
         return 8 * ORDERS[self.order][1].itemsize - 1
 
-    @property
-    def most(self) -> int:
-        """The largest key, of every NaN."""
-        return nan_key(self.order)
-
     def blocks(self) -> Iterator[Block]:
         """Elements that are looked at together, in the order of the keys."""
         return pieces(self.count)
@@ -77,24 +69,9 @@ class Magnitudes(Value, frozen=True):
         """The number of the first key of a block that begins with this element."""
         return start
 
-    def of(self, values: np.ndarray) -> np.ndarray:
+    def of(self, values: np.ndarray, start: int = 0) -> np.ndarray:
         """The keys of a block, as it was read."""
         return magnitude_keys(values, self.order)
-
-    def begin(self, values: np.ndarray, bits: KeyBits) -> np.ndarray:
-        """The keys of a block that begin with a prefix; they are made in parts that stay in a cache."""
-        parts = (values[at : at + RUN_KEYS] for at in range(0, len(values), RUN_KEYS))
-        return np.concatenate([bits.begin(self.of(part), self.width) for part in parts])
-
-    def count_by(self, values: np.ndarray, bits: KeyBits) -> Ints:
-        """The number of keys of a block, by some of their bits."""
-        if bits.known < self.width or self.width > 32:
-            return bits.count(self.of(values), self.width)
-        return top_counts(values, self.order)  # the upper bytes of floats are enough
-
-    def reach(self, values: np.ndarray, start: int, key: int, *, out: Bools) -> None:
-        """Whether each of these values has this key or one above it."""
-        np.greater_equal(self.of(values), key, out=out)
 
 
 class BlockScores(Value, frozen=True):
@@ -145,27 +122,16 @@ class BlockScores(Value, frozen=True):
             mean_squares(matrix, self.height, self.width_of_block).reshape(-1), "float64"
         )
 
-    def begin(self, values: np.ndarray, bits: KeyBits) -> np.ndarray:
-        return bits.begin(self.of(values), self.width)
-
-    def count_by(self, values: np.ndarray, bits: KeyBits) -> Ints:
-        return bits.count(self.of(values), self.width)
-
 
 Keys = Magnitudes | BlockScores
-
-OnCounts = Callable[[Ints, Ints], None]
-"""Called with how often each key of 15 bits is there, and how often it goes."""
 
 
 class KeySearch:
     """A search for the keys of some tensors that go together: every key below `key`, and of equal ones those before an index."""
 
-    def __init__(
-        self, sources: Sequence[Keys], gone: int, on_counts: OnCounts | None = None
-    ) -> None:
-        """`gone` keys go, all of one width. `on_counts` is called where one histogram was enough."""
-        self.sources, self._on_counts = sources, on_counts
+    def __init__(self, sources: Sequence[Keys], gone: int) -> None:
+        """`gone` keys go, all of one width."""
+        self.sources = sources
         self._work = [
             (number, block) for number, source in enumerate(sources) for block in source.blocks()
         ]
@@ -180,7 +146,7 @@ class KeySearch:
         """The bits that the next pass counts; None where all is known."""
         self._equal: Sequence[int] = ()
         """How many keys equal to the one that was found each part of the work has."""
-        self._ties = self._passes = 0
+        self._ties = 0
         if gone > 0:
             self._search: Search = search(
                 gone, total=sum(source.count for source in sources), width=sources[0].width
@@ -189,7 +155,6 @@ class KeySearch:
 
     def _begin(self, asked: KeyBits) -> None:
         self.asked, self._left = asked, len(self.sources)
-        self._passes += 1
         self._parts: Ints | None = None
         self._taken: list[np.ndarray] = [np.empty(0, np.uint64)] * (
             len(self._work) if asked.taken else 0
@@ -200,10 +165,11 @@ class KeySearch:
         asked, source, at = self.asked, self.sources[number], self._at[number, start]
         if asked is None:
             return
+        keys = source.of(values)
         if asked.taken:
-            self._taken[at] = source.begin(values, asked)
+            self._taken[at] = asked.begin(keys, source.width)
             return
-        own = source.count_by(values, asked)
+        own = asked.count(keys, source.width)
         with self._lock:
             if self._parts is None:
                 # By parts of the work, if these bits are the last.
@@ -251,13 +217,7 @@ class KeySearch:
             if parts is None:
                 self._equal = [int(np.count_nonzero(keys == self.key)) for keys in taken]
                 return
-            bucket = self.key % parts.shape[1]
-            self._equal = parts[:, bucket].tolist()
-            if self._on_counts is not None and self._passes == 1:
-                there = parts.sum(axis=0)
-                gone = np.where(np.arange(len(there)) < bucket, there, 0)
-                gone[bucket] = self._ties
-                self._on_counts(there, gone)
+            self._equal = parts[:, self.key % parts.shape[1]].tolist()
 
     def locate(self) -> None:
         """Find where the first of the equal keys that go end, from how many each part of the work has. Reads one part."""
