@@ -127,7 +127,9 @@ def test_what_is_not_whole_is_no_step(
     store: MemoryStore, attributes: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if not attributes:
-        monkeypatch.setattr("holdfast.extras.runs.bucket.attributes_of", lambda says, files: {})
+        monkeypatch.setattr(
+            "holdfast.extras.runs.bucket.RunBucket.attributes", lambda run, stamp, files: {}
+        )
     run = holdfast.Run("run", store=store)
     for number in (1, 2):
         run.save(number, state(number), metrics={"loss": number})

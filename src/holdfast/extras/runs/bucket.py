@@ -53,7 +53,6 @@ from holdfast.engine.commit.target import refusal
 from holdfast.engine.targets.bucket_claims import release
 from holdfast.engine.threads import run_all
 from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, SaveError, StoreError
-from holdfast.extras.runs.lock import Holder
 from holdfast.extras.runs.place import Change, Choose, RunPlace, Sizes
 from holdfast.extras.runs.record import (
     MOST_NBYTES,
@@ -130,29 +129,6 @@ def stamp_text(stamp: Stamp, more: Mapping[str, object]) -> str:
     return text.replace(" ", "\\u0020").replace("\x7f", "\\u007f")
 
 
-def metadata_of(stamp: Stamp) -> Mapping[str, str]:
-    return {METADATA: stamp_text(stamp, {})}
-
-
-def attributes_of(stamp: Stamp, files: Iterable[tuple[str, int]]) -> Mapping[str, str]:
-    """The attributes of the manifest of a step with this data; none where that is more than stores take."""
-    sizes = dict(files)
-    shared = sorted(name for name in sizes if sibling_key(name))
-    saves = {
-        found[1] if (found := DATA.fullmatch(name)) else "" for name in sizes if name not in shared
-    }
-    if len(saves) > 1 or "" in saves:
-        return {}
-    more = {
-        "save": "".join(saves),
-        "files": digest_of(sizes),
-        "nbytes": sum(sizes.values()),
-        "beside": shared,
-    }
-    text = stamp_text(stamp, more)
-    return {ATTRIBUTE: text} if len(text) <= ATTRIBUTE_NBYTES else {}
-
-
 def digest_of(sizes: Mapping[str, int]) -> str:
     text = "".join(f"{name} {sizes[name]}\n" for name in sorted(sizes))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -182,8 +158,6 @@ class RunBucket(RunPlace):
         self._lengths: dict[str, Mapping[str, int]] = {}
         """The keys and lengths of the objects of each step that was found whole, by its name."""
         self._references = References(url, self.folders_named)
-        self._last: Step | None = None
-        """The step that was saved last from here."""
 
     # Looking.
 
@@ -230,9 +204,6 @@ class RunBucket(RunPlace):
                 break
         return rows
 
-    def unsealed(self) -> list[str]:
-        return []  # `holdfast seal` is for folders on a disk
-
     def _survey(self) -> tuple[list[FoundStep], int]:
         """One look, and the highest number whose manifest was deleted meanwhile."""
         tree = listed(self.path)
@@ -256,21 +227,6 @@ class RunBucket(RunPlace):
             default=-1,
         )
 
-    def before_saving(self, step: int, *, base: bool) -> tuple[Step | None, Step | None]:
-        own, last = self.get(step), self._last
-        if not base or (
-            last is not None and last.step != step and self._manifest_etag(last) is not None
-        ):
-            return own, last if base else None  # by one request, and no listing
-        found = self.newest()
-        return own, self.newest(below=step) if found is not None and found.step == step else found
-
-    def exists(self) -> bool:
-        return True
-
-    def free(self) -> int | None:
-        return None
-
     def sizes(self, step: Step) -> Sizes:
         sizes: Sizes = {}
         sizes.update(self._lengths.get(step.name, {step.path: step.nbytes}))
@@ -285,9 +241,6 @@ class RunBucket(RunPlace):
         return {
             name: now if one is None else one.changed.timestamp() for name, one in found.items()
         }
-
-    def writer(self) -> Holder | None:
-        return None
 
     def read_record(self, kind: DocumentKind[D]) -> D | None:
         got = if_there(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
@@ -319,9 +272,6 @@ class RunBucket(RunPlace):
     def check(self) -> None:
         """Nothing: there is no lock to compare. What is published and deleted has its own conditions."""
 
-    def locked(self) -> ExitStack:
-        return ExitStack()  # nothing is held
-
     def replaces(self, step: int) -> bool:
         # Only what is published and not whole: what another run publishes meanwhile is not replaced.
         return isinstance(self._look(step_name(step), step), str)
@@ -329,7 +279,7 @@ class RunBucket(RunPlace):
     def with_stamp(
         self, metadata: Mapping[str, str] | None, stamp: Stamp
     ) -> Mapping[str, str] | None:
-        return {**(metadata or {}), **metadata_of(stamp)}
+        return {**(metadata or {}), METADATA: stamp_text(stamp, {})}
 
     def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
         plan = planned.plan
@@ -340,7 +290,25 @@ class RunBucket(RunPlace):
         return replace(planned, plan=replace(plan, attributes=attributes))
 
     def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str]:
-        return attributes_of(stamp, files)
+        """The attributes of the manifest of a step with this data; none where that is more than stores take."""
+        sizes = dict(files)
+        shared = sorted(name for name in sizes if sibling_key(name))
+        saves = set[str]()
+        for name in sizes.keys() - set(shared):
+            match = DATA.fullmatch(name)
+            if match is None:
+                return {}
+            saves.add(match[1])
+        if len(saves) > 1:
+            return {}
+        more = {
+            "save": "".join(saves),
+            "files": digest_of(sizes),
+            "nbytes": sum(sizes.values()),
+            "beside": shared,
+        }
+        text = stamp_text(stamp, more)
+        return {ATTRIBUTE: text} if len(text) <= ATTRIBUTE_NBYTES else {}
 
     def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
         name = step_name(stamp.step)
@@ -350,7 +318,7 @@ class RunBucket(RunPlace):
         }
         files = [file for file, _ in planned.report.files if file != MANIFEST]
         nbytes = planned.report.nbytes
-        self._last = Step(
+        return Step(
             stamp.step,
             self.path.below(name),
             stamp.saved,
@@ -360,7 +328,6 @@ class RunBucket(RunPlace):
             tuple(files),
             stamp.ran,
         )
-        return self._last
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
         going: list[Step] = []
@@ -381,13 +348,10 @@ class RunBucket(RunPlace):
         notes: list[str] = []
         for one in going:
             try:
-                now, seen = (
-                    self._manifest_etag(one),
-                    self._manifests.get(self.key(one.name, MANIFEST)),
-                )
-                if (
-                    now is not None and seen is not None and now == seen.etag
-                ):  # the manifest that was decided about
+                key = self.key(one.name, MANIFEST)
+                now, seen = if_there(self.bucket.head, key), self._manifests.get(key)
+                # Only the manifest that was decided about.
+                if now is not None and seen is not None and (now.etag or "") == seen.etag:
                     self._unpublish(one)
                     gone.append(one)
             except StoreError as error:
@@ -402,10 +366,6 @@ class RunBucket(RunPlace):
         for one in reversed(steps):
             self._unpublish(one)
         self._remove_data(steps)
-
-    def _manifest_etag(self, step: Step) -> str | None:
-        found = if_there(self.bucket.head, self.key(step.name, MANIFEST))
-        return None if found is None else found.etag or ""
 
     def _unpublish(self, step: Step) -> None:
         self.bucket.delete([self.key(step.name, MANIFEST)])

@@ -18,7 +18,7 @@ import errno
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 from holdfast.core.documents import DocumentKind, write_document
 from holdfast.core.value import replace
@@ -240,9 +240,6 @@ class RunDirectory(RunFolder, RunPlace):
         with self.opened() as (files, at):
             return seen_writing(files, at=at)
 
-    def asking(self) -> AbstractContextManager[None]:
-        return nullcontext()  # what the file system refuses is raised where it happens
-
     def begin(self, kept: RunRules, *, durable: bool) -> RunLock:
         with refusing("making the run's directory", self.path):
             make_parents(os.path.join(self.path, "step"), durable=durable)
@@ -253,24 +250,11 @@ class RunDirectory(RunFolder, RunPlace):
         self._lock = RunLock.take(self.files, self.path)
         return self._lock
 
-    def replaces(self, step: int) -> bool:
-        return True  # what is not whole is of no use to anybody
-
-    def with_stamp(
-        self, metadata: Mapping[str, str] | None, stamp: Stamp
-    ) -> Mapping[str, str] | None:
-        return metadata  # the seal has the stamp
-
     def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
         plan = with_seal(planned.plan, stamp)
         files = tuple(plan.listed)
         report = replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files))
         return replace(planned, plan=plan, report=report, sure=self.check)
-
-    def attributes(
-        self, stamp: Stamp, files: Sequence[tuple[str, int]]
-    ) -> Mapping[str, str] | None:
-        return None
 
     def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
         files = sorted([(key, nbytes) for key, nbytes in planned.report.files if key != SEAL])
@@ -344,7 +328,7 @@ PATIENCE_S, PAUSE_S = 30.0, 0.02
 
 
 @contextmanager
-def turn(folder: RunFolder) -> Iterator[tuple[Files, int]]:
+def turn(folder: RunDirectory) -> Iterator[tuple[Files, int]]:
     """The directory, open and locked: no other process changes pins or takes names from steps meanwhile."""
     with folder.opened() as (files, at):
         deadline = time.monotonic() + PATIENCE_S

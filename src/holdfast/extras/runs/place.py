@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Protocol
 
 from holdfast.core.documents import DocumentKind
@@ -56,12 +56,6 @@ class RunPlace(Protocol):
     def get(self, step: int) -> Step | None:
         """The step of this number, if it is whole."""
 
-    def before_saving(self, step: int, *, base: bool) -> tuple[Step | None, Step | None]:
-        """By one look: the step of this number, if it is whole; and with `base`, the newest other one, whose files may be shared.
-
-        Raises as `check` does.
-        """
-
     def steps(self) -> list[Step]:
         """All whole steps, the newest last."""
 
@@ -70,14 +64,17 @@ class RunPlace(Protocol):
 
     def unsealed(self) -> list[str]:
         """Names of checkpoints that other trainers wrote and nobody sealed: no steps, as they are."""
+        return []
 
     def exists(self) -> bool:
         """Whether there is such a place. In a bucket every prefix is one."""
+        return True
 
     # Room.
 
     def free(self) -> int | None:
         """Bytes that are free there; None where there is no limit."""
+        return None
 
     def sizes(self, step: Step) -> Sizes: ...
 
@@ -89,6 +86,7 @@ class RunPlace(Protocol):
 
     def writer(self) -> Holder | None:
         """Who has the run open, as far as the place knows."""
+        return None
 
     # Documents. Reading one raises `HeaderError` where it cannot be understood.
 
@@ -184,6 +182,7 @@ class RunPlace(Protocol):
 
     def asking(self) -> AbstractContextManager[None]:
         """A block before anything of a step is published: what the place refuses there is `NotCommitted`."""
+        return nullcontext()
 
     def begin(self, kept: RunRules, *, durable: bool) -> Closing:
         """Open the place for writing: made, locked where that can be, cleaned, and the rules written down."""
@@ -192,15 +191,18 @@ class RunPlace(Protocol):
         """Raise `NotCommitted` where this is not the place any more that was opened for writing: the lock is compared."""
 
     def locked(self) -> Closing:
-        """Keep runs out while steps are deleted by hand."""
+        """Keep runs out while steps are deleted by hand, if the place has a lock."""
+        return ExitStack()
 
     def replaces(self, step: int) -> bool:
         """Whether a save that replaces nothing whole may replace what is left of a step."""
+        return True
 
     def with_stamp(
         self, metadata: Mapping[str, str] | None, stamp: Stamp
     ) -> Mapping[str, str] | None:
         """The metadata of a step, with the stamp where it has to stand there."""
+        return metadata
 
     def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
         """A save, completed by what makes a step of it."""
@@ -209,6 +211,7 @@ class RunPlace(Protocol):
         self, stamp: Stamp, files: Sequence[tuple[str, int]]
     ) -> Mapping[str, str] | None:
         """What the manifest of a step with this data says of itself, where that makes a step of it; None where a seal does."""
+        return None
 
     def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
         """The step that was just saved, as it was laid out: no look can make a failure of a save that is done."""

@@ -25,8 +25,8 @@ from holdfast.core.options import DEADLINE, AsyncRankStepOptions, RankStepOption
 from holdfast.core.value import replace
 from holdfast.errors import Corrupted, FormatError, HoldfastError, HoldfastWarning, RanksFailed
 from holdfast.extras.runs.fill import unharmed
-from holdfast.extras.runs.run import Coming, RunOptions
 from holdfast.extras.runs.run import Run as PlainRun
+from holdfast.extras.runs.run import RunOptions
 from holdfast.extras.runs.steps import Step, step_name
 from holdfast.extras.runs.view import read_step
 from holdfast.ranks.write import AsStep
@@ -352,7 +352,7 @@ class Run(PlainRun):
                 last = self._new_nbytes
                 expected = nbytes if last is None else min(nbytes, last + last // 8)
                 _, replaced, base = self._place(step, overwrite=bool(options["overwrite"]))
-                self._make_room(expected, Coming(step, stamp.saved, stamp.metrics, stamp.ran))
+                self._make_room(expected, stamp)
             self._base = None if base is None else os.path.basename(base)
             return replaced, self._base
 
@@ -393,19 +393,12 @@ class Run(PlainRun):
         )
         if self._lock is None:
             return self._folder.get(stamp.step) or made
-        # One look for the step and for the rules.
-        steps = self._folder.steps() if self.keep else None
-        found = (
-            self._folder.get(stamp.step)
-            if steps is None
-            else next((one for one in steps if one.step == stamp.step), None)
-        )
-        saved = found or made
+        saved = self._folder.get(stamp.step) or made
         self._sure.discard(stamp.step)
         self._new_nbytes = saved.nbytes - self._linked_nbytes if self.share else None
         self._exports.add(saved)
         shares = self._new_nbytes is not None and self._new_nbytes < saved.nbytes
-        self._follow(saved, self._base, shares=shares, steps=steps)
+        self._follow(saved, self._base, shares=shares)
         return saved
 
     def _settle(self) -> None:

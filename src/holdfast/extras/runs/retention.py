@@ -119,9 +119,8 @@ def retain(
     coming: Facts | None = None,
     most: int | None = None,
     durable: bool = True,
-    steps: Sequence[Step] | None = None,
 ) -> Deleted:
-    """Delete what the rules do not keep, the oldest first, at most `most` steps. `steps` are all, where somebody has just looked.
+    """Delete what the rules do not keep, the oldest first, at most `most` steps.
 
     `sure` are steps that have been read back already; what is read back now is added. Raises `HoldfastError` where the pins cannot
     be read; what the place refuses for one step is a note, and the others go.
@@ -130,7 +129,7 @@ def retain(
         return Deleted(())
     sure = set() if sure is None else sure
     notes: list[str] = []
-    steps = place.steps() if steps is None else steps
+    steps = place.steps()
     read = _be_sure(place, steps, rules, sure=sure, check=check, coming=coming, notes=notes)
 
     def going(pins: Mapping[int, Pin]) -> list[Step]:

@@ -39,7 +39,7 @@ from holdfast.core.opaque import AnyValue
 from holdfast.core.options import Option, StoreOption, validated
 from holdfast.core.quantities import Size, byte_count, seconds, shown
 from holdfast.core.runtime import gc_paused, renewed
-from holdfast.core.value import Value, replace
+from holdfast.core.value import replace
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.write import Progress
@@ -90,15 +90,6 @@ WhenFull = Literal["error", "evict", "pause"]
 WhenFailed = Literal["raise", "warn"]
 
 T = TypeVar("T")
-
-
-class Coming(Value, frozen=True):
-    """A step that is about to be saved, as rules see it."""
-
-    step: int
-    saved: float
-    metrics: Mapping[str, float]
-    ran: float | None = None
 
 
 class RunOptions(StoreOption, total=False):
@@ -182,8 +173,6 @@ class Run(RunView):
         self._exports = Exports(
             read_exports(options["export"], self._folder.path), self._folder, durable=durable
         )
-        self._sizes: dict[tuple[str, float], Sizes] = {}
-        """The files of steps that were looked at before: they do not change."""
         self._process = os.getpid()
         self._closed = False
         self._lock: Closing | None = None
@@ -418,13 +407,14 @@ class Run(RunView):
     def _before_signal(self) -> None:
         """Nothing here; `holdfast.torch.Run` waits for its save."""
 
-    def _follow(
-        self, saved: Step, base: str | None, *, shares: bool, steps: Sequence[Step] | None = None
-    ) -> None:
-        """After a save the rules delete, and old files are read back. Failures are warnings. `steps` are all, if just listed."""
+    def _follow(self, saved: Step, base: str | None, *, shares: bool) -> None:
+        """After a save the rules delete, and old files are read back. Failures are warnings: the step is saved."""
         try:
             self._proofs.saved(saved, whole=base is None)
-            self._retain(steps=steps)
+            try:
+                self._let_go()
+            except (HoldfastError, OSError) as error:
+                self._warn_of_retention(error)
             self._proofs.write()
             self._proofs.watch(saved, shares=shares)
         except (HoldfastError, OSError) as error:
@@ -446,13 +436,10 @@ class Run(RunView):
 
     def _carry_out(self, planned: Planned[Saved], stamp: Stamp, progress: Progress | None) -> Step:
         """Make room and write; where the disk is full after all, make more room as long as there is any to be made."""
-        planned, coming = (
-            self._folder.sealed(planned, stamp),
-            Coming(stamp.step, stamp.saved, stamp.metrics, stamp.ran),
-        )
+        planned = self._folder.sealed(planned, stamp)
         while True:
             with self._folder.asking():
-                self._make_room(planned.report.new_nbytes, coming)
+                self._make_room(planned.report.new_nbytes, stamp)
             free = self._folder.free()
             try:
                 report = (
@@ -462,29 +449,35 @@ class Run(RunView):
                 self._sure.discard(stamp.step)
                 return self._folder.published(planned, stamp)
             except NotCommitted as error:
-                if error.errno not in FULL or not self._relieve(coming, error):
+                if error.errno not in FULL:
+                    raise
+                if self.when_full == "pause":
+                    self._wait_for_room(error.message)
+                elif self.when_full == "error" or not self._evict(stamp):
                     raise
 
-    def _make_room(self, nbytes: int, coming: Coming) -> None:
-        lacking = self._lacking(nbytes)
-        if lacking and self.when_full == "evict":
-            self._retain(coming, enough=nbytes)
-            lacking = self._lacking(nbytes)
-        while (
-            lacking
-            and self.when_full == "pause"
-            and not (self.budget is not None and nbytes > self.budget)
-        ):
-            self._wait_for_room(lacking)
-            lacking = self._lacking(nbytes)
-        if lacking:
-            refused = refusal(
-                f"{lacking}; nothing was written, and every old step is intact",
-                self._step_path(coming.step),
-                errno.ENOSPC,
-            )
-            refused.expected = nbytes
-            raise refused
+    def _make_room(self, nbytes: int, coming: Stamp) -> None:
+        """Wait or delete until there is room for so many bytes. Raises `NotCommitted` if there is none."""
+        while lacking := self._lacking(nbytes):
+            is_too_large = self.budget is not None and nbytes > self.budget
+            if self.when_full == "pause" and not is_too_large:
+                self._wait_for_room(lacking)
+            elif self.when_full != "evict" or not self._evict(coming):
+                refused = refusal(
+                    f"{lacking}; nothing was written, and every old step is intact",
+                    self._step_path(coming.step),
+                    errno.ENOSPC,
+                )
+                refused.expected = nbytes
+                raise refused
+
+    def _evict(self, coming: Stamp) -> bool:
+        """Delete the oldest step that the rules do not keep, and return whether there was one."""
+        try:
+            return bool(self._let_go(coming, most=1))
+        except (HoldfastError, OSError) as error:
+            self._warn_of_retention(error)
+            return False
 
     def _lacking(self, nbytes: int) -> str:
         """Why there is no room for so many bytes more; empty where there is. In a bucket there is the budget alone."""
@@ -502,21 +495,10 @@ class Run(RunView):
 
     def _used(self) -> int:
         """Bytes of all files of all steps; a file that several steps share (hard links) counts once."""
-        before, self._sizes = self._sizes, {}
-        every: Sizes = {}
-        for one in self._folder.steps():
-            key = (one.name, one.saved)
-            self._sizes[key] = before[key] if key in before else self._folder.sizes(one)
-            every.update(self._sizes[key])
-        return sum(every.values())
-
-    def _relieve(self, coming: Coming, error: NotCommitted) -> bool:
-        if self.when_full == "evict":
-            return bool(self._retain(coming, enough=0))
-        if self.when_full == "pause":
-            self._wait_for_room(error.message)
-            return True
-        return False
+        sizes: Sizes = {}
+        for step in self._folder.steps():
+            sizes.update(self._folder.sizes(step))
+        return sum(sizes.values())
 
     def _wait_for_room(self, lacking: str) -> None:
         warnings.warn(
@@ -524,45 +506,12 @@ class Run(RunView):
         )
         time.sleep(PAUSE_S)
 
-    def _retain(
-        self,
-        coming: Coming | None = None,
-        *,
-        enough: int | None = None,
-        steps: Sequence[Step] | None = None,
-    ) -> tuple[Step, ...]:
-        """Delete what no rule keeps. After a save, whatever stands in the way is a warning: the step is saved.
+    def _warn_of_retention(self, error: Exception) -> None:
+        message = f"no step of {self.path} was deleted: {error}"
+        warnings.warn(message, HoldfastWarning, stacklevel=5)
 
-        With `enough`, as many steps as make room for so many bytes, the oldest first; with 0, one.
-        """
-        before = self._deleted
-
-        def stop() -> bool:
-            return enough is not None and (
-                self._deleted > before if not enough else not self._lacking(enough)
-            )
-
-        gone: list[Step] = []
-        try:
-            while not stop():
-                done = self._let_go(coming, most=None if enough is None else 1, steps=steps)
-                gone += done
-                if enough is None or not done:
-                    break
-        except (HoldfastError, OSError) as error:
-            warnings.warn(
-                f"no step of {self.path} was deleted: {error}", HoldfastWarning, stacklevel=4
-            )
-        return tuple(gone)
-
-    def _let_go(
-        self,
-        coming: Coming | None = None,
-        *,
-        most: int | None = None,
-        steps: Sequence[Step] | None = None,
-    ) -> tuple[Step, ...]:
-        """Delete what no rule keeps; what stands in the way of one step is a warning."""
+    def _let_go(self, coming: Stamp | None = None, *, most: int | None = None) -> tuple[Step, ...]:
+        """Delete what no rule keeps, at most `most` steps; what stands in the way of one step is a warning."""
         done = retain(
             self._folder,
             self.keep,
@@ -571,7 +520,6 @@ class Run(RunView):
             coming=coming,
             most=most,
             durable=self.durable,
-            steps=steps,
         )
         self._deleted += len(done.steps)
         if done.read_back is not None:
@@ -625,7 +573,9 @@ class Run(RunView):
     def _place(self, step: int, *, overwrite: bool) -> tuple[str, bool, str | None]:
         """Where a step goes, whether what is there may be replaced, and the newest other step that is not doubted, as its base."""
         path = self._step_path(step)
-        found, base = self._folder.before_saving(step, base=self.share)
+        self._folder.check()
+        found = self._folder.get(step)
+        base = self._folder.newest() if self.share else None
         if found is not None and not overwrite:
             message = f"step {step} is there already and whole; pass overwrite=True to replace it, or save another number"
             raise refusal(message, found.path, errno.EEXIST)

@@ -23,10 +23,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
@@ -50,8 +48,6 @@ LAST = frozenset({".metadata", "model.safetensors", "model.safetensors.index.jso
 """Files that other programs write last into a folder: `dcp.save`, `save_pretrained`, TorchTitan's last step."""
 
 LIMITS = Limits()
-
-T = TypeVar("T")
 
 SETTLED_S = 2.0
 """From this age on, the time of a file shows a change: file systems count in steps of up to two seconds."""
@@ -169,9 +165,6 @@ class RunFolder:
         with opened_folder(files, self.path) as at:
             yield files, at
 
-    def check(self, at: int | None = None) -> None:
-        """Nothing here: `RunDirectory` compares the lock that it was opened for writing with."""
-
     def newest(self, *, below: int | None = None) -> Step | None:
         while True:
             with self._looking() as look:
@@ -188,17 +181,6 @@ class RunFolder:
     def get(self, step: int) -> Step | None:
         with self._looking() as look:
             return look.at(step) if look else None
-
-    def before_saving(self, step: int, *, base: bool) -> tuple[Step | None, Step | None]:
-        while True:
-            with self._looking() as look:
-                self.check(None if look is None else look.folder)
-                if look is None:
-                    return None, None
-                others = sorted(look.claims.keys() - {step}, reverse=True) if base else []
-                own, newest = look.at(step), next(filter(None, map(look.at, others)), None)
-                if not base or not look.lost(above=newest):
-                    return own, newest
 
     def steps(self) -> list[Step]:
         while True:
@@ -270,68 +252,54 @@ class _Look:
         self._seals: dict[str, Seal] = {}
         names = files.list(at)
         foreign = self._foreign = list[str]()
-        asides: list[str] = []
+        asides: dict[str, str] = {}
+        """Folders that were moved aside, and the step that each was."""
         for name in names:
             if (own := NAMED.fullmatch(name)) is not None and int(own[1]) <= LARGEST:
                 claim(self.claims, int(own[1]), name)
             elif not name.startswith(".") and name not in DOCUMENTS:
                 foreign.append(name)
-            elif ASIDE.fullmatch(name):
-                asides.append(name)
-        for name in asides:
-            self._stand_in(name, asides)
+            elif (aside := ASIDE.fullmatch(name)) is not None:
+                asides[name] = aside[1]
+        for name, target in asides.items():
+            # A crash caught the step between two renames: it is not there, and no other one was moved aside.
+            if files.stat(target, at=at) is None and set_aside(
+                files, target, at=at, there=[*asides], longest=SURE_NBYTES
+            ) == [name]:
+                claim(self.claims, int(target.removeprefix("step-")), name)
         for name in foreign:
             self._look_inside(name)
 
-    def _stand_in(self, name: str, asides: Sequence[str]) -> None:
-        """Take a folder that was moved aside for the step, where that is not there and no other was."""
-        found = ASIDE.fullmatch(name)
-        assert found is not None  # whoever calls has looked
-        target = found[1]
-        files, at = self.files, self.folder
-        if files.stat(target, at=at) is None and set_aside(
-            files, target, at=at, there=asides, longest=SURE_NBYTES
-        ) == [name]:
-            claim(self.claims, int(target.removeprefix("step-")), name)
-
     def _look_inside(self, name: str) -> None:
         """Look at a folder, or a file with a seal beside it, that has another name than ours."""
-        single = name.endswith(SUFFIX) and name != SEAL
+        is_file = name.endswith(SUFFIX) and name != SEAL
+        target = name.removesuffix(SUFFIX) if is_file else name
         try:
-            seal = self._seal(name, at=self.folder) if single else self._seal_inside(name)
-            if seal is None:
-                return
+            if is_file:
+                seal = self._seal(name, at=self.folder)
+            else:
+                with self._opened(name) as folder:
+                    seal = None if folder is None else self._seal(SEAL, at=folder)
         except HoldfastError as error:
-            self.others[name.removesuffix(SUFFIX) if single else name] = error.message
+            self.others[target] = error.message
             return
-        name = name.removesuffix(SUFFIX) if single else name
-        if seal.step is None:
-            self.others[name] = "its seal says no step"
-            return
-        self._seals[name] = seal
-        claim(self.claims, seal.step, name)
+        if seal is not None and seal.step is not None:
+            self._seals[target] = seal
+            claim(self.claims, seal.step, target)
+        elif seal is not None:
+            self.others[target] = "its seal says no step"
 
     def unsealed(self) -> list[str]:
         """Names without a seal that are like those of other trainers' checkpoints."""
         known = {*self.others, *(name for names in self.claims.values() for name in names)}
-        found = [
-            (name, self.files.stat(name, at=self.folder))
-            for name in self._foreign
-            if name not in known
-        ]
-        kinds = [
-            (name, entry.kind)
-            for name, entry in found
-            if entry is not None and entry.kind in ("file", "directory")
-        ]
-        return sorted(
-            name for name, kind in kinds if looks_like_a_step(name, folder=kind == "directory")
-        )
-
-    def _seal_inside(self, name: str) -> Seal | None:
-        return self._inside(
-            name, lambda folder: None if folder is None else self._seal(SEAL, at=folder)
-        )
+        unsealed = []
+        for name in self._foreign:
+            entry = None if name in known else self.files.stat(name, at=self.folder)
+            if entry is None or entry.kind not in ("file", "directory"):
+                continue
+            if looks_like_a_step(name, folder=entry.kind == "directory"):
+                unsealed.append(name)
+        return sorted(unsealed)
 
     def _seal(self, name: str, *, at: int) -> Seal | None:
         found = self.files.stat(name, at=at)
@@ -349,17 +317,15 @@ class _Look:
             self._read[found.identity] = (found.nbytes, found.changed_s), seal
         return seal
 
-    def _inside(self, name: str, look: Callable[[int | None], T]) -> T:
-        """Call `look` with a folder of the directory, which is open meanwhile; with None where it is no folder, or is gone."""
-        try:
-            folder = self.files.open_directory(name, at=self.folder)
-        except OSError:
-            return look(None)
-        try:
-            return look(folder)
-        finally:
-            with suppress(OSError):
-                self.files.close(folder)
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int | None]:
+        """Open a folder of the directory; None if it is not a folder, or is gone."""
+        with ExitStack() as stack:
+            try:
+                folder = stack.enter_context(opened_folder(self.files, name, at=self.folder))
+            except OSError:
+                folder = None
+            yield folder
 
     def lost(self, *, above: Step | None) -> bool:
         """Whether a step above `above` was listed and has been deleted since: then a newer one is there that was not seen yet."""
@@ -386,9 +352,15 @@ class _Look:
                 single = self.files.stat(name, at=self.folder)
                 if single is not None and single.kind == "file":
                     return self._sealed(name, number, self._seals[name], self.folder)
-            found = self._inside(name, partial(self._whole, name, number))
-            if found is not None:
-                return found
+            with self._opened(name) as folder:
+                if folder is None:
+                    return "no folder that can be opened (a link, or something else)"
+                seal = self._seal(SEAL, at=folder)
+                if seal is not None:
+                    return self._sealed(name, number, seal, folder)
+                manifest = self.files.stat(MANIFEST, at=folder)
+            if manifest is not None:
+                return self._by_manifest(name, number, manifest)
             if self.is_of_others(name):
                 return (
                     "another program wrote it, and it has no seal; `holdfast seal` makes it a step"
@@ -399,21 +371,10 @@ class _Look:
         except OSError as error:
             return error.strerror or str(error)
 
-    def _whole(self, name: str, number: int, folder: int | None) -> Step | str | None:
-        """The step in a folder that is open, or what is wrong with it; None where it has neither a seal nor a manifest."""
-        if folder is None:
-            return "no folder that can be opened (a link, or something else)"
-        seal = self._seal(SEAL, at=folder)
-        if seal is not None:
-            return self._sealed(name, number, seal, folder)
-        manifest = self.files.stat(MANIFEST, at=folder)
-        return None if manifest is None else self._by_manifest(name, number, manifest)
-
     def is_of_others(self, name: str) -> bool:
         """Whether a folder has neither a seal nor a manifest, and what other writers write last: torch's DCP, transformers."""
-        there = self._inside(
-            name, lambda folder: set[str]() if folder is None else {*self.files.list(folder)}
-        )
+        with self._opened(name) as folder:
+            there = set() if folder is None else {*self.files.list(folder)}
         return not there & {SEAL, MANIFEST} and bool(there & LAST)
 
     def _sealed(self, name: str, number: int, seal: Seal, folder: int) -> Step | str:
