@@ -27,7 +27,6 @@ from holdfast.engine.source import OpenSource
 from holdfast.extras.packages.pt2.read import Pt2Reader
 from holdfast.extras.packages.pt2.replace import lay_out_replaced
 from holdfast.extras.packages.pt2.write import ModelWeights, lay_out_pt2, models_of
-from holdfast.formats.zip.reader import read_archive
 from holdfast.stores.local import LocalStore
 from holdfast.torch import package_program, versions
 from holdfast.verbs.shared.planned import write_plan
@@ -293,8 +292,7 @@ def test_fake_tensors_have_no_data(folder):
 
 def test_the_summary_of_a_program(folder):
     source = OpenSource(LocalStore(folder / "dynamic.pt2"))
-    (key,) = source.store.list()
-    ((_, model),) = Pt2Reader(source, key, read_archive(source, key)).models().items()
+    ((_, model),) = Pt2Reader(source).models().items()
     program = model.program
     assert program is not None
     assert [str(value) for value in program.inputs] == ["input: float32[s77, 3]"] or program.inputs[

@@ -40,7 +40,6 @@ from holdfast.extras.packages.pt2.write import ModelWeights, lay_out_pt2, models
 from holdfast.extras.packages.tie import tie_state
 from holdfast.formats import FORMATS, Format, chosen, format_of, titles
 from holdfast.formats.torch.write import archive_name, without_origin
-from holdfast.formats.zip.reader import read_archive
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.verbs.open import Openable
@@ -419,12 +418,11 @@ def _opened(value: object, stack: ExitStack, limits: Limits | None) -> object:
 
 
 def _models(source: Source) -> list[str]:
-    keys = source.store.list()
-    if len(keys) != 1:
+    if len(source.store.list()) != 1:
         raise Unsupported(
             "weights are replaced in a .pt2, which is one file", file=source.store.name
         )
-    return Pt2Reader(source, keys[0], read_archive(source, keys[0])).names()
+    return Pt2Reader(source).names()
 
 
 def _states(

@@ -26,12 +26,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import accumulate, count
 from typing import Literal, Unpack
 
 from holdfast.core.checkpoint import Checkpoint
@@ -48,7 +46,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.engine.blocks import contiguous_blocks, read_block
 from holdfast.engine.budget import reading_threads
-from holdfast.engine.digest import tensor_crcs
+from holdfast.engine.digest import recorded_crc, tensor_crcs
 from holdfast.engine.equal import same_bytes
 from holdfast.errors import LimitExceeded, Unsupported
 from holdfast.formats import format_of
@@ -57,7 +55,7 @@ from holdfast.verbs.open import open as open_checkpoint
 from holdfast.verbs.shared.models import plan_rewrite, weights_of
 from holdfast.verbs.shared.planned import Destination, Planned, Saved, planned_fields, rewritten
 from holdfast.verbs.shared.rejoin import rejoin
-from holdfast.verbs.shared.rows import with_table
+from holdfast.verbs.shared.rows import with_odd, with_table
 from holdfast.verbs.shared.state import tabulate_state
 
 By = Literal["storage", "content"]
@@ -212,7 +210,7 @@ def alias_graph(
 
 
 class ModelRows:
-    """The rows of all models that have elements; rows that are one view are one *copy*."""
+    """The tensors of all models that have elements, by position; tensors that are one view are one *copy*."""
 
     def __init__(
         self,
@@ -223,66 +221,55 @@ class ModelRows:
     ) -> None:
         """With `stored_aliases`, copies that shared a storage before they were saved count as sharing it. `among`: these names."""
         self._stored_aliases = stored_aliases
-        self._models, self._tables = [*models], [*models.values()]
-        self._first = [*accumulate(map(len, self._tables), initial=0)]
-        """The position of the first row of each table among the rows of all."""
+        self._models = tuple(models)
+        self._tensors = [
+            (model, table.view(row)) for model, table in models.items() for row in range(len(table))
+        ]
         self.shared = found = shared_rows(
-            self._tables, stored_aliases=stored_aliases, by_place=True
+            models.values(), stored_aliases=stored_aliases, by_place=True
         )
-        self.storage, self.view = (
-            dict(zip(found.rows, column, strict=True)) for column in (found.storage, found.view)
-        )
-        filled = self._of_kinds(lambda kind: not kind.traits.meta and 0 not in kind.shape)
-        self._rows = [row for row in found.rows if filled[row]]
-        if among is not None:
-            names = [name for table in self._tables for name in table.names]
-            self._rows = [row for row in self._rows if names[row] in among]
+        self.storage = dict(zip(found.rows, found.storage, strict=True))
+        self.view = dict(zip(found.rows, found.view, strict=True))
+        self._rows = [row for row in found.rows if self._is_filled(self.tensor(row), among)]
         views = [self.view[row] for row in self._rows]
-        self._numbers = dict(
-            zip(dict.fromkeys(self.storage[row] for row in self._rows), count(), strict=False)
-        )
+        storages = dict.fromkeys(self.storage[row] for row in self._rows)
+        self._numbers = {storage: number for number, storage in enumerate(storages)}
         """The number of each storage that people see."""
         self._copies = dict(zip(reversed(views), reversed(self._rows), strict=True))
         """The first row of each view, which stands for the copy."""
         self._names = {rows[0]: rows for rows in several(views, self._rows).values()}
         """The rows of copies that have several."""
 
-    def _of_kinds(self, value: Callable[[Kind], int]) -> list[int]:
-        by_kind = [([*map(value, table.kinds)], table.kind) for table in self._tables]
-        return [numbers[one] for numbers, kind in by_kind for one in kind]
+    @staticmethod
+    def _is_filled(tensor: LazyTensor, among: Collection[str] | None) -> bool:
+        is_chosen = among is None or tensor.name in among
+        return is_chosen and tensor.size > 0 and not tensor.traits.meta
 
     def rows_of(self, copies: Sequence[int]) -> list[int]:
         return sorted([row for copy in copies for row in self._names.get(copy, (copy,))])
 
-    def _at(self, position: int) -> tuple[int, int]:
-        number = bisect_right(self._first, position) - 1
-        return number, position - self._first[number]
+    def tensor(self, row: int) -> LazyTensor:
+        return self._tensors[row][1]
 
-    def tensor(self, position: int) -> LazyTensor:
-        number, row = self._at(position)
-        return self._tables[number].view(row)
-
-    def member(self, position: int) -> AliasMember:
-        number, row = self._at(position)
-        table = self._tables[number]
-        kind = table.kind_of(row)
-        place: tuple[int, ...] | None = (table.offset_of(row), *kind.strides)
-        if row in table.odd or (self._stored_aliases and kind.traits.alias is not None):
-            tensor = table.view(row)
-            chunk = (tensor.shared_chunks if self._stored_aliases else tensor.chunks)[0]
-            place = (chunk.offset, *chunk.strides) if len(tensor.chunks) == 1 else None
-        bits = kind.dtype.bits
-        if place is not None:
-            place = (
-                None
-                if any(step % bits for step in place)
-                else tuple([step // bits for step in place])
-            )
-        offset, strides = (None, None) if place is None else (place[0], place[1:])
-        storage = self._numbers[self.storage[position]]
-        name, dtype = table.names[row], kind.dtype.name
+    def member(self, row: int) -> AliasMember:
+        model, tensor = self._tensors[row]
+        chunks = tensor.shared_chunks if self._stored_aliases else tensor.chunks
+        offset, strides = None, None
+        if len(chunks) == 1:
+            bits = tensor.dtype.bits
+            places = [divmod(place, bits) for place in (chunks[0].offset, *chunks[0].strides)]
+            if not any(rest for _, rest in places):
+                offset, *steps = [place for place, _ in places]
+                strides = tuple(steps)
         return AliasMember(
-            self._models[number], name, dtype, kind.shape, kind.nbytes, storage, offset, strides
+            model,
+            tensor.name,
+            tensor.dtype.name,
+            tensor.shape,
+            tensor.nbytes,
+            self._numbers[self.storage[row]],
+            offset,
+            strides,
         )
 
     def _graph(self, by: By, groups: Sequence[AliasGroup], notes: Sequence[str] = ()) -> AliasGraph:
@@ -290,8 +277,8 @@ class ModelRows:
         nbytes = sum([self.shared.nbytes[storage] for storage in self._numbers])
         return AliasGraph(
             by,
-            tuple(self._models),
-            self._first[-1],
+            self._models,
+            len(self._tensors),
             len(self._numbers),
             nbytes,
             tuple(groups),
@@ -300,14 +287,14 @@ class ModelRows:
         )
 
     def by_storage(self) -> AliasGraph:
-        made = []
-        for storage, rows in several([self.storage[row] for row in self._rows], self._rows).items():
+        groups = []
+        storages = [self.storage[row] for row in self._rows]
+        for storage, rows in several(storages, self._rows).items():
             members, nbytes = tuple(map(self.member, rows)), self.shared.nbytes[storage]
             saved = max(sum(member.nbytes for member in members) - nbytes, 0)
-            made.append(
-                AliasGroup(members, nbytes, saved, same=len({self.view[row] for row in rows}) == 1)
-            )
-        return self._graph("storage", made)
+            is_same = len({self.view[row] for row in rows}) == 1
+            groups.append(AliasGroup(members, nbytes, saved, same=is_same))
+        return self._graph("storage", groups)
 
     def by_content(
         self, classes: Sequence[Sequence[int]], notes: Sequence[str], *, tied: bool
@@ -317,44 +304,45 @@ class ModelRows:
         if tied:
             within = {copy for copies in classes for copy in copies}
             classes = [*classes, *([copy] for copy in self._names if copy not in within)]
-        made = {}
+        groups = {}
         for number, copies in enumerate(classes):
-            held = {
-                storage: self.shared.nbytes[storage]
-                for storage in map(self.storage.__getitem__, copies)
-            }
-            members = tuple(map(self.member, self.rows_of(copies)))
-            again = members[0].nbytes * (len(members) - len(copies))
+            storages = {self.storage[copy] for copy in copies}
+            nbytes = sum(self.shared.nbytes[storage] for storage in storages)
             savable = sum(
-                [nbytes for storage, nbytes in held.items() if freed.get(storage) == number]
+                self.shared.nbytes[storage] for storage in storages if freed.get(storage) == number
             )
-            made[min(copies)] = AliasGroup(members, sum(held.values()), again, savable)
-        return self._graph("content", [made[first] for first in sorted(made)], notes)
+            members = tuple(map(self.member, self.rows_of(copies)))
+            saved = members[0].nbytes * (len(members) - len(copies))
+            groups[min(copies)] = AliasGroup(members, nbytes, saved, savable)
+        return self._graph("content", [groups[first] for first in sorted(groups)], notes)
 
     def equal_copies(
         self, threads: int | None, progress: Progress | None
     ) -> tuple[list[list[int]], list[str]]:
         """Copies that hold the same, two or more each; and why some were not compared. Reads what looks equal."""
-        firsts, notes, read = sorted(self._copies.values()), list[str](), dict[int, LazyTensor]()
-        sums: dict[int, int] = {}
-        for first, table in zip(self._first, self._tables, strict=False):
-            sums |= {first + row: crc for row, crc in table.recorded_crcs().items()}
-        for copy in [copy for copy in firsts if copy not in sums]:
+        notes: list[str] = []
+        checksums: dict[int, int] = {}
+        unread: dict[int, LazyTensor] = {}
+        for copy in sorted(self._copies.values()):
             tensor = self.tensor(copy)
+            checksum = recorded_crc(tensor)
+            if checksum is not None:
+                checksums[copy] = checksum
+                continue
             try:
                 tensor.check_expansion()
-                read[copy] = tensor
+                unread[copy] = tensor
             except LimitExceeded as error:
                 notes.append(f"{self.member(copy)}: not compared: {error.message}")
-        sums |= zip(
-            read, tensor_crcs([*read.values()], threads=threads, progress=progress), strict=True
-        )
-        known: dict[object, int] = {}
-        outline = self._of_kinds(
-            lambda kind: known.setdefault(canonical(kind.dtype, kind.shape), len(known))
-        )
-        compared = [copy for copy in firsts if copy in sums]
-        alike = several([(outline[copy], sums[copy]) for copy in compared], compared)
+        crcs = tensor_crcs([*unread.values()], threads=threads, progress=progress)
+        checksums.update(zip(unread, crcs, strict=True))
+
+        compared = sorted(checksums)
+        looks = []
+        for copy in compared:
+            tensor = self.tensor(copy)
+            looks.append((canonical(tensor.dtype, tensor.shape), checksums[copy]))
+        alike = several(looks, compared)
         return _classes([*alike.values()], self.tensor, threads, progress), notes
 
     def _freed(self, classes: Sequence[Sequence[int]]) -> dict[int, int]:
@@ -560,59 +548,36 @@ class _Tying:
             row = self._onto[self._storage[row]]
         return row
 
-    def _kind(self, row: int) -> Kind:
-        odd = self._table.odd.get(row)
-        return self._table.kind_of(row) if odd is None else Kind.of(odd)
-
     def _covers(self, row: int) -> bool:
         """Whether a row is all of its storage: in C order, from the first byte to the last, as the bytes are."""
-        kind = self._kind(row)
+        kind = Kind.of(self._table.view(row))
         return kind.whole and kind.byteorder == "little"
 
     def table(self) -> Table:
         """The table with rows of other storages. Each row keeps all that is its own: its name, whether it is a parameter."""
-        table = self._table
-        kinds, kind, storage, odd = [*table.kinds], [*table.kind], [*table.storage], dict(table.odd)
-        offsets = dict(table.offsets)
-        known: dict[tuple[int, ...], int] = {}
-        for row in [
-            row
-            for row, view in self._view.items()
-            if view in self._first or self._storage[row] in self._onto
-        ]:
-            first = self._first.get(self._view[row], row)
-            holder = self._holder(first)
-            like, traits = self._kind(first), table.kind_of(row).traits
-            if first != row:
-                traits = replace(traits, conj=like.traits.conj, neg=like.traits.neg)
-            storage[row] = table.storage[holder]
-            if holder in table.odd:
-                tensor, target = table.view(first), table.view(holder)
-                chunks = (
-                    tensor.chunks
-                    if first == holder
-                    else tuple(chunk.over(target.storages[0]) for chunk in tensor.chunks)
-                )
-                odd[row] = replace(
-                    table.view(row), chunks=chunks, source=target.source, traits=traits
-                )
-                kind[row] = len(kinds)
-                kinds.append(Kind.of(odd[row]))
+        table, moved = self._table, dict[int, LazyTensor]()
+        shared_storages: set[int] = set()
+        for row, view in self._view.items():
+            if view not in self._first and self._storage[row] not in self._onto:
                 continue
-            odd.pop(row, None)
-            offsets[row] = (
-                table.odd[first].chunks[0].offset if first in table.odd else table.offset_of(first)
+            first = self._first.get(view, row)
+            holder = self._holder(first)
+            shared_storages.add(self._storage[holder])
+            tensor, traits, target = table.view(first), table.view(row).traits, table.view(holder)
+            if first != row:
+                traits = replace(traits, conj=tensor.traits.conj, neg=tensor.traits.neg)
+            chunks = tensor.chunks
+            if first != holder:
+                chunks = tuple(chunk.over(target.storages[0]) for chunk in chunks)
+            moved[row] = replace(
+                tensor,
+                name=table.names[row],
+                chunks=chunks,
+                source=target.source,
+                traits=traits,
             )
-            if not offsets[row]:
-                del offsets[row]
-            # Odd rows of one kind may lie in different ways.
-            key = (
-                first if first in table.odd else -1,
-                table.kind[first],
-                table.kind[row],
-                table.kind[holder],
-            )
-            kind[row] = known.setdefault(key, len(kinds))
-            if kind[row] == len(kinds):
-                kinds.append(replace(like.marked(traits), location=table.kind_of(holder).location))
-        return Table(table.names, kinds, kind, storage, table.storages, odd, offsets=offsets)
+        # All tensors of a storage have to be stored in one way, or their storages are not recognized as one.
+        for row, storage in self._storage.items():
+            if storage in shared_storages:
+                moved.setdefault(row, table.view(row))
+        return with_odd(table, moved)

@@ -46,7 +46,7 @@ from holdfast.extras.packages.pt2.schema import (
 )
 from holdfast.formats.torch.tensors import beyond, checked_shape, reach, strided_view
 from holdfast.formats.torch.zip import Payloads, PickleReader, record_bytes
-from holdfast.formats.zip.layout import Archive, ZipRecord
+from holdfast.formats.zip.layout import ZipRecord
 from holdfast.formats.zip.reader import read_archive
 
 VERSION_RECORD, VERSION = "archive_version", "0"
@@ -107,14 +107,8 @@ class Model(Struct):
 
 
 def describe_pt2(source: Source) -> Description:
-    (key,) = source.store.list()
-    archive = read_archive(source, key)
-    reader = Pt2Reader(source, key, archive)
-    models = (
-        reader.old()
-        if archive.get(OLD_PROGRAM) is not None and not archive.prefix
-        else reader.models()
-    )
+    reader = Pt2Reader(source)
+    models = reader.old() if reader.is_old else reader.models()
     trees = {name: model.tree() for name, model in models.items()}
     tree: Values = {**trees} if len(trees) != 1 else trees.popitem()[1]
     named = name_tensors(tree, source.limits, reader.nbytes)
@@ -136,20 +130,19 @@ def describe_pt2(source: Source) -> Description:
 
 def program_names(source: Source) -> list[str]:
     """The models of an archive that have programs, also unreadable ones. Reads the directory."""
-    (key,) = source.store.list()
-    archive = read_archive(source, key)
-    if archive.get(OLD_PROGRAM) is not None and not archive.prefix:
+    reader = Pt2Reader(source)
+    if reader.is_old:
         return [DEFAULT_MODEL]
-    return [
-        name
-        for name in Pt2Reader(source, key, archive).names()
-        if archive.get(f"{MODELS}{name}.json") is not None
-    ]
+    programs = {name: reader.archive.get(f"{MODELS}{name}.json") for name in reader.names()}
+    return [name for name, record in programs.items() if record is not None]
 
 
 class Pt2Reader:
-    def __init__(self, source: Source, key: str, archive: Archive) -> None:
-        self._source, self._key, self._archive = source, key, archive
+    """Reads the models of one archive, which is all of a source."""
+
+    def __init__(self, source: Source) -> None:
+        (key,) = source.store.list()
+        self.source, self.key, self.archive = source, key, read_archive(source, key)
         self.payloads = Payloads(source, key)
         self.notes: list[str] = []
         self.texts: dict[str, str] = {}
@@ -163,21 +156,23 @@ class Pt2Reader:
     def nbytes(self) -> int:
         return self._configs + self.payloads.nbytes
 
+    @property
+    def is_old(self) -> bool:
+        """Whether this is one of the oldest archives: a plain zip with one model."""
+        return self.archive.get(OLD_PROGRAM) is not None and not self.archive.prefix
+
     def models(self) -> dict[str, Model]:
         self._check_header()
         models: dict[str, Model] = {}
         for name in self.names():
-            model = models[name] = Model(
+            models[name] = Model(
                 self._part(name, WEIGHTS, WEIGHTS_CONFIG, what="weight"),
                 self._part(name, CONSTANTS, CONSTANTS_CONFIG, what="constant"),
                 self._compiled(name),
                 self._payload(INPUTS + name + ".pt", name, "sample inputs"),
                 self.program(name, MODELS + name + ".json"),
             )
-            if model.program is not None:
-                self.notes += check_weights(
-                    model.program, name, model.weights, constants=model.constants
-                )
+            self._check_weights(name, models[name])
         if self._empty:
             self.notes.append(
                 f"{self._empty:,} tensors were exported without data (fake tensors); torch loads zeros for them"
@@ -185,13 +180,19 @@ class Pt2Reader:
         self._list_rest()
         return models
 
+    def _check_weights(self, name: str, model: Model) -> None:
+        if model.program is not None:
+            self.notes += check_weights(
+                model.program, name, model.weights, constants=model.constants
+            )
+
     def names(self) -> list[str]:
         found: dict[str, None] = {}
         patterns = (
             (MODELS, ".json"), (WEIGHTS, WEIGHTS_CONFIG), (CONSTANTS, CONSTANTS_CONFIG), (WEIGHTS, ".pt"), (CONSTANTS, ".pt"),
             (INPUTS, ".pt"),
         )  # fmt: skip
-        for record in self._archive.names:
+        for record in self.archive.names:
             if not record.endswith((".json", ".pt")) and not record.startswith(COMPILED):
                 continue
             for folder, suffix in patterns:
@@ -209,35 +210,31 @@ class Pt2Reader:
 
     def old(self) -> dict[str, Model]:
         """The one model of the oldest archives: a plain zip, with a torch.save for each part."""
-        model = Model(program=self.program(DEFAULT_MODEL, OLD_PROGRAM))
-        parts = {
-            part: next((n for n in names if self._archive.get(n)), names[0])
-            for part, names in OLD.items()
-        }
-        model.weights = self._names_of(
-            self._payload(parts["weights"], DEFAULT_MODEL, "weights"), DEFAULT_MODEL, "weight"
+        program = self.program(DEFAULT_MODEL, OLD_PROGRAM)
+        saved: dict[str, object] = {}
+        for part, names in OLD.items():
+            record = next((name for name in names if self.archive.get(name)), names[0])
+            saved[part] = self._payload(record, DEFAULT_MODEL, part.replace("_", " "))
+        model = Model(
+            self._names_of(saved["weights"], DEFAULT_MODEL, "weight"),
+            self._names_of(saved["constants"], DEFAULT_MODEL, "constant"),
+            sample_inputs=saved["sample_inputs"],
+            program=program,
         )
-        model.constants = self._names_of(
-            self._payload(parts["constants"], DEFAULT_MODEL, "constants"), DEFAULT_MODEL, "constant"
-        )
-        model.sample_inputs = self._payload(parts["sample_inputs"], DEFAULT_MODEL, "sample inputs")
-        version = self._archive.get("version")
+        version = self.archive.get("version")
         if version is not None:
             self.texts["version"] = self._bytes(version).decode("ascii", "backslashreplace").strip()
-        if model.program is not None:
-            self.notes += check_weights(
-                model.program, DEFAULT_MODEL, model.weights, constants=model.constants
-            )
+        self._check_weights(DEFAULT_MODEL, model)
         self._list_rest()
         return {DEFAULT_MODEL: model}
 
     def program(self, model: str, name: str) -> Program | None:
         """The summary of a program, or None if there is none or it is unreadable; then a note gives the reason."""
-        record = self._archive.get(name)
+        record = self.archive.get(name)
         if record is None:
             return None
-        if record.nbytes > self._source.limits.header_nbytes:
-            limit = f"Limits(header_nbytes={self._source.limits.header_nbytes:,})"
+        if record.nbytes > self.source.limits.header_nbytes:
+            limit = f"Limits(header_nbytes={self.source.limits.header_nbytes:,})"
             self.notes.append(
                 f"the program of model {quoted(model)} is {record.nbytes:,} bytes, above {limit}: not looked at"
             )
@@ -251,23 +248,23 @@ class Pt2Reader:
             return None
 
     def _check_header(self) -> None:
-        if not self._archive.prefix:
+        if not self.archive.prefix:
             raise ZipError(
-                "the records of a pt2 archive lie in one top folder; these do not", file=self._key
+                "the records of a pt2 archive lie in one top folder; these do not", file=self.key
             )
         if (
-            self._archive.get("data.pkl") is not None
-            or self._archive.get("constants.pkl") is not None
+            self.archive.get("data.pkl") is not None
+            or self.archive.get("constants.pkl") is not None
         ):
             raise ZipError(
                 "a pt2 archive with a data.pkl: torch.load and torch.export.load read different things",
-                file=self._key,
+                file=self.key,
             )
-        header = PickleReader(self._source, self._key, self._archive)
+        header = PickleReader(self.source, self.key, self.archive)
         self._byteorder = header.byteorder
         self.texts |= header.metadata
         for name, expected in ((FORMAT_RECORD, "pt2"), (VERSION_RECORD, VERSION)):
-            record = self._archive.get(name)
+            record = self.archive.get(name)
             found = (
                 None
                 if record is None
@@ -282,7 +279,7 @@ class Pt2Reader:
             self.texts[name] = found
 
     def _bytes(self, record: ZipRecord, most: int | None = None) -> bytes:
-        limit = self._source.limits.header_nbytes
+        limit = self.source.limits.header_nbytes
         if most is not None and record.nbytes > most:
             raise HeaderError(
                 f"the record {record.name!r} is {record.nbytes:,} bytes long", found=record.nbytes
@@ -292,13 +289,11 @@ class Pt2Reader:
                 f"{record.name} is {record.nbytes:,} bytes, above Limits(header_nbytes={limit:,})"
             )
             raise LimitExceeded(message, expected=limit, found=record.nbytes)
-        return record_bytes(self._source, self._key, record)
+        return record_bytes(self.source, self.key, record)
 
     def _part(self, model: str, folder: str, suffix: str, *, what: str) -> Values:
-        config, legacy = (
-            self._archive.get(folder + model + suffix),
-            self._archive.get(f"{folder}{model}.pt"),
-        )
+        config = self.archive.get(folder + model + suffix)
+        legacy = self.archive.get(f"{folder}{model}.pt")
         if config is not None and legacy is not None:
             raise HeaderError(
                 f"the {what}s of model {quoted(model)} are described twice, by a config and by a torch.save"
@@ -311,7 +306,7 @@ class Pt2Reader:
         self._configs += len(raw)
         values: Values = {}
         name = ""
-        entries = parse_config(raw, self._source.limits, model=model, what=what)
+        entries = parse_config(raw, self.source.limits, model=model, what=what)
         try:
             for name, entry in entries.items():
                 values[name] = self._value(folder, model, name, entry=entry)
@@ -320,7 +315,7 @@ class Pt2Reader:
         return values
 
     def _value(self, folder: str, model: str, name: str, *, entry: ConfigEntry) -> object:
-        record = self._archive.get(folder + entry.record)
+        record = self.archive.get(folder + entry.record)
         if record is None:
             raise MetadataError(
                 f"there is no record {folder}{entry.record[:80]}", found=entry.record
@@ -344,19 +339,34 @@ class Pt2Reader:
         if not record.nbytes and 0 not in meta.sizes:
             # A fake tensor had no bytes to write, and all that it had is here.
             self._empty += 1
-            shape = checked_shape(meta.sizes, self._source.limits)
-            return LazyTensor("", meta.dtype, shape, (), self._source, replace(traits, meta=True))
-        known = self._raw.get(record.name)
-        if known is None:
-            known = self._raw[record.name] = (meta.dtype, self._storage(record, meta), name)
-        dtype, storage, first = known
+            shape = checked_shape(meta.sizes, self.source.limits)
+            return LazyTensor("", meta.dtype, shape, (), self.source, replace(traits, meta=True))
+        if record.name not in self._raw:
+            if not record.stored:
+                raise ZipError(f"the storage {record.name!r} is compressed", offset=record.header)
+            if record.nbytes * 8 % meta.dtype.bits:
+                message = f"the record {record.name!r} has {record.nbytes:,} bytes, which are no whole elements of {meta.dtype}"
+                raise MetadataError(message, found=record.nbytes)
+            label = record.name.removeprefix(f"{self.archive.prefix}/")
+            storage = Storage(
+                self.key,
+                record.start,
+                record.nbytes,
+                self._byteorder,
+                record.crc32,
+                meta.location,
+                label,
+                home=self.source.store,
+            )
+            self._raw[record.name] = meta.dtype, storage, name
+        dtype, storage, first = self._raw[record.name]
         if dtype is not meta.dtype:
             message = (
                 f"the record {record.name!r} is {dtype} for {quoted(first)} and {meta.dtype} here"
             )
             raise MetadataError(message, expected=dtype.name, found=meta.dtype.name)
         shape, strides, offset, last = reach(
-            meta.offset, meta.sizes, meta.strides, self._source.limits
+            meta.offset, meta.sizes, meta.strides, self.source.limits
         )
         bits, room = dtype.bits, storage.nbytes * 8 // dtype.bits
         if last >= room:
@@ -364,23 +374,11 @@ class Pt2Reader:
         if last < 0:
             strides, offset = (0,) * len(shape), 0
         chunk = Chunk(Box.whole(shape), storage, offset * bits, tuple([s * bits for s in strides]))
-        return LazyTensor("", dtype, shape, (chunk,), self._source, traits)
-
-    def _storage(self, record: ZipRecord, meta: TensorMeta) -> Storage:
-        if not record.stored:
-            raise ZipError(f"the storage {record.name!r} is compressed", offset=record.header)
-        if record.nbytes * 8 % meta.dtype.bits:
-            message = f"the record {record.name!r} has {record.nbytes:,} bytes, which are no whole elements of {meta.dtype}"
-            raise MetadataError(message, found=record.nbytes)
-        label = record.name.removeprefix(f"{self._archive.prefix}/")
-        place = self._key, record.start, record.nbytes
-        return Storage(
-            *place, self._byteorder, record.crc32, meta.location, label, home=self._source.store
-        )
+        return LazyTensor("", dtype, shape, (chunk,), self.source, traits)
 
     def _payload(self, name: str, model: str, what: str) -> object:
         """The content of a `torch.save` in a record; None if there is no such record."""
-        record = self._archive.get(name)
+        record = self.archive.get(name)
         if record is None or not record.nbytes:
             # torch writes no bytes for a program without sample inputs.
             return None
@@ -399,13 +397,13 @@ class Pt2Reader:
 
     def _compiled(self, model: str) -> Values:
         """The weights of compiled code: `{name: [record, sizes, strides, offset]}` over tensors that torch.save wrote."""
-        config = self._archive.get(f"{COMPILED}{model}/{COMPILED_CONFIG}")
+        config = self.archive.get(f"{COMPILED}{model}/{COMPILED_CONFIG}")
         if config is None:
             return {}
         raw = self._bytes(config)
         self._configs += len(raw)
         with about(model, "the config of the compiled weights"):
-            document = parse(raw, self._source.limits)
+            document = parse(raw, self.source.limits)
         if not isinstance(document, dict):
             raise HeaderError(
                 f"the config of the compiled weights of model {quoted(model)} is {kind(document)}"
@@ -419,7 +417,7 @@ class Pt2Reader:
     def _compiled_view(self, row: object) -> object:
         match row:
             case [str(path), list(sizes), list(strides), int(offset)] if type(offset) is int:
-                record = self._archive.get(WEIGHTS + path)
+                record = self.archive.get(WEIGHTS + path)
             case _:
                 raise HeaderError(
                     f"a record, sizes, strides and an offset were expected, not {kind(row)}"
@@ -433,20 +431,20 @@ class Pt2Reader:
             )
         storage, dtype = saved.chunks[0].storage, saved.dtype
         whole = LazyTensor.contiguous(
-            "", dtype, (storage.nbytes * 8 // dtype.bits,), storage, self._source
+            "", dtype, (storage.nbytes * 8 // dtype.bits,), storage, self.source
         )
         return strided_view(whole, dtype, offset, size=sizes, stride=strides, traits=Traits())
 
     def _list_rest(self) -> None:
         """Add notes on other content: compiled code by model, extra files, folders of other programs."""
         groups: dict[str, list[ZipRecord]] = {}
-        prefix = f"{self._archive.prefix}/" if self._archive.prefix else ""
+        prefix = f"{self.archive.prefix}/" if self.archive.prefix else ""
         room = TEXTS
-        for name in self._archive.records:
+        for name in self.archive.records:
             short = name.removeprefix(prefix)
             if not short.startswith(LISTED):
                 continue
-            record = self._archive.records[name]
+            record = self.archive.records[name]
             if short.startswith(COMPILED):
                 groups.setdefault(
                     COMPILED + short.removeprefix(COMPILED).partition("/")[0], []

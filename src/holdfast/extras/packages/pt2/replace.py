@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from holdfast.core.chunk import Storage
@@ -34,12 +35,11 @@ from holdfast.extras.packages.pt2.read import (
     Model,
     Pt2Reader,
 )
-from holdfast.extras.packages.pt2.schema import TENSOR, WEIGHT, parse_config
+from holdfast.extras.packages.pt2.schema import TENSOR, WEIGHT, ConfigEntry, parse_config
 from holdfast.extras.packages.pt2.write import HEADER, Pickled, PlacedRecords, lay_out_records
 from holdfast.formats.torch.write import SERIALIZATION_ID
 from holdfast.formats.torch.zip import record_bytes
-from holdfast.formats.zip.layout import Archive, ZipRecord
-from holdfast.formats.zip.reader import read_archive
+from holdfast.formats.zip.layout import ZipRecord
 from holdfast.formats.zip.writer import Payload
 
 BYTES = DTYPES.name("uint8")
@@ -61,31 +61,29 @@ class SideRecords(Value, frozen=True):
 
 
 def read_side_records(source: Source, model: str) -> SideRecords:
-    """The side records of a model of an open archive. Reads the directory and the configs."""
-    (key,) = source.store.list()
-    archive = read_archive(source, key)
-    program = archive.get(f"{MODELS}{model}.json") or (
-        None if archive.prefix else archive.get(OLD_PROGRAM)
-    )
-    inputs = archive.get(f"{INPUTS}{model}.pt") or (
-        None if archive.prefix else archive.get(OLD["sample_inputs"][0])
-    )
+    """Return the side records of a model of an open archive. Reads the directory and the configs."""
+    reader = Pt2Reader(source)
+    archive = reader.archive
+    program = archive.get(f"{MODELS}{model}.json")
+    inputs = archive.get(f"{INPUTS}{model}.pt")
+    if not archive.prefix:
+        program = program or archive.get(OLD_PROGRAM)
+        inputs = inputs or archive.get(OLD["sample_inputs"][0])
     extra: dict[str, Data | bytes] = {}
-    others: dict[str, int] = {}
+    others: Counter[str] = Counter()
     for short in archive.names:
         record = archive.get(short)
         if record is None or not short.startswith(LISTED):
             continue
         if short.startswith(EXTRAS):
-            extra[short.partition("/")[2]] = copied(source, key, record) if record.nbytes else b""
+            extra[short.partition("/")[2]] = copy_record(reader, record) if record.nbytes else b""
         else:
-            folder = "/".join(short.split("/")[:-1])
-            others[folder] = others.get(folder, 0) + 1
+            others[short.rpartition("/")[0]] += 1
     return SideRecords(
-        _pickled(source, key, archive, model=model, folder=WEIGHTS),
-        _pickled(source, key, archive, model=model, folder=CONSTANTS),
-        None if program is None or not program.nbytes else copied(source, key, program),
-        None if inputs is None or not inputs.nbytes else copied(source, key, inputs),
+        _read_pickled(reader, model, WEIGHTS),
+        _read_pickled(reader, model, CONSTANTS),
+        None if program is None or not program.nbytes else copy_record(reader, program),
+        None if inputs is None or not inputs.nbytes else copy_record(reader, inputs),
         extra,
         tuple(
             f"{count:,} files in {folder}, which belong to compiled code"
@@ -94,47 +92,50 @@ def read_side_records(source: Source, model: str) -> SideRecords:
     )
 
 
-def _pickled(
-    source: Source, key: str, archive: Archive, *, model: str, folder: str
-) -> dict[str, Pickled]:
-    suffix, what = (
-        (WEIGHTS_CONFIG, "weight") if folder == WEIGHTS else (CONSTANTS_CONFIG, "constant")
+def _read_config(
+    reader: Pt2Reader, model: str, folder: str
+) -> tuple[bytes, dict[str, ConfigEntry]]:
+    """Return the config of the weights or constants of a model and its entries; both empty if there is none."""
+    is_weights = folder == WEIGHTS
+    record = reader.archive.get(
+        folder + model + (WEIGHTS_CONFIG if is_weights else CONSTANTS_CONFIG)
     )
-    config = archive.get(folder + model + suffix)
-    if config is None:
-        return {}
-    raw = record_bytes(source, key, config)
-    entries = parse_config(raw, source.limits, model=model, what=what)
+    if record is None:
+        return b"", {}
+    raw = record_bytes(reader.source, reader.key, record)
+    what = "weight" if is_weights else "constant"
+    return raw, parse_config(raw, reader.source.limits, model=model, what=what)
+
+
+def _read_pickled(reader: Pt2Reader, model: str, folder: str) -> dict[str, Pickled]:
+    """Return the weights or constants of a model that are pickles in records of their own."""
+    raw, entries = _read_config(reader, model, folder)
     pickled: dict[str, Pickled] = {}
     document: object = None
     for name, entry in entries.items():
-        record = archive.get(folder + entry.record)
-        objects = () if folder == WEIGHTS else OBJECTS
-        prefix = next(
-            (one for one in objects if entry.record.startswith(one)),
-            WEIGHT if folder == WEIGHTS else TENSOR,
-        )
+        record = reader.archive.get(folder + entry.record)
+        prefix = WEIGHT
+        if folder == CONSTANTS:
+            prefix = next((one for one in OBJECTS if entry.record.startswith(one)), TENSOR)
         if record is None or not (entry.use_pickle or prefix in OBJECTS):
             continue
-        document = parse(raw, source.limits) if document is None else document
+        document = parse(raw, reader.source.limits) if document is None else document
         rows = document["config"] if isinstance(document, dict) else {}
-        pickled[name] = Pickled(
-            copied(source, key, record),
-            prefix,
-            rows[name].get("tensor_meta") or None,
-            entry.is_param,
-        )
+        meta = rows[name].get("tensor_meta") or None
+        pickled[name] = Pickled(copy_record(reader, record), prefix, meta, entry.is_param)
     return pickled
 
 
-def copied(source: Source, key: str, record: ZipRecord) -> Data:
-    """The bytes of a record. torch compresses no record."""
+def copy_record(reader: Pt2Reader, record: ZipRecord) -> Data:
+    """Return the bytes of a record as data to write. torch compresses no record."""
     if BYTES is None or not record.stored:
         raise Unsupported(
-            f"the record {record.name!r} is compressed, and cannot be copied as it is", file=key
+            f"the record {record.name!r} is compressed, and cannot be copied as it is",
+            file=reader.key,
         )
+    source = reader.source
     storage = Storage(
-        key,
+        reader.key,
         record.start,
         record.nbytes,
         "little",
@@ -142,9 +143,8 @@ def copied(source: Source, key: str, record: ZipRecord) -> Data:
         label=record.name,
         home=source.store,
     )
-    return Data(
-        LazyTensor.contiguous(record.name, BYTES, (record.nbytes,), storage, source), record.name
-    )
+    row = LazyTensor.contiguous(record.name, BYTES, (record.nbytes,), storage, source)
+    return Data(row, record.name)
 
 
 OWN = frozenset({name for name, _ in HEADER} | {SERIALIZATION_ID, VERSION_RECORD, "version"})
@@ -154,9 +154,7 @@ def lay_out_replaced(
     source: Source, states: Mapping[str, Mapping[str, LazyTensor]], *, name: str = "archive"
 ) -> SavePlan:
     """The plan of an archive like the open one, with other weights. Raises `CannotHold` with all misfits, or `Unsupported`."""
-    (key,) = source.store.list()
-    archive = read_archive(source, key)
-    reader = Pt2Reader(source, key, archive)
+    reader = Pt2Reader(source)
     models = reader.models()
     known = ", ".join(list(models)[:8])
     problems = [
@@ -165,21 +163,43 @@ def lay_out_replaced(
         if model not in models
     ]
     weights: dict[str, Mapping[str, LazyTensor | Pickled]] = {}
+    # The model whose config is first to name each record of a weight.
+    owners: dict[str, str] = {}
     for model, found in models.items():
-        if archive.get(f"{WEIGHTS}{model}{WEIGHTS_CONFIG}") is None:
-            if model in states:
+        raw, entries = _read_config(reader, model, WEIGHTS)
+        new = states.get(model)
+        if not raw:
+            if new is not None:
                 raise Unsupported(
                     f"the weights of model {model!r} are no records of their own; export it again",
-                    file=key,
+                    file=reader.key,
                 )
             continue
-        new = states.get(model)
         if new is not None:
             problems += _misfits(model, found, new)
-        weights[model] = _weights(source, key, archive, model=model, found=found, new=new)
+        weights[model] = _replace_weights(_read_pickled(reader, model, WEIGHTS), found, new or {})
+        for entry in entries.values():
+            owners.setdefault(WEIGHTS + entry.record, model)
     if problems:
         raise CannotHold("these weights do not fit the archive", problems)
-    return _lay_out(source, key, archive, weights=weights, name=name)
+
+    configs = {f"{WEIGHTS}{model}{WEIGHTS_CONFIG}": model for model in weights}
+    kept = frozenset(reader.archive.names) - owners.keys() - configs.keys()
+    placed = PlacedRecords(weights, f"{WEIGHTS}{WEIGHT}", taken=kept)
+    if placed.problems:
+        raise CannotHold("a pt2 archive cannot hold some of this state", placed.problems)
+    records: list[tuple[str, Payload]] = []
+    waiting = dict.fromkeys(weights)
+    for short in reader.archive.names:
+        owner = configs.get(short) or owners.get(short)
+        record = reader.archive.get(short)
+        if owner is None and short not in OWN and record is not None:
+            records.append((short, copy_record(reader, record) if record.nbytes else b""))
+        elif owner in waiting:
+            del waiting[owner]
+            records += placed.records[owner]
+            records.append((f"{WEIGHTS}{owner}{WEIGHTS_CONFIG}", placed.configs[owner]))
+    return lay_out_records(name, records, placed.notes)
 
 
 def _misfits(model: str, found: Model, new: Mapping[str, LazyTensor]) -> list[str]:
@@ -204,75 +224,18 @@ def _misfits(model: str, found: Model, new: Mapping[str, LazyTensor]) -> list[st
     return problems
 
 
-def _weights(
-    source: Source,
-    key: str,
-    archive: Archive,
-    *,
-    model: str,
-    found: Model,
-    new: Mapping[str, LazyTensor] | None,
-) -> Mapping[str, LazyTensor | Pickled]:
-    config = archive.get(f"{WEIGHTS}{model}{WEIGHTS_CONFIG}")
-    if config is None:
-        return {}
+def _replace_weights(
+    pickled: Mapping[str, Pickled], found: Model, new: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor | Pickled]:
+    """Return the weights of a model as they are written: pickles as they are, tensors replaced by new ones of their names."""
     weights: dict[str, LazyTensor | Pickled] = {}
-    pickled = _pickled(source, key, archive, model=model, folder=WEIGHTS)
-    for name in parse_config(
-        record_bytes(source, key, config), source.limits, model=model, what="weight"
-    ):
-        old = found.weights[name]
+    for name, old in found.weights.items():
         if name in pickled:
             weights[name] = pickled[name]
         elif isinstance(old, LazyTensor):
-            tensor = old if new is None else new.get(name, old)
+            tensor = new.get(name, old)
             traits = replace(
                 old.traits, conj=tensor.traits.conj, neg=tensor.traits.neg, meta=tensor.traits.meta
             )
             weights[name] = replace(tensor, traits=traits)
     return weights
-
-
-def _lay_out(
-    source: Source,
-    key: str,
-    archive: Archive,
-    *,
-    weights: Mapping[str, Mapping[str, LazyTensor | Pickled]],
-    name: str,
-) -> SavePlan:
-    configs = {f"{WEIGHTS}{model}{WEIGHTS_CONFIG}": model for model in weights}
-    owners = _owners(source, key, archive, configs=configs)
-    kept = frozenset(
-        short for short in archive.names if short not in owners and short not in configs
-    )
-    placed = PlacedRecords(weights, f"{WEIGHTS}{WEIGHT}", taken=kept)
-    if placed.problems:
-        raise CannotHold("a pt2 archive cannot hold some of this state", placed.problems)
-    records: list[tuple[str, Payload]] = []
-    waiting = dict.fromkeys(weights)
-    for short in archive.names:
-        model = configs.get(short) or owners.get(short)
-        record = archive.get(short)
-        if model is None and short not in OWN and record is not None:
-            records.append((short, copied(source, key, record) if record.nbytes else b""))
-        elif model in waiting:
-            del waiting[model]
-            records += placed.records[model]
-            records.append((f"{WEIGHTS}{model}{WEIGHTS_CONFIG}", placed.configs[model]))
-    return lay_out_records(name, records, placed.notes)
-
-
-def _owners(
-    source: Source, key: str, archive: Archive, *, configs: Mapping[str, str]
-) -> dict[str, str]:
-    owners: dict[str, str] = {}
-    for short, model in configs.items():
-        record = archive.get(short)
-        if record is not None:
-            entries = parse_config(
-                record_bytes(source, key, record), source.limits, model=model, what="weight"
-            )
-            for entry in entries.values():
-                owners.setdefault(WEIGHTS + entry.record, model)
-    return owners
