@@ -154,17 +154,6 @@ def _object(value: Opaque, spent: Spent) -> Iterator[Edge]:
     )
 
 
-def same_leaf(a: object, b: object, spent: Spent) -> bool:
-    if a is b:
-        return True
-    if type(a) is type(b) and type(a) in QUICK:
-        return bool(a == b)
-    return token(a, spent) == token(b, spent)
-
-
-QUICK = frozenset({str, int, bool, bytes, bytearray})
-
-
 def token(value: object, spent: Spent) -> Hashable:
     """A value that is equal for two values if and only if they are the same."""
     return leaf_token(value, spent) or ("#", _digest(value, spent))
@@ -222,7 +211,10 @@ def leaf_token(value: object, spent: Spent) -> tuple[str, bytes] | None:
         case datetime.date() if type(value) is datetime.date:
             return "date", value.isoformat().encode()
         case LazyTensor():
-            return "tensor", _tensor(value)
+            # A tensor in a key or a set has no name, so it is read here; there is hardly ever one.
+            content = b"meta" if value.traits.meta else value.numpy().tobytes()
+            digest = hashlib.blake2b(content).digest()
+            return "tensor", f"{value.dtype} {value.shape} ".encode() + digest
         case set() | frozenset() | slice():
             return None
         case _ if label(value) is not None:
@@ -252,16 +244,6 @@ def _dtype_bytes(dtype: np.dtype[np.generic]) -> bytes:
 
 def _array_bytes(array: np.ndarray) -> bytes:
     return b"%s %r %s" % (_dtype_bytes(array.dtype), array.shape, array.tobytes())
-
-
-def _tensor(tensor: LazyTensor) -> bytes:
-    """The content of a tensor in a key or a set, which has no name, so it is read here; there is hardly ever one."""
-    if tensor.traits.meta:
-        return f"meta {tensor.dtype} {tensor.shape}".encode()
-    return (
-        f"{tensor.dtype} {tensor.shape} ".encode()
-        + hashlib.blake2b(np.ascontiguousarray(tensor.numpy()).tobytes()).digest()
-    )
 
 
 class Spent(Struct):
@@ -504,7 +486,8 @@ class ValueComparison:
             return ()
         kinds = label(a), label(b)
         if kinds[0] is None or kinds[1] is None:
-            if kinds != (None, None) or not same_leaf(a, b, self._spent):
+            spent = self._spent
+            if kinds != (None, None) or (a is not b and token(a, spent) != token(b, spent)):
                 self._change(place, kinds[0] or a, kinds[1] or b)
             return ()
         if not self._join(a, b):

@@ -47,7 +47,7 @@ from holdfast.core.quantities import Size
 from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.text import plural
-from holdfast.core.value import Value
+from holdfast.core.value import Value, replace
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.coalesce import Ranges
@@ -134,37 +134,14 @@ class DensePairs(Value, frozen=True, eq=False):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @property
-    def nbytes(self) -> int:
-        return 2 * int(self.a.nbytes.sum())
-
-    def recorded_same(self) -> Bools:
-        """True where both files record the same checksum; what has no bytes has that of nothing."""
-        a, b = self.crcs
-        return np.asarray(((a == b) & (a != NO_CRC)) | (self.a.nbytes == 0))
-
     def some(self, wanted: Bools) -> DensePairs:
-        crcs = self.crcs[0][wanted], self.crcs[1][wanted]
-        return DensePairs(
-            self.names,
-            self.numbers[wanted],
-            self.a.some(wanted),
-            self.b.some(wanted),
-            self.stores,
-            crcs,
+        return replace(
+            self,
+            numbers=self.numbers[wanted],
+            a=self.a.some(wanted),
+            b=self.b.some(wanted),
+            crcs=(self.crcs[0][wanted], self.crcs[1][wanted]),
         )
-
-    def different(self, progress: Progress | None, *, threads: int | None) -> Bools:
-        """Which pairs are not the same byte for byte. Reads all; progress counts those that are."""
-
-        def name(number: int) -> str:
-            return self.names[self.numbers.item(number)]
-
-        a, b = (
-            Located(store, ranges, name)
-            for store, ranges in zip(self.stores, (self.a, self.b), strict=True)
-        )
-        return ~same_ranges(a, b, progress, threads=threads)
 
 
 def dense_pairs(
@@ -175,35 +152,34 @@ def dense_pairs(
         np.asarray(side.kind, np.int64)[np.asarray(own, np.int64)]
         for side, own in zip((a, b), rows, strict=True)
     ]
-    # A pair of kinds is judged once.
+    # Each pair of kinds is judged once.
     codes, where = np.unique(kinds[0] * max(len(b.kinds), 1) + kinds[1], return_inverse=True)
-    judged = [
-        (a.kinds[code // len(b.kinds)], b.kinds[code % len(b.kinds)]) for code in codes.tolist()
-    ]
-    # The bytes of two types of blocks may have one length, and stand for different numbers.
-    judgements = [
-        x.dtype is y.dtype and x.shape == y.shape and x.traits.blocks == y.traits.blocks
-        for x, y in judged
-    ]
-    alike = np.array(judgements, np.bool_)[where]
-    found = []
+    judgements = []
+    for code in codes.tolist():
+        one, other = a.kinds[code // len(b.kinds)], b.kinds[code % len(b.kinds)]
+        # The bytes of two types of blocks may have one length, and stand for different numbers.
+        blocks_agree = one.traits.blocks == other.traits.blocks
+        judgements.append(one.dtype is other.dtype and one.shape == other.shape and blocks_agree)
+    is_alike = np.array(judgements, np.bool_)[where]
+
+    pairs = []
     for source, left in a.dense(rows[0]):
-        for other, right in b.dense(rows[1]):
-            own, theirs = np.asarray(left.numbers, np.int64), np.asarray(right.numbers, np.int64)
+        for other_source, right in b.dense(rows[1]):
             numbers, first, second = np.intersect1d(
-                own, theirs, assume_unique=True, return_indices=True
+                np.asarray(left.numbers, np.int64),
+                np.asarray(right.numbers, np.int64),
+                assume_unique=True,
+                return_indices=True,
             )
-            wanted = alike[numbers]
-            sides = (left, first[wanted]), (right, second[wanted])
-            one, two = (
+            wanted = is_alike[numbers]
+            one_side, other_side = (
                 Ranges(side.keys, side.files[at], side.starts[at], side.nbytes[at])
-                for side, at in sides
+                for side, at in ((left, first[wanted]), (right, second[wanted]))
             )
             crcs = left.crcs[first[wanted]], right.crcs[second[wanted]]
-            found.append(
-                DensePairs(names, numbers[wanted], one, two, (source.store, other.store), crcs)
-            )
-    return found
+            stores = source.store, other_source.store
+            pairs.append(DensePairs(names, numbers[wanted], one_side, other_side, stores, crcs))
+    return pairs
 
 
 def comparable(tensor: LazyTensor) -> tuple[str, tuple[int, ...]]:
@@ -511,7 +487,18 @@ class Comparison:
         names = left.names if alike else [left.names[row] for row in rows]
         others = rows if alike else [right.rows[name] for name in names]
         self._dense: list[DensePairs] = []
-        for name in self._plan_dense(dense_pairs(left, right, (rows, others), names), names):
+        is_dense = np.zeros(len(names), np.bool_)
+        for dense in dense_pairs(left, right, (rows, others), names):
+            is_dense[dense.numbers] = True
+            # What has no bytes has the checksum of nothing.
+            crcs, others_crcs = dense.crcs
+            is_same = ((crcs == others_crcs) & (crcs != NO_CRC)) | (dense.a.nbytes == 0)
+            is_same &= not exact
+            self._same += int(is_same.sum())
+            self._dense.append(dense.some(~is_same))
+        self._by_checksum = self._same
+        for number in np.flatnonzero(~is_dense).tolist():
+            name = names[number]
             self._plan_pair(name, (left[name], right[name]))
         self._trees = compare_trees(
             a.tree, b.tree, settled=lambda one, other: self._are(one.name, one, other)
@@ -536,7 +523,7 @@ class Comparison:
         self.nbytes = sum(x.nbytes + y.nbytes for x, y in self._pairs.values()) + sum(
             t.nbytes for t in lone
         )
-        self.nbytes += sum(dense.nbytes for dense in self._dense)
+        self.nbytes += sum(2 * int(dense.a.nbytes.sum()) for dense in self._dense)
 
     def run(self, progress: Progress | None = None) -> Diff:
         changes, same = dict(self._changes), self._same
@@ -586,9 +573,17 @@ class Comparison:
         """The names of dense pairs that are not the same byte for byte. Of several ranks each reads some."""
 
         def look(numbers: list[int]) -> list[bool]:
-            some = np.zeros(len(dense), np.bool_)
-            some[numbers] = True
-            return [*map(bool, dense.some(some).different(progress, threads=self._threads))]
+            wanted = np.zeros(len(dense), np.bool_)
+            wanted[numbers] = True
+            some = dense.some(wanted)
+            a, b = (
+                Located(store, ranges, lambda number: some.names[some.numbers.item(number)])
+                for store, ranges in zip(some.stores, (some.a, some.b), strict=True)
+            )
+            is_different: list[bool] = (
+                ~same_ranges(a, b, progress, threads=self._threads)
+            ).tolist()
+            return is_different
 
         found = share_out(self._ranks, dense.a.nbytes, look, bool)
         return [
@@ -613,17 +608,6 @@ class Comparison:
     def _numbers(self, pair: Pair) -> Pair:
         """What a pair stands for; itself if it is in no blocks, or in blocks that cannot be decoded."""
         return self._decoded.numbers(pair[0]), self._decoded.numbers(pair[1])
-
-    def _plan_dense(self, found: list[DensePairs], names: Sequence[str]) -> list[str]:
-        """Count pairs that are the same by checksum, and plan to compare the other dense ones; the names of all others."""
-        left = np.ones(len(names), np.bool_)
-        for dense in found:
-            left[dense.numbers] = False
-            known = dense.recorded_same() & (not self._exact)
-            self._same += int(known.sum())
-            self._dense.append(dense.some(~known))
-        self._by_checksum = self._same
-        return [names[number] for number in np.flatnonzero(left).tolist()]
 
     def _are(self, name: str, a: LazyTensor, b: LazyTensor) -> bool:
         return same_view(self._a.tensors.get(name), a) and same_view(self._b.tensors.get(name), b)

@@ -33,6 +33,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, cast
@@ -109,8 +110,9 @@ def look_at_config(span: Span, name: str, found: Findings) -> bool:
     except ValueError:
         return False
     named = list(_named(document, name))
-    for where, what in named:
-        found.add_other("suspicious", what, ELSEWHERE if "--" in what else LOCAL, stream=where)
+    for key, class_name in named:
+        reason = ELSEWHERE if "--" in class_name else LOCAL
+        found.add_other("suspicious", class_name, reason, stream=key)
     return bool(named)
 
 
@@ -119,27 +121,18 @@ def _named(document: object, name: str) -> Iterator[tuple[str, str]]:
     waiting: list[object] = [document]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, Pairs):
-            for key, inner in value:
-                if key in ("auto_map", "custom_pipelines"):
-                    yield from ((key, text) for text in _texts(inner) if "." in text)
-                elif (
-                    key == "_class_name"
-                    and type(inner) is list
-                    and inner
-                    and isinstance(inner[0], str)
-                ):
-                    yield key, ".".join(one for one in inner if isinstance(one, str))
-                elif (
-                    key == "type"
-                    and name == MODULES
-                    and isinstance(inner, str)
-                    and not inner.startswith(OWN)
-                ):
-                    yield key, inner
-                waiting.append(inner)
-        elif isinstance(value, list):
+        if isinstance(value, list) and not isinstance(value, Pairs):
             waiting += value
+            continue
+        for key, inner in value if isinstance(value, Pairs) else ():
+            waiting.append(inner)
+            match key, inner:
+                case "auto_map" | "custom_pipelines", _:
+                    yield from ((key, text) for text in _texts(inner) if "." in text)
+                case "_class_name", [str(), *_] if type(inner) is list:
+                    yield key, ".".join(part for part in inner if isinstance(part, str))
+                case "type", str() if name == MODULES and not inner.startswith(OWN):
+                    yield key, inner
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -321,7 +314,12 @@ def scan(
     allowed = Allowlist.read(allow)
     with acting(group, "scan") as ranks:
         found = _Looked(limits or Limits(), ranks, code=code)
-        parts = [found.given(one) for one in _flat(paths)]
+        parts: list[Reports] = []
+        for path in paths:
+            if isinstance(path, Iterable) and not isinstance(path, str | bytes | os.PathLike):
+                parts += map(found.given, path)
+            else:
+                parts.append(found.given(path))
         found.look()
         files, skipped = list[FileReport](), list[str]()
         for report in (report for part in parts for report in part()):
@@ -419,11 +417,8 @@ class _Looked:
         )
 
         def look(numbers: list[int]) -> list[FileReport | None]:
-            some = (wanted[number] for number in numbers)
-            return [
-                _scan_file(path, self._limits) if named else _scan_found(path, self._limits)
-                for path, named in some
-            ]
+            chosen = [wanted[number] for number in numbers]
+            return [_scan_path(path, self._limits, is_named=is_named) for path, is_named in chosen]
 
         kind = cast("type[FileReport | None]", FileReport | None)
         names = repr([os.path.basename(path) for path, _ in wanted])
@@ -509,14 +504,6 @@ def _nbytes(path: str, listed: Callable[[str], Mapping[str, int]]) -> int:
         return 0
 
 
-def _flat(paths: Iterable[AnyPath | Iterable[AnyPath]]) -> Iterator[AnyPath]:
-    for path in paths:
-        if isinstance(path, Iterable) and not isinstance(path, str | bytes | os.PathLike):
-            yield from path
-        else:
-            yield path
-
-
 def _below(folder: str, name: str) -> str:
     return name if folder == os.curdir else join(folder, name)
 
@@ -525,21 +512,22 @@ def _belongs(name: str) -> bool:
     return is_index(name) or name.endswith(DATA_SUFFIX)
 
 
-def _scan_found(path: str, limits: Limits) -> FileReport | None:
-    """One file of a directory, or a folder that is one checkpoint; None when no loader would do anything with it."""
-    if place_at(path).is_folder:
+def _scan_path(path: str, limits: Limits, *, is_named: bool) -> FileReport | None:
+    """Return the report of a file, or of a folder that is one checkpoint.
+
+    Return None for a file that no loader would do anything with, unless somebody named it: then it
+    must be something.
+    """
+    place = place_at(path)
+    if not is_named and place.is_folder:
         return _guarded(path, lambda: _scan_folder(path, limits))
-    if not place_at(path).may_be_file:
+    if not is_named and not place.may_be_file:
         return None
-    report = _guarded(path, lambda: _scan_bytes(path, limits))
-    return report if report.format or report.findings or report.error else None
-
-
-def _scan_file(path: str, limits: Limits) -> FileReport:
-    """The report of a file that was named, and so must be something."""
     report = _guarded(path, lambda: _scan_bytes(path, limits))
     if report.format or report.findings or report.error:
         return report
+    if not is_named:
+        return None
     try:
         with open_built_in(found_path(path), limits):
             return report
@@ -592,7 +580,12 @@ def _scan_bytes(path: str, limits: Limits) -> FileReport:
             opened = replace(
                 opened, refusal="a Git LFS pointer, not the file itself; run `git lfs pull`"
             )
-        paths = opened.paths or _paths_of_pickle(walk, span)
+        paths = opened.paths or {}
+        if not paths and "pickle" in walk.kinds and span.nbytes <= walk.limits.pickle_nbytes:
+            with suppress(HoldfastError):
+                content = span.read(0, span.nbytes)
+                pickled = interpret(content, PlainTable(), limits=walk.limits, stream="pickle")
+                paths = places_of(pickled.value)
     finally:
         store.close()
     return _report(path, walk, opened, paths=paths)
@@ -652,18 +645,6 @@ def _open(path: str, limits: Limits) -> OpenOutcome:
         return OpenOutcome("", str(error), other=isinstance(error, Unsupported))
 
 
-def _paths_of_pickle(walk: FileScan, span: Span) -> dict[str, tuple[str, ...]]:
-    if "pickle" not in walk.kinds or span.nbytes > walk.limits.pickle_nbytes:
-        return {}
-    try:
-        done = interpret(
-            span.read(0, span.nbytes), PlainTable(), limits=walk.limits, stream="pickle"
-        )
-    except HoldfastError:
-        return {}
-    return places_of(done.value)
-
-
 def _report(
     path: str, walk: FileScan, opened: OpenOutcome, *, paths: dict[str, tuple[str, ...]]
 ) -> FileReport:
@@ -682,7 +663,7 @@ def _report(
     ):
         # An archive in which there is nothing for any loader: a wheel, a document, pictures.
         ordinary = not errors or ("refused" in walk.kinds and len(errors) == 1)
-        return FileReport(path, "", error=None if ordinary else _joined(errors))
+        return FileReport(path, "", error=None if ordinary else _join_errors(errors))
     # An array of something that is no tensor, which was walked to its end.
     array = "npy" in walk.kinds and opened.other
     # A pickle and nothing else, which was walked to its end: `open` reads fewer of those than loaders do.
@@ -699,10 +680,10 @@ def _report(
         errors.append(walk.trailing)
     known = {"torch-zip" if kind == "zip" and walk.torch_zip else kind for kind in walk.kinds}
     title = opened.format or next((kind for kind in TITLES.split() if kind in known), "")
-    return FileReport(path, title, findings, _joined(errors), walk.streams)
+    return FileReport(path, title, findings, _join_errors(errors), walk.streams)
 
 
-def _joined(errors: list[str]) -> str | None:
+def _join_errors(errors: list[str]) -> str | None:
     return "; ".join(dict.fromkeys(errors)) or None
 
 
@@ -736,7 +717,7 @@ def _scan_folder(folder: str, limits: Limits) -> FileReport:
     errors = [*walk.found.errors, *([opened.refusal] if opened.refusal else [])]
     if not opened.format and opened.refusal is None:
         errors.append("the index of a distributed checkpoint, or its data, without the other")
-    return FileReport(folder, opened.format, findings, _joined(errors), walk.streams)
+    return FileReport(folder, opened.format, findings, _join_errors(errors), walk.streams)
 
 
 def _scan_items(walk: FileScan, spans: dict[str, Span]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -396,33 +397,37 @@ class Verification:
             self.refuse(label, error, ours=ours)
 
     def opened(self, checkpoint: Checkpoint) -> None:
+        """Verify the files of an open checkpoint."""
         try:
             self._checkpoint(checkpoint.source.store, checkpoint.path)
         except HoldfastError as error:
             self.refuse(checkpoint.path, error)
 
-    def refuse(self, file: str, error: HoldfastError, *, ours: bool = False) -> None:
-        """Enter an error of a file; what breaks a rule in `ours` is damage, since no other program writes such files."""
+    def refuse(
+        self,
+        file: str,
+        error: HoldfastError,
+        *,
+        ours: bool = False,
+        tensors: tuple[str, ...] = (),
+    ) -> None:
+        """Enter an error of a file, or of some of its tensors.
+
+        What breaks a rule in `ours` is damage, since no other program writes such files.
+        """
         if isinstance(error, OF_RANKS):
             raise error
         place = file if error.file in (None, file) else place_at(file).file(error.file)
-        if (
-            isinstance(error, Corrupted)
-            and isinstance(error.expected, int)
-            and isinstance(error.found, int)
-        ):
-            self._damaged.append(
-                Damage(
-                    place, (), "", error.offset or 0, 0, error.expected, error.found, error.message
-                )
-            )
-        else:
-            damaged = isinstance(error, Corrupted) or (
-                (ours or place in self._broken) and isinstance(error, FormatError)
-            )
-            self._problems.append(
-                Problem(place, error.message, type(error).__name__, damaged=damaged)
-            )
+        expected, found = error.expected, error.found
+        is_corrupted = isinstance(error, Corrupted)
+        if is_corrupted and isinstance(expected, int) and isinstance(found, int):
+            message = "" if tensors else error.message
+            offset = error.offset or 0
+            self._damaged.append(Damage(place, tensors, "", offset, 0, expected, found, message))
+            return
+        is_broken = (ours or place in self._broken) and isinstance(error, FormatError)
+        kind, damaged = type(error).__name__, not tensors and (is_corrupted or is_broken)
+        self._problems.append(Problem(place, error.message, kind, tensors, damaged))
 
     def _checkpoint(self, store: Store, path: str) -> set[str]:
         """Verify what one store holds; gives the keys of its files back. Raises where it does not open."""
@@ -466,12 +471,15 @@ class Verification:
             self._tensors += len(tensors)
             self._own_sums |= check is not None
             # Records of archives are read below: by then the tree and its tensors are gone.
-            table = _located(tensors.without_views())
+            table = tensors.without_views()
+            # If what says where some row lies is damaged, each row is asked by itself, so that the errors name them.
+            with suppress(HoldfastError):
+                table = table.located(range(len(table)))
             tensors, description = NO_TENSORS, None
             lost: list[tuple[str, HoldfastError]] = []
             stored = stored_ranges(table, _pieces(table, lost))
         for name, broken in lost:
-            self._lost(path, broken, name)
+            self.refuse(path, broken, tensors=(name,))
         found = CheckpointBytes(source, table, stored)
         keys = found.keys() or list(source.store.list())[:1]
         if format.data:
@@ -491,20 +499,6 @@ class Verification:
             for key in keys
         ]
         return set(keys)
-
-    def _lost(self, path: str, error: HoldfastError, name: str) -> None:
-        """Enter a tensor whose bytes cannot be found, because what says where they are is damaged."""
-        file = place_at(path).file(error.file) if error.file else path
-        if (
-            isinstance(error, Corrupted)
-            and isinstance(error.expected, int)
-            and isinstance(error.found, int)
-        ):
-            self._damaged.append(
-                Damage(file, (name,), "", error.offset or 0, 0, error.expected, error.found)
-            )
-        else:
-            self._problems.append(Problem(file, error.message, type(error).__name__, (name,)))
 
     def _sweep(self, found: CheckpointBytes, *, keys: list[str], path: str) -> None:
         store, stored = found.source.store, found.stored
@@ -566,36 +560,29 @@ class Verification:
     ) -> None:
         """Enter the outcome of ranges (those of these numbers that are `fresh`) under their files, or under `file`."""
         stored = found.stored
-        crcs, nbytes, sums = (
-            stored.crcs[numbers],
-            stored.ranges.nbytes[numbers],
-            sweep.crcs()[: len(numbers)],
-        )
-        counts = np.ones(len(numbers), np.bool_) if fresh is None else fresh
-        failed = np.zeros(len(numbers), np.bool_)
-        failed[[number for number in sweep.errors if number < len(numbers)]] = True
-        recorded = crcs != NO_CRC
-        self._checked += int(nbytes[counts & recorded & ~failed].sum())
-        for at in np.flatnonzero(counts & (failed | (recorded & (sums != crcs)))).tolist():
-            self._enter(
-                found,
-                numbers.item(at),
-                sweep.outcome(at),
-                file or found.file(numbers.item(at), path),
-            )
-        vouched = np.array(
-            [(file or place_at(path).file(key)) in self._vouched for key in stored.ranges.keys],
-            np.bool_,
-        )
-        used = np.diff(stored.heads)[numbers] > 0
-        unknown = counts & ~recorded & ~failed & used & ~vouched[stored.ranges.files[numbers]]
-        self._unchecked_nbytes += int(nbytes[unknown].sum())
-        waiting = np.zeros(len(stored), np.bool_)
-        waiting[numbers[unknown]] = True
-        names = found.table.names
-        self._unchecked.update(
-            (names[row], None) for row in stored.rows[waiting[stored.owners]].tolist()
-        )
+        crcs, nbytes = stored.crcs[numbers], stored.ranges.nbytes[numbers]
+        sums = sweep.crcs()[: len(numbers)]
+        is_counted = np.ones(len(numbers), np.bool_) if fresh is None else fresh
+        is_failed = np.zeros(len(numbers), np.bool_)
+        is_failed[[number for number in sweep.errors if number < len(numbers)]] = True
+        is_recorded = crcs != NO_CRC
+        self._checked += int(nbytes[is_counted & is_recorded & ~is_failed].sum())
+        is_wrong = is_counted & (is_failed | (is_recorded & (sums != crcs)))
+        for at in np.flatnonzero(is_wrong).tolist():
+            number = numbers.item(at)
+            self._enter(found, number, sweep.outcome(at), file or found.file(number, path))
+
+        keys = stored.ranges.keys
+        places = [file or place_at(path).file(key) for key in keys]
+        is_vouched = np.array([place in self._vouched for place in places], np.bool_)
+        is_used = np.diff(stored.heads)[numbers] > 0
+        is_unknown = is_counted & ~is_recorded & ~is_failed & is_used
+        is_unknown &= ~is_vouched[stored.ranges.files[numbers]]
+        self._unchecked_nbytes += int(nbytes[is_unknown].sum())
+        is_unchecked = np.zeros(len(stored), np.bool_)
+        is_unchecked[numbers[is_unknown]] = True
+        rows = stored.rows[is_unchecked[stored.owners]].tolist()
+        self._unchecked.update((found.table.names[row], None) for row in rows)
 
     def _settle_packed(
         self, found: CheckpointBytes, number: int, content_nbytes: int, path: str
@@ -716,14 +703,6 @@ class CheckpointBytes:
         now = np.cumsum(left) - 1
         self._labels = {now.item(number): label for number, label in self._labels.items()}
         self.packed = {now.item(number): nbytes for number, nbytes in self.packed.items()}
-
-
-def _located(table: Table) -> Table:
-    try:
-        return table.located(range(len(table)))
-    except HoldfastError:
-        # What says where some row lies is damaged: each is asked by itself, so that the errors name them.
-        return table
 
 
 def _pieces(table: Table, lost: list[tuple[str, HoldfastError]]) -> Iterator[Piece]:
