@@ -22,7 +22,9 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from holdfast import extras
 from holdfast.core.registry import HOOKS
@@ -53,7 +55,7 @@ ROOM_TOKENS = {
     "formats/npy": 3974,
     "formats/onnx": 4330,
     "formats/pickle": 20628,
-    "formats/safetensors": 10834,
+    "formats/safetensors": 11162,
     "formats/torch": 28222,
     "formats/tree_json": 10005,
     "formats/zip": 10214,
@@ -359,6 +361,20 @@ def test_importing_the_package_costs_little_beyond_numpy():
     assert ours < 4 * floor, (
         f"importing holdfast takes {ours / floor:.1f} times as long as numpy and ml_dtypes"
     )
+
+
+MOST_MODULES = 50
+"""The most modules of Holdfast that reading one tensor of a safetensors file imports."""
+
+
+def test_reading_one_tensor_imports_few_modules(tmp_path: Path):
+    path = tmp_path / "a.safetensors"
+    save_file({"w": np.ones((10, 3), np.float32)}, path, metadata={"format": "pt"})
+    imported = fresh(
+        f"import sys, holdfast; holdfast.open({str(path)!r})['w'].numpy(); "
+        "print(*[name for name in sys.modules if name.split('.')[0] == 'holdfast'])"
+    ).split()
+    assert len(imported) <= MOST_MODULES, sorted(imported)
 
 
 RESULTS = {

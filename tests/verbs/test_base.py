@@ -21,7 +21,7 @@ from holdfast.core.content_hash import HASH, hash_bytes
 from holdfast.core.documents import seal
 from holdfast.errors import BadArgument, HeaderError, NotAPath, NotCommitted, Unsupported
 from holdfast.formats.native import base as base_of
-from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.files import Files
 from holdfast.verbs.shared.planned import Saved
 from tests.properties.same import assert_same

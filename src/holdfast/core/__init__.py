@@ -4,7 +4,6 @@ value                  what nearly every class is: fields that are checked and n
 box, chunk             where the elements of a tensor lie: a storage, a box of it
 tensor                 a tensor that is described and not read, slices of it as arithmetic; one that is made of several
 table                  all tensors of a checkpoint or of a state as columns: names, kinds, storages
-dense                  the byte ranges of rows whose bytes in a file are those of an array; reads tensors of several sources
 match                  rows of a table for the tensors of a state, by name; where their boxes meet
 sharing                which rows share memory: groups, ties, overlaps
 tiling                 do boxes cover a tensor exactly once; how the boxes of one holder lie to each other

@@ -16,13 +16,13 @@ from holdfast.core.opaque import AnyValue
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.quantities import shown
 from holdfast.core.registry import find_hook
-from holdfast.core.sharing import SharedRows, check_expansion, shared_rows
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.errors import BadArgumentType, NoSuchTensor, Unsupported
 
 if TYPE_CHECKING:
+    from holdfast.core.sharing import SharedRows
     from holdfast.metadata import Metadata
 
 
@@ -219,6 +219,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def aliases(self) -> tuple[Alias, ...]:
         """Which names share a storage; names that stand alone are not listed."""
         if self._aliases is None:
+            from holdfast.core.sharing import shared_rows  # reading one tensor needs none of it
+
             self._aliases = find_aliases(
                 self.stored, shared_rows([self.stored], stored_aliases=True)
             )
@@ -227,6 +229,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data in the file; what is shared counts once."""
+        from holdfast.core.sharing import shared_rows
+
         return shared_rows([self.stored]).total_nbytes()
 
     def read(self, *names: str | Iterable[str]) -> dict[str, np.ndarray]:
@@ -234,6 +238,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         Names may be given one by one, or as a list of them.
         """
+        from holdfast.core.sharing import check_expansion
+
         wanted = [
             name
             for given in names

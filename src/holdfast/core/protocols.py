@@ -20,10 +20,9 @@ from holdfast.core.value import Value
 from holdfast.errors import Corrupted
 
 if TYPE_CHECKING:
-    from holdfast.core.dense import RegularRows
     from holdfast.core.leaves import Leaves
     from holdfast.core.placement_rules import PlacementRule
-    from holdfast.core.table import Table
+    from holdfast.core.table import RegularRows, Table
     from holdfast.core.tensor import LazyTensor
 
 Stamp = tuple[object, ...]

@@ -19,12 +19,13 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import msgspec
 import numpy as np
 
 from holdfast.core.limits import Limits
-from holdfast.core.value import Value
+from holdfast.core.value import Value, replace
 from holdfast.errors import HeaderError, LimitExceeded
 
 BLOCK_NBYTES = (
@@ -278,3 +279,9 @@ def as_keys(names: Sequence[str]) -> tuple[str, Sequence[str]]:
     if every.isascii() and len(msgspec.json.encode(every)) == len(every) + 2:
         return '"', names
     return "", [msgspec.json.encode(name).decode() for name in names]
+
+
+@lru_cache(16)
+def json_limits(limits: Limits) -> Limits:
+    """The limits for the JSON text of a tree of `limits.depth` levels: a level takes up to three brackets."""
+    return replace(limits, depth=4 * limits.depth + 16)

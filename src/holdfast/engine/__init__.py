@@ -5,7 +5,7 @@ saves            the plan of a save: every file as segments
 files            ranges of files as the storages of a table, and which of them its rows use, each once
 table            the tensors of a state on their way to a file, as columns
 
-source           `OpenSource`: a store, its limits, and the way of its bytes into memory; `Sourced`: a store that makes tensors
+source           `OpenSource`: a store, its limits, and the way of its bytes into memory
 ranges           contiguous ranges of files into memory: the path of every read
 boxes            boxes of any strides, byte order and packing into arrays, made of ranges
 transfer         the one engine that reads: ranges of files, by threads, to `ranges` or to a sink that sees them pass by. The sinks:

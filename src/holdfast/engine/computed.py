@@ -12,29 +12,29 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from weakref import ref
 
 import numpy as np
 
 from holdfast.core.arrays import Ints, byte_row
 from holdfast.core.box import Box, run_boxes
 from holdfast.core.chunk import Chunk, Storage
-from holdfast.core.dense import read_tensors
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.options import validated
 from holdfast.core.protocols import Request
 from holdfast.core.quantities import shown
 from holdfast.core.sharing import View, identity
-from holdfast.core.table import Kind, Piece, StorageMoved, Storages, Table
+from holdfast.core.table import Kind, Piece, StorageMoved, Storages, Table, read_tensors
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import plural
 from holdfast.core.value import Value, replace
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.saves import Data, Memory
-from holdfast.engine.source import OpenSource, Sourced
+from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import computing
 from holdfast.errors import BadArgumentType, Unsupported, located
 from holdfast.numeric.dequantize import BLOCKS, BlockType
-from holdfast.stores.virtual import VirtualFile, tensor_stamp
+from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
 Compute = Callable[[np.ndarray], np.ndarray]
 Observe = Callable[
@@ -124,6 +124,21 @@ class Computation(Value, frozen=True, eq=False):
                     )
             begin = start - first * width
             out[:] = made.view(np.uint8).data[begin : begin + out.nbytes]
+
+
+class Sourced(Virtual):
+    """A virtual store that makes tensors over itself. They keep their source, and it keeps the store; nothing else keeps it."""
+
+    _given: ref[OpenSource] | None = None
+
+    @property
+    def source(self) -> OpenSource:
+        """The source of its tensors: the same one, for as long as one of them has it."""
+        found = None if self._given is None else self._given()
+        if found is None:
+            found = OpenSource(self, threads=1)
+            self._given = ref(found)
+        return found
 
 
 class Computed(Sourced):

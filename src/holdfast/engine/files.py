@@ -17,6 +17,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,8 +30,10 @@ from holdfast.core.table import ODD, Column, FileColumns, FilePlace, Kind, Table
 from holdfast.core.tensor import BEYOND, NO_CRC, FileRange, Layout, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.coalesce import MEMORY, Ranges, coalesce
-from holdfast.engine.saves import Data
 from holdfast.errors import Corrupted, HoldfastError, located
+
+if TYPE_CHECKING:
+    from holdfast.engine.saves import Data
 
 BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
 
@@ -331,6 +334,8 @@ class FileStorages(FileColumns):
         )  # fmt: skip
 
     def alone(self, number: int, label: str) -> Data | bytes:
+        from holdfast.engine.saves import Data  # for saving
+
         nbytes = int(self.nbytes[number])
         return (
             Data(self.view(number, Kind.plain(BYTES, (nbytes,)), self.names[number]), label)

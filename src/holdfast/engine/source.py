@@ -1,33 +1,29 @@
 """`OpenSource`: a store, the limits that hold for it, and the way its bytes reach memory.
 
-Dense rows that are short are read many together (`read_dense`) and copied out of scratch memory: each array owns its bytes. Long
-ones are left to a plan, which reads straight into place. A read that fails is done again row by row, so that its error names the
-tensor.
+A regular tensor is one range, which is read to its array (engine/ranges.py). All others are boxes (engine/boxes.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from weakref import ref
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from holdfast.core.dense import RegularRows
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Content, Request, Store
 from holdfast.core.runtime import address_of
-from holdfast.core.table import Column
+from holdfast.core.table import Column, RegularRows
 from holdfast.core.tensor import FileRange, LazyTensor
-from holdfast.engine.blocks import ContiguousBlock, read_block
-from holdfast.engine.boxes import read_boxes
-from holdfast.engine.checksums import Checks, damage, whole_storages
 from holdfast.engine.coalesce import MEMORY, REMOTE, Policy
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
 from holdfast.engine.threads import default_threads
 from holdfast.errors import Corrupted, Unsupported
-from holdfast.stores.virtual import Virtual
+
+if TYPE_CHECKING:
+    from holdfast.engine.checksums import Checks
 
 HEAD_NBYTES = (
     4096  # First bytes of a file that are read at once, since formats are recognised by them.
@@ -137,6 +133,8 @@ class OpenSource:
             return tensor(number).name
 
         def damaged(number: int, crc: int) -> Corrupted:
+            from holdfast.engine.checksums import damage  # for damaged files
+
             return damage(tensor(number).storages[0], name(number), crc)
 
         if not self.verify:
@@ -149,6 +147,8 @@ class OpenSource:
             if request.tensor.traits.meta:
                 message = "this tensor was saved on the meta device: it has a shape and no data"
                 raise Unsupported(message, tensor=request.tensor.name)
+        from holdfast.engine.checksums import Checks, whole_storages  # regular tensors need neither
+
         checks = Checks(whole_storages(requests) if self.verify else {})
         self.read_boxes(requests, checks)
         checks.finish()
@@ -162,6 +162,8 @@ class OpenSource:
 
         For parts of tensors: `read` would compare the checksum of what is whole in these requests, and a large storage never is.
         """
+        from holdfast.engine.boxes import read_boxes  # regular tensors are ranges
+
         nbytes = read_boxes(
             self.store,
             requests,
@@ -203,6 +205,8 @@ class OpenSource:
 
     @contextmanager
     def lend(self, tensor: LazyTensor) -> Iterator[memoryview]:
+        from holdfast.engine.blocks import ContiguousBlock, read_block  # for conversions
+
         yield read_block(ContiguousBlock(tensor, 0))
 
     def view(self, tensor: LazyTensor) -> np.ndarray | None:
@@ -257,18 +261,3 @@ def _resolve(request: Request) -> None:
                 f"a {request.tensor.dtype} tensor that is marked as negated",
                 tensor=request.tensor.name,
             )
-
-
-class Sourced(Virtual):
-    """A virtual store that makes tensors over itself. They keep their source, and it keeps the store; nothing else keeps it."""
-
-    _given: ref[OpenSource] | None = None
-
-    @property
-    def source(self) -> OpenSource:
-        """The source of its tensors: the same one, for as long as one of them has it."""
-        found = None if self._given is None else self._given()
-        if found is None:
-            found = OpenSource(self, threads=1)
-            self._given = ref(found)
-        return found

@@ -72,6 +72,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "rank-files": {
         "before": "npz",
         "read_by": "holdfast.extras.rank_files.dtensors:describe",
+        "begins": b"PK",
         "known_by": "holdfast.extras.rank_files.recognise:is_rank_files",
         "folder": True,
         "file_pattern": r"[A-Za-z0-9_.-]*_world_size_[0-9]+_rank_[0-9]+\.pt",
@@ -80,6 +81,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "megatron": {
         "before": "npz",
         "read_by": "holdfast.extras.rank_files.megatron:describe",
+        "begins": b"PK",
         "known_by": "holdfast.extras.rank_files.recognise:is_megatron",
         "folder": True,
         "rules": True,

@@ -148,15 +148,18 @@ class Format(Value, frozen=True):
         """Whether the content, never the suffix, is of this format."""
         key = source.store.single
         head = b"" if key is None else source.first(key, FIRST_NBYTES)
-        return self.may_be(key, head) and self.knows(source, key)
+        return self.recognises(source, key, head)
 
-    def may_be(self, key: str | None, head: bytes) -> bool:
-        """Whether a file with these first bytes, or a folder if there is no key, can be of this format."""
-        return self.folder if key is None else head.startswith(self.begins)
+    def recognises(self, source: Source, key: str | None, head: bytes) -> bool:
+        """Whether a file with these first bytes, or a folder if there is no key, is of this format.
 
-    def knows(self, source: Source, key: str | None) -> bool:
-        """Whether a source that can be of this format is."""
+        The content decides, never the suffix.
+        """
+        may_be = self.folder if key is None else head.startswith(self.begins)
+        if not may_be:
+            return False
         if self.folder:
+            # One file may be all there is of a folder: of one rank.
             return bool(named(self.known_by)(source))
         return not self.known_by or bool(named(self.known_by)(source, key))
 
@@ -225,7 +228,7 @@ FORMATS = [
         "torch-legacy",
         ".torch.legacy:describe_legacy",
         b"",
-        ".torch.legacy:begins_like_legacy",
+        ".torch.recognise:begins_like_legacy",
         (".th",),
         torch=True,
         code="scanned",
@@ -234,7 +237,7 @@ FORMATS = [
         "torch-tar",
         ".torch.legacy:describe_tar",
         b"",
-        ".torch.legacy:begins_like_torch_tar",
+        ".torch.recognise:begins_like_torch_tar",
         (".pth.tar",),
         torch=True,
         code="scanned",
@@ -261,7 +264,7 @@ FORMATS = [
         takes=("keep_tree",),
         keeps="tensors",
         metadata=True,
-        weights_by=".safetensors.read:weight_files",
+        weights_by=".safetensors.directory:weight_files",
         code="none",
     ),
     # It holds safetensors files and an index of them as well, so it is looked for first.
@@ -311,9 +314,9 @@ FORMATS = [
     ),
     Format(
         "safetensors-dir",
-        ".safetensors.read:describe_directory",
+        ".safetensors.directory:describe_directory",
         b"",
-        ".safetensors.read:is_directory",
+        ".safetensors.directory:is_directory",
         folder=True,
         choices=("safetensors",),
         written_by=".safetensors.write:lay_out_safetensors",
@@ -323,7 +326,7 @@ FORMATS = [
         metadata=True,
         index="model.safetensors.index.json",
         files=SAFETENSORS,
-        weights_by=".safetensors.read:weight_files",
+        weights_by=".safetensors.directory:weight_files",
         code="none",
     ),
     # torch's last of all: who made something else of these files, and put it beside them, means that.

@@ -14,20 +14,18 @@ from holdfast.formats import (
     Format,
     file_suffixes,
     load_plugins,
-    named,
 )
+from holdfast.formats.torch.recognise import MAGIC, refuse_tar
 
 
-def _refuse_second_reading(source: Source, key: str, found: Format) -> None:
+def _refuse_second_reading(source: Source, key: str, head: bytes, found: Format) -> None:
     """Refuse a file that torch would read as something else: it tries zip, then tar, and then its old stream of pickles.
 
     A tar header is told by a checksum, and any content can be made to have one. And whatever is no zip and no tar is unpickled from
     its first byte on, which the length at the start of safetensors and the counts of GGUF can be made to allow.
     """
-    if found.folder or found.torch:
-        return
-    named(".torch.legacy:refuse_tar")(source, key, found.name)
-    if _unpickles(source, key):
+    refuse_tar(source, key, found.name)
+    if head[:1] in OPCODES and _unpickles(source, key):
         raise FormatError(
             f"the file is {found.name} and a pickle at once, and torch.load would run the pickle; `holdfast scan` shows what that "
             "would do",
@@ -48,10 +46,7 @@ stack as well, but CPython's unpickler in Python imports first.)
 
 def _unpickles(source: Source, key: str) -> bool:
     """Whether an unpickler does anything with this file before it fails."""
-    if source.first(key, 1) not in OPCODES:
-        return False
-    from holdfast.formats.pickle.recording import read_ahead
-    from holdfast.formats.torch.legacy import MAGIC
+    from holdfast.formats.pickle.recording import read_ahead  # few files begin like a pickle
 
     size = source.store.size(key)
     found = read_ahead(
@@ -84,21 +79,21 @@ def detect(source: Source, *, plugins: bool = True) -> Format:
     key = None if source.store.index else source.store.single
     head = b"" if key is None else source.first(key, FIRST_NBYTES)
     for format in FORMATS:
-        if format.may_be(key, head) and format.knows(source, key):
-            if key is not None:
-                _refuse_second_reading(source, key, format)
+        if format.recognises(source, key, head):
+            if key is not None and not (format.folder or format.torch):
+                _refuse_second_reading(source, key, head, format)
             return format
 
     problems = list(load_plugins()) if plugins else []
     for format in PLUGINS if plugins else ():
         try:
-            if not (format.may_be(key, head) and format.knows(source, key)):
+            if not format.recognises(source, key, head):
                 continue
         except Unsupported as error:
             problems.append(error.message)
             continue
-        if key is not None:
-            _refuse_second_reading(source, key, format)
+        if key is not None and not (format.folder or format.torch):
+            _refuse_second_reading(source, key, head, format)
         return format
     raise _explain_unknown(source, problems)
 

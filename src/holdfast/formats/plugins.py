@@ -26,8 +26,8 @@ class PluginFormat(Format, frozen=True):
 
     distribution: str = ""
 
-    def knows(self, source: Source, key: str | None) -> bool:
-        return self._call(lambda: super(PluginFormat, self).knows(source, key))
+    def recognises(self, source: Source, key: str | None, head: bytes) -> bool:
+        return self._call(lambda: super(PluginFormat, self).recognises(source, key, head))
 
     def describe(self, source: Source) -> Description:
         return self._call(lambda: super(PluginFormat, self).describe(source))

@@ -169,8 +169,6 @@ def _group(nbytes: int, members: Sequence[tuple[str, Kind, int]]) -> ViewGroup |
     return (nbytes, views) if views else None
 
 
-FIELDS = ("aliases", "views", "dtypes", "tree")
-
 PAIRS = "float4_e2m1fn_x2"
 """torch's pair of 4-bit floats: in a safetensors header it is F4 with twice the last dimension."""
 PAIRS_DTYPE = next(row for row in DTYPES.rows if row.name == PAIRS)

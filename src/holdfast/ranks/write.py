@@ -34,7 +34,7 @@ from holdfast.formats import Format, rank_formats
 from holdfast.formats.dcp.index import BESIDE
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.manifest import StoredBoxes, as_column
-from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.formats.sharded import (
     NOTHING,
     Contents,

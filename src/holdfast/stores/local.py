@@ -46,7 +46,6 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.stores import platform
-from holdfast.stores.files import is_temporary
 from holdfast.stores.paths import local_path
 from holdfast.stores.platform import ALWAYS, DIRECTORY, NO_LINK, NO_WAIT, OPENS_DIRECTORIES
 
@@ -127,6 +126,8 @@ class Folder:
         return sorted(keys)
 
     def _collect(self, prefix: str, keys: Keys, most: int) -> None:
+        from holdfast.stores.files import is_temporary  # for folders
+
         folders = []
         with self._entries(prefix) as entries:
             for entry in entries:
@@ -375,7 +376,7 @@ class LocalStore(Store):
         self._single = self.name.rpartition("/")[2] or self.name
         try:
             self._working = "" if self.name.startswith("/") else os.getcwd()
-            self._root, self._only = _chosen(self.name)
+            self._root, self._only = _chosen(self.name) if "*" in self.name else (self.name, "")
             file, found = meet(self._root)
             if stat.S_ISDIR(found.st_mode):
                 self._folder = open_folder(self._root, instead_of=instead_of)
@@ -654,8 +655,6 @@ class LocalStore(Store):
 
 def _chosen(path: str) -> tuple[str, str]:
     """The directory that is opened, and the pattern for its files: none where all are meant, or a file has the star in its name."""
-    if "*" not in path:
-        return path, ""
     folder, pattern = os.path.split(path)
     if "*" not in pattern or os.path.lexists(path):
         return path, ""

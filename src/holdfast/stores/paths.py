@@ -20,13 +20,22 @@ import io
 import os
 import re
 from pathlib import PurePath
+from typing import TYPE_CHECKING, TypeGuard
 
 from holdfast.core.quantities import shown
 from holdfast.errors import BadArgumentType, BadPath, NotAPath
 from holdfast.stores.platform import DRIVES
-from holdfast.stores.remote.url import Url, is_url, url_of
+
+if TYPE_CHECKING:
+    from holdfast.stores.remote.url import Url
 
 AnyPath = str | os.PathLike[str]
+
+SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "memory"})
+"""The schemes of object stores."""
+
+URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):/{1,2}([^/]*)/*(.*)\Z", re.DOTALL)
+"""One slash is what `pathlib.Path` leaves of two."""
 
 SCHEME = re.compile(r"[^/\\]*:(?=[/\\]|$)")
 """A first part that ends with a colon: of a URL, also of one behind another (`simplecache::s3://`), or a drive."""
@@ -85,11 +94,30 @@ def local_path(path: object) -> str:
 def place_of(path: object, store: object | None = None) -> str:
     """A path on this machine, or the `Url` of something in an object store; with a `store`, `path` is a key in it."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    return (
-        url_of(text, store)
-        if isinstance(text, str) and (store is not None or is_url(text))
-        else local_path(path)
-    )
+    if isinstance(text, str) and (store is not None or (":" in text and is_url(text))):
+        from holdfast.stores.remote.url import url_of  # for object stores
+
+        return url_of(text, store)
+    return local_path(path)
+
+
+def is_url(text: str) -> bool:
+    """Whether this is the URL of an object store, also one that `pathlib.Path` took a slash from.
+
+    >>> is_url("s3://bucket/x"), is_url("C:/x"), is_url("model.pt")
+    (True, False, False)
+    """
+    match = URL.match(text)
+    return match is not None and match[1].lower() in SCHEMES
+
+
+def is_parsed_url(path: object) -> TypeGuard[Url]:
+    """Whether a place is a `Url` already, which is a text too."""
+    if type(path) is str:
+        return False
+    from holdfast.stores.remote.url import Url  # for object stores
+
+    return isinstance(path, Url)
 
 
 def target_place(path: object, store: object | None = None, *, folder: bool = False) -> str:
@@ -101,7 +129,7 @@ def target_place(path: object, store: object | None = None, *, folder: bool = Fa
     ('m/', 'm/', 'm')
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
-    if folder and isinstance(text, str) and text and not isinstance(text, Url):
+    if folder and isinstance(text, str) and text and not is_parsed_url(text):
         text = f"{text.rstrip('/')}/"
     return place_of(text, store)
 
@@ -128,7 +156,7 @@ def found_path(path: str) -> str:
     >>> found_path("folder/~model.pt")
     'folder/~model.pt'
     """
-    if isinstance(path, Url):
+    if is_parsed_url(path):
         return path
     path = _slashed(path)
     return _slashed(os.path.join(os.getcwd(), path)) if _says_more(_undotted(path)) else path

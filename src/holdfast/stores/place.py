@@ -14,6 +14,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from holdfast.core.limits import Limits
@@ -21,7 +22,10 @@ from holdfast.core.protocols import Store
 from holdfast.core.value import Value
 from holdfast.errors import StoreError, detached
 from holdfast.stores.local import LocalStore, free_nbytes
-from holdfast.stores.remote.url import Problem, Recover, Stamps, Url, is_url
+from holdfast.stores.paths import is_parsed_url, is_url
+
+if TYPE_CHECKING:
+    from holdfast.stores.remote.url import Problem, Recover, Stamps, Url
 
 
 class LocalPlace(Value, frozen=True):
@@ -174,12 +178,14 @@ class LocalPlace(Value, frozen=True):
                         raise
 
 
-Place = LocalPlace | Url
+if TYPE_CHECKING:
+    Place = LocalPlace | Url
 
 
 def place_at(path: str) -> Place:
     """The place of a path or a `Url` that `place_of` gave, or that was found. Any other text is a path, be it called `s3:/x`."""
-    return path if isinstance(path, Url) else LocalPlace(path)
+    # The usual type first: every call that has a path asks.
+    return path if type(path) is not str and is_parsed_url(path) else LocalPlace(path)
 
 
 def place_named(text: str) -> Place:
@@ -188,7 +194,11 @@ def place_named(text: str) -> Place:
     >>> place_named("runs/step-1").on_disk, place_named("s3://bucket/step-1").on_disk
     (True, False)
     """
-    return Url(text) if is_url(text) else LocalPlace(text)
+    if is_url(text):
+        from holdfast.stores.remote.url import Url  # for object stores
+
+        return Url(text)
+    return LocalPlace(text)
 
 
 def followed(path: str) -> str:

@@ -38,7 +38,7 @@ from holdfast.errors import CannotHold
 from holdfast.formats import format_of
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.native.schema import made_whole, parse_manifest
-from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import join, place_at, same_place
 from holdfast.stores.remote.url import COPIED_NBYTES

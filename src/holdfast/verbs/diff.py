@@ -34,7 +34,6 @@ import numpy as np
 from holdfast.core.arguments import one_of, pairs
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.dense import read_tensors
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
 from holdfast.core.limits import Limits
@@ -44,7 +43,7 @@ from holdfast.core.order import in_order
 from holdfast.core.patterns import Renames
 from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size
-from holdfast.core.table import Table
+from holdfast.core.table import Table, read_tensors
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.text import plural
 from holdfast.core.value import Value, replace

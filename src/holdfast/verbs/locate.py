@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import PurePath
 
 from holdfast.core.limits import Limits
-from holdfast.core.protocols import Store
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError, NoSuchPath, StoreError, UnsafePath, Unsupported
 from holdfast.formats.index_file import INDEX, USUAL, some
@@ -45,12 +43,6 @@ class CheckpointPlace(Value, frozen=True):
     index: str = ""
     """The index that the user named, which counts although another one may have the usual name."""
 
-    def open(self, limits: Limits, recover: Callable[[str], str | None]) -> Store:
-        """Open the store of the checkpoint. Raises `StoreError` if there is none."""
-        store = place_at(self.path).store(limits, recover)
-        store.index = self.index
-        return store
-
 
 def locate_checkpoint(path: str, limits: Limits) -> CheckpointPlace:
     """Return the place of the checkpoint that a path or URL stands for: usually the path itself.
@@ -61,19 +53,20 @@ def locate_checkpoint(path: str, limits: Limits) -> CheckpointPlace:
         HeaderError, UnsafePath: A ref does not name a snapshot inside of its folder.
     """
     place = place_at(path)
-    if place.name.endswith(INDEX_ENDS) and not place.is_folder:
+    if path.endswith(INDEX_ENDS) and not place.is_folder:
         # Opening the index says why it cannot be read, for example because it is not there.
         place.store(limits, _recover_nothing).close()
         return CheckpointPlace(place.parent, place.name)
-    if place.on_disk and _name_folder(path).startswith(CACHED_MODEL):
+    name = PurePath(path).name or _name_working_folder()
+    if place.on_disk and name.startswith(CACHED_MODEL):
         return CheckpointPlace(_find_snapshot(path, limits))
     return CheckpointPlace(path)
 
 
-def _name_folder(path: str) -> str:
-    """Return the name of a folder, also if the path is "." and does not say it."""
+def _name_working_folder() -> str:
+    """Return the name of the folder that "." means."""
     try:
-        return PurePath(path).name or os.path.basename(os.getcwd())
+        return os.path.basename(os.getcwd())
     except OSError:
         return ""  # The working directory is gone, and opening the path says so.
 

@@ -14,8 +14,6 @@ import numpy as np
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
-from holdfast.core.dense import read_tensors
-from holdfast.core.group import Ranks, compare_marks
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.options import validated
 from holdfast.core.placement_rules import PlacementRule
@@ -23,6 +21,7 @@ from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import shown
 from holdfast.core.registry import find_hook
 from holdfast.core.runtime import gc_paused
+from holdfast.core.table import read_tensors
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.errors import (
@@ -35,15 +34,14 @@ from holdfast.errors import (
     located,
 )
 from holdfast.formats import FORMATS, format_of
-from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.formats.detect import detect
 from holdfast.formats.index_file import some
-from holdfast.stores.memory import FileObjectStore, MemoryStore
 from holdfast.stores.paths import check_binary, place_of
 from holdfast.stores.place import place_at
 from holdfast.verbs.locate import locate_checkpoint
 
 if TYPE_CHECKING:
+    from holdfast.core.group import Ranks
     from holdfast.extras.maps.find import AnyMap, Map
 
 T = TypeVar("T")
@@ -94,7 +92,7 @@ def open(
         if given and not format_of(checkpoint.format).rules:
             said = f"rules= are for folders of Megatron's ranks; this is {checkpoint.format}, which says itself how tensors lie"
             raise BadArgument(said, file=checkpoint.path)
-        return seen_through(checkpoint, map)
+        return checkpoint if map is None else seen_through(checkpoint, map)
 
     return _open_store(path, limits, look, store=store)
 
@@ -209,12 +207,17 @@ def steady(
 def checkpoint_store(path: Openable, limits: Limits, *, store: object | None = None) -> Store:
     """Open the store of the checkpoint that `path` stands for: of an index its folder, of a hub cache folder its snapshot."""
     if isinstance(path, str | os.PathLike):
-        return locate_checkpoint(place_of(path, store), limits).open(limits, _recover)
+        located_checkpoint = locate_checkpoint(place_of(path, store), limits)
+        opened_store = place_at(located_checkpoint.path).store(limits, _recover)
+        opened_store.index = located_checkpoint.index
+        return opened_store
     return store_of(path, limits)
 
 
 def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> Store:
     """The store behind anything that `open` takes; with an object store that the caller has made, `path` is a key in it."""
+    from holdfast.stores.memory import FileObjectStore, MemoryStore  # not for paths
+
     if isinstance(path, bytes | bytearray | memoryview):
         return MemoryStore({"bytes": path}, name="<bytes>")
     if isinstance(path, str | os.PathLike):
@@ -254,6 +257,8 @@ def compare_opened(ranks: Ranks, *checkpoints: Checkpoint) -> None:
     The ranks of a verb open its path by themselves. On disks of their own it may lead to another step on each machine.
     """
     if ranks.size > 1:
+        from holdfast.core.group import compare_marks  # for ranks
+
         compare_marks(ranks, b"".join([checkpoint_mark(checkpoint) for checkpoint in checkpoints]))
 
 
@@ -288,7 +293,9 @@ def checkpoint_mark(checkpoint: Checkpoint) -> bytes:
     Times and inodes are no part of it, since ranks on several machines may have copies. Where files of this machine record no
     checksums, which is what the safetensors library writes, a sample of the data stands for them.
     """
-    from hashlib import blake2b  # for ranks
+    from hashlib import blake2b  # for ranks, as the next one
+
+    from holdfast.formats.dcp.lazy import ItemStorage
 
     mark = blake2b(
         repr((checkpoint.format, sorted(checkpoint.metadata.items()))).encode(

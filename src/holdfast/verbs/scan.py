@@ -52,7 +52,7 @@ from holdfast.formats.dcp.index import is_index
 from holdfast.formats.dcp.read import DATA_SUFFIX
 from holdfast.formats.pickle.machine import interpret
 from holdfast.formats.pickle.plain import PlainTable
-from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.paths import found_path, place_in_words, place_of
 from holdfast.stores.place import join, place_at
 from holdfast.verbs.locate import INDEX_ENDS

@@ -40,7 +40,7 @@ from holdfast.errors import (
 )
 from holdfast.formats import FORMATS, file_suffixes
 from holdfast.formats.index_file import INDEX, USUAL
-from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.verbs.open import open as open_checkpoint
 from holdfast.verbs.seals.document import LARGEST
 

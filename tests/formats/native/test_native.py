@@ -28,6 +28,7 @@ from holdfast.core.documents import explained, proven, seal
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
+from holdfast.core.strict_json import json_limits
 from holdfast.core.tensor import Composite, Traits
 from holdfast.errors import (
     CannotHold,
@@ -44,7 +45,6 @@ from holdfast.errors import (
 )
 from holdfast.formats.native.schema import DOCUMENT
 from holdfast.formats.native.write import lay_out_native
-from holdfast.formats.tree_json.decode import json_limits
 
 MANIFEST = "holdfast.json"
 

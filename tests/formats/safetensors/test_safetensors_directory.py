@@ -22,8 +22,8 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.formats import format_of
+from holdfast.formats.safetensors.directory import describe_directory
 from holdfast.formats.safetensors.read import describe as describe_safetensors
-from holdfast.formats.safetensors.read import describe_directory
 from holdfast.torch import versions
 
 INDEX = "model.safetensors.index.json"

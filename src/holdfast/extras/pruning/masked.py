@@ -23,9 +23,8 @@ from holdfast.core.arrays import Bools, inner
 from holdfast.core.chunk import Storage
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.computed import read_flat
+from holdfast.engine.computed import Sourced, read_flat
 from holdfast.engine.files import BYTES
-from holdfast.engine.source import Sourced
 from holdfast.engine.threads import computing
 from holdfast.extras.pruning import select
 from holdfast.extras.pruning.masks import Mask, zero_out

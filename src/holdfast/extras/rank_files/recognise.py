@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from holdfast.core.protocols import Source
 from holdfast.errors import FormatError
-from holdfast.formats.torch.zip import begins_like_torch
+from holdfast.formats.torch.recognise import begins_like_torch
 
 SHOWN = 5
 """Ranks, files or names that a message lists."""

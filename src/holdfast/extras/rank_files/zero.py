@@ -57,8 +57,8 @@ from holdfast.extras.rank_files.zero_parts import (
     optimizer_of,
     shapes_of,
 )
+from holdfast.formats.torch.recognise import begins_like_torch
 from holdfast.formats.torch.tensors import brief
-from holdfast.formats.torch.zip import begins_like_torch
 
 FILE = re.compile(r"zero/(?P<name>[^/]+)/(?P<what>\w{1,64})\.pt")
 WEIGHT = "fp32"

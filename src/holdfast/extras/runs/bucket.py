@@ -67,7 +67,7 @@ from holdfast.extras.runs.record import (
     pins_by_step,
 )
 from holdfast.extras.runs.steps import NAMED, FoundStep, Step, claim, found_steps, step_name
-from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.failures import Taken, if_there

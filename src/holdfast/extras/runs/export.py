@@ -41,7 +41,7 @@ from holdfast.extras.runs.place import RunPlace
 from holdfast.extras.runs.record import PINS, RECORD
 from holdfast.extras.runs.steps import NAMED, Step, step_name
 from holdfast.formats import format_of
-from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.verbs.convert import convert

@@ -32,7 +32,7 @@ from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import SURE_NBYTES, set_aside
 from holdfast.errors import HoldfastError, NoSuchPath, StoreError
 from holdfast.formats import format_of
-from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.files import FileEntry, Files, read_all, system_files
 from holdfast.verbs.open import open as open_checkpoint
 from holdfast.verbs.seals.document import LARGEST, SEAL, SUFFIX, Seal, misfits, parse_seal

@@ -31,7 +31,8 @@ from holdfast.errors import CannotHold
 from holdfast.formats.native.chunks import hash_tails
 from holdfast.formats.native.manifest import CANNOT, StoredBoxes, are_whole, as_bytes
 from holdfast.formats.recorded import PAIRS
-from holdfast.formats.safetensors.record import MANIFEST, SHARDING_INFO, checksum_digits
+from holdfast.formats.safetensors.record import checksum_digits
+from holdfast.formats.safetensors.schema import MANIFEST, SHARDING_INFO
 from holdfast.formats.safetensors.write import FileLayout, HeaderKind, fill_shards, plan_file
 
 HALVES = {"complex128": "F64", "complex32": "F16", "bcomplex32": "BF16"}

@@ -38,7 +38,8 @@ from holdfast.formats.native.schema import (
     StoredColumns,
     StoredTensor,
 )
-from holdfast.formats.safetensors.record import CRC_DIGITS, MANIFEST
+from holdfast.formats.safetensors.record import CRC_DIGITS
+from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.formats.safetensors.write import index_text
 
 INDEX = "model.safetensors.index.json"

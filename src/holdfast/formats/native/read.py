@@ -67,8 +67,13 @@ from holdfast.formats.native.schema import (
 )
 from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.read import Header, read_header
-from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.safetensors.schema import ADDRESSABLE, PREFIX_NBYTES, HeaderEntry, addressable
+from holdfast.formats.safetensors.schema import (
+    ADDRESSABLE,
+    MANIFEST,
+    PREFIX_NBYTES,
+    HeaderEntry,
+    addressable,
+)
 
 BYTES_OF, CRC_OF, FILE_OF = attrgetter("bytes"), attrgetter("crc32"), attrgetter("file")
 

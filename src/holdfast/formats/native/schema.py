@@ -20,12 +20,11 @@ import msgspec
 
 from holdfast.core.documents import SELF, DocumentKind, proven, read_document, write_document
 from holdfast.core.limits import Limits
-from holdfast.core.strict_json import parse_parts
+from holdfast.core.strict_json import json_limits, parse_parts
 from holdfast.core.value import Value
 from holdfast.errors import Unsupported
 from holdfast.formats.recorded import Recorded, parse_recorded
-from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.tree_json.decode import json_limits
+from holdfast.formats.safetensors.schema import MANIFEST
 
 FORMAT = "holdfast"
 VERSION = 3

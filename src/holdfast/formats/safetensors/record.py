@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from msgspec import field
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
@@ -52,23 +51,26 @@ from holdfast.core.documents import (
 )
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
-from holdfast.core.strict_json import kind, paid_nbytes, parse, pointer, quoted
+from holdfast.core.strict_json import json_limits, kind, paid_nbytes, parse, pointer, quoted
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tiling import tiles
-from holdfast.core.value import Value, replace
+from holdfast.core.value import replace
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
-from holdfast.formats.recorded import FIELDS, Recorded, parse_recorded
-from holdfast.formats.safetensors.schema import ADDRESSABLE, PREFIX_NBYTES, ROWS, addressable
-from holdfast.formats.tree_json.decode import json_limits
+from holdfast.formats.safetensors.schema import (
+    ADDRESSABLE,
+    NO_RECORD,
+    PREFIX_NBYTES,
+    RECORD,
+    RECORD_START,
+    RECORDED_FIELDS,
+    ROWS,
+    SHARDING_INFO,
+    HeaderRecord,
+    addressable,
+)
 
 if TYPE_CHECKING:
     from holdfast.formats.safetensors.read import Header
-
-RECORD = "holdfast"
-"""The key in `__metadata__`, and in the `metadata` of an index."""
-
-MANIFEST = "holdfast.json"
-"""The manifest of a native directory."""
 
 VERSION = 2
 SEALED_VERSION = 2
@@ -84,21 +86,6 @@ OTHER_TEXTS = (
     f"the texts beside __metadata__.{RECORD} are not those that were written with it: another program changed them, or the file is "
     "damaged. If the change was meant, write the file again with `holdfast convert`"
 )
-
-
-class HeaderRecord(Value, frozen=True):
-    crcs: Sequence[int] = ()
-    """CRC-32 of each tensor, in the order of the header; empty if not recorded."""
-    recorded: Recorded = field(default_factory=Recorded)
-    notes: tuple[str, ...] = ()
-    rest: str | None = None
-    """The file beside this one with the rest of the metadata."""
-    changed: Corrupted | None = None
-    """How the file differs from its record, for a verification."""
-    present: bool = False
-
-
-NO_RECORD = HeaderRecord()
 
 
 def fingerprint(content: object) -> str:
@@ -216,7 +203,7 @@ def _read(
         note = f"__metadata__.{RECORD} is of version {version:,}, which this Holdfast does not know; not used"
         return HeaderRecord(notes=(note,), present=True)
     later = ("texts", "rest", SELF) if version >= SEALED_VERSION else ()
-    allowed = {"version", "of", *later, *FIELDS, *(("crc32",) if header else ())}
+    allowed = {"version", "of", *later, *RECORDED_FIELDS, *(("crc32",) if header else ())}
     for name in document:
         if name not in allowed:
             raise HeaderError(f"at {pointer(name)}: a record has no such field")
@@ -224,7 +211,11 @@ def _read(
     if not isinstance(rest, str | None):
         raise HeaderError(f"at {pointer('rest')}: expected text, found {kind(rest)}")
     crcs = _checksums(document.get("crc32"), content) if header else ()
-    recorded = parse_recorded(document)
+    recorded = None
+    if not document.keys().isdisjoint(RECORDED_FIELDS):
+        from holdfast.formats.recorded import parse_recorded  # for states that are not plain
+
+        recorded = parse_recorded(document)
     if version >= SEALED_VERSION and then != (now := texts_fingerprint(texts)):
         return replace(_changed(OTHER_TEXTS, then, now), crcs=crcs, recorded=recorded, rest=rest)
     return HeaderRecord(crcs, recorded, rest=rest, present=True)
@@ -241,7 +232,7 @@ def _look_elsewhere(content: Mapping[str, object], texts: Mapping[str, object]) 
     for name, text in texts.items():
         if (
             isinstance(text, str)
-            and text.startswith('{"version":')
+            and text.startswith(RECORD_START)
             and f'"of":"{fingerprint(content)}"' in text[:64]
         ):
             message = (
@@ -262,8 +253,8 @@ def _checksums(digits: object, names: Mapping[str, object]) -> array[int]:
     return array("q", np.frombuffer(bytes.fromhex(digits), ">u4").astype(np.int64).tobytes())
 
 
-SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-"""The key in `__metadata__`, and the only field that torch writes or reads."""
+OFFSETS = "saved_offsets"
+"""The only field of a tensor in `SHARDING_INFO` that torch writes or reads."""
 
 PAIRED = "F4"
 

@@ -22,7 +22,7 @@ import math
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -30,9 +30,27 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.strict_json import kind, parse, pointer, quoted
 from holdfast.core.value import Value
-from holdfast.errors import HeaderError, LimitExceeded, Truncated
+from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Truncated
+
+if TYPE_CHECKING:
+    from holdfast.formats.recorded import Recorded
 
 METADATA = "__metadata__"
+
+RECORD = "holdfast"
+"""The key of Holdfast's record in `__metadata__`, and in the `metadata` of an index."""
+
+RECORD_START = '{"version":'
+"""How every record begins."""
+
+RECORDED_FIELDS = ("aliases", "views", "dtypes", "tree")
+"""The fields of a record that change what a file shows (`formats/recorded.py`)."""
+
+MANIFEST = "holdfast.json"
+"""The manifest of a native directory."""
+
+SHARDING_INFO = "DCP_SHARDING_INFO"
+"""The key in `__metadata__` under which torch's ranks note which piece of a tensor a file has."""
 
 PREFIX_NBYTES = 8
 """The length in front of the header; byte offsets in errors count from the start of the file."""
@@ -225,6 +243,23 @@ class HeaderColumns(Value, frozen=True):
     starts: array[int]
     """For each entry its first byte in the file."""
     nbytes: array[int]
+
+
+class HeaderRecord(Value, frozen=True):
+    """What Holdfast recorded in a header or an index beside the tensors (`record.py`)."""
+
+    crcs: Sequence[int] = ()
+    """CRC-32 of each tensor, in the order of the header; empty if not recorded."""
+    recorded: Recorded | None = None
+    notes: tuple[str, ...] = ()
+    rest: str | None = None
+    """The file beside this one with the rest of the metadata."""
+    changed: Corrupted | None = None
+    """How the file differs from its record, for a verification."""
+    present: bool = False
+
+
+NO_RECORD = HeaderRecord()
 
 
 def check_layout(

@@ -45,12 +45,11 @@ from holdfast.formats.index_file import FILES
 from holdfast.formats.recorded import PAIRS, share, sharing_fields
 from holdfast.formats.safetensors.record import (
     CRC_DIGITS,
-    RECORD,
     RecordText,
     checksum_digits,
     fingerprint,
 )
-from holdfast.formats.safetensors.schema import METADATA, PREFIX_NBYTES, HeaderEntry
+from holdfast.formats.safetensors.schema import METADATA, PREFIX_NBYTES, RECORD, HeaderEntry
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 

@@ -43,7 +43,8 @@ from holdfast.formats.pickle.payloads import Payloads, StoredBytes, split_payloa
 from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.pickle.state import State
 from holdfast.formats.pickle.table import Args, Name, Row
-from holdfast.formats.torch.legacy import build_object, read_stream, refuse_tar
+from holdfast.formats.torch.legacy import build_object, read_stream
+from holdfast.formats.torch.recognise import refuse_tar
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.torch.tensors import checked_shape
 from holdfast.formats.torch.zip import SavedFile, describe_saved

@@ -40,12 +40,15 @@ from holdfast.formats.index_file import (
     some,
 )
 from holdfast.formats.torch.legacy import (
-    begins_like_legacy,
-    begins_like_torch_tar,
     read_legacy,
     read_torch_tar,
 )
-from holdfast.formats.torch.zip import SavedFile, begins_like_torch, read_torch_zip
+from holdfast.formats.torch.recognise import (
+    begins_like_legacy,
+    begins_like_torch,
+    begins_like_torch_tar,
+)
+from holdfast.formats.torch.zip import SavedFile, read_torch_zip
 
 SUFFIX = ".bin"
 USUAL = "pytorch_model.bin"

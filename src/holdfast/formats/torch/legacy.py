@@ -28,6 +28,14 @@ from holdfast.errors import (
 )
 from holdfast.formats.pickle.machine import Interpreted, interpret, interpret_whole
 from holdfast.formats.pickle.table import ReducerTable
+from holdfast.formats.torch.recognise import (
+    BLOCK_NBYTES,
+    MAGIC,
+    MEMBERS,
+    OCTAL,
+    has_tar_checksum,
+    refuse_tar,
+)
 from holdfast.formats.torch.reducers import Builder
 from holdfast.formats.torch.storages import (
     FoundStorages,
@@ -40,22 +48,10 @@ from holdfast.formats.torch.table import LazyBuilder, TorchTable
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief
 from holdfast.formats.torch.zip import SavedFile, describe_saved
 
-MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
-MAGIC_BYTES, MAGIC_TEXT = MAGIC.to_bytes(10, "little"), str(MAGIC).encode()
-BEFORE_MAGIC_NBYTES = 16
-"""The most bytes before the magic number: PROTO, a frame, and the opcode with its length take 13."""
 
 WINDOW_NBYTES = 1 << 20
 """Bytes read at first; most objects pickle to less. It grows fourfold while a stream asks for more."""
-
-
-def begins_like_legacy(source: Source, key: str) -> bool:
-    """Whether the magic number is the first value, whatever protocol wrote it."""
-    head = source.first(key, 64)
-    # A bare pickle of a storage has a whole stream of `torch.save` in it, a little further behind.
-    places = head.find(MAGIC_BYTES), head.find(MAGIC_TEXT)
-    return any(0 <= place <= BEFORE_MAGIC_NBYTES for place in places)
 
 
 def describe_legacy(source: Source) -> Description:
@@ -245,19 +241,8 @@ def locate_storages(
     return places, start
 
 
-BLOCK_NBYTES, OCTAL = 512, b"01234567"
-MEMBERS = ("storages", "tensors", "pickle")
 SMALL_PICKLE_NBYTES = 4096
 """The pickles between the numbers hold a count or three short texts."""
-
-
-def begins_like_torch_tar(source: Source, key: str) -> bool:
-    head = source.first(key, BLOCK_NBYTES)
-    if len(head) < BLOCK_NBYTES:
-        return False
-    return head[257:262] == b"ustar" or (
-        head.split(b"\0", 1)[0].decode("latin-1") in MEMBERS and _checksum_ok(head)
-    )
 
 
 def describe_tar(source: Source) -> Description:
@@ -344,7 +329,7 @@ def read_members(source: Source, key: str, at: int = 0) -> dict[str, tuple[int, 
         head = source.bytes(key, at, at + BLOCK_NBYTES)
         if head == bytes(BLOCK_NBYTES):
             break
-        if not _checksum_ok(head):
+        if not has_tar_checksum(head):
             raise FormatError("a tar header whose checksum is wrong", offset=at)
         name = head[:100].split(b"\0", 1)[0].decode("latin-1")
         # '0' and NUL are plain files. Everything else can redirect, rename or resize.
@@ -365,31 +350,6 @@ def read_members(source: Source, key: str, at: int = 0) -> dict[str, tuple[int, 
     if source.bytes(key, at, size).strip(b"\0") if size - at <= 1 << 20 else True:
         raise FormatError("bytes after the end of the tar", offset=at)
     return members
-
-
-def _checksum_ok(head: bytes) -> bool:
-    field = head[148:156].strip(b" \0")
-    if not field or field.strip(OCTAL):
-        return False
-    return int(field, 8) == sum(head[:148]) + 8 * 32 + sum(head[156:])
-
-
-def begins_like_tar(head: bytes) -> bool:
-    """Whether CPython's tarfile takes the first block for a header: by its checksum, whatever else is in it."""
-    field = head[148:156].split(b"\0", 1)[0].strip(b" ")
-    if len(head) < BLOCK_NBYTES or not field or field.strip(OCTAL):
-        return False
-    unsigned = sum(head[:148]) + 256 + sum(head[156:BLOCK_NBYTES])
-    signed = unsigned - 256 * sum(c > 127 for c in head[:148] + head[156:BLOCK_NBYTES])
-    return int(field, 8) in (unsigned, signed)
-
-
-def refuse_tar(source: Source, key: str, format: str) -> None:
-    """Raise `FormatError` for a file that torch would load as a tar, whatever else it is: a checksum alone makes a header."""
-    if begins_like_tar(source.first(key, BLOCK_NBYTES)):
-        both = f"the file is {format} and a tar at once, and torch would load the tar"
-        why = "it was made to show one thing and load another; `holdfast scan` shows what both would do"
-        raise FormatError(f"{both}: {why}", file=key)
 
 
 class Cursor:

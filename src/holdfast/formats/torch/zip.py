@@ -93,11 +93,6 @@ def describe(source: Source) -> Description:
     return describe_saved(source, read_torch_zip)
 
 
-def begins_like_torch(source: Source, key: str) -> bool:
-    """Return whether a file begins with a record of a zip."""
-    return source.first(key, 4) == b"PK\3\4"
-
-
 def read_torch_zip(source: Source, key: str) -> SavedFile:
     """Read a file. Its tensors lie in the store of the source, under the key of the file."""
     archive = saved_archive(source, key)

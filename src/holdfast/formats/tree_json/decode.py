@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import NoReturn, cast
 
 import numpy as np
 
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.protocols import Source
 from holdfast.core.strict_json import kind, pointer, quoted
@@ -406,12 +404,6 @@ READERS: dict[str, tuple[Reader, tuple[str, ...], tuple[str, ...]]] = {
     "float": (located(from_text("value", scalars.float_from)), ("value",), ()),
 }  # fmt: skip
 """For each tag its reader, its fields, and its optional fields."""
-
-
-@lru_cache(16)
-def json_limits(limits: Limits) -> Limits:
-    """The limits for the JSON text of a tree of `limits.depth` levels: a level takes up to three brackets."""
-    return replace(limits, depth=4 * limits.depth + 16)
 
 
 def decode_tree(

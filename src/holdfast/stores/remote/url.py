@@ -19,12 +19,11 @@ from urllib.parse import quote
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
 from holdfast.errors import BadPath, HoldfastError
+from holdfast.stores.paths import SCHEMES, URL, is_url
 from holdfast.stores.remote.failures import if_there
 
 if TYPE_CHECKING:
     from holdfast.stores.remote.client import Bucket
-
-SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "memory"})
 
 SUFFIX = re.compile(r"\.[a-z]\w*\Z", re.IGNORECASE)
 """What the name of an object ends with. The numbers in `step-1.5` and `Llama-3.1-8B` are no suffixes."""
@@ -34,9 +33,6 @@ UPLOADING = 12  # Parts of one upload that are under way at once.
 COPIED_NBYTES = (
     5 << 30
 )  # S3 copies objects up to this length by itself; longer ones pass through here.
-
-URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):/{1,2}([^/]*)/*(.*)\Z", re.DOTALL)
-"""One slash is what `pathlib.Path` leaves of two."""
 
 NAMES = {"s3a": "s3", "azure": "az"}  # Schemes that are another's name.
 MOST_OBJECTS = 100_000  # Below a place of which everything is listed.
@@ -186,16 +182,6 @@ def _url(text: str, client: object | None, folder: bool) -> Url:
     url = Url(text)
     url.client, url.folder = client, folder
     return url
-
-
-def is_url(text: str) -> bool:
-    """Whether this is the URL of an object store, also one that `pathlib.Path` took a slash from.
-
-    >>> is_url("s3://bucket/x"), is_url("C:/x"), is_url("model.pt")
-    (True, False, False)
-    """
-    found = URL.match(text)
-    return found is not None and found[1].lower() in SCHEMES
 
 
 def url_of(text: str, client: object | None = None) -> Url:

@@ -49,10 +49,10 @@ from holdfast.formats.torch.legacy import (
     OBJECT,
     CutShort,
     NotTorch,
-    begins_like_tar,
     read_stream,
     read_tar,
 )
+from holdfast.formats.torch.recognise import begins_like_tar
 from holdfast.formats.torch.storages import StorageId
 from holdfast.formats.torch.zip import PICKLE, describe, record_bytes
 from holdfast.formats.zip.layout import END, Archive, ZipRecord

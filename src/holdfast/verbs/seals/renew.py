@@ -41,7 +41,7 @@ from holdfast.engine.stream import Writer
 from holdfast.engine.targets.target import Target
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import CannotHold, DurabilityUncertain, HoldfastError, NotCommitted, SaveError
-from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.files import Files
 from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url

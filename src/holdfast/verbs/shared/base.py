@@ -34,8 +34,7 @@ from holdfast.formats.native.base import Base, Chunks, Reuse, elements_of, recor
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import Parsed
-from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.safetensors.schema import PREFIX_NBYTES
+from holdfast.formats.safetensors.schema import MANIFEST, PREFIX_NBYTES
 from holdfast.stores.place import folder_above, followed, place_at
 from holdfast.stores.remote.url import Url
 from holdfast.verbs.open import store_of

@@ -22,7 +22,7 @@ from holdfast.formats.dcp.index import read_index as read_dcp_index
 from holdfast.formats.dcp.read import DATA_SUFFIX
 from holdfast.formats.index_file import choose_index, read_index
 from holdfast.formats.native.schema import parse_manifest
-from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.remote.client import RemoteObject, bucket_of
 from holdfast.stores.remote.failures import if_there
 from holdfast.stores.remote.store import RemoteStore

@@ -31,7 +31,7 @@ from holdfast.core.protocols import Request, Stamp, State
 from holdfast.core.sharing import overlaps, shared_rows
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.source import Sourced
+from holdfast.engine.computed import Sourced
 from holdfast.errors import Unsupported
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 from holdfast.verbs.shared.rows import with_odd, with_table

@@ -37,7 +37,7 @@ from holdfast.engine.write import file_content
 from holdfast.errors import CannotHold, HoldfastError, NoSuchPath, StoreError, Unsupported
 from holdfast.formats import format_of
 from holdfast.formats.index_file import INDEX, NUMBERED
-from holdfast.formats.safetensors.read import INDEX_SUFFIX, SUFFIX
+from holdfast.formats.safetensors.directory import INDEX_SUFFIX, SUFFIX
 from holdfast.formats.safetensors.write import STEM
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.stores.memory import MemoryStore
