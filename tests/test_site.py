@@ -29,6 +29,7 @@ MODULES |= {
         "holdfast.torch.sparsity",
         "holdfast.errors",
         "holdfast.metadata",
+        "holdfast.testing",
         "holdfast.integrations.dcp",
     )
 }

@@ -15,6 +15,7 @@ from holdfast.core.version import VERSION
 if TYPE_CHECKING:
     from holdfast import errors, metadata
     from holdfast import jax as jax
+    from holdfast import testing as testing
     from holdfast import torch as torch
     from holdfast.core.box import Box
     from holdfast.core.checkpoint import Alias, Checkpoint
@@ -76,8 +77,8 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 
-_MODULES = ("errors", "jax", "metadata", "torch")
-"""Public modules. `jax` and `torch` are not in `__all__`, so that a star import needs neither."""
+_MODULES = ("errors", "jax", "metadata", "testing", "torch")
+"""Public modules. `jax`, `testing` and `torch` are not in `__all__`, which a star import loads."""
 
 _NAMES = {
     "core.box": "Box",
