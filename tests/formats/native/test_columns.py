@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.core.documents import seal
 from holdfast.errors import HeaderError, HoldfastError, MetadataError
-from holdfast.extras.runs.proofs import pieces_of
 from holdfast.formats.native.chunks import column_of, runs_of
 from holdfast.verbs.reshard import reshard
 
@@ -68,19 +67,12 @@ def test_a_slice_makes_the_chunks_that_it_meets_alone(folder: Path):
         assert type(vars(type(found["a"]).__mro__[1])["chunks"].__get__(found["a"])) is not tuple
 
 
-def test_it_is_converted_and_its_pieces_are_proven(folder: Path, tmp_path: Path):
+def test_it_is_converted(folder: Path, tmp_path: Path):
     holdfast.convert(folder, tmp_path / "one.safetensors")
     with holdfast.open(tmp_path / "one.safetensors") as found:
         assert {name: found[name].numpy().tobytes() for name in found} == {
             name: a.tobytes() for name, a in STATE.items()
         }
-    from holdfast.core.limits import DEFAULTS
-    from holdfast.formats.native.schema import parse_manifest
-
-    parsed = parse_manifest((folder / "holdfast.json").read_bytes(), DEFAULTS)
-    pieces = pieces_of(parsed, parsed.files[0].name)
-    assert {piece.tensor for piece in pieces} >= {"a", "b"}
-    assert all(piece.stop > piece.start for piece in pieces)
 
 
 def test_a_changed_byte_of_a_chunk_is_found(folder: Path):

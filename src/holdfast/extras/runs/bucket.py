@@ -232,16 +232,6 @@ class RunBucket(RunPlace):
         sizes.update(self._lengths.get(step.name, {step.path: step.nbytes}))
         return sizes
 
-    def identities(self, step: Step) -> Mapping[str, str]:
-        return {name: self.key(*(sibling_key(name) or (step.name, name))) for name in step.files}
-
-    def written(self, step: Step, names: Sequence[str]) -> Mapping[str, float]:
-        keys, now = self.identities(step), time.time()
-        found = {name: if_there(self.bucket.head, keys[name]) for name in names}
-        return {
-            name: now if one is None else one.changed.timestamp() for name, one in found.items()
-        }
-
     def read_record(self, kind: DocumentKind[D]) -> D | None:
         got = if_there(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
         return None if got is None else decoded(bytes(got.data), kind)

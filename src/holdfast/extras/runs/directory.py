@@ -186,14 +186,6 @@ class RunDirectory(RunFolder, RunPlace):
     def sizes(self, step: Step) -> Sizes:
         return {entry.identity: entry.nbytes for entry in self._entries(step).values()}
 
-    def identities(self, step: Step) -> Mapping[str, str]:
-        # A device may have another number tomorrow.
-        return {name: str(entry.identity[1]) for name, entry in self._entries(step).items()}
-
-    def written(self, step: Step, names: Sequence[str]) -> Mapping[str, float]:
-        found, now = self._entries(step) if names else {}, time.time()
-        return {name: found[name].changed_s if name in found else now for name in names}
-
     def _entries(self, step: Step) -> Mapping[str, FileEntry]:
         found: dict[str, FileEntry] = {}
         with suppress(OSError), self.opened() as (files, at):

@@ -17,9 +17,9 @@ from holdfast.extras.runs import record
 from holdfast.extras.runs.lock import Holder, RunLock
 from holdfast.extras.runs.record import (
     D,
+    Doubts,
     Pin,
     Pins,
-    Proofs,
     RunRules,
     marked_steps,
     parse_rules,
@@ -77,12 +77,6 @@ class RunPlace(Protocol):
         return None
 
     def sizes(self, step: Step) -> Sizes: ...
-
-    def identities(self, step: Step) -> Mapping[str, str]:
-        """The files of a step by name, and the identity of each: a text, as `sizes` has it for this place."""
-
-    def written(self, step: Step, names: Sequence[str]) -> Mapping[str, float]:
-        """When files of a step were written, in seconds since 1970; now, where one is not there any more."""
 
     def writer(self) -> Holder | None:
         """Who has the run open, as far as the place knows."""
@@ -155,12 +149,13 @@ class RunPlace(Protocol):
         """The document that says these pins, in place of another."""
         return Pins(record.PINS.format, 1, [pins[step] for step in sorted(pins)])
 
-    def proofs(self) -> Proofs:
-        """What a run wrote down of what it read back."""
-        return self.read_record(record.PROOFS) or Proofs()
+    def doubts(self) -> Doubts:
+        """Return the steps that a run recorded as doubtful."""
+        return self.read_record(record.DOUBTS) or Doubts()
 
-    def write_proofs(self, proofs: Proofs) -> None:
-        self.change_record(record.PROOFS, lambda _: proofs, durable=False)
+    def write_doubts(self, doubts: Doubts) -> None:
+        """Record the doubtful steps of a run."""
+        self.change_record(record.DOUBTS, lambda _: doubts, durable=False)
 
     def exported(self) -> Mapping[str, Stamps]:
         """What the run exported, by target, as it was when it was published."""

@@ -291,7 +291,7 @@ class Run(PlainRun):
             gone = self._is_gone(found)
             why = next((message.decode() for message in messages if message), "")
             if why and not gone:
-                self._proofs.damaged(found, why)
+                self._doubts.mark_damaged(found, why)
             return [b"1" if gone else b""] * len(messages)
 
         damage = (
@@ -397,8 +397,7 @@ class Run(PlainRun):
         self._sure.discard(stamp.step)
         self._new_nbytes = saved.nbytes - self._linked_nbytes if self.share else None
         self._exports.add(saved)
-        shares = self._new_nbytes is not None and self._new_nbytes < saved.nbytes
-        self._follow(saved, self._base, shares=shares)
+        self._follow(saved, self._base)
         return saved
 
     def _settle(self) -> None:

@@ -2,7 +2,7 @@
 
     holdfast.run.json     the rules as texts, and the budget: so that the command line can say why a step is kept
     holdfast.pins.json    steps that nobody deletes, and why
-    holdfast.proofs.json  steps that are no base because something did not read back, and when shared files were read back last
+    holdfast.doubts.json  steps that may not be a base, because something did not read back
     holdfast.exports.json what the run exported, so that it replaces nothing else (`export.py`)
 
 They are small JSON files, replaced atomically. `pin` writes the second, from any process; the run writes the others. A file of pins
@@ -72,14 +72,12 @@ class Doubt(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class Proofs(msgspec.Struct, frozen=True):
-    """`holdfast.proofs.json`."""
+class Doubts(msgspec.Struct, frozen=True):
+    """`holdfast.doubts.json`."""
 
-    format: str = "holdfast.proofs"
+    format: str = "holdfast.doubts"
     version: int = 1
     doubted: list[Doubt] = []
-    files: dict[str, float] = {}
-    """When each shared file was written, or read back last, in seconds since 1970."""
     write: str | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -100,7 +98,7 @@ class RunRules(msgspec.Struct, frozen=True):
     budget: int | None = None
 
 
-D = TypeVar("D", RunRecord, Pins, Proofs, Receipts)
+D = TypeVar("D", RunRecord, Pins, Doubts, Receipts)
 
 
 def _kind(format: str, name: str, type: type[D]) -> DocumentKind[D]:
@@ -120,8 +118,8 @@ RECORD, PINS = (
     _kind("holdfast.run", "record of a run", RunRecord),
     _kind("holdfast.pins", "list of pins", Pins),
 )
-PROOFS, EXPORTS = (
-    _kind("holdfast.proofs", "list of proofs", Proofs),
+DOUBTS, EXPORTS = (
+    _kind("holdfast.doubts", "list of doubts", Doubts),
     _kind("holdfast.exports", "list of exports", Receipts),
 )
 

@@ -221,7 +221,7 @@ class Run(RunView):
             except HoldfastError as error:
                 if isinstance(error, DoesNotFit) or not self._is_gone(found):
                     if isinstance(error, Corrupted | FormatError):
-                        self._proofs.damaged(found, error.message)
+                        self._doubts.mark_damaged(found, error.message)
                     raise
                 next(looks)
                 continue
@@ -237,7 +237,7 @@ class Run(RunView):
             failed=self._failed,
             deleted=self._deleted,
             mtbf_s=expected,
-            found=self._proofs.found(),
+            damaged=self._doubts.damages,
         )
 
     # Keeping.
@@ -350,7 +350,7 @@ class Run(RunView):
                 return None
             published = time.perf_counter() - began
             self._exports.add(saved)
-            self._follow(saved, base, shares=planned.report.new_nbytes < planned.report.nbytes)
+            self._follow(saved, base)
             self._record_times(saved, stalled_s=time.perf_counter() - began, took_s=published)
             return saved
 
@@ -407,16 +407,16 @@ class Run(RunView):
     def _before_signal(self) -> None:
         """Nothing here; `holdfast.torch.Run` waits for its save."""
 
-    def _follow(self, saved: Step, base: str | None, *, shares: bool) -> None:
-        """After a save the rules delete, and old files are read back. Failures are warnings: the step is saved."""
+    def _follow(self, saved: Step, base: str | None) -> None:
+        """Delete old steps after a save. Failures are warnings: the step is saved."""
         try:
-            self._proofs.saved(saved, whole=base is None)
             try:
                 self._let_go()
             except (HoldfastError, OSError) as error:
                 self._warn_of_retention(error)
-            self._proofs.write()
-            self._proofs.watch(saved, shares=shares)
+            if base is None and saved.step not in self._sure:
+                self._doubts.check_saved(saved)
+            self._doubts.write()
         except (HoldfastError, OSError) as error:
             warnings.warn(
                 f"{self.path}: what was read back cannot be noted: {error}",
@@ -524,9 +524,10 @@ class Run(RunView):
         self._deleted += len(done.steps)
         if done.read_back is not None:
             step, well = done.read_back
-            self._proofs.good(step) if well else self._proofs.damaged(
-                step, "it could not be read back"
-            )
+            if well:
+                self._doubts.mark_good(step)
+            else:
+                self._doubts.mark_damaged(step, "it could not be read back")
         for note in done.notes:
             warnings.warn(f"{self.path}: {note}", HoldfastWarning, stacklevel=5)
         return done.steps
@@ -540,7 +541,6 @@ class Run(RunView):
             raise Closed("this run was closed; make a new Run to save more steps", file=self.path)
         self._check_block()
         self._exports.tell()
-        self._proofs.tell()
 
     def _begin(self) -> None:
         """Open the run for writing: the directory, the lock, what dead processes left, and the rules written down."""
@@ -548,7 +548,6 @@ class Run(RunView):
             return
         self._lock = self._folder.begin(RunRules(self.keep, self.budget), durable=self.durable)
         self._held.callback(self._lock.close)
-        self._held.callback(self._proofs.stop)
 
     def _begin_resuming(self) -> None:
         """Lock the run for a program that resumes, so that it learns of another one before it trains, and not when it saves."""
@@ -585,7 +584,7 @@ class Run(RunView):
                 path,
                 errno.EEXIST,
             )
-        while base is not None and (base.step == step or self._proofs.is_doubted(base)):
+        while base is not None and (base.step == step or self._doubts.is_doubted(base)):
             base = self._folder.newest(below=base.step)
         return path, overwrite or self._folder.replaces(step), None if base is None else base.path
 
@@ -617,14 +616,12 @@ class Run(RunView):
             self._held.close()
 
     def _finish(self) -> None:
-        self._proofs.close()
         if self._lock is not None:
             # What a deep look or a resume has found since the last save is for the next process, too.
             with suppress(HoldfastError, OSError):
-                self._proofs.write()
+                self._doubts.write()
         self._exports.wait()
         self._exports.tell()
-        self._proofs.tell()
 
     def __enter__(self) -> Self:
         if self._signals:

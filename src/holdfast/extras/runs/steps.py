@@ -41,7 +41,7 @@ from holdfast.verbs.trainers import looks_like_a_step
 NAMED = re.compile(r"step-([0-9]{1,19})", re.ASCII)
 ASIDE = re.compile(r"\.(step-[0-9]{1,19})\.[0-9a-f]{16}\.old", re.ASCII)
 
-DOCUMENTS = frozenset(f"holdfast.{one}.json" for one in ("run", "pins", "proofs", "exports"))
+DOCUMENTS = frozenset(f"holdfast.{one}.json" for one in ("run", "pins", "doubts", "exports"))
 """Files of the run itself, beside its steps (`runs/record.py`)."""
 
 LAST = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})

@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.extras.runs.proofs import ReadBack
-
 MTBF_S = 24 * 3600.0
 """One failure a day, where the caller does not say."""
 
@@ -47,10 +45,6 @@ class Summary:
     """The mean time between failures that is assumed."""
     interval_s: float | None
     """How often to save, by what was measured; None before the first save."""
-    read_back_nbytes: int = 0
-    """Bytes of shared files that were read back in the background."""
-    read_back: float | None = None
-    """When that was last, in seconds since 1970."""
     damaged: tuple[str, ...] = ()
     """What did not read back, in words."""
 
@@ -65,10 +59,8 @@ class Summary:
         every = (
             f"with a failure every {_time(self.mtbf_s)}, save every {_time(self.interval_s or 0)}"
         )
-        proofs = f"; {self.read_back_nbytes:,} bytes read back" if self.read_back_nbytes else ""
-        return f"{counts}; {times}; {every}{proofs}" + "".join(
-            f"; damaged: {one}" for one in self.damaged
-        )
+        damages = "".join(f"; damaged: {damage}" for damage in self.damaged)
+        return f"{counts}; {times}; {every}{damages}"
 
 
 def summarize(
@@ -77,9 +69,9 @@ def summarize(
     failed: int,
     deleted: int,
     mtbf_s: float = MTBF_S,
-    found: ReadBack | None = None,
+    damaged: tuple[str, ...] = (),
 ) -> Summary:
-    count, found = len(times), found or ReadBack()
+    count = len(times)
     stalled = sum(one.stalled_s for one in times) / count if count else 0.0
     return Summary(
         saves=count,
@@ -91,9 +83,7 @@ def summarize(
         deleted=deleted,
         mtbf_s=mtbf_s,
         interval_s=math.sqrt(2 * stalled * mtbf_s) if count else None,
-        read_back_nbytes=found.nbytes,
-        read_back=found.at,
-        damaged=found.damaged,
+        damaged=damaged,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import repeat
 from typing import Literal
 
@@ -18,7 +17,7 @@ from holdfast.core.text import nbytes
 from holdfast.errors import NoSuchStep, StoreError
 from holdfast.extras.runs.clock import clock_of
 from holdfast.extras.runs.directory import place_for
-from holdfast.extras.runs.proofs import Proving
+from holdfast.extras.runs.doubts import DoubtfulSteps
 from holdfast.extras.runs.record import Pin
 from holdfast.extras.runs.retention import Fate, decide, read_back
 from holdfast.extras.runs.rules import Best, Rule
@@ -52,7 +51,7 @@ class RunView:
         self.keep = keep
         self.durable = durable
         self._folder = place_for(self.path)
-        self._proofs = Proving(self._folder, partial(place_for, self.path))
+        self._doubts = DoubtfulSteps(self._folder)
         self._clock = clock_of(self._folder.path)
         self._sure: set[int] = set()
         """Steps that have been read back."""
@@ -70,10 +69,10 @@ class RunView:
                 below = None
             else:
                 if not read_back(found):  # and not merely without checksums to compare
-                    self._proofs.damaged(found, "its bytes do not have their checksums")
+                    self._doubts.mark_damaged(found, "its bytes do not have their checksums")
                 below = found.step
         if deep and found is not None:
-            self._proofs.good(found)
+            self._doubts.mark_good(found)
         if found is not None and found.ran is not None:
             self._clock.go_on(found.ran)
         return found
