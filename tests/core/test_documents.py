@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[DocumentKind, object]] = {
         record.PINS,
         record.Pins("holdfast.pins", 1, [record.Pin(3)], (4,), 1.5, "0123"),
     ),
-    "proofs": (record.PROOFS, record.Proofs(doubted=[record.Doubt(3, 1.5)], files={"a": 2.5})),
+    "doubts": (record.DOUBTS, record.Doubts(doubted=[record.Doubt(3, 1.5)])),
     "exports": (record.EXPORTS, record.Receipts("holdfast.exports", 1, {"a": [("b", 5, "c")]})),
     "lock": (lock.DOCUMENT, lock.Holder(17, "host", 1.5)),
     "claim": (bucket_claims.DOCUMENT, bucket_claims.ClaimContent("uses", ("a", "b"))),

@@ -19,6 +19,5 @@ write, stream    carry out a save plan, at offsets by threads or front to back, 
 file_digest      a whole file, read once and digested, for seals
 targets/         where a save goes: a file, a folder, a bucket; for one process and for ranks
 commit/          the one visible step
-large_pages      memory that is about to be filled, in pages that cost few faults
 threads          all threads that share out work; one call while the caller goes on
 """

@@ -23,6 +23,8 @@ import mmap
 import os
 import sys
 import threading
+import time
+from collections.abc import Iterable
 from functools import cache
 from types import ModuleType
 
@@ -310,6 +312,46 @@ def own_memory(nbytes: int, *, large_pages: bool = True) -> mmap.mmap:
         if hasattr(mmap, advice) and hasattr(area, "madvise"):
             area.madvise(getattr(mmap, advice))
     return area
+
+
+LARGE_PAGE_NBYTES = 2 << 20
+
+STRETCH_NBYTES = 8 << 20
+"""Memory for which one large page is tried. In less memory, page faults take no time worth saving."""
+
+SLOW_PAGE_NS = 800_000
+"""Clearing a large page takes 200 µs. It takes milliseconds if the kernel has to move other pages for
+it, or if the host of a virtual machine has to give the memory back; 512 small pages take 1.2 ms."""
+
+
+def request_large_pages(places: Iterable[tuple[int, int]]) -> None:
+    """Ask the kernel for large pages for memory that was not touched yet and will be overwritten.
+
+    `torch.empty` does not ask, and the page faults of a gigabyte take longer than reading it: a load
+    of 1 GB takes 0.17 s of processor time with large pages and 0.5 s without.
+
+    Args:
+        places: The address and the length of each piece of memory.
+    """
+    madvise = c_function("madvise") if hasattr(mmap, "MADV_HUGEPAGE") else None
+    if madvise is None:
+        return
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for address, nbytes in places:
+        if nbytes < STRETCH_NBYTES:
+            continue
+        first = -(-address // LARGE_PAGE_NBYTES) * LARGE_PAGE_NBYTES
+        last = (address + nbytes) // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES
+        for start in range(first, last, STRETCH_NBYTES):
+            stop = min(start + STRETCH_NBYTES, last)
+            madvise(start, stop - start, mmap.MADV_HUGEPAGE)
+            began_ns = time.thread_time_ns()
+            ctypes.memset(start, 0, 1)
+            if time.thread_time_ns() - began_ns > SLOW_PAGE_NS:
+                # Memory is scarce or in small pieces. Small pages are faster for all that is left.
+                tried = start + LARGE_PAGE_NBYTES
+                madvise(tried, stop - tried, mmap.MADV_NOHUGEPAGE)
+                return
 
 
 def most_open_files() -> int:

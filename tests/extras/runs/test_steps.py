@@ -13,7 +13,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import NoSuchStep
-from holdfast.extras.runs.record import EXPORTS, PINS, PROOFS, RECORD
+from holdfast.extras.runs.record import DOUBTS, EXPORTS, PINS, RECORD
 from holdfast.extras.runs.steps import DOCUMENTS, RunFolder
 from holdfast.stores.files import Files
 from holdfast.verbs.seals.document import SEAL, Seal, SealedFile, encode_seal
@@ -343,4 +343,4 @@ def test_a_seal_is_read_once_and_its_files_are_looked_at_each_time(tmp_path: Pat
 
 
 def test_the_documents_of_a_run_are_not_looked_into_for_steps():
-    assert {kind.file for kind in (RECORD, PINS, PROOFS, EXPORTS)} == DOCUMENTS
+    assert {kind.file for kind in (RECORD, PINS, DOUBTS, EXPORTS)} == DOCUMENTS

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 from holdfast.core.runtime import at_fork, renewed
-from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.threads import run_all
-from holdfast.stores.platform import own_memory
+from holdfast.stores.platform import own_memory, request_large_pages
 
 BLOCK_NBYTES = 8 << 20
 """What one thread reads at a time. Every hand-over between threads takes the interpreter lock, so less is slower; and what has left
@@ -74,7 +73,7 @@ class HostBlock:
         self.tensor = torch.from_numpy(self.array)
         self.address: int = self.array.ctypes.data
         if lock_nbytes == 0:
-            wanted_in_large_pages([(self.address, room)])
+            request_large_pages([(self.address, room)])
         self.locked_nbytes = 0
         """Bytes at the front that GPUs copy from and to by themselves."""
         wanted = room if lock_nbytes is None else min(lock_nbytes // PAGE * PAGE, room)

@@ -26,7 +26,6 @@ from holdfast.core.runtime import memory_at
 from holdfast.core.value import Value
 from holdfast.engine.checksums import damage
 from holdfast.engine.coalesce import Ranges
-from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
 from holdfast.engine.threads import default_threads
 from holdfast.errors import (
@@ -39,6 +38,7 @@ from holdfast.errors import (
 )
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.storages import StorageId, Storages
+from holdfast.stores.platform import request_large_pages
 from holdfast.torch.cuda.load import LARGE_NBYTES, load_rows, reserve
 from holdfast.torch.cuda.plan import DeviceRows
 from holdfast.torch.serialization.allowed import MentionedNames
@@ -259,7 +259,7 @@ class LazyStorages(Storages[TypedStorage]):
         labels, self._labels = self._labels, []
         if not places:
             return
-        wanted_in_large_pages((address, nbytes) for _, nbytes, address, _ in places)
+        request_large_pages((address, nbytes) for _, nbytes, address, _ in places)
 
         def damaged(number: int, found: int) -> Corrupted:
             start, nbytes, _, crc = places[number]

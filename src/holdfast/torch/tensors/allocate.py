@@ -33,8 +33,8 @@ from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages, tabulate
-from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.errors import HoldfastWarning, Unsupported, located
+from holdfast.stores.platform import request_large_pages
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.cuda.plan import ByteKind, DeviceRows
 from holdfast.torch.tensors.fill import CPU, NO_FILLS, Fills, Progress, fill, row_ranges
@@ -150,7 +150,7 @@ def read_tensors(
             on_gpu = row_ranges(table, chosen, [kind for _, _, kind in found], [place] * len(found))
     loads = [one for one, _ in on_gpu]
     fills = wanted.with_more(fresh.fills)
-    wanted_in_large_pages(
+    request_large_pages(
         (target.data_ptr(), target.nbytes) for target in fills.targets if target.is_cpu
     )
     notes = fill(fills, progress, fresh=loads, max_host_memory=max_host_memory)
