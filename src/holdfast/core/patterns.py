@@ -1,427 +1,336 @@
-"""Globs on names, one meaning for every verb: which names are meant, and what they become.
+"""Globs on names, with one meaning for every verb: which names are meant, and what they become.
 
     *            anything, dots included; ** is the same
     ?            any one character
-    [abc] [0-9]  one of these characters; [!abc] one that is none of them
-    {a,b}        one of these, globs themselves
-    {0..19}      one of these numbers; {00..19} with zeros before them, as many digits each
+    [abc] [0-9]  one of these characters; [!abc] any other character
+    {a,b}        one of these, which may be globs themselves
+    {0..19}      one of these numbers; {00..19} with leading zeros, all with the same number of digits
     [*] [{]      the character itself
 
-A name in full means itself, whatever characters it has, and all that is below it: `model.head` means `model.head.weight`, too. A
-bracket or a brace that nothing closes is a character like any other, and so are braces around one thing. Case counts.
+A complete name means itself, whatever characters it has, and everything below it: `model.head` means
+`model.head.weight`, too. A bracket or a brace that nothing closes is an ordinary character, and so
+are braces around a single thing. Case counts.
 
-Names may be hostile, so the time is linear in them: a glob is cut at its stars, and each piece is looked for once, from the end, as
-late as it may stand. So the first star stands for as much as it can, which a rename takes over: it is a pair of globs with as many
-stars on both sides (`model.*` → `*`), and each star of the new name stands for what that star of the old one matched. Of several
-renames the first that matches decides.
+A rename is a pair of globs with the same number of stars (`model.*` → `*`). Each star of the new name
+is replaced by what that star of the old one matched. If there are several ways, the first star
+matches as much as it can, then the second, and so on. The first rename that matches a name decides.
+
+Names may be hostile, so matching takes time linear in their length. A glob becomes one regular
+expression. Braces and numbers are written out as alternatives whose parts between the stars have a
+fixed length, and the leftmost match of such a part is the best one: in an atomic group, the engine
+never tries another. Patterns and names are reversed for this, so that the first star is matched last.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import repeat
-from typing import NamedTuple
 
 from holdfast.errors import BadArgument
 
 Renames = Sequence[tuple[str, str]]
 
-MOST = 10_000  # Globs that the braces of one may stand for.
-DIGITS = 18  # Of a number in braces: what 64 bits are sure to hold.
+Alternative = tuple[str, ...]
+"""A glob without braces: regular expressions for its parts, each for reversed text of a fixed length."""
+
+STAR = "*"  # The part that stands for a star.
+
+MAX_ALTERNATIVES = 10_000
+MAX_DIGITS = 18  # Numbers of this length fit into 64 bits.
 
 TOKEN = re.compile(
-    r"(?P<star>\*+)|(?P<one>\?)|\[(?P<set>!?+\]?+[^\]]*)\]|\{(?P<low>[0-9]+)\.\.(?P<high>[0-9]+)\}"
+    r"(?P<star>\*+)|(?P<any>\?)|\[(?P<set>!?+\]?+[^\]]*)\]|\{(?P<low>[0-9]+)\.\.(?P<high>[0-9]+)\}"
     r"|(?P<mark>[{},])|(?P<text>[^*?\[{},]+|\[)",
     re.DOTALL,
 )
 
-MISTAKEN = re.compile(r"(?=.*[0-9]{2})([0-9]+)-([0-9]+)(,[0-9]+(-[0-9]+)?)*")
-"""Numbers, written as a set of characters: `[0-19]`, as `show` writes them in short, would be 0, 1 and 9."""
+SPECIAL = re.compile(r"[*?\[{]")
 
-ODD_RANGE = re.compile(r"\{[0-9A-Za-z]+(?:\.\.[0-9A-Za-z]+)+\}")
+NUMBERS_AS_SET = re.compile(r"(?=.*[0-9]{2})([0-9]+)-([0-9]+)(,[0-9]+(-[0-9]+)?)*")
+"""Numbers written as a set of characters. `[0-19]`, as `show` abbreviates them, would be 0, 1 and 9."""
 
-NEW = re.compile(r"\[\*\]|\*+")
+OTHER_RANGE = re.compile(r"\{[0-9A-Za-z]+(?:\.\.[0-9A-Za-z]+)+\}")
 
-
-class Atom(NamedTuple):
-    """A part of a glob that is no star: a regex, and how many characters that matches."""
-
-    regex: str
-    least: int
-    most: int
-    text: str | None = None  # What it is, if it is nothing else.
-
-
-Alternative = tuple[Atom | None, ...]  # A glob without braces; None is a star.
-
-
-class Piece:
-    """What stands between two stars: it matches texts of a few lengths."""
-
-    def __init__(self, atoms: Sequence[Atom]) -> None:
-        regex = "".join(atom.regex for atom in atoms)
-        known = [atom.text for atom in atoms if atom.text is not None]
-        self.text = "".join(known) if len(known) == len(atoms) else None
-        self._lengths = range(
-            sum(atom.least for atom in atoms), sum(atom.most for atom in atoms) + 1
-        )
-        self._regex = re.compile(regex, re.DOTALL)
-        self._latest = re.compile(f".*({regex})", re.DOTALL)
-
-    def fits(self, name: str) -> bool:
-        return (
-            name == self.text if self.text is not None else self._regex.fullmatch(name) is not None
-        )
-
-    def first(self, name: str) -> int | None:
-        """Where the shortest match at the beginning of a name ends."""
-        if self.text is not None:
-            return len(self.text) if name.startswith(self.text) else None
-        return next(
-            (n for n in self._lengths if n <= len(name) and self._regex.fullmatch(name, 0, n)), None
-        )
-
-    def last(self, name: str) -> int | None:
-        """Where the shortest match at its end begins."""
-        end = len(name)
-        if self.text is not None:
-            return end - len(self.text) if name.endswith(self.text) else None
-        return next(
-            (end - n for n in self._lengths if n <= end and self._regex.fullmatch(name, end - n)),
-            None,
-        )
-
-    def latest(self, name: str, start: int, stop: int) -> tuple[int, int] | None:
-        """The match inside of a range that begins as late as any."""
-        if self.text is not None:
-            at = name.rfind(self.text, start, stop)
-            return (at, at + len(self.text)) if at >= 0 else None
-        found = self._latest.match(name, start, stop)
-        return found.span(1) if found is not None else None
-
-
-class Starred:
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._first, *self._between, self._last = pieces
-        self._between.reverse()
-        self.stars = len(pieces) - 1
-
-    def stood_for(self, name: str) -> tuple[str, ...] | None:
-        """What each star stands for; None where the name does not match."""
-        start, stop = self._first.first(name), self._last.last(name)
-        if start is None or stop is None or start > stop:
-            return None
-        found: list[str] = []
-        for piece in self._between:
-            place = piece.latest(name, start, stop)
-            if place is None:
-                return None
-            found.append(name[place[1] : stop])
-            stop = place[0]
-        return (name[start:stop], *reversed(found))
-
-    def each_stood_for(self, names: Sequence[str]) -> list[tuple[str, ...] | None]:
-        """`stood_for` of each name. Where one star stands between two texts, names are only cut and compared."""
-        first, last = self._first.text, self._last.text
-        if self._between or first is None or last is None:
-            return [*map(self.stood_for, names)]
-        begin, end = len(first), len(last)
-        rest = [name[begin:] if name[:begin] == first else None for name in names]
-        if not end:
-            return [None if name is None else (name,) for name in rest]
-        return [None if name is None or name[-end:] != last else (name[:-end],) for name in rest]
+STAR_OF_NEW_NAME = re.compile(r"(\[\*\]|\*+)")
 
 
 class Glob:
-    """A glob that was read. `matches` is about a name as a whole."""
+    """A compiled glob. `matches` and `stood_for` are about a name as a whole."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
-        self._texts: set[str] = {pattern}
-        self._plain: list[Piece] = []
-        self._starred: list[Starred] = []
-        for alternative in _alternatives(pattern):
-            pieces = [Piece(atoms) for atoms in _between_stars(alternative)]
-            if len(pieces) > 1:
-                self._starred.append(Starred(pieces))
-            elif pieces[0].text is not None:
-                self._texts.add(pieces[0].text)
-            else:
-                self._plain.append(pieces[0])
-        self.plain = not self._plain and not self._starred and self._texts == {pattern}
-        """Whether it is a name, and stands for nothing else."""
-        some_without = bool(self._plain) or self._texts != {pattern} or not self._starred
-        self.stars = {glob.stars for glob in self._starred} | ({0} if some_without else set())
-        """How many stars a name may be matched by: one number, unless braces have globs of several kinds in them."""
+        alternatives = [_split_at_stars(alternative) for alternative in _expand(pattern)]
+        self._regex = re.compile("|".join(map(_join_pieces, alternatives)), re.DOTALL)
+        self.star_counts = {len(pieces) - 1 for pieces in alternatives}
 
     def matches(self, name: str) -> bool:
-        """
+        """Return whether the glob matches the name.
+
         >>> [Glob("layers.{8..11}.*").matches(name) for name in ("layers.9.w", "layers.10.a.w", "layers.1.w")]
         [True, True, False]
         """
-        return self.stood_for(name) is not None
+        return name == self.pattern or self._regex.fullmatch(name[::-1]) is not None
 
     def stood_for(self, name: str) -> tuple[str, ...] | None:
-        """What the stars stand for; None where the name does not match.
+        """Return what each star matched, or None if the glob does not match the name.
 
         >>> Glob("model.*.weight").stood_for("model.a.b.weight")
         ('a.b',)
         """
-        for glob in self._starred:
-            found = glob.stood_for(name)
-            if found is not None:
-                return found
-        return () if name in self._texts or any(piece.fits(name) for piece in self._plain) else None
-
-    def each_stood_for(self, names: Sequence[str]) -> list[tuple[str, ...] | None]:
-        """`stood_for` of each name.
-
-        >>> Glob("a.*").each_stood_for(["a.b", "b.a"])
-        [('b',), None]
-        """
-        if len(self._starred) == 1 and not self._plain and self._texts == {self.pattern}:
-            found = self._starred[0].each_stood_for(names)
-            return [
-                () if one is None and name == self.pattern else one
-                for name, one in zip(names, found, strict=True)
-            ]
-        return [*map(self.stood_for, names)]
+        match = self._regex.fullmatch(name[::-1])
+        if match is None:
+            return () if name == self.pattern else None
+        # Groups of the other alternatives are None.
+        return tuple(text[::-1] for text in reversed(match.groups()) if text is not None)
 
 
 @lru_cache(maxsize=1024)
 def glob(pattern: str) -> Glob:
-    """A glob, read once. Raises `BadArgument` for one that cannot be meant so."""
+    """Return a compiled glob. Raises `BadArgument` for a pattern that is probably a mistake."""
     return Glob(pattern)
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Whether a name is meant: it matches a glob, or it is the name that is given, or is below it."""
-    found, below = glob(pattern), f"{pattern}."
-    if pattern and not pattern.strip("*"):
+    """Return a function that returns whether a name is meant.
+
+    A name is meant if the glob matches it, or if it is the pattern itself or below that.
+    """
+    prefix = f"{pattern}."
+    if not SPECIAL.search(pattern):
+        return lambda name: name == pattern or name.startswith(prefix)
+    if not pattern.strip("*"):
         return lambda name: True
-    if found.plain:
-        return lambda name: name == pattern or name.startswith(below)
-    return lambda name: found.matches(name) or name.startswith(below)
+    matches = glob(pattern).matches
+    return lambda name: matches(name) or name.startswith(prefix)
 
 
 def meant(patterns: Iterable[str], names: Sequence[str]) -> list[bool]:
-    """Whether each name is meant by one of these patterns, as by `matcher`.
+    """Return for each name whether one of the patterns means it.
 
     >>> meant(["a", "*.w"], ["a.b", "b.w", "c"])
     [True, True, False]
     """
-    found = [False] * len(names)
+    is_meant = [False] * len(names)
     for pattern in patterns:
-        if pattern and not pattern.strip("*"):
-            return [True] * len(names)
-        below, own = f"{pattern}.", glob(pattern)
-        width = len(below)
-        stars = repeat(None) if own.plain else own.each_stood_for(names)
-        found = [
-            known or one is not None or name == pattern or name[:width] == below
-            for known, name, one in zip(found, names, stars, strict=False)
-        ]
-    return found
+        matches = matcher(pattern)
+        is_meant = [known or matches(name) for known, name in zip(is_meant, names, strict=True)]
+    return is_meant
 
 
-def renamed(renames: Renames, names: Sequence[str]) -> list[str]:
-    """Rename each name, as by `renamer`.
-
-    >>> renamed([("model.*", "*"), ("b", "c")], ["model.a", "b.w"])
-    ['a', 'c.w']
-    """
-    made: list[str | None] = [None] * len(names)
-    for pattern, new in renames:
-        first, *others = _new(new)
-        below, count = f"{pattern}.", len(others)
-        width = len(below)
-        for at, (known, name, stars) in enumerate(
-            zip(made, names, glob(pattern).each_stood_for(names), strict=True)
-        ):
-            if known is not None:
-                continue
-            if stars is not None and count == 1 and stars and not stars[1:]:
-                made[at] = f"{first}{stars[0]}{others[0]}"
-            elif stars is not None and len(stars) == count:
-                made[at] = first + "".join(map("".join, zip(stars, others, strict=True)))
-            elif not others and name[:width] == below:
-                made[at] = f"{first}.{name[width:]}"
-    return [name if new is None else new for name, new in zip(names, made, strict=True)]
+def unmatched(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return the patterns that mean none of the names."""
+    return [pattern for pattern in patterns if not any(map(matcher(pattern), names))]
 
 
 def renamer(renames: Renames) -> Callable[[str], str]:
-    """A function that renames a name.
+    """Return a function that renames a name.
 
     >>> renamer([("model.*", "*"), ("*.w", "*.weight")])("model.a.w")
     'a.w'
     """
-    return lambda name: renamed(renames, [name])[0]
+    rules = [(glob(old), _split_new_name(new)) for old, new in renames]
+
+    def rename(name: str) -> str:
+        for old, (first, *others) in rules:
+            stars = old.stood_for(name)
+            if stars is not None and len(stars) == len(others):
+                return first + "".join(map("".join, zip(stars, others, strict=True)))
+            if not others and name.startswith(f"{old.pattern}."):
+                return first + name.removeprefix(old.pattern)
+        return name
+
+    return rename
 
 
-def _new(text: str) -> list[str]:
-    """What stands between the stars of a new name."""
-    parts, at = [""], 0
-    for found in NEW.finditer(text):
-        parts[-1] += text[at : found.start()]
-        at = found.end()
-        if found[0] == "[*]":
-            parts[-1] += "*"
-        else:
-            parts.append("")
-    parts[-1] += text[at:]
-    return parts
+def renamed(renames: Renames, names: Sequence[str]) -> list[str]:
+    """Return the new name of each name.
+
+    >>> renamed([("model.*", "*"), ("b", "c")], ["model.a", "b.w"])
+    ['a', 'c.w']
+    """
+    return [*map(renamer(renames), names)]
 
 
 def rename_problems(renames: Renames) -> list[str]:
-    """Renames that make no sense, whatever the names."""
+    """Return an error message for each rename whose sides do not have the same number of stars."""
     return [
         f"the rename {old!r} → {new!r} needs as many * on both sides"
         for old, new in renames
-        if glob(old).stars != {len(_new(new)) - 1}
+        if glob(old).star_counts != {len(_split_new_name(new)) - 1}
     ]
 
 
-def unmatched(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
-    return [pattern for pattern in patterns if not any(map(matcher(pattern), names))]
+def _split_new_name(new: str) -> list[str]:
+    """Return the texts between the stars of a new name."""
+    texts = [""]
+    for token in STAR_OF_NEW_NAME.split(new):
+        if token == "[*]":
+            texts[-1] += "*"
+        elif token.startswith("*"):
+            texts.append("")
+        else:
+            texts[-1] += token
+    return texts
 
 
-def _alternatives(pattern: str) -> list[Alternative]:
+def _expand(pattern: str) -> list[Alternative]:
+    """Write out the braces of a glob. Raises `BadArgument` for what is probably a mistake."""
+    other_range = OTHER_RANGE.search(pattern)
+    if other_range is not None and not TOKEN.fullmatch(other_range[0]):
+        raise BadArgument(
+            f"{other_range[0]!r} in {_shorten(pattern)} is not a range; "
+            "ranges are of numbers, {0..19}, and count by one",
+            found=pattern,
+        )
     tokens = list(TOKEN.finditer(pattern))
-    meant = _braces(tokens)
-    # Of each brace that is open: what it may stand for so far, and the one that is being read.
+    marks = _find_marks(tokens)
+    # For each open brace: its alternatives so far, and those that are being read. The outermost
+    # level is the glob itself.
     levels: list[tuple[list[Alternative], list[Alternative]]] = [([], [()])]
-    for at, token in enumerate(tokens):
-        done, last = levels[-1]
-        mark = token["mark"] if at in meant else None
+    for index, token in enumerate(tokens):
+        complete, current = levels[-1]
+        mark = token["mark"] if index in marks else None
         if mark == "{":
             levels.append(([], [()]))
         elif mark == ",":
-            levels[-1] = (done + last, [()])
-        elif mark == "}":
-            levels.pop()
-            before, own = levels[-1]
-            if len(own) * len(done + last) > MOST:
+            levels[-1] = (complete + current, [()])
+        else:
+            if mark == "}":
+                levels.pop()
+                choices = complete + current
+                complete, current = levels[-1]
+            else:
+                choices = [(part,) for part in _parts_of(token, pattern)]
+            if len(current) * len(choices) > MAX_ALTERNATIVES:
                 raise BadArgument(
-                    f"the braces of {_short(pattern)} stand for more than {MOST:,} globs; use fewer",
+                    f"the braces of {_shorten(pattern)} stand for more than {MAX_ALTERNATIVES:,} globs; use fewer",
                     found=pattern,
                 )
-            levels[-1] = (before, [one + other for one in own for other in done + last])
-        else:
-            atom = _atom(token, pattern)
-            levels[-1] = (done, [(*one, atom) for one in last])
-    odd = ODD_RANGE.search(pattern)
-    if odd is not None and not TOKEN.fullmatch(odd[0]):
-        said = f"{odd[0]!r} in {_short(pattern)} is no range: they are of numbers, {{0..19}}, and count by one"
-        raise BadArgument(said, found=pattern)
+            levels[-1] = (complete, [begin + end for begin in current for end in choices])
     return levels[0][1]
 
 
-def _braces(tokens: Sequence[re.Match[str]]) -> set[int]:
-    """Which of the tokens are braces that are closed and have a comma in them, and their commas."""
-    found: set[int] = set()
-    waiting: list[list[int]] = []
-    for at, token in enumerate(tokens):
+def _find_marks(tokens: Sequence[re.Match[str]]) -> set[int]:
+    """Return the indices of braces that are closed and contain a comma, and of their commas."""
+    marks: set[int] = set()
+    open_braces: list[list[int]] = []
+    for index, token in enumerate(tokens):
         if token["mark"] == "{":
-            waiting.append([at])
-        elif waiting and token["mark"] == ",":
-            waiting[-1].append(at)
-        elif waiting and token["mark"] == "}":
-            own = waiting.pop()
-            found.update((*own, at) if len(own) > 1 else ())
-    return found
+            open_braces.append([index])
+        elif open_braces and token["mark"] == ",":
+            open_braces[-1].append(index)
+        elif open_braces and token["mark"] == "}":
+            brace_marks = open_braces.pop()
+            if len(brace_marks) > 1:
+                marks.update(brace_marks, [index])
+    return marks
 
 
-def _atom(token: re.Match[str], pattern: str) -> Atom | None:
+def _parts_of(token: re.Match[str], pattern: str) -> list[str]:
+    """Return the part of a token; for a range of numbers one part for each number of digits."""
     if token["star"]:
-        return None
-    if token["one"]:
-        return Atom(".", 1, 1)
+        return [STAR]
+    if token["any"]:
+        return ["."]
     if token["low"]:
-        return _numbers(token["low"], token["high"], pattern)
+        return _number_parts(token["low"], token["high"], pattern)
     if token["set"]:
-        return _set(token["set"], pattern)
-    return Atom(re.escape(token[0]), len(token[0]), len(token[0]), token[0])
+        return [_set_part(token["set"], pattern)]
+    return [re.escape(token[0][::-1])]
 
 
-def _set(inside: str, pattern: str) -> Atom:
+def _set_part(inside: str, pattern: str) -> str:
     if len(inside) == 1:
-        return Atom(re.escape(inside), 1, 1, inside)
-    mistaken = MISTAKEN.fullmatch(inside)
-    if mistaken is not None:
-        meant = ",".join(
-            f"{{{one.replace('-', '..')}}}" if "-" in one else one for one in inside.split(",")
-        )
-        meant = f"{{{meant}}}" if "," in inside else meant
-        said = (
-            f"[{inside}] in {_short(pattern)} is a set of characters, not of numbers; write {meant}"
-        )
-        raise BadArgument(said, found=pattern)
-    ranges, at = "", 1 if inside[0] == "!" else 0
-    not_ = "^" * at
-    while at < len(inside):
-        last = at + 2 if inside[at + 1 : at + 2] == "-" and at + 2 < len(inside) else at
-        if inside[at] <= inside[last]:
-            ranges += f"{re.escape(inside[at])}-{re.escape(inside[last])}"
-        at = last + 1
-    return Atom(f"[{not_}{ranges}]" if ranges else "." if not_ else "(?!)", 1, 1)
-
-
-def _numbers(low: str, high: str, pattern: str) -> Atom:
-    """The numbers from one to another, as they are written; with leading zeros if one of them has some."""
-    if max(len(low), len(high)) > DIGITS:
+        return re.escape(inside)
+    if NUMBERS_AS_SET.fullmatch(inside):
+        ranges = [
+            f"{{{number.replace('-', '..')}}}" if "-" in number else number
+            for number in inside.split(",")
+        ]
+        advice = f"{{{','.join(ranges)}}}" if len(ranges) > 1 else ranges[0]
         raise BadArgument(
-            f"the numbers in {_short(pattern)} have more than {DIGITS} digits", found=pattern
+            f"[{inside}] in {_shorten(pattern)} is a set of characters, not of numbers; write {advice}",
+            found=pattern,
         )
-    padded = any(len(text) > 1 and text[0] == "0" for text in (low, high))
+    is_negated = inside[0] == "!"
+    ranges = []
+    start = int(is_negated)
+    while start < len(inside):
+        is_range = inside[start + 1 : start + 2] == "-" and start + 2 < len(inside)
+        stop = start + 2 if is_range else start
+        # A range that counts down is empty, as in a shell.
+        if inside[start] <= inside[stop]:
+            ranges.append(f"{re.escape(inside[start])}-{re.escape(inside[stop])}")
+        start = stop + 1
+    if not ranges:
+        return "." if is_negated else "(?!)"
+    return f"[{'^' if is_negated else ''}{''.join(ranges)}]"
+
+
+def _number_parts(low: str, high: str, pattern: str) -> list[str]:
+    """Return the parts for a range of numbers, with leading zeros if one of its ends has some."""
+    if max(len(low), len(high)) > MAX_DIGITS:
+        message = f"the numbers in {_shorten(pattern)} have more than {MAX_DIGITS} digits"
+        raise BadArgument(message, found=pattern)
+    has_zeros = any(len(text) > 1 and text[0] == "0" for text in (low, high))
     low, high = sorted((low, high), key=int)
-    if padded:
+    if has_zeros:
         width = max(len(low), len(high))
-        return Atom(_of_one_width(low.zfill(width), high.zfill(width)), width, width)
-    parts = [
-        _of_one_width(
-            low if width == len(low) else "1".ljust(width, "0"),
-            high if width == len(high) else "9" * width,
-        )
-        for width in range(len(low), len(high) + 1)
-    ]
-    return Atom(f"(?:{'|'.join(parts)})", len(low), len(high))
+        return [_reversed_numbers(low.zfill(width), high.zfill(width))]
+    parts = []
+    for width in range(len(low), len(high) + 1):
+        lowest = low if width == len(low) else "1".ljust(width, "0")
+        highest = high if width == len(high) else "9" * width
+        parts.append(_reversed_numbers(lowest, highest))
+    return parts
 
 
-def _of_one_width(low: str, high: str) -> str:
-    """A regex for the numbers of one width.
+def _reversed_numbers(low: str, high: str) -> str:
+    """Return a regular expression for the reversed numbers from `low` to `high`, of equal length.
 
-    >>> _of_one_width("095", "203")
-    '(?:09[5-9]|20[0-3]|[1-1][0-9]{2})'
+    >>> _reversed_numbers("095", "203")
+    '(?:(?:[5-9]9)0|(?:[0-3]0)2|[0-9]{2}[1-1])'
     """
     if len(low) < 2:
         return f"[{low}-{high}]" if low else ""
     if low[0] == high[0]:
-        return low[0] + _of_one_width(low[1:], high[1:])
-    rest = len(low) - 1
-    first, last, parts = int(low[0]), int(high[0]), []
-    if low[1:] != "0" * rest:
-        parts.append(f"{first}{_of_one_width(low[1:], '9' * rest)}")
+        return f"(?:{_reversed_numbers(low[1:], high[1:])}{low[0]})"
+    width = len(low) - 1
+    first, last = int(low[0]), int(high[0])
+    choices = []
+    if low[1:] != "0" * width:
+        choices.append(f"{_reversed_numbers(low[1:], '9' * width)}{first}")
         first += 1
-    if high[1:] != "9" * rest:
-        parts.append(f"{last}{_of_one_width('0' * rest, high[1:])}")
+    if high[1:] != "9" * width:
+        choices.append(f"{_reversed_numbers('0' * width, high[1:])}{last}")
         last -= 1
     if first <= last:
-        parts.append(f"[{first}-{last}][0-9]{{{rest}}}")
-    return f"(?:{'|'.join(parts)})"
+        choices.append(f"[0-9]{{{width}}}[{first}-{last}]")
+    return f"(?:{'|'.join(choices)})"
 
 
-def _between_stars(alternative: Alternative) -> Iterator[list[Atom]]:
-    own: list[Atom] = []
-    for before, atom in zip((object(), *alternative), alternative, strict=False):
-        if atom is not None:
-            own.append(atom)
-        elif before is not None:
-            yield own
-            own = []
-    yield own
+def _split_at_stars(alternative: Alternative) -> list[str]:
+    """Return the regular expressions of what stands between the stars, the last one first."""
+    pieces = [""]
+    previous = ""
+    for part in reversed(alternative):
+        if part != STAR:
+            pieces[-1] += part
+        elif previous != STAR:
+            pieces.append("")
+        previous = part
+    return pieces
 
 
-def _short(pattern: str) -> str:
+def _join_pieces(pieces: Sequence[str]) -> str:
+    """Return the regular expression of an alternative, with a group for each star."""
+    last, *others = pieces
+    if not others:
+        return last
+    *between, first = others
+    return f"{last}{''.join(f'(?>(.*?){piece})' for piece in between)}(.*){first}"
+
+
+def _shorten(pattern: str) -> str:
     return repr(pattern if len(pattern) <= 200 else f"{pattern[:200]}…")
