@@ -11,7 +11,6 @@ import contextlib
 import gc
 import io
 import json
-import multiprocessing
 import os
 import re
 import runpy
@@ -34,7 +33,7 @@ from holdfast.cli.main import main
 from holdfast.torch import versions
 from tests.page_files import make
 from tests.pages import ROOT, Block, blocks, commands
-from tests.ranks.pool import ENVIRONMENT, PRELOAD
+from tests.processes import ENVIRONMENT, fork_server
 
 ANSWERS = {"scan", "verify", "diff"}
 """Commands whose exit status is an answer: 1 where they found something."""
@@ -212,8 +211,7 @@ def started(arguments: list[str]) -> tuple[int, str]:
 
 def ranks(size: int, arguments: list[str]) -> tuple[int, str]:
     """Run a script on so many ranks, or (0) without any; the worst exit status, and what all of them printed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_server()
     with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         for name, value in ENVIRONMENT.items():

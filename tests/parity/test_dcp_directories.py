@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch.multiprocessing import start_processes
 import holdfast
 from holdfast.core.tensor import Composite
 from holdfast.torch import versions
+from tests.processes import fork_server
 from tests.support import dtypes, needs
 
 from .dcp_ranks import WHOLE, save_all
@@ -266,10 +266,7 @@ def test_what_a_cached_plan_writes_under_the_wrong_dtype_is_refused(written, tmp
 def ranks(request, tmp_path_factory) -> Path:
     """What so many ranks saved together."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
-    # torch is imported once, by the server that the processes are forked from, and not by each of them.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch.distributed.checkpoint", "torch.distributed.tensor"]
-    )
+    fork_server()
     start_processes(
         save_all,
         (request.param, str(folder)),

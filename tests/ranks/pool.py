@@ -33,6 +33,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.processes import fork_server
+
 __all__ = ["SHARED", "Failure", "Pool", "World", "failures", "good"]
 
 WORKERS = 8
@@ -45,28 +47,6 @@ DEADLINE = 60.0
 
 START = 120.0
 """Seconds until the pool answers for the first time: the imports, with everything else that goes on."""
-
-PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed._shard.sharded_tensor",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "holdfast.torch",
-    "holdfast.torch.ranks.local_shards",
-    "holdfast.torch.ranks.save_sharded",
-    "holdfast.torch.ranks.load_sharded",
-]
-"""What the fork server imports. DTensor imports dynamo when it is first used, which takes each process seconds."""
-
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks for the name of every address that it connects to
-}
 
 
 @dataclass(frozen=True)
@@ -147,29 +127,18 @@ class Pool:
             process.join(10)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        # The fork server inherits it: threads that a library starts when it is imported would not survive the fork.
-        before = {name: os.environ.get(name) for name in ENVIRONMENT}
-        os.environ.update(ENVIRONMENT)
-        try:
-            for rank in range(WORKERS):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_work,
-                    args=(rank, theirs, list(sys.path)),
-                    daemon=True,
-                    name=f"rank-{rank}",
-                )
-                process.start()
-                theirs.close()
-                self._workers.append((process, ours))
-        finally:
-            for name, text in before.items():
-                if text is None:
-                    os.environ.pop(name)
-                else:
-                    os.environ[name] = text
+        context = fork_server()
+        for rank in range(WORKERS):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work,
+                args=(rank, theirs, list(sys.path)),
+                daemon=True,
+                name=f"rank-{rank}",
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
         first = self._workers[0][1]
         if not first.poll(START):
             self.close()

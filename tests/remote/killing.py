@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import threading
 import time
 from pathlib import Path
 from typing import Literal
 
-from tests.ranks.pool import PRELOAD
+from tests.processes import fork_server
 from tests.remote import rank_jobs
 from tests.remote.servers import Asked, Fault, Proxy, environment
 
@@ -32,8 +31,7 @@ def killed(
     The victim is killed with SIGKILL when the first PUT of a key with `sought` in it arrives, which then never comes to the store;
     or when the store has it, and nobody knows.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_server()
     processes = [
         context.Process(
             target=rank_jobs.lone,

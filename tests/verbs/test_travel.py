@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import multiprocessing
 import os
 import pickle
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import holdfast
 from holdfast.errors import Closed, Replaced, StoreError, Unsupported
 from tests.crash.overwrite import KINDS, name_of, rows, save
+from tests.processes import fork_server
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ def test_they_arrive_as_they_were(path: str, mmap: bool):
             tensor.numpy()
 
 
-def test_spawned_workers_read(tmp_path: Path):
+def test_workers_in_other_processes_read(tmp_path: Path):
     save("native", os.fspath(tmp_path / "x"), 1)
     with (
         holdfast.open(tmp_path / "x") as checkpoint,
-        multiprocessing.get_context("spawn").Pool(1) as pool,
+        fork_server().Pool(1) as pool,
     ):
         assert pool.map(sum_of, [checkpoint["w0"], checkpoint["w1"][2:4]]) == [rows(1) * 16, 34]
         assert pool.apply(describe, [checkpoint]) == describe(checkpoint)

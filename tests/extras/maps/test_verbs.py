@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import pickle
 import shutil
 from pathlib import Path
@@ -20,6 +19,7 @@ from holdfast.errors import BadArgument, DoesNotFit, NoSuchTensor
 from holdfast.extras.maps.find import Map
 from holdfast.formats import format_of
 from tests.extras.maps.small import DEEPSEEK, LLAMA, MOE, QWEN, counted, model, write
+from tests.processes import fork_server
 from tests.support import ALONE
 
 DCP = pytest.param(
@@ -232,7 +232,7 @@ def test_a_mapped_checkpoint_goes_to_another_process(source: Path):
         assert values(again) == values(seen)
         tensor = pickle.loads(pickle.dumps(seen[name]))
         assert tensor[0, 1].numpy().tolist() == first_of(seen, name)
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
+        with fork_server().Pool(1) as pool:
             assert pool.apply(first_of, (seen, name)) == first_of(seen, name)
 
 

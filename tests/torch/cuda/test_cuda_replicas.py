@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 
 from holdfast.torch import load_sharded, save_sharded
 from holdfast.torch.ranks import replicas
+from tests.processes import fork_server
 
 DEVICES = [
     "cpu",
@@ -64,4 +65,6 @@ def test_two_ranks_with_one_device(device: str, tmp_path: Path):
         "b": torch.full((9,), 2, dtype=torch.bfloat16),
     }
     save_sharded(state, tmp_path / "step", durable=False)
-    mp.spawn(load_on, (str(tmp_path), device, 29500 + os.getpid() % 400), nprocs=2)
+    fork_server()
+    arguments = (str(tmp_path), device, 29500 + os.getpid() % 400)
+    mp.start_processes(load_on, arguments, nprocs=2, start_method="forkserver")

@@ -36,6 +36,7 @@ from holdfast import metadata as ours
 from holdfast.errors import PickleError, Unsupported
 from holdfast.torch import versions
 from holdfast.torch.ranks.local_shards import LocalShardsWrapper, viewed_offsets
+from tests.processes import fork_server
 from tests.support import ALONE
 
 WHOLE = torch.arange(24.0).view(4, 6)
@@ -709,12 +710,13 @@ def on_two_ranks(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow("starts two processes that import torch and its DTensor")
 def test_two_ranks_gather_save_and_load_it(tmp_path: Path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(on_two_ranks, (port, str(tmp_path)), nprocs=2)
+    fork_server()
+    arguments = (port, str(tmp_path))
+    mp.start_processes(on_two_ranks, arguments, nprocs=2, start_method="forkserver")
     # One process without any sharding reads what two wrote.
     plain = {name: torch.zeros(4, 6) for name in scattered(0)}
     plain |= {

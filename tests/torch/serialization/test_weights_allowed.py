@@ -7,8 +7,6 @@ import io
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import zoneinfo
 from collections import defaultdict, namedtuple
 
@@ -38,6 +36,7 @@ from tests.hostile.craft_pickle import (
     tuple_of,
 )
 from tests.hostile.craft_torch import torch_zip, weight
+from tests.processes import run_code
 from tests.support import needs, torch_bytes
 from tests.torch.serialization.zip_storages import ZipStorages, load
 
@@ -534,9 +533,7 @@ else:
 
 def test_jagged_tensors():
     """In a process of its own: importing torch._dynamo changes what is allowed, for good."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", JAGGED], capture_output=True, text=True, check=False
-    )
+    done = run_code(JAGGED)
     assert done.returncode == 0, done.stderr
 
 
@@ -565,10 +562,5 @@ for attack in (made, tuple_of(made, built), named(where, "Shard") + tuple_of(mad
 @needs(versions.PLACEMENTS_IN_C)
 def test_objects_of_cplusplus_have_a_state_when_they_are_given_back():
     """torch 2.15 refuses them too. In a process of its own, since torch.distributed.tensor allows its classes for good."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PLACEMENT],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_code(PLACEMENT)
     assert done.returncode == 0, done.stderr
