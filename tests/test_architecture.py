@@ -51,7 +51,7 @@ ROOM_TOKENS = {
     "formats": 11554,
     "formats/dcp": 20909,
     "formats/gguf": 3967,
-    "formats/native": 16596,
+    "formats/native": 16225,
     "formats/npy": 3974,
     "formats/onnx": 4330,
     "formats/pickle": 20628,

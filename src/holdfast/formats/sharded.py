@@ -16,7 +16,6 @@ from __future__ import annotations
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,7 +37,7 @@ from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import joined, lay_out_items
 from holdfast.formats.dcp.write_index import Listed, dcp_index
 from holdfast.formats.native.base import Reuse
-from holdfast.formats.native.boxes import OWN, BoxEntries, Boxes, BoxFiles, data_name
+from holdfast.formats.native.boxes import OWN, Boxes, data_name, lay_out_box_file
 from holdfast.formats.native.manifest import (
     INDEX,
     FileBoxes,
@@ -426,15 +425,17 @@ def _box_files(
         texts = dict(part.metadata)
         if strict or boxes.has_parts(ones):
             texts |= boxes.sharding_texts(ones)
-        entries = BoxEntries.of(boxes, ones, hashed=how.hashed, changed=how.reuse.changed)
-        file = BoxFiles.of(entries, {key: ones}, texts, fields={} if strict else OWN)
-        laid_out.append(RankFile(file.plans[0], partial(_stored, file)))
+        file = lay_out_box_file(
+            key,
+            boxes,
+            ones,
+            texts,
+            hashed=how.hashed,
+            changed=how.reuse.changed,
+            fields={} if strict else OWN,
+        )
+        laid_out.append(RankFile(file.layout.plan, file.stored))
     return laid_out
-
-
-def _stored(file: BoxFiles, crcs: Mapping[str, int]) -> StoredBoxes:
-    (stored,) = file.stored(crcs)
-    return stored
 
 
 def _spread(boxes: Boxes, rows: Sequence[int], files: int) -> list[Sequence[int]]:
@@ -451,6 +452,7 @@ def _spread(boxes: Boxes, rows: Sequence[int], files: int) -> list[Sequence[int]
 
 
 def _once_each(table: Table, rows: Sequence[int]) -> list[Sequence[int]]:
+    """Deal boxes to files in which each name occurs once."""
     names = table.names
     if len({names[row] for row in rows}) == len(rows):
         return [rows] if rows else []

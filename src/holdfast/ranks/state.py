@@ -30,6 +30,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -66,7 +67,7 @@ CATALOGUE = DocumentKind(
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Catalogue:
     """The names, dtypes and shapes of tensors. Two are equal when their digests are."""
 
@@ -75,9 +76,6 @@ class Catalogue:
     """Names of rows of `DTYPES`."""
     shapes: tuple[tuple[int, ...], ...]
     """The shapes of the whole tensors, not of anybody's part."""
-    encoded: bytes = field(init=False, repr=False)
-    """The catalogue as JSON. Equal catalogues give equal bytes."""
-    digest: bytes = field(init=False, repr=False)
     positions: Mapping[str, int] = field(init=False, repr=False)
     """From a name to its place here."""
     extents: Ints = field(init=False, repr=False)
@@ -98,16 +96,22 @@ class Catalogue:
                 name = self.names[self.dtypes.index(dtype)]
                 raise MetadataError(f"there is no dtype called {dtype!r}", tensor=name, found=dtype)
         for shape in set(self.shapes):
-            if not _possible(shape):
+            if not _is_possible(shape):
                 name = self.names[self.shapes.index(shape)]
                 raise MetadataError(
                     f"{shape} is no shape that a tensor can have", tensor=name, found=shape
                 )
         object.__setattr__(self, "positions", positions)
         object.__setattr__(self, "extents", shape_columns(self.shapes))
-        encoded = _written(CATALOGUE, CatalogueDocument(self.names, self.dtypes, self.shapes))
-        object.__setattr__(self, "encoded", encoded)
-        object.__setattr__(self, "digest", hashlib.blake2b(encoded, digest_size=16).digest())
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The catalogue as JSON. Equal catalogues have equal bytes. Raises `MetadataError` for names that are not Unicode."""
+        return _encode(CATALOGUE, CatalogueDocument(self.names, self.dtypes, self.shapes))
+
+    @cached_property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(self.encoded, digest_size=16).digest()
 
     @property
     def rank(self) -> int:
@@ -141,7 +145,8 @@ class RankState(Value, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         self._check_columns()
-        self._check_names()
+        if self.values or self.aliases:
+            self._check_names()
 
     @classmethod
     def of_table(
@@ -270,14 +275,14 @@ class RankState(Value, frozen=True, eq=False):
         return self.catalogue.names[int(self.tensors[box])]
 
 
-def _written(kind: DocumentKind[D], value: D) -> bytes:
+def _encode(kind: DocumentKind[D], value: D) -> bytes:
     try:
         return write_document(kind, value)
     except HeaderError as error:
         raise MetadataError(error.message) from None
 
 
-def _possible(shape: tuple[int, ...]) -> bool:
+def _is_possible(shape: tuple[int, ...]) -> bool:
     # Zeros count as ones: (0, 2**60) has no element, but its strides would not fit.
     return (
         len(shape) <= MAX_RANK
@@ -309,7 +314,7 @@ def encode(state: RankState) -> bytes:
     """A rank's state as bytes; `decode` gives it back."""
     catalogue = state.catalogue.encoded
     values = tuple((name, digest.hex()) for name, digest in state.values.items())
-    header = _written(HEADER, Header(state.count, values, state.aliases))
+    header = _encode(HEADER, Header(state.count, values, state.aliases))
     header += b" " * (-(PREFIX_NBYTES + len(catalogue) + len(header)) % WORD)
     lengths = (len(part).to_bytes(WORD, "little") for part in (catalogue, header))
     columns = (
@@ -357,12 +362,6 @@ def decode(data: bytes, known: dict[bytes, Catalogue] | None = None) -> RankStat
         _digests(header.values),
         header.aliases,
     )
-
-
-def decode_all(described: Iterable[bytes], own: Catalogue | None = None) -> list[RankState]:
-    """The states of all ranks, in order; those with the same tensors share one catalogue, or `own`, that of the first rank."""
-    known = {} if own is None else {own.digest: own}
-    return [decode(data, known) for data in described]
 
 
 def _digests(pairs: tuple[tuple[str, str], ...]) -> dict[str, bytes]:

@@ -18,6 +18,8 @@ import math
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 
+import msgspec
+
 from holdfast.core.arrays import Ints, shape_columns
 from holdfast.core.box import Box
 from holdfast.core.content_hash import HEAD_NBYTES
@@ -26,14 +28,14 @@ from holdfast.core.limits import DEFAULTS
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
-from holdfast.engine.saves import FilePlan, Hashing
+from holdfast.engine.saves import Hashing
 from holdfast.errors import CannotHold
 from holdfast.formats.native.chunks import hash_tails
 from holdfast.formats.native.manifest import CANNOT, StoredBoxes, are_whole, as_bytes
 from holdfast.formats.recorded import PAIRS
 from holdfast.formats.safetensors.record import checksum_digits
 from holdfast.formats.safetensors.schema import MANIFEST, SHARDING_INFO
-from holdfast.formats.safetensors.write import FileLayout, HeaderKind, fill_shards, plan_file
+from holdfast.formats.safetensors.write import FileLayout, HeaderKind, plan_file
 
 HALVES = {"complex128": "F64", "complex32": "F16", "bcomplex32": "BF16"}
 
@@ -111,118 +113,84 @@ class Boxes(Value, frozen=True, eq=False):
         return {"DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)}
 
 
-class BoxEntries(Value, frozen=True, eq=False):
-    """Boxes with unique names, as entries of data files."""
+class BoxFile(Value, frozen=True, eq=False):
+    """The layout of one data file with boxes that have different names."""
 
     boxes: Boxes
-    rows: Sequence[int]
-    """The entries, as rows of the table of the boxes."""
+    layout: FileLayout
     hashing: Mapping[str, Hashing]
     """The boxes that are hashed when they are written, and how."""
-
-    @classmethod
-    def of(
-        cls,
-        boxes: Boxes,
-        rows: Sequence[int],
-        *,
-        hashed: bool = False,
-        changed: Container[int] = (),
-    ) -> BoxEntries:
-        """Make entries of these rows. With `hashed` they get hashes, and those in `changed` only heads."""
-        hashing: dict[str, Hashing] = {}
-        if hashed:
-            names = boxes.table.names
-            hashing = {names[row]: "head" if row in changed else "hash" for row in rows}
-        return cls(boxes, rows, hashing)
-
-    def shards(self, max_nbytes: int) -> list[Sequence[int]]:
-        """The entries in files of at most so many bytes of data; none where there are no entries."""
-        if not self.rows:
-            return []
-        shards = fill_shards(self.boxes.table.nbytes_of(self.rows), max_nbytes)
-        return [self.rows[shard.start : shard.stop] for shard in shards]
-
-
-def _places(layout: FileLayout) -> StoredBoxes:
-    return StoredBoxes(as_bytes(layout.rows), as_bytes(layout.starts), as_bytes(layout.stops))
-
-
-class BoxFiles(Value, frozen=True, eq=False):
-    entries: BoxEntries
-    layouts: Sequence[FileLayout]
     label: str
-    """The prefix of the names of entries in the labels of their data."""
-
-    @classmethod
-    def of(
-        cls,
-        entries: BoxEntries,
-        shards: Mapping[str, Sequence[int]],
-        texts: Mapping[str, str],
-        *,
-        fields: Mapping[str, object] = OWN,
-        label: str = "",
-    ) -> BoxFiles:
-        """Lay out files with these entries. `texts` go into their metadata, `fields` into their records. Raises `CannotHold`."""
-        table = entries.boxes.table
-        kinds = [carried(kind) for kind in table.kinds]
-        layouts = [
-            plan_file(
-                key, table, inside, kinds, texts, fields=fields, label=label, hashed=entries.hashing
-            )
-            for key, inside in shards.items()
-        ]
-        most = DEFAULTS.header_nbytes
-        if any(layout.header_nbytes > most for layout in layouts):
-            raise CannotHold(
-                CANNOT, [f"the header of a data file would be longer than {most:,} bytes"]
-            )
-        return cls(entries, layouts, label)
+    """The prefix of the names of boxes in the labels of their data."""
+    places: StoredBoxes
+    """The places of the boxes, without checksums."""
 
     @property
-    def plans(self) -> list[FilePlan]:
-        return [layout.plan for layout in self.layouts]
-
-    def blank(self) -> list[tuple[StoredBoxes, int]]:
-        """The places of the boxes of each file before its data is written, and the length of the texts of its hashes."""
-        return [(_places(one), self._tails_nbytes(one.rows)) for one in self.layouts]
-
-    def _tails_nbytes(self, rows: Ints) -> int:
-        hashing, table = self.entries.hashing, self.entries.boxes.table
+    def tails_nbytes(self) -> int:
+        """The length of the texts of all hashes."""
+        hashing, table = self.hashing, self.boxes.table
         if not hashing:
             return 0
         long = [kind.nbytes > HEAD_NBYTES for kind in table.kinds]
-        ways = Counter(
-            [(hashing[table.names[row]], long[table.kind[row]]) for row in rows.tolist()]
-        )
+        rows = self.layout.rows.tolist()
+        ways = Counter([(hashing[table.names[row]], long[table.kind[row]]) for row in rows])
         return sum(count * TAILS[way] for way, count in ways.items())
 
-    def stored(
-        self, crcs: Mapping[str, int], blank: Sequence[StoredBoxes] = ()
-    ) -> list[StoredBoxes]:
-        """The places and checksums of the boxes of each file, from the checksums of its data. Places come from `blank` if given."""
-        found, hashing = [], self.entries.hashing
-        for at, layout in enumerate(self.layouts):
-            labels = [self.label + name for name in layout.names] if self.label else layout.names
-            tails = (
-                hash_tails(crcs, self.entries.boxes.table, layout.rows.tolist(), labels, hashing)
-                if hashing
-                else []
-            )
-            known = blank[at] if blank else _places(layout)
-            found.append(
-                StoredBoxes(known.boxes, known.starts, known.stops, _digits_of(crcs, labels), tails)
-            )
-        return found
+    def stored(self, crcs: Mapping[str, int]) -> StoredBoxes:
+        """Return the places and checksums of the boxes, from the checksums of the data."""
+        names, tails = self.layout.names, list[str]()
+        labels = [self.label + name for name in names] if self.label else names
+        if self.hashing:
+            rows = self.layout.rows.tolist()
+            tails = hash_tails(crcs, self.boxes.table, rows, labels, self.hashing)
+        try:
+            digits = checksum_digits(crcs, labels)
+        except KeyError:
+            # Boxes without elements have no data, and before data is written nothing has a checksum.
+            known = {label: crcs[label] if label in crcs else 0 for label in labels}  # noqa: SIM401  # a call each
+            digits = checksum_digits(known, labels)
+        return msgspec.structs.replace(self.places, crcs=digits, tails=tails)
 
 
-def _digits_of(crcs: Mapping[str, int], names: Sequence[str]) -> str:
-    try:
-        return checksum_digits(crcs, names)
-    except KeyError:
-        known = {name: crcs[name] if name in crcs else 0 for name in names}  # noqa: SIM401  # a call each
-        return checksum_digits(known, names)
+def lay_out_box_file(
+    key: str,
+    boxes: Boxes,
+    rows: Sequence[int],
+    texts: Mapping[str, str],
+    *,
+    hashed: bool = False,
+    changed: Container[int] = (),
+    fields: Mapping[str, object] = OWN,
+    label: str = "",
+) -> BoxFile:
+    """Lay out a data file with the boxes of these rows.
+
+    Args:
+        key: The name of the file.
+        boxes: All boxes.
+        rows: The boxes in the file. They have different names.
+        texts: The metadata of the file.
+        hashed: Whether the boxes get hashes.
+        changed: Rows of boxes that get the hash of their head only.
+        fields: The fields of the record of the file.
+        label: The prefix of the names of boxes in the labels of their data.
+
+    Raises:
+        CannotHold: The header would be longer than a reader takes.
+    """
+    table = boxes.table
+    hashing: dict[str, Hashing] = {}
+    if hashed:
+        names = table.names
+        hashing = {names[row]: "head" if row in changed else "hash" for row in rows}
+    kinds = [carried(kind) for kind in table.kinds]
+    layout = plan_file(key, table, rows, kinds, texts, fields=fields, label=label, hashed=hashing)
+    most = DEFAULTS.header_nbytes
+    if layout.header_nbytes > most:
+        problem = f"the header of a data file would be longer than {most:,} bytes"
+        raise CannotHold(CANNOT, [problem])
+    places = StoredBoxes(as_bytes(layout.rows), as_bytes(layout.starts), as_bytes(layout.stops))
+    return BoxFile(boxes, layout, hashing, label, places)
 
 
 TAILS = {("hash", False): 42, ("hash", True): 60, ("head", False): 42, ("head", True): 18}

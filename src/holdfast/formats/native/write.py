@@ -13,7 +13,6 @@ Tensors that did not change since a base are taken over from it (`formats.native
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -25,11 +24,11 @@ from holdfast.core.value import replace
 from holdfast.engine.saves import SavePlan
 from holdfast.errors import CannotHold
 from holdfast.formats.native.base import Reuse
-from holdfast.formats.native.boxes import BoxEntries, Boxes, BoxFiles, data_name
+from holdfast.formats.native.boxes import Boxes, BoxFile, data_name, lay_out_box_file
 from holdfast.formats.native.manifest import CANNOT, FileBoxes, StoredBoxes, lay_out_index
 from holdfast.formats.native.schema import DataFile
 from holdfast.formats.recorded import order_fields, share, sharing_fields
-from holdfast.formats.safetensors.write import metadata_problems
+from holdfast.formats.safetensors.write import fill_shards, metadata_problems
 from holdfast.formats.tree_json.encode import encode_state
 
 SHARD_NBYTES = 5 << 30
@@ -62,15 +61,20 @@ def lay_out_native(
     # What only moved is expected to stay. It is not mixed with what changes, and has the lower numbers, which the next step keeps.
     moved = [row for row in new if row in reuse.moved] if reuse.moved else []
     every = [moved, [row for row in new if row not in reuse.moved]] if moved else [new]
-    groups = [BoxEntries.of(boxes, own, hashed=hashed, changed=reuse.changed) for own in every]
-    shards = [group.shards(max_shard_size or SHARD_NBYTES) for group in groups]
-    if not any(shards) and not reuse.linked:
-        shards = [[()]]
-    count = sum(map(len, shards))
-    keys = iter([data_name(i, count, save) for i in range(count)] if save else reuse.names(count))
+    # A file is a group of rows: unchanged ones, or others.
+    groups = [
+        own[shard.start : shard.stop]
+        for own in every
+        if own
+        for shard in fill_shards(table.nbytes_of(own), max_shard_size or SHARD_NBYTES)
+    ]
+    if not groups and not reuse.linked:
+        groups = [()]
+    count = len(groups)
+    keys = [data_name(i, count, save) for i in range(count)] if save else reuse.names(count)
     files = [
-        BoxFiles.of(group, {next(keys): some for some in own}, {})
-        for group, own in zip(groups, shards, strict=True)
+        lay_out_box_file(key, boxes, group, {}, hashed=hashed, changed=reuse.changed)
+        for key, group in zip(keys, groups, strict=True)
     ]
     columns = np.arange(len(table), dtype=np.int64), boxes.starts, extents
     there = [*zip(reuse.files, _taken_over(reuse, extents), strict=True)]
@@ -104,7 +108,7 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]], *, save: str
     rows, fields, notes = _checked(state)
     written = {*rows}
     rank = max((len(kind.shape) for kind in table.kinds), default=0)
-    files: list[tuple[BoxFiles, Columns]] = []
+    files: list[tuple[BoxFile, Columns]] = []
     for number, given in enumerate(parts):
         own = {table.rows[name]: box for name, box in given.items() if table.rows[name] in written}
         starts, sizes = np.zeros((rank, len(own)), np.int64), np.ones((rank, len(own)), np.int64)
@@ -112,12 +116,8 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]], *, save: str
             starts[: box.rank, at], sizes[: box.rank, at] = box.start, box.shape
         boxes, every = Boxes.cut(table, [*own], starts, sizes), range(len(own))
         key = data_name(number, len(parts), save)
-        laid = BoxFiles.of(
-            BoxEntries.of(boxes, every),
-            {key: every},
-            boxes.sharding_texts(every),
-            label=f"{number} ",
-        )
+        texts = boxes.sharding_texts(every)
+        laid = lay_out_box_file(key, boxes, every, texts, label=f"{number} ")
         files.append((laid, (np.array([*own], np.int64), starts, sizes)))
     return replace(_directory(state, [], files, fields, save), notes=tuple(notes))
 
@@ -129,7 +129,7 @@ Columns = tuple[Ints, Ints, Ints]
 def _directory(
     state: State,
     there: Sequence[tuple[DataFile, FileBoxes]],
-    files: Sequence[tuple[BoxFiles, Columns]],
+    files: Sequence[tuple[BoxFile, Columns]],
     fields: Mapping[str, object],
     save: str,
 ) -> SavePlan:
@@ -140,25 +140,19 @@ def _directory(
         [(kind.dtype.name, kind.shape) for kind in table.kinds],
         table.kind_numbers,
     )
-    plans = [plan for one, _ in files for plan in one.plans]
+    plans = [file.layout.plan for file, _ in files]
     listed = [*(file for file, _ in there), *(DataFile(plan.key, plan.nbytes) for plan in plans)]
-    parts = [part for _, part in there]
-    blank = [one.blank() for one, _ in files]
-    parts += [
-        FileBoxes(stored, *files[at][1], nbytes)
-        for at, own in enumerate(blank)
-        for stored, nbytes in own
-    ]
+    taken_over = [part for _, part in there]
+    written = [FileBoxes(file.places, *columns, file.tails_nbytes) for file, columns in files]
 
     def later(crcs: Mapping[str, int]) -> list[StoredBoxes]:
-        written = zip(files, blank, strict=True)
-        found = [one.stored(crcs, [stored for stored, _ in own]) for (one, _), own in written]
-        return [*(part.stored for _, part in there), *chain.from_iterable(found)]
+        stored = [file.stored(crcs) for file, _ in files]
+        return [*(part.stored for part in taken_over), *stored]
 
     index = lay_out_index(
         listed,
         outlines,
-        parts,
+        [*taken_over, *written],
         later=later,
         fields=fields,
         metadata=state.metadata,

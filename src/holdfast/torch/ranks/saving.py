@@ -202,10 +202,11 @@ class ShardedSave(JointSave):
             marked_state, used_patterns = mark(state(), request.per_rank, key)
             with gc_paused():
                 full = tabulate_tree(marked_state, metadata=request.metadata, arrays="tensors")
+                self._state = full
                 if format.keeps != "state":
                     self._flat = flatten(full)
-                table = self._flat.kept(full.tensors)
-                self._state = replace(full, tensors=table)
+                    self._state = replace(full, tensors=self._flat.kept(full.tensors))
+                table = self._state.tensors
                 if format.keeps == "items":
                     self._digests = digests(self._flat)
                 self._description = self._make_description(used_patterns)

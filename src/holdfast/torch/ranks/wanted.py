@@ -331,7 +331,13 @@ class Matching:
         dtype, shape, _, meta = self.kind(leaf)
         if kind.dtype.packed:
             return "elements that share bytes are not loaded in place; use load_into"
-        problem = plain_problem(kind, tuple(shape), lambda own: self._dtype_problem(dtype, own))
+
+        def describe_dtypes(stored_dtype: torch.dtype) -> str | None:
+            if stored_dtype == dtype or self._cast:
+                return None
+            return f"{short(dtype)} here, {short(stored_dtype)} in the checkpoint; pass cast=True to convert"
+
+        problem = plain_problem(kind, tuple(shape), describe_dtypes)
         if problem is None and meta:
             return "a tensor on the meta device has no elements to fill; use to_empty() first"
         return problem
@@ -359,11 +365,6 @@ class Matching:
         if leaf.shards is None:
             return [(Box.whole(tuple(leaf.tensor.shape)), leaf.tensor)]
         return [(part.box, part.tensor) for part in leaf.shards.parts]
-
-    def _dtype_problem(self, here: torch.dtype, own: torch.dtype) -> str | None:
-        if own == here or self._cast:
-            return None
-        return f"{short(here)} here, {short(own)} in the checkpoint; pass cast=True to convert"
 
 
 def _by_rank(value: object) -> bool:

@@ -213,22 +213,28 @@ def fill(
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         later = overlapping(fills)
         rows = [at for at, row in enumerate(fills.rows) if row != ODD and at not in later]
-        direct, on_gpu, staged = _sorted_out(
-            fills.objects(at for at in fills.lazies if at not in later)
-        )
-        staged += fills.objects(sorted(later))
+        direct, on_gpu, staged = list[Fill](), list[Fill](), list[Fill]()
+        if fills.lazies:
+            direct, on_gpu, staged = _sorted_out(
+                fills.objects(at for at in fills.lazies if at not in later)
+            )
+        if later:
+            staged += fills.objects(sorted(later))
         in_rows = fills.only(rows).ranges() if rows else []
         _read_ranges([one for one in in_rows if one.device.type == "cpu"], progress)
-        _read_in_place(direct, progress)
-        losses = CastLosses()
+        if direct:
+            _read_in_place(direct, progress)
         more = [*fresh, *(one for one in in_rows if one.device.type != "cpu")]
-        notes = (
-            load_fills(on_gpu, others=more, progress=progress, most=max_host_memory, losses=losses)
-            if on_gpu or more
-            else []
-        )
-        _read_through_scratch(staged, progress, losses)
-        notes += losses.notes()
+        notes: list[str] = []
+        if on_gpu or more or staged:
+            losses = CastLosses()
+            if on_gpu or more:
+                notes += load_fills(
+                    on_gpu, others=more, progress=progress, most=max_host_memory, losses=losses
+                )
+            if staged:
+                _read_through_scratch(staged, progress, losses)
+            notes += losses.notes()
     if direct:
         # The memory was written without torch; autograd must know that saved tensors have changed.
         torch.autograd.graph.increment_version([f.target for f in direct])
@@ -356,8 +362,6 @@ def _read_through_scratch(fills: list[Fill], progress: Progress | None, losses: 
     fills_of: dict[Source, list[Fill]] = {}
     for one in fills:
         fills_of.setdefault(one.lazy.source, []).append(one)
-    if not fills_of:
-        return
     blocks = Blocks()
     for source, members in fills_of.items():
         verify = isinstance(source, OpenSource) and source.verify
