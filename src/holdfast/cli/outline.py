@@ -48,7 +48,7 @@ from holdfast.core.tree import (
 from holdfast.errors import LimitExceeded
 from holdfast.numeric.dequantize import number_shape
 from holdfast.verbs.brief import brief, scalar
-from holdfast.verbs.survey import LookAlikes, Survey
+from holdfast.verbs.survey import Survey
 
 DEEPEST = 100
 """Levels that are walked. `Limits(depth=64)` holds for what was stored; this is room for that and for dotted names."""
@@ -102,11 +102,8 @@ Node = LeafNode | Branch
 
 
 def outline(checkpoint: Checkpoint, found: Survey | None = None, *, split: bool = True) -> Branch:
-    """The whole checkpoint as nodes, unfolded and without totals. With `split=False` dotted names stay in one piece.
-
-    Of a flat checkpoint the tensors of leaves are ones that look the same, where a survey `found` those.
-    """
-    tree = checkpoint.tree if found is None or not checkpoint.flat else LookAlikes(found)
+    """The whole checkpoint as nodes, unfolded and without totals. With `split=False` dotted names stay in one piece."""
+    tree = checkpoint.tree
     room = NAME_CHARACTERS_A_BYTE * checkpoint.stored_nbytes + FREE_CHARACTERS
     outlining = _Outlining({} if found is None else found.ties, split, room=room)
     root = outlining.node(tree, "", "", depth=0)

@@ -17,7 +17,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import nn
 
-from holdfast.integrations.weights import Options
+from holdfast.integrations.weights import Options, secondary_weights
 
 
 class HoldfastLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not there when types are checked
@@ -36,6 +36,4 @@ class HoldfastLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not
     ) -> Iterator[tuple[str, torch.Tensor]]:
         self.counter_before_loading_weights = time.perf_counter()
         yield from self._options.weights(model_config.model_path)
-        for source in getattr(model, "secondary_weights", ()):
-            for name, tensor in Options({}).weights(source.model_or_path):
-                yield source.prefix + name, tensor
+        yield from secondary_weights(model)

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
-from holdfast.integrations.weights import Options
+from holdfast.integrations.weights import Options, secondary_weights
 
 NAME = "holdfast"
 
@@ -47,9 +47,7 @@ class HoldfastLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not t
         yield from self._options.weights(
             model_config.model, skip=lambda name: should_skip_weight(name, self.local_expert_ids)
         )
-        for source in getattr(model, "secondary_weights", ()):
-            for name, tensor in Options({}).weights(source.model_or_path):
-                yield source.prefix + name, tensor
+        yield from secondary_weights(model)
 
 
 def register() -> None:

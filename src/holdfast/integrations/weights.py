@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import nn
 
 from holdfast.core.arguments import flag, text
 from holdfast.errors import BadArgument
@@ -53,3 +54,10 @@ class Options:
         options = {name: value for name, value in self._own.items() if name != "path"}
         with slices(self.path(model), **options) as state:  # type: ignore[arg-type]  # of the kinds that `KNOWN` says
             yield from state.stream(skip=skip)
+
+
+def secondary_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of the other checkpoints that a model of a framework names."""
+    for source in getattr(model, "secondary_weights", ()):
+        for name, tensor in Options({}).weights(source.model_or_path):
+            yield source.prefix + name, tensor

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from holdfast.core.checkpoint import Alias, Checkpoint, find_aliases
 from holdfast.core.sharing import shared_rows
-from holdfast.core.table import ODD, Table
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.table import Table
 from holdfast.core.value import Value
 from holdfast.numeric.dequantize import number_shape
 
@@ -46,27 +45,3 @@ def survey(checkpoint: Checkpoint) -> Survey:
             shape = number_shape(kind.shape, kind.traits.blocks)
             elements[label] += count * math.prod(shape)
     return Survey(table, find_aliases(table, shared), ties, shared.total_nbytes(), elements)
-
-
-class LookAlikes(Mapping[str, LazyTensor]):
-    """The tensors of a flat checkpoint, each as one of its kind; odd ones as they are."""
-
-    def __init__(self, found: Survey) -> None:
-        self.stored = found.tensors
-        self._kinds: dict[int, LazyTensor] = {}
-
-    def __getitem__(self, name: str) -> LazyTensor:
-        table = self.stored
-        row = table.rows[name]
-        kind = table.kind[row]
-        if table.storage[row] == ODD:
-            return table.view(row)
-        if kind not in self._kinds:
-            self._kinds[kind] = table.view(row)
-        return self._kinds[kind]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.stored)
-
-    def __len__(self) -> int:
-        return len(self.stored)

@@ -183,8 +183,9 @@ def find_map(
         if targets is not None:
             ends = [layout for own, layout in targets if own is family]
         elif source == (target or COMMON) and not target:
+            other = next((layout for layout in family.layouts if layout != source), source)
             raise BadMap(
-                f"this is {family.name} in the layout {source!r}: say where to, auto:{_other(family, source)}",
+                f"this is {family.name} in the layout {source!r}: say where to, auto:{other}",
                 found=text,
             )
         else:
@@ -204,10 +205,6 @@ def find_map(
             found=text,
         )
     return fitting[0]
-
-
-def _other(family: Family, layout: str) -> str:
-    return next((one for one in family.layouts if one != layout), layout)
 
 
 def _layouts_of(

@@ -113,53 +113,51 @@ def _parts(
 ) -> dict[str, ModelWeights]:
     """The programs as parts of a package. Their tensors are described together, so that storages stay shared."""
     problems: list[str] = []
-    weights = {
-        model: _sorted(model, program.state_dict, prefix=WEIGHT, problems=problems)
-        for model, program in programs.items()
-    }
-    constants = {
-        model: _sorted(model, program.constants, prefix=TENSOR, problems=problems)
-        for model, program in programs.items()
-    }
+    # Weights and constants of each model, in this order.
+    values: dict[str, list[dict[str, torch.Tensor | Pickled]]] = {}
     for model, program in programs.items():
-        problems += _lacking(model, program)
+        values[model] = [
+            _sort(model, program.state_dict, prefix=WEIGHT, problems=problems),
+            _sort(model, program.constants, prefix=TENSOR, problems=problems),
+        ]
+        # torch would write a program without some of its weights, and fail to load it.
+        signature = program.graph_signature
+        known = {*program.state_dict, *program.constants}
+        wanted = (*signature.inputs_to_parameters.values(), *signature.inputs_to_buffers.values())
+        problems += [
+            f"{model}.{name}: the program asks for it and does not have it"
+            for name in wanted
+            if name not in known
+        ]
     if problems:
         raise CannotHold("these programs cannot be packaged", problems)
+
     raw = {
-        model: {"weights": _tensors(weights[model]), "constants": _tensors(constants[model])}
-        for model in programs
+        model: [
+            {name: value for name, value in part.items() if isinstance(value, torch.Tensor)}
+            for part in parts
+        ]
+        for model, parts in values.items()
     }
     tree = lazy_tree(tabulate_state(raw))
-    parts: dict[str, ModelWeights] = {}
+    assert isinstance(tree, dict)
+    packaged: dict[str, ModelWeights] = {}
     for model, program in programs.items():
         serialized, inputs = versions.serialize_program(program, opset, PROTOCOL)
-        inner = tree[model] if isinstance(tree, dict) else {}
-        part = ModelWeights(
-            _with_records(weights[model], inner["weights"]),
-            _with_records(constants[model], inner["constants"]),
-            serialized,
-            # What torch writes for a program that has none.
-            inputs if sample_inputs else b"",
+        weights, constants = (
+            {name: described.get(name, value) for name, value in part.items()}
+            for part, described in zip(values[model], tree[model], strict=True)
         )
-        problems += _unmet(model, part)
-        parts[model] = part
+        # torch writes no bytes for a program that has no inputs.
+        part = ModelWeights(weights, constants, serialized, inputs if sample_inputs else b"")
+        problems += _find_other_dtypes(model, part)
+        packaged[model] = part
     if problems:
         raise CannotHold("these programs cannot be packaged", problems)
-    return parts
+    return packaged
 
 
-def _with_records(
-    values: Mapping[str, object], described: Mapping[str, object]
-) -> dict[str, LazyTensor | Pickled]:
-    both = {**values, **described}
-    return {name: value for name, value in both.items() if isinstance(value, LazyTensor | Pickled)}
-
-
-def _tensors(values: Mapping[str, torch.Tensor | Pickled]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-
-def _sorted(
+def _sort(
     model: str, values: Mapping[str, object], *, prefix: str, problems: list[str]
 ) -> dict[str, torch.Tensor | Pickled]:
     """The tensors that become raw records, and the pickles of all other values, as in torch's writer. Objects come last."""
@@ -190,20 +188,8 @@ def _sorted(
     return found | objects
 
 
-def _lacking(model: str, program: ExportedProgram) -> list[str]:
-    """The weights that a program needs and does not have; torch would write it, and fail to load it."""
-    signature = program.graph_signature
-    known = {*program.state_dict, *program.constants}
-    wanted = (*signature.inputs_to_parameters.values(), *signature.inputs_to_buffers.values())
-    return [
-        f"{model}.{name}: the program asks for it and does not have it"
-        for name in wanted
-        if name not in known
-    ]
-
-
-def _unmet(model: str, part: ModelWeights) -> list[str]:
-    """Weights whose dtype is not the one in the serialised program."""
+def _find_other_dtypes(model: str, part: ModelWeights) -> list[str]:
+    """Return problems of weights whose dtype is not the one in the serialised program."""
     program = summarise(part.program if isinstance(part.program, bytes) else b"")
     problems = []
     for name, value in program.weights.items():

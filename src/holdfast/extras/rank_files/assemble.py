@@ -75,29 +75,28 @@ class Replicas(Virtual):
         if len(copies) == 1 or not first.size:
             return tuple(chunk.over(chunk.storage.moved(self)) for chunk in first.chunks)
         sums = [_checksum(copy.tensor) for copy in copies]
-        if None not in sums:
-            other = next(
-                (copy for copy, summed in zip(copies, sums, strict=True) if summed != sums[0]), None
-            )
-            if other is None:
-                return tuple(chunk.over(chunk.storage.moved(self)) for chunk in first.chunks)
-            self.unequal[name] = _message(copies[0].rank, other.rank)
-            return (self._entry(name, copies, partial(_refuse, name, self.unequal[name])),)
-        return (self._entry(name, copies, partial(_read, name, tuple(copies))),)
+        if None in sums:
+            return (self._entry(name, copies, partial(_read, name, tuple(copies))),)
+        other = next((i for i, checksum in enumerate(sums) if checksum != sums[0]), None)
+        if other is None:
+            return tuple(chunk.over(chunk.storage.moved(self)) for chunk in first.chunks)
+        self.unequal[name] = _message(copies[0].rank, copies[other].rank)
+        return (self._entry(name, copies, partial(_refuse, name, self.unequal[name])),)
 
     def _entry(self, name: str, copies: Sequence[RankBox], read: partial[None]) -> Chunk:
-        first = copies[0].tensor
+        originals = tuple(copy.tensor for copy in copies)
+        first = originals[0]
         # What other names share, they share here: equal chunks of equal ranks are one entry.
         place = (first.dtype, first.shape, *((copy.rank, copy.tensor.chunks) for copy in copies))
         storage = self._known.get(place)
         if storage is None:
-            stamp = partial(_stamp, tuple(copies))
+
+            def stamp() -> Stamp:
+                return tuple(map(tensor_stamp, originals))
+
             entry = VirtualFile(first.nbytes, read, stamp, first.nbytes * len(copies))
             key = self.put(entry, f"replicas/{len(self._entries)}: {name}")
-            label, originals = (
-                f"{len(copies)} replicas of {name}",
-                tuple(copy.tensor for copy in copies),
-            )
+            label = f"{len(copies)} replicas of {name}"
             storage = self._known[place] = ReplicaStorage(
                 key, 0, first.nbytes, label=label, home=self, originals=originals
             )
@@ -163,10 +162,6 @@ def _bytes_of(tensor: LazyTensor, start: int, nbytes: int) -> np.ndarray:
     wanted.source.read([Request(replace(wanted, traits=PLAIN), array)])
     content = array.reshape(-1).view(np.uint8)
     return content[start - first * row_nbytes :][:nbytes]
-
-
-def _stamp(copies: Sequence[RankBox]) -> Stamp:
-    return tuple(tensor_stamp(copy.tensor) for copy in copies)
 
 
 EXPLAINED = 1024

@@ -145,23 +145,10 @@ class Live:
         with self._reading:
             known = self._known.get(key)
             if known is None:
-                known = self._known[key] = self._looked_at(tensor, svd=svd)
-                while len(self._known) > KEPT:
+                known = self._known[key] = _measure_detail(tensor, svd=svd)
+                if len(self._known) > KEPT:
                     self._known.popitem(last=False)
         return known
-
-    def _looked_at(self, tensor: LazyTensor, *, svd: bool) -> Document:
-        measured = measure([tensor], groups=GROUPS).found
-        (found,) = measured
-        nothing: Document = dict.fromkeys(("exponents", "negative", "quantiles", "rows", "columns"))
-        made = nothing if found is None else detail(found)
-        for row in nonfinite_rows([tensor], measured):
-            first_nan, first_inf = json_index(row.first_nan), json_index(row.first_infinity)
-            made |= {"first_nan": first_nan, "first_inf": first_inf}
-        if svd:
-            values = singular_values(tensor)
-            made["singular"] = None if values is None else [rounded(value) for value in values]
-        return made
 
     def _tile(self, query: dict[str, list[str]]) -> Document:
         (tensor,) = numbers_of([self._tensor(query)])
@@ -179,6 +166,21 @@ class Live:
             "high": high,
             "sampled": not made.whole,
         }
+
+
+def _measure_detail(tensor: LazyTensor, *, svd: bool) -> Document:
+    """Read a tensor and return the content of its drawer."""
+    measured = measure([tensor], groups=GROUPS).found
+    (found,) = measured
+    nothing: Document = dict.fromkeys(("exponents", "negative", "quantiles", "rows", "columns"))
+    document = nothing if found is None else detail(found)
+    for row in nonfinite_rows([tensor], measured):
+        document["first_nan"] = json_index(row.first_nan)
+        document["first_inf"] = json_index(row.first_infinity)
+    if svd:
+        values = singular_values(tensor)
+        document["singular"] = None if values is None else [rounded(value) for value in values]
+    return document
 
 
 def is_set(query: dict[str, list[str]], name: str) -> bool:
@@ -290,28 +292,23 @@ def tile(tensor: LazyTensor, row: int, column: int, *, level: int = 0) -> Tile:
     cell = 1 << level
     rows, columns = _cells(row, height, cell), _cells(column, width, cell)
     wide = columns[-1][1] - columns[0][0]
-    runs = (
-        [(columns[0][0], columns[-1][1])]
-        if wide <= WIDEST
-        else [(a, min(b, a + RUN)) for a, b in columns]
-    )
-    across = sum(stop - start for start, stop in runs)
-    # Rows of a cell that are read.
-    deep = max(1, MOST // (across * len(rows)))
+    is_wide = wide > WIDEST
+    if is_wide:
+        columns = [(start, min(stop, start + RUN)) for start, stop in columns]
+    runs = columns if is_wide else [(columns[0][0], columns[-1][1])]
+    widths = [stop - start for start, stop in columns]
+    # Of the rows of a cell at most so many are read, evenly spaced.
+    most_rows = max(1, MOST // (sum(widths) * len(rows)))
+    heights = [min(most_rows, stop - start) for start, stop in rows]
     picked = [
-        start + (stop - start) * i // min(deep, stop - start)
-        for start, stop in rows
-        for i in range(min(deep, stop - start))
+        start + (stop - start) * i // height
+        for (start, stop), height in zip(rows, heights, strict=True)
+        for i in range(height)
     ]
     numbers = _read(tensor, picked, runs)
-    down = np.cumsum([0, *(min(deep, stop - start) for start, stop in rows)])
-    right = (
-        [stop - start for start, stop in columns]
-        if len(runs) == 1
-        else [stop - start for start, stop in runs]
-    )
-    made = _means(numbers, down[:-1], np.cumsum([0, *right])[:-1])
-    return Tile(made, all(stop - start <= deep for start, stop in rows) and len(runs) == 1)
+    means = _means(numbers, np.cumsum([0, *heights])[:-1], np.cumsum([0, *widths])[:-1])
+    is_whole = not is_wide and all(stop - start <= most_rows for start, stop in rows)
+    return Tile(means, is_whole)
 
 
 def _cells(start: int, size: int, cell: int) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage, in_c_order
@@ -127,38 +127,25 @@ def look(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) ->
     tensors = {
         name: tensor for name, tensor in found.tensors.items() if wanted is None or wanted(name)
     }
-    known = Known()
-    ranges = (
-        (tensor, key)
-        for tensor in tensors.values()
-        for storage in tensor.storages
-        for key, _, _ in storage.ranges
-    )
-    files = sorted({file_of(key, known.keys(tensor)) for tensor, key in ranges})
-    return Structure(checkpoint, found, tensors, tuple(files), dead(found))
+    known_files = list_files(tensors.values())
+    files = set()
+    for tensor in tensors.values():
+        for storage in tensor.storages:
+            known = known_files[tensor.source.store]
+            files |= {file_of(key, known) for key, _, _ in storage.ranges}
+    return Structure(checkpoint, found, tensors, tuple(sorted(files)), dead(found))
 
 
-class Known:
-    """The files of the stores that tensors lie in, each listed once."""
-
-    def __init__(self) -> None:
-        self._stores: dict[int, tuple[Store, set[str]]] = {}
-
-    def keys(self, tensor: LazyTensor) -> set[str]:
-        store = tensor.source.store
-        # By identity, and kept for as long: stores are not compared.
-        if id(store) not in self._stores:
-            self._stores[id(store)] = store, set(store.list())
-        return self._stores[id(store)][1]
+def list_files(tensors: Iterable[LazyTensor]) -> dict[Store, set[str]]:
+    """Return the files of the stores that tensors lie in."""
+    stores = dict.fromkeys(tensor.source.store for tensor in tensors)
+    return {store: set(store.list()) for store in stores}
 
 
 def file_of(key: str, known: Container[str]) -> str:
     """The file behind a key: what is made when it is read (a member that is inflated) has one of its own, `FILE@BYTE`."""
-    return (
-        key
-        if key in known
-        else next((file for file in (key.rpartition("@")[0],) if file in known), key)
-    )
+    file = key.rpartition("@")[0]
+    return file if key not in known and file in known else key
 
 
 def dead(found: Survey) -> int:
@@ -189,8 +176,8 @@ def columns(found: Structure) -> Document:
 
 def storage_columns(tensors: Sequence[LazyTensor], files: Sequence[str] = ()) -> Document:
     """Return how each tensor is stored: dtype, shape, size, strides and where in which file."""
-    known = Known()
-    ranges = [_range(tensor, known.keys(tensor)) for tensor in tensors]
+    known = list_files(tensors)
+    ranges = [_range(tensor, known[tensor.source.store]) for tensor in tensors]
     return {
         "dtype": labelled(tensor.traits.dtype_label(tensor.dtype) for tensor in tensors),
         "shape": labelled(number_shape(tensor.shape, tensor.traits.blocks) for tensor in tensors),

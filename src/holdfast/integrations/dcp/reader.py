@@ -17,7 +17,7 @@ import os
 import uuid
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import IO, Protocol, TypeVar, cast
+from typing import IO, Protocol, TypeVar
 
 import torch
 from torch.distributed.checkpoint import metadata as m
@@ -198,14 +198,16 @@ class Directory:
         return _box(self._known[index.fqn, at], starts, lengths)
 
     def values(self, names: Sequence[str]) -> Mapping[str, object]:
-        wanted = {name: self._item(name) for name in names}
-        plain = {name: item for name, item in wanted.items() if not _is_foreign(item)}
-        found = dict(read_values(self._items, plain)[0])
-        return found | {
-            name: self._transformed(item, name)
-            for name, item in wanted.items()
-            if name not in plain
-        }
+        plain: dict[str, Item] = {}
+        transformed: dict[str, object] = {}
+        for name in names:
+            entry = self._entry(name)
+            item = entry if isinstance(entry, Item) else entry.pieces[0].item
+            if _is_foreign(item):
+                transformed[name] = self._transformed(item, name)
+            else:
+                plain[name] = item
+        return {**read_values(self._items, plain)[0], **transformed}
 
     def close(self) -> None:
         self._items.source.store.close()
@@ -227,10 +229,6 @@ class Directory:
             )
             raise DoesNotFit(f"{name}: the index {what}")
         return entry
-
-    def _item(self, name: str) -> Item:
-        entry = self._entry(name)
-        return entry if isinstance(entry, Item) else entry.pieces[0].item
 
     def _piece(self, entry: SavedTensor, piece: SavedChunk, name: str) -> LazyTensor:
         here = SavedChunk((0,) * len(piece.sizes), piece.sizes, piece.item)
@@ -298,13 +296,11 @@ def _box(lazy: LazyTensor, starts: Sequence[int], lengths: Sequence[int]) -> Laz
 
 def _planner_data(found: object) -> object:
     """What the planner recorded for itself: paths, from torch's own. Of others, all of it or, where it must be built, the paths."""
-    paths = (
-        {key: path for key, path in found.items() if type(key) is str and _is_path(path)}
-        if isinstance(found, dict)
-        else None
-    )
-    if isinstance(found, dict) and paths is not None and len(paths) == len(found):
-        return paths
+    paths = None
+    if isinstance(found, dict):
+        paths = {key: path for key, path in found.items() if type(key) is str and _is_path(path)}
+        if len(paths) == len(found):
+            return paths
     return paths if unbuilt(found) else torch_tree(found, _tensor)
 
 
@@ -318,8 +314,7 @@ def _is_path(value: object) -> bool:
 
 def archived(value: object, name: str, path: str) -> bytes:
     """A value as `torch.save` writes it. Planners unpickle it, so nothing may be in it that would run."""
-    # Where an `io.BytesIO` was pickled, one is built.
-    plain = rebuild(read_value(value), lambda one, _: _buffer(one) if _is_buffer(one) else one)
+    plain = rebuild(read_value(value), lambda leaf, _: _build_buffer(leaf))
     if problem := unbuilt(plain):
         raise Unsupported(
             f"{name}: {problem}; torch would run code to build it. Leave it out of the state",
@@ -328,22 +323,16 @@ def archived(value: object, name: str, path: str) -> bytes:
     return archive(FlatValue(torch_tree(plain, _tensor), plain))
 
 
-def _buffer(pickled: object) -> io.BytesIO:
-    content, at, _ = cast("tuple[bytes, int, object]", cast(Opaque, pickled).state)
-    buffer = io.BytesIO(content)
-    buffer.seek(at)
-    return buffer
-
-
-def _is_buffer(value: object) -> bool:
-    if not isinstance(value, Opaque) or value.what != BUFFER:
-        return False
+def _build_buffer(value: object) -> object:
+    """Return the buffer that a pickled `io.BytesIO` was; any other value as it is."""
     match value:
-        case Opaque(args=(), kwargs=None, state=(bytes(), int(at), _), items=[], entries=[]) if (
-            at >= 0
-        ):
-            return True
-    return False
+        case Opaque(
+            args=(), kwargs=None, state=(bytes(content), int(position), _), items=[], entries=[]
+        ) if value.what == BUFFER and position >= 0:
+            buffer = io.BytesIO(content)
+            buffer.seek(position)
+            return buffer
+    return value
 
 
 def _tensor(lazy: LazyTensor | Composite) -> torch.Tensor:

@@ -20,7 +20,7 @@ A package without a program is for Holdfast: `torch.export.load` finds no model 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import field
 
@@ -110,22 +110,17 @@ def lay_out_pt2(
         for model in models
         if model in (".", "..") or not RECORD(model)
     ]
-    first = {model.casefold(): model for model in reversed(list(models))}
-    twice = [
-        (model, first[model.casefold()]) for model in models if first[model.casefold()] != model
-    ]
-    problems += [
-        f"{model!r} and {other!r} are one name for readers of zip archives, which ignore case"
-        for model, other in twice
-    ]
-    weights = PlacedRecords(
-        {model: part.weights for model, part in models.items()}, f"data/weights/{WEIGHT}", trim=trim
-    )
-    constants = PlacedRecords(
-        {model: part.constants for model, part in models.items()},
-        f"data/constants/{TENSOR}",
-        trim=trim,
-    )
+    first: dict[str, str] = {}
+    for model in models:
+        other = first.setdefault(model.casefold(), model)
+        if other != model:
+            problems.append(
+                f"{model!r} and {other!r} are one name for readers of zip archives, which ignore case"
+            )
+    weights_of = {model: part.weights for model, part in models.items()}
+    constants_of = {model: part.constants for model, part in models.items()}
+    weights = PlacedRecords(weights_of, f"data/weights/{WEIGHT}", trim=trim)
+    constants = PlacedRecords(constants_of, f"data/constants/{TENSOR}", trim=trim)
     problems += [*weights.problems, *constants.problems]
     if problems:
         raise CannotHold("a pt2 archive cannot hold some of this state", problems)
@@ -140,18 +135,16 @@ def lay_out_pt2(
         if part.sample_inputs is not None:
             records.append(_named(f"data/sample_inputs/{model}.pt", part.sample_inputs))
     records += [_named(f"extra/{key}", content) for key, content in (extra or {}).items()]
-    return lay_out_records(
-        name, records, (*weights.notes, *constants.notes, *_unlooked_for(models))
-    )
-
-
-def _unlooked_for(models: Mapping[str, ModelWeights]) -> Iterator[str]:
-    """A note if `torch.export.load` fails on programs of these names (torch 2.13: `KeyError: 'model'`)."""
+    notes = [*weights.notes, *constants.notes]
     programs = [model for model, part in models.items() if part.program is not None]
     if programs and MODEL not in programs:
-        # The names stay, since `load_pt2` gives the programs back by name.
+        # torch.export.load fails (torch 2.13: `KeyError: 'model'`). The names stay, since `load_pt2` gives
+        # the programs back by name.
         way = f"torch.export.pt2_archive._package.load_pt2(path).exported_programs[{programs[0]!r}]"
-        yield f"torch.export.load loads a program named {MODEL!r}, and there is none; these are loaded by {way}"
+        notes.append(
+            f"torch.export.load loads a program named {MODEL!r}, and there is none; these are loaded by {way}"
+        )
+    return lay_out_records(name, records, notes)
 
 
 def _named(record: str, content: bytes | Data) -> tuple[str, Payload]:
@@ -186,7 +179,7 @@ class PlacedRecords:
         trim: bool = True,
         taken: frozenset[str] = frozenset(),
     ) -> None:
-        self.records: dict[str, list[tuple[str, Payload]]] = {}
+        self.records: dict[str, list[tuple[str, Payload]]] = {model: [] for model in models}
         """For each model the records that no model before it has."""
         self.configs: dict[str, bytes] = {}
         self.notes: list[str] = []
@@ -197,35 +190,27 @@ class PlacedRecords:
         """torch has a record for each dtype over a storage; the records of one dtype share storages."""
         self._next: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        views: dict[tuple[str, str], Placed] = {}
-        order: dict[str, dict[str, list[str]]] = {}
-        known: set[str] = set()
-        first: dict[str, list[tuple[str, Placed]]] = {}
+        placed: list[tuple[str, str, LazyTensor | Pickled, Placed, str]] = []
         for model, tensors in models.items():
-            order[model], first[model] = {}, []
             # torch writes what it pickles before what it does not.
-            for name, value in sorted(
-                tensors.items(), key=lambda item: isinstance(item[1], LazyTensor)
-            ):
+            ordered = sorted(tensors.items(), key=lambda item: isinstance(item[1], LazyTensor))
+            for name, value in ordered:
                 view = self._place(model, name, value)
-                views[model, name] = view
-                record = self._record(value, view)
-                if record not in known:
-                    known.add(record)
-                    first[model].append((record, view))
-                order[model].setdefault(record, []).append(name)
+                placed.append((model, name, value, view, self._record(value, view)))
         for kind in self._kinds.values():
             kind.close()
-        for model in models:
-            self.records[model] = [
-                (record, self._payload(record, view)) for record, view in first[model]
-            ]
-            named = [(record, name) for record, names in order[model].items() for name in names]
-            rows = {
-                name: self._row(record, models[model][name], views[model, name])
-                for record, name in named
-            }
-            self.configs[model] = json.dumps({"config": rows}).encode()
+
+        known: set[str] = set()
+        # The rows of each config, those over one record together.
+        rows: dict[str, dict[str, dict[str, object]]] = {model: {} for model in models}
+        for model, name, value, view, record in placed:
+            if record not in known:
+                known.add(record)
+                self.records[model].append((record, self._payload(record, view)))
+            rows[model].setdefault(record, {})[name] = self._row(record, value, view)
+        for model, by_record in rows.items():
+            config = {name: row for group in by_record.values() for name, row in group.items()}
+            self.configs[model] = json.dumps({"config": config}).encode()
 
     def _place(self, model: str, name: str, value: LazyTensor | Pickled) -> Placed:
         """The record of a tensor's storage; or the value itself, if it is a pickle, is refused, or gets a record of its own."""
@@ -260,24 +245,21 @@ class PlacedRecords:
         return Data(view if isinstance(view, LazyTensor) else view[0].tensor(), record)
 
     def _row(self, record: str, value: LazyTensor | Pickled, view: Placed) -> dict[str, object]:
-        path = record.rpartition("/")[2]
+        is_pickled = isinstance(value, Pickled)
         if isinstance(value, Pickled):
-            return {
-                "path_name": path,
-                "is_param": value.is_param,
-                "use_pickle": True,
-                "tensor_meta": value.meta,
-            }
-        offset, strides = 0, c_strides(value.shape, 1)
-        if isinstance(view, tuple):
-            stored, start, strides = view
-            # The start of an empty tensor may lie before its record.
-            offset = max(start - stored.base, 0) // value.dtype.bits
-        meta = _meta(value, strides, offset)
+            is_param, meta = value.is_param, value.meta
+        else:
+            offset, strides = 0, c_strides(value.shape, 1)
+            if isinstance(view, tuple):
+                stored, start, strides = view
+                # The start of an empty tensor may lie before its record.
+                offset = max(start - stored.base, 0) // value.dtype.bits
+            is_param, meta = value.traits.parameter, _meta(value, strides, offset)
+        path = record.rpartition("/")[2]
         return {
             "path_name": path,
-            "is_param": value.traits.parameter,
-            "use_pickle": False,
+            "is_param": is_param,
+            "use_pickle": is_pickled,
             "tensor_meta": meta,
         }
 
