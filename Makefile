@@ -4,6 +4,7 @@
 #   make test     lint, types, architecture and a sample of the tests             about eight minutes on two cores
 #   make test ROOM=formats/dcp   the tests that exercise one folder of the source, in seconds
 #   make test SEED=20261118      the sample of another day; it is printed with every failure
+#   make test-kernel   the kernel's tests on a copy of the source without extras (ARGS='-k golden')
 #   make test-all every case of every test                                        hours
 #   make mutations  break 30 random places of the source, and count what the tests notice; hours (ARGS=--resume goes on)
 #   make costs    measure what the tests cost and which rooms they exercise; needs PYTHON=python3.12
@@ -37,7 +38,7 @@ LIGHT := $(VENV)/.light
 FULL  := $(VENV)/.full
 
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test test-all costs mutations test-integrations matrix check lint types platforms architecture bench programs dist pages docs golden clean
+.PHONY: help demo browser test test-all test-kernel costs mutations test-integrations matrix check lint types platforms architecture bench programs dist pages docs golden clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -67,6 +68,11 @@ else
 	@echo "== tests"
 	@$(PYTEST) $(SLOWEST) $(if $(SEED),--sample-seed $(SEED)) $(ARGS)
 endif
+
+# The sample of the day of the kernel's tests.
+test-kernel: $(FULL)
+	@echo "== tests of the kernel, without extras"
+	@$(BIN)/python tools/test_kernel.py -n $(JOBS) --dist worksteal --timeout 300 $(ARGS)
 
 test-all: lint types
 	@echo "== tests, every case"

@@ -6,11 +6,12 @@ passes `--exhaustive`, which runs all of them.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,26 +59,60 @@ FILES = {
 """Files of tests that cannot even be imported without something that torch has since a version."""
 
 
-class Unasked(pytest.Module):
+HAS_EXTRAS = importlib.util.find_spec("holdfast.extras") is not None
+"""Whether this is the whole source, and not the copy of `make test-kernel`."""
+
+NEED_EXTRAS = {
+    "tests/core/test_arguments.py",
+    "tests/core/test_documents.py",
+    "tests/numeric/test_statistics.py",
+    "tests/stores/test_paths.py",
+    "tests/verbs/test_folder.py",
+    "tests/verbs/test_surface.py",
+}
+"""Files in the kernel's folders that test what all verbs have in common, those of extras included."""
+
+
+def find_skip_reason(file: str) -> str | None:
+    """Return why a file of tests cannot be imported here."""
+    if file in FILES and not FILES[file]:
+        return FILES[file].reason
+    if file in NEED_EXTRAS and not HAS_EXTRAS:
+        return "needs holdfast.extras"
+    return None
+
+
+class SkippedModule(pytest.Module):
     """A file that is skipped as a whole."""
 
     def collect(self) -> Iterable[pytest.Item]:
-        raise pytest.skip.Exception(
-            FILES[self.path.relative_to(self.config.rootpath).as_posix()].reason,
-            allow_module_level=True,
-        )
+        file = self.path.relative_to(self.config.rootpath).as_posix()
+        raise pytest.skip.Exception(str(find_skip_reason(file)), allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(
     module_path: Path, parent: pytest.Collector
 ) -> pytest.Module | None:
     rootpath = parent.config.rootpath
-    change = (
-        FILES.get(module_path.relative_to(rootpath).as_posix())
-        if module_path.is_relative_to(rootpath)
-        else None
-    )
-    return None if change is None or change else Unasked.from_parent(parent, path=module_path)
+    if not module_path.is_relative_to(rootpath):
+        return None
+    if find_skip_reason(module_path.relative_to(rootpath).as_posix()) is None:
+        return None
+    return SkippedModule.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In a copy without extras, skip each test that uses a public name of an extra."""
+    report = yield
+    if HAS_EXTRAS or call.excinfo is None:
+        return report
+    if call.excinfo.traceback[-1].name == "_find_in_extras":
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, f"needs holdfast.extras: {call.excinfo.value}")
+    return report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,6 +137,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sample the cases of expensive test functions. A test that is named on the command line always runs."""
+    if not HAS_EXTRAS:
+        for item in items:
+            if item.get_closest_marker("extras"):
+                item.add_marker(pytest.mark.skip(reason="needs holdfast.extras"))
     if any("::" in argument for argument in config.args):
         return
 

@@ -29,10 +29,8 @@ from safetensors.numpy import save_file
 from holdfast import extras
 from holdfast.core.registry import HOOKS
 from holdfast.formats import FORMATS
+from tests.imports import MODULES, NAMES, ROOT, dotted, imports, imports_of, layer, run_time_nodes
 from tests.rooms import room_of
-
-ROOT = Path(__file__).resolve().parent.parent / "src" / "holdfast"
-MODULES = sorted(ROOT.rglob("*.py"))
 
 ROOM_TOKENS = {
     ".": 5682,
@@ -143,67 +141,6 @@ TORCH_PARTS = {
 
 ENDS = "torch/ranks/background.py"
 """It puts something behind `sys.stderr`, whose last flush decides the exit status, and writes nothing to it."""
-
-
-def layer(module: str) -> str:
-    """Return the layer of a module's dotted name.
-
-    >>> layer("holdfast.core.box"), layer("holdfast"), layer("holdfast.extras.runs.run")
-    ('core', '', 'extras/runs')
-    """
-    parts = module.split(".")
-    if len(parts) > 2 and parts[1] == "extras":
-        return f"extras/{parts[2]}"
-    return parts[1] if len(parts) > 1 else ""
-
-
-def dotted(path: Path) -> str:
-    """The dotted name of a file of the package."""
-    parts = ("holdfast", *path.relative_to(ROOT).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-NAMES = {*map(dotted, MODULES)}
-
-
-def is_type_checking(node: ast.AST) -> bool:
-    test = node.test if isinstance(node, ast.If) else None
-    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
-        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
-    )
-
-
-def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node that may run, which leaves out what is under `if TYPE_CHECKING`."""
-    waiting: list[ast.AST] = [tree]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if is_type_checking(node):
-            waiting.extend(node.orelse)
-        else:
-            waiting.extend(ast.iter_child_nodes(node))
-
-
-def imports(tree: ast.AST, *, module: str, is_package: bool) -> Iterator[tuple[str, int]]:
-    """The dotted name of everything that a module imports, and the line."""
-    package = module if is_package else module.rpartition(".")[0]
-    for node in run_time_nodes(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, base] if base else above)
-            for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                yield (inner if inner in NAMES else base), node.lineno
-
-
-def imports_of(path: Path) -> list[tuple[str, int]]:
-    tree = ast.parse(path.read_text(), str(path))
-    return list(imports(tree, module=dotted(path), is_package=path.name == "__init__.py"))
 
 
 def misplaced(module: str, imported: str) -> bool:
@@ -877,3 +814,14 @@ def test_one_function_says_what_a_path_is():
         "torch/serialization/opening.py",
         "torch/serialization/saving.py",
     }
+
+
+def test_the_drawing_of_the_layers_is_that_of_the_code():
+    script = ROOT.parent.parent / "tools" / "draw_layers.py"
+    drawing = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True
+    ).stdout
+    page = ROOT.parent.parent.joinpath("CONTRIBUTING.md").read_text("utf-8")
+    assert f"<!-- tools/draw_layers.py -->\n\n{drawing}" in page, (
+        "run python tools/draw_layers.py --write"
+    )

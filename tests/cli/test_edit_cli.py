@@ -128,6 +128,7 @@ def test_dtypes_that_make_no_sense(run, source, words, told):
     assert told in err
 
 
+@pytest.mark.extras
 def test_a_folder_of_a_model(run, source, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()

@@ -159,9 +159,10 @@ def folder(tmp_path, monkeypatch):
             ["convert", "b.safetensors", "c.pt", "--model", "x"],
             "--keep and --rename choose by name",
         ),
-        (
+        pytest.param(
             ["prune", "b.safetensors", "c.safetensors", "--rule", "w: 0.5", "--masks", "beside"],
             "--masks only",
+            marks=pytest.mark.extras,
         ),
     ],
 )
@@ -264,6 +265,7 @@ def test_a_note_has_the_flags_of_its_own_verb(folder, capsys, monkeypatch):
 NOTES = ("model=… chooses, mesh='dp=2' cuts",)
 
 
+@pytest.mark.extras
 def test_a_sentence_that_names_another_verb_has_its_flags(folder, golden_dir, capsys):
     assert main(["show", str(golden_dir / "files" / "tiny.gguf")]) == 0
     assert "convert with --dequantize writes the numbers" in capsys.readouterr().out

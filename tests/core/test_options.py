@@ -32,6 +32,7 @@ def write_loudly(src: str, dst: str, **options: typing.Unpack[ToyOptions]) -> To
     return options
 
 
+@pytest.mark.extras
 def test_one_line_is_an_option_everywhere(capsys):
     parameters = inspect.signature(write_loudly).parameters
     assert parameters["loudness"].default == 3

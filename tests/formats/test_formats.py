@@ -28,7 +28,6 @@ from holdfast.errors import (
     UnknownFormat,
     Unsupported,
 )
-from holdfast.extras.runs.export import Export
 from holdfast.formats import FORMATS, Format, format_of, rank_formats, titles, written_formats
 from holdfast.stores.remote.url import url_of
 from holdfast.verbs.shared.formats import LAYOUT, written_suffixes
@@ -96,6 +95,7 @@ def test_a_format_that_is_only_read_is_refused_as_such(title: str, suffix: str, 
         holdfast.convert(tmp_path / "a.safetensors", tmp_path / f"x{suffix}")
 
 
+@pytest.mark.extras
 def test_the_suffix_of_packages_names_the_command_that_writes_them(tmp_path: Path):
     with pytest.raises(Unsupported, match="`holdfast package` writes it"):
         holdfast.save(STATE, tmp_path / "x.pt2")
@@ -249,7 +249,10 @@ def test_a_url_is_an_objects_by_its_suffix(name: str, file: bool):
     assert url_of(f"memory://bucket/{name}").says_file is file
 
 
+@pytest.mark.extras
 def test_exports_of_a_run(toy: None, tmp_path: Path):
+    from holdfast.extras.runs.export import Export
+
     assert Export(tmp_path, format="toy").target(5) == str(tmp_path / "step-00000005.toy")
     inside = tmp_path / "step-5.toy"
     inside.mkdir()
@@ -258,6 +261,7 @@ def test_exports_of_a_run(toy: None, tmp_path: Path):
     Export(tmp_path, format="toy").check(str(tmp_path / "step-5.txt"))
 
 
+@pytest.mark.extras
 def test_the_command_line(path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["show", str(path)]) == 0
     assert "toy" in capsys.readouterr().out

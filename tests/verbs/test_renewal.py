@@ -141,6 +141,7 @@ def test_sha256_stays_sha256(tmp_path: Path):
     assert holdfast.verify(path).ok
 
 
+@pytest.mark.extras
 def test_replaced_weights_of_an_archive(tmp_path: Path):
     path = tmp_path / "m.pt2"
     torch = pytest.importorskip("torch")

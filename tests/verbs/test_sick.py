@@ -253,6 +253,7 @@ def test_the_notebook_table_of_stats_begins_with_nan(large):
 
 
 @pytest.mark.parametrize("words", [["--stats"], ["--sample", "1%"]])
+@pytest.mark.extras
 def test_report_prints_the_line_of_stats(words, large, tmp_path, capsys):
     assert main(["report", str(large), "-o", str(tmp_path / "page.html"), *words]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -281,6 +282,7 @@ def test_a_sample_says_where_in_the_tensor_it_met_a_nan(dtype, two):
     assert document["nonfinite"]["nan"] == [[1, 299_997]]
 
 
+@pytest.mark.extras
 def test_report_of_a_difference_says_it_of_both_sides(sick, tmp_path, capsys):
     words = ["report", *map(str, sick), "-o", str(tmp_path / "page.html"), "--stats"]
     assert main(words) == 0

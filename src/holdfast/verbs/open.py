@@ -94,7 +94,7 @@ def open(
             raise BadArgument(said, file=checkpoint.path)
         return checkpoint if map is None else seen_through(checkpoint, map)
 
-    return _open_store(path, limits, look, store=store)
+    return steady(path, limits, look, store=store)
 
 
 def open_built_in(path: Openable, limits: Limits) -> Checkpoint:
@@ -103,28 +103,7 @@ def open_built_in(path: Openable, limits: Limits) -> Checkpoint:
     def look(store: Store) -> Checkpoint:
         return _described(OpenSource(store, limits=limits), plugins=False)
 
-    return _open_store(path, limits, look)
-
-
-def _open_store(
-    path: Openable,
-    limits: Limits,
-    look: Callable[[Store], Checkpoint],
-    *,
-    store: object | None = None,
-) -> Checkpoint:
-    """Return what `look` makes of the store at a path, with a hint if it is a data file of DCP."""
-    try:
-        return steady(path, limits, look, store=store)
-    except ZipError as error:
-        if isinstance(path, str | os.PathLike) and any(
-            one.data and str(path).endswith(one.data) for one in FORMATS
-        ):
-            # Several archives, one behind the other, of which the index beside them knows the places.
-            raise UnknownFormat(
-                "one of the data files of a distributed checkpoint; open the folder that it is in"
-            ) from error
-        raise
+    return steady(path, limits, look)
 
 
 def seen_through(
@@ -163,7 +142,15 @@ def _described(source: Source, *, plugins: bool = True) -> Checkpoint:
             format = detect(source, plugins=plugins)
         except UnknownFormat as error:
             raise _with_steps(error, source) from None
-        return Checkpoint(source, format.describe(source), again=_described)
+        try:
+            return Checkpoint(source, format.describe(source), again=_described)
+        except ZipError as error:
+            # A data file of DCP has several archives, one behind the other. Its index has their places.
+            if not any(one.data and source.store.name.endswith(one.data) for one in FORMATS):
+                raise
+            raise UnknownFormat(
+                "one of the data files of a distributed checkpoint; open the folder that it is in"
+            ) from error
 
 
 def _with_steps(error: UnknownFormat, source: Source) -> UnknownFormat:
