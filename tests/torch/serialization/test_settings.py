@@ -42,7 +42,7 @@ def test_constants_and_classes_are_torchs():
     for name in ("DEFAULT_PROTOCOL", "MAGIC_NUMBER", "PROTOCOL_VERSION", "STORAGE_KEY_SEPARATOR"):
         assert getattr(ours, name) == getattr(theirs, name)
     for name in ("LoadEndianness", "SourceChangeWarning", "StorageType"):
-        assert getattr(holdfast.torch, name) is getattr(theirs, name)
+        assert getattr(holdfast.torch.serialization, name) is getattr(theirs, name)
 
 
 @pytest.mark.parametrize("value", [*ours.LoadEndianness, None])

@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -114,21 +115,21 @@ def hash_texts(texts: Sequence[bytes]) -> Words:
         padded = np.zeros((len(rows), -(-length // 8) * 8), np.uint8)
         joined = b"".join(texts[row] for row in rows.tolist())
         padded[:, :length] = np.frombuffer(joined, np.uint8).reshape(len(rows), length)
-        hashes[rows] = _hash_rows(padded.view("<u8").astype(np.uint64), length)
+        hashes[rows] = _hash_words(padded.view("<u8").astype(np.uint64), length)
     return hashes
 
 
-def _hash_rows(words: Words, length: int) -> Words:
+def _hash_words(words: Words, length: int) -> Words:
+    """Return the hash of each row of words. The last word is shorter unless the length is a multiple of 8."""
     hashes = np.full(len(words), SEED ^ np.uint64(length * int(MULTIPLIER) & MASK))
     for column in range(length // 8):
-        hashes = (hashes ^ _mix(words[:, column] * MULTIPLIER) * MULTIPLIER) * MULTIPLIER
+        mixed = words[:, column] * MULTIPLIER
+        mixed ^= mixed >> SHIFT
+        hashes = (hashes ^ mixed * MULTIPLIER) * MULTIPLIER
     if length % 8:
         hashes = (hashes ^ words[:, -1]) * MULTIPLIER
-    return _mix(_mix(hashes) * MULTIPLIER)
-
-
-def _mix(words: Words) -> Words:
-    return words ^ (words >> SHIFT)
+    hashes = (hashes ^ hashes >> SHIFT) * MULTIPLIER
+    return hashes ^ hashes >> SHIFT
 
 
 def set_order(hashes: Words) -> npt.NDArray[np.int64]:
@@ -312,14 +313,17 @@ def lay_out_container(
     records.append(version)
     if not order_first:
         records.append(order)
-    identity = Identity(records, crc=crc)
+    make_id = partial(make_serialization_id, tuple(records), crc)
     is_known = all(isinstance(payload, bytes) for _, payload in records)
-    records.append((SERIALIZATION_ID, identity({}) if is_known else Late(NBYTES, identity)))
+    serialization_id = make_id({}) if is_known else Late(NBYTES, make_id)
+    records.append((SERIALIZATION_ID, serialization_id))
     return lay_out_zip(name, records, alignment=alignment, crc=crc)
 
 
-class Identity:
-    """Makes the 40 digits of `.data/serialization_id` from the checksums of the data, as torch's zip writer computes them.
+def make_serialization_id(
+    records: Sequence[tuple[str, Payload]], crc: bool, crcs: Mapping[str, int]
+) -> bytes:
+    """Make the 40 digits of `.data/serialization_id` from the checksums of the data, as torch's zip writer computes them.
 
         │ 20 digits: a fold over the names of the records │ 20 digits: a fold over their CRC-32s │
 
@@ -336,35 +340,25 @@ class Identity:
 
     torch on another C++ library orders its set differently. No reader compares the id; it is reported and kept.
     """
-
-    __slots__ = ("crc", "records")
-
-    def __init__(self, records: Records, *, crc: bool) -> None:
-        self.records, self.crc = tuple(records), crc
-
-    def __call__(self, crcs: Mapping[str, int]) -> bytes:
-        has_mistaken = MISTAKEN_KEY in crcs
-        sums: list[int] = []
-        for name, payload in self.records:
-            if isinstance(payload, SmallRecord):
-                if has_mistaken and name + MISTAKEN_KEY in crcs:
-                    sums.append(crcs[name + MISTAKEN_KEY])
-                sums.append(crcs[name] if self.crc else 0)
-                continue
-            if isinstance(payload, Late) or not _nbytes_of(payload):
-                continue
+    sums: list[int] = []
+    for name, payload in records:
+        if not (payload if isinstance(payload, bytes) else payload.nbytes):
+            continue
+        if isinstance(payload, SmallRecord):
+            mistaken = crcs.get(name + MISTAKEN_KEY) if MISTAKEN_KEY in crcs else None
+        else:
             mistaken = mistaken_crc(first_bytes(payload))
-            if mistaken is not None:
-                sums.append(mistaken)
-            if not self.crc or isinstance(payload, Hole):
-                sums.append(0)
-            else:
-                sums.append(crc32(payload) if isinstance(payload, bytes) else crcs[payload.label])
-        return b"%020d%020d" % (fold_names(name for name, _ in self.records), fold(sums))
-
-
-def _nbytes_of(payload: Payload) -> int:
-    return len(payload) if isinstance(payload, bytes) else payload.nbytes
+        if mistaken is not None:
+            sums.append(mistaken)
+        if not crc or isinstance(payload, Hole):
+            sums.append(0)
+        elif isinstance(payload, bytes):
+            sums.append(crc32(payload))
+        elif isinstance(payload, Data | Memory):
+            sums.append(crcs[payload.label])
+        else:
+            sums.append(crcs[name])
+    return b"%020d%020d" % (fold_names(name for name, _ in records), fold(sums))
 
 
 def first_bytes(data: Payload) -> bytes:

@@ -145,16 +145,16 @@ class _ArchiveLayout:
         self.segments: list[Segment] = []
         self.known: list[bytes] = []
         """Bytes that are known, since the last segment."""
-        self.described: tuple[str, int, bool] | None = None
-        """The label, length and width of the data whose descriptor stands before what is known."""
+        self.described: tuple[str, int, struct.Struct] | None = None
+        """The label, length and kind of descriptor of the data whose descriptor stands before what is known."""
         self.group: _SmallGroup | None = None
         """Small records since the last segment; while there are some, nothing else is known."""
         self.directory: list[bytes | str | None] = []
         """The central directory: bytes, and in the place of a checksum its label, or None for that of the late payload."""
         self.directory_nbytes = 0
         self.record_count = 0
-        self.late: tuple[Late, bool] | None = None
-        """The payload of the last record if it is late, and whether its descriptor is wide."""
+        self.late: tuple[Late, struct.Struct] | None = None
+        """The payload of the last record if it is late, and its kind of descriptor."""
 
     def add(self, name: str, payload: Payload) -> None:
         """Add a record: its header, its payload and descriptor, and its entry in the directory."""
@@ -165,34 +165,37 @@ class _ArchiveLayout:
             raise ValueError(f"a record's name of {len(raw_name):,} bytes")
         nbytes = len(payload) if isinstance(payload, bytes) else payload.nbytes
         is_wide = nbytes >= MAX32 or self.offset >= MAX32
+        descriptor = LONG_DESCRIPTOR if is_wide else SHORT_DESCRIPTOR
         crc = crc32(payload) if self.crc and isinstance(payload, bytes) else 0
         checksum: bytes | str | None = crc.to_bytes(4, "little")
         if self.crc and nbytes and not isinstance(payload, bytes | Hole):
-            checksum = None if isinstance(payload, Late) else _label_of(name, payload)
+            checksum = None if isinstance(payload, Late) else name
+            if isinstance(payload, Data | Memory):
+                checksum = payload.label
         self._add_entry(raw_name, nbytes, checksum)
 
         block = _zip64(nbytes, 0, self.offset) if is_wide else b""
         head, payload_offset = header(
             raw_name, nbytes > 0, self.offset, alignment=self.alignment, block=block
         )
-        self.offset = payload_offset + nbytes + _descriptor_nbytes(nbytes, is_wide)
+        self.offset = payload_offset + nbytes + (descriptor.size if nbytes else 0)
         if isinstance(payload, SmallRecord):
-            self._add_small(name, payload, head, is_wide)
+            self._add_small(name, payload, head, descriptor)
             return
-        self._close_group()
+        if self.group is not None:
+            self._flush()
         self.known.append(head)
         if isinstance(payload, Late):
-            self.late = payload, is_wide
-        elif isinstance(payload, bytes):
-            if nbytes:
-                self.known += (payload, _descriptor(crc, nbytes, is_wide))
+            self.late = payload, descriptor
+        elif nbytes and isinstance(payload, bytes):
+            self.known += (payload, descriptor.pack(DESCRIPTOR_SIGNATURE, crc, nbytes, nbytes))
         elif nbytes:
             self._flush()
-            self.segments.append(payload)
+            self.segments.append(payload)  # type: ignore[arg-type]  # no bytes
             if isinstance(checksum, str):
-                self.described = checksum, nbytes, is_wide
+                self.described = checksum, nbytes, descriptor
             else:
-                self.known.append(_descriptor(0, nbytes, is_wide))
+                self.known.append(descriptor.pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes))
 
     def _add_entry(self, raw_name: bytes, nbytes: int, checksum: bytes | str | None) -> None:
         """Add the entry of the record that begins here to the directory."""
@@ -207,39 +210,35 @@ class _ArchiveLayout:
         self.directory_nbytes += len(FILLED) + 4 + len(end)
         self.record_count += 1
 
-    def _add_small(self, name: str, payload: SmallRecord, head: bytes, is_wide: bool) -> None:
+    def _add_small(
+        self, name: str, payload: SmallRecord, head: bytes, descriptor: struct.Struct
+    ) -> None:
         """Add a small record to the open group, or begin another one."""
-        group = self.group
-        if group is not None and not group.takes(payload, is_wide):
-            self._close_group()
-            group = None
-        if group is None:
+        if self.group is None or not self.group.takes(payload, descriptor):
             self._flush()
-            group = self.group = _SmallGroup(payload.storages, is_wide=is_wide, crc=self.crc)
-        group.add(name, payload, head)
+            self.group = _SmallGroup(payload.storages, descriptor, crc=self.crc)
+        self.group.add(name, payload, head)
 
-    def _close_group(self) -> None:
-        """Make a segment of the small records since the last one."""
+    def _flush(self) -> None:
+        """Make a segment of the small records since the last one, or of the bytes that are known."""
         if self.group is not None:
             self.segments.append(self.group.segment())
             self.group = None
-
-    def _flush(self) -> None:
-        """Make a segment of what is known since the last one."""
+            return
         known = b"".join(self.known)
         self.known = []
         if self.described is not None:
-            label, nbytes, is_wide = self.described
+            label, nbytes, descriptor = self.described
             self.described = None
-            late_nbytes = _descriptor_nbytes(nbytes, is_wide) + len(known)
-            make = partial(_describe, label, nbytes, is_wide, known)
-            self.segments.append(Late(late_nbytes, make, label))
+            make = partial(_describe, label, nbytes, descriptor, known)
+            self.segments.append(Late(descriptor.size + len(known), make, label))
         elif known:
             self.segments.append(Literal(known))
 
     def finish(self) -> tuple[Segment, ...]:
         """Add the central directory and the records at the end."""
-        self._close_group()
+        if self.group is not None:
+            self._flush()
         end = tail(self.record_count, self.offset, self.directory_nbytes)
         known_parts = [part for part in self.directory if isinstance(part, bytes)]
         if self.late is None and len(known_parts) == len(self.directory):
@@ -249,32 +248,28 @@ class _ArchiveLayout:
         self._flush()
         nbytes = self.directory_nbytes + len(end)
         if self.late is not None:
-            payload, is_wide = self.late
-            nbytes += payload.nbytes + _descriptor_nbytes(payload.nbytes, is_wide)
+            payload, descriptor = self.late
+            nbytes += payload.nbytes + (descriptor.size if payload.nbytes else 0)
         pieces = partial(_end_pieces, [*self.directory, end], self.late, self.crc)
         self.segments.append(Late(nbytes, lambda crcs: put_together(pieces(crcs), nbytes)))
         return tuple(self.segments)
 
 
-def _label_of(name: str, payload: Data | Memory | SmallRecord) -> str:
-    return name if isinstance(payload, SmallRecord) else payload.label
-
-
 def _end_pieces(
     directory: Sequence[bytes | str | None],
-    late: tuple[Late, bool] | None,
+    late: tuple[Late, struct.Struct] | None,
     crc: bool,
     crcs: Mapping[str, int],
 ) -> Iterator[bytes]:
     """Yield the late payload, if there is one, and the directory with all checksums."""
     late_crc = 0
     if late is not None:
-        payload, is_wide = late
+        payload, descriptor = late
         content = payload.content(crcs)
         if content:
             late_crc = crc32(content) if crc else 0
             yield content
-            yield _descriptor(late_crc, len(content), is_wide)
+            yield descriptor.pack(DESCRIPTOR_SIGNATURE, late_crc, len(content), len(content))
     for part in directory:
         if isinstance(part, bytes):
             yield part
@@ -283,11 +278,11 @@ def _end_pieces(
 
 
 class _SmallGroup:
-    """Small records that follow each other, all of them below 4 GiB or all above (`is_wide`)."""
+    """Small records that follow each other, all of them with the same kind of descriptor."""
 
-    def __init__(self, storages: RecordBytes, *, is_wide: bool, crc: bool) -> None:
+    def __init__(self, storages: RecordBytes, descriptor: struct.Struct, *, crc: bool) -> None:
         self.storages = storages
-        self.is_wide = is_wide
+        self.descriptor = descriptor
         self.crc = crc
         self.headers: list[bytes] = []
         self.labels: list[str] = []
@@ -297,17 +292,18 @@ class _SmallGroup:
         """The length of the segment."""
         self.read_nbytes = 0
 
-    def takes(self, payload: SmallRecord, is_wide: bool) -> bool:
+    def takes(self, payload: SmallRecord, descriptor: struct.Struct) -> bool:
         """Return whether a record may be added: the segment is read and made at once, so it is kept short."""
         has_room = self.nbytes < blocks.BLOCK_NBYTES and len(self.labels) < blocks.BATCH
-        return has_room and is_wide == self.is_wide and payload.storages is self.storages
+        is_alike = descriptor is self.descriptor and payload.storages is self.storages
+        return has_room and is_alike
 
     def add(self, label: str, payload: SmallRecord, head: bytes) -> None:
         self.headers.append(head)
         self.labels.append(label)
         self.numbers.append(payload.number)
         self.lengths.append(payload.nbytes)
-        self.nbytes += len(head) + payload.nbytes + _descriptor_nbytes(payload.nbytes, self.is_wide)
+        self.nbytes += len(head) + payload.nbytes + self.descriptor.size
         self.read_nbytes += payload.read_nbytes
 
     def segment(self) -> Gathered:
@@ -323,7 +319,7 @@ class _SmallGroup:
         """Return the bytes of the records and their checksums."""
         pieces = self.storages.read(self.numbers)
         crcs = crc32_each(pieces) if self.crc else [0] * len(pieces)
-        pack = (LONG_DESCRIPTOR if self.is_wide else SHORT_DESCRIPTOR).pack
+        pack = self.descriptor.pack
         joined: list[bytes | memoryview] = []
         for head, piece, crc, nbytes in zip(self.headers, pieces, crcs, self.lengths, strict=True):
             joined += (head, piece, pack(DESCRIPTOR_SIGNATURE, crc, nbytes, nbytes))
@@ -352,22 +348,11 @@ def header(
     return fixed + raw_name + block + padding, unpadded + padding_nbytes
 
 
-def _descriptor(crc: int, nbytes: int, is_wide: bool) -> bytes:
-    descriptor = LONG_DESCRIPTOR if is_wide else SHORT_DESCRIPTOR
-    return descriptor.pack(DESCRIPTOR_SIGNATURE, crc, nbytes, nbytes)
-
-
 def _describe(
-    label: str, nbytes: int, is_wide: bool, behind: bytes, crcs: Mapping[str, int]
+    label: str, nbytes: int, descriptor: struct.Struct, behind: bytes, crcs: Mapping[str, int]
 ) -> bytes:
     """Return the descriptor of the data of a label, and the known bytes behind it."""
-    return _descriptor(crcs[label], nbytes, is_wide) + behind
-
-
-def _descriptor_nbytes(nbytes: int, is_wide: bool) -> int:
-    if not nbytes:
-        return 0
-    return LONG_DESCRIPTOR.size if is_wide else SHORT_DESCRIPTOR.size
+    return descriptor.pack(DESCRIPTOR_SIGNATURE, crcs[label], nbytes, nbytes) + behind
 
 
 def _zip64(size: int, packed: int, offset: int) -> bytes:

@@ -18,8 +18,8 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import cast
 
@@ -113,7 +113,8 @@ def load(
     next call.
     """
     weights_only, pickle_module = _mode(weights_only, pickle_module)
-    check_pickle_module(pickle_module)
+    if pickle_module is not pickle:
+        check_pickle_module(pickle_module)
     if mmap is None:
         mmap = config.load.mmap
     arguments = {"encoding": "utf-8", **pickle_load_args}
@@ -122,7 +123,7 @@ def load(
         raise TypeError(
             f"load() got an unexpected keyword argument {unknown!r}: there is no unpickler that would take it"
         )
-    with opened(f, verify=verify) as file, _Located(map_location), gc_paused():
+    with opened(f, verify=verify) as file, _shown_map_location(map_location), gc_paused():
         if file.head(4) == b"PK\x03\x04":
             if mmap and file.path is None:
                 raise ValueError("f must be a file path in order to use the mmap argument")
@@ -183,20 +184,15 @@ def _mode(weights_only: bool | None, pickle_module: ModuleType | None) -> tuple[
     return weights_only, pickle if pickle_module is None else pickle_module
 
 
-class _Located:
+@contextmanager
+def _shown_map_location(map_location: MapLocation) -> Iterator[None]:
     """A block in which torch's wrapper subclasses see the `map_location` of this load, where they look for it."""
-
-    __slots__ = ("_before", "_here")
-
-    def __init__(self, map_location: MapLocation) -> None:
-        self._here = map_location
-
-    def __enter__(self) -> None:
-        self._before = local.map_location
-        local.map_location = self._here  # type: ignore[assignment]  # torch's own annotation has another storage class
-
-    def __exit__(self, *raised: object) -> None:
-        local.map_location = self._before
+    before = local.map_location
+    local.map_location = map_location  # type: ignore[assignment]  # torch's own annotation has another storage class
+    try:
+        yield
+    finally:
+        local.map_location = before
 
 
 def _load_safetensors(
@@ -319,24 +315,28 @@ def archive_storages(
 ) -> tuple[Callable[[StorageId], Extent], Callable[[], Mapping[str, Extent]]]:
     """Two functions that find the records `data/N` of a zip: one by its key, and all of them."""
 
-    def found(record: ZipRecord, key: str) -> Extent:
-        check_stored(record)
-        return Extent(KEY, record.start, record.nbytes, crc32=record.crc32, label=f"data/{key}")
-
     def find(wanted: StorageId) -> Extent:
         record = archive.get(f"data/{wanted.key}")
         if record is None:
             raise broken_archive(
                 f"failed locating file data/{wanted.key}: file not found; the pickle points at it, and it is not in the archive"
             )
-        return found(record, wanted.key)
+        check_stored(record)
+        label = f"data/{wanted.key}"
+        return Extent(KEY, record.start, record.nbytes, crc32=record.crc32, label=label)
 
     def everything() -> dict[str, Extent]:
-        prefix = f"{archive.prefix}/data/" if archive.prefix else "data/"
-        names = [name for name in archive.records if name.startswith(prefix)]
-        return {
-            name[len(prefix) :]: found(archive.records[name], name[len(prefix) :]) for name in names
-        }
+        before = f"{archive.prefix}/" if archive.prefix else ""
+        extents: dict[str, Extent] = {}
+        for name in archive.records:
+            if not name.startswith(f"{before}data/"):
+                continue
+            record, label = archive.records[name], name[len(before) :]
+            check_stored(record)
+            extents[label.removeprefix("data/")] = Extent(
+                KEY, record.start, record.nbytes, crc32=record.crc32, label=label
+            )
+        return extents
 
     return find, everything
 

@@ -166,12 +166,9 @@ class ParameterData(Struct, eq=False):
     parameter: torch.nn.Parameter
 
 
-class Reducers(dict[type, Callable[..., object]]):
-    def __missing__(self, kind: type) -> Callable[..., object]:
-        return copyreg.dispatch_table[kind]
-
-
-def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducers:
+def reducers(
+    pickler: pickle.Pickler, ids: StorageIds, protocol: int
+) -> dict[type, Callable[..., object]]:
     """Reducers that give for plain tensors what `__reduce_ex__` gives, in a fifth of its time. Other tensors are left to torch.
 
     A pickler calls for the persistent id of every object, and a tensor is fifteen. Within a plain one only its storage has an id:
@@ -238,14 +235,13 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
         pickler.persistent_id = everywhere  # type: ignore[method-assign]
         return no_hooks
 
-    return Reducers(
-        {
-            torch.Tensor: reduce,
-            torch.nn.Parameter: reduce_parameter,
-            ParameterData: reduce_data,
-            NoHooks: reduce_hooks,
-        }
-    )
+    return {
+        **copyreg.dispatch_table,
+        torch.Tensor: reduce,
+        torch.nn.Parameter: reduce_parameter,
+        ParameterData: reduce_data,
+        NoHooks: reduce_hooks,
+    }
 
 
 class _PlainDtypes(dict[torch.dtype, type | None]):

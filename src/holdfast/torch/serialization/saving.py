@@ -42,7 +42,7 @@ from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL, MAGIC_NUMBER, PROTOCOL_VERSION
 from holdfast.torch.tensors.storages import TensorStorages
-from holdfast.torch.tensors.to_lazy import storage_bytes, storage_memory
+from holdfast.torch.tensors.to_lazy import storage_memory
 from holdfast.verbs.shared.planned import Writing, write_plan
 
 SMALL_NBYTES = 4096
@@ -71,7 +71,8 @@ def save(
     was there. With `durable=False` it is not flushed to the disk, which torch never does. Raises `NotSaved` where nothing changed,
     `DurabilityUncertain` where the new file is in place and could not be flushed.
     """
-    check_pickle_module(pickle_module)
+    if pickle_module is not pickle:
+        check_pickle_module(pickle_module)
     path = os.fsdecode(f) if isinstance(f, str | os.PathLike) else None
     if path is None:
         if not hasattr(f, "write"):
@@ -207,11 +208,8 @@ def _payload(
         return Data(gpus.bytes_of(storage, label), label)
     if kind != "cpu":
         storage = storage.cpu()
-    return (
-        storage_bytes(storage)
-        if storage.nbytes() <= SMALL_NBYTES
-        else Memory(storage_memory(storage), label, storage)
-    )
+    content = storage_memory(storage)
+    return bytes(content) if len(content) <= SMALL_NBYTES else Memory(content, label, storage)
 
 
 TYPE_SIZES = {

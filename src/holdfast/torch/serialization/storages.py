@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -203,7 +203,7 @@ class LazyStorages(Storages[TypedStorage]):
     ) -> None:
         super().__init__(lengths)
         self._source, self._key, self._find, self._everything = source, key, find, everything
-        self._map_location, self._restore = map_location, restorer(map_location)
+        self._restore = restorer(map_location)
         meta = map_location.type if isinstance(map_location, torch.device) else map_location
         self._meta = isinstance(meta, str) and meta == "meta"
         self._fake, self._skip, self._weights_only = is_faking(), local.skip_data, weights_only
@@ -223,10 +223,9 @@ class LazyStorages(Storages[TypedStorage]):
         self._views: dict[str, TypedStorage] = {}
         self._waiting: list[tuple[torch.UntypedStorage, StorageId]] = []
         """Storages that `fill` will fill, and whose bytes it may have to swap."""
-        self._gpu_of: dict[str, torch.device | None] = {}
-        """By tag: torch takes longer to tell whether a device exists than to read a small tensor."""
-        self._stays_on_cpu: dict[str, bool] = {}
-        """By tag, for the same reason."""
+        # By tag, remembered for the many storages of one device: to find out takes as long as to read a small tensor.
+        self._gpu_of = cache(partial(cuda_device, map_location))
+        self._stays_on_cpu = cache(partial(stays_on_cpu, map_location))
         self._gpus: dict[torch.device, OnGpu] = {}
         self._reserved = False
         self._ahead: dict[str, torch.UntypedStorage] | None = None
@@ -245,7 +244,8 @@ class LazyStorages(Storages[TypedStorage]):
     def fill(self) -> None:
         waiting, self._waiting = self._waiting, []
         self._read()
-        self._fill_gpus()
+        if self._gpus:
+            self._fill_gpus()
         if self._swap:
             for storage, asked in waiting:
                 self._swap_bytes(storage, asked)
@@ -306,7 +306,7 @@ class LazyStorages(Storages[TypedStorage]):
             )
         if self._fake or self._meta:
             return self._without_bytes(asked, found.start)
-        gpu = None if self._swap or self._skip else self._gpu(asked.location)
+        gpu = None if self._swap or self._skip else self._gpu_of(asked.location)
         if gpu is not None:
             return self._on_gpu(asked.key, found, gpu)
         if self._mapped is not None and not self._skip:
@@ -318,10 +318,7 @@ class LazyStorages(Storages[TypedStorage]):
             return self._restore(storage, asked.location)
         if self._skip:
             return self._restore(torch.UntypedStorage(asked.nbytes), asked.location)
-        stays = self._stays_on_cpu.get(asked.location)
-        if stays is None:
-            stays = stays_on_cpu(self._map_location, asked.location)
-            self._stays_on_cpu[asked.location] = stays
+        stays = self._stays_on_cpu(asked.location)
         if self._ahead_of_code and stays:
             storage = self._read_ahead()[asked.key]
             if self._swap:
@@ -346,11 +343,6 @@ class LazyStorages(Storages[TypedStorage]):
             device = located_by_caller(asked.location) if self._weights_only else asked.location
             storage._fake_device = device  # type: ignore[assignment]  # a text, as torch.load sets it
         return storage
-
-    def _gpu(self, location: str) -> torch.device | None:
-        if location not in self._gpu_of:
-            self._gpu_of[location] = cuda_device(self._map_location, location)
-        return self._gpu_of[location]
 
     def _read_ahead(self) -> dict[str, torch.UntypedStorage]:
         """All storages of the file, read in parallel before any code of its choice can look at one."""
@@ -378,7 +370,8 @@ class LazyStorages(Storages[TypedStorage]):
                     for other, one in self._everything().items()
                 }
             storage = self._ahead[key]
-        self._fill_gpus()
+        if self._gpus:
+            self._fill_gpus()
         return storage
 
     def _reserve(self, device: torch.device, nbytes: int) -> None:
@@ -407,8 +400,6 @@ class LazyStorages(Storages[TypedStorage]):
 
     def _fill_gpus(self) -> None:
         waiting, self._gpus = self._gpus, {}
-        if not waiting:
-            return
         groups = [one.rows(self._source, self._key, device) for device, one in waiting.items()]
         for note in load_rows(groups, most=self._max_host_memory):
             warnings.warn(note, HoldfastWarning, stacklevel=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import cast
@@ -186,22 +185,13 @@ OWN = frozenset({"_is_buffer", "persistent"})
 
 def storage_memory(storage: torch.UntypedStorage) -> memoryview:
     """A writable view of a CPU storage's own memory; the caller keeps the storage alive."""
-    address, nbytes = _place(storage)
-    return memory_at(address, nbytes) if nbytes else memoryview(b"")
-
-
-def storage_bytes(storage: torch.UntypedStorage) -> bytes:
-    """A copy of a CPU storage's bytes; for small ones this costs a fifth of the view."""
-    address, nbytes = _place(storage)
-    return ctypes.string_at(address, nbytes) if nbytes else b""
-
-
-def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
     nbytes = storage.nbytes()
-    address = storage.data_ptr() if nbytes else 0
-    if nbytes and not address:
+    if not nbytes:
+        return memoryview(b"")
+    address = storage.data_ptr()
+    if not address:
         raise Unsupported("a tensor without memory of its own (a fake one?) has nothing to save")
-    return address, nbytes
+    return memory_at(address, nbytes)
 
 
 def memory_of(tensor: torch.Tensor) -> object:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from msgspec import field
 
@@ -33,7 +34,7 @@ from holdfast.engine.saves import Data, FilePlan, Late, SavePlan
 from holdfast.errors import CannotHold
 from holdfast.extras.packages.pt2.schema import RECORD, SCALARS, STRIDED, TENSOR, WEIGHT
 from holdfast.formats.torch.pickled import StorageRecord, StorageRecords
-from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, Identity
+from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, make_serialization_id
 from holdfast.formats.zip.writer import Payload, lay_out_zip
 
 MODEL = "model"
@@ -156,7 +157,7 @@ def lay_out_records(
 ) -> SavePlan:
     """The archive of these records and of those that every archive ends with."""
     every = [*records, *HEADER]
-    identity = Late(NBYTES, Identity(every, crc=True))
+    identity = Late(NBYTES, partial(make_serialization_id, every, True))
     segments = lay_out_zip(name, [*every, (SERIALIZATION_ID, identity)])
     return SavePlan("pt2", (FilePlan("", segments),), tuple(notes))
 
