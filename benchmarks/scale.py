@@ -138,8 +138,8 @@ def saved(layout: str, ranks: int, tensors: int, format: str, folder: str) -> di
     (together, tasks), plan_s = clocked(plan)
     plan_peak, boxes = status("VmHWM"), sum(len(w.boxes) for w in together.writes)
     messages.clear()
-    catalogue = together.contents.catalogue
-    bits = np.array([BITS[dtype] for dtype in catalogue.dtypes], np.int64)
+    contents = together.contents
+    bits = np.array([BITS[dtype] for dtype in contents.dtypes], np.int64)
     listed = [
         receipt_of(r, ranks, w, bits, suffix=format)
         for r, w in enumerate(together.writes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,7 +35,7 @@ from holdfast.errors import CannotHold
 from holdfast.formats.dcp.flatten import common_problems, flatten, root_problems
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import joined, lay_out_items
-from holdfast.formats.dcp.write_index import Listed, dcp_index
+from holdfast.formats.dcp.write_index import dcp_index
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.boxes import OWN, Boxes, data_name, lay_out_box_file
 from holdfast.formats.native.manifest import (
@@ -62,7 +62,9 @@ from holdfast.formats.tree_json.scalars import is_unicode
 
 if TYPE_CHECKING:
     from holdfast.ranks.plan import RankWrites
-    from holdfast.ranks.state import Catalogue
+
+
+NOTHING = Reuse()
 
 
 class RankOutput(Value, frozen=True):
@@ -72,6 +74,10 @@ class RankOutput(Value, frozen=True):
     metadata: Mapping[str, str]
     values: Mapping[str, bytes] = field(default_factory=dict)
     """DCP: the archives of values that are no tensors, by flat names."""
+    is_hashed: bool = False
+    """Whether hashes of the boxes are recorded, in a native directory."""
+    reuse: Reuse = NOTHING
+    """The boxes that are taken over from a base, and not laid out."""
 
     @property
     def nbytes(self) -> int:
@@ -98,40 +104,37 @@ class Receipt(msgspec.Struct):
     """Whether it is a file of the base, under a second name."""
 
 
-class Contents(Value, frozen=True):
+class Contents(Value, frozen=True, eq=False):
     """The contents of the whole checkpoint, for the rank that writes the index."""
 
-    catalogue: Catalogue
+    names: Sequence[str]
+    """The names of tensors. `dtypes` and `shapes` have the same order, and are those of whole tensors."""
+    dtypes: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
     aliases: Mapping[str, str]
-    tree: object | None
-    """The state as typed JSON, where it is more than a flat dict of tensors."""
-    metadata: Mapping[str, str]
-    values: frozenset[str]
+    """Other names of tensors, each with the name under which the tensor is stored."""
+    values: Collection[str]
+    """DCP: the names of what is not a tensor."""
     paths: Mapping[str, tuple[str | int, ...]]
-    grads: frozenset[str]
+    """DCP: the path of each name in the state."""
+    grads: Collection[str]
+    """The names of the tensors that require gradients."""
+    tree: object | None = None
+    """The state as typed JSON, where it is more than a flat dict of tensors."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 Delivered = Sequence[tuple["RankWrites", Sequence[Receipt]]]
 """For each rank the boxes that it was to write, and receipts of the files that it has written."""
 
 
-NOTHING = Reuse()
-
 Shares = Sequence[Sequence[int]]
 """For each file the numbers of its boxes."""
 
 
-class Storing(Value, frozen=True):
-    """How a native directory stores boxes."""
-
-    hashed: bool = False
-    """Whether hashes of the boxes are recorded."""
-    reuse: Reuse = NOTHING
-    """The boxes that are taken over from a base, and not laid out."""
-
-
-def spread(boxes: Boxes, count: int, reuse: Reuse = NOTHING) -> Shares:
+def spread(part: RankOutput, count: int) -> Shares:
     """The boxes of a rank, without those that it takes over, in shares for about `count` files."""
+    boxes, reuse = part.boxes, part.reuse
     changed: Sequence[int] = range(len(boxes))
     moved: list[int] = []
     if reuse.chunks or reuse.moved:
@@ -149,9 +152,7 @@ def spread(boxes: Boxes, count: int, reuse: Reuse = NOTHING) -> Shares:
 class Sharded:
     """How ranks write a format: each rank its files, and the first rank the index after all files."""
 
-    def files(
-        self, part: RankOutput, shares: Shares, how: Storing, save: str = ""
-    ) -> list[RankFile]:
+    def files(self, part: RankOutput, shares: Shares, save: str = "") -> list[RankFile]:
         """Lay out the files of one rank. In an object store their names carry the id of the save."""
         raise NotImplementedError
 
@@ -170,13 +171,11 @@ class Sharded:
 class NativeShards(Sharded):
     """Data files and a manifest that has the whole state."""
 
-    def files(
-        self, part: RankOutput, shares: Shares, how: Storing, save: str = ""
-    ) -> list[RankFile]:
+    def files(self, part: RankOutput, shares: Shares, save: str = "") -> list[RankFile]:
         linked = (
-            bool(how.reuse.taken) and not save
+            bool(part.reuse.taken) and not save
         )  # what carries the id of its save meets no other name
-        names = how.reuse.names_of_rank(part.rank, part.size) if linked else iter(())
+        names = part.reuse.names_of_rank(part.rank, part.size) if linked else iter(())
 
         def name(turn: int, count: int) -> str:
             again = f"-{turn + 1:05}" if turn else ""
@@ -188,24 +187,23 @@ class NativeShards(Sharded):
                 )
             )
 
-        return _box_files(part, shares, name, how, strict=False)
+        return _box_files(part, shares, name, strict=False)
 
     def index(
         self, contents: Contents, delivered: Delivered, *, path: str, save: str = ""
     ) -> list[FilePlan]:
         fields: dict[str, object] = {}
-        catalogue = contents.catalogue
         if contents.aliases:
             fields["aliases"] = dict(contents.aliases)
         if contents.tree is not None:
             fields["tree"] = contents.tree
         else:
-            fields |= order_fields(catalogue.names, contents.aliases)
+            fields |= order_fields(contents.names, contents.aliases)
         receipts, parts = _of_files(delivered)
         listed = [DataFile(receipt.key, receipt.nbytes) for receipt in receipts]
-        every = list(zip(catalogue.dtypes, catalogue.shapes, strict=True))
+        every = list(zip(contents.dtypes, contents.shapes, strict=True))
         kinds = {pair: number for number, pair in enumerate(dict.fromkeys(every))}
-        outlines = catalogue.names, [*kinds], [kinds[pair] for pair in every]
+        outlines = contents.names, [*kinds], [kinds[pair] for pair in every]
         return list(
             lay_out_index(
                 listed, outlines, parts, fields=fields, metadata=contents.metadata, alone=bool(save)
@@ -216,15 +214,13 @@ class NativeShards(Sharded):
 class SafetensorsShards(Sharded):
     """Files of pieces, each of which says where it lies, for torch's reader."""
 
-    def files(
-        self, part: RankOutput, shares: Shares, how: Storing, save: str = ""
-    ) -> list[RankFile]:
+    def files(self, part: RankOutput, shares: Shares, save: str = "") -> list[RankFile]:
         mark = f"{save}-" if save else ""
 
         def name(turn: int, count: int) -> str:
             return f"shard-{part.rank + 1:05}-model-{mark}{turn + 1:05}-of-{count:05}.safetensors"
 
-        return _box_files(part, shares, name, how, strict=True)
+        return _box_files(part, shares, name, strict=True)
 
     def index(
         self, contents: Contents, delivered: Delivered, *, path: str, save: str = ""
@@ -242,7 +238,7 @@ class SafetensorsShards(Sharded):
                 )
                 total += int((stops - starts).sum())
                 for tensor in writes.tensors[np.sort(boxes)].tolist():
-                    first.setdefault(contents.catalogue.names[tensor], receipt.key)
+                    first.setdefault(contents.names[tensor], receipt.key)
         return [
             index_file(
                 INDEX,
@@ -269,9 +265,7 @@ class SafetensorsShards(Sharded):
 class DcpShards(Sharded):
     """Items, one behind the other, and torch's index of them."""
 
-    def files(
-        self, part: RankOutput, shares: Shares, how: Storing, save: str = ""
-    ) -> list[RankFile]:
+    def files(self, part: RankOutput, shares: Shares, save: str = "") -> list[RankFile]:
         mark = f"-{save}" if save else ""
         given = [
             (f"__{part.rank}_{i}{mark}.distcp", share, {} if i else part.values)
@@ -286,19 +280,9 @@ class DcpShards(Sharded):
     def index(
         self, contents: Contents, delivered: Delivered, *, path: str, save: str = ""
     ) -> list[FilePlan]:
-        every = contents.catalogue
-        listed = Listed(
-            every.names,
-            every.dtypes,
-            every.shapes,
-            contents.aliases,
-            contents.values,
-            contents.paths,
-            contents.grads,
-        )
-        return index_files(
-            dcp_index(listed, *_of_files(delivered), path=path, save_id=str(uuid.uuid4())), save
-        )
+        save_id = str(uuid.uuid4())
+        metadata = dcp_index(contents, *_of_files(delivered), path=path, save_id=save_id)
+        return index_files(metadata, save)
 
     def unkept(self, state: State) -> Iterable[str]:
         wanted = _marked(state.tensors, lambda traits: traits.parameter)
@@ -355,7 +339,7 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
         rows[some.start : some.stop]
         for some in fill_shards(table.nbytes_of(rows), max_shard_size or SHARD_NBYTES)
     ]
-    files = every.files(RankOutput(0, 1, boxes, {}, values), shares, Storing(), save)
+    files = every.files(RankOutput(0, 1, boxes, {}, values), shares, save)
     receipts = [
         Receipt(file.plan.key, file.plan.nbytes, file.stored({}), [*file.values]) for file in files
     ]
@@ -364,7 +348,7 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
     ]
     aliases = {names[row]: names[first] for row, first in ties.items()}
     grads = {name for name, kind in zip(names, kinds, strict=True) if kind.traits.requires_grad}
-    listed = Listed(
+    contents = Contents(
         names,
         [kind.dtype.name for kind in kinds],
         [kind.shape for kind in kinds],
@@ -379,7 +363,7 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
             uuid.NAMESPACE_OID, repr((save, [(one.key, one.nbytes) for one in receipts], names))
         )
     )
-    index = index_files(dcp_index(listed, receipts, parts, path=None, save_id=known), save)
+    index = index_files(dcp_index(contents, receipts, parts, path=None, save_id=known), save)
     notes = (*every.unkept(state), *unkept_texts(state.metadata, "a DCP directory"))
     return SavePlan(
         "dcp",
@@ -414,7 +398,7 @@ def _of_files(delivered: Delivered) -> tuple[list[Receipt], list[FileBoxes]]:
 
 
 def _box_files(
-    part: RankOutput, shares: Shares, name: Callable[[int, int], str], how: Storing, *, strict: bool
+    part: RankOutput, shares: Shares, name: Callable[[int, int], str], *, strict: bool
 ) -> list[RankFile]:
     boxes = part.boxes
     rounds = [ones for share in shares for ones in _once_each(boxes.table, share)]
@@ -430,8 +414,8 @@ def _box_files(
             boxes,
             ones,
             texts,
-            hashed=how.hashed,
-            changed=how.reuse.changed,
+            hashed=part.is_hashed,
+            changed=part.reuse.changed,
             fields={} if strict else OWN,
         )
         laid_out.append(RankFile(file.layout.plan, file.stored))

@@ -121,7 +121,9 @@ def put_together(
     if problems:
         raise CannotHold("the ranks' states do not make one checkpoint", problems)
     contents = Contents(
-        catalogue=plan.catalogue,
+        names=plan.catalogue.names,
+        dtypes=plan.catalogue.dtypes,
+        shapes=plan.catalogue.shapes,
         aliases=dict(plan.aliases),
         tree=tree,
         metadata={key: text for head in reversed(heads) for key, text in head.metadata.items()},

@@ -42,7 +42,6 @@ from holdfast.formats.sharded import (
     Receipt,
 )
 from holdfast.ranks.plan import RankWrites
-from holdfast.ranks.state import Catalogue
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.remote.url import Url
 from holdfast.verbs.seals.document import Stamp, seal_file
@@ -126,12 +125,12 @@ def check_value(name: str, archive: bytes) -> None:
         raise CannotHold(message, [error.message], file=name) from error
 
 
-def _outlines(catalogue: Catalogue) -> dict[str, Outline]:
+def _outlines(contents: Contents) -> dict[str, Outline]:
     """Return the dtype and shape of each tensor by its name."""
     rows = {row.name: row for row in DTYPES.rows}
-    dtypes = [rows[name] for name in catalogue.dtypes]
-    outlines = zip(dtypes, catalogue.shapes, strict=True)
-    return dict(zip(catalogue.names, outlines, strict=True))
+    dtypes = [rows[name] for name in contents.dtypes]
+    outlines = zip(dtypes, contents.shapes, strict=True)
+    return dict(zip(contents.names, outlines, strict=True))
 
 
 def write_files(
@@ -219,7 +218,7 @@ def _check_opens(format: Format, contents: Contents, path: str, store: Store) ->
     """Open what the ranks have written. Raises `NotCommitted` if it does not open or has other tensors."""
     with gc_paused():
         description = describe_unpublished(store, format.opened_as, path)
-        check_tensors(description.tensors, _outlines(contents.catalogue), path)
+        check_tensors(description.tensors, _outlines(contents), path)
 
 
 def _check_delivery(rank: int, writes: RankWrites, receipts: Sequence[Receipt], path: str) -> None:

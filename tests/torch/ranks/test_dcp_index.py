@@ -65,7 +65,10 @@ def directories(draw: st.DrawFn) -> tuple[Contents, list[tuple[RankWrites, list[
     steps = st.lists(NAMES | st.integers(0, 70_000), min_size=1, max_size=5)
     paths = {name: tuple(draw(steps)) for name in (*tensors, *values, *seconds)}
     grads = frozenset(name for name in (*tensors, *seconds) if draw(st.booleans()))
-    return Contents(catalogue, bases, None, {}, frozenset(values), paths, grads), delivered
+    contents = Contents(
+        catalogue.names, catalogue.dtypes, catalogue.shapes, bases, frozenset(values), paths, grads
+    )
+    return contents, delivered
 
 
 def plainly(
@@ -74,7 +77,7 @@ def plainly(
     """The same, an object for each tensor and each item."""
     state: dict[str, object] = {}
     items: dict[m.MetadataIndex, _StorageInfo] = {}
-    names, shapes = contents.catalogue.names, contents.catalogue.shapes
+    names, shapes = contents.names, contents.shapes
     for writes, (receipt,) in delivered:
         for name, first, last in receipt.values:
             state[name], items[m.MetadataIndex(name)] = (
@@ -87,7 +90,7 @@ def plainly(
         ]
         for box, first, last in zip(*columns, strict=True):
             at = int(writes.tensors[box])
-            rank, dtype = len(shapes[at]), getattr(torch, contents.catalogue.dtypes[at])
+            rank, dtype = len(shapes[at]), getattr(torch, contents.dtypes[at])
             properties = m.TensorProperties(dtype=dtype, requires_grad=names[at] in contents.grads)
             known = state.setdefault(
                 names[at], m.TensorStorageMetadata(properties, torch.Size(shapes[at]), [])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,22 +26,7 @@ from holdfast.core.value import Value
 from holdfast.formats.native.manifest import FileBoxes, as_column
 
 if TYPE_CHECKING:
-    from holdfast.formats.sharded import Receipt
-
-
-class Listed(Value, frozen=True, eq=False):
-    """What an index lists, beside the places."""
-
-    names: Sequence[str]
-    """Of tensors, as are dtypes and shapes: whole ones, whatever boxes they are stored as."""
-    dtypes: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-    aliases: Mapping[str, str]
-    """Other names of tensors, each with the name under which the tensor is stored."""
-    values: Collection[str]
-    paths: Mapping[str, Path]
-    grads: Collection[str]
-    """Names of the tensors that require gradients."""
+    from holdfast.formats.sharded import Contents, Receipt
 
 
 class PickledObject(Value, frozen=True, eq=False):
@@ -76,7 +61,7 @@ DICT = pickle.EMPTY_DICT + pickle.MEMOIZE
 
 
 def dcp_index(
-    listed: Listed,
+    contents: Contents,
     files: Sequence[Receipt],
     parts: Sequence[FileBoxes],
     *,
@@ -84,19 +69,19 @@ def dcp_index(
     save_id: str,
 ) -> bytes:
     """The `.metadata` of a directory with these files. `parts` has the boxes of each. It says the path that it is saved under."""
-    records, boxes = _Records(), _StoredBoxes(listed, files, parts)
-    texts = _texts([*listed.paths, *listed.names, *listed.values])
+    records, boxes = _Records(), _StoredBoxes(contents, files, parts)
+    texts = _texts([*contents.paths, *contents.names, *contents.values])
     begin, before, first, second, third = records.made(_empty_index(path, save_id)).split(DICT, 4)
     held = boxes.tensors(records)
-    if listed.values:
-        held |= dict.fromkeys(listed.values, records.made(PickledObject(BYTES)))
-    state = [b"%b%b" % (texts[name], held[name]) for name in listed.paths if name in held]
+    if contents.values:
+        held |= dict.fromkeys(contents.values, records.made(PickledObject(BYTES)))
+    state = [b"%b%b" % (texts[name], held[name]) for name in contents.paths if name in held]
     items = boxes.items(records, texts)
     written = (
         before,
         *_dict(state),
         first,
-        *_dict(_paths(listed.paths, texts)),
+        *_dict(_paths(contents.paths, texts)),
         second,
         *_dict(items),
         third,
@@ -208,16 +193,16 @@ class _StoredBoxes:
     """The boxes in all files, as columns, in the order of the files."""
 
     def __init__(
-        self, listed: Listed, files: Sequence[Receipt], parts: Sequence[FileBoxes]
+        self, contents: Contents, files: Sequence[Receipt], parts: Sequence[FileBoxes]
     ) -> None:
-        self._of, self._files = listed, files
+        self._of, self._files = contents, files
         self._positions = (
-            {name: at for at, name in enumerate(listed.names)} if listed.aliases else {}
+            {name: at for at, name in enumerate(contents.names)} if contents.aliases else {}
         )
         boxes = [as_column(part.stored.boxes) for part in parts]
         self._file = np.arange(len(parts)).repeat([len(own) for own in boxes])
         self._tensor, self._start, stop = np.zeros((3, len(self._file)), np.int64)
-        rank = max(map(len, {*listed.shapes}), default=0)
+        rank = max(map(len, {*contents.shapes}), default=0)
         self._corner, self._size = (
             np.zeros((rank, len(stop)), np.int64),
             np.ones((rank, len(stop)), np.int64),
@@ -246,17 +231,17 @@ class _StoredBoxes:
 
     def tensors(self, records: _Records) -> dict[str, bytes]:
         """The record of each tensor in the index, by name."""
-        listed = self._of
-        names, dtypes, shapes = listed.names, listed.dtypes, listed.shapes
+        contents = self._of
+        names, dtypes, shapes = contents.names, contents.dtypes, contents.shapes
         # In one box a tensor is whole.
         cuts = dict.fromkeys(self._listed.tolist(), b"")
         for tensor in self._listed[self._counts > 1].tolist():
             rows = self._rows(tensor)
             cuts[tensor] = self._corner[:, rows].tobytes() + self._size[:, rows].tobytes()
         given = [(names[tensor], tensor) for tensor in cuts]
-        given += [(alias, self._positions[base]) for alias, base in listed.aliases.items()]
+        given += [(alias, self._positions[base]) for alias, base in contents.aliases.items()]
         keys = [
-            (dtypes[tensor], shapes[tensor], name in listed.grads, cuts[tensor])
+            (dtypes[tensor], shapes[tensor], name in contents.grads, cuts[tensor])
             for name, tensor in given
         ]
         kinds = dict(zip(keys, [tensor for _, tensor in given], strict=True))
@@ -298,8 +283,8 @@ class _StoredBoxes:
                 )
                 names = [texts[name] for name, _, _ in file.values]
                 made += _filled([cut] * len(names), names, starts, stops - starts)
-        listed = self._of
-        ranks = np.fromiter(map(len, listed.shapes), np.int64, len(listed.shapes))
+        contents = self._of
+        ranks = np.fromiter(map(len, contents.shapes), np.int64, len(contents.shapes))
         kinds, kind = np.unique(
             np.vstack((self._file, self._number, ranks[self._tensor], self._corner)),
             axis=1,
@@ -312,11 +297,11 @@ class _StoredBoxes:
         each = [cuts[one] for one in kind.reshape(-1).tolist()]
         made += _filled(
             each,
-            [texts[listed.names[one]] for one in self._tensor.tolist()],
+            [texts[contents.names[one]] for one in self._tensor.tolist()],
             self._start,
             self._nbytes,
         )
-        for alias, base in listed.aliases.items():
+        for alias, base in contents.aliases.items():
             # Tied tensors: the same items under another name. torch's reader loads each name by itself, and need not know.
             rows = self._rows(self._positions[base])
             own = [each[row] for row in rows.tolist()]

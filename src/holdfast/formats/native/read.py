@@ -14,9 +14,9 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, count, repeat
+from itertools import chain, count
 from operator import attrgetter, itemgetter
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -188,8 +188,15 @@ def box_of(stored: StoredTensor, chunk: StoredChunk) -> Box:
 
 NOT_NEEDED = "nothing in it is needed to open the checkpoint"
 
-Part = tuple[int, int, str, str, tuple[int, ...], tuple[int, int]]
-"""Row of a tensor, and the header's entry of one of its parts: file, name, dtype code, shape, bytes in the file."""
+
+class StoredPart(NamedTuple):
+    """A part of a tensor, and what the header of its file must say about it."""
+
+    row: int
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    bytes: tuple[int, int]
 
 
 def check_files(tensors: Stored) -> list[str]:
@@ -198,28 +205,19 @@ def check_files(tensors: Stored) -> list[str]:
     Reads the headers and the other files, and gives notes on what else they contain. Raises `MetadataError` or `Corrupted` for the
     first difference.
     """
-    names, held = tensors.table.names, tensors.storages
-    kinds, numbers = (
-        np.asarray(tensors.table.kind, np.int64),
-        np.asarray(tensors.table.storage, np.int64),
-    )
-    plain = np.flatnonzero(numbers >= 0)
-    odd: dict[int, list[Part]] = {}
-    for part in _odd_parts(tensors, names):
-        odd.setdefault(part[1], []).append(part)
+    parts: dict[int, list[StoredPart]] = {}
+    for file_index, part in chain(_list_plain_parts(tensors), _list_odd_parts(tensors)):
+        parts.setdefault(file_index, []).append(part)
     wrong: list[tuple[int, str]] = []
     """For each file with a difference: the row of its first wrong tensor, and the file."""
     changed: list[Corrupted] = []
     notes: list[str] = []
     for number, file in enumerate(tensors.manifest.files):
         header = read_header(tensors.source, file.name)
-        here = odd.get(number, [])
-        rows = plain[held.file == number]
-        differing = (
-            *_differing_rows(tensors, header, rows, kinds[rows]),
-            *_differing_parts(header, here),
-        )
-        wrong += [(min(differing), file.name)] if differing else []
+        expected = parts.get(number, [])
+        wrong_rows = [part.row for part in expected if not _is_in_header(part, header)]
+        if wrong_rows:
+            wrong.append((min(wrong_rows), file.name))
         if header.record.changed is not None:
             changed.append(header.record.changed)
         elif tensors.manifest.version >= SEALED_VERSION and header.record.rest != MANIFEST:
@@ -229,10 +227,8 @@ def check_files(tensors: Stored) -> list[str]:
             message = "another program added fields to the header; get the file again"
             changed.append(Corrupted(message, file=file.name))
         # Files that are shared with other steps have bytes of those (`formats.native.base`).
-        living = int(held.nbytes[numbers[rows]].sum()) + sum(
-            stop - start for *_, (start, stop) in here
-        )
-        dead = sum(header.columns.nbytes) - living
+        living_nbytes = sum(stop - start for *_, (start, stop) in expected)
+        dead = sum(header.columns.nbytes) - living_nbytes
         if dead > 0:
             notes.append(
                 f"{file.name}: {dead:,} bytes are of other steps that share the file, and not of this one"
@@ -242,7 +238,7 @@ def check_files(tensors: Stored) -> list[str]:
         raise MetadataError(
             "the manifest and the file's own header do not say the same",
             file=key,
-            tensor=names[row],
+            tensor=tensors.table.names[row],
         )
     if changed:
         raise changed[0]
@@ -251,63 +247,45 @@ def check_files(tensors: Stored) -> list[str]:
     return notes
 
 
-def _differing_rows(tensors: Stored, header: Header, rows: Ints, kinds: Ints) -> list[int]:
-    table, held, columns = tensors.table, tensors.storages, header.columns
-    names = [table.names[row] for row in rows.tolist()]
-    at = np.fromiter(map(header.positions.get, names, repeat(-1)), np.int64, len(names))
-    wrong = at < 0
-    if len(columns.outline):
-        numbers, outline = (
-            np.asarray(table.storage, np.int64)[rows],
-            np.array(columns.outline, np.int64)[at],
-        )
-        wrong |= np.array(columns.starts, np.int64)[at] != held.start[numbers]
-        wrong |= np.array(columns.nbytes, np.int64)[at] != held.nbytes[numbers]
-        # A kind, and what the header says of it, are compared once.
-        pairs, where = np.unique(kinds * len(columns.outlines) + outline, return_inverse=True)
-        judged = [
-            (carried(table.kinds[one // len(columns.outlines)]), one % len(columns.outlines))
-            for one in pairs.tolist()
-        ]
-        wrong |= np.array(
-            [(kind.code, kind.shape) != columns.outlines[own] for kind, own in judged], np.bool_
-        )[where]
-    return rows[wrong][:1].tolist()  # type: ignore[no-any-return]  # of integers
+def _is_in_header(part: StoredPart, header: Header) -> bool:
+    start, stop = part.bytes
+    span = (start - header.data_start, stop - header.data_start)
+    is_there = part.name in header.positions
+    return is_there and header.entry(part.name) == HeaderEntry(part.code, part.shape, span)
 
 
-def _differing_parts(header: Header, parts: list[Part]) -> Iterator[int]:
-    for row, _, name, code, shape, (start, stop) in parts:
-        expected = HeaderEntry(code, shape, (start - header.data_start, stop - header.data_start))
-        if name not in header.positions or header.entry(name) != expected:
-            yield row
+def _list_plain_parts(tensors: Stored) -> Iterator[tuple[int, StoredPart]]:
+    """List the tensors that are one plain chunk, each with the position of its file."""
+    table, storages = tensors.table, tensors.storages
+    kinds = [carried(kind) for kind in table.kinds]
+    stops = storages.start + storages.nbytes
+    places = zip(storages.file.tolist(), storages.start.tolist(), stops.tolist(), strict=True)
+    rows = [row for row in range(len(table.names)) if table.storage[row] != ODD]
+    for row, (file_index, start, stop) in zip(rows, places, strict=True):
+        kind = kinds[table.kind[row]]
+        yield file_index, StoredPart(row, table.names[row], *kind, (start, stop))
 
 
-def _odd_parts(tensors: Stored, names: Sequence[str]) -> Iterator[Part]:
-    entries = tensors.manifest.tensors
-    rows = [row for row, name in enumerate(names) if name in entries] if entries else []
+def _list_odd_parts(tensors: Stored) -> Iterator[tuple[int, StoredPart]]:
+    """List the parts of all other tensors, each with the position of its file."""
     files = {file.name: number for number, file in enumerate(tensors.manifest.files)}
-    for row, stored in zip(rows, entries.values(), strict=True):
+    for name, stored in tensors.manifest.tensors.items():
+        row = tensors.table.rows[name]
+        whole = tensors.table.odd[row]
         if stored.columns is not None:
-            name, dtype = names[row], dtype_named(stored.dtype)
-            for one in tensors.table.odd[row].chunks:
-                if one.box.count:
-                    piece, place = carried(Kind.plain(dtype, one.box.shape)), one.storage
-                    yield (
-                        row,
-                        files[place.key],
-                        name,
-                        piece.code,
-                        piece.shape,
-                        (place.start, place.start + place.nbytes),
-                    )
-        for chunk in stored.chunks:
-            box = box_of(stored, chunk)
+            for chunk in whole.chunks:
+                if chunk.box.count:
+                    kind = carried(Kind.plain(whole.dtype, chunk.box.shape))
+                    storage = chunk.storage
+                    span = (storage.start, storage.start + storage.nbytes)
+                    yield files[storage.key], StoredPart(row, name, *kind, span)
+        for stored_chunk in stored.chunks:
+            box = box_of(stored, stored_chunk)
             if len(stored.chunks) > 1 and not box.count:
                 continue
-            whole = tensors.table.odd[row]
             tensor = whole if len(stored.chunks) == 1 else whole[box.slices]
-            piece = carried(Kind.of(tensor))
-            yield row, chunk.file, tensor.name, piece.code, piece.shape, chunk.bytes
+            kind = carried(Kind.of(tensor))
+            yield stored_chunk.file, StoredPart(row, tensor.name, *kind, stored_chunk.bytes)
 
 
 def _check_other(other: OtherFile, source: Source) -> None:

@@ -38,7 +38,7 @@ from holdfast.formats import chosen, rank_formats
 from holdfast.formats.dcp.flatten import FlatState, common_problems, flatten, root_problems
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import as_bytes, as_column
-from holdfast.formats.sharded import NOTHING, RankOutput, Receipt, Storing, spread
+from holdfast.formats.sharded import RankOutput, Receipt, spread
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.formats.tree_json.scalars import is_unicode
 from holdfast.ranks.per_rank import mark, rank_key
@@ -393,23 +393,22 @@ class ShardedSave(JointSave):
             threads = request.threads or min(threads, BACKGROUND_THREADS)
             threads_a_file, block_nbytes = BACKGROUND_THREADS_A_FILE, BACKGROUND_BLOCK_NBYTES
 
-        reuse = NOTHING
-        is_hashed = self._base is not None or request.hashes
-        if is_hashed:
+        if self._base is not None or request.hashes:
             base = open_base(self._base, self.place, threads=threads, block=block_nbytes)
             with closing(base):
                 reuse = base.take_over_boxes(output.boxes)
-        self._notes += reuse.notes
+            output = replace(output, is_hashed=True, reuse=reuse)
+            self._notes += reuse.notes
 
         # One file for every few threads, each with enough in it. Of an object several parts are on
         # their way at once, and each takes memory.
         file_count = max(1, min(threads // threads_a_file, output.nbytes // FILE_NBYTES))
-        shares = spread(output.boxes, 1 if target.save else file_count, reuse)
-        files = self.format.sharded.files(output, shares, Storing(is_hashed, reuse), target.save)
+        shares = spread(output, 1 if target.save else file_count)
+        files = self.format.sharded.files(output, shares, target.save)
         self._receipts = write_files(
-            files, target, threads=threads, progress=request.progress, block=block_nbytes, reuse=reuse
+            files, target, threads=threads, progress=request.progress, block=block_nbytes, reuse=output.reuse
         )  # fmt: skip
-        copied_count = len(reuse.linked) - sum(receipt.linked for receipt in self._receipts)
+        copied_count = len(output.reuse.linked) - sum(receipt.linked for receipt in self._receipts)
         if copied_count:
             self._notes.append(
                 f"the file system gave no second name to {copied_count:,} files of the base: they were copied"
