@@ -30,8 +30,7 @@ from holdfast.stores.files import Files
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch.serialization.saving import plan_object
 from holdfast.verbs.seals.check import check_digests, read_seal
-from holdfast.verbs.seals.document import SEAL, Seal, SealedFile
-from holdfast.verbs.seals.renew import Known, Renewal
+from holdfast.verbs.seals.document import SEAL, Stamp, with_seal
 from holdfast.verbs.shared.base import open_base
 from holdfast.verbs.shared.formats import Options, format_for, plan_save
 from holdfast.verbs.shared.planned import Writing, write_plan
@@ -281,32 +280,22 @@ def saved_step(version: int) -> bytes | Tree:
     return model.live()["model"]
 
 
-# A step that is rewritten in its place: its seal goes with it.
+# A step of a run: its seal is one of its files.
 
-SEALED = Seal(5, 1.0, {"loss": 2.0}, (SealedFile("data-00001-of-00001.safetensors", 1, None),))
+STAMP = Stamp(5, 1.0, {"loss": 2.0})
 
 
 def save_sealed(
     path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True
 ) -> None:
-    plan = plan_of(path, version, "native", None)
-    seals = Renewal(path, (Known(SEALED, path, place=f"{path}/{SEAL}"),)).laid_out(
-        plan, (), [key for key, _ in plan.listed]
-    )
-    plan = replace(plan, index=(*plan.index, *seals.files()))
-    write_plan(
-        plan,
-        path,
-        Writing(overwrite=overwrite, durable=durable, threads=1),
-        files=files,
-        renews=seals,
-    )
+    plan = with_seal(plan_of(path, version, "native", None), STAMP)
+    write_plan(plan, path, Writing(overwrite=overwrite, durable=durable, threads=1), files=files)
 
 
 def read_sealed(path: Path) -> int:
     seal = read_seal(path)
     assert seal is not None
-    assert (seal.step, seal.saved, seal.metrics) == (SEALED.step, SEALED.saved, SEALED.metrics)
+    assert (seal.step, seal.saved, seal.metrics) == (STAMP.step, STAMP.saved, STAMP.metrics)
     assert {file.name for file in seal.files} == {*os.listdir(path)} - {SEAL}
     assert check_digests(path, seal) == []
     with holdfast.open(path) as checkpoint:

@@ -14,11 +14,9 @@ from obstore.store import MemoryStore
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.engine.targets.bucket_commit import PrefixSave
 from holdfast.errors import Corrupted, HoldfastError, NotCommitted
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import url_of
-from holdfast.verbs.seals.document import SEAL
 from tests.remote.servers import Proxy
 from tests.verbs.test_missing import VERBS, check_missing
 
@@ -329,43 +327,6 @@ def test_a_step_that_is_rewritten_in_place_is_that_step(verb: str):
     )
     (now,) = holdfast.Run(place)
     assert (now.step, now.saved, now.metrics) == (1, before.saved, {"loss": 0.5})
-
-
-@pytest.mark.parametrize("kind", ["step", "folder"])
-@pytest.mark.parametrize("verb", ["edit", "compact"])
-def test_a_copy_that_is_rewritten_keeps_its_seal(kind: str, verb: str, model: Path, tmp_path: Path):
-    place = f"memory://sealed-{kind}-{verb}/x"
-    if kind == "step":
-        with holdfast.Run(tmp_path / "run") as run:
-            path = run.save(7, STATE, metrics={"loss": 0.5}).path
-    else:
-        holdfast.seal(model, step=7, metrics={"loss": 0.5})
-        path = str(model)
-    holdfast.copy(path, place)
-    getattr(holdfast, verb)(place, in_place=True, **({"drop": "norm"} if verb == "edit" else {}))
-    (tmp_path / "back").mkdir()
-    holdfast.copy(place, tmp_path / "back" / "x")
-    found = holdfast.verify(tmp_path / "back" / "x")
-    assert found.ok, found.problems
-    assert not found.notes
-    (step,) = holdfast.Run(tmp_path / "back")
-    assert (step.step, step.metrics) == (7, {"loss": 0.5})
-
-
-def test_a_rewriting_that_is_refused_leaves_the_seal(model: Path, monkeypatch: pytest.MonkeyPatch):
-    place = "memory://sealed-refused/x"
-    holdfast.seal(model, step=7)
-    holdfast.copy(model, place)
-    where = url_of(place)
-    before = bytes(bucket_of(where).whole(where.below(SEAL).key, 1 << 20).data)
-
-    def refused(*args: object) -> None:
-        raise NotCommitted("another was faster", file=place)
-
-    monkeypatch.setattr(PrefixSave, "commit", refused)
-    with pytest.raises(NotCommitted):
-        holdfast.edit(place, in_place=True, drop="norm")
-    assert bytes(bucket_of(where).whole(where.below(SEAL).key, 1 << 20).data) == before
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -249,11 +249,10 @@ def test_a_newer_seal_stays(tmp_path: Path):
     """The seal beside a file is not replaced either when the file turns out to be a newer one."""
     path = tmp_path / "last.ckpt"
     holdfast.save(state(1), path)
-    holdfast.seal(path, step=1)
 
     def save_and_seal() -> None:
         save_by_rename(path, 2)
-        holdfast.seal(path, step=2, overwrite=True)
+        holdfast.seal(path, step=2)
 
     with pytest.raises(NotCommitted):
         VERBS["edit"](path, progress=During(save_and_seal))
@@ -268,14 +267,13 @@ def test_a_seal_written_while_the_new_file_is_flushed_stays(
 ):
     path = tmp_path / "last.ckpt"
     holdfast.save(state(1), path)
-    holdfast.seal(path, step=1)
     sync = NewFile.sync
 
     def replace_and_sync(file: NewFile) -> None:
         if file.path == str(path):
             monkeypatch.setattr(NewFile, "sync", sync)
             save_by_rename(path, 2)
-            holdfast.seal(path, step=2, overwrite=True)
+            holdfast.seal(path, step=2)
         sync(file)
 
     monkeypatch.setattr(NewFile, "sync", replace_and_sync)
@@ -285,24 +283,3 @@ def test_a_seal_written_while_the_new_file_is_flushed_stays(
     assert seal is not None
     assert seal.step == 2
     assert holdfast.verify(path).ok
-
-
-@pytest.mark.parametrize("change", ["rewritten", "removed"])
-def test_a_seal_that_changed_alone_is_not_replaced(tmp_path: Path, change: str):
-    path = tmp_path / "last.ckpt"
-    holdfast.save(state(1), path)
-    holdfast.seal(path, step=1)
-    seal_file = tmp_path / "last.ckpt.seal.json"
-
-    def change_seal() -> None:
-        if change == "removed":
-            seal_file.unlink()
-        else:
-            holdfast.seal(path, step=1, metrics={"loss": 0.5}, overwrite=True)
-
-    with pytest.raises(NotCommitted, match="its seal"):
-        VERBS["edit"](path, progress=During(change_seal))
-    assert step_at(path) == 1
-    seal = read_seal(path)
-    assert (seal is None) == (change == "removed")
-    assert seal is None or seal.metrics == {"loss": 0.5}

@@ -6,15 +6,10 @@ Both algorithms release the interpreter lock, so several files are digested at o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from holdfast.engine.checksums import Progress
-
-if TYPE_CHECKING:
-    from holdfast.engine.stream import (
-        Writer,
-    )  # and not for `show`, which reads a seal and writes nothing
 
 BLOCK = (
     1 << 20
@@ -49,24 +44,6 @@ def digest_of(
         if progress is not None:
             progress(len(block))
     return f"{algorithm}:{state.hexdigest()}", done
-
-
-class Digesting:
-    def __init__(self, file: Writer, algorithms: Iterable[str]) -> None:
-        self._file, self._states = file, {algorithm: _new(algorithm) for algorithm in algorithms}
-
-    def write(self, data: bytes | memoryview, /) -> object:
-        done = self._file.write(data)
-        for state in self._states.values():
-            state.update(memoryview(data)[:done] if type(done) is int else data)
-        return done
-
-    @property
-    def digests(self) -> dict[str, str]:
-        return {
-            algorithm: f"{algorithm}:{state.hexdigest()}"
-            for algorithm, state in self._states.items()
-        }
 
 
 def _new(algorithm: str) -> Hash:

@@ -45,7 +45,6 @@ from holdfast.ranks.plan import RankWrites
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.remote.url import Url
 from holdfast.verbs.seals.document import Stamp, seal_file
-from holdfast.verbs.seals.renew import NOTHING as NO_SEALS
 from holdfast.verbs.shared.formats import is_part
 from holdfast.verbs.shared.read_back import (
     Outline,
@@ -151,7 +150,6 @@ def write_files(
         for file, (rows, chunks) in zip(reuse.linked, reuse.by_file(), strict=True)
     ]
     saving = Saving(
-        seals=NO_SEALS,
         threads=max(threads // max(len(files), 1), 1),
         progress=progress,
         block=block,
@@ -206,7 +204,6 @@ def publish(
     ]
     is_checked = len(delivered) > 1
     saving = Saving(
-        seals=NO_SEALS,
         check_opens=partial(_check_opens, format, contents, path) if is_checked else None,
         last=step.sure if step is not None else lambda: None,
         attributes=attributes,

@@ -89,16 +89,13 @@ class BucketNames(Value, frozen=True):
 
 def _pass(file: FilePlan, how: Saving, target: Writer) -> dict[str, int]:
     """Write the content of an object, sure of what was read."""
-    with how.seals.noting(
-        file.key, CountingWriter(target, how.progress) if how.progress else target
-    ) as writer:
-        crcs = write_stream(
-            file,
-            writer,
-            known=how.crcs,
-            requests=how.threads,
-            block=how.block or REMOTE_BLOCK_NBYTES,
-        )
+    crcs = write_stream(
+        file,
+        CountingWriter(target, how.progress) if how.progress else target,
+        known=how.crcs,
+        requests=how.threads,
+        block=how.block or REMOTE_BLOCK_NBYTES,
+    )
     how.crcs.update(crcs)
     check_source(file, how.crcs)
     return crcs
@@ -264,8 +261,7 @@ class PrefixTarget(JoinedPrefix):
             for key, (nbytes, linked) in self._delivered.items()
             if linked
         ]
-        with how.seals.in_bucket(self.url, self._replaced.names):
-            commit_sharing(self._save, used, lambda: self._save.commit(text, how.attributes))
+        commit_sharing(self._save, used, lambda: self._save.commit(text, how.attributes))
         self._over = True
         self._save.remove(self._others)
         self._replaced.remove(self._save, keep={file.key for file in (*self._late, final)})

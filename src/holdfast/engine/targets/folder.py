@@ -33,7 +33,7 @@ from holdfast.engine.commit.transactions import (
 )
 from holdfast.engine.saves import Data, FilePlan, Gathered, LinkedFile, Literal, SavePlan
 from holdfast.engine.stream import Writer
-from holdfast.engine.targets.target import Delivered, Fill, Reads, Saving, Target
+from holdfast.engine.targets.target import Delivered, Fill, Saving, Target
 from holdfast.engine.write import (
     Written,
     check_part,
@@ -268,10 +268,6 @@ class FileTarget(FirstTarget):
     def begin(self, file: FilePlan) -> Fill:
         return lambda how: _fill(file, how, self._transaction.file, self._path)
 
-    @contextmanager
-    def reading(self, key: str) -> Iterator[Reads | None]:
-        yield partial(self._system.pread, self._transaction.descriptor)
-
     def written(self) -> Store:
         descriptor = self._transaction.descriptor
         nbytes = os.fstat(descriptor).st_size
@@ -283,10 +279,8 @@ class FileTarget(FirstTarget):
         self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
     ) -> None:
         self.check_opens(how)
-        how.seals.take(self, how.threads)
         how.last()
-        with how.seals.around(self._system, durable=self._durable):
-            self._transaction.commit(how.before_rename)
+        self._transaction.commit(how.before_rename)
 
     def __exit__(
         self,
@@ -478,22 +472,6 @@ class FolderTarget(FirstTarget):
     def adopt(self, key: str, path: str) -> None:
         self._folder.adopt(key, path)
 
-    @contextmanager
-    def reading(self, key: str) -> Iterator[Reads | None]:
-        files = self._system
-        at = files.open_directory(self._folder.hidden_path)
-        try:
-            if files.stat(key, at=at) is None:
-                yield None
-                return
-            descriptor = files.open(key, at=at)
-            try:
-                yield partial(files.pread, descriptor)
-            finally:
-                files.close(descriptor)
-        finally:
-            files.close(at)
-
     def written(self) -> Store:
         return LocalStore(self._folder.hidden_path, max_files=DEFAULTS.files)
 
@@ -510,13 +488,10 @@ class FolderTarget(FirstTarget):
                 folder.join(key, nbytes, linked=linked)
         folder.seal_data()
         for file in index:
-            how.seals.take(self, how.threads)  # one of them may speak of all before it
             _fill(file, how, folder.create(file.key), self._path)
         self.check_opens(how)
-        how.seals.take(self, how.threads)
         how.last()
-        with how.seals.around(self._system, durable=self._durable):
-            folder.commit(how.before_rename)
+        folder.commit(how.before_rename)
         self._published = True
 
     def give_up(self) -> None:

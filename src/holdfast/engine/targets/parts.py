@@ -228,17 +228,12 @@ class PlanSave(JointSave):
             return [b""]
 
         files = self._plan.files
-        kept = [index for index, file in enumerate(files) if self._must_keep(target, file)]
+        kept = [index for index, file in enumerate(files) if target.keeps(file)]
         shares = divide_files(files, rank_count, can_cut=target.splits, kept=kept)
         for index in _find_shared(shares):
             target.share(files[index])
         work = PartWork(target.splits, kept, self._saving.block or BLOCK_NBYTES)
         return [write_document(WORK, work)] * rank_count
-
-    def _must_keep(self, target: Target, file: FilePlan) -> bool:
-        """Whether the first rank has to write a file itself."""
-        is_sealed = not target.splits and bool(self._saving.seals.wanted(file.key))
-        return target.keeps(file) or is_sealed
 
     def join_target(self, name: str) -> Target:
         return self._join(name)

@@ -11,10 +11,10 @@ one file         by several parts, each some of its bytes     by one part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from msgspec import field
 
@@ -25,35 +25,12 @@ from holdfast.engine.stream import Writer
 from holdfast.engine.write import Progress, Written
 from holdfast.stores.files import Files
 from holdfast.stores.place import place_at
-from holdfast.stores.remote.url import Url
 
 if TYPE_CHECKING:
     from holdfast.engine.targets.bucket import BucketNames
 
-Reads = Callable[[int, int], bytes]  # Reads some bytes at an offset, in this order.
-
-
-class Seals(Protocol):
-    """The seals of what is replaced, which are made anew (`seals/renew`)."""
-
-    def wanted(self, key: str, /) -> Collection[str]:
-        """The algorithms by which a file has to be digested yet."""
-
-    def noting(self, key: str, file: Writer, /) -> AbstractContextManager[Writer]:
-        """A writer to this one, for the whole content of a file."""
-
-    def take(self, target: Target, threads: int | None = None) -> None:
-        """Digest what was written, as far as it can be read back and is not known."""
-
-    def around(self, files: Files, *, durable: bool) -> AbstractContextManager[None]:
-        """The block in which the rename is."""
-
-    def in_bucket(self, url: Url, gone: Collection[str]) -> AbstractContextManager[None]:
-        """The block in which the index is put; `gone` are names of objects that are deleted when it is."""
-
 
 class Saving(Value, frozen=True, kw_only=True):
-    seals: Seals
     crcs: dict[str, int] = field(
         default_factory=dict
     )  # Of all data that was written before, by label. Each file adds its own.
@@ -69,7 +46,7 @@ class Saving(Value, frozen=True, kw_only=True):
     )  # Asked when everything is written: what it raises keeps what was there.
     before_rename: Callable[[], None] = lambda: None
     """Called right before a rename replaces what is there; its errors keep that as it was. `last`
-    comes too early for this: the seals and the fsync of the new file lie between it and the rename."""
+    comes too early for this: the fsync of the new file lies between it and the rename."""
     attributes: Mapping[str, str] | None = None  # What the object of the index says of itself.
 
 
@@ -139,10 +116,6 @@ class Target:
     def adopt(self, key: str, path: str) -> None:
         """Give a file that was there before, at this path, a second name in the target."""
         raise NotImplementedError
-
-    def reading(self, key: str) -> AbstractContextManager[Reads | None]:
-        """How to read back what was written under a key; None where it is not there, or not to be read by itself."""
-        return nullcontext(None)
 
     def written(self) -> Store:
         """Return a store over everything that was written and is not published yet."""

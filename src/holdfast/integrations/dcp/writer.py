@@ -52,7 +52,6 @@ from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import pickled_index
 from holdfast.torch.serialization.saving import save
 from holdfast.verbs.seals.document import SEAL
-from holdfast.verbs.seals.renew import NOTHING
 from holdfast.verbs.shared.formats import is_part
 from holdfast.verbs.shared.state import tabulate_state
 
@@ -211,7 +210,7 @@ class Writer(CheckpointPlace, StorageWriter):
             index.append(FilePlan(BESIDE, (Literal(checksum_file(content)),)))
         target.publish(
             index,
-            Saving(seals=NOTHING),
+            Saving(),
             [(key, nbytes, False) for key, nbytes in sorted(sizes.items())],
         )
         self.close()
@@ -271,7 +270,7 @@ class Writer(CheckpointPlace, StorageWriter):
     ) -> list[WriteResult]:
         file, laid = _lay_out(key, items, planner)
         if not self._extensions:
-            into.begin(file)(Saving(seals=NOTHING, threads=self._threads))
+            into.begin(file)(Saving(threads=self._threads))
             starts = accumulate((nbytes for _, nbytes in laid), initial=0)
             return [
                 WriteResult(one.index, n, _StorageInfo(key, at, n))

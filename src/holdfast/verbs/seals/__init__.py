@@ -4,5 +4,4 @@ document         what a seal says, its text, and the way back: `holdfast.seal.js
 check            find the seal of something, see whether everything is there, compare every digest
 recorded         digests of whole files that other programs record: names of blobs, SHA256SUMS; compare them
 make             digest and sync what is there, and write the seal last; take one away
-renew            the seals of what is rewritten in its own place, renewed with it
 """

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
@@ -16,6 +17,7 @@ from holdfast.core.group import ALONE, Ranks, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
+from holdfast.engine.commit.target import refusal
 from holdfast.engine.file_digest import digest_of
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import BadPath, HoldfastError, LimitExceeded, StoreError, UnsafePath
@@ -23,6 +25,7 @@ from holdfast.stores import platform
 from holdfast.stores.files import is_temporary
 from holdfast.stores.local import OpenFile, open_folder, plain
 from holdfast.stores.paths import AnyPath, local_path
+from holdfast.stores.place import place_at
 from holdfast.verbs.seals.document import (
     DOCUMENT,
     SEAL,
@@ -86,6 +89,52 @@ def is_sealed(path: AnyPath) -> bool:
         return False
 
 
+def refuse_sealed(path: str, keys: Iterable[str], limits: Limits | None = None) -> None:
+    """Raise `NotCommitted` if a seal lists files of a checkpoint that is about to be rewritten.
+
+    Args:
+        path: The path or URL of the checkpoint.
+        keys: The names of its files.
+        limits: The limits of the seals that are read.
+    """
+    seal: str | None = None
+    url = place_at(path).url
+    if url is not None:
+        if SEAL in keys:
+            seal = url.below(SEAL)
+        advice = "Write elsewhere, or remove the seal and repeat this"
+    else:
+        sealed_path = _find_sealed(os.path.realpath(path), keys, limits)
+        seal = None if sealed_path is None else seal_path(sealed_path)
+        advice = (
+            "Write elsewhere; or remove the seal, repeat this, and seal it again with "
+            f"`holdfast seal {sealed_path}`"
+        )
+    if seal is not None:
+        raise refusal(f"the seal {seal!r} would not fit what is rewritten here. {advice}", path)
+
+
+def _find_sealed(path: str, keys: Iterable[str], limits: Limits | None) -> str | None:
+    """Return the file or folder whose seal lists files of a checkpoint; None if there is none."""
+    if is_sealed(path):
+        return path
+    for key in keys if os.path.isdir(path) else ():
+        if key.endswith(SUFFIX):
+            return os.path.join(path, key.removesuffix(SUFFIX))
+
+    folder = os.path.dirname(path)
+    while folder != os.path.dirname(folder):
+        name = os.path.relpath(path, folder).replace(os.sep, "/")
+        # A seal that cannot be read seals nothing.
+        with suppress(HoldfastError):
+            seal = read_seal(folder, limits)
+            names = [] if seal is None else [file.name for file in seal.files]
+            if any(file_name == name or file_name.startswith(f"{name}/") for file_name in names):
+                return folder
+        folder = os.path.dirname(folder)
+    return None
+
+
 def check_sizes(path: AnyPath, seal: Seal) -> Iterator[tuple[str, str]]:
     """Each file that is missing or of another length, with what is wrong."""
     root = _root(path)
@@ -129,7 +178,7 @@ def check_digests(
         ExpectedDigest(
             file.name,
             file.nbytes,
-            tuple([str(accepted.digest) for accepted in file.either]),
+            (file.digest,),
             "changed after it was sealed",
         )
         for file in seal.files

@@ -15,9 +15,6 @@ know, and would take the step for none; a metric they only show.
 
 A reader needs this small file and one look at the size of each file to know that the step is whole. A single file has its seal
 beside it, `NAME.seal.json`, with that one name in it.
-
-While a file is replaced and its seal lies elsewhere, the seal says both (`seals/renew.py`): the new one, and what was there,
-`{"name": …, "nbytes": …, "digest": …, "before": {"nbytes": …, "digest": …}}`. The file may be either.
 """
 
 from __future__ import annotations
@@ -66,13 +63,6 @@ class SealedFile(Value, frozen=True):
     nbytes: int
     digest: str | None
     """Algorithm, colon, hexadecimal digits; None where the checksums stand elsewhere."""
-    before: SealedFile | None = None
-    """The file that may be there instead, because it was about to be replaced; under the same name."""
-
-    @property
-    def either(self) -> tuple[SealedFile, ...]:
-        """The files of this name that the seal accepts."""
-        return (self,) if self.before is None else (self, self.before)
 
 
 class Seal(Value, frozen=True):
@@ -89,16 +79,10 @@ class Seal(Value, frozen=True):
         return sum(file.nbytes for file in self.files)
 
 
-class StoredBefore(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
-    nbytes: int
-    digest: str | msgspec.UnsetType = msgspec.UNSET
-
-
 class StoredFile(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
     name: str
     nbytes: int
     digest: str | msgspec.UnsetType = msgspec.UNSET
-    before: StoredBefore | msgspec.UnsetType = msgspec.UNSET
 
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,12 +125,9 @@ def encode_seal(seal: Seal) -> bytes:
 def seal_text(seal: Seal) -> bytes:
     """The text of a seal that is not read again: for one that differs in its digests alone from one that was read."""
     files = tuple(
-        StoredFile(
-            file.name, file.nbytes, file.digest or msgspec.UNSET,
-            StoredBefore(file.before.nbytes, file.before.digest or msgspec.UNSET) if file.before else msgspec.UNSET,
-        )
+        StoredFile(file.name, file.nbytes, file.digest or msgspec.UNSET)
         for file in sorted(seal.files, key=lambda file: file.name)
-    )  # fmt: skip
+    )
     metrics = {name: _stored(value) for name, value in seal.metrics.items() if name != RAN}
     metrics |= {} if seal.ran is None else {RAN: _stored(seal.ran)}
     return write_document(
@@ -191,7 +172,7 @@ def misfits(seal: Seal, size: Callable[[str], int | None]) -> Iterator[tuple[str
         found = size(file.name)
         if found is None:
             yield file.name, "missing"
-        elif found != file.nbytes and (file.before is None or found != file.before.nbytes):
+        elif found != file.nbytes:
             yield (
                 file.name,
                 f"{'truncated' if found < file.nbytes else 'longer'}: {found:,} of {file.nbytes:,} bytes",
@@ -222,33 +203,18 @@ def _validated(document: Document, limits: Limits) -> Seal:
     files = []
     for i, file in enumerate(document.files):
         _check_name(check_key(file.name), last, i)
-        before = (
+        _check_count(file.nbytes, "files", i, "nbytes")
+        digest = (
             None
-            if isinstance(file.before, msgspec.UnsetType)
-            else _sealed(file.name, file.before, i, "before")
+            if isinstance(file.digest, msgspec.UnsetType)
+            else _digest(file.digest, "files", i, "digest")
         )
-        files.append(_sealed(file.name, file, i, before=before))
+        files.append(SealedFile(file.name, file.nbytes, digest))
         last = file.name
     ran = metrics.pop(RAN, math.nan)
     return Seal(
         document.step, document.saved, metrics, tuple(files), ran if 0 <= ran < math.inf else None
     )
-
-
-def _sealed(
-    name: str, stored: StoredFile | StoredBefore, *at: str | int, before: SealedFile | None = None
-) -> SealedFile:
-    _check_count(stored.nbytes, "files", *at, "nbytes")
-    digest = (
-        None
-        if isinstance(stored.digest, msgspec.UnsetType)
-        else _digest(stored.digest, "files", *at, "digest")
-    )
-    if before is not None and str(before.digest).partition(":")[0] != str(digest).partition(":")[0]:
-        raise HeaderError(
-            f"at {pointer('files', *at, 'before')}: both digests are of one algorithm, or neither is there"
-        )
-    return SealedFile(name, stored.nbytes, digest, before)
 
 
 def _check_count(value: int, *at: str | int) -> None:

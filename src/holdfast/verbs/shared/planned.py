@@ -5,7 +5,7 @@
 Every verb that writes is a function `plan_…` that gives a `Planned`, and `carry_out` of it. So all of them look for room alike,
 keep to the same budget, read back what they wrote, and publish nothing when a source changed meanwhile. Verbs that make a
 checkpoint of a checkpoint are `rewritten`: the source is opened, a target that cannot be written is refused before a tensor is
-read, the verb lays out the new checkpoint, and what replaces its source keeps its seal (`seals/renew.py`).
+read, and the verb lays out the new checkpoint. What a seal lists is not replaced in its own place.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from holdfast.stores.paths import target_place
 from holdfast.stores.place import place_at, same_place
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING
 from holdfast.verbs.open import Openable, checkpoint_mark, opened
-from holdfast.verbs.seals.renew import NOTHING, Renewal, find_seals
+from holdfast.verbs.seals.check import refuse_sealed
 from holdfast.verbs.shared.formats import (
     Options,
     archive_format,
@@ -203,8 +203,6 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
     """Called when all is written and before it is published: an error that it raises keeps everything as it was."""
     finish: Callable[[R, Progress | None], R] = lambda report, progress: report
     """Completes the report with what is known when all was read; `look` may have to read for that."""
-    renews: Renewal = NOTHING
-    """The seals of what is replaced in its own place."""
     ranks: Ranks = ALONE
     """The ranks that write it together."""
     mark: Callable[[], bytes] = bytes
@@ -246,8 +244,6 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
             refused = refusal(f"the disk is full: {room}", report.path, errno.ENOSPC)
             refused.expected, refused.found = report.new_nbytes, report.free_nbytes
             raise refused
-        if self.ranks.first:
-            self.renews.check(self.writing.threads)
         copied: list[LinkedFile] = []
 
         def before_commit() -> None:
@@ -264,7 +260,7 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
             crcs = write_plan(
                 self.plan, report.path, replace(self.writing, threads=1) if ordered else self.writing, progress=progress,
                 before_commit=before_commit, before_rename=partial(check_in_place, replaced_stores, report.path),
-                copied=copied.append, renews=self.renews, ranks=self.ranks, mark=self.mark, findings=self.findings,
+                copied=copied.append, ranks=self.ranks, mark=self.mark, findings=self.findings,
             )  # fmt: skip
         if copied:
             nbytes = sum(file.nbytes for file in copied)
@@ -384,6 +380,9 @@ def rewritten(
                 not archive and format_of(format_for(where.path, where.format, options)).folder
             )
         check_target(where.path, directory=directory, writing=where.writing)
+        is_in_place = same_place(where.path, source.path)
+        if is_in_place and not where.writing.dry_run:
+            refuse_sealed(source.path, source.source.store.list(), limits)
         side_files = find_side_files(
             source, where.path, copy_config, directory=directory, stack=stack, limits=limits
         )
@@ -393,9 +392,7 @@ def rewritten(
             source, replace(where, index=side_files.weights, stem=side_files.stem, ranks=ranks)
         )
         stack.callback(planned.close)
-        is_in_place = same_place(where.path, source.path)
-        seals = find_seals(source, limits) if is_in_place else NOTHING
-        planned = _accompanied(planned, side_files, source, seals)
+        planned = _accompanied(planned, side_files, source)
         if is_in_place:
             # Also of a checkpoint without tensors, nothing of which is read while it is written.
             reads = dict.fromkeys((*planned.reads, source.source.store))
@@ -405,29 +402,17 @@ def rewritten(
         )
 
 
-def _accompanied(
-    planned: Planned[R], side_files: SideFiles, source: Checkpoint, seals: Renewal
-) -> Planned[R]:
-    """The plan with the side files in its directory, published with it, and sealed again where it was."""
+def _accompanied(planned: Planned[R], side_files: SideFiles, source: Checkpoint) -> Planned[R]:
+    """The plan with the side files in its directory, published with it."""
     plan, added = side_files.add_to(planned.plan, source)
-    seals = seals.laid_out(
-        plan, {file.key for file in added if file in plan.files}, source.source.store.list()
-    )
-    if sealing := seals.files():
-        added = (*added, *sealing)
-        plan = (
-            replace(plan, index=(*plan.index, *sealing))
-            if place_at(planned.report.path).on_disk
-            else plan
-        )
     if plan is planned.plan and not added:
-        return replace(planned, renews=seals)
+        return planned
     report = planned.report
     files = (*report.files, *((file.key, file.nbytes) for file in added))
     notes = (*report.notes, *plan.notes[len(planned.plan.notes) :])
     report = replace(report, files=files, nbytes=sum(nbytes for _, nbytes in files), notes=notes)
     reads = dict.fromkeys((*planned.reads, *(origin.store for origin in side_files.files.values())))
-    return replace(planned, plan=plan, report=report, reads=tuple(reads), renews=seals)
+    return replace(planned, plan=plan, report=report, reads=tuple(reads))
 
 
 def _model_format(
@@ -559,10 +544,10 @@ def write_plan(
     plan: SavePlan, path: str, writing: Writing = FILES_REPLACED, *, progress: Progress | None = None,
     before_commit: Callable[[], None] | None = None, before_rename: Callable[[], None] = lambda: None,
     files: Files | None = None,
-    copied: Callable[[LinkedFile], None] | None = None, renews: Renewal = NOTHING, ranks: Ranks = ALONE,
+    copied: Callable[[LinkedFile], None] | None = None, ranks: Ranks = ALONE,
     mark: Callable[[], bytes] = bytes, findings: Findings = NO_FINDINGS,
 ) -> Mapping[str, int]:  # fmt: skip
-    """Write a plan and publish it, and renew the seals of what it replaces. Gives the CRC-32 of each piece that was written; of
+    """Write a plan and publish it. Gives the CRC-32 of each piece that was written; of
     several ranks the first one has all of them.
 
     With `read_back`, and always if several ranks write, the reader opens what was written before it is published.
@@ -595,7 +580,7 @@ def write_plan(
     is_checked = (writing.read_back or ranks.size > 1) and not plan.copied
     how = Saving(
         check_opens=partial(check_plan_opens, plan, path) if is_checked else None,
-        seals=renews, threads=threads, block=block, progress=progress, read_back=writing.read_back,
+        threads=threads, block=block, progress=progress, read_back=writing.read_back,
         last=before_commit or (lambda: None), before_rename=before_rename, attributes=plan.attributes,
     )  # fmt: skip
     joint_save = PlanSave(
