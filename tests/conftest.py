@@ -6,6 +6,7 @@ passes `--exhaustive`, which runs all of them.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -182,6 +183,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=deselected)
     left_out = set(deselected)
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collections, which tests ask for again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -72,7 +72,10 @@ def run_code(code: str, *, seconds: float = 60.0) -> ProgramResult:
     if process.exitcode is None:
         process.kill()
         process.join()
-    text = receiver.recv() if receiver.poll() else ""
+    try:
+        text = receiver.recv() if receiver.poll() else ""
+    except EOFError:
+        text = "the process died"
     return ProgramResult(process.exitcode, text)
 
 

@@ -57,6 +57,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()
+    gc.freeze()  # so that the collections of the test look at what it made
     gc.disable()
     yield
     gc.set_debug(0)
