@@ -103,14 +103,6 @@ def test_the_hint_takes_no_part_in_equality():
         one.fqn = "v"
 
 
-def test_metadata_has_torchs_defaults():
-    assert Metadata({}) == Metadata({}, None, None, None, None)
-    assert StorageMeta() == StorageMeta(None, None, None, [])
-    assert TensorProperties() == TensorProperties(
-        F32, Layout.STRIDED, False, MemoryFormat.CONTIGUOUS, False
-    )
-
-
 EVERYTHING = Metadata(
     {"w": rows(2), "step": BytesStorageMetadata()},
     {"w": ("w",), "step": ("step",)},
@@ -168,11 +160,6 @@ def test_an_enum_of_the_same_numbers_is_a_memory_format():
 def test_another_state_is_refused_as_torch_refuses_it(state, error):
     with pytest.raises(error):
         TensorProperties().__setstate__(state)
-
-
-def test_a_memory_format_that_is_none_is_not_pickled():
-    with pytest.raises(RuntimeError):
-        TensorProperties(memory_format=7).__getstate__()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_, ml_dtypes.bfloat16, ">f4"])

@@ -69,18 +69,6 @@ def test_what_is_replaced_is_checked():
         replace(holdfast.Limits(), depth=-1)
 
 
-def test_a_storage_is_equal_by_its_bytes_and_keeps_its_home_to_itself():
-    other = Storage("file", 8, 24, "little", 7, "cuda:0", home=HOME)
-    assert (other == STORAGE, hash(STORAGE)) == (True, hash(other))
-    assert replace(STORAGE, home=MemoryStore({})) != STORAGE
-    assert not other != STORAGE  # noqa: SIM202  # another question than the one above
-    assert STORAGE.moved(HOME) == STORAGE
-    assert (
-        repr(STORAGE)
-        == "Storage(key='file', start=8, nbytes=24, byteorder='little', crc32=7, location='', label='data/1')"
-    )
-
-
 def test_a_tensor_without_chunks_makes_them_once_and_a_plain_tensor_of_itself():
     source = OpenSource(MemoryStore({"file": np.arange(8, dtype=np.float32).tobytes()}))
     tensor = LazyTensor("w", holdfast.DTYPES.name("float32"), (2, 3), (CHUNK,), source)

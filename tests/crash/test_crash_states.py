@@ -181,9 +181,9 @@ def test_skipping_the_fsync_of_the_new_directory_is_caught(writer: Writer):
     assert examine_without(writer, skip).violations
 
 
-@DIRECTORIES
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
-def test_cleaning_before_the_dead_save_is_durable_is_caught(writer: Writer, exchange: bool):
+def without_first_sync(writer: Writer) -> Callable[..., None]:
+    """Return a save that does not sync the parent before it cleans up."""
+
     def save(path: str, version: int, *, files: Model) -> None:
         syncs = 0
 
@@ -194,24 +194,24 @@ def test_cleaning_before_the_dead_save_is_durable_is_caught(writer: Writer, exch
 
         writer.save(path, version, files=Without(files, skip=skip))
 
-    assert examine_after_death(writer.save, writer.read, exchange=exchange, second=save).violations
+    return save
+
+
+@DIRECTORIES
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
+def test_cleaning_before_the_dead_save_is_durable_is_caught(writer: Writer, exchange: bool):
+    assert examine_after_death(
+        writer.save, writer.read, exchange=exchange, second=without_first_sync(writer)
+    ).violations
 
 
 @DIRECTORIES
 def test_cleaning_another_step_without_syncing_the_parent_is_caught(writer: Writer):
     """The other step's temporary may be what it replaced, by an exchange that is not on disk yet."""
 
-    def save(path: str, version: int, *, files: Model) -> None:
-        syncs = 0
-
-        def skip(model: Model, d: int) -> bool:
-            nonlocal syncs
-            syncs += model.open_descriptors[d] == model.root
-            return syncs == 1
-
-        writer.save(path, version, files=Without(files, skip=skip))
-
-    assert examine_after_death(writer.save, writer.read, second=save, name="model-2").violations
+    assert examine_after_death(
+        writer.save, writer.read, second=without_first_sync(writer), name="model-2"
+    ).violations
 
 
 @each_writer

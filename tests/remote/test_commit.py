@@ -103,31 +103,6 @@ def test_a_save_that_meets_no_answer_any_more(
         assert content(url) == before, at
 
 
-def test_one_of_many_savers_wins(proxy: Proxy, url: str):
-    """Sixteen savers of one step at once, and answers that are lost: one wins, the others know, every byte is the winner's."""
-    for round in range(count_rounds("sixteen savers of one step", 2, total=100)):
-        lost = random_for(f"answers lost in round {round}")
-        proxy.fault = lambda asked, lost=lost: "cut" if lost.random() < 0.15 else None
-        where, outcome = f"{url}-{round}", [""] * 16
-
-        def save(number: int, where: str = where, outcome: list[str] = outcome) -> None:
-            try:
-                holdfast.save(state(number), where)
-                outcome[number] = "won"
-            except NotCommitted:
-                outcome[number] = "lost"
-
-        threads = [threading.Thread(target=save, args=(number,)) for number in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        proxy.fault = only(-1, None)
-        assert sorted(outcome) == ["lost"] * 15 + ["won"], (round, outcome)
-        assert content(where) == outcome.index("won")
-        assert len(keys(where)) == 2, "the losers took theirs away"
-
-
 LONG = ObjectSave.AT_ONCE
 """Above this, an object is uploaded in parts; tests lower it."""
 
@@ -138,37 +113,54 @@ def short_puts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ObjectSave, "AT_ONCE", 1 << 10)
 
 
-@pytest.mark.usefixtures("short_puts")
-def test_one_of_many_savers_of_a_long_object_wins(proxy: Proxy, url: str):
-    """As with a prefix, though the end of an upload has no condition."""
-    rounds = count_rounds("eight savers of one object", 3, total=50)
-    for round in range(rounds):
-        lost = random_for(f"answers lost in round {round}")
-        proxy.fault = lambda asked, lost=lost: "cut" if lost.random() < 0.1 else None
-        where, outcome = f"{url}-{round}.safetensors", [""] * 8
-        together = threading.Barrier(8)
+def race_savers(
+    proxy: Proxy, url: str, *, savers: int, rounds: int, lost_share: float, suffix: str = ""
+) -> list[str]:
+    """Let savers start at once and lose answers, and return the places: one wins, and all know."""
+    places: list[str] = []
+    for number in range(rounds):
+        dice = random_for(f"answers lost in round {number}")
+        proxy.fault = lambda asked, dice=dice: "cut" if dice.random() < lost_share else None
+        place = f"{url}-{number}{suffix}"
+        outcomes = [""] * savers
+        together = threading.Barrier(savers)
 
         def save(
-            number: int,
-            where: str = where,
-            outcome: list[str] = outcome,
+            saver: int,
+            place: str = place,
+            outcomes: list[str] = outcomes,
             together: threading.Barrier = together,
         ) -> None:
             together.wait()
             try:
-                holdfast.save(state(number), where, overwrite=False)
-                outcome[number] = "won"
+                holdfast.save(state(saver), place, overwrite=False)
+                outcomes[saver] = "won"
             except NotCommitted:
-                outcome[number] = "lost"
+                outcomes[saver] = "lost"
 
-        threads = [threading.Thread(target=save, args=(number,)) for number in range(8)]
+        threads = [threading.Thread(target=save, args=(saver,)) for saver in range(savers)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         proxy.fault = only(-1, None)
-        assert sorted(outcome) == ["lost"] * 7 + ["won"], (round, outcome)
-        assert content(where) == outcome.index("won")
+        assert sorted(outcomes) == ["lost"] * (savers - 1) + ["won"], (number, outcomes)
+        assert content(place) == outcomes.index("won"), "every byte is the winner's"
+        places.append(place)
+    return places
+
+
+def test_one_of_many_savers_wins(proxy: Proxy, url: str):
+    rounds = count_rounds("sixteen savers of one step", 2, total=100)
+    for place in race_savers(proxy, url, savers=16, rounds=rounds, lost_share=0.15):
+        assert len(keys(place)) == 2, "the losers took theirs away"
+
+
+@pytest.mark.usefixtures("short_puts")
+def test_one_of_many_savers_of_a_long_object_wins(proxy: Proxy, url: str):
+    """As with a prefix, though the end of an upload has no condition."""
+    rounds = count_rounds("eight savers of one object", 3, total=50)
+    race_savers(proxy, url, savers=8, rounds=rounds, lost_share=0.1, suffix=".safetensors")
     folder = url.rpartition("/")[0]
     assert len(keys(folder)) == rounds, "nothing is left beside them"
 

@@ -67,6 +67,21 @@ class During:
             self.act()
 
 
+def act_before_the_flush(
+    monkeypatch: pytest.MonkeyPatch, path: Path, act: Callable[[], object]
+) -> None:
+    """Call a function once, when the new file of a path is about to be flushed."""
+    sync = NewFile.sync
+
+    def act_and_sync(file: NewFile) -> None:
+        if file.path == str(path):
+            monkeypatch.setattr(NewFile, "sync", sync)
+            act()
+        sync(file)
+
+    monkeypatch.setattr(NewFile, "sync", act_and_sync)
+
+
 @each_verb
 @pytest.mark.parametrize("name", [*FILES, "a"])
 def test_a_step_saved_since_it_was_opened_stays(tmp_path: Path, verb: str, name: str):
@@ -101,15 +116,7 @@ def test_a_step_saved_while_the_new_file_is_flushed_stays(
     """The fsync of a large file takes long, and the rename comes after it."""
     path = tmp_path / name
     holdfast.save(state(1), path)
-    sync = NewFile.sync
-
-    def replace_and_sync(file: NewFile) -> None:
-        if file.path == str(path):
-            monkeypatch.setattr(NewFile, "sync", sync)
-            save_by_rename(path, 2)
-        sync(file)
-
-    monkeypatch.setattr(NewFile, "sync", replace_and_sync)
+    act_before_the_flush(monkeypatch, path, lambda: save_by_rename(path, 2))
     with pytest.raises(NotCommitted):
         VERBS["edit"](path)
     assert step_at(path) == 2
@@ -157,16 +164,8 @@ def test_other_verbs_that_replace_what_they_read(
 ):
     path = tmp_path / name
     holdfast.save(state(1), path)
-    sync = NewFile.sync
-
-    def replace_and_sync(file: NewFile) -> None:
-        if file.path == str(path):
-            monkeypatch.setattr(NewFile, "sync", sync)
-            save_by_rename(path, 2)
-        sync(file)
-
     with holdfast.open(path) as checkpoint:
-        monkeypatch.setattr(NewFile, "sync", replace_and_sync)
+        act_before_the_flush(monkeypatch, path, lambda: save_by_rename(path, 2))
         with pytest.raises(NotCommitted):
             convert_onto_itself(path, checkpoint)
     assert step_at(path) == 2

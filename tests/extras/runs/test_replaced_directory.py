@@ -106,19 +106,24 @@ def test_a_directory_that_was_removed(tmp_path: Path):
     assert not path.exists()
 
 
-def test_it_is_compared_when_all_is_written(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("open_run", "make_state", "error"),
+    [(holdfast.Run, state, NotCommitted), (holdfast.torch.Run, tensors, HoldfastError)],
+    ids=["run", "torch run"],
+)
+def test_it_is_compared_when_all_is_written(tmp_path: Path, open_run, make_state, error):
     """The last look is behind the last byte."""
     path = tmp_path / "run"
-    run = holdfast.Run(path, keep=[Latest(1)])
-    run.save(1, state(1))
+    run = open_run(path, keep=[Latest(1)])
+    run.save(1, make_state(1))
     others: list[holdfast.Run] = []
 
     def progress(nbytes: int) -> None:
         if not others:
             others.append(taken_over(path))
 
-    with pytest.raises(NotCommitted, match="renamed or removed"):
-        run.save(9, state(9), progress=progress)
+    with pytest.raises(error, match="renamed or removed"):
+        run.save(9, make_state(9), progress=progress)
     assert is_untouched(path)
     assert [one.step for one in holdfast.Run(f"{path}.away")] == [1]
 
@@ -194,19 +199,3 @@ def test_a_torch_run(tmp_path: Path, save: Callable[[holdfast.torch.Run], object
     with pytest.raises(HoldfastError, match="renamed or removed"):
         save(run)
     assert is_untouched(path)
-
-
-def test_a_torch_run_compares_when_all_is_written(tmp_path: Path):
-    path = tmp_path / "run"
-    run = holdfast.torch.Run(path, keep=[Latest(1)])
-    run.save(1, tensors(1))
-    others: list[holdfast.Run] = []
-
-    def progress(nbytes: int) -> None:
-        if not others:
-            others.append(taken_over(path))
-
-    with pytest.raises(HoldfastError, match="renamed or removed"):
-        run.save(9, tensors(9), progress=progress)
-    assert is_untouched(path)
-    assert [one.step for one in holdfast.Run(f"{path}.away")] == [1]

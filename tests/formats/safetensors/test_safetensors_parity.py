@@ -19,7 +19,6 @@ from holdfast.core.limits import Limits
 from holdfast.errors import HeaderError, HoldfastError
 from holdfast.formats.safetensors.read import describe as describe_safetensors
 from holdfast.formats.safetensors.schema import parse_exact, parse_fast
-from holdfast.torch import versions
 
 CODES = (
     *(
@@ -87,51 +86,6 @@ def test_every_dtype_as_the_library_reads_it(code):
     raw = craft({"w": entry(code, [2, 4], 0, bits), "empty": entry(code, [0, 3], bits, bits)}, bits)
     assert our_view(raw) == library_view(raw)
     assert describe(raw).tensors["w"].shape == (2, 4)
-
-
-@pytest.mark.parametrize("dtype", NUMPY, ids=str)
-def test_numpy_arrays(dtype):
-    arrays = {
-        "matrix": (np.arange(12) % 2).reshape(3, 4).astype(dtype),
-        "scalar": np.ones((), dtype),
-        "empty": np.zeros((0, 7), dtype),
-        "重み\U0001f980": np.ones(5, dtype),
-        "": np.ones(1, dtype),
-    }
-    description = describe(safetensors.numpy.save(arrays, metadata={"format": "np", "ü\n": '"\\'}))
-    assert description.format == "safetensors"
-    assert description.metadata == {"format": "np", "ü\n": '"\\'}
-    assert description.notes == ()
-    assert set(description.tensors) == set(arrays)
-    for name, array in arrays.items():
-        read = description.tensors[name].numpy()
-        assert read.dtype == array.dtype
-        np.testing.assert_array_equal(read, array)
-
-
-def test_torch_tensors():
-    torch = pytest.importorskip("torch")
-    import safetensors.torch
-
-    names = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 float8_e5m2 "
-    names += "float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz float8_e8m0fnu float4_e2m1fn_x2"
-    tensors = {
-        name: torch.arange(24, dtype=torch.uint8).fmod(2).view(getattr(torch, name)).reshape(-1)
-        for name in names.split()
-        if versions.dtype(name)
-    }
-    description = describe(safetensors.torch.save(tensors))
-    for name, tensor in tensors.items():
-        lazy = description.tensors[name]
-        # Two 4-bit floats are one element to torch and two to the format.
-        pair = name == "float4_e2m1fn_x2"
-        assert lazy.shape == ((tensor.shape[0] * 2,) if pair else tuple(tensor.shape))
-        assert lazy.dtype.name == ("float4_e2m1fn" if pair else name)
-        assert stored(lazy.source, lazy.storages[0]) == tensor.view(torch.uint8).numpy().tobytes()
-
-
-def test_an_empty_file_of_the_library():
-    assert len(describe(safetensors.numpy.save({})).tensors) == 0
 
 
 def test_a_file_that_the_library_writes_and_cannot_read():

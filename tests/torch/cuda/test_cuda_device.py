@@ -19,6 +19,7 @@ from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.tensors import storages as row_tensors
 from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.scratch import Fill
+from tests.torch.cuda.random_bits import values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -38,16 +39,6 @@ OLD = (
     torch.uint8,
     torch.bool,
 )
-
-
-def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Bits of all kinds."""
-    made = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(
-        0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=made
-    )
-    return raw.view(dtype).reshape(shape)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,21 +20,12 @@ from holdfast.torch.tensors.allocate import fresh_kinds, read_tensors
 from holdfast.torch.tensors.fill import fill, row_ranges
 from holdfast.torch.tensors.scratch import Fill
 from tests.sampling import examples
+from tests.torch.cuda.random_bits import values
 
 CPU = torch.device("cpu")
 DTYPES = [
     torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn,
 ]  # fmt: skip
-
-
-def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Bits of all kinds: also numbers that are none, and zeros below zero."""
-    made = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(
-        0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=made
-    )
-    return raw.view(dtype).reshape(shape)
 
 
 def kinds(name: str) -> list[torch.dtype]:

@@ -24,6 +24,7 @@ from holdfast.torch.serialization import pickling
 from holdfast.torch.tensors import storages
 from tests.properties.test_torch_pickles import Plain
 from tests.sampling import examples
+from tests.torch.cuda.random_bits import values
 
 DTYPES = [
     torch.float32,
@@ -35,16 +36,6 @@ DTYPES = [
     torch.float8_e4m3fn,
     torch.uint16,
 ]
-
-
-def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Bits of all kinds: also numbers that are none, and zeros below zero."""
-    made = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(
-        0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=made
-    )
-    return raw.view(dtype).reshape(shape)
 
 
 def many(count: int = 300) -> dict[str, torch.Tensor]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
 import random
 import time
 import warnings
-import zipfile
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import values_inside
 from holdfast.errors import HoldfastError, LimitExceeded, MetadataError, PickleError
 from holdfast.torch.serialization.allowed import default_globals
-from tests.hostile.cases import CLASSES
 from tests.hostile.craft_pickle import (
     APPENDS,
     BUILD,
@@ -48,9 +45,8 @@ from tests.hostile.craft_pickle import (
     text,
     tuple_of,
 )
-from tests.hostile.craft_torch import state, storage, tensor, torch_zip, weight
-from tests.hostile.harness import SECONDS_FLOOR, SECONDS_PER_BYTE, WATCH
-from tests.support import nested_allowed, torch_bytes
+from tests.hostile.craft_torch import storage, tensor, torch_zip, weight
+from tests.support import torch_bytes
 from tests.torch.serialization.zip_storages import ZipStorages, load
 
 HOOKS = FALSE + call("collections", "OrderedDict")
@@ -79,62 +75,6 @@ def described(raw: bytes, limits: Limits | None = None) -> None:
             if isinstance(value, LazyTensor | Composite):
                 with contextlib.suppress(HoldfastError):
                     value.torch()
-
-
-# The cases of tests/hostile whose attack is the pickle of a zip.
-
-
-def pickles() -> list[tuple[str, bytes]]:
-    found = []
-    for kind in ("pickle calls", "pickle resources", "tensor metadata"):
-        for case in CLASSES[kind]:
-            try:
-                raw = case.make(None)
-                names = zipfile.ZipFile(io.BytesIO(raw)).namelist()
-            except (zipfile.BadZipFile, TypeError, ValueError):
-                continue
-            if "archive/data.pkl" in names and "archive/constants.pkl" not in names:
-                found.append(pytest.param(raw, id=case.name))
-    return found
-
-
-@pytest.fixture(scope="module")
-def warm():
-    """Whatever torch imports when it is first used is there before anyone watches."""
-    dense = torch.eye(3)
-    quantized = torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    values = [
-        dense,
-        dense.to_sparse(),
-        dense.to_sparse_csr(),
-        quantized,
-        nested,
-        torch.nn.Parameter(dense),
-        {1, 2},
-        b"x",
-    ]
-    with nested_allowed():
-        load(torch_bytes(values))
-    load(torch_zip(state()))
-
-
-@pytest.mark.parametrize("raw", pickles())
-def test_hostile_pickles(raw, warm):
-    begin = time.process_time()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            with WATCH.watching():
-                load(raw)
-        except (HoldfastError, pickle.UnpicklingError):
-            pass
-    taken = time.process_time() - begin
-    assert taken <= SECONDS_FLOOR + SECONDS_PER_BYTE * len(raw)
-
-
-def test_there_are_many():
-    assert len(pickles()) > 150
 
 
 # Honest pickles with a few bytes changed.
