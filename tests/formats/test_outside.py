@@ -168,7 +168,7 @@ def test_a_built_in_format_does_not_look_for_plugins(
     def fail(**more: object) -> None:
         raise AssertionError("entry points were looked up")
 
-    monkeypatch.setattr(importlib.metadata, "entry_points", fail)
+    monkeypatch.setattr(importlib.metadata, "distributions", fail)
     holdfast.save(STATE, tmp_path / "a.safetensors")
     holdfast.save(STATE, tmp_path / "a.pt", format="torch")
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
@@ -259,6 +259,37 @@ def test_a_plugin_does_not_replace_a_built_in_command(
         assert main(["--help"]) == 0
     assert main(["show", "--help"]) == 0
     assert "other_format" not in sys.modules
+
+
+def test_a_package_in_the_current_folder_does_not_count(tmp_path: Path):
+    """A downloaded folder with the metadata of a package must not run code, with `python -m` either."""
+    install_toy(tmp_path)
+    tmp_path.joinpath("holdfast_toy.py").write_text("print('executed')")
+    tmp_path.joinpath("model.toy").write_bytes(TOY_FILE)
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "show", "model.toy"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "executed" not in done.stdout + done.stderr
+    assert "not a checkpoint" in done.stderr
+
+
+def test_metadata_that_cannot_be_read_disturbs_nobody(
+    install: Install, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    directory = tmp_path_factory.mktemp("torn")
+    metadata = directory / "torn-1.0.dist-info"
+    metadata.mkdir()
+    metadata.joinpath("entry_points.txt").write_text("[holdfast.formats]\nno equals sign\n")
+    monkeypatch.syspath_prepend(directory)
+    install()
+    holdfast.save(STATE, tmp_path / "a.toy")
+    assert holdfast.open(tmp_path / "a.toy").format == "toy"
 
 
 def test_the_documentation_shows_this_format():

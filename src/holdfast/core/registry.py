@@ -11,6 +11,8 @@ An object is named "module:name", and a module by its name alone.
 
 from __future__ import annotations
 
+import os
+import sys
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -85,10 +87,29 @@ def find_plugins(group: str) -> tuple[Plugin, ...]:
     `importlib.metadata` reads the metadata of every installed package. That takes 50 ms, so it is
     only done after everything built in has declined.
     """
-    from importlib.metadata import entry_points
+    from importlib.metadata import distributions
 
     plugins: dict[str, Plugin] = {}
-    for point in entry_points(group=group):
-        distribution = point.dist.name if point.dist is not None else "(unknown)"
-        plugins.setdefault(point.name, Plugin(point.name, point.value.strip(), distribution))
+    for distribution in distributions(path=_find_import_folders()):
+        try:
+            points = [point for point in distribution.entry_points if point.group == group]
+            for point in points:
+                plugin = Plugin(point.name, point.value.strip(), distribution.name)
+                plugins.setdefault(plugin.name, plugin)
+        except (TypeError, ValueError):
+            # The metadata of this package cannot be read. That must not disturb the others.
+            continue
     return tuple(plugins.values())
+
+
+def _find_import_folders() -> list[str]:
+    """Return the folders of `sys.path` without the current one.
+
+    Python imports from the current folder in some cases (`python -m`). It may be the folder of a
+    downloaded model, in which an attacker has put the metadata of a package.
+    """
+    try:
+        current_folder = os.path.realpath(os.curdir)
+    except OSError:
+        return sys.path
+    return [folder for folder in sys.path if os.path.realpath(folder) != current_folder]
