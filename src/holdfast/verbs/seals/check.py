@@ -17,7 +17,6 @@ from holdfast.core.group import ALONE, Ranks, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
-from holdfast.engine.commit.target import refusal
 from holdfast.engine.file_digest import digest_of
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import BadPath, HoldfastError, LimitExceeded, StoreError, UnsafePath
@@ -111,6 +110,8 @@ def refuse_sealed(path: str, keys: Iterable[str], limits: Limits | None = None) 
             f"`holdfast seal {sealed_path}`"
         )
     if seal is not None:
+        from holdfast.engine.commit.target import refusal  # so that `show` loads no writer
+
         raise refusal(f"the seal {seal!r} would not fit what is rewritten here. {advice}", path)
 
 
