@@ -53,7 +53,6 @@ from holdfast.formats.torch.legacy import (
     read_tar,
 )
 from holdfast.formats.torch.recognise import begins_like_tar
-from holdfast.formats.torch.storages import StorageId
 from holdfast.formats.torch.zip import PICKLE, describe, record_bytes
 from holdfast.formats.zip.layout import END, Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive
@@ -303,7 +302,7 @@ def broken_archive(
 
 
 def check_stored(record: ZipRecord) -> None:
-    if not record.stored:
+    if record.method:
         raise broken_archive(
             f"the record {record.name!r} is compressed; torch stores it plainly",
             offset=record.header,
@@ -312,33 +311,25 @@ def check_stored(record: ZipRecord) -> None:
 
 def archive_storages(
     archive: Archive,
-) -> tuple[Callable[[StorageId], Extent], Callable[[], Mapping[str, Extent]]]:
+) -> tuple[Callable[[str], Extent], Callable[[], Mapping[str, Extent]]]:
     """Two functions that find the records `data/N` of a zip: one by its key, and all of them."""
+    before, records = archive.below("data/"), archive.records
 
-    def find(wanted: StorageId) -> Extent:
-        record = archive.get(f"data/{wanted.key}")
+    def find(key: str) -> Extent:
+        record = records.find(before + key)
         if record is None:
             raise broken_archive(
-                f"failed locating file data/{wanted.key}: file not found; the pickle points at it, and it is not in the archive"
+                f"failed locating file data/{key}: file not found; the pickle points at it, and it is not in the archive"
             )
         check_stored(record)
-        label = f"data/{wanted.key}"
-        return Extent(KEY, record.start, record.nbytes, crc32=record.crc32, label=label)
+        return Extent(KEY, record.start, record.nbytes, crc32=record.crc32, label=f"data/{key}")
 
-    def everything() -> dict[str, Extent]:
-        before = f"{archive.prefix}/" if archive.prefix else ""
-        extents: dict[str, Extent] = {}
-        for name in archive.records:
-            if not name.startswith(f"{before}data/"):
-                continue
-            record, label = archive.records[name], name[len(before) :]
-            check_stored(record)
-            extents[label.removeprefix("data/")] = Extent(
-                KEY, record.start, record.nbytes, crc32=record.crc32, label=label
-            )
-        return extents
+    def find_all() -> dict[str, Extent]:
+        names = [name for name in records if name.startswith(before)]
+        keys = [name.removeprefix(before) for name in names]
+        return {key: find(key) for key in keys}
 
-    return find, everything
+    return find, find_all
 
 
 def _read_archive(file: OpenedFile) -> Archive:
@@ -507,7 +498,7 @@ def _storages(
     return LazyStorages(
         file.source,
         file.key,
-        lambda wanted: places[wanted.key],
+        places.__getitem__,
         lambda: places,
         map_location=map_location,
         weights_only=weights_only,

@@ -299,6 +299,7 @@ class StorageClass:
         if row is None or row.torch is None:
             raise KeyError(name)
         self.name = name
+        self.row = row
         self.dtype: torch.dtype = getattr(torch, row.torch)
 
     def __str__(self) -> str:

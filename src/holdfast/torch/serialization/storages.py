@@ -61,7 +61,9 @@ QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, 
 
 def storage_dtype(what: object) -> DType | None:
     """The dtype of what stands for a class of storages while a file is loaded; uint8 for an untyped one."""
-    if not isinstance(what, StorageClass | type):
+    if isinstance(what, StorageClass):
+        return what.row
+    if not isinstance(what, type):
         return None
     found = (
         torch.uint8
@@ -188,7 +190,7 @@ class LazyStorages(Storages[TypedStorage]):
         self,
         source: Source,
         key: str,
-        find: Callable[[StorageId], Extent],
+        find: Callable[[str], Extent],
         everything: Callable[[], Mapping[str, Extent]],
         *,
         map_location: MapLocation,
@@ -295,13 +297,14 @@ class LazyStorages(Storages[TypedStorage]):
             words.byteswap(inplace=True)
 
     def _storage(self, asked: StorageId) -> torch.UntypedStorage:
-        found = self._find(asked)
-        if found.nbytes != asked.nbytes:
+        found = self._find(asked.key)
+        nbytes = asked.nbytes
+        if found.nbytes != nbytes:
             raise MetadataError(
-                f"{found.label}: record size ({found.nbytes} bytes) does not match expected size ({asked.nbytes} bytes: "
+                f"{found.label}: record size ({found.nbytes} bytes) does not match expected size ({nbytes} bytes: "
                 f"the pickle says {asked.count:,} elements of {asked.dtype})",
                 offset=found.start,
-                expected=asked.nbytes,
+                expected=nbytes,
                 found=found.nbytes,
             )
         if self._fake or self._meta:
@@ -317,14 +320,14 @@ class LazyStorages(Storages[TypedStorage]):
                 self._swap_bytes(storage, asked)
             return self._restore(storage, asked.location)
         if self._skip:
-            return self._restore(torch.UntypedStorage(asked.nbytes), asked.location)
+            return self._restore(torch.UntypedStorage(nbytes), asked.location)
         stays = self._stays_on_cpu(asked.location)
         if self._ahead_of_code and stays:
             storage = self._read_ahead()[asked.key]
             if self._swap:
                 self._swap_bytes(storage, asked)
             return storage
-        storage = torch.UntypedStorage(asked.nbytes)
+        storage = torch.UntypedStorage(nbytes)
         self._wait(found.start, found.nbytes, storage.data_ptr(), found.crc32, found.label)
         if stays:
             self._waiting.append((storage, asked))
