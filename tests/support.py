@@ -118,3 +118,8 @@ def drops_rest_of_frames() -> bool:
         return bool(pickle.load(io.BytesIO(data)) == "cd.f")
     except pickle.UnpicklingError:
         return False
+
+
+def public_names() -> list[str]:
+    """Return the public names of `holdfast`, also those that are not in its `__all__`."""
+    return sorted({*holdfast.__all__, *holdfast._WHERE, *holdfast.extras.NAMES})

@@ -35,7 +35,7 @@ from tests.rooms import room_of
 ROOM_TOKENS = {
     ".": 5682,
     "cli": 23815,
-    "core": 50347,
+    "core": 49808,
     "engine": 41291,
     "engine/commit": 8902,
     "engine/targets": 14124,
@@ -45,7 +45,7 @@ ROOM_TOKENS = {
     "extras/pruning": 11462,
     "extras/rank_files": 20209,
     "extras/reports": 15466,
-    "extras/runs": 31777,
+    "extras/runs": 31757,
     "formats": 11479,
     "formats/dcp": 20909,
     "formats/gguf": 3967,

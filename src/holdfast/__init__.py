@@ -13,72 +13,88 @@ from typing import TYPE_CHECKING
 from holdfast.core.version import VERSION
 
 if TYPE_CHECKING:
-    from holdfast import errors, metadata
+    from holdfast import errors
     from holdfast import jax as jax
+    from holdfast import metadata as metadata
     from holdfast import testing as testing
     from holdfast import torch as torch
-    from holdfast.core.box import Box
-    from holdfast.core.checkpoint import Alias, Checkpoint
-    from holdfast.core.chunk import Chunk, Storage
-    from holdfast.core.digest import Digest
-    from holdfast.core.dtype import DTYPES, DType
-    from holdfast.core.group import Group
+    from holdfast.core.box import Box as Box
+    from holdfast.core.checkpoint import Alias as Alias
+    from holdfast.core.checkpoint import Checkpoint
+    from holdfast.core.chunk import Chunk as Chunk
+    from holdfast.core.chunk import Storage as Storage
+    from holdfast.core.digest import Digest as Digest
+    from holdfast.core.dtype import DTYPES as DTYPES
+    from holdfast.core.dtype import DType as DType
+    from holdfast.core.group import Group as Group
     from holdfast.core.limits import Limits
-    from holdfast.core.opaque import Global, Opaque
-    from holdfast.core.tensor import Composite, LazyTensor
-    from holdfast.engine.computed import dequantize
-    from holdfast.errors import (
-        BadArgument,
-        BadArgumentType,
-        BadPath,
-        CannotHold,
-        Closed,
-        Corrupted,
-        DoesNotFit,
-        DurabilityUncertain,
-        FormatError,
-        HoldfastError,
-        HoldfastWarning,
-        LimitExceeded,
-        NoSuchTensor,
-        NotCommitted,
-        RankLost,
-        RanksFailed,
-        RanksFoundNothing,
-        RanksRefused,
-        Refused,
-        Replaced,
-        SaveError,
-        StoreError,
-        Unsupported,
-    )
-    from holdfast.extras.maps.find import Map
+    from holdfast.core.opaque import Global as Global
+    from holdfast.core.opaque import Opaque as Opaque
+    from holdfast.core.tensor import Composite as Composite
+    from holdfast.core.tensor import LazyTensor
+    from holdfast.engine.computed import dequantize as dequantize
+    from holdfast.errors import BadArgument as BadArgument
+    from holdfast.errors import BadArgumentType as BadArgumentType
+    from holdfast.errors import BadPath as BadPath
+    from holdfast.errors import CannotHold as CannotHold
+    from holdfast.errors import Closed as Closed
+    from holdfast.errors import Corrupted as Corrupted
+    from holdfast.errors import DoesNotFit as DoesNotFit
+    from holdfast.errors import DurabilityUncertain as DurabilityUncertain
+    from holdfast.errors import FormatError, HoldfastError, HoldfastWarning, SaveError, StoreError
+    from holdfast.errors import LimitExceeded as LimitExceeded
+    from holdfast.errors import NoSuchTensor as NoSuchTensor
+    from holdfast.errors import NotCommitted as NotCommitted
+    from holdfast.errors import RankLost as RankLost
+    from holdfast.errors import RanksFailed as RanksFailed
+    from holdfast.errors import RanksFoundNothing as RanksFoundNothing
+    from holdfast.errors import RanksRefused as RanksRefused
+    from holdfast.errors import Refused as Refused
+    from holdfast.errors import Replaced as Replaced
+    from holdfast.errors import Unsupported as Unsupported
+    from holdfast.extras.maps.find import Map as Map
     from holdfast.extras.packages.package import package, replace_weights
-    from holdfast.extras.packages.tie import AliasGraph, Tied, alias_graph, tie
-    from holdfast.extras.pruning.prune import Pruned, prune
-    from holdfast.extras.reports.report import Report, report
-    from holdfast.extras.runs.export import Export
+    from holdfast.extras.packages.tie import AliasGraph as AliasGraph
+    from holdfast.extras.packages.tie import Tied as Tied
+    from holdfast.extras.packages.tie import alias_graph as alias_graph
+    from holdfast.extras.packages.tie import tie
+    from holdfast.extras.pruning.prune import Pruned as Pruned
+    from holdfast.extras.pruning.prune import prune
+    from holdfast.extras.reports.report import Report as Report
+    from holdfast.extras.reports.report import report
+    from holdfast.extras.runs.export import Export as Export
     from holdfast.extras.runs.rules import Best, Every, Latest, Within
     from holdfast.extras.runs.run import Run
-    from holdfast.extras.runs.steps import Step
-    from holdfast.verbs.compact import Compacted, compact
-    from holdfast.verbs.convert import Conversion, convert, edit
-    from holdfast.verbs.copy import Copied, copy
-    from holdfast.verbs.diff import Diff, diff
+    from holdfast.extras.runs.steps import Step as Step
+    from holdfast.verbs.compact import Compacted as Compacted
+    from holdfast.verbs.compact import compact
+    from holdfast.verbs.convert import Conversion as Conversion
+    from holdfast.verbs.convert import convert, edit
+    from holdfast.verbs.copy import Copied as Copied
+    from holdfast.verbs.copy import copy
+    from holdfast.verbs.diff import Diff as Diff
+    from holdfast.verbs.diff import diff
     from holdfast.verbs.open import open, read
     from holdfast.verbs.reshard import reshard
     from holdfast.verbs.save import save, to_bytes
-    from holdfast.verbs.scan import ScanReport, scan
-    from holdfast.verbs.seal import Sealed, seal
-    from holdfast.verbs.shared.planned import Saved
-    from holdfast.verbs.sparsity import SparsityReport, TensorSparsity, sparsity
-    from holdfast.verbs.stats import StatsReport, TensorStats, stats
-    from holdfast.verbs.verify import VerifyReport, verify
+    from holdfast.verbs.scan import ScanReport as ScanReport
+    from holdfast.verbs.scan import scan
+    from holdfast.verbs.seal import Sealed as Sealed
+    from holdfast.verbs.seal import seal
+    from holdfast.verbs.shared.planned import Saved as Saved
+    from holdfast.verbs.sparsity import SparsityReport as SparsityReport
+    from holdfast.verbs.sparsity import TensorSparsity as TensorSparsity
+    from holdfast.verbs.sparsity import sparsity
+    from holdfast.verbs.stats import StatsReport as StatsReport
+    from holdfast.verbs.stats import TensorStats as TensorStats
+    from holdfast.verbs.stats import stats
+    from holdfast.verbs.verify import VerifyReport as VerifyReport
+    from holdfast.verbs.verify import verify
 
 __version__ = VERSION
 
 _MODULES = ("errors", "jax", "metadata", "testing", "torch")
-"""Public modules. `jax`, `testing` and `torch` are not in `__all__`, which a star import loads."""
+"""Public modules. Only `errors` is in `__all__`, which a star import loads."""
 
 _NAMES = {
     "core.box": "Box",
@@ -113,18 +129,12 @@ _NAMES = {
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "DTYPES", "Alias", "AliasGraph", "BadArgument", "BadArgumentType", "BadPath", "Best", "Box",
-    "CannotHold", "Checkpoint", "Chunk", "Closed", "Compacted", "Composite", "Conversion", "Copied",
-    "Corrupted", "DType", "Diff", "Digest", "DoesNotFit", "DurabilityUncertain", "Every", "Export",
-    "FormatError", "Global", "Group", "HoldfastError", "HoldfastWarning", "Latest", "LazyTensor",
-    "LimitExceeded", "Limits", "Map", "NoSuchTensor", "NotCommitted", "Opaque", "Pruned",
-    "RankLost", "RanksFailed", "RanksFoundNothing", "RanksRefused", "Refused", "Replaced", "Report",
-    "Run", "SaveError", "Saved", "ScanReport", "Sealed", "SparsityReport", "StatsReport", "Step",
-    "Storage", "StoreError", "TensorSparsity", "TensorStats", "Tied", "Unsupported", "VerifyReport",
-    "Within", "alias_graph", "compact", "convert", "copy", "dequantize", "diff", "edit", "errors",
-    "metadata", "open", "package", "prune", "read", "replace_weights", "report", "reshard", "save",
-    "scan", "seal", "sparsity", "stats", "tie", "to_bytes", "verify",
+    "Best", "Checkpoint", "Every", "FormatError", "HoldfastError", "HoldfastWarning", "Latest",
+    "LazyTensor", "Limits", "Run", "SaveError", "StoreError", "Within", "compact", "convert",
+    "copy", "diff", "edit", "errors", "open", "package", "prune", "read", "replace_weights",
+    "report", "reshard", "save", "scan", "seal", "sparsity", "stats", "tie", "to_bytes", "verify",
 ]  # fmt: skip
+"""What people type. The other public names are attributes as well: `holdfast.Box`."""
 
 
 def __getattr__(name: str) -> object:

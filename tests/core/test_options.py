@@ -1,9 +1,11 @@
 """An option stands in one record; the signature, `help()`, the flags and the reference have it from there."""
 
+from __future__ import annotations
+
 import importlib.util
 import inspect
 import pydoc
-import typing
+from typing import Unpack
 
 import pytest
 from tests.pages import ROOT
@@ -21,13 +23,14 @@ from holdfast.verbs.shared.transform import Edits
 class ToyOptions(ConvertOptions, total=False):
     """What `convert` takes, and one more."""
 
-    loudness: typing.Annotated[
-        int, Option(3, "how loud it is written", "N", options.arguments.count)
-    ]
+    loudness: int
+
+
+options.OPTIONS["loudness"] = Option(3, "how loud it is written", "N", options.arguments.count)
 
 
 @validated
-def write_loudly(src: str, dst: str, **options: typing.Unpack[ToyOptions]) -> ToyOptions:
+def write_loudly(src: str, dst: str, **options: Unpack[ToyOptions]) -> ToyOptions:
     """Write it loudly."""
     return options
 
@@ -67,7 +70,7 @@ RECORDS = {
 def test_a_command_has_a_flag_for_every_option_of_its_verb(verb):
     function = getattr(holdfast, "copy" if verb == "cp" else verb)
     known = {action.dest: action for action in verbs_of(parser())[verb]._actions}
-    for name, (_, option) in options_of(RECORDS[verb]).items():
+    for name, option in options_of(RECORDS[verb]).items():
         assert name in inspect.signature(function).parameters
         if option.flag_of(name):
             assert (

@@ -22,7 +22,7 @@ def table(record: type) -> str:
     """The options of a record, a line each."""
     rows = [
         f"| `{name}` | {'' if option.default is ... else f'`{option.default!r}`'} | {option.help.replace('|', chr(92) + '|')} |"
-        for name, (_, option) in records.options_of(record).items()
+        for name, option in records.options_of(record).items()
     ]
     return "\n".join(["| option | default | what it does |", "| --- | --- | --- |", *rows])
 
@@ -43,10 +43,10 @@ else:
                 return
             shown = [
                 griffe.Parameter(
-                    name, kind=griffe.ParameterKind.keyword_only, annotation=records.written(kind),
+                    name, kind=griffe.ParameterKind.keyword_only, annotation=records.annotation_of(record, name),
                     default=None if option.default is ... else repr(option.default),
                 )
-                for name, (kind, option) in records.options_of(record).items()
+                for name, option in records.options_of(record).items()
             ]  # fmt: skip
             func.parameters = griffe.Parameters(
                 *(one for one in func.parameters if one not in rest), *shown

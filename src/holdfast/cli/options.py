@@ -17,15 +17,13 @@ from typing import Any, TypeVar
 
 from holdfast.cli import values
 from holdfast.cli.parser import verbs_of
-from holdfast.core.options import Option, checked, options_of
+from holdfast.core.options import OPTIONS, Option, checked, options_of
 from holdfast.errors import Unsupported
 from holdfast.formats import FORMATS, titles, written_formats
 
 T = TypeVar("T")
 
 NOTHING_GIVEN: Mapping[str, str] = MappingProxyType({})
-
-NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
 class FormatNames(tuple[str, ...]):
@@ -58,7 +56,7 @@ def add_options(
     verb: argparse.ArgumentParser, record: type, *, without: Collection[str] = ()
 ) -> None:
     """Add a flag for every option of a record that has one. Only what is given will be in the namespace."""
-    for name, (_, option) in options_of(record).items():
+    for name, option in options_of(record).items():
         if option.flag_of(name) and name not in without:
             _add_option(verb, name, option)
     verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
@@ -75,7 +73,8 @@ def _add_option(verb: argparse.ArgumentParser, name: str, option: Option) -> Non
             action="append" if option.many else "store", type=WORDS.get(option.word, str), required=option.default is ...,
             help=option.help,
         )  # fmt: skip
-    elif option.default is True:
+    elif OPTIONS[name].default is True:
+        # Also for a verb whose own default is False: a flag means the same everywhere.
         verb.add_argument(
             *names,
             dest=name,
@@ -105,7 +104,6 @@ def _add_option(verb: argparse.ArgumentParser, name: str, option: Option) -> Non
 def given(
     options: argparse.Namespace,
     record: Callable[..., T],
-    defaults: Mapping[str, object] = NOTHING,
     **more: object,
 ) -> T:
     """All options of a record, as a verb takes them: what was given at the shell, and `more`."""
@@ -113,10 +111,10 @@ def given(
         name: GATHERED.get(option.word, tuple)(vars(options)[name])
         if option.many
         else vars(options)[name]
-        for name, (_, option) in options_of(record).items()
+        for name, option in options_of(record).items()
         if name in options
     }
-    return checked(record, found | more, defaults)
+    return checked(record, found | more)
 
 
 def _dtypes(words: Sequence[str]) -> dict[str, str]:

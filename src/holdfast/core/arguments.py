@@ -42,12 +42,6 @@ def flag(value: object, name: str) -> bool:
     raise BadArgumentType(f"{name} takes True or False, not {shown(value)}", found=value)
 
 
-def folder_or_flag(value: object, name: str) -> object:
-    """A folder, or whether at all; no flag, although its default is one."""
-    # What else it may not be, the verb says: it knows what the folder is for.
-    return value
-
-
 def text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise BadArgumentType(f"{name} takes text, not {shown(value)}", found=value)

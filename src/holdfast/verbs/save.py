@@ -20,7 +20,7 @@ from functools import partial
 from typing import Unpack, cast
 
 from holdfast.core.limits import Limits
-from holdfast.core.options import OF_STATES, Progress, SaveOptions, pick, validated
+from holdfast.core.options import Progress, SaveOptions, pick, validated
 from holdfast.core.protocols import State
 from holdfast.core.runtime import gc_paused
 from holdfast.core.value import replace
@@ -43,7 +43,7 @@ from holdfast.verbs.shared.planned import Planned, Saved, Writing, check_target,
 from holdfast.verbs.shared.state import tabulate_state
 
 
-@validated(defaults={**OF_STATES, "overwrite": None})
+@validated
 def save(
     state: object, dst: str | os.PathLike[str] | Writer, **options: Unpack[SaveOptions]
 ) -> Saved:

@@ -26,7 +26,7 @@ from typing import Literal, Unpack
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.limits import Limits
-from holdfast.core.options import OF_STATES, PackageOptions, ReplaceOptions, pick, validated
+from holdfast.core.options import PackageOptions, ReplaceOptions, pick, validated
 from holdfast.core.protocols import Source, State, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import dict_leaves
@@ -64,7 +64,7 @@ Deduplicate = Literal["storage", "content"]
 EXTRACT = "extract the weights alone first (convert)"
 
 
-@validated(defaults=OF_STATES)
+@validated
 def package(
     models: Mapping[str, object], dst: str | os.PathLike[str], **options: Unpack[PackageOptions]
 ) -> Saved:

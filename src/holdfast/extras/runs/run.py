@@ -32,11 +32,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack, overload
 
 from holdfast.core.arguments import one_of
 from holdfast.core.opaque import AnyValue
-from holdfast.core.options import Option, StoreOption, validated
+from holdfast.core.options import RECORD_OPTIONS, Option, StoreOption, switch, validated
 from holdfast.core.quantities import Size, byte_count, seconds, shown
 from holdfast.core.runtime import gc_paused, renewed
 from holdfast.core.value import replace
@@ -95,39 +95,33 @@ T = TypeVar("T")
 class RunOptions(StoreOption, total=False):
     """The options of `Run`."""
 
-    keep: Annotated[
-        Rule | str | Collection[Rule | str],
-        Option((), "rules of what is kept", read=lambda value, name: read_rules(value)),
-    ]
-    budget: Annotated[
-        Size | None, Option(None, "what all steps together may have", read=byte_count)
-    ]
-    when_full: Annotated[
-        WhenFull,
-        Option(
-            "error", "what a save does that has no room", read=one_of("error", "evict", "pause")
-        ),
-    ]
-    when_failed: Annotated[
-        WhenFailed,
-        Option("raise", "what a save does that fails", read=one_of("raise", "warn")),
-    ]
-    export: Annotated[
-        Export | Sequence[Export], Option((), "conversions of published steps, in the background")
-    ]
-    share: Annotated[bool, Option(True, "write only what changed since the step before")]
-    durable: Annotated[bool, Option(True, "wait for the disk (fsync)")]
-    signals: Annotated[
-        bool | signal.Signals | Iterable[signal.Signals],
-        Option(
-            False,
-            "hold SIGTERM back until `interrupted` is asked",
-            read=lambda value, name: read_run_signals(value),
-        ),
-    ]
-    grace: Annotated[
-        float | str | None, Option(None, "the time from a signal to the kill", read=seconds)
-    ]
+    keep: Rule | str | Collection[Rule | str]
+    budget: Size | None
+    when_full: WhenFull
+    when_failed: WhenFailed
+    export: Export | Sequence[Export]
+    share: bool
+    durable: bool
+    signals: bool | signal.Signals | Iterable[signal.Signals]
+    grace: float | str | None
+
+
+RECORD_OPTIONS[RunOptions] = {
+    "keep": Option((), "rules of what is kept", read=lambda value, name: read_rules(value)),
+    "budget": Option(None, "what all steps together may have", read=byte_count),
+    "when_full": Option(
+        "error", "what a save does that has no room", read=one_of("error", "evict", "pause")
+    ),
+    "when_failed": Option("raise", "what a save does that fails", read=one_of("raise", "warn")),
+    "export": Option((), "conversions of published steps, in the background"),
+    "share": switch(True, "write only what changed since the step before"),
+    "signals": Option(
+        False,
+        "hold SIGTERM back until `interrupted` is asked",
+        read=lambda value, name: read_run_signals(value),
+    ),
+    "grace": Option(None, "the time from a signal to the kill", read=seconds),
+}
 
 
 class Run(RunView):

@@ -9,7 +9,7 @@ import time
 from holdfast.cli import values
 from holdfast.cli.options import add_options, given
 from holdfast.cli.planned import carry_out
-from holdfast.core.options import OF_STATES, PackageOptions, ReplaceOptions
+from holdfast.core.options import PackageOptions, ReplaceOptions
 
 DESCRIPTION = """\
 Write the weights of several models into one package (.pt2) or native directory (no suffix); what they share is stored once.
@@ -64,7 +64,7 @@ def _package(options: argparse.Namespace) -> int:
     content = "deduplicate" in options
     with bar("Comparing", quiet=options.quiet or options.json or not content) as progress:
         planned = plan_package(
-            models, options.dst, given(options, PackageOptions, OF_STATES, progress=progress)
+            models, options.dst, given(options, PackageOptions, progress=progress)
         )
     return carry_out(
         planned, "Packaging", options, fields=lambda done: {"models": models}, begin=begin
