@@ -151,14 +151,6 @@ class Tally(Value, frozen=True):
         return size if self.dot >= 0 else -size
 
 
-def compare_arrays(pair: tuple[LazyTensor, LazyTensor], a: np.ndarray, b: np.ndarray) -> Tally:
-    """The tally of all elements of two tensors that have been read."""
-    sides = [
-        computable(tensor, array.reshape(-1)) for tensor, array in zip(pair, (a, b), strict=True)
-    ]
-    return tally(*sides, same_bits=compared_dtype(pair[0]) is compared_dtype(pair[1]))
-
-
 def computable(tensor: LazyTensor, array: np.ndarray) -> np.ndarray:
     """Elements of a tensor as something that numpy can compute with."""
     if tensor.dtype.name == PAIRS:

@@ -43,7 +43,7 @@ from holdfast.core.order import in_order
 from holdfast.core.patterns import Renames
 from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size
-from holdfast.core.table import Table, read_tensors
+from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.text import plural
 from holdfast.core.value import Value, replace
@@ -56,9 +56,9 @@ from holdfast.engine.equal import Located, same_bytes, same_ranges
 from holdfast.engine.scan import blocks, compare_block
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
-from holdfast.errors import HoldfastError, located
+from holdfast.errors import located
 from holdfast.formats import format_of
-from holdfast.numeric.compare import Content, Tally, compare_arrays
+from holdfast.numeric.compare import Content, Tally
 from holdfast.numeric.dequantize import number_shape
 from holdfast.verbs.compare_values import (
     ABSENT,
@@ -74,48 +74,56 @@ from holdfast.verbs.side import Side, chosen_sides, same_view
 if TYPE_CHECKING:
     from holdfast.extras.maps.find import AnyMap
 
-SMALL_NBYTES, TOGETHER = 16 << 10, 256
-"""Tensors up to this length are read by so many together: 8 MiB at the most for both sides."""
-
 Pair = tuple[LazyTensor, LazyTensor]
 
 
 def compare_tensors(
-    pairs: Sequence[Pair], progress: Progress | None, *, threads: int | None = None
+    pairs: Sequence[Pair],
+    stored: Sequence[Pair],
+    progress: Progress | None,
+    *,
+    threads: int | None = None,
 ) -> list[Content]:
-    """The difference of each pair, in bounded memory: at most a few blocks of each side a thread.
+    """Return the difference of each pair, in bounded memory: at most a few blocks of each side a thread.
 
-    Most tensors of most pairs are the same, so their bytes are compared first, where that can be done without looking at
-    elements; only what differs is looked at element by element. What is the same has a content of nothing changed.
+    Most tensors of most pairs are the same, so their bytes are compared first, where that can be
+    done without looking at elements. Only what differs is looked at element by element. `stored`
+    are the pairs as the files have them, whose bytes count for the progress.
     """
-    equal = same_bytes(pairs, progress, threads=threads)
-    counting = Counting(pairs, progress)
+    report = progress or (lambda nbytes: None)
+    tallies = [Tally() for _ in pairs]
+    lock = threading.Lock()
+
+    def compare(number: int, start: int, stop: int, element_count: int) -> None:
+        a, b = pairs[number]
+        with located(tensor=a.name):
+            tally = compare_block(a, b, start, stop)
+        with lock:
+            tallies[number] += tally
+        nbytes = nbytes_of(stored[number])
+        report(nbytes * stop // element_count - nbytes * start // element_count)
+
     work: list[Callable[[], None]] = []
-    small: list[int] = []
-    for number, (a, b) in enumerate(pairs):
-        if equal[number]:
+    for number, is_equal in enumerate(same_bytes(pairs, threads=threads)):
+        if is_equal:
+            report(nbytes_of(stored[number]))
             continue
-        for tensor in (a, b):
+        for tensor in pairs[number]:
             with located(file=tensor.source.store.name, tensor=tensor.name):
                 tensor.check_expansion()
-        if max(a.nbytes, b.nbytes) <= SMALL_NBYTES:
-            small.append(number)
-        else:
-            work += [
-                partial(counting.block, number, start, stop)
-                for start, stop in blocks(elements_of(a))
-            ]
-    work += [
-        partial(counting.together, small[at : at + TOGETHER])
-        for at in range(0, len(small), TOGETHER)
-    ]
+        first = pairs[number][0]
+        # The elements of a paired dtype count as two.
+        is_paired = canonical(first.dtype, first.shape)[0] is not first.dtype
+        count = first.size * (2 if is_paired else 1)
+        work += [partial(compare, number, start, stop, count) for start, stop in blocks(count)]
     if work:
-        run_reads(
-            work,
-            threads or default_threads(),
-            stores=[tensor.source.store for pair in pairs for tensor in pair],
-        )
-    return [tally.content() for tally in counting.tallies]
+        stores = [tensor.source.store for pair in pairs for tensor in pair]
+        run_reads(work, threads or default_threads(), stores=stores)
+    return [tally.content() for tally in tallies]
+
+
+def nbytes_of(pair: Pair) -> int:
+    return pair[0].nbytes + pair[1].nbytes
 
 
 class DensePairs(Value, frozen=True, eq=False):
@@ -188,48 +196,6 @@ def comparable(tensor: LazyTensor) -> tuple[str, tuple[int, ...]]:
         return blocks, number_shape(tensor.shape, blocks)
     dtype, shape = canonical(tensor.dtype, tensor.shape)
     return dtype.name, shape
-
-
-class Counting:
-    """Counts how pairs differ while several threads read them."""
-
-    def __init__(self, pairs: Sequence[Pair], progress: Progress | None) -> None:
-        self._pairs, self._progress = pairs, progress
-        self._lock = threading.Lock()
-        self.tallies = [Tally() for _ in pairs]
-
-    def block(self, number: int, start: int, stop: int) -> None:
-        a, b = self._pairs[number]
-        with located(tensor=a.name):
-            found = compare_block(a, b, start, stop)
-        with self._lock:
-            self.tallies[number] += found
-        if self._progress is not None:
-            share, count = stop - start, elements_of(a)
-            self._progress(
-                a.dtype.nbytes(a.size * share // count) + b.dtype.nbytes(b.size * share // count)
-            )
-
-    def together(self, numbers: Sequence[int]) -> None:
-        pairs = [self._pairs[number] for number in numbers]
-        try:
-            arrays = read_tensors([tensor for pair in pairs for tensor in pair])
-        except HoldfastError:
-            # One by one, so that the error names the first that cannot be read.
-            for number, (a, _) in zip(numbers, pairs, strict=True):
-                self.block(number, 0, elements_of(a))
-            return
-        for number, pair, first, second in zip(
-            numbers, pairs, arrays[::2], arrays[1::2], strict=True
-        ):
-            self.tallies[number] = compare_arrays(pair, first, second)
-        if self._progress is not None:
-            self._progress(sum(tensor.nbytes for pair in pairs for tensor in pair))
-
-
-def elements_of(tensor: LazyTensor) -> int:
-    """The number of elements of a tensor, pairs counted as two."""
-    return tensor.size * (2 if canonical(tensor.dtype, tensor.shape)[0] is not tensor.dtype else 1)
 
 
 BATCH = 4096
@@ -519,9 +485,7 @@ class Comparison:
             _candidates(self._removed.values(), self._added.values()) if find_renamed else ([], [])
         )
         lone = [t for side in self._candidates for t in side if exact or recorded_crc(t) is None]
-        self.nbytes = sum(x.nbytes + y.nbytes for x, y in self._pairs.values()) + sum(
-            t.nbytes for t in lone
-        )
+        self.nbytes = sum(map(nbytes_of, self._pairs.values())) + sum(t.nbytes for t in lone)
         self.nbytes += sum(2 * int(dense.a.nbytes.sum()) for dense in self._dense)
 
     def run(self, progress: Progress | None = None) -> Diff:
@@ -597,12 +561,9 @@ class Comparison:
         def look(numbers: list[int]) -> list[Content]:
             own = [pairs[number] for number in numbers]
             decoded = [self._numbers(pair) for pair in own]
-            counted = (
-                None if progress is None else Scaled(progress, nbytes_of(own), nbytes_of(decoded))
-            )
-            return compare_tensors(decoded, counted, threads=self._threads)
+            return compare_tensors(decoded, own, progress, threads=self._threads)
 
-        return share_out(self._ranks, [a.nbytes + b.nbytes for a, b in pairs], look, Content)
+        return share_out(self._ranks, [*map(nbytes_of, pairs)], look, Content)
 
     def _numbers(self, pair: Pair) -> Pair:
         """What a pair stands for; itself if it is in no blocks, or in blocks that cannot be decoded."""
@@ -722,26 +683,3 @@ def pair_dtypes(pair: Pair) -> tuple[str, str]:
 def _change(name: str, pair: Pair, content: Content | None) -> TensorChange:
     shapes = comparable(pair[0])[1], comparable(pair[1])[1]
     return TensorChange(name, pair_dtypes(pair), shapes, content)
-
-
-def nbytes_of(pairs: Iterable[Pair]) -> int:
-    return sum(a.nbytes + b.nbytes for a, b in pairs)
-
-
-class Scaled:
-    """Progress in bytes of files, called with bytes of what is decoded of them."""
-
-    def __init__(self, progress: Progress, stored_nbytes: int, decoded_nbytes: int) -> None:
-        self._progress, self._lock = progress, threading.Lock()
-        self._stored_nbytes, self._decoded_nbytes = stored_nbytes, decoded_nbytes
-        self._seen_nbytes = 0
-
-    def __call__(self, nbytes: int) -> None:
-        with self._lock:
-            before = self._scaled(self._seen_nbytes)
-            self._seen_nbytes += nbytes
-            after = self._scaled(self._seen_nbytes)
-        self._progress(after - before)
-
-    def _scaled(self, nbytes: int) -> int:
-        return nbytes * self._stored_nbytes // max(self._decoded_nbytes, 1)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.core.box import Box
@@ -200,16 +201,16 @@ def mesh_of(mesh: Mapping[str, int] | str) -> dict[str, int]:
 def _mesh(found: Structure, files: Sequence[str], mesh: Mapping[str, int]) -> Document:
     """The files that each rank would read, and how many bytes, where the first axis cuts the first dimension, and so on."""
     numbers = {file: number for number, file in enumerate(files)}
-    alike: dict[tuple[tuple[int, ...], int, tuple[tuple[Box, int], ...]], int] = {}
+    # Tensors that are cut alike are asked once.
+    alike: Counter[tuple[tuple[int, ...], int, tuple[tuple[Box, int], ...]]] = Counter()
     for tensor in found.tensors.values():
         if not tensor.traits.meta:
             cut = tuple((chunk.box, _file(chunk, numbers)) for chunk in tensor.chunks)
-            kind = tensor.shape, tensor.dtype.bits, cut
-            alike[kind] = alike.get(kind, 0) + 1
+            alike[tensor.shape, tensor.dtype.bits, cut] += 1
     ranks: list[Document] = []
     for rank, place in enumerate(itertools.product(*(range(size) for size in mesh.values()))):
         at = dict(zip(mesh, place, strict=True))
-        bits: dict[int, int] = {}
+        bits: Counter[int] = Counter()
         for (shape, width, cut), times in alike.items():
             axes = {
                 axis: dimension for dimension, axis in enumerate(mesh) if dimension < len(shape)
@@ -218,7 +219,7 @@ def _mesh(found: Structure, files: Sequence[str], mesh: Mapping[str, int]) -> Do
             for box, file in cut:
                 part = own.intersect(box)
                 if part is not None:
-                    bits[file] = bits.get(file, 0) + part.count * width * times
+                    bits[file] += part.count * width * times
         ranks.append(
             {
                 "rank": rank,

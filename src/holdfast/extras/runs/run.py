@@ -30,7 +30,6 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack, overload
 
@@ -304,42 +303,42 @@ class Run(RunView):
         with self._turn:
             began = time.perf_counter()
             self._settle()
+            options = Options(None if max_shard_size is None else byte_count(max_shard_size))
+
+            def write(base: str | None) -> Step:
+                with (
+                    gc_paused(),
+                    plan_saving(
+                        state,
+                        path,
+                        format="native",
+                        metadata=self._folder.with_stamp(metadata, stamp),
+                        options=options,
+                        writing=writing,
+                        limits=None,
+                        base=base,
+                        hashes=self.share,
+                    ) as planned,
+                ):
+                    return self._carry_out(planned, stamp, progress)
+
             try:
                 with self._folder.asking():
                     self._begin()
                     stamp = stamp_now(step, metrics, self._ran())
                     path, replaced, base = self._place(step, overwrite=overwrite)
+                writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
+                try:
+                    saved = write(base)
+                except (NoBase, NotCommitted) as error:
+                    is_base_gone = isinstance(error, NoBase) or error.errno == errno.ESTALE
+                    if base is None or not is_base_gone:
+                        raise
+                    # Somebody removed the step before: as it was opened, or while this one was linked to it.
+                    base = None
+                    saved = write(base)
             except HoldfastError as error:
                 if not self._count_failure(error, self._step_path(step)):
-                    raise
-                return None
-            metadata = self._folder.with_stamp(metadata, stamp)
-            writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
-            options = Options(None if max_shard_size is None else byte_count(max_shard_size))
-            plan = partial(
-                plan_saving,
-                state,
-                path,
-                format="native",
-                metadata=metadata,
-                options=options,
-                writing=writing,
-                limits=None,
-            )
-            try:
-                while True:
-                    try:
-                        with gc_paused(), plan(base=base, hashes=self.share) as planned:
-                            saved = self._carry_out(planned, stamp, progress)
-                        break
-                    except (NoBase, NotCommitted) as error:
-                        if base is None or (
-                            isinstance(error, NotCommitted) and error.errno != errno.ESTALE
-                        ):
-                            raise
-                        base = None  # somebody removed the step before: as it was opened, or while this one was linked to it
-            except HoldfastError as error:
-                if not self._count_failure(error, path):
                     raise
                 return None
             published = time.perf_counter() - began
@@ -496,7 +495,7 @@ class Run(RunView):
 
     def _wait_for_room(self, lacking: str) -> None:
         warnings.warn(
-            f"saving into {self.path} waits for room: {lacking}", HoldfastWarning, stacklevel=5
+            f"saving into {self.path} waits for room: {lacking}", HoldfastWarning, stacklevel=6
         )
         time.sleep(PAUSE_S)
 

@@ -30,7 +30,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import SURE_NBYTES, set_aside
-from holdfast.errors import HoldfastError, NoSuchPath, StoreError
+from holdfast.errors import HoldfastError, StoreError
 from holdfast.formats import format_of
 from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.files import FileEntry, Files, read_all, system_files
@@ -168,80 +168,65 @@ class RunFolder:
     def newest(self, *, below: int | None = None) -> Step | None:
         while True:
             with self._looking() as look:
-                numbers = sorted(look.claims, reverse=True) if look else []
-                whole = (
-                    look.at(number)
-                    for number in numbers
-                    if look and (below is None or number < below)
-                )
-                found = next(filter(None, whole), None)
-                if look is None or not look.lost(above=found):
+                numbers = [number for number in look.claims if below is None or number < below]
+                steps = map(look.at, sorted(numbers, reverse=True))
+                found = next(filter(None, steps), None)
+                if not look.lost(above=found):
                     return found
 
     def get(self, step: int) -> Step | None:
         with self._looking() as look:
-            return look.at(step) if look else None
+            return look.at(step)
 
     def steps(self) -> list[Step]:
         while True:
             with self._looking() as look:
-                seen = [look.at(number) for number in sorted(look.claims)] if look else []
-                found = [step for step in seen if step is not None]
-                if look is not None and look.lost(above=found[-1] if found else None):
+                found = [*filter(None, map(look.at, sorted(look.claims)))]
+                if look.lost(above=found[-1] if found else None):
                     continue
-            if len(self._seals) > 2 * len(seen) + 100:
+            if len(self._seals) > 2 * len(look.claims) + 100:
                 self._seals.clear()  # most are those of steps that were deleted
             return found
 
     def survey(self) -> list[FoundStep]:
         with self._looking() as look:
-            if look is None:
-                return []
-            found = found_steps(
+            rows = found_steps(
                 look.claims, look.examine, sealed=lambda name: not look.is_of_others(name)
             )
-            return [
-                *found,
-                *(FoundStep(name, None, None, why) for name, why in look.others.items()),
-            ]
+            rows += [FoundStep(name, None, None, why) for name, why in look.others.items()]
+            return rows
 
     def unsealed(self) -> list[str]:
         with self._looking() as look:
-            return look.unsealed() if look else []
+            return look.unsealed()
 
     @contextmanager
-    def _looking(self) -> Iterator[_Look | None]:
+    def _looking(self) -> Iterator[_Look]:
+        """List the directory, which is open meanwhile. There are no steps in one that is not there."""
         files = self.files
-        try:
-            at = files.open_directory(self.path)
-        except FileNotFoundError:
-            yield None
-            return
-        except OSError as error:
-            raise self._unseen(error) from error
-        try:
+        with ExitStack() as stack:
+            folder, names = -1, list[str]()
             try:
-                look = _Look(self.path, files, at, seals=self._seals)
+                with suppress(FileNotFoundError):
+                    folder = stack.enter_context(opened_folder(files, self.path))
+                # From here on, what is not found is an error: no step is passed over.
+                if folder >= 0:
+                    names = files.list(folder)
+                look = _Look(self.path, files, folder, names=names, seals=self._seals)
+            except HoldfastError:
+                raise
             except OSError as error:
-                raise self._unseen(error) from error
+                message = f"the run's directory cannot be looked at: {error.strerror or error}"
+                raise StoreError(message, file=self.path) from error
             yield look
-        finally:
-            with suppress(OSError):
-                files.close(at)
-
-    def _unseen(self, error: OSError) -> OSError:
-        if isinstance(error, HoldfastError):
-            return error
-        kind = NoSuchPath if isinstance(error, FileNotFoundError) else StoreError
-        return kind(
-            f"the run's directory cannot be looked at: {error.strerror or error}", file=self.path
-        )
 
 
 class _Look:
     """One look at the directory: names, and the numbers that they claim."""
 
-    def __init__(self, path: str, files: Files, at: int, *, seals: Seals) -> None:
+    def __init__(
+        self, path: str, files: Files, at: int, *, names: Sequence[str], seals: Seals
+    ) -> None:
         self.path, self.files = path, files
         self.folder = at
         self._read = seals
@@ -250,7 +235,6 @@ class _Look:
         self.others: dict[str, str] = {}
         """Names of folders that look like steps and have no number, with the reason."""
         self._seals: dict[str, Seal] = {}
-        names = files.list(at)
         foreign = self._foreign = list[str]()
         asides: dict[str, str] = {}
         """Folders that were moved aside, and the step that each was."""

@@ -31,7 +31,7 @@ from holdfast.core.strict_json import kind, parse, quoted
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.value import replace
 from holdfast.engine.files import ViewTable
-from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, ZipError
+from holdfast.errors import HeaderError, LimitExceeded, MetadataError, ZipError
 from holdfast.extras.packages.pt2.archive import FORMAT_RECORD, OLD_PROGRAM
 from holdfast.extras.packages.pt2.program import Program, check_weights, summarise
 from holdfast.extras.packages.pt2.schema import (
@@ -41,7 +41,6 @@ from holdfast.extras.packages.pt2.schema import (
     ConfigEntry,
     TensorMeta,
     about,
-    blamed,
     parse_config,
 )
 from holdfast.formats.torch.tensors import beyond, checked_shape, reach, strided_view
@@ -305,13 +304,10 @@ class Pt2Reader:
         raw = self._bytes(config)
         self._configs += len(raw)
         values: Values = {}
-        name = ""
         entries = parse_config(raw, self.source.limits, model=model, what=what)
-        try:
-            for name, entry in entries.items():
+        for name, entry in entries.items():
+            with about(model, what, name):
                 values[name] = self._value(folder, model, name, entry=entry)
-        except HoldfastError as error:
-            raise blamed(error, model, what, name=name) from None
         return values
 
     def _value(self, folder: str, model: str, name: str, *, entry: ConfigEntry) -> object:

@@ -65,17 +65,10 @@ def about(model: str, what: str, name: str | None = None) -> Iterator[None]:
     try:
         yield
     except HoldfastError as error:
-        raise blamed(error, model, what, name=name) from None
-
-
-def blamed(
-    error: HoldfastError, model: str, what: str, *, name: str | None = None
-) -> HoldfastError:
-    """An error with names added to its message, for loops in which a context manager would be slow."""
-    which = what if name is None else f"{what} {quoted(name)}"
-    error.message = f"{which} of model {quoted(model)}: {error.message}"
-    error.tensor = error.tensor or name
-    return error
+        which = what if name is None else f"{what} {quoted(name)}"
+        error.message = f"{which} of model {quoted(model)}: {error.message}"
+        error.tensor = error.tensor or name
+        raise error from None
 
 
 def parse_config(raw: bytes, limits: Limits, *, model: str, what: str) -> dict[str, ConfigEntry]:
@@ -89,10 +82,8 @@ def parse_config(raw: bytes, limits: Limits, *, model: str, what: str) -> dict[s
         )
     entries = {}
     for name, value in document["config"].items():
-        try:
+        with about(model, what, name):
             entries[name] = _entry(value, ("config", name))
-        except HoldfastError as error:
-            raise blamed(error, model, what, name=name) from None
     return entries
 
 
