@@ -168,35 +168,49 @@ def swept_lines(done: Swept) -> Iterator[Line]:
 
 
 def lines(table: RunTable) -> Iterator[Line]:
+    """Print a table: a row for each step, or what is wrong with a folder that would be one."""
     yield from _head(table)
-    metrics = _columns([row.step for row in table.rows if row.step is not None])
+    steps = [row.step for row in table.rows if row.step is not None]
+    counts = Counter(name for step in steps for name in step.metrics)
+    # Those that most steps have.
+    metrics = sorted(counts, key=lambda name: (-counts[name], name))[:METRICS]
     shares = any(row.shared_nbytes for row in table.rows)
-    cells = [_cells(row, metrics, shares=shares, now=table.now) for row in table.rows]
     titles = [
         "step",
         "age",
         "size",
         *(["new", "shared"] if shares else []),
-        *(clip(name, 20) for name in metrics),
-        "kept by",
+        *(escape(clip(name, 20)) for name in metrics),
     ]
-    wide = [
-        max((width(row[i]) for row in [titles, *cells] if i < len(row)), default=0)
-        for i in range(len(titles))
+    cells = [
+        _cells(row, step, metrics, shares=shares, now=table.now)
+        for row in table.rows
+        if (step := row.step) is not None
     ]
-    if cells:
-        yield [(f"{_aligned(titles[:-1], wide)}  {titles[-1]}", "dim")]
-    for row, cell in zip(table.rows, cells, strict=True):
+    widths = [max(map(width, column)) for column in zip(titles, *cells, strict=True)]
+
+    def align(texts: Sequence[str]) -> str:
+        pairs = zip(texts, widths, strict=True)
+        return "".join(f"  {' ' * (room - width(text))}{text}" for text, room in pairs)
+
+    if table.rows:
+        yield [(f"{align(titles)}  kept by", "dim")]
+    whole = iter(cells)
+    for row in table.rows:
+        fate = row.fate
         if row.step is None:
             number = "-" if row.found.step is None else str(row.found.step)
+            why = f"{escape(clip(row.found.name, 60))}: {escape(clip(row.found.why, 300))}"
             yield [
-                (f"  {number:>{wide[0]}}", "name"),
+                (f"  {number:>{widths[0]}}", "name"),
                 ("  not whole", "error"),
-                (f"  {escape(clip(row.found.name, 60))}: {escape(clip(row.found.why, 300))}", ""),
+                (f"  {why}", ""),
             ]
+        elif fate is not None and fate.goes:
+            yield [(align(next(whole)), ""), ("  goes: no rule keeps it", "error")]
         else:
-            goes = row.fate is not None and row.fate.goes
-            yield [(_aligned(cell[:-1], wide), ""), (f"  {cell[-1]}", "error" if goes else "dim")]
+            kept_by = "" if fate is None else escape(clip(fate.why, 200))
+            yield [(align(next(whole)), ""), (f"  {kept_by}", "dim")]
 
 
 def _head(table: RunTable) -> Iterator[Line]:
@@ -219,36 +233,13 @@ def _head(table: RunTable) -> Iterator[Line]:
         yield [(f"  a run has it open: {escape(str(table.writer))}", "note")]
 
 
-def _columns(steps: Sequence[Step]) -> list[str]:
-    counts = Counter(name for step in steps for name in step.metrics)
-    return sorted(counts, key=lambda name: (-counts[name], name))[
-        :METRICS
-    ]  # those that most steps have
-
-
-def _cells(row: RunRow, metrics: Sequence[str], *, shares: bool, now: float) -> list[str]:
-    step = row.step
-    if step is None:
-        return []
+def _cells(
+    row: RunRow, step: Step, metrics: Sequence[str], *, shares: bool, now: float
+) -> list[str]:
     cells = [str(step.step), age(now - step.saved), nbytes(step.nbytes)]
     if shares:
         cells += [nbytes(row.new_nbytes), nbytes(row.shared_nbytes)]
-    cells += [f"{step.metrics[name]:.5g}" if name in step.metrics else "" for name in metrics]
-    return [
-        *cells,
-        ""
-        if row.fate is None
-        else "goes: no rule keeps it"
-        if row.fate.goes
-        else escape(clip(row.fate.why, 200)),
-    ]
-
-
-def _aligned(cells: Sequence[str], wide: Sequence[int]) -> str:
-    shown = [escape(cell) for cell in cells]
-    return "".join(
-        f"  {' ' * (room - width(cell))}{cell}" for cell, room in zip(shown, wide, strict=False)
-    )
+    return cells + [f"{step.metrics[name]:.5g}" if name in step.metrics else "" for name in metrics]
 
 
 def age(seconds: float) -> str:
