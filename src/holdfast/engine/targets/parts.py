@@ -1,7 +1,7 @@
 """A save whose plan every rank has: each rank writes a part of its bytes.
 
-This is the kind of save of all verbs but `save_sharded` (`engine/targets/joint_save` has the steps).
-One process is a group of one: its part is the whole plan, and no document is made.
+This is the kind of save of all verbs but `save_sharded` (`engine/targets/joint_save` has the steps),
+for a group of several ranks.
 
 A part is a stretch of all bytes of the plan, so each rank reads neighbouring bytes of the source. A
 file is cut where the stretch of a rank ends, and both ranks write it at their offsets. Some files
@@ -52,8 +52,6 @@ def divide_files(
         can_cut: Whether several ranks may write one file.
         kept: Indices of the files that the first rank writes, unless several ranks write them.
     """
-    if rank_count == 1:
-        return [[FilePart(index, 0, file.nbytes) for index, file in enumerate(files)]]
     if can_cut:
         return _cut_files(files, rank_count, kept)
     return _assign_whole_files(files, rank_count, kept)
@@ -201,13 +199,8 @@ class PlanSave(JointSave):
         """On the first rank: what it wrote of files that it shares, by their positions."""
 
     def write(self) -> None:
-        """Write the plan with all ranks and publish it."""
+        """Write the plan with all ranks and publish it, or raise on every rank."""
         with self:
-            if self.ranks.size == 1:
-                self.assign_work(b"")
-                self.write_and_publish(self._write_part)
-                return
-
             work = self.assign_work(hash_layout(self._plan) + self._hash_source())
             self._work = read_document(WORK, work)
             # Ranks on machines with other numbers of cores would cut blocks at other places.
@@ -224,9 +217,6 @@ class PlanSave(JointSave):
         """Take over files of the base, and make the files that several ranks write."""
         self._link(target)
         rank_count = self.ranks.size
-        if rank_count == 1:
-            return [b""]
-
         files = self._plan.files
         kept = [index for index, file in enumerate(files) if target.keeps(file)]
         shares = divide_files(files, rank_count, can_cut=target.splits, kept=kept)
@@ -275,9 +265,6 @@ class PlanSave(JointSave):
                 self._saving.crcs.update(sums.whole(files[index]))
                 delivered.append((files[index].key, files[index].nbytes, False))
         target.publish(self._plan.index, self._saving, delivered)
-
-        if not others:
-            return b""
         findings = [self._findings.take(), *(receipt.findings for receipt in others)]
         return write_document(FOUND, findings)
 

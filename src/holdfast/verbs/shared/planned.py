@@ -561,31 +561,38 @@ def write_plan(
         threads = default_threads(writing.processes)
     strict, written = plan.directory or plan.copied, {key for key, _ in plan.listed}
 
-    def first_target() -> Target:
+    def open_target() -> Target:
         return target_of(
             path, plan, overwrite=bool(writing.overwrite) if strict else writing.overwrite is not False, durable=writing.durable,
             names=_bucket_names, replaceable=lambda name: name in written or is_replaceable(name), parts=writing.parts,
             resume=writing.resume, files=files, save=writing.save, several=ranks.size > 1,
         )  # fmt: skip
 
-    def link(target: Target) -> None:
+    def link_files(target: Target) -> None:
         for linked in plan.linked:
             if not target.link(linked) and copied is not None:
                 copied(linked)
 
-    def join(name: str) -> Target:
-        return join_target(name, path, durable=writing.durable, plan=plan, resume=writing.resume)
-
     # A copy has the files of a checkpoint that was opened.
     is_checked = (writing.read_back or ranks.size > 1) and not plan.copied
-    how = Saving(
+    saving = Saving(
         check_opens=partial(check_plan_opens, plan, path) if is_checked else None,
         threads=threads, block=block, progress=progress, read_back=writing.read_back,
         last=before_commit or (lambda: None), before_rename=before_rename, attributes=plan.attributes,
     )  # fmt: skip
-    joint_save = PlanSave(
-        plan, ranks, how, open_target=first_target, link_files=link, join_target=join, hash_source=mark,
-        findings=findings,
-    )  # fmt: skip
-    joint_save.write()
-    return without_hashes(how.crcs)
+    if ranks.size > 1:
+        join = partial(
+            join_target, path=path, durable=writing.durable, plan=plan, resume=writing.resume
+        )
+        joint_save = PlanSave(
+            plan, ranks, saving, open_target=open_target, link_files=link_files, join_target=join,
+            hash_source=mark, findings=findings,
+        )  # fmt: skip
+        joint_save.write()
+    else:
+        with open_target() as target:
+            link_files(target)
+            for file in plan.files:
+                target.begin(file)(saving)
+            target.publish(plan.index, saving)
+    return without_hashes(saving.crcs)
