@@ -11,13 +11,11 @@ import importlib.util
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, core, settings
 
 from holdfast.torch import versions
@@ -27,20 +25,6 @@ from tests import sampling
 # to their children and look what these do about it: here it is what it is in the foreground.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-GROUP_ENDS = versions.Change(
-    (2, 8), "a group of gloo ends while its last work is freed; in 2.6 it was seen to wait for ever"
-)
-
-if not GROUP_ENDS:
-    end_group = torch.distributed.destroy_process_group
-
-    def end_idle_group(group: object = None) -> None:
-        """End a group. Its thread frees the last work before that, for which it needs the interpreter lock."""
-        time.sleep(0.2)
-        end_group(group)
-
-    torch.distributed.destroy_process_group = end_idle_group
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
