@@ -15,10 +15,6 @@ Bools = npt.NDArray[np.bool_]
 DOT_ELEMENTS = 8192  # Of a row that BLAS multiplies by itself: from 10,000 on it would start threads of its own, for each of ours.
 
 
-def listed(column: Sequence[int] | Ints) -> Sequence[int]:
-    return column.tolist() if isinstance(column, np.ndarray) else column
-
-
 def shape_columns(shapes: Sequence[tuple[int, ...]]) -> Ints:
     """Shapes as columns: a row for each dimension of the one that has the most, filled up with ones.
 

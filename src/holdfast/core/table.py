@@ -346,9 +346,8 @@ class Table(Mapping[str, LazyTensor]):
             return self._views[row]
         if row in self.odd:
             return self.odd[row]
-        return self.storages.view(
-            self.storage[row], self.kinds[self.kind[row]], self.names[row], self.offset_of(row)
-        )
+        kind, offset = self.kinds[self.kind[row]], self.offsets.get(row, 0)
+        return self.storages.view(self.storage[row], kind, self.names[row], offset)
 
     def offset_of(self, row: int) -> int:
         return self.offsets.get(row, 0)

@@ -167,18 +167,19 @@ def range_in(layout: Layout, dtype: DType, shape: tuple[int, ...]) -> FileRange 
     return storage.key, start + at, nbytes, NO_CRC if crc is None else crc
 
 
-class ChunkSlice(Value, frozen=True, eq=False):
-    """A slice of a tensor that is one chunk: that chunk, and the bit and the strides in its storage."""
+class SlicePosition(Value, frozen=True, eq=False):
+    """The position of a slice of a tensor in one piece."""
 
-    chunk: Chunk
+    storage: Storage
     offset: int
+    """Bit of the storage where the first element lies."""
     strides: tuple[int, ...]
 
     def layout(self) -> Layout:
-        return self.chunk.storage, self.offset, self.strides
+        return self.storage, self.offset, self.strides
 
     def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
-        return range_in((self.chunk.storage, self.offset, self.strides), dtype, shape)
+        return range_in((self.storage, self.offset, self.strides), dtype, shape)
 
 
 class TensorFields(Value, frozen=True, eq=False):
@@ -341,24 +342,20 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         traits = self.traits
         if traits is not PLAIN:
             traits = Traits(conj=traits.conj, neg=traits.neg, meta=traits.meta)
-        shape, chunks = self.shape, _CHUNKS.__get__(self) or self.chunks
+        layout = None if self.later else self.layout()
+        if layout is not None:
+            storage, offset, strides = layout
+            shape, offset, strides, _ = sliced(self.shape, offset, strides, index)
+            position = None if 0 in shape else SlicePosition(storage, offset, strides)
+            return LazyTensor(self.name, self.dtype, shape, (), self.source, traits, position)
+
+        shape, _, _, picks = sliced(self.shape, 0, self.shape, index)
+        chunks: tuple[Chunk, ...] | LaterChunks = _CHUNKS.__get__(self)
         if not isinstance(chunks, tuple):
-            left, _, _, picks = sliced(shape, 0, shape, index)
             # Of eight thousand pieces a rank wants one or two.
-            chunks = slice_chunks(picks, chunks.made(*_bounds(picks)))
-            return LazyTensor(self.name, self.dtype, left, chunks, self.source, traits)
-        if (
-            len(chunks) == 1
-            and type(chunk := chunks[0]) is Chunk
-            and chunk.box.stop == shape
-            and not any(chunk.box.start)
-        ):
-            left, offset, strides, _ = sliced(shape, chunk.offset, chunk.strides, index)
-            position = None if 0 in left else ChunkSlice(chunk, offset, strides)
-            return LazyTensor(self.name, self.dtype, left, (), self.source, traits, position)
-        left, _, _, picks = sliced(shape, 0, shape, index)
+            chunks = chunks.made(*_bounds(picks))
         return LazyTensor(
-            self.name, self.dtype, left, slice_chunks(picks, chunks), self.source, traits
+            self.name, self.dtype, shape, slice_chunks(picks, chunks), self.source, traits
         )
 
     def permute(self, *axes: int | Sequence[int]) -> LazyTensor:
@@ -408,7 +405,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
     def numpy(self) -> np.ndarray:
         """The elements as an array: over mapped memory where the checkpoint is mapped and the layout allows, else read."""
         view = self.source.view(self)
-        return self.read() if view is None else view
+        return self.source.arrays([self])[0] if view is None else view
 
     def read(self, *, out: np.ndarray | None = None) -> np.ndarray:
         """Read the elements into a fresh array, or into `out` (same shape and dtype; any strides), which is returned."""

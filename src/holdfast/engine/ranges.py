@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from holdfast.core.arrays import Ints, listed
+from holdfast.core.arrays import Ints
 from holdfast.core.crc import Sums, crc32, have_crcs
 from holdfast.core.protocols import Store
 from holdfast.core.runtime import memory_at
@@ -45,23 +45,21 @@ class RangeReads(Value, frozen=True, eq=False):
     damaged: Callable[[int, int], Corrupted]
     """The error for a range that has another checksum: takes its number and the checksum of its bytes."""
 
-    def __len__(self) -> int:
-        return len(self.starts)
-
 
 def read_ranges(store: Store, reads: RangeReads, *, threads: int, policy: Policy = RECORDS) -> int:
     """Read every range to its destination and return how many bytes were read.
 
     Raises the error of a range that cannot be read, or whose checksum does not match.
     """
+    columns = (reads.files, reads.starts, reads.nbytes, reads.addresses, reads.crcs)
     # One range, and memory that is there, have no neighbours to be joined with.
-    if len(reads) == 1 or store.medium.resident:
-        total_nbytes = sum(listed(reads.nbytes))
+    if len(reads.starts) == 1 or store.medium.resident:
+        total_nbytes = int(sum(reads.nbytes))
         if total_nbytes < INLINE_NBYTES:
-            _read_each(store, reads)
+            lists = [one.tolist() if isinstance(one, np.ndarray) else one for one in columns]
+            _read_each(store, reads, zip(*lists, strict=True))
             return total_nbytes
 
-    columns = (reads.files, reads.starts, reads.nbytes, reads.addresses, reads.crcs)
     files, starts, nbytes, addresses, crcs = (np.asarray(column, np.int64) for column in columns)
     ranges = Ranges(reads.keys, files, starts, nbytes)
     sinks = [
@@ -79,10 +77,8 @@ def read_ranges(store: Store, reads: RangeReads, *, threads: int, policy: Policy
     return sum(sink.parts.nbytes for sink in sinks)
 
 
-def _read_each(store: Store, reads: RangeReads) -> None:
-    """Read short ranges one after the other, on this thread."""
-    columns = (reads.files, reads.starts, reads.nbytes, reads.addresses, reads.crcs)
-    rows = zip(*map(listed, columns), strict=True)
+def _read_each(store: Store, reads: RangeReads, rows: Iterable[tuple[int, ...]]) -> None:
+    """Read short ranges one after the other, on this thread. `rows` are the columns of `reads`."""
     for number, (file, start, nbytes, address, crc) in enumerate(rows):
         if not nbytes:
             continue

@@ -95,27 +95,22 @@ class OpenSource:
 
     def _fill(self, requests: Sequence[Request], ranges: Sequence[FileRange | None]) -> None:
         """Fill requests, each of which is one range or, where that is None, is made of boxes."""
-        regular: list[Request] = []
-        regular_ranges: list[FileRange] = []
-        irregular: list[Request] = []
-        for request, place in zip(requests, ranges, strict=True):
-            if place is None:
-                irregular.append(request)
-            else:
-                regular.append(request)
-                regular_ranges.append(place)
-        if regular:
-            self._read_regular(regular, regular_ranges)
+        irregular = [one for one, place in zip(requests, ranges, strict=True) if place is None]
+        places = [place for place in ranges if place is not None]
+        if places:
+            regular = requests
+            if irregular:
+                pairs = zip(requests, ranges, strict=True)
+                regular = [request for request, place in pairs if place is not None]
+            positions: dict[str, int] = {}
+            files = [positions.setdefault(key, len(positions)) for key, _, _, _ in places]
+            _, starts, nbytes, crcs = zip(*places, strict=True)
+            addresses = [address_of(request.out) for request in regular]
+            tensors = [request.tensor for request in regular]
+            keys = [*positions]
+            self._read_ranges(tensors.__getitem__, keys, files, starts, nbytes, addresses, crcs)
         if irregular:
             self._read_irregular(irregular)
-
-    def _read_regular(self, requests: Sequence[Request], ranges: Sequence[FileRange]) -> None:
-        keys: dict[str, int] = {}
-        files = [keys.setdefault(key, len(keys)) for key, _, _, _ in ranges]
-        _, starts, nbytes, crcs = zip(*ranges, strict=True)
-        addresses = [address_of(request.out) for request in requests]
-        tensors = [request.tensor for request in requests]
-        self._read_ranges(tensors.__getitem__, [*keys], files, starts, nbytes, addresses, crcs)
 
     def _read_ranges(
         self,

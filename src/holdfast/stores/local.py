@@ -356,6 +356,10 @@ class LocalStore(Store):
     """A file, a directory and what is in it, or those files of a directory whose names fit: `actor/optim_*.pt`. `instead_of` is the
     path that a directory stands in for, where a save was cut off while it was replaced (`recover`)."""
 
+    gone = False
+    """Whether a file was missing that was there when the directory was opened."""
+    folder = False
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -370,7 +374,6 @@ class LocalStore(Store):
         self._max_files = max_files
         self._keys: Keys | None = None
         self._expected: Mapping[str, Stamp] = {}
-        self._gone = False
         self._folder: Folder | None = None
         self._beside: LocalStore | None = None
         self._single = self.name.rpartition("/")[2] or self.name
@@ -384,23 +387,14 @@ class LocalStore(Store):
                 self._handles[self._single] = Handle.of(file, found)
         except (OSError, UnicodeEncodeError) as error:
             raise _refused(self.name, error) from None
-        self._directory = self._folder is not None
-
-    @property
-    def gone(self) -> bool:
-        """Whether a file was missing that was there when the directory was opened."""
-        return self._gone
-
-    @property
-    def folder(self) -> bool:
-        return self._directory
+        self.folder = self._folder is not None
 
     @property
     def single(self) -> str | None:
-        return super().single if self._directory else self._single
+        return super().single if self.folder else self._single
 
     def beside(self) -> Store | None:
-        if self._directory:
+        if self.folder:
             return self
         with self._lock:
             if self._closed:
@@ -412,14 +406,14 @@ class LocalStore(Store):
 
     def list(self) -> Sequence[str]:
         """Every key: what was there when it was asked for the first time."""
-        if not self._directory:
+        if not self.folder:
             return [self._single]
         with self._lock:
             if self._keys is None:
                 try:
                     self._keys = self._list_keys(self._bound())
                 except Replaced:
-                    self._gone = True
+                    self.gone = True
                     raise
                 except OSError as error:
                     raise _refused(self.name, error) from None
@@ -552,7 +546,7 @@ class LocalStore(Store):
         )
 
     def _label(self, key: str) -> str:
-        return os.path.join(self._root, key) if self._directory else self.name
+        return os.path.join(self._root, key) if self.folder else self.name
 
     def _was_closed(self) -> Closed:
         return Closed("the checkpoint was closed; open it again to read from it", file=self.name)
@@ -584,7 +578,7 @@ class LocalStore(Store):
                     raise Replaced(ELSEWHERE, file=self._label(key))
                 if not platform.REMOVES_OPEN_FILES:
                     handle.file = None  # or nobody could replace a checkpoint that somebody reads
-                elif self._directory and (
+                elif self.folder and (
                     len(self._handles) >= KEPT or len(ALIVE) > platform.most_open_files() // SHARE
                 ):
                     handle.file = None
@@ -617,7 +611,7 @@ class LocalStore(Store):
             raise self._missing(key, error) from None
 
     def _open_file(self, key: str) -> OpenFile:
-        if self._directory:
+        if self.folder:
             return self._bound().open(key)
         if key != self._single:
             raise StoreError(f"there is no {key!r} in {self.name}", file=key)
@@ -627,7 +621,7 @@ class LocalStore(Store):
         """Close what is kept open of a directory; False where there was nothing."""
         kept = (
             [handle for handle in list(self._handles.values()) if handle.file is not None]
-            if self._directory
+            if self.folder
             else []
         )
         for handle in kept:
@@ -643,14 +637,14 @@ class LocalStore(Store):
             or (self._keys is not None and key in self._keys)
         )
         if isinstance(error, OSError) and error.errno in GONE and known:
-            self._gone = True
+            self.gone = True
             gone = Replaced(
                 "the file is gone: the checkpoint was replaced or removed while it was open; open it again",
                 file=label,
             )
             gone.errno = error.errno
             return gone
-        return _refused(label, error, inside=self._directory)
+        return _refused(label, error, inside=self.folder)
 
 
 def _chosen(path: str) -> tuple[str, str]:
