@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -240,18 +240,19 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """
         from holdfast.core.sharing import check_expansion
 
-        wanted = [
-            name
-            for given in names
-            for name in ([given] if isinstance(given, str) else patterns(given, "names="))
-        ]
-        wanted = wanted if names else list(self)
-        table = self.stored
-        known = table.rows if names else {}
-        for name in wanted if names else ():
-            if not isinstance(name, Hashable) or name not in known:
-                self[name]  # raises
-        rows = [known[name] for name in wanted] if names else range(len(table))
+        table = self._description.tensors
+        wanted: Sequence[str] = table.names
+        rows: Sequence[int] = range(len(wanted))
+        if names:
+            wanted = [
+                name
+                for given in names
+                for name in ([given] if isinstance(given, str) else patterns(given, "names="))
+            ]
+            for name in wanted:
+                if not isinstance(name, Hashable) or name not in table.rows:
+                    self[name]  # raises
+            rows = [table.rows[name] for name in wanted]
         check_expansion(table, rows)
         return dict(zip(wanted, table.arrays(rows), strict=True))
 

@@ -186,7 +186,7 @@ def read_rank(source: Source, rank: int, key: str) -> RankFile:
             raise Unsupported("a TorchScript archive is no rank's file")
         reader = PickleReader(source, key, archive)
         tree, nbytes = reader.read("data.pkl", "data/")
-    foreign = tuple(replace(found, stream=f"{key}: {found.stream}") for found in reader.foreign())
+    foreign = tuple(replace(found, stream=f"{key}: {found.stream}") for found in reader.foreign)
     return RankFile(rank, key, tree, nbytes, foreign)
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import PurePath
-from typing import cast
 
 import numpy as np
 
@@ -90,10 +89,9 @@ class Spending:
 
     def fill(self, target: dict[object, object], flat: list[object]) -> None:
         """Set the keys and values that stand in turn in `flat`, which has an even length."""
-        keys = flat[::2]
-        free = {*map(type, keys)} == {str} and max(map(len, cast("list[str]", keys))) <= LONG_TEXT
-        for key, value in zip(keys, flat[1::2], strict=True):
-            if not free:
+        for key, value in zip(flat[::2], flat[1::2], strict=True):
+            # Most keys are short texts, which are free.
+            if type(key) is not str or len(key) > LONG_TEXT:
                 self.key(key, len(target))
             target[key] = value
 

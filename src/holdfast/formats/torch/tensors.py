@@ -150,38 +150,37 @@ def strided_view(
     shape, steps, begin, last = reach(offset, size, stride, storage.source.limits)
     row = storage.position if isinstance(storage.position, FileRow) else None
     chunks = storage.chunks if row is None else ()
-    where = None if row is None else (row.offset, row.kind.strides)
+    place = None if row is None else (row.offset, row.kind.strides)
     if len(chunks) == 1:
-        where = chunks[0].offset, chunks[0].strides
-    if where is None or storage.ndim != 1 or where[1] != (storage.dtype.bits,):
+        place = chunks[0].offset, chunks[0].strides
+    if place is None or len(storage.shape) != 1 or place[1] != (storage.dtype.bits,):
         # A tensor in the place of a storage: its size says nothing about the bytes that are there.
         raise MetadataError(
             "a tensor over something that is no storage", found=type(storage).__name__
         )
-    room, needed = storage.size * storage.dtype.bits, (last + 1) * dtype.bits
+
+    (element_count,) = storage.shape
+    stored_bits, needed_bits = element_count * storage.dtype.bits, (last + 1) * dtype.bits
     # Packed quantised types count their storage in bytes and their elements in fractions of one (torch 2.13, quint4x2).
-    if needed > room and not (dtype.packed and needed <= storage.size * 8):
-        raise beyond(last, room // dtype.bits)
-    at, strides = where[0] + begin * dtype.bits, tuple(s * dtype.bits for s in steps)
+    if needed_bits > stored_bits and not (dtype.packed and needed_bits <= element_count * 8):
+        raise beyond(last, stored_bits // dtype.bits)
+
+    first_bit = place[0] + begin * dtype.bits
+    strides = tuple([step * dtype.bits for step in steps])
     if last < 0:
-        at, strides = 0, (0,) * len(shape)
-    if row is not None and dtype.nbytes(math.prod(shape)) < BEYOND:
-        own = row.kind
-        inside = is_inside(at, dtype.nbytes(math.prod(shape)), own.storage_nbytes)
-        kind = strided_kind(
-            dtype, shape, strides, own.storage_nbytes, traits, own.byteorder, own.location, inside
-        )
-        return LazyTensor(
-            "",
-            dtype,
-            shape,
-            (),
-            storage.source,
-            traits,
-            FileRow(row.storages, row.number, kind, at),
-        )
-    chunk = Chunk(Box.whole(shape), storage.chunks[0].storage, at, strides)
-    return LazyTensor("", dtype, shape, (chunk,), storage.source, traits)
+        first_bit, strides = 0, (0,) * len(shape)
+    nbytes = dtype.nbytes(math.prod(shape))
+    if row is None or nbytes >= BEYOND:
+        chunk = Chunk(Box.whole(shape), storage.chunks[0].storage, first_bit, strides)
+        return LazyTensor("", dtype, shape, (chunk,), storage.source, traits)
+
+    whole = row.kind
+    inside = is_inside(first_bit, nbytes, whole.storage_nbytes)
+    kind = strided_kind(
+        dtype, shape, strides, whole.storage_nbytes, traits, whole.byteorder, whole.location, inside
+    )
+    position = FileRow(row.storages, row.number, kind, first_bit)
+    return LazyTensor("", dtype, shape, (), storage.source, traits, position)
 
 
 def brief(value: object) -> str:

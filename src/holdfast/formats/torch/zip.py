@@ -101,7 +101,7 @@ def read_torch_zip(source: Source, key: str) -> SavedFile:
     if archive.get("constants.pkl") is None:
         archive.records.fold()
         return SavedFile(
-            "torch-zip", tree, nbytes, reader.foreign(), tuple(reader.notes), reader.metadata
+            "torch-zip", tree, nbytes, reader.foreign, tuple(reader.notes), reader.metadata
         )
     # The attributes of a scripted module have the names that its `state_dict()` has; its constants stand beside them.
     constants, more = reader.read("constants.pkl", "constants/")
@@ -116,7 +116,7 @@ def read_torch_zip(source: Source, key: str) -> SavedFile:
         "torchscript",
         whole,
         nbytes + more,
-        reader.foreign(),
+        reader.foreign,
         (note, *reader.notes),
         reader.metadata,
     )
@@ -143,7 +143,7 @@ def record_bytes(source: Source, key: str, record: ZipRecord, most: int | None =
     if most is not None and record.nbytes > most:
         message = f"{record.name} is {record.nbytes:,} bytes, above Limits(pickle_nbytes={most:,})"
         raise LimitExceeded(message, expected=most, found=record.nbytes)
-    data = source.bytes(key, record.start, record.stop)
+    data = source.bytes(key, record.start, record.start + record.nbytes)
     if record.crc32 is not None and crc32(data) != record.crc32:
         message = (
             f"the record {record.name!r} does not have the checksum that the archive records for it"
@@ -157,7 +157,7 @@ class PickleReader:
 
     def __init__(self, source: Source, key: str, archive: Archive) -> None:
         self._source, self._key, self._archive = source, key, archive
-        self._foreign: list[Foreign] = []
+        self.foreign: tuple[Foreign, ...] = ()
         self.notes: list[str] = []
         self.metadata = self._texts()
         self.byteorder = self.metadata.get("byteorder", "little")
@@ -208,7 +208,7 @@ class PickleReader:
         done = interpret_whole(
             record_bytes(source, self._key, record, most), table, limits=source.limits, stream=name
         )
-        self._foreign += done.foreign
+        self.foreign += done.foreign
         value = done.value
         if type(value) is dict and {*map(type, value)} == {str}:
             # Names lie in memory between the tensors that were made with them. Copied now, while the tensors are there, the names
@@ -217,9 +217,6 @@ class PickleReader:
             value.clear()
             value.update(zip(names, values, strict=True))
         return value, record.nbytes
-
-    def foreign(self) -> tuple[Foreign, ...]:
-        return tuple(self._foreign)
 
 
 class Payloads:
