@@ -349,9 +349,6 @@ class Table(Mapping[str, LazyTensor]):
         kind, offset = self.kinds[self.kind[row]], self.offsets.get(row, 0)
         return self.storages.view(self.storage[row], kind, self.names[row], offset)
 
-    def offset_of(self, row: int) -> int:
-        return self.offsets.get(row, 0)
-
     def located(self, rows: Sequence[int]) -> Table:
         """A table for rows that are about to be read: a format that has to ask its files where they lie asks for all at once."""
         return self

@@ -422,10 +422,10 @@ class LocalStore(Store):
             return list(self._keys)
 
     def size(self, key: str) -> int:
-        return self._open(key).nbytes
+        return (self._handles.get(key) or self._open(key)).nbytes
 
     def read(self, key: str, start: int, out: memoryview) -> None:
-        handle = self._open(key)
+        handle = self._handles.get(key) or self._open(key)
         total = out.nbytes
         if start < 0 or start + total > handle.nbytes:
             message = f"wanted bytes {start} to {start + total} of {handle.nbytes}"
@@ -565,9 +565,7 @@ class LocalStore(Store):
         return folder
 
     def _open(self, key: str) -> Handle:
-        handle = self._handles.get(key)
-        if handle is not None:
-            return handle
+        """Open and measure a file, if that was not done yet."""
         with self._lock:
             if self._closed:
                 raise self._was_closed()

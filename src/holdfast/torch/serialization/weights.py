@@ -63,8 +63,6 @@ from holdfast.torch.serialization.refusals import DEFAULT_PROTOCOL, REGISTERED, 
 from holdfast.torch.serialization.storages import LazyStorages, as_text
 from holdfast.torch.tensors.composites import function_name
 
-REBUILD = "torch._utils._rebuild_tensor_v2"
-
 HARMLESS = frozenset({str, int, float, bool, bytes, type(None)})
 """Types of arguments that give no access to tensors, so that storages need not be filled."""
 
