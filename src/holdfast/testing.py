@@ -171,7 +171,8 @@ def check_description_reads_headers_only(entry: Format, files: Files) -> None:
                 element_nbytes += max(min(stop, storage_stop) - max(start, storage_start), 0)
     # Detection reads the first bytes of a file, and the end of a zip is searched for its directory.
     assert element_nbytes <= 4 * HEAD_NBYTES, (
-        f"opening reads {element_nbytes:,} bytes of the elements of tensors"
+        f"opening reads {element_nbytes:,} bytes of the elements of tensors; read a header whose "
+        f"length is not known in pieces of at most {HEAD_NBYTES:,} bytes"
     )
 
 
