@@ -18,6 +18,7 @@ import holdfast
 from holdfast.engine.commit.transactions import DirectoryTransaction
 from holdfast.formats.native import boxes
 from holdfast.ranks import together
+from holdfast.ranks import write as rank_files
 from holdfast.stores.files import Files
 from holdfast.torch.ranks import load_sharded as sharded_load
 from holdfast.torch.ranks import saving as sharded_save
@@ -610,3 +611,27 @@ def test_bad_arguments(tmp_path: Path):
 def _saved(path: Path) -> Path:
     save_sharded(path, {"w": torch.ones(1)})
     return path
+
+
+def count_openings(world: World, path: str, format: str) -> int:
+    """Save with all ranks, and count how often this rank opens what is not published yet."""
+    openings = []
+    describe = rank_files.describe_unpublished
+
+    def counting(*args: object) -> object:
+        assert not os.path.exists(path)
+        openings.append(args)
+        return describe(*args)
+
+    with instead(rank_files, "describe_unpublished", counting):
+        save_number(world, path, 1.0, format)
+    return len(openings)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_first_rank_opens_once_what_is_not_published_yet(
+    pool: Pool, tmp_path: Path, format: str
+):
+    path = tmp_path / "step"
+    assert good(pool.run(SIZE, count_openings, str(path), format)) == [1, 0, 0]
+    assert number_at(path) == 1.0

@@ -23,6 +23,7 @@ import numpy as np
 from msgspec import field
 
 from holdfast.core.arrays import shape_columns
+from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
 from holdfast.core.sharing import tied
 from holdfast.core.table import Table
@@ -32,7 +33,7 @@ from holdfast.core.value import Value
 from holdfast.engine.saves import FilePlan, Literal, SavePlan
 from holdfast.engine.table import value_state
 from holdfast.errors import CannotHold
-from holdfast.formats.dcp.flatten import common_problems, flatten, root_problems
+from holdfast.formats.dcp.flatten import flatten, root_problems
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import joined, lay_out_items
 from holdfast.formats.dcp.write_index import dcp_index
@@ -58,7 +59,7 @@ from holdfast.formats.safetensors.write import (
     name_problem,
 )
 from holdfast.formats.torch.write import lay_out_torch_zip, unkept_texts
-from holdfast.formats.tree_json.scalars import is_unicode
+from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 
 if TYPE_CHECKING:
     from holdfast.ranks.plan import RankWrites
@@ -78,10 +79,6 @@ class RankOutput(Value, frozen=True):
     """Whether hashes of the boxes are recorded, in a native directory."""
     reuse: Reuse = NOTHING
     """The boxes that are taken over from a base, and not laid out."""
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.boxes.nbytes.sum())
 
 
 class RankFile(Value, frozen=True):
@@ -304,6 +301,38 @@ class DcpShards(Sharded):
         )
 
 
+def common_problems(table: Table, paths: Iterable[str]) -> list[str]:
+    """List the problems that no message between ranks, or no format, could hold.
+
+    Args:
+        table: The tensors of the state.
+        paths: The names of everything in the state, where it was flattened.
+    """
+    problems: list[str] = []
+    most = DEFAULTS.rank
+    wrong = {
+        number: kind
+        for number, kind in enumerate(table.kinds)
+        if kind.traits.meta or len(kind.shape) > most
+    }
+    for name, number in zip(table.names, table.kind, strict=True) if wrong else ():
+        if number not in wrong:
+            continue
+        kind = wrong[number]
+        if kind.traits.meta:
+            problems.append(f"{name}: it is on the meta device, without data")
+        if len(kind.shape) > most:
+            problems.append(
+                f"{name}: {len(kind.shape)} dimensions are more than Limits(rank={most})"
+            )
+    names = [*table.names, *paths]
+    if not is_unicode("".join(names)):
+        problems += [
+            f"{name}: {NO_UNICODE}" for name in dict.fromkeys(names) if not is_unicode(name)
+        ]
+    return problems
+
+
 def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = "") -> SavePlan:
     """The plan of a DCP directory that one process saves, as a rank that is alone, and without torch.
 
@@ -313,7 +342,7 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
     flat, every = flatten(state), DcpShards()
     table = flat.kept(state.tensors)
     names, kinds = table.names, [table.kinds[number] for number in table.kind]
-    problems = [*root_problems(state), *flat.problems, *common_problems(table, flat)]
+    problems = [*root_problems(state), *flat.problems, *common_problems(table, flat.paths)]
     lacking = (
         (name, kind.dtype)
         for name, kind in zip(names, kinds, strict=True)

@@ -34,9 +34,6 @@ class Description(msgspec.Struct):
     """The patterns in `per_rank` that match something."""
 
 
-DESCRIPTION = message_kind("description of a rank", Description)
-
-
 class Proposal(Value, frozen=True):
     """What one rank wants to save."""
 
@@ -46,27 +43,26 @@ class Proposal(Value, frozen=True):
     """Checksums of the tensors that other ranks may have as well, if they are compared."""
 
 
+class ProposalMessage(msgspec.Struct):
+    """A proposal as the first rank receives it."""
+
+    description: Description
+    state: bytes
+    sums: bytes
+
+
+PROPOSAL = message_kind("proposal of a rank", ProposalMessage)
+
+
 def write_proposal(proposal: Proposal) -> bytes:
-    """Return the message by which a rank sends its proposal to the first rank."""
-    description = write_document(DESCRIPTION, proposal.description)
-    parts = [
-        part
-        for content in (proposal.sums, description)
-        for part in (len(content).to_bytes(8, "little"), content)
-    ]
-    return b"".join((*parts, encode(proposal.state)))
+    state = encode(proposal.state)
+    return write_document(PROPOSAL, ProposalMessage(proposal.description, state, proposal.sums))
 
 
-def read_proposal(message: bytes, known: dict[bytes, Catalogue]) -> Proposal:
+def read_proposal(raw: bytes, known: dict[bytes, Catalogue]) -> Proposal:
     """Read the proposal of another rank. Ranks that have the same tensors share a catalogue in `known`."""
-    sums, rest = _split(message)
-    description, state = _split(rest)
-    return Proposal(read_document(DESCRIPTION, description), decode(state, known), sums)
-
-
-def _split(joined: bytes) -> tuple[bytes, bytes]:
-    stop = 8 + int.from_bytes(joined[:8], "little")
-    return joined[8:stop], joined[stop:]
+    message = read_document(PROPOSAL, raw)
+    return Proposal(message.description, decode(message.state, known), message.sums)
 
 
 class Together(Value, frozen=True):
@@ -131,7 +127,9 @@ def put_together(
         paths={name: path for head in heads for name, path in head.paths.items()},
         grads=frozenset(name for head in heads for name in head.grads),
     )
-    return Together(contents, _with_empty(plan, decoded), plan.notes)
+    has_empty = 0 in plan.catalogue.extents
+    writes = _with_empty(plan, decoded) if has_empty else plan.writes
+    return Together(contents, writes, plan.notes)
 
 
 def _with_empty(plan: RankPlan, states: Sequence[RankState]) -> list[RankWrites]:

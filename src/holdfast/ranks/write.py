@@ -43,6 +43,7 @@ from holdfast.formats.sharded import (
 )
 from holdfast.ranks.plan import RankWrites
 from holdfast.stores.memory import MemoryStore
+from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url
 from holdfast.verbs.seals.document import Stamp, seal_file
 from holdfast.verbs.shared.formats import is_part
@@ -97,7 +98,7 @@ def open_together(
         durable=durable,
         names=lambda: names,
         replaceable=replaceable,
-        save=save_id(),
+        save="" if place_at(path).on_disk else save_id(),
         parents=True,
     )
 
@@ -145,10 +146,11 @@ def write_files(
 
     Files of the base are linked first. Their receipts say so.
     """
-    linked = [
-        Receipt(file.key, file.nbytes, StoredBoxes.of(rows, chunks), linked=target.link(file))
-        for file, (rows, chunks) in zip(reuse.linked, reuse.by_file(), strict=True)
-    ]
+    linked: list[Receipt] = []
+    if reuse.linked:
+        for file, (rows, chunks) in zip(reuse.linked, reuse.by_file(), strict=True):
+            stored = StoredBoxes.of(rows, chunks)
+            linked.append(Receipt(file.key, file.nbytes, stored, linked=target.link(file)))
     saving = Saving(
         threads=max(threads // max(len(files), 1), 1),
         progress=progress,

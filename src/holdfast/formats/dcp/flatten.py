@@ -17,12 +17,10 @@ from msgspec import Struct, field
 
 from holdfast.core import value as values
 from holdfast.core.leaves import NO_LEAVES, PLAIN, Leaves
-from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import LONE_TENSOR_NAME, Path, Unrolled, dotted, rebuild, unroll, walk
-from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 
 
 class FlatValue(values.Value, frozen=True):
@@ -100,26 +98,6 @@ def root_problems(state: State) -> list[str]:
         return []
     kind = type(root).__name__
     return [f"the state: it is of type {kind}, and torch loads only a dict; save {{'state': …}}"]
-
-
-def common_problems(table: Table, flat: FlatState) -> list[str]:
-    """Problems with a state that no message between ranks, or no format, could hold."""
-    problems: list[str] = []
-    most = DEFAULTS.rank
-    wrong = {
-        k: kind for k, kind in enumerate(table.kinds) if kind.traits.meta or len(kind.shape) > most
-    }
-    for name, kind in zip(table.names, table.kind, strict=True) if wrong else ():
-        if kind in wrong and wrong[kind].traits.meta:
-            problems.append(f"{name}: it is on the meta device, without data")
-        if kind in wrong and len(wrong[kind].shape) > most:
-            problems.append(
-                f"{name}: {len(wrong[kind].shape)} dimensions are more than Limits(rank={most})"
-            )
-    if is_unicode("".join(table.names)) and is_unicode("".join(flat.paths)):
-        return problems
-    names = dict.fromkeys([*table.names, *flat.paths])
-    return problems + [f"{name}: {NO_UNICODE}" for name in names if not is_unicode(name)]
 
 
 class _Flattening:

@@ -276,26 +276,6 @@ class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
     sizes: tuple[int, ...]
     found: ItemPlace | None = None
 
-    @classmethod
-    def of(
-        cls, items: Items, item: Item, name: str, *, dtype: DType, sizes: tuple[int, ...]
-    ) -> ItemStorage:
-        key, nbytes = (
-            virtual_key(item) if item.transforms else item.file,
-            dtype.nbytes(math.prod(sizes)),
-        )
-        return cls(
-            key,
-            -1,
-            nbytes,
-            home=items.source.store,
-            dtype=dtype,
-            item=item,
-            items=items,
-            name=name,
-            sizes=sizes,
-        )
-
     if not TYPE_CHECKING:  # fields of a storage that only the item has
         start = property(lambda self: self.place.start)
         byteorder = property(lambda self: self.place.byteorder)
@@ -344,10 +324,6 @@ class ItemChunk(Chunk, frozen=True):
     if TYPE_CHECKING:
         storage: ItemStorage
 
-    @classmethod
-    def of(cls, box: Box, storage: ItemStorage) -> ItemChunk:
-        return cls(box, storage, 0, ())
-
     def __post_init__(self) -> None:
         """No check, which would read the item."""
 
@@ -357,7 +333,7 @@ class ItemChunk(Chunk, frozen=True):
 
     def over(self, storage: Storage) -> Chunk:
         return (
-            ItemChunk.of(self.box, storage)
+            ItemChunk(self.box, storage, 0, ())
             if isinstance(storage, ItemStorage)
             else Chunk.over(self, storage)
         )
@@ -477,9 +453,19 @@ def chunk_of(piece: SavedChunk, name: str, dtype: DType, *, items: Items) -> Chu
             0,
             (0,) * len(piece.sizes),
         )
-    return ItemChunk.of(
-        box, ItemStorage.of(items, piece.item, name, dtype=dtype, sizes=piece.sizes)
+    item = piece.item
+    storage = ItemStorage(
+        virtual_key(item) if item.transforms else item.file,
+        -1,
+        dtype.nbytes(math.prod(piece.sizes)),
+        home=items.source.store,
+        dtype=dtype,
+        item=item,
+        items=items,
+        name=name,
+        sizes=piece.sizes,
     )
+    return ItemChunk(box, storage, 0, ())
 
 
 class Unread(Opaque):

@@ -191,7 +191,7 @@ def is_dcp(source: Source) -> bool:
 def describe(source: Source) -> Description:
     changed = compare_metadata(source)
     index = read_index(source)
-    compressed = any(is_inflated(item) for _, item in index.items())
+    compressed = any(item.transforms and is_inflated(item) for _, item in index.items())
     items = Items(source, inflate=compressed)
     values, foreign, nbytes = read_values(items, _values(index))
     leaves: dict[str, object] = {}

@@ -285,7 +285,7 @@ def empty(kind: type[PickledObject]) -> Row:
     return lambda table, args: NotImplemented if args else kind()
 
 
-def size_of(args: Args) -> Size:
+def size(table: ReducerTable, args: Args) -> object:
     """A `torch.Size`. Every chunk has three, so that the usual form is checked here, and other forms by `lengths_of`."""
     if len(args) == 1 and isinstance(args[0], tuple | list):
         lengths = args[0]
@@ -299,10 +299,6 @@ def size_of(args: Args) -> Size:
         else:
             return Size(lengths)
     return Size(lengths_of(args))
-
-
-def size(table: ReducerTable, args: Args) -> object:
-    return size_of(args)
 
 
 def layout(table: ReducerTable, args: Args) -> object:

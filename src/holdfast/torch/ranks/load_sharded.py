@@ -213,7 +213,7 @@ def load_together(request: ShardedLoad) -> LoadedShards:
     with ExitStack() as held:
         held.callback(ranks.close)
         wanted, unexpected, replicas = _match(request, ranks, held)
-        mine = replicas.mine()
+        mine = replicas.mine() if replicas.shares.any else wanted.fills
         if request.check:
             with together(ranks, UNCHANGED), request.unharmed():
                 check_first([Request(lazy, NO_ARRAY) for lazy in replicas.checked()])

@@ -283,8 +283,6 @@ class Replicas(Value, frozen=True, eq=False):
 
     def mine(self) -> Fills:
         """What this rank reads: what it shares with nobody, and its share of the rest."""
-        if not self.shares.any:
-            return self.fills
         own, fills = self.own(), self.fills
         others = {piece.position for piece, *_ in self.pieces()} - {
             piece.position for piece in own if not piece.cut

@@ -35,10 +35,10 @@ from holdfast.engine.targets.target import Target, join_target
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
 from holdfast.formats import chosen, rank_formats
-from holdfast.formats.dcp.flatten import FlatState, common_problems, flatten, root_problems
+from holdfast.formats.dcp.flatten import FlatState, flatten, root_problems
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import as_bytes, as_column
-from holdfast.formats.sharded import RankOutput, Receipt, spread
+from holdfast.formats.sharded import RankOutput, Receipt, common_problems, spread
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.formats.tree_json.scalars import is_unicode
 from holdfast.ranks.per_rank import mark, rank_key
@@ -198,10 +198,12 @@ class ShardedSave(JointSave):
         """Describe the state that `state` returns, in usual containers."""
         request, format = self.request, self.format
         with self._keeping_error():
-            key = rank_key(self.ranks.rank, self.ranks.size)
-            marked_state, used_patterns = mark(state(), request.per_rank, key)
+            taken_state, used_patterns = state(), list[str]()
+            if request.per_rank:
+                key = rank_key(self.ranks.rank, self.ranks.size)
+                taken_state, used_patterns = mark(taken_state, request.per_rank, key)
             with gc_paused():
-                full = tabulate_tree(marked_state, metadata=request.metadata, arrays="tensors")
+                full = tabulate_tree(taken_state, metadata=request.metadata, arrays="tensors")
                 self._state = full
                 if format.keeps != "state":
                     self._flat = flatten(full)
@@ -240,7 +242,7 @@ class ShardedSave(JointSave):
             for key, text in state.metadata.items()
             if not is_unicode(key + text)
         ]
-        problems += common_problems(table, flat)
+        problems += common_problems(table, flat.paths)
         if problems:
             raise CannotHold("this state cannot be saved so", problems)
 
@@ -357,8 +359,11 @@ class ShardedSave(JointSave):
     def open_target(self, proposals: list[bytes]) -> Target:
         request, first = self.request, self._proposal
         with gc_paused():
-            known = {first.state.catalogue.digest: first.state.catalogue}
-            others = [read_proposal(message, known) for message in proposals[1:]]
+            others: list[Proposal] = []
+            if self.ranks.size > 1:
+                # Most ranks have the tensors of the first one.
+                known = {first.state.catalogue.digest: first.state.catalogue}
+                others = [read_proposal(message, known) for message in proposals[1:]]
             self._together = put_together(
                 [first, *others], values=request.values, per_rank=request.per_rank
             )
@@ -402,7 +407,8 @@ class ShardedSave(JointSave):
 
         # One file for every few threads, each with enough in it. Of an object several parts are on
         # their way at once, and each takes memory.
-        file_count = max(1, min(threads // threads_a_file, output.nbytes // FILE_NBYTES))
+        output_nbytes = int(output.boxes.nbytes.sum())
+        file_count = max(1, min(threads // threads_a_file, output_nbytes // FILE_NBYTES))
         shares = spread(output, 1 if target.save else file_count)
         files = self.format.sharded.files(output, shares, target.save)
         self._receipts = write_files(

@@ -122,7 +122,7 @@ class Matching:
         self, names: Names, *, rank: int, size: int, cast: bool, strict: bool, per_rank: PerRank
     ) -> None:
         self._names = names
-        self._size, self._key = size, rank_key(rank, size)
+        self._rank, self._size = rank, size
         self._cast, self._strict, self._per_rank = cast, strict, per_rank
         self._others: dict[str, list[tuple[int, str]]] | None = None
         self._wanted = Wanted()
@@ -243,7 +243,8 @@ class Matching:
 
     def _find(self, path: Path) -> tuple[str, object]:
         """The value at a path, or at the path of this rank; behind its name, without the prefix."""
-        for name, place in chain([(dotted(path), path)], marked(path, self._key)):
+        key = rank_key(self._rank, self._size)
+        for name, place in chain([(dotted(path), path)], marked(path, key)):
             found = self._names.find(name, place)
             if found is not ABSENT and not _by_rank(found):
                 return name, found
