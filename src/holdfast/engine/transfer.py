@@ -168,22 +168,20 @@ class ReadTask(Struct):
         at = 0
         for low, high in self._short_rows(straight):
             self._one_by_one(straight, at, low)
-            starts, stops = self._ranges(low, high)
+            span = slice(self.first + low, self.first + high)
+            starts, stops = self.reads.starts[span], self.reads.stops[span]
             at = low + self.store.gather(
                 self.reads.key, starts, stops - starts, straight.addresses[low:high]
             )
         self._one_by_one(straight, at, self.last - self.first)
-
-    def _ranges(self, low: int, high: int) -> tuple[Ints, Ints]:
-        span = slice(self.first + low, self.first + high)
-        return self.reads.starts[span], self.reads.stops[span]
 
     def _short_rows(self, straight: Straight) -> Iterator[tuple[int, int]]:
         """Where many can be asked for at once: short ones, near each other, since what lies between them is mapped with them."""
         count = self.last - self.first
         if count < GATHER_READS:
             return
-        starts, stops = self._ranges(0, count)
+        starts = self.reads.starts[self.first : self.last]
+        stops = self.reads.stops[self.first : self.last]
         short = (straight.addresses != 0) & ~straight.seen & (stops - starts <= GATHER_NBYTES)
         edges = np.flatnonzero(short[1:] != short[:-1]) + 1
         for low, high in pairwise([0, *edges.tolist(), count]):
@@ -195,7 +193,8 @@ class ReadTask(Struct):
     def _one_by_one(self, straight: Straight, low: int, high: int) -> None:
         if low == high:
             return
-        starts, stops = self._ranges(low, high)
+        span = slice(self.first + low, self.first + high)
+        starts, stops = self.reads.starts[span], self.reads.stops[span]
         addresses, seen = straight.addresses[low:high], straight.seen[low:high].tolist()
         ends = (addresses + stops - starts).tolist()
         rows = zip(addresses.tolist(), ends, starts.tolist(), seen, strict=True)

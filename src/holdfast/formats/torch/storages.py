@@ -165,10 +165,6 @@ class Storages(Generic[W]):
 class DescribedStorages(Storages[LazyTensor]):
     """Storages that are 1-D lazy tensors."""
 
-    def __init__(self, source: Source, lengths: tuple[int, ...] = (5,)) -> None:
-        super().__init__(lengths)
-        self.source = source
-
     def part(self, whole: LazyTensor, key: str, start: int, count: int) -> LazyTensor:
         return whole[start : start + count]
 
@@ -186,14 +182,14 @@ class FoundStorages(DescribedStorages):
     def __init__(
         self, source: Source, find: Callable[[StorageId], Storage], lengths: tuple[int, ...] = (5,)
     ) -> None:
-        super().__init__(source, lengths)
-        self._find = find
+        super().__init__(lengths)
+        self._source, self._find = source, find
 
     def whole(self, storage_id: StorageId) -> LazyTensor:
         storage = self._find(storage_id)
         check_nbytes(storage_id, storage.nbytes)
         return LazyTensor.contiguous(
-            "", storage_id.dtype, (storage_id.count,), storage, self.source
+            "", storage_id.dtype, (storage_id.count,), storage, self._source
         )
 
 
@@ -228,8 +224,7 @@ class ArchiveStorages(DescribedStorages):
     """The storages of a pickle in an archive. Each is a record of one folder, and every tensor is a row over one."""
 
     def __init__(self, storages: RecordStorages, folder: str, byteorder: str) -> None:
-        (place,) = storages.files
-        super().__init__(place.source)
+        super().__init__()
         self._storages, self._folder, self._byteorder = storages, folder, byteorder
         _, packed, _, methods, *_ = storages.archive.records.columns
         self._records = (

@@ -12,7 +12,6 @@ Reading: the directory of the zip, the small text records, the pickles. Storages
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from operator import attrgetter, eq, is_
 
 from msgspec import field
@@ -157,6 +156,7 @@ class PickleReader:
 
     def __init__(self, source: Source, key: str, archive: Archive) -> None:
         self._source, self._key, self._archive = source, key, archive
+        self._storages = RecordStorages(source, key, archive)
         self.foreign: tuple[Foreign, ...] = ()
         self.notes: list[str] = []
         self.metadata = self._texts()
@@ -170,10 +170,6 @@ class PickleReader:
             raise HeaderError(
                 "the version record is missing or not a version that torch reads", found=version
             )
-
-    @cached_property
-    def _storages(self) -> RecordStorages:
-        return RecordStorages(self._source, self._key, self._archive)
 
     def _texts(self) -> dict[str, str]:
         texts = {}
