@@ -24,6 +24,7 @@ __all__ = [
     "drops_rest_of_frames",
     "dtypes",
     "element_bytes",
+    "flip_bit",
     "nbytes_on_disk",
     "needs",
     "nested_allowed",
@@ -82,6 +83,19 @@ def element_bytes(tensor: torch.Tensor) -> bytes:
         if tensor.numel()
         else b""
     )
+
+
+def flip_bit(file: Path, offset: int = 0, *, after: bytes = b"") -> None:
+    """Flip the lowest bit of one byte of a file.
+
+    Args:
+        file: The file that is damaged.
+        offset: Where the byte is. It counts from the end if it is negative.
+        after: Bytes in the file. If they are given, the offset counts from where they begin.
+    """
+    content = bytearray(file.read_bytes())
+    content[content.index(after) + offset if after else offset] ^= 1
+    file.write_bytes(content)
 
 
 def save_as(path: Path, state: object) -> Path:

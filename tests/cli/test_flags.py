@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support import flip_bit
 
 import holdfast
 from holdfast.cli.main import main, parser
@@ -188,9 +189,7 @@ def test_show_says_at_a_shell_that_limits_are_raised_in_python(folder, capsys):
 
 
 def test_read_says_at_a_shell_what_reads_a_damaged_tensor_in_python(folder, capsys):
-    content = bytearray(Path("b.safetensors").read_bytes())
-    content[-1] ^= 0xFF
-    Path("b.safetensors").write_bytes(content)
+    flip_bit(Path("b.safetensors"), -1)
     assert main(["read", "b.safetensors", "w"]) == 2
     assert "in Python with holdfast.open(path, verify=False)" in capsys.readouterr().err
 

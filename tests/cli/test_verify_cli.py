@@ -15,6 +15,7 @@ import time
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.support import flip_bit
 
 import holdfast
 from holdfast.cli import progress
@@ -30,9 +31,7 @@ def broken(golden_dir, tmp_path):
     shutil.copy(golden_dir / "files/plain.pt", path)
     with holdfast.open(path) as checkpoint:
         storage = checkpoint["embed.weight"].storages[0]
-    data = bytearray(path.read_bytes())
-    data[storage.start + 3] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, storage.start + 3)
     return path, storage
 
 

@@ -22,6 +22,7 @@ import torch
 import holdfast
 import holdfast.torch as ht
 from holdfast.engine.threads import BackgroundCall, run_all
+from tests.support import flip_bit
 
 SOURCES = ("x.pt", "legacy.pt", "x.safetensors", "native", "x.npz", "dcp")
 COUNT = 6
@@ -223,9 +224,7 @@ def test_a_failure_keeps_nobodys_variables(tmp_path: Path, no_collector: None):
     """An error that threads hand over, and one that is met while reading, go when they have been handled."""
     path = tmp_path / "x.pt"
     holdfast.save({f"w{i}": np.full(1 << 18, i, np.float32) for i in range(4)}, path)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip_bit(path, path.stat().st_size // 2)
     kept: list[weakref.ref[np.ndarray]] = []
 
     def call() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from tests.support import flip_bit
 
 import holdfast
 from holdfast.errors import (
@@ -134,10 +135,7 @@ def test_verify_reads_every_file_and_finds_damage(pipeline):
         f"vae/{DIFFUSION}.bin",
     }
     weights = pipeline / f"vae/{DIFFUSION}.bin"
-    content = bytearray(weights.read_bytes())
-    place = content.index(np.float32(31).tobytes())
-    content[place] ^= 1
-    weights.write_bytes(content)
+    flip_bit(weights, after=np.float32(31).tobytes())
     report = holdfast.verify(pipeline)
     assert not report.ok
     assert report.damaged[0].tensors == ("vae.decoder.w",)

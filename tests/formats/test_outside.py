@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support import flip_bit
 
 import holdfast
 from holdfast.cli.main import main
@@ -100,9 +101,7 @@ def test_verify_notices_a_changed_byte(tmp_path: Path, install: Install):
     install()
     path = tmp_path / "model.toy"
     holdfast.save(STATE, path)
-    content = bytearray(path.read_bytes())
-    content[-9] ^= 1
-    path.write_bytes(content)
+    flip_bit(path, -9)
     assert holdfast.verify(path).verdict == "damaged"
 
 

@@ -26,6 +26,7 @@ import holdfast
 from holdfast.errors import BadPath, NotCommitted, Unsupported
 from holdfast.integrations.dcp import Reader, Writer
 from holdfast.torch import versions
+from tests.support import flip_bit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
@@ -392,9 +393,7 @@ def test_torch_over_ours_and_ours_over_torch(tmp_path: Path):
 def test_the_index_has_a_checksum(tmp_path: Path):
     save({"w": torch.ones(4)}, Writer(tmp_path / "step"))
     index = tmp_path / "step" / ".metadata"
-    content = bytearray(index.read_bytes())
-    content[content.index(b"w")] ^= 2
-    index.write_bytes(content)
+    flip_bit(index, after=b"w")
     with pytest.raises(holdfast.errors.Corrupted):
         Reader(tmp_path / "step").read_metadata()
 

@@ -34,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from tests.integrations.page import run_page  # noqa: E402
-from tests.support import ALONE  # noqa: E402
+from tests.support import ALONE, flip_bit  # noqa: E402
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -359,9 +359,7 @@ def test_a_pickled_module_is_a_tree_of_what_it_holds(tmp_path: Path):
 
 def test_damage_is_found(mesh: Mesh, tmp_path: Path):
     torch.save({"w": torch.ones(64, 64)}, tmp_path / "x.pt")
-    content = bytearray((tmp_path / "x.pt").read_bytes())
-    content[content.index(np.ones(64, np.float32).tobytes()) + 100] ^= 1
-    (tmp_path / "x.pt").write_bytes(content)
+    flip_bit(tmp_path / "x.pt", 100, after=np.ones(64, np.float32).tobytes())
     for spec in (P(), P("data"), P("data", "model")):
         with pytest.raises(Corrupted):
             holdfast.jax.load(tmp_path / "x.pt", NamedSharding(mesh, spec))

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from holdfast.errors import BadArgument, Corrupted
+from tests.support import flip_bit
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
@@ -121,8 +122,6 @@ def test_a_step_is_loaded_by_sglang_itself(tmp_path: Path):
 def test_damage_is_found_while_it_loads(tmp_path: Path):
     trained = torch.nn.Linear(40, 30)
     torch.save(trained.state_dict(), tmp_path / "x.pt")
-    content = bytearray((tmp_path / "x.pt").read_bytes())
-    content[content.index(trained.weight.detach().numpy().tobytes()) + 100] ^= 1
-    (tmp_path / "x.pt").write_bytes(content)
+    flip_bit(tmp_path / "x.pt", 100, after=trained.weight.detach().numpy().tobytes())
     with pytest.raises(Corrupted):
         loaded({"path": str(tmp_path / "x.pt")}, tmp_path)

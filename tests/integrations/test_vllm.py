@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.plugins import DEFAULT_PLUGINS_GROUP
 
 from holdfast.integrations.vllm import HoldfastLoader, register
+from tests.support import flip_bit
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -95,9 +96,7 @@ def test_a_step_that_lacks_a_weight_is_refused(tmp_path: Path):
 def test_damage_is_found_while_it_loads(tmp_path: Path):
     state = Small().state_dict()
     torch.save(state, tmp_path / "x.pt")
-    content = bytearray((tmp_path / "x.pt").read_bytes())
-    content[content.index(state["head.weight"].numpy().tobytes()) + 100] ^= 1
-    (tmp_path / "x.pt").write_bytes(content)
+    flip_bit(tmp_path / "x.pt", 100, after=state["head.weight"].numpy().tobytes())
     with pytest.raises(Corrupted):
         loader({"path": str(tmp_path / "x.pt")}).load_weights(Small(), model_config(tmp_path))
     loader({"path": str(tmp_path / "x.pt"), "mmap": True}).load_weights(

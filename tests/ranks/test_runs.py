@@ -31,6 +31,7 @@ from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 from tests.ranks.test_background import Gate
 from tests.ranks.test_failures import instead
+from tests.support import flip_bit
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -514,9 +515,7 @@ def resume_damaged(world: World, path: str) -> tuple[object, ...]:
 def test_a_damaged_step_changes_nothing_on_any_rank(pool: Pool, tmp_path: Path, size: int):
     good(pool.run(size, save_some, str(tmp_path), [1, 2], False))
     data = sorted((tmp_path / "step-00000002").glob("data-*"))[-1]  # of one rank
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.write_bytes(content)
+    flip_bit(data, -1)
     for values, told, whole, step in good(pool.run(size, resume_damaged, str(tmp_path))):
         assert values == {0}
         assert ("nothing was published or changed" in told) is (size > 1)
@@ -532,9 +531,7 @@ def save_after_damage(world: World, path: str) -> list[bool]:
 
     def rotten(where: str) -> object:
         data = sorted(Path(where).glob("data-*"))[-1]
-        content = bytearray(data.read_bytes())
-        content[-1] ^= 1
-        data.write_bytes(content)
+        flip_bit(data, -1)
         return real(where)
 
     with (

@@ -16,6 +16,7 @@ from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.remote.servers import Asked, Fault, Proxy
 from tests.remote.test_verbs import STATE, names, same
+from tests.support import flip_bit
 
 KINDS = ("native", "x.pt", "x.safetensors", "split", "one")
 
@@ -88,9 +89,7 @@ def test_what_is_there_is_refused_and_replaced_on_demand(made: Path, proxy: Prox
 
 
 def test_damage_is_found_on_the_way(made: Path, proxy: Proxy, url: str):
-    raw = bytearray((made / "x.safetensors").read_bytes())
-    raw[-3] ^= 1
-    (made / "x.safetensors").write_bytes(raw)
+    flip_bit(made / "x.safetensors", -3)
     with pytest.raises(Corrupted, match="checksum"):
         holdfast.copy(made / "x.safetensors", f"{url}/x.safetensors")
     with pytest.raises(HoldfastError, match="no such object"):

@@ -20,6 +20,7 @@ from holdfast.core.documents import read_document, write_document
 from holdfast.engine import checksums
 from holdfast.stores import local
 from tests.groups import good, on_ranks
+from tests.support import flip_bit
 
 SIZES = [2, 3, 4]
 
@@ -93,9 +94,7 @@ def test_damage_is_named_on_all_ranks(folder: Path, tmp_path: Path, size: int):
         copy = tmp_path / name
         (shutil.copytree if (folder / name).is_dir() else shutil.copy)(folder / name, copy)
         data = next(copy.glob("*.safetensors")) if copy.is_dir() else copy
-        raw = bytearray(data.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        data.write_bytes(raw)
+        flip_bit(data, data.stat().st_size // 2)
         found = alike(size, lambda group, copy=copy: holdfast.verify(copy, group=group))
         assert [one.tensors for one in found.damaged] == [("big",)]
 
@@ -192,9 +191,7 @@ def test_a_name_with_half_of_a_surrogate_pair_is_told_to_all_ranks(
 
 def test_damage_of_a_name_with_half_of_a_surrogate_pair_is_named_on_all_ranks(tmp_path: Path):
     holdfast.save({HALF: np.arange(40.0), "b": np.arange(50.0)}, tmp_path / "a.pt", durable=False)
-    raw = bytearray((tmp_path / "a.pt").read_bytes())
-    raw[raw.index(np.arange(40.0).tobytes()) + 9] ^= 1
-    (tmp_path / "a.pt").write_bytes(raw)
+    flip_bit(tmp_path / "a.pt", 9, after=np.arange(40.0).tobytes())
     found = alike(2, lambda group: holdfast.verify(tmp_path / "a.pt", group=group))
     assert [one.tensors for one in found.damaged] == [(HALF,)]
 

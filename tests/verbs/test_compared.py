@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 import holdfast
 from holdfast.cli.main import main
 from holdfast.verbs.seals.document import Seal, SealedFile, encode_seal
+from tests.support import flip_bit
 
 STATE = {"a": np.arange(6, dtype=np.float32), "b": np.ones(3)}
 
@@ -67,9 +68,7 @@ def test_a_gate_takes_what_was_compared_alone(plain, summed, mixed, capsys):
         False,
         False,
     ]
-    damaged = bytearray(summed.read_bytes())
-    damaged[-1] ^= 1
-    summed.write_bytes(damaged)
+    flip_bit(summed, -1)
     assert main(["verify", str(summed), str(plain), "--strict"]) == 1, "damage is worse"
     assert main(["verify", str(summed), str(plain / "none"), "--strict"]) == 2
     capsys.readouterr()

@@ -244,7 +244,8 @@ def test_files_of_a_folder_that_changed_meanwhile_stay(
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
-def test_a_newer_seal_stays(tmp_path: Path):
+@pytest.mark.parametrize("moment", ["while it is written", "while it is flushed"])
+def test_a_newer_seal_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str):
     """The seal beside a file is not replaced either when the file turns out to be a newer one."""
     path = tmp_path / "last.ckpt"
     holdfast.save(state(1), path)
@@ -253,31 +254,12 @@ def test_a_newer_seal_stays(tmp_path: Path):
         save_by_rename(path, 2)
         holdfast.seal(path, step=2)
 
+    progress = During(save_and_seal)
+    if moment == "while it is flushed":
+        act_before_the_flush(monkeypatch, path, save_and_seal)
+        progress = During(lambda: None)
     with pytest.raises(NotCommitted):
-        VERBS["edit"](path, progress=During(save_and_seal))
-    seal = read_seal(path)
-    assert seal is not None
-    assert seal.step == 2
-    assert holdfast.verify(path).ok
-
-
-def test_a_seal_written_while_the_new_file_is_flushed_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path = tmp_path / "last.ckpt"
-    holdfast.save(state(1), path)
-    sync = NewFile.sync
-
-    def replace_and_sync(file: NewFile) -> None:
-        if file.path == str(path):
-            monkeypatch.setattr(NewFile, "sync", sync)
-            save_by_rename(path, 2)
-            holdfast.seal(path, step=2)
-        sync(file)
-
-    monkeypatch.setattr(NewFile, "sync", replace_and_sync)
-    with pytest.raises(NotCommitted):
-        VERBS["edit"](path)
+        VERBS["edit"](path, progress=progress)
     seal = read_seal(path)
     assert seal is not None
     assert seal.step == 2

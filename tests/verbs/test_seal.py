@@ -17,6 +17,7 @@ from holdfast.errors import BadArgument, BadPath, LimitExceeded, NotCommitted
 from holdfast.verbs.seals import make as sealing
 from holdfast.verbs.seals.check import check_sizes, compared, read_seal
 from holdfast.verbs.seals.document import SEAL, parse_seal
+from tests.support import flip_bit
 
 torch = pytest.importorskip("torch")
 
@@ -101,9 +102,7 @@ def test_a_file_of_lightning_has_its_seal_beside_it(tmp_path: Path):
     assert done.seal == f"{path}.seal.json"
     assert holdfast.verify(path).ok
     assert holdfast.verify(tmp_path).ok
-    raw = bytearray(path.read_bytes())
-    raw[-60] ^= 1
-    path.write_bytes(raw)
+    flip_bit(path, -60)
     for place in (path, tmp_path):
         report = holdfast.verify(place)
         assert not report.ok

@@ -15,6 +15,7 @@ import holdfast
 import holdfast.torch
 from holdfast.errors import FormatError, MetadataError, ReplicasDiffer, UnknownFormat, Unsupported
 from tests.rank_folders import StridedShard, as_rank, cut, rank_file, save_ranks, sharded
+from tests.support import flip_bit
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -357,10 +358,7 @@ def test_verify_finds_damage_in_every_file(actor):
     """Also in a replica that nobody reads."""
     assert holdfast.verify(actor).ok
     path = rank_file(actor, 3, 4)
-    content = bytearray(path.read_bytes())
-    at = content.index(whole(8, 2).numpy().tobytes())
-    content[at] ^= 1
-    path.write_bytes(content)
+    flip_bit(path, after=whole(8, 2).numpy().tobytes())
     report = holdfast.verify(actor)
     assert [damage.file for damage in report.damaged] == [str(path)]
 

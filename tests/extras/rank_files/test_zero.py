@@ -25,6 +25,7 @@ from holdfast.errors import (
 )
 from tests.extras.rank_files.zero_folders import Zero
 from tests.sampling import examples
+from tests.support import flip_bit
 
 
 def numbers(*shape: int, first: int = 0) -> torch.Tensor:
@@ -214,9 +215,7 @@ def test_every_record_is_verified(tmp_path: Path) -> None:
     file = step / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     with holdfast.open(file) as found:
         chunk = found["optimizer_state_dict.fp32_flat_groups.0"].chunks[0]
-    content = bytearray(file.read_bytes())
-    content[chunk.storage.start + 4] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, chunk.storage.start + 4)
     (damage,) = holdfast.verify(tmp_path).damaged
     assert damage.file.endswith(file.name)
     assert set(damage.tensors) == {"emb.weight", "a.weight", "head.weight"}

@@ -12,6 +12,7 @@ import pytest
 import holdfast
 from holdfast.core import notebook
 from tests.conftest import GOLDEN
+from tests.support import flip_bit
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e"
 
@@ -99,10 +100,7 @@ def test_every_result(files):
 
 
 def test_damage_is_shown(files):
-    raw = bytearray((files / "a.pt").read_bytes())
-    at = raw.find(np.arange(6.0).tobytes())
-    raw[at] ^= 1
-    (files / "a.pt").write_bytes(raw)
+    flip_bit(files / "a.pt", after=np.arange(6.0).tobytes())
     shown = checked(holdfast.verify(files / "a.pt"))
     assert ">ok</span> no" in shown
     assert "damaged" in shown

@@ -16,6 +16,7 @@ from holdfast.errors import Corrupted, HoldfastError, StoreError
 from holdfast.extras.runs import retention, steps, view
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import Url
+from tests.support import flip_bit
 
 COUNT = 40
 
@@ -54,9 +55,7 @@ def damage(step: holdfast.Step) -> None:
         bucket.put(key, bytes(content))
         return
     (data,) = Path(step.path).glob("data-*")
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.write_bytes(content)
+    flip_bit(data, -1)
 
 
 class Overtaken:

@@ -30,6 +30,7 @@ from holdfast.errors import (
 from holdfast.extras.runs import run as run_module
 from holdfast.extras.runs.view import RunView
 from holdfast.stores.files import Files
+from tests.support import flip_bit
 
 
 def state(number: int, count: int = 600) -> dict[str, object]:
@@ -74,9 +75,7 @@ def test_the_step_before_stays_where_the_newest_is_damaged(
 
     def damaged(path: str) -> object:
         data = next(Path(path).glob("data-*"))
-        content = bytearray(data.read_bytes())
-        content[-1] ^= 1
-        data.write_bytes(content)
+        flip_bit(data, -1)
         return real(path)
 
     monkeypatch.setattr("holdfast.extras.runs.retention.verify", damaged)

@@ -17,6 +17,7 @@ from holdfast.extras.runs.record import DOUBTS, EXPORTS, PINS, RECORD
 from holdfast.extras.runs.steps import DOCUMENTS, RunFolder
 from holdfast.stores.files import Files
 from holdfast.verbs.seals.document import SEAL, Seal, SealedFile, encode_seal
+from tests.support import flip_bit
 
 
 def state(number: int) -> dict[str, object]:
@@ -163,9 +164,7 @@ def test_a_torn_step_is_saved_again_and_never_deleted(
 
 def test_a_file_of_another_length_inside_is_only_found_deep(run: holdfast.Run):
     data = next(folder(run, 3).glob("data-*"))
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.write_bytes(content)
+    flip_bit(data, -1)
     assert run.latest().step == 3
     assert run.latest(deep=True).step == 2
     assert run.resume(into=state(0), deep=True)["step"] == 2

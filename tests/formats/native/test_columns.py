@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import flip_bit
 
 import holdfast
 from holdfast.core.documents import seal
@@ -78,9 +79,7 @@ def test_it_is_converted(folder: Path, tmp_path: Path):
 def test_a_changed_byte_of_a_chunk_is_found(folder: Path):
     with holdfast.open(folder) as found:
         place = found["a"].chunks[40].storage
-    data = bytearray((folder / place.key).read_bytes())
-    data[place.start] ^= 1
-    (folder / place.key).write_bytes(data)
+    flip_bit(folder / place.key, place.start)
     report = holdfast.verify(folder)
     assert not report.ok
 

@@ -19,6 +19,7 @@ from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.tensors import storages as row_tensors
 from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.scratch import Fill
+from tests.support import flip_bit
 from tests.torch.cuda.random_bits import values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -624,9 +625,7 @@ def test_damage_among_many_in_a_torch_file(tmp_path):
     torch.save(
         {f"t{i}": torch.full((50,), i, device="cuda") for i in range(200)}, tmp_path / "a.pt"
     )
-    content = bytearray((tmp_path / "a.pt").read_bytes())
-    content[content.index(torch.full((50,), 77).numpy().tobytes()) + 9] ^= 1
-    (tmp_path / "a.pt").write_bytes(content)
+    flip_bit(tmp_path / "a.pt", 9, after=torch.full((50,), 77).numpy().tobytes())
     with pytest.raises(Corrupted, match="data/77"):
         load(tmp_path / "a.pt")
 

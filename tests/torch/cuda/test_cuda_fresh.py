@@ -20,6 +20,7 @@ from holdfast.torch.tensors.allocate import fresh_kinds, read_tensors
 from holdfast.torch.tensors.fill import fill, row_ranges
 from holdfast.torch.tensors.scratch import Fill
 from tests.sampling import examples
+from tests.support import flip_bit
 from tests.torch.cuda.random_bits import values
 
 CPU = torch.device("cpu")
@@ -344,9 +345,7 @@ def test_drawn_targets(tmp_path_factory, data):
 def test_damaged_targets_are_named(tmp_path):
     state = {f"t{i}": values(16, seed=i) for i in range(100)}
     holdfast.save(state, tmp_path / "a.safetensors")
-    raw = bytearray((tmp_path / "a.safetensors").read_bytes())
-    raw[raw.index(bits(state["t42"]))] ^= 1
-    (tmp_path / "a.safetensors").write_bytes(raw)
+    flip_bit(tmp_path / "a.safetensors", after=bits(state["t42"]))
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
         fills = [Fill(lazy, torch.zeros(16)) for lazy in checkpoint.values()]
         with pytest.raises(Corrupted) as fast:

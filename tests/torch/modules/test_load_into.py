@@ -21,7 +21,7 @@ from holdfast.torch import LocalShardsWrapper, load_sharded
 from holdfast.torch.modules.load_into import Loaded, load_into
 from holdfast.torch.tensors import fill as fill_module
 from holdfast.torch.tensors.open import open as torch_open
-from tests.support import save_as
+from tests.support import flip_bit, save_as
 
 FORMATS = ["zip.pt", "legacy.pt", "file.safetensors", "native"]
 
@@ -311,10 +311,7 @@ def test_neither_module_nor_mapping(tmp_path):
 
 def test_a_damaged_file(tmp_path):
     path = save_as(tmp_path / "zip.pt", {"weight": torch.arange(1024.0).reshape(32, 32)})
-    content = bytearray(path.read_bytes())
-    at = content.index(torch.tensor([500.0, 501.0]).numpy().tobytes())
-    content[at] ^= 1
-    path.write_bytes(content)
+    flip_bit(path, after=torch.tensor([500.0, 501.0]).numpy().tobytes())
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(Corrupted) as caught:
             load_into({"weight": torch.zeros(32, 32, dtype=dtype)}, path)
@@ -335,9 +332,7 @@ def test_damage_is_found_in_a_tensor_larger_than_the_scratch(tmp_path, monkeypat
     load_into(target, path)
     assert torch.equal(target["weight"], torch.arange(4096.0, dtype=torch.float64).reshape(64, 64))
     file = next(path.glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-1000] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, -1000)
     with pytest.raises(Corrupted):
         load_into(target, path)
 

@@ -13,7 +13,7 @@ import holdfast
 from holdfast.errors import Corrupted
 from holdfast.torch import save_sharded, slices
 from holdfast.torch.tensors import slices as module
-from tests.support import ALONE
+from tests.support import ALONE, flip_bit
 
 STATE = {
     "model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3, dtype=torch.bfloat16)},
@@ -91,9 +91,7 @@ def test_a_stream_reads_one_batch_ahead(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_stream_compares_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In the batch that is read beside the caller as well as in the first."""
     torch.save({"a": torch.zeros(1000), "b": torch.ones(1000)}, tmp_path / "m.pt")
-    content = bytearray((tmp_path / "m.pt").read_bytes())
-    content[content.index(torch.ones(1000).numpy().tobytes()) + 100] ^= 1
-    (tmp_path / "m.pt").write_bytes(content)
+    flip_bit(tmp_path / "m.pt", 100, after=torch.ones(1000).numpy().tobytes())
     monkeypatch.setattr(module, "BATCH_NBYTES", 4000)
     with slices(tmp_path / "m.pt") as found:
         stream = found.stream()
