@@ -23,7 +23,7 @@ from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.protocols import Medium
 from holdfast.engine.source import HEAD_NBYTES, OpenSource
 from holdfast.errors import CannotHold, HoldfastError
-from holdfast.formats import FORMATS, PLUGINS, Format, load_plugins, named
+from holdfast.formats import FORMATS, PLUGINS, Format, load_function, load_plugins
 from holdfast.formats.detect import detect
 from holdfast.stores.memory import MemoryStore
 from holdfast.verbs.convert import convert
@@ -77,7 +77,7 @@ def _check_entry(entry: Format) -> None:
     others = [other for other in FORMATS if other.name != entry.name]
     assert entry.begins or entry.known_by, "an entry needs `begins` or `known_by` to be detected"
     for where in (entry.read_by, entry.known_by, entry.written_by, entry.weights_by):
-        assert not where or callable(named(where)), f"{where} is not a function"
+        assert not where or callable(load_function(where)), f"{where} is not a function"
     for suffix in entry.suffixes:
         owners = [other.name for other in others if suffix in other.suffixes]
         assert not owners, f"the suffix {suffix} belongs to {owners[0]}"

@@ -306,10 +306,10 @@ def test_an_entry_names_functions_of_the_formats_or_of_an_extra(format: formats.
         format.weights_by,
     } - {""}
     assert all(where.startswith((".", "holdfast.extras.")) for where in named)
-    assert all(callable(formats.named(where)) for where in named)
+    assert all(callable(formats.load_function(where)) for where in named)
     assert format.known_by or (format.begins and not format.folder)
     if format.written_by:
-        taken = inspect.signature(formats.named(format.written_by)).parameters
+        taken = inspect.signature(formats.load_function(format.written_by)).parameters
         assert set(format.takes) <= set(taken)
         assert set(format.takes) <= set(LAYOUT)
         assert format.folder or format.suffixes

@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from holdfast.core.registry import extras_table
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
 
 @cache
-def named(where: str) -> Any:  # noqa: ANN401  # whatever an entry names
+def load_function(where: str) -> Any:  # noqa: ANN401  # functions of many kinds
+    """Import the function "module:function". A module that begins with a dot is in this package."""
     module, _, name = where.partition(":")
     return getattr(import_module(module, __name__), name)
 
@@ -48,8 +50,8 @@ def named(where: str) -> Any:  # noqa: ANN401  # whatever an entry names
 class Format(Value, frozen=True):
     """One on-disk layout.
 
-    Functions are named `module:function`, and imported when they are needed: to open a file takes few of them. A module whose name
-    begins with a dot is in this package.
+    Functions are given as "module:function" and imported on use, since opening a file takes few of
+    them. A module whose name begins with a dot is in this package.
     """
 
     name: str
@@ -59,8 +61,9 @@ class Format(Value, frozen=True):
     begins: bytes = b""
     """First bytes of a single file."""
     known_by: str = ""
-    """The function `(source)` for a folder, `(source, key)` for a file, that tells whether a source is of this format. Cheap, and
-    raises nothing for bad content. Not needed if the first bytes suffice.
+    """The function that returns whether a source is of this format: `(source)` for a folder,
+    `(source, key)` for a file. It is cheap and raises nothing for bad content. It is not needed if
+    the first bytes suffice.
     """
     suffixes: tuple[str, ...] = ()
     """Ends of names; a new file gets the first. An empty one is a name without a suffix."""
@@ -114,7 +117,7 @@ class Format(Value, frozen=True):
 
     @property
     def sharded(self) -> Sharded:
-        return cast("Sharded", named(self.sharded_by)())
+        return cast("Sharded", load_function(self.sharded_by)())
 
     @property
     def programs(self) -> bool:
@@ -133,12 +136,10 @@ class Format(Value, frozen=True):
     @property
     def opened_as(self) -> tuple[str, ...]:
         """The formats that a folder may be opened as: one file in a folder of its own is just that file."""
-        alone = (
-            one.name
-            for one in FORMATS
-            if self.folder and not one.folder and one.choices and one.choices == self.choices
-        )
-        return self.name, *alone
+        if not self.folder or not self.choices:
+            return (self.name,)
+        file_formats = [entry for entry in FORMATS if not entry.folder]
+        return self.name, *(e.name for e in file_formats if e.choices == self.choices)
 
     def owns(self, name: str) -> bool:
         """Whether a file in a folder belongs to a checkpoint of this format, by its name."""
@@ -160,25 +161,25 @@ class Format(Value, frozen=True):
             return False
         if self.folder:
             # One file may be all there is of a folder: of one rank.
-            return bool(named(self.known_by)(source))
-        return not self.known_by or bool(named(self.known_by)(source, key))
+            return bool(load_function(self.known_by)(source))
+        return not self.known_by or bool(load_function(self.known_by)(source, key))
 
     def describe(self, source: Source) -> Description:
         """Read headers, indexes and pickles; check everything, also that the tree can be printed. Raises only Holdfast errors."""
-        found = cast("Description", named(self.read_by)(source))
-        if found.tree is not found.tensors:
+        description = cast("Description", load_function(self.read_by)(source))
+        if description.tree is not description.tensors:
             from holdfast.core.printed import check_printable
 
-            check_printable(found.tree, source.limits)
-        return found
+            check_printable(description.tree, source.limits)
+        return description
 
     def lay_out(self, state: State, **given: object) -> SavePlan:
         """The plan of a state. Raises `CannotHold` with every problem."""
-        return cast("SavePlan", named(self.written_by)(state, **given))
+        return cast("SavePlan", load_function(self.written_by)(state, **given))
 
     def weight_files(self, source: Source) -> WeightFiles:
         """The files of a folder with its weights. Raises as `open` does."""
-        return cast("WeightFiles", named(self.weights_by)(source))
+        return cast("WeightFiles", load_function(self.weights_by)(source))
 
 
 FIRST_NBYTES = 30 + 512
@@ -373,9 +374,14 @@ FORMATS = [
 """Every format, in the order of detection: the first match counts. Of several formats with one name or suffix, the first counts."""
 
 
-for extra_name, extra_fields in extras_table("FORMATS").items():
-    names = [entry.name for entry in FORMATS]
-    FORMATS.insert(names.index(extra_fields["before"]), Format(extra_name, **extra_fields))
+def _add_formats_of_extras() -> None:
+    """Insert the formats of extras into the list, each before the format that its entry names."""
+    for name, fields in extras_table("FORMATS").items():
+        names = [entry.name for entry in FORMATS]
+        FORMATS.insert(names.index(fields["before"]), Format(name, **fields))
+
+
+_add_formats_of_extras()
 
 PLUGINS: list[Format] = []
 """The formats of other packages. The list is empty until `load_plugins` is called."""
@@ -394,56 +400,56 @@ def load_plugins() -> tuple[str, ...]:
 
 
 def format_of(name: str) -> Format:
-    """The entry of a format's name. An unknown name gives an empty entry."""
-    for one in (*FORMATS, *PLUGINS):
-        if one.name == name:
-            return one
+    """Return the entry of a format by its name; an empty entry for an unknown name."""
+    for entry in (*FORMATS, *PLUGINS):
+        if entry.name == name:
+            return entry
     return Format(name, "")
 
 
 def chosen(name: str, among: Iterable[Format]) -> Format | None:
-    """The format that `format=` means: the first with this name or choice."""
-    for one in among:
-        if name == one.name or name in one.choices:
-            return one
+    """Return the format that `format=` means: the first with this name or choice."""
+    for entry in among:
+        if name == entry.name or name in entry.choices:
+            return entry
     return None
 
 
 def written_formats() -> list[Format]:
-    """The formats that `save` writes; of other packages, those that are loaded."""
-    return [one for one in (*FORMATS, *PLUGINS) if one.written_by]
+    """Return the formats that `save` writes; of plugins, those that are loaded."""
+    return [entry for entry in (*FORMATS, *PLUGINS) if entry.written_by]
 
 
 def choose_written(name: str) -> Format | None:
-    """The format that `format=` means, if it can be written. Looks for plugins if it is unknown."""
+    """Return the format that `format=` means, if it can be written. Plugins are asked last."""
     if chosen(name, (*FORMATS, *PLUGINS)) is None:
         load_plugins()
     return chosen(name, written_formats())
 
 
 def rank_formats() -> list[Format]:
-    """The formats that ranks write together."""
-    return [one for one in FORMATS if one.sharded_by]
+    """Return the formats that ranks write together."""
+    return [entry for entry in FORMATS if entry.sharded_by]
 
 
 def titles(formats: Iterable[Format]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(one.title for one in formats))
+    """Return the names of formats for people, each once."""
+    return tuple(dict.fromkeys(entry.title for entry in formats))
 
 
 def written_in_words() -> str:
-    """The formats that `save` writes with their suffixes, in words."""
-    told = []
-    for one in written_formats():
-        ends = [suffix for suffix in one.suffixes if suffix != f".{one.title}"]
-        more = f" ({', '.join(suffix or 'no suffix' for suffix in ends)})" if ends else ""
-        told += (
-            [f"a {one.title} directory{more}" if one.folder else f"{one.title}{more}"]
-            if one.suffixes
-            else []
-        )
-    return f"{', '.join(told[:-1])}, or {told[-1]}"
+    """Describe the formats that `save` writes, with their suffixes."""
+    phrases = []
+    for entry in written_formats():
+        suffixes = [suffix for suffix in entry.suffixes if suffix != f".{entry.title}"]
+        listed = ", ".join(suffix or "no suffix" for suffix in suffixes)
+        phrase = f"a {entry.title} directory" if entry.folder else entry.title
+        if entry.suffixes:
+            phrases.append(f"{phrase} ({listed})" if listed else phrase)
+    return f"{', '.join(phrases[:-1])}, or {phrases[-1]}"
 
 
 def file_suffixes() -> tuple[str, ...]:
-    """The suffixes of checkpoints that are single files, without those of plugins."""
-    return tuple(suffix for one in FORMATS if not one.folder for suffix in one.suffixes)
+    """Return the suffixes of checkpoints that are single files, without those of plugins."""
+    files = [entry for entry in FORMATS if not entry.folder]
+    return tuple(chain.from_iterable(entry.suffixes for entry in files))

@@ -19,7 +19,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import SavePlan
 from holdfast.errors import CannotHold
-from holdfast.formats import format_of, named
+from holdfast.formats import format_of, load_function
 from holdfast.verbs.shared.formats import Options, archive_format, format_for, plan_save
 from holdfast.verbs.shared.planned import Destination
 from holdfast.verbs.shared.rows import lazy_tree, with_tree
@@ -44,17 +44,12 @@ def is_package(checkpoint: Checkpoint) -> bool:
 
 
 def models_in(checkpoint: Checkpoint, tree: object) -> dict[str, Tree]:
-    """The tree of each model of a package, taken from a tree like the package's own."""
-    named: Tree = tree if isinstance(tree, dict) else {}
-    names = checkpoint.metadata.get("models", "")
-    several = (
-        bool(named)
-        and all(isinstance(value, dict) for value in named.values())
-        and ", ".join(map(str, named)) == names
-    )
-    if not several:
-        return {names or "model": named}
-    return {str(model): value for model, value in named.items() if isinstance(value, dict)}
+    """Return the tree of each model of a package, taken from a tree like the package's own."""
+    items: Tree = tree if isinstance(tree, dict) else {}
+    models = {str(name): value for name, value in items.items() if isinstance(value, dict)}
+    listed_names = checkpoint.metadata.get("models", "")
+    has_several = bool(items) and len(models) == len(items) and ", ".join(models) == listed_names
+    return models if has_several else {listed_names or "model": items}
 
 
 def weights_of(checkpoint: Checkpoint, tree: object) -> dict[str, dict[str, LazyTensor]]:
@@ -68,7 +63,7 @@ def weights_of(checkpoint: Checkpoint, tree: object) -> dict[str, dict[str, Lazy
 def programs_of(checkpoint: Checkpoint) -> list[str]:
     """The names of the models that have a program."""
     where = format_of(checkpoint.format).programs_by
-    return list(named(where)(checkpoint.source)) if where else []
+    return list(load_function(where)(checkpoint.source)) if where else []
 
 
 def select(
@@ -119,7 +114,9 @@ def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePl
     """Lay out a state that came from an open checkpoint. A package stays one, with its programs, where a `.pt2` is asked for."""
     archive = archive_format(where.path, where.format)
     if archive is not None:
-        return cast("SavePlan", named(archive.rewritten_by)(source, lazy_tree(state), where.path))
+        return cast(
+            "SavePlan", load_function(archive.rewritten_by)(source, lazy_tree(state), where.path)
+        )
     options = where.options(Options(keep_tree=True))
     plan = plan_save(
         where.path, state, format_for(where.path, where.format, options), options=options
