@@ -5,6 +5,7 @@ The layout is the writers' own; only the data segments are left out. A hole read
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.saves import Data, FilePlan, Gathered, Late, Literal
 from holdfast.engine.source import OpenSource
-from holdfast.stores.memory import MemoryStore
+from holdfast.stores.virtual import Virtual, VirtualFile
 from holdfast.verbs.shared.formats import Options, plan_save
 from holdfast.verbs.shared.state import tabulate_tree
 
@@ -32,19 +33,21 @@ def zeros_crc(nbytes: int) -> int:
     return total
 
 
+def fill_with_zeros(start: int, out: memoryview) -> None:
+    out[:] = bytes(len(out))
+
+
 def described(shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> State:
-    """Tensors that are nowhere."""
-    source = OpenSource(MemoryStore({}, name="<nowhere>"))
+    """Describe tensors of zeros that take no memory."""
+    source = OpenSource(Virtual("<zeros>"))
     row = DTYPES.name(dtype)
     assert row is not None
     tensors = {}
     for name, shape in shapes.items():
-        count = 1
-        for n in shape:
-            count *= n
-        tensors[name] = LazyTensor.contiguous(
-            name, row, shape, Storage(name, 0, row.nbytes(count), home=source.store), source
-        )
+        nbytes = row.nbytes(math.prod(shape))
+        source.store.put(VirtualFile(nbytes, fill_with_zeros), name)
+        storage = Storage(name, 0, nbytes, home=source.store)
+        tensors[name] = LazyTensor.contiguous(name, row, shape, storage, source)
     return tabulate_tree(tensors)
 
 
@@ -58,14 +61,11 @@ def write_holes(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str = 
 def write_around(path: Path, file: FilePlan) -> int:
     """Everything of a file but its data."""
     crcs = {s.label: zeros_crc(s.nbytes) for s in file.segments if isinstance(s, Data)}
-    for segment in file.segments:
-        if isinstance(segment, Gathered) and segment.zeros is not None:
-            crcs |= segment.zeros()[1]
-        elif isinstance(segment, Gathered):
-            crcs |= {
-                label: zeros_crc(nbytes)
-                for label, nbytes in zip(segment.labels, segment.lengths, strict=True)
-            }
+    gathered: dict[int, bytes] = {}
+    for segment, offset in zip(file.segments, file.offsets(), strict=True):
+        if isinstance(segment, Gathered):
+            gathered[offset], gathered_crcs = segment.make()
+            crcs |= gathered_crcs
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         os.ftruncate(descriptor, file.nbytes)
@@ -73,8 +73,8 @@ def write_around(path: Path, file: FilePlan) -> int:
             match segment:
                 case Literal(data):
                     os.pwrite(descriptor, data, offset)
-                case Gathered(zeros=zeros) if zeros is not None:
-                    os.pwrite(descriptor, zeros()[0], offset)
+                case Gathered():
+                    os.pwrite(descriptor, gathered[offset], offset)
                 case Late():
                     os.pwrite(descriptor, segment.make(crcs), offset)
     finally:

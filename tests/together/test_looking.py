@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -15,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import holdfast
-from holdfast.cli.main import COMMAND_MODULES
+from holdfast.cli.main import find_commands
 from holdfast.core.documents import read_document, write_document
 from holdfast.engine import checksums
 from holdfast.stores import local
@@ -236,7 +235,7 @@ LOOKING = {
 
 def run_command(verb: str, arguments: list[str], group: object) -> int:
     """Run a command as one of several processes does (`holdfast.cli.ranks`)."""
-    module = importlib.import_module(COMMAND_MODULES.get(verb, f"holdfast.cli.{verb}"))
+    module = find_commands()[verb].load()
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     options = parser.parse_args(arguments)

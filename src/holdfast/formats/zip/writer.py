@@ -64,7 +64,7 @@ class RecordBytes(Protocol):
         """The bytes of one record under a label, where they lie."""
 
 
-class SmallRecord(Value, frozen=True, eq=False, gc=False):
+class SmallRecord(Value, frozen=True, eq=False):
     """The content of a short record, which is read together with that of its neighbours. It is never empty."""
 
     storages: RecordBytes
