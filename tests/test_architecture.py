@@ -825,3 +825,19 @@ def test_the_drawing_of_the_layers_is_that_of_the_code():
     assert f"<!-- tools/draw_layers.py -->\n\n{drawing}" in page, (
         "run python tools/draw_layers.py --write"
     )
+
+
+def test_contributing_names_modules_that_exist():
+    page = ROOT.parent.parent.joinpath("CONTRIBUTING.md").read_text("utf-8")
+    calls = page.partition("## Three calls")[2].partition("## To add a format")[0]
+    names = [
+        name
+        for brackets in re.findall(r"(?<!!)\[([a-z_/, …]+)\](?!\()", calls)
+        for name in brackets.split(", ")
+        if name != "…"
+    ]
+    assert len(names) > 20
+    missing = [
+        name for name in names if not (ROOT / name).is_dir() and not (ROOT / f"{name}.py").exists()
+    ]
+    assert missing == []

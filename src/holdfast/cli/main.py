@@ -134,7 +134,8 @@ class Version(argparse.Action):
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; `run` is the function of the verb. Raises `SystemExit` as argparse does."""
     words = [argument for argument in arguments if not argument.startswith("-")]
-    whole = parser(plugins=not words or words[0] not in find_commands())
+    is_built_in = words[0] in find_commands() if words else "--version" in arguments
+    whole = parser(plugins=not is_built_in)
     options, late = whole.parse_known_args(_with_slices_joined(arguments))
     # argparse settles an optional place as soon as an option comes: `edit SRC --drop x DST` leaves DST over.
     more = [] if any(text.startswith("-") for text in late) else late
