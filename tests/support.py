@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ __all__ = [
     "needs",
     "nested_allowed",
     "points",
+    "run_in_threads",
     "save_as",
     "torch_bytes",
     "unpickled",
@@ -117,6 +120,15 @@ def unpickled(stream: bytes) -> object:
 def points(box: Box) -> set[tuple[int, ...]]:
     """Every point of a box."""
     return set(itertools.product(*(range(a, b) for a, b in zip(box.start, box.stop, strict=True))))
+
+
+def run_in_threads(work: Callable[[Any], object], items: Iterable[object]) -> None:
+    """Call a function with every item, each call in a thread of its own, and wait for all."""
+    threads = [threading.Thread(target=work, args=(item,)) for item in items]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def nbytes_on_disk(path: Path) -> int:

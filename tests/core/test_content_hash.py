@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import zlib
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import run_in_threads
 
 from holdfast.core import content_hash
 from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
@@ -76,11 +76,7 @@ def test_many_threads_at_once():
         for start, block in blocks[number::4]:
             found.add(start, block)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(run, range(4))
     assert found.done() == oracle(data, PIECE, HEAD)
 
 

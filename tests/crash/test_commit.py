@@ -21,6 +21,7 @@ from holdfast.engine.commit.temporaries import recover, temporary_name
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.errors import DurabilityUncertain, NotCommitted, SaveError, StoreError, Truncated
 from holdfast.stores.files import FileEntry, Files, is_temporary
+from tests.support import run_in_threads
 
 DEAD = ".model.0123456789abcdef.tmp"
 ASIDE = ".model.0123456789abcdef.old"
@@ -537,11 +538,7 @@ def test_saves_of_many_names_at_once_do_not_disturb_each_other(tmp_path: Path):
             failed.append(error)
 
     failed: list[BaseException] = []
-    threads = [threading.Thread(target=save, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(save, range(8))
     assert failed == []
     assert names(tmp_path) == sorted(
         [*(f"step-{n}" for n in range(8)), *(f"file-{n}" for n in range(8))]

@@ -22,6 +22,7 @@ from holdfast.stores.remote.client import Bucket, Got, bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.remote.servers import Asked, Fault, Proxy, environment
 from tests.sampling import count_rounds, random_for, sample
+from tests.support import run_in_threads
 
 
 def state(number: int) -> dict[str, np.ndarray]:
@@ -138,11 +139,7 @@ def race_savers(
             except NotCommitted:
                 outcomes[saver] = "lost"
 
-        threads = [threading.Thread(target=save, args=(saver,)) for saver in range(savers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(save, range(savers))
         proxy.fault = only(-1, None)
         assert sorted(outcomes) == ["lost"] * (savers - 1) + ["won"], (number, outcomes)
         assert content(place) == outcomes.index("won"), "every byte is the winner's"

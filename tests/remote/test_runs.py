@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from holdfast.stores.remote.client import Bucket, RemoteObject, bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.remote.servers import Asked, Fault, Proxy, environment
 from tests.sampling import count_rounds, every_nth, is_exhaustive, sample
+from tests.support import run_in_threads
 
 LITTER = "step-00000009/data-0123456789abcdef-00001-of-00001.safetensors"
 
@@ -619,11 +619,7 @@ def test_two_runs_at_once(proxy: Proxy, url: str):
                 told.append((number, "lost", which))
             assert run.latest() is not None
 
-    threads = [threading.Thread(target=train, args=(which,)) for which in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(train, range(2))
     assert len(told) == 16
     checked(url, 8)
     assert holdfast.Run(url).latest().step == 8

@@ -12,7 +12,6 @@ import pickletools
 import socket
 import sys
 import tempfile
-import threading
 import types
 import warnings
 import zipfile
@@ -41,7 +40,7 @@ from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import lay_out_zip
 from holdfast.torch import load, save, versions
 from holdfast.torch.serialization import set_default_mmap_options, skip_data
-from tests.support import needs, torch_bytes
+from tests.support import needs, run_in_threads, torch_bytes
 from tests.torch.serialization.test_weights import assert_same
 
 FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -305,14 +304,7 @@ def test_threads_have_their_own_map_location():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        threads = [
-            threading.Thread(target=work, args=(location,))
-            for location in ("meta", "cpu", None, "meta")
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(work, ("meta", "cpu", None, "meta"))
     finally:
         sys.setswitchinterval(before)
     assert wrong == []

@@ -24,6 +24,7 @@ from torch import nn
 import holdfast.torch
 from holdfast.errors import NotCommitted, NotSaved, Refused
 from holdfast.torch import load, save
+from tests.support import run_in_threads
 
 
 def state() -> dict[str, object]:
@@ -456,11 +457,7 @@ def test_threads(tmp_path: Path):
             if error is not None:
                 failed.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, range(4))
     assert failed == []
     assert len(load(path)["w"].unique()) == 1
     assert leftovers(tmp_path) == []
