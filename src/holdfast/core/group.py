@@ -16,11 +16,11 @@ are made a group by `holdfast.torch.group`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+import msgspec
 import numpy as np
 
 from holdfast.core.arrays import Ints
@@ -124,10 +124,63 @@ class Ranks:
 
 ALONE = Ranks()
 
-Head = tuple[str, str, list[str] | None, str | None, int | None]
-"""The head of a rank's message: what it does, what failed, the problems of a `CannotHold`, the path of a `NoSuchPath`,
-and the errno of an `OSError`."""
-Message = tuple[Head, bytes]
+
+class RankMessage(msgspec.Struct):
+    """What a rank sends to the first rank: its document, or its error."""
+
+    doing: str
+    """What the rank does. It must be the same on all ranks."""
+    content: bytes = b""
+    cause: str = ""
+    """The error; empty if there is none."""
+    problems: list[str] | None = None
+    """The problems of a `CannotHold`."""
+    missing_path: str | None = None
+    """The path of a `NoSuchPath`."""
+    errno: int | None = None
+    """The code of an `OSError`."""
+
+    @classmethod
+    def from_error(cls, doing: str, error: BaseException) -> RankMessage:
+        """Make the message of a rank that failed."""
+        return cls(
+            doing,
+            cause=f"{type(error).__name__}: {error}",
+            problems=list(error.problems) if isinstance(error, CannotHold) else None,
+            missing_path=error.filename or "" if isinstance(error, NoSuchPath) else None,
+            errno=error.errno if isinstance(error, OSError) else None,
+        )
+
+
+class FailedStep(msgspec.Struct):
+    """The first rank's answer to all if a rank failed."""
+
+    causes: dict[int, str]
+    """The errors by ranks."""
+    problems: list[str] | None = None
+    """All problems, if each error is a `CannotHold`."""
+    missing_path: str | None = None
+    """The path, if no rank found anything there."""
+    errno: int | None = None
+    """The code of all errors. A code that only some of them have says nothing about the step."""
+
+    def make_error(self, otherwise: str) -> RanksFailed:
+        """Make the error that every rank raises."""
+        message = f"{otherwise}: {_causes(self.causes)}"
+        if self.missing_path is not None:
+            return RanksFoundNothing(message, self.missing_path, causes=self.causes)
+        if self.problems is not None:
+            return RanksRefused(message, self.problems, causes=self.causes)
+        failure = RanksFailed(message, causes=self.causes)
+        failure.errno = self.errno
+        return failure
+
+
+RANK_MESSAGE = message_kind("message of a rank", RankMessage)
+FAILED_STEP = message_kind("list of causes", FailedStep)
+
+DECIDED, UNCERTAIN, FAILED = b"+", b"?", b"-"
+"""First byte of an answer: before the decision, the text of a `DurabilityUncertain`, or a `FailedStep`."""
 
 
 class SeveralRanks(Ranks):
@@ -151,89 +204,82 @@ class SeveralRanks(Ranks):
         """As for one process. A `DurabilityUncertain` of `decide` stays one, on every rank: something was published."""
         if self.size == 1:
             return super().agree(local, decide, otherwise=otherwise)
-        missed = local.filename or "" if isinstance(local, NoSuchPath) else None
-        head = (
-            self._doing,
-            "" if isinstance(local, bytes) else _cause_of(local),
-            _problems(local),
-            missed,
-            _errno_of(local),
-        )
-        content = local if isinstance(local, bytes) else b""
-        cause = local if isinstance(local, BaseException) else None
+        if isinstance(local, bytes):
+            cause = None
+            message = RankMessage(self._doing, local)
+        else:
+            cause = local
+            message = RankMessage.from_error(self._doing, local)
         try:
-            gathered = self._gather(b"" if self.first else _written(head, content))
+            gathered = self._gather(b"" if self.first else write_document(RANK_MESSAGE, message))
         except RankLost as error:
             if self.first:
-                self._answer([_failure({rank: str(error) for rank in error.ranks})] * self.size)
+                lost = FailedStep({rank: str(error) for rank in error.ranks})
+                self._answer([FAILED + write_document(FAILED_STEP, lost)] * self.size)
             raise
+
         answers: list[bytes] | None = None
         if gathered is not None:
-            messages = [(head, content), *map(_read, gathered)]
-            causes, contents, problems, absent = self._judged(messages)
-            # A code that only some causes have says nothing about the save as a whole.
-            codes = {messages[rank][0][4] for rank in causes}
-            code = codes.pop() if len(codes) == 1 else None
-            try:
-                failed = [_failure(causes, problems, absent, code)] * self.size if causes else None
-                # What all ranks are told is one object, and travels once.
-                said: dict[bytes, bytes] = {}
-                answers = failed or [
-                    said.setdefault(answer, b"+" + answer) for answer in decide(contents)
-                ]
-            except DurabilityUncertain as error:
-                cause, answers = (
-                    error,
-                    [b"?" + _cause_of(error).encode("utf-8", "replace")] * self.size,
-                )
-            except Exception as error:
-                cause, answers = (
-                    error,
-                    [_failure({0: _cause_of(error)}, _problems(error), code=_errno_of(error))]
-                    * self.size,
-                )
+            others = [read_document(RANK_MESSAGE, raw) for raw in gathered]
+            answers, error_of_decision = self._decide([message, *others], decide)
+            cause = error_of_decision or cause
         answer = self._answer(answers)
-        if answer[:1] == b"+":
-            return answer[1:]
-        if answer[:1] == b"?":
-            raise DurabilityUncertain(answer[1:].decode()) from cause
-        listed, problems, absent, code = json.loads(answer[1:])
-        known = {int(rank): str(text) for rank, text in listed.items()}
-        if absent is not None:
-            raise RanksFoundNothing(
-                f"{otherwise}: {_causes(known)}", absent, causes=known
-            ) from cause
-        if problems is not None:
-            raise RanksRefused(f"{otherwise}: {_causes(known)}", problems, causes=known) from cause
-        failure = RanksFailed(f"{otherwise}: {_causes(known)}", causes=known)
-        failure.errno = code
-        raise failure from cause
+        content = answer[1:]
+        if answer.startswith(DECIDED):
+            return content
+        if answer.startswith(UNCERTAIN):
+            raise DurabilityUncertain(content.decode()) from cause
+        raise read_document(FAILED_STEP, content).make_error(otherwise) from cause
 
-    def _judged(
-        self, gathered: list[Message]
-    ) -> tuple[dict[int, str], list[bytes], list[str] | None, str | None]:
-        """The causes of failed ranks, all contents, all problems if each is a `CannotHold`, the path if no rank found anything."""
+    def _decide(
+        self, messages: list[RankMessage], decide: Decide
+    ) -> tuple[list[bytes], Exception | None]:
+        """On the first rank: return the answers for all, and the error of the decision."""
+        cause: Exception | None = None
+        failure = self._find_failure(messages)
+        if failure is None:
+            try:
+                # An answer that several ranks receive is one object, and travels once.
+                answers: dict[bytes, bytes] = {}
+                decisions = decide([message.content for message in messages])
+                return [answers.setdefault(one, DECIDED + one) for one in decisions], None
+            except DurabilityUncertain as error:
+                text = RankMessage.from_error("", error).cause.encode("utf-8", "replace")
+                return [UNCERTAIN + text] * self.size, error
+            except Exception as error:
+                cause = error
+                failed = RankMessage.from_error("", error)
+                failure = FailedStep({0: failed.cause}, failed.problems, errno=failed.errno)
+        return [FAILED + write_document(FAILED_STEP, failure)] * self.size, cause
+
+    def _find_failure(self, messages: list[RankMessage]) -> FailedStep | None:
+        """Return the errors of all ranks that failed, or do something else than the first rank."""
         causes: dict[int, str] = {}
+        missing_paths: list[str] = []
+        for rank, message in enumerate(messages):
+            if message.doing != self._doing:
+                causes[rank] = f"it was asked to {message.doing}, and rank 0 to {self._doing}"
+                continue
+            if message.cause:
+                causes[rank] = message.cause
+            if message.missing_path is not None:
+                missing_paths.append(message.missing_path)
+        if not causes:
+            return None
+
+        failed = [messages[rank] for rank in causes]
         problems: dict[str, None] | None = {}
-        contents, absent = [], list[str]()
-        for rank, ((doing, failed, refused, missed, _), content) in enumerate(gathered):
-            contents.append(content)
-            absent += [missed] if missed is not None and doing == self._doing else []
-            if doing != self._doing:
-                causes[rank] = f"it was asked to {doing}, and rank 0 to {self._doing}"
-            elif failed:
-                causes[rank] = failed
-            if rank in causes:
-                problems = (
-                    None
-                    if problems is None or refused is None
-                    else problems | dict.fromkeys(refused)
-                )
-        return (
+        for message in failed:
+            if problems is not None and message.problems is not None:
+                problems |= dict.fromkeys(message.problems)
+            else:
+                problems = None
+        errnos = {message.errno for message in failed}
+        return FailedStep(
             causes,
-            contents,
-            None if problems is None else list(problems),
-            absent[0] if len(absent) == self.size else None,
+            problems=None if problems is None else list(problems),
+            missing_path=missing_paths[0] if len(missing_paths) == self.size else None,
+            errno=errnos.pop() if len(errnos) == 1 else None,
         )
 
 
@@ -393,38 +439,6 @@ def say_ranks(ranks: Iterable[int]) -> str:
         said.append(f"{left} more")
     text = ", ".join(said[:-1]) + " and " + said[-1] if len(said) > 1 else said[0]
     return ("rank " if len(ordered) == 1 else "ranks ") + text
-
-
-def _written(head: Head, content: bytes) -> bytes:
-    raw = json.dumps(head).encode("utf-8", "replace")
-    return len(raw).to_bytes(8, "little") + raw + content
-
-
-def _read(message: bytes) -> Message:
-    stop = 8 + int.from_bytes(message[:8], "little")
-    doing, failed, refused, missed, code = json.loads(message[8:stop])
-    return (doing, failed, refused, missed, code), message[stop:]
-
-
-def _cause_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _problems(local: object) -> list[str] | None:
-    return list(local.problems) if isinstance(local, CannotHold) else None
-
-
-def _errno_of(local: object) -> int | None:
-    return local.errno if isinstance(local, OSError) else None
-
-
-def _failure(
-    causes: dict[int, str],
-    problems: list[str] | None = None,
-    absent: str | None = None,
-    code: int | None = None,
-) -> bytes:
-    return b"-" + json.dumps([causes, problems, absent, code]).encode()
 
 
 def _causes(known: dict[int, str]) -> str:

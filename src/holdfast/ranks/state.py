@@ -143,11 +143,6 @@ class RankState(Value, frozen=True, eq=False):
     aliases: tuple[tuple[str, str], ...] = ()
     """Pairs (name, base) of tensors whose boxes on this rank are the same memory. A base is not itself an alias."""
 
-    def __post_init__(self) -> None:
-        self._check_columns()
-        if self.values or self.aliases:
-            self._check_names()
-
     @classmethod
     def of_table(
         cls,
@@ -201,7 +196,9 @@ class RankState(Value, frozen=True, eq=False):
             and not np.count_nonzero(self.offsets)
         )
 
-    def _check_columns(self) -> None:
+    def __post_init__(self) -> None:
+        if self.values or self.aliases:
+            self._check_names()
         columns, form = (
             (self.tensors, self.offsets, self.sizes),
             (self.catalogue.rank, len(self.tensors)),

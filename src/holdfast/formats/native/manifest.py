@@ -136,9 +136,15 @@ def lay_out_index(
     )
     version = BESIDE_VERSION if any("/" in file.name for file in files) else version
     version = COLUMNS_VERSION if chunks.columns else version
+    # An index has literal text alone.
+    texts = [
+        (plan, b"".join([part.data for part in plan.segments if isinstance(part, Literal)]))
+        for plan in others
+    ]
+    listed = tuple([OtherFile(plan.key, plan.nbytes, f"{crc32(text):08x}") for plan, text in texts])
     rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
     manifest = Manifest(
-        FORMAT, version, tuple(files), {}, dict(metadata), others=_other_files(others), hash=hash
+        FORMAT, version, tuple(files), {}, dict(metadata), others=listed or msgspec.UNSET, hash=hash
     )
     raw = msgspec.json.encode(msgspec.structs.replace(manifest, **rest))
     at = raw.index(b'"tensors":{') + len(b'"tensors":{')
@@ -159,16 +165,6 @@ def lay_out_index(
         *others,
         FilePlan(MANIFEST, (Literal(make({})) if later is None else Late(nbytes, make),)),
     )
-
-
-def _other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:
-    listed = []
-    for plan in plans:
-        crc = 0
-        for segment in plan.segments:
-            crc = crc32(segment.data, crc) if isinstance(segment, Literal) else crc
-        listed.append(OtherFile(plan.key, plan.nbytes, f"{crc:08x}"))
-    return tuple(listed) or msgspec.UNSET
 
 
 class _Chunks:
@@ -222,7 +218,7 @@ class _Chunks:
             names if len(of_each) == len(names) else [names[tensor] for tensor in of_each.tolist()]
         )
         self._quoted, self._kind = as_keys(self._names), kind_of[of_each]
-        self._boxed = self._placed(boxed)
+        self._boxed = self._placed(boxed) if boxed else boxed
         self.columns = (
             dict(self._in_columns(numbers, many[of_each].nonzero()[0].tolist()))
             if many.any()
@@ -379,8 +375,6 @@ class _Chunks:
         return pairwise(sorted(edges))
 
     def _placed(self, texts: dict[int, str]) -> dict[int, str]:
-        if not texts:
-            return {}
         place = np.empty(len(self._order), np.int64)
         place[self._order] = np.arange(len(self._order))
         return dict(zip(place[[*texts]].tolist(), texts.values(), strict=True))

@@ -115,16 +115,6 @@ class Fills(Value, frozen=True, eq=False):
         )
         return Fills(self.table, rows, {**self.lazies, **lazies}, targets)
 
-    def ranges(self) -> list[DeviceRows]:
-        """The ranges of all fills, which must be rows."""
-        targets = [target if target.is_cpu else target.detach() for target in self.targets]
-        return [
-            rows
-            for rows, _ in row_ranges(
-                self.table, self.rows, targets, [target.device for target in targets]
-            )
-        ]
-
     def objects(self, positions: Iterable[int]) -> list[Fill]:
         """The fills at these positions that have elements. Refuses targets on a GPU that cannot be filled."""
         found = [Fill(self.lazy(at), self.targets[at].detach()) for at in positions]
@@ -220,7 +210,13 @@ def fill(
             )
         if later:
             staged += fills.objects(sorted(later))
-        in_rows = fills.only(rows).ranges() if rows else []
+        in_rows: list[DeviceRows] = []
+        if rows:
+            dense = fills.only(rows)
+            targets = [target if target.is_cpu else target.detach() for target in dense.targets]
+            devices = [target.device for target in targets]
+            groups = row_ranges(dense.table, dense.rows, targets, devices)
+            in_rows = [ranges for ranges, _ in groups]
         _read_ranges([one for one in in_rows if one.device.type == "cpu"], progress)
         if direct:
             _read_in_place(direct, progress)
