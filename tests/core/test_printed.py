@@ -15,7 +15,7 @@ import holdfast
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.printed import check_printable
-from holdfast.errors import CannotHold, LimitExceeded
+from holdfast.errors import LimitExceeded, NotCommitted
 
 BOMB = torch_zip(state(TENS))
 
@@ -130,12 +130,13 @@ def test_verify_and_scan_say_it(tmp_path):
     assert "tree_nbytes" in str(report.reports[0].error)
 
 
-def test_it_is_not_written_either(tmp_path):
+def test_it_is_not_published_if_it_is_read_back(tmp_path):
     tree: object = [np.zeros(1)]
     for _ in range(40):
         tree = [tree] * 2
-    with pytest.raises(CannotHold):
-        holdfast.save({"w": np.zeros(2), "more": tree}, tmp_path / "x.pt")
+    with pytest.raises(NotCommitted):
+        holdfast.save({"w": np.zeros(2), "more": tree}, tmp_path / "x.pt", read_back=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_torch_load_goes_on(tmp_path):
