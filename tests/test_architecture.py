@@ -36,9 +36,9 @@ ROOM_TOKENS = {
     ".": 5950,
     "cli": 23815,
     "core": 49808,
-    "engine": 41291,
-    "engine/commit": 8902,
-    "engine/targets": 14124,
+    "engine": 41262,
+    "engine/commit": 8852,
+    "engine/targets": 14073,
     "extras": 230,
     "extras/maps": 12684,
     "extras/packages": 21093,
@@ -59,7 +59,7 @@ ROOM_TOKENS = {
     "formats/zip": 10086,
     "integrations": 15000,
     "numeric": 15079,
-    "ranks": 15793,
+    "ranks": 15789,
     "stores": 24609,
     "torch": 1817,
     "torch/cuda": 14607,
@@ -71,7 +71,7 @@ ROOM_TOKENS = {
     "verbs": 40544,
     "verbs/scanning": 8434,
     "verbs/seals": 7114,
-    "verbs/shared": 24684,
+    "verbs/shared": 24681,
 }
 """The budget of each room: its size in tokens, without comments and strings. It only goes down."""
 

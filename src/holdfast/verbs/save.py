@@ -86,7 +86,8 @@ def save(
     )
     older = None if base is None else place_of(base)
     if not isinstance(path, str | os.PathLike) and hasattr(path, "write"):
-        check_shares("", "a file object", older, hashes)
+        if older is not None or hashes:
+            check_shares("", "a file object", older)
         if options["folder"]:
             raise BadArgument("folder=True: a file object holds one file; give a path")
         described = tabulate_state(state, metadata=metadata, limits=limits)
@@ -189,7 +190,8 @@ def plan_saving(
 ) -> Planned[Saved]:  # fmt: skip
     described = tabulate_state(state, metadata=metadata, limits=limits)
     found = format_for(target, format, options)
-    check_shares(target, found, base, hashes)
+    if base is not None or hashes:
+        check_shares(target, found, base)
     folder = format_of(found).folder
     if writing.overwrite is False or folder:
         check_target(target, directory=folder, writing=writing)

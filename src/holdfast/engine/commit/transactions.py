@@ -76,7 +76,12 @@ class _Transaction:
     directory: ClassVar[bool]
 
     def __init__(
-        self, path: AnyPath, *, durable: bool, overwrite: bool, files: Files | None
+        self,
+        path: AnyPath,
+        *,
+        durable: bool = True,
+        overwrite: bool = True,
+        files: Files | None = None,
     ) -> None:
         self.path = local_path(path)
         self.durable = durable
@@ -162,17 +167,7 @@ class FileTransaction(_Transaction):
     Further hard links to the old file keep the old content."""
 
     directory = False
-
-    def __init__(
-        self,
-        path: AnyPath,
-        *,
-        durable: bool = True,
-        overwrite: bool = True,
-        files: Files | None = None,
-    ) -> None:
-        super().__init__(path, durable=durable, overwrite=overwrite, files=files)
-        self._file: NewFile | None = None
+    _file: NewFile | None = None
 
     def __enter__(self) -> Self:
         if self.path.endswith("/"):

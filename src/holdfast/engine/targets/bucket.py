@@ -118,10 +118,19 @@ def _put(file: FilePlan, how: Saving, save: PrefixSave, name: str) -> dict[str, 
 
 class ObjectTarget(Target):
     def __init__(self, url: Url, *, overwrite: bool, parts: int | None) -> None:
-        super().__init__()
         self._save = ObjectSave(url, overwrite=overwrite, parts=parts)
+        self._files: list[FilePlan] = []
+        self._linked: list[LinkedFile] = []
         self._content: bytes | None = None
         self._save.begin()
+
+    def link(self, file: LinkedFile) -> bool:
+        self._linked.append(file)
+        return True
+
+    def begin(self, file: FilePlan) -> Fill:
+        self._files.append(file)
+        return nothing_yet
 
     def keeps(self, file: FilePlan) -> bool:
         return True  # an object is one upload
@@ -174,7 +183,6 @@ class JoinedPrefix(Target):
         overwrite: bool = False,
         parts: int | None = None,
     ) -> None:
-        super().__init__()
         self.url, self.save = url, save
         self._save = PrefixSave(url, index, overwrite=overwrite, parts=parts)
 
@@ -307,7 +315,6 @@ class JoinedCopy(Target):
     """Objects below a prefix whose names are those of a source that is copied, on a part that uploads some of them."""
 
     def __init__(self, url: Url, name: str, save: PrefixSave | None = None) -> None:
-        super().__init__()
         self._save = save or PrefixSave(url, "", overwrite=False)
         self._hidden: dict[str, str] = json.loads(name)
 
@@ -352,6 +359,8 @@ class CopyTarget(JoinedCopy):
         aside = [*(file for file in plan.files if file.key in there), *(found if several else ())]
         hidden = {file.key: _hidden(file.key) for file in aside if file.nbytes <= COPIED_NBYTES}
         super().__init__(url, json.dumps(hidden), save)
+        self._files: list[FilePlan] = []
+        self._linked: list[LinkedFile] = []
         self._over = [file for file in plan.files if file.key in there and file.key not in hidden]
         self._last = [file for file in found if file.key not in hidden]
         self._replaced = names.replaced(url, there) if overwrite and there else ReplacedObjects()
@@ -361,6 +370,10 @@ class CopyTarget(JoinedCopy):
 
     def keeps(self, file: FilePlan) -> bool:
         return any(file.key == one.key for one in (*self._over, *self._last))
+
+    def link(self, file: LinkedFile) -> bool:
+        self._linked.append(file)
+        return True
 
     def begin(self, file: FilePlan) -> Fill:
         self._files.append(file)

@@ -225,9 +225,8 @@ class FirstTarget(Target):
     splits = True
     _path: str
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._shared: dict[str, NewFile] = {}
+    _shared: dict[str, NewFile]
+    """The files that several parts write."""
 
     def _create(self, key: str) -> NewFile:
         raise NotImplementedError
@@ -248,7 +247,7 @@ class FirstTarget(Target):
 
 class FileTarget(FirstTarget):
     def __init__(self, path: str, *, durable: bool, overwrite: bool, files: Files | None) -> None:
-        super().__init__()
+        self._shared = {}
         self._system, self._path, self._durable = files or system_files(), path, durable
         self._transaction = FileTransaction(
             path, durable=durable, overwrite=overwrite, files=self._system
@@ -402,7 +401,6 @@ class JoinedStaging(Target):
     """The folder of finished files, on a part that did not make it."""
 
     def __init__(self, folder: str, *, path: str, durable: bool) -> None:
-        super().__init__()
         self._path = path
         self._staging = Staging(folder, path, durable=durable, is_joined=True)
 
@@ -427,7 +425,7 @@ class FolderTarget(FirstTarget):
         self, path: str, *, durable: bool, overwrite: bool, replaceable: Callable[[str], bool], resumed: SavePlan | None,
         parents: bool, files: Files | None,
     ) -> None:  # fmt: skip
-        super().__init__()
+        self._shared = {}
         self._system, self._path, self._durable = files or system_files(), path, durable
         self._staging_path = "" if resumed is None else staging_path(path, resumed)
         self._staging = (

@@ -66,10 +66,6 @@ def nothing_yet(how: Saving) -> Mapping[str, int]:
 class Target:
     """Where a save goes, as one part sees it. A context manager: what was not published when the block ends is given up."""
 
-    def __init__(self) -> None:
-        self._files: list[FilePlan] = []
-        self._linked: list[LinkedFile] = []
-
     save = ""  # What the names of data files carry: the id of the save; nothing where the whole is published by a rename.
     splits = False  # Whether several parts may write one file, each some of its bytes.
 
@@ -81,12 +77,10 @@ class Target:
     def link(self, file: LinkedFile) -> bool:
         """Take over a file of the base, now or when it is published; whether by a second name, or where it is, and not by a
         copy."""
-        self._linked.append(file)
         return True
 
     def begin(self, file: FilePlan) -> Fill:
         """Give a file its place, now or when it is published."""
-        self._files.append(file)
         return nothing_yet
 
     def keeps(self, file: FilePlan) -> bool:

@@ -170,7 +170,8 @@ def _begin_save(
     request: SaveRequest, course: Course, *, group: dist.ProcessGroup | None, deadline: float
 ) -> ShardedSave:
     """Begin a save. From here on the other ranks see a pulse of this one, and learn what goes wrong."""
-    check_shares(request.path, request.format, request.base, request.hashes)
+    if request.base is not None or request.hashes:
+        check_shares(request.path, request.format, request.base)
     ranks = ranks_of(group, doing=f"save {request.format} to {request.path!r}", deadline=deadline)
     course.open.callback(ranks.close)
     return course.open.enter_context(ShardedSave(request, ranks))

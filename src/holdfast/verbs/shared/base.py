@@ -43,9 +43,9 @@ SOME_DATA = "data-0000000000000000-00001-of-00001.safetensors"
 """A name that a data object might have."""
 
 
-def check_shares(path: str, format: str, base: str | None, hashes: bool) -> None:
-    """Raise `Unsupported` where bytes are to be shared with a base, now or later, in a format that shares none."""
-    if "take_over" not in format_of(format).takes and (base is not None or hashes):
+def check_shares(path: str, format: str, base: str | None) -> None:
+    """Raise `Unsupported` if the format cannot share files with a base checkpoint."""
+    if "take_over" not in format_of(format).takes:
         given = "base=" if base is not None else "hashes="
         raise Unsupported(
             f"only native directories share files, and this is {format}; leave {given} away",

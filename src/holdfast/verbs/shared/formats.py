@@ -153,28 +153,25 @@ def check_archive_name(path: str) -> None:
 
 def plan_save(path: str, state: State, format: str, *, options: Options) -> SavePlan:
     """Lay out a state. Raises `CannotHold` with every problem when the format cannot hold it."""
-    plan = _lay_out(path, state, format, options=options)
+    entry = format_of(format)
+    if not entry.written_by:
+        raise Unsupported(explain_unwritten(format), found=format)
+    written_state = state
+    notes: tuple[str, ...] = ()
+    if entry.storages:
+        rejoined = rejoin(state)
+        written_state, notes = rejoined.state, rejoined.notes
+    else:
+        _check_copies(state.tensors, entry.title)
+
+    arguments = {name: LAYOUT[name](path, options) for name in entry.takes}
+    plan = entry.lay_out(written_state, **arguments)
     file_count = len(plan.linked) + len(plan.files) + len(plan.index)
     if file_count > DEFAULTS.files:
         problem = f"{file_count:,} files are more than Limits(files={DEFAULTS.files:,})"
         raise CannotHold("a checkpoint of so many files would not open", [problem], file=path)
-    return plan if plan.holds is not None else replace(plan, holds=state.tensors)
-
-
-def _lay_out(path: str, state: State, format: str, *, options: Options) -> SavePlan:
-    found = format_of(format)
-    if not found.written_by:
-        raise Unsupported(explain_unwritten(format), found=format)
-    given = {name: LAYOUT[name](path, options) for name in found.takes}
-    rejoined = rejoin(state) if found.storages else None
-    if not found.storages:
-        _check_copies(state.tensors, found.title)
-    plan = found.lay_out(state if rejoined is None else rejoined.state, **given)
-    return (
-        replace(plan, notes=(*rejoined.notes, *plan.notes))
-        if rejoined is not None and rejoined.notes
-        else plan
-    )
+    holds = state.tensors if plan.holds is None else plan.holds
+    return replace(plan, holds=holds, notes=(*notes, *plan.notes))
 
 
 def _check_copies(table: Table, title: str) -> None:

@@ -92,9 +92,10 @@ def tabulate_tree(
     table = tabulating.table()
     leaves.refuse()
     leaves.marked = any(is_marked(kind.traits) for kind in table.kinds)
-    return State(
-        tree, table, leaves, dict(metadata or {}), _unkept_notes(leaves, table, tabulating.others)
-    )
+    notes: tuple[str, ...] = ()
+    if "torch" in sys.modules and (tabulating.others or leaves.places):
+        notes = _unkept_notes(leaves, table, tabulating.others)
+    return State(tree, table, leaves, dict(metadata or {}), notes)
 
 
 def model_of(checkpoint: Checkpoint, *, whole: bool) -> tuple[object, tuple[str, ...]]:
@@ -108,8 +109,6 @@ def model_of(checkpoint: Checkpoint, *, whole: bool) -> tuple[object, tuple[str,
 
 def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[str, ...]:
     """Sentences about what is not kept of leaves that are no plain tensors; `others` are the rows of such tensors."""
-    if "torch" not in sys.modules or not (others or leaves.places):
-        return ()
     unkept = find_hook("unkept")
     unkept_names: dict[str, list[str]] = {}
     odd = [(row, table.names[row], leaves.values[row]) for row in others]
@@ -193,7 +192,10 @@ class _Tabulating:
         values = self._leaves.values
         if {*map(type, values)} <= {*LAZY_TYPES}:
             return lazy_table(self._leaves.names, cast("list[LazyTensor]", values))
-        return self._joined(self._describe_others(self._tabulate()))
+        parts = self._tabulate()
+        if sum(len(part.rows) for part in parts) < len(values):
+            parts = self._describe_others(parts)
+        return self._joined(parts)
 
     def _tabulate(self) -> list[Tabulated]:
         """The rows of plain tensors, of each library."""
@@ -214,8 +216,6 @@ class _Tabulating:
     def _describe_others(self, parts: list[Tabulated]) -> list[Tabulated]:
         """Describe all other rows as lazy tensors. A composite is several rows, and moves those behind it."""
         leaves, made = self._leaves, dict[int, object]()
-        if sum(len(part.rows) for part in parts) == len(leaves.values):
-            return parts
         plain = {row for part in parts for row in part.rows}
         wholes: dict[int, Composite] = {}
         for row in [row for row in range(len(leaves.values)) if row not in plain]:
