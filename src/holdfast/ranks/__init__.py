@@ -11,7 +11,7 @@ together    all of it for one save: what the checkpoint holds, and a task for ea
 What every rank does:
 
 per_rank    names for what each rank keeps for itself
-write       would the checkpoint open? Then the files of a rank to a target (engine/targets); receipts, index, publish
+write       the files of a rank to a target (engine/targets), and receipts; then the index, and whether all of it opens
 
 The files that one rank writes in each format, and the index behind all of them, are in `formats/sharded`.
 """

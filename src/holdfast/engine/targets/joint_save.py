@@ -9,7 +9,8 @@ the first rank, or the first rank sends a document to each (`Ranks.agree`):
     3. write      every rank   joins the target, writes and flushes its files,
                                and computes checksums on the way                      ──► receipt
     4. publish    first rank   compares the receipts with what it assigned, writes
-                               what depends on checksums, and the index, and renames  ──► answer
+                               what depends on checksums, and the index, opens all
+                               that several ranks have written, and renames           ──► answer
 
 There are two kinds of saves. In `torch/ranks/saving` each rank has a state of its own
 (`save_sharded`). In `engine/targets/parts` all ranks have the same plan (`convert`, `cp` and the
@@ -21,7 +22,8 @@ other verbs with `group=`). They differ in the content of the documents:
     receipt    files and the places of boxes in them    checksums
     answer     empty                                    what each rank has found out
 
-A process that is alone is a group of one: the steps are function calls, and no target is joined.
+The first rank keeps its own proposal, task and receipt, and sends itself nothing. So a process that
+is alone makes no documents: the steps are function calls, and no target is joined.
 
 An error on one rank takes the place of its document. Then no rank goes on, and all of them raise
 the same `RanksFailed`. A rank that dies or is silent for too long is a `RankLost` on all others.

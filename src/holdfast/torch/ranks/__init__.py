@@ -2,11 +2,11 @@
 
 Saving:
 
-save_sharded       the calls; `saving` is the chain behind them: describe, plan, write
+save_sharded       the calls; `saving` is the side of one rank: describe, plan, write
 dcp                a nested state as DCP flattens it, and the one index that needs torch
 replica_sums       the sums by which replicas are compared
 staging            copies of what is saved, so that the caller may go on
-background         the rest of the chain on a thread, and a program that waits for it at its end
+background         the rest of a save on a thread, and a program that waits for it at its end
 
 Loading:
 
