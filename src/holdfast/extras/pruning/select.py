@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from msgspec import Struct
 
 from holdfast.core.arrays import Ints, matrix_shape
 from holdfast.core.box import Box
@@ -284,11 +283,8 @@ PASS = message_kind(
 )
 
 
-class FoundKey(Struct):
-    """What a search found, as it is sent."""
-
-    key: int
-    before: tuple[int, ...]
+FoundKey = tuple[int, tuple[int, ...]]
+"""The key that a search found, and the index in each tensor before which equal keys go, as they are sent."""
 
 
 def select_together(
@@ -307,14 +303,12 @@ def select_together(
     def search(numbers: list[int]) -> list[FoundKey]:
         own = [alone[number] for number in numbers]
         select(own, threads=threads, progress=progress)
-        return [FoundKey(int(one.key), tuple(map(int, one.before))) for one in own]
+        return [(one.key, one.before) for one in own]
 
-    for one, found in zip(
-        alone,
-        share_out(ranks, [one.sources[0].tensor.nbytes for one in alone], search, FoundKey),
-        strict=True,
-    ):
-        one.key, one.before = found.key, found.before
+    nbytes_alone = [one.sources[0].tensor.nbytes for one in alone]
+    found = share_out(ranks, nbytes_alone, search, tuple[int, tuple[int, ...]])
+    for one, (key, before) in zip(alone, found, strict=True):
+        one.key, one.before = key, before
     for one in (one for one in searches if len(one.sources) > 1):
         nbytes = np.array([source.tensor.nbytes for source in one.sources], np.int64)
         own = np.flatnonzero(
@@ -328,7 +322,6 @@ def select_together(
         def locate(numbers: list[int], one: KeySearch = one) -> list[FoundKey]:
             for _ in numbers:
                 one.locate()
-            return [FoundKey(int(one.key), tuple(map(int, one.before)))] * len(numbers)
+            return [(one.key, one.before)] * len(numbers)
 
-        (place,) = share_out(ranks, [1], locate, FoundKey)
-        one.before = place.before
+        ((_, one.before),) = share_out(ranks, [1], locate, tuple[int, tuple[int, ...]])
