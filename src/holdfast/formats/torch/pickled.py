@@ -22,7 +22,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from operator import add
 from typing import cast
 
 from msgspec import Struct, field
@@ -34,7 +33,7 @@ from holdfast.core.sharing import overlaps
 from holdfast.core.table import Kind
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value, replace
-from holdfast.formats.pickle.writer import LONG_PUT, MAX_TEXT_NBYTES, PUT1, TEXT, TUPLES, integer
+from holdfast.formats.pickle.writer import LONG_PUT, PUT1, TEXT, TUPLES, integer
 from holdfast.formats.torch.composites import UTILS
 
 BYTES = DTYPES.storage("ByteStorage")
@@ -402,22 +401,6 @@ NO_ROWS = PickledRows((), (), (), (), frozenset(), lambda row: row, lambda value
 
 PAIRS = DTYPES.name("float4_e2m1fn_x2")
 """torch has 4-bit floats in pairs only: an element of a byte, the first float in the low half."""
-
-
-def as_texts(keys: Sequence[object]) -> list[bytes]:
-    """The opcodes of texts, without BINPUT; empty for a text that is too long, and for what is no text."""
-    if {*map(type, keys)} != {str}:
-        return [as_texts([key])[0] if type(key) is str else b"" for key in keys]
-    texts = cast("Sequence[str]", keys)
-    try:
-        raws = [*map(str.encode, texts)]
-    except UnicodeEncodeError:
-        raws = [text.encode("utf-8", "surrogatepass") for text in texts]
-    lengths = [*map(len, raws)]
-    if max(lengths) > MAX_TEXT_NBYTES:
-        return [b""] * len(raws)
-    heads = {length: TEXT(b"X", length) for length in {*lengths}}
-    return [*map(add, map(heads.__getitem__, lengths), raws)]
 
 
 def builder_of(tensor: LazyTensor) -> str:

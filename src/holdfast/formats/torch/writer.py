@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 
 from holdfast.core.chunk import c_strides
@@ -39,10 +39,6 @@ from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.table import ODD, Kind
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.formats.pickle.writer import (
-    BATCH_ITEMS,
-    GET1,
-    INT1,
-    LONG_GET,
     LONG_PUT,
     PUT1,
     TUPLES,
@@ -124,9 +120,6 @@ class TorchPickle(PickleWriter):
         self._kinds: list[PickledKind | None] = [*map(PickledKind.of, rows.kinds)]
         self._alike: dict[tuple[object, ...], PickledKind | None] = {}
         """Kinds of lazy tensors."""
-        self._identities, self._stop = [*map(id, rows.values)], len(rows.values)
-        self._made: list[Template | None] = [None] * len(self._kinds)
-        """For each kind, the template of tensors with new records, once there is one and keys have two digits."""
         self._open: list[tuple[int, StorageRecord, int, int]] = []
         """Positions in `out` where a count and an offset are left open; the record, the first bit, the bits of an element."""
 
@@ -135,7 +128,6 @@ class TorchPickle(PickleWriter):
     def written_types() -> Mapping[type, Callable[..., None]]:
         return {
             **PickleWriter.written_types(),
-            dict: TorchPickle._dict,
             LazyTensor: TorchPickle.tensor,
             Composite: TorchPickle._composite,
             Size: TorchPickle.size,
@@ -163,7 +155,7 @@ class TorchPickle(PickleWriter):
             )
         out.append(b".")
         # What is remembered of a million tensors takes more memory than the pickle.
-        self.memo, self._identities, self.out = {}, [], []
+        self.memo, self.out = {}, []
         return b"".join(out)
 
     def attributes(self, value: dict[object, object]) -> None:
@@ -172,110 +164,12 @@ class TorchPickle(PickleWriter):
         super().attributes(value)
         self._aside -= 1
 
-    def _dict(self, value: dict[object, object]) -> None:
-        """As in `PickleWriter`, in fewer steps."""
-        identity, number, count = id(value), self.count, len(value)
-        if identity in self.memo or not 1 < count < BATCH_ITEMS:
-            super()._dict(value)
-            return
-        self.out += (b"}", LONG_PUT(b"r", number) if number > SHORT else PUT1[number])
-        self.memo[identity] = number
-        self.count = number + 1
-        if len(self.path) < self.limits.depth or not self.too_deep():
-            self._fill(value.items(), b"u")
-
     def _fill(self, items: Collection[tuple[object, object]], opcode: bytes) -> None:
-        """As in `PickleWriter`. No function is called for a row with a new storage, nor for a text that came twice."""
-        if self._aside:
-            super()._fill(items, opcode)
-            return
-        out, memo, path, records = self.out, self.memo, self.path, self._records
-        given, identities, made_of = self._given, self._identities, self._made
-        values, types, kind_of, storage_of = given.values, given.types, given.kind, given.storage
-        stop, keyed, begin = self._stop, opcode in b"su", len(out)
-        texts: Sequence[bytes] | None = None
-        # As long as no function is called, these are ahead of what the writer knows.
-        number, row = self.count, self._come
-        if opcode in b"eu":
-            out += (b"(",)
-        path += (None,)
-        for at, (key, item) in enumerate(items):
-            path[-1] = key
-            if not keyed:
-                pass
-            elif type(key) is not str:
-                if type(key) is int and 0 <= key <= 0xFFFF:
-                    out += (INT1[key] if key <= 0xFF else b"M%c%c" % (key & 0xFF, key >> 8),)
-                else:
-                    self.count, self._come = number, row
-                    self.write(key)
-                    number, row = self.count, self._come
-            elif (identity := id(key)) in memo:
-                known = memo[identity]
-                out += (GET1[known] if known <= SHORT else LONG_GET(b"j", known),)
-            else:
-                if texts is None:
-                    texts = pickled.as_texts([key for key, _ in items])
-                if texts[at]:
-                    out += (texts[at], LONG_PUT(b"r", number) if number > SHORT else PUT1[number])
-                    memo[identity] = number
-                    number += 1
-                else:
-                    self.count = number
-                    self._str(key)
-                    number = self.count
-            kind = type(item)
-            if kind in types:
-                if row < stop and values[row] is item:
-                    own, storage, made = identities[row], storage_of[row], made_of[kind_of[row]]
-                    if own in memo:
-                        known = memo[own]
-                        out += (GET1[known] if known <= SHORT else LONG_GET(b"j", known),)
-                        row += 1
-                        continue
-                    if (
-                        made is not None
-                        and number <= made.last
-                        and storage != ODD
-                        and storage not in records
-                    ):
-                        record = len(records)
-                        if record >= made.stop:
-                            made = self._longer(kind_of[row], number)
-                        out += (
-                            made.lead % record,
-                            (made.behind + number * made.step).to_bytes(made.nbytes, "little"),
-                        )
-                        records[storage] = number
-                        number += made.count
-                        memo[own] = number - 1
-                        row += 1
-                        continue
-                self.count, self._come = number, row
-                self._row(item)
-            elif kind is int and 0 <= item <= 0xFFFF:  # type: ignore[operator]
-                out += (INT1[item] if item <= 0xFF else b"M%c%c" % (item & 0xFF, item >> 8),)  # type: ignore[operator,call-overload]
-                continue
-            else:
-                self.count, self._come = number, row
-                if kind is dict:
-                    self._dict(item)  # type: ignore[arg-type]
-                else:
-                    self.write(item)
-            number, row = self.count, self._come
-        self.count, self._come = number, row
-        del path[-1]
-        out += (opcode,)
+        """Write one batch as `PickleWriter` does, and join its pieces if there are many, since they take memory."""
+        out, begin = self.out, len(self.out)
+        super()._fill(items, opcode)
         if len(out) - begin > PIECES and (not self._open or self._open[-1][0] < begin):
             out[begin:] = [b"".join(out[begin:])]
-
-    def _longer(self, kind: int, number: int) -> Template:
-        """The template of tensors with new records, for keys of one digit more."""
-        known = self._kinds[kind]
-        assert known is not None, "its tensors were written by a template"
-        self._made[kind] = made = self._template(known, NEW + width(number), len(self._records))
-        assert made is not None, "there was one for shorter keys"
-        return made
 
     def _row(self, value: object) -> None:
         """Write a value of the type of a row."""
@@ -305,8 +199,6 @@ class TorchPickle(PickleWriter):
                 self.memo[id(value)] = self.memo[id(made)]
             return
         self._alike_tensor(value, kind, storage)
-        if len(self._records) >= ONE_DIGIT:
-            self._made[given.kind[row]] = kind.made[NEW + width(self.count)]
 
     def _other(self, value: object) -> None:
         """Write a value that is no row, or what stands for it."""
