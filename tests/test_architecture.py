@@ -35,7 +35,7 @@ from tests.rooms import room_of
 ROOM_TOKENS = {
     ".": 5950,
     "cli": 23815,
-    "core": 49808,
+    "core": 48130,
     "engine": 41262,
     "engine/commit": 8852,
     "engine/targets": 14073,

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
+from holdfast.core.printed import check_printable
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.hostile.cases_resources import TENS
@@ -14,7 +15,6 @@ from tests.hostile.craft_torch import state, torch_zip
 import holdfast
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
-from holdfast.core.printed import check_printable
 from holdfast.errors import LimitExceeded, NotCommitted
 
 BOMB = torch_zip(state(TENS))

@@ -38,9 +38,6 @@ class Limits(Value, frozen=True):
     """An integer in a pickle. The magic number of the legacy container needs 10 bytes."""
     key_nodes: int = 64
     """Values inside one dict key or set member: hashing a tuple costs its expanded size, not its stored one."""
-    tree_nbytes: int = 512 * MIB
-    """Characters of the tree when it is written out, as `print` does it: what is shared stands wherever it is referred to. 600,000
-    tensors with long names take a sixth of it, and what takes all of it prints in about 2 GB of memory."""
     files: int = 100_000
     """Files in an opened directory."""
     expansion: int = 4

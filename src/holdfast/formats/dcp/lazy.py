@@ -22,7 +22,6 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.printed import check_printable
 from holdfast.core.protocols import Foreign, Source, Stamp, Store
 from holdfast.core.runtime import Sent, renewed
 from holdfast.core.table import ODD, FilePlace, Kind, Table
@@ -479,9 +478,7 @@ class Unread(Opaque):
 
     def read(self) -> object:
         """The value: plain data, lazy tensors, and `Opaque` for what is not built."""
-        value = self._items.value(self._item, self._name)[0]
-        check_printable(value, self._items.source.limits)
-        return value
+        return self._items.value(self._item, self._name)[0]
 
     def foreign(self) -> tuple[Foreign, ...]:
         return self._items.value(self._item, self._name)[1]
