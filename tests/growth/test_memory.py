@@ -1,4 +1,4 @@
-"""What each tensor more takes of memory at the peak of a verb: less than a kilobyte, in every format.
+"""What each tensor more takes of memory at the peak of a verb: less than two kilobytes, in most formats less than one.
 
 Traced by `tracemalloc`, so that the figures are the same on every machine. A verb is run with some tensors and with twice as many;
 what it takes by itself is in both. `benchmarks/million.py` measures a million in processes of their own. `pytest -s` prints the
@@ -20,8 +20,11 @@ import holdfast
 import holdfast.torch
 
 COUNT = 10_000
-MOST = 1_000
-"""Bytes for each tensor more. A dict has room for two thirds of a power of two: both counts fill theirs alike."""
+MOST = {"native": 1_000, "shards": 1_000, "pt": 1_600}
+"""Bytes for each tensor more. A dict has room for two thirds of a power of two: both counts fill theirs alike.
+
+While a pickle is read, its memo holds what every tensor was made of.
+"""
 
 LARGER = {("save", "pt"): 30_000}
 """Counts of what reads several thousand tensors at a time, on several threads: fewer do not fill them."""
@@ -89,10 +92,10 @@ def peak(verb: str, folder: Path, format: str, count: int) -> int:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("verb", ["save", "open", "convert", "diff", "verify"])
-def test_a_tensor_takes_less_than_a_kilobyte(verb: str, format: str, tmp_path: Path):
+def test_a_tensor_takes_few_bytes_at_the_peak(verb: str, format: str, tmp_path: Path):
     peak(verb, tmp_path / "first", format, 100)  # what is imported at a first call
     least = LARGER.get((verb, format), COUNT)
     few, many = (peak(verb, tmp_path / f"{count}", format, count) for count in (least, 2 * least))
     each = (many - few) / least
     print(f"\n{verb}, {format}: {each:.0f} bytes")
-    assert each <= MOST
+    assert each <= MOST[format]

@@ -123,35 +123,42 @@ class Storages(Generic[W]):
 
     def __init__(self, lengths: tuple[int, ...] = (5,)) -> None:
         self.lengths = lengths
-        self.known: dict[str, StorageId] = {}
-        """The first id of each key."""
-        self._wholes: dict[tuple[str, str], W] = {}
-        """The storages by their keys and dtypes."""
+        self._known: dict[str, tuple[StorageId, W]] = {}
+        """By key, the first id and its storage."""
+        self._empty: dict[tuple[str, str], W] = {}
+        """By key and dtype, storages without elements that have further dtypes."""
 
     def persistent(self, pid: object) -> W:
         """The storage behind a persistent id."""
         storage_id = parse_storage_id(pid, self.lengths, self.dtype_of)
-        first = self.known.get(storage_id.key, storage_id)
-        # torch saves an empty storage under as many dtypes as it was used with.
-        if (first.count or storage_id.count) and (
-            first.dtype is not storage_id.dtype or first.count != storage_id.count
-        ):
-            one, other = (
-                f"{first.count:,} × {first.dtype}",
-                f"{storage_id.count:,} × {storage_id.dtype}",
-            )
-            message = f"storage {storage_id.key!r} is {one} in one place and {other} in another"
+        known = self._known.get(storage_id.key)
+        if known is None:
+            whole = self.whole(storage_id)
+            self._known[storage_id.key] = storage_id, whole
+        else:
+            first, whole = known
+            if first.dtype is not storage_id.dtype or first.count != storage_id.count:
+                whole = self._find_empty(first, storage_id)
+        return whole if storage_id.view is None else self.part(whole, *storage_id.view)
+
+    def _find_empty(self, first: StorageId, storage_id: StorageId) -> W:
+        """Return an empty storage, which torch saves under as many dtypes as it was used with.
+
+        Raises:
+            MetadataError: One of the two ids of this key says that it has elements.
+        """
+        if first.count or storage_id.count:
+            one = f"{first.count:,} × {first.dtype}"
+            other = f"{storage_id.count:,} × {storage_id.dtype}"
             raise MetadataError(
-                message,
+                f"storage {storage_id.key!r} is {one} in one place and {other} in another",
                 expected=(first.dtype.name, first.count),
                 found=(storage_id.dtype.name, storage_id.count),
             )
         place = storage_id.key, storage_id.dtype.name
-        whole = self._wholes.get(place)
-        if whole is None:
-            whole = self._wholes[place] = self.whole(storage_id)
-            self.known[storage_id.key] = first
-        return whole if storage_id.view is None else self.part(whole, *storage_id.view)
+        if place not in self._empty:
+            self._empty[place] = self.whole(storage_id)
+        return self._empty[place]
 
     def whole(self, storage_id: StorageId) -> W:
         """Make a storage that was not used before. Raises where it is not what the id says."""
