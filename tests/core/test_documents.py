@@ -59,7 +59,10 @@ KINDS: dict[str, tuple[DocumentKind, object]] = {
     "claim": (bucket_claims.DOCUMENT, bucket_claims.ClaimContent("uses", ("a", "b"))),
     "catalogue": (ranks.CATALOGUE, ranks.CatalogueDocument(("w",), ("int8",), ((4, 2),))),
     "header of a rank": (ranks.HEADER, ranks.Header(1, (("v", "00"),), ())),
-    "description of a rank": (together.DESCRIPTION, DESCRIPTION),
+    "proposal of a rank": (
+        together.PROPOSAL,
+        together.ProposalMessage(DESCRIPTION, b"state", b"sums"),
+    ),
     "sums of a rank": (merge.SUMS, {"w": (5,)}),
 }
 
