@@ -86,7 +86,7 @@ mutations: $(FULL)
 # Python 3.12 or later tells cheaply which lines a test runs: make costs VENV=.venv-3.12 PYTHON=python3.12
 costs: $(FULL)
 	@mkdir -p build/test-records && rm -f build/test-records/*
-	@PYTHONPATH=.:tools HOLDFAST_TEST_RECORDS=build/test-records $(PYTEST) --exhaustive -p measure_tests $(ARGS)
+	@PYTHONPATH=.:tools HOLDFAST_TEST_RECORDS=build/test-records $(PYTEST) -p measure_tests $(ARGS)
 	@PYTHONPATH=. $(BIN)/python tools/measure_tests.py build/test-records
 
 # torch first and alone, as below; the frameworks take the one that is there.

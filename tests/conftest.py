@@ -126,7 +126,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("extras"):
                 item.add_marker(pytest.mark.skip(reason="needs holdfast.extras"))
-    if any("::" in argument for argument in config.args):
+    is_measured = config.pluginmanager.has_plugin("measure_tests")  # it chooses cases itself
+    if is_measured or any("::" in argument for argument in config.args):
         return
 
     cases_by_function: dict[str, list[pytest.Item]] = {}
