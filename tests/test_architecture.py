@@ -54,7 +54,7 @@ ROOM_TOKENS = {
     "formats/onnx": 4330,
     "formats/pickle": 20628,
     "formats/safetensors": 11162,
-    "formats/torch": 27015,
+    "formats/torch": 26214,
     "formats/tree_json": 10005,
     "formats/zip": 10082,
     "integrations": 15000,

@@ -22,9 +22,8 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import cast
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
@@ -33,7 +32,7 @@ from holdfast.core.sharing import overlaps
 from holdfast.core.table import Kind
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value, replace
-from holdfast.formats.pickle.writer import LONG_PUT, PUT1, TEXT, TUPLES, integer
+from holdfast.formats.pickle.writer import TEXT, TUPLES, integer
 from holdfast.formats.torch.composites import UTILS
 
 BYTES = DTYPES.storage("ByteStorage")
@@ -208,34 +207,11 @@ def _swapped(storage: Storage, dtype: DType) -> bool:
     return storage.byteorder != "little" and dtype.swap_nbytes > 1
 
 
-SHORT, MAX32 = 0xFF, 0xFFFFFFFF
-"""The last number of the memo that takes one byte, and the last that takes four."""
+SHORT = 0xFF
+"""The last number of the memo that takes one byte."""
 
 KEY_TEXTS = [TEXT(b"X", length) for length in range(20)]
 """BINUNICODE and the length, for texts of up to 19 bytes."""
-
-
-class Template(Value, frozen=True, eq=False):
-    """The opcodes of tensors of a kind in a pickle.
-
-    The bytes behind the key of the storage are one integer, its first byte the lowest. The memo's numbers of a tensor follow each
-    other, so all of them are right where `step` times the first one is added.
-    """
-
-    lead: bytes
-    """The bytes before the key; for a new record with `%d` in the place of the key."""
-    stop: float
-    """The first record whose key has more digits than `lead` says."""
-    behind: int
-    """The bytes behind the key, as an integer, if the memo's numbers count from 0."""
-    step: int
-    """The integer with a 1 in the place of each number, and 0 elsewhere."""
-    nbytes: int
-    """The length of the bytes behind the key."""
-    count: int
-    """How many numbers of the memo a tensor takes."""
-    last: int
-    """The highest number that a tensor may begin with, so that all of its numbers have the width of this template."""
 
 
 REMEMBER, RECORD_KEY = object(), object()
@@ -244,12 +220,15 @@ REMEMBER, RECORD_KEY = object(), object()
 STORAGE = "storage"
 
 
-@lru_cache(4096)
-def kind_opcodes(kind: Kind) -> tuple[tuple[object, ...], frozenset[object]]:
-    """The opcodes of a tensor, and the set of names and texts in them.
+Opcodes = tuple[object, ...]
+"""The opcodes of all tensors of a kind: bytes, names of globals (pairs), texts that are shared, `REMEMBER` and `RECORD_KEY`."""
 
-    They are bytes, names of globals (pairs), texts that are shared, `REMEMBER` and `RECORD_KEY`.
-    """
+
+@lru_cache(4096)
+def opcodes_of(kind: Kind) -> Opcodes | None:
+    """Return the opcodes of a kind; None for a kind whose tensors are written, or refused, one by one."""
+    if not is_usual(kind):
+        return None
     dtype, traits, bits = kind.dtype, kind.traits, kind.dtype.bits
     shape, strides = (
         integers(kind.shape),
@@ -287,75 +266,13 @@ def kind_opcodes(kind: Kind) -> tuple[tuple[object, ...], frozenset[object]]:
             b"R",
             REMEMBER,
         ]
-    return tuple(made), frozenset(one for one in made if isinstance(one, str | tuple))
-
-
-@lru_cache(1024)
-def template_of(
-    opcodes: tuple[object, ...],
-    refers: frozenset[object],
-    named: tuple[bytes, ...],
-    *,
-    digits: int,
-    wide: bool,
-) -> Template:
-    """The template of a kind in a pickle where `named` are the references to what it refers to, for keys of so many digits.
-
-    0 digits are for records that are known. In a pickle with `wide` numbers these have four bytes.
-    """
-    references = dict(zip(refers, named, strict=True))
-    known = [
-        one if one is REMEMBER or type(one) is bytes else references.get(one) for one in opcodes
-    ]
-    cut = opcodes.index(RECORD_KEY)
-    before = b"".join(cast("list[bytes]", known[:cut]))
-    behind, step, count = b"", b"", 0
-    # A new key is remembered as well.
-    for one in [*([REMEMBER] if digits else ()), *known[cut + 1 :]]:
-        if one is REMEMBER:
-            behind += LONG_PUT(b"r", count) if wide else PUT1[count]
-            step += LONG_PUT(b"\0", 1) if wide else b"\0\1"
-            count += 1
-        else:
-            behind += cast("bytes", one)
-            step += bytes(len(cast("bytes", one)))
-    lead = (before + KEY_TEXTS[digits]).replace(b"%", b"%%") + b"%d" if digits else before
-    numbers = int.from_bytes(behind, "little"), int.from_bytes(step, "little")
-    return Template(
-        lead,
-        10**digits if digits else math.inf,
-        *numbers,
-        len(behind),
-        count,
-        (MAX32 if wide else SHORT) + 1 - count,
-    )
+    return tuple(made)
 
 
 def integers(values: tuple[int, ...]) -> bytes:
     """The opcodes of a tuple of integers."""
     raw = b"".join(map(integer, values))
     return raw + TUPLES[len(values)] if len(values) < 4 else b"(" + raw + b"t"
-
-
-NEW, WIDE = 1, 2
-"""Flags of templates: for tensors whose record is new, and for numbers of the memo that have four bytes."""
-
-
-class PickledKind(Struct, eq=False):
-    """The opcodes of all tensors of a kind in one pickle, and the templates made of them."""
-
-    opcodes: tuple[object, ...]
-    refers: frozenset[object]
-    """The globals and texts that the opcodes refer to."""
-    named: bool = False
-    """Whether all of these are in the pickle."""
-    made: list[Template | None] = field(default_factory=lambda: [None] * 4)
-    """The templates of this pickle, by the sum of `NEW` and `WIDE`."""
-
-    @classmethod
-    def of(cls, kind: Kind) -> PickledKind | None:
-        """The opcodes of a kind; None for a kind whose tensors are written, or refused, one by one."""
-        return cls(*kind_opcodes(kind)) if is_usual(kind) else None
 
 
 def is_usual(kind: Kind) -> bool:
@@ -378,7 +295,7 @@ def is_simple(traits: Traits) -> bool:
 
 
 class PickledRows(Value, frozen=True, eq=False):
-    """The tensors of a tree that are rows of a table: they are written by templates of their kinds."""
+    """The tensors of a tree that are rows of a table: those of a kind have the same opcodes."""
 
     values: Sequence[object]
     """The leaves of the tree, in the order in which a pickle meets them."""

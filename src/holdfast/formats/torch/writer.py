@@ -14,13 +14,9 @@ has once ('storage', 'cpu', the key of a storage) is shared, so that the bytes a
 
 Sparse, quantised, nested and jagged tensors are one call over their plain parts (`formats.torch.composites`).
 
-Tensors of a table (`PickledRows`) are written by templates. Those of a kind have the same opcodes, but for the key of their storage
-and the numbers that the memo counts.
-
-1. The opcodes of a kind are known before (`kind_opcodes`): bytes, references to globals and texts, and places where the memo takes
-   a number. For the first tensor that refers to something they are written one by one.
-2. From then on a tensor is its key between two pieces of bytes. The second one has the numbers in it, one or four bytes wide: all
-   of it is one integer, to which a multiple of the first number is added (`Template`).
+Tensors of a table (`PickledRows`) of a kind have the same opcodes, but for the key of their storage and the numbers that the memo
+counts. So the opcodes of a kind are made once (`opcodes_of`): bytes, references to globals and texts, and places where the memo
+takes a number.
 
 All others (odd rows, composites, lazy tensors that are parts of a storage) are written opcode by opcode, by the same writer.
 """
@@ -49,15 +45,12 @@ from holdfast.formats.pickle.writer import (
 from holdfast.formats.torch import pickled
 from holdfast.formats.torch.composites import KINDS, UTILS
 from holdfast.formats.torch.pickled import (
-    NEW,
     RECORD_KEY,
     REMEMBER,
     SHORT,
-    WIDE,
-    PickledKind,
+    Opcodes,
     PickledRows,
     StorageRecord,
-    Template,
 )
 from holdfast.formats.torch.reducers import LAYOUTS
 
@@ -77,11 +70,6 @@ PIECES = 1024
 
 ONE_DIGIT = 10
 """CPython has a text of one character once, so the key of such a record may be the same object as a text of the state."""
-
-
-def width(number: int) -> int:
-    """`WIDE` where the next number of the memo has four bytes, else 0."""
-    return 0 if number <= SHORT else WIDE
 
 
 def _own(record: int) -> int:
@@ -117,8 +105,8 @@ class TorchPickle(PickleWriter):
         self._records: dict[int, int] = {}
         """The records in their order. The key is the number of a storage of the table, or `_own` for a record of tensors by
         themselves; the value is the memo's number of the record's key."""
-        self._kinds: list[PickledKind | None] = [*map(PickledKind.of, rows.kinds)]
-        self._alike: dict[tuple[object, ...], PickledKind | None] = {}
+        self._kinds: list[Opcodes | None] = [*map(pickled.opcodes_of, rows.kinds)]
+        self._alike: dict[tuple[object, ...], Opcodes | None] = {}
         """Kinds of lazy tensors."""
         self._open: list[tuple[int, StorageRecord, int, int]] = []
         """Positions in `out` where a count and an offset are left open; the record, the first bit, the bits of an element."""
@@ -215,42 +203,10 @@ class TorchPickle(PickleWriter):
         else:
             self.write(made)
 
-    def _alike_tensor(self, value: object, kind: PickledKind, source: int) -> None:
-        """Write a tensor of a known kind; `source` is as in `_records`."""
-        number, known, record = self.count, self._records.get(source), len(self._records)
-        made = self._template(kind, width(number) + (NEW if known is None else 0), record)
-        key = str(record) if known is None and record < ONE_DIGIT else ""
-        if made is None or number > made.last or (key and id(key) in self.memo):
-            self._by_opcodes(kind, source)
-        else:
-            lead = made.lead % record if known is None else made.lead + get(known)
-            self.out += (lead, (made.behind + number * made.step).to_bytes(made.nbytes, "little"))
-            self.count = number + made.count
-            if known is None:
-                self._records[source] = number
-            if key:
-                self.keep(key)
-                self.memo[id(key)] = number
-        self.memo[id(value)] = self.count - 1
-
-    def _template(self, kind: PickledKind, which: int, record: int) -> Template | None:
-        """The template of a kind; None as long as the pickle lacks something that it refers to."""
-        made = kind.made[which]
-        if made is None or record >= made.stop:
-            references = self._references
-            if not kind.named and not references.keys() >= kind.refers:
-                return None
-            kind.named = True
-            digits = len(str(record)) if which & NEW else 0
-            named = tuple([references[one] for one in kind.refers])
-            made = kind.made[which] = pickled.template_of(
-                kind.opcodes, kind.refers, named, digits=digits, wide=bool(which & WIDE)
-            )
-        return made
-
-    def _by_opcodes(self, kind: PickledKind, source: int) -> None:
+    def _alike_tensor(self, value: object, opcodes: Opcodes, source: int) -> None:
+        """Write a tensor of a kind whose opcodes are known; `source` is as in `_records`."""
         references, write = self._references, self.out.append
-        for opcode in kind.opcodes:
+        for opcode in opcodes:
             if type(opcode) is bytes:
                 write(opcode)
             elif opcode is REMEMBER:
@@ -265,7 +221,7 @@ class TorchPickle(PickleWriter):
                 self._shared(opcode)
             else:
                 self.name(*opcode)  # type: ignore[misc]  # the name of a global
-        kind.named = True
+        self.memo[id(value)] = self.count - 1
 
     def tensor(self, tensor: LazyTensor) -> None:
         """Write a tensor with all that it is beyond its elements."""
@@ -299,7 +255,7 @@ class TorchPickle(PickleWriter):
             self._plain(tensor, traits.requires_grad)
         self.memo[id(whole)] = self.count - 1
 
-    def _whole_kind(self, tensor: LazyTensor) -> PickledKind | None:
+    def _whole_kind(self, tensor: LazyTensor) -> Opcodes | None:
         """The kind of a tensor that is all of its storage in C order, and so all of its record; None for others."""
         dtype, traits, shape, chunks = tensor.dtype, tensor.traits, tensor.shape, tensor.chunks
         if len(chunks) != 1 or not pickled.is_simple(traits) or pickled.problem_of(tensor):
@@ -317,7 +273,7 @@ class TorchPickle(PickleWriter):
         if key not in self._alike:
             plain = chunk.strides == c_strides(shape, bits)
             self._alike[key] = (
-                PickledKind.of(Kind.plain(dtype, shape, traits, location=storage.location))
+                pickled.opcodes_of(Kind.plain(dtype, shape, traits, location=storage.location))
                 if plain
                 else None
             )
