@@ -230,6 +230,28 @@ def test_a_failure_in_the_background(pool: Pool, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def fail_to_prepare(world: World, path: str, where: str) -> None:
+    """One rank cannot prepare what it is to write, after all have planned."""
+
+    def refuse(*args: object) -> object:
+        raise OSError(28, "No space left on device")
+
+    state = {f"w{i}": torch.ones(20) for i in range(3)}
+    cut = refuse if world.rank == 1 else saving._cut_boxes
+    plans_first = {"plan first": lambda table: False, "copy first": lambda table: True}[where]
+    with instead(saving, "_cut_boxes", cut), instead(saving, "little_in_common", plans_first):
+        async_save_sharded(path, state, group=world.group).wait(30)
+
+
+@pytest.mark.parametrize("where", ["plan first", "copy first"])
+def test_a_failure_to_prepare_reaches_all_ranks(pool: Pool, tmp_path: Path, where: str):
+    raised = failures(pool.run(3, fail_to_prepare, str(tmp_path / "step"), where))
+    assert {one.kinds[0] for one in raised} == {"RanksFailed"}
+    assert raised[0].facts["causes"].keys() == {1}
+    assert "No space left on device" in raised[0].text
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture(scope="module")
 def endings(
     tmp_path_factory: pytest.TempPathFactory,

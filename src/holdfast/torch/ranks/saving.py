@@ -179,10 +179,11 @@ class ShardedSave(JointSave):
         self._archives: dict[str, bytes] = {}
         """DCP: the archives of values. In the background those of all values, before they change."""
         self._notes: list[str] = []
+        self._is_planned = False
         self._output: RankOutput | None = None
         """The boxes and values that this rank writes, once all have planned."""
-        self._tensors: Sequence[object] = ()
-        """The caller's own tensor for each of these boxes, where they are known."""
+        self._numbers: Ints = np.zeros(0, np.int64)
+        """The positions of these boxes among all boxes of this rank."""
         self._base = request.base
         self._receipts: list[Receipt] = []
 
@@ -271,13 +272,17 @@ class ShardedSave(JointSave):
             return
 
         self._plan()
+        if self.error is not None:
+            return  # the others receive it in place of a receipt
         output = self._output
-        assert output is not None  # the plan makes it, or a rank has failed
+        assert output is not None  # or there is an error
         with self._keeping_error():
-            if self.error is None:
-                self.staged = copy(output.boxes.table, self._tensors)
-                boxes = replace(output.boxes, table=self.staged.table)
-                self._output = replace(output, boxes=boxes)
+            tensors = self._callers_tensors()
+            rows = self._proposal.state.tensors[self._numbers].tolist()
+            own_tensors = [tensors[row] for row in rows] if tensors else []
+            self.staged = copy(output.boxes.table, own_tensors)
+            boxes = replace(output.boxes, table=self.staged.table)
+            self._output = replace(output, boxes=boxes)
 
     def _stage_state(self, copy: Copy) -> None:
         if self.error is not None:
@@ -295,7 +300,7 @@ class ShardedSave(JointSave):
 
     def finish(self) -> SavedShards:
         """Take the steps that are left, with all ranks."""
-        if self._output is None:
+        if not self._is_planned:
             self._plan()
         self.write_and_publish(self._write_files)
         copy_notes = () if self.staged is None else self.staged.copies.notes()
@@ -312,13 +317,11 @@ class ShardedSave(JointSave):
     def _plan(self) -> None:
         """Plan with all ranks, and prepare what this rank writes."""
         answer = self.assign_work(self._propose())
+        self._is_planned = True
         with self._keeping_error():
             task = self._task if self.ranks.first else read_document(TASK, answer)
             columns, table = self._proposal.state, self._state.tensors
-            numbers = as_column(task.boxes)
-            tensors = self._callers_tensors()
-            if tensors:
-                self._tensors = [tensors[row] for row in columns.tensors[numbers].tolist()]
+            self._numbers = as_column(task.boxes)
             values = {
                 name: self._archives.get(name) or archive(self._flat.values[name])
                 for name in task.values
@@ -330,7 +333,7 @@ class ShardedSave(JointSave):
                 self._base = step.named(task.base)
             self._notes += task.notes
             ranks = self.ranks
-            boxes = _cut_boxes(table, columns, numbers)
+            boxes = _cut_boxes(table, columns, self._numbers)
             self._output = RankOutput(ranks.rank, ranks.size, boxes, self._state.metadata, values)
 
     def _propose(self) -> bytes | Exception:

@@ -87,14 +87,12 @@ class Fills(Value, frozen=True, eq=False):
     def sources(self) -> set[Source]:
         own = (
             {file.source for file in files_of(self.table).files}
-            if len(self.lazies) < len(self)
+            if len(self.lazies) < len(self.rows)
             else set[Source]()
         )
         return own | {lazy.source for lazy in self.lazies.values()}
 
     def only(self, positions: Sequence[int]) -> Fills:
-        if len(positions) == len(self):
-            return self
         lazies = {
             at: self.lazies[position]
             for at, position in enumerate(positions)
@@ -212,7 +210,7 @@ def fill(
             staged += fills.objects(sorted(later))
         in_rows: list[DeviceRows] = []
         if rows:
-            dense = fills.only(rows)
+            dense = fills.only(rows) if len(rows) < len(fills.rows) else fills
             targets = [target if target.is_cpu else target.detach() for target in dense.targets]
             devices = [target.device for target in targets]
             groups = row_ranges(dense.table, dense.rows, targets, devices)
