@@ -59,7 +59,7 @@ ROOM_TOKENS = {
     "formats/zip": 10082,
     "integrations": 15000,
     "numeric": 15079,
-    "ranks": 15789,
+    "ranks": 15780,
     "stores": 24609,
     "torch": 1817,
     "torch/cuda": 14607,

@@ -217,7 +217,7 @@ def _check_opens(format: Format, contents: Contents, path: str, store: Store) ->
     """Open what the ranks have written. Raises `NotCommitted` if it does not open or has other tensors."""
     with gc_paused():
         description = describe_unpublished(store, format.opened_as, path)
-        check_tensors(description.tensors, _outlines(contents), path)
+        check_tensors(description.tensors, _outlines(contents).items(), path)
 
 
 def _check_delivery(rank: int, writes: RankWrites, receipts: Sequence[Receipt], path: str) -> None:

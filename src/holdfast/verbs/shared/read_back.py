@@ -7,7 +7,7 @@ be those that were to be saved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator
 
 from holdfast.core.dtype import DType
 from holdfast.core.limits import DEFAULTS
@@ -52,8 +52,7 @@ def check_plan_opens(plan: SavePlan, path: str, store: Store) -> None:
         lost_objects = [value for value in description.foreign if value.uses != ("mention",)]
         if lost_objects:
             raise _refuse([f"{value.what}: it would not be built" for value in lost_objects], path)
-        outlines = {name: plan.holds.outline(name) for name in plan.holds}
-        check_tensors(description.tensors, outlines, path)
+        check_tensors(description.tensors, _iterate_outlines(plan.holds), path)
 
 
 def describe_unpublished(store: Store, formats: Collection[str], path: str) -> Description:
@@ -85,17 +84,25 @@ def describe_as(store: Store, formats: Collection[str]) -> Description:
         return format.describe(source)
 
 
-def check_tensors(table: Table, outlines: Mapping[str, Outline], path: str) -> None:
+def _iterate_outlines(table: Table) -> Iterator[tuple[str, Outline]]:
+    for name, kind_index in zip(table.names, table.kind, strict=True):
+        kind = table.kinds[kind_index]
+        yield name, (kind.dtype, kind.shape)
+
+
+def check_tensors(table: Table, outlines: Iterable[tuple[str, Outline]], path: str) -> None:
     """Compare the tensors that a reader describes with those that were to be saved.
+
+    There may be a million tensors, so nothing is kept of those that are as expected.
 
     Raises `NotCommitted` if names, dtypes or shapes differ.
     """
-    names = dict.fromkeys(table)
-    problems = [f"{name}: it would not be there" for name in outlines if name not in names]
-    for name in names:
-        expected = outlines.get(name)
-        if expected is None:
-            problems.append(f"{name}: it was not saved, and it would be there")
+    problems: list[str] = []
+    expected_names: list[str] = []
+    for name, expected in outlines:
+        expected_names.append(name)
+        if name not in table.rows:
+            problems.append(f"{name}: it would not be there")
             continue
         dtype, shape = table.outline(name)
         if dtype is not expected[0] or shape != expected[1]:
@@ -103,6 +110,9 @@ def check_tensors(table: Table, outlines: Mapping[str, Outline], path: str) -> N
                 f"{name}: it would be read as {dtype} {list(shape)}, "
                 f"and is {expected[0]} {list(expected[1])}"
             )
+    if problems or len(expected_names) != len(table):
+        for name in set(table.names).difference(expected_names):
+            problems.append(f"{name}: it was not saved, and it would be there")
     if problems:
         raise _refuse(problems, path)
 
