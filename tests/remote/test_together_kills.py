@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast.errors import StoreError
 from tests.remote.servers import Proxy
 from tests.remote.test_verbs import names
 from tests.sampling import count_rounds, random_for
@@ -64,7 +65,9 @@ def test_a_rank_that_uploads_is_killed(verb: str, proxy: Proxy, url: str, tmp_pa
         assert all(late < DEADLINE + TOLERANCE for late in row["late"].values()), row
         if verb == "cp" and row["victim"] == 0 and not holdfast.verify(place).ok:
             # The documented moment of a copy over the same names, in which there is no checkpoint:
-            # the old index is gone, and the store copies the new files to their names.
+            # the old index is withdrawn, and the store copies the new files to their names.
+            with pytest.raises(StoreError):
+                holdfast.open(place)
             continue
         assert holdfast.verify(place).ok, row
         found = [

@@ -392,7 +392,7 @@ class CopyTarget(JoinedCopy):
             _put(file, how, save, file.key)
         how.last()
         if mine.intersection(old[1:] if index else old):
-            save.replaces_nothing(old[:1])
+            save.withdraw_index(old[0])
         for file in self._over:
             _put(file, how, save, file.key)
         for one in self._linked:

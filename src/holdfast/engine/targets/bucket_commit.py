@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import secrets
 import time
@@ -57,6 +58,7 @@ CLAIM: Final = (
     f".copy.{NOBODY}.tmp"  # Says that somebody copies to this place. No reader takes it for a file.
 )
 SAVE: Final = "holdfastsave"  # The attribute of an object that says which save wrote it. Azure takes the names of C#: no dashes.
+WEIGHTS_INDEX: Final = ".index.json"  # How the name of the index of a Hugging Face folder ends.
 Write = Callable[[Writer], object]
 
 
@@ -273,11 +275,24 @@ class PrefixSave:
         busy = "another copy to this place is under way, or one was cut off"
         return claimed(self._bucket, self._key(CLAIM), self.url, busy=busy, force=self._overwrite)
 
-    def replaces_nothing(self, index: Sequence[str]) -> None:
-        """Take the old index away before anything is written: from now on there is no checkpoint, until this one is."""
-        self._bucket.delete([self._key(name) for name in index])
-        self._before = None if self.index in index else self._before
-        self.there -= set(index)
+    def withdraw_index(self, index: str) -> None:
+        """Withdraw the old index before files that it names are overwritten.
+
+        From now on there is no checkpoint, until this one is published. Files of weights open
+        without an index as well, and would be a mixture of both. Their index is not deleted but
+        names a file that is not there, so that every reader refuses the folder.
+        """
+        key = self._key(index)
+        etag = None
+        if index.endswith(WEIGHTS_INDEX):
+            suffix = os.path.splitext(index.removesuffix(WEIGHTS_INDEX))[1]
+            weight_map = {"": f"holdfast-copy-is-not-finished{suffix}"}
+            etag = self._bucket.put(key, json.dumps({"weight_map": weight_map}).encode())
+        else:
+            self._bucket.delete([key])
+            self.there -= {index}
+        if index == self.index:
+            self._before = etag
 
     def give_up(self) -> None:
         """Remove what was written, unless it is published or may be. What cannot be removed now is left to the sweep of the run."""
