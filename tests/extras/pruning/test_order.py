@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.engine.arrays import Resident
-from holdfast.extras.pruning import select as of_files
-from holdfast.extras.pruning.select import KeySearch, Magnitudes
-from holdfast.extras.pruning.select import select as select_in_files
 from holdfast.numeric import threshold as of_arrays
-from holdfast.numeric import threshold as order
 from holdfast.torch.sparsity import masks as of_tensors
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.0**-14, np.inf, -np.inf, np.nan, -np.nan, 1.5, -1.5, 65504.0]
@@ -48,30 +43,5 @@ def test_magnitudes_have_one_order(kind, dtype):
 def test_random_keys_have_one_order(seed):
     expected = of_arrays.random_keys(3, 70_000, seed).view(np.int64)
     np.testing.assert_array_equal(
-        of_tensors._splitmix(3, 70_000, seed=seed, device=CPU).numpy(), expected
-    )
-    np.testing.assert_array_equal(
         of_tensors.random_keys(3, 70_000, seed=seed, device=CPU).numpy(), expected
     )
-
-
-@pytest.mark.parametrize("few", [3, 1 << 20])
-@pytest.mark.parametrize("kind", ["random", "ties"])
-def test_both_find_one_threshold(kind, few, monkeypatch):
-    monkeypatch.setattr(order, "SORTED_KEYS", few)
-    monkeypatch.setattr(of_files, "PIECE_ELEMENTS", 700)
-    monkeypatch.setattr(of_tensors, "CHUNK_ELEMENTS", 900)
-    parts = [values(kind, torch.float32)[:3100], values(kind, torch.float64)[:1900]]
-    arrays = [of_arrays.magnitude_keys(as_array(part), "float64") for part in parts]
-    stored = [Magnitudes(Resident().array(as_array(part)), "float64") for part in parts]
-
-    for count in (0, 1, 40, 2500, 4999, 5000):
-        one = KeySearch(stored, count)
-        select_in_files([one])
-        sources = [of_tensors.Keys(part) for part in parts]
-        masks = of_tensors.keep_above(sources, of_tensors.select(sources, count))
-        for array, cut, mask in zip(arrays, one.before, masks, strict=True):
-            after = np.arange(len(array)) >= cut
-            np.testing.assert_array_equal(
-                np.where(after, array >= one.key, array > one.key), mask.numpy()
-            )

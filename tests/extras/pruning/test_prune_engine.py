@@ -111,16 +111,6 @@ def test_keys_that_change_are_an_error(monkeypatch):
         select([KeySearch([Magnitudes(Resident().array(array), "float16")], 35)], progress=progress)
 
 
-@pytest.mark.parametrize("deviations", [prune_masks.SURE_DEVIATIONS, 0.0])
-@pytest.mark.parametrize("count", [1, 77, 5_000, 9_999, 10_000])
-def test_a_random_threshold_whether_the_guess_holds_or_not(monkeypatch, count, deviations):
-    monkeypatch.setattr(prune_masks, "SURE_DEVIATIONS", deviations)
-    keys = random_keys(0, 10_000, 3)
-    mask = find_random_mask(RandomKeys(10_000, 3), count)
-    assert mask.key == int(np.sort(keys)[count - 1])
-    assert mask.cut == int(np.argsort(keys)[count - 1]) + 1
-
-
 def test_random_keys_do_not_depend_on_where_they_begin(monkeypatch):
     monkeypatch.setattr(prune_keys, "RUN_KEYS", 64)
     every = random_keys(0, 1000, -5)

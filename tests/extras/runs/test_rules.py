@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import holdfast
 from holdfast.errors import BadArgument
 from holdfast.extras.runs.record import Pin
 from holdfast.extras.runs.retention import decide
@@ -105,22 +104,6 @@ def test_the_union_of_what_each_keeps(steps: list[Known], chosen: list[Rule]):
 def test_a_rule_has_a_text(rule: Rule):
     assert str(read_rule(str(rule))) == str(rule)
     assert read_rules([rule, str(rule)])[0] == rule
-
-
-def test_public_names():
-    assert (holdfast.Latest, holdfast.Every, holdfast.Best, holdfast.Within) == (
-        Latest,
-        Every,
-        Best,
-        Within,
-    )
-
-
-def test_nan_is_never_best():
-    steps = [Known(1, metrics={"loss": math.nan}), Known(2, metrics={"loss": 5.0}), Known(3)]
-    assert kept_by([Best("loss", 3)], steps)[1] == ()
-    assert kept_by([Best("loss", 3)], steps)[2] == (Best("loss", 3),)
-    assert kept_by([Best("loss", 3)], steps)[3] == ()
 
 
 @pytest.mark.parametrize(

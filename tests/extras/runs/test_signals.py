@@ -40,22 +40,28 @@ print("never printed")
 """
 
 
+def end_training(code: str, path: Path) -> holdfast.Step:
+    """Ask a program that trains to end, and return the step that it saved then."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert program.stdout.readline() == "training\n"
+        time.sleep(0.1)
+        program.send_signal(signal.SIGTERM)
+        out, _ = program.communicate(timeout=60)
+    finally:
+        program.kill()
+    assert program.returncode == -signal.SIGTERM
+    newest = holdfast.Run(path).latest()
+    assert out == f"saved {newest.step}\n"
+    return newest
+
+
 def test_a_program_that_is_asked_to_end_saves_and_ends_so(tmp_path: Path):
     seen = 0
     for _ in range(2):
-        program = subprocess.Popen(
-            [sys.executable, "-c", LOOP, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert program.stdout.readline() == "training\n"
-            time.sleep(0.1)
-            program.send_signal(signal.SIGTERM)
-            out, _ = program.communicate(timeout=60)
-        finally:
-            program.kill()
-        assert program.returncode == -signal.SIGTERM
-        newest = holdfast.Run(tmp_path).latest()
-        assert out == f"saved {newest.step}\n"
+        newest = end_training(LOOP, tmp_path)
         assert newest.step > seen
         with newest.open() as checkpoint:
             assert checkpoint["w"].numpy()[0] == newest.step
@@ -78,18 +84,7 @@ print("never printed")
 @pytest.mark.parametrize("run", ["holdfast.Run", "holdfast.torch.Run"])
 def test_a_run_with_signals_saves_when_it_is_asked_to_end(tmp_path: Path, run: str):
     code = WITHIN.format(run=run, more=", holdfast.torch" if "torch" in run else "")
-    program = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert program.stdout.readline() == "training\n"
-        time.sleep(0.1)
-        program.send_signal(signal.SIGTERM)
-        out, _ = program.communicate(timeout=60)
-    finally:
-        program.kill()
-    assert program.returncode == -signal.SIGTERM
-    assert out == f"saved {holdfast.Run(tmp_path).latest().step}\n"
+    end_training(code, tmp_path)
 
 
 @pytest.fixture
