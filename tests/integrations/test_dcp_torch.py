@@ -207,25 +207,6 @@ def test_what_is_missing_may_stay(reader: type, tmp_path: Path):
     assert (state["w"].tolist(), state["new"].tolist(), state["count"]) == ([1, 1], [7, 7, 7], 4)
 
 
-def test_plans_that_are_cached(tmp_path: Path):
-    """The second save is given the plan of the first, which names a folder that is gone."""
-    if "enable_plan_caching" not in DefaultSavePlanner.__init__.__code__.co_varnames:
-        pytest.skip("this torch does not cache plans")
-
-    class Cached(DefaultSavePlanner):
-        pass
-
-    for step in (1, 2, 3):
-        for name in ("last", f"step-{step}"):
-            save(
-                {"w": torch.full((3,), float(step)), "n": step},
-                Writer(tmp_path / name),
-                planner=Cached(enable_plan_caching=True),
-            )
-            assert load({"w": torch.zeros(3), "n": 0}, Reader(tmp_path / name))["n"] == step
-    assert sorted(os.listdir(tmp_path)) == ["last", "step-1", "step-2", "step-3"]
-
-
 # Extensions.
 
 

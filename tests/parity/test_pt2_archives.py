@@ -266,13 +266,6 @@ def test_several_models_in_one_archive(folder):
             assert_same(ckpt, f"{model}.", exported)
 
 
-def test_sharing_survives(folder):
-    with holdfast.open(folder / "tied.pt2") as ckpt:
-        assert [alias.names for alias in ckpt.aliases] == [("emb.weight", "head.weight")]
-    with holdfast.open(folder / "buffers.pt2") as ckpt:
-        assert [alias.names for alias in ckpt.aliases] == [("pos", "view")]
-
-
 def test_a_subclass_is_a_tensor_with_a_name_beside(folder):
     with holdfast.open(folder / "pickled.pt2") as ckpt:
         assert ckpt["w"].numpy().tolist() == [1, 1, 1]

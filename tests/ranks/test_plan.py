@@ -336,19 +336,6 @@ def test_tied_in_name_only():
     assert loads_of(plan).sum() == 2 * 8 * 2 * 4
 
 
-def test_slabs_share_their_sets_of_holders(monkeypatch):
-    # Four ranks in two pairs; every batch has boxes of both, in turns.
-    states = []
-    for rank in range(4):
-        part = 2 * (rank // 2)
-        states.append(rank_with(*((f"t{i}", *rows(4, (part, part + 2))) for i in range(40))))
-    whole = plan_ranks(states)
-    monkeypatch.setattr(survey, "BATCH_BOXES", 8)
-    monkeypatch.setattr(survey, "BATCH_BOXES_A_RANK", 0)
-    assert all_of(plan_ranks(states)) == all_of(whole)
-    assert loads_of(whole).tolist() == [20 * 2 * 2 * 4] * 4
-
-
 def test_ranks_that_know_tensors_of_fewer_dimensions():
     cube = ("cube", (2, 2, 2), [Box((0, 0, 0), (2, 2, 2))])
     line = ("line", (4,), [Box((0,), (2,))]), ("line", (4,), [Box((2,), (4,))])

@@ -20,12 +20,11 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 import holdfast
-from holdfast.core.documents import message_kind, write_document
 from holdfast.torch import slices
 from holdfast.torch.ranks import load_sharded as sharded_load
 from holdfast.torch.ranks import replicas
 from holdfast.torch.ranks.load_sharded import load_sharded
-from holdfast.torch.ranks.replicas import WORTH_NBYTES, Offers, Shares, deal_pieces, pack
+from holdfast.torch.ranks.replicas import WORTH_NBYTES, Offers, Shares, deal_pieces
 from holdfast.torch.ranks.save_sharded import save_sharded
 from holdfast.torch.tensors import slices as slices_module
 from tests.ranks.pool import Pool, World, failures, good
@@ -152,55 +151,6 @@ def test_hashes_that_are_half_alike_are_two_pieces():
 def test_auto(device: str, machines: bool, nbytes: int, handed: bool):
     one = offers({"a": nbytes}, device=device)
     assert deal_pieces([one, one], "auto", remote=machines)[0].any == handed
-
-
-def test_many_tensors_of_many_ranks_are_dealt_by_columns():
-    """Messages are 25 bytes a tensor and rank on the way there, and fewer than 8 on the way back."""
-    own = offers({f"layer.{i}.weight": 100 + i % 7 for i in range(20_000)})
-    assert len(own.keys) + len(own.nbytes) + len(own.on_cpu) == 25 * 20_000
-    dealt = deal_pieces([own] * 64, "broadcast", remote=True)
-    counts = np.bincount(dealt[0].readers, weights=np.full(20_000, 103), minlength=64)
-    assert counts.max() < 1.02 * counts.mean()
-    assert len(write_document(message_kind("shares", Shares), dealt[63])) < 8 * 20_000
-
-
-# Messages.
-
-
-def test_short_pieces_share_messages_and_long_ones_are_cut():
-    views = [torch.arange(n, dtype=torch.uint8) for n in (3, 4, 25, 1, 1, 12)]
-    messages = [*pack(views, 10)]
-    assert [[len(view) for view in one] for one in messages] == [
-        [3, 4],
-        [10],
-        [10],
-        [5, 1, 1],
-        [10],
-        [2],
-    ]
-    assert torch.equal(torch.cat([view for one in messages for view in one]), torch.cat(views))
-
-
-def test_bytes_of_every_dtype_are_sent():
-    for dtype in (
-        torch.bool,
-        torch.uint8,
-        torch.bfloat16,
-        torch.complex64,
-        torch.float8_e4m3fn,
-        torch.int64,
-    ):
-        for shape in ((), (3,), (2, 3), (2, 1, 3)):
-            tensor = torch.zeros(shape, dtype=dtype)
-            fills = replicas.NO_FILLS.with_more([replicas.Fill(None, tensor)])
-            one = replicas.Replicas(fills, (), Shares(False, {}, [], [], []), 0)
-            octets = one.bytes_of(replicas.SharedPiece(0, 0, 0))
-            assert (octets.dtype, octets.numel()) == (torch.uint8, tensor.nbytes)
-            if len(shape) > 1:
-                assert (
-                    one.bytes_of(replicas.SharedPiece(0, 1, 2, b"x")).data_ptr()
-                    == tensor[1:].data_ptr()
-                )
 
 
 # Ranks that load.

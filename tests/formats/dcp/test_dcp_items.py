@@ -27,8 +27,6 @@ from tests.hostile.craft_pickle import (
     call,
     dict_of,
     doubled,
-    integer,
-    list_of,
     stream,
     text,
     tuple_of,
@@ -146,14 +144,6 @@ def test_an_item_is_asked_once_whatever_the_number_of_threads(monkeypatch):
         thread.join()
     assert wrong == []
     assert len(asked) == len(set(asked)) == 40
-
-
-def test_everything_together():
-    files, data = many(30)
-    with opened(files) as ckpt:
-        assert {name: array.tobytes() for name, array in ckpt.read().items()} == data
-        assert ckpt.aliases == ()
-        assert ckpt.nbytes == sum(map(len, data.values()))
 
 
 def flipped(raw: bytes, at: int, mask: int = 1) -> bytes:
@@ -314,21 +304,6 @@ def test_a_value_with_tensors_in_it():
         assert ckpt["pair.0"].numpy().tolist() == [[1, 2], [3, 4]]
         assert ckpt.tree["pair"][1] == "x"
         assert isinstance(ckpt.tree["pair"][0], LazyTensor)
-
-
-def test_values_are_read_together():
-    pickles = (integer(1), text("two"), list_of(integer(3)), integer(4), text("five"))
-    contents = [torch_zip(stream(content), {}) for content in pickles]
-    names = [f"v{i}" for i in range(len(contents))]
-    store = CountingStore(
-        folder(
-            dict.fromkeys(names, value()),
-            [(index(n), c) for n, c in zip(names, contents, strict=True)],
-        )
-    )
-    described = describe_dcp(OpenSource(store))
-    assert described.tree == {"v0": 1, "v1": "two", "v2": [3], "v3": 4, "v4": "five"}
-    assert len(store.reads) == 2
 
 
 def test_a_foreign_value_is_kept_and_listed():

@@ -59,15 +59,6 @@ def test_what_is_cut_into_many_stands_in_columns_and_reads_as_it_was(folder: Pat
     assert holdfast.verify(folder).ok
 
 
-def test_a_slice_makes_the_chunks_that_it_meets_alone(folder: Path):
-    with holdfast.open(folder) as found:
-        assert [chunk.box.start for chunk in found["a"][None, 10:12].chunks] == [
-            (0, 0, 0),
-            (0, 1, 0),
-        ]
-        assert type(vars(type(found["a"]).__mro__[1])["chunks"].__get__(found["a"])) is not tuple
-
-
 def test_it_is_converted(folder: Path, tmp_path: Path):
     holdfast.convert(folder, tmp_path / "one.safetensors")
     with holdfast.open(tmp_path / "one.safetensors") as found:

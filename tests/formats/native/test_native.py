@@ -111,18 +111,6 @@ def test_data_files_without_their_manifest_are_damaged_and_open_one_by_one(tmp_p
         holdfast.open(tmp_path / "d")
 
 
-def test_it_opens_from_disk(tmp_path):
-    memory = Memory()
-    for key, content in save({"w": memory.array(np.arange(5)), "step": 3}, {"a": "b"}).items():
-        (tmp_path / key).write_bytes(content)
-    with holdfast.open(tmp_path) as ckpt:
-        assert ckpt.format == "native"
-        assert ckpt["w"].numpy().tolist() == [0, 1, 2, 3, 4]
-        assert ckpt.tree["step"] == 3
-        assert ckpt.metadata == {"a": "b"}
-        assert ckpt._description.check() == []
-
-
 @settings(max_examples=examples(60))
 @given(st.data())
 def test_any_state_comes_back(data):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from craft_safetensors import MemorySource, craft, entry, frame
 
-import holdfast
 from holdfast.core.limits import Limits
 from holdfast.errors import FormatError, HeaderError, HoldfastError, LimitExceeded, Truncated
 from holdfast.formats import format_of
@@ -474,17 +472,3 @@ def test_costly_headers_are_refused_in_linear_time(header):
     with pytest.raises((HeaderError, LimitExceeded)) as caught:
         describe_safetensors(MemorySource(frame(header)))
     assert len(caught.value.message) < 500
-
-
-@pytest.mark.parametrize("first", ["a", "b", "missing"])
-def test_the_first_name_is_found_as_every_other(tmp_path, first):
-    """It is looked for in the column of names, before the rows of all are known by theirs."""
-    state = {"a": np.arange(3), "b": np.ones(2)}
-    holdfast.save(state, tmp_path / "x.safetensors")
-    with holdfast.open(tmp_path / "x.safetensors") as opened:
-        for name in (first, "b", "missing", "a"):
-            if name in state:
-                assert np.array_equal(opened[name].numpy(), state[name])
-            else:
-                with pytest.raises(KeyError, match=name):
-                    opened[name]

@@ -106,21 +106,6 @@ def test_the_table_of_dtypes_is_complete():
     assert sorted(ORDER) == sorted(row.safetensors for row in CODED)
 
 
-def test_the_library_loads_it(tmp_path):
-    memory = Memory()
-    rng = np.random.default_rng(1)
-    integers = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-    numpy_knows = ("bool", *integers, "float16", "float32", "float64")
-    arrays = {n: rng.integers(0, 2, (2, 3)).astype(DTYPES.name(n).numpy) for n in numpy_knows}
-    content = save_one({name: memory.array(array) for name, array in arrays.items()})
-    for name, array in safetensors.numpy.load(content).items():
-        assert array.tobytes() == arrays[name].tobytes()
-    path = tmp_path / "all.safetensors"
-    path.write_bytes(content)
-    with safetensors.safe_open(path, "numpy") as f:
-        assert f.metadata()["format"] == "pt"
-
-
 def test_torch_loads_it(tmp_path):
     torch = pytest.importorskip("torch")
     import safetensors.torch
@@ -477,15 +462,6 @@ def test_an_index_whose_record_is_broken_or_old():
     )
     assert set(ckpt) == {"n.v", "x"}
     assert ckpt.notes
-
-
-def test_fifty_thousand_tensors_are_laid_out_and_opened():
-    memory = Memory()
-    one = memory.array(np.ones(50_001, np.int8))
-    tree = {f"layers.{i}.weight": memory.view(one, (1,), (1,), i) for i in range(50_000)}
-    plan = lay_out_safetensors(state_of(tree))
-    assert len(plan.tensors()) == 50_000
-    assert plan.files[0].nbytes == plan.nbytes
 
 
 def test_a_tensor_without_data_is_named_among_many(tmp_path):

@@ -9,7 +9,6 @@ import zlib
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,7 +20,7 @@ import holdfast
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DTYPES
-from holdfast.core.opaque import Device, Global, Opaque, Size
+from holdfast.core.opaque import Global, Opaque, Size
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.value import replace
@@ -481,33 +480,6 @@ def test_four_bit_floats_become_pairs():
         laid_out(tensor[:, 1:7:2])
 
 
-def test_an_expanded_view_keeps_its_one_element():
-    source = OpenSource(MemoryStore({"memory": bytes(4)}))
-    chunk = Chunk(Box((0, 0), (1000, 1000)), Storage("memory", 0, 4, home=None), 0, (0, 0))
-    raw = laid_out(LazyTensor("", DTYPES.name("float32"), (1000, 1000), (chunk,), source))
-    assert len(raw) < 2000
-    assert load(raw).stride() == (0, 0)
-
-
-def test_a_tensor_that_stands_twice_is_one_tensor():
-    tensor = memory_tensor(bytes(8), "float32", (2,))
-    found = load(laid_out({"a": tensor, "b": [tensor]}))
-    assert found["a"] is found["b"][0]
-
-
-def test_values_of_our_own_become_torchs():
-    found = load(
-        laid_out(
-            {"size": Size((2, 3)), "device": Device("cuda", 1), "dtype": DTYPES.name("bfloat16")}
-        )
-    )
-    assert found == {
-        "size": torch.Size([2, 3]),
-        "device": torch.device("cuda", 1),
-        "dtype": torch.bfloat16,
-    }
-
-
 def test_a_subclass_is_kept_and_noted():
     subclass = Traits(subclass=Global("my.package", "Fancy"), state={"scale": 2})
     tensor = memory_tensor(bytes(8), "float32", (2,))
@@ -587,14 +559,3 @@ def test_all_problems_are_listed_with_their_paths():
 )
 def test_the_name_of_the_archive(path: str, name: str):
     assert archive_name(path) == name
-
-
-def test_bfloat16_bits_survive_whatever_they_are():
-    content = np.arange(65536, dtype=np.uint16)
-    found = load(laid_out(memory_tensor(content.tobytes(), "bfloat16", (65536,))))
-    assert found.view(torch.int16).numpy().view(np.uint16).tolist() == content.tolist()
-    assert np.array_equal(
-        found.to(torch.float32).numpy(),
-        content.view(ml_dtypes.bfloat16).astype(np.float32),
-        equal_nan=True,
-    )

@@ -253,14 +253,6 @@ def test_empty_archive():
     assert (len(found.records), found.prefix, found.names) == (0, "", [])
 
 
-def test_directory_in_another_order_than_the_file():
-    items = [Item("a/1", b"one"), Item("a/2", b"two"), Item("a/3", b"three")]
-    raw = build(items, order=[2, 0, 1])
-    found = read(raw)
-    assert list(found.records) == ["a/1", "a/2", "a/3"]
-    assert_like_zipfile(found, raw)
-
-
 def test_checkpoint_packed_again_by_info_zip_has_times(tmp_path):
     times = block(0x5455, b"\3" + bytes(8))
     owners = block(0x7875, b"\1\4" + bytes(4) + b"\4" + bytes(4))

@@ -281,16 +281,6 @@ def test_room_is_used_again_and_grows(monkeypatch):
     assert room.take(10, gpu=False) is not smaller
 
 
-def test_a_refused_lock_is_not_asked_for_at_every_save(monkeypatch):
-    asked = []
-    monkeypatch.setattr(host, "lock", lambda address, nbytes: bool(asked.append(nbytes)))
-    room = Room()
-    first = room.take(100_000, gpu=True)
-    assert room.take(100_000, gpu=True) is first
-    assert len(asked) == 1
-    assert first.locked_nbytes == 0
-
-
 @pytest.mark.parametrize("short", [0, 64 << 10])
 @pytest.mark.parametrize("block", [64, 1 << 20])
 @pytest.mark.parametrize("name", VIEWS)

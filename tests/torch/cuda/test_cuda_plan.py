@@ -178,19 +178,6 @@ def test_neighbours_are_read_together():
     assert (stretch.first, stretch.last) == (0, 200)
 
 
-def test_a_large_tensor_is_cut_where_blocks_end():
-    source = OpenSource(MemoryStore({"f": bytes(5 * BLOCK)}))
-    lazy = LazyTensor.contiguous(
-        "t",
-        DTYPES.name("float32"),
-        (BLOCK,),
-        Storage("f", 100, 4 * BLOCK, home=source.store),
-        source,
-    )
-    tasks = list(tasks_of(source, [Fill(lazy, torch.zeros(BLOCK))], BLOCK))
-    assert [task.nbytes for task in tasks] == [BLOCK] * 4
-
-
 def test_same_dtypes_are_bytes_and_others_are_elements():
     source = OpenSource(MemoryStore({"f": bytes(400)}))
     lazy = LazyTensor.contiguous(

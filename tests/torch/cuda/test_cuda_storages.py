@@ -234,37 +234,6 @@ def test_many_are_spread_on_the_device(tmp_path, fills, alignment):
     assert fills == [len(bank())]
 
 
-def test_many_with_others_between_them(tmp_path, fills):
-    state = bank() | {
-        "large": torch.arange(100_000.0),
-        "empty": torch.zeros(0),
-        "wanted": torch.zeros(3, requires_grad=True),
-    }
-    state["part"] = state["t0"][1:]
-    state["tied"] = state["t7"].reshape(-1)
-    torch.save(state, tmp_path / "a.pt")
-    found = load(tmp_path / "a.pt", map_location="cuda")
-    assert all(bits(found[name]) == bits(tensor) for name, tensor in state.items())
-    assert found["tied"].data_ptr() == found["t7"].data_ptr()
-    assert fills == [len(state) - 2]
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def test_a_device_is_looked_for_once_a_tag(tmp_path, monkeypatch):
-    asked: list[str] = []
-    monkeypatch.setattr(
-        storages_module,
-        "cuda_device",
-        lambda place, location: asked.append(location) or torch.device("cpu"),
-    )
-    torch.save(state() | bank(), tmp_path / "a.pt")
-    load(tmp_path / "a.pt", map_location="cuda")
-    assert asked == ["cpu"]
-
-
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 def test_a_load_leaves_nothing_to_the_collector(tmp_path, where, monkeypatch):
     if where == "cuda":

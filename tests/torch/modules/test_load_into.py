@@ -77,7 +77,7 @@ def test_in_place(saved):
     assert {name: (id(p), p.data_ptr()) for name, p in net.named_parameters()} == before
     assert isinstance(report, Loaded)
     assert set(report.names) == set(net.state_dict())
-    assert report.missing == report.unexpected == report.mismatched == ()
+    assert report.missing == report.unexpected == report.mismatched == report.notes == ()
     assert report.nbytes == sum(
         t.nbytes for t in dict.fromkeys(net.state_dict(keep_vars=True).values())
     )
@@ -266,15 +266,6 @@ def test_buffers_that_are_in_no_checkpoint_are_named(tmp_path):
     assert load_into(state, path, strict=False).meta == ("b",)
 
 
-def test_meta_that_the_checkpoint_lacks_is_noted(tmp_path):
-    path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
-    with torch.device("meta"):
-        layer = nn.Linear(2, 2)
-    report = load_into(layer, path, strict=False)
-    assert layer.bias.is_meta
-    assert any("still on the meta device" in note for note in report.notes)
-
-
 def test_kinds_do_not_become_each_other(tmp_path):
     path = save_as(tmp_path / "zip.pt", {"weight": torch.arange(4, dtype=torch.int8).reshape(2, 2)})
     layer = nn.Linear(2, 2, bias=False)
@@ -301,12 +292,6 @@ def test_a_device_is_not_changed_in_place(tmp_path):
     path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
     with pytest.raises(DoesNotFit, match="filled in place, on cpu; for meta pass assign=True"):
         load_into(nn.Linear(2, 2, bias=False), path, device="meta")
-
-
-def test_neither_module_nor_mapping(tmp_path):
-    path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
-    with pytest.raises(TypeError, match="not a list"):
-        load_into([torch.ones(2)], path)
 
 
 def test_a_damaged_file(tmp_path):
@@ -691,11 +676,6 @@ def test_a_batch_norm_without_versions(tmp_path):
     with pytest.raises(DoesNotFit, match="nothing was changed") as caught:
         load_into(nn.BatchNorm1d(3), path)
     assert caught.value.missing == ("bias", "num_batches_tracked")
-
-
-def test_a_current_batch_norm_is_filled_like_anything_else(saved):
-    report = load_into(seeded(2), saved)
-    assert report.notes == ()
 
 
 class Renaming(nn.Module):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import _compat_pickle
 import collections
-import importlib.util
 import io
 import os
 import pickle
 import pickletools
 import sys
 import threading
-import types
 import zipfile
 
 import pytest
@@ -46,15 +44,6 @@ def lists():
     ours.clear_safe_globals()
     theirs.clear_safe_globals()
     theirs.add_safe_globals(before)
-
-
-@pytest.fixture(autouse=True)
-def default_list(monkeypatch):
-    """Where the names that are always allowed are not written yet, torch's stand for them."""
-    if importlib.util.find_spec("holdfast.torch.serialization.weights") is None:
-        module = types.ModuleType("holdfast.torch.serialization.weights")
-        module.default_globals = torch._weights_only_unpickler._get_allowed_globals
-        monkeypatch.setitem(sys.modules, "holdfast.torch.serialization.weights", module)
 
 
 def mine() -> dict[str, object]:

@@ -734,13 +734,6 @@ def test_a_file_is_read_from_where_it_stands(raw: bytes, weights_only: bool):
     assert file.tell() == (6 if raw.startswith(b"PK") else 6 + len(raw))
 
 
-def test_what_was_written_a_moment_ago_is_seen(tmp_path: Path):
-    with open(tmp_path / "file", "w+b") as file:
-        torch.save(state(), file)
-        file.seek(0)
-        assert_same(load(file), reference(torch_bytes(state())))
-
-
 @WEIGHTS_ONLY
 @pytest.mark.parametrize("cut", [0, 1, 40])
 def test_a_buffer_is_free_again(raw: bytes, weights_only: bool, cut: int):
@@ -905,13 +898,6 @@ def test_tar(golden_dir: Path):
         )
         with pytest.raises(Refused, match=r"legacy \.tar format"):
             load(io.BytesIO(path.read_bytes()), **options)
-
-
-def test_tar_shares(golden_dir: Path):
-    made = load(golden_dir / "files" / "tar.pt", weights_only=False)
-    made["weight"][1, 0] = 77  # element 4: the first of the storage that is a view
-    assert made["weight_t"][0, 1] == 77
-    assert made["tail"].flatten()[0] == 77
 
 
 @pytest.mark.parametrize("name", ["tar_system.pt", "os_system.pt"])
@@ -1238,14 +1224,6 @@ def test_source_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 # Storages.
-
-
-@WEIGHTS_ONLY
-def test_sharing(raw: bytes, weights_only: bool):
-    made = load(io.BytesIO(raw), weights_only=weights_only)
-    made["w"][1, 0] = 99
-    assert made["part"][0, 0] == made["turned"][0, 1] == 99
-    assert made["w"].untyped_storage()._cdata == made["part"].untyped_storage()._cdata
 
 
 @ZIPPED

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import io
-import zipfile
 
 import pytest
 import torch
@@ -102,16 +100,3 @@ def test_the_position_is_put_back_once_at_the_end(start):
     assert file.tell() == start
     with holdfast.open(io.BytesIO(file._inner.getvalue()[start:])) as checkpoint:
         assert checkpoint["w3"].numpy()[0] == 3
-
-
-def test_members_of_archives_are_loaded(tmp_path):
-    data = written(9)
-    for how in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        with zipfile.ZipFile(tmp_path / "bundle.zip", "w", how) as bundle:
-            bundle.writestr("policy.pth", data)
-        with zipfile.ZipFile(tmp_path / "bundle.zip") as bundle, bundle.open("policy.pth") as file:
-            assert holdfast.torch.load(file)["w8"][0] == 8
-    with gzip.open(tmp_path / "policy.gz", "wb") as file:
-        file.write(data)
-    with gzip.open(tmp_path / "policy.gz") as file:
-        assert holdfast.torch.load(file)["w8"][0] == 8

@@ -425,15 +425,6 @@ def test_over_a_file_that_is_mapped(mapped: bool, tmp_path: Path):
     assert torch.equal(load(path)["w"], old if mapped else old + 1)
 
 
-def test_a_reader_keeps_the_old_file(tmp_path: Path):
-    path = tmp_path / "model.pt"
-    save({"step": 1}, path)
-    with path.open("rb") as file:
-        save({"step": 2}, path)
-        assert load(file) == {"step": 1}
-    assert load(path) == {"step": 2}
-
-
 @pytest.mark.parametrize("durable", [True, False])
 def test_durable(durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     flushed: list[int] = []
@@ -484,12 +475,3 @@ def test_signatures_begin_as_torchs(name: str):
     assert [(p.name, p.kind, p.default) for p in found if p not in extra] == [
         (p.name, p.kind, p.default) for p in wanted
     ]
-
-
-def test_a_module_comes_back():
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
-    file = io.BytesIO()
-    save(model, file)
-    file.seek(0)
-    made = load(file, weights_only=False)
-    assert torch.equal(made(torch.ones(1, 3)), model(torch.ones(1, 3)))
