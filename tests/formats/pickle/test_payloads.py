@@ -95,19 +95,6 @@ def test_bytes_inside_of_a_frame_are_not_left_out():
     assert split(stream).opcodes == stream
 
 
-def test_reads_nothing_of_what_is_left_out_but_the_window_before_it():
-    stream = pickle.dumps([LARGE * 100])
-    read = 0
-
-    def counted(start: int, stop: int) -> bytes:
-        nonlocal read
-        read += stop - start
-        return stream[start:stop]
-
-    split_payloads(counted, len(stream), Limits())
-    assert read <= 2 * payloads.WINDOW_NBYTES < len(stream) // 10
-
-
 def test_the_limit_is_about_the_opcodes_alone():
     stream = pickle.dumps([LARGE, LARGE + b"x"])
     assert len(split(stream, Limits(pickle_nbytes=1000)).opcodes) < 1000

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support import unpickled
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
@@ -99,13 +98,6 @@ NESTED = st.recursive(
 @given(NESTED)
 def test_nested_values_have_the_bytes_of_cpython(value: object):
     assert written(value) == pickle.dumps(value, 2)
-
-
-def test_what_is_shared_stays_shared():
-    inner = {"x": [1]}
-    found = unpickled(written({"a": inner, "b": inner, "c": (inner["x"],)}))
-    assert found["a"] is found["b"]
-    assert found["c"][0] is found["a"]["x"]
 
 
 def test_a_default_dict_of_the_reader_is_written_as_pythons():

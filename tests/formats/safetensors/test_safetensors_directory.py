@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from craft_safetensors import MemorySource, craft, entry, frame, index, shards
 from tests.support import needs
 
@@ -110,10 +109,6 @@ def test_without_an_index_in_the_order_of_the_files():
 def test_the_total_size_of_an_index_does_not_matter(size):
     files = {**GOOD, INDEX: index({"a": ONE}, metadata={"total_size": size})}
     assert list(describe(files).tensors) == ["a"]
-
-
-def test_an_index_may_do_without_metadata():
-    assert list(describe({ONE: A, INDEX: index({"a": ONE})}).tensors) == ["a"]
 
 
 def test_files_that_the_index_does_not_name_are_not_read():
@@ -220,10 +215,6 @@ def test_two_files_of_the_index_that_claim_one_tensor():
     files = {ONE: A, TWO: craft({"a": entry("U8", [2], 0, 2), "b": entry("U8", [], 2, 3)}, 3)}
     refused({**files, INDEX: index({"a": ONE, "b": TWO})}, MetadataError, ONE, TWO, "'a'")
     refused(files, MetadataError, ONE, TWO, "'a'")
-
-
-def test_a_copy_in_a_file_that_the_index_leaves_out_does_not_matter():
-    assert list(describe({**GOOD, "consolidated.safetensors": A}).tensors) == ["c", "a", "b"]
 
 
 @pytest.mark.parametrize("with_index", [True, False])
@@ -362,15 +353,3 @@ def test_what_torch_writes_for_hugging_face(tmp_path, form):
     assert set(description.tensors) == set(state)
     for name, tensor in state.items():
         np.testing.assert_array_equal(description.tensors[name].numpy(), tensor.numpy())
-
-
-def test_files_of_the_library_side_by_side():
-    arrays = {f"w{i}": np.full((i, 2), i, np.float32) for i in range(6)}
-    files = {
-        f"part-{i}.safetensors": safetensors.numpy.save({name: a})
-        for i, (name, a) in enumerate(arrays.items())
-    }
-    tensors = describe(files).tensors
-    assert {name: t.numpy().tolist() for name, t in tensors.items()} == {
-        n: a.tolist() for n, a in arrays.items()
-    }

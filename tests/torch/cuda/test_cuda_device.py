@@ -519,18 +519,6 @@ def test_many_small_ones_to_a_gpu_and_back(tmp_path, name):
     )
 
 
-def test_many_small_ones_are_saved_as_torch_saves_them(tmp_path):
-    made = {key: tensor.cuda() for key, tensor in many().items() if tensor.dtype in OLD}
-    (tmp_path / "theirs").mkdir()
-    torch.save(made, tmp_path / "theirs" / "a.pt")
-    save(made, tmp_path / "a.pt")
-    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "theirs" / "a.pt").read_bytes()
-    found = load(tmp_path / "a.pt", map_location="cuda")
-    for key, tensor in made.items():
-        assert found[key].is_cuda, key
-        assert same(found[key], tensor), key
-
-
 def test_what_was_made_of_a_block_belongs_to_the_callers_stream(tmp_path):
     """Used on that stream at once, freed, and its memory used again: nothing is torn."""
     made = {f"t{i}": torch.full((1000,), i, dtype=torch.int32) for i in range(2000)}

@@ -146,7 +146,7 @@ LOCATIONS = {
     "function": lambda storage, tag: storage, "function that leaves it": lambda storage, tag: None,
     "function that copies": lambda storage, tag: storage.clone(), "nowhere": "nowhere", "cuda": "cuda", "cuda:9": "cuda:9",
     "dict to nowhere": {"cpu": "nowhere"}, "cpu:0": torch.device("cpu", 0), "number": 5, "function to no storage": lambda s, tag: 3,
-    **({"dict to a device": {"cpu": torch.device("cpu")}} if versions.WHOLE_TAGS else {}),
+    **({"dict to a device": {"cpu": torch.device("cpu")}, "dict to None": {"cpu": None}} if versions.WHOLE_TAGS else {}),
 }  # fmt: skip
 
 

@@ -340,12 +340,6 @@ def test_map_location(storage, map_location, tag, device):
         assert made is storage
 
 
-def test_map_location_in_bytes(storage):
-    assert ours.restorer(b"cpu")(storage, "cuda:3") is storage  # torch: TypeError
-    with pytest.raises(Refused, match="tagged with nowhere"):
-        ours.restorer(b"nowhere")(storage, "cpu")
-
-
 @pytest.mark.parametrize("map_location", ["foo", {"cpu": "foo"}, torch.device("cpu", 0)])
 def test_map_location_to_nowhere(storage, map_location):
     with pytest.raises(
@@ -355,30 +349,6 @@ def test_map_location_to_nowhere(storage, map_location):
     with pytest.raises(RuntimeError) as torchs:
         torch_answer(map_location, "cpu")
     assert str(caught.value) == str(torchs.value)
-
-
-@pytest.mark.parametrize(
-    "map_location",
-    [
-        *(5, lambda s, tag: 3),
-        *(
-            pytest.param(each, marks=needs(versions.WHOLE_TAGS))
-            for each in ({"cpu": None}, {"cpu": torch.device("cpu")})
-        ),
-    ],
-)
-def test_what_is_no_map_location(storage, map_location):
-    with pytest.raises(TypeError):
-        ours.restorer(map_location)(storage, "cpu")
-    with pytest.raises(TypeError):
-        torch_answer(map_location, "cpu")
-
-
-def test_a_callable_gets_the_storage_and_the_tag(storage):
-    seen = []
-    assert ours.restorer(lambda *args: seen.append(args))(storage, "cpu") is storage
-    assert seen == [(storage, "cpu")]
-    assert seen[0][0] is storage
 
 
 def test_a_callable_may_give_a_typed_storage(storage):

@@ -22,7 +22,6 @@ from holdfast.torch.sparsity import (
     block_mask,
     global_masks,
     magnitude_mask,
-    nm_mask,
 )
 from tests.torch.sparsity.models import level_of, linears, mask_of, mixed
 
@@ -270,16 +269,6 @@ def test_a_rising_level_adds_to_chance():
     sparsifier.step()
     assert (mask_of(model[0]) == 0)[before].all()
     assert level_of(mask_of(model[0])) == 0.75
-
-
-def test_n_of_m_by_weight_norm_is_n_of_m():
-    model = single(8, 12)
-    sparsifier = WeightNormSparsifier(1.0, (1, 4), zeros_per_block=2)
-    sparsifier.prepare(model)
-    sparsifier.step()
-    assert torch.equal(
-        mask_of(model[0]) == 1, nm_mask(model[0].parametrizations.weight.original, 2, 4)
-    )
 
 
 # Rows and channels.

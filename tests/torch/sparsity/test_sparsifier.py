@@ -18,7 +18,6 @@ from holdfast.torch.sparsity import (
     FakeSparsity,
     FakeStructuredSparsity,
     MagnitudeSparsifier,
-    NearlyDiagonalSparsifier,
     SaliencyPruner,
     WeightNormSparsifier,
 )
@@ -584,14 +583,6 @@ def test_a_traced_model_has_its_masks():
     sparsifier.step()
     x = torch.randn(2, 7)
     assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
-
-
-def test_nearly_diagonal_then_squashed():
-    sparsifier, model = NearlyDiagonalSparsifier(3), linears()
-    sparsifier.prepare(model, [{"tensor_fqn": "2.1.weight"}])
-    sparsifier.step()
-    sparsifier.squash_mask()
-    assert torch.equal(model[2][1].weight, model[2][1].weight.tril(1).triu(-1))
 
 
 class Halving(FakeSparsity):
