@@ -153,9 +153,6 @@ def test_no_monitor_and_one_name_do_not_alternate(way: str, tmp_path: Path):
     assert loaded(tmp_path / "c" / "model.ckpt")["epoch"] == 2
 
 
-# What is kept.
-
-
 # The last one.
 
 

@@ -19,21 +19,13 @@ from torch.multiprocessing import start_processes
 import holdfast
 from holdfast.core.tensor import Composite
 from holdfast.torch import versions
+from tests.parity.compare import elements
 from tests.processes import fork_server
 from tests.support import dtypes, needs
 
 from .dcp_ranks import WHOLE, save_all
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def elements(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().contiguous()
-    return (
-        bytes(plain.untyped_storage())[: plain.numel() * plain.dtype.itemsize]
-        if plain.numel()
-        else b""
-    )
 
 
 def state() -> dict[str, object]:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from holdfast.torch.cuda.memory import GpuStorages
-from holdfast.torch.cuda.stage import Copies, Room
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
@@ -23,21 +22,6 @@ def some_tensors(seed: int, dtypes: tuple[torch.dtype, ...]) -> list[torch.Tenso
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.view(torch.uint8).numpy().tobytes()
-
-
-@pytest.mark.parametrize("dtypes", [DTYPES[:1], DTYPES[:2], DTYPES])
-@pytest.mark.parametrize("seed", range(8))
-def test_rows_are_copied_to_their_places(seed: int, dtypes: tuple[torch.dtype, ...]):
-    tensors = some_tensors(seed, dtypes)
-    nbytes = np.array([len(bytes_of(tensor)) for tensor in tensors], np.int64)
-    padded = nbytes + -nbytes % 64
-    starts = padded.cumsum() - padded
-    room = Room().take(int(padded.sum()), gpu=False)
-    copies = Copies(room)
-    copies.begin_rows(tensors[0].device, tensors, starts, nbytes)
-    copies.wait()
-    for tensor, start, length in zip(tensors, starts.tolist(), nbytes.tolist(), strict=True):
-        assert bytes(room.array[start : start + length]) == bytes_of(tensor)
 
 
 @pytest.mark.parametrize("dtypes", [DTYPES[:1], DTYPES])
