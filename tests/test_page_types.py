@@ -23,6 +23,9 @@ pytest.importorskip("torch")
 from tests.pages import PAGES, ROOT, Block, blocks, content_of, name_of
 
 SOURCE = ROOT / "src"
+OUTSIDE = ROOT / "tests" / "formats" / "outside"
+"""The package that a page shows, and imports as its users do."""
+
 WRONG = "Text.\n\n```python\nimport holdfast\n\nholdfast.open(1, nothing=2)\n```\n"
 
 
@@ -89,7 +92,7 @@ def test_the_pages_pass_mypy(tmp_path: Path):
         "--output=json",
         *modules,
     ]
-    lines = run(command, tmp_path, MYPYPATH=str(SOURCE)).splitlines()
+    lines = run(command, tmp_path, MYPYPATH=f"{SOURCE}{os.pathsep}{OUTSIDE}").splitlines()
     errors = [one for one in map(json.loads, lines) if one["severity"] == "error"]
     check([(one["file"], one["line"], one["message"]) for one in errors], modules)
 
@@ -98,7 +101,7 @@ def test_the_pages_pass_mypy(tmp_path: Path):
 @pytest.mark.skipif(find_spec("basedpyright") is None, reason="basedpyright is not installed")
 def test_the_pages_pass_pyright(tmp_path: Path):
     modules = written(tmp_path)
-    settings = {"typeCheckingMode": "standard", "extraPaths": [str(SOURCE)]}
+    settings = {"typeCheckingMode": "standard", "extraPaths": [str(SOURCE), str(OUTSIDE)]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     found = json.loads(
         run(["basedpyright", "--outputjson", "--pythonpath", sys.executable], tmp_path)

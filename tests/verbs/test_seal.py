@@ -459,3 +459,20 @@ def test_a_sealed_folder_is_replaced_with_its_seal(tmp_path: Path):
     holdfast.save({"w": np.zeros(3)}, tmp_path / "step-1", overwrite=True)
     assert read_seal(tmp_path / "step-1") is None
     assert holdfast.verify(tmp_path / "step-1").ok
+
+
+def test_a_second_seal_repeats_the_first_unless_a_step_is_passed(tmp_path: Path):
+    path = tmp_path / "m.pt"
+    holdfast.save({"w": np.arange(6.0)}, path)
+    holdfast.seal(path, step=5, metrics={"loss": 0.5}, ran=77)
+    first_seal = read_seal(path)
+    assert first_seal is not None
+
+    holdfast.seal(path, overwrite=True)
+    assert read_seal(path) == first_seal
+
+    holdfast.seal(path, overwrite=True, step=6)
+    second_seal = read_seal(path)
+    assert second_seal is not None
+    assert (second_seal.step, second_seal.ran) == (6, None)
+    assert second_seal.saved > first_seal.saved
