@@ -39,6 +39,8 @@ Files = Mapping[str, bytes]
 CUTS_PER_FILE = 200
 """The places at which a file is cut off, and those at which a byte is changed."""
 
+KEEPS = ("state", "items", "tensors")
+
 DTYPES = ("bool", "uint8", "int32", "int64", "float16", "float32", "float64")
 
 
@@ -56,6 +58,9 @@ def check_format(entry: Format, example: str | os.PathLike[str] | None = None) -
 
     Raises:
         AssertionError: A check failed. The message says which one.
+        CannotHold: The format is written, and cannot store the examples: float32 and int64.
+        HoldfastError: Writing or opening an example failed, with an error of the format or of
+            Holdfast.
     """
     _check_entry(entry)
     with _registered(entry), tempfile.TemporaryDirectory() as directory:
@@ -74,7 +79,12 @@ def check_format(entry: Format, example: str | os.PathLike[str] | None = None) -
 
 def _check_entry(entry: Format) -> None:
     """Check that the entry names functions that exist, and nothing that another format has."""
-    others = [other for other in FORMATS if other.name != entry.name]
+    others = [other for other in FORMATS if other is not entry]
+    taken_names = {name for other in others for name in (other.name, *other.choices)}
+    assert entry in FORMATS or not taken_names.intersection((entry.name, *entry.choices)), (
+        f"a name or choice of the format {entry.name} belongs to a built-in format"
+    )
+    assert entry.keeps in KEEPS, f"`keeps` must be one of {KEEPS}, got {entry.keeps!r}"
     assert entry.begins or entry.known_by, "an entry needs `begins` or `known_by` to be detected"
     for where in (entry.read_by, entry.known_by, entry.written_by, entry.weights_by):
         assert not where or callable(load_function(where)), f"{where} is not a function"
@@ -85,17 +95,17 @@ def _check_entry(entry: Format) -> None:
 
 @contextmanager
 def _registered(entry: Format) -> Iterator[None]:
-    """Register a format for a block, unless it is known."""
-    load_plugins()
-    is_known = any(other.name == entry.name for other in (*FORMATS, *PLUGINS))
-    if is_known:
+    """Register a format for a block, in the place of an installed plugin of the same name."""
+    if entry in FORMATS:
         yield
         return
-    PLUGINS.append(entry)
+    load_plugins()
+    installed = list(PLUGINS)
+    PLUGINS[:] = [plugin for plugin in installed if plugin.name != entry.name] + [entry]
     try:
         yield
     finally:
-        PLUGINS.remove(entry)
+        PLUGINS[:] = installed
 
 
 def _make_example_state() -> dict[str, np.ndarray]:
