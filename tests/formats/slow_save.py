@@ -18,7 +18,7 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.engine.saves import Data, Gathered, Late, Literal, SavePlan
+from holdfast.engine.saves import Data, FilePlan, Gathered, Late, Literal, SavePlan
 from holdfast.engine.source import OpenSource
 from holdfast.formats.detect import detect
 from holdfast.stores.memory import MemoryStore
@@ -36,34 +36,36 @@ def raw_bytes(tensor: LazyTensor) -> bytes:
     return np.packbits(bits.reshape(-1), bitorder="little").tobytes()
 
 
+def write_file(file: FilePlan, crcs: dict[str, int]) -> bytes:
+    """Return the content of a file, and add the checksums of its tensors to those of others."""
+    parts: list[bytes | Late] = []
+    for segment in file.segments:
+        match segment:
+            case Literal():
+                parts.append(segment.data)
+            case Data():
+                data = raw_bytes(segment.tensor)
+                assert segment.label not in crcs
+                crcs[segment.label] = zlib.crc32(data)
+                parts.append(data)
+            case Gathered():
+                data, sums = segment.make()
+                assert crcs.keys().isdisjoint(sums)
+                crcs |= sums
+                parts.append(data)
+            case Late():
+                parts.append(segment)
+    contents = [part.make(crcs) if isinstance(part, Late) else part for part in parts]
+    assert [len(content) for content in contents] == [segment.nbytes for segment in file.segments]
+    return b"".join(contents)
+
+
 def execute(plan: SavePlan) -> dict[str, bytes]:
     """Every file of a plan. The files of the index see the checksums of all others."""
     crcs: dict[str, int] = {}
-    made = {}
-    for file in (*plan.files, *plan.index):
-        parts: list[bytes | Late] = []
-        for segment in file.segments:
-            match segment:
-                case Literal():
-                    parts.append(segment.data)
-                case Data():
-                    data = raw_bytes(segment.tensor)
-                    assert len(data) == segment.nbytes
-                    assert segment.label not in crcs
-                    crcs[segment.label] = zlib.crc32(data)
-                    parts.append(data)
-                case Gathered():
-                    data, sums = segment.make()
-                    assert crcs.keys().isdisjoint(sums)
-                    crcs |= sums
-                    parts.append(data)
-                case Late():
-                    parts.append(segment)
-        done = [part.make(crcs) if isinstance(part, Late) else part for part in parts]
-        assert [len(part) for part in done] == [segment.nbytes for segment in file.segments]
-        made[file.key] = b"".join(done)
+    contents = {file.key: write_file(file, crcs) for file in (*plan.files, *plan.index)}
     assert len({*crcs}) == len(plan.tensors())
-    return made
+    return contents
 
 
 def reopen(files: Mapping[str, bytes], limits: Limits | None = None) -> Checkpoint:

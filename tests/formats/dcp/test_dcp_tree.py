@@ -16,11 +16,6 @@ def nested(*paths: tuple[str | int, ...], limits: Limits | None = None) -> objec
     return grow({name: name for name in names}, names, limits or Limits())
 
 
-def test_mappings_and_lists():
-    tree = nested(("a", "b"), ("a", "c", 0), ("a", "c", 1), ("d",)).tree
-    assert tree == {"a": {"b": "a.b", "c": ["a.c.0", "a.c.1"]}, "d": "d"}
-
-
 def test_positions_in_any_order():
     assert nested(("a", 2), ("a", 0), ("a", 1)).tree == {"a": ["a.0", "a.1", "a.2"]}
 
@@ -37,12 +32,6 @@ def test_far_positions_are_no_list():
 
 def test_positions_beside_keys_are_no_list():
     assert nested(("a", 0), ("a", "x")).tree == {"a": {0: "a.0", "x": "a.x"}}
-
-
-def test_numbers_as_text_stay_text():
-    grown = nested(("state", "0", "step"), ("state", "1", "step"))
-    assert grown.tree == {"state": {"0": {"step": "state.0.step"}, "1": {"step": "state.1.step"}}}
-    assert grown.numbered == 1
 
 
 def test_keys_with_dots():
@@ -67,12 +56,6 @@ def test_no_path(path):
     grown = grow({"a": 1}, {"a": path}, Limits())
     assert grown.tree == {"a": 1}
     assert grown.flat == ["a"]
-
-
-def test_in_the_way_of_each_other():
-    grown = nested(("a",), ("a", "b"))
-    assert grown.tree == {"a": "a", "a.b": "a.b"}
-    assert grown.flat == ["a.b"]
 
 
 def test_two_values_of_one_name():

@@ -32,13 +32,6 @@ def archive_of(records: dict[str, bytes], *, compressed: str = "") -> bytes:
     )
 
 
-def test_storages_are_labelled_with_the_names_of_their_records():
-    raw = archive_of(saved({f"t.{number}": torch.full((2, 3), number) for number in range(30)}))
-    with holdfast.open(raw) as checkpoint:
-        for number, tensor in enumerate(checkpoint.values()):
-            assert tensor.storages[0].label == f"data/{number}"
-
-
 def test_an_append_to_a_tensor_is_refused_with_its_class():
     records = saved({f"t{number}": torch.ones(3) for number in range(60)})
     assert records[PICKLE].endswith(b"u.")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.formats.slow_save import write_file
 from tests.sampling import examples
 
 from holdfast.core.chunk import Storage
@@ -34,18 +35,7 @@ def data(label: str, content: bytes) -> Data:
 
 def carry_out(segments: tuple[Segment, ...]) -> bytes:
     """The file of a plan, the slow and obvious way."""
-    contents = {s.label: s.tensor.numpy().tobytes() for s in segments if isinstance(s, Data)}
-    crcs = {label: zlib.crc32(content) for label, content in contents.items()}
-    pieces = [
-        s.data
-        if isinstance(s, Literal)
-        else contents[s.label]
-        if isinstance(s, Data)
-        else s.make(crcs)
-        for s in segments
-    ]
-    assert [len(p) for p in pieces] == [s.nbytes for s in segments]
-    return b"".join(pieces)
+    return write_file(FilePlan("", segments), {})
 
 
 def read_back(archive: bytes) -> dict[str, bytes]:
