@@ -17,7 +17,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from tests.ranks.pool import World
 from tests.support import element_bytes
 
-__all__ = ["NESTED", "WHOLE", "check", "cut", "sharded", "state_of", "tensors_of", "values"]
+__all__ = [
+    "NESTED",
+    "WHOLE",
+    "check",
+    "cut",
+    "gather_values",
+    "sharded",
+    "state_of",
+    "tensors_of",
+    "values",
+]
 
 
 def _content(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -188,3 +198,16 @@ def _same(expected: object, found: object, at: str) -> None:
         assert element_bytes(one) == element_bytes(other), at
     else:
         assert (type(found), found) == (type(expected), expected), at
+
+
+def gather_values(state: object) -> object:
+    """Return a state in which each tensor is its dtype, shape and bytes, whole on every rank."""
+    if isinstance(state, dict):
+        return {key: gather_values(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [gather_values(value) for value in state]
+    if isinstance(state, DTensor):
+        state = state.full_tensor()
+    if isinstance(state, torch.Tensor):
+        return str(state.dtype), tuple(state.shape), element_bytes(state)
+    return state

@@ -31,7 +31,7 @@ from holdfast.torch.ranks.local_shards import LocalShardsWrapper
 from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.jobs import load, load_stock
 from tests.ranks.pool import WORLDS, Pool, World, good
-from tests.ranks.states import sharded
+from tests.ranks.states import gather_values, sharded
 from tests.support import element_bytes, needs
 
 pytestmark = pytest.mark.timeout(120)
@@ -100,20 +100,11 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, obje
     }
 
 
-def _whole(state: object) -> object:
-    """Every tensor in one piece, on every rank."""
-    if isinstance(state, dict):
-        return {key: _whole(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_whole(value) for value in state]
-    return state.full_tensor() if isinstance(state, DTensor) else state
-
-
 def train_and_save(world: World, path: str, format: str) -> dict[str, object]:
     model, optimizer = _trained(world, 1)
     state = _state(model, optimizer)
     save_sharded(path, state, group=world.group, format=format, durable=False)
-    return _plain(_whole(state))
+    return gather_values(state)
 
 
 def load_trained(world: World, path: str) -> dict[str, object]:
@@ -123,20 +114,7 @@ def load_trained(world: World, path: str) -> dict[str, object]:
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optim"])
     assert model.head.weight is model.embed.weight
-    return _plain(_whole(_state(model, optimizer)))
-
-
-def _plain(state: object) -> object:
-    """Bytes for tensors, so that it can travel and be compared."""
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_plain(value) for value in state]
-    return (
-        (str(state.dtype), tuple(state.shape), element_bytes(state))
-        if isinstance(state, torch.Tensor)
-        else state
-    )
+    return gather_values(_state(model, optimizer))
 
 
 @pytest.mark.parametrize("format", ["native", "dcp"])
@@ -207,7 +185,7 @@ def stock_load_trained(world: World, path: str) -> dict[str, object]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=path, process_group=world.group)
-    return _plain(_whole(state))
+    return gather_values(state)
 
 
 def test_torch_loads_the_optimizer(pool: Pool, tmp_path: Path):
@@ -259,7 +237,7 @@ def parallel_save(world: World, path: str, format: str, stock: bool) -> dict[str
         dcp.save(model.state_dict(), checkpoint_id=path, process_group=world.group)
     else:
         save_sharded(path, model, group=world.group, format=format, durable=False)
-    return _plain(dict(plain.state_dict()))
+    return gather_values(dict(plain.state_dict()))
 
 
 def parallel_load(world: World, path: str, stock: bool) -> dict[str, object]:
@@ -269,7 +247,7 @@ def parallel_load(world: World, path: str, stock: bool) -> dict[str, object]:
         dcp.load(state, checkpoint_id=path, process_group=world.group)
     else:
         load_sharded(path, model, group=world.group)
-    return _plain(_whole(dict(model.state_dict())))
+    return gather_values(dict(model.state_dict()))
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from tests.ranks.pool import Pool, World, good
-from tests.support import element_bytes
+from tests.ranks.states import gather_values
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -98,20 +97,6 @@ def _state(model, optimizer, scheduler, step: int) -> dict[str, object]:
     }
 
 
-def _plain(state: object) -> object:
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_plain(value) for value in state]
-    if isinstance(state, DTensor):
-        state = state.full_tensor()
-    return (
-        (str(state.dtype), tuple(state.shape), element_bytes(state))
-        if isinstance(state, torch.Tensor)
-        else state
-    )
-
-
 def train(world: World, path: str, format: str, block: bool) -> tuple[list[float], object]:
     """The run that nothing interrupts. It saves on its way."""
     model, optimizer, scheduler = _made(world, 1)
@@ -119,7 +104,7 @@ def train(world: World, path: str, format: str, block: bool) -> tuple[list[float
     for number in range(BEFORE + AFTER):
         if number == BEFORE:
             state = _state(model, optimizer, scheduler, number)
-            saved = _plain(state)
+            saved = gather_values(state)
             save = save_sharded if block else async_save_sharded
             handle = save(path, state, group=world.group, format=format, durable=False)
         losses.append(_step(world, number, model, optimizer))
@@ -139,7 +124,7 @@ def resume(world: World, path: str, *, forget: bool = False) -> tuple[list[float
     if not forget:
         set_optimizer_state_dict(model, optimizer, state["optim"])
     scheduler.load_state_dict(state["scheduler"])
-    loaded = _plain(_state(model, optimizer, scheduler, state["step"]))
+    loaded = gather_values(_state(model, optimizer, scheduler, state["step"]))
     losses = []
     for number in range(state["step"], state["step"] + AFTER):
         losses.append(_step(world, number, model, optimizer))

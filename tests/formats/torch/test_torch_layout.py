@@ -109,9 +109,6 @@ def two_state_dicts() -> object:
 
 
 IDENTICAL = {
-    "nothing": lambda: None,
-    "state_dict": lambda: module().state_dict(),
-    "flat": lambda: {f"w{i}": torch.randn(3, 4) for i in range(5)},
     "300 tensors": lambda: {f"layer{i}.weight": torch.randn(3) for i in range(300)},
     "300 of several kinds": lambda: [
         torch.zeros(i % 4, 2, dtype=dtype, requires_grad=grad)
@@ -126,7 +123,6 @@ IDENTICAL = {
     "tied": tied,
     "parameters": lambda: [torch.nn.Parameter(torch.randn(2)), torch.nn.Parameter(torch.arange(2), requires_grad=False)],
     "attributes": attributed,
-    "requires grad": lambda: torch.randn(3, requires_grad=True),
     "empty": lambda: [torch.zeros(0), torch.zeros(3, 0), torch.zeros(0, 3), torch.zeros(2, 0, 3, 2), torch.zeros(())],
     "expanded": lambda: [torch.randn(1).expand(5), torch.randn(3, 1).expand(3, 4)],
     "five dimensions": lambda: torch.zeros(2, 1, 3, 1, 2),
