@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import threading
 import zlib
 
 import numpy as np
@@ -33,6 +32,7 @@ from tests.hostile.craft_pickle import (
 )
 from tests.hostile.craft_torch import records, storage, torch_zip
 from tests.hostile.craft_torch import tensor as rebuilt
+from tests.support import run_in_threads
 
 import holdfast
 from holdfast import errors
@@ -111,39 +111,18 @@ def test_a_slice_reads_the_ends_of_its_item_and_its_own_bytes():
     assert [nbytes for _, _, nbytes in store.reads] == [128], "the item is known now"
 
 
-def test_small_items_are_read_at_once():
-    store = CountingStore(many(3, 2, 2)[0])
-    tensors = describe_dcp(OpenSource(store)).tensors
-    store.reads.clear()
-    tensors["t1"].numpy()
-    assert len(store.reads) == 2
-
-
-def test_an_item_is_asked_once_whatever_the_number_of_threads(monkeypatch):
-    asked: list[int] = []
-    ask = ItemReader.tensor
-
-    def counted(self, window, dtype, sizes):
-        asked.append(window.start)
-        return ask(self, window, dtype, sizes)
-
-    monkeypatch.setattr(ItemReader, "tensor", counted)
+def test_threads_read_items_for_the_first_time_together():
     files, data = many(40)
     ckpt = opened(files)
     wrong: list[str] = []
 
-    def read():
+    def read(_):
         for name, raw in data.items():
             if ckpt[name].numpy().tobytes() != raw:
                 wrong.append(name)
 
-    threads = [threading.Thread(target=read) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(read, range(8))
     assert wrong == []
-    assert len(asked) == len(set(asked)) == 40
 
 
 def flipped(raw: bytes, at: int, mask: int = 1) -> bytes:

@@ -13,6 +13,7 @@ import holdfast.torch.serialization as ours
 from holdfast.errors import HoldfastWarning
 from holdfast.torch.serialization import allowed, locations, patching, settings
 from holdfast.torch.serialization.patching import install, uninstall
+from tests.support import run_in_threads
 
 MODULES = (torch, torch.serialization)
 
@@ -177,17 +178,13 @@ def test_threads_agree():
     wrong = []
     start = threading.Barrier(4)
 
-    def work():
+    def work(_):
         start.wait()
         for _ in range(200):
             with install():
                 if torch.load is not load:
                     wrong.append(torch.load)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, range(4))
     assert wrong == []
     assert torch.load is before

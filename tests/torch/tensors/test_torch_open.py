@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from holdfast.torch.tensors import fill as fill_module
 from holdfast.torch.tensors import from_lazy as kept
 from holdfast.torch.tensors.open import TorchCheckpoint
 from holdfast.torch.tensors.open import open as torch_open
-from tests.support import save_as
+from tests.support import run_in_threads, save_as
 
 FORMATS = ["zip.pt", "legacy.pt", "file.safetensors", "native"]
 
@@ -358,14 +357,7 @@ def test_an_open_checkpoint_is_taken_as_it_is(path):
 def test_many_threads_get_one_storage(path):
     with torch_open(path) as checkpoint:
         found: list[torch.Tensor] = []
-        threads = [
-            threading.Thread(target=lambda name=name: found.append(checkpoint[name]))
-            for name in SHARED * 4
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(lambda name: found.append(checkpoint[name]), SHARED * 4)
         assert len(found) == len(SHARED) * 4
         assert one_storage(*found)
 
