@@ -54,6 +54,16 @@ def fork_server() -> ForkServerContext:
     return context
 
 
+def read_terminal(descriptor: int) -> bytes:
+    """Read what processes write to a terminal until all of them have ended, and close it."""
+    seen = b""
+    with contextlib.suppress(OSError):  # the terminal is gone when the last process ends
+        while piece := os.read(descriptor, 65536):
+            seen += piece
+    os.close(descriptor)
+    return seen
+
+
 class ProgramResult(NamedTuple):
     """The result of a program that ran in a process of its own."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.processes import read_terminal
 
 COMMAND = [sys.executable, "-c", "import sys; from holdfast.cli.main import main; sys.exit(main())"]
 
@@ -161,13 +162,7 @@ def test_pipes_get_plain_text_and_terminals_get_colours(golden_dir):
             [*COMMAND, "show", path], stdout=child, env={**clean, **environment}
         ) as process:
             os.close(child)
-            seen = b""
-            try:
-                while piece := os.read(parent, 65536):
-                    seen += piece
-            except OSError:
-                pass  # the terminal is gone when the process ends
-            os.close(parent)
+            seen = read_terminal(parent)
         assert process.returncode == 0
         assert (b"\x1b[" in seen) == coloured
 

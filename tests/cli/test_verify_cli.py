@@ -15,6 +15,7 @@ import time
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.processes import read_terminal
 from tests.support import flip_bit
 
 import holdfast
@@ -179,12 +180,7 @@ def test_interrupted_on_a_terminal(tmp_path):
             seen += os.read(parent, 65536)
         process.send_signal(signal.SIGINT)
         # Read the terminal to its end first: a terminal that nobody reads would make the last line wait.
-        try:
-            while piece := os.read(parent, 65536):
-                seen += piece
-        except OSError:
-            pass  # the terminal is gone when the process ends
-        os.close(parent)
+        seen += read_terminal(parent)
         out = process.stdout.read()
     assert (process.returncode, out) == (130, b"")
     assert seen.rstrip().endswith(b"holdfast: interrupted")

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tests.processes import read_terminal
 
 import holdfast
 from holdfast.cli.main import main, parser
@@ -98,13 +99,7 @@ def on_terminal(folder) -> dict[str, list[str]]:
     command = [sys.executable, "-c", DRIVER, "\n".join(CALLS)]
     with subprocess.Popen(command, stdout=child, stderr=child, cwd=folder, env=environment):
         os.close(child)
-        seen = b""
-        try:
-            while piece := os.read(parent, 65536):
-                seen += piece
-        except OSError:
-            pass  # the terminal is gone when the process ends
-        os.close(parent)
+        seen = read_terminal(parent)
     return by_call(seen.decode())
 
 

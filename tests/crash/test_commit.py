@@ -157,14 +157,7 @@ def test_writes_from_several_threads(tmp_path: Path):
     blocks = [bytes([i]) * 10_000 for i in range(20)]
     with FileTransaction(tmp_path / "model") as t:
         t.allocate(200_000)
-        threads = [
-            threading.Thread(target=t.write, args=(i * 10_000, block))
-            for i, block in enumerate(blocks)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(lambda i: t.write(i * 10_000, blocks[i]), range(20))
         t.commit()
     assert (tmp_path / "model").read_bytes() == b"".join(blocks)
 
@@ -487,13 +480,16 @@ def test_another_step_that_is_being_saved_is_left_alone(tmp_path: Path):
     assert content(tmp_path / "old") == {"a": b"new"}
 
 
+class Shared(Files):
+    """A file system that several machines have."""
+
+    def is_shared(self, descriptor: int) -> bool:
+        return True
+
+
 @pytest.mark.parametrize("directory", [False, True])
 def test_where_locks_may_not_tell_another_step_is_left_for_a_day(tmp_path: Path, directory: bool):
     """A rank on another machine may be writing it. One that nobody has touched for a day is nobody's."""
-
-    class Shared(Files):
-        def is_shared(self, descriptor: int) -> bool:
-            return True
 
     fresh = leave(tmp_path / ".step-1.0123456789abcdef.tmp", directory=directory)
     stale = leave(tmp_path / ".step-1.1123456789abcdef.tmp", directory=directory)
@@ -506,10 +502,6 @@ def test_where_locks_may_not_tell_another_step_is_left_for_a_day(tmp_path: Path,
 
 def test_a_clock_that_is_ahead_abandons_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What another machine writes is as old as the file system says, whatever this machine's clock does."""
-
-    class Shared(Files):
-        def is_shared(self, descriptor: int) -> bool:
-            return True
 
     fresh = leave(tmp_path / ".step-1.0123456789abcdef.tmp", directory=True)
     monkeypatch.setattr(temporaries.time, "time", lambda: fresh.stat().st_mtime + 1e8)

@@ -9,7 +9,7 @@ from holdfast.core.box import run_boxes
 from holdfast.core.dtype import DTYPES
 from holdfast.engine.arrays import Resident
 from holdfast.engine.blocks import contiguous_blocks, pack, read_block
-from holdfast.engine.computed import Computed, read_flat
+from holdfast.engine.computed import Computed
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -49,13 +49,6 @@ def test_a_cast_reads_like_astype(shape, block):
     )
     if shape:
         assert half[-1].numpy().tobytes() == expected[-1].tobytes()
-
-
-def test_read_flat_of_a_transposed_tensor():
-    array = np.arange(24, dtype=np.int16).reshape(4, 6)
-    assert (
-        read_flat(Resident().array(array).T, 5, 11).tolist() == array.T.reshape(-1)[5:11].tolist()
-    )
 
 
 @given(st.lists(st.integers(0, 15), min_size=2, max_size=9))

@@ -145,17 +145,6 @@ def test_joined_reads_cover_everything_and_over_read_is_bounded(ranges, policy):
     assert wasted <= int((stops - starts).sum()) * policy.over_read
 
 
-def test_an_expanded_view_is_not_materialised_by_accident():
-    from holdfast.errors import LimitExceeded
-
-    source = OpenSource(MemoryStore({"f": bytes(4)}))
-    chunk = Chunk(Box.whole((10**12,)), Storage("f", 0, 4, home=None), 0, (0,))
-    tensor = LazyTensor("t", DTYPES.name("float32"), (10**12,), (chunk,), source)
-    with pytest.raises(LimitExceeded, match="expansion"):
-        tensor.numpy()
-    assert tensor[5:9].numpy().tolist() == [0, 0, 0, 0]
-
-
 def element_places(shape, parts):
     """Of each element the bit of its storage; -1 for one that no chunk has."""
     places = np.full(shape, -1, object)
@@ -200,31 +189,3 @@ def test_an_index_takes_the_elements_that_numpy_takes(data, drawn):
     assert element_places(part.shape, part.chunks).tolist() == expected.tolist()
     assert all(piece.box.count for piece in part.chunks)
     assert replace(part, name="other").chunks == part.chunks
-
-
-def test_what_is_no_index_is_refused():
-    chunk = Chunk(Box.whole((4, 5)), Storage("f", 0, 80, home=None), 0, c_strides((4, 5), 32))
-    tensor = LazyTensor("t", DTYPES.name("float32"), (4, 5), (chunk,), OpenSource(MemoryStore({})))
-    assert [tensor[at].shape for at in (np.int64(1), slice(2, 2), (..., 1), (1, ...), None)] == [
-        (5,),
-        (0, 5),
-        (4,),
-        (5,),
-        (1, 4, 5),
-    ]
-    for index, said in (
-        (4, "out of bounds for dimension 0 with size 4"),
-        ((0, -6), "index -6 is out of bounds for dimension 1"),
-        ((0, 0, 0), "too many"),
-        ((0, ..., 1, 2), "3 were indexed"),
-        ((..., ...), "single ellipsis"),
-        ((0, ..., 1, ..., None), "single ellipsis"),
-        (True, "not bool"),
-        ("a", "not str"),
-        ((0, (1,)), "not tuple"),
-        ([1], "not list"),
-        (slice("a"), "bad slice in dimension 0"),
-        (slice(1, 2, 0), "bad slice"),
-    ):
-        with pytest.raises(BadIndex, match=said):
-            tensor[index]

@@ -44,13 +44,6 @@ def test_runs_are_sorted_disjoint_and_maximal(drawn):
     assert all(z < a for z, a in zip(stops[:-1], starts[1:], strict=True))
 
 
-def test_interleaved_strides_touch():
-    """Strides 2 and 3 over single bytes: 0, 2, 3, 5. The run 2..4 exists only after the merge."""
-    chunk = Chunk(Box.whole((2, 2)), Storage("f", 0, 8, home=None), 0, (24, 16))
-    starts, stops = byte_runs(chunk, DTYPES.name("uint8"))
-    assert (starts.tolist(), stops.tolist()) == ([0, 2, 5], [1, 4, 6])
-
-
 def test_a_billion_contiguous_elements_are_one_run():
     chunk = Chunk(
         Box.whole((1 << 15, 1 << 15)), Storage("f", 0, 1 << 32, home=None), 0, (32 << 15, 32)

@@ -1,8 +1,11 @@
-"""Ranks of which one is killed while it saves to a bucket."""
+"""Programs and ranks that are killed while they save to a bucket."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +15,36 @@ from tests.processes import fork_server
 from tests.remote import rank_jobs
 from tests.remote.servers import Asked, Fault, Proxy, environment
 
-__all__ = ["killed"]
+__all__ = ["killed", "run_and_kill"]
+
+
+def run_and_kill(
+    proxy: Proxy, code: str, *arguments: str, request: int, fault: Literal["drop", "cut"]
+) -> int:
+    """Run a program, kill it at a request of this number, and return its exit status.
+
+    The request is dropped, so that the store never has it, or its answer is cut off.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def kill(asked: Asked) -> Fault:
+        if asked.number < request:
+            return None
+        processes[0].kill()
+        processes[0].wait()
+        return fault
+
+    proxy.clear()
+    proxy.fault = kill
+    processes.append(
+        subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            env={**os.environ, **environment(proxy.port)},
+        )
+    )
+    status = processes[0].wait(60)
+    proxy.fault = lambda asked: None
+    return status
 
 
 def killed(

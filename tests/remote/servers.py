@@ -169,6 +169,11 @@ many seconds late."""
 STALL_S = 20.0
 
 
+def only(number: int, fault: Fault) -> Callable[[Asked], Fault]:
+    """Let the request of this number meet a fault, and no other."""
+    return lambda asked: fault if asked.number == number else None
+
+
 @dataclass
 class Proxy:
     """A proxy that asks `fault` of each request what is to go wrong with it."""

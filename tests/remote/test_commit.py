@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import obstore
@@ -20,7 +16,8 @@ from holdfast.engine.targets.bucket_commit import ObjectSave
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, SaveError, StoreError
 from holdfast.stores.remote.client import Bucket, Got, bucket_of
 from holdfast.stores.remote.url import url_of
-from tests.remote.servers import Asked, Fault, Proxy, environment
+from tests.remote.killing import run_and_kill
+from tests.remote.servers import Proxy, environment, only
 from tests.sampling import count_rounds, random_for, sample
 from tests.support import run_in_threads
 
@@ -47,10 +44,6 @@ def content(url: str) -> int | None:
 def keys(url: str) -> list[str]:
     where = url_of(url)
     return [one.key for one in bucket_of(where).below(where.key + "/", 1000)]
-
-
-def only(number: int, fault: Fault) -> Callable[[Asked], Fault]:
-    return lambda asked: fault if asked.number == number else None
 
 
 @pytest.mark.parametrize("suffix", ["", ".pt", ".safetensors"])
@@ -258,34 +251,10 @@ def test_a_saver_that_is_killed_between_two_requests(proxy: Proxy, url: str):
     holdfast.save(state(1), url, overwrite=True)
     count = len(proxy.asked)
     for at in sample("requests between which a saver is killed", range(count), 2):
-        for answered in (False, True):
+        for fault in ("drop", "cut"):
             holdfast.save(state(0), url, overwrite=True)
-            proxy.clear()
-            process: list[subprocess.Popen[bytes]] = []
-
-            def kill(
-                asked: Asked,
-                at: int = at,
-                answered: bool = answered,
-                process: list[subprocess.Popen[bytes]] = process,
-            ) -> Fault:
-                if asked.number < at:
-                    return None
-                process[0].kill()
-                process[0].wait()
-                return "cut" if answered else "drop"
-
-            proxy.fault = kill
-            process.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", PROGRAM, url],
-                    env={**os.environ, **environment(proxy.port)},
-                )
-            )
-            process[0].wait(60)
-            proxy.fault = only(-1, None)
-            assert process[0].returncode == -9
-            assert content(url) in (0, 1), (at, answered)
+            assert run_and_kill(proxy, PROGRAM, url, request=at, fault=fault) == -9
+            assert content(url) in (0, 1), (at, fault)
             holdfast.save(state(2), url, overwrite=True)
             assert content(url) == 2
 

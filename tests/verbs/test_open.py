@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 import pickletools
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ import holdfast
 from holdfast import errors
 from holdfast.core.protocols import Foreign
 from holdfast.formats.detect import OPCODES
+from tests.support import run_in_threads
 
 
 @pytest.fixture(scope="module")
@@ -293,16 +293,12 @@ def test_many_threads_share_a_checkpoint(path):
     with holdfast.open(path) as ckpt:
         wrong = []
 
-        def use() -> None:
+        def use(number: int) -> None:
             for _ in range(20):
                 if ckpt["model.encoder.weight"][1:, ::2].numpy().tolist() != [[4, 6], [8, 10]]:
                     wrong.append(1)
 
-        workers = [threading.Thread(target=use) for _ in range(6)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        run_in_threads(use, range(6))
         assert wrong == []
 
 
@@ -411,7 +407,9 @@ def test_a_name_that_is_not_there(ckpt):
     [
         (5, "out of bounds"),
         (-4, "out of bounds"),
+        ((0, -6), "index -6 is out of bounds for dimension 1"),
         ((0, 0, 0), "too many indices"),
+        ((0, ..., 1, 2), "3 were indexed"),
         ((..., ...), "single ellipsis"),
         (slice(None, None, 0), "step"),
         (slice("a", None), "bad slice"),

@@ -221,23 +221,6 @@ def test_a_map_refuses_blocks_that_cannot_be_decoded(tmp_path: Path):
     assert sorted(caught.value.mismatched) == [f"blk.{layer}.attn_k.weight" for layer in range(3)]
 
 
-def test_the_way_from_gguf_to_hf_is_the_way_back():
-    tensors, config = model("llama-gqa.hf-gguf")
-    there = Map(families()["llama"], "hf", "gguf")
-    checkpoint = opened(tensors)
-    made = {name: one.numpy() for name, one in _seen(there, checkpoint, config).items()}
-    back = _seen(there.invert(), opened(made), config)
-    assert {name: digest(one.numpy()) for name, one in back.items()} == {
-        name: digest(one) for name, one in tensors.items()
-    }
-
-
-def _seen(chosen: Map, checkpoint: Checkpoint, config: dict[str, object]) -> Checkpoint:
-    from holdfast.extras.maps.mapped import mapped
-
-    return mapped(checkpoint, chosen.bind(checkpoint, config), lambda one: one)
-
-
 def test_layouts_that_hold_all_alike_are_found_as_the_first(tmp_path: Path):
     tensors, config = model("qwen3-gqa.hf-titan")
     holdfast.save(tensors, tmp_path / "model.safetensors", durable=False)

@@ -85,13 +85,6 @@ def test_problems_are_lines(run, source, tmp_path):
     assert not (tmp_path / "b.pt").exists()
 
 
-def test_what_is_there_stays_unless_asked(run, source, tmp_path):
-    (tmp_path / "b.pt").write_bytes(b"mine")
-    assert run("prune", source, tmp_path / "b.pt", "--rule", "norm: 0.5")[0] == 2
-    assert (tmp_path / "b.pt").read_bytes() == b"mine"
-    assert run("prune", source, tmp_path / "b.pt", "--rule", "norm: 0.5", "--overwrite")[0] == 0
-
-
 def test_stats(run, source):
     code, out, err = run("stats", source, "--bins", "8")
     assert (code, err) == (0, "")

@@ -28,6 +28,16 @@ OLD = {"qkv": "self_attention.query_key_value", "proj": "self_attention.dense", 
 Model = dict[str, torch.Tensor]
 
 
+def count_up(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Make tensors of these shapes in which no two elements are equal."""
+    tensors, start = {}, 0
+    for name, shape in shapes.items():
+        stop = start + torch.Size(shape).numel()
+        tensors[name] = torch.arange(start, stop, dtype=torch.float32).reshape(shape)
+        start = stop
+    return tensors
+
+
 def whole_model(layers: int = LAYERS) -> Model:
     """A model under short names, every element of which is another."""
     shapes: dict[str, tuple[int, ...]] = {
@@ -41,12 +51,7 @@ def whole_model(layers: int = LAYERS) -> Model:
             f"{n}.fc1.bias": (16,), f"{n}.fc2.weight": (HIDDEN, 8), f"{n}.fc2.bias": (HIDDEN,),
         }  # fmt: skip
     shapes |= {"final.weight": (HIDDEN,), "output_layer.weight": (VOCABULARY, HIDDEN)}
-    found, at = {}, 0
-    for name, shape in shapes.items():
-        count = torch.Size(shape).numel()
-        found[name] = torch.arange(at, at + count, dtype=torch.float32).reshape(shape)
-        at += count
-    return found
+    return count_up(shapes)
 
 
 def local(name: str, tensor: torch.Tensor, rank: int, *, tp: int, gated: bool) -> torch.Tensor:

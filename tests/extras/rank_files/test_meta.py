@@ -21,6 +21,7 @@ from holdfast.errors import (
     Unsupported,
 )
 from tests.extras.maps.test_oracles import FOLDER, digest, numbered
+from tests.extras.rank_files.megatron_folders import count_up
 
 Model = dict[str, torch.Tensor]
 
@@ -53,12 +54,7 @@ def whole_model(groups: int = HEADS) -> Model:
         shapes |= {
             f"layers.{n}.{name}.weight": (HIDDEN,) for name in ("attention_norm", "ffn_norm")
         }
-    found, at = {}, 0
-    for name, shape in shapes.items():
-        count = torch.Size(shape).numel()
-        found[name] = torch.arange(at, at + count, dtype=torch.float32).reshape(shape)
-        at += count
-    return found
+    return count_up(shapes)
 
 
 def local(name: str, tensor: torch.Tensor, rank: int, *, count: int, columns: bool) -> torch.Tensor:

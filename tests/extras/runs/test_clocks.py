@@ -99,11 +99,6 @@ def test_steps_of_the_last_seconds_stay_whatever_the_clock_does(tmp_path: Path, 
     assert saved_with(tmp_path, jumps) == list(range(len(jumps)))
 
 
-def test_what_is_older_goes(tmp_path: Path):
-    """Of a step every ten minutes, those of the last hour stay."""
-    assert saved_with(tmp_path, [0] * 12, between=600.0) == [5, 6, 7, 8, 9, 10, 11]
-
-
 def test_a_pause_is_no_age(tmp_path: Path):
     """A week without a program: the day's steps stay until the run has gone on for a day."""
     clocks = Clocks()
@@ -133,17 +128,6 @@ def test_programs_that_save_once(tmp_path: Path, resumes: bool):
             clocks.true += 3600
             run.save(number, LITTLE)
     assert [one.step for one in run] == ([3, 4, 5] if resumes else [0, 1, 2, 3, 4, 5])
-
-
-def test_a_run_for_each_save(tmp_path: Path):
-    """One program that opens the run anew each time goes on counting."""
-    another_program()
-    clocks = Clocks()
-    for number in range(6):
-        clocks.true += 3600
-        with clocks.told(), holdfast.Run(tmp_path, keep=[Within(hours=2)], durable=False) as run:
-            run.save(number, LITTLE)
-    assert [one.step for one in run] == [3, 4, 5]
 
 
 def test_a_program_that_looked_on_counts_nothing_twice(tmp_path: Path):

@@ -27,15 +27,6 @@ def state(number: int) -> dict[str, object]:
     }
 
 
-@pytest.fixture(params=["directory", "bucket"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return (
-        os.fspath(tmp_path / "run")
-        if request.param == "directory"
-        else f"memory://{tmp_path.name}/run"
-    )
-
-
 def damage(step: holdfast.Step) -> None:
     """Change a byte of the frozen tensor, in the file that steps share."""
     with step.open() as checkpoint:

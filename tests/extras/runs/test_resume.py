@@ -32,15 +32,6 @@ def is_state(found: object, number: int) -> bool:
     )
 
 
-@pytest.fixture(params=["directory", "bucket"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return (
-        os.fspath(tmp_path / "run")
-        if request.param == "directory"
-        else f"memory://{tmp_path.name}/run"
-    )
-
-
 def damage(step: holdfast.Step) -> None:
     """Change the last byte of the data of a step."""
     if isinstance(step.path, Url):

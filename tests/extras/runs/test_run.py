@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from holdfast.errors import (
 from holdfast.extras.runs import run as run_module
 from holdfast.extras.runs.view import RunView
 from holdfast.stores.files import Files
-from tests.support import flip_bit
+from tests.support import flip_bit, run_in_threads
 
 
 def state(number: int, count: int = 600) -> dict[str, object]:
@@ -606,11 +605,7 @@ def test_threads_save_one_after_the_other(tmp_path: Path):
             except Exception as error:
                 failed.append(error)
 
-    threads = [threading.Thread(target=save, args=(range(first, 12, 3),)) for first in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(save, [range(first, 12, 3) for first in range(3)])
     assert failed == []
     assert run.latest().step == 11
     assert run.summary().saves == 12
