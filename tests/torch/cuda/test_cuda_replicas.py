@@ -31,6 +31,7 @@ def test_messages_are_made_and_taken_apart_on_the_device(device: str, most: int)
         message = replicas._message(there, there[0].device, sent=True)
         arrived = replicas._message(here, here[0].device, sent=False)
         assert message.device == arrived.device == sent[0].device
+        assert message.numel() <= most
         assert (message is there[0]) == (arrived is here[0]) == (len(there) == 1), (
             "one piece is sent from where it lies"
         )
