@@ -476,3 +476,23 @@ def test_a_second_seal_repeats_the_first_unless_a_step_is_passed(tmp_path: Path)
     assert second_seal is not None
     assert (second_seal.step, second_seal.ran) == (6, None)
     assert second_seal.saved > first_seal.saved
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_seal_that_is_removed_stays_removed_after_a_power_cut(
+    tmp_path: Path, monkeypatch, durable
+):
+    path = tmp_path / "m.pt"
+    holdfast.save({"w": np.arange(6.0)}, path)
+    holdfast.seal(path)
+    synced_inodes = []
+    fsync = os.fsync
+
+    def record_fsync(descriptor: int) -> None:
+        synced_inodes.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    assert sealing.unseal(path, durable=durable)
+    assert read_seal(path) is None
+    assert synced_inodes == [tmp_path.stat().st_ino] * durable

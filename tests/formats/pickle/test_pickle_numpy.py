@@ -118,6 +118,12 @@ def test_random_states_keep_their_arrays():
 DTYPE = b"cnumpy\ndtype\nX\x02\x00\x00\x00f4\x89\x88\x87R(K\x03X\x01\x00\x00\x00<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
 
 
+ARRAY_HEAD = (
+    b"\x80\x03cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R(K\x01"
+)
+"""The begin of an array's pickle. Its shape, dtype, order and elements follow."""
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "data"),
     [
@@ -134,12 +140,14 @@ DTYPE = b"cnumpy\ndtype\nX\x02\x00\x00\x00f4\x89\x88\x87R(K\x03X\x01\x00\x00\x00
     ],
 )
 def test_lies_about_arrays(name, shape, data):
-    head = (
-        b"\x80\x03cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R(K\x01"
-    )
     with pytest.raises(PickleError) as caught:
-        unpickled(head + shape + DTYPE + b"\x89" + data + b"tb.")
+        unpickled(ARRAY_HEAD + shape + DTYPE + b"\x89" + data + b"tb.")
     assert caught.value.offset is not None
+
+
+def test_an_order_that_is_neither_of_numpys_is_refused():
+    with pytest.raises(PickleError, match="neither of numpy's two"):
+        unpickled(ARRAY_HEAD + b"K\x01\x85" + DTYPE + b"X\x01\x00\x00\x00F" + b"C\x04aaaa" + b"tb.")
 
 
 @pytest.mark.parametrize("code", ["<U1", ">U2"])

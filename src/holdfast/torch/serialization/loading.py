@@ -145,8 +145,7 @@ def load(
             )
         if mmap:
             raise Refused(MMAP_ZIP, file=file.path)
-        head = file.head(512)
-        if head[257:262] == b"ustar" or begins_like_tar(head):  # only torch 0.1 wrote one
+        if begins_like_tar(file.head(512)):  # only torch 0.1 wrote one
             if weights_only:
                 raise Refused(
                     "Cannot use ``weights_only=True`` with files saved in the legacy .tar format. If you trust the file, pass "
