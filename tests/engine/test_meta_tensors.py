@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 import holdfast
 from holdfast.errors import Unsupported
 
+READS = {
+    "all": lambda tensor: tensor.numpy(),
+    "a slice": lambda tensor: tensor[1:].numpy(),
+    "into memory": lambda tensor: tensor.read(out=np.empty(3, np.float32)),
+}
 
-@pytest.mark.parametrize("read", [lambda tensor: tensor.numpy(), lambda tensor: tensor[1:].numpy()])
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_reading_a_meta_tensor_is_refused(read, tmp_path):
     torch.save({"w": torch.empty(3, device="meta"), "v": torch.ones(2)}, tmp_path / "a.pt")
     with holdfast.open(tmp_path / "a.pt") as checkpoint:
