@@ -253,6 +253,8 @@ def script(arguments: list[str], environment: dict[str, str], output: str, folde
     os.dup2(file, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     sys.argv = arguments
+    # A program finds the modules beside it.
+    sys.path.insert(0, folder)
     runpy.run_path(arguments[0], run_name="__main__")
     sys.stdout.flush()
 

@@ -124,6 +124,8 @@ def test_a_copy_over_the_same_names_that_fails_leaves_the_old_one(
     holdfast.copy(tmp_path / "other", f"{url}-elsewhere")
     uploads = sum(asked.method == "PUT" and asked.nbytes > 1 for asked in proxy.asked)
     assert set(names(f"{url}-elsewhere")) & set(old), "names are the same"
+    if kind == "split":
+        uploads += 1  # The old index is withdrawn by an upload.
     for at in range(uploads):
         put: list[Asked] = []
 

@@ -287,7 +287,11 @@ class PrefixSave:
         if index.endswith(WEIGHTS_INDEX):
             suffix = os.path.splitext(index.removesuffix(WEIGHTS_INDEX))[1]
             weight_map = {"": f"holdfast-copy-is-not-finished{suffix}"}
-            etag = self._bucket.put(key, json.dumps({"weight_map": weight_map}).encode())
+            try:
+                etag = self._bucket.put(key, json.dumps({"weight_map": weight_map}).encode())
+            except StoreError as error:
+                message = f"{error.message}; nothing was published"
+                raise refusal(message, self._bucket.url(key), error.errno) from None
         else:
             self._bucket.delete([key])
             self.there -= {index}

@@ -311,8 +311,9 @@ def test_a_payload_that_calls_something_is_shown_and_not_called(name, place):
             assert all(stream.startswith("m/data/") for stream in streams), streams
 
 
-def test_sample_inputs_that_nobody_could_print():
-    assert isinstance(refusal(honest({INPUTS: torch_zip(stream(TENS))})), errors.LimitExceeded)
+def test_sample_inputs_that_nobody_could_print_are_opened():
+    with holdfast.open(honest({INPUTS: torch_zip(stream(TENS))})) as checkpoint:
+        survey(checkpoint)
 
 
 BROKEN = {
