@@ -359,6 +359,8 @@ CASES = [
             f"convert native to {target}, rename",
             target,
             rewriting(holdfast.convert, "", suffix, rename={"layers.*": "blocks.*"}),
+            # A regular expression is asked for each name.
+            most_times=10,
         )
         for target, suffix in SUFFIXES.items()
     ),
@@ -372,11 +374,18 @@ CASES = [
             f"edit {format}",
             format,
             rewriting(holdfast.edit, suffix, suffix, drop="layers.0.experts.0.w"),
+            most_times=6,
         )
         for format, suffix in SUFFIXES.items()
     ),
     *(
-        Case(f"tie {format}", f"tensors, {format}", rewriting(holdfast.tie, suffix, suffix, tied))
+        Case(
+            f"tie {format}",
+            f"tensors, {format}",
+            rewriting(holdfast.tie, suffix, suffix, tied),
+            # Each tensor is compared with the first of its content, as an object.
+            most_times=15,
+        )
         for format, suffix in SUFFIXES.items()
     ),
     *(
