@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -129,6 +130,11 @@ def background(world: World, environment: dict[str, str], url: str) -> list[floa
     return summed.tolist()
 
 
+def without_second_requests() -> AbstractContextManager[object]:
+    """Turn off the requests that are sent twice if an answer is late. Tests that count bytes need it."""
+    return mock.patch.object(Patience, "of", return_value=60.0)
+
+
 def replicated(world: World, environment: dict[str, str], url: str, elements: int, how: str) -> int:
     """Load something that all ranks want whole, and rows of which each wants its own."""
     os.environ.update(environment)
@@ -139,7 +145,8 @@ def replicated(world: World, environment: dict[str, str], url: str, elements: in
     mesh = world.mesh()
     rows = torch.zeros(world.size, elements)
     found = {"plain": torch.zeros(elements), "rows": sharded(rows, mesh, (Shard(0),), blank=True)}
-    loaded = load_sharded(url, found, group=world.group, replicated=how)
+    with without_second_requests():
+        loaded = load_sharded(url, found, group=world.group, replicated=how)
     assert torch.equal(found["plain"], torch.arange(elements, dtype=torch.float32))
     assert torch.equal(
         found["rows"].to_local(), torch.arange(elements, dtype=torch.float32)[None] + world.rank
@@ -283,8 +290,7 @@ def load_alike(
     """Load everything on every rank, and return how many bytes it read. The elements are ones."""
     os.environ.update(environment)
     state = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    # On a busy machine slow requests would be sent twice, and the test counts bytes.
-    with mock.patch.object(Patience, "of", return_value=60.0):
+    with without_second_requests():
         loaded = load_sharded(url, state, group=world.group, replicated=how)
     assert all(bool((tensor == 1).all()) for tensor in state.values())
     return loaded.read_nbytes
