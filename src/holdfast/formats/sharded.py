@@ -223,6 +223,9 @@ class SafetensorsShards(Sharded):
         self, contents: Contents, delivered: Delivered, *, path: str, save: str = ""
     ) -> list[FilePlan]:
         """An index only in an object store: the file of each tensor or of its first piece, and a list of all files."""
+        if not contents.names:
+            # No rank writes a file, and an empty folder is not a checkpoint.
+            raise CannotHold("safetensors files cannot hold this state", ["it has no tensors"])
         if not save:
             return []
         first: dict[str, str] = {}

@@ -205,12 +205,16 @@ class RunFolder:
         """List the directory, which is open meanwhile. There are no steps in one that is not there."""
         files = self.files
         with ExitStack() as stack:
-            folder, names = -1, list[str]()
+            # Descriptors of folders are negative on Windows.
+            folder: int | None = None
+            names: Sequence[str] = ()
             try:
                 with suppress(FileNotFoundError):
                     folder = stack.enter_context(opened_folder(files, self.path))
                 # From here on, what is not found is an error: no step is passed over.
-                if folder >= 0:
+                if folder is None:
+                    folder = -1
+                else:
                     names = files.list(folder)
                 look = _Look(self.path, files, folder, names=names, seals=self._seals)
             except HoldfastError:
