@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv; a machine with Python 3.11 or later, pip, venv and make is enough.
 #
 #   make demo     install the light package (no torch) and watch it work          under a minute
-#   make test     lint, types, architecture and a sample of the tests             about eight minutes on two cores
+#   make test     lint, types, architecture and a sample of the tests             six to seven minutes on two cores
 #   make test ROOM=formats/dcp   the tests that exercise one folder of the source, in seconds
 #   make test SEED=20261118      the sample of another day; it is printed with every failure
 #   make test-kernel   the kernel's tests on a copy of the source without extras (ARGS='-k golden')
