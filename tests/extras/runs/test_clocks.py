@@ -372,6 +372,10 @@ class World:
             case Rewind() if self.saved:
                 number = sorted(self.saved)[event.which % len(self.saved)]
                 self.run.rewind(number)
+                if self.looked is not None:
+                    # The program has run since it looked, and goes on with this step now. Where it cannot know
+                    # that, it counts less.
+                    self.own.add(number)
                 self.saved = {one: when for one, when in self.saved.items() if one <= number}
 
 
