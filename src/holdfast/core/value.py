@@ -1,6 +1,6 @@
 """`Value`: a frozen msgspec struct, the base of nearly every class here. Its fields are checked when they are given.
 
-    class Box(Value, frozen=True, gc=False):
+    class Box(Value, gc=False):
         start: tuple[int, ...]
         stop: tuple[int, ...]
 
@@ -19,9 +19,9 @@ rows (`core.notebook.Shown`), rules, exports, and classes with the form of torch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import asdict
 from msgspec.structs import replace as struct_replace
 
@@ -29,7 +29,10 @@ V = TypeVar("V")
 S = TypeVar("S", bound=Struct)
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Value(Struct, frozen=True):
+    """The base of frozen structs. A subclass is frozen without saying so, for msgspec and for type checkers."""
+
     def __replace__(self: S, /, **changes: Any) -> S:  # noqa: ANN401  # those of the class
         if hasattr(self, "__post_init__"):
             # Not msgspec's own, which does not check what is made before 0.21.

@@ -112,7 +112,7 @@ def load(
         )
 
 
-class WantedArray(Value, frozen=True, eq=False):
+class WantedArray(Value, eq=False):
     """One array that is to be made, under one name or several."""
 
     lazy: LazyTensor

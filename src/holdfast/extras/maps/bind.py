@@ -33,7 +33,7 @@ MOST_TENSORS = 1 << 18  # That a map makes, or misses.
 Places = tuple[int, ...]
 
 
-class FoundTensors(Value, frozen=True, eq=False):
+class FoundTensors(Value, eq=False):
     """What a checkpoint has of an array, as weights or as one state of an optimizer: rows by part and by places."""
 
     array: Array
@@ -41,7 +41,7 @@ class FoundTensors(Value, frozen=True, eq=False):
     rows: dict[tuple[int, Places], int]
 
 
-class Problems(Value, frozen=True, eq=False):
+class Problems(Value, eq=False):
     missing: list[str]
     left_over: list[str]
     wrong: dict[str, str]
@@ -63,7 +63,7 @@ class Problems(Value, frozen=True, eq=False):
         )  # fmt: skip
 
 
-class Target(Value, frozen=True, eq=False):
+class Target(Value, eq=False):
     """A tensor that the map makes."""
 
     name: str

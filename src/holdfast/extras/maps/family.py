@@ -65,7 +65,7 @@ class FamilyText(msgspec.Struct, forbid_unknown_fields=True):
     sizes: Annotated[dict[str, Texts], Meta(max_length=MOST_SIZES)] = field(default_factory=dict)
 
 
-class Array(Value, frozen=True, eq=False):
+class Array(Value, eq=False):
     """One array of the model, and the parts in which each layout has it."""
 
     id: str
@@ -76,7 +76,7 @@ class Array(Value, frozen=True, eq=False):
     copies: tuple[str, ...] = ()
 
 
-class WeightLayout(Value, frozen=True, eq=False):
+class WeightLayout(Value, eq=False):
     name: str
     drops: tuple[NamePattern, ...]
     states: str
@@ -107,7 +107,7 @@ class WeightLayout(Value, frozen=True, eq=False):
         return self.states.replace("{state}", state).replace("{name}", name) if state else name
 
 
-class Family(Value, frozen=True, eq=False):
+class Family(Value, eq=False):
     name: str
     about: str
     model_types: tuple[str, ...]

@@ -42,7 +42,7 @@ REDIRECTED = re.compile(r"(?P<start>auto|.+:[a-z0-9-]+?)-", re.DOTALL)
 """What a shell leaves of `qwen3:hf->megatron` without quotes: it sends the output to a file `megatron`."""
 
 
-class Map(Value, frozen=True, eq=False):
+class Map(Value, eq=False):
     """A map from one layout of a family to another. `holdfast.open(path, map=…)` shows a checkpoint through it."""
 
     family: Family

@@ -65,7 +65,7 @@ class MappedTensors:
         return LazyTensor(target.name, first.dtype, target.shape, chunks, first.source)
 
 
-class MappedChunks(Value, frozen=True, eq=False):
+class MappedChunks(Value, eq=False):
     """The chunks of a target, made when somebody asks for them: of a stacked tensor there may be thousands."""
 
     places: Mapping[str, int]

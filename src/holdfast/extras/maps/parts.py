@@ -81,7 +81,7 @@ def tokens(text: str) -> list[str]:
     return words
 
 
-class AxisRange(Value, frozen=True):
+class AxisRange(Value):
     """Places of an axis: from `start` to before `stop`, both expressions; no `stop`: all of it."""
 
     axis: str
@@ -92,7 +92,7 @@ class AxisRange(Value, frozen=True):
         tokens(self.start), tokens(self.stop or self.axis)
 
 
-class NamePattern(Value, frozen=True):
+class NamePattern(Value):
     """A name with numbers in it. Names are found by what they are without digits."""
 
     text: str
@@ -139,7 +139,7 @@ class NamePattern(Value, frozen=True):
         return NUMBER.sub(lambda found: str(places[found.group(1).partition("[")[0]]), self.text)
 
 
-class Part(Value, frozen=True):
+class Part(Value):
     """What a tensor, or one for each place, holds of an array."""
 
     name: NamePattern

@@ -29,7 +29,7 @@ class AxisSpan(NamedTuple):
     stop: int
 
 
-class Placed(Value, frozen=True):
+class Placed(Value):
     """The tensors of one part: what each dimension has of which axes, and the axes of which each tensor is one place."""
 
     dims: tuple[tuple[AxisSpan, ...], ...]

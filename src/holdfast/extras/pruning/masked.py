@@ -36,7 +36,7 @@ STEP_ELEMENTS = 1 << 18
 other's turn at the interpreter."""
 
 
-class Loss(Value, frozen=True):
+class Loss(Value):
     """The counts and norms of elements that are pruned."""
 
     pruned: int = 0
@@ -140,7 +140,7 @@ def loss_of(values: np.ndarray, kept: Bools) -> Loss:
     return total
 
 
-class Content(Value, frozen=True):
+class Content(Value):
     """The bytes of a pruned tensor, or of its mask."""
 
     tensor: LazyTensor

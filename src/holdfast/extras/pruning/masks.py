@@ -30,7 +30,7 @@ def zero_out(values: np.ndarray, kept: Bools) -> None:
     values.view(f"i{width}")[...] &= np.negative(kept.view(np.int8)).astype(f"i{width}", copy=False)
 
 
-class RandomKeys(Value, frozen=True):
+class RandomKeys(Value):
     """The keys of a random order of elements. They do not depend on the values."""
 
     count: int
@@ -41,7 +41,7 @@ class RandomKeys(Value, frozen=True):
         return random_keys(start, start + len(values), self.seed)
 
 
-class ThresholdMask(Value, frozen=True, eq=False):
+class ThresholdMask(Value, eq=False):
     """Everything above a key stays, and of the elements equal to it those from an index on."""
 
     keys: Magnitudes | RandomKeys
@@ -104,7 +104,7 @@ def _find_keys(
     return sum(below_counts), np.concatenate(parts), np.concatenate(places)
 
 
-class GroupMask(Value, frozen=True):
+class GroupMask(Value):
     """The `n` largest of every `m` neighbours along the last axis stay."""
 
     n: int
@@ -146,7 +146,7 @@ def group_keep(keys: np.ndarray, zeros: int, *, m: int) -> Bools:
     return np.asarray((before >= zeros).T).reshape(-1)
 
 
-class BlockMask(Value, frozen=True, eq=False):
+class BlockMask(Value, eq=False):
     """Blocks stay or go as a whole."""
 
     height: int

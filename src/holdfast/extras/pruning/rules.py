@@ -36,24 +36,24 @@ from holdfast.extras.pruning.masked import Loss, Tally
 from holdfast.extras.pruning.masks import Mask
 
 
-class Keep(Value, frozen=True):
+class Keep(Value):
     """The tensor stays as it is."""
 
 
-class Magnitude(Value, frozen=True):
+class Magnitude(Value):
     """The smallest of each tensor go."""
 
     level: float
 
 
-class Groups(Value, frozen=True):
+class Groups(Value):
     """`n` of every `m` along the last axis stay."""
 
     n: int
     m: int
 
 
-class Block(Value, frozen=True):
+class Block(Value):
     """The blocks of the lowest mean square go."""
 
     height: int
@@ -61,12 +61,12 @@ class Block(Value, frozen=True):
     level: float
 
 
-class Random(Value, frozen=True):
+class Random(Value):
     level: float
     seed: int
 
 
-class Global(Value, frozen=True):
+class Global(Value):
     """The smallest of all tensors together go."""
 
     level: float
@@ -75,7 +75,7 @@ class Global(Value, frozen=True):
 Method = Keep | Magnitude | Groups | Block | Random | Global
 
 
-class PruningRule(Value, frozen=True):
+class PruningRule(Value):
     """A pattern of names, and the method for tensors of these names."""
 
     pattern: str

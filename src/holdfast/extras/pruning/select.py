@@ -46,7 +46,7 @@ def pieces(count: int, align: int = 1) -> Iterator[tuple[int, int]]:
     return blocks(count, max(PIECE_ELEMENTS // align, 1) * align)
 
 
-class Magnitudes(Value, frozen=True):
+class Magnitudes(Value):
     """The keys of a tensor's elements by their absolute values. Members of all kinds of keys are described here."""
 
     tensor: LazyTensor
@@ -73,7 +73,7 @@ class Magnitudes(Value, frozen=True):
         return magnitude_keys(values, self.order)
 
 
-class BlockScores(Value, frozen=True):
+class BlockScores(Value):
     """The keys of a tensor's blocks, by the mean square of the elements that each has, summed one after the other in float64."""
 
     tensor: LazyTensor

@@ -45,7 +45,7 @@ from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 STEP_NBYTES = 1 << 20
 
 
-class ReplicaStorage(Storage, frozen=True, kw_only=True, eq=False):
+class ReplicaStorage(Storage, kw_only=True, eq=False):
     """Elements that several ranks have, under a key that is no file; `ranges` are those of the first rank."""
 
     originals: tuple[LazyTensor, ...]
@@ -168,7 +168,7 @@ EXPLAINED = 1024
 """The most parts among which two overlapping ones are searched, in quadratic time."""
 
 
-class RankFile(Value, frozen=True):
+class RankFile(Value):
     """The content of one file. Nothing was executed, and no tensor was read."""
 
     rank: int
@@ -190,7 +190,7 @@ def read_rank(source: Source, rank: int, key: str) -> RankFile:
     return RankFile(rank, key, tree, nbytes, foreign)
 
 
-class RankBox(Value, frozen=True):
+class RankBox(Value):
     """A box of a tensor that a rank has, and the elements in the shape of the box."""
 
     rank: int

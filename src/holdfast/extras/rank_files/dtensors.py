@@ -230,7 +230,7 @@ def describe(source: Source) -> Description:
     )  # fmt: skip
 
 
-class DTensorSpec(Value, frozen=True):
+class DTensorSpec(Value):
     shape: tuple[int, ...]
     dtype: DType
     mesh: Mesh

@@ -94,7 +94,7 @@ OWN_STATE = ("optimizer", "rng_state")
 MODEL = re.compile(r"model(\d{0,3})")
 
 
-class Rank(Value, frozen=True):
+class Rank(Value):
     """One file, and its rank in the grid."""
 
     tp: int

@@ -60,7 +60,7 @@ class Mesh:
         return tuple(reversed(found))
 
 
-class Cut(Value, frozen=True):
+class Cut(Value):
     """A dimension of a tensor that is cut along the dimension `axis` of the mesh."""
 
     dim: int

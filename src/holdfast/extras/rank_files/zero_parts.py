@@ -134,7 +134,7 @@ ALIGNMENT = 2
 """Parts are padded to a multiple of this (`nccl_start_alignment_factor`), so a row to a multiple of this times the ranks."""
 
 
-class Optimizer(Value, frozen=True):
+class Optimizer(Value):
     rank: int
     key: str
     stage: int
@@ -145,7 +145,7 @@ class Optimizer(Value, frozen=True):
     content: Mapping[object, object]
 
 
-class ParameterRange(Value, frozen=True):
+class ParameterRange(Value):
     """The place of a parameter: its first element in the row, or in the row of each rank."""
 
     name: str

@@ -57,7 +57,7 @@ def rows_of(found: Structure, told: Diff) -> Structure:
     )
 
 
-class Counterparts(Value, frozen=True):
+class Counterparts(Value):
     """The tensors of the other side, for the rows of a page that both checkpoints have.
 
     A row stands for the tensor of the first checkpoint, or for that of the second if it was renamed.

@@ -268,7 +268,7 @@ DEEPEST = 40
 """Levels. 2^40 elements on a side are more than there are."""
 
 
-class Tile(Value, frozen=True):
+class Tile(Value):
     values: np.ndarray
     """float32, rows by columns, at most `SIDE` of each."""
     whole: bool

@@ -54,7 +54,7 @@ MANY = 4000
 """From so many tensors on, norms of rows have two digits."""
 
 
-class Measured(Value, frozen=True):
+class Measured(Value):
     """The numbers of the pass: one entry a tensor, None where there are no numbers."""
 
     found: list[Distribution | None]
@@ -160,7 +160,7 @@ MEASURES: tuple[tuple[str, str, str, str, Callable[[Distribution], float | None]
 """Key, label, help, scale, and the function that computes it."""
 
 
-class NonfiniteRow(Value, frozen=True):
+class NonfiniteRow(Value):
     """NaN and infinities that were met in a tensor."""
 
     name: str

@@ -143,7 +143,7 @@ def page_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> str
     return where
 
 
-class ReportRequest(Value, frozen=True):
+class ReportRequest(Value):
     stats: bool = False
     sample: float | None = None
     svd: bool = False
@@ -165,14 +165,14 @@ class ReportRequest(Value, frozen=True):
         return BUDGET_NBYTES if self.max_memory is None else byte_count(self.max_memory) // 2
 
 
-class Made(Value, frozen=True):
+class Made(Value):
     document: Document
     tensors: Sequence[LazyTensor] = ()
     counterparts: Sequence[LazyTensor | None] = ()
     """Of a difference, the tensor of the other side for each of them."""
 
 
-class Prepared(Value, frozen=True):
+class Prepared(Value):
     """Something that is open, and how much of it would be read."""
 
     nbytes: int
@@ -336,7 +336,7 @@ def _add_numbers(
     return {**document, **more}
 
 
-class _Numbers(Value, frozen=True):
+class _Numbers(Value):
     """What `--stats` shows of some tensors."""
 
     measured: Measured

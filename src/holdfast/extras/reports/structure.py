@@ -50,7 +50,7 @@ FEWEST, PARTS = 3, 64
 """Names that make a series of parts that end in numbers, and parts of a name that are looked at. Real ones have a dozen."""
 
 
-class MatrixCell(Value, frozen=True):
+class MatrixCell(Value):
     layer: int
     role: str
     """The rest of the name, with a star for each number that was taken out."""
@@ -110,7 +110,7 @@ FINDINGS, STRIDES = 50, 2000
 """Findings of a scan that are listed, and tensors whose strides are given; a model has a handful that are not dense."""
 
 
-class Structure(Value, frozen=True):
+class Structure(Value):
     checkpoint: Checkpoint
     survey: Survey
     tensors: Mapping[str, LazyTensor]

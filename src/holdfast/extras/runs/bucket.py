@@ -100,7 +100,7 @@ LOOKS = 4
 LIMITS = Limits()
 
 
-class ManifestInfo(Value, frozen=True):
+class ManifestInfo(Value):
     """The content of a published manifest, as far as it was asked for."""
 
     etag: str | None

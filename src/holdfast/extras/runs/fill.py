@@ -37,7 +37,7 @@ class Fit(Struct):
     mismatched: dict[str, str] = field(default_factory=dict)
 
 
-class HeldState(Value, frozen=True):
+class HeldState(Value):
     """An object with `load_state_dict`, and the state that it is to be given."""
 
     into: object

@@ -96,7 +96,7 @@ class Step:
         return f"step {self.step}{metrics}  {self.path}"
 
 
-class FoundStep(Value, frozen=True):
+class FoundStep(Value):
     """A folder or file that is a step, or would be one."""
 
     name: str

@@ -43,7 +43,7 @@ PROBE = re.compile(r".*\.holdfast-probe-[0-9a-f]{16}", re.ASCII | re.DOTALL)
 """Names of objects with which the commit tries the store."""
 
 
-class Swept(Value, frozen=True):
+class Swept(Value):
     """What a sweep found."""
 
     path: str

@@ -52,7 +52,7 @@ OWN = "torch.nn.modules."
 IsCurrent = Callable[[str, nn.Module], bool]
 
 
-class Slot(Value, frozen=True, eq=False):
+class Slot(Value, eq=False):
     """A tensor under its dotted name, and the container that holds it."""
 
     name: str
@@ -170,7 +170,7 @@ def _slots_in(value: object, way: Way, found: list[Slot], above: set[int]) -> Un
     above.remove(id(value))
 
 
-class Choice(Value, frozen=True):
+class Choice(Value):
     """The caller's choice of device and dtype, and whether tensors are replaced."""
 
     device: torch.device | None = None

@@ -170,7 +170,7 @@ compare. Places of one kind are judged together.
 """
 
 
-class Match(Value, Generic[PlaceT], frozen=True, eq=False):
+class Match(Value, Generic[PlaceT], eq=False):
     """Places of one memory, and what of a checkpoint fills them."""
 
     number: int

@@ -266,7 +266,7 @@ def similar_names(name: str, names: Iterable[str]) -> str:
     )
 
 
-class Weight(Value, frozen=True, eq=False):
+class Weight(Value, eq=False):
     module: nn.Module
     module_fqn: str
     name: str

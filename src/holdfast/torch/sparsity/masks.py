@@ -368,7 +368,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-class Keys(Value, frozen=True, eq=False):
+class Keys(Value, eq=False):
     """The keys of one tensor's elements, made in chunks."""
 
     values: torch.Tensor

@@ -31,7 +31,7 @@ SYMBOL = re.compile(r"Symbol\('([^']*)'[^)]*\)")
 """sympy's text of a symbol (torch 2.13)."""
 
 
-class TensorValue(Value, frozen=True):
+class TensorValue(Value):
     """An input or output of a program."""
 
     name: str
@@ -49,7 +49,7 @@ class TensorValue(Value, frozen=True):
         return self.name[:TEXT] + shape
 
 
-class Program(Value, frozen=True):
+class Program(Value):
     inputs: tuple[TensorValue, ...]
     outputs: tuple[TensorValue, ...]
     operators: Mapping[str, int]

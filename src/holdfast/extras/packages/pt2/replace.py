@@ -45,7 +45,7 @@ from holdfast.formats.zip.writer import Payload
 BYTES = DTYPES.name("uint8")
 
 
-class SideRecords(Value, frozen=True):
+class SideRecords(Value):
     """The records of a model besides raw tensors, which are copied byte by byte.
 
     `problems` lists records that cannot be copied: compiled code names the weight records of its own archive, and those get other

@@ -48,7 +48,7 @@ HEADER: tuple[tuple[str, bytes], ...] = (
 """The last records. Tensors are written little-endian, on any machine."""
 
 
-class Pickled(Value, frozen=True):
+class Pickled(Value):
     """A weight or constant that is pickled: a tensor subclass in a `torch.save`, a torchbind object, a Python object."""
 
     content: bytes | Data
@@ -58,7 +58,7 @@ class Pickled(Value, frozen=True):
     is_param: bool = False
 
 
-class ModelWeights(Value, frozen=True):
+class ModelWeights(Value):
     weights: Mapping[str, LazyTensor | Pickled]
     constants: Mapping[str, LazyTensor | Pickled] = field(default_factory=dict)
     program: bytes | Data | None = None
