@@ -47,7 +47,7 @@ ROOM_TOKENS = {
     "extras/reports": 15447,
     "extras/runs": 31616,
     "formats": 11479,
-    "formats/dcp": 20501,
+    "formats/dcp": 19730,
     "formats/gguf": 3967,
     "formats/native": 15944,
     "formats/npy": 3974,

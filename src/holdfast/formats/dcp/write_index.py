@@ -1,19 +1,24 @@
-"""The writer of `.metadata`: the pickle of torch's own classes that makes data files a distributed checkpoint. torch is not needed.
+"""The writer of `.metadata`, the pickled index of a distributed checkpoint, for readers of torch.
 
-A tensor is a hundred opcodes. Tensors of one kind have the same ones, and so have items but for names and places: since protocol 4
-the number of an entry in the memo is not written where the entry is made. So objects are written once for each kind, and the
-records are put together from bytes.
+The pickle has the classes of torch 2.13 with their `__dict__` as state. Older versions of torch read
+it: they do not ask for the fields `version` and `modules`, and the strides that torch 2.15 adds are
+left out, because no version needs them and older ones refuse them.
 
-All is written as CPython's pickler writes the objects of torch 2.13. Other versions take it: to older ones `version` and `modules`
-are fields that they do not ask for, and the strides that torch 2.15 adds are left out, because no version needs them and older
-ones refuse them.
+Opcodes decide what the index costs a reader. So equal values are written once, at the start, and
+referred to by their entries in the memo:
+
+    names, files, classes, sizes, one TensorStorageMetadata for each kind of tensor │ the root
+
+A kind is a dtype, a shape, and how the tensor is cut. In the root a tensor then takes 33 opcodes
+instead of the 108 of a pickle in which tensors share nothing: 30,000 tensors open in 0.51 s instead
+of 1.2.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +26,6 @@ import numpy as np
 from holdfast.core.arrays import Ints
 from holdfast.core.dtype import DTYPES
 from holdfast.core.opaque import Global
-from holdfast.core.tree import Path
 from holdfast.core.value import Value
 from holdfast.formats.native.manifest import FileBoxes, as_column
 
@@ -43,6 +47,12 @@ class Called(Value, frozen=True):
     argument: object
 
 
+class Written(Value, frozen=True):
+    """Opcodes that push a value."""
+
+    opcodes: bytes
+
+
 PACKAGE = "torch.distributed.checkpoint"
 METADATA, STORAGE_META, BYTES, TENSOR, PROPERTIES, CHUNK, INDEX, MEMORY_FORMAT = (
     Global(f"{PACKAGE}.metadata", name)
@@ -52,12 +62,12 @@ METADATA, STORAGE_META, BYTES, TENSOR, PROPERTIES, CHUNK, INDEX, MEMORY_FORMAT =
     )
 )  # fmt: skip
 INFO, SIZE = Global(f"{PACKAGE}.filesystem", "_StorageInfo"), Global("torch", "Size")
-STRIDED, CONTIGUOUS = (
-    Called(Global("torch.serialization", "_get_layout"), "torch.strided"),
-    Called(MEMORY_FORMAT, 0),
-)
+STRIDED = Called(Global("torch.serialization", "_get_layout"), "torch.strided")
+CONTIGUOUS = Called(MEMORY_FORMAT, 0)
 
-DICT = pickle.EMPTY_DICT + pickle.MEMOIZE
+CONSTANTS = {None: pickle.NONE, False: pickle.NEWFALSE, True: pickle.NEWTRUE}
+EMPTY_OBJECT = pickle.EMPTY_TUPLE + pickle.NEWOBJ
+TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
 
 
 def dcp_index(
@@ -68,291 +78,128 @@ def dcp_index(
     path: str | None,
     save_id: str,
 ) -> bytes:
-    """The `.metadata` of a directory with these files. `parts` has the boxes of each. It says the path that it is saved under."""
-    records, boxes = _Records(), _StoredBoxes(contents, files, parts)
-    texts = _texts([*contents.paths, *contents.names, *contents.values])
-    begin, before, first, second, third = records.made(_empty_index(path, save_id)).split(DICT, 4)
-    held = boxes.tensors(records)
-    if contents.values:
-        held |= dict.fromkeys(contents.values, records.made(PickledObject(BYTES)))
-    state = [b"%b%b" % (texts[name], held[name]) for name in contents.paths if name in held]
-    items = boxes.items(records, texts)
-    written = (
-        before,
-        *_dict(state),
-        first,
-        *_dict(_paths(contents.paths, texts)),
-        second,
-        *_dict(items),
-        third,
-    )
-    return b"".join((*records.first, begin, DICT, *written, pickle.STOP))
+    """Write the `.metadata` of a directory.
 
-
-def _empty_index(path: str | None, save_id: str) -> PickledObject:
-    saved = PickledObject(
-        STORAGE_META, {"checkpoint_id": path, "save_id": save_id, "load_id": None, "modules": []}
-    )
-    fields = {
-        "state_dict_metadata": {},
-        "planner_data": {},
-        "storage_data": {},
-        "storage_meta": saved,
-        "version": "1.0.0",
-    }
-    return PickledObject(METADATA, fields)
-
-
-class _Records:
-    """Opcodes of objects that may stand anywhere in one stream, and as often as is wanted.
-
-    Of each kind an object is written and taken from the stack again, before anything else: so classes and the names of fields have
-    their entries in the memo. What is written of that kind later names these entries, and none of its own.
+    Args:
+        contents: The names, dtypes and shapes of the tensors, and the paths of all names.
+        files: The data files.
+        parts: For each file the boxes that are in it.
+        path: The path of the directory, which the index records.
+        save_id: The identity of the save, which the index records.
     """
+    writer = _PickleWriter()
+    boxes = _StoredBoxes(files, parts)
+    names = writer.share_texts(contents.paths)
+
+    entries = _write_tensors(writer, contents, boxes)
+    entries |= dict.fromkeys(contents.values, writer.share(PickledObject(BYTES)))
+    listed_entries = [names[name] + entries[name] for name in contents.paths if name in entries]
+    root = PickledObject(
+        METADATA,
+        {
+            "state_dict_metadata": _written_dict(listed_entries),
+            "planner_data": _written_dict(_write_paths(writer, contents, names)),
+            "storage_data": _written_dict(_write_items(writer, contents, files, boxes, names)),
+            "storage_meta": PickledObject(
+                STORAGE_META,
+                {"checkpoint_id": path, "save_id": save_id, "load_id": None, "modules": []},
+            ),
+            "version": "1.0.0",
+        },
+    )
+    return writer.finish(root)
+
+
+class _PickleWriter:
+    """A pickle whose shared values come first, each written once, remembered, and popped again."""
 
     def __init__(self) -> None:
-        self.first = [pickle.PROTO + bytes([pickle.DEFAULT_PROTOCOL])]
-        self._memo: dict[object, int] = {}
-        self._entries = 0
+        self._pieces = [pickle.PROTO + bytes([pickle.DEFAULT_PROTOCOL])]
+        self._shared: dict[object, bytes] = {}
+        """The opcode that pushes each shared value again."""
+        self._memo_count = 0
 
-    def made(self, value: object) -> bytes:
-        """The opcodes of an object of a kind."""
-        one, record, same = (self._written(value) for _ in range(3))
-        self.first += (one, pickle.POP, record, pickle.POP, same, pickle.POP)
-        return record
+    def finish(self, root: object) -> bytes:
+        """Return the pickle of a value."""
+        opcodes = self._write(root)  # may share more values, which come first
+        return b"".join((*self._pieces, opcodes, pickle.STOP))
 
-    def _written(self, value: object) -> bytes:
-        if isinstance(value, str | Global | Called) and value in self._memo:
-            entry = self._memo[value]
-            return (
-                pickle.BINGET + bytes([entry])
-                if entry < 256
-                else pickle.LONG_BINGET + struct.pack("<I", entry)
-            )
+    def share(self, value: object) -> bytes:
+        """Write a value unless it was shared before, and return the opcode that pushes it."""
+        if value not in self._shared:
+            self._pieces += (self._write_content(value), pickle.MEMOIZE, pickle.POP)
+            self._shared[value] = _push_entry(self._memo_count)
+            self._memo_count += 1
+        return self._shared[value]
+
+    def share_texts(self, texts: Iterable[str]) -> dict[str, bytes]:
+        """Share many texts, and return the opcode that pushes each of them."""
+        distinct_texts = [*dict.fromkeys(texts)]
+        self._pieces.append(pickle.MARK)
+        for text in distinct_texts:
+            if text not in self._shared:
+                self._pieces += (_write_text(text), pickle.MEMOIZE)
+                self._shared[text] = _push_entry(self._memo_count)
+                self._memo_count += 1
+        self._pieces.append(pickle.POP_MARK)
+        return {text: self._shared[text] for text in distinct_texts}
+
+    def _write(self, value: object) -> bytes:
+        """Return opcodes that push a value. Texts, classes and the results of calls are shared."""
+        if isinstance(value, str | Global | Called):
+            return self.share(value)
+        return self._write_content(value)
+
+    def _write_content(self, value: object) -> bytes:
         match value:
+            case Written(opcodes):
+                return opcodes
             case None | False | True:
                 return CONSTANTS[value]
             case int():
-                return _numbers(np.array([value], np.int64))[0]
+                return _write_numbers(np.array([value], np.int64))[0]
             case str():
-                return self._noted(_texts([value])[value], None if value == NAME else value)
+                return _write_text(value)
             case Global(module, name):
-                # torch's size has a text "torch" of its own, which its dtypes do not share.
-                where = (
-                    self._noted(_texts([module])[module])
-                    if value == SIZE
-                    else self._written(module)
-                )
-                return (
-                    where
-                    + self._written(name)
-                    + self._noted(pickle.STACK_GLOBAL + pickle.MEMOIZE, value)
-                )
+                return self._write(module) + self._write(name) + pickle.STACK_GLOBAL
             case Called(what, argument):
-                called = self._written(what) + self._written((argument,))
-                return called + self._noted(
-                    pickle.REDUCE + pickle.MEMOIZE, None if what == SIZE else value
-                )
+                return self._write(what) + self._write((argument,)) + pickle.REDUCE
+            case PickledObject(of, None):
+                return self._write(of) + EMPTY_OBJECT
             case PickledObject(of, state):
-                made = self._written(of) + self._noted(
-                    pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.MEMOIZE
-                )
-                return made if state is None else made + self._written(state) + pickle.BUILD
+                return self._write(of) + EMPTY_OBJECT + self._write(state) + pickle.BUILD
             case tuple():
-                inside, (begin, end) = [self._written(one) for one in value], _around(len(value))
-                return b"".join((begin, *inside, self._noted(end) if value else end))
+                return _write_tuple([self._write(item) for item in value])
             case dict():
-                made, inside = (
-                    self._noted(DICT),
-                    [self._written(key) + self._written(one) for key, one in value.items()],
-                )
-                return made + b"".join(_set(inside, pickle.SETITEMS))
+                items = [self._write(key) + self._write(item) for key, item in value.items()]
+                return _written_dict(items).opcodes
         assert isinstance(value, list)
-        made, inside = (
-            self._noted(pickle.EMPTY_LIST + pickle.MEMOIZE),
-            [self._written(one) for one in value],
-        )
-        return made + (
-            inside[0] + pickle.APPEND
-            if len(inside) == 1
-            else b"".join(_set(inside, pickle.APPENDS))
-        )
-
-    def _noted(self, opcodes: bytes, value: object = None) -> bytes:
-        """Opcodes that make an entry in the memo; it is named later where a value is given."""
-        if value is not None:
-            self._memo[value] = self._entries
-        self._entries += 1
-        return opcodes
+        items = [self._write(item) for item in value]
+        return b"".join((pickle.EMPTY_LIST, pickle.MARK, *items, pickle.APPENDS))
 
 
-CONSTANTS = {None: pickle.NONE, False: pickle.NEWFALSE, True: pickle.NEWTRUE}
+def _push_entry(memo_index: int) -> bytes:
+    if memo_index < 256:
+        return pickle.BINGET + bytes([memo_index])
+    return pickle.LONG_BINGET + struct.pack("<I", memo_index)
 
 
-class _StoredBoxes:
-    """The boxes in all files, as columns, in the order of the files."""
-
-    def __init__(
-        self, contents: Contents, files: Sequence[Receipt], parts: Sequence[FileBoxes]
-    ) -> None:
-        self._of, self._files = contents, files
-        self._positions = (
-            {name: at for at, name in enumerate(contents.names)} if contents.aliases else {}
-        )
-        boxes = [as_column(part.stored.boxes) for part in parts]
-        self._file = np.arange(len(parts)).repeat([len(own) for own in boxes])
-        self._tensor, self._start, stop = np.zeros((3, len(self._file)), np.int64)
-        rank = max(map(len, {*contents.shapes}), default=0)
-        self._corner, self._size = (
-            np.zeros((rank, len(stop)), np.int64),
-            np.ones((rank, len(stop)), np.int64),
-        )
-        first = 0
-        for part, own in zip(parts, boxes, strict=True):
-            here, first = slice(first, first + len(own)), first + len(own)
-            self._tensor[here] = part.tensors[own]
-            self._start[here], stop[here] = (
-                as_column(part.stored.starts),
-                as_column(part.stored.stops),
-            )
-            self._corner[: len(part.starts), here] = part.starts[:, own]
-            self._size[: len(part.sizes), here] = part.sizes[:, own]
-        self._nbytes = stop - self._start
-        self._order = self._tensor.argsort(kind="stable")
-        self._listed, self._heads, self._counts = np.unique(
-            self._tensor[self._order], return_index=True, return_counts=True
-        )
-        self._number = np.zeros(len(stop), np.int64)
-        self._number[self._order] = np.arange(len(stop)) - self._heads.repeat(self._counts)
-
-    def _rows(self, tensor: int) -> Ints:
-        at = int(np.searchsorted(self._listed, tensor))
-        return self._order[self._heads[at] : self._heads[at] + self._counts[at]]
-
-    def tensors(self, records: _Records) -> dict[str, bytes]:
-        """The record of each tensor in the index, by name."""
-        contents = self._of
-        names, dtypes, shapes = contents.names, contents.dtypes, contents.shapes
-        # In one box a tensor is whole.
-        cuts = dict.fromkeys(self._listed.tolist(), b"")
-        for tensor in self._listed[self._counts > 1].tolist():
-            rows = self._rows(tensor)
-            cuts[tensor] = self._corner[:, rows].tobytes() + self._size[:, rows].tobytes()
-        given = [(names[tensor], tensor) for tensor in cuts]
-        given += [(alias, self._positions[base]) for alias, base in contents.aliases.items()]
-        keys = [
-            (dtypes[tensor], shapes[tensor], name in contents.grads, cuts[tensor])
-            for name, tensor in given
-        ]
-        kinds = dict(zip(keys, [tensor for _, tensor in given], strict=True))
-        made = {
-            key: records.made(self._tensor_of(tensor, grad=key[2])) for key, tensor in kinds.items()
-        }
-        return {name: made[key] for (name, _), key in zip(given, keys, strict=True)}
-
-    def _tensor_of(self, tensor: int, *, grad: bool) -> PickledObject:
-        shape, dtype, rows = (
-            self._of.shapes[tensor],
-            DTYPES.name(self._of.dtypes[tensor]),
-            self._rows(tensor),
-        )
-        assert dtype is not None  # or nobody could lay out its data
-        assert dtype.torch is not None
-        corners, sizes = (
-            columns[: len(shape), rows].T.tolist() for columns in (self._corner, self._size)
-        )
-        chunks = [
-            PickledObject(CHUNK, {"offsets": _size(a), "sizes": _size(b)})
-            for a, b in zip(corners, sizes, strict=True)
-        ]
-        properties = PickledObject(
-            PROPERTIES, (Global("torch", dtype.torch), STRIDED, grad, CONTIGUOUS, False)
-        )
-        return PickledObject(
-            TENSOR, {"properties": properties, "size": _size(shape), "chunks": chunks}
-        )
-
-    def items(self, records: _Records, texts: Mapping[str, bytes]) -> list[bytes]:
-        """The records of all places: values, boxes, and boxes of tensors under their other names."""
-        made: list[bytes] = []
-        for file in self._files:
-            if file.values:
-                cut = _cut(records.made(_item(file.key, None, None)))
-                starts, stops = (
-                    np.array([one[side] for one in file.values], np.int64) for side in (1, 2)
-                )
-                names = [texts[name] for name, _, _ in file.values]
-                made += _filled([cut] * len(names), names, starts, stops - starts)
-        contents = self._of
-        ranks = np.fromiter(map(len, contents.shapes), np.int64, len(contents.shapes))
-        kinds, kind = np.unique(
-            np.vstack((self._file, self._number, ranks[self._tensor], self._corner)),
-            axis=1,
-            return_inverse=True,
-        )
-        cuts = [
-            _cut(records.made(_item(self._files[file].key, number, corner[:rank])))
-            for file, number, rank, *corner in kinds.T.tolist()
-        ]
-        each = [cuts[one] for one in kind.reshape(-1).tolist()]
-        made += _filled(
-            each,
-            [texts[contents.names[one]] for one in self._tensor.tolist()],
-            self._start,
-            self._nbytes,
-        )
-        for alias, base in contents.aliases.items():
-            # Tied tensors: the same items under another name. torch's reader loads each name by itself, and need not know.
-            rows = self._rows(self._positions[base])
-            own = [each[row] for row in rows.tolist()]
-            made += _filled(own, [texts[alias]] * len(own), self._start[rows], self._nbytes[rows])
-        return made
+def _write_text(text: str) -> bytes:
+    raw = text.encode()
+    if len(raw) < 256:
+        return b"%b%c%b" % (pickle.SHORT_BINUNICODE, len(raw), raw)
+    return pickle.BINUNICODE + struct.pack("<I", len(raw)) + raw
 
 
-NAME, OFFSET, LENGTH = "\ue000name", 0x7E57F00D, 0x7E57BEEF
-"""Placeholders in the record of an item."""
+def _write_tuple(items: Sequence[bytes]) -> bytes:
+    if len(items) < len(TUPLES):
+        return b"".join((*items, TUPLES[len(items)]))
+    return b"".join((pickle.MARK, *items, pickle.TUPLE))
 
 
-def _item(
-    key: str, number: int | None, corner: Sequence[int] | None
-) -> tuple[PickledObject, PickledObject]:
-    where = {} if corner is None else {"offset": _size(corner)}
-    place = {"relative_path": key, "offset": OFFSET, "length": LENGTH}
-    return PickledObject(INDEX, {"fqn": NAME, "index": number, **where}), PickledObject(INFO, place)
-
-
-def _size(lengths: Sequence[int]) -> Called:
-    return Called(SIZE, tuple(lengths))
-
-
-def _cut(record: bytes) -> tuple[bytes, ...]:
-    """The record of an item, cut where its name, its first byte and its length are filled in. Its two objects are no tuple."""
-    (name,), (offset, length) = _texts([NAME]).values(), _numbers(np.array([OFFSET, LENGTH]))
-    before, rest = record.removesuffix(pickle.TUPLE2 + pickle.MEMOIZE).split(name)
-    middle, rest = rest.split(offset)
-    return before, middle, *rest.split(length)
-
-
-def _filled(
-    cuts: Sequence[Sequence[bytes]], names: Sequence[bytes], starts: Ints, lengths: Ints
-) -> list[bytes]:
-    each = zip(cuts, names, _numbers(starts), _numbers(lengths), strict=True)
-    return [
-        b"%b%b%b%b%b%b%b" % (a, name, b, start, c, length, d)
-        for (a, b, c, d), name, start, length in each
-    ]
-
-
-def _texts(texts: Sequence[str]) -> dict[str, bytes]:
-    distinct = [*dict.fromkeys(texts)]
-    raws = [*map(str.encode, distinct)]
-    each = zip(distinct, raws, map(len, raws), strict=True)
-    return {
-        text: (b"%b%c%b\x94" % (pickle.SHORT_BINUNICODE, length, raw))
-        if length < 256
-        else pickle.BINUNICODE + struct.pack("<I", length) + raw + pickle.MEMOIZE
-        for text, raw, length in each
-    }
+def _written_dict(items: Sequence[bytes]) -> Written:
+    """Write a dict from the opcodes of its items, each a key and a value."""
+    return Written(b"".join((pickle.EMPTY_DICT, pickle.MARK, *items, pickle.SETITEMS)))
 
 
 WIDTHS = (1, 2, 4, 5, 6, 7, 8)
@@ -363,61 +210,197 @@ OPENINGS = (
     *(pickle.LONG1 + bytes([width]) for width in WIDTHS[3:]),
 )
 LIMITS = np.array([1 << 8, 1 << 16, 1 << 31, 1 << 39, 1 << 47, 1 << 55], np.int64)
-"""How many bytes pickle takes for a number, what stands before them, and the first number that takes the next width."""
+"""The bytes that pickle takes for a number, the opcodes before them, and the first number that takes
+the next width."""
 
 
-def _numbers(column: Ints) -> list[bytes]:
-    raw, widths = (
-        column.astype("<i8").tobytes(),
-        np.searchsorted(LIMITS, column, side="right").tolist(),
-    )
+def _write_numbers(column: Ints) -> list[bytes]:
+    """Return the opcodes that push each number of a column. No number is negative."""
+    raw = column.astype("<i8").tobytes()
+    width_indices = np.searchsorted(LIMITS, column, side="right").tolist()
     return [
-        OPENINGS[width] + raw[8 * at : 8 * at + WIDTHS[width]] for at, width in enumerate(widths)
+        OPENINGS[width] + raw[8 * row : 8 * row + WIDTHS[width]]
+        for row, width in enumerate(width_indices)
     ]
 
 
-TUPLES = (
-    pickle.EMPTY_TUPLE,
-    *(code + pickle.MEMOIZE for code in (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)),
-)
+def _size(lengths: Iterable[int]) -> Called:
+    return Called(SIZE, tuple(lengths))
 
 
-def _around(count: int) -> tuple[bytes, bytes]:
-    """The opcodes before and behind the elements of a tuple."""
-    return (
-        (b"", TUPLES[count])
-        if count < len(TUPLES)
-        else (pickle.MARK, pickle.TUPLE + pickle.MEMOIZE)
+class _StoredBoxes:
+    """The boxes in all files, as columns, in the order of the files."""
+
+    def __init__(self, files: Sequence[Receipt], parts: Sequence[FileBoxes]) -> None:
+        rows = [as_column(file.stored.boxes) for file in files]
+        box_count = sum(map(len, rows))
+        dimensions = max((len(part.starts) for part in parts), default=0)
+        self.files = np.arange(len(files)).repeat([len(file_rows) for file_rows in rows])
+        """The index of the file of each box."""
+        self.tensors = np.zeros(box_count, np.int64)
+        """The index of the tensor of each box."""
+        self.corners = np.zeros((dimensions, box_count), np.int64)
+        self.sizes = np.ones((dimensions, box_count), np.int64)
+        self.starts = np.zeros(box_count, np.int64)
+        """The first byte of each item."""
+        self.lengths = np.zeros(box_count, np.int64)
+        """The bytes of each item."""
+        first = 0
+        for part, file_rows in zip(parts, rows, strict=True):
+            span = slice(first, first + len(file_rows))
+            first = span.stop
+            self.tensors[span] = part.tensors[file_rows]
+            self.corners[: len(part.starts), span] = part.starts[:, file_rows]
+            self.sizes[: len(part.sizes), span] = part.sizes[:, file_rows]
+            self.starts[span] = as_column(part.stored.starts)
+            self.lengths[span] = as_column(part.stored.stops) - self.starts[span]
+
+        self._order = self.tensors.argsort(kind="stable")
+        self.listed_tensors, self._heads, self.counts = np.unique(
+            self.tensors[self._order], return_index=True, return_counts=True
+        )
+        """The tensors that have boxes, and how many each has."""
+        self.numbers = np.zeros(box_count, np.int64)
+        """The position of each box among the boxes of its tensor."""
+        self.numbers[self._order] = np.arange(box_count) - self._heads.repeat(self.counts)
+
+    def rows_of(self, tensor: int) -> Ints:
+        """Return the rows of the boxes of a tensor."""
+        position = np.searchsorted(self.listed_tensors, tensor)
+        head = self._heads[position]
+        return self._order[head : head + self.counts[position]]
+
+
+def _write_tensors(
+    writer: _PickleWriter, contents: Contents, boxes: _StoredBoxes
+) -> dict[str, bytes]:
+    """Share one description for each kind of tensor, and return the opcode of each tensor's."""
+    names, tensors = contents.names, boxes.listed_tensors.tolist()
+    tensor_of_name = {names[tensor]: tensor for tensor in tensors}
+    for alias, base in contents.aliases.items():
+        tensor_of_name[alias] = tensor_of_name[base]
+    # A tensor in one box is whole.
+    cuts = dict.fromkeys(tensors, b"")
+    for tensor in boxes.listed_tensors[boxes.counts > 1].tolist():
+        rows = boxes.rows_of(tensor)
+        cuts[tensor] = boxes.corners[:, rows].tobytes() + boxes.sizes[:, rows].tobytes()
+
+    entries: dict[str, bytes] = {}
+    entry_of_kind: dict[object, bytes] = {}
+    for name, tensor in tensor_of_name.items():
+        has_grad = name in contents.grads
+        kind = contents.dtypes[tensor], contents.shapes[tensor], has_grad, cuts[tensor]
+        if kind not in entry_of_kind:
+            description = _describe_tensor(contents, boxes, tensor, has_grad=has_grad)
+            entry_of_kind[kind] = writer.share(description)
+        entries[name] = entry_of_kind[kind]
+    return entries
+
+
+def _describe_tensor(
+    contents: Contents, boxes: _StoredBoxes, tensor: int, *, has_grad: bool
+) -> PickledObject:
+    shape, rows = contents.shapes[tensor], boxes.rows_of(tensor)
+    dtype = DTYPES.name(contents.dtypes[tensor])
+    assert dtype is not None  # or nobody could lay out its data
+    assert dtype.torch is not None
+    corners = boxes.corners[: len(shape), rows].T.tolist()
+    sizes = boxes.sizes[: len(shape), rows].T.tolist()
+    chunks = [
+        PickledObject(CHUNK, {"offsets": _size(corner), "sizes": _size(size)})
+        for corner, size in zip(corners, sizes, strict=True)
+    ]
+    properties = PickledObject(
+        PROPERTIES, (Global("torch", dtype.torch), STRIDED, has_grad, CONTIGUOUS, False)
     )
+    state = {"properties": properties, "size": _size(shape), "chunks": chunks}
+    return PickledObject(TENSOR, state)
 
 
-def _paths(paths: Mapping[str, Path], texts: Mapping[str, bytes]) -> list[bytes]:
-    steps = {step for path in paths.values() for step in path}
-    made: dict[str | int, bytes] = dict(
-        _texts([step for step in steps if isinstance(step, str)]).items()
-    )
+def _write_paths(
+    writer: _PickleWriter, contents: Contents, names: Mapping[str, bytes]
+) -> list[bytes]:
+    """Write each name and its path, as the items of a dict."""
+    steps = {step for path in contents.paths.values() for step in path}
     numbers = [step for step in steps if isinstance(step, int)]
-    made |= dict(zip(numbers, _numbers(np.array(numbers, np.int64)), strict=True))
-    around: dict[Path, tuple[bytes, bytes]] = {}
-    for head in {path[:-1] for path in paths.values()}:
-        begin, end = _around(len(head) + 1)
-        around[head] = begin + b"".join([made[step] for step in head]), end
+    opcodes: dict[str | int, bytes] = {}
+    opcodes.update(writer.share_texts([step for step in steps if isinstance(step, str)]).items())
+    opcodes.update(zip(numbers, _write_numbers(np.array(numbers, np.int64)), strict=True))
     return [
-        b"%b%b%b%b" % (texts[name], around[path[:-1]][0], made[path[-1]], around[path[:-1]][1])
-        if path
-        else texts[name] + TUPLES[0]
-        for name, path in paths.items()
+        names[name] + _write_tuple([opcodes[step] for step in path])
+        for name, path in contents.paths.items()
     ]
 
 
-ENTRIES = 1000
-"""Entries of a dict, or of a list, that are set by one opcode, as pickle does it."""
+def _write_items(
+    writer: _PickleWriter,
+    contents: Contents,
+    files: Sequence[Receipt],
+    boxes: _StoredBoxes,
+    names: Mapping[str, bytes],
+) -> list[bytes]:
+    """Write the place of each item, as the items of a dict from MetadataIndex to _StorageInfo."""
+    begin = (
+        writer.share(INDEX) + EMPTY_OBJECT + pickle.EMPTY_DICT + pickle.MARK + writer.share("fqn")
+    )
+    end = pickle.SETITEMS + pickle.BUILD
 
+    def write_middle(file: int, number: int | None, corner: Sequence[int] | None) -> bytes:
+        """Write what stands between a name and its first byte."""
+        offset = b"" if corner is None else writer.share("offset") + writer.share(_size(corner))
+        return b"".join(
+            (
+                offset,
+                writer.share("index"),
+                pickle.NONE if number is None else _write_numbers(np.array([number]))[0],
+                end,
+                writer.share(INFO),
+                EMPTY_OBJECT,
+                pickle.EMPTY_DICT,
+                pickle.MARK,
+                writer.share("relative_path"),
+                writer.share(files[file].key),
+                writer.share("offset"),
+            )
+        )
 
-def _dict(entries: Sequence[bytes]) -> list[bytes]:
-    return [DICT, *_set(entries, pickle.SETITEMS)]
+    length_key = writer.share("length")
 
+    def write_places(
+        item_names: Sequence[str], middles: Sequence[bytes], starts: Ints, lengths: Ints
+    ) -> list[bytes]:
+        columns = item_names, middles, _write_numbers(starts), _write_numbers(lengths)
+        return [
+            b"%b%b%b%b%b%b%b" % (begin, names[name], middle, start, length_key, length, end)
+            for name, middle, start, length in zip(*columns, strict=True)
+        ]
 
-def _set(entries: Sequence[bytes], end: bytes) -> list[bytes]:
-    cut = (entries[first : first + ENTRIES] for first in range(0, len(entries), ENTRIES))
-    return [one for some in cut for one in (pickle.MARK, *some, end)]
+    items: list[bytes] = []
+    for number, file in enumerate(files):
+        if file.values:
+            middles = [write_middle(number, None, None)] * len(file.values)
+            starts, stops = np.array([span for _, *span in file.values], np.int64).T
+            items += write_places(
+                [name for name, *_ in file.values], middles, starts, stops - starts
+            )
+
+    ranks = np.fromiter(map(len, contents.shapes), np.int64, len(contents.shapes))
+    columns = boxes.files, boxes.numbers, ranks[boxes.tensors], boxes.corners
+    kinds, kind_indices = np.unique(np.vstack(columns), axis=1, return_inverse=True)
+    kind_middles = [
+        write_middle(file, number, corner[:rank])
+        for file, number, rank, *corner in kinds.T.tolist()
+    ]
+    middles = [kind_middles[kind] for kind in kind_indices.reshape(-1).tolist()]
+    item_names = [contents.names[tensor] for tensor in boxes.tensors.tolist()]
+    items += write_places(item_names, middles, boxes.starts, boxes.lengths)
+
+    # Tied tensors have the same items under other names. torch loads each name by itself.
+    positions = {name: tensor for tensor, name in enumerate(contents.names)}
+    for alias, base in contents.aliases.items():
+        rows = boxes.rows_of(positions[base])
+        middles_of_base = [middles[row] for row in rows.tolist()]
+        items += write_places(
+            [alias] * len(rows), middles_of_base, boxes.starts[rows], boxes.lengths[rows]
+        )
+    return items
