@@ -301,7 +301,7 @@ def test_several_ranks(ranks, way):
         assert ckpt.tree["step"] == 3
         assert [ckpt.tree[f"rank{i}"] for i in range(count)] == list(range(count))
         assert len(ckpt["row"].chunks) == len(ckpt["col"].chunks) == count
-        assert f"{count} ranks wrote" in ckpt.notes[0]
+        assert not ckpt.notes
     assert holdfast.verify(ranks / way).ok
 
 

@@ -10,13 +10,17 @@ from holdfast.cli.text import fields_of
 from holdfast.core.options import InPlaceOptions
 
 DESCRIPTION = """\
-Write a checkpoint again without the bytes that no tensor reaches, such as the rest of a large tensor of which a few rows were
-saved. What is tied stays tied."""
+Write a checkpoint without the bytes that no tensor uses, such as the unused rows of a large tensor
+of which only a slice was saved. Tied tensors stay tied."""
 
 EXAMPLES = """\
 examples:
   holdfast compact rows.pt small.pt
-  holdfast compact rows.pt --dry-run              how much smaller it would become
+
+  # See how much smaller the checkpoint becomes.
+  holdfast compact rows.pt --dry-run
+
+  # Replace the file.
   holdfast compact model.pt2 --in-place
 """
 

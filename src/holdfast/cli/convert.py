@@ -17,28 +17,41 @@ if TYPE_CHECKING:
     from holdfast.verbs.shared.planned import Saved
 
 DESCRIPTION = f"""\
-Write a checkpoint in another format: {written_in_words()}.
-It is streamed, never held in memory; checked against its own checksums, read back, and put in place in one step. If anything
-goes wrong nothing is there. Ties, views and everything that is no tensor are kept, or the conversion is refused with a list.
+Convert a checkpoint to another format: {written_in_words()}.
+Tensors are streamed within a memory limit, and the new checkpoint appears under its name only when
+it is complete and has been read back. Shared tensors and other values are preserved; if the format
+cannot store them, the conversion fails with a list of them.
 """
 
 EXAMPLES = """\
 examples:
   holdfast convert model.pt model.safetensors
-  holdfast convert model.pt model/ --format safetensors --max-shard-size 5GB
-  holdfast convert pytorch_model.bin model.safetensors --dtype bf16 --rename 'model.*=*'
-  holdfast convert llama/ small/ --format safetensors --dtype bf16 --dtype '*norm*=f32'    config and tokenizer come along
-  holdfast convert actor/ hf/ --format safetensors --dtype bf16 --copy-config base/
-  holdfast convert trainer.ckpt weights.safetensors --keep 'state_dict.*' --tensors-only
-  holdfast convert model.pt model.safetensors --dry-run
+
+  # Split the output, and copy config and tokenizer files along.
+  holdfast convert llama/ out/ --format safetensors --max-shard-size 5GB
+
+  # Cast to bfloat16, except for the norms.
+  holdfast convert llama/ small/ --format safetensors \\
+      --dtype bf16 --dtype '*norm*=f32'
+
+  # Keep only the model of a training checkpoint.
+  holdfast convert trainer.ckpt weights.safetensors \\
+      --keep 'state_dict.*' --rename 'state_dict.*=*' --tensors-only
+
+  # Decode the quantized blocks of GGUF.
   holdfast convert model.gguf model.safetensors --dequantize --dtype bf16
-  holdfast convert heads.pt2 classify.safetensors --model classify               its state dict, without the program
+
+  # Convert Hugging Face weights to the layout of Megatron.
+  holdfast convert Qwen3-8B/ step-0/ --map qwen3:hf:megatron
+
+  # See what would be written.
+  holdfast convert model.pt model.safetensors --dry-run
 """
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_places(verb, ConvertOptions)
-    cut = "of Megatron's ranks: how names were cut, as for reshard"
+    cut = "for rank files of Megatron: how tensors were split, as in reshard; repeatable"
     verb.add_argument("--rule", metavar="RULE", dest="rules", action="append", default=[], help=cut)
 
 

@@ -10,14 +10,20 @@ from holdfast.cli.planned import add_places, carry_out
 from holdfast.core.options import CopyOptions
 
 DESCRIPTION = """\
-Copy a checkpoint of any format as it is, byte for byte, with all files of its folder: between disks and object stores. Where it
-records checksums, they are compared on the way. Inside of a bucket the store copies by itself."""
+Copy a checkpoint byte for byte, with all files of its folder, between disks and buckets (s3://,
+gs://, az://). Checksums are compared during the copy. Inside one bucket, the server copies.
+"""
 
 EXAMPLES = """\
 examples:
+  # Upload a checkpoint, or download it.
   holdfast cp step-1000 s3://bucket/run/step-1000
+  holdfast cp s3://bucket/run/step-1000 downloaded/
+
+  # Copy from one cloud to another.
   holdfast cp s3://bucket/run/step-1000 gs://other/run/step-1000
-  holdfast cp s3://bucket/model.safetensors ./
+
+  # Replace a checkpoint in a bucket.
   holdfast cp s3://bucket/run/step-1000 s3://bucket/best --overwrite
 """
 

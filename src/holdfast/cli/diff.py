@@ -24,22 +24,29 @@ from holdfast.verbs.open import open_alike
 from holdfast.verbs.side import chosen_sides
 
 DESCRIPTION = """\
-Compare two checkpoints of any formats: tensors added, removed, renamed and changed, and plain values.
-Tensors for which both files record the same checksum are not read. NaN and Inf that appeared come first, then the largest changes.
+Compare two checkpoints of any format: tensors that were added, removed, renamed or changed, and
+values that are not tensors. New NaN and Inf come first, then the largest changes.
+Tensors with equal checksums in both files are not read, except with --exact.
 """
 
 EXAMPLES = """\
-exit codes, as those of diff(1):
+exit codes, as for diff(1):
   0  the same
   1  different
-  2  trouble
+  2  an error
 
 examples:
   holdfast diff old.pt new.pt
+
+  # Check a conversion, byte by byte.
   holdfast diff model.pt model.safetensors --exact
-  holdfast diff trainer.ckpt model.safetensors --rename 'state_dict.*=*' --filter '*.weight' --tensors-only
-  holdfast diff base/ tuned/ --top 10         the ten largest changes
-  holdfast diff old.pt new.pt --json | jq '.changed[].name'
+
+  # Names that differ by a prefix.
+  holdfast diff trainer.ckpt model.safetensors --tensors-only \\
+      --rename 'state_dict.*=*'
+
+  # The ten largest changes of a fine-tuned model.
+  holdfast diff base/ tuned/ --top 10
 """
 
 SHOWN, NAME_WIDTH = 50, 60
@@ -50,29 +57,38 @@ Tensors = Mapping[str, LazyTensor]
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("a", metavar="A", type=values.path, help=values.PATH_HELP)
-    verb.add_argument("b", metavar="B", type=values.path, help="another one")
-    verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match, on both sides")
+    verb.add_argument("b", metavar="B", type=values.path, help="checkpoint to compare with A")
+    verb.add_argument("-f", "--filter", metavar="GLOB", help="compare only names that match")
     verb.add_argument(
         "--rename",
         metavar="OLD=NEW",
         action="append",
         default=[],
         type=values.pair,
-        help="names of A: 'model.*=*'",
+        help="rename tensors of A before the comparison: 'model.*=*'; repeatable",
     )
     verb.add_argument(
-        "--map", metavar="MAP", help="see A in another layout: qwen3:hf:megatron; auto"
+        "--map",
+        metavar="MAP",
+        help="convert A to another layout before the comparison, such as qwen3:hf:megatron",
     )
-    verb.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
     verb.add_argument(
-        "-e", "--exact", action="store_true", help="compare bytes even where checksums agree"
+        "--tensors-only", action="store_true", help="ignore values that are not tensors"
     )
-    order = "changed tensors by: change, the largest first (default); name; file"
+    verb.add_argument(
+        "-e",
+        "--exact",
+        action="store_true",
+        help="compare all bytes, even if the checksums are equal",
+    )
+    order = "order of changed tensors: largest change first (default), by name, or as in the file"
     verb.add_argument("--sort", choices=("change", "name", "file"), help=order)
     verb.add_argument(
-        "--top", metavar="N", type=values.positive, help="of the changed tensors, the first N"
+        "--top", metavar="N", type=values.positive, help="show only the first N changed tensors"
     )
-    verb.add_argument("-a", "--all", action="store_true", help="every difference")
+    verb.add_argument(
+        "-a", "--all", action="store_true", help="show all differences (default: 50 of each kind)"
+    )
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
     verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
 

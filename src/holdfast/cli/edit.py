@@ -10,19 +10,29 @@ from holdfast.cli.planned import add_places, carry_out
 from holdfast.core.options import EditOptions
 
 DESCRIPTION = """\
-Rename, drop, keep and cast tensors and values, and set metadata: a new checkpoint, or, with --in-place, one in
-place of the old. A reader sees the old one or the new one, never a half; a failed edit leaves the old one.
+Rename, drop and cast tensors, and set metadata. Write the result to DST, or replace SRC with
+--in-place. If the edit fails, the old checkpoint stays as it was.
 """
 
 EXAMPLES = """\
 patterns:
-  globs on dotted names; * matches dots, too. Each * of a new name stands for what that * of the old one matched.
+  A pattern is a glob on the dotted name, and * also matches dots. In a
+  rename, each * of the new name stands for the text that the same * of the
+  old name matched.
 
 examples:
+  # Remove a prefix from all names.
   holdfast edit model.pt renamed.pt --rename 'model.*=*'
-  holdfast edit model.pt --in-place --drop 'optimizer.*'
-  holdfast edit llama/ --in-place --dtype bf16                       config, tokenizer and all else stay in the folder
-  holdfast edit model.safetensors small.safetensors --dtype bf16 --set licence=apache-2.0 --unset author
+
+  # Drop the optimizer, in place.
+  holdfast edit trainer.pt --in-place --drop 'optimizer.*'
+
+  # Cast a model in its folder. The config and tokenizer files stay.
+  holdfast edit llama/ --in-place --dtype bf16
+
+  # Change the metadata.
+  holdfast edit model.safetensors new.safetensors \\
+      --set licence=apache-2.0 --unset author
 """
 
 

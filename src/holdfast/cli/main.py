@@ -108,18 +108,27 @@ def _sentence(error: Exception) -> str:
     return f"internal error, please report it: {type(error).__name__}: {error} (holdfast --traceback … shows where)"
 
 
-DESCRIPTION = "Open any PyTorch-family checkpoint without running the code inside it."
+DESCRIPTION = (
+    "Inspect, check, convert and compare model checkpoints, without running the code in them."
+)
 
 EXAMPLES = """\
 examples:
-  holdfast show model.pt                     what is in it
-  holdfast read model.pt layers.0.weight     one tensor, and only its bytes
-  holdfast scan downloads/                   what the pickles would have done
-  holdfast verify model.pt                   whether every byte is as it was written
-  holdfast diff old.pt new.safetensors       what is different
-  holdfast report model.pt -o page.html      a page to look at it
+  # List the tensors of a checkpoint, and print one of them.
+  holdfast show model.pt
+  holdfast read model.pt layers.0.weight
+
+  # Check downloaded files for code that loading them would run.
+  holdfast scan downloads/
+
+  # Find damaged tensors.
+  holdfast verify model.pt
+
+  # Convert to safetensors, and compare the two.
   holdfast convert model.pt model.safetensors
-  holdfast edit model.pt small.pt --drop 'optimizer.*'
+  holdfast diff model.pt model.safetensors
+
+'holdfast COMMAND --help' has examples of each command.
 """
 
 
@@ -144,7 +153,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     elif len(more) == 1 and getattr(options, "dst", "") is None:
         options.dst = whole.placed(values.target, more[0])
     elif late:
-        whole.error(f"unrecognized arguments: {' '.join(late)}")
+        getattr(options, "verb", whole).refuse_extra(late)
     return options
 
 
@@ -206,7 +215,7 @@ def parser(*, plugins: bool = False) -> Parser:
     whole = Parser(prog="holdfast", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=Help)
     whole.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     whole.add_argument(
-        "--traceback", action="store_true", help="show where in Holdfast an error came from"
+        "--traceback", action="store_true", help="show a traceback if an error occurs"
     )
     whole.set_defaults(run=lambda options: _help(whole))
     verbs = whole.add_subparsers(
@@ -227,6 +236,7 @@ def _add(command: Command, verb: Parser) -> None:
     """Fill the parser of a command: its texts, its arguments, and `run`, which returns the exit code."""
     module = command.load()
     verb.description, verb.epilog = module.DESCRIPTION, module.EXAMPLES
+    verb._positionals.title = "arguments"
     module.add_arguments(verb)
     together = command.plugin is None and command.name in TOGETHER
     if together:
@@ -235,18 +245,18 @@ def _add(command: Command, verb: Parser) -> None:
 
 
 VERBS = {
-    "show": "show what is in a checkpoint",
-    "read": "print tensors, or write them as .npy or .npz",
-    "scan": "say what pickles would have done",
-    "verify": "check every byte against its checksum",
-    "diff": "say how two checkpoints differ",
-    "convert": "write a checkpoint in another format",
-    "edit": "rename, drop, cast, set metadata",
-    "cp": "copy a checkpoint as it is",
-    "reshard": "cut a checkpoint for a mesh of ranks",
-    "stats": "say what the numbers look like",
-    "compact": "drop bytes that no tensor reaches",
-    "seal": "say that a folder is whole",
-    "completion": "teach a shell",
+    "show": "list the tensors and values of a checkpoint",
+    "read": "print tensors, or write them to .npy or .npz files",
+    "scan": "list the code that a file would run when loaded",
+    "verify": "compare every byte with the stored checksums",
+    "diff": "compare two checkpoints",
+    "convert": "convert a checkpoint to another format",
+    "edit": "rename, drop or cast tensors, set metadata",
+    "cp": "copy a checkpoint, also to and from buckets",
+    "reshard": "split a checkpoint for a mesh of ranks",
+    "stats": "compute statistics of tensors, find NaN",
+    "compact": "remove bytes that no tensor uses",
+    "seal": "record that a checkpoint is complete",
+    "completion": "print a completion script for a shell",
 }
 """The built-in commands: what each does in a few words. Each is a module of `holdfast.cli`."""

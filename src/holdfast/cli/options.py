@@ -59,7 +59,7 @@ def add_options(
     for name, option in options_of(record).items():
         if option.flag_of(name) and name not in without:
             _add_option(verb, name, option)
-    verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
+    verb.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
     verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
 
 
@@ -97,7 +97,7 @@ def _add_option(verb: argparse.ArgumentParser, name: str, option: Option) -> Non
             dest=name,
             default=absent,
             action="store_false",
-            help="leave them out",
+            help="do not copy config and tokenizer files",
         )
 
 

@@ -26,9 +26,11 @@ def add_places(
     verb: argparse.ArgumentParser, record: type, *, without: Collection[str] = ()
 ) -> None:
     """The source and the target of a verb, and the flags of its options. One that has `in_place` needs no target."""
-    verb.add_argument("src", metavar="SRC", type=values.path, help="a checkpoint of any format")
+    verb.add_argument(
+        "src", metavar="SRC", type=values.path, help="checkpoint to read, of any format"
+    )
     where, count = (
-        "where to write; the suffix says the format",
+        "path or URL to write; the suffix selects the format",
         "?" if "in_place" in options_of(record) else None,
     )
     verb.add_argument("dst", metavar="DST", type=values.target, nargs=count, help=where)

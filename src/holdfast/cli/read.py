@@ -44,40 +44,45 @@ if TYPE_CHECKING:
 
 
 DESCRIPTION = """\
-Read tensors: print them as numpy does, or write them to a file. Only the bytes that are asked for are read.
-bfloat16 and the 8-, 6- and 4-bit floats are printed and written as float32, which holds them exactly.
-The name of something that is no tensor prints that: a number, a text, all values below it.
+Print tensors and values of a checkpoint, or write tensors to a file. Reads only the bytes that you
+ask for. bfloat16 and floats of 8, 6 and 4 bits become float32, which represents them exactly.
 """
 
 EXAMPLES = """\
 examples:
   holdfast read model.pt layers.0.weight
+
+  # A slice, with the syntax of numpy.
   holdfast read model.pt layers.0.weight --slice '0:2, ::2, -1'
+
+  # Write one tensor to .npy, or several to .npz.
   holdfast read model.pt layers.0.weight -o weight.npy
-  holdfast read trainer.pt step optimizer.param_groups
   holdfast read model.pt 'layers.0.*' -o layer0.npz
+
+  # Values that are not tensors.
+  holdfast read trainer.pt step optimizer.param_groups
 """
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="PATH", type=values.path, help=values.PATH_HELP)
     verb.add_argument(
-        "names", metavar="NAME", nargs="+", help="names of tensors or values, or globs"
+        "names", metavar="NAME", nargs="+", help="name of a tensor or value, or a glob"
     )
     verb.add_argument(
-        "-s", "--slice", metavar="INDEX", help="as in numpy: '0:2, ::2, -1', '...', 'None'"
+        "-s", "--slice", metavar="INDEX", help="slice as in numpy, such as '0:2, ::2, -1'"
     )
     verb.add_argument(
         "-o",
         "--output",
         metavar="FILE",
         type=values.file,
-        help="write .npy or .npz instead of printing",
+        help="write to this .npy or .npz file instead of printing",
     )
     verb.add_argument(
         "--raw",
         action="store_true",
-        help="with -o: keep the bits of types that numpy lacks, as unsigned integers",
+        help="with -o: write dtypes that numpy lacks as unsigned integers with the same bits",
     )
 
 

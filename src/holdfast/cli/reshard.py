@@ -11,31 +11,40 @@ from holdfast.cli.planned import add_places, carry_out
 from holdfast.core.options import ReshardOptions
 
 DESCRIPTION = """\
-Write a checkpoint as a native directory with one data file for each rank of a mesh, cut by rules. Streams; any format in.
+Split a checkpoint for a mesh of ranks, and write it as a native directory with one data file for
+each rank.
 
-A rule is a glob, a colon, and the dimension that each axis of the mesh shards; 'replicate' shards none. The first rule that
-matches a name decides; names that no rule matches are replicated.
+A rule is a glob, a colon, and the dimension that each axis of the mesh splits. 'replicate' splits
+none. The first rule that matches a name applies. Names without a rule are replicated.
 
-Without rules, dp and fsdp cut dimension 0, and tp the matrices of a transformer, by the names that Hugging Face gives them."""
+Without any rules, dp and fsdp split dimension 0, and tp splits the matrices of a transformer that
+has the tensor names of Hugging Face."""
 
 EXAMPLES = """\
 examples:
   holdfast reshard step-1000 for-eight --mesh dp=8
-  holdfast reshard model.safetensors model-tp4 --mesh tp=4 --rule '*.q_proj.weight: tp=0' --rule '*.o_proj.weight: tp=1'
-  holdfast reshard step-1000 step-1000-on-8 --mesh dp=2,tp=4 --plan rules.txt
+
+  # Tensor parallelism with rules of your own.
+  holdfast reshard model.safetensors model-tp4 --mesh tp=4 \\
+      --rule '*.q_proj.weight: tp=0' --rule '*.o_proj.weight: tp=1'
+
+  # Read the rules from a file.
+  holdfast reshard step-1000 on-eight --mesh dp=2,tp=4 --plan rules.txt
+
+  # Show which file contains which part of each tensor.
   holdfast show --ranks model-tp4
 """
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_places(verb, ReshardOptions)
-    cut = "how names are cut: '*.weight: tp=0'"
+    cut = "split the tensors that match, such as '*.weight: tp=0'; repeatable"
     verb.add_argument("--rule", metavar="RULE", dest="rules", action="append", default=[], help=cut)
     verb.add_argument(
         "--plan",
         metavar="FILE",
         type=values.path,
-        help="a file of rules, one a line; # begins a comment",
+        help="file with one rule per line; # starts a comment",
     )
 
 

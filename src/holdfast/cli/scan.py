@@ -15,22 +15,30 @@ from holdfast.verbs.scan import FileReport, ScanReport, Verdict, scan
 from holdfast.verbs.scanning.findings import Finding
 
 DESCRIPTION = """\
-Say what files would have done if a trusting loader had loaded them: each foreign global, how bad, and where.
-Nothing is loaded, imported or called to find out. In directories, what no loader would do anything with is skipped, and named.
+List the code that files would run when torch.load, or another loader, loads them. Holdfast reads
+the pickles without loading, importing or calling anything. In a folder, it also reports Python
+files and templates that a config would run, and skips files that no loader would open.
 """
 
 EXAMPLES = """\
 exit codes:
-  0  clean: all of it was read, and nothing was found
-  1  something dangerous or suspicious (with --strict: or unknown), whatever else could not be read
-  2  nothing was found, but something could not be read to its end, or was refused
-  3  something unknown, and nothing worse was found
-  4  nothing scanned: no file that any loader would do anything with
+  0  clean: all files were read completely, and nothing was found
+  1  a dangerous or suspicious finding (with --strict, also an unknown one)
+  2  no such finding, but a file could not be read completely
+  3  an unknown class or function, and nothing worse
+  4  no file that a loader would open
 
 examples:
   holdfast scan model.pt
+
+  # Search a folder, and fail on unknown classes as well.
   holdfast scan ~/.cache/huggingface --strict
-  holdfast scan *.ckpt --json
+
+  # Accept the classes that a list names.
+  holdfast scan downloads/ --allow accepted.txt
+
+  # Write a report for a code host.
+  holdfast scan downloads/ --sarif > scan.sarif
 """
 
 SHOWN, SKIPPED = 50, 10
@@ -56,24 +64,30 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         metavar="PATH",
         type=values.path,
         nargs="+",
-        help="files, and directories to search",
+        help="file to scan, or folder to search",
     )
-    verb.add_argument("--strict", action="store_true", help="count unknown globals as suspicious")
-    verb.add_argument("-a", "--all", action="store_true", help="every finding of every file")
+    verb.add_argument(
+        "--strict",
+        action="store_true",
+        help="treat unknown classes and functions as suspicious (exit code 1)",
+    )
+    verb.add_argument(
+        "-a", "--all", action="store_true", help="show all findings (default: 50 per file)"
+    )
     verb.add_argument(
         "--allow",
         metavar="FILE",
         type=values.file,
-        help="a list of what to accept: patterns of module.name, or PATH sha256:DIGEST",
+        help="file with findings to accept, one per line: module.name as a glob, or PATH sha256:DIGEST",
     )
     verb.add_argument(
         "--code",
         action="store_true",
-        help="report all Python files next to weights, also if no config names them",
+        help="report all Python files beside weights (default: only those that a config names)",
     )
     form = verb.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help=values.JSON_HELP)
-    form.add_argument("--sarif", action="store_true", help="as SARIF 2.1.0")
+    form.add_argument("--sarif", action="store_true", help="print the result as SARIF 2.1.0")
 
 
 def run(options: argparse.Namespace) -> int:

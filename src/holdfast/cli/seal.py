@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from holdfast.verbs.seals.document import Seal
 
 DESCRIPTION = """\
-Seal a folder that another trainer has written to its end, or one file: holdfast.seal.json has every file with its size and digest,
-the step and the metrics. It is written last and atomically, so that it is there only if all the rest is; verify compares with it,
-and runs count the folder as a step. Step and metrics are taken from what the trainer left there, unless they are given. What is
-torn is refused."""
+Record that a checkpoint is complete. Run this command after another program, such as the Hugging
+Face Trainer, has written a folder or a file. It writes holdfast.seal.json with the size and digest
+of every file, the step and the metrics. Then 'holdfast verify' can check the files, and 'holdfast
+runs' lists the folder as a step. An incomplete checkpoint is refused."""
 
 EXAMPLES = """\
 examples:
   holdfast seal out/checkpoint-500
-  holdfast seal out/checkpoint-* --json
-  holdfast seal lightning/last.ckpt                           the seal is last.ckpt.seal.json
+  holdfast seal out/checkpoint-*
+
+  # A single file: writes last.ckpt.seal.json.
+  holdfast seal lightning/last.ckpt
+
+  # Set the step and a metric.
   holdfast seal run/final --step 9000 --metric val_loss=2.1
 """
 
@@ -41,7 +45,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         metavar="PATH",
         nargs="+",
         type=values.path,
-        help="a folder of a checkpoint, or one file",
+        help="checkpoint folder, or a single file",
     )
     add_options(verb, SealOptions)
 

@@ -70,17 +70,26 @@ if TYPE_CHECKING:
     from holdfast.verbs.sparsity import TensorSparsity
 
 DESCRIPTION = """\
-Show what is in a checkpoint: names, dtypes, shapes, sizes, ties, plain values, foreign objects. No tensor data is read.
-Layers of the same structure are shown once, as layers.[0-31].
+List the tensors of a checkpoint with their dtypes, shapes and sizes, tied weights, plain values,
+and objects that were not built. Reads no tensor data, except with --sparsity.
+Layers of the same structure appear once, as layers.[0-31].
 """
 
 EXAMPLES = """\
 examples:
   holdfast show model.pt
+
+  # Only the attention weights.
   holdfast show model.pt --filter '*.attn.*'
-  holdfast show model.pt --filter optimizer.param_groups
+
+  # The settings of the optimizer.
+  holdfast show trainer.pt --filter optimizer.param_groups
+
+  # The first two levels of the tree.
   holdfast show model.safetensors --depth 2
-  holdfast show model.pt --json | jq '.tensors[].name'
+
+  # All names, for a script.
+  holdfast show model.pt --json | jq -r '.tensors[].name'
 """
 
 WIDEST_NAME = 70
@@ -100,18 +109,27 @@ class OutlineRow(Value, frozen=True):
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="PATH", type=values.path, help=values.PATH_HELP)
-    verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match; a flat table")
     verb.add_argument(
-        "-d", "--depth", metavar="N", type=values.positive, help="levels of the tree to show"
+        "-f", "--filter", metavar="GLOB", help="list only names that match, as a flat table"
     )
     verb.add_argument(
-        "-a", "--all", action="store_true", help="every line, with nothing folded or cut"
+        "-d",
+        "--depth",
+        metavar="N",
+        type=values.positive,
+        help="number of levels to show (default: as many as fit into 200 lines)",
     )
     verb.add_argument(
-        "--ranks", action="store_true", help="draw which file holds which part of each tensor"
+        "-a",
+        "--all",
+        action="store_true",
+        help="show every tensor and value, without folding equal layers",
     )
     verb.add_argument(
-        "--sparsity", action="store_true", help="where the zeros of each tensor are; reads them all"
+        "--ranks", action="store_true", help="show which file contains which part of each tensor"
+    )
+    verb.add_argument(
+        "--sparsity", action="store_true", help="show the zeros of each tensor; reads all tensors"
     )
     verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
 

@@ -28,21 +28,28 @@ if TYPE_CHECKING:
     from holdfast.verbs.stats import TensorStats
 
 DESCRIPTION = """\
-Say what the numbers of each tensor look like. Every tensor is read, in parallel and in bounded memory. NaN and infinities are
-counted and left out of everything else; the histogram goes from the least to the largest, its bars by their counts. Tensors with
-NaN or Inf come first, and the last line says in how many tensors they are and where the first one is."""
+Compute minimum, maximum, mean, standard deviation, norm and a histogram of each tensor, and count
+NaN, Inf and zeros. Tensors with NaN or Inf come first, with the index of the first one. The other
+statistics leave NaN and Inf out. Reads every tensor, in parallel, within bounded memory."""
 
 EXAMPLES = """\
 exit codes:
-  0  the numbers were read
-  1  a tensor has what --fail-on names
-  2  trouble
+  0  done
+  1  a tensor contains what --fail-on names
+  2  an error
 
 examples:
   holdfast stats model.safetensors
-  holdfast stats model.pt -f '*.attn.*' --bins 64
+
+  # The attention weights, with a finer histogram.
+  holdfast stats model.pt --filter '*.attn.*' --bins 64
+
+  # Fail if a checkpoint contains NaN.
   holdfast stats step-1000/ --fail-on nan
-  holdfast stats model.pt --json | jq '.tensors[] | select(.nans > 0).name'
+
+  # List the tensors that contain NaN.
+  holdfast stats model.pt --json \\
+      | jq -r '.tensors[] | select(.nans > 0).name'
 """
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -50,31 +57,40 @@ PLAIN_BARS = " .:-=+*#@"
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", metavar="PATH", type=values.path, help="a checkpoint of any format")
-    verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
+    verb.add_argument("path", metavar="PATH", type=values.path, help=values.PATH_HELP)
+    verb.add_argument("-f", "--filter", metavar="GLOB", help="read only tensors whose names match")
     verb.add_argument(
-        "--bins", metavar="N", type=_bins, default=32, help="bars of the histogram (32); 0 for none"
+        "--bins",
+        metavar="N",
+        type=_bins,
+        default=32,
+        help="bars of the histogram (default: 32); 0 for none",
     )
-    verb.add_argument("--threads", metavar="N", type=values.positive, help="how many threads")
+    verb.add_argument(
+        "--threads",
+        metavar="N",
+        type=values.positive,
+        help="number of threads (default: chosen for this machine)",
+    )
     verb.add_argument(
         "--fail-on",
         choices=("nan", "inf"),
         action="append",
         default=[],
-        help="exit with 1 if a tensor has NaN, or Inf; may be repeated",
+        help="exit with 1 if a tensor contains NaN, or Inf; repeatable",
     )
-    verb.add_argument("-a", "--all", action="store_true", help="every tensor")
+    verb.add_argument("-a", "--all", action="store_true", help="show all tensors (default: 200)")
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
     verb.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON document (its schema is in docs/pruning.md)",
+        help=values.JSON_HELP,
     )
 
 
 def _bins(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 4096:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 4096")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 4096")
     return int(text)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-PATH_HELP = "a checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or a directory"
-JSON_HELP = "print one JSON document (its schema is in docs/cli.md)"
-QUIET_HELP = "no progress bar"
+PATH_HELP = "checkpoint of any format: a file, a directory, or a URL"
+JSON_HELP = "print the result as JSON"
+QUIET_HELP = "do not show a progress bar"
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -32,7 +32,7 @@ def size(text: str) -> int:
 
 def positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -74,7 +74,7 @@ def written_format(text: str) -> str:
 
 def step(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of a step")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step number")
     return int(text)
 
 

@@ -18,25 +18,28 @@ from holdfast.verbs.seals.recorded import is_recorded
 from holdfast.verbs.verify import Damage, VerifyReport, verify
 
 DESCRIPTION = """\
-Check whole checkpoints against the checksums that they record, and name every damage: file, tensors, byte.
-Whole files are compared with a seal, with *.sha256 or SHA256SUMS beside them, and with the names of blobs in the
-Hugging Face cache.
-Where nothing is recorded (a plain safetensors file), the structure is checked, every byte is read, and the verdict is "readable,
-nothing to compare": --strict makes a failure of it.
+Compare every byte of a checkpoint with the checksums that are stored in it, and list the damaged
+tensors with their file and position. Also compares whole files with a seal, with *.sha256 and
+SHA256SUMS files, and with the hashes in the Hugging Face cache.
+A file without checksums, such as a plain safetensors file, is read completely, and the result is
+"readable, nothing to compare". With --strict, that is a failure.
 """
 
 EXAMPLES = """\
 exit codes:
-  0  nothing is wrong
-  1  something is damaged
+  0  no damage found
+  1  damaged
   2  a file could not be opened or read
-  3  with --strict: nothing is wrong, but not every tensor has a checksum to be compared with
+  3  with --strict: no damage found, but some tensors have no checksum
 
 examples:
   holdfast verify model.pt
   holdfast verify checkpoints/step-*
-  holdfast verify out/checkpoint-500         sealed: every file by name, size and digest
-  holdfast verify model/ --strict            a gate: what has no checksums does not pass
+
+  # Fail unless every tensor has a checksum and matches it.
+  holdfast verify model/ --strict
+
+  # Print the result for a script.
   holdfast verify model/ --json
 """
 
@@ -61,19 +64,21 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         metavar="PATH",
         type=values.path,
         nargs="+",
-        help="checkpoints, files or directories",
+        help=values.PATH_HELP,
     )
     verb.add_argument(
         "--strict",
         action="store_true",
-        help="what has no checksum to be compared with is a failure (exit code 3)",
+        help="fail with exit code 3 if a tensor has no checksum",
     )
     verb.add_argument(
         "--map",
         metavar="MAP",
-        help="prove first that it is of a layout, whole: qwen3:hf:megatron; auto",
+        help="first check that this layout map fits, such as qwen3:hf:megatron",
     )
-    verb.add_argument("-a", "--all", action="store_true", help="every damage")
+    verb.add_argument(
+        "-a", "--all", action="store_true", help="list all damaged tensors (default: 50)"
+    )
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
     verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
 

@@ -3,7 +3,7 @@
     class ConvertOptions(EditingOptions, FormatOption, WriteOptions, total=False):
         dequantize: bool
 
-    OPTIONS["dequantize"] = switch(False, "of GGUF: the numbers that its quantised blocks stand for")
+    OPTIONS["dequantize"] = switch(False, "decode the quantized blocks of GGUF to floating point")
 
     @validated
     def convert(src, dst, **options: Unpack[ConvertOptions]) -> Conversion: ...
@@ -259,128 +259,184 @@ def switch(default: bool, help: str, *, flag: str | None = None, short: str = ""
     return Option(default, help, read=arguments.flag, flag=flag, short=short)
 
 
-PICKLED_TREE = "safetensors: keep what is no tensor in the header, for Holdfast"
+PICKLED_TREE = "safetensors: store non-tensor values in the header, where Holdfast finds them"
 
 OPTIONS: dict[str, Option] = {
-    "limits": Option(None, "what a file may ask for, at the most", read=arguments.limits, flag=""),
-    "threads": Option(None, "how many threads", "N", arguments.count),
-    "progress": Option(None, "called with numbers of bytes", read=arguments.progress, flag=""),
-    "overwrite": switch(False, "replace what is there"),
-    "durable": switch(True, "wait for the disk (fsync)"),
-    "read_back": switch(True, "read what was written before publishing it"),
-    "max_memory": Option(MAX_MEMORY, "use no more than this (1GiB)", "SIZE", arguments.size),
-    "dry_run": switch(False, "say what would be written, and write nothing", short="-n"),
-    "folder": switch(False, "DST is a folder, as with a slash at its end"),
-    "format": Option(None, "the format, whatever the suffix", "FORMAT", arguments.text),
-    "in_place": switch(False, "write it in place of SRC, atomically"),
-    "store": Option(None, "an obstore store that the target is a key in", flag=""),
+    "limits": Option(
+        None, "bounds for what a file may demand, such as the number of tensors: holdfast.Limits()",
+        read=arguments.limits, flag="",
+    ),
+    "threads": Option(
+        None, "number of threads (default: chosen for this machine)", "N", arguments.count
+    ),
+    "progress": Option(
+        None, "function to call with the number of bytes done since its last call",
+        read=arguments.progress, flag="",
+    ),
+    "overwrite": switch(False, "replace an existing target (default: refuse)"),
+    "durable": switch(True, "wait until the data is on the disk, with fsync (default: yes)"),
+    "read_back": switch(
+        True, "read the written data again and compare it before publishing (default: yes)"
+    ),
+    "max_memory": Option(
+        MAX_MEMORY, "memory limit for buffers (default: 1GiB)", "SIZE", arguments.size
+    ),
+    "dry_run": switch(
+        False, "report the files, sizes and free space, and write nothing", short="-n"
+    ),
+    "folder": switch(False, "write a folder, as if DST ended with a slash"),
+    "format": Option(
+        None, "output format (default: from the suffix of DST)", "FORMAT", arguments.text
+    ),
+    "in_place": switch(False, "replace the source atomically instead of writing to DST"),
+    "store": Option(None, "obstore store that contains the target; DST is a key in it", flag=""),
     "group": Option(
-        None, "the ranks that share the work: holdfast.torch.group(); every one of them calls this",
+        None,
+        "ranks that share the work, from holdfast.torch.group(); call the function on every rank",
         read=arguments.group, flag="",
     ),
     "map": Option(
-        None, "see SRC in the layout of another framework: qwen3:hf:megatron; auto", "MAP",
-        arguments.map_name,
+        None,
+        "convert names and shapes to the layout of another framework, such as qwen3:hf:megatron; "
+        "auto detects the family and converts to Hugging Face names",
+        "MAP", arguments.map_name,
     ),
     "max_shard_size": Option(
-        None, "split into files of at most 5GB, 500MiB, …", "SIZE", arguments.size
+        None, "split the tensors into files of at most this size, such as 5GB", "SIZE",
+        arguments.size,
     ),
     "copy_config": Option(
-        True, "to a directory: where config and tokenizer files come from; by default from SRC",
+        True, "folder to copy config and tokenizer files from, into a directory (default: SRC)",
         "DIR",
     ),
     "dtype": Option(
         None,
-        "cast floating-point tensors: bf16, f16, f32, …; or those of a name: "
-        "'*norm*=f32' ('=keep': not at all)",
+        "cast floating-point tensors to bf16, f16, f32, …; '*norm*=f32' casts only tensors whose "
+        "names match, '*norm*=keep' leaves them unchanged",
         "[GLOB=]DTYPE", arguments.dtypes, many=True,
     ),
-    "keep": Option((), "only names that match", "GLOB", arguments.patterns, many=True),
-    "drop": Option((), "all but names that match", "GLOB", arguments.patterns, many=True),
-    "rename": Option((), "'model.*=*'", "OLD=NEW", arguments.pairs, many=True),
-    "tensors_only": switch(False, "leave out what is no tensor"),
-    "model": Option(None, "of a package: the state dict of this model", "NAME", arguments.text),
-    "constants": switch(False, "of a package: with the constants of its programs"),
-    "sample_inputs": switch(
-        False, "of a package: with the inputs that they were exported with"
+    "keep": Option(
+        (), "keep only names that match; repeatable", "GLOB", arguments.patterns, many=True
     ),
-    "dequantize": switch(False, "of GGUF: the numbers that its quantised blocks stand for"),
+    "drop": Option(
+        (), "remove names that match; repeatable", "GLOB", arguments.patterns, many=True
+    ),
+    "rename": Option(
+        (), "rename tensors: 'model.*=*' removes the prefix 'model.'; repeatable", "OLD=NEW",
+        arguments.pairs, many=True,
+    ),
+    "tensors_only": switch(False, "leave out values that are not tensors"),
+    "model": Option(
+        None, "extract the state dict of this model from a package", "NAME", arguments.text
+    ),
+    "constants": switch(False, "include the constants of the programs in a package"),
+    "sample_inputs": switch(False, "include the sample inputs of the programs in a package"),
+    "dequantize": switch(False, "decode the quantized blocks of GGUF to floating point"),
     "keep_tree": switch(True, PICKLED_TREE, flag=""),
-    "resume": switch(False, "to a directory: keep what an interrupted try finished"),
+    "resume": switch(
+        False, "continue an interrupted conversion to a directory: reuse its finished files"
+    ),
     "set_metadata": Option(
-        None, "set metadata", "KEY=VALUE", arguments.texts, many=True, flag="--set"
+        None, "set a metadata entry; repeatable", "KEY=VALUE", arguments.texts, many=True,
+        flag="--set",
     ),
     "unset_metadata": Option(
-        (), "take metadata out", "KEY", arguments.patterns, many=True, flag="--unset"
+        (), "remove a metadata entry; repeatable", "KEY", arguments.patterns, many=True,
+        flag="--unset",
     ),
     "masks": Option(
-        None, "write the masks too, into the directory DST; or only them, to DST", "HOW",
-        arguments.text, choices=("beside", "only"),
+        None,
+        "write the pruning masks: 'beside' the weights in the directory DST, or 'only' the masks",
+        "HOW", arguments.text, choices=("beside", "only"),
     ),
     "deduplicate": Option(
-        "storage", "store equal tensors once, wherever they are; reads what looks equal",
+        "storage", "store tensors with equal content once, even if they come from different files",
         read=arguments.text, flag="--content", given="content",
     ),
-    "weights": Option(..., "a state dict, an open checkpoint, or what `open` takes", flag=""),
-    "mesh": Option(..., "the ranks: 'dp=2,tp=4'", "NAME=N,…", arguments.counts),
-    "metadata": Option(None, "text about the whole", read=arguments.texts),
-    "base": Option(None, "the step before: what did not change is not written again"),
-    "hashes": switch(False, "what did not change since this save need not be written again"),
+    "weights": Option(..., "a state dict, an open checkpoint, or the path of a checkpoint", flag=""),
+    "mesh": Option(..., "mesh of ranks, such as dp=2,tp=4", "NAME=N,…", arguments.counts),
+    "metadata": Option(
+        None, "text entries to store with the checkpoint, by name", read=arguments.texts
+    ),
+    "base": Option(
+        None, "previous checkpoint: tensors that are unchanged since then are not written again"
+    ),
+    "hashes": switch(
+        False, "store content hashes, so that a later save can use this checkpoint as its base"
+    ),
     "values": Option(
-        "agree", "must values that are no tensors be the same on all ranks?",
+        "agree",
+        "'agree': fail if values that are not tensors differ between ranks; "
+        "'first': save the values of the first rank",
         read=arguments.one_of("agree", "first"),
     ),
-    "per_rank": Option((), "names of what each rank keeps for itself", read=arguments.patterns),
-    "check_replicas": switch(True, "compare plain tensors of all ranks by their checksums"),
+    "per_rank": Option(
+        (), "names of values that every rank saves for itself", read=arguments.patterns
+    ),
+    "check_replicas": switch(
+        True, "compare the checksums of tensors that several ranks hold (default: yes)"
+    ),
     "deadline": Option(
-        DEADLINE, "a rank without a sign of life for so many seconds is lost", read=seconds
+        DEADLINE, "seconds without a sign of life after which a rank is lost (default: 60)",
+        read=seconds,
     ),
     "when_busy": Option(
-        "wait", "what to do while another save of this process goes on",
+        "wait", "'wait' until another save of this process ends, or 'refuse'",
         read=arguments.one_of("wait", "refuse"),
     ),
     "max_host_memory": Option(
-        None, "page-locked memory for copies of what is on GPUs, at the most", read=arguments.size
+        None, "limit for the page-locked memory of GPU copies (default: half of what is available)",
+        read=arguments.size,
     ),
-    "metrics": Option(None, "numbers of this step", read=arguments.metrics),
-    "step": Option(None, "the step, whatever the files say", "STEP", arguments.step),
-    "ran": Option(
-        None, "for how many seconds the training had run", read=seconds, flag=""
+    "metrics": Option(None, "metrics of this step, by name", read=arguments.metrics),
+    "step": Option(
+        None, "number of the step (default: read from the files)", "STEP", arguments.step
     ),
+    "ran": Option(None, "seconds that the training has run", read=seconds, flag=""),
     "digest": Option(
-        "xxh3-128", "how files are digested (xxh3-128)", "HOW", arguments.one_of(*DIGESTS),
+        "xxh3-128", "digest algorithm (default: xxh3-128)", "HOW", arguments.one_of(*DIGESTS),
         choices=DIGESTS,
     ),
 }  # fmt: skip
 """Each option by its name."""
 
-# A state in memory need not be streamed, and it is there to be saved again if the disk was at fault.
+# A state in memory need not be streamed, and it can be saved again if the disk fails.
 OF_STATES = {
-    "read_back": OPTIONS["read_back"]._replace(default=False),
-    "max_memory": OPTIONS["max_memory"]._replace(default=None),
+    "read_back": switch(
+        False, "read the written data again and compare it before publishing (default: no)"
+    ),
+    "max_memory": OPTIONS["max_memory"]._replace(
+        default=None, help="memory limit for buffers (default: none)"
+    ),
 }
 OF_RANKS = {
-    "format": Option("native", "the format: native, dcp or safetensors", read=arguments.text)
+    "format": Option(
+        "native",
+        "output format: native, dcp or safetensors (default: native)",
+        read=arguments.text,
+    )
 }
 
 RECORD_OPTIONS: dict[Callable[..., object], Mapping[str, Option]] = {
     SaveOptions: {
         **OF_STATES,
-        "overwrite": OPTIONS["overwrite"]._replace(default=None),
+        "overwrite": OPTIONS["overwrite"]._replace(
+            default=None, help="replace an existing target (default: only a file)"
+        ),
         "keep_tree": switch(False, PICKLED_TREE),
     },
     PackageOptions: {**OF_STATES, "format": OPTIONS["format"]._replace(word="PACKAGE")},
     ReplaceOptions: {
         "model": Option(
-            None, "of an archive of several models: which", "NAME", arguments.text, flag=""
+            None, "model to replace, if the archive has several", "NAME", arguments.text, flag=""
         )
     },
     ShardedOptions: OF_RANKS,
     AsyncShardedOptions: OF_RANKS,
     SealOptions: {
         "metrics": Option(
-            None, "a metric; in place of what the files say", "NAME=VALUE", arguments.metrics,
-            many=True, flag="--metric",
+            None, "record a metric (default: read from the files); repeatable", "NAME=VALUE",
+            arguments.metrics, many=True, flag="--metric",
         )
     },
 }  # fmt: skip

@@ -11,25 +11,29 @@ from typing import Any
 
 COMMANDS = {
     "prune": ("set weights to zero by rules", "holdfast.extras.pruning.commands.prune"),
-    "report": ("write a page to look at", "holdfast.extras.reports.commands.report"),
-    "view": ("look at it in the browser", "holdfast.extras.reports.commands.view"),
-    "package": ("several models in one checkpoint", "holdfast.extras.packages.commands.package"),
+    "report": ("write an HTML report", "holdfast.extras.reports.commands.report"),
+    "view": ("open the report in a browser", "holdfast.extras.reports.commands.view"),
+    "package": (
+        "combine several models in one checkpoint",
+        "holdfast.extras.packages.commands.package",
+    ),
     "tie": (
-        "find equal tensors, and store them once",
+        "find equal tensors, store them once",
         "holdfast.extras.packages.commands.tie",
     ),
     "maps": (
-        "layouts of other frameworks, and whether one fits",
+        "list layout maps, check that one fits",
         "holdfast.extras.maps.commands.maps",
     ),
-    "runs": ("list the steps of a run", "holdfast.extras.runs.commands.runs"),
-    "pin": ("keep a step of a run", "holdfast.extras.runs.commands.pin"),
-    "unpin": ("leave it to the rules", "holdfast.extras.runs.commands.unpin"),
+    "runs": ("list or delete the steps of a run", "holdfast.extras.runs.commands.runs"),
+    "pin": ("protect a step of a run from deletion", "holdfast.extras.runs.commands.pin"),
+    "unpin": ("remove the protection of a step", "holdfast.extras.runs.commands.unpin"),
 }
 """Commands: for each, what it does in a few words, and its module."""
 
 HOOKS = {
     "find_map": "holdfast.extras.maps.find:find_map",
+    "map_names": "holdfast.extras.maps.find:map_names",
     "run_history": "holdfast.extras.runs.history",
 }
 """What the kernel or another extra calls: `map=` of `open`, and the steps on a report's page."""

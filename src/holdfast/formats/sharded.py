@@ -52,8 +52,6 @@ from holdfast.formats.native.write import SHARD_NBYTES
 from holdfast.formats.recorded import order_fields
 from holdfast.formats.safetensors.schema import METADATA as RESERVED
 from holdfast.formats.safetensors.write import (
-    RANK,
-    file_order_notes,
     fill_shards,
     index_file,
     name_problem,
@@ -257,9 +255,6 @@ class SafetensorsShards(Sharded):
         )
         if not wanted and not state.leaves.flat:
             yield "safetensors files of ranks keep dotted names, and not the containers around them"
-        ranks = [RANK.get(kind.dtype.safetensors or "", 0) for kind in table.kinds]
-        places = sorted(zip([ranks[kind] for kind in table.kind], table.names, strict=True))
-        yield from file_order_notes([name for _, name in places], list(table.names))
 
 
 class DcpShards(Sharded):

@@ -235,7 +235,7 @@ def test_the_rules_of_the_run_are_those_that_it_wrote_down(
         (["runs", ".", "--plan"], "no rules say which steps go"),
         (["runs", ".", "--plan", "--keep", "newest"], "is no rule"),
         (["pin", ".", "5"], "no whole step 5"),
-        (["pin", ".", "x"], "is no number of a step"),
+        (["pin", ".", "x"], "is not a step number"),
         (["unpin", ".", "5"], "not pinned"),
     ],
 )

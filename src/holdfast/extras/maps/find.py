@@ -11,6 +11,7 @@ its own, unless it is quoted.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -163,6 +164,15 @@ def _family_at(path: str) -> Family:
     except (OSError, ValueError) as error:  # the latter for a zero in the name
         raise BadMap(f"the file of a family cannot be read: {error}", file=path) from None
     return read_family(os.path.basename(path).removesuffix(SUFFIX), content)
+
+
+def map_names() -> list[str]:
+    """Return the names of all maps between the layouts of built-in families."""
+    return [
+        f"{family.name}:{source}:{target}"
+        for family in families().values()
+        for source, target in itertools.permutations(family.layouts, 2)
+    ]
 
 
 def find_map(

@@ -205,7 +205,7 @@ def describe(source: Source) -> Description:
     planner = index.planner if isinstance(index.planner, dict) else {}
     grown = grow(leaves, planner, source.limits)
     named = name_tensors(grown.tree, source.limits, index.nbytes + nbytes)
-    notes = [_summary(index), *index.notes, *_tree_notes(grown), *named.notes]
+    notes = [*index.notes, *_tree_notes(grown), *named.notes]
     if unread := sum(isinstance(value, Unread) for value in values.values()):
         notes.append(
             f"{unread:,} values that are no tensors are left unread, and not looked into for foreign objects"
@@ -265,16 +265,6 @@ def _quantized(value: object, saved: SavedTensor, name: str) -> object:
         f"the metadata says {saved.dtype} {list(saved.size)}, and the item holds something else",
         tensor=name,
     )
-
-
-def _summary(index: Index) -> str:
-    ranks = {match[1] for file in index.files if (match := DATA_FILE.fullmatch(file))}
-    writers = f"{len(ranks):,} rank{'s' if len(ranks) != 1 else ''} wrote " if ranks else ""
-    version = (
-        f", metadata version {index.texts['version'][:32]}" if "version" in index.texts else ""
-    )
-    save = f", save_id {index.texts['save_id'][:64]}" if "save_id" in index.texts else ""
-    return f"{writers}{len(index.files):,} data file{'s' if len(index.files) != 1 else ''}{version}{save}"
 
 
 def _tree_notes(grown: Grown) -> Iterable[str]:

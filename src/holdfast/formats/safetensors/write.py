@@ -20,7 +20,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain, islice, pairwise, starmap
+from itertools import islice, pairwise, starmap
 from json.encoder import encode_basestring
 from typing import NamedTuple
 
@@ -308,10 +308,6 @@ def lay_out_safetensors(
             for key, rows in shards.items()
         ]
         if all(file.header_nbytes <= DEFAULTS.header_nbytes for file in files):
-            if "tree" not in fields:
-                # A reader puts second names last.
-                written = [*chain.from_iterable(file.names for file in files), *sharing.aliases]
-                notes += file_order_notes(written, list(table.names))
             return _plan(files, listed, fields, notes)
         problems.append(
             f"the header would be longer than {DEFAULTS.header_nbytes:,} bytes, the most that the format allows"
@@ -395,11 +391,6 @@ def index_text(
             )
         pieces.append((between * bool(first) + text).encode())
     return tuple(map(Literal, [*pieces, b"\n  }\n}\n"]))
-
-
-def file_order_notes(written: list[str], given: list[str]) -> list[str]:
-    text = "names are in the order of the file (by dtype, then by name), not in that of the state"
-    return [] if written == given else [text]
 
 
 def metadata_problems(state: State, table: Table) -> list[str]:

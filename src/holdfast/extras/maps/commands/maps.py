@@ -16,25 +16,37 @@ if TYPE_CHECKING:
     from holdfast.extras.maps.mapped import MappedTensors
 
 DESCRIPTION = """\
-The layouts of model weights that maps lead between, and whether a checkpoint is of one. `check` proves a map before any byte of a
-tensor is read: every element of every tensor comes from one element of the checkpoint, and each of those goes somewhere, or is left
-out on purpose. What is missing, left over or of another shape is listed, all of it.
+List the layout maps, or check that one fits a checkpoint. A map converts the names and shapes of
+weights from the layout of one framework to the layout of another, such as Hugging Face to Megatron.
+'check' compares all names and shapes, lists those that are missing, left over or wrong, and reads
+no tensor data.
 """
 
 EXAMPLES = """\
-exit codes of check:
-  0  it fits
-  2  it does not
+A map has the form family:from:to, or family:from..to. The form from->to needs
+quotes at a shell.
 
-A map is written family:from:to, or family:from..to; from->to needs quotes, because a shell would take the > for itself.
+exit codes of check:
+  0  the map fits
+  2  the map does not fit
 
 examples:
-  holdfast maps                                                        all families, and their layouts
+  # List all families and their layouts.
+  holdfast maps
+
+  # Check a map, or find the one that fits.
   holdfast maps check qwen3:hf:megatron Qwen3-8B/
-  holdfast maps check auto step-1000/                                  which one is it?
-  holdfast maps check qwen3:hf:megatron Qwen3-8B/ --explain decoder.layers.mlp.linear_fc1.weight
-  holdfast maps check my.toml:mine:hf model.safetensors --json
-  holdfast convert Qwen3-8B/ step-0/ --map qwen3:hf:megatron           what a map is for
+  holdfast maps check auto step-1000/
+
+  # Show the source of one tensor.
+  holdfast maps check qwen3:hf:megatron Qwen3-8B/ \\
+      --explain decoder.layers.mlp.linear_fc1.weight
+
+  # Check a map of your own.
+  holdfast maps check my.toml:mine:hf model.safetensors
+
+  # Use a map.
+  holdfast convert Qwen3-8B/ step-0/ --map qwen3:hf:megatron
 """
 
 
@@ -44,14 +56,21 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         choices=("list", "check"),
         nargs="?",
         default="list",
-        help="list them (default), or prove that one fits",
+        help="list all maps (default), or check that one fits a checkpoint",
     )
     verb.add_argument(
-        "map", metavar="MAP", nargs="?", help="family:from:to, file.toml:from:to, or auto"
+        "map",
+        metavar="MAP",
+        nargs="?",
+        help="family:from:to, file.toml:from:to, or auto to find the one that fits",
     )
     verb.add_argument("path", metavar="PATH", type=values.path, nargs="?", help=values.PATH_HELP)
-    verb.add_argument("--explain", metavar="NAME", help="where one tensor of the target comes from")
-    verb.add_argument("-a", "--all", action="store_true", help="every tensor")
+    verb.add_argument(
+        "--explain", metavar="NAME", help="show the source of one tensor of the target layout"
+    )
+    verb.add_argument(
+        "-a", "--all", action="store_true", help="list all tensors (default: a line for each kind)"
+    )
     verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
 
 

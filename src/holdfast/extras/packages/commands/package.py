@@ -12,25 +12,33 @@ from holdfast.cli.planned import carry_out
 from holdfast.core.options import PackageOptions, ReplaceOptions
 
 DESCRIPTION = """\
-Write the weights of several models into one package (.pt2) or native directory (no suffix); what they share is stored once.
-With --replace, put other weights into the program of a .pt2: names, dtypes and shapes must be those that it has."""
+Combine the weights of several models in one package (.pt2) or native directory (no suffix).
+Storages that the models share are stored once.
+With --replace, put new weights into the program of a .pt2. They must have the names, dtypes and
+shapes of the old weights."""
 
 EXAMPLES = """\
 examples:
   holdfast package base=base.pt adapter=adapter.safetensors bundle.pt2
-  holdfast package a=a.safetensors b=b.safetensors bundle.pt2 --content      equal tensors once, though in two files
+
+  # Store equal tensors once, even if they come from two files.
+  holdfast package a=a.safetensors b=b.safetensors bundle.pt2 --content
+
+  # Put tuned weights into an exported program.
   holdfast package --replace model.pt2 tuned.safetensors tuned.pt2
   holdfast package --replace model.pt2 tuned.safetensors --in-place
-  holdfast package --replace heads.pt2 classify=tuned.pt tuned.pt2            one of several models
+
+  # Replace one of several models.
+  holdfast package --replace heads.pt2 classify=tuned.pt tuned.pt2
 """
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    models = "a name and a checkpoint of any format; last of all, where to write (DST)"
+    models = "names of models with their checkpoints; then the path or URL to write (DST)"
     verb.add_argument("models", metavar="NAME=PATH | DST", nargs="+", help=models)
-    in_place = "with --replace: write it in place of the archive, atomically"
+    in_place = "with --replace: replace the archive atomically instead of writing to DST"
     verb.add_argument("--in-place", action="store_true", help=in_place)
-    archive = "put the weights into this archive; NAME= is its model, if it has several"
+    archive = "put the weights into this archive; NAME selects one of several models"
     verb.add_argument("--replace", metavar="PT2", type=values.target, help=archive)
     add_options(verb, PackageOptions)
     verb.set_defaults(several=True, dst=None)

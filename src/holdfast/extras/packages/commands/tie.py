@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from holdfast.extras.packages.tie import Tied
 
 DESCRIPTION = """\
-Find tensors that hold the same, byte by byte, and write a checkpoint in which they are tied: stored once, under all their names.
-With --dry-run, only say how many bytes could be saved."""
+Find tensors with identical bytes, and write a checkpoint that stores them once under all their
+names. With --dry-run, only list them, with the number of bytes that tying would save."""
 
 EXAMPLES = """\
 examples:
-  holdfast tie model.safetensors --dry-run        what could be saved
+  # See how many bytes tying would save.
+  holdfast tie model.safetensors --dry-run
+
   holdfast tie model.safetensors model.pt
   holdfast tie bundle.pt2 --in-place
 """

@@ -18,36 +18,46 @@ if TYPE_CHECKING:
     from holdfast.extras.pruning.prune import Pruned
 
 DESCRIPTION = """\
-Set weights to zero by rules and write the result, in any format, streamed. The first rule that matches a name decides; what no
-rule matches stays as it is. All that is wrong with the rules is said before anything is written."""
+Set weights to zero by rules, and write the result in any format. Tensors are streamed. The first
+rule that matches a name applies. Tensors without a rule stay unchanged. All mistakes in the rules
+are reported before anything is written."""
 
 EXAMPLES = """\
 rules:
-  PATTERN: 2:4                 the two largest of every four along the last axis stay; '*: 2:4' means matrices,
-                               and leaves norms, biases and embeddings alone
-  PATTERN: 0.5                 the half of the smallest magnitudes of each tensor goes
-  PATTERN: block 4x4 0.9       blocks, by their mean square
-  PATTERN: random 0.3 seed=1   whatever the values
-  PATTERN: global 0.8          one threshold over all tensors of all global rules
-  PATTERN: keep
+  PATTERN: 2:4                keep the two largest of four neighbours
+  PATTERN: 0.5                remove the smaller half of each tensor
+  PATTERN: block 4x4 0.9      remove 90% of the 4x4 blocks
+  PATTERN: random 0.3 seed=1  remove 30% at random
+  PATTERN: global 0.8         remove 80%, by one threshold for all tensors
+                              with such a rule
+  PATTERN: keep               change nothing
+  A rule '*: 2:4' applies to matrices only, not to norms, biases and
+  embeddings.
 
 examples:
-  holdfast prune model.safetensors out.safetensors --rule '*.mlp.*.weight: 2:4' --rule 'lm_head.*: keep'
+  holdfast prune model.safetensors out.safetensors \\
+      --rule 'lm_head.*: keep' --rule '*.mlp.*.weight: 2:4'
+
+  # See how much of the norm each tensor would lose.
   holdfast prune model.pt sparse --rule '*.weight: global 0.8' --dry-run
+
+  # Write the masks into the same directory.
   holdfast prune model.pt out/ --rule '*.weight: 0.5' --masks beside
+
+  # Look at the result.
   holdfast show --sparsity out/
 """
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_places(verb, PruneOptions)
-    decides = "'*.weight: 2:4'; the first that matches decides"
+    decides = "rule such as '*.weight: 2:4'; repeatable, the first that matches applies"
     verb.add_argument(
         "--rule", metavar="RULE", dest="rules", action="append", default=[], help=decides
     )
-    file = "a file of rules, one a line; # begins a comment"
+    file = "file with one rule per line; # starts a comment"
     verb.add_argument("--rules", metavar="FILE", dest="plan", type=values.path, help=file)
-    verb.add_argument("-a", "--all", action="store_true", help="every tensor")
+    verb.add_argument("-a", "--all", action="store_true", help="show all tensors (default: 200)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,35 +15,46 @@ if TYPE_CHECKING:
     from holdfast.extras.reports.report import ReportRequest
 
 DESCRIPTION = """\
-Write a page to look at: what is in a checkpoint, how large, where in which file, and what is odd about it; with OTHER, what
-differs; of a run's directory, its steps over time. It is one HTML file that needs nothing else and loads nothing. No tensor data
-is read without --stats, which reads every tensor once; a difference is read where checksums do not say it."""
+Write an HTML report about a checkpoint: its tensors, sizes, files and problems. With OTHER, the
+report shows the differences between two checkpoints. For the directory of a run, it shows the steps
+over time. The page is a single file that loads nothing from the network.
+Reads no tensor data without --stats. A comparison reads the tensors whose checksums differ or are
+missing."""
 
 EXAMPLES = """\
 examples:
   holdfast report model.safetensors -o model.html
+
+  # Include histograms, norms and NaN counts.
   holdfast report model.safetensors -o model.html --stats
+
+  # Estimate them from 1% of each large tensor.
   holdfast report huge/ -o huge.html --sample 1%
+
+  # Compare two checkpoints.
   holdfast report base.safetensors tuned.safetensors -o change.html
+
+  # Show a training run over time.
   holdfast report runs/llama -o run.html
+
+  # Show which files each of eight ranks would read.
   holdfast report checkpoints/step-1000 -o step.html --mesh 8
-  holdfast report model.pt --json | jq -r .sentence
 """
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_report_arguments(verb)
+    verb.add_argument("-o", "--output", metavar="FILE", type=values.file, help="HTML file to write")
     verb.add_argument(
-        "-o", "--output", metavar="FILE", type=values.file, help="where to write the page"
+        "--overwrite",
+        action="store_true",
+        help="replace an existing file, even if it is not a report",
     )
-    verb.add_argument(
-        "--overwrite", action="store_true", help="replace what is there, also where it is no page"
-    )
-    verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
+    verb.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
     verb.add_argument(
         "--json",
         action="store_true",
-        help="print the data behind the page (its schema is in docs/report.md)",
+        help="print the data of the report as JSON",
     )
 
 
@@ -52,39 +63,54 @@ def add_report_arguments(verb: argparse.ArgumentParser) -> None:
         "path",
         metavar="PATH",
         type=values.target,
-        help="a checkpoint of any format, or a run's directory",
+        help="checkpoint of any format, or the directory of a run",
     )
     verb.add_argument(
         "other",
         metavar="OTHER",
         type=values.target,
         nargs="?",
-        help="a second one: show what differs",
+        help="second checkpoint: report the differences",
     )
     verb.add_argument(
         "--stats",
         action="store_true",
-        help="read every tensor: sizes, zeros, NaN, histograms, quantiles, norms",
+        help="read every tensor for its histogram, quantiles, norm, zeros and NaN",
     )
     verb.add_argument(
-        "--sample", metavar="SHARE", type=_share, help="read only so much of each large tensor: 1%%"
+        "--sample",
+        metavar="SHARE",
+        type=_share,
+        help="like --stats, but read only this share of each large tensor, such as 1%%",
     )
     verb.add_argument(
         "--svd",
         action="store_true",
-        help="singular values as well; reads matrices three times more",
+        help="like --stats, with singular values; reads matrices three more times",
     )
-    verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
+    verb.add_argument("-f", "--filter", metavar="GLOB", help="include only names that match")
     verb.add_argument(
-        "--map", metavar="MAP", help="see PATH in another layout: qwen3:hf:megatron; auto"
+        "--map",
+        metavar="MAP",
+        help="convert PATH to another layout first, such as qwen3:hf:megatron",
     )
     verb.add_argument(
-        "--mesh", metavar="N", help="which files each of N ranks would read; 2x2 for a grid"
+        "--mesh",
+        metavar="N",
+        help="show the files that each of N ranks would read; 2x2 for a grid of ranks",
     )
     verb.add_argument(
-        "--max-memory", metavar="SIZE", type=values.size, help="use no more than this"
+        "--max-memory",
+        metavar="SIZE",
+        type=values.size,
+        help="memory limit for buffers (default: none)",
     )
-    verb.add_argument("--threads", metavar="N", type=values.positive, help="how many threads")
+    verb.add_argument(
+        "--threads",
+        metavar="N",
+        type=values.positive,
+        help="number of threads (default: chosen for this machine)",
+    )
 
 
 def _share(text: str) -> float:
@@ -94,7 +120,7 @@ def _share(text: str) -> float:
     try:
         return share(text)
     except BadArgument as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: write 1%, or 0.01") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share; write 1% or 0.01") from error
 
 
 def report_request_of(options: argparse.Namespace, ranks: Ranks) -> ReportRequest:
@@ -114,9 +140,7 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.extras.reports.report import Report, page_target, prepared
 
     if options.output is None and not options.json:
-        raise BadArgument(
-            "say where the page shall be: -o page.html; or --json prints the data behind it"
-        )
+        raise BadArgument("no output file; pass -o page.html, or --json to print the data")
     if options.output is not None:
         # Before minutes of reading.
         page_target(options.output, overwrite=options.overwrite)

@@ -8,13 +8,18 @@ from holdfast.cli import values
 from holdfast.extras.reports.commands.report import add_report_arguments, report_request_of
 
 DESCRIPTION = """\
-Look at a checkpoint in the browser: the page of `holdfast report`, which reads histograms and pictures of single tensors when they
-are asked for. It is served on 127.0.0.1 and nowhere else, under an address with a token; Ctrl-C ends it."""
+Open the report of a checkpoint in a browser. The page loads histograms and images of single tensors
+on demand. The server listens on 127.0.0.1 only, and the address contains a secret token. Press
+Ctrl-C to stop it."""
 
 EXAMPLES = """\
 examples:
   holdfast view model.safetensors
+
+  # Compare two checkpoints.
   holdfast view base.safetensors tuned.safetensors
+
+  # Print the address instead of opening a browser.
   holdfast view model.pt --no-browser --port 8080
 """
 
@@ -22,17 +27,21 @@ examples:
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_report_arguments(verb)
     verb.add_argument(
-        "--port", metavar="N", type=_port, default=0, help="the port (any that is free)"
+        "--port",
+        metavar="N",
+        type=_port,
+        default=0,
+        help="port to listen on (default: any free port)",
     )
     verb.add_argument(
-        "--no-browser", action="store_true", help="print the address, and open nothing"
+        "--no-browser", action="store_true", help="print the address, and do not open a browser"
     )
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
 
 
 def _port(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
     return int(text)
 
 

@@ -8,26 +8,28 @@ from holdfast.cli import values
 from holdfast.cli.planned import say
 
 DESCRIPTION = """\
-Keep a step of a run, whatever its rules say, and note why. The run may be going on."""
+Protect a step of a run from deletion by the retention rules. The run may be active."""
 
 EXAMPLES = """\
 examples:
   holdfast pin runs/llama 10000 --why paper
-  holdfast runs runs/llama                      says which are pinned
+
+  # List the steps, with their pins.
+  holdfast runs runs/llama
+
+  # Remove the pin.
   holdfast unpin runs/llama 10000
 """
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_place(verb)
-    verb.add_argument("--why", metavar="TEXT", default="", help="what it is kept for")
+    verb.add_argument("--why", metavar="TEXT", default="", help="reason to record with the pin")
 
 
 def add_place(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "path", metavar="RUN", type=values.target, help="the directory of a run, or its URL"
-    )
-    verb.add_argument("step", metavar="STEP", type=values.step, help="the number of a step")
+    verb.add_argument("path", metavar="RUN", type=values.target, help="directory or URL of a run")
+    verb.add_argument("step", metavar="STEP", type=values.step, help="number of a step")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -28,29 +28,38 @@ if TYPE_CHECKING:
     from holdfast.extras.runs.table import RunRow, RunTable
 
 DESCRIPTION = """\
-List the steps of a training run: those of a holdfast.Run, native directories, and directories of other trainers that were sealed.
-A run may be in a bucket: s3://, gs://, az://. There, --gc removes what saves and deletions left that died.
-What is not whole is listed with the reason, and is never resumed from. Rules are those that the run wrote down, or --keep."""
+List the steps of a training run with their age, size, metrics, and the retention rule that keeps
+each of them. A run is a folder or a bucket prefix (s3://, gs://, az://) with checkpoints of
+holdfast.Run, native directories, or sealed folders of other trainers. Incomplete steps are listed
+with the reason.
+The command can also delete steps (--prune), and data in a bucket that belongs to no checkpoint
+(--gc)."""
 
 EXAMPLES = """\
 rules:
-  latest:3            the three newest
-  every:10000         multiples of 10000
-  best:val_loss:2     the two with the least val_loss; best:accuracy:1:max for the largest
-  within:24h          those of the last day of the run
+  latest:3            the three newest steps
+  every:10000         the steps that are multiples of 10000
+  best:val_loss:2     the two steps with the lowest val_loss
+  best:acc:1:max      the step with the highest acc
+  within:24h          the steps of the last 24 hours of training
 
 exit codes:
   0  done
-  1  a step is not whole (without --plan and --prune)
+  1  a step is incomplete (not with --plan or --prune)
   2  an error
 
 examples:
   holdfast runs runs/llama
-  holdfast runs runs/llama --plan                          what its rules would delete, and why not the rest
+
+  # See which steps the rules of the run would delete, and delete them.
+  holdfast runs runs/llama --plan
+  holdfast runs runs/llama --prune
+
+  # Try other rules.
   holdfast runs runs/llama --plan --keep latest:3 --keep every:10000
-  holdfast runs runs/llama --prune                         delete it
-  holdfast runs s3://bucket/llama --gc --dry-run           what dead savers left there for more than a day
-  holdfast runs runs/llama --json | jq '.steps[] | select(.whole).step'
+
+  # List data in a bucket that interrupted saves left behind.
+  holdfast runs s3://bucket/llama --gc --dry-run
 """
 
 NAMED, METRICS = 3, 4
@@ -58,24 +67,32 @@ NAMED, METRICS = 3, 4
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("path", metavar="RUN", type=values.target, help="directory or URL of a run")
     verb.add_argument(
-        "path", metavar="RUN", type=values.target, help="the directory of a run, or its URL"
-    )
-    verb.add_argument(
-        "--keep", metavar="RULE", action="append", default=[], help="a rule, any number of times"
+        "--keep",
+        metavar="RULE",
+        action="append",
+        default=[],
+        help="retention rule (default: the rules recorded in the run); repeatable",
     )
     do = verb.add_mutually_exclusive_group()
     do.add_argument(
-        "--plan", action="store_true", help="say what the rules would delete, and delete nothing"
+        "--plan", action="store_true", help="list the steps that the rules would delete"
     )
-    do.add_argument("--prune", action="store_true", help="delete what the rules do not keep")
+    do.add_argument("--prune", action="store_true", help="delete the steps that no rule keeps")
     do.add_argument(
         "--gc",
         action="store_true",
-        help="in a bucket: delete data that no manifest names, of saves that died",
+        help="delete data in a bucket that interrupted saves left behind",
     )
-    verb.add_argument("--grace", metavar="TIME", help="how old that has to be (24h)")
-    verb.add_argument("--dry-run", action="store_true", help="with --gc: say what would be deleted")
+    verb.add_argument(
+        "--grace",
+        metavar="TIME",
+        help="with --gc: minimum age of the data to delete (default: 24h)",
+    )
+    verb.add_argument(
+        "--dry-run", action="store_true", help="with --gc: list the data without deleting it"
+    )
     verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
 
 

@@ -7,7 +7,8 @@ import argparse
 from holdfast.cli.planned import say
 from holdfast.extras.runs.commands.pin import add_place
 
-DESCRIPTION = "Leave a pinned step to the rules again."
+DESCRIPTION = """\
+Remove the pin of a step, so that the retention rules of the run apply to it again."""
 
 EXAMPLES = """\
 examples:
