@@ -34,7 +34,7 @@ from tests.rooms import room_of
 
 ROOM_TOKENS = {
     ".": 5950,
-    "cli": 23815,
+    "cli": 24570,
     "core": 48130,
     "engine": 41262,
     "engine/commit": 8852,
