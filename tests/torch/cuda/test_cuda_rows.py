@@ -20,6 +20,7 @@ import holdfast
 from holdfast.torch.cuda import host, memory
 from holdfast.torch.cuda.streams import CopyStream
 from holdfast.torch.serialization import pickling
+from holdfast.torch.serialization.locations import CUDA, Packages
 from holdfast.torch.tensors import storages
 from tests.properties.test_torch_pickles import Plain
 from tests.sampling import examples
@@ -151,9 +152,7 @@ def test_a_pickle_says_where_each_was_as_torch_does(drawn, again, ordered):
     theirs = io.BytesIO()
     pickler = Tagged(theirs)
     pickler.dump(state)
-    with mock.patch.multiple(
-        pickling, location_tag=pickler.location, stays_on_cpu=lambda *_: False
-    ):
+    with mock.patch.multiple(pickling, location_tag=pickler.location, PACKAGES=Packages([CUDA])):
         ours = pickling.pickle_object(
             state, pickling.StorageIds(), pickle_module=pickle, protocol=2
         )

@@ -14,7 +14,7 @@ from holdfast.errors import Corrupted, Refused
 from holdfast.torch import load, save
 from holdfast.torch.serialization import locations
 from holdfast.torch.serialization import storages as storages_module
-from holdfast.torch.serialization.locations import cuda_device
+from holdfast.torch.serialization.locations import known_device
 from tests.support import flip_bit
 
 
@@ -29,7 +29,7 @@ def fills(monkeypatch):
         return before(groups, **more)
 
     monkeypatch.setattr(
-        storages_module, "cuda_device", lambda map_location, location: torch.device("cpu")
+        storages_module, "known_device", lambda map_location, location: torch.device("cpu:0")
     )
     monkeypatch.setattr(storages_module, "load_rows", load_rows)
     return seen
@@ -151,17 +151,17 @@ def test_damage_among_many_is_named(tmp_path, fills, how):
     assert raised.value.offset == content.index(state["t200"].numpy().tobytes()[8:]) - 8
 
 
-def test_which_gpu_a_tag_stands_for(monkeypatch):
+def test_which_device_a_tag_stands_for(monkeypatch):
     monkeypatch.setattr(
         locations, "present_device", lambda location, backend: torch.device(location)
     )
-    assert cuda_device("cuda:1", "cpu") == torch.device("cuda:1")
-    assert cuda_device(torch.device("cuda:0"), "cpu") == torch.device("cuda:0")
-    assert cuda_device(None, "cuda:3") == torch.device("cuda:3")
-    assert cuda_device({"cuda:0": "cuda:1"}, "cuda:0") == torch.device("cuda:1")
-    assert cuda_device({"cuda:0": "cpu"}, "cuda:0") is None
-    assert cuda_device(None, "cpu") is None
-    assert cuda_device(lambda storage, location: storage, "cuda:0") is None
+    assert known_device("cuda:1", "cpu") == torch.device("cuda:1")
+    assert known_device(torch.device("cuda:0"), "cpu") == torch.device("cuda:0")
+    assert known_device(None, "cuda:3") == torch.device("cuda:3")
+    assert known_device({"cuda:0": "cuda:1"}, "cuda:0") == torch.device("cuda:1")
+    assert known_device({"cuda:0": "cpu"}, "cuda:0") == torch.device("cpu")
+    assert known_device(None, "cpu") == torch.device("cpu")
+    assert known_device(lambda storage, location: storage, "cuda:0") is None
 
 
 def test_a_package_of_somebody_else_comes_first(monkeypatch):
@@ -169,9 +169,9 @@ def test_a_package_of_somebody_else_comes_first(monkeypatch):
         locations, "present_device", lambda location, backend: torch.device(location)
     )
     monkeypatch.setattr(locations, "PACKAGES", locations.Packages([locations.CPU, locations.CUDA]))
-    assert cuda_device("cuda:1", "cpu") is not None
+    assert known_device("cuda:1", "cpu") is not None
     locations.register_package(15, lambda storage: None, lambda storage, location: None)
-    assert cuda_device("cuda:1", "cpu") is None
+    assert known_device("cuda:1", "cpu") is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -238,7 +238,7 @@ def test_many_are_spread_on_the_device(tmp_path, fills, alignment):
 def test_a_load_leaves_nothing_to_the_collector(tmp_path, where, monkeypatch):
     if where == "cuda":
         monkeypatch.setattr(
-            storages_module, "cuda_device", lambda map_location, location: torch.device("cpu")
+            storages_module, "known_device", lambda map_location, location: torch.device("cpu:0")
         )
     torch.save({f"t{i}": torch.full((5,), i) for i in range(300)}, tmp_path / "a.pt")
     gc.collect()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._weights_only_unpickler as torchs
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.storage import TypedStorage
 
 from holdfast.core.limits import Limits
 from holdfast.formats.pickle.machine import interpret_whole
@@ -21,8 +22,9 @@ from holdfast.formats.torch.storages import parse_storage_id
 from holdfast.torch import versions
 from holdfast.torch.serialization.allowed import default_globals
 from holdfast.torch.serialization.pickling import StorageClass
-from holdfast.torch.serialization.storages import dtype_of, storage_dtype, typed
+from holdfast.torch.serialization.storages import storage_dtype
 from holdfast.torch.serialization.weights import WeightsTable
+from holdfast.torch.tensors.from_lazy import torch_dtype
 from tests.hostile.craft_pickle import (
     BUILD,
     EMPTY_TUPLE,
@@ -565,7 +567,7 @@ class MetaStorages(ZipStorages):
         storage = torch.UntypedStorage(name.nbytes, device="meta")
         if self.fake:
             storage._fake_device = torch.device(self.fake)
-        return typed(storage, dtype_of(name.dtype))
+        return TypedStorage(wrap_storage=storage, dtype=torch_dtype(name.dtype), _internal=True)
 
 
 @pytest.mark.parametrize("name", ["coo", "csr", "meta"])

@@ -7,14 +7,17 @@ import pickle
 import zipfile
 
 import torch
+from torch.storage import TypedStorage
 
 from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError, MetadataError
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.storages import parse_storage_id
 from holdfast.torch.serialization.refusals import refusal
-from holdfast.torch.serialization.storages import dtype_of, storage_dtype, typed
+from holdfast.torch.serialization.storages import storage_dtype
 from holdfast.torch.serialization.weights import WeightsTable
+from holdfast.torch.tensors.from_lazy import torch_dtype
+from holdfast.torch.versions import is_faking
 
 __all__ = ["ZipStorages", "load"]
 
@@ -31,6 +34,10 @@ class ZipStorages:
         self.waiting: list[tuple[torch.UntypedStorage, bytes]] = []
         self.fills = 0
 
+    @property
+    def is_faking(self) -> bool:
+        return is_faking()
+
     def persistent(self, pid: object) -> torch.storage.TypedStorage:
         name = parse_storage_id(pid, (5,), storage_dtype)
         if name.key not in self.made:
@@ -42,7 +49,8 @@ class ZipStorages:
                 raise MetadataError("a storage of another size than its record", found=name.nbytes)
             self.made[name.key] = torch.UntypedStorage(name.nbytes).fill_(0)
             self.waiting.append((self.made[name.key], content))
-        return typed(self.made[name.key], dtype_of(name.dtype))
+        dtype = torch_dtype(name.dtype)
+        return TypedStorage(wrap_storage=self.made[name.key], dtype=dtype, _internal=True)
 
     def kind(self, claim: object, limits: object) -> None:
         """Every tensor is made over what `persistent` gives."""

@@ -27,9 +27,9 @@ from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.storages import FoundStorages, StorageId
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.torch.tensors import brief
-from holdfast.formats.torch.zip import PickleReader, record_bytes
+from holdfast.formats.torch.zip import PickleReader
 from holdfast.formats.zip.layout import Archive
-from holdfast.formats.zip.reader import read_archive
+from holdfast.formats.zip.reader import read_archive, record_bytes
 
 STORAGES = "data/"
 

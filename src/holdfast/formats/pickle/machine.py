@@ -79,7 +79,8 @@ def interpret(
         if error.offset is None:
             error.offset = state.at
         raise
-    return Interpreted(value, state.pos, table.foreign(stream), state.count)
+    foreign = table.foreign(stream) if table.mentions else ()
+    return Interpreted(value, state.pos, foreign, state.count)
 
 
 def interpret_whole(

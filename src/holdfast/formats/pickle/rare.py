@@ -187,11 +187,13 @@ def memo_index(s: State) -> int:
 
 
 def name_line(s: State) -> str:
-    return (
-        s.line().decode("utf-8", "replace")
-        if s.table.tolerant
-        else text.utf8(s.line(most=NAME_NBYTES))
-    )
+    if s.table.tolerant:
+        return s.line().decode("utf-8", "replace")
+    raw = s.line(most=NAME_NBYTES)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return text.utf8(raw)
 
 
 def find(s: State, module: object, name: object) -> object:
@@ -206,8 +208,11 @@ def find(s: State, module: object, name: object) -> object:
 
 
 def global_(s: State) -> None:
-    module, name = name_line(s), name_line(s)
-    s.stack.append(find(s, module, name))
+    module = name_line(s)
+    name = name_line(s)
+    # Lines are as short as names have to be, except those of a tolerant table.
+    value = find(s, module, name) if s.table.tolerant else s.table.find(module, name)
+    s.stack.append(value)
 
 
 def stack_global(s: State) -> None:

@@ -127,7 +127,8 @@ class ReducerTable:
         """Get ready for a stream of at most `nbytes`."""
         self.limits = limits
         self.spending = Spending(limits, nbytes)
-        self._mentions: dict[Name, Mention] = {}
+        self.mentions: dict[Name, Mention] = {}
+        """The globals of the stream that have no value of their own."""
 
     def end(self) -> None:
         """Look at what the stream has left undone, when it has ended."""
@@ -136,7 +137,7 @@ class ReducerTable:
         """The globals of this stream that were not built, in the order of their first mention."""
         return tuple(
             Foreign(m.what, tuple(sorted({"mention", *m.uses})), m.offset, stream)
-            for m in self._mentions.values()
+            for m in self.mentions.values()
             if m.uses
         )
 
@@ -165,10 +166,10 @@ class ReducerTable:
         place = modern(module, name)
         if place in self.values:
             return self.values[place]
-        mention = self._mentions.get(place)
+        mention = self.mentions.get(place)
         if mention is None:
             known = place in self.calls or place in self.news
-            mention = self._mentions[place] = Mention(
+            mention = self.mentions[place] = Mention(
                 Global(*place), self.offset, set() if known else {"mention"}
             )
         return mention.what
@@ -264,7 +265,7 @@ class ReducerTable:
         """Record a use that was not built. Refuses what could not be called in any pickle."""
         if type(what) is Global:
             place = (what.module, what.name)
-            self._mentions.setdefault(place, Mention(what, self.offset, set())).uses.add(use)
+            self.mentions.setdefault(place, Mention(what, self.offset, set())).uses.add(use)
             return
         depth = 0
         while isinstance(what, Opaque) and depth < COMPUTED:

@@ -425,8 +425,9 @@ def _storages(
                 "a storage with a negative number of elements", found=count, offset=cursor.at
             )
         device = location if isinstance(location, str) else ""
-        storage_id = StorageId(dtype, str(name), device, count)
-        at, nbytes, home = cursor.skip(storage_id.nbytes), storage_id.nbytes, cursor.source.store
+        nbytes = count * max(dtype.bits // 8, 1)
+        storage_id = StorageId(dtype, str(name), device, count, nbytes)
+        at, home = cursor.skip(nbytes), cursor.source.store
         places[storage_id.key] = Storage(
             cursor.key, at, nbytes, "little", None, device, f"storage {name}", home=home
         )

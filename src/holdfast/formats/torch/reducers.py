@@ -18,11 +18,9 @@ from collections.abc import Mapping, MutableMapping
 from typing import ClassVar, Protocol
 
 from holdfast.core.dtype import DTYPES
-from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.errors import PickleError
 from holdfast.formats.pickle.plain import PlainTable
-from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.pickle.table import Args, Name, Row
 from holdfast.formats.torch.composites import KINDS, NESTED, QSCHEMES, UTILS, Apart, CompositeKind
 from holdfast.formats.torch.tensors import TENSOR_CLASSES, arity, brief, checked_ints, flag, reach
@@ -60,9 +58,6 @@ class Builder(Protocol):
     @property
     def fewest(self) -> int:
         """Arguments of `_rebuild_tensor_v2` that are enough: 6 for torch, 4 (up to the stride) to describe what is there."""
-
-    def begin(self, limits: Limits, spending: Spending) -> None:
-        """Get ready for a stream."""
 
     def unbuilt(self, what: Name, args: Args, why: str) -> object:
         """The result of a call whose arguments are no storage or tensor."""
@@ -402,10 +397,6 @@ class BuildingTable(PlainTable):
         **{name: REDUCERS[name] for name in NEW},
     }
     builder: Builder
-
-    def begin(self, limits: Limits, nbytes: int) -> None:
-        super().begin(limits, nbytes)
-        self.builder.begin(limits, self.spending)
 
     def row(self, what: object) -> Row | None:
         """Our function for what a stream calls."""

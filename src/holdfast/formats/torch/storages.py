@@ -49,12 +49,9 @@ class StorageId(Value, frozen=True):
     key: str
     location: str
     count: int
+    nbytes: int
+    """The size of the whole storage."""
     view: tuple[str, int, int] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole storage. Packed quantised types count bytes already."""
-        return self.count * max(self.dtype.bits // 8, 1)
 
 
 def not_a_storage(pid: object) -> str:
@@ -110,7 +107,9 @@ def parse_storage_id(
             or view[1] + view[2] > count
         ):
             raise MetadataError("a storage view that reaches past its storage", found=brief(view))
-    return StorageId(dtype, key, location, count, view)
+    # An element of a packed quantised type is a byte already.
+    nbytes = count * max(dtype.bits // 8, 1)
+    return StorageId(dtype, key, location, count, nbytes, view)
 
 
 W = TypeVar("W")
@@ -169,22 +168,14 @@ class Storages(Generic[W]):
         raise NotImplementedError
 
 
-class DescribedStorages(Storages[LazyTensor]):
-    """Storages that are 1-D lazy tensors."""
-
-    def part(self, whole: LazyTensor, key: str, start: int, count: int) -> LazyTensor:
-        return whole[start : start + count]
-
-
-def check_nbytes(storage_id: StorageId, nbytes: int) -> None:
-    """Raise where the length of a storage is not the one that its id says."""
-    if nbytes != storage_id.nbytes:
-        message = f"storage {storage_id.key!r} claims {storage_id.nbytes:,} bytes and its record has {nbytes:,}"
-        raise MetadataError(message, expected=nbytes, found=storage_id.nbytes)
+def wrong_size(storage_id: StorageId, nbytes: int) -> MetadataError:
+    """Return the error for a storage whose size is not the one that its id claims."""
+    message = f"storage {storage_id.key!r} claims {storage_id.nbytes:,} bytes and its record has {nbytes:,}"
+    return MetadataError(message, expected=nbytes, found=storage_id.nbytes)
 
 
-class FoundStorages(DescribedStorages):
-    """Storages that a function finds, one by one."""
+class FoundStorages(Storages[LazyTensor]):
+    """Storages that a function finds, one by one, as 1-D lazy tensors."""
 
     def __init__(
         self, source: Source, find: Callable[[StorageId], Storage], lengths: tuple[int, ...] = (5,)
@@ -194,10 +185,14 @@ class FoundStorages(DescribedStorages):
 
     def whole(self, storage_id: StorageId) -> LazyTensor:
         storage = self._find(storage_id)
-        check_nbytes(storage_id, storage.nbytes)
+        if storage.nbytes != storage_id.nbytes:
+            raise wrong_size(storage_id, storage.nbytes)
         return LazyTensor.contiguous(
             "", storage_id.dtype, (storage_id.count,), storage, self._source
         )
+
+    def part(self, whole: LazyTensor, key: str, start: int, count: int) -> LazyTensor:
+        return whole[start : start + count]
 
 
 class RecordStorages(FileStorages):
@@ -217,7 +212,7 @@ class RecordStorages(FileStorages):
 
     @cached_property
     def _labels(self) -> Sequence[str]:  # type: ignore[override]  # made when first used
-        labels, cut = [""] * len(self), len(self.archive.below(""))
+        labels, cut = [""] * len(self), len(self.archive.root)
         for name, row in self.archive.records.rows.items():
             labels[row] = name[cut:]
         return labels
@@ -227,42 +222,43 @@ class RecordStorages(FileStorages):
         return self._labels
 
 
-class ArchiveStorages(DescribedStorages):
+class ArchiveStorages(Storages[LazyTensor]):
     """The storages of a pickle in an archive. Each is a record of one folder, and every tensor is a row over one."""
 
     def __init__(self, storages: RecordStorages, folder: str, byteorder: str) -> None:
         super().__init__()
+        archive = storages.archive
         self._storages, self._folder, self._byteorder = storages, folder, byteorder
-        _, packed, _, methods, *_ = storages.archive.records.columns
-        self._records = (
-            storages.archive.below(folder),
-            storages.archive.records.rows,
-            packed,
-            methods,
-        )
-        """The prefix of the names of records in the folder, the row of each name, and columns by rows."""
+        self._prefix = archive.root + folder
+        """What the name of a record in the folder begins with."""
+        self._rows = archive.records.rows
+        _, self._packed, _, self._methods, *_ = archive.records.columns
 
     def whole(self, storage_id: StorageId) -> LazyTensor:
-        below, rows, packed, methods = self._records
-        name, dtype = below + storage_id.key, storage_id.dtype
-        if name not in rows:
+        name, dtype = self._prefix + storage_id.key, storage_id.dtype
+        row = self._rows.get(name)
+        if row is None:
             raise MetadataError(
                 f"the pickle points at {self._folder}{storage_id.key}, which is not in the archive"
             )
-        row = rows[name]
-        if methods[row] != STORED:
+        if self._methods[row] != STORED:
             raise ZipError(
                 f"the storage {name!r} is compressed",
                 offset=self._storages.archive.records[name].header,
             )
-        check_nbytes(storage_id, packed[row])
+        nbytes = self._packed[row]
+        if nbytes != storage_id.nbytes:
+            raise wrong_size(storage_id, nbytes)
         kind = strided_kind(
             dtype,
             (storage_id.count,),
             (dtype.bits,),
-            packed[row],
+            nbytes,
             PLAIN,
             self._byteorder,
             storage_id.location,
         )
         return self._storages.view(row, kind, "")
+
+    def part(self, whole: LazyTensor, key: str, start: int, count: int) -> LazyTensor:
+        return whole[start : start + count]

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.core.dtype import DType
-from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
 from holdfast.core.value import replace
 from holdfast.errors import PickleError
-from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.pickle.table import Args, Name, Pending
 from holdfast.formats.torch.composites import KINDS, Apart
 from holdfast.formats.torch.reducers import BuildingTable, Claim
@@ -32,9 +30,6 @@ class LazyBuilder:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-
-    def begin(self, limits: Limits, spending: Spending) -> None:
-        pass
 
     def unbuilt(self, what: Name, args: Args, why: str) -> object:
         return Opaque(Global(*what), args)

@@ -17,7 +17,6 @@ from operator import attrgetter, eq, is_
 from msgspec import field
 
 from holdfast.core.chunk import Storage
-from holdfast.core.crc import crc32
 from holdfast.core.leaves import name_tensors
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.runtime import copied_together
@@ -25,10 +24,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.files import ViewTable
 from holdfast.errors import (
-    Corrupted,
     FormatError,
     HeaderError,
-    LimitExceeded,
     MetadataError,
     PickleError,
     ZipError,
@@ -42,7 +39,7 @@ from holdfast.formats.torch.storages import (
 )
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.zip.layout import Archive, ZipRecord
-from holdfast.formats.zip.reader import read_archive
+from holdfast.formats.zip.reader import read_archive, record_bytes
 
 TEXT_NBYTES = 64
 """The longest of the small text records is the serialization id with 40 digits."""
@@ -130,25 +127,6 @@ def saved_archive(source: Source, key: str) -> Archive:
     if archive.get(PICKLE) is None:
         raise FormatError("a zip archive without data.pkl: not a checkpoint that torch wrote")
     return archive
-
-
-def record_bytes(source: Source, key: str, record: ZipRecord, most: int | None = None) -> bytes:
-    """The content of a record that torch stores plainly, its checksum compared; `most` bounds a pickle's."""
-    if record.method != 0:
-        raise ZipError(
-            f"the record {record.name!r} is compressed; torch stores it plainly",
-            offset=record.header,
-        )
-    if most is not None and record.nbytes > most:
-        message = f"{record.name} is {record.nbytes:,} bytes, above Limits(pickle_nbytes={most:,})"
-        raise LimitExceeded(message, expected=most, found=record.nbytes)
-    data = source.bytes(key, record.start, record.start + record.nbytes)
-    if record.crc32 is not None and crc32(data) != record.crc32:
-        message = (
-            f"the record {record.name!r} does not have the checksum that the archive records for it"
-        )
-        raise Corrupted(message, offset=record.start, expected=record.crc32, found=crc32(data))
-    return data
 
 
 class PickleReader:

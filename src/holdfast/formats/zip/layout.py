@@ -618,19 +618,48 @@ class Archive(Value, frozen=True):
 
     records: Records
     """Every record but folders, under its whole name, in the order of the file."""
-    prefix: str
-    """The one top folder that all records share, without a slash; empty where they do not share one."""
+    root: str
+    """The one top folder that all records share, with its slash; empty where they do not share one."""
+
+    @property
+    def prefix(self) -> str:
+        """The top folder without its slash."""
+        return self.root[:-1]
 
     @property
     def names(self) -> list[str]:
-        """The names without the prefix, in the order of the file."""
-        cut = len(self.prefix) + 1 if self.prefix else 0
-        return [name[cut:] for name in self.records]
+        """The names without the root, in the order of the file."""
+        return [name[len(self.root) :] for name in self.records]
 
     def get(self, name: str) -> ZipRecord | None:
-        """The record of a name without the prefix, or None. Case matters here; no two names differ in case alone."""
-        return self.records.find(f"{self.prefix}/{name}" if self.prefix else name)
+        """Return the record of a name without the root, or None. Case matters here; no two names differ in case alone."""
+        return self.records.find(self.root + name)
 
-    def below(self, folder: str) -> str:
-        """The prefix of the names of records in a folder."""
-        return f"{self.prefix}/{folder}" if self.prefix else folder
+
+END_MADE_BY, END_NEEDED = 0x031E, 0x002D
+"""Unix, version 3.0; readers need version 4.5, which has zip64. In the end record only: elsewhere torch writes 0."""
+
+
+def make_end(count: int, start: int, nbytes: int) -> bytes:
+    """Make the three records at the end of an archive of torch, for a directory of `count` entries that begins at `start`.
+
+    torch always writes all three.
+    """
+    narrow_count = min(count, MAX16)
+    wide_end = END64.pack(
+        END64_SIGNATURE,
+        END64.size - 12,
+        END_MADE_BY,
+        END_NEEDED,
+        0,
+        0,
+        count,
+        count,
+        nbytes,
+        start,
+    )
+    locator = LOCATOR.pack(LOCATOR_SIGNATURE, 0, start + nbytes, 1)
+    end = END.pack(
+        END_SIGNATURE, 0, 0, narrow_count, narrow_count, min(nbytes, MAX32), min(start, MAX32), 0
+    )
+    return wide_end + locator + end

@@ -29,8 +29,9 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.crc import crc32
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import NO_CRC
+from holdfast.core.value import Value
 from holdfast.engine.coalesce import HEADERS, coalesce
-from holdfast.errors import Truncated
+from holdfast.errors import Corrupted, LimitExceeded, Truncated, ZipError
 from holdfast.formats.zip import layout
 from holdfast.formats.zip.layout import (
     LOCAL,
@@ -42,7 +43,9 @@ from holdfast.formats.zip.layout import (
     Entries,
     FieldOffsets,
     Records,
+    ZipRecord,
     gather,
+    make_end,
     refused,
 )
 from holdfast.formats.zip.writer import (
@@ -53,7 +56,6 @@ from holdfast.formats.zip.writer import (
     SHORT_ENTRY,
     SIGNATURE,
     header,
-    tail,
 )
 
 TAIL = layout.END64.size + layout.LOCATOR.size + layout.END.size
@@ -95,12 +97,26 @@ def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archiv
         or nbytes > limits.zip_directory_nbytes
     ):
         return None
-    if not count or not last.endswith(tail(count, directory, nbytes)):
+    if not count or not last.endswith(make_end(count, directory, nbytes)):
         return None
     if read_nbytes < nbytes + TAIL:
         last = source.bytes(key, stop - TAIL - nbytes, stop)
-    found = _Canonical(source, key, start, last if read_nbytes == size else b"")
-    return found.archive() if found.walk(last[-TAIL - nbytes : -TAIL], count, directory) else None
+    entries = last[-TAIL - nbytes : -TAIL]
+    whole = last if read_nbytes == size else b""
+    records = _match_records(
+        entries, count, directory, whole=whole, source=source, key=key, start=start
+    )
+    return None if records is None else _name_records(records, start)
+
+
+class _MatchedRecords(Value, frozen=True, eq=False):
+    """The records of an archive whose directory and headers are those of torch's writer, as columns."""
+
+    names: list[bytes]
+    starts: array[int]
+    nbytes: array[int]
+    crcs: array[int]
+    headers: array[int]
 
 
 @lru_cache(maxsize=4096)
@@ -110,133 +126,134 @@ def _frame(name_nbytes: int, at: int, filled: bool) -> tuple[bytes, bytes, int]:
     return head[: LOCAL.itemsize], head[LOCAL.itemsize + name_nbytes :], begin - at
 
 
-class _Canonical:
-    """Compares an archive with the one that torch's writer makes, and collects its records."""
+def _match_records(
+    entries: bytes,
+    count: int,
+    directory: int,
+    *,
+    whole: bytes,
+    source: Source,
+    key: str,
+    start: int,
+) -> _MatchedRecords | None:
+    """Compare the directory and the headers of the records with those of torch's writer.
 
-    def __init__(self, source: Source, key: str, start: int, whole: bytes) -> None:
-        """`whole` are all bytes of the archive; empty where they were not read."""
-        self._source, self._key, self._start, self._whole = source, key, start, whole
-        self._names: list[bytes] = []
-        self._columns: list[Sequence[Sequence[int]]] = []
-        """First bytes, lengths, checksums and headers, of the records that were compared together."""
+    Args:
+        entries: The central directory.
+        count: How many entries it has.
+        directory: Where it begins, counted from the start of the matched.
+        whole: All bytes of the archive; empty if they were not read.
+        source: Where other bytes of the archive are read from.
+        key: The file of the matched.
+        start: Where the archive begins in the file.
 
-    def walk(self, entries: bytes, count: int, directory: int) -> bool:
-        """Whether the entries of the directory, and the headers of their records, are those of torch's writer."""
-        unpack, fixed_nbytes, last = (
-            SHORT_ENTRY.unpack_from,
-            SHORT_ENTRY.size,
-            len(entries) - SHORT_ENTRY.size,
-        )
-        at = place = edge = 0
-        before = b""
-        """The descriptor of the record before, which begins at `edge`."""
-        for first in range(0, count, TOGETHER):
-            rows: list[tuple[bytes, int, int, int, int, bytes, int]] = []
-            """For each record: name, first byte, length, checksum, header, the bytes before the first byte, and their start."""
-            # Few functions are called for a record: this is done for each of a million.
-            for _ in range(first, min(first + TOGETHER, count)):
-                if at > last:
-                    return False
-                fixed, crc, nbytes, content, length, blank, offset = unpack(entries, at)
-                behind = at + fixed_nbytes
-                name = entries[behind : behind + length]
-                opening, padding, head_nbytes = _frame(length, place % ALIGNMENT, nbytes > 0)
-                begin = place + head_nbytes
-                if (
-                    fixed != (FILLED if nbytes else EMPTY)
-                    or nbytes != content
-                    or blank != NO_BLOCK
-                    or offset != place
-                ):
-                    return False
-                if begin > directory or (crc and not nbytes):
-                    return False
-                known = crc if crc or not nbytes else NO_CRC
-                rows += (
-                    (name, begin, nbytes, known, place, before + opening + name + padding, edge),
-                )
-                edge = place = begin + nbytes
-                before = b""
-                if nbytes:
-                    # Checksum and sizes stand there as they do in the entry.
-                    before, place = (
-                        SIGNATURE + entries[at + 16 : at + 28],
-                        place + SHORT_DESCRIPTOR.size,
-                    )
-                at = behind + length
-            names, starts, packed, crcs, headers, expected, edges = zip(*rows, strict=True)
-            ended = first + TOGETHER >= count
-            if ended and (at != len(entries) or place != directory):
-                return False
-            # The descriptor of the last record stands before no other.
-            if not self._has(
-                *((*expected, before), (*edges, edge), (*starts, place))
-                if ended
-                else (expected, edges, starts)
+    Returns:
+        The records; None if anything is different.
+    """
+    matched = _MatchedRecords([], array("q"), array("q"), array("q"), array("q"))
+    unpack, fixed_nbytes = SHORT_ENTRY.unpack_from, SHORT_ENTRY.size
+    last_position = len(entries) - fixed_nbytes
+    position = place = edge = 0
+    descriptor = b""
+    """The descriptor of the record before, which begins at `edge`."""
+    for first in range(0, count, TOGETHER):
+        rows: list[tuple[bytes, int, int, int, int, bytes, int]] = []
+        """For each record: name, first byte, length, checksum, header, the bytes before the first byte, and their start."""
+        # Few functions are called for a record: this is done for each of a million.
+        for _ in range(first, min(first + TOGETHER, count)):
+            if position > last_position:
+                return None
+            fixed, crc, nbytes, content, length, blank, offset = unpack(entries, position)
+            name_start = position + fixed_nbytes
+            name = entries[name_start : name_start + length]
+            opening, padding, head_nbytes = _frame(length, place % ALIGNMENT, nbytes > 0)
+            begin = place + head_nbytes
+            if (
+                fixed != (FILLED if nbytes else EMPTY)
+                or nbytes != content
+                or blank != NO_BLOCK
+                or offset != place
+                or begin > directory
+                or (crc and not nbytes)
             ):
-                return False
-            self._names += names
-            own = starts, packed, crcs, headers
-            # Of very many records, eight bytes a number.
-            self._columns += (
-                own if ended and not first else [array("q", column).tobytes() for column in own],
+                return None
+            known_crc = crc if crc or not nbytes else NO_CRC
+            before = descriptor + opening + name + padding
+            rows.append((name, begin, nbytes, known_crc, place, before, edge))
+            edge = place = begin + nbytes
+            descriptor = b""
+            if nbytes:
+                # Checksum and sizes stand there as they do in the entry.
+                descriptor = SIGNATURE + entries[position + 16 : position + 28]
+                place += SHORT_DESCRIPTOR.size
+            position = name_start + length
+        names, starts, nbytes_column, crcs, headers, expected, edges = zip(*rows, strict=True)
+        if first + TOGETHER >= count:
+            if position != len(entries) or place != directory:
+                return None
+            # The descriptor of the last record stands before no other.
+            expected, edges = (*expected, descriptor), (*edges, edge)
+            edge_stops = (*starts, place)
+        else:
+            edge_stops = starts
+        if whole:
+            is_equal = all(map(whole.startswith, expected, edges))
+        else:
+            is_equal = _lie_in_file(
+                expected, edges, edge_stops, source=source, key=key, start=start
             )
-        return True
-
-    def _has(
-        self, expected: tuple[bytes, ...], starts: tuple[int, ...], stops: tuple[int, ...]
-    ) -> bool:
-        """Whether these ranges of the archive are what is expected."""
-        if self._whole:
-            return all(map(self._whole.startswith, expected, starts))
-        groups = [*coalesce(np.array(starts), np.array(stops), HEADERS).tolist(), len(stops)]
-        for first, last in pairwise(groups):
-            base = starts[first]
-            data = self._source.bytes(self._key, self._start + base, self._start + stops[last - 1])
-            places = [start - base for start in starts[first:last]]
-            if not all(map(data.startswith, expected[first:last], places)):
-                return False
-        return True
-
-    def archive(self) -> Archive | None:
-        """The archive; None where the names of its records need the strict reader."""
-        together, count = b"\0".join(self._names), len(self._names)
-        prefix, slash, _ = self._names[0].partition(b"/")
-        inside = (
-            together.startswith(prefix + slash)
-            and together.count(b"\0" + prefix + slash) == count - 1
-        )
-        if (
-            not slash
-            or not inside
-            or not together.isascii()
-            or together.endswith(b"/")
-            or b"/\0" in together
-        ):
+        if not is_equal:
             return None
-        text = together.decode("ascii")
-        names = text.split("\0")
-        if (
-            len(names) != count
-            or len({*text.casefold().split("\0")}) != count
-            or layout.unsafe(text)
-        ):
-            return None
-        starts, packed, crcs, headers = self._columns[0]
-        if len(self._columns) > 1:
-            starts, packed, crcs, headers = (
-                array("q", b"".join(map(bytes, column)))
-                for column in zip(*self._columns, strict=True)
-            )
-        if self._start:
-            starts, headers = (
-                array("q", [self._start + one for one in column]) for column in (starts, headers)
-            )
-        rows = dict(zip(names, range(count), strict=True))
-        return Archive(
-            Records(rows, starts, packed, crcs, bytes(count), headers, packed),
-            prefix.decode("ascii"),
-        )
+        matched.names.extend(names)
+        matched.starts.extend(starts)
+        matched.nbytes.extend(nbytes_column)
+        matched.crcs.extend(crcs)
+        matched.headers.extend(headers)
+    return matched
+
+
+def _lie_in_file(
+    expected: Sequence[bytes],
+    starts: Sequence[int],
+    stops: Sequence[int],
+    *,
+    source: Source,
+    key: str,
+    start: int,
+) -> bool:
+    """Return whether ranges of the archive that begins at `start` of a file hold the expected bytes."""
+    groups = [*coalesce(np.array(starts), np.array(stops), HEADERS).tolist(), len(stops)]
+    for first, last in pairwise(groups):
+        base = starts[first]
+        data = source.bytes(key, start + base, start + stops[last - 1])
+        positions = [offset - base for offset in starts[first:last]]
+        if not all(map(data.startswith, expected[first:last], positions)):
+            return False
+    return True
+
+
+def _name_records(records: _MatchedRecords, start: int) -> Archive | None:
+    """Return the archive; None if the names of its records need the strict reader."""
+    together, count = b"\0".join(records.names), len(records.names)
+    folder, slash, _ = records.names[0].partition(b"/")
+    root = folder + slash
+    is_one_folder = together.startswith(root) and together.count(b"\0" + root) == count - 1
+    has_folders = together.endswith(b"/") or b"/\0" in together
+    if not slash or not is_one_folder or not together.isascii() or has_folders:
+        return None
+
+    text = together.decode("ascii")
+    names = text.split("\0")
+    folded_names = {*text.casefold().split("\0")}
+    if len(names) != count or len(folded_names) != count or layout.unsafe(text):
+        return None
+    starts, headers = records.starts, records.headers
+    if start:
+        starts = array("q", [start + offset for offset in starts])
+        headers = array("q", [start + offset for offset in headers])
+    rows = dict(zip(names, range(count), strict=True))
+    columns = starts, records.nbytes, records.crcs, bytes(count), headers, records.nbytes
+    return Archive(Records(rows, *columns), root.decode("ascii"))
 
 
 BATCH_NBYTES = 4 << 20
@@ -473,18 +490,41 @@ def _archive(entries: Entries, payloads: Ints, start: int) -> Archive:
         entries.sizes,
     )
     records = Records(dict(zip(names, rows, strict=True)), *(column.data for column in columns))
-    return Archive(records, _prefix(names))
+    return Archive(records, _find_root(names))
 
 
-def _prefix(names: list[str]) -> str:
-    """The top folder of all names, or nothing.
+def _find_root(names: list[str]) -> str:
+    """Return the top folder of all names with its slash, or nothing.
 
-    >>> _prefix(["archive/data.pkl", "archive/data/0"]), _prefix(["a/x", "b/x"]), _prefix(["x"]), _prefix([])
-    ('archive', '', '', '')
+    >>> _find_root(["archive/data.pkl", "archive/data/0"]), _find_root(["a/x", "b/x"]), _find_root(["x"]), _find_root([])
+    ('archive/', '', '', '')
     """
-    top, slash, _ = names[0].partition("/") if names else ("", "", "")
-    width = len(top) + 1
-    return top if slash and {name[:width] for name in names} == {top + slash} else ""
+    folder, slash, _ = names[0].partition("/") if names else ("", "", "")
+    root = folder + slash
+    return root if slash and all(name.startswith(root) for name in names) else ""
+
+
+def record_bytes(source: Source, key: str, record: ZipRecord, most: int | None = None) -> bytes:
+    """Return the content of a record that is stored plainly, after a comparison with its checksum.
+
+    Args:
+        most: The largest number of bytes that is allowed, `Limits.pickle_nbytes` for a pickle.
+    """
+    if record.method != 0:
+        raise ZipError(
+            f"the record {record.name!r} is compressed; torch stores it plainly",
+            offset=record.header,
+        )
+    if most is not None and record.nbytes > most:
+        message = f"{record.name} is {record.nbytes:,} bytes, above Limits(pickle_nbytes={most:,})"
+        raise LimitExceeded(message, expected=most, found=record.nbytes)
+    data = source.bytes(key, record.start, record.start + record.nbytes)
+    if record.crc32 is not None and crc32(data) != record.crc32:
+        message = (
+            f"the record {record.name!r} does not have the checksum that the archive records for it"
+        )
+        raise Corrupted(message, offset=record.start, expected=record.crc32, found=crc32(data))
+    return data
 
 
 BLOCK_NBYTES = 1 << 20

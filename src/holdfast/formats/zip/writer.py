@@ -39,14 +39,15 @@ from holdfast.engine.saves import (
     Segment,
     put_together,
 )
-from holdfast.formats.zip import layout as fields
 from holdfast.formats.zip.layout import (
     DESCRIBED,
     DESCRIPTOR_SIGNATURE,
+    ENTRY_SIGNATURE,
     LOCAL_SIGNATURE,
     MAX16,
     MAX32,
     UTF8,
+    make_end,
 )
 
 
@@ -94,8 +95,7 @@ offset."""
 ENTRY_END = struct.Struct("<2IH12sI")
 """What stands behind the checksum in a `SHORT_ENTRY`."""
 FILLED, EMPTY = (
-    struct.pack("<I6H", fields.ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0)
-    for flags in (UTF8 | DESCRIBED, UTF8)
+    struct.pack("<I6H", ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0) for flags in (UTF8 | DESCRIBED, UTF8)
 )
 """The first bytes of an entry, for a record with content and without."""
 NO_BLOCK = bytes(12)
@@ -105,9 +105,6 @@ FIXED = HEADER.size + 4
 SHORT_DESCRIPTOR = struct.Struct("<IIII")
 LONG_DESCRIPTOR = struct.Struct("<IIQQ")
 SIGNATURE = DESCRIPTOR_SIGNATURE.to_bytes(4, "little")
-
-MADE_BY, NEEDED = 0x031E, 0x002D
-"""Unix, version 3.0; readers need version 4.5, which has zip64. In the end record only: elsewhere torch writes 0."""
 
 
 def lay_out_zip(
@@ -239,7 +236,7 @@ class _ArchiveLayout:
         """Add the central directory and the records at the end."""
         if self.group is not None:
             self._flush()
-        end = tail(self.record_count, self.offset, self.directory_nbytes)
+        end = make_end(self.record_count, self.offset, self.directory_nbytes)
         known_parts = [part for part in self.directory if isinstance(part, bytes)]
         if self.late is None and len(known_parts) == len(self.directory):
             self.known += (*known_parts, end)
@@ -361,28 +358,3 @@ def _zip64(size: int, packed: int, offset: int) -> bytes:
     if offset >= MAX32:
         values.append(offset)
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
-
-
-def tail(count: int, start: int, nbytes: int) -> bytes:
-    """The three records at the end, for a directory of `count` entries that begins at `start`; torch always writes all three."""
-    few = min(count, MAX16)
-    return b"".join(
-        (
-            fields.END64.pack(
-                fields.END64_SIGNATURE,
-                fields.END64.size - 12,
-                MADE_BY,
-                NEEDED,
-                0,
-                0,
-                count,
-                count,
-                nbytes,
-                start,
-            ),
-            fields.LOCATOR.pack(fields.LOCATOR_SIGNATURE, 0, start + nbytes, 1),
-            fields.END.pack(
-                fields.END_SIGNATURE, 0, 0, few, few, min(nbytes, MAX32), min(start, MAX32), 0
-            ),
-        )
-    )

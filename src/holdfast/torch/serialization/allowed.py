@@ -33,10 +33,9 @@ from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.pickle.table import Name, ReducerTable
 from holdfast.formats.torch.composites import QSCHEMES
 from holdfast.formats.torch.tensors import TENSOR_CLASSES
-from holdfast.formats.torch.zip import record_bytes
-from holdfast.formats.zip.reader import read_archive
+from holdfast.formats.zip.reader import read_archive, record_bytes
 from holdfast.torch import versions
-from holdfast.torch.serialization.opening import OpenedFile, opened
+from holdfast.torch.serialization.opening import KEY, OpenedFile, opened
 from holdfast.torch.serialization.pickling import StorageClass
 
 Item = Callable[..., object] | tuple[object, str]
@@ -188,9 +187,10 @@ def get_unsafe_globals_in_checkpoint(f: str | os.PathLike[str] | BinaryIO) -> li
 
 def _pickle(file: OpenedFile) -> bytes:
     expected = "Expected input to be a checkpoint returned by torch.save"
-    if file.head(4) != b"PK\3\4":
-        raise FormatError(f"{expected}: it does not begin like a zip archive", found=file.head(4))
-    archive = read_archive(file.source, file.key, start=file.start)
+    head = file.source.bytes(KEY, file.start, file.start + min(4, file.nbytes))
+    if head != b"PK\3\4":
+        raise FormatError(f"{expected}: it does not begin like a zip archive", found=head)
+    archive = read_archive(file.source, KEY, start=file.start)
     if archive.get("constants.pkl") is not None:
         raise FormatError(f"{expected} but got a torchscript checkpoint")
     record = archive.get("data.pkl")
@@ -198,7 +198,7 @@ def _pickle(file: OpenedFile) -> bytes:
         raise FormatError(
             f"{expected}: it is a zip archive without a data.pkl in its one top folder"
         )
-    return record_bytes(file.source, file.key, record)
+    return record_bytes(file.source, KEY, record)
 
 
 REBUILDS = (

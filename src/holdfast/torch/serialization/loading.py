@@ -32,6 +32,7 @@ from holdfast.core.chunk import Extent, Storage
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue
 from holdfast.core.runtime import gc_paused
+from holdfast.core.tensor import NO_CRC
 from holdfast.core.text import escape
 from holdfast.core.value import replace
 from holdfast.errors import (
@@ -44,7 +45,6 @@ from holdfast.errors import (
     ZipError,
 )
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.torch.legacy import (
     OBJECT,
     CutShort,
@@ -53,13 +53,12 @@ from holdfast.formats.torch.legacy import (
     read_tar,
 )
 from holdfast.formats.torch.recognise import begins_like_tar
-from holdfast.formats.torch.zip import PICKLE, describe, record_bytes
-from holdfast.formats.zip.layout import END, Archive, ZipRecord
-from holdfast.formats.zip.reader import read_archive
+from holdfast.formats.torch.zip import PICKLE, describe
+from holdfast.formats.zip.layout import END, STORED, Archive, ZipRecord
+from holdfast.formats.zip.reader import read_archive, record_bytes
 from holdfast.stores.platform import MAP_SHARED
 from holdfast.torch.serialization.opening import KEY, OpenedFile, opened
 from holdfast.torch.serialization.pickling import check_pickle_module, unpickle
-from holdfast.torch.serialization.rebuild import TorchBuilder
 from holdfast.torch.serialization.refusals import refusal
 from holdfast.torch.serialization.storages import LazyStorages, as_text, untyped_dtypes
 from holdfast.torch.serialization.weights import WeightsTable
@@ -86,6 +85,9 @@ MMAP_ZIP = (
 LIKELY = (
     "there is a high likelihood that your checkpoint file is corrupted: get it or save it again"
 )
+HEAD_NBYTES = 512
+"""First bytes of a file by which it is recognised."""
+
 LIMITS = Limits()
 MAX_VERSION = 10
 """The newest version of archives, in torch up to 2.15."""
@@ -123,7 +125,8 @@ def load(
             f"load() got an unexpected keyword argument {unknown!r}: there is no unpickler that would take it"
         )
     with opened(f, verify=verify) as file, _shown_map_location(map_location), gc_paused():
-        if file.head(4) == b"PK\x03\x04":
+        head = file.source.bytes(KEY, file.start, file.start + min(HEAD_NBYTES, file.nbytes))
+        if head.startswith(b"PK\x03\x04"):
             if mmap and file.path is None:
                 raise ValueError("f must be a file path in order to use the mmap argument")
             try:
@@ -145,7 +148,7 @@ def load(
             )
         if mmap:
             raise Refused(MMAP_ZIP, file=file.path)
-        if begins_like_tar(file.head(512)):  # only torch 0.1 wrote one
+        if begins_like_tar(head):  # only torch 0.1 wrote one
             if weights_only:
                 raise Refused(
                     "Cannot use ``weights_only=True`` with files saved in the legacy .tar format. If you trust the file, pass "
@@ -242,7 +245,6 @@ def _load_zip(
     swap = _is_swapped(file, archive)
     storages = LazyStorages(
         file.source,
-        file.key,
         find,
         everything,
         map_location=map_location,
@@ -300,32 +302,35 @@ def broken_archive(
     )
 
 
-def check_stored(record: ZipRecord) -> None:
-    if record.method:
-        raise broken_archive(
-            f"the record {record.name!r} is compressed; torch stores it plainly",
-            offset=record.header,
-        )
+def compressed(record: ZipRecord) -> BrokenArchive:
+    return broken_archive(
+        f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header
+    )
 
 
 def archive_storages(
     archive: Archive,
 ) -> tuple[Callable[[str], Extent], Callable[[], Mapping[str, Extent]]]:
     """Two functions that find the records `data/N` of a zip: one by its key, and all of them."""
-    before, records = archive.below("data/"), archive.records
+    records, prefix = archive.records, f"{archive.root}data/"
+    starts, nbytes, crcs, methods, *_ = records.columns
+    rows = records.rows
 
     def find(key: str) -> Extent:
-        record = records.find(before + key)
-        if record is None:
+        row = rows.get(prefix + key)
+        if row is None:
             raise broken_archive(
                 f"failed locating file data/{key}: file not found; the pickle points at it, and it is not in the archive"
             )
-        check_stored(record)
-        return Extent(KEY, record.start, record.nbytes, crc32=record.crc32, label=f"data/{key}")
+        if methods[row] != STORED:
+            raise compressed(records[prefix + key])
+        crc = crcs[row]
+        recorded_crc = None if crc == NO_CRC else crc
+        return Extent(KEY, starts[row], nbytes[row], crc32=recorded_crc, label=f"data/{key}")
 
     def find_all() -> dict[str, Extent]:
-        names = [name for name in records if name.startswith(before)]
-        keys = [name.removeprefix(before) for name in names]
+        names = [name for name in records if name.startswith(prefix)]
+        keys = [name.removeprefix(prefix) for name in names]
         return {key: find(key) for key in keys}
 
     return find, find_all
@@ -334,7 +339,7 @@ def archive_storages(
 def _read_archive(file: OpenedFile) -> Archive:
     """Read the directory of an archive. One that cannot be read is a RuntimeError, as in torch."""
     try:
-        return read_archive(file.source, file.key, start=file.start)
+        return read_archive(file.source, KEY, start=file.start)
     except (ZipError, Truncated) as error:
         reason = error.message.removeprefix("zip archive: ")
         # torch's words for each, which programs look for.
@@ -357,9 +362,10 @@ def _read_record(
     record = archive.get(name)
     if record is None:
         return None
-    check_stored(record)
+    if record.method != STORED:
+        raise compressed(record)
     return record_bytes(
-        file.source, file.key, record if file.verify else replace(record, crc32=None), most
+        file.source, KEY, record if file.verify else replace(record, crc32=None), most
     )
 
 
@@ -442,7 +448,7 @@ def _load_stream(
     table: WeightsTable | None = None
     with file.source.store.reading():
         try:
-            stream = read_stream(file.source, file.key, file.start)
+            stream = read_stream(file.source, KEY, file.start)
             storages = _storages(
                 file,
                 stream.places,
@@ -496,7 +502,6 @@ def _storages(
 ) -> LazyStorages:
     return LazyStorages(
         file.source,
-        file.key,
         places.__getitem__,
         lambda: places,
         map_location=map_location,
@@ -544,14 +549,14 @@ def _load_tar(
     arguments: Mapping[str, object],
 ) -> object:
     """Load a tar of torch 0.1. All storages are read before its pickle may run anything."""
-    source, key = file.source, file.key
+    source, key = file.source, KEY
     places: dict[str, Storage] = {}
     with source.store.reading():
         storages = _storages(file, places, map_location, lengths=(5,))
-        builder = TorchBuilder(storages, lambda what: False)
-        builder.begin(source.limits, Spending(source.limits, file.nbytes))
+        table = WeightsTable(storages)
+        table.begin(source.limits, file.nbytes)
         known, (start, stop) = read_tar(
-            source, key, places, storages=storages, builder=builder, begin=file.start
+            source, key, places, storages=storages, builder=table.builder, begin=file.start
         )
         storages.fill()
         content = source.bytes(key, start, stop)

@@ -38,6 +38,8 @@ MapLocation = (
     | None
 )
 
+CPU_DEVICE = torch.device("cpu")
+
 PRIVATE_USE = "privateuse1"
 """torch's name for the one backend that a program may rename."""
 
@@ -148,20 +150,23 @@ def restorer(
     return restored
 
 
-def stays_on_cpu(map_location: MapLocation, location: str) -> bool:
-    """Whether restoring a storage is sure to give that same storage, so that its bytes may be read later."""
-    if callable(map_location) and not isinstance(map_location, Mapping):
-        return False
-    return _target(map_location, location) == "cpu" and PACKAGES.ordered()[0] is CPU
+def known_device(map_location: MapLocation, location: str) -> torch.device | None:
+    """Return the device that a storage is sure to go to, if that is the CPU or a GPU.
 
+    The bytes of such a storage may be read later, and straight to where they belong: on the CPU, restoring gives the
+    same storage.
 
-def cuda_device(map_location: MapLocation, location: str) -> torch.device | None:
-    """The GPU that a storage is sure to go to, so that its bytes may go there straight from the file; else None."""
+    Returns:
+        The device; None if only restoring the storage tells where it goes.
+    """
     if callable(map_location) and not isinstance(map_location, Mapping):
         return None
     target = _target(map_location, location)
+    packages = PACKAGES.ordered()
+    if target == "cpu":
+        return CPU_DEVICE if packages[0] is CPU else None
     # A package that comes before ours may do something else with storages on GPUs.
-    if not names_backend("cuda", target) or PACKAGES.ordered()[:2] != (CPU, CUDA):
+    if not names_backend("cuda", target) or packages[:2] != (CPU, CUDA):
         return None
     return present_device(target, "cuda")
 

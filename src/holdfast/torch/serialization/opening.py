@@ -6,8 +6,11 @@ import io
 import os
 import stat
 import tempfile
-from types import TracebackType
-from typing import BinaryIO, Self, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO, cast
+
+from msgspec import Struct
 
 from holdfast.core.protocols import Store
 from holdfast.engine.source import OpenSource
@@ -27,106 +30,100 @@ SEEKABLE = (
 )
 
 
-class OpenedFile:
-    """A file that is being loaded, as a context manager. Errors name the file as the caller does, and not by its key here."""
+class OpenedFile(Struct, eq=False):
+    """A file that is being loaded."""
 
-    __slots__ = ("_file", "_own", "_views", "nbytes", "path", "source", "start", "verify")
-
-    key = KEY
-
-    def __init__(
-        self,
-        store: Store,
-        *,
-        verify: bool,
-        start: int = 0,
-        file: BinaryIO | None = None,
-        own: io.FileIO | None = None,
-        path: str | None = None,
-        views: tuple[memoryview, ...] = (),
-    ) -> None:
-        self.source = OpenSource(store, verify=verify)
-        self.start = start
-        """The position of the caller's object, where the file begins."""
-        self.nbytes = store.size(KEY) - start
-        self.path = path
-        self.verify = verify
-        self._own = own
-        self._file = file
-        self._views = views
-        """Released at the end: a buffer cannot grow while there is a view of it."""
+    source: OpenSource
+    nbytes: int
+    """The size of the file from `start` on."""
+    start: int = 0
+    """The position of the caller's object, where the file begins."""
+    path: str | None = None
+    verify: bool = True
+    raw: io.FileIO | None = None
+    """The file of a path."""
+    given: BinaryIO | None = None
+    """The caller's object."""
 
     @property
     def file(self) -> BinaryIO:
-        if self._file is None and self._own is not None:
-            self._file = io.BufferedReader(self._own)
-        return cast(BinaryIO, self._file)
-
-    def head(self, nbytes: int) -> bytes:
-        return self.source.bytes(KEY, self.start, self.start + min(nbytes, self.nbytes))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for view in self._views:
-            view.release()
-        if self._own is not None:
-            self._own.close()
-        if isinstance(error, HoldfastError) and error.file in (None, KEY):
-            error.file = self.path
+        """The file as an object that can be read from."""
+        if self.given is None and self.raw is not None:
+            self.given = io.BufferedReader(self.raw)
+        return cast(BinaryIO, self.given)
 
 
-def opened(f: object, *, verify: bool = True) -> OpenedFile:
-    """Open a path, or take an open file from its position. A path is closed again; a file object keeps its position."""
+@contextmanager
+def opened(f: object, *, verify: bool = True) -> Iterator[OpenedFile]:
+    """Open a path, or take an open file from its position. A path is closed again; a file object keeps its position.
+
+    Errors name the file as the caller does, and not by its key here.
+    """
     if isinstance(f, str | os.PathLike):
-        return _at_path(os.fsdecode(f), verify=verify)
-    start = _position(f)
-    file = cast(BinaryIO, f)
-    if type(file) is io.BytesIO:
-        view = file.getbuffer()
-        content = view.cast("B")
-        store = MemoryStore.of(KEY, content, name="<BytesIO>")
-        return OpenedFile(store, file=file, start=start, verify=verify, views=(content, view))
-    if isinstance(file.read(0), str):
-        raise TypeError(
-            f"a file to load from must be opened in binary mode, and this {type(f).__name__} gives text"
-        )
-    return OpenedFile(_store(file), file=file, start=start, verify=verify)
+        file = _open_path(os.fsdecode(f), verify=verify)
+        views: tuple[memoryview, ...] = ()
+    else:
+        file, views = _take_object(f, verify=verify)
+    try:
+        yield file
+    except HoldfastError as error:
+        if error.file in (None, KEY):
+            error.file = file.path
+        raise
+    finally:
+        # A buffer cannot grow while there is a view of it.
+        for view in views:
+            view.release()
+        if file.raw is not None:
+            file.raw.close()
 
 
-def _at_path(path: str, *, verify: bool) -> OpenedFile:
+def _open_path(path: str, *, verify: bool) -> OpenedFile:
     """Open a path. A short file is read at once: each later read would cost more than all of its bytes."""
     try:
-        own = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by the block that it is for
+        raw = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by the block that it is for
     except IsADirectoryError as error:
         message = f"{error.strerror}; holdfast.torch.load_full and load_sharded load checkpoints that are folders"
         raise IsADirectoryError(error.errno, message, path) from None
     try:
-        found = os.fstat(own.fileno())
-        content = (
-            platform.read_block(own.fileno(), SHORT_NBYTES + 1, 0)
-            if 0 < found.st_size <= SHORT_NBYTES
-            else b""
-        )
-        if content and len(content) == found.st_size:
-            return OpenedFile(
-                MemoryStore.of(KEY, memoryview(content), name=path),
-                verify=verify,
-                own=own,
-                path=path,
-            )
-        return OpenedFile(
-            DescriptorStore(own.fileno(), name=path), verify=verify, own=own, path=path
-        )
+        descriptor = raw.fileno()
+        nbytes = os.fstat(descriptor).st_size
+        content = b""
+        if 0 < nbytes <= SHORT_NBYTES:
+            content = platform.read_block(descriptor, SHORT_NBYTES + 1, 0)
+        store: Store
+        if content and len(content) == nbytes:
+            store = MemoryStore({KEY: content}, name=path)
+        else:
+            store = DescriptorStore(descriptor, name=path)
+            nbytes = store.size(KEY)
+        source = OpenSource(store, verify=verify)
+        return OpenedFile(source, nbytes, path=path, verify=verify, raw=raw)
     except BaseException:
-        own.close()
+        raw.close()
         raise
+
+
+def _take_object(f: object, *, verify: bool) -> tuple[OpenedFile, tuple[memoryview, ...]]:
+    """Take a file object from its position, and return views of its buffer that must be released in the end."""
+    start = _position(f)
+    given = cast(BinaryIO, f)
+    views: tuple[memoryview, ...] = ()
+    store: Store
+    if type(given) is io.BytesIO:
+        view = given.getbuffer()
+        content = view.cast("B")
+        views = (content, view)
+        store = MemoryStore.of(KEY, content, name="<BytesIO>")
+    elif isinstance(given.read(0), str):
+        raise TypeError(
+            f"a file to load from must be opened in binary mode, and this {type(f).__name__} gives text"
+        )
+    else:
+        store = _store(given)
+    source = OpenSource(store, verify=verify)
+    nbytes = store.size(KEY) - start
+    return OpenedFile(source, nbytes, start, verify=verify, given=given), views
 
 
 def _position(f: object) -> int:

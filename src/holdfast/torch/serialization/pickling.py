@@ -27,7 +27,7 @@ from msgspec import Struct
 from holdfast.core.dtype import DTYPES
 from holdfast.errors import Refused
 from holdfast.torch import versions
-from holdfast.torch.serialization.locations import location_tag, stays_on_cpu
+from holdfast.torch.serialization.locations import CPU, PACKAGES, location_tag
 from holdfast.torch.tensors.storages import ATTRIBUTES, TYPES
 
 STORAGE = "storage"
@@ -176,12 +176,9 @@ def reducers(
     is in `inside` while the tensor's parts are pickled, the last of which is `NoHooks`. A lookup in a dict takes a third of a call.
     """
     has_names, rebuild, strided = versions.has_names, torch._utils._rebuild_tensor_v2, torch.strided
-    everywhere, id_of, tensors, plain_cpu = (
-        ids.persistent_id,
-        ids.id_of,
-        ids.tensors,
-        stays_on_cpu(None, "cpu"),
-    )
+    everywhere, id_of, tensors = ids.persistent_id, ids.id_of, ids.tensors
+    plain_cpu = PACKAGES.ordered()[0] is CPU
+    """Whether nobody registered another tag for storages on the CPU."""
     here, no_hooks, attributes = object(), (OrderedDict, ()), ATTRIBUTES
     inside: dict[object, object] = {}
 

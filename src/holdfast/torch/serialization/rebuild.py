@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+from weakref import proxy
 
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor
@@ -39,7 +40,6 @@ from holdfast.torch.serialization.locations import located_by_caller
 from holdfast.torch.serialization.refusals import label
 from holdfast.torch.serialization.storages import QUANTIZED, LazyStorages, row_of
 from holdfast.torch.tensors.composites import KINDS, Elements, check_room, check_rows
-from holdfast.torch.versions import is_faking
 
 TORCH_SAYS_NO = (RuntimeError, ValueError, TypeError, IndexError, OverflowError, AssertionError)
 
@@ -109,28 +109,32 @@ def _is_torchs(kind: type, name: str) -> bool:
     )
 
 
+class LoadingTable(Protocol):
+    """What a `TorchBuilder` needs of the table whose calls it carries out."""
+
+    limits: Limits
+    spending: Spending
+
+    def is_allowed(self, what: object) -> bool:
+        """Return whether the user allowed a class or a function."""
+
+
 class TorchBuilder:
-    """Makes torch's objects over the storages of one file. `is_allowed` tells whether the user allowed a class."""
+    """Makes torch's objects over the storages of one file."""
 
     storage_class, tensor_class, fewest = TypedStorage, torch.Tensor, 6
 
-    def __init__(self, storages: LazyStorages, is_allowed: Callable[[object], bool]) -> None:
-        self._storages, self._is_allowed = storages, is_allowed
-
-    def begin(self, limits: Limits, spending: Spending) -> None:
-        self._limits, self._spending = limits, spending
-        self._fake: bool | None = None
+    def __init__(self, storages: LazyStorages, table: LoadingTable) -> None:
+        self._storages = storages
+        # The table has its builder. A strong reference would be a cycle, which keeps all tensors
+        # alive until the garbage collector runs.
+        self._table: LoadingTable = proxy(table)
+        self.fake = storages.is_faking
+        """Whether a FakeTensorMode is active: tensors pretend to be on the device that their storage names."""
         self._makes: dict[torch.dtype, dict[torch.device, Make]] = {}
         self._blank: dict[int, torch.Tensor] = {}
         """Tensors that a call made and BUILD has not filled yet, by identity."""
         self._inspected = 0
-
-    @property
-    def fake(self) -> bool:
-        """Whether a FakeTensorMode is active: tensors pretend to be on the device that their storage names."""
-        if self._fake is None:
-            self._fake = is_faking()
-        return self._fake
 
     def unbuilt(self, what: Name, args: Args, why: str) -> object:
         raise PickleError(why, found=type(args[0]).__name__)
@@ -171,7 +175,7 @@ class TorchBuilder:
         neg: bool = False,
     ) -> torch.Tensor:
         offset, size, stride = claim
-        shape, steps, begin, last = reach(offset, size, stride, self._limits)
+        shape, steps, begin, last = reach(offset, size, stride, self._table.limits)
         of: TypedStorage = storage  # type: ignore[assignment]  # seen by the reducer, as is the dtype
         untyped, kind = of._untyped_storage, of.dtype if dtype is None else self.dtype(dtype)
         try:
@@ -222,7 +226,7 @@ class TorchBuilder:
         dtype, untyped = row_of(of.dtype), of._untyped_storage
         if dtype is None or dtype.kind != "quantized":
             raise MetadataError(f"a quantised tensor of {of.dtype}", found=str(of.dtype))
-        shape, steps, begin, last = reach(*claim, self._limits)
+        shape, steps, begin, last = reach(*claim, self._table.limits)
         if check_room(dtype, shape, last) > untyped.nbytes():
             raise beyond(last, untyped.nbytes() * 8 // dtype.bits)
         return Elements(untyped, dtype, shape, steps, begin)
@@ -275,7 +279,7 @@ class TorchBuilder:
             if plain:
                 raise refused_by_torch("a parameter", error) from error
             raise  # a subclass: making it a parameter runs its code, whose errors are its own
-        assign(made, state, self._spending)
+        assign(made, state, self._table.spending)
         return made
 
     def fill_parameter(self, target: torch.nn.Parameter, state: object) -> None:
@@ -351,7 +355,7 @@ class TorchBuilder:
             raise PickleError(
                 f"the {what} of a tensor must be a plain tensor", found=str(value.layout)
             )
-        limits, nbytes = self._limits, value.numel() * value.element_size()
+        limits, nbytes = self._table.limits, value.numel() * value.element_size()
         if nbytes > max(
             limits.expansion_floor_nbytes, limits.expansion * value.untyped_storage().nbytes()
         ):
@@ -388,7 +392,7 @@ class TorchBuilder:
         self, args: Args, shape: tuple[int, ...], strides: tuple[int, ...], *, offset: int
     ) -> torch.Tensor:
         kind, dtype, _, _, _, layout, device, grad = args
-        if not self._is_allowed(kind):
+        if not self._table.is_allowed(kind):
             raise PickleError(f"a wrapper of a class that is not allowed: {label(kind)}")
         if not isinstance(kind, type) or not issubclass(kind, torch.Tensor):
             raise PickleError("a wrapper of a class that is no tensor", found=type(kind).__name__)
@@ -409,7 +413,7 @@ class TorchBuilder:
         if (
             not isinstance(kind, type)
             or not issubclass(kind, torch.Tensor)
-            or not (_is_own(kind) or self._is_allowed(kind))
+            or not (_is_own(kind) or self._table.is_allowed(kind))
         ):
             raise PickleError(
                 f"_rebuild_from_type_v2 for a class that is no allowed tensor: {label(kind)}"
@@ -429,7 +433,7 @@ class TorchBuilder:
         if type(made).__setstate__ is not torch.Tensor.__setstate__:
             made.__setstate__(state)
         else:
-            assign(made, state, self._spending)
+            assign(made, state, self._table.spending)
         self.check_jagged(made)
         return made
 

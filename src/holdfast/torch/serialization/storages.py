@@ -8,7 +8,7 @@ the order of the file. Bytes are read at once for other devices, and where code 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 
@@ -23,7 +23,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import memory_at
-from holdfast.core.value import Value
+from holdfast.core.value import Value, replace
 from holdfast.engine.checksums import damage
 from holdfast.engine.coalesce import Ranges
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
@@ -44,10 +44,9 @@ from holdfast.torch.cuda.plan import DeviceRows
 from holdfast.torch.serialization.allowed import MentionedNames
 from holdfast.torch.serialization.locations import (
     MapLocation,
-    cuda_device,
+    known_device,
     located_by_caller,
     restorer,
-    stays_on_cpu,
 )
 from holdfast.torch.serialization.pickling import StorageClass
 from holdfast.torch.tensors.from_lazy import torch_dtype
@@ -73,7 +72,9 @@ def storage_dtype(what: object) -> DType | None:
     return row_of(found) if isinstance(found, torch.dtype) else None
 
 
-dtype_of, row_of = cache(torch_dtype), cache(DTYPES.given)
+row_of = cache(DTYPES.given)
+dtype_named = cache(lambda name: torch_dtype(DTYPES.name(name) or name))
+"""The dtype of torch that a dtype of ours, given by its name, stands for."""
 
 
 def as_text(pid: object) -> object:
@@ -81,11 +82,6 @@ def as_text(pid: object) -> object:
     if isinstance(pid, tuple) and len(pid) <= 6 and bytes in map(type, pid):
         return tuple([part.decode("latin-1") if isinstance(part, bytes) else part for part in pid])
     return pid
-
-
-def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
-    """A storage with its dtype. torch's public constructor warns that the class is deprecated."""
-    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def _width(dtype: torch.dtype) -> int:
@@ -151,34 +147,45 @@ class _UntypedUses(MentionedNames):
         return self.ANYTHING
 
 
-def damaged_storage(
-    source: Source, key: str, place: tuple[int, int, int], label: str, found: int
-) -> Corrupted:
-    start, nbytes, crc = place
-    return damage(
-        Storage(key, start, nbytes, crc32=crc, label=label, home=source.store), label, found
+def damaged_storage(source: Source, extent: Extent, found_crc: int) -> Corrupted:
+    """Return the error for a storage whose bytes do not have the checksum that the file records."""
+    storage = Storage(
+        extent.key,
+        extent.start,
+        extent.nbytes,
+        crc32=extent.crc32,
+        label=extent.label,
+        home=source.store,
     )
+    return damage(storage, extent.label, found_crc)
 
 
 class OnGpu:
     """Storages on one GPU that wait for their bytes."""
 
     def __init__(self) -> None:
-        self.places: list[tuple[int, int, int]] = []
-        """First byte in the file, length, and CRC-32 or `UNKNOWN`."""
+        self.extents: list[Extent] = []
+        """Where their bytes are. A checksum that is there is compared."""
         self.targets: list[torch.Tensor] = []
-        self.labels: list[str] = []
 
-    def rows(self, source: Source, key: str, device: torch.device) -> DeviceRows:
-        starts, nbytes, crcs = np.array(self.places, np.int64).reshape(-1, 3).T
-        labels, places = self.labels, self.places
+    def rows(self, source: Source, device: torch.device) -> DeviceRows:
+        extents = self.extents
 
-        def damaged(number: int, found: int) -> Corrupted:
-            return damaged_storage(source, key, places[number], labels[number], found)
+        def damaged(number: int, found_crc: int) -> Corrupted:
+            return damaged_storage(source, extents[number], found_crc)
 
-        ranges = Ranges([key], np.zeros(len(starts), np.int64), starts, nbytes)
+        starts = np.array([extent.start for extent in extents], np.int64)
+        nbytes = np.array([extent.nbytes for extent in extents], np.int64)
+        ranges = Ranges([extents[0].key], np.zeros(len(extents), np.int64), starts, nbytes)
+        crcs = np.array(list_crcs(extents), np.int64)
         targets = [target if target.is_contiguous() else flat(target) for target in self.targets]
-        return DeviceRows(source, device, ranges, crcs, targets, labels.__getitem__, damaged)
+        return DeviceRows(
+            source, device, ranges, crcs, targets, lambda number: extents[number].label, damaged
+        )
+
+
+def list_crcs(extents: Iterable[Extent]) -> list[int]:
+    return [UNKNOWN if extent.crc32 is None else extent.crc32 for extent in extents]
 
 
 class LazyStorages(Storages[TypedStorage]):
@@ -189,7 +196,6 @@ class LazyStorages(Storages[TypedStorage]):
     def __init__(
         self,
         source: Source,
-        key: str,
         find: Callable[[str], Extent],
         everything: Callable[[], Mapping[str, Extent]],
         *,
@@ -204,17 +210,17 @@ class LazyStorages(Storages[TypedStorage]):
         max_host_memory: int | None = None,
     ) -> None:
         super().__init__(lengths)
-        self._source, self._key, self._find, self._everything = source, key, find, everything
+        self._source, self._find, self._everything = source, find, everything
         self._restore = restorer(map_location)
         meta = map_location.type if isinstance(map_location, torch.device) else map_location
         self._meta = isinstance(meta, str) and meta == "meta"
-        self._fake, self._skip, self._weights_only = is_faking(), local.skip_data, weights_only
+        self._skip, self._weights_only = local.skip_data, weights_only
+        self.is_faking = is_faking()
+        """Whether a FakeTensorMode is active."""
         self._one_place = isinstance(map_location, str | bytes | torch.device)
         """Whether all tags lead to the same device."""
-        self._places: list[tuple[int, int, int, int]] = []
-        """First byte in the file, length, address in memory, and CRC-32 or `UNKNOWN` of each storage."""
-        """Memory of this process that is to be filled; its labels are in `_labels`."""
-        self._labels: list[str] = []
+        self._reads: list[tuple[Extent, int]] = []
+        """Ranges of the file that are to be read, each with the address of its destination in the memory of this process."""
         self._ahead_of_code = ahead
         """Whether all storages are read before the first one is used."""
         self._max_host_memory = max_host_memory
@@ -224,23 +230,43 @@ class LazyStorages(Storages[TypedStorage]):
         self._verify = verify
         self._views: dict[str, TypedStorage] = {}
         self._waiting: list[tuple[torch.UntypedStorage, StorageId]] = []
-        """Storages that `fill` will fill, and whose bytes it may have to swap."""
+        """Storages that `fill` will fill, and whose bytes it has to swap."""
         # By tag, remembered for the many storages of one device: to find out takes as long as to read a small tensor.
-        self._gpu_of = cache(partial(cuda_device, map_location))
-        self._stays_on_cpu = cache(partial(stays_on_cpu, map_location))
+        self._device_of = cache(partial(known_device, map_location))
+        self._is_usual = (
+            not (self.is_faking or self._meta or self._skip or ahead) and mapped is None
+        )
+        """Whether storages are allocated when the pickle names them, and filled later."""
         self._gpus: dict[torch.device, OnGpu] = {}
         self._reserved = False
         self._ahead: dict[str, torch.UntypedStorage] | None = None
 
     def whole(self, asked: StorageId) -> TypedStorage:
-        return typed(self._storage(asked), dtype_of(asked.dtype))
+        extent = self._find(asked.key)
+        if extent.nbytes != asked.nbytes:
+            raise MetadataError(
+                f"{extent.label}: record size ({extent.nbytes} bytes) does not match expected size ({asked.nbytes} bytes: "
+                f"the pickle says {asked.count:,} elements of {asked.dtype})",
+                offset=extent.start,
+                expected=asked.nbytes,
+                found=extent.nbytes,
+            )
+        if self._is_usual and self._device_of(asked.location) == CPU:
+            storage = torch.UntypedStorage(asked.nbytes)
+            self._reads.append((extent, storage.data_ptr()))
+            if self._swap:
+                self._waiting.append((storage, asked))
+        else:
+            storage = self._make_unusual(asked, extent)
+        dtype = dtype_named(asked.dtype.name)
+        # torch's public constructor warns that the class is deprecated.
+        return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
     def part(self, whole: TypedStorage, key: str, start: int, count: int) -> TypedStorage:
         if key not in self._views:
             width = whole.dtype.itemsize
-            self._views[key] = typed(
-                whole._untyped_storage[start * width : (start + count) * width], whole.dtype
-            )
+            part = whole._untyped_storage[start * width : (start + count) * width]
+            self._views[key] = TypedStorage(wrap_storage=part, dtype=whole.dtype, _internal=True)
         return self._views[key]
 
     def fill(self) -> None:
@@ -252,38 +278,30 @@ class LazyStorages(Storages[TypedStorage]):
             for storage, asked in waiting:
                 self._swap_bytes(storage, asked)
 
-    def _wait(self, start: int, nbytes: int, address: int, crc32: int | None, label: str) -> None:
-        self._places.append((start, nbytes, address, UNKNOWN if crc32 is None else crc32))
-        self._labels.append(label)
-
     def _read(self) -> None:
-        places, self._places = self._places, []
-        labels, self._labels = self._labels, []
-        if not places:
+        reads, self._reads = self._reads, []
+        if not reads:
             return
-        request_large_pages((address, nbytes) for _, nbytes, address, _ in places)
+        extents, addresses = zip(*reads, strict=True)
+        request_large_pages((address, extent.nbytes) for extent, address in reads)
 
-        def damaged(number: int, found: int) -> Corrupted:
-            start, nbytes, _, crc = places[number]
-            return damaged_storage(
-                self._source, self._key, (start, nbytes, crc), labels[number], found
-            )
+        def damaged(number: int, found_crc: int) -> Corrupted:
+            return damaged_storage(self._source, extents[number], found_crc)
 
-        starts, lengths, addresses, crcs = zip(*places, strict=True)
-        reads = RangeReads(
-            [self._key],
-            (0,) * len(places),
-            starts,
-            lengths,
+        ranges = RangeReads(
+            [extents[0].key],
+            (0,) * len(reads),
+            [extent.start for extent in extents],
+            [extent.nbytes for extent in extents],
             addresses,
-            crcs if self._verify else (UNKNOWN,) * len(places),
-            labels.__getitem__,
+            list_crcs(extents) if self._verify else (UNKNOWN,) * len(reads),
+            lambda number: extents[number].label,
             damaged,
         )
-        read_ranges(self._source.store, reads, threads=default_threads())
+        read_ranges(self._source.store, ranges, threads=default_threads())
 
     def _swap_bytes(self, storage: torch.UntypedStorage, asked: StorageId) -> None:
-        own = dtype_of(asked.dtype)
+        own = dtype_named(asked.dtype.name)
         dtype = self._untyped.get(asked.key, own) if own is torch.uint8 else own
         if dtype is None:
             raise Unsupported(
@@ -296,42 +314,29 @@ class LazyStorages(Storages[TypedStorage]):
             )
             words.byteswap(inplace=True)
 
-    def _storage(self, asked: StorageId) -> torch.UntypedStorage:
-        found = self._find(asked.key)
-        nbytes = asked.nbytes
-        if found.nbytes != nbytes:
-            raise MetadataError(
-                f"{found.label}: record size ({found.nbytes} bytes) does not match expected size ({nbytes} bytes: "
-                f"the pickle says {asked.count:,} elements of {asked.dtype})",
-                offset=found.start,
-                expected=nbytes,
-                found=found.nbytes,
-            )
-        if self._fake or self._meta:
-            return self._without_bytes(asked, found.start)
-        gpu = None if self._swap or self._skip else self._gpu_of(asked.location)
-        if gpu is not None:
-            return self._on_gpu(asked.key, found, gpu)
-        if self._mapped is not None and not self._skip:
-            storage = self._mapped[found.start : found.start + found.nbytes]
+    def _make_unusual(self, asked: StorageId, extent: Extent) -> torch.UntypedStorage:
+        """Make a storage that is not simply CPU memory to be filled later."""
+        if self.is_faking or self._meta:
+            return self._without_bytes(asked, extent.start)
+        if self._skip:
+            return self._restore(torch.UntypedStorage(asked.nbytes), asked.location)
+        device = self._device_of(asked.location)
+        if device is not None and device != CPU and not self._swap:
+            return self._on_gpu(asked.key, extent, device)
+        if self._mapped is not None:
+            storage = self._mapped[extent.start : extent.start + extent.nbytes]
             if self._swap:
                 # A copy: where the mapping is shared, torch 2.13 turns the bytes round in the file itself.
                 storage = storage.clone()
                 self._swap_bytes(storage, asked)
             return self._restore(storage, asked.location)
-        if self._skip:
-            return self._restore(torch.UntypedStorage(nbytes), asked.location)
-        stays = self._stays_on_cpu(asked.location)
-        if self._ahead_of_code and stays:
+        if self._ahead_of_code and device == CPU:
             storage = self._read_ahead()[asked.key]
             if self._swap:
                 self._swap_bytes(storage, asked)
             return storage
-        storage = torch.UntypedStorage(nbytes)
-        self._wait(found.start, found.nbytes, storage.data_ptr(), found.crc32, found.label)
-        if stays:
-            self._waiting.append((storage, asked))
-            return storage
+        storage = torch.UntypedStorage(asked.nbytes)
+        self._reads.append((extent, storage.data_ptr()))
         self._read()
         if self._swap:
             self._swap_bytes(storage, asked)
@@ -350,12 +355,10 @@ class LazyStorages(Storages[TypedStorage]):
     def _read_ahead(self) -> dict[str, torch.UntypedStorage]:
         """All storages of the file, read in parallel before any code of its choice can look at one."""
         if self._ahead is None:
-            places = self._everything()
-            self._ahead = {key: torch.UntypedStorage(found.nbytes) for key, found in places.items()}
-            for key, found in places.items():
-                self._wait(
-                    found.start, found.nbytes, self._ahead[key].data_ptr(), found.crc32, found.label
-                )
+            self._ahead = {}
+            for key, extent in self._everything().items():
+                storage = self._ahead[key] = torch.UntypedStorage(extent.nbytes)
+                self._reads.append((extent, storage.data_ptr()))
             self._read()
         return self._ahead
 
@@ -383,26 +386,21 @@ class LazyStorages(Storages[TypedStorage]):
             self._reserved = True
             reserve((device, one.nbytes) for one in self._everything().values())
 
-    def _make_on_gpu(self, found: Extent, device: torch.device) -> torch.UntypedStorage:
-        storage = torch.UntypedStorage(found.nbytes, device=device)
+    def _make_on_gpu(self, extent: Extent, device: torch.device) -> torch.UntypedStorage:
+        """Make a storage on a GPU that is to be filled."""
+        storage = torch.UntypedStorage(extent.nbytes, device=device)
         target = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-        self._wait_on_gpu(found.start, found.nbytes, found.crc32, found.label, target)
-        return storage
-
-    def _wait_on_gpu(
-        self, start: int, nbytes: int, crc32: int | None, label: str, target: torch.Tensor
-    ) -> None:
-        """Add a storage on a GPU that is to be filled, given a tensor over all of it."""
         waiting = self._gpus.get(target.device)
         if waiting is None:
             waiting = self._gpus[target.device] = OnGpu()
-        compared = self._verify and self._mapped is None and crc32 is not None
-        waiting.places.append((start, nbytes, crc32 if compared and crc32 is not None else UNKNOWN))
+        if extent.crc32 is not None and (self._mapped is not None or not self._verify):
+            extent = replace(extent, crc32=None)
+        waiting.extents.append(extent)
         waiting.targets.append(target)
-        waiting.labels.append(label)
+        return storage
 
     def _fill_gpus(self) -> None:
         waiting, self._gpus = self._gpus, {}
-        groups = [one.rows(self._source, self._key, device) for device, one in waiting.items()]
+        groups = [one.rows(self._source, device) for device, one in waiting.items()]
         for note in load_rows(groups, most=self._max_host_memory):
             warnings.warn(note, HoldfastWarning, stacklevel=2)

@@ -41,9 +41,7 @@ import numpy as np
 import torch
 
 from holdfast.core.arrays import AnyDType
-from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
-from holdfast.core.runtime import weakly
 from holdfast.errors import PickleError
 from holdfast.formats.pickle import arrays
 from holdfast.formats.pickle.plain import PlainTable, path_row
@@ -114,18 +112,8 @@ class WeightsTable(BuildingTable):
         self._torchs: set[int] = set()
         """The identities among `_allowed` that torch registered by itself."""
         self._rows: dict[int, Row] = {}
-        self.builder: TorchBuilder = TorchBuilder(storages, weakly(self.is_allowed))
+        self.builder: TorchBuilder = TorchBuilder(storages, self)
         super().__init__()
-
-    def begin(self, limits: Limits, nbytes: int) -> None:
-        super().begin(limits, nbytes)
-        self.protocol = DEFAULT_PROTOCOL
-        self._user = None
-        self._allowed, self._rows = {}, {}
-        self.unfinished, self.blank, self.depths = {}, {}, {}
-
-    def end(self) -> None:
-        self._refuse_unfinished()
 
     def row(self, what: object) -> Row | None:
         row = self._rows.get(id(what))
@@ -304,7 +292,7 @@ class WeightsTable(BuildingTable):
 
     def run(self, what: object, ready: Callable[[], object]) -> object:
         """Run what was allowed. Errors are the user's, except those of what torch registered."""
-        self._refuse_unfinished()
+        self.end()
         try:
             value = ready()
         except Exception as error:
@@ -314,7 +302,7 @@ class WeightsTable(BuildingTable):
         self.builder.check_jagged(value)
         return value
 
-    def _refuse_unfinished(self) -> None:
+    def end(self) -> None:
         """Raise for an object without a state: only its own BUILD may use it."""
         for each in self.unfinished.values():
             if isinstance(each, Pending):

@@ -44,9 +44,9 @@ from holdfast.extras.packages.pt2.schema import (
     parse_config,
 )
 from holdfast.formats.torch.tensors import beyond, checked_shape, reach, strided_view
-from holdfast.formats.torch.zip import Payloads, PickleReader, record_bytes
+from holdfast.formats.torch.zip import Payloads, PickleReader
 from holdfast.formats.zip.layout import ZipRecord
-from holdfast.formats.zip.reader import read_archive
+from holdfast.formats.zip.reader import read_archive, record_bytes
 
 VERSION_RECORD, VERSION = "archive_version", "0"
 MODELS, WEIGHTS, CONSTANTS, INPUTS, COMPILED = (

@@ -38,8 +38,8 @@ from holdfast.extras.packages.pt2.read import (
 from holdfast.extras.packages.pt2.schema import TENSOR, WEIGHT, ConfigEntry, parse_config
 from holdfast.extras.packages.pt2.write import HEADER, Pickled, PlacedRecords, lay_out_records
 from holdfast.formats.torch.write import SERIALIZATION_ID
-from holdfast.formats.torch.zip import record_bytes
 from holdfast.formats.zip.layout import ZipRecord
+from holdfast.formats.zip.reader import record_bytes
 from holdfast.formats.zip.writer import Payload
 
 BYTES = DTYPES.name("uint8")
