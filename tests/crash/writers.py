@@ -68,9 +68,9 @@ def put_file(
 ) -> None:
     """A file in blocks, the first one last: its place is known before its content is."""
     with FileTransaction(path, durable=durable, overwrite=overwrite, files=files) as t:
-        t.allocate(len(data))
+        t.file.allocate(len(data))
         for offset in reversed(range(0, len(data), BLOCK)):
-            t.write(offset, data[offset : offset + BLOCK])
+            t.file.write(offset, data[offset : offset + BLOCK])
         t.commit()
 
 

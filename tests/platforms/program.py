@@ -329,7 +329,7 @@ def positions(folder: str) -> dict[str, object]:
 
         def write(number: int) -> None:
             for start in range(number * 1_000, len(content), 6_000):
-                single.write(start, content[start : start + 1_000])
+                single.file.write(start, content[start : start + 1_000])
 
         threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
         for thread in threads:
@@ -389,7 +389,7 @@ def hold(folder: str) -> dict[str, object]:
         FileTransaction(os.path.join(folder, "model.pt")) as single,
     ):
         many.create("x.safetensors").write(0, b"half")
-        single.write(0, b"half")
+        single.file.write(0, b"half")
         print("holding", flush=True)
         sys.stdin.read()
     return {}

@@ -81,7 +81,7 @@ def open_together(
     overwrite: bool,
     replaceable: Callable[[str], bool] = is_part,
 ) -> Target:
-    """On the first rank: begin a target for a save to a path or URL. Raises `NotCommitted` where there may be none."""
+    """On the first rank: open a target for a save to a path or URL. Raises `NotCommitted` where there may be none."""
     # Of a DCP directory no checksum is recorded beside its index: that would be a second name to write, and two names cannot be put
     # at once.
     index, indexes = format.index, [one.index for one in rank_formats()]
@@ -100,7 +100,7 @@ def open_together(
         replaceable=replaceable,
         save="" if place_at(path).on_disk else save_id(),
         parents=True,
-    )
+    ).__enter__()
 
 
 def _other_indexes(url: Url, index: str, there: Collection[str], *, overwrite: bool) -> list[str]:

@@ -58,7 +58,10 @@ class Writeback:
             self._turn.notify()
 
     def end(self) -> None:
-        """Come back when no thread touches the descriptor any more. What the disk was not told of is left to the fsync."""
+        """Come back when no thread touches the descriptor any more. What the disk was not told of is left to the fsync.
+
+        Called before the descriptor is closed, since its number may be another file's afterwards.
+        """
         with self._turn:
             self._over = True
             self._turn.notify()
@@ -131,7 +134,8 @@ class NewFile:
 
     def sync(self) -> None:
         """fsync. One failure is final: the pages may be gone, and a second fsync would say that all is well."""
-        self._end_writeback()
+        if self._writeback is not None:
+            self._writeback.end()
         try:
             self._files.sync(self.descriptor)
         except OSError as error:
@@ -143,7 +147,6 @@ class NewFile:
             return
         if durable:
             self.sync()
-        self._end_writeback()
         self._open = False
         try:
             self._files.close(self.descriptor)
@@ -153,15 +156,11 @@ class NewFile:
     def give_up(self) -> None:
         """Close, whatever comes of it."""
         if self._open:
-            self._end_writeback()
+            if self._writeback is not None:
+                self._writeback.end()
             self._open = False
             with suppress(OSError):
                 self._files.close(self.descriptor)
-
-    def _end_writeback(self) -> None:
-        """Before the descriptor is closed, and its number may be another file's."""
-        if self._writeback is not None:
-            self._writeback.end()
 
     def _refused(self, error: OSError, doing: str) -> NotCommitted:
         self.failed = True

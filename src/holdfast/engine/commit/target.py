@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
-from contextlib import suppress
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from holdfast.core.value import Value
-from holdfast.engine.commit.temporaries import LockedName, is_due, longest_name, repair
+from holdfast.engine.commit.temporaries import LockedName, list_folder, longest_name, repair
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
-from holdfast.stores.files import FileEntry, Files, is_temporary, split_path
+from holdfast.stores.files import FileEntry, Files, is_temporary
 
 ADVICE = {
     errno.ENOSPC: "the disk is full; make room or save elsewhere",
@@ -61,31 +60,18 @@ def uncertain(message: str, path: str, error: OSError) -> DurabilityUncertain:
     return raised
 
 
-class refusing:  # noqa: N801  # a block, said as one; a generator would take as long as the calls in it
-    """Turn what the file system says into `NotCommitted`; errors that are ours already pass."""
-
-    __slots__ = ("_doing", "_path")
-
-    def __init__(self, doing: str, path: str) -> None:
-        self._doing, self._path = doing, path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, OSError) and not isinstance(error, HoldfastError):
-            raise not_committed(error, self._doing, self._path) from error
-        if isinstance(error, UnicodeError):
-            raise refusal(
-                "the path has a character that the file system cannot hold",
-                self._path,
-                errno.EINVAL,
-            ) from error
+@contextmanager
+def refusing(doing: str, path: str) -> Iterator[None]:
+    """Turn errors of the file system in the block into `NotCommitted`; our own errors pass."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except OSError as error:
+        raise not_committed(error, doing, path) from error
+    except UnicodeError as error:
+        message = "the path has a character that the file system cannot hold"
+        raise refusal(message, path, errno.EINVAL) from error
 
 
 def refuse_existing(
@@ -132,8 +118,8 @@ class TargetName(Value, frozen=True):
     at: int  # The parent directory, open.
     longest: int  # How many bytes a name may have there, or fewer where that is enough for this one's temporaries.
     existing: FileEntry | None  # What there was when the save began.
-    listed: bool = True  # Whether this save looks for what dead processes left (`temporaries`).
-    there: Sequence[str] = ()  # What there is in the parent, where it does.
+    neighbours: Sequence[str] | None
+    """The names in the parent directory. None if this save does not look for what dead processes left there."""
 
     def holds(self, temporary: LockedName) -> bool:
         """Whether the name stands for what was to be published now, or cannot be looked at."""
@@ -185,24 +171,22 @@ def open_target(files: Files, path: str, *, replaces: bool = False) -> TargetNam
     file, whatever is there, need not list a large folder every time."""
     if not path or "\0" in path:
         raise refusal("a path is needed, without NUL characters", path, errno.EINVAL)
-    parent, name = split_path(path)
+    parent, name = os.path.split(path)
     opening = f"opening the folder to save into ({parent or '.'})"
-    # The system itself follows the links on the way to a folder. By hand the whole path is followed where it ends in one.
-    target = (
-        None
-        if name in ENDS
-        else _looked_at(
-            files, path, parent or os.curdir, name=name, replaces=replaces, opening=opening
-        )
-    )
+    target = None
+    if name not in ("", os.curdir, os.pardir):
+        # The system itself follows the links on the way to a folder.
+        folder = parent or os.curdir
+        target = _look_up(files, path, folder, name=name, replaces=replaces, opening=opening)
     if target is None:
+        # The name is a link, or is no name: now the whole path is followed by hand.
         with refusing(opening, path):
-            folder, name = split_path(files.resolve(path))
+            folder, name = os.path.split(files.resolve(path))
         if not name:
             raise refusal(
                 "the root of the file system is no place for a checkpoint", path, errno.EINVAL
             )
-        target = _looked_at(files, path, folder, name=name, replaces=replaces, opening=opening)
+        target = _look_up(files, path, folder, name=name, replaces=replaces, opening=opening)
     if target is None:
         raise not_committed(
             OSError(errno.ELOOP, "Too many levels of symbolic links"), "looking at the target", path
@@ -210,26 +194,13 @@ def open_target(files: Files, path: str, *, replaces: bool = False) -> TargetNam
     return target
 
 
-ENDS = ("", os.curdir, os.pardir)
-
-
-def _listing(files: Files, at: int, *, needed: bool) -> Sequence[str]:
-    """All that is in a folder; where it is not needed to know what the target is, nothing of one that cannot be listed."""
-    try:
-        return files.list(at)
-    except OSError:
-        if needed:
-            raise
-        return ()
-
-
-def _looked_at(
+def _look_up(
     files: Files, path: str, parent: str, *, name: str, replaces: bool, opening: str
 ) -> TargetName | None:
-    """The target of this name in a folder; None where that is a link. `opening` says what is done first."""
+    """Return the target of this name in a folder, None if it is a link. `opening` names the first step in errors."""
     with refusing(opening, path):
         at = files.open_directory(parent)
-    made: TargetName | None = None
+    target: TargetName | None = None
     try:
         with refusing("looking at the target", path):
             longest = longest_name(files, name, at=at)
@@ -242,14 +213,22 @@ def _looked_at(
                     errno.EINVAL,
                 )
             existing = files.stat(name, at=at)
-            if existing is None or existing.kind != "link":
-                listed = not replaces or is_due(files, at)
-                there = _listing(files, at, needed=existing is None) if listed else ()
-                if existing is None and repair(files, name, at=at, there=there, longest=longest):
-                    existing, there = files.stat(name, at=at), _listing(files, at, needed=False)
-                made = TargetName(files, path, name, at, longest, existing, listed, there)
+            if existing is not None and existing.kind == "link":
+                return None
+            neighbours: Sequence[str] | None = ()
+            try:
+                neighbours = list_folder(files, at, is_optional=replaces)
+            except OSError:
+                # Of a target that is there, the folder need not be readable.
+                if existing is None:
+                    raise
+            if existing is None and repair(
+                files, name, at=at, there=neighbours or (), longest=longest
+            ):
+                existing = files.stat(name, at=at)
+            target = TargetName(files, path, name, at, longest, existing, neighbours)
     finally:
-        if made is None:
+        if target is None:
             with suppress(OSError):
                 files.close(at)
-    return made
+    return target

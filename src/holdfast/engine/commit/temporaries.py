@@ -23,9 +23,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 from holdfast.core.runtime import at_fork, renewed, start
 from holdfast.stores.files import FileEntry, Files, is_temporary, split_path, system_files
@@ -51,27 +50,23 @@ _listed: dict[
 ] = {}  # By the identity of a folder: how many saves in it come before it is listed again.
 
 
-def is_due(files: Files, at: int) -> bool:
-    """Whether a folder is to be listed by this save. A count that another thread changes meanwhile is one listing more or less."""
-    if not _listed:
-        return True
-    identity = files.inspect(at).identity
-    left = _listed.get(identity, 0)
-    if left > 0:
-        _listed[identity] = left - 1
-    return left <= 0
+def list_folder(files: Files, at: int, *, is_optional: bool) -> Sequence[str] | None:
+    """List the folder of a target. None if `is_optional`, and earlier saves listed it not long ago.
 
-
-def record_listing(files: Files, at: int, count: int) -> None:
-    """A folder was listed, and so many names were there."""
-    if count < LISTED and not _listed:
-        return
-    identity = files.inspect(at).identity
-    _listed.pop(identity, None)
-    if count >= LISTED:
+    A count that another thread changes meanwhile is one listing more or less.
+    """
+    identity = files.inspect(at).identity if _listed else None
+    if identity is not None and is_optional and _listed.get(identity, 0) > 0:
+        _listed[identity] -= 1
+        return None
+    names = files.list(at)
+    if identity is not None:
+        _listed.pop(identity, None)
+    if len(names) >= LISTED:
         while len(_listed) >= MOST_FOLDERS:
             _listed.pop(next(iter(_listed)), None)
-        _listed[identity] = count // LISTED
+        _listed[files.inspect(at).identity] = len(names) // LISTED
+    return names
 
 
 def temporary_name(name: str, *, suffix: str = "tmp", longest: int = 255) -> str:
@@ -81,7 +76,7 @@ def temporary_name(name: str, *, suffix: str = "tmp", longest: int = 255) -> str
 
 def longest_name(files: Files, name: str, *, at: int) -> int:
     """How many bytes a name may have in a directory, or fewer where that is enough for the temporaries of this one."""
-    # To ask is a journey where the folder is on another machine.
+    # A folder on another machine takes time to answer.
     enough = len(name.encode("utf-8", "surrogateescape")) <= SURE_NBYTES - OVERHEAD
     return SURE_NBYTES if enough else files.longest_name(at)
 
@@ -157,40 +152,35 @@ def claim(
     """Make a temporary for a target, locked and certainly still there."""
     for _ in range(ATTEMPTS):
         temporary = temporary_name(name, longest=longest)
-        made = _make(files, temporary, at=at, directory=directory, private=private)
-        if made is not None:
-            return made
+        descriptor = None
+        try:
+            if directory:
+                files.mkdir(temporary, at=at, private=private)
+                # If it is not there any more, a cleaner was faster.
+                with suppress(FileNotFoundError):
+                    descriptor = files.open_directory(temporary, at=at)
+            else:
+                descriptor = files.create(temporary, at=at, private=private)
+            if descriptor is None:
+                continue
+            if locked(files, descriptor):
+                claimed = LockedName(files, temporary, at=at, descriptor=descriptor)
+                if claimed.in_place():
+                    return claimed
+            # A cleaner locked it first, and removes it or has done so already.
+            files.close(descriptor)
+        except BaseException:
+            # Also an interrupt between a call and the next line: the name is ours alone, whatever
+            # was done under it.
+            with suppress(OSError):
+                (files.rmdir if directory else files.unlink)(temporary, at=at)
+            if descriptor is not None:
+                with suppress(OSError):
+                    files.close(descriptor)
+            raise
     raise OSError(
         errno.EAGAIN, f"other processes removed {ATTEMPTS} temporaries while they were made"
     )
-
-
-def _make(files: Files, name: str, *, at: int, directory: bool, private: bool) -> LockedName | None:
-    descriptor = None
-    try:
-        if directory:
-            files.mkdir(name, at=at, private=private)
-            try:
-                descriptor = files.open_directory(name, at=at)
-            except FileNotFoundError:
-                return None  # a cleaner was faster
-        else:
-            descriptor = files.create(name, at=at, private=private)
-        if locked(files, descriptor):
-            made = LockedName(files, name, at=at, descriptor=descriptor)
-            if made.in_place():
-                return made
-        # A cleaner locked it first, and removes it or has done so already.
-        files.close(descriptor)
-        return None
-    except BaseException:
-        # Also an interrupt between a call and the next line: the name is ours alone, whatever was done under it.
-        with suppress(OSError):
-            (files.rmdir if directory else files.unlink)(name, at=at)
-        if descriptor is not None:
-            with suppress(OSError):
-                files.close(descriptor)
-        raise
 
 
 def clean(
@@ -208,7 +198,6 @@ def clean(
     """
     with suppress(OSError):
         ours: Callable[[str], bool] | None = None
-        record_listing(files, at, len(there))
         for entry in there:
             # Of a hundred thousand names nearly all are done with here.
             if not entry.startswith(".") or not is_temporary(entry):
@@ -293,12 +282,11 @@ def empty(
     """Remove files from a directory, and the directory itself where nothing else is in it. What speaks of other files (indexes)
     goes last: to a reader that comes upon it, half a checkpoint is one with missing files, and not a heap of files that are
     complete. Those whose `sizes` are known are freed behind the caller's back where they are large."""
-    with ReplacedFiles(files) as replaced:
+    at = directory.descriptor
+    with freed_in_background(files, sizes or {}, at=at):
         for name in sorted(names, key=lambda name: name.endswith((".json", ".metadata"))):
-            if sizes is not None and name in sizes:
-                replaced.hold(name, at=directory.descriptor, nbytes=sizes[name].nbytes)
             with suppress(FileNotFoundError):
-                files.unlink(name, at=directory.descriptor)
+                files.unlink(name, at=at)
         files.rmdir(directory.name, at=directory.at)
 
 
@@ -351,47 +339,52 @@ MOST_HELD = (
 )
 
 
-class ReplacedFiles:
-    """Files that are about to lose their names, in a block at the end of which they are let go of.
+@contextmanager
+def freed_in_background(
+    files: Files, entries: Mapping[str, FileEntry], *, at: int
+) -> Iterator[None]:
+    """Free large files, which lose their names in the block, on a thread of their own after it.
 
-    When a file loses its last name the kernel frees its pages and blocks inside of the rename or the unlink: 0.2 s for a GiB. So a
-    large file is held open while it loses its name, and closed by a thread. Nothing that a crash leaves is different. Until then
-    its bytes take room on the disk; whoever finds too little room waits for that (`wait_for_room`).
+    When a file loses its last name the kernel frees its pages and blocks inside of the rename or the
+    unlink: 0.2 s for a GiB. So a large file is held open while it loses its name, and closed by a
+    thread. Nothing that a crash leaves is different. Until then its bytes take room on the disk;
+    whoever finds too little room waits for that (`wait_for_room`).
+
+    Args:
+        files: The file system.
+        entries: The files that lose their names, by these.
+        at: The folder of the files.
     """
+    held: list[int] = []
+    try:
+        for name, entry in entries.items():
+            if entry.nbytes >= LARGE_NBYTES and len(held) < MOST_HELD:
+                # If it cannot be opened, nobody misses it: the name changes all the same.
+                with suppress(OSError):
+                    descriptor = files.hold(name, at=at)
+                    if descriptor is not None:
+                        held.append(descriptor)
+        yield
+    finally:
+        if held:
+            _close_in_background(files, held)
 
-    def __init__(self, files: Files) -> None:
-        self._files = files
-        self._held: list[int] = []
 
-    def __enter__(self) -> Self:
-        return self
+def _close_in_background(files: Files, descriptors: list[int]) -> None:
+    """Close files on a thread, if one can start. The end of the program does not wait for it."""
 
-    def __exit__(self, *raised: object) -> None:
-        self.let_go()
-
-    def hold(self, name: str, *, at: int, nbytes: int) -> None:
-        if nbytes >= LARGE_NBYTES and len(self._held) < MOST_HELD:
-            with suppress(OSError):  # nobody misses it: the name changes all the same
-                descriptor = self._files.hold(name, at=at)
-                if descriptor is not None:
-                    self._held.append(descriptor)
-
-    def let_go(self) -> None:
-        """Free them, on a thread of their own where one can start. The end of the program does not wait for it."""
-        if not self._held:
-            return
-        with _lock:
-            thread = start(self._close, name="holdfast-free", daemon=True)
-            if thread is not None:
-                _freeing[:] = [other for other in _freeing if other.is_alive()]
-                _freeing.append(thread)
-        if thread is None:
-            self._close()
-
-    def _close(self) -> None:
-        while self._held:
+    def close() -> None:
+        while descriptors:
             with suppress(OSError):  # also in a fork: what was inherited is closed there already
-                self._files.close(self._held.pop())
+                files.close(descriptors.pop())
+
+    with _lock:
+        thread = start(close, name="holdfast-free", daemon=True)
+        if thread is not None:
+            _freeing[:] = [other for other in _freeing if other.is_alive()]
+            _freeing.append(thread)
+    if thread is None:
+        close()
 
 
 _lock = renewed(threading.Lock())

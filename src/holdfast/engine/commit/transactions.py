@@ -14,7 +14,7 @@ A directory, `DirectoryTransaction`, does the same with a hidden sibling directo
     5   fsync each, fsync the directory
     6   rename to a name that does not exist, or exchange with the directory that is to be replaced
     7   fsync the parent directory
-    8   only now remove what was replaced (`ReplacedFiles`: its bytes are freed behind the caller's back)
+    8   only now remove what was replaced (`freed_in_background`)
 
 What goes wrong before step 6 raises `NotCommitted`: the temporary is gone, the target as it was. What goes wrong after it raises
 `DurabilityUncertain`. A failed fsync is never tried again, because the kernel may have dropped the pages and would then report
@@ -34,7 +34,7 @@ from contextlib import ExitStack, suppress
 from functools import reduce
 from operator import and_
 from types import TracebackType
-from typing import ClassVar, Self, cast
+from typing import ClassVar, Self
 
 from holdfast.core.value import replace
 from holdfast.engine.commit.new_file import NO_LINKS, NewFile, linked_or_copied
@@ -49,17 +49,17 @@ from holdfast.engine.commit.target import (
 )
 from holdfast.engine.commit.temporaries import (
     LockedName,
-    ReplacedFiles,
     claim,
     clean,
     empty,
+    freed_in_background,
     locked,
     plain_names,
     set_aside,
     temporary_name,
 )
 from holdfast.errors import HoldfastError, SaveError
-from holdfast.stores.files import Buffer, FileEntry, Files, is_temporary, split_path, system_files
+from holdfast.stores.files import FileEntry, Files, is_temporary, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
 BROWSED = frozenset(
@@ -100,23 +100,25 @@ class _Transaction:
                 f"creating a temporary {'folder' if self.directory else 'file'} beside the target",
                 self.path,
             ):
-                self._check_target(target)
+                refuse_existing(
+                    target.existing, self.path, directory=self.directory, overwrite=self.overwrite
+                )
+                if self.directory and target.existing is not None:
+                    self._check_replaced(target, target.existing)
                 files, name, at, longest = target.files, target.name, target.at, target.longest
-                if target.listed:
+                if target.neighbours is not None:
                     clean(
                         files,
                         name,
                         at=at,
-                        there=target.there,
+                        there=target.neighbours,
                         directories=self.directory,
                         longest=longest,
                     )
                 private = target.existing is not None
-                temporary = claim(
+                self._temporary = claim(
                     files, name, at=at, directory=self.directory, private=private, longest=longest
                 )
-                self._temporary = temporary
-                self._begin(target, temporary)
         except BaseException:
             self._leave()
             raise
@@ -147,14 +149,12 @@ class _Transaction:
     def hidden_path(self) -> str:
         """Where the new file or folder is until the commit, for other processes that write into it."""
         target, temporary = self._working()
-        parent, _ = split_path(target.files.resolve(self.path.rstrip("/") or "/"))
+        parent = os.path.dirname(target.files.resolve(self.path.rstrip("/") or "/"))
         return os.path.join(parent, temporary.name)
 
-    def _check_target(self, target: TargetName) -> None:
-        """Refuse a target that cannot be replaced by what is written."""
+    def _check_replaced(self, target: TargetName, existing: FileEntry) -> None:
+        """Refuse a directory that may not be replaced."""
         raise NotImplementedError
-
-    def _begin(self, target: TargetName, temporary: LockedName) -> None: ...
 
     def _leave(self) -> None:
         """Close everything, and give up what was not committed."""
@@ -167,37 +167,24 @@ class FileTransaction(_Transaction):
     Further hard links to the old file keep the old content."""
 
     directory = False
-    _file: NewFile | None = None
+    file: NewFile
+    """The new file, inside of the block."""
 
     def __enter__(self) -> Self:
         if self.path.endswith("/"):
             raise refusal(
                 "a file was to be saved and the path ends like a folder's", self.path, errno.EISDIR
             )
-        return super().__enter__()
-
-    def _begin(self, target: TargetName, temporary: LockedName) -> None:
-        self._file = NewFile(
-            target.files, temporary.descriptor, path=self.path, durable=self.durable
-        )
-
-    @property
-    def file(self) -> NewFile:
-        self._working()
-        return cast(NewFile, self._file)  # made with the temporary
-
-    @property
-    def descriptor(self) -> int:
-        return self.file.descriptor
-
-    def allocate(self, nbytes: int) -> None:
-        self.file.allocate(nbytes)
-
-    def write(self, offset: int, data: Buffer) -> None:
-        self.file.write(offset, data)
-
-    def copy(self, source: int, nbytes: int, *, source_offset: int, offset: int) -> None:
-        self.file.copy(source, nbytes, source_offset=source_offset, offset=offset)
+        try:
+            super().__enter__()
+            target, temporary = self._working()
+            self.file = NewFile(
+                target.files, temporary.descriptor, path=self.path, durable=self.durable
+            )
+        except BaseException:
+            self._leave()
+            raise
+        return self
 
     def commit(self, before_rename: Callable[[], None] = lambda: None) -> None:
         """Make what was written the content of the target; the module's docstring says what a failure means.
@@ -242,17 +229,13 @@ class FileTransaction(_Transaction):
                 "the new file is in place, but may not survive a power cut", self.path, cause
             ) from cause
 
-    def _check_target(self, target: TargetName) -> None:
-        refuse_existing(target.existing, self.path, directory=False, overwrite=self.overwrite)
-
     def _publish(
         self, target: TargetName, temporary: LockedName, before_rename: Callable[[], None]
     ) -> None:
         files = target.files
         if self.overwrite:
-            with ReplacedFiles(files) as replaced:
-                if target.existing is not None:
-                    replaced.hold(target.name, at=target.at, nbytes=target.existing.nbytes)
+            entries = {} if target.existing is None else {target.name: target.existing}
+            with freed_in_background(files, entries, at=target.at):
                 before_rename()
                 files.rename(temporary.name, target.name, at=target.at)
         elif not files.rename_new(temporary.name, target.name, at=target.at):
@@ -266,19 +249,22 @@ class FileTransaction(_Transaction):
                 raise refusal(message, self.path, error.errno) from error
 
     def _leave(self) -> None:
-        target, temporary, file = self._target, self._temporary, self._file
-        self._target = self._temporary = self._file = None
-        if (
-            target is not None
-            and temporary is not None
-            and not (self._published and self.overwrite)
-        ):
-            with suppress(OSError):
-                target.files.unlink(temporary.name, at=target.at)
-        if file is not None:
-            file.give_up()
-        if target is not None:
-            target.close()
+        target, temporary = self._target, self._temporary
+        self._target = self._temporary = None
+        if target is None:
+            return
+        if temporary is not None:
+            if not (self._published and self.overwrite):
+                with suppress(OSError):
+                    target.files.unlink(temporary.name, at=target.at)
+            # Nobody writes to a descriptor that is closed, and may be that of another file.
+            file: NewFile | None = vars(self).pop("file", None)
+            if file is not None:
+                file.give_up()
+            else:  # interrupted before it was made
+                with suppress(OSError):
+                    temporary.close()
+        target.close()
 
 
 def replace_file(
@@ -291,14 +277,14 @@ def replace_file(
 ) -> None:
     """Make this the content of a small file, wholly or not at all."""
     with FileTransaction(path, durable=durable, overwrite=overwrite, files=files) as single:
-        single.allocate(len(content))
-        single.write(0, content)
+        single.file.allocate(len(content))
+        single.file.write(0, content)
         single.commit()
 
 
 def read_file(path: str, *, most_nbytes: int, files: Files) -> bytes | None:
     """Read a small file, at most so many bytes of it. None if there is no plain file."""
-    folder, name = split_path(path)
+    folder, name = os.path.split(path)
     with refusing("reading a file", path), ExitStack() as opened:
         at = files.open_directory(folder)
         opened.callback(files.close, at)
@@ -477,17 +463,13 @@ class DirectoryTransaction(_Transaction):
             ) from error
         self._remove_old(target)
 
-    def _check_target(self, target: TargetName) -> None:
-        found = target.existing
-        refuse_existing(found, self.path, directory=True, overwrite=self.overwrite)
-        if found is None:
-            return
+    def _check_replaced(self, target: TargetName, existing: FileEntry) -> None:
         descriptor = target.files.open_directory(target.name, at=target.at)
         try:
             names = self._names_to_replace(target.files, descriptor)
             there = ((name, target.files.stat(name, at=descriptor)) for name in names)
             self._replaced = {name: inner for name, inner in there if inner is not None}
-            self._common = _in_common(list(self._replaced.values()), found.owner)
+            self._common = _in_common(list(self._replaced.values()), existing.owner)
         finally:
             target.files.close(descriptor)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
+from typing import Self
 
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Store
@@ -45,7 +46,7 @@ from holdfast.engine.write import (
     write_part,
 )
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
-from holdfast.stores.files import Files, make_parents, split_path, system_files
+from holdfast.stores.files import Files, make_parents, system_files
 from holdfast.stores.local import LocalStore, read_at
 from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
@@ -69,7 +70,7 @@ def fingerprint(plan: SavePlan) -> str:
 
 
 def staging_path(target: str, plan: SavePlan) -> str:
-    parent, name = split_path(os.path.abspath(target.rstrip("/")))
+    parent, name = os.path.split(os.path.abspath(target.rstrip("/")))
     return os.path.join(parent, f".{name}.{fingerprint(plan)}.part")
 
 
@@ -87,7 +88,7 @@ class Staging:
     ) -> None:  # fmt: skip
         """Open the folder and make it if it is not there; `is_joined` on a part that did not make it."""
         self._files: Files = files or system_files()
-        self._parent, self._name = split_path(folder)
+        self._parent, self._name = os.path.split(folder)
         self._target = target
         self._durable = durable
         with refusing("opening the folder for finished files", target):
@@ -223,55 +224,46 @@ class FirstTarget(Target):
     """A file or a folder of files, on the part that makes it."""
 
     splits = True
-    _path: str
+    path: str
 
-    _shared: dict[str, NewFile]
-    """The files that several parts write."""
-
-    def _create(self, key: str) -> NewFile:
+    def _shared_file(self, key: str) -> NewFile:
+        """Return a file that several parts write."""
         raise NotImplementedError
 
-    def share(self, file: FilePlan) -> None:
-        made = self._shared[file.key] = self._create(file.key)
-        made.allocate(file.nbytes)
-
     def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> Written:
-        return _fill_part(file, part, how, self._shared[file.key], self._path)
+        return _fill_part(file, part, how, self._shared_file(file.key), self.path)
 
     def finish_shared(self, file: FilePlan, written: Written, how: Saving) -> None:
-        made = self._shared.pop(file.key)
+        made = self._shared_file(file.key)
         how.crcs.update(finish_file(file, made, written, crcs=how.crcs, progress=how.progress).crcs)
         check_source(file, how.crcs)
         made.complete = True
 
 
-class FileTarget(FirstTarget):
-    def __init__(self, path: str, *, durable: bool, overwrite: bool, files: Files | None) -> None:
-        self._shared = {}
-        self._system, self._path, self._durable = files or system_files(), path, durable
-        self._transaction = FileTransaction(
-            path, durable=durable, overwrite=overwrite, files=self._system
-        )
-        self._transaction.__enter__()
+class FileTarget(FileTransaction, FirstTarget):
+    """One file, on the part that makes it."""
 
     @property
     def join_name(self) -> str:
-        return self._transaction.hidden_path
+        return self.hidden_path
 
-    def _create(self, key: str) -> NewFile:
-        return self._transaction.file
+    def _shared_file(self, key: str) -> NewFile:
+        return self.file
+
+    def share(self, file: FilePlan) -> None:
+        self.file.allocate(file.nbytes)
 
     def keeps(self, file: FilePlan) -> bool:
         return True  # it is made already
 
     def begin(self, file: FilePlan) -> Fill:
-        return lambda how: _fill(file, how, self._transaction.file, self._path)
+        return lambda how: _fill(file, how, self.file, self.path)
 
     def written(self) -> Store:
-        descriptor = self._transaction.descriptor
+        descriptor = self.file.descriptor
         nbytes = os.fstat(descriptor).st_size
-        store = Virtual(self._path)
-        store.put(VirtualFile(nbytes, partial(read_at, descriptor)), split_path(self._path)[1])
+        store = Virtual(self.path)
+        store.put(VirtualFile(nbytes, partial(read_at, descriptor)), os.path.basename(self.path))
         return store
 
     def publish(
@@ -279,15 +271,7 @@ class FileTarget(FirstTarget):
     ) -> None:
         self.check_opens(how)
         how.last()
-        self._transaction.commit(how.before_rename)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._transaction.__exit__(kind, error, trace)
+        self.commit(how.before_rename)
 
 
 class AtEnd:
@@ -387,7 +371,7 @@ class JoinedFile(JoinedFolder):
     """The hidden file, on a part that did not make it."""
 
     def __init__(self, file: str, *, path: str, durable: bool) -> None:
-        folder, self._file = split_path(file)
+        folder, self._file = os.path.split(file)
         super().__init__(folder, path=path, durable=durable)
 
     def _label(self, key: str) -> str:
@@ -425,8 +409,11 @@ class FolderTarget(FirstTarget):
         self, path: str, *, durable: bool, overwrite: bool, replaceable: Callable[[str], bool], resumed: SavePlan | None,
         parents: bool, files: Files | None,
     ) -> None:  # fmt: skip
-        self._shared = {}
-        self._system, self._path, self._durable = files or system_files(), path, durable
+        self.path = path
+        self._parents, self._durable = parents, durable
+        self._system = files or system_files()
+        self._shared: dict[str, NewFile] = {}
+        """The files that several parts write."""
         self._staging_path = "" if resumed is None else staging_path(path, resumed)
         self._staging = (
             Staging(self._staging_path, path, durable=durable, files=files)
@@ -439,22 +426,30 @@ class FolderTarget(FirstTarget):
         self._folder = DirectoryTransaction(
             path, durable=durable, overwrite=overwrite, replaceable=replaceable, files=files
         )
-        if self._staging is None:
-            try:
-                self._folder.__enter__()
-            except NotCommitted as error:
-                if not parents or error.errno != errno.ENOENT:
-                    raise
-                with refusing("making the folders that lead to it", path):
-                    make_parents(path, durable=durable)
-                self._folder.__enter__()
+
+    def __enter__(self) -> Self:
+        if self._staging is not None:
+            return self  # the folder is opened when everything is finished
+        try:
+            self._folder.__enter__()
+        except NotCommitted as error:
+            if not self._parents or error.errno != errno.ENOENT:
+                raise
+            with refusing("making the folders that lead to it", self.path):
+                make_parents(self.path, durable=self._durable)
+            self._folder.__enter__()
+        return self
 
     @property
     def join_name(self) -> str:
         return self._staging_path or self._folder.hidden_path
 
-    def _create(self, key: str) -> NewFile:
-        return self._folder.create(key)
+    def _shared_file(self, key: str) -> NewFile:
+        return self._shared[key]
+
+    def share(self, file: FilePlan) -> None:
+        made = self._shared[file.key] = self._folder.create(file.key)
+        made.allocate(file.nbytes)
 
     def link(self, file: LinkedFile) -> bool:
         with _base(self._system, file.folder) as base:
@@ -463,9 +458,9 @@ class FolderTarget(FirstTarget):
     def begin(self, file: FilePlan) -> Fill:
         if self._staging is None:
             made = self._folder.create(file.key)
-            return lambda how: _fill(file, how, made, self._path)
+            return lambda how: _fill(file, how, made, self.path)
         self._staged.append(file.key)
-        return partial(_staged, self._staging, file, self._path)
+        return partial(_staged, self._staging, file, self.path)
 
     def adopt(self, key: str, path: str) -> None:
         self._folder.adopt(key, path)
@@ -486,7 +481,7 @@ class FolderTarget(FirstTarget):
                 folder.join(key, nbytes, linked=linked)
         folder.seal_data()
         for file in index:
-            _fill(file, how, folder.create(file.key), self._path)
+            _fill(file, how, folder.create(file.key), self.path)
         self.check_opens(how)
         how.last()
         folder.commit(how.before_rename)

@@ -64,7 +64,8 @@ def nothing_yet(how: Saving) -> Mapping[str, int]:
 
 
 class Target:
-    """Where a save goes, as one part sees it. A context manager: what was not published when the block ends is given up."""
+    """Where a save goes, as one part sees it. A context manager: the block opens it, and what was not published when it ends is
+    given up."""
 
     save = ""  # What the names of data files carry: the id of the save; nothing where the whole is published by a rename.
     splits = False  # Whether several parts may write one file, each some of its bytes.
@@ -154,10 +155,24 @@ def target_of(
     replaceable: Callable[[str], bool], save: str = "", parts: int | None = None, resume: bool = False,
     parents: bool = False, files: Files | None = None, several: bool = False,
 ) -> Target:  # fmt: skip
-    """The target of a save to a path or a URL, for whoever publishes it. Raises `NotCommitted` where there may be none. Of the plan
-    its kind counts, and what its files are called. On a disk, `replaceable` says which names in a folder may go, `parents` whether
-    folders are made that lead to it, and `resume` whether finished files of an earlier try are taken over. In a bucket, `names`
-    says what is there, and `save` is the id of a save of several parts. `several` says that there are more parts than this."""
+    """Return the target of a save to a path or a URL, for the part that publishes it. A `with` block opens it.
+
+    Raises `NotCommitted`, here or there, if there may be none.
+
+    Args:
+        path: The path or the URL.
+        plan: The plan, of which the kind counts, and the names of the files.
+        overwrite: Whether what is there may be replaced.
+        durable: Whether to wait for the disk.
+        names: In a bucket: what the names there mean.
+        replaceable: On a disk: whether the file of a name in a folder may be removed.
+        save: In a bucket: the id of a save of several parts.
+        parts: In a bucket: how many parts of an upload are under way at once.
+        resume: Whether finished files of an earlier try are taken over.
+        parents: Whether folders are made that lead to it.
+        files: The file system.
+        several: Whether there are more parts than this.
+    """
     url = place_at(path).url
     if url is not None:
         from holdfast.engine.targets.bucket import (

@@ -101,7 +101,7 @@ class Report:
         """
         where = page_target(path, overwrite=overwrite)
         with FileTransaction(where, overwrite=True, durable=False) as transaction:
-            transaction.write(0, self.html().encode("utf-8"))
+            transaction.file.write(0, self.html().encode("utf-8"))
             transaction.commit()
         return where
 

@@ -585,7 +585,7 @@ def write_plan(
             join_target, path=path, durable=writing.durable, plan=plan, resume=writing.resume
         )
         joint_save = PlanSave(
-            plan, ranks, saving, open_target=open_target, link_files=link_files, join_target=join,
+            plan, ranks, saving, open_target=lambda: open_target().__enter__(), link_files=link_files, join_target=join,
             hash_source=mark, findings=findings,
         )  # fmt: skip
         joint_save.write()
