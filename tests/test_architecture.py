@@ -37,7 +37,7 @@ ROOM_TOKENS = {
     "cli": 24570,
     "core": 48130,
     "engine": 41262,
-    "engine/commit": 8852,
+    "engine/commit": 8460,
     "engine/targets": 14073,
     "extras": 230,
     "extras/maps": 12684,

@@ -358,7 +358,7 @@ def leftovers(folder: str) -> dict[str, object]:
     path, many = os.path.join(folder, "model.pt"), os.path.join(folder, "many")
     dead = [".model.pt.0123456789abcdef.tmp", ".holdfast.0123456789abcdef.lock"]
     with FileTransaction(path) as one, DirectoryTransaction(many) as two:
-        one.write(0, b"live")
+        one.file.write(0, b"live")
         two.create("x.safetensors").write(0, b"live")
         for name in dead:
             with open(os.path.join(folder, name), "wb") as file:
