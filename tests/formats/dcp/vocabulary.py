@@ -72,7 +72,7 @@ def _tensor(stored: StoredTensor) -> TensorStorageMetadata:
         raise Unsupported("a tensor without a dtype")
     described = TensorProperties(
         properties.dtype,
-        Layout(properties.layout),
+        Layout(properties.layout.name),
         properties.requires_grad,
         MemoryFormat.named(properties.memory_format),
         properties.pin_memory,

@@ -20,7 +20,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from operator import add, gt
 from pathlib import PurePath
 
 import msgspec
@@ -85,34 +86,33 @@ def checksum_file(metadata: bytes) -> bytes:
     return write_document(DOCUMENT, SideFileFields(1, len(metadata), f"{crc32(metadata):08x}"))
 
 
-def compare_metadata(source: Source) -> Corrupted | None:
-    """An error if the metadata or its checksum file may be damaged. Raises `Corrupted` if the metadata certainly is."""
-    keys = source.store.list()
-    if BESIDE not in keys or METADATA not in keys:
+def _compare_with_checksum(source: Source, metadata: bytes) -> Corrupted | None:
+    """Compare the metadata with its checksum file.
+
+    Returns an error if one of the two may be damaged. Raises `Corrupted` if the metadata certainly is.
+    """
+    if BESIDE not in source.store.list():
         return None
     try:
-        recorded = read_document(
-            DOCUMENT, source.bytes(BESIDE, 0, min(source.store.size(BESIDE), MOST_NBYTES))
-        )
+        raw = source.bytes(BESIDE, 0, min(source.store.size(BESIDE), MOST_NBYTES))
+        recorded = read_document(DOCUMENT, raw)
     except Corrupted as error:
         return error
     except (FormatError, LimitExceeded, Unsupported):
         return None  # of a later version
-    size = source.store.size(METADATA)
-    expected = hexadecimal(recorded.crc32)
-    if size != recorded.nbytes:
+    if len(metadata) != recorded.nbytes:
         message = (
             f"{METADATA} is not the one that Holdfast wrote: another program saved into this folder, or the file is damaged. If "
             f"the save was meant, delete {BESIDE}"
         )
         return Corrupted(message, file=METADATA, expected=recorded.nbytes)
-    found = crc32(source.bytes(METADATA, 0, size))
-    if found != expected:
+    expected, actual = hexadecimal(recorded.crc32), crc32(metadata)
+    if actual != expected:
         message = (
-            f"the index does not have the checksum that {BESIDE} records ({recorded.crc32}, not {found:08x}): it changed after it "
+            f"the index does not have the checksum that {BESIDE} records ({recorded.crc32}, not {actual:08x}): it changed after it "
             "was written; get it again"
         )
-        raise Corrupted(message, file=METADATA, expected=expected, found=found)
+        raise Corrupted(message, file=METADATA, expected=expected, found=actual)
     return None
 
 
@@ -143,19 +143,16 @@ class Index(Struct):
     """By name, in the order of the file: a tensor, the item of another value, or an object that was not built."""
     planner: object = None
     """The paths of names, from the planner."""
+    items: list[tuple[str, Item]] = field(default_factory=list)
+    """Every item, with the name of its tensor or value."""
     texts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     foreign: tuple[Foreign, ...] = ()
     files: tuple[str, ...] = ()
     nbytes: int = 0
     """Bytes of the metadata."""
-
-    def items(self) -> Iterator[tuple[str, Item]]:
-        for name, entry in self.entries.items():
-            if isinstance(entry, SavedTensor):
-                yield from ((name, piece.item) for piece in entry.pieces)
-            elif isinstance(entry, Item):
-                yield name, entry
+    damage: Corrupted | None = None
+    """Set if the metadata or its checksum file may be damaged."""
 
 
 def is_index(key: str) -> bool:
@@ -171,10 +168,7 @@ def read_index(source: Source, *, rank: int | None = None, whole: bool = True) -
     metadata, index = read_metadata(source, rank=rank)
     with located(file=METADATA if METADATA in source.store.list() else None):
         _fill(index, metadata, source.limits, whole=whole)
-        items = list(index.items())
-        _check_files(items, source)
-        _check_apart(items, index)
-    index.files = tuple(dict.fromkeys(item.file for _, item in items))
+        _check_items(index, source)
     return index
 
 
@@ -211,6 +205,8 @@ def read_metadata(source: Source, *, rank: int | None = None) -> tuple[Metadata,
     for name in names:
         with located(file=name):
             raw = source.bytes(name, 0, source.store.size(name))
+            if name == METADATA:
+                index.damage = _compare_with_checksum(source, raw)
             most = source.limits.dcp_metadata_nbytes
             done = interpret_whole(
                 raw, MetadataTable(), limits=source.limits, stream=name, max_nbytes=most
@@ -315,7 +311,8 @@ def _extent(box: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> None:
-    found: dict[str, list[tuple[ItemIndex, Item]]] = {}
+    """Give every name its items, and check what the metadata claims about tensors."""
+    items_of_name: dict[str, list[tuple[ItemIndex, Item]]] = {}
     for place, item in metadata.items.items():
         if (
             not isinstance(place, ItemIndex)
@@ -327,22 +324,41 @@ def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> N
                 "storage_data is no dict of MetadataIndex and _StorageInfo",
                 found=type(item).__name__,
             )
-        found.setdefault(place.name, []).append((place, item))
+        items_of_name.setdefault(place.name, []).append((place, item))
+
     for name, stored in metadata.tensors.items():
         if type(name) is not str:
             raise PickleError(
                 "state_dict_metadata with a name that is no text", found=type(name).__name__
             )
-        items = found.pop(name, [])
+        items = items_of_name.pop(name, [])
         try:
-            index.entries[name] = _entry(stored, items, limits, whole=whole)
+            if isinstance(stored, StoredTensor):
+                tensor = _read_tensor(stored, items, limits, whole=whole)
+                index.entries[name] = tensor
+                index.items += [(name, piece.item) for piece in tensor.pieces]
+            elif isinstance(stored, StoredBytes):
+                if len(items) != 1:
+                    message = (
+                        f"{len(items):,} items for a value that is no tensor; one was expected"
+                    )
+                    raise MetadataError(message, expected=1, found=len(items))
+                index.entries[name] = items[0][1]
+                index.items.append((name, items[0][1]))
+            elif isinstance(stored, Opaque):
+                index.entries[name] = stored
+            else:
+                raise PickleError(
+                    "neither a tensor nor bytes in state_dict_metadata", found=type(stored).__name__
+                )
         except HoldfastError as error:
             # As `located` does, which would take a tenth of the time for 100,000 names.
             error.tensor = error.tensor or name
             raise
-    if found:
+
+    if items_of_name:
         index.notes.append(
-            f"{len(found):,} names have items and no metadata, so they are not listed: {_some([*found])}"
+            f"{len(items_of_name):,} names have items and no metadata, so they are not listed: {_some([*items_of_name])}"
         )
     index.planner = metadata.planner
     if isinstance(metadata.version, str):
@@ -352,110 +368,104 @@ def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> N
             value = getattr(metadata.note, key)
             if isinstance(value, str | PurePath):
                 index.texts[key] = str(value)[:4096]
-    if metadata.more:
+    fields = metadata.state if isinstance(metadata.state, dict) else {}
+    foreign_keys = [key for key in fields if isinstance(key, str) and key not in Metadata.fields]
+    if foreign_keys:
         index.notes.append(
-            f"the metadata has further fields, which torch does not know: {', '.join(metadata.more[:5])}"
+            f"the metadata has further fields, which torch does not know: {', '.join(foreign_keys[:5])}"
         )
 
 
-def _entry(
-    stored: object, found: list[tuple[ItemIndex, Item]], limits: Limits, *, whole: bool
-) -> SavedTensor | Item | Opaque:
-    match stored:
-        case StoredTensor():
-            return _tensor(stored, found, limits, whole=whole)
-        case StoredBytes():
-            if len(found) != 1:
-                message = f"{len(found):,} items for a value that is no tensor; one was expected"
-                raise MetadataError(message, expected=1, found=len(found))
-            return found[0][1]
-        case Opaque():
-            return stored
-        case _:
-            raise PickleError(
-                "neither a tensor nor bytes in state_dict_metadata", found=type(stored).__name__
-            )
+class Geometry(Value, frozen=True):
+    """The claims of a `StoredTensor` that do not depend on its items, checked."""
+
+    dtype: DType
+    size: tuple[int, ...]
+    extents: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    """The offsets and the sizes of each chunk, in the order of the offsets."""
+    nbytes: list[int]
+    """The size of the elements of each chunk."""
 
 
-def _tensor(
-    stored: StoredTensor, found: list[tuple[ItemIndex, Item]], limits: Limits, *, whole: bool
+def _read_tensor(
+    stored: StoredTensor, items: list[tuple[ItemIndex, Item]], limits: Limits, *, whole: bool
 ) -> SavedTensor:
-    """A tensor with an item for each chunk. Without `whole`, several ranks may list one chunk."""
+    """Return a tensor with an item for each chunk. Without `whole`, several ranks may list one chunk."""
+    geometry = stored.checked
+    if not isinstance(geometry, Geometry):
+        geometry = stored.checked = _check_geometry(stored, len(items), limits, whole=whole)
+    if len(geometry.extents) != len(items):
+        raise _count_error(len(geometry.extents), len(items))
+    is_alone = len(items) == 1
+    if not is_alone:
+        if any(place.offset is None for place, _ in items):
+            raise MetadataError("an item that does not say which of several chunks it holds")
+        items.sort(key=lambda pair: pair[0].offset or ())
+
+    pieces = []
+    for extent, nbytes, (place, item) in zip(geometry.extents, geometry.nbytes, items, strict=True):
+        offsets, sizes = extent
+        if place.offset != offsets and not (is_alone and place.offset is None):
+            message = f"no item for the chunk at {list(offsets)}, or two for one"
+            raise MetadataError(message, expected=offsets, found=place.offset and place.offset[:64])
+        if nbytes > item.length and not item.transforms:
+            message = f"an item of {item.length:,} bytes for elements that take {nbytes:,}"
+            raise MetadataError(
+                message, file=item.file, offset=item.offset, expected=nbytes, found=item.length
+            )
+        pieces.append(SavedChunk(offsets, sizes, item))
+    return SavedTensor(geometry.dtype, geometry.size, stored.properties, tuple(pieces))
+
+
+def _check_geometry(
+    stored: StoredTensor, item_count: int, limits: Limits, *, whole: bool
+) -> Geometry:
+    """Check that the chunks of a tensor cover it exactly once."""
     properties = stored.properties
     dtype = properties.dtype
     if not stored.filled or dtype is None:
         raise PickleError("a TensorStorageMetadata without its state")
-    if properties.layout != "strided":
+    if properties.layout.name != "strided":
         raise MetadataError(
-            f"a tensor of layout {properties.layout}, which torch does not save in this format"
+            f"a tensor of layout {properties.layout.name}, which torch does not save in this format"
         )
     size = checked_shape(stored.size, limits)
-    extents = [_extent(box) for box in stored.boxes]
+    extents = sorted([_extent(box) for box in stored.boxes])
     if not whole:
-        extents = [extent for extent, _ in itertools.groupby(sorted(extents))]
-    if len(extents) != len(found):
-        message = f"{len(extents):,} chunks and {len(found):,} items; one for each was expected"
-        raise MetadataError(message, expected=len(extents), found=len(found))
-    alone = len(found) == 1
-    if not alone:
-        if any(place.offset is None for place, _ in found):
-            raise MetadataError("an item that does not say which of several chunks it holds")
-        extents.sort()
-        found.sort(key=lambda pair: pair[0].offset or ())
-    pieces = [
-        _piece(extent, pair, size, dtype=dtype, alone=alone)
-        for extent, pair in zip(extents, found, strict=True)
-    ]
-    inside = [(piece.offsets, piece.sizes) for piece in pieces if 0 not in piece.sizes]
-    if whole and not covers(size, inside):
-        count = sum(math.prod(sizes) for _, sizes in inside)
+        extents = [extent for extent, _ in itertools.groupby(extents)]
+    if len(extents) != item_count:
+        raise _count_error(len(extents), item_count)
+    for offsets, sizes in extents:
+        if len(offsets) != len(size) or len(sizes) != len(size):
+            message = f"a chunk of another rank than the tensor's {len(size)}"
+            raise MetadataError(message, expected=size, found=sizes[:64])
+        if 0 not in sizes and any(map(gt, map(add, offsets, sizes), size)):
+            message = f"a chunk {list(sizes)} at {list(offsets)} is not inside of {list(size)}"
+            raise MetadataError(message, expected=size, found=sizes)
+    filled_extents = [extent for extent in extents if 0 not in extent[1]]
+    if whole and not covers(size, filled_extents):
+        count = sum(math.prod(sizes) for _, sizes in filled_extents)
         raise MetadataError(
-            f"{len(pieces):,} chunks with {count:,} elements do not cover {list(size)} exactly once: they overlap or leave holes",
+            f"{len(extents):,} chunks with {count:,} elements do not cover {list(size)} exactly once: they overlap or leave holes",
             expected=size,
             found=count,
         )
-    return SavedTensor(dtype, size, properties, tuple(pieces))
+    nbytes = [dtype.nbytes(math.prod(sizes)) for _, sizes in extents]
+    return Geometry(dtype, size, extents, nbytes)
 
 
-def _piece(
-    extent: tuple[tuple[int, ...], tuple[int, ...]],
-    pair: tuple[ItemIndex, Item],
-    size: tuple[int, ...],
-    *,
-    dtype: DType,
-    alone: bool,
-) -> SavedChunk:
-    place, item = pair
-    offsets, sizes = extent
-    if len(offsets) != len(size) or len(sizes) != len(size):
-        raise MetadataError(
-            f"a chunk of another rank than the tensor's {len(size)}",
-            expected=size,
-            found=sizes[:64],
-        )
-    if place.offset != offsets and not (alone and place.offset is None):
-        message = f"no item for the chunk at {list(offsets)}, or two for one"
-        raise MetadataError(message, expected=offsets, found=place.offset and place.offset[:64])
-    if 0 not in sizes and any(
-        o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)
-    ):
-        raise MetadataError(
-            f"a chunk {list(sizes)} at {list(offsets)} is not inside of {list(size)}",
-            expected=size,
-            found=sizes,
-        )
-    nbytes = dtype.nbytes(math.prod(sizes))
-    if nbytes > item.length and not item.transforms:
-        message = f"an item of {item.length:,} bytes for elements that take {nbytes:,}"
-        raise MetadataError(
-            message, file=item.file, offset=item.offset, expected=nbytes, found=item.length
-        )
-    return SavedChunk(offsets, sizes, item)
+def _count_error(chunk_count: int, item_count: int) -> MetadataError:
+    message = f"{chunk_count:,} chunks and {item_count:,} items; one for each was expected"
+    return MetadataError(message, expected=chunk_count, found=item_count)
 
 
-def _check_files(items: Sequence[tuple[str, Item]], source: Source) -> None:
-    """Refuse names outside of the directory, missing files, and items beyond the ends of files."""
-    files: dict[str, tuple[str, Item]] = {}
+def _check_items(index: Index, source: Source) -> None:
+    """Check the places of all items.
+
+    Refuses names outside of the directory, missing files, items beyond the ends of files, and items
+    that overlap. Tied tensors may have the same item.
+    """
+    items = index.items
     for name, item in items:
         if not 0 <= item.offset <= ADDRESSABLE or not 0 <= item.length <= ADDRESSABLE:
             raise MetadataError(
@@ -463,27 +473,49 @@ def _check_files(items: Sequence[tuple[str, Item]], source: Source) -> None:
                 tensor=name,
                 found=(item.offset, item.length),
             )
-        last = files.get(item.file)
-        if last is None or item.stop > last[1].stop:
-            files[item.file] = (name, item)
-    present = set(source.store.list())
-    missing = []
-    for file, (name, _) in files.items():
-        if not is_plain_path(file):
+    numbers: dict[str, int] = {}
+    file = np.array([numbers.setdefault(item.file, len(numbers)) for _, item in items], np.int64)
+    start = np.array([item.offset for _, item in items], np.int64)
+    stop = start + np.array([item.length for _, item in items], np.int64)
+    index.files = tuple(numbers)
+
+    present_files = set(source.store.list())
+    for number, key in enumerate(index.files):
+        if not is_plain_path(key):
+            name, _ = items[int(np.flatnonzero(file == number)[0])]
             raise UnsafePath(
-                f"{file[:256]!r} is not the plain name of a file inside the directory",
+                f"{key[:256]!r} is not the plain name of a file inside the directory",
                 tensor=name,
-                found=file[:256],
+                found=key[:256],
             )
-        if file not in present:
-            missing.append(file)
-    if missing:
+    missing_files = [key for key in index.files if key not in present_files]
+    if missing_files:
         raise StoreError(
-            f"the metadata names data files that are not there: {_some(missing)}; a distributed checkpoint is opened by its folder",
-            found=tuple(missing[:64]),
+            f"the metadata names data files that are not there: {_some(missing_files)}; "
+            "a distributed checkpoint is opened by its folder",
+            found=tuple(missing_files[:64]),
         )
-    for file, (name, item) in files.items():
-        check_inside(item, source.store.size(file), name)
+    sizes = np.array([source.store.size(key) for key in index.files], np.int64)
+    for row in np.flatnonzero(stop > sizes[file]).tolist():
+        name, item = items[row]
+        check_inside(item, int(sizes[file[row]]), name)
+
+    order = np.lexsort((stop, start, file))
+    file, start, stop = file[order], start[order], stop[order]
+    # Sorted by start, then by stop: the first pair that is not the same item twice is found beside each other.
+    for row in np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < stop[:-1])).tolist():
+        (other, first), (name, item) = items[int(order[row])], items[int(order[row + 1])]
+        is_same = (first.offset, first.length, first.transforms) == (
+            item.offset,
+            item.length,
+            item.transforms,
+        )
+        entries = index.entries[name], index.entries[other]
+        if not is_same or not all(isinstance(entry, SavedTensor) for entry in entries):
+            message = f"these bytes belong to {other[:80]!r} as well"
+            raise MetadataError(
+                message, file=item.file, tensor=name, offset=item.offset, found=item.length
+            )
 
 
 def check_inside(item: Item, size: int, name: str) -> None:
@@ -492,26 +524,3 @@ def check_inside(item: Item, size: int, name: str) -> None:
             f"an item should end at byte {item.stop:,}, and the file has {size:,}: it was cut short or belongs to another save",
             file=item.file, tensor=name, offset=size, expected=item.stop, found=size,
         )  # fmt: skip
-
-
-def _check_apart(items: Sequence[tuple[str, Item]], index: Index) -> None:
-    """Refuse items that overlap. Tied tensors may have the same item."""
-    numbers: dict[str, int] = {}
-    rows = [
-        (numbers.setdefault(item.file, len(numbers)), item.offset, item.stop) for _, item in items
-    ]
-    places = np.array(rows, np.int64).reshape(-1, 3)
-    order = np.lexsort((places[:, 2], places[:, 1], places[:, 0]))
-    file, start, stop = places[order].T
-    # Sorted by start, then by stop: the first pair that is not the same item twice is found beside each other.
-    for at in np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < stop[:-1])).tolist():
-        (other, first), (name, item) = items[int(order[at])], items[int(order[at + 1])]
-        same = (first.offset, first.stop) == (
-            item.offset,
-            item.stop,
-        ) and first.transforms == item.transforms
-        if not (same and all(isinstance(index.entries[n], SavedTensor) for n in (name, other))):
-            message = f"these bytes belong to {other[:80]!r} as well"
-            raise MetadataError(
-                message, file=item.file, tensor=name, offset=item.offset, found=item.length
-            )

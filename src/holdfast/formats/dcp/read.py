@@ -28,7 +28,6 @@ from holdfast.formats.dcp.index import (
     Index,
     SavedTensor,
     check_inside,
-    compare_metadata,
     is_index,
     read_index,
 )
@@ -189,9 +188,8 @@ def is_dcp(source: Source) -> bool:
 
 
 def describe(source: Source) -> Description:
-    changed = compare_metadata(source)
     index = read_index(source)
-    compressed = any(item.transforms and is_inflated(item) for _, item in index.items())
+    compressed = any(item.transforms and is_inflated(item) for _, item in index.items)
     items = Items(source, inflate=compressed)
     values, foreign, nbytes = read_values(items, _values(index))
     leaves: dict[str, object] = {}
@@ -214,9 +212,8 @@ def describe(source: Source) -> Description:
         notes.append(
             "items are compressed with zstd, so reading any part of one inflates all of it"
         )
-    if changed is not None:
-        notes.append(changed.message)
-    damage = () if changed is None else (changed,)
+    damage = () if index.damage is None else (index.damage,)
+    notes += [error.message for error in damage]
     every = (*index.foreign, *foreign)
     return Description(
         "dcp", ItemTable(named.tensors, items), grown.tree, every, tuple(notes), index.texts, damage

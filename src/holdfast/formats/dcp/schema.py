@@ -36,9 +36,23 @@ TRANSFORMS = 8
 """The most transforms of an item. torch has one."""
 
 
+LENGTHS = frozenset({Size})
+"""The type of sizes and offsets. Their lengths were checked when the `Size` was made."""
+
+DICT = frozenset({dict})
+OPTIONAL = frozenset({type(None)})
+ANYTHING = None
+
+Fields = Mapping[str, tuple[str, frozenset[type] | None]]
+
+
 class PickledObject(Struct, eq=False):
-    title: ClassVar = "object"
+    """An object of a class of torch, filled from its state."""
+
+    title: ClassVar[str] = "object"
     """The name of torch's class."""
+    fields: ClassVar[Fields] = {}
+    """From a key of the state to our name of the field and its types."""
 
     filled: bool = False
 
@@ -46,53 +60,69 @@ class PickledObject(Struct, eq=False):
     __hash__ = object.__hash__
 
     def fill(self, state: object) -> None:
-        """Take the state of a BUILD opcode. Raises `PickleError` for a state of another form."""
-        raise PickleError(
-            f"a {self.title} with a state, which it does not have", found=brief(state)
-        )
+        """Take the state of a BUILD opcode. None in place of an optional field leaves the default.
 
-    def fields(self, state: object) -> dict[object, object]:
+        Raises `PickleError` for a state of another form, and for a second state.
+        """
+        if self.filled:
+            raise PickleError(f"a BUILD of a {self.title} that has its state already")
         if type(state) is not dict:
             raise PickleError(f"the state of a {self.title} is no dict", found=brief(state))
-        return state
+        for key, (name, types) in self.fields.items():
+            value = state.get(key)
+            if types is not None and type(value) not in types:
+                value = self.convert(key, value, types)
+            if value is not None:
+                setattr(self, name, value)
+        self.filled = True
 
-    def wrong(self, name: str, found: object) -> PickleError:
-        return PickleError(
-            f"the field {name!r} of a {self.title} is missing or of another type",
-            found=brief(found),
-        )
+    def convert(self, key: str, value: object, types: frozenset[type]) -> object:
+        """Convert a value of another type. Raises `PickleError` if a writer never has such a one there."""
+        if types >= LENGTHS and isinstance(value, tuple | list):
+            if len(value) > RANK:
+                message = f"the {key} of a tensor with {len(value):,} dimensions"
+                raise MetadataError(message, found=len(value))
+            return checked_ints(value, key)
+        if types >= DICT and isinstance(value, dict):
+            return value
+        raise self.wrong(key, value)
+
+    def wrong(self, key: str, value: object) -> PickleError:
+        message = f"the field {key!r} of a {self.title} is missing or of another type"
+        return PickleError(message, found=brief(value))
 
 
 class StoredBytes(PickledObject, eq=False):
     """`BytesStorageMetadata`: a value that is no tensor."""
 
-    title: ClassVar = "BytesStorageMetadata"
-
-    def fill(self, state: object) -> None:
-        self.fields(state)
+    title: ClassVar[str] = "BytesStorageMetadata"
 
 
 class StoredBox(PickledObject, eq=False):
     """`ChunkStorageMetadata`: the part of a tensor that one item holds."""
 
-    title: ClassVar = "ChunkStorageMetadata"
+    title: ClassVar[str] = "ChunkStorageMetadata"
+    fields: ClassVar[Fields] = {"offsets": ("offsets", LENGTHS), "sizes": ("sizes", LENGTHS)}
 
     offsets: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
 
-    def fill(self, state: object) -> None:
-        fields = self.fields(state)
-        self.offsets = _ints(fields.get("offsets"), "offsets")
-        self.sizes = _ints(fields.get("sizes"), "sizes")
-
 
 class Properties(PickledObject, eq=False):
-    """`TensorProperties`: (dtype, layout, requires_grad, memory format, pin_memory), and since torch 2.15 the strides or None."""
+    """`TensorProperties`, whose state is a tuple. torch 2.15 added the strides, which may be None."""
 
-    title: ClassVar = "TensorProperties"
+    title: ClassVar[str] = "TensorProperties"
+    fields: ClassVar[Fields] = {
+        "dtype": ("dtype", frozenset({DType})),
+        "layout": ("layout", frozenset({Global})),
+        "requires_grad": ("requires_grad", frozenset({bool})),
+        "memory_format": ("memory_format", frozenset({str})),
+        "pin_memory": ("pin_memory", frozenset({bool})),
+        "strides": ("strides", LENGTHS | OPTIONAL),
+    }
 
     dtype: DType | None = None
-    layout: str = "strided"
+    layout: Global = Global("torch", "strided")
     requires_grad: bool = False
     memory_format: str = MEMORY_FORMATS[0]
     pin_memory: bool = False
@@ -100,99 +130,73 @@ class Properties(PickledObject, eq=False):
 
     def fill(self, state: object) -> None:
         if type(state) is not tuple or not 5 <= len(state) <= 6:
-            raise PickleError(
-                "the state of a TensorProperties is no tuple of 5 or 6", found=brief(state)
-            )
-        dtype, layout, grad, memory, pinned = state[:5]
-        if not isinstance(dtype, DType):
-            raise self.wrong("dtype", dtype)
-        if not isinstance(layout, Global) or layout.module != "torch":
-            raise self.wrong("layout", layout)
-        if type(grad) is not bool or type(pinned) is not bool:
-            raise self.wrong("requires_grad", grad)
-        if memory not in MEMORY_FORMATS:
-            raise self.wrong("memory_format", memory)
-        self.dtype, self.layout, self.requires_grad, self.pin_memory = (
-            dtype,
-            layout.name,
-            grad,
-            pinned,
-        )
-        self.memory_format = str(memory)
-        if len(state) == 6 and state[5] is not None:
-            self.strides = _ints(state[5], "strides")
+            message = "the state of a TensorProperties is no tuple of 5 or 6"
+            raise PickleError(message, found=brief(state))
+        super().fill(dict(zip(self.fields, state, strict=False)))
+        if self.layout.module != "torch":
+            raise self.wrong("layout", self.layout)
+        if self.memory_format not in MEMORY_FORMATS:
+            raise self.wrong("memory_format", self.memory_format)
 
 
 class StoredTensor(PickledObject, eq=False):
     """`TensorStorageMetadata`: a tensor and the boxes that it is stored as."""
 
-    title: ClassVar = "TensorStorageMetadata"
+    title: ClassVar[str] = "TensorStorageMetadata"
+    fields: ClassVar[Fields] = {
+        "properties": ("properties", frozenset({Properties})),
+        "size": ("size", LENGTHS),
+        "chunks": ("boxes", frozenset({list})),
+    }
 
     properties: Properties = field(default_factory=Properties)
     size: tuple[int, ...] = ()
     boxes: list[object] = field(default_factory=list)
     """Not checked: every element should be a `StoredBox`."""
-
-    def fill(self, state: object) -> None:
-        fields = self.fields(state)
-        properties, boxes = fields.get("properties"), fields.get("chunks")
-        if not isinstance(properties, Properties) or properties.dtype is None:
-            raise self.wrong("properties", properties)
-        if type(boxes) is not list:
-            raise self.wrong("chunks", boxes)
-        self.properties, self.boxes = properties, boxes
-        self.size = _ints(fields.get("size"), "size")
+    checked: object = None
+    """What `index` has found out about this record. Many names may have one record."""
 
 
 class ItemIndex(PickledObject, eq=False):
     """`MetadataIndex`: the key of an item: a name and, for a tensor, the lowest corner of its box."""
 
-    title: ClassVar = "MetadataIndex"
+    title: ClassVar[str] = "MetadataIndex"
+    fields: ClassVar[Fields] = {
+        "fqn": ("name", frozenset({str})),
+        "offset": ("offset", LENGTHS | OPTIONAL),
+        "index": ("index", OPTIONAL | {int}),
+    }
 
     name: str = ""
     index: int | None = None
     offset: tuple[int, ...] | None = None
 
-    def fill(self, state: object) -> None:
-        fields = self.fields(state)
-        name, offset, index = fields.get("fqn"), fields.get("offset"), fields.get("index")
-        if type(name) is not str:
-            raise self.wrong("fqn", name)
-        if index is not None and type(index) is not int:
-            raise self.wrong("index", index)
-        self.name, self.index = name, index
-        self.offset = None if offset is None else _ints(offset, "offset")
-
 
 class Item(PickledObject, eq=False):
     """`_StorageInfo`: the place of an item, and the transforms that it was written through."""
 
-    title: ClassVar = "_StorageInfo"
+    title: ClassVar[str] = "_StorageInfo"
+    fields: ClassVar[Fields] = {
+        "relative_path": ("file", frozenset({str})),
+        "offset": ("offset", frozenset({int})),
+        "length": ("length", frozenset({int})),
+        "transform_descriptors": ("transforms", OPTIONAL),
+    }
 
     file: str = ""
     offset: int = 0
     length: int = 0
     transforms: tuple[str, ...] = ()
 
-    def fill(self, state: object) -> None:
-        fields = self.fields(state)
-        file, offset, length = (
-            fields.get("relative_path"),
-            fields.get("offset"),
-            fields.get("length"),
-        )
-        transforms = fields.get("transform_descriptors")
-        if type(file) is not str:
-            raise self.wrong("relative_path", file)
-        if type(offset) is not int or type(length) is not int:
-            raise self.wrong("offset", offset)
-        if transforms is not None:
-            if not isinstance(transforms, list | tuple) or len(transforms) > TRANSFORMS:
-                raise self.wrong("transform_descriptors", transforms)
-            if not all(type(name) is str for name in transforms):
-                raise self.wrong("transform_descriptors", transforms)
-            self.transforms = tuple(transforms)
-        self.file, self.offset, self.length = file, offset, length
+    def convert(self, key: str, value: object, types: frozenset[type]) -> object:
+        if (
+            key != "transform_descriptors"
+            or not isinstance(value, list | tuple)
+            or len(value) > TRANSFORMS
+            or not all(type(name) is str for name in value)
+        ):
+            raise self.wrong(key, value)
+        return tuple(value)
 
     @property
     def stop(self) -> int:
@@ -202,26 +206,31 @@ class Item(PickledObject, eq=False):
 class StorageNote(PickledObject, eq=False):
     """`StorageMeta`: the writer's notes on the save, of any type. Only text is shown."""
 
-    title: ClassVar = "StorageMeta"
+    title: ClassVar[str] = "StorageMeta"
+    fields: ClassVar[Fields] = {
+        "checkpoint_id": ("checkpoint_id", ANYTHING),
+        "save_id": ("save_id", ANYTHING),
+        "load_id": ("load_id", ANYTHING),
+        "modules": ("modules", ANYTHING),
+    }
 
     checkpoint_id: object = None
     save_id: object = None
     load_id: object = None
     modules: object = None
 
-    def fill(self, state: object) -> None:
-        fields = self.fields(state)
-        self.checkpoint_id, self.save_id = fields.get("checkpoint_id"), fields.get("save_id")
-        self.load_id, self.modules = fields.get("load_id"), fields.get("modules")
-
 
 class Metadata(PickledObject, eq=False):
     """`Metadata`: the root of the pickle."""
 
-    title: ClassVar = "Metadata"
-    KNOWN: ClassVar = frozenset(
-        {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
-    )
+    title: ClassVar[str] = "Metadata"
+    fields: ClassVar[Fields] = {
+        "state_dict_metadata": ("tensors", DICT),
+        "planner_data": ("planner", ANYTHING),
+        "storage_data": ("items", DICT | OPTIONAL),
+        "storage_meta": ("note", OPTIONAL | {StorageNote}),
+        "version": ("version", ANYTHING),
+    }
 
     tensors: dict[object, object] = field(default_factory=dict)
     """`state_dict_metadata`: the entry of each name."""
@@ -231,39 +240,12 @@ class Metadata(PickledObject, eq=False):
     """`storage_data`: `ItemIndex` to `Item`."""
     note: StorageNote | None = None
     version: object = None
-    state: dict[object, object] = field(default_factory=dict)
+    state: object = None
+    """All fields. Other programs put some beside those of torch (Megatron's `mcore_data`)."""
 
     def fill(self, state: object) -> None:
-        fields = self.fields(state)
-        tensors, items, note = (
-            fields.get("state_dict_metadata"),
-            fields.get("storage_data"),
-            fields.get("storage_meta"),
-        )
-        if not isinstance(tensors, dict):
-            raise self.wrong("state_dict_metadata", tensors)
-        if items is not None and not isinstance(items, dict):
-            raise self.wrong("storage_data", items)
-        if note is not None and not isinstance(note, StorageNote):
-            raise self.wrong("storage_meta", note)
-        self.tensors, self.items, self.note = tensors, items or {}, note
-        self.planner, self.version = fields.get("planner_data"), fields.get("version")
-        self.state = fields
-
-    @property
-    def more(self) -> list[str]:
-        """Fields that other programs put beside those of torch (Megatron's `mcore_data`)."""
-        return [key for key in self.state if isinstance(key, str) and key not in self.KNOWN]
-
-
-def _ints(value: object, what: str) -> tuple[int, ...]:
-    if type(value) is Size:
-        return value
-    if isinstance(value, tuple | list) and len(value) > RANK:
-        raise MetadataError(
-            f"the {what} of a tensor with {len(value):,} dimensions", found=len(value)
-        )
-    return checked_ints(value, what)
+        super().fill(state)
+        self.state = state
 
 
 PACKAGES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
@@ -342,8 +324,5 @@ class MetadataTable(PlainTable):
     def build(self, obj: object, state: object) -> object:
         if not isinstance(obj, PickledObject):
             return super().build(obj, state)
-        if obj.filled:
-            raise PickleError(f"a BUILD of a {obj.title} that has its state already")
         obj.fill(state)
-        obj.filled = True
         return obj

@@ -16,7 +16,7 @@ import io
 import os
 import uuid
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Protocol, TypeVar
 
 import torch
@@ -40,7 +40,6 @@ from holdfast.formats.dcp.index import (
     METADATA,
     SavedChunk,
     SavedTensor,
-    compare_metadata,
     ranks_alone,
     read_index,
 )
@@ -142,7 +141,6 @@ class Tree:
 
 class Directory:
     def __init__(self, source: Source, rank: int | None, extensions: Extensions | None) -> None:
-        compare_metadata(source)
         alone = ranks_alone(source)
         if (
             alone and rank is None and versions.HUGGING_FACE
@@ -156,9 +154,11 @@ class Directory:
         ):
             whole = read_index(source, whole=False).entries
             self._index.entries.update({name: whole[name] for name in short})
-        self._items = Items(
-            source, inflate=any(item.transforms == (ZSTD,) for item in self._everything())
-        )
+        entries = self._index.entries.values()
+        tensors = [entry for entry in entries if isinstance(entry, SavedTensor)]
+        items = [entry for entry in entries if isinstance(entry, Item)]
+        items += [piece.item for tensor in tensors for piece in tensor.pieces]
+        self._items = Items(source, inflate=any(item.transforms == (ZSTD,) for item in items))
         self._extensions = extensions
         self._known: dict[tuple[str, int], LazyTensor] = {}
 
@@ -211,13 +211,6 @@ class Directory:
 
     def close(self) -> None:
         self._items.source.store.close()
-
-    def _everything(self) -> Iterator[Item]:
-        for entry in self._index.entries.values():
-            if isinstance(entry, SavedTensor):
-                yield from (piece.item for piece in entry.pieces)
-            elif isinstance(entry, Item):
-                yield entry
 
     def _entry(self, name: str) -> SavedTensor | Item:
         entry = self._index.entries.get(name)
