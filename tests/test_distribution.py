@@ -47,8 +47,8 @@ def test_the_distribution():
     assert {f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)} <= set(
         PROJECT["classifiers"]
     )
-    assert not {"authors", "maintainers", "urls"} & set(PROJECT), (
-        "addresses and people are not made up"
+    assert {"Homepage", "Documentation", "Repository", "Issues", "Changelog"} <= set(
+        PROJECT["urls"]
     )
     assert re.search(
         rf"^## \[{re.escape(VERSION)}\]",
@@ -57,10 +57,28 @@ def test_the_distribution():
     )
 
 
+def test_placeholders_are_replaced_together():
+    """Addresses that nobody owns are on example.com, all of them or none, and marked in one file."""
+    source = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    addresses = [*PROJECT["urls"].values(), PROJECT["authors"][0]["email"]]
+    is_placeholder = {"example.com" in address for address in addresses}
+    assert len(is_placeholder) == 1
+    assert ("# PLACEHOLDERS" in source) == is_placeholder.pop()
+    others = ["SECURITY.md", "CITATION.cff", "mkdocs.yml", "tools/site/release.py", "README.md"]
+    for name in others:
+        assert "example.com" not in (ROOT / name).read_text(encoding="utf-8"), name
+
+
+def test_the_citation_has_this_version():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {VERSION}\n" in citation
+
+
 def test_the_page_of_the_index_needs_no_repository():
     page = content_of(ROOT / PROJECT["readme"])
     assert links(page) == []
-    assert "<img" not in page
+    pictures = re.findall(r'<img [^>]*src="([^"]+)"', page)
+    assert all(url.startswith(f"{PROJECT['urls']['Repository']}/") for url in pictures)
     assert "pip install holdfast-checkpoint" in "\n".join(page.splitlines()[:10])
 
 

@@ -166,6 +166,7 @@ LINKED = [
     *PAGES,
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
     ROOT / "tests" / "golden" / "README.md",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import pydoc
+import traceback
 from typing import Unpack
 
 import pytest
@@ -17,6 +18,7 @@ from holdfast.cli.parser import Parser, verbs_of
 from holdfast.cli.planned import add_places
 from holdfast.core import options
 from holdfast.core.options import ConvertOptions, Option, checked, options_of, pick, validated
+from holdfast.errors import CannotHold, RanksFailed
 from holdfast.verbs.shared.transform import Edits
 
 
@@ -90,3 +92,16 @@ def test_a_record_is_filled_by_the_names_of_its_fields():
     found = checked(ConvertOptions, {"keep": "w", "tensors_only": 1, "drop": None})
     assert pick(Edits, found) == Edits(keep=("w",), tensors_only=True)
     assert pick(Edits, found, casts=(("*", None),)).casts == (("*", None),)
+
+
+def test_the_traceback_of_a_failed_rank_has_the_frames_of_the_caller_alone():
+    @validated
+    def fail(path: str) -> None:
+        raise RanksFailed("rank 1 failed", causes={1: path}) from CannotHold("no", [])
+
+    with pytest.raises(RanksFailed) as caught:
+        fail("x")
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)] == [
+        "test_the_traceback_of_a_failed_rank_has_the_frames_of_the_caller_alone"
+    ]
+    assert isinstance(caught.value.__cause__, CannotHold)

@@ -24,7 +24,11 @@ import plots
 import reference
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-BESIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+BESIDE = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
 """Pages of the repository that are not in docs/, and what they are called on the site."""
 
 WEIGHTS = {

@@ -41,7 +41,7 @@ from typing import (
 from holdfast.core import arguments
 from holdfast.core.arguments import AnyDType, Reader
 from holdfast.core.quantities import Size, seconds, share, whole_number
-from holdfast.errors import BadArgumentType
+from holdfast.errors import BadArgumentType, HoldfastError, RankLost, RanksFailed
 
 if TYPE_CHECKING:
     from holdfast.core.group import AnyGroup
@@ -550,7 +550,14 @@ def _validate(verb: Callable[P, R], readers: Mapping[str, Reader]) -> Callable[P
         for name in required:
             if name not in kwargs:
                 raise BadArgumentType(f"{verb.__name__}() needs {name}=: {options[name].help}")
-        return verb(*checked_args, **defaults | kwargs)  # type: ignore[arg-type]  # the same parameters, of narrower kinds
+        try:
+            return verb(*checked_args, **defaults | kwargs)  # type: ignore[arg-type]  # the same parameters, of narrower kinds
+        except (RanksFailed, RankLost) as error:
+            # Every rank prints this error. The frames inside of Holdfast are the same on all of them.
+            error.__traceback__ = None
+            if isinstance(error.__cause__, HoldfastError):
+                error.__cause__.__traceback__ = None
+            raise
 
     if record is not None:
         keywords = [
