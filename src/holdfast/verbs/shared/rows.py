@@ -8,7 +8,7 @@ from holdfast.core.leaves import Leaves, find_leaves
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import State
 from holdfast.core.table import ODD, Kind, Table
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.core.tree import Way, rebuild
 from holdfast.core.value import replace
 from holdfast.formats.tree_json.encode import is_marked
@@ -26,7 +26,8 @@ def flat_state(table: Table, metadata: Mapping[str, str]) -> State:
 
 
 def _marked(leaves: Leaves, table: Table) -> Leaves:
-    leaves.marked = any(is_marked(table.kinds[kind].traits) for kind in {*table.kind})
+    traits = [table.kinds[kind].traits for kind in {*table.kind}]
+    leaves.marked = any(one is not PLAIN and is_marked(one) for one in traits)
     return leaves
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any, Literal, Protocol, cast
 
@@ -30,7 +30,7 @@ from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
 from holdfast.core.registry import find_hook
 from holdfast.core.table import ODD, Kind, Table
-from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.tensor import PLAIN, Composite, LazyTensor
 from holdfast.core.tree import MOST_CALLS, Path, Way, mapped_children, rebuild, rebuilt, values_of
 from holdfast.core.value import Value, replace
 from holdfast.engine.arrays import ARRAY_TYPES, Resident, tabulate_arrays
@@ -45,6 +45,8 @@ LAZY_TYPES = (LazyTensor,)
 
 Arrays = Literal["tensors", "values"]
 Leaf = Callable[[object, Path], object]
+
+ViewMaker = Callable[[int, Kind, str, int], LazyTensor]
 
 SHOWN = 3
 
@@ -84,17 +86,17 @@ def tabulate_tree(
 
     Raises `CannotHold` with everything that stands in the way.
     """
-    resident = Resident()
-    leaf, libraries = _leaf(arrays, resident), _libraries(arrays)
-    kinds = [kind for library in libraries for kind in library.types] + [*LAZY_TYPES]
-    leaves = find_leaves(tree, kinds, leaf, (limits or DEFAULTS).depth)
-    tabulating = _Tabulating(leaves, leaf, resident, libraries)
-    table = tabulating.table()
-    leaves.refuse()
-    leaves.marked = any(is_marked(kind.traits) for kind in table.kinds)
+    describing = _Describing(arrays)
+    kinds = [kind for library in describing.libraries for kind in library.types]
+    depth = (limits or DEFAULTS).depth
+    leaves = find_leaves(tree, [*kinds, *LAZY_TYPES], describing.convert, depth)
+    table = describing.tabulate(leaves)
+    if leaves.problems:
+        leaves.refuse()
+    leaves.marked = any(kind.traits is not PLAIN and is_marked(kind.traits) for kind in table.kinds)
     notes: tuple[str, ...] = ()
-    if "torch" in sys.modules and (tabulating.others or leaves.places):
-        notes = _unkept_notes(leaves, table, tabulating.others)
+    if "torch" in sys.modules and (describing.others or leaves.places):
+        notes = _unkept_notes(leaves, table, describing.others)
     return State(tree, table, leaves, dict(metadata or {}), notes)
 
 
@@ -143,13 +145,6 @@ class Library(Value, frozen=True, eq=False):
     tabulate: Callable[[list[object]], Tabulated]
 
 
-def _libraries(arrays: Arrays) -> tuple[Library, ...]:
-    return (
-        *((NUMPY,) if arrays == "tensors" else ()),
-        *(_torch_library() if "torch" in sys.modules else ()),
-    )
-
-
 @cache
 def _torch_library() -> tuple[Library, ...]:
     tensors = find_hook("torch_tensors")
@@ -173,49 +168,73 @@ def _plain_types(*, torch: bool) -> frozenset[type]:
     )
 
 
-class _Tabulating:
-    """Makes the table of a state's leaves: rows of each library by columns, and of lazy tensors for what is left."""
+class _Describing:
+    """Describes the leaves of one state: those of each library by columns, and the others as lazy tensors."""
 
-    def __init__(
-        self, leaves: Leaves, leaf: Leaf, resident: Resident, libraries: Sequence[Library]
-    ) -> None:
-        self._leaves, self._leaf, self._resident, self._libraries = (
-            leaves,
-            leaf,
-            resident,
-            libraries,
-        )
+    def __init__(self, arrays: Arrays) -> None:
+        numpy = (NUMPY,) if arrays == "tensors" else ()
+        self.libraries = (*numpy, *_torch_library()) if "torch" in sys.modules else numpy
         self.others: dict[int, LazyTensor] = {}
         """Rows that no library gave in columns: a lazy tensor each."""
+        self._arrays = arrays
 
-    def table(self) -> Table:
-        values = self._leaves.values
-        if {*map(type, values)} <= {*LAZY_TYPES}:
-            return lazy_table(self._leaves.names, cast("list[LazyTensor]", values))
-        parts = self._tabulate()
-        if sum(len(part.rows) for part in parts) < len(values):
-            parts = self._describe_others(parts)
-        return self._joined(parts)
+    @cached_property
+    def _resident(self) -> Resident:
+        return Resident()
 
-    def _tabulate(self) -> list[Tabulated]:
-        """The rows of plain tensors, of each library."""
-        values, found = self._leaves.values, []
+    @cached_property
+    def _convert_foreign(self) -> Leaf:
+        # Only if the caller has torch can there be a torch tensor.
+        if "torch" not in sys.modules:
+            return lambda value, path: value
+        return cast("Leaf", find_hook("torch_leaf")(self._resident))
+
+    def convert(self, value: object, path: Path) -> object:
+        """Return the lazy tensor or the composite of a leaf, or what is kept of any other value."""
+        if isinstance(value, np.ndarray):
+            return self._resident.array(value) if self._arrays == "tensors" else value
+        value = self._convert_foreign(value, path)
+        if isinstance(value, LazyTensor | Composite | np.generic | type):
+            return value
+        if not hasattr(value, "__array__"):
+            return value
+        # Of JAX, a key for random numbers or an array with parts on other machines gives no array.
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise Unsupported(f"{shown(value)} gives no array: {error}") from error
+        return self._resident.array(array)
+
+    def tabulate(self, leaves: Leaves) -> Table:
+        """Make the table of the leaves."""
+        values = leaves.values
         present = {*map(type, values)}
-        for library in self._libraries:
-            types = present.intersection(library.types)
-            rows: Sequence[int] = range(len(values) if types else 0)
-            if types and types != present:
-                rows = [row for row, value in enumerate(values) if type(value) in types]
-            if len(rows) == len(values):
-                found.append(library.tabulate(values))
-            elif rows:
-                part = library.tabulate([values[row] for row in rows])
-                found.append(replace(part, rows=[rows[at] for at in part.rows]))
-        return found
+        if present <= {*LAZY_TYPES}:
+            return lazy_table(leaves.names, cast("list[LazyTensor]", values))
 
-    def _describe_others(self, parts: list[Tabulated]) -> list[Tabulated]:
+        parts: list[Tabulated] = []
+        for library in self.libraries:
+            types = present.intersection(library.types)
+            if types == present:
+                parts.append(library.tabulate(values))
+            elif types:
+                rows = [row for row, value in enumerate(values) if type(value) in types]
+                part = library.tabulate([values[row] for row in rows])
+                parts.append(replace(part, rows=[rows[at] for at in part.rows]))
+        if sum(len(part.rows) for part in parts) < len(values):
+            parts = self._describe_others(leaves, parts)
+        if len(parts) != 1 or self.others:
+            return self._join(leaves, parts)
+
+        (part,) = parts
+        storages = StateStorages([part.storages], self._views(leaves, part.storage))
+        return Table(
+            leaves.names, part.kinds, part.kind, part.storage, storages, {}, offsets=part.offsets
+        )
+
+    def _describe_others(self, leaves: Leaves, parts: list[Tabulated]) -> list[Tabulated]:
         """Describe all other rows as lazy tensors. A composite is several rows, and moves those behind it."""
-        leaves, made = self._leaves, dict[int, object]()
+        made: dict[int, object] = {}
         plain = {row for part in parts for row in part.rows}
         wholes: dict[int, Composite] = {}
         for row in [row for row in range(len(leaves.values)) if row not in plain]:
@@ -223,7 +242,7 @@ class _Tabulating:
             if id(value) not in made:
                 try:
                     made[id(value)] = (
-                        value if isinstance(value, LazyTensor) else self._leaf(value, ())
+                        value if isinstance(value, LazyTensor) else self.convert(value, ())
                     )
                 except Unsupported as error:
                     made[id(value)] = None
@@ -248,36 +267,32 @@ class _Tabulating:
         leaves.take_apart(wholes)
         return [replace(part, rows=[place[row] for row in part.rows]) for part in parts]
 
-    def _joined(self, parts: list[Tabulated]) -> Table:
-        names = self._leaves.names
+    def _join(self, leaves: Leaves, parts: list[Tabulated]) -> Table:
+        """Join the rows of several libraries and of lazy tensors."""
+        names = leaves.names
+        others = sorted(self.others)
+        lazy = tabulate_lazy([self.others[row] for row in others])
+        parts.append(replace(lazy, rows=[others[at] for at in lazy.rows]))
         kinds: list[Kind] = []
-        kind: Sequence[int]
-        storage: Sequence[int]
-        offsets: Mapping[int, int]
+        kind, storage = [0] * len(names), [ODD] * len(names)
+        offsets: dict[int, int] = {}
+        for part, numbers in zip(parts, self._numbers(parts), strict=True):
+            first = len(kinds)
+            kinds += part.kinds
+            for row, one, number in zip(part.rows, part.kind, part.storage, strict=True):
+                kind[row], storage[row] = first + one, numbers[number]
+            offsets |= {part.rows[at]: offset for at, offset in part.offsets.items()}
         odd: dict[int, LazyTensor] = {}
-        if len(parts) == 1 and not self.others:
-            kinds, kind, storage, offsets = (
-                [*parts[0].kinds],
-                parts[0].kind,
-                parts[0].storage,
-                parts[0].offsets,
-            )
-        else:
-            rows = sorted(self.others)
-            lazy = tabulate_lazy([self.others[row] for row in rows])
-            parts.append(replace(lazy, rows=[rows[at] for at in lazy.rows]))
-            kind, storage, offsets = [0] * len(names), [ODD] * len(names), dict[int, int]()
-            for part, numbers in zip(parts, self._numbers(parts), strict=True):
-                first = len(kinds)
-                kinds += part.kinds
-                for row, one, number in zip(part.rows, part.kind, part.storage, strict=True):
-                    kind[row], storage[row] = first + one, numbers[number]
-                offsets |= {part.rows[at]: offset for at, offset in part.offsets.items()}
-            for row in rows:
-                if storage[row] == ODD:
-                    odd[row], kind[row] = self.others[row].renamed(names[row]), len(kinds)
-                    kinds.append(Kind.of(odd[row]))
-        owners = self._leaves.values
+        for row in others:
+            if storage[row] == ODD:
+                odd[row], kind[row] = self.others[row].renamed(names[row]), len(kinds)
+                kinds.append(Kind.of(odd[row]))
+        storages = StateStorages([part.storages for part in parts], self._views(leaves, storage))
+        return Table(names, kinds, kind, storage, storages, odd, offsets=offsets)
+
+    def _views(self, leaves: Leaves, storage: Sequence[int]) -> ViewMaker:
+        """Return a function that makes lazy tensors over storages with these numbers, one a row."""
+        owners = leaves.values
         made: dict[int, LazyTensor] = {}
         row_of: dict[int, int] = {}
 
@@ -286,20 +301,17 @@ class _Tabulating:
                 if not row_of:
                     row_of.update(zip(storage, range(len(storage)), strict=True))
                 value = owners[row_of[number]]
-                made[number] = (
-                    value
-                    if isinstance(value, LazyTensor)
-                    else cast("LazyTensor", self._leaf(value, ()))
-                )
+                if not isinstance(value, LazyTensor):
+                    value = cast("LazyTensor", self.convert(value, ()))
+                made[number] = value
             whole = made[number]
-            offset, strides = (
-                (0, (0,) * len(kind.shape)) if 0 in kind.shape else (offset, kind.strides)
-            )
+            strides = kind.strides
+            if 0 in kind.shape:
+                offset, strides = 0, (0,) * len(kind.shape)
             chunk = Chunk(Box.whole(kind.shape), whole.chunks[0].storage, offset, strides)
             return LazyTensor(name, kind.dtype, kind.shape, (chunk,), whole.source, kind.traits)
 
-        storages = StateStorages([part.storages for part in parts], view)
-        return Table(names, kinds, kind, storage, storages, odd, offsets=offsets)
+        return view
 
     def _numbers(self, parts: Sequence[Tabulated]) -> list[Sequence[int]]:
         """The numbers of each part's storages among those of all parts. One memory has one number, in whichever part it is."""
@@ -333,34 +345,6 @@ class _Tabulating:
             }
             before += len(lengths)
         return found
-
-
-def _leaf(arrays: Arrays, resident: Resident) -> Leaf:
-    foreign: Leaf | None = None
-    if "torch" in sys.modules:
-        # Only where the caller has torch can there be a torch tensor.
-        foreign = find_hook("torch_leaf")(resident)
-
-    def convert(value: object, path: Path) -> object:
-        if isinstance(value, np.ndarray):
-            return resident.array(value) if arrays == "tensors" else value
-        if foreign is not None:
-            value = foreign(value, path)
-        if isinstance(value, LazyTensor | Composite | np.generic):
-            return value
-        if hasattr(value, "__array__") and not isinstance(value, type | np.ndarray):
-            return resident.array(_read(value))
-        return value
-
-    return convert
-
-
-def _read(value: object) -> np.ndarray:
-    """The array of an object; of JAX, a key for random numbers or an array with parts on other machines gives none."""
-    try:
-        return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise Unsupported(f"{shown(value)} gives no array: {error}") from error
 
 
 NO_STATEFUL = (str, bytes, int, float, complex, type(None), type)
@@ -409,12 +393,30 @@ def state_dicts(state: object) -> object:
     What holds none stays the very same object. A mapping of another class becomes a dict, and so does a class that is made of one;
     an `OrderedDict` and a `defaultdict` stay such.
     """
-    taking = Taking()
-    if not taking.may_have(state):
+    plain_types = _plain_types(torch="torch" in sys.modules)
+    if not _may_have_stateful(state, plain_types):
         return state
+    taking = Taking(plain_types)
     return rebuild(
         state, lambda value, _: value, inside=taking.inside, make=taking.made, depth=MOST_CALLS
     )
+
+
+def _may_have_stateful(state: object, plain_types: frozenset[type]) -> bool:
+    """Whether there is anything but usual containers and leaves that keep no state. No function is called for a container."""
+    level: Collection[object] = [state]
+    seen: set[int] = set()
+    while not (types := {*map(type, level)}) <= plain_types:
+        if not plain_types.issuperset(types - CONTAINERS):
+            return True
+        containers: list[Any] = [value for value in level if type(value) in CONTAINERS]
+        inner = dict(zip(map(id, containers), containers, strict=True))
+        unseen = [inner[identity] for identity in inner.keys() - seen]
+        dicts = [container for container in unseen if type(container) in DICTS]
+        others = [container for container in unseen if type(container) not in DICTS]
+        level = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(others)]
+        seen.update(inner)
+    return False
 
 
 def _has(value: object, name: str) -> bool:
@@ -427,29 +429,11 @@ def _has(value: object, name: str) -> bool:
 class Taking:
     """Replaces objects by their state dicts, on one walk through a state."""
 
-    def __init__(self) -> None:
-        self._leaves = _plain_types(torch="torch" in sys.modules)
+    def __init__(self, plain_types: frozenset[type]) -> None:
+        self._leaves = plain_types
         self._stateful: set[int] = set()
         self._keys: dict[int, list[object]] = {}
         """The keys of mappings with such objects, in the order in which these were replaced."""
-
-    def may_have(self, state: object) -> bool:
-        """Whether there is anything but usual containers and leaves that keep no state. No function is called for a container."""
-        level: Collection[object] = [state]
-        seen: set[int] = set()
-        while not (types := {*map(type, level)}) <= self._leaves:
-            if not self._leaves.issuperset(types - CONTAINERS):
-                return True
-            containers: list[Any] = [value for value in level if type(value) in CONTAINERS]
-            inner = dict(zip(map(id, containers), containers, strict=True))
-            inside = [inner[one] for one in inner.keys() - seen]
-            dicts, others = (
-                [one for one in inside if type(one) in DICTS],
-                [one for one in inside if type(one) not in DICTS],
-            )
-            level = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(others)]
-            seen.update(inner)
-        return False
 
     def inside(self, value: object) -> Iterable[tuple[object, object]] | None:
         if isinstance(value, NO_STATEFUL) or type(value) in self._leaves:
