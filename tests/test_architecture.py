@@ -49,7 +49,7 @@ ROOM_TOKENS = {
     "formats": 11479,
     "formats/dcp": 19730,
     "formats/gguf": 3967,
-    "formats/native": 15944,
+    "formats/native": 15166,
     "formats/npy": 3974,
     "formats/onnx": 4330,
     "formats/pickle": 20628,

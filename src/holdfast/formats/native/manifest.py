@@ -6,10 +6,10 @@ by tensor and makes the text by kind, a batch of tensors at a time. The length o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise
-from operator import mul
+from itertools import accumulate, chain, pairwise, repeat
 
 import msgspec
 import numpy as np
@@ -47,7 +47,7 @@ INDEX = "model.safetensors.index.json"
 CANNOT = "a native checkpoint cannot hold this state"
 NO_BOXES = np.zeros(0, np.int64)
 
-PIECE = 1 << 10
+BATCH = 1 << 10
 """Tensors in one batch of text: temporary objects take four times the memory of the text."""
 
 MANY_CHUNKS = 64
@@ -126,45 +126,46 @@ def lay_out_index(
     Raises `CannotHold` for a manifest that is longer than a reader takes.
     """
     chunks = _Chunks(parts, outlines)
-    others = (
-        [] if alone or not chunks.whole else [chunks.weight_index([file.name for file in files])]
-    )
-    version, hash = (
-        (HASHED_VERSION, HASH)
-        if any(part.tails_nbytes for part in parts)
-        else (VERSION, msgspec.UNSET)
-    )
-    version = BESIDE_VERSION if any("/" in file.name for file in files) else version
-    version = COLUMNS_VERSION if chunks.columns else version
-    # An index has literal text alone.
-    texts = [
-        (plan, b"".join([part.data for part in plan.segments if isinstance(part, Literal)]))
-        for plan in others
-    ]
-    listed = tuple([OtherFile(plan.key, plan.nbytes, f"{crc32(text):08x}") for plan, text in texts])
-    rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
+    others: list[OtherFile] = []
+    plans: list[FilePlan] = []
+    if chunks.are_whole and not alone:
+        index = b"".join([piece.data for piece in chunks.index_text([file.name for file in files])])
+        others = [OtherFile(INDEX, len(index), f"{crc32(index):08x}")]
+        plans = [FilePlan(INDEX, (Literal(index),))]
+
+    tails_nbytes = sum(part.tails_nbytes for part in parts)
+    version = HASHED_VERSION if tails_nbytes else VERSION
+    if any("/" in file.name for file in files):
+        version = BESIDE_VERSION
+    if chunks.columns:
+        version = COLUMNS_VERSION
     manifest = Manifest(
-        FORMAT, version, tuple(files), {}, dict(metadata), others=listed or msgspec.UNSET, hash=hash
+        FORMAT,
+        version,
+        tuple(files),
+        {},
+        dict(metadata),
+        others=tuple(others) or msgspec.UNSET,
+        hash=HASH if tails_nbytes else msgspec.UNSET,
     )
-    raw = msgspec.json.encode(msgspec.structs.replace(manifest, **rest))
-    at = raw.index(b'"tensors":{') + len(b'"tensors":{')
-    before, behind = raw[:at], raw[at:-1]
-    length, containers = chunks.measure()
-    nbytes = max(len(before) + length + len(behind) + SEAL_NBYTES, paid_nbytes(raw, containers))
+    recorded = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
+    raw = msgspec.json.encode(msgspec.structs.replace(manifest, **recorded))
+    before, mark, behind = raw.partition(b'"tensors":{')
+    text = chunks.write_text()
+    containers = text.count(b"[") + text.count(b"{")
+    nbytes = len(raw) - 1 + len(text) + tails_nbytes + SEAL_NBYTES
+    nbytes = max(nbytes, paid_nbytes(raw, containers))
     most = DEFAULTS.index_nbytes
     if nbytes > most:
         raise CannotHold(CANNOT, [f"the manifest would have {nbytes:,} bytes, more than {most:,}"])
 
     def make(crcs: Mapping[str, int]) -> bytes:
         stored = [part.stored for part in parts] if later is None else later(crcs)
-        return put_together(
-            sealed_pieces(chain((before,), chunks.pieces(stored), (behind,)), nbytes), nbytes
-        )
+        pieces = before, mark, *chunks.fill_text(text, stored), behind[:-1]
+        return put_together(sealed_pieces(pieces, nbytes), nbytes)
 
-    return (
-        *others,
-        FilePlan(MANIFEST, (Literal(make({})) if later is None else Late(nbytes, make),)),
-    )
+    segment = Literal(make({})) if later is None else Late(nbytes, make)
+    return (*plans, FilePlan(MANIFEST, (segment,)))
 
 
 class _Chunks:
@@ -212,23 +213,31 @@ class _Chunks:
         ]
         begins = np.ones(len(owners), np.bool_)
         begins[1:] = owners[1:] != owners[:-1]
-        self._heads = begins.nonzero()[0]
-        of_each = owners[self._heads]
+        heads = begins.nonzero()[0]
+        of_each = owners[heads]
+        self._heads = [*heads.tolist(), len(owners)]
+        """The first chunk of each tensor, and the number of all chunks."""
         self._names = (
             names if len(of_each) == len(names) else [names[tensor] for tensor in of_each.tolist()]
         )
-        self._quoted, self._kind = as_keys(self._names), kind_of[of_each]
-        self._boxed = self._placed(boxed) if boxed else boxed
-        self.columns = (
-            dict(self._in_columns(numbers, many[of_each].nonzero()[0].tolist()))
-            if many.any()
-            else {}
-        )
+        self._kind = kind_of[of_each]
+        self._boxed: dict[int, str] = {}
+        """The boxes of chunks that are not whole tensors, as text."""
+        if boxed:
+            place = np.empty(len(order), np.int64)
+            place[order] = np.arange(len(order))
+            self._boxed = dict(zip(place[[*boxed]].tolist(), boxed.values(), strict=True))
+        self.columns: dict[int, bytes] = {}
+        """The text of tensors in very many chunks, by their places."""
+        if many.any():
+            self.columns = dict(self._in_columns(numbers, many[of_each].nonzero()[0].tolist()))
+        self.are_whole = not self.columns and not boxed
+        """Whether every tensor lies whole in one file."""
 
     def _in_columns(
         self, numbers: Sequence[Ints], places: Sequence[int]
-    ) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
-        """The text of tensors in columns, by their places: what stands before and behind their checksums."""
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yield the place of each of these tensors and its text, with blank checksums."""
         rank = max(len(part.starts) for part in self._parts)
         starts, stops = np.zeros((2, rank, len(self._order)), np.int64)
         for part, own, first in zip(self._parts, numbers, self._edges, strict=False):
@@ -237,27 +246,22 @@ class _Chunks:
             stops[: len(part.starts), here] = part.starts[:, own] + part.sizes[:, own]
         for at in places:
             dtype, shape = self._kinds[self._kind[at]]
-            here = self._span(at)
+            here = slice(self._heads[at], self._heads[at + 1])
             rows = self._order[here]
             corners = [
                 [runs_of(column[d, rows]) for d in range(len(shape))] for column in (starts, stops)
             ]
             made = StoredColumns(
-                runs_of(self._files[here]), runs_of(self._starts[here]), "", *map(tuple, corners)
+                runs_of(self._files[here]),
+                runs_of(self._starts[here]),
+                BLANK * len(rows),
+                *map(tuple, corners),
             )
-            text = msgspec.json.encode({self._names[at]: StoredTensor(dtype, shape, (), made)})[
-                1:-1
-            ]
-            before, mark, behind = text.rpartition(b'"crc32":"')
-            yield at, (before + mark, behind)
+            tensor = StoredTensor(dtype, shape, (), made)
+            yield at, msgspec.json.encode({self._names[at]: tensor})[1:-1]
 
-    @property
-    def whole(self) -> bool:
-        """Whether every tensor lies whole in one file."""
-        return not self.columns and not self._boxed
-
-    def weight_index(self, files: Sequence[str]) -> FilePlan:
-        """The Hugging Face index: all tensors in the order in which they lie in files."""
+    def index_text(self, files: Sequence[str]) -> Sequence[Literal]:
+        """Write the Hugging Face index: all tensors in the order in which they lie in files."""
         names = self._names
         order = np.lexsort((self._stops, self._starts, self._files)).tolist()
         if (self._starts == self._stops).any():
@@ -265,133 +269,76 @@ class _Chunks:
                 key=lambda at: (self._files[at], self._starts[at], self._stops[at], names[at])
             )
         total = {"total_size": int((self._stops - self._starts).sum())}
-        return FilePlan(
-            INDEX,
-            index_text(total, files, [names[at] for at in order], self._files[order].tolist()),
+        return index_text(total, files, [names[at] for at in order], self._files[order].tolist())
+
+    def write_text(self) -> bytes:
+        """Write all tensors, with blank checksums and without hashes."""
+        edges = {*range(0, len(self._names), BATCH), len(self._names)}
+        for at in self.columns:
+            edges |= {at, at + 1}
+        return b",".join(
+            self.columns[first] if first in self.columns else self._write_batch(first, last)
+            for first, last in pairwise(sorted(edges))
         )
 
-    def measure(self) -> tuple[int, int]:
-        """The length of the text, and the number of lists and objects in it. Neither depends on checksums."""
-        quote, keys = self._quoted
-        listed, here = np.ones(len(keys), np.bool_), np.ones(len(self._order), np.bool_)
-        length, brackets = max(len(keys) - 1, 0), 0
-        for at, (before, behind) in self.columns.items():
-            span = self._span(at)
-            listed[at], here[span] = False, False
-            length += len(before) + len(behind) + CRC_DIGITS * (span.stop - span.start)
-            brackets += _brackets((before + behind).decode())
-        keys = keys if not self.columns else [keys[at] for at in listed.nonzero()[0].tolist()]
-        every = "".join(keys)
-        around = [f"{quote}{quote}{_opening(*kind)}{ENDING}" for kind in self._kinds]
-        counts = np.bincount(self._kind[listed], minlength=len(around)).tolist()
-        chunks = int(here.sum())
-        more = chunks - len(keys)
-        texts = [*self._boxed.values()]
-        length += len(every.encode()) + sum(map(mul, counts, map(len, around)))
-        length += (
-            chunks * len(CHUNK)
-            + more * len(NEXT)
-            + sum(map(len, texts))
-            + sum(part.tails_nbytes for part in self._parts)
-        )
-        for numbers in (self._files[here], self._starts[here], self._stops[here]):
-            length += len(numbers) + int(POWERS.searchsorted(numbers, side="right").sum())
-        brackets += sum(map(mul, counts, map(_brackets, around))) + _brackets(every) + chunks + more
-        return length, brackets + sum(map(_brackets, texts))
-
-    def pieces(self, stored: Sequence[StoredBoxes]) -> Iterator[bytes]:
-        quote, keys = self._quoted
+    def _write_batch(self, first: int, last: int) -> bytes:
+        """Write the tensors of a range, which has some."""
+        low, high = self._heads[first], self._heads[last]
+        quote, keys = as_keys(self._names[first:last])
         openings = [f"{quote}{_opening(*kind)}" for kind in self._kinds]
-        seps, openings = [*[f"{ENDING},{quote}"] * len(openings), ""], [*openings, NEXT]
-        sums = np.frombuffer("".join([one.crcs for one in stored]).encode(), f"S{CRC_DIGITS}")
-        hashed = any(one.tails for one in stored)
-        counts = [last - first for first, last in pairwise(self._edges)]
-        tails = (
-            [
-                tail
-                for one, count in zip(stored, counts, strict=True)
-                for tail in one.tails or [""] * count
-            ]
-            if hashed
-            else []
-        )
-        places = sorted(self._boxed)
-        for first, last in self._batches():
-            if first in self.columns:
-                before, rest = self.columns[first]
-                yield b"%b%b%b%b" % (
-                    b"," if first else b"",
-                    before,
-                    sums[self._order[self._span(first)]].tobytes(),
-                    rest,
-                )
-                continue
-            own = keys[first:last]
-            edges = [*self._heads[first : last + 1].tolist(), len(self._order)][: last - first + 1]
-            low, high = edges[0], edges[-1]
-            order = self._order[low:high]
-            kind, named = self._kind[first:last], own
-            if high - low > len(own):
-                # A chunk that is not the first of its tensor stands behind no name.
-                kind, named = np.full(high - low, len(self._kinds)), [""] * (high - low)
-                kind[self._heads[first:last] - low] = self._kind[first:last]
-                for head, key in zip(edges, own, strict=False):
-                    named[head - low] = key
-            behind = [tails[at] for at in order.tolist()] if hashed else [""] * (high - low)
-            for at in (
-                places[int(np.searchsorted(places, low)) : int(np.searchsorted(places, high))]
-                if places
-                else ()
-            ):
-                behind[at - low] = self._boxed[at] + behind[at - low]
-            columns = (
-                column[low:high].tolist() for column in (self._files, self._starts, self._stops)
-            )
-            each = zip(
-                named,
-                kind.tolist(),
-                *columns,
-                sums[order].astype(str).tolist(),
-                behind,
-                strict=True,
-            )
-            text = "".join([
-                f'{seps[kind]}{key}{openings[kind]}{file},"bytes":[{start},{stop}],"crc32":"{crc}"{tail}'
-                for key, kind, file, start, stop, crc, tail in each
-            ])  # fmt: skip
-            yield f"{text[len(ENDING) + (not first) :]}{ENDING}".encode()
+        begin = f"{ENDING},{quote}"
+        before = [NEXT] * (high - low)
+        kinds = self._kind[first:last].tolist()
+        for head, key, kind in zip(self._heads[first:last], keys, kinds, strict=True):
+            before[head - low] = f"{begin}{key}{openings[kind]}"
+        boxes = [self._boxed.get(at, "") for at in range(low, high)] if self._boxed else None
+        columns = (column[low:high].tolist() for column in (self._files, self._starts, self._stops))
+        each = zip(before, *columns, boxes or repeat("", high - low), strict=True)
+        text = "".join([
+            f'{opening}{file},"bytes":[{start},{stop}],"crc32":"{BLANK}"{box}'
+            for opening, file, start, stop, box in each
+        ])  # fmt: skip
+        return f"{text[len(ENDING) + 1 :]}{ENDING}".encode()
 
-    def _span(self, at: int) -> slice:
-        """The chunks of a tensor."""
-        return slice(
-            int(self._heads[at]),
-            int(self._heads[at + 1]) if at + 1 < len(self._heads) else len(self._order),
-        )
+    def fill_text(self, text: bytes, stored: Sequence[StoredBoxes]) -> Iterator[bytes]:
+        """Yield the text with the checksums and hashes of the boxes in each file."""
+        spans = chain.from_iterable(match.span(1) for match in CHECKSUM.finditer(text))
+        places, ends = np.fromiter(spans, np.int64).reshape(-1, 2).T
+        counts = (ends - places) // CRC_DIGITS
+        number_in_tensor = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        places = places.repeat(counts) + CRC_DIGITS * number_in_tensor
 
-    def _batches(self) -> Iterator[tuple[int, int]]:
-        """Tensors whose text is made together: each that is in columns by itself."""
-        count = len(self._heads)
-        edges = {*range(0, count, PIECE), *self.columns, *(at + 1 for at in self.columns), count}
-        return pairwise(sorted(edges))
+        filled = np.frombuffer(bytearray(text), np.uint8)
+        crcs = "".join([boxes.crcs for boxes in stored]).encode()
+        digits = np.frombuffer(crcs, np.uint8).reshape(-1, CRC_DIGITS)[self._order]
+        for digit in range(CRC_DIGITS):
+            filled[places + digit] = digits[:, digit]
+        content = filled.tobytes()
+        if not any(boxes.tails for boxes in stored):
+            yield content
+            return
 
-    def _placed(self, texts: dict[int, str]) -> dict[int, str]:
-        place = np.empty(len(self._order), np.int64)
-        place[self._order] = np.arange(len(self._order))
-        return dict(zip(place[[*texts]].tolist(), texts.values(), strict=True))
+        tails: list[str] = []
+        for boxes in stored:
+            tails += boxes.tails or [""] * len(as_column(boxes.boxes))
+        done = 0
+        for match, row in zip(CHECKSUM.finditer(text), self._order.tolist(), strict=True):
+            yield content[done : match.end()]
+            yield tails[row].encode()
+            done = match.end()
+        yield content[done:]
 
 
-def _brackets(text: str) -> int:
-    return text.count("[") + text.count("{")
+CHECKSUM = re.compile(rb'"crc32":"([^"]*)[^}]*')
+"""A checksum, or all checksums of a tensor in columns, and the rest of the chunk, which is at most its
+box. No name looks like this, because a quote in a JSON string stands behind a backslash.
+"""
 
-
-CHUNK = ',"bytes":[,],"crc32":"%s"' % ("0" * CRC_DIGITS)
-"""The text of a chunk behind the number of its file, without its two places."""
+BLANK = "0" * CRC_DIGITS
+"""Stands for a checksum that is not known yet."""
 
 NEXT, ENDING = '},{"file":', "}]}"
 """What stands between two chunks of a tensor, and behind the last one."""
-
-POWERS = 10 ** np.arange(1, 19)
-"""The first number of two digits, of three, and so on."""
 
 
 @lru_cache(1024)
