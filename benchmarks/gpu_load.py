@@ -1,22 +1,16 @@
-"""`python -m benchmarks.gpu_load`: loads to a GPU, and saves of many tensors on it, each beside its peer. Under four minutes.
+"""`python -m benchmarks.gpu_load`: loads to a GPU and saves from it, each beside its peers. Under five minutes.
 
-    python -m benchmarks.gpu_load                            everything
-    python -m benchmarks.gpu_load --part model               one part of: model, save, sharded, background, large
+    python -m benchmarks.gpu_load                            all parts
+    python -m benchmarks.gpu_load --part model               one of: model, save, sharded, background, large
     python -m benchmarks.gpu_load --device cpu --quick       small, once, without a GPU: does everything run?
-    python -m benchmarks.gpu_load --json OUT                 all figures, and what the machine is
+    python -m benchmarks.gpu_load --json OUT                 write all figures, and a description of the machine
 
-`model` loads the weights of a Qwen3 of 1.7 billion parameters (311 tensors, 4.06 GB) from safetensors and `.pt`, unchecked and
-checked, with the speed of the bus beside. Behind each load stands where its time went, in milliseconds:
+`model` loads the weights of a Qwen3 with 1.7 billion parameters (311 tensors, 4.06 GB) from safetensors and `.pt`, with
+and without comparing checksums, and measures the speed of the bus. `large` has 32 tensors of 134 MB, the other parts
+have 30,000 tensors of 16 KiB. Sides run in turn, and the median counts. Peers that take seconds run once. Before the
+measured rounds, every loaded file is compared with the state that was saved.
 
-    until …   from the beginning of the load until it asks for tensors (`open`: the header was read), fills them (`plan`), and
-              starts the pipeline; for `.pt` the pickle and all memory come before that
-    allocate  memory for the tensors      first   until the first block is full
-    pipeline  readers and copies: of it the caller starts copies (`put`) and waits for them (`wait`); readers read and sum (`read`,
-              a reader's share), which is the part `busy` of it
-    after     from the end of the pipeline to the end of the call
-
-The other parts have 30,000 tensors of 16 KiB; `large` has 32 tensors of 134 MB. Sides run in turn; medians count. Peers that take
-seconds run once. Every file that is loaded was compared with what was saved in an unmeasured round.
+The peers of safetensors files are `load_file` and, where the installed safetensors has it, `safe_open(...).prefetch`.
 """
 
 from __future__ import annotations
@@ -31,21 +25,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import holdfast
 import holdfast.torch as ht
-from holdfast.torch.cuda import pipeline
-from holdfast.torch.tensors import allocate
-from holdfast.torch.tensors import open as torch_open
 
 DEVICE = "cuda"
 State = dict[str, torch.Tensor]
@@ -61,12 +52,10 @@ class Row:
     side: str
     nbytes: int
     seconds: list[float] = field(default_factory=list)
-    phases: dict[str, float] = field(default_factory=dict)
 
     def shown(self) -> str:
         median = statistics.median(self.seconds)
-        line = f"{self.part:10} {self.side:40} {median * 1e3:9.1f} ms {self.nbytes / median / 1e9:7.2f} GB/s"
-        return line + "".join(f"  {name} {value:.1f}" for name, value in self.phases.items())
+        return f"{self.part:10} {self.side:40} {median * 1e3:9.1f} ms {self.nbytes / median / 1e9:7.2f} GB/s"
 
 
 def timed(side: Side) -> tuple[float, object]:
@@ -132,6 +121,7 @@ class Bench:
             "holdfast .pt": lambda: ht.load(pt, map_location=DEVICE, verify=False),
             "holdfast .pt, checked": lambda: ht.load(pt, map_location=DEVICE),
         }
+        sides |= peer_loads(self.path("m.safetensors"))
         for side in sides.values():
             same(side(), state)
         del state
@@ -143,8 +133,6 @@ class Bench:
             3,
         )
         rows = self.race("model", sides, nbytes, max(self.rounds, 2) * 2)
-        for name, side in sides.items():
-            rows[name].phases = phases(side)
         self.show(floor | rows)
 
     def save(self) -> None:
@@ -163,12 +151,12 @@ class Bench:
         loads: dict[str, Side] = {
             "holdfast safetensors, checked": lambda: read(self.path("s.safetensors")),
             "holdfast.torch.load, checked": lambda: ht.load(self.path("s.pt"), map_location=DEVICE),
+            "holdfast safetensors": lambda: read(self.path("p.safetensors"), verify=False),
         }
+        loads |= peer_loads(self.path("p.safetensors"))
         for side in loads.values():
             same(side(), state)
         rows = self.race("load", loads, nbytes)
-        for name, side in loads.items():
-            rows[name].phases = phases(side)
         self.show(rows)
         self.show(
             self.race(
@@ -207,8 +195,6 @@ class Bench:
             "load_sharded of dcp.save": lambda: ht.load_sharded(peer, into),
         }
         rows = self.race("sharded", loads, nbytes, 2)
-        for name, side in loads.items():
-            rows[name].phases = phases(side)
         self.show(rows)
         self.show(
             self.race(
@@ -230,7 +216,7 @@ class Bench:
         shutil.rmtree(self.path("run"))
 
     def large(self) -> None:
-        """4.3 GB in 32 tensors: in the background, and not."""
+        """4.3 GB in 32 tensors: loads, saves, and saves in the background."""
         count = 2 if self.quick else 32
         state = {
             f"w{i}": torch.randn(1 << 20 if self.quick else 1 << 25, device=DEVICE)
@@ -242,9 +228,23 @@ class Bench:
             ht.Run(self.path("runs"), durable=False),
             iter(range(1, 100)),
         )
+        ours, peers, pt = self.path("l.safetensors"), self.path("p.safetensors"), self.path("l.pt")
+        holdfast.save(state, ours, durable=False)
+        save_file(state, peers)
+        ht.save(state, pt, durable=False)
+        loads: dict[str, Side] = {
+            "holdfast safetensors": lambda: read(peers, verify=False),
+            "holdfast safetensors, checked": lambda: read(ours),
+            "holdfast .pt": lambda: ht.load(pt, map_location=DEVICE, verify=False),
+        }
+        loads |= peer_loads(peers)
+        for side in loads.values():
+            same(side(), state)
+        self.show(self.race("large", loads, nbytes))
         ht.save_sharded(path, state, durable=False)
         sides: dict[str, Side] = {
-            "save_sharded": lambda: ht.save_sharded(path, state, overwrite=True, durable=False)
+            "holdfast.save safetensors": lambda: holdfast.save(state, ours, durable=False),
+            "save_sharded": lambda: ht.save_sharded(path, state, overwrite=True, durable=False),
         }
         self.show(self.race("large", sides, nbytes, 2))
         self.standing(
@@ -332,118 +332,27 @@ class Bench:
         }
 
 
-class Clock:
-    """When the steps of one load began and ended."""
-
-    def __init__(self) -> None:
-        self.begin = time.perf_counter()
-        self.spent: dict[str, float] = {}
-        self.readers = 1
-
-    def now(self) -> float:
-        return (time.perf_counter() - self.begin) * 1e3
-
-    def add(self, name: str, began: float) -> None:
-        self.spent[name] = self.spent.get(name, 0.0) + self.now() - began
-
-
-def phases(side: Side) -> dict[str, float]:
-    """Where the time of one load goes. Empty where none of it goes to a GPU."""
-    gc.collect()
-    settle()
-    clock = Clock()
-    with watched(clock):
-        made = side()
-    end = clock.now()
-    settle()
-    del made
-    spent = clock.spent
-    if "pipeline" not in spent:
-        return {}
-    spent["busy"] = spent.get("read", 0.0) / clock.readers / spent["pipeline"]
-    spent["read"] = spent.get("read", 0.0) / clock.readers
-    spent["after"] = end - spent.pop("end")
-    return spent | {"readers": clock.readers}
-
-
-@contextmanager
-def watched(clock: Clock) -> Iterator[None]:
-    """The functions of a load, with a clock around each."""
-    pump = pipeline.pump
-    pumping = [module for module in list(sys.modules.values()) if vars(module).get("pump") is pump]
-    places = [
-        (torch_open, "read_tensors", "open"),
-        (allocate, "make_fresh", "allocate"),
-        (allocate, "fill", "plan"),
-    ]
-    before = [getattr(module, name, None) for module, name, _ in places]
-
-    def timed_pump(tasks, blocks, *, threads, read, put):
-        began = clock.now()
-        clock.spent.setdefault("until the pipeline", began)
-
-        def timed_read(task, block):
-            start = clock.now()
-            read(task, block)
-            clock.add("read", start)
-            clock.spent.setdefault("first", clock.now())
-
-        def timed_put(full):
-            start = clock.now()
-            mark = put(full)
-            clock.add("put", start)
-            return TimedMark(mark, clock)
-
-        pump(tasks, blocks, threads=threads, read=timed_read, put=timed_put)
-        clock.readers = max(clock.readers, threads)
-        clock.add("pipeline", began)
-        clock.spent["end"] = clock.now()
-
-    def entered(function, phase):
-        def run(*given, **named):
-            if phase == "allocate":
-                start = clock.now()
-                made = function(*given, **named)
-                clock.add(phase, start)
-                return made
-            clock.spent.setdefault(f"until {phase}", clock.now())
-            return function(*given, **named)
-
-        return run
-
-    for module in pumping:
-        module.pump = timed_pump
-    for (module, name, phase), function in zip(places, before, strict=True):
-        if function is not None:
-            setattr(module, name, entered(function, phase))
-    try:
-        yield
-    finally:
-        for module in pumping:
-            module.pump = pump
-        for (module, name, _), function in zip(places, before, strict=True):
-            if function is not None:
-                setattr(module, name, function)
-
-
-class TimedMark:
-    """A point in the work of a device, and how long it was waited for."""
-
-    def __init__(self, mark, clock: Clock) -> None:
-        self._mark, self._clock = mark, clock
-
-    def query(self) -> bool:
-        return self._mark.query()
-
-    def synchronize(self) -> None:
-        start = self._clock.now()
-        self._mark.synchronize()
-        self._clock.add("wait", start)
-
-
 def read(path: str, *, verify: bool = True) -> State:
     with ht.open(path, verify=verify) as checkpoint:
         return checkpoint.read(device=DEVICE)
+
+
+def peer_loads(path: str) -> dict[str, Side]:
+    """Return how safetensors itself loads a file to the device."""
+    loads: dict[str, Side] = {"safetensors load_file": lambda: load_file(path, device=DEVICE)}
+    if DEVICE == "cuda" and hasattr(safe_open, "prefetch"):
+        loads["safetensors prefetch, 8 threads"] = lambda: prefetch(path, threads=8)
+        loads["safetensors prefetch, 16 threads"] = lambda: prefetch(path, threads=16)
+    return loads
+
+
+def prefetch(path: str, *, threads: int) -> State:
+    """Load a file to the GPU with the reader threads that safetensors has since 0.9."""
+    with (
+        safe_open(path, framework="pt", device="cuda:0") as file,
+        file.prefetch(threads=threads) as loader,
+    ):
+        return dict(loader)
 
 
 def same(found: object, state: State) -> None:
