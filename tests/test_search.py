@@ -39,6 +39,16 @@ QUESTIONS = {
     "read GGUF": "formats/gguf.html",
     "DeepSpeed ZeRO checkpoint": "formats/deepspeed-megatron.html",
     "install": "start.html",
+    "FSDP checkpoint resume different number of gpus": "training.html",
+    "save LoRA adapter": "training.html",
+    "wandb": "training.html",
+    "resume corrupted checkpoint": "runs.html",
+    "disk full": "runs.html",
+    "average checkpoints": "compare.html",
+    "quantize": "who-this-is-for.html",
+    "dcp.save": "coming-from.html",
+    "Lightning ckpt load without lightning": "coming-from.html",
+    "Kubernetes": "beyond-one-machine.html",
 }
 """What people type, and the page that answers it."""
 

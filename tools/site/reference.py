@@ -21,6 +21,7 @@ MODULES = (
         "holdfast.errors",
         "holdfast.metadata",
         "holdfast.jax",
+        "holdfast.testing",
     ),
     *(
         f"holdfast.integrations.{name}"
