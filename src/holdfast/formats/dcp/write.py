@@ -45,7 +45,6 @@ from holdfast.errors import Unsupported
 from holdfast.formats.torch.write import (
     NBYTES,
     SERIALIZATION_ID,
-    first_bytes,
     fold,
     lay_out_container,
     mistaken_crc,
@@ -188,7 +187,7 @@ def _archive(table: Table, row: int, kind: ArchiveKind) -> tuple[Segment, ...]:
     assert isinstance(elements, Data | Memory)  # it is not empty
 
     def rest(crcs: Mapping[str, int]) -> bytes:
-        return b"".join(kind.fill(crcs[label], mistaken_crc(first_bytes(elements))))
+        return b"".join(kind.fill(crcs[label], mistaken_crc(elements)))
 
     return Literal(kind.head), elements, Late(kind.rest_nbytes, rest, label)
 

@@ -86,7 +86,7 @@ def parse_storage_id(
         or pid[0] != "storage"
     ):
         raise PickleError(not_a_storage(pid), found=type(pid).__name__)
-    _, kind, key, location, count, *rest = pid
+    kind, key, location, count = pid[1:5]
     dtype = dtype_of(kind)
     if dtype is None:
         raise PickleError("a storage of an unknown class", found=brief(kind))
@@ -96,7 +96,7 @@ def parse_storage_id(
         raise MetadataError(
             "a storage's element count must be a non-negative integer", found=brief(count)
         )
-    view = rest[0] if rest else None
+    view = pid[5] if len(pid) > 5 else None
     if view is not None:
         if not isinstance(view, tuple) or len(view) != 3 or not isinstance(view[0], str):
             raise PickleError(

@@ -94,7 +94,7 @@ def reach(
     ):
         # What writers write, in one pass; the rest is looked at again below, and refused for its own reason.
         last, count = offset, 1
-        for n, s in zip(size, stride, strict=True):
+        for n, s in zip(size, stride):  # noqa: B905  # of one length, and `strict=` takes as long as the rest
             if type(n) is not int or type(s) is not int or n < 1 or not 0 <= s < MAX_STRIDE:
                 break
             last += (n - 1) * s

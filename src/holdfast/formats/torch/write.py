@@ -79,24 +79,19 @@ SHIFT = np.uint64(47)
 
 
 def fold_names(names: Iterable[str]) -> int:
-    """Return the first half of a serialization id."""
+    """Return the first half of a serialization id: a fold over hashes in the order of a libstdc++ set."""
     hashes = hash_texts([name.encode("utf-8") for name in names])
-    return fold(hashes[set_order(hashes)].tolist())
 
-
-def mistaken_crc(head: bytes) -> int | None:
-    """The bytes at the beginning of a payload that torch's writer mistakes for a checksum.
-
-    torch finds the checksums in its own output, behind the signature of a data descriptor, and looks at payloads as well.
-
-    >>> mistaken_crc(b"PK\\7\\x08\\1\\0\\0\\0..."), mistaken_crc(b"PK\\7\\x08\\1\\0\\0"), mistaken_crc(bytes(8))
-    (1, None, None)
-    """
-    return (
-        int.from_bytes(head[4:8], "little")
-        if head.startswith(b"PK\x07\x08") and len(head) >= 8
-        else None
-    )
+    # The set grows from each number of buckets to the next.
+    order = np.zeros(0, np.int64)
+    for bucket_count in BUCKETS:
+        entered = np.concatenate([order, np.arange(len(order), min(bucket_count, len(hashes)))])
+        buckets = hashes[entered] % np.uint64(bucket_count)
+        _, firsts, which = np.unique(buckets, return_index=True, return_inverse=True)
+        order = entered[np.lexsort((-np.arange(len(entered)), -firsts[which]))]
+        if len(order) == len(hashes):
+            break
+    return fold(hashes[order].tolist())
 
 
 def fold(values: Iterable[int], seed: int = 0) -> int:
@@ -106,7 +101,7 @@ def fold(values: Iterable[int], seed: int = 0) -> int:
 
 
 def hash_texts(texts: Sequence[bytes]) -> Words:
-    """libstdc++'s hash of each text."""
+    """Return libstdc++'s hash of each text."""
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     hashes = np.zeros(len(texts), np.uint64)
     for length in np.unique(lengths).tolist():
@@ -115,35 +110,46 @@ def hash_texts(texts: Sequence[bytes]) -> Words:
         padded = np.zeros((len(rows), -(-length // 8) * 8), np.uint8)
         joined = b"".join(texts[row] for row in rows.tolist())
         padded[:, :length] = np.frombuffer(joined, np.uint8).reshape(len(rows), length)
-        hashes[rows] = _hash_words(padded.view("<u8").astype(np.uint64), length)
+        words = padded.view("<u8").astype(np.uint64)
+
+        mixed = np.full(len(rows), SEED ^ np.uint64(length * int(MULTIPLIER) & MASK))
+        for column in range(length // 8):
+            word = words[:, column] * MULTIPLIER
+            word ^= word >> SHIFT
+            mixed = (mixed ^ word * MULTIPLIER) * MULTIPLIER
+        if length % 8:
+            mixed = (mixed ^ words[:, -1]) * MULTIPLIER
+        mixed = (mixed ^ mixed >> SHIFT) * MULTIPLIER
+        hashes[rows] = mixed ^ mixed >> SHIFT
     return hashes
 
 
-def _hash_words(words: Words, length: int) -> Words:
-    """Return the hash of each row of words. The last word is shorter unless the length is a multiple of 8."""
-    hashes = np.full(len(words), SEED ^ np.uint64(length * int(MULTIPLIER) & MASK))
-    for column in range(length // 8):
-        mixed = words[:, column] * MULTIPLIER
-        mixed ^= mixed >> SHIFT
-        hashes = (hashes ^ mixed * MULTIPLIER) * MULTIPLIER
-    if length % 8:
-        hashes = (hashes ^ words[:, -1]) * MULTIPLIER
-    hashes = (hashes ^ hashes >> SHIFT) * MULTIPLIER
-    return hashes ^ hashes >> SHIFT
+def mistaken_crc(payload: Payload) -> int | None:
+    """Return the bytes at the beginning of a payload that torch's writer mistakes for a checksum.
 
+    torch finds the checksums in its own output, behind the signature of a data descriptor, and looks at payloads as well.
 
-def set_order(hashes: Words) -> npt.NDArray[np.int64]:
-    """The positions of elements in the order in which a libstdc++ set that was filled with them gives them back."""
-    order = np.zeros(0, np.int64)
-    for buckets in BUCKETS:
-        entered = np.concatenate([order, np.arange(len(order), min(buckets, len(hashes)))])
-        _, firsts, which = np.unique(
-            hashes[entered] % np.uint64(buckets), return_index=True, return_inverse=True
-        )
-        order = entered[np.lexsort((-np.arange(len(entered)), -firsts[which]))]
-        if len(order) == len(hashes):
-            break
-    return order
+    >>> mistaken_crc(b"PK\\7\\x08\\1\\0\\0\\0..."), mistaken_crc(b"PK\\7\\x08\\1\\0\\0"), mistaken_crc(bytes(8))
+    (1, None, None)
+
+    Returns:
+        The number; None if there is none, or if a read is needed to know it.
+    """
+    head = b""
+    match payload:
+        case bytes():
+            head = payload[:8]
+        case Memory():
+            head = bytes(payload.content[:8])
+        case Data():
+            source, chunks = payload.tensor.source, payload.tensor.chunks
+            if payload.nbytes >= 8 and len(chunks) == 1 and source.mapped:
+                memory = source.store.map(chunks[0].storage.key)
+                begin = chunks[0].storage.start + chunks[0].offset // 8
+                head = b"" if memory is None else bytes(memory[begin : begin + 8])
+    if head.startswith(b"PK\x07\x08") and len(head) == 8:
+        return int.from_bytes(head[4:8], "little")
+    return None
 
 
 ALIGNMENT = 64
@@ -347,7 +353,7 @@ def make_serialization_id(
         if isinstance(payload, SmallRecord):
             mistaken = crcs.get(name + MISTAKEN_KEY) if MISTAKEN_KEY in crcs else None
         else:
-            mistaken = mistaken_crc(first_bytes(payload))
+            mistaken = mistaken_crc(payload)
         if mistaken is not None:
             sums.append(mistaken)
         if not crc or isinstance(payload, Hole):
@@ -359,24 +365,6 @@ def make_serialization_id(
         else:
             sums.append(crcs[name])
     return b"%020d%020d" % (fold_names(name for name, _ in records), fold(sums))
-
-
-def first_bytes(data: Payload) -> bytes:
-    """The first bytes of a payload, where no read is needed for them; else none. Only the id uses them."""
-    match data:
-        case bytes():
-            return data[:8]
-        case Memory():
-            return bytes(data.content[:8])
-        case Hole() | Late() | SmallRecord():
-            return b""
-    source = data.tensor.source
-    if data.nbytes < 8 or len(data.tensor.chunks) != 1:
-        return b""
-    (chunk,) = data.tensor.chunks
-    memory = source.store.map(chunk.storage.key) if source.mapped else None
-    begin = chunk.storage.start + chunk.offset // 8
-    return b"" if memory is None else bytes(memory[begin : begin + 8])
 
 
 def _notes(pickled: TorchPickle) -> list[str]:

@@ -24,6 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from msgspec import Struct, field
+
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32, crc32_each
 from holdfast.core.value import Value
@@ -119,7 +121,7 @@ def lay_out_zip(
         raise ValueError(
             f"an alignment of {alignment}: a zip archive can pad to 1 up to {MAX_ALIGNMENT} bytes"
         )
-    layout = _ArchiveLayout(prefix, alignment=alignment, crc=crc)
+    layout = _ArchiveLayout(prefix.encode("utf-8") + b"/", alignment, crc)
     names: set[str] = set()
     for name, payload in records:
         folded_name = name.casefold()
@@ -130,34 +132,34 @@ def lay_out_zip(
     return layout.finish()
 
 
-class _ArchiveLayout:
+class _ArchiveLayout(Struct):
     """The segments of an archive so far, and the bytes that are known since the last data."""
 
-    def __init__(self, prefix: str, *, alignment: int, crc: bool) -> None:
-        self.prefix = prefix.encode("utf-8") + b"/"
-        self.alignment = alignment
-        self.crc = crc
-        self.offset = 0
-        """The first byte of the next record."""
-        self.segments: list[Segment] = []
-        self.known: list[bytes] = []
-        """Bytes that are known, since the last segment."""
-        self.described: tuple[str, int, struct.Struct] | None = None
-        """The label, length and kind of descriptor of the data whose descriptor stands before what is known."""
-        self.group: _SmallGroup | None = None
-        """Small records since the last segment; while there are some, nothing else is known."""
-        self.directory: list[bytes | str | None] = []
-        """The central directory: bytes, and in the place of a checksum its label, or None for that of the late payload."""
-        self.directory_nbytes = 0
-        self.record_count = 0
-        self.late: tuple[Late, struct.Struct] | None = None
-        """The payload of the last record if it is late, and its kind of descriptor."""
+    root: bytes
+    """The top folder with its slash."""
+    alignment: int
+    crc: bool
+    offset: int = 0
+    """The first byte of the next record."""
+    segments: list[Segment] = field(default_factory=list)
+    known: list[bytes] = field(default_factory=list)
+    """Bytes that are known, since the last segment."""
+    described: tuple[str, int, struct.Struct] | None = None
+    """The label, length and kind of descriptor of the data whose descriptor stands before what is known."""
+    group: _SmallGroup | None = None
+    """Small records since the last segment; while there are some, nothing else is known."""
+    directory: list[bytes | str | None] = field(default_factory=list)
+    """The central directory: bytes, and in the place of a checksum its label, or None for that of the late payload."""
+    directory_nbytes: int = 0
+    record_count: int = 0
+    late: tuple[Late, struct.Struct] | None = None
+    """The payload of the last record if it is late, and its kind of descriptor."""
 
     def add(self, name: str, payload: Payload) -> None:
         """Add a record: its header, its payload and descriptor, and its entry in the directory."""
         if self.late is not None:
             raise ValueError("a late payload must be the last record")
-        raw_name = self.prefix + name.encode("utf-8")
+        raw_name = self.root + name.encode("utf-8")
         if len(raw_name) > MAX16:
             raise ValueError(f"a record's name of {len(raw_name):,} bytes")
         nbytes = len(payload) if isinstance(payload, bytes) else payload.nbytes
@@ -169,7 +171,18 @@ class _ArchiveLayout:
             checksum = None if isinstance(payload, Late) else name
             if isinstance(payload, Data | Memory):
                 checksum = payload.label
-        self._add_entry(raw_name, nbytes, checksum)
+
+        # The entry in the directory. The lengths of its zip64 block and of other parts follow its name's.
+        size, offset, entry_block, lengths = nbytes, self.offset, b"", NO_BLOCK
+        if is_wide:
+            entry_block = _zip64(nbytes, nbytes, offset)
+            lengths = len(entry_block).to_bytes(12, "little")
+            size, offset = min(size, MAX32), min(offset, MAX32)
+        entry_end = ENTRY_END.pack(size, size, len(raw_name), lengths, offset)
+        entry_end += raw_name + entry_block
+        self.directory += (FILLED if nbytes else EMPTY, checksum, entry_end)
+        self.directory_nbytes += len(FILLED) + 4 + len(entry_end)
+        self.record_count += 1
 
         block = _zip64(nbytes, 0, self.offset) if is_wide else b""
         head, payload_offset = header(
@@ -193,19 +206,6 @@ class _ArchiveLayout:
                 self.described = checksum, nbytes, descriptor
             else:
                 self.known.append(descriptor.pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes))
-
-    def _add_entry(self, raw_name: bytes, nbytes: int, checksum: bytes | str | None) -> None:
-        """Add the entry of the record that begins here to the directory."""
-        offset, size = self.offset, nbytes
-        block, rest = b"", NO_BLOCK
-        if nbytes >= MAX32 or offset >= MAX32:
-            block = _zip64(nbytes, nbytes, offset)
-            rest = len(block).to_bytes(12, "little")
-            size, offset = min(nbytes, MAX32), min(offset, MAX32)
-        end = ENTRY_END.pack(size, size, len(raw_name), rest, offset) + raw_name + block
-        self.directory += (FILLED if nbytes else EMPTY, checksum, end)
-        self.directory_nbytes += len(FILLED) + 4 + len(end)
-        self.record_count += 1
 
     def _add_small(
         self, name: str, payload: SmallRecord, head: bytes, descriptor: struct.Struct

@@ -22,7 +22,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, field
 
 from holdfast.core.dtype import DTYPES
 from holdfast.errors import Refused
@@ -43,19 +43,18 @@ OLDEST_DILL = (0, 3, 1)
 """Older versions cannot be subclassed with a persistent id."""
 
 
-class StorageIds:
+class StorageIds(Struct, eq=False):
     """The storages of one object that is being pickled, in the order in which they were met."""
 
-    def __init__(self) -> None:
-        self.keys: dict[int, str] = {}
-        """The number of each storage, by its identity. The same text object at every use, as in torch: the stream shows it."""
-        self.storages: list[torch.UntypedStorage] = []
-        self.tensors: dict[int, torch.Tensor] = {}
-        """By the identity of a storage on a GPU: a plain tensor over it."""
-        self._dtypes: list[torch.dtype] = []
-        """The dtype with which each storage was met first: no other is allowed."""
-        self.addresses = array("Q")
-        """The address of each storage; 0 where it has none."""
+    keys: dict[int, str] = field(default_factory=dict)
+    """The number of each storage, by its identity. The same text object at every use, as in torch: the stream shows it."""
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By the identity of a storage on a GPU: a plain tensor over it."""
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    """The dtype with which each storage was met first: no other is allowed."""
+    addresses: array[int] = field(default_factory=lambda: array("Q"))
+    """The address of each storage; 0 where it has none."""
 
     def persistent_id(self, obj: object) -> object:
         """The persistent id of a storage; None for all other objects."""
@@ -90,18 +89,16 @@ class StorageIds:
         if key is None:
             key = self.keys[identity] = str(len(self.storages))
             self.storages.append(storage)
-            self._dtypes.append(dtype)
+            self.dtypes.append(dtype)
             self.addresses.append(address)
-        elif address and self._dtypes[int(key)] is not dtype:
-            raise Refused(CLASH.format(self._dtypes[int(key)], dtype))
+        elif address and self.dtypes[int(key)] is not dtype:
+            raise Refused(CLASH.format(self.dtypes[int(key)], dtype))
         return STORAGE, saved, key, location, elements
 
     def check_dtypes(self) -> None:
-        """Raise `Refused` where two storages are the same memory with two dtypes."""
-        if len({*self.addresses}) == len(self.addresses):
-            return
+        """Raise `Refused` if two storages are the same memory with two dtypes."""
         seen: dict[int, torch.dtype] = {}
-        for address, dtype in zip(self.addresses, self._dtypes, strict=True):
+        for address, dtype in zip(self.addresses, self.dtypes, strict=True):
             if address and seen.setdefault(address, dtype) is not dtype:
                 raise Refused(CLASH.format(seen[address], dtype))
 
@@ -145,14 +142,24 @@ def pickle_object(
         pickler = _torch_pickler(pickle_module.Pickler)(file, protocol=protocol)
         pickler.ids = ids
     try:
-        if is_stock and _are_torchs_own():
+        reduced_by = torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__
+        # Our reducers are right only if no other code than torch's defines how tensors are pickled,
+        # or sees all operations on tensors.
+        if (
+            is_stock
+            and reduced_by == REDUCED_BY
+            and not copyreg.dispatch_table.keys() & TYPES
+            and not torch._C._len_torch_function_stack()
+            and not torch._C._len_torch_dispatch_stack()
+        ):
             pickler.dispatch_table = reducers(pickler, ids, protocol)
         pickler.dump(obj)
     finally:
         # A cycle, which would hold all tensors until the collector runs.
         if is_stock:
             pickler.dispatch_table = {}
-    ids.check_dtypes()
+    if len({*ids.addresses}) < len(ids.addresses):
+        ids.check_dtypes()
     return file.getvalue() if isinstance(file, io.BytesIO) else b"".join(pieces)
 
 
@@ -260,16 +267,6 @@ PLAIN_DTYPES = _PlainDtypes()
 
 
 REDUCED_BY = torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__
-
-
-def _are_torchs_own() -> bool:
-    """Whether no other code than torch's defines how tensors are pickled, or sees all operations on tensors."""
-    if (
-        torch.Tensor.__reduce_ex__,
-        torch.nn.Parameter.__reduce_ex__,
-    ) != REDUCED_BY or copyreg.dispatch_table.keys() & TYPES:
-        return False
-    return not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack()
 
 
 def check_pickle_module(pickle_module: ModuleType) -> None:

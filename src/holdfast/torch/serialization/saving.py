@@ -28,6 +28,7 @@ from typing import Protocol, cast
 
 import numpy as np
 import torch
+from msgspec import field
 from torch.serialization import _serialization_tls as local
 from torch.utils.serialization import config
 
@@ -135,18 +136,12 @@ def plan_object(
         raise Refused(
             f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes"
         )
-    with gc_paused():
-        ids = StorageIds()
-        content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=pickle_protocol)
-        records = _records(ids, skip=skip)
-        layout = lay_out_container(
-            name,
-            content,
-            records,
-            alignment=alignment,
-            crc=crc,
-            order_first=order_first,
-        )
+    ids = StorageIds()
+    content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=pickle_protocol)
+    records = _records(ids, skip=skip)
+    layout = lay_out_container(
+        name, content, records, alignment=alignment, crc=crc, order_first=order_first
+    )
     return SavePlan("torch-zip", (FilePlan("", layout),))
 
 
@@ -254,17 +249,15 @@ def lay_out_legacy(obj: object, pickle_module: ModuleType, protocol: int) -> tup
 class _LegacyIds(StorageIds):
     """The ids of the legacy container: storages by their address, and classes of modules with their source."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: dict[int, int] = {}
-        """The elements of each storage, by its identity, of the dtype with which it was met first."""
-        self._classes: set[type] = set()
+    elements: dict[int, int] = field(default_factory=dict)
+    """The elements of each storage, by its identity, of the dtype with which it was met first."""
+    classes: set[type] = field(default_factory=set)
 
     def persistent_id(self, obj: object) -> object:
         if isinstance(obj, type) and issubclass(obj, torch.nn.Module):
-            if obj in self._classes:
+            if obj in self.classes:
                 return None
-            self._classes.add(obj)
+            self.classes.add(obj)
             return ("module", obj, *_source(obj))
         return super().persistent_id(obj)
 
