@@ -237,9 +237,9 @@ def fail_to_prepare(world: World, path: str, where: str) -> None:
         raise OSError(28, "No space left on device")
 
     state = {f"w{i}": torch.ones(20) for i in range(3)}
-    cut = refuse if world.rank == 1 else saving._cut_boxes
+    prepare = refuse if world.rank == 1 else saving.RankOutput
     plans_first = {"plan first": lambda table: False, "copy first": lambda table: True}[where]
-    with instead(saving, "_cut_boxes", cut), instead(saving, "little_in_common", plans_first):
+    with instead(saving, "RankOutput", prepare), instead(saving, "little_in_common", plans_first):
         async_save_sharded(path, state, group=world.group).wait(30)
 
 

@@ -87,10 +87,7 @@ class Ranks:
     """One thing that the ranks of a group do. This one is a process alone."""
 
     rank, size = 0, 1
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
+    first = True
 
     def agree(
         self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED
@@ -187,7 +184,7 @@ class SeveralRanks(Ranks):
     """Ranks that send messages to each other. How they travel is said by whoever derives from this."""
 
     def __init__(self, rank: int, size: int, doing: str) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.first = rank, size, rank == 0
         self._doing = doing
 
     def _gather(self, message: bytes) -> list[bytes] | None:
@@ -202,8 +199,6 @@ class SeveralRanks(Ranks):
         self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED
     ) -> bytes:
         """As for one process. A `DurabilityUncertain` of `decide` stays one, on every rank: something was published."""
-        if self.size == 1:
-            return super().agree(local, decide, otherwise=otherwise)
         if isinstance(local, bytes):
             cause = None
             message = RankMessage(self._doing, local)

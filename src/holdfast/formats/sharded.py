@@ -130,7 +130,7 @@ Shares = Sequence[Sequence[int]]
 def spread(part: RankOutput, count: int) -> Shares:
     """The boxes of a rank, without those that it takes over, in shares for about `count` files."""
     boxes, reuse = part.boxes, part.reuse
-    changed: Sequence[int] = range(len(boxes))
+    changed: Sequence[int] = range(len(boxes.table.names))
     moved: list[int] = []
     if reuse.chunks or reuse.moved:
         moved = [row for row in changed if row in reuse.moved]

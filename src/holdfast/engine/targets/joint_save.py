@@ -45,7 +45,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
 
 import msgspec
 
@@ -70,30 +69,24 @@ TASK = message_kind("task of a rank", Task)
 class JointSave:
     """One rank's side of a checkpoint that the ranks of a group write together.
 
-    Each kind of save implements the first four methods. Use an instance in a `with` block, and call
-    `assign_work` and then `write_and_publish` on every rank. The end of the block gives up what was
-    not published.
+    Each kind of save implements the first three methods. Call `assign_work` and then
+    `write_and_publish` on every rank. Push `close` on an `ExitStack`.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self._opened: Target | None = None
-        """The target. None on the ranks that join it."""
-        self._target_name = ""
+    ranks: Ranks
+    target: Target | None = None
+    """The target. None on the ranks that join it."""
+    _target_name = ""
 
-    def open_target(self, proposals: list[bytes]) -> Target:
-        """On the first rank: compare the proposals and open the target."""
-        raise NotImplementedError
-
-    def divide_work(self, target: Target) -> list[bytes]:
-        """On the first rank: return what each rank writes to the opened target, by rank."""
+    def divide_work(self, proposals: list[bytes]) -> list[bytes]:
+        """On the first rank: compare the proposals, open `target`, and return what each rank writes."""
         raise NotImplementedError
 
     def join_target(self, name: str) -> Target:
         """On the other ranks: find the target that the first rank has opened."""
         raise NotImplementedError
 
-    def publish(self, target: Target, receipts: list[bytes]) -> bytes:
+    def publish(self, receipts: list[bytes]) -> list[bytes]:
         """On the first rank: publish what all ranks wrote, and return the answer for each."""
         raise NotImplementedError
 
@@ -112,11 +105,11 @@ class JointSave:
         return task.work
 
     def _assign(self, proposals: list[bytes]) -> list[bytes]:
-        target = self._opened = self.open_target(proposals)
-        work_of_ranks = self.divide_work(target)
-        if self.ranks.size == 1:
+        work_of_ranks = self.divide_work(proposals)
+        if self.target is None or self.ranks.size == 1:
             return work_of_ranks
-        return [write_document(TASK, Task(target.join_name, work)) for work in work_of_ranks]
+        name = self.target.join_name
+        return [write_document(TASK, Task(name, work)) for work in work_of_ranks]
 
     def write_and_publish(self, write: Callable[[Target], bytes]) -> bytes:
         """Take steps 3 and 4, and return the first rank's answer.
@@ -127,8 +120,8 @@ class JointSave:
         joined: Target | None = None
         receipt: bytes | Exception
         try:
-            if self._opened is not None:
-                receipt = write(self._opened)
+            if self.target is not None:
+                receipt = write(self.target)
             else:
                 joined = self.join_target(self._target_name)
                 try:
@@ -139,7 +132,7 @@ class JointSave:
             receipt = error
 
         try:
-            return self.ranks.agree(receipt, self._publish)
+            return self.ranks.agree(receipt, self.publish)
         except (RanksFailed, RankLost) as error:
             # Without this rank's receipt nothing is published. With it, a first rank that is lost
             # may have published, or may do so yet.
@@ -148,18 +141,12 @@ class JointSave:
                 joined.give_up()
             raise
 
-    def _publish(self, receipts: list[bytes]) -> list[bytes]:
-        assert self._opened is not None  # the first rank has opened it
-        return [self.publish(self._opened, receipts)] * self.ranks.size
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
+    def close(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._opened is not None:
-            self._opened.__exit__(kind, error, trace)
+        """Give up what was not published."""
+        if self.target is not None:
+            self.target.__exit__(kind, error, trace)

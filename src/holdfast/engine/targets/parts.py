@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from hashlib import blake2b
 from itertools import pairwise
 
@@ -186,7 +187,7 @@ class PlanSave(JointSave):
             hash_source: Hashes what must be the same on all ranks, besides the plan.
             findings: What the verb finds out.
         """
-        super().__init__(ranks)
+        self.ranks = ranks
         self._plan = plan
         self._saving = saving
         self._open = open_target
@@ -200,7 +201,8 @@ class PlanSave(JointSave):
 
     def write(self) -> None:
         """Write the plan with all ranks and publish it, or raise on every rank."""
-        with self:
+        with ExitStack() as stack:
+            stack.push(self.close)
             work = self.assign_work(hash_layout(self._plan) + self._hash_source())
             self._work = read_document(WORK, work)
             # Ranks on machines with other numbers of cores would cut blocks at other places.
@@ -209,12 +211,10 @@ class PlanSave(JointSave):
             findings = read_document(FOUND, answer)
             self._findings.put(findings)
 
-    def open_target(self, proposals: list[bytes]) -> Target:
-        check_same(proposals)
-        return self._open()
-
-    def divide_work(self, target: Target) -> list[bytes]:
+    def divide_work(self, proposals: list[bytes]) -> list[bytes]:
         """Take over files of the base, and make the files that several ranks write."""
+        check_same(proposals)
+        target = self.target = self._open()
         self._link(target)
         rank_count = self.ranks.size
         files = self._plan.files
@@ -253,9 +253,10 @@ class PlanSave(JointSave):
         self._saving.last()
         return write_document(RECEIPT, receipt)
 
-    def publish(self, target: Target, receipts: list[bytes]) -> bytes:
+    def publish(self, receipts: list[bytes]) -> list[bytes]:
         """Finish the files that several ranks wrote, and publish. Return the findings of all."""
-        files = self._plan.files
+        target, files = self.target, self._plan.files
+        assert target is not None  # the first rank has opened it
         others = [read_document(RECEIPT, receipt) for receipt in receipts[1:]]
         self._finish_shared(target, others)
 
@@ -266,7 +267,7 @@ class PlanSave(JointSave):
                 delivered.append((files[index].key, files[index].nbytes, False))
         target.publish(self._plan.index, self._saving, delivered)
         findings = [self._findings.take(), *(receipt.findings for receipt in others)]
-        return write_document(FOUND, findings)
+        return [write_document(FOUND, findings)] * self.ranks.size
 
     def _finish_shared(self, target: Target, receipts: Sequence[PartReceipt]) -> None:
         """Write what depends on the checksums of files that several ranks wrote."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from holdfast.core.arguments import one_of
 from holdfast.core.documents import message_kind, read_document, write_document
-from holdfast.core.group import UNCHANGED, together
+from holdfast.core.group import UNCHANGED, Ranks, together
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import DEADLINE, AsyncRankStepOptions, RankStepOptions, pick, validated
 from holdfast.core.value import replace
@@ -32,7 +32,7 @@ from holdfast.extras.runs.view import read_step
 from holdfast.ranks.write import AsStep
 from holdfast.stores.place import join
 from holdfast.torch.ranks.background import SaveHandle, failed_save
-from holdfast.torch.ranks.group import StoreRanks, group_of, ranks_of
+from holdfast.torch.ranks.group import group_of, ranks_of
 from holdfast.torch.ranks.load_sharded import ShardedLoad, load_full, load_together
 from holdfast.torch.ranks.save_sharded import begin_requested, save_requested
 from holdfast.torch.ranks.saving import SavedShards, SaveRequest
@@ -207,7 +207,7 @@ class Run(PlainRun):
         self._asked_s, self._calls_asked = now, answer.calls
         return answer
 
-    def _ranks(self, doing: str) -> closing[StoreRanks]:
+    def _ranks(self, doing: str) -> closing[Ranks]:
         return closing(ranks_of(self.group, doing=f"{doing} {self.path!r}", deadline=self.deadline))
 
     def _before_signal(self) -> None:

@@ -89,13 +89,6 @@ class Boxes(Value, frozen=True, eq=False):
             Table(names, kinds, kind, storage, table.storages, odd, offsets=offsets), starts, wholes
         )
 
-    def __len__(self) -> int:
-        return len(self.table)
-
-    @property
-    def nbytes(self) -> Ints:
-        return self.table.nbytes_of(range(len(self)))
-
     def has_parts(self, rows: Sequence[int]) -> bool:
         shapes, kind, whole = [kind.shape for kind in self.table.kinds], self.table.kind, self.whole
         return kind is not whole and [shapes[kind[row]] for row in rows] != [

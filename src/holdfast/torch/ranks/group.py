@@ -34,11 +34,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from holdfast.core.group import SeveralRanks
+from holdfast.core.group import ALONE, Ranks, SeveralRanks
 from holdfast.core.options import DEADLINE, Progress, validated
 from holdfast.core.runtime import at_fork, renewed, start
 from holdfast.core.value import Value
-from holdfast.engine.threads import default_threads
 from holdfast.errors import BadArgument, RankLost
 
 T = TypeVar("T")
@@ -92,22 +91,14 @@ class TorchGroup(Value, frozen=True, eq=False):
     deadline: float = DEADLINE
     """A rank without a sign of life for so many seconds is lost."""
 
-    def begin(self, doing: str) -> StoreRanks:
+    def begin(self, doing: str) -> Ranks:
         if self.store is None or self.size == 1:
-            return StoreRanks(0, 1, None, prefix="", doing=doing, deadline=self.deadline)
+            return ALONE
         with _lock:
             number = _calls[self.name] = _calls.get(self.name, 0) + 1
-            own = _own_connection(self.name, self.store)
+            connection = _own_connection(self.name, self.store)
         prefix = f"holdfast/{self.name}/{number}"
-        return StoreRanks(
-            self.rank,
-            self.size,
-            own,
-            prefix=prefix,
-            doing=doing,
-            deadline=self.deadline,
-            host=_host_key(self.name),
-        )
+        return StoreRanks(self, connection, prefix=prefix, doing=doing)
 
 
 @validated
@@ -168,7 +159,7 @@ def _launched(deadline: float) -> TorchGroup:
 
 def ranks_of(
     chosen: dist.ProcessGroup | TorchGroup | None = None, *, doing: str, deadline: float = DEADLINE
-) -> StoreRanks:
+) -> Ranks:
     """What the ranks of a group, or of the default one, do together; one rank without `torch.distributed`."""
     return group_of(chosen, deadline).begin(doing)
 
@@ -243,22 +234,12 @@ class ProgressCount:
 class StoreRanks(SeveralRanks):
     """Something that ranks do together, by messages through a store. Closed at its end."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        store: Store | None,
-        *,
-        prefix: str,
-        doing: str,
-        deadline: float,
-        host: str = "",
-    ) -> None:
-        super().__init__(rank, size, doing)
-        self.deadline = deadline
-        self._store = store if size > 1 else None
+    def __init__(self, group: TorchGroup, store: Store, *, prefix: str, doing: str) -> None:
+        super().__init__(group.rank, group.size, doing)
+        self.deadline = group.deadline
+        self._store: Store | None = store
         self._prefix = prefix
-        self._host = host
+        self._host = _host_key(group.name)
         self._step = 0
         self._common: list[str] = []
         """Keys of long answers that all ranks take."""
@@ -268,17 +249,10 @@ class StoreRanks(SeveralRanks):
         self._questions: queue.SimpleQueue[Question[object] | None] = queue.SimpleQueue()
         self._count: ProgressCount | None = None
         # Where no thread can start, this rank shows a sign of life whenever it speaks or waits, and none while it writes.
-        speaking = None if self._store is None else partial(self._speak, self._store)
-        self._voice = (
-            None if speaking is None else start(speaking, name="holdfast-pulse", daemon=True)
-        )
-
-    def threads(self) -> int:
-        """How many threads this rank may use, beside the ranks on its machine that have come so far."""
-        return default_threads(self.neighbours())
+        self._voice = start(partial(self._speak, store), name="holdfast-pulse", daemon=True)
 
     def neighbours(self) -> int:
-        if self._store is not None and self._host:
+        if self._store is not None:
             with suppress(RuntimeError, OSError):
                 return int(self._ask(lambda store: store.add(self._host, 0)))
         return 1
@@ -288,9 +262,6 @@ class StoreRanks(SeveralRanks):
 
     @contextmanager
     def counting(self, progress: Progress | None) -> Iterator[Progress | None]:
-        if self._store is None:
-            yield progress
-            return
         count = self._count = ProgressCount(progress if self.first else None)
         try:
             yield count.add
@@ -374,13 +345,10 @@ class StoreRanks(SeveralRanks):
             self._put(self._key(self._step, self.rank), message)
             return None
         keys = {rank: self._key(self._step, rank) for rank in range(1, self.size)}
-        found = self._collect(keys) if keys else {}
+        found = self._collect(keys)
         return [found[rank] for rank in keys]
 
     def _answer(self, answers: list[bytes] | None) -> bytes:
-        if self.size == 1:
-            assert answers is not None
-            return answers[0]
         common = self._key(self._step, "answer")
         if answers is None:
             answer = self._collect({0: self._key(self._step, "answer", self.rank)})[0]

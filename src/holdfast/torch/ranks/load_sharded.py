@@ -36,7 +36,7 @@ from holdfast.core.documents import (
     read_document,
     write_document,
 )
-from holdfast.core.group import UNCHANGED, check_same, together
+from holdfast.core.group import UNCHANGED, Ranks, check_same, together
 from holdfast.core.notebook import Shown
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import DEADLINE, validated
@@ -46,11 +46,12 @@ from holdfast.core.tree import dotted, leaf_paths
 from holdfast.core.value import Value
 from holdfast.engine.checksums import check_first
 from holdfast.engine.source import OpenSource
+from holdfast.engine.threads import default_threads
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
-from holdfast.torch.ranks.group import StoreRanks, ranks_of
+from holdfast.torch.ranks.group import ranks_of
 from holdfast.torch.ranks.replicas import (
     NO_OFFERS,
     NO_SHARES,
@@ -245,7 +246,7 @@ def load_together(request: ShardedLoad) -> LoadedShards:
 
 
 def _match(
-    request: ShardedLoad, ranks: StoreRanks, held: ExitStack
+    request: ShardedLoad, ranks: Ranks, held: ExitStack
 ) -> tuple[Wanted, list[str], Replicas]:
     """Open the checkpoint and match it with the state. Raises if anything does not fit on any rank.
 
@@ -266,12 +267,11 @@ def _match(
     return wanted, unexpected, replicas
 
 
-def _match_alone(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Names, Wanted]:
+def _match_alone(request: ShardedLoad, ranks: Ranks, held: ExitStack) -> tuple[Names, Wanted]:
     """Open the checkpoint on this rank, and match it with the state of this rank."""
     with request.unharmed():
-        checkpoint = open_checkpoint(
-            request.where, verify=request.verify, threads=request.threads or ranks.threads()
-        )
+        threads = request.threads or default_threads(ranks.neighbours())
+        checkpoint = open_checkpoint(request.where, verify=request.verify, threads=threads)
         held.callback(checkpoint.close)
         checkpoint = seen_through(checkpoint, request.map, partial(_names_in, request.state))
     with gc_paused():
@@ -288,7 +288,7 @@ def _match_alone(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tu
 
 
 def _agree(
-    request: ShardedLoad, ranks: StoreRanks, held: ExitStack
+    request: ShardedLoad, ranks: Ranks, held: ExitStack
 ) -> tuple[Names, Wanted, list[str], bool, Replicas]:
     """Match on every rank, and compare what all ranks have found.
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from holdfast.core.arguments import one_of
 from holdfast.core.options import AsyncShardedOptions, ShardedOptions, pick, validated
 from holdfast.core.table import Table
+from holdfast.engine.threads import default_threads
 from holdfast.formats import rank_formats, titles
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
@@ -143,7 +144,7 @@ def begin_requested(
             before[0],
             request.path,
             values=values,
-            threads=request.threads or save.ranks.threads(),
+            threads=request.threads or default_threads(save.ranks.neighbours()),
             max_host_memory=max_host_memory,
         )
 
@@ -174,4 +175,6 @@ def _begin_save(
         check_shares(request.path, request.format, request.base)
     ranks = ranks_of(group, doing=f"save {request.format} to {request.path!r}", deadline=deadline)
     course.open.callback(ranks.close)
-    return course.open.enter_context(ShardedSave(request, ranks))
+    save = ShardedSave(request, ranks)
+    course.open.push(save.close)
+    return save

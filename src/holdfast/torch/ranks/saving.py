@@ -14,8 +14,8 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.group import Ranks
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State
 from holdfast.core.runtime import gc_paused
@@ -32,6 +33,7 @@ from holdfast.core.table import Table
 from holdfast.core.value import Value, replace
 from holdfast.engine.targets.joint_save import JointSave
 from holdfast.engine.targets.target import Target, join_target
+from holdfast.engine.threads import default_threads
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
 from holdfast.formats import chosen, rank_formats
@@ -54,7 +56,6 @@ from holdfast.ranks.together import (
 from holdfast.ranks.write import AsStep, check_value, open_together, publish, write_files
 from holdfast.stores.place import place_at
 from holdfast.torch.ranks.dcp import archive, digests
-from holdfast.torch.ranks.group import StoreRanks
 from holdfast.torch.ranks.replica_sums import replica_sums
 from holdfast.torch.ranks.staging import Staged, little_in_common
 from holdfast.verbs.shared.base import open_base
@@ -149,7 +150,6 @@ class ShardedSave(JointSave):
     Call `describe` and then `finish`. A save in the background calls `stage` between the two.
     """
 
-    ranks: StoreRanks
     _state: State
     _description: Description
     _proposal: Proposal
@@ -160,8 +160,8 @@ class ShardedSave(JointSave):
     _base_name: str | None = None
     """On the first rank, for a step of a run: the name of the step whose files may be shared."""
 
-    def __init__(self, request: SaveRequest, ranks: StoreRanks) -> None:
-        super().__init__(ranks)
+    def __init__(self, request: SaveRequest, ranks: Ranks) -> None:
+        self.ranks = ranks
         format = chosen(request.format, rank_formats())
         assert format is not None  # the argument was checked
         self.format = format
@@ -187,18 +187,13 @@ class ShardedSave(JointSave):
         self._base = request.base
         self._receipts: list[Receipt] = []
 
-    @contextmanager
-    def _keeping_error(self) -> Iterator[None]:
-        """Keep what is raised in the block for the next step, in which the others learn of it."""
-        try:
-            yield
-        except Exception as error:
-            self.error = error
-
     def describe(self, state: Callable[[], object]) -> None:
-        """Describe the state that `state` returns, in usual containers."""
+        """Describe the state that `state` returns, in usual containers.
+
+        An error of this and of later steps is kept for the next one, in which the others learn of it.
+        """
         request, format = self.request, self.format
-        with self._keeping_error():
+        try:
             taken_state, used_patterns = state(), list[str]()
             if request.per_rank:
                 key = rank_key(self.ranks.rank, self.ranks.size)
@@ -220,6 +215,8 @@ class ShardedSave(JointSave):
                     if 0 not in table.kind_of(row).shape
                 ]
                 self._notes += [*full.notes, *format.sharded.unkept(self._state)]
+        except Exception as error:
+            self.error = error
 
     def _make_description(self, used_patterns: list[str]) -> Description:
         """Describe what is not a tensor. Raises `CannotHold` with all problems of the state."""
@@ -276,23 +273,27 @@ class ShardedSave(JointSave):
             return  # the others receive it in place of a receipt
         output = self._output
         assert output is not None  # or there is an error
-        with self._keeping_error():
+        try:
             tensors = self._callers_tensors()
             rows = self._proposal.state.tensors[self._numbers].tolist()
             own_tensors = [tensors[row] for row in rows] if tensors else []
             self.staged = copy(output.boxes.table, own_tensors)
             boxes = replace(output.boxes, table=self.staged.table)
             self._output = replace(output, boxes=boxes)
+        except Exception as error:
+            self.error = error
 
     def _stage_state(self, copy: Copy) -> None:
         if self.error is not None:
             return
-        with self._keeping_error():
+        try:
             # Before any copy is under way: a value may refuse to be pickled.
             self._archives = {name: archive(value) for name, value in self._flat.values.items()}
             with gc_paused():
                 self.staged = copy(self._state.tensors, self._callers_tensors())
             self._state = replace(self._state, tensors=self.staged.table)
+        except Exception as error:
+            self.error = error
 
     def _callers_tensors(self) -> Sequence[object]:
         """The caller's own tensors, one for each row of the table, where they are known."""
@@ -318,7 +319,7 @@ class ShardedSave(JointSave):
         """Plan with all ranks, and prepare what this rank writes."""
         answer = self.assign_work(self._propose())
         self._is_planned = True
-        with self._keeping_error():
+        try:
             task = self._task if self.ranks.first else read_document(TASK, answer)
             columns, table = self._proposal.state, self._state.tensors
             self._numbers = as_column(task.boxes)
@@ -332,9 +333,21 @@ class ShardedSave(JointSave):
             if step is not None and task.base is not None:
                 self._base = step.named(task.base)
             self._notes += task.notes
+
+            rows, starts, sizes = (
+                column.take(self._numbers, axis=-1)
+                for column in (columns.tensors, columns.offsets, columns.sizes)
+            )
+            # A tensor without elements is written as a whole.
+            extents = columns.catalogue.extents.take(rows, axis=1)
+            if np.count_nonzero(extents) < extents.size:
+                is_empty = np.logical_or.reduce(extents == 0)
+                starts, sizes = np.where(is_empty, 0, starts), np.where(is_empty, extents, sizes)
+            boxes = Boxes.cut(table, rows.tolist(), starts, sizes)
             ranks = self.ranks
-            boxes = _cut_boxes(table, columns, self._numbers)
             self._output = RankOutput(ranks.rank, ranks.size, boxes, self._state.metadata, values)
+        except Exception as error:
+            self.error = error
 
     def _propose(self) -> bytes | Exception:
         """Return the proposal of this rank, or the error that it has instead.
@@ -350,16 +363,15 @@ class ShardedSave(JointSave):
             if self.request.check_replicas and self.ranks.size > 1:
                 if self.staged is not None:
                     self.staged.copies.wait()  # the checksums are those of the copies
-                sums = replica_sums(table, threads=self._count_threads())
+                threads = self.request.threads or default_threads(self.ranks.neighbours())
+                sums = replica_sums(table, threads=threads)
             self._proposal = Proposal(self._description, columns, sums)
             return b"" if self.ranks.first else write_proposal(self._proposal)
         except Exception as error:
             return error
 
-    def _count_threads(self) -> int:
-        return self.request.threads or self.ranks.threads()
-
-    def open_target(self, proposals: list[bytes]) -> Target:
+    def divide_work(self, proposals: list[bytes]) -> list[bytes]:
+        """Make one checkpoint of the states of all ranks, and assign the boxes."""
         request, first = self.request, self._proposal
         with gc_paused():
             others: list[Proposal] = []
@@ -373,9 +385,9 @@ class ShardedSave(JointSave):
         overwrite = request.overwrite
         if request.step is not None:
             overwrite, self._base_name = request.step.begin(self._together.nbytes)
-        return open_together(self.place, self.format, durable=request.durable, overwrite=overwrite)
-
-    def divide_work(self, target: Target) -> list[bytes]:
+        self.target = open_together(
+            self.place, self.format, durable=request.durable, overwrite=overwrite
+        )
         together = self._together
         tasks = [
             RankTask(
@@ -393,7 +405,8 @@ class ShardedSave(JointSave):
         """Write the files of this rank. The first rank keeps its receipts and sends none."""
         if self.error is not None:
             raise self.error
-        request, output, threads = self.request, self._output, self._count_threads()
+        request, output = self.request, self._output
+        threads = request.threads or default_threads(self.ranks.neighbours())
         assert output is not None  # or there is an error
         threads_a_file, block_nbytes = THREADS_A_FILE, None
         if self.staged is not None:
@@ -410,7 +423,8 @@ class ShardedSave(JointSave):
 
         # One file for every few threads, each with enough in it. Of an object several parts are on
         # their way at once, and each takes memory.
-        output_nbytes = int(output.boxes.nbytes.sum())
+        table = output.boxes.table
+        output_nbytes = int(table.nbytes_of(range(len(table.names))).sum())
         file_count = max(1, min(threads // threads_a_file, output_nbytes // FILE_NBYTES))
         shares = spread(output, 1 if target.save else file_count)
         files = self.format.sharded.files(output, shares, target.save)
@@ -424,27 +438,12 @@ class ShardedSave(JointSave):
             )
         return b"" if self.ranks.first else write_document(RECEIPTS, self._receipts)
 
-    def publish(self, target: Target, receipts: list[bytes]) -> bytes:
+    def publish(self, receipts: list[bytes]) -> list[bytes]:
+        assert self.target is not None  # the first rank has opened it
         others = [read_document(RECEIPTS, message) for message in receipts[1:]]
         delivered = [*zip(self._together.writes, [self._receipts, *others], strict=True)]
         with gc_paused():
             publish(
-                target, self.format, self._together.contents, delivered, path=self.request.path, step=self.request.step
+                self.target, self.format, self._together.contents, delivered, path=self.request.path, step=self.request.step
             )  # fmt: skip
-        return b""
-
-
-def _cut_boxes(table: Table, columns: RankState, numbers: Ints) -> Boxes:
-    """Return the boxes of this rank that have these numbers.
-
-    A tensor without elements is written as a whole.
-    """
-    tensors, starts, sizes = (
-        column.take(numbers, axis=-1)
-        for column in (columns.tensors, columns.offsets, columns.sizes)
-    )
-    extents = columns.catalogue.extents.take(tensors, axis=1)
-    if np.count_nonzero(extents) < extents.size:
-        is_empty = np.logical_or.reduce(extents == 0)
-        starts, sizes = np.where(is_empty, 0, starts), np.where(is_empty, extents, sizes)
-    return Boxes.cut(table, tensors.tolist(), starts, sizes)
+        return [b""] * self.ranks.size
