@@ -21,7 +21,8 @@ import numpy as np
 import holdfast
 from holdfast.cli.main import main as command
 from holdfast.core.value import replace
-from holdfast.extras.runs.steps import RunFolder, step_name
+from holdfast.extras.runs.directory import RunDirectory
+from holdfast.extras.runs.steps import step_name
 from holdfast.verbs.seals.document import SEAL, encode_seal, parse_seal
 
 COUNTS = (100, 1_000, 10_000)
@@ -67,12 +68,12 @@ def main(folder: str | None, counts: tuple[int, ...]) -> None:
         for count in counts:
             make(root, range(made, count))
             made = count
-            known = RunFolder(str(root))
+            known = RunDirectory(str(root))
             known.steps()
             row = [
-                least(lambda: RunFolder(str(root)).newest()),
+                least(lambda: RunDirectory(str(root)).newest()),
                 least(lambda: sorted(os.listdir(root))),
-                least(lambda: RunFolder(str(root)).steps(), 3),
+                least(lambda: RunDirectory(str(root)).steps(), 3),
                 least(known.steps, 3),
                 least(lambda: printed(root), 1),
             ]

@@ -14,7 +14,7 @@ import pytest
 from holdfast.errors import HoldfastError
 from holdfast.extras.runs import directory
 from holdfast.extras.runs.directory import RunDirectory, clean, hide, open_for_writing
-from holdfast.extras.runs.record import RunRules
+from holdfast.extras.runs.record import RunRecord
 from holdfast.extras.runs.retention import retain
 from holdfast.extras.runs.rules import Every, Latest, Rule
 from holdfast.extras.runs.steps import step_name
@@ -54,7 +54,7 @@ def save(
 def turn(files: Files, number: int, rules: Iterable[Rule] = RULES, **how: object) -> None:
     """Everything that a run does in its directory for one step."""
     folder = RunDirectory(ROOT, files)
-    lock = open_for_writing(folder, RunRules(tuple(rules)), durable=True)
+    lock = open_for_writing(folder, RunRecord(keep=[*map(str, rules)]), durable=True)
     try:
         save(files, number, **how)
         retain(folder, tuple(rules), check=lambda step: True)

@@ -152,9 +152,9 @@ class World:
         return done
 
     def marked(self) -> set[int]:
-        from holdfast.extras.runs.record import PINS, marked_steps
+        from holdfast.extras.runs.record import NO_PINS, PINS
 
-        return marked_steps(self.run()._folder.read_record(PINS))
+        return (self.run()._folder.read_record(PINS) or NO_PINS).marked()
 
     def dying(self, kill: tuple[int, bool] | None) -> AbstractContextManager[None]:
         return _die(kill)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 INVISIBLE = re.compile(
@@ -84,6 +85,17 @@ def plural(number: int, noun: str) -> str:
     ('1 tensor', '1,200 tensors')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(names: Sequence[str], most: int = 5, count: int | None = None) -> str:
+    """Return the first names, and the number of the others. `count` is the number of all names.
+
+    >>> listed(["a", "b"]), listed(["a", "b", "c"], 2), listed(["a"], count=1001)
+    ('a, b', 'a, b and 1 more', 'a and 1,000 more')
+    """
+    shown = names[:most]
+    rest = (len(names) if count is None else count) - len(shown)
+    return ", ".join(shown) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 def percent(part: int, whole: int) -> str:

@@ -159,7 +159,7 @@ def test_the_newest_is_not_passed_over_because_the_one_before_went(
     if isinstance(run.path, Url):
         kind, name = type(run._folder), "_examine"
     else:
-        kind, name = steps._Look, "examine"
+        kind, name = steps.DirectoryLook, "examine"
     real = getattr(kind, name)
     overtaken = Overtaken(lambda *args: real(*args), writer, 1)
     monkeypatch.setattr(kind, name, lambda *args: overtaken(*args))

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.extras.runs.directory import RunDirectory, open_for_writing
-from holdfast.extras.runs.record import RunRules
+from holdfast.extras.runs.record import RunRecord
 from holdfast.extras.runs.retention import retain
 from holdfast.extras.runs.rules import Best, Every, Latest, Rule, Within
 from holdfast.extras.runs.steps import step_name
@@ -142,7 +142,7 @@ class World:
 
     def turn(self, files: Files, number: int, known: Known) -> None:
         folder = RunDirectory(ROOT, files)
-        lock = open_for_writing(folder, RunRules(self.rules), durable=True)
+        lock = open_for_writing(folder, RunRecord(keep=[*map(str, self.rules)]), durable=True)
         publish(files, number, known.saved, known.loss, known.ran)
         retain(folder, self.rules, check=lambda step: True)
         lock.close()

@@ -13,8 +13,9 @@ import pytest
 
 import holdfast
 from holdfast.errors import NoSuchStep
+from holdfast.extras.runs.directory import RunDirectory
 from holdfast.extras.runs.record import DOUBTS, EXPORTS, PINS, RECORD
-from holdfast.extras.runs.steps import DOCUMENTS, RunFolder
+from holdfast.extras.runs.steps import DOCUMENTS
 from holdfast.verbs.seals.document import SEAL, Seal, SealedFile, encode_seal
 from tests.support import flip_bit
 
@@ -37,7 +38,9 @@ def numbers(run: holdfast.Run) -> list[int]:
 
 
 def whys(run: holdfast.Run) -> dict[str, str]:
-    return {found.name: found.why for found in RunFolder(run.path).survey() if found.whole is None}
+    return {
+        found.name: found.why for found in RunDirectory(run.path).survey() if found.whole is None
+    }
 
 
 def folder(run: holdfast.Run, number: int) -> Path:
@@ -305,7 +308,7 @@ def test_what_changes_in_a_step_is_seen_the_next_time(tmp_path: Path):
     many(tmp_path, range(5))
     for path in tmp_path.glob("*/holdfast.seal.json"):
         os.utime(path, (1e9, 1e9))
-    folder = RunFolder(str(tmp_path))
+    folder = RunDirectory(str(tmp_path))
     assert len(folder.steps()) == 5
     (tmp_path / "step-00000002" / "data").write_bytes(b"xy")
     assert [step.step for step in folder.steps()] == [0, 1, 3, 4]

@@ -17,6 +17,7 @@ from functools import cached_property
 
 from holdfast.core.order import in_order
 from holdfast.core.table import Table
+from holdfast.core.text import listed
 from holdfast.core.tiling import covers
 from holdfast.core.value import Value
 from holdfast.errors import BadMap, DoesNotFit
@@ -476,6 +477,4 @@ class Bound:
         """Notes on what goes nowhere."""
         yield from self.notes
         if self.dropped:
-            names = in_order(self.dropped)
-            more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-            yield f"left out, because the layout {self.target.name!r} has no place for it: {', '.join(names[:3])}{more}"
+            yield f"left out, because the layout {self.target.name!r} has no place for it: {listed(in_order(self.dropped), 3)}"

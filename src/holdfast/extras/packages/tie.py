@@ -43,6 +43,7 @@ from holdfast.core.sharing import several, shared_rows
 from holdfast.core.strict_json import quoted
 from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import listed
 from holdfast.core.value import replace
 from holdfast.engine.blocks import contiguous_blocks, read_block
 from holdfast.engine.budget import reading_threads
@@ -532,14 +533,11 @@ class _Tying:
                 if own not in self._onto and self._storage[self._holder(first)] != own:
                     self._onto[own] = first
             else:
-                stays.append(self._table.names[row])
+                stays.append(repr(self._table.names[row]))
         if stays:
-            shown = ", ".join(map(repr, stays[:3])) + (
-                f" and {len(stays) - 3:,} more" if len(stays) > 3 else ""
-            )
             name = self._table.names[first]
             self.notes.append(
-                f"equal to {name!r}, and left where other views of their storages are: {shown}"
+                f"equal to {name!r}, and left where other views of their storages are: {listed(stays, 3)}"
             )
 
     def _holder(self, row: int) -> int:

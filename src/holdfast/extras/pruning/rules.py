@@ -30,6 +30,7 @@ from holdfast.core.patterns import matcher
 from holdfast.core.protocols import State
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import listed
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError
 from holdfast.extras.pruning.masked import Loss, Tally
@@ -200,8 +201,6 @@ NO_MATRIX, NO_FLOAT, LOOKED_UP = "of one dimension or none", "of integers or fla
 TABLES = ("wte", "wpe", "shared")
 """Modules that are tables to look up, beside those with "embed" in their names: of GPT-2 and of T5."""
 
-SHOWN = 3
-
 
 def _left_alone(name: str, tensor: LazyTensor, rule: PruningRule) -> str:
     """The reason why a rule leaves a tensor alone that it matches; empty where it does not."""
@@ -318,9 +317,7 @@ def _asides(alone: Sequence[tuple[str, PruningRule, str]]) -> list[str]:
     for rule_text, reasons in found.items():
         parts = []
         for why, names in reasons.items():
-            more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-            shown = ", ".join(map(repr, names[:SHOWN]))
-            parts.append(f"{len(names):,} {why} ({shown}{more})")
+            parts.append(f"{len(names):,} {why} ({listed([*map(repr, names)], 3)})")
         notes.append(
             f"'{rule_text}' is for matrices and leaves other tensors alone: {'; '.join(parts)}"
         )

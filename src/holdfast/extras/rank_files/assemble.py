@@ -33,12 +33,12 @@ from holdfast.core.leaves import name_tensors
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Description, Foreign, Request, Source, Stamp
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.core.text import listed
 from holdfast.core.tiling import first_overlap, tiles
 from holdfast.core.tree import Way, path_to, plainly, rebuild, refilled
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import ViewTable
 from holdfast.errors import LimitExceeded, MetadataError, ReplicasDiffer, Unsupported, located
-from holdfast.extras.rank_files.recognise import some
 from holdfast.formats.torch.zip import PickleReader, saved_archive
 from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
@@ -389,7 +389,7 @@ def described(
             foreign.setdefault(one.what, one)
     differ = [repr(name[:80]) for name in unequal]
     refused = [
-        f"the ranks have different values for {some(differ)}; reading {'it' if len(differ) == 1 else 'them'} is refused"
+        f"the ranks have different values for {listed(differ)}; reading {'it' if len(differ) == 1 else 'them'} is refused"
     ]
     archives = tuple(file.key for file in files)
     notes = (*notes, *(refused if differ else []), *named.notes)

@@ -36,6 +36,7 @@ from holdfast.core.patterns import matcher
 from holdfast.core.placement_rules import PlacementRule, parse_rule
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import listed
 from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, name_at, walk
 from holdfast.core.value import Value, replace
 from holdfast.errors import (
@@ -55,7 +56,7 @@ from holdfast.extras.rank_files.assemble import (
     moved,
     read_rank,
 )
-from holdfast.extras.rank_files.recognise import Place, chosen_step, megatron_files, some
+from holdfast.extras.rank_files.recognise import Place, chosen_step, megatron_files
 
 POINTER = "latest_checkpointed_iteration.txt"
 BESIDE = "megatron"
@@ -172,7 +173,7 @@ def _grid(source: Source, files: Mapping[Place, str]) -> list[Rank]:
         absent = sorted({place for place in near if min(place) >= 0 and place not in there})
         names = [f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if not flat else "") for tp, pp in absent]
         raise FormatError(
-            f"{len(ranks)} of {sizes[0] * sizes[1]} ranks are here, and {some(names)} "
+            f"{len(ranks)} of {sizes[0] * sizes[1]} ranks are here, and {listed(names)} "
             f"{'is' if len(names) == 1 else 'are'} missing: get all files of the save into one folder",
             expected=sizes[0] * sizes[1], found=len(ranks),
         )  # fmt: skip
@@ -266,8 +267,8 @@ class _Iteration:
                     offsets[stem] = start
                 elif own != set(range(start, start + len(own))):
                     raise MetadataError(
-                        f"a stage has layers {some([str(n) for n in sorted(own)])} under {stem[:80]!r}, which do not count up from "
-                        "0: nobody can say which ones of the whole model they are",
+                        f"a stage has layers {listed([str(n) for n in sorted(own)])} under {stem[:80]!r}, which do not count up "
+                        "from 0: nobody can say which ones of the whole model they are",
                         found=tuple(sorted(own)[:5]),
                     )
                 before[stem] = start + len(own)

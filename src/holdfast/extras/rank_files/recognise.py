@@ -13,11 +13,12 @@ from itertools import islice
 from msgspec import Struct, field
 
 from holdfast.core.protocols import Source
+from holdfast.core.text import listed
 from holdfast.errors import FormatError
 from holdfast.formats.torch.recognise import begins_like_torch
 
 SHOWN = 5
-"""Ranks, files or names that a message lists."""
+"""Missing ranks that are looked for."""
 
 NUMBER = r"0|[1-9][0-9]{0,17}"
 PATTERN = re.compile(
@@ -69,25 +70,14 @@ def check_complete(found: RankSet) -> None:
         )
     count = found.world - len(found.files)
     if count:
-        absent = list(
-            islice((rank for rank in range(found.world) if rank not in found.files), SHOWN)
-        )
-        which = some([str(rank) for rank in absent], count)
+        missing = (rank for rank in range(found.world) if rank not in found.files)
+        absent = list(islice(missing, SHOWN))
+        which = listed([*map(str, absent)], count=count)
         message = (
             f"{len(found.files):,} of {found.world:,} {found.what} files are here, and with rank {which} a part of most tensors is "
             "missing: get all files of the save into one folder"
         )
         raise FormatError(message, expected=found.world, found=len(found.files))
-
-
-def some(names: Sequence[str], count: int | None = None) -> str:
-    count = len(names) if count is None else count
-    shown = ", ".join(names[:SHOWN])
-    return (
-        shown
-        if count <= min(len(names), SHOWN)
-        else f"{shown} and {count - min(len(names), SHOWN):,} more"
-    )
 
 
 def by_what(sets: Iterable[RankSet]) -> Mapping[str, RankSet]:
@@ -176,7 +166,7 @@ def chosen_step(
     """
     if "" in folders:
         return ""
-    first, shown = tuple(sorted(folders)[:5]), some(sorted(folders))
+    first, shown = tuple(sorted(folders)[:5]), listed(sorted(folders))
     size = source.store.size(pointer) if pointer in source.store.list() else None
     if size is not None:
         if size > POINTER_NBYTES:

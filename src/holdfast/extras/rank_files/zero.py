@@ -32,6 +32,7 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import listed
 from holdfast.core.value import replace
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
 from holdfast.extras.rank_files.assemble import (
@@ -46,7 +47,6 @@ from holdfast.extras.rank_files.recognise import (
     RankSet,
     check_complete,
     chosen_step,
-    some,
 )
 from holdfast.extras.rank_files.zero_parts import (
     FlatGroups,
@@ -204,14 +204,14 @@ def _check_files(files: StepFiles) -> None:
     if files.others:
         raise Unsupported(
             "experts and the layers of a pipeline have files of their own, which this does not put together; open the files one by "
-            f"one: {some(files.others)}",
+            f"one: {listed(files.others)}",
             found=tuple(files.others[:5]),
         )
     if len(files.mp) > 1:
         ranks = [f"mp_rank_{rank:02d}" for rank in sorted(files.mp)]
         raise Unsupported(
-            f"the model is split over model-parallel ranks ({some(ranks)}) by rules that the files do not say; open the files one "
-            "by one, or convert it with the program that wrote it",
+            f"the model is split over model-parallel ranks ({listed(ranks)}) by rules that the files do not say; open the files "
+            "one by one, or convert it with the program that wrote it",
             found=tuple(ranks[:5]),
         )
     if files.twice:
@@ -331,13 +331,13 @@ class _Step:
             return self._named(masters, frozen), optimizer
 
     def _frozen(self) -> dict[str, LazyTensor]:
-        listed, fragments = (
+        frozen, fragments = (
             self.contents[0].get("frozen_param_shapes"),
             [content.get("frozen_param_fragments") for content in self.contents],
         )
-        if not listed:
+        if not frozen:
             return {}
-        (shapes,) = shapes_of(listed, "frozen_param_shapes", self.limits)
+        (shapes,) = shapes_of(frozen, "frozen_param_shapes", self.limits)
         found = {}
         for name, shape in shapes.items():
             parts = [
@@ -382,10 +382,10 @@ class _Step:
             for name, value in module.items()
             if isinstance(name, str) and isinstance(value, LazyTensor)
         }
-        listed = self.contents[0].get("shared_params")
+        shared = self.contents[0].get("shared_params")
         tied = (
-            {str(name): str(other) for name, other in listed.items()}
-            if isinstance(listed, dict)
+            {str(name): str(other) for name, other in shared.items()}
+            if isinstance(shared, dict)
             else {}
         )
         known = {**masters, **frozen}
@@ -415,7 +415,7 @@ class _Step:
         }
         if lost:
             self.notes.append(
-                f"the files have no elements of {some([repr(name[:80]) for name in lost])}, which the module lists"
+                f"the files have no elements of {listed([repr(name[:80]) for name in lost])}, which the module lists"
             )
         return found
 

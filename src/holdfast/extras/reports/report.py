@@ -26,7 +26,7 @@ from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.registry import find_hook
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import iso, plural, rounded
+from holdfast.core.text import iso, listed, plural, rounded
 from holdfast.core.value import Value
 from holdfast.core.version import VERSION
 from holdfast.engine.budget import reading_threads
@@ -470,13 +470,9 @@ def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
         )
         over_time = history.history(table, norm)
         if sick:
-            steps = ", ".join(map(str, sick[:5])) + (
-                f" and {len(sick) - 5:,} more" if len(sick) > 5 else ""
-            )
-            notes.insert(
-                0,
-                f"NaN or Inf is in the tensors of {plural(len(sick), 'step')}, which have no norm: {steps}.",
-            )
+            numbers = listed([*map(str, sick)])
+            text = f"NaN or Inf is in the tensors of {plural(len(sick), 'step')}, which have no norm: {numbers}."
+            notes.insert(0, text)
         document = {
             **document,
             "kind": "run",

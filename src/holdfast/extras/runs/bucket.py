@@ -56,17 +56,23 @@ from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, SaveError
 from holdfast.extras.runs.place import Change, Choose, RunPlace, Sizes
 from holdfast.extras.runs.record import (
     MOST_NBYTES,
+    NO_PINS,
     PINS,
     D,
-    Pin,
     Pins,
-    RunRules,
-    decoded,
-    marked_since,
-    marked_steps,
-    pins_by_step,
+    RunRecord,
+    decode_document,
 )
-from holdfast.extras.runs.steps import NAMED, FoundStep, Step, claim, found_steps, step_name
+from holdfast.extras.runs.steps import (
+    FoundStep,
+    Step,
+    claim,
+    first_step,
+    found_steps,
+    stamped,
+    step_name,
+    step_number,
+)
 from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, bucket_of
@@ -172,9 +178,8 @@ class RunBucket(RunPlace):
         claims, found = self._named(below), None
         for _ in range(LOOKS):
             numbers = sorted(claims, reverse=True)
-            found = next(
-                filter(None, (self._at(number, claims[number]) for number in numbers)), None
-            )
+            steps = (self._at(number, claims[number]) for number in numbers)
+            found = next(filter(None, steps), None)
             passed = [number for number in numbers if found is None or number > found.step]
             if not passed:
                 break
@@ -185,15 +190,8 @@ class RunBucket(RunPlace):
         return found
 
     def get(self, step: int) -> Step | None:
-        found = self._at(step, [step_name(step)])
-        if found is not None:
-            return found
         # Somebody may have written its number in another way.
-        claims = self._named()
-        return self._at(step, [name for name in claims.get(step, ()) if name != step_name(step)])
-
-    def steps(self) -> list[Step]:
-        return [found.whole for found in self.survey() if found.whole is not None]
+        return self._at(step, [step_name(step)]) or self._at(step, self._named().get(step, ()))
 
     def survey(self) -> list[FoundStep]:
         rows, gone = list[FoundStep](), -1
@@ -209,32 +207,28 @@ class RunBucket(RunPlace):
         tree = listed(self.path)
         published = [name for name, below in tree.items() if name and MANIFEST in below]
         claims = self._claims(published)
+        places = [(name, number) for number, names in claims.items() for name in names]
         seen: dict[str, Step | str | None] = {}
 
         def look(name: str, number: int) -> None:
             found = self._examine(name, number, lambda folder: tree.get(folder, {}))
             seen[name] = found if isinstance(found, Step) else self._look(name, number)
 
-        run_all(
-            (partial(look, name, number) for number, names in claims.items() for name in names),
-            AT_ONCE,
-        )
+        run_all((partial(look, *place) for place in places), AT_ONCE)
         keys = {self.key(name, MANIFEST) for name in published}
         self._manifests = {key: info for key, info in self._manifests.items() if key in keys}
         rows = found_steps(claims, lambda name, number: seen[name])
-        return rows, max(
-            (number for number, names in claims.items() for name in names if seen[name] is None),
-            default=-1,
-        )
+        gone = max((number for name, number in places if seen[name] is None), default=-1)
+        return rows, gone
 
     def sizes(self, step: Step) -> Sizes:
-        sizes: Sizes = {}
+        sizes = Sizes()
         sizes.update(self._lengths.get(step.name, {step.path: step.nbytes}))
         return sizes
 
     def read_record(self, kind: DocumentKind[D]) -> D | None:
         got = if_there(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
-        return None if got is None else decoded(bytes(got.data), kind)
+        return None if got is None else decode_document(bytes(got.data), kind)
 
     def exported(self) -> Mapping[str, Stamps]:
         try:
@@ -249,14 +243,11 @@ class RunBucket(RunPlace):
         except StoreError as error:
             if isinstance(error, SaveError):
                 raise
-            raise refusal(
-                f"the run cannot be looked at: {error.message}; nothing was published",
-                self.path,
-                error.errno,
-            ) from None
+            message = f"the run cannot be looked at: {error.message}; nothing was published"
+            raise refusal(message, self.path, error.errno) from None
 
-    def begin(self, kept: RunRules, *, durable: bool) -> ExitStack:
-        self.write_rules(kept, durable=durable)
+    def begin(self, record: RunRecord, *, durable: bool) -> ExitStack:
+        self.write_rules(record, durable=durable)
         return ExitStack()  # nothing is held
 
     def check(self) -> None:
@@ -274,25 +265,19 @@ class RunBucket(RunPlace):
     def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
         plan = planned.plan
         index = {file.key for file in plan.index}
-        attributes = self.attributes(
-            stamp, [(key, nbytes) for key, nbytes in plan.listed if key not in index]
-        )
-        return replace(planned, plan=replace(plan, attributes=attributes))
+        data = [(key, nbytes) for key, nbytes in plan.listed if key not in index]
+        return replace(planned, plan=replace(plan, attributes=self.attributes(stamp, data)))
 
     def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str]:
         """The attributes of the manifest of a step with this data; none where that is more than stores take."""
         sizes = dict(files)
         shared = sorted(name for name in sizes if sibling_key(name))
-        saves = set[str]()
-        for name in sizes.keys() - set(shared):
-            match = DATA.fullmatch(name)
-            if match is None:
-                return {}
-            saves.add(match[1])
-        if len(saves) > 1:
+        matches = [DATA.fullmatch(name) for name in sizes.keys() - set(shared)]
+        saves = {match and match[1] for match in matches}
+        if None in saves or len(saves) > 1:
             return {}
         more = {
-            "save": "".join(saves),
+            "save": next(iter(saves), ""),
             "files": digest_of(sizes),
             "nbytes": sum(sizes.values()),
             "beside": shared,
@@ -301,37 +286,27 @@ class RunBucket(RunPlace):
         return {ATTRIBUTE: text} if len(text) <= ATTRIBUTE_NBYTES else {}
 
     def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
-        name = step_name(stamp.step)
+        name, report = step_name(stamp.step), planned.report
         self._lengths[name] = {
-            self.key(*(sibling_key(file) or (name, file))): nbytes
-            for file, nbytes in planned.report.files
+            self.key(*(sibling_key(file) or (name, file))): nbytes for file, nbytes in report.files
         }
-        files = [file for file, _ in planned.report.files if file != MANIFEST]
-        nbytes = planned.report.nbytes
-        return Step(
-            stamp.step,
-            self.path.below(name),
-            stamp.saved,
-            stamp.metrics,
-            nbytes,
-            name,
-            tuple(files),
-            stamp.ran,
-        )
+        files = tuple([file for file, _ in report.files if file != MANIFEST])
+        return stamped(stamp, stamp.step, self.path.below(name), report.nbytes, name, files)
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
         going: list[Step] = []
 
         def mark(found: Pins | None) -> Pins | None:
-            going[:] = choose(pins_by_step(found))
-            return (
-                self.with_pins(found, pins_by_step(found), mark=[one.step for one in going])
-                if going
-                else None
-            )
+            pins = found or NO_PINS
+            going[:] = choose(pins.by_step())
+            marks = pins.marked().union(step.step for step in going)
+            changed = msgspec.structs.replace(pins, going=tuple(sorted(marks)), since=time.time())
+            return changed if going else None
 
         def unmark(found: Pins | None) -> Pins:
-            return self.with_pins(found, pins_by_step(found), unmark=[one.step for one in going])
+            pins = found or NO_PINS
+            marks = pins.marked().difference(step.step for step in going)
+            return msgspec.structs.replace(pins, going=tuple(sorted(marks)))
 
         self.change_record(PINS, mark, durable=durable)
         gone: list[Step] = []
@@ -362,10 +337,10 @@ class RunBucket(RunPlace):
 
     def _remove_data(self, steps: Sequence[Step]) -> list[str]:
         """Delete the data of steps whose manifests are gone, unless other steps have it, too. What stood in the way, in words."""
-        names = [(step.name, name) for step in steps for name in step.files]
         keys = dict.fromkeys(
-            self.key(*(sibling_key(name) or (own, name)))
-            for own, name in names
+            self.key(*(sibling_key(name) or (step.name, name)))
+            for step in steps
+            for name in step.files
             if "/" not in name or sibling_key(name)
         )
         try:
@@ -375,26 +350,11 @@ class RunBucket(RunPlace):
             return [
                 f"step {numbers} is deleted, and not all of its data ({error.message}); a sweep of the run does that"
             ]
-        return (
-            [
-                f"a save uses {len(left):,} objects of deleted steps; a sweep of the run deletes what nobody names"
-            ]
-            if left
-            else []
-        )
-
-    def with_pins(
-        self,
-        found: Pins | None,
-        pins: Mapping[int, Pin],
-        *,
-        mark: Iterable[int] = (),
-        unmark: Iterable[int] = (),
-    ) -> Pins:
-        """As `RunPlace.with_pins`. Marks of others stay as long as they count."""
-        ordered, marks = [pins[step] for step in sorted(pins)], marked_steps(found) | set(mark)
-        since = time.time() if mark else marked_since(found)
-        return Pins(PINS.format, 1, ordered, tuple(sorted(marks - set(unmark))), since)
+        if not left:
+            return []
+        return [
+            f"a save uses {len(left):,} objects of deleted steps; a sweep of the run deletes what nobody names"
+        ]
 
     def _fetch(self, kind: DocumentKind[D]) -> tuple[D | None, str | None, bytes]:
         """A document of the run, its etag, and its text; None for one that is damaged, but for pins."""
@@ -402,7 +362,7 @@ class RunBucket(RunPlace):
         if got is None:
             return None, None, b""
         try:
-            found = decoded(bytes(got.data), kind)
+            found = decode_document(bytes(got.data), kind)
         except HeaderError:
             if kind.file == PINS.file:
                 raise  # nothing may be deleted then
@@ -461,15 +421,13 @@ class RunBucket(RunPlace):
         """Names by the number that they say, the one that counts first."""
         claims: dict[int, list[str]] = {}
         for name in sorted(names):
-            own = NAMED.fullmatch(name)
-            if own is not None and int(own[1]) <= LARGEST:
-                claim(claims, int(own[1]), name)
+            number = step_number(name)
+            if number is not None:
+                claim(claims, number, name)
         return claims
 
     def _at(self, number: int, names: Iterable[str]) -> Step | None:
-        return next(
-            (found for name in names if isinstance(found := self._look(name, number), Step)), None
-        )
+        return first_step(self._look(name, number) for name in names)
 
     def _look(self, name: str, number: int) -> Step | str | None:
         """A step by its own listing: whole, or what is wrong with it, or None where nothing was published."""
@@ -531,11 +489,8 @@ class RunBucket(RunPlace):
             lengths[one.key] = nbytes
         self._lengths[name] = lengths
         stamp = info.stamp or Stamp(number, manifest.changed.timestamp(), {})
-        total = sum(nbytes for _, nbytes in files) + info.nbytes
-        names = tuple(file for file, _ in files)
-        return Step(
-            number, self.path.below(name), stamp.saved, stamp.metrics, total, name, names, stamp.ran
-        )
+        names = tuple([file for file, _ in files])
+        return stamped(stamp, number, self.path.below(name), sum(lengths.values()), name, names)
 
     def _info(self, name: str, etag: str | None) -> ManifestInfo | None:
         """The content of a manifest, from its attribute where it has one; None where it is gone."""

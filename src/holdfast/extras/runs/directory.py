@@ -18,7 +18,7 @@ import errno
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from holdfast.core.documents import DocumentKind, write_document
 from holdfast.core.value import replace
@@ -33,12 +33,35 @@ from holdfast.engine.commit.temporaries import (
 )
 from holdfast.engine.commit.temporaries import clean as clean_target
 from holdfast.engine.commit.transactions import replace_file
-from holdfast.errors import HeaderError, NoSuchPath
+from holdfast.errors import HeaderError, HoldfastError, NoSuchPath, StoreError
 from holdfast.extras.runs.lock import Holder, RunLock, seen_writing
 from holdfast.extras.runs.place import Change, Choose, RunPlace, Sizes
-from holdfast.extras.runs.record import MOST_NBYTES, PINS, D, RunRules, decoded, pins_by_step
-from holdfast.extras.runs.steps import RunFolder, Step, opened_folder, step_name
-from holdfast.stores.files import FileEntry, Files, is_temporary, make_parents, read_all
+from holdfast.extras.runs.record import (
+    MOST_NBYTES,
+    NO_PINS,
+    PINS,
+    D,
+    RunRecord,
+    decode_document,
+)
+from holdfast.extras.runs.steps import (
+    DirectoryLook,
+    FoundStep,
+    Seals,
+    Step,
+    found_steps,
+    opened_folder,
+    stamped,
+    step_name,
+)
+from holdfast.stores.files import (
+    FileEntry,
+    Files,
+    is_temporary,
+    make_parents,
+    read_all,
+    system_files,
+)
 from holdfast.stores.local import free_nbytes
 from holdfast.stores.place import place_at
 from holdfast.verbs.seals.document import SEAL, Stamp, seal_name, with_seal
@@ -158,11 +181,78 @@ def _empty(files: Files, folder: LockedName, depth: int = 0) -> None:
     empty(files, folder, plain)
 
 
-class RunDirectory(RunFolder, RunPlace):
+class RunDirectory(RunPlace):
     """A run in a directory."""
 
-    _lock: RunLock | None = None
-    """The lock of the run that opened it for writing."""
+    def __init__(self, path: str, files: Files | None = None) -> None:
+        self.path = path
+        self._files = files
+        self._seals: Seals = {}
+        self._lock: RunLock | None = None
+        """The lock of the run that opened it for writing."""
+
+    @property
+    def files(self) -> Files:
+        return self._files or system_files()
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[Files, int]]:
+        """The directory open. Raises `OSError` where there is none."""
+        files = self.files
+        with opened_folder(files, self.path) as at:
+            yield files, at
+
+    def newest(self, *, below: int | None = None) -> Step | None:
+        while True:
+            with self._looking() as look:
+                numbers = [number for number in look.claims if below is None or number < below]
+                steps = map(look.at, sorted(numbers, reverse=True))
+                found = next(filter(None, steps), None)
+                if not look.lost(above=found):
+                    return found
+
+    def get(self, step: int) -> Step | None:
+        with self._looking() as look:
+            return look.at(step)
+
+    def survey(self) -> list[FoundStep]:
+        while True:
+            with self._looking() as look:
+                rows = found_steps(
+                    look.claims, look.examine, sealed=lambda name: not look.is_of_others(name)
+                )
+                newest = next((row.whole for row in reversed(rows) if row.whole), None)
+                if not look.lost(above=newest):
+                    break
+        if len(self._seals) > 2 * len(look.claims) + 100:
+            # Most of them are seals of steps that were deleted.
+            self._seals.clear()
+        return rows + [FoundStep(name, None, None, why) for name, why in look.others.items()]
+
+    def unsealed(self) -> list[str]:
+        with self._looking() as look:
+            return look.unsealed()
+
+    @contextmanager
+    def _looking(self) -> Iterator[DirectoryLook]:
+        """List the directory, which is open meanwhile. There are no steps in one that is not there."""
+        files = self.files
+        with ExitStack() as stack:
+            try:
+                try:
+                    folder = stack.enter_context(opened_folder(files, self.path))
+                except FileNotFoundError:
+                    folder, names = -1, list[str]()
+                else:
+                    # From here on, what is not found is an error: no step is passed over.
+                    names = files.list(folder)
+                look = DirectoryLook(self.path, files, folder, names=names, seals=self._seals)
+            except HoldfastError:
+                raise
+            except OSError as error:
+                message = f"the run's directory cannot be looked at: {error.strerror or error}"
+                raise StoreError(message, file=self.path) from error
+            yield look
 
     def check(self, at: int | None = None) -> None:
         """Compare the lock; `at` is the directory, where it is open already."""
@@ -232,10 +322,10 @@ class RunDirectory(RunFolder, RunPlace):
         with self.opened() as (files, at):
             return seen_writing(files, at=at)
 
-    def begin(self, kept: RunRules, *, durable: bool) -> RunLock:
+    def begin(self, record: RunRecord, *, durable: bool) -> RunLock:
         with refusing("making the run's directory", self.path):
             make_parents(os.path.join(self.path, "step"), durable=durable)
-        self._lock = open_for_writing(self, kept, durable=durable)
+        self._lock = open_for_writing(self, record, durable=durable)
         return self._lock
 
     def locked(self) -> RunLock:
@@ -249,10 +339,10 @@ class RunDirectory(RunFolder, RunPlace):
         return replace(planned, plan=plan, report=report, sure=self.check)
 
     def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
-        files = sorted([(key, nbytes) for key, nbytes in planned.report.files if key != SEAL])
-        name, nbytes = step_name(stamp.step), sum([nbytes for _, nbytes in files])
-        path, names = os.path.join(self.path, name), tuple([key for key, _ in files])
-        return Step(stamp.step, path, stamp.saved, stamp.metrics, nbytes, name, names, stamp.ran)
+        files = {key: nbytes for key, nbytes in sorted(planned.report.files) if key != SEAL}
+        name = step_name(stamp.step)
+        path, nbytes = os.path.join(self.path, name), sum(files.values())
+        return stamped(stamp, stamp.step, path, nbytes, name, tuple(files))
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
         notes: list[str] = []
@@ -263,7 +353,7 @@ class RunDirectory(RunFolder, RunPlace):
                 # Names are taken while nobody pins; nobody waits while gigabytes are unlinked.
                 with turn(self):
                     self.check(at)
-                    going = choose(pins_by_step(_read_record(files, PINS, at=at)))
+                    going = choose((_read_record(files, PINS, at=at) or NO_PINS).by_step())
                     there = files.list(at)
                     forget_replaced(files, [one.name for one in going], at=at, there=there)
                     for one in going:
@@ -290,7 +380,7 @@ class RunDirectory(RunFolder, RunPlace):
                 hide(files, one.name, at=at).remove(durable=durable)
 
 
-def open_for_writing(folder: RunDirectory, kept: RunRules, *, durable: bool) -> RunLock:
+def open_for_writing(folder: RunDirectory, record: RunRecord, *, durable: bool) -> RunLock:
     """Take the run's lock, remove what deletions of dead processes left, and write the rules down."""
     files = folder.files
     lock = RunLock.take(files, folder.path)
@@ -298,7 +388,7 @@ def open_for_writing(folder: RunDirectory, kept: RunRules, *, durable: bool) -> 
         with refusing("preparing the run's directory", folder.path), folder.opened() as (_, at):
             with suppress(OSError):
                 clean(files, files.list(at), at=at)
-            folder.write_rules(kept, durable=durable)
+            folder.write_rules(record, durable=durable)
     except BaseException:
         lock.close()
         raise
@@ -312,7 +402,7 @@ def _read_record(files: Files, kind: DocumentKind[D], *, at: int) -> D | None:
     raw = read_all(files, kind.file, there, at=at, most=MOST_NBYTES)
     if raw is None:
         raise HeaderError("no plain file of a length that could be", file=kind.file)
-    return decoded(raw, kind)
+    return decode_document(raw, kind)
 
 
 PATIENCE_S, PAUSE_S = 30.0, 0.02

@@ -16,7 +16,7 @@ import warnings
 from holdfast.core.runtime import renewed
 from holdfast.errors import HeaderError, HoldfastWarning
 from holdfast.extras.runs.place import RunPlace
-from holdfast.extras.runs.record import Doubt, Doubts
+from holdfast.extras.runs.record import DOUBTS, Doubt, Doubts
 from holdfast.extras.runs.retention import read_back
 from holdfast.extras.runs.steps import Step
 
@@ -90,15 +90,16 @@ class DoubtfulSteps:
             existing = {key_of(step) for step in self._place.steps()} if reasons else set()
             self._reasons = {key: reason for key, reason in reasons.items() if key in existing}
             doubts = [Doubt(*key, why=reason) for key, reason in sorted(self._reasons.items())]
-            self._place.write_doubts(Doubts(doubted=doubts))
+            document = Doubts(doubted=doubts)
+            self._place.change_record(DOUBTS, lambda _: document, durable=False)
             self._is_changed = False
 
     def _read(self) -> dict[StepKey, str]:
         """Return the doubts, read from the document on the first call."""
         if self._reasons is None:
             try:
-                doubted = self._place.doubts().doubted
-                self._reasons = {(doubt.step, doubt.saved): doubt.why for doubt in doubted}
+                document = self._place.read_record(DOUBTS) or Doubts()
+                self._reasons = {(doubt.step, doubt.saved): doubt.why for doubt in document.doubted}
             except HeaderError as error:
                 # Nobody can tell any more which steps were doubted: all of them are.
                 self._reasons = {key_of(step): error.message for step in self._place.steps()}

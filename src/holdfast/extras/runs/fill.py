@@ -21,6 +21,7 @@ from msgspec import Struct, field
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.protocols import Request, by_source
 from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.text import listed
 from holdfast.core.tree import Unrolled, Way, name_at, plainly, rebuild, unroll
 from holdfast.core.value import Value
 from holdfast.engine.checksums import check_first
@@ -83,8 +84,16 @@ def fill(into: object, checkpoint: Checkpoint, *, checked: bool = False) -> obje
     fit = Fit()
     made = unroll(_fitted(into, checkpoint.tree, None, fit))
     if fit.missing or fit.unexpected or fit.mismatched:
-        parts = [f"the step does not have {_some(fit.missing)}"] if fit.missing else []
-        parts += [f"only the step has {_some(fit.unexpected)}"] if fit.unexpected else []
+        parts = (
+            [f"the step does not have {listed([*map(repr, fit.missing)], 3)}"]
+            if fit.missing
+            else []
+        )
+        parts += (
+            [f"only the step has {listed([*map(repr, fit.unexpected)], 3)}"]
+            if fit.unexpected
+            else []
+        )
         parts += [f"{name}: {why}" for name, why in list(fit.mismatched.items())[:3]]
         message = f"the state and the step do not go together: {'; '.join(parts)}"
         wrong = {"missing": fit.missing, "unexpected": fit.unexpected}
@@ -194,9 +203,3 @@ def _placed(into: object, made: object) -> Unrolled[object]:
     if isinstance(into, np.generic) and isinstance(made, np.ndarray) and not made.ndim:
         return made[()]
     return made
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (
-        f" and {len(names) - 3} more" if len(names) > 3 else ""
-    )

@@ -41,11 +41,10 @@ def run_at(path: object) -> RunTable | None:
     if place_at(where).on_disk and not os.path.isdir(where):
         return None
     place = place_for(where)
-    kept = place.kept()
-    table = look(
-        place, kept.rules if kept is not None else (), str(where), recorded=kept is not None
-    )
-    return table if table.rows or kept is not None else None
+    record = place.read_record(RECORD)
+    rules = () if record is None else record.rules
+    table = look(place, rules, str(where), recorded=record is not None)
+    return table if table.rows or table.recorded else None
 
 
 def history(table: RunTable, norm: Norm | None = None) -> Document:

@@ -58,7 +58,7 @@ from holdfast.errors import (
 from holdfast.extras.runs.export import Export, Exports, read_exports
 from holdfast.extras.runs.fill import fill, loaded, unharmed
 from holdfast.extras.runs.place import Closing, Sizes
-from holdfast.extras.runs.record import RunRules
+from holdfast.extras.runs.record import RunRecord
 from holdfast.extras.runs.retention import retain
 from holdfast.extras.runs.rules import Rule, read_rules
 from holdfast.extras.runs.signals import GRACE_S, SignalGuard, read_run_signals, read_signals
@@ -539,7 +539,8 @@ class Run(RunView):
         """Open the run for writing: the directory, the lock, what dead processes left, and the rules written down."""
         if self._lock is not None:
             return
-        self._lock = self._folder.begin(RunRules(self.keep, self.budget), durable=self.durable)
+        record = RunRecord(keep=[*map(str, self.keep)], budget=self.budget)
+        self._lock = self._folder.begin(record, durable=self.durable)
         self._held.callback(self._lock.close)
 
     def _begin_resuming(self) -> None:

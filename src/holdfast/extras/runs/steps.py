@@ -22,7 +22,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -33,9 +33,9 @@ from holdfast.engine.commit.temporaries import SURE_NBYTES, set_aside
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.formats import format_of
 from holdfast.formats.safetensors.schema import MANIFEST
-from holdfast.stores.files import FileEntry, Files, read_all, system_files
+from holdfast.stores.files import FileEntry, Files, read_all
 from holdfast.verbs.open import open as open_checkpoint
-from holdfast.verbs.seals.document import LARGEST, SEAL, SUFFIX, Seal, misfits, parse_seal
+from holdfast.verbs.seals.document import LARGEST, SEAL, SUFFIX, Seal, Stamp, misfits, parse_seal
 from holdfast.verbs.trainers import looks_like_a_step
 
 NAMED = re.compile(r"step-([0-9]{1,19})", re.ASCII)
@@ -54,6 +54,17 @@ SETTLED_S = 2.0
 
 Seals = dict[tuple[int, int], tuple[tuple[int, float], Seal]]
 """Seals that were read, by device and inode, with length and time."""
+
+
+def step_number(name: str) -> int | None:
+    """Return the number in a name `step-N`; None for any other name.
+
+    >>> step_number("step-1000"), step_number("epoch=4.ckpt")
+    (1000, None)
+    """
+    match = NAMED.fullmatch(name)
+    number = LARGEST + 1 if match is None else int(match[1])
+    return number if number <= LARGEST else None
 
 
 def step_name(step: int) -> str:
@@ -96,6 +107,13 @@ class Step:
         return f"step {self.step}{metrics}  {self.path}"
 
 
+def stamped(
+    stamp: Stamp | Seal, number: int, path: str, nbytes: int, name: str, files: tuple[str, ...]
+) -> Step:
+    """Return the step of a number, with what its stamp or seal says of time and metrics."""
+    return Step(number, path, stamp.saved, stamp.metrics, nbytes, name, files, stamp.ran)
+
+
 class FoundStep(Value):
     """A folder or file that is a step, or would be one."""
 
@@ -136,6 +154,11 @@ def claim(claims: dict[int, list[str]], number: int, name: str) -> None:
     claimed.insert(0 if name == step_name(number) else len(claimed), name)
 
 
+def first_step(examined: Iterable[Step | str | None]) -> Step | None:
+    """Return the first whole step of what `examine` returned for some names."""
+    return next((found for found in examined if isinstance(found, Step)), None)
+
+
 @contextmanager
 def opened_folder(files: Files, name: str, *, at: int | None = None) -> Iterator[int]:
     folder = files.open_directory(name, at=at)
@@ -146,86 +169,7 @@ def opened_folder(files: Files, name: str, *, at: int | None = None) -> Iterator
             files.close(folder)
 
 
-class RunFolder:
-    """The part of a `RunPlace` that looks at a directory; nothing is locked and nothing is changed."""
-
-    def __init__(self, path: str, files: Files | None = None) -> None:
-        self.path = path
-        self._own = files
-        self._seals: Seals = {}
-
-    @property
-    def files(self) -> Files:
-        return self._own or system_files()
-
-    @contextmanager
-    def opened(self) -> Iterator[tuple[Files, int]]:
-        """The directory open. Raises `OSError` where there is none."""
-        files = self.files
-        with opened_folder(files, self.path) as at:
-            yield files, at
-
-    def newest(self, *, below: int | None = None) -> Step | None:
-        while True:
-            with self._looking() as look:
-                numbers = [number for number in look.claims if below is None or number < below]
-                steps = map(look.at, sorted(numbers, reverse=True))
-                found = next(filter(None, steps), None)
-                if not look.lost(above=found):
-                    return found
-
-    def get(self, step: int) -> Step | None:
-        with self._looking() as look:
-            return look.at(step)
-
-    def steps(self) -> list[Step]:
-        while True:
-            with self._looking() as look:
-                found = [*filter(None, map(look.at, sorted(look.claims)))]
-                if look.lost(above=found[-1] if found else None):
-                    continue
-            if len(self._seals) > 2 * len(look.claims) + 100:
-                self._seals.clear()  # most are those of steps that were deleted
-            return found
-
-    def survey(self) -> list[FoundStep]:
-        with self._looking() as look:
-            rows = found_steps(
-                look.claims, look.examine, sealed=lambda name: not look.is_of_others(name)
-            )
-            rows += [FoundStep(name, None, None, why) for name, why in look.others.items()]
-            return rows
-
-    def unsealed(self) -> list[str]:
-        with self._looking() as look:
-            return look.unsealed()
-
-    @contextmanager
-    def _looking(self) -> Iterator[_Look]:
-        """List the directory, which is open meanwhile. There are no steps in one that is not there."""
-        files = self.files
-        with ExitStack() as stack:
-            # Descriptors of folders are negative on Windows.
-            folder: int | None = None
-            names: Sequence[str] = ()
-            try:
-                with suppress(FileNotFoundError):
-                    folder = stack.enter_context(opened_folder(files, self.path))
-                # From here on, what is not found is an error: no step is passed over.
-                if folder is None:
-                    folder = -1
-                else:
-                    names = files.list(folder)
-                look = _Look(self.path, files, folder, names=names, seals=self._seals)
-            except HoldfastError:
-                raise
-            except OSError as error:
-                message = f"the run's directory cannot be looked at: {error.strerror or error}"
-                raise StoreError(message, file=self.path) from error
-            yield look
-
-
-class _Look:
+class DirectoryLook:
     """One look at the directory: names, and the numbers that they claim."""
 
     def __init__(
@@ -243,8 +187,8 @@ class _Look:
         asides: dict[str, str] = {}
         """Folders that were moved aside, and the step that each was."""
         for name in names:
-            if (own := NAMED.fullmatch(name)) is not None and int(own[1]) <= LARGEST:
-                claim(self.claims, int(own[1]), name)
+            if (number := step_number(name)) is not None:
+                claim(self.claims, number, name)
             elif not name.startswith(".") and name not in DOCUMENTS:
                 foreign.append(name)
             elif (aside := ASIDE.fullmatch(name)) is not None:
@@ -309,29 +253,23 @@ class _Look:
     def _opened(self, name: str) -> Iterator[int | None]:
         """Open a folder of the directory; None if it is not a folder, or is gone."""
         with ExitStack() as stack:
-            try:
+            folder = None
+            with suppress(OSError):
                 folder = stack.enter_context(opened_folder(self.files, name, at=self.folder))
-            except OSError:
-                folder = None
             yield folder
 
     def lost(self, *, above: Step | None) -> bool:
         """Whether a step above `above` was listed and has been deleted since: then a newer one is there that was not seen yet."""
-        names = (
-            name
+        return any(
+            self.files.stat(name, at=self.folder) is None
             for number, names in self.claims.items()
             if above is None or number > above.step
             for name in names
         )
-        return any(self.files.stat(name, at=self.folder) is None for name in names)
 
     def at(self, number: int) -> Step | None:
         """The whole step of a number."""
-        for name in self.claims.get(number, ()):
-            found = self.examine(name, number)
-            if isinstance(found, Step):
-                return found
-        return None
+        return first_step(self.examine(name, number) for name in self.claims.get(number, ()))
 
     def examine(self, name: str, number: int) -> Step | str:
         """The step in a folder, or what is wrong with it."""
@@ -380,31 +318,16 @@ class _Look:
 
         for file, wrong in misfits(seal, size):
             return f"{file}: {wrong}"
-        return Step(
-            number,
-            self._path(name),
-            seal.saved,
-            seal.metrics,
-            sum(sizes.values()),
-            name,
-            tuple(sizes),
-            seal.ran,
-        )
+        return stamped(seal, number, self._path(name), sum(sizes.values()), name, tuple(sizes))
 
     def _by_manifest(self, name: str, number: int, manifest: FileEntry) -> Step | str:
         with open_checkpoint(self._path(name)) as checkpoint:
             if format_of(checkpoint.format).index != MANIFEST:
                 return f"it has no seal and is {checkpoint.format}; `holdfast seal` makes it a step"
             names = tuple(checkpoint.source.store.list())
-            return Step(
-                number,
-                self._path(name),
-                manifest.changed_s,
-                {},
-                checkpoint.stored_nbytes,
-                name,
-                names,
-            )
+            stamp = Stamp(number, manifest.changed_s, {})
+            nbytes = checkpoint.stored_nbytes
+            return stamped(stamp, number, self._path(name), nbytes, name, names)
 
     def _path(self, name: str) -> str:
         """The path under which a step is opened; of one that was moved aside, the one before."""

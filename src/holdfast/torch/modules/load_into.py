@@ -28,6 +28,7 @@ from holdfast.core.notebook import Shown
 from holdfast.core.options import validated
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.text import listed
 from holdfast.errors import DoesNotFit, HoldfastError
 from holdfast.stores.paths import content_and_path
 from holdfast.torch import versions
@@ -101,7 +102,7 @@ class Loaded(Shown):
             ("cast", self.mismatched),
         ):
             if names:
-                lines.append(f"  {len(names):,} {word}: {_listed(names)}")
+                lines.append(f"  {len(names):,} {word}: {listed(names, LISTED)}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
@@ -448,7 +449,7 @@ class Load:
         meta = self._still_meta()
         if meta:
             notes.append(
-                f"{len(meta):,} tensors are still on the meta device, for the checkpoint does not have them: {_listed(meta)}"
+                f"{len(meta):,} tensors are still on the meta device, for the checkpoint does not have them: {listed(meta, LISTED)}"
             )
         return Loaded(
             self._checkpoint.path,
@@ -482,11 +483,6 @@ class Load:
                 for name in tensors
             ]
         return found
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
-    return f"{', '.join(names[:LISTED])}{more}"
 
 
 def _is_built(match: Match[Slot], table: Table) -> bool:

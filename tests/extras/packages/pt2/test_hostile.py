@@ -83,13 +83,9 @@ SHAPES = {
     "fewer strides than sizes": meta((2, 3), (1,)),
     "an unknown dtype": meta(dtype=99),
     "the dtype that torch has no number for": meta(dtype=0),
-    "a dtype as text": meta(dtype="7"),
-    "a dtype as true": meta(dtype=True),
     "a sparse layout": meta(layout=1),
     "an unknown layout": meta(layout=70),
     "a dtype that the record is no multiple of": meta((1,), (1,), dtype=11),
-    "a symbolic size": meta(({"as_expr": {"expr_str": "s0", "hint": None}}, 3)),
-    "a symbolic stride": meta(strides=({"as_expr": {"expr_str": "s0", "hint": None}}, 1)),
 }
 
 
@@ -104,6 +100,12 @@ def test_a_tensor_that_cannot_be(name):
 WORDS = {
     "a size as a float": {"tensor_meta": meta((2.0, 3))},
     "a size as a bool": {"tensor_meta": meta((True, 3), (3, 1))},
+    "a dtype as text": {"tensor_meta": meta(dtype="7")},
+    "a dtype as true": {"tensor_meta": meta(dtype=True)},
+    "a symbolic size": {"tensor_meta": meta(({"as_expr": {"expr_str": "s0", "hint": None}}, 3))},
+    "a symbolic stride": {
+        "tensor_meta": meta(strides=({"as_expr": {"expr_str": "s0", "hint": None}}, 1))
+    },
     "a bare size": {"tensor_meta": meta(sizes=([2], [3]))},
     "two words for a size": {
         "tensor_meta": meta(sizes=({"as_int": 2, "as_expr": {}}, {"as_int": 3}))

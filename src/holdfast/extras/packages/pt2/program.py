@@ -110,52 +110,25 @@ def _listed(texts: Iterable[str], count: int) -> str:
     return ", ".join(shown) + (f", … {count - SHOWN:,} more" if count > SHOWN else "")
 
 
-class _Name(msgspec.Struct, gc=False):
-    name: str = ""
-
-
 class _Node(msgspec.Struct, gc=False):
     target: str = ""
 
 
-class _Parameter(msgspec.Struct, gc=False):
-    arg: _Name
-    parameter_name: str
+class _Spec(msgspec.Struct):
+    """An input or output of any kind. Which of the fields it has depends on the kind."""
 
-
-class _Buffer(msgspec.Struct, gc=False):
-    arg: _Name
-    buffer_name: str
+    arg: msgspec.Raw = msgspec.Raw(b"{}")
+    parameter_name: str = ""
+    buffer_name: str = ""
     persistent: bool = True
-
-
-class _Constant(msgspec.Struct, gc=False):
-    tensor_constant_name: str
-
-
-class _Object(msgspec.Struct, gc=False):
-    custom_obj_name: str
-
-
-class _Passed(msgspec.Struct):
-    arg: msgspec.Raw
-
-
-class _InputSpec(msgspec.Struct):
-    parameter: _Parameter | None = None
-    buffer: _Buffer | None = None
-    tensor_constant: _Constant | None = None
-    custom_obj: _Object | None = None
-    user_input: _Passed | None = None
-
-
-class _OutputSpec(msgspec.Struct):
-    user_output: _Passed | None = None
+    tensor_constant_name: str = ""
+    custom_obj_name: str = ""
 
 
 class _Signature(msgspec.Struct):
-    input_specs: list[_InputSpec] = []
-    output_specs: list[_OutputSpec] = []
+    input_specs: list[dict[str, _Spec]] = []
+    """The kind of each input, and the input."""
+    output_specs: list[dict[str, _Spec]] = []
 
 
 class _Graph(msgspec.Struct):
@@ -217,29 +190,26 @@ def _summary(document: _Document) -> Program:
     counts = Counter(node.target.removeprefix("torch.ops.") for node in graph.nodes)
     weights: dict[str, TensorValue] = {}
     constants: list[str] = []
-    for spec in signature.input_specs:
-        if spec.parameter is not None:
-            weights[spec.parameter.parameter_name] = _value(spec.parameter.arg.name, tensors)
-        elif spec.buffer is not None and spec.buffer.persistent:
-            weights[spec.buffer.buffer_name] = _value(spec.buffer.arg.name, tensors)
-        elif spec.buffer is not None:
-            constants.append(spec.buffer.buffer_name)
-        elif spec.tensor_constant is not None:
-            constants.append(spec.tensor_constant.tensor_constant_name)
-        elif spec.custom_obj is not None:
-            constants.append(spec.custom_obj.custom_obj_name)
+    inputs: list[TensorValue] = []
+    for kind, spec in (pair for specs in signature.input_specs for pair in specs.items()):
+        match kind:
+            case "user_input":
+                inputs.append(_argument(spec, tensors))
+            case "parameter" | "buffer" if spec.persistent:
+                name = msgspec.json.decode(spec.arg, type=dict[str, str]).get("name", "")
+                weights[spec.parameter_name or spec.buffer_name] = _value(name, tensors)
+            case "buffer" | "tensor_constant" | "custom_obj":
+                name = spec.buffer_name or spec.tensor_constant_name or spec.custom_obj_name
+                constants.append(name)
+    outputs = [
+        _argument(specs["user_output"], tensors)
+        for specs in signature.output_specs
+        if "user_output" in specs
+    ]
     version = document.schema_version
     return Program(
-        tuple(
-            _passed(spec.user_input, tensors)
-            for spec in signature.input_specs
-            if spec.user_input is not None
-        ),
-        tuple(
-            _passed(spec.user_output, tensors)
-            for spec in signature.output_specs
-            if spec.user_output is not None
-        ),
+        tuple(inputs),
+        tuple(outputs),
         dict(sorted(counts.items(), key=lambda item: -item[1])),
         f"{version.major}.{version.minor}" if version is not None else "",
         document.opset_version,
@@ -257,8 +227,8 @@ def _bound(value: int | None) -> str:
     return "…" if value is None else f"{value:,}"
 
 
-def _passed(passed: _Passed, tensors: Mapping[str, msgspec.Raw]) -> TensorValue:
-    argument = msgspec.json.decode(passed.arg)
+def _argument(spec: _Spec, tensors: Mapping[str, msgspec.Raw]) -> TensorValue:
+    argument = msgspec.json.decode(spec.arg)
     match argument:
         case {"as_tensor": {"name": str(name)}}:
             return _value(name, tensors)

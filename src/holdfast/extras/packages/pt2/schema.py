@@ -16,9 +16,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import msgspec
+
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
-from holdfast.core.strict_json import kind, parse, pointer, quoted
+from holdfast.core.strict_json import kind, parse, quoted
 from holdfast.errors import HeaderError, HoldfastError, MetadataError, UnsafePath
 
 SCALARS: Mapping[int, str] = {
@@ -59,6 +61,36 @@ class ConfigEntry(NamedTuple):
     """None for objects that are no tensors."""
 
 
+class StoredSize(msgspec.Struct, forbid_unknown_fields=True):
+    """A size, stride or offset. A symbolic one has other fields: no bytes can be described by it."""
+
+    as_int: int
+
+
+class StoredDevice(msgspec.Struct):
+    type: str
+    index: int | None
+
+
+class StoredMeta(msgspec.Struct):
+    dtype: int
+    sizes: list[StoredSize]
+    requires_grad: bool
+    device: StoredDevice
+    strides: list[StoredSize]
+    storage_offset: StoredSize
+    layout: int
+
+
+class StoredEntry(msgspec.Struct):
+    """An entry of a config as torch writes it."""
+
+    path_name: str
+    is_param: bool
+    use_pickle: bool
+    tensor_meta: StoredMeta | None = None
+
+
 @contextmanager
 def about(model: str, what: str, name: str | None = None) -> Iterator[None]:
     """Add the model and the weight, or another part of the model, to the message of an error."""
@@ -83,91 +115,42 @@ def parse_config(raw: bytes, limits: Limits, *, model: str, what: str) -> dict[s
     entries = {}
     for name, value in document["config"].items():
         with about(model, what, name):
-            entries[name] = _entry(value, ("config", name))
+            entries[name] = _entry(value)
     return entries
 
 
-def _entry(value: object, at: tuple[str, ...]) -> ConfigEntry:
-    if not isinstance(value, dict):
-        raise HeaderError(f"at {pointer(*at)}: an object was expected, not {kind(value)}")
-    record = value.get("path_name")
-    if not isinstance(record, str):
-        raise HeaderError(
-            f"at {pointer(*at, 'path_name')}: a text was expected, not {kind(record)}"
-        )
+def _entry(value: object) -> ConfigEntry:
+    try:
+        stored = msgspec.convert(value, StoredEntry)
+    except msgspec.ValidationError as error:
+        raise HeaderError(f"{error}, where $ is the entry") from None
+    record, meta = stored.path_name, stored.tensor_meta
     if record in (".", "..") or not RECORD(record):
-        raise UnsafePath(
-            f"at {pointer(*at, 'path_name')}: {quoted(record)} is no name of a record in this folder",
-            found=record,
-        )
-    meta, pickled = value.get("tensor_meta"), _flag(value, "use_pickle", at)
+        raise UnsafePath(f"{quoted(record)} is no name of a record in this folder", found=record)
     return ConfigEntry(
         record,
-        _flag(value, "is_param", at),
-        pickled,
-        None if meta is None else tensor_meta(meta, (*at, "tensor_meta"), raw=not pickled),
+        stored.is_param,
+        stored.use_pickle,
+        None if meta is None else _tensor_meta(meta, is_raw=not stored.use_pickle),
     )
 
 
-def _flag(value: Mapping[str, object], key: str, at: tuple[str, ...]) -> bool:
-    found = value.get(key)
-    if not isinstance(found, bool):
-        raise HeaderError(f"at {pointer(*at, key)}: true or false was expected, not {kind(found)}")
-    return found
-
-
-def tensor_meta(value: object, at: tuple[str, ...], *, raw: bool = True) -> TensorMeta:
-    if not isinstance(value, dict):
-        raise HeaderError(f"at {pointer(*at)}: an object was expected, not {kind(value)}")
-    number, layout = value.get("dtype"), value.get("layout")
-    name = SCALARS.get(number) if type(number) is int else None
-    dtype = DTYPES.name(name) if name else None
+def _tensor_meta(stored: StoredMeta, *, is_raw: bool) -> TensorMeta:
+    dtype = DTYPES.name(SCALARS.get(stored.dtype, ""))
     if dtype is None:
         raise MetadataError(
-            f"at {pointer(*at, 'dtype')}: {kind(number)} is no dtype that torch 2.13 writes",
-            found=number,
+            f"{stored.dtype} is no dtype that torch 2.13 writes", found=stored.dtype
         )
-    if raw and (type(layout) is not int or layout != STRIDED):
-        shown = LAYOUTS.get(layout, "unknown") if type(layout) is int else kind(layout)
-        raise MetadataError(
-            f"at {pointer(*at, 'layout')}: a raw record cannot hold a tensor of layout {shown}",
-            found=layout,
-        )
+    if is_raw and stored.layout != STRIDED:
+        layout = LAYOUTS.get(stored.layout, "unknown")
+        message = f"a raw record cannot hold a tensor of layout {layout}"
+        raise MetadataError(message, found=stored.layout)
+    device = stored.device
     return TensorMeta(
         dtype,
-        _ints(value.get("sizes"), (*at, "sizes")),
-        _ints(value.get("strides"), (*at, "strides")),
-        _int(value.get("storage_offset"), *at, "storage_offset"),
-        _flag(value, "requires_grad", at),
-        _location(value.get("device"), (*at, "device")),
+        tuple([size.as_int for size in stored.sizes]),
+        tuple([stride.as_int for stride in stored.strides]),
+        stored.storage_offset.as_int,
+        stored.requires_grad,
+        device.type if device.index is None else f"{device.type}:{device.index}",
     )
-
-
-def _ints(values: object, at: tuple[str, ...]) -> tuple[int, ...]:
-    if not isinstance(values, list):
-        raise HeaderError(f"at {pointer(*at)}: a list was expected, not {kind(values)}")
-    return tuple([_int(one, *at, number) for number, one in enumerate(values)])
-
-
-def _int(value: object, *at: str | int) -> int:
-    if not isinstance(value, dict) or len(value) != 1:
-        raise HeaderError(f"at {pointer(*at)}: {{'as_int': …}} was expected, not {kind(value)}")
-    number = value.get("as_int")
-    if type(number) is not int:
-        if "as_expr" in value or "as_sym_int" in value:
-            raise MetadataError(
-                f"at {pointer(*at)}: a symbolic size, where the bytes of a tensor are described"
-            )
-        raise HeaderError(f"at {pointer(*at)}: an integer was expected, not {kind(number)}")
-    if number < 0:
-        raise MetadataError(f"at {pointer(*at)}: {number} is negative", found=number)
-    return number
-
-
-def _location(device: object, at: tuple[str, ...]) -> str:
-    name, index = (
-        (device.get("type"), device.get("index", "")) if isinstance(device, dict) else ("", "")
-    )
-    if type(name) is str and (index is None or type(index) is int):
-        return name if index is None else f"{name}:{index}"
-    raise HeaderError(f"at {pointer(*at)}: a type and an index were expected, not {kind(device)}")

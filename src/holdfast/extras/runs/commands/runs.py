@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli import values
 from holdfast.cli.text import Line, fields_of, note_lines, print_json, print_lines, width
-from holdfast.core.text import clip, escape, nbytes, plural
+from holdfast.core.text import clip, escape, listed, nbytes, plural
 
 if TYPE_CHECKING:
     from holdfast.extras.runs.place import RunPlace
@@ -62,8 +62,8 @@ examples:
   holdfast runs s3://bucket/llama --gc --dry-run
 """
 
-NAMED, METRICS = 3, 4
-"""Checkpoints without a seal that are named, and metrics that the table has columns for."""
+METRICS = 4
+"""Metrics that the table has columns for."""
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
@@ -99,6 +99,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from holdfast.errors import BadArgument, HoldfastError, NoSuchPath
     from holdfast.extras.runs.directory import place_for
+    from holdfast.extras.runs.record import RECORD
     from holdfast.extras.runs.rules import read_rules
     from holdfast.extras.runs.table import look
     from holdfast.stores.paths import place_of
@@ -115,12 +116,14 @@ def run(options: argparse.Namespace) -> int:
     if not place.exists():
         raise NoSuchPath("there is no such directory", file=path)
     try:
-        kept, recorded = (found := place.kept()), found is not None
+        record = place.read_record(RECORD)
+        rules, recorded = () if record is None else record.rules, record is not None
     except HoldfastError:
         if not options.keep:
             raise
-        kept, recorded = None, True  # rules that cannot be read, and are not needed
-    rules = read_rules(options.keep) if options.keep else kept.rules if kept is not None else ()
+        recorded = True  # The rules cannot be read, and are not needed.
+    if options.keep:
+        rules = read_rules(options.keep)
     if (options.plan or options.prune) and not rules:
         raise BadArgument(
             "no rules say which steps go: the run wrote none down; give some, as --keep latest:3",
@@ -242,10 +245,9 @@ def _head(table: RunTable) -> Iterator[Line]:
         ),
     ]
     if table.unsealed:
-        more = f" and {len(table.unsealed) - NAMED:,} more" if len(table.unsealed) > NAMED else ""
-        names = ", ".join(escape(clip(name, 60)) for name in table.unsealed[:NAMED])
+        names = listed([escape(clip(name, 60)) for name in table.unsealed], 3)
         how = "`holdfast seal PATH` makes each a step, with `--step N` where neither its name nor the file says which"
-        yield [(f"  no steps, for they have no seal: {names}{more}; {how}", "note")]
+        yield [(f"  no steps, for they have no seal: {names}; {how}", "note")]
     if table.writer is not None:
         yield [(f"  a run has it open: {escape(str(table.writer))}", "note")]
 
