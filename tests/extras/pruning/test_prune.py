@@ -90,7 +90,6 @@ def small_pieces(request, monkeypatch):
     if request.param == "pieces":
         monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 96)
         monkeypatch.setattr(prune_order, "SORTED_KEYS", 20)
-        monkeypatch.setattr(prune_select, "HISTOGRAM_PARTS", 3)
         monkeypatch.setattr(prune_loss, "STEP_ELEMENTS", 32)
 
 

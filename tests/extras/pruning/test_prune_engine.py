@@ -74,14 +74,12 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
 @given(
     st.lists(cases(), min_size=1, max_size=3),
     st.sampled_from([1, 5, 1000]),
-    st.sampled_from([1, 3, 32]),
     st.sampled_from([1, 3]),
 )
-def test_a_threshold_is_the_one_that_sorting_finds(every, few, parts, threads):
+def test_a_threshold_is_the_one_that_sorting_finds(every, few, threads):
     """Several searches at once, of several tensors each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prune_order, "SORTED_KEYS", few)
-        patch.setattr(prune_select, "HISTOGRAM_PARTS", parts)
         patch.setattr(prune_select, "PIECE_ELEMENTS", 7)
         searched = [
             KeySearch([given_keys(keys, width) for keys in sources], count)

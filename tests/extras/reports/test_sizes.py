@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.extras.reports.measures import Measured, groups_for, measured_columns
+from holdfast.extras.reports.measures import groups_for, measured_columns
 from holdfast.extras.reports.page import page
 from holdfast.numeric.statistics import Distribution, Moments
 from tests.extras.reports.pages import names_of
@@ -44,9 +44,7 @@ def test_ten_thousand_tensors_with_statistics_are_under_a_megabyte(tmp_path):
     }
     holdfast.save(state, tmp_path / "m.safetensors")
     document = holdfast.report(tmp_path / "m.safetensors").document
-    colours, details = measured_columns(
-        Measured([noise(rng, groups_for(TENSORS)) for _ in range(TENSORS)], None)
-    )
+    colours, details = measured_columns([noise(rng, groups_for(TENSORS)) for _ in range(TENSORS)])
     made = page({**document, "stats": True, "measures": colours, "details": details})
     assert len(made) < 1_000_000
     assert len(names_of(document)) == TENSORS

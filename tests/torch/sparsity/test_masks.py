@@ -131,7 +131,7 @@ def test_a_level_says_what_was_meant():
     ("tensor", "error", "text"),
     [
         (quantised(4), TypeError, "quantised"),
-        (torch.arange(4), TypeError, "int64 is not floating-point"),
+        (torch.arange(4), TypeError, "is torch.int64"),
         (torch.ones(4, 4).to_sparse(), TypeError, "dense"),
         (torch.ones(4, device="meta"), ValueError, "meta"),
         ([1.0], TypeError, "list"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 
 from holdfast.core.order import in_order
 from holdfast.core.table import Table
@@ -98,11 +99,7 @@ class Sizes:
             value: object = self._config
             for key in rest.split("."):
                 value = value.get(key) if isinstance(value, Mapping) else None
-            return (
-                value
-                if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40
-                else None
-            )
+            return value if type(value) is int and 0 <= value < 1 << 40 else None
         if head == "metadata":
             text = self._metadata.get(rest, "")
             return int(text) if text.isdecimal() and len(text) < 12 else None
@@ -112,10 +109,8 @@ class Sizes:
 
     def of(self, span: AxisRange) -> tuple[int, int] | None:
         """The places of a range; None while they are not known."""
-        start, stop = (
-            evaluate(span.start, self.lookup),
-            evaluate(span.stop or span.axis, self.lookup),
-        )
+        start = evaluate(span.start, self.lookup)
+        stop = evaluate(span.stop or span.axis, self.lookup)
         return None if start is None or stop is None or not 0 <= start <= stop else (start, stop)
 
     def settle(self) -> bool:
@@ -136,11 +131,9 @@ class Sizes:
             rows = 1
             for _, span in spans:
                 rows *= span[1] - span[0] if span is not None else 1
-            name = (
-                (open_[0].stop or open_[0].axis)
-                if len(open_) == 1 and open_[0].start == "0"
-                else ""
-            )
+            if len(open_) != 1 or open_[0].start != "0":
+                continue
+            name = open_[0].stop or open_[0].axis
             if name.isidentifier() and name not in self.known and rows and length % rows == 0:
                 self.known[name], self.origin[name] = length // rows, "shapes"
         return len(self.known) > count
@@ -285,49 +278,36 @@ class Bound:
         places = pattern.places(digits)
         if places is None:
             return False
-        ranged = [
-            (span, place)
-            for span, place in zip(pattern.spans, places, strict=True)
-            if span != AxisRange(span.axis)
-        ]
-        return all(
-            (known := self.sizes.of(span)) is not None and place in range(*known)
-            for span, place in ranged
-        )
+        for span, place in zip(pattern.spans, places, strict=True):
+            if span != AxisRange(span.axis) and place not in range(*(self.sizes.of(span) or (0,))):
+                return False
+        return True
 
     def _check_tiles(self, array: Array, layout: str) -> None:
-        """Do the parts of a layout cover an array, each element once?"""
-        parts = self.placed(array, layout)
-        if not parts or None in parts:
+        """Add a problem unless the parts of a layout cover an array, each element once."""
+        parts = [part for part in self.placed(array, layout) if part is not None]
+        if not parts or len(parts) < len(array.parts[layout]):
             return
-        axes = [
-            *dict.fromkeys(
-                axis
-                for one in (self.source.name, self.target.name)
-                for part in array.parts[one]
-                for axis in part.axes
-            )
-        ]
-        reach = [{axis: part.reach(axis) for axis in axes} for part in parts if part is not None]
+        layouts = self.source.name, self.target.name
+        all_parts = [part for name in layouts for part in array.parts[name]]
+        axes = dict.fromkeys(axis for part in all_parts for axis in part.axes)
         whole = {axis: self.places(array, axis) for axis in axes}
-        low = [span.start for span in whole.values()]
+        is_inside = True
         boxes = []
-        for one in reach:
-            spans = [one[axis] or (whole[axis].start, whole[axis].stop) for axis in axes]
-            boxes.append(
-                (
-                    tuple(a - b for (a, _), b in zip(spans, low, strict=True)),
-                    tuple(b - a for a, b in spans),
-                )
-            )
-        shape = tuple(len(span) for span in whole.values())
-        nowhere = any(one[axis] is None and not whole[axis] for one in reach for axis in axes)
-        inside = not nowhere and all(
-            a >= 0 and a + n <= size
-            for starts, sizes in boxes
-            for a, n, size in zip(starts, sizes, shape, strict=True)
-        )
-        if not inside or not covers(shape, [box for box in boxes if all(box[1])]):
+        for part in parts:
+            starts, sizes = [], []
+            for axis, places in whole.items():
+                reach = part.reach(axis)
+                if reach is None and not places:
+                    is_inside = False
+                start, stop = reach or (places.start, places.stop)
+                if start < places.start or stop > places.stop:
+                    is_inside = False
+                starts.append(start - places.start)
+                sizes.append(stop - start)
+            if all(sizes):
+                boxes.append((tuple(starts), tuple(sizes)))
+        if not is_inside or not covers(tuple(map(len, whole.values())), boxes):
             said = " ".join(f"{axis}={len(span)}" for axis, span in whole.items())
             self.problems.wrong[f"array {array.id}"] = (
                 f"its parts in the layout {layout!r} do not make the whole of {said}"
@@ -339,40 +319,34 @@ class Bound:
         return range(0) if span is None else range(*span)
 
     def placed(self, array: Array, layout: str) -> list[Placed | None]:
-        """The parts of a layout with their sizes; None for one whose sizes are not known, which is a problem."""
+        """Return the parts of a layout with their sizes; None for one whose sizes are a problem."""
+        most = 4 * len(self.table) + 4096 if layout == self.source.name else MOST_TENSORS
         made: list[Placed | None] = []
         for part in array.parts[layout]:
-            spans = [
-                [(one.axis, self.sizes.of(self._ranged(array, one))) for one in dim]
-                for dim in part.dims
-            ]
-            numbers = {
-                span.axis: self.sizes.of(self._ranged(array, span)) for span in part.name.spans
-            }
-            unknown = [axis for dim in spans for axis, span in dim if span is None] + [
-                a for a, span in numbers.items() if span is None
-            ]
-            if unknown:
-                why = "its size is neither in config.json nor in the shapes; give it behind the map: '?{0}=…'"
-                self.problems.wrong.update({f"size {axis}": why.format(axis) for axis in unknown})
+            spans: dict[str, tuple[int, int]] = {}
+            for axis_range in (*part.name.spans, *chain.from_iterable(part.dims)):
+                axis = axis_range.axis
+                span = self.sizes.of(self._ranged(array, axis_range))
+                if span is None:
+                    why = f"its size is neither in config.json nor in the shapes; give it behind the map: '?{axis}=…'"
+                    self.problems.wrong[f"size {axis}"] = why
+                else:
+                    spans[axis] = span
+            if len(spans) < len(part.axes):
                 made.append(None)
                 continue
-            count = math.prod(span[1] - span[0] for span in numbers.values() if span is not None)
-            if count > (4 * len(self.table) + 4096 if layout == self.source.name else MOST_TENSORS):
+            places = {axis: range(*spans[axis]) for axis in part.name.axes}
+            count = math.prod(map(len, places.values()))
+            if count > most:
                 self.problems.wrong[part.name.text] = (
                     f"would be {count:,} tensors, which no checkpoint has"
                 )
                 made.append(None)
                 continue
-            dims = tuple(
-                tuple(AxisSpan(axis, *span) for axis, span in dim if span is not None)
-                for dim in spans
-            )
-            made.append(
-                Placed(
-                    dims, {axis: range(*span) for axis, span in numbers.items() if span is not None}
-                )
-            )
+            dims = [
+                tuple([AxisSpan(one.axis, *spans[one.axis]) for one in dim]) for dim in part.dims
+            ]
+            made.append(Placed(tuple(dims), places))
         return made
 
     def _ranged(self, array: Array, span: AxisRange) -> AxisRange:
@@ -407,7 +381,7 @@ class Bound:
                     )
                 elif kind.shape != shape:
                     used = [span.axis for dim in placed.dims for span in dim]
-                    sizes = ", ".join(f"{axis} {self._said(axis)}" for axis in dict.fromkeys(used))
+                    sizes = ", ".join(map(self._said, dict.fromkeys(used)))
                     problems.wrong[table.names[row]] = (
                         f"{list(kind.shape)}, and '{part.pattern}' is {list(shape)}, with {sizes}"
                     )
@@ -422,9 +396,8 @@ class Bound:
 
     def _said(self, axis: str) -> str:
         origin = self.sizes.origin.get(axis, "")
-        return f"{self.sizes.known.get(axis)}" + (
-            f" ({origin})" if origin.startswith(("config", "given")) else ""
-        )
+        text = f"{axis} {self.sizes.known.get(axis)}"
+        return f"{text} ({origin})" if origin.startswith(("config", "given")) else text
 
     # The target.
 

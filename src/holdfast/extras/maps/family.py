@@ -49,20 +49,20 @@ Texts = Text | Annotated[list[Text], Meta(max_length=MOST_PARTS)]
 
 
 class LayoutText(msgspec.Struct, forbid_unknown_fields=True):
-    drop: Texts = field(default_factory=list)
+    drop: Texts = []
     states: Text = ""
     format: Text = ""
     torch_dist: bool = False
     base: Text = field(default="", name="from")
-    replace: dict[Text, Text] = field(default_factory=dict)
+    replace: dict[Text, Text] = {}
 
 
 class FamilyText(msgspec.Struct, forbid_unknown_fields=True):
     array: Annotated[list[dict[str, object]], Meta(max_length=MOST_ARRAYS)]
     layouts: Annotated[dict[str, LayoutText], Meta(max_length=MOST_LAYOUTS)]
     about: Text = ""
-    model_types: list[Text] = field(default_factory=list)
-    sizes: Annotated[dict[str, Texts], Meta(max_length=MOST_SIZES)] = field(default_factory=dict)
+    model_types: list[Text] = []
+    sizes: Annotated[dict[str, Texts], Meta(max_length=MOST_SIZES)] = {}
 
 
 class Array(Value, eq=False):

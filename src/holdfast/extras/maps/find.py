@@ -101,13 +101,8 @@ AnyMap = str | Map
 def families() -> Mapping[str, Family]:
     """The families of the package, by name."""
     folder = files("holdfast.extras.maps") / "families"
-    found = sorted(one.name for one in folder.iterdir() if one.name.endswith(SUFFIX))
-    return {
-        name.removesuffix(SUFFIX): read_family(
-            name.removesuffix(SUFFIX), (folder / name).read_bytes()
-        )
-        for name in found
-    }
+    names = sorted(file.name.removesuffix(SUFFIX) for file in folder.iterdir())
+    return {name: read_family(name, (folder / f"{name}{SUFFIX}").read_bytes()) for name in names}
 
 
 def map_named(text: str) -> Map:
@@ -117,7 +112,12 @@ def map_named(text: str) -> Map:
         raise _explain_misspelling(text)
     name = found["family"]
     if name.endswith(SUFFIX):
-        family = _family_at(name)
+        try:
+            with open(name, "rb") as file:
+                content = file.read(MOST_NBYTES + 1)
+        except (OSError, ValueError) as error:  # A ValueError for a zero in the name.
+            raise BadMap(f"the file of a family cannot be read: {error}", file=name) from None
+        family = read_family(os.path.basename(name).removesuffix(SUFFIX), content)
     elif name in families():
         family = families()[name]
     else:
@@ -155,15 +155,6 @@ def _explain_misspelling(text: str) -> BadMap:
         f"rest of the name: delete that file, and write {redirected['start'][-80:]}:LAYOUT, which needs no quotes",
         found=text,
     )
-
-
-def _family_at(path: str) -> Family:
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MOST_NBYTES + 1)
-    except (OSError, ValueError) as error:  # the latter for a zero in the name
-        raise BadMap(f"the file of a family cannot be read: {error}", file=path) from None
-    return read_family(os.path.basename(path).removesuffix(SUFFIX), content)
 
 
 def map_names() -> list[str]:

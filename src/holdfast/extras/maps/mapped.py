@@ -99,7 +99,11 @@ def mapped_table(bound: Bound) -> Table:
         rows = (
             made.sources(target) or sorted(target.found.rows.values())[:1]
         )  # without elements it is of any
-        _check_dtypes(bound, target, rows)
+        dtypes = {table.kind_of(source).dtype.name: table.names[source] for source in rows}
+        if len(dtypes) > 1:
+            said = " and ".join(f"{dtype} ({name})" for dtype, name in [*dtypes.items()][:3])
+            message = f"would be made of {said}: cast them to one dtype first"
+            bound.problems.wrong[target.name] = message
         entries.setdefault(rows[0], {})[target.name] = made.tensor(target, rows[0])
     bound.problems.refuse(bound.what, "")
     for row, name in renamed.items():
@@ -109,13 +113,6 @@ def mapped_table(bound: Bound) -> Table:
     return table.select(range(len(table)), names).with_entries(
         sorted({*renamed, *entries}), entries
     )
-
-
-def _check_dtypes(bound: Bound, target: Target, rows: Sequence[int]) -> None:
-    kinds = {bound.table.kind_of(row).dtype.name: bound.table.names[row] for row in rows}
-    if len(kinds) > 1:
-        said = " and ".join(f"{dtype} ({name})" for dtype, name in [*kinds.items()][:3])
-        bound.problems.wrong[target.name] = f"would be made of {said}: cast them to one dtype first"
 
 
 def mapped(

@@ -3,7 +3,7 @@
 1. What each pass finds out stands in `numeric/threshold.py: search`; 16-bit floats are done with one pass.
 2. Many tensors are searched in one scan, each by itself or several together. A search goes on as soon as all of its blocks were
    seen, so that counts are held only of tensors that are begun.
-3. Equal keys are counted by parts of the work, so that only one part is read again to find the index before which they go.
+3. If only some of the keys go that are equal to the threshold, the tensors are read again up to the last of these.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ from holdfast.numeric.threshold import (
 PIECE_ELEMENTS = 1 << 19
 """Elements at a time: 4 MiB as 64-bit numbers. With fewer, threads wait for each other's turn at the interpreter; more only take
 memory."""
-
-HISTOGRAM_PARTS = 32
-"""Histograms of parts of the work: 256 KiB each."""
 
 
 def pieces(count: int, align: int = 1) -> Iterator[tuple[int, int]]:
@@ -126,121 +123,93 @@ Keys = Magnitudes | BlockScores
 
 
 class KeySearch:
-    """A search for the keys of some tensors that go together: every key below `key`, and of equal ones those before an index."""
+    """A search among the keys of some tensors that are pruned together.
+
+    When it is over, every key below `key` goes, and of equal keys those before an index.
+    """
 
     def __init__(self, sources: Sequence[Keys], gone: int) -> None:
-        """`gone` keys go, all of one width."""
+        """`gone` keys of all sources go. All keys have the same width."""
         self.sources = sources
-        self._work = [
-            (number, block) for number, source in enumerate(sources) for block in source.blocks()
-        ]
-        self._at = {
-            (number, start_of(sources[number].tensor, block)): at
-            for at, (number, block) in enumerate(self._work)
-        }
-        self._lock = threading.Lock()
-        self.key, self.before = 0, (0,) * len(sources)
-        """The key that was found, and the index in each tensor before which equal keys go. Known after `select`."""
+        self.key = 0
+        self.before = (0,) * len(sources)
+        """For each source, the index before which keys equal to `key` go."""
         self.asked: KeyBits | None = None
-        """The bits that the next pass counts; None where all is known."""
-        self._equal: Sequence[int] = ()
-        """How many keys equal to the one that was found each part of the work has."""
-        self._ties = 0
+        """The bits that the next pass counts; None when the key is found."""
+        self._lock = threading.Lock()
+        self._ties = self._equal = 0
+        """How many keys equal to `key` go, and how many there are."""
         if gone > 0:
-            self._search: Search = search(
-                gone, total=sum(source.count for source in sources), width=sources[0].width
-            )
+            total = sum(source.count for source in sources)
+            self._search: Search = search(gone, total=total, width=sources[0].width)
             self._begin(next(self._search))
 
     def _begin(self, asked: KeyBits) -> None:
         self.asked, self._left = asked, len(self.sources)
-        self._parts: Ints | None = None
-        self._taken: list[np.ndarray] = [np.empty(0, np.uint64)] * (
-            len(self._work) if asked.taken else 0
-        )
+        self._counts: Ints | None = None
+        self._taken: list[np.ndarray] = []
 
-    def look(self, number: int, start: int, values: np.ndarray) -> None:
-        """Count the keys of one block, or take them, for this pass."""
-        asked, source, at = self.asked, self.sources[number], self._at[number, start]
+    def look(self, number: int, values: np.ndarray) -> None:
+        """Count the keys of one block for this pass, or take them if few are left."""
+        asked, source = self.asked, self.sources[number]
         if asked is None:
             return
         keys = source.of(values)
         if asked.taken:
-            self._taken[at] = asked.begin(keys, source.width)
+            taken = asked.begin(keys, source.width)
+            with self._lock:
+                self._taken.append(taken)
             return
-        own = asked.count(keys, source.width)
+        counts = asked.count(keys, source.width)
         with self._lock:
-            if self._parts is None:
-                # By parts of the work, if these bits are the last.
-                rows = min(HISTOGRAM_PARTS, len(self._work)) if asked.shift == 0 else 1
-                self._parts = np.zeros((rows, len(own)), np.int64)
-            self._parts[at * len(self._parts) // len(self._work)] += own
+            self._counts = counts if self._counts is None else self._counts + counts
 
     def finish(self) -> None:
-        """Go on with the search where this was the last tensor of the pass."""
+        """Go on with the search if this was the last tensor of the pass."""
         with self._lock:
             self._left -= 1
             if self._left:
                 return
-        self._go_on(self._parts, self._taken)
+        self._go_on(self._counts, self._taken)
 
     def join(self, ranks: Ranks) -> None:
         """Go on with the search when all ranks have looked at their tensors."""
-        own = None if self._parts is None else (self._parts.shape, self._parts.tobytes())
-        keys = {
-            at: (keys.dtype.str, keys.tobytes()) for at, keys in enumerate(self._taken) if len(keys)
-        }
-        found = [
-            read_document(PASS, one)
-            for one in exchange(ranks, write_document(PASS, (own, keys)), common=b"")
-        ]
-        counted = [
-            np.frombuffer(raw, np.int64).reshape(shape)
-            for shape, raw in (one[0] for one in found if one[0] is not None)
-        ]
-        taken = self._taken
-        for at, (kind, raw) in (
-            (at, keys) for _, own_keys in found for at, keys in own_keys.items()
-        ):
-            taken[at] = np.frombuffer(raw, kind)
-        self._go_on(np.sum(counted, axis=0) if counted else None, taken)
+        counts = None if self._counts is None else self._counts.tobytes()
+        taken = [(keys.dtype.str, keys.tobytes()) for keys in self._taken]
+        messages = exchange(ranks, write_document(PASS, (counts, taken)), common=b"")
+        passes = [read_document(PASS, message) for message in messages]
+        all_counts = [np.frombuffer(raw, np.int64) for raw, _ in passes if raw is not None]
+        all_taken = [np.frombuffer(raw, kind) for _, keys in passes for kind, raw in keys]
+        self._go_on(np.sum(all_counts, axis=0) if all_counts else None, all_taken)
 
-    def _go_on(self, parts: Ints | None, taken: list[np.ndarray]) -> None:
+    def _go_on(self, counts: Ints | None, taken: Sequence[np.ndarray]) -> None:
+        keys = np.concatenate([np.empty(0, np.uint64), *taken])
         try:
-            self._begin(
-                self._search.send(np.concatenate(taken) if parts is None else parts.sum(axis=0))
-            )
+            self._begin(self._search.send(keys if counts is None else counts))
         except StopIteration as done:
-            self.asked, self._parts, self._taken = None, None, []
+            self.asked, self._counts, self._taken = None, None, []
             self.key, self._ties = done.value.key, done.value.ties
-            if parts is None:
-                self._equal = [int(np.count_nonzero(keys == self.key)) for keys in taken]
-                return
-            self._equal = parts[:, self.key % parts.shape[1]].tolist()
+            if counts is None:
+                self._equal = int(np.count_nonzero(keys == self.key))
+            else:
+                self._equal = int(counts[self.key % len(counts)])
 
     def locate(self) -> None:
-        """Find where the first of the equal keys that go end, from how many each part of the work has. Reads one part."""
-        ties, equal, sources = self._ties, self._equal, self.sources
-        if not ties:
+        """Find where the first of the equal keys that go end. Reads up to there, unless all go."""
+        ties, sources = self._ties, self.sources
+        if ties == self._equal:
+            self.before = tuple(source.count if ties else 0 for source in sources)
             return
-        if ties == sum(equal):
-            self.before = tuple(source.count for source in sources)
-            return
-        ends = np.cumsum(equal)
-        part = int(np.searchsorted(ends, ties))
-        ties -= int(ends[part]) - equal[part]
-        for number, block in self._work[-(-part * len(self._work) // len(equal)) :]:
-            source = sources[number]
-            places = np.flatnonzero(source.of(read_block(source.tensor, block)) == self.key)
-            if ties <= len(places):
-                last = source.place(start_of(source.tensor, block)) + int(places[ties - 1]) + 1
-                self.before = (
-                    *(one.count for one in sources[:number]),
-                    last,
-                    *(0 for _ in sources[number + 1 :]),
-                )
-                return
-            ties -= len(places)
+        for number, source in enumerate(sources):
+            for block in source.blocks():
+                places = np.flatnonzero(source.of(read_block(source.tensor, block)) == self.key)
+                if ties <= len(places):
+                    first = source.place(start_of(source.tensor, block))
+                    passed = [earlier.count for earlier in sources[:number]]
+                    later = [0] * (len(sources) - number - 1)
+                    self.before = (*passed, first + int(places[ties - 1]) + 1, *later)
+                    return
+                ties -= len(places)
         problem = "a tensor changed while its threshold was looked for; nothing was written"
         raise NotCommitted(f"{problem}: start again when nobody writes to it")
 
@@ -251,7 +220,7 @@ class KeyPass:
         self.source = searching.sources[number]
 
     def add(self, start: int, values: np.ndarray) -> None:
-        self._search.look(self._number, start, values)
+        self._search.look(self._number, values)
 
     def result(self) -> None:
         if not self._shared:
@@ -278,9 +247,7 @@ def _look(waiting: Sequence[KeyPass], threads: int, progress: Progress | None) -
     scan(tensors, waiting.__getitem__, cuts.__getitem__, threads=threads, progress=progress)
 
 
-PASS = message_kind(
-    "counts of a pass", tuple[tuple[tuple[int, int], bytes] | None, dict[int, tuple[str, bytes]]]
-)
+PASS = message_kind("counts of a pass", tuple[bytes | None, list[tuple[str, bytes]]])
 
 
 FoundKey = tuple[int, tuple[int, ...]]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from holdfast.core.protocols import Source
 from holdfast.core.text import listed
@@ -35,7 +35,7 @@ class RankSet(Struct):
 
     what: str
     world: int
-    files: dict[int, str] = field(default_factory=dict)
+    files: dict[int, str] = {}
 
     @property
     def ranks(self) -> Sequence[int]:

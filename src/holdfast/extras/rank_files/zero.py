@@ -134,12 +134,12 @@ TAKEN = (
 class StepFiles(Struct):
     whole: str | None = None
     """The model file of stages 1 and 2."""
-    models: dict[int, str] = field(default_factory=dict)
+    models: dict[int, str] = {}
     """The model files of stage 3."""
-    optimizers: dict[int, str] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)
+    optimizers: dict[int, str] = {}
+    others: list[str] = []
     mp: set[int] = field(default_factory=set)
-    twice: list[str] = field(default_factory=list)
+    twice: list[str] = []
     """Second files of a rank."""
 
 

@@ -97,26 +97,21 @@ def columns(found: Structure, told: Diff) -> tuple[Document, list[Document]]:
     """The state of each row, and the columns that can colour the page."""
     changes = {one.name: one for one in told.changed}
     moved = {one.b: one.a for one in told.renamed}
-    added, removed = set(told.added), set(told.removed)
+    fates = {
+        **dict.fromkeys(told.removed, REMOVED),
+        **dict.fromkeys(told.added, ADDED),
+        **dict.fromkeys(moved, MOVED),
+    }
     states: list[int] = []
     contents: list[Content | None] = []
     for name in found.tensors:
         change = changes.get(name)
-        contents.append(change.content if change is not None else None)
-        if change is not None:
-            states.append(
-                UNLIKE if change.content is None else CHANGED if change.content.changed else SAME
-            )
+        content = None if change is None else change.content
+        contents.append(content)
+        if content is not None:
+            states.append(CHANGED if content.changed else SAME)
         else:
-            states.append(
-                MOVED
-                if name in moved
-                else ADDED
-                if name in added
-                else REMOVED
-                if name in removed
-                else SAME
-            )
+            states.append(fates.get(name, SAME) if change is None else UNLIKE)
     more: Document = {
         "state": states,
         "was": {

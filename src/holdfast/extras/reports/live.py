@@ -22,8 +22,8 @@ import json
 import math
 import secrets
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
@@ -79,7 +79,7 @@ class Live:
         self.token = secrets.token_urlsafe(24)
         self._tensors, self._counterparts = tensors, counterparts
         self.page = page({**document, "live": {"token": self.token}}, live=True).encode("utf-8")
-        self._known: OrderedDict[tuple[int, bool, bool], Document] = OrderedDict()
+        self._measure = lru_cache(KEPT)(_measure_detail)
         self._reading = threading.Lock()
         live = self
 
@@ -138,17 +138,9 @@ class Live:
 
     def _detail(self, query: dict[str, list[str]]) -> Document:
         tensor = self._tensor(query)
-        row = _whole(query, "tensor")
-        svd = is_set(query, "svd")
-        key = row, is_set(query, "other"), svd
         # One at a time: each of them may read gigabytes, on threads of its own.
         with self._reading:
-            known = self._known.get(key)
-            if known is None:
-                known = self._known[key] = _measure_detail(tensor, svd=svd)
-                if len(self._known) > KEPT:
-                    self._known.popitem(last=False)
-        return known
+            return self._measure(tensor, svd=is_set(query, "svd"))
 
     def _tile(self, query: dict[str, list[str]]) -> Document:
         (tensor,) = numbers_of([self._tensor(query)])
@@ -170,7 +162,7 @@ class Live:
 
 def _measure_detail(tensor: LazyTensor, *, svd: bool) -> Document:
     """Read a tensor and return the content of its drawer."""
-    measured = measure([tensor], groups=GROUPS).found
+    measured = measure([tensor], groups=GROUPS)
     (found,) = measured
     nothing: Document = dict.fromkeys(("exponents", "negative", "quantiles", "rows", "columns"))
     document = nothing if found is None else detail(found)

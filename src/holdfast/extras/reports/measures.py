@@ -54,14 +54,6 @@ MANY = 4000
 """From so many tensors on, norms of rows have two digits."""
 
 
-class Measured(Value):
-    """The numbers of the pass: one entry a tensor, None where there are no numbers."""
-
-    found: list[Distribution | None]
-    share: float | None
-    """The share of a sample; None where everything was read."""
-
-
 def groups_for(tensors: int) -> int:
     """The number of groups of rows that each of so many tensors has.
 
@@ -88,12 +80,11 @@ def sample_ranges(size: int, share: float | None) -> list[tuple[int, int]]:
 
 
 def reading_nbytes(tensors: Iterable[LazyTensor], share: float | None) -> int:
-    return sum(
-        tensor.nbytes
-        if share is None
-        else tensor.dtype.nbytes(sum(b - a for a, b in sample_ranges(tensor.size, share)))
-        for tensor in _different(tensors)
-    )
+    nbytes = 0
+    for tensor in _different(tensors):
+        ranges = sample_ranges(tensor.size, share)
+        nbytes += tensor.dtype.nbytes(sum(stop - start for start, stop in ranges))
+    return nbytes
 
 
 def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, View]:
@@ -113,9 +104,11 @@ def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, View]:
 def measure(
     tensors: Sequence[LazyTensor], share: float | None = None, *, groups: int | None = None, threads: int | None = None,
     progress: Progress | None = None, ranks: Ranks = ALONE,
-) -> Measured:  # fmt: skip
-    """Look at the numbers of all tensors. `groups` of rows and columns have norms, unless there is a sample. Of several ranks each
-    looks at some."""
+) -> list[Distribution | None]:  # fmt: skip
+    """Look at the numbers of all tensors; None for those that have none.
+
+    `groups` of rows and columns have norms, unless there is a sample. Of several ranks each looks at some.
+    """
     tensors = numbers_of(tensors)
     read = _different(tensors)
     chosen = list(read)
@@ -138,9 +131,7 @@ def measure(
 
     made = share_out(ranks, [tensor.nbytes for tensor in chosen], look, Distribution)
     found = dict(zip(read.values(), made, strict=True))
-    return Measured(
-        [found.get(identity(tensor)) if countable(tensor) else None for tensor in tensors], share
-    )
+    return [found.get(identity(tensor)) if countable(tensor) else None for tensor in tensors]
 
 
 MEASURES: tuple[tuple[str, str, str, str, Callable[[Distribution], float | None]], ...] = (
@@ -203,14 +194,14 @@ def json_index(index: tuple[int, ...] | None) -> list[int] | None:
     return None if index is None else list(index)
 
 
-def measured_columns(measured: Measured) -> tuple[list[Document], Document]:
+def measured_columns(measured: Sequence[Distribution | None]) -> tuple[list[Document], Document]:
     """The columns that can colour the page, and the details of each tensor."""
     columns: list[Document] = []
     for key, label, text, scale, of in MEASURES:
-        values = [None if found is None else rounded(of(found)) for found in measured.found]
+        values = [None if found is None else rounded(of(found)) for found in measured]
         columns.append({"key": key, "label": label, "help": text, "scale": scale, "values": values})
-    fine = 3 if len(measured.found) <= MANY else 2
-    each = [None if found is None else detail(found, fine=fine) for found in measured.found]
+    fine = 3 if len(measured) <= MANY else 2
+    each = [None if found is None else detail(found, fine=fine) for found in measured]
     names = ("exponents", "negative", "quantiles", "rows", "columns")
     details: Document = {
         name: [None if one is None else one[name] for one in each] for name in names
@@ -237,14 +228,10 @@ def _bar(count: int, top: int) -> int:
     >>> [_bar(n, 1000) for n in (0, 1, 500, 999, 1000)]
     [0, 1, 128, 255, 255]
     """
-    height = count * LARGEST_BAR / top if top else 0
-    return (
-        0
-        if not count
-        else 1
-        if height < COARSE
-        else min(round(height / COARSE) * COARSE, LARGEST_BAR)
-    )
+    if not count:
+        return 0
+    steps = round(count * LARGEST_BAR / top / COARSE)
+    return min(max(steps * COARSE, 1), LARGEST_BAR)
 
 
 def plane(tensor: LazyTensor) -> tuple[int, int]:

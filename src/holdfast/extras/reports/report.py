@@ -39,7 +39,6 @@ from holdfast.extras.reports import change
 from holdfast.extras.reports.document import SCHEMA, Document, dumps
 from holdfast.extras.reports.measures import (
     BUDGET_NBYTES,
-    Measured,
     NonfiniteRow,
     measure,
     measured_columns,
@@ -330,7 +329,7 @@ def _add_numbers(
         "measures": [*known, *numbers.colours],
         "details": numbers.details,
     }
-    if (share := numbers.measured.share) is not None:
+    if (share := numbers.share) is not None:
         text = f"{100 * share:.3g}% of each large tensor was read, in blocks that lie evenly in it; small ones were read whole"
         more["sampled"] = {"share": share, "text": text}
     return {**document, **more}
@@ -339,7 +338,8 @@ def _add_numbers(
 class _Numbers(Value):
     """What `--stats` shows of some tensors."""
 
-    measured: Measured
+    share: float | None
+    """The share of a sample; None if everything was read."""
     nonfinite: list[NonfiniteRow]
     colours: list[Document]
     details: Document
@@ -347,16 +347,15 @@ class _Numbers(Value):
     @property
     def share_text(self) -> str:
         """What was read, for a line about all tensors; empty if everything was."""
-        return "" if self.measured.share is None else "of what was read"
+        return "" if self.share is None else "of what was read"
 
 
 def _numbers(
     tensors: Sequence[LazyTensor], asked: ReportRequest, progress: Progress | None
 ) -> _Numbers:
     """Read the tensors and return their numbers."""
-    measured = measure(
-        tensors, asked.sample, threads=asked.workers, progress=progress, ranks=asked.ranks
-    )
+    threads, ranks = asked.workers, asked.ranks
+    measured = measure(tensors, asked.sample, threads=threads, progress=progress, ranks=ranks)
     colours, details = measured_columns(measured)
     if asked.svd:
         spectra = cast("type[tuple[float, ...] | None]", tuple[float, ...] | None)
@@ -368,7 +367,7 @@ def _numbers(
         details["singular"] = [
             None if values is None else [rounded(value, 3) for value in values] for values in found
         ]
-    return _Numbers(measured, nonfinite_rows(tensors, measured.found), colours, details)
+    return _Numbers(asked.sample, nonfinite_rows(tensors, measured), colours, details)
 
 
 def _difference(a: _Looked, b: _Looked) -> Prepared:
@@ -509,10 +508,9 @@ def _nothing() -> Document:
     """The document of a run without a step, with which every other begins."""
     empty: list[object] = []
     labels: Document = {"labels": empty, "at": empty}
-    lists = ("nbytes", "start", "end", "tie", "layer", "expert")
     return {
         **dict.fromkeys(
-            (
+            [
                 "other",
                 "made",
                 "sampled",
@@ -522,7 +520,7 @@ def _nothing() -> Document:
                 "shards",
                 "run",
                 "live",
-            )
+            ]
         ),
         "schema": SCHEMA,
         "version": VERSION,
@@ -533,7 +531,7 @@ def _nothing() -> Document:
             "count": 0,
             "names": {"shared": empty, "rest": empty},
             "strides": {"at": empty, "values": empty},
-            **dict.fromkeys(("dtype", "shape", "file", "role"), labels),
-            **dict.fromkeys(lists, empty),
+            **dict.fromkeys(["dtype", "shape", "file", "role"], labels),
+            **dict.fromkeys(["nbytes", "start", "end", "tie", "layer", "expert"], empty),
         },
     }

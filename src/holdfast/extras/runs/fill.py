@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import cast
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.protocols import Request, by_source
@@ -32,10 +32,10 @@ from holdfast.verbs.shared.state import Stateful, is_stateful, plainly_named
 class Fit(Struct):
     """The differences between a state and a checkpoint, and the requests for what fits."""
 
-    requests: list[Request] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: dict[str, str] = field(default_factory=dict)
+    requests: list[Request] = []
+    missing: list[str] = []
+    unexpected: list[str] = []
+    mismatched: dict[str, str] = {}
 
 
 class HeldState(Value):

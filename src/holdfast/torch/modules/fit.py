@@ -77,14 +77,14 @@ class Slot(Value, eq=False):
 
 
 class Targets(Struct):
-    slots: list[Slot] = field(default_factory=list)
-    extras: dict[str, nn.Module] = field(default_factory=dict)
-    self_loading: dict[str, nn.Module] = field(default_factory=dict)
-    hooked: list[nn.Module] = field(default_factory=list)
+    slots: list[Slot] = []
+    extras: dict[str, nn.Module] = {}
+    self_loading: dict[str, nn.Module] = {}
+    hooked: list[nn.Module] = []
     """Modules with hooks that run after loading, children first."""
     removed: frozenset[str] = frozenset()
     """Names of wrappers that the checkpoint does not have (`wrappers`)."""
-    duplicates: list[str] = field(default_factory=list)
+    duplicates: list[str] = []
     """Names that two tensors have."""
 
 

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from msgspec import Struct, field
+from msgspec import Struct
 
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
@@ -124,9 +124,9 @@ class Names:
 class Outcome(Struct):
     """Everything that does not fit, and notes for people."""
 
-    missing: list[str] = field(default_factory=list)
-    mismatched: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    missing: list[str] = []
+    mismatched: dict[str, str] = {}
+    notes: list[str] = []
 
     def check(
         self,

@@ -10,7 +10,6 @@ each pass, as long as one of their weights has a mask.
 from __future__ import annotations
 
 import difflib
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Protocol, TypedDict
@@ -22,6 +21,7 @@ from torch.nn.utils import parametrize
 
 from holdfast.core.value import Value
 from holdfast.errors import NoSuchTensor
+from holdfast.torch.sparsity.masks import check_maskable, is_cut
 
 
 class FakeSparsity(nn.Module):
@@ -134,12 +134,6 @@ def whole_of(module: nn.Module, tensor_name: str) -> torch.Tensor:
     whole = found.full_tensor()  # type: ignore[attr-defined]  # a DTensor
     assert isinstance(whole, torch.Tensor)
     return whole
-
-
-def is_cut(tensor: torch.Tensor) -> bool:
-    """Whether each rank has a part of a tensor, as with FSDP2. DTensor, which takes a second to import, is not imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def original_of(module: nn.Module, tensor_name: str) -> torch.Tensor:
@@ -339,22 +333,10 @@ class Weights:
         tensor = weight.tensor
         if is_lazy(tensor):
             raise ValueError(f"{weight.fqn!r} is not initialised yet: run the model once before")
-        if tensor.is_quantized or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            kind = "quantised" if tensor.is_quantized else str(tensor.dtype)
+        check_maskable(tensor, repr(weight.fqn))
+        if tensor.dtype.itemsize < 2:
             raise TypeError(
-                f"{weight.fqn!r} is {kind}: masks are for weights of 16, 32 or 64-bit floating point"
-            )
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{weight.fqn!r} is {tensor.layout}: masks are for dense tensors")
-        if type(tensor) is not torch.Tensor and not issubclass(type(tensor), nn.Parameter):
-            # torchao's quantised weights say that they are bfloat16; a DTensor has a part of the elements on each rank.
-            hint = "; prepare before fully_shard" if is_cut(tensor) else ""
-            raise TypeError(
-                f"{weight.fqn!r} is a {type(tensor).__name__}: masks are for plain tensors{hint}"
-            )
-        if tensor.is_meta:
-            raise ValueError(
-                f"{weight.fqn!r} is on the meta device: give the model its weights before it is prepared"
+                f"{weight.fqn!r} is {tensor.dtype}: masks are for weights of 16, 32 or 64-bit floating point"
             )
         others = {
             fqn

@@ -60,13 +60,12 @@ class WeightNormSparsifier(BaseSparsifier):
         if norm is not None and not callable(norm) and norm not in (1, 2):
             raise NotImplementedError(f"the norm is 1, 2 or a function; found {norm!r}")
         self.norm: Norm = 2 if norm is None else norm
-        _check(sparsity_level, sparse_block_shape, zeros_per_block)
-        rows, columns = sparse_block_shape
-        zeros = rows * columns if zeros_per_block is None else zeros_per_block
+        checked_level(sparsity_level)
+        *shape, zeros = masks.read_block(sparse_block_shape, zeros_per_block)
         super().__init__(
             {
                 "sparsity_level": sparsity_level,
-                "sparse_block_shape": tuple(sparse_block_shape),
+                "sparse_block_shape": tuple(shape),
                 "zeros_per_block": zeros,
             }
         )
@@ -79,12 +78,8 @@ class WeightNormSparsifier(BaseSparsifier):
         return torch.abs if self.norm == 1 else torch.square
 
     def check_config(self, weight: Weight, config: Group) -> None:
-        try:
-            _check(
-                config["sparsity_level"], config["sparse_block_shape"], config["zeros_per_block"]
-            )
-        except ValueError as error:
-            raise ValueError(f"{weight.fqn!r}: {error}") from None
+        checked_level(config["sparsity_level"])
+        masks.read_block(config["sparse_block_shape"], config["zeros_per_block"])
 
     def update_mask(  # type: ignore[override]  # torch's signature: the settings by name
         self,
@@ -96,50 +91,25 @@ class WeightNormSparsifier(BaseSparsifier):
         **kwargs: object,
     ) -> None:
         weight, mask = whole_of(module, tensor_name), _mask(module, tensor_name)
-        zeros, pruned = zeros_per_block, (mask == 0).view(weight.shape)
         kept = masks.block_mask(
             weight,
             sparse_block_shape,
             sparsity_level,
-            zeros_per_block=zeros,
+            zeros_per_block=zeros_per_block,
             norm=self.norm,
-            pruned=pruned,
+            pruned=(mask == 0).view(weight.shape),
         )
         mask.copy_(kept)
 
 
-def _check(level: float, shape: Sequence[int], zeros: int | None) -> None:
-    checked_level(level)
-    if (
-        not isinstance(shape, tuple | list)
-        or len(shape) != 2
-        or not all(isinstance(n, int) and n >= 1 for n in shape)
-    ):
-        raise ValueError(
-            f"sparse_block_shape is rows and columns, both at least 1; found {shape!r}"
-        )
-    size = shape[0] * shape[1]
-    if zeros is not None and (not isinstance(zeros, int) or not 0 <= zeros <= size):
-        raise ValueError(
-            f"zeros_per_block is at most the {size} elements of a block of {shape[0]} x {shape[1]}; found {zeros}"
-        )
-
-
 Scope = Literal["tensor", "global"]
-
-
-def _check_level(weight: Weight, config: Group) -> None:
-    try:
-        checked_level(config["sparsity_level"])
-    except ValueError as error:
-        raise ValueError(f"{weight.fqn!r}: {error}") from None
 
 
 class _Elements(BaseSparsifier):
     """A sparsifier of single elements: a level, and every weight of every module when no config is given."""
 
     def check_config(self, weight: Weight, config: Group) -> None:
-        _check_level(weight, config)
+        checked_level(config["sparsity_level"])
 
     def make_config_from_model(
         self,
@@ -333,7 +303,7 @@ class BaseStructuredSparsifier(BaseSparsifier):
     def check_config(self, weight: Weight, config: Group) -> None:
         dim, shape = config.get("dim", 0), tuple(weight.tensor.shape)
         if type(dim) is not int or not 0 <= dim < len(shape):
-            raise ValueError(f"{weight.fqn!r} of shape {shape} has no axis {dim!r}")
+            raise ValueError(f"a weight of shape {shape} has no axis {dim!r}")
 
     def mask_shape(self, weight: Weight, config: Group) -> tuple[int, ...]:
         return (weight.tensor.shape[config.get("dim", 0)],)
@@ -348,8 +318,15 @@ class BaseStructuredSparsifier(BaseSparsifier):
 
     def _put(self, group: Group, fake: FakeSparsity) -> None:
         super()._put(group, fake)
-        if _masks_bias(group):
-            put_mask(group["module"], "bias", fake)
+        module = group["module"]
+        is_rows = isinstance(module, MODULES) and group["tensor_name"] == "weight"
+        if (
+            is_rows
+            and group.get("dim", 0) == 0
+            and group.get("prune_bias", True)
+            and module._parameters.get("bias") is not None
+        ):
+            put_mask(module, "bias", fake)
 
     def _take_off(self, group: Group, *, apply: bool) -> None:
         module = group["module"]
@@ -365,17 +342,6 @@ class BaseStructuredSparsifier(BaseSparsifier):
         )
 
 
-def _masks_bias(group: Group) -> bool:
-    module = group["module"]
-    bias = module._parameters.get("bias")
-    rows = (
-        isinstance(module, MODULES)
-        and group["tensor_name"] == "weight"
-        and group.get("dim", 0) == 0
-    )
-    return bool(rows and bias is not None and group.get("prune_bias", True))
-
-
 class SaliencyPruner(BaseStructuredSparsifier):
     """Prunes the part `sparsity_level` of the rows, rounded down, that have the lowest sum of absolute values."""
 
@@ -383,9 +349,9 @@ class SaliencyPruner(BaseStructuredSparsifier):
         super().check_config(weight, config)
         if "sparsity_level" not in config:
             raise ValueError(
-                f"there is no sparsity_level for {weight.fqn!r}, neither in the defaults nor in the config"
+                "there is no sparsity_level, neither in the defaults nor in the config"
             )
-        _check_level(weight, config)
+        checked_level(config["sparsity_level"])
 
     def update_mask(  # type: ignore[override]  # torch's signature: the settings by name
         self, module: nn.Module, tensor_name: str, sparsity_level: float, **kwargs: object

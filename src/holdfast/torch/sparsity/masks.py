@@ -22,6 +22,7 @@ only where fewer are to be pruned.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import SupportsFloat
 
@@ -96,7 +97,7 @@ def random_mask(
     one seed, what a level prunes a higher level prunes too.
     """
     flat = _flat(tensor)
-    keys = [Keys(flat, _marks(tensor, pruned), drawn_seed(generator))]
+    keys = [Keys(flat, _marked(tensor, pruned), drawn_seed(generator))]
     return keep_above(keys, select(keys, pruned_count(level, flat.numel())))[0].view(tensor.shape)
 
 
@@ -125,7 +126,7 @@ def global_masks(
     """Keep what is largest among all tensors together, of whatever dtypes: a mask for each."""
     marks = [None] * len(tensors) if pruned is None else pruned
     keys = [
-        Keys(_flat(tensor), _marks(tensor, mark))
+        Keys(_flat(tensor), _marked(tensor, mark))
         for tensor, mark in zip(tensors, marks, strict=True)
     ]
     masks = keep_above(keys, _threshold(keys, level))
@@ -147,7 +148,9 @@ def nm_mask(
             f"{n}:{m} needs an axis of a multiple of {m} elements; axis {dim} of {tuple(tensor.shape)} is none"
         )
     values = flat.view(tensor.shape).movedim(dim, -1)
-    marks = None if pruned is None else _marked(tensor, pruned).movedim(dim, -1).reshape(-1, m)
+    marks = _marked(tensor, pruned, tensor.shape)
+    if marks is not None:
+        marks = marks.movedim(dim, -1).reshape(-1, m)
     kept = _keep_in_rows(values.reshape(-1, m), marks, m - n)
     return kept.view(values.shape).movedim(-1, dim).contiguous()
 
@@ -170,15 +173,10 @@ def block_mask(
 
     The mean is summed in float64, element after element of the block in row-major order, and so is the same everywhere.
     """
-    height, width = _block_shape(block_shape)
+    height, width, zeros = read_block(block_shape, zeros_per_block)
     size = height * width
-    zeros = size if zeros_per_block is None else operator.index(zeros_per_block)
-    if not 0 <= zeros <= size:
-        raise ValueError(
-            f"a block of {height} x {width} has {size} elements; found zeros_per_block={zeros}"
-        )
     matrix = _flat(tensor).view(matrix_shape(tensor.shape))
-    marks = None if pruned is None else _marked(tensor, pruned).reshape(matrix.shape)
+    marks = _marked(tensor, pruned, matrix.shape)
     scores = _scored(matrix, norm)
     if not matrix.numel() or not zeros:
         return torch.ones(tensor.shape, dtype=torch.bool, device=tensor.device)
@@ -201,13 +199,26 @@ def block_mask(
     return spread.reshape(tensor.shape).contiguous()
 
 
-def _block_shape(shape: Sequence[int]) -> tuple[int, int]:
-    sizes = tuple(operator.index(n) for n in shape)
+def read_block(shape: Sequence[int], zeros: int | None) -> tuple[int, int, int]:
+    """Return the height and width of a block, and how many of its elements go: all for None.
+
+    >>> read_block((2, 4), None)
+    (2, 4, 8)
+    """
+    try:
+        sizes = tuple(map(operator.index, shape))
+    except TypeError:
+        sizes = ()
     if len(sizes) != 2 or min(sizes) < 1:
+        raise ValueError(f"a block is given as rows and columns, both at least 1; found {shape!r}")
+    height, width = sizes
+    size = height * width
+    count = size if zeros is None else operator.index(zeros)
+    if not 0 <= count <= size:
         raise ValueError(
-            f"a block is given as rows and columns, both at least 1; found {tuple(shape)}"
+            f"a block of {height} x {width} loses at most the {size} elements that it has; found zeros_per_block={count}"
         )
-    return sizes[0], sizes[1]
+    return height, width, count
 
 
 def _scored(matrix: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -294,37 +305,51 @@ def _threshold(keys: Sequence[Keys], level: SupportsFloat) -> Threshold:
     return select(keys, pruned_count(level, sum(source.count for source in keys)))
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor in one dimension. Raises where they cannot be ordered."""
+def check_maskable(tensor: torch.Tensor, name: str) -> None:
+    """Raise if the elements of a tensor cannot be ordered. `name` is what messages call it."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a mask is made of a tensor; found a {type(tensor).__name__}")
+        raise TypeError(f"{name} is a {type(tensor).__name__}: masks are for tensors")
     if tensor.is_quantized or not tensor.is_floating_point():
-        kind = "quantised" if tensor.is_quantized else "not floating-point"
-        raise TypeError(f"a mask is made of floating-point numbers; {tensor.dtype} is {kind}")
+        kind = "quantised" if tensor.is_quantized else str(tensor.dtype)
+        raise TypeError(f"{name} is {kind}: masks are for floating-point numbers")
     if tensor.layout is not torch.strided:
-        raise TypeError(f"a mask is made of a dense tensor; this one is {tensor.layout}")
+        raise TypeError(f"{name} is {tensor.layout}: masks are for dense tensors")
     if type(tensor) is not torch.Tensor and not issubclass(type(tensor), torch.nn.Parameter):
-        raise TypeError(f"a mask is made of a plain tensor; found a {type(tensor).__name__}")
+        # torchao's quantised weights say that they are bfloat16; a DTensor has a part on each rank.
+        hint = "; prepare before fully_shard" if is_cut(tensor) else ""
+        raise TypeError(f"{name} is a {type(tensor).__name__}: masks are for plain tensors{hint}")
     if tensor.is_meta:
-        raise ValueError("a tensor on the meta device has no values to make a mask of")
+        raise ValueError(f"{name} is on the meta device: it has no values yet")
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Return whether each rank has a part of a tensor, as with FSDP2.
+
+    DTensor takes a second to import, and is imported wherever there is such a tensor.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor in one dimension. Raises if they cannot be ordered."""
+    check_maskable(tensor, "the tensor")
     return tensor.detach().reshape(-1)
 
 
-def _marked(tensor: torch.Tensor, pruned: torch.Tensor) -> torch.Tensor:
-    if (
-        pruned.shape != tensor.shape
-        or pruned.dtype is not torch.bool
-        or pruned.device != tensor.device
-    ):
+def _marked(
+    tensor: torch.Tensor, pruned: torch.Tensor | None, shape: Sequence[int] = (-1,)
+) -> torch.Tensor | None:
+    """Return the marks of what is pruned already in another shape. Raises if they do not fit."""
+    if pruned is None:
+        return None
+    expected = tensor.shape, torch.bool, tensor.device
+    if (pruned.shape, pruned.dtype, pruned.device) != expected:
         raise ValueError(
             f"what is pruned already is marked by booleans {tuple(tensor.shape)} on {tensor.device}; "
             f"found {pruned.dtype} {tuple(pruned.shape)} on {pruned.device}"
         )
-    return pruned
-
-
-def _marks(tensor: torch.Tensor, pruned: torch.Tensor | None) -> torch.Tensor | None:
-    return None if pruned is None else _marked(tensor, pruned).reshape(-1)
+    return pruned.reshape(shape)
 
 
 # The order of pruning (`holdfast.numeric.threshold`), for tensors on any device.
@@ -350,12 +375,8 @@ def random_keys(start: int, stop: int, *, seed: int, device: torch.device) -> to
     [8147104208329303767, 3980143261097177850]
     """
     if device.type == "cpu":
+        # numpy takes a small part of the time that torch takes.
         return torch.from_numpy(threshold.random_keys(start, stop, seed=seed).view(np.int64))
-    return _splitmix(start, stop, seed=seed, device=device)
-
-
-def _splitmix(start: int, stop: int, *, seed: int, device: torch.device) -> torch.Tensor:
-    """`random_keys` by torch. On the CPU, numpy takes a small part of its time."""
     seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
     x = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device) * STEP + seed
     x = (x ^ _shifted(x, 30)) * FACTORS[0]

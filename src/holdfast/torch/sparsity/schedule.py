@@ -56,11 +56,9 @@ class BaseScheduler:
 
     def step(self, epoch: int | None = None) -> None:
         """Set the levels of the next epoch. `epoch` is for the log alone, as in torch."""
-        if (
-            self._step_count == 1
-            and self.sparsifier._steps == self._steps_before
-            and _counts_steps(self.sparsifier)
-        ):
+        sparsifier = self.sparsifier
+        counts_steps = type(sparsifier).step is BaseSparsifier.step or sparsifier._steps > 0
+        if self._step_count == 1 and sparsifier._steps == self._steps_before and counts_steps:
             warnings.warn(
                 "the schedule's step() came before the sparsifier's: call sparsifier.step() first, or the first level goes unused",
                 UserWarning,
@@ -90,15 +88,11 @@ class BaseScheduler:
 
     def state_dict(self) -> dict[str, object]:
         """The state of the schedule as plain values: all attributes but the sparsifier and functions."""
-        own = {
-            key: value
-            for key, value in vars(self).items()
-            if key not in ("sparsifier", "_steps_before")
-        }
         return {
             key: plain(value)
-            for key, value in own.items()
-            if not isinstance(value, types.FunctionType | types.MethodType)
+            for key, value in vars(self).items()
+            if key not in ("sparsifier", "_steps_before")
+            and not isinstance(value, types.FunctionType | types.MethodType)
         }
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
@@ -147,10 +141,6 @@ def _checked(sparsifier: BaseSparsifier) -> BaseSparsifier:
             f"a schedule is for a sparsifier of holdfast.torch.sparsity; found a {type(sparsifier).__name__}"
         )
     return sparsifier
-
-
-def _counts_steps(sparsifier: BaseSparsifier) -> bool:
-    return type(sparsifier).step is BaseSparsifier.step or sparsifier._steps > 0
 
 
 class LambdaSL(BaseScheduler):
@@ -239,10 +229,8 @@ class _Ramp(BaseScheduler):
         return [self._level(i, final) for i, final in enumerate(self.base_sl)]
 
     def _level(self, i: int, final: float) -> float:
-        first, x = (
-            self.init_sl[i],
-            (self.last_epoch - self.init_t[i]) / (self.delta_t[i] * self.total_t[i]),
-        )
+        first = self.init_sl[i]
+        x = (self.last_epoch - self.init_t[i]) / (self.delta_t[i] * self.total_t[i])
         if x < 0 and self.initially_zero[i]:
             return 0.0
         if x <= 0 or x >= 1:

@@ -41,12 +41,12 @@ from holdfast.torch.sparsity.fake import (
     Weights,
     convert_children,
     fake_of,
-    is_cut,
     original_of,
     put_mask,
     similar_names,
     take_mask_off,
 )
+from holdfast.torch.sparsity.masks import is_cut
 
 Group = dict[str, Any]
 """The settings of one tensor. Any, for it has a module, names and whatever a sparsifier is set by, as torch's does."""
@@ -329,7 +329,10 @@ class BaseSparsifier(abc.ABC):
                 "module": weight.module,
                 "tensor_name": weight.name,
             }
-            self.check_config(weight, group)
+            try:
+                self.check_config(weight, group)
+            except ValueError as error:
+                raise ValueError(f"{weight.fqn!r}: {error}") from None
             mask = self.fresh_mask(weight, group)
             if (given := config.get("mask")) is not None:
                 mask.copy_(self._given_mask(given, weight, group))

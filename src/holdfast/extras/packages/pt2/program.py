@@ -173,7 +173,9 @@ class _Meta(msgspec.Struct):
     sizes: list[_Size] = []
 
 
-DOCUMENTS, METAS = msgspec.json.Decoder(_Document), msgspec.json.Decoder(_Meta)
+DOCUMENTS = msgspec.json.Decoder(_Document)
+METAS = msgspec.json.Decoder(_Meta)
+NAMES = msgspec.json.Decoder(dict[str, str])
 
 
 def summarise(raw: bytes) -> Program:
@@ -196,7 +198,7 @@ def _summary(document: _Document) -> Program:
             case "user_input":
                 inputs.append(_argument(spec, tensors))
             case "parameter" | "buffer" if spec.persistent:
-                name = msgspec.json.decode(spec.arg, type=dict[str, str]).get("name", "")
+                name = NAMES.decode(spec.arg).get("name", "")
                 weights[spec.parameter_name or spec.buffer_name] = _value(name, tensors)
             case "buffer" | "tensor_constant" | "custom_obj":
                 name = spec.buffer_name or spec.tensor_constant_name or spec.custom_obj_name

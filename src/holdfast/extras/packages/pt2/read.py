@@ -20,7 +20,7 @@ weight has already gets `#2`. The oldest archives are a plain zip of a few recor
 
 from __future__ import annotations
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
@@ -81,9 +81,9 @@ Values = dict[str, object]
 
 
 class Model(Struct):
-    weights: Values = field(default_factory=dict)
-    constants: Values = field(default_factory=dict)
-    compiled: Values = field(default_factory=dict)
+    weights: Values = {}
+    constants: Values = {}
+    compiled: Values = {}
     sample_inputs: object = None
     program: Program | None = None
 
