@@ -321,7 +321,7 @@ RESULTS = {
         "compact", "compare_values", "convert", "copy", "diff", "findings", "planned", "scan", "seal", "sparsity", "stats",
         "verify",
     },
-    "extras/packages": {"tie"}, "extras/pruning": 11085{"prune", "rules"}, "extras/rank_files": {"placements"},
+    "extras/packages": {"tie"}, "extras/pruning": {"prune", "rules"}, "extras/rank_files": {"placements"},
     "extras/reports": {"report"}, "extras/runs": {"export", "retention", "rules", "steps", "summary", "table"},
     "torch": {"load_into", "load_sharded", "saving"}, "integrations": {"sglang", "torchtitan", "vllm", "writer"},
 }  # fmt: skip
