@@ -14,8 +14,9 @@ A format that ranks write names one of these classes in its entry (`Format.shard
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -127,21 +128,28 @@ Shares = Sequence[Sequence[int]]
 """For each file the numbers of its boxes."""
 
 
-def spread(part: RankOutput, count: int) -> Shares:
-    """The boxes of a rank, without those that it takes over, in shares for about `count` files."""
-    boxes, reuse = part.boxes, part.reuse
-    changed: Sequence[int] = range(len(boxes.table.names))
-    moved: list[int] = []
+def spread(part: RankOutput, file_count: int) -> Shares:
+    """Return the boxes of a rank, without those that it takes over, in shares for about so many files."""
+    reuse, table = part.reuse, part.boxes.table
+    groups: list[Sequence[int]] = [range(len(table.names))]
     if reuse.chunks or reuse.moved:
-        moved = [row for row in changed if row in reuse.moved]
-        changed = [row for row in changed if row not in reuse.chunks and row not in reuse.moved]
-    # As in one process: what only moved is not mixed with what changes.
-    shares = _spread(boxes, moved, count) if moved else []
-    return (
-        shares + _spread(boxes, changed, count)
-        if changed or not (moved or reuse.linked)
-        else shares
-    )
+        new_rows = [row for row in groups[0] if row not in reuse.chunks]
+        # As in one process: what only moved is not mixed with what changes.
+        moved_rows = [row for row in new_rows if row in reuse.moved]
+        changed_rows = [row for row in new_rows if row not in reuse.moved]
+        groups = [rows for rows in (moved_rows, changed_rows) if rows]
+    if file_count == 1:
+        return groups
+
+    shares: list[Sequence[int]] = []
+    for rows in groups:
+        nbytes = table.nbytes_of(rows)
+        middles = nbytes.cumsum() - nbytes + nbytes // 2
+        files = np.minimum(middles * file_count // max(int(nbytes.sum()), 1), file_count - 1)
+        cuts = np.flatnonzero(np.diff(files)) + 1
+        edges = [0, *cuts.tolist(), len(rows)]
+        shares += [rows[start:stop] for start, stop in pairwise(edges)]
+    return shares
 
 
 class Sharded:
@@ -167,22 +175,15 @@ class NativeShards(Sharded):
     """Data files and a manifest that has the whole state."""
 
     def files(self, part: RankOutput, shares: Shares, save: str = "") -> list[RankFile]:
-        linked = (
-            bool(part.reuse.taken) and not save
-        )  # what carries the id of its save meets no other name
-        names = part.reuse.names_of_rank(part.rank, part.size) if linked else iter(())
-
-        def name(turn: int, count: int) -> str:
-            again = f"-{turn + 1:05}" if turn else ""
-            return (
-                next(names)
-                if linked
-                else data_name(part.rank, part.size, save).replace(
-                    ".safetensors", f"{again}.safetensors"
-                )
-            )
-
-        return _box_files(part, shares, name, strict=False)
+        rounds = _separate_names(part.boxes.table, shares)
+        if part.reuse.taken and not save:
+            names = part.reuse.names_of_rank(part.rank, part.size)
+            keys = [next(names) for _ in rounds]
+        else:
+            stem = data_name(part.rank, part.size, save).removesuffix(".safetensors")
+            marks = ["", *(f"-{number:05}" for number in range(2, len(rounds) + 1))]
+            keys = [f"{stem}{mark}.safetensors" for mark in marks[: len(rounds)]]
+        return _lay_out_files(part, keys, rounds, strict=False)
 
     def index(
         self, contents: Contents, delivered: Delivered, *, path: str, save: str = ""
@@ -210,12 +211,11 @@ class SafetensorsShards(Sharded):
     """Files of pieces, each of which says where it lies, for torch's reader."""
 
     def files(self, part: RankOutput, shares: Shares, save: str = "") -> list[RankFile]:
-        mark = f"{save}-" if save else ""
-
-        def name(turn: int, count: int) -> str:
-            return f"shard-{part.rank + 1:05}-model-{mark}{turn + 1:05}-of-{count:05}.safetensors"
-
-        return _box_files(part, shares, name, strict=True)
+        rounds = _separate_names(part.boxes.table, shares)
+        stem = f"shard-{part.rank + 1:05}-model-{save + '-' if save else ''}"
+        numbers = range(1, len(rounds) + 1)
+        keys = [f"{stem}{number:05}-of-{len(rounds):05}.safetensors" for number in numbers]
+        return _lay_out_files(part, keys, rounds, strict=True)
 
     def index(
         self, contents: Contents, delivered: Delivered, *, path: str, save: str = ""
@@ -424,58 +424,46 @@ def _of_files(delivered: Delivered) -> tuple[list[Receipt], list[FileBoxes]]:
     return [receipt for _, receipt in every], parts
 
 
-def _box_files(
-    part: RankOutput, shares: Shares, name: Callable[[int, int], str], *, strict: bool
+def _lay_out_files(
+    part: RankOutput, keys: Sequence[str], rounds: Sequence[Sequence[int]], *, strict: bool
 ) -> list[RankFile]:
-    boxes = part.boxes
-    rounds = [ones for share in shares for ones in _once_each(boxes.table, share)]
-    laid_out = []
-    for turn, ones in enumerate(rounds):
-        key = name(turn, len(rounds))
-        _check_names(boxes.table, ones, strict=strict)
+    """Lay out safetensors files with these names and rows. A `strict` file has no dtype of our own."""
+    boxes, files = part.boxes, list[RankFile]()
+    for key, rows in zip(keys, rounds, strict=True):
+        _check_names(boxes.table, rows, strict=strict)
         texts = dict(part.metadata)
-        if strict or boxes.has_parts(ones):
-            texts |= boxes.sharding_texts(ones)
+        if strict or boxes.has_parts(rows):
+            texts |= boxes.sharding_texts(rows)
         file = lay_out_box_file(
             key,
             boxes,
-            ones,
+            rows,
             texts,
             hashed=part.is_hashed,
             changed=part.reuse.changed,
             fields={} if strict else OWN,
         )
-        laid_out.append(RankFile(file.layout.plan, file.stored))
-    return laid_out
+        files.append(RankFile(file.layout.plan, file.stored))
+    return files
 
 
-def _spread(boxes: Boxes, rows: Sequence[int], files: int) -> list[Sequence[int]]:
-    if files == 1:
-        return [rows]
-    nbytes = boxes.table.nbytes_of(rows)
-    stops = nbytes.cumsum()
-    middles = stops - nbytes + nbytes // 2
-    share = np.minimum(middles * files // max(int(nbytes.sum()), 1), files - 1)
-    shares = [
-        [rows[at] for at in (share == number).nonzero()[0].tolist()] for number in range(files)
-    ]
-    return [own for number, own in enumerate(shares) if own or not number]
-
-
-def _once_each(table: Table, rows: Sequence[int]) -> list[Sequence[int]]:
-    """Deal boxes to files in which each name occurs once."""
-    names = table.names
-    if len({names[row] for row in rows}) == len(rows):
-        return [rows] if rows else []
-    rounds: list[list[int]] = []
-    seen: dict[str, int] = {}
-    for row in rows:
-        turn = seen.get(names[row], 0)
-        seen[names[row]] = turn + 1
-        if turn == len(rounds):
-            rounds.append([])
-        rounds[turn].append(row)
-    return [*rounds]
+def _separate_names(table: Table, shares: Shares) -> list[Sequence[int]]:
+    """Deal the rows of each share to files in which each name occurs once."""
+    files: list[Sequence[int]] = []
+    for rows in shares:
+        if len({table.names[row] for row in rows}) == len(rows):
+            files += [rows] if rows else []
+            continue
+        rounds: list[list[int]] = []
+        name_counts: Counter[str] = Counter()
+        for row in rows:
+            turn = name_counts[table.names[row]]
+            name_counts[table.names[row]] += 1
+            if turn == len(rounds):
+                rounds.append([])
+            rounds[turn].append(row)
+        files += rounds
+    return files
 
 
 def _check_names(table: Table, rows: Sequence[int], *, strict: bool) -> None:

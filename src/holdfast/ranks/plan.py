@@ -88,8 +88,16 @@ class RankPlan(Value, frozen=True, eq=False):
 
 def plan_ranks(states: Sequence[RankState]) -> RankPlan:
     """Plan the save of the states of all ranks, in order. A box that several have is written by one; all write about as much."""
-    if len(states) == 1 and states[0].is_whole:
-        return _plan_alone(states[0])
+    if len(states) == 1:
+        (state,) = states
+        positions = np.arange(len(state.catalogue.names))
+        has_whole_tensors = (
+            np.array_equal(state.tensors, positions)
+            and np.array_equal(state.sizes, state.catalogue.extents)
+            and not np.count_nonzero(state.offsets)
+        )
+        if has_whole_tensors:
+            return _plan_alone(state)
     merged = merge(states)
     catalogue = merged.catalogue
     held = [hold(state, places) for state, places in zip(states, merged.places, strict=True)]

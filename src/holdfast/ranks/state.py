@@ -80,6 +80,8 @@ class Catalogue:
     """From a name to its place here."""
     extents: Ints = field(init=False, repr=False)
     """The shapes as columns: a row for each dimension of the tensor that has the most, filled up with ones."""
+    rank: int = field(init=False, repr=False)
+    """Dimensions of the tensor that has the most."""
 
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
@@ -96,13 +98,16 @@ class Catalogue:
                 name = self.names[self.dtypes.index(dtype)]
                 raise MetadataError(f"there is no dtype called {dtype!r}", tensor=name, found=dtype)
         for shape in set(self.shapes):
-            if not _is_possible(shape):
+            # Zeros count as ones: (0, 2**60) has no element, but its strides would not fit.
+            count = math.prod([length or 1 for length in shape])
+            if len(shape) > MAX_RANK or min(shape, default=0) < 0 or count > MAX_COUNT:
                 name = self.names[self.shapes.index(shape)]
                 raise MetadataError(
                     f"{shape} is no shape that a tensor can have", tensor=name, found=shape
                 )
         object.__setattr__(self, "positions", positions)
         object.__setattr__(self, "extents", shape_columns(self.shapes))
+        object.__setattr__(self, "rank", len(self.extents))
 
     @cached_property
     def encoded(self) -> bytes:
@@ -112,11 +117,6 @@ class Catalogue:
     @cached_property
     def digest(self) -> bytes:
         return hashlib.blake2b(self.encoded, digest_size=16).digest()
-
-    @property
-    def rank(self) -> int:
-        """Dimensions of the tensor that has the most."""
-        return len(self.extents)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -163,7 +163,7 @@ class RankState(Value, frozen=True, eq=False):
         catalogue = Catalogue(
             tuple(table.names), tuple([dtypes[k] for k in kind]), tuple([shapes[k] for k in kind])
         )
-        counts = np.ones(len(table), np.int64)
+        counts = np.ones(len(table.names), np.int64)
         cut: dict[int, list[Box]] = {}
         for row, tensor in table.odd.items():
             boxes = [chunk.box for chunk in tensor.chunks] or [
@@ -171,7 +171,7 @@ class RankState(Value, frozen=True, eq=False):
             ] * bool(tensor.ndim)
             if len(boxes) != 1 or boxes[0].shape != tensor.shape:
                 cut[row], counts[row] = boxes, len(boxes)
-        owners = np.arange(len(table), dtype=np.int64).repeat(counts)
+        owners = np.arange(len(table.names), dtype=np.int64).repeat(counts)
         offsets, sizes = (
             np.zeros((catalogue.rank, len(owners)), np.int64),
             catalogue.extents.take(owners, axis=1),
@@ -186,23 +186,12 @@ class RankState(Value, frozen=True, eq=False):
     def count(self) -> int:
         return len(self.tensors)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether each tensor has one box, in the order of the catalogue, which is all of it."""
-        positions = np.arange(len(self.catalogue.names))
-        return (
-            np.array_equal(self.tensors, positions)
-            and np.array_equal(self.sizes, self.catalogue.extents)
-            and not np.count_nonzero(self.offsets)
-        )
-
     def __post_init__(self) -> None:
         if self.values or self.aliases:
             self._check_names()
-        columns, form = (
-            (self.tensors, self.offsets, self.sizes),
-            (self.catalogue.rank, len(self.tensors)),
-        )
+        columns = self.tensors, self.offsets, self.sizes
+        form = self.catalogue.rank, len(self.tensors)
+        tensor_count = len(self.catalogue.names)
         if any(c.dtype != np.int64 for c in columns) or self.tensors.ndim != 1:
             raise MetadataError(
                 f"boxes must be columns of int64, got {', '.join(f'{c.dtype}{c.shape}' for c in columns)}"
@@ -214,11 +203,10 @@ class RankState(Value, frozen=True, eq=False):
             )
         if not form[1]:
             return
-        if np.count_nonzero(
-            self.tensors.view(np.uint64) >= len(self.catalogue)
-        ):  # a negative number is a very large one
+        # A negative number is a very large one.
+        if np.count_nonzero(self.tensors.view(np.uint64) >= tensor_count):
             raise MetadataError(
-                f"a box belongs to a tensor outside of a catalogue of {len(self.catalogue)}"
+                f"a box belongs to a tensor outside of a catalogue of {tensor_count}"
             )
         if form[0] and (self.offsets.min() < 0 or self.sizes.min() < 0):
             place = int(
@@ -226,9 +214,7 @@ class RankState(Value, frozen=True, eq=False):
             )
             raise MetadataError("a box has a negative offset or size", tensor=self._name(place))
         # Beyond the rank of its tensor a box must be as if it had no more dimensions, or equal boxes would look different.
-        ranks = np.fromiter(map(len, self.catalogue.shapes), np.int64, len(self.catalogue))[
-            self.tensors
-        ]
+        ranks = np.fromiter(map(len, self.catalogue.shapes), np.int64, tensor_count)[self.tensors]
         for d in range(int(ranks.min()), form[0]):
             wrong = (ranks <= d) & ((self.offsets[d] != 0) | (self.sizes[d] != 1))
             if wrong.any():
@@ -277,15 +263,6 @@ def _encode(kind: DocumentKind[D], value: D) -> bytes:
         return write_document(kind, value)
     except HeaderError as error:
         raise MetadataError(error.message) from None
-
-
-def _is_possible(shape: tuple[int, ...]) -> bool:
-    # Zeros count as ones: (0, 2**60) has no element, but its strides would not fit.
-    return (
-        len(shape) <= MAX_RANK
-        and all(n >= 0 for n in shape)
-        and math.prod(max(n, 1) for n in shape) <= MAX_COUNT
-    )
 
 
 MAGIC = b"hf-rank\x02"

@@ -179,6 +179,8 @@ def publish(
 ) -> None:
     """Make the files of all ranks a checkpoint, in one step.
 
+    Raises `NotCommitted` unless every rank has written each of its boxes and values once.
+
     Args:
         target: The target with the files.
         format: The format of the checkpoint.
@@ -188,7 +190,12 @@ def publish(
         step: Set for a step of a run.
     """
     for rank, (writes, receipts) in enumerate(delivered):
-        _check_delivery(rank, writes, receipts, path)
+        columns = [as_column(receipt.stored.boxes) for receipt in receipts]
+        boxes = np.sort(np.concatenate([np.zeros(0, np.int64), *columns]))
+        values = sorted(name for receipt in receipts for name, _, _ in receipt.values)
+        is_complete = np.array_equal(boxes, np.arange(len(writes.boxes)))
+        if not is_complete or values != sorted(writes.values):
+            raise NotCommitted(f"rank {rank} did not write what was planned for it", file=path)
     every = [receipt for _, receipts in delivered for receipt in receipts]
     index = format.sharded.index(contents, delivered, path=path, save=target.save)
     attributes = None
@@ -218,14 +225,3 @@ def _check_opens(format: Format, contents: Contents, path: str, store: Store) ->
     with gc_paused():
         description = describe_unpublished(store, format.opened_as, path)
         check_tensors(description.tensors, _outlines(contents).items(), path)
-
-
-def _check_delivery(rank: int, writes: RankWrites, receipts: Sequence[Receipt], path: str) -> None:
-    """Raise `NotCommitted` unless a rank has written each of its boxes and values once."""
-    boxes = np.sort(
-        np.concatenate([np.zeros(0, np.int64), *(as_column(one.stored.boxes) for one in receipts)])
-    )
-    values = sorted(name for receipt in receipts for name, _, _ in receipt.values)
-    is_complete = np.array_equal(boxes, np.arange(len(writes.boxes)))
-    if not is_complete or values != sorted(writes.values):
-        raise NotCommitted(f"rank {rank} did not write what was planned for it", file=path)
