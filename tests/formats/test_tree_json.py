@@ -19,12 +19,11 @@ from tests.sampling import examples
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Opaque, Size
-from holdfast.core.strict_json import json_limits, paid_nbytes, parse
+from holdfast.core.strict_json import is_unicode, json_limits, paid_nbytes, parse
 from holdfast.core.tensor import Composite, Traits
 from holdfast.errors import FormatError, HeaderError, LimitExceeded, MetadataError
 from holdfast.formats.tree_json.decode import decode_tree
 from holdfast.formats.tree_json.encode import encode_state, encode_value
-from holdfast.formats.tree_json.scalars import is_unicode
 
 LIMITS = json_limits(Limits())
 

@@ -272,6 +272,20 @@ def _steps(path: Steps) -> list[str | int]:
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+NO_UNICODE = "a name with half of a surrogate pair, which is no Unicode"
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8. Half of a surrogate pair cannot."""
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def as_keys(names: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Names as the keys of a JSON object: what stands before and behind each, and the texts. Nearly always that is a quote and the
     names themselves; where one is odd, nothing, and each with its quotes and escapes."""

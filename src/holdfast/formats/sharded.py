@@ -27,6 +27,7 @@ from holdfast.core.arrays import shape_columns
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
 from holdfast.core.sharing import tied
+from holdfast.core.strict_json import NO_UNICODE, is_unicode
 from holdfast.core.table import Table
 from holdfast.core.tensor import Traits
 from holdfast.core.tree import nested, walk
@@ -58,7 +59,6 @@ from holdfast.formats.safetensors.write import (
     name_problem,
 )
 from holdfast.formats.torch.write import lay_out_torch_zip, unkept_texts
-from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 
 if TYPE_CHECKING:
     from holdfast.ranks.plan import RankWrites

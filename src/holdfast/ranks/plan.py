@@ -48,8 +48,8 @@ from holdfast.core.arrays import Ints
 from holdfast.core.group import deal
 from holdfast.core.value import Value
 from holdfast.ranks.merge import Merged, agreed_aliases, hold, merge, share_values
-from holdfast.ranks.state import Catalogue, RankState
-from holdfast.ranks.survey import BITS, BoxBatch, Int32s, survey
+from holdfast.ranks.state import BITS, Catalogue, RankState
+from holdfast.ranks.survey import BoxBatch, Int32s, survey
 
 MAX_NBYTES = 1 << 60
 """The largest checkpoint: an exbibyte. Sums of bytes then fit 64 bits."""

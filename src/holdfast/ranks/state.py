@@ -49,6 +49,9 @@ MAX_COUNT = 1 << 48
 MAX_RANK = 64
 """Dimensions of one tensor. numpy and torch stop there as well."""
 
+BITS = {row.name: row.bits for row in DTYPES.rows}
+"""The bits of an element, by the names of dtypes."""
+
 MAX_DIGEST_NBYTES = 64
 """No hash in use is longer."""
 
@@ -94,7 +97,7 @@ class Catalogue:
             twice = next(name for i, name in enumerate(self.names) if positions[name] != i)
             raise MetadataError(f"two tensors are called {twice!r}", tensor=twice)
         for dtype in set(self.dtypes):
-            if DTYPES.name(dtype) is None:
+            if dtype not in BITS:
                 name = self.names[self.dtypes.index(dtype)]
                 raise MetadataError(f"there is no dtype called {dtype!r}", tensor=name, found=dtype)
         for shape in set(self.shapes):

@@ -39,16 +39,14 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Bools, Ints
-from holdfast.core.dtype import DTYPES
 from holdfast.core.group import say_ranks
 from holdfast.core.tiling import covers
 from holdfast.core.value import Value
 from holdfast.ranks.merge import RankBoxes
-from holdfast.ranks.state import Catalogue
+from holdfast.ranks.state import BITS, Catalogue
 
 Int32s = npt.NDArray[np.int32]
 
-BITS = {row.name: row.bits for row in DTYPES.rows}
 
 BATCH_BOXES = 1 << 19
 """Boxes in one batch, unless one tensor has more. A column of 4 MiB is sorted in the processor's cache."""

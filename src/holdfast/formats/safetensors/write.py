@@ -33,7 +33,7 @@ from holdfast.core.documents import BLANK, OPENING
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
-from holdfast.core.strict_json import as_keys
+from holdfast.core.strict_json import NO_UNICODE, as_keys, is_unicode
 from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import name_at, walk
@@ -51,7 +51,6 @@ from holdfast.formats.safetensors.record import (
 )
 from holdfast.formats.safetensors.schema import METADATA, PREFIX_NBYTES, RECORD, HeaderEntry
 from holdfast.formats.tree_json.encode import encode_state
-from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 
 STEM = "model"
 

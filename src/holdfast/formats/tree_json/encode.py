@@ -25,7 +25,7 @@ from holdfast.core.leaves import NO_LEAVES, PLAIN, Leaves
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import State
-from holdfast.core.strict_json import as_keys
+from holdfast.core.strict_json import NO_UNICODE, as_keys, is_unicode
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, dotted, step
@@ -115,9 +115,7 @@ class LeafTexts:
     def __init__(self, leaves: Leaves, table: Table) -> None:
         self.leaves = leaves
         names, traits = leaves.names, [_traits_text(kind.traits) for kind in table.kinds]
-        quote, keys = (
-            as_keys(names) if scalars.is_unicode("".join(names)) else ("", [*map(_quoted, names)])
-        )
+        quote, keys = as_keys(names) if is_unicode("".join(names)) else ("", [*map(_quoted, names)])
         around = [(f"{TENSOR}{quote}", f"{quote}{trait}") if trait else None for trait in traits]
         each = zip(keys, [around[kind] for kind in table.kind], strict=True)
         self.texts = [
@@ -146,7 +144,7 @@ class LeafTexts:
 
 
 def _quoted(text: str) -> str:
-    return msgspec.json.encode(text).decode() if scalars.is_unicode(text) else ""
+    return msgspec.json.encode(text).decode() if is_unicode(text) else ""
 
 
 def encoded(node: object) -> str:
@@ -336,7 +334,7 @@ class Encoder:
         if (
             max(map(len, keys), default=0) <= LONG_LEAF
             and f",{TAG}" not in (every := ",".join(("", *keys)))
-            and scalars.is_unicode(every)
+            and is_unicode(every)
         ):
             found = _openings(keys)
         self.forms[form] = found
@@ -500,8 +498,8 @@ class Encoder:
         name = self.texts.next_name(tensor, given)
         if name is None:
             return self.problem(path, UNNAMED)
-        if not scalars.is_unicode(name):
-            return self.problem(path, scalars.NO_UNICODE)
+        if not is_unicode(name):
+            return self.problem(path, NO_UNICODE)
         node: dict[str, object] = {TAG: "tensor", "name": name}
         if tensor.traits.meta:
             node |= {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}
@@ -568,7 +566,7 @@ class Encoder:
             return self.problem(path, _described(value))
         match value:
             case str():
-                if scalars.is_unicode(value):
+                if is_unicode(value):
                     return value
                 return {
                     TAG: "str",
@@ -656,9 +654,7 @@ class Encoder:
 
 
 def are_texts(values: Collection[object]) -> bool:
-    return {*map(type, values)} <= {str} and scalars.is_unicode(
-        "".join(cast("Collection[str]", values))
-    )
+    return {*map(type, values)} <= {str} and is_unicode("".join(cast("Collection[str]", values)))
 
 
 def _openings(keys: Collection[str]) -> list[str]:

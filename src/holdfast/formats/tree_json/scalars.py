@@ -13,6 +13,7 @@ import struct
 import numpy as np
 
 from holdfast.core.arrays import AnyDType
+from holdfast.core.strict_json import is_unicode
 from holdfast.formats.pickle.arrays import ML_DTYPES, wrong_character
 
 SAFE_INTEGER = 1 << 53
@@ -34,20 +35,7 @@ CODE = re.compile(
     r"[<>|][?biufcSUVmM][0-9]{1,9}(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?\Z"
 )
 
-NO_UNICODE = "a name with half of a surrogate pair, which is no Unicode"
-
 ML_NAMES = {dtype: name for name, dtype in ML_DTYPES.items()}
-
-
-def is_unicode(text: str) -> bool:
-    """Whether a text can be written as UTF-8. Half of a surrogate pair cannot."""
-    if text.isascii():
-        return True
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def float_text(value: float) -> str | None:

@@ -29,6 +29,7 @@ from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State
 from holdfast.core.runtime import gc_paused
 from holdfast.core.sharing import tied
+from holdfast.core.strict_json import is_unicode
 from holdfast.core.table import Table
 from holdfast.core.value import Value, replace
 from holdfast.engine.targets.joint_save import JointSave
@@ -42,7 +43,6 @@ from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import as_bytes, as_column
 from holdfast.formats.sharded import RankOutput, Receipt, common_problems, spread
 from holdfast.formats.tree_json.encode import encode_state
-from holdfast.formats.tree_json.scalars import is_unicode
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
 from holdfast.ranks.together import (
