@@ -81,7 +81,14 @@ def test_commands_are_all_there():
     from holdfast.cli.parser import verbs_of
 
     made = tool("commands").as_markdown()
-    assert re.findall(r"^## holdfast (\S+)$", made, re.MULTILINE) == list(verbs_of(parser()))
+    verbs = verbs_of(parser())
+    assert re.findall(r"^## holdfast (\S+)$", made, re.MULTILINE) == list(verbs)
+
+    sections = re.split(r"^## holdfast .+$", made, flags=re.MULTILINE)[1:]
+    for verb, section in zip(verbs.values(), sections, strict=True):
+        for action in verb._actions:
+            for flag in action.option_strings:
+                assert f"`{flag}" in section
 
 
 PLOTS = [

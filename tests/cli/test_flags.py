@@ -109,29 +109,14 @@ def test_no_message_of_the_library_names_a_flag():
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
-ON_ALL = "durable"
-"""Said once on the page, as `--no-durable`: what every verb does is the other one."""
 
 
-def test_the_page_of_the_command_line_has_every_flag():
-    """In the section of its verb, or in the paragraph before the sections about flags that many verbs have."""
-    before, *parts = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    sections = {name: part for part in parts for name in part.partition("\n")[0].split(", ")}
-    sections["edit"] += sections["convert"]  # "and the options of convert"
-    verbs = verbs_of(parser())
-    assert [name for name in verbs if name not in sections] == []
-    missing = {
-        (name, flag)
-        for name, verb in verbs.items()
-        for action in verb._actions
-        if action.dest not in ("help", ON_ALL) and action.option_strings
-        for flag in ["/".join(action.option_strings)]
-        if not any(
-            re.search(rf"(?<![\w-]){one}(?![\w-])", before + sections[name])
-            for one in action.option_strings
-        )
-    }
-    assert missing == set()
+def test_the_page_of_the_command_line_has_a_section_for_every_command():
+    """The reference, which is made from the parser, has every option: `tests/test_site.py`."""
+    headings = re.findall(r"^## (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    sections = {name for heading in headings for name in heading.split(", ")}
+    in_other_sections = {"pin", "unpin"}
+    assert {*verbs_of(parser())} <= sections | in_other_sections
 
 
 @pytest.fixture
