@@ -25,7 +25,7 @@ PHRASES = {
     r"what the numbers look like": "statistics",
     r"whether every byte is as it was": "compare every byte with the checksums",
     r"kept as their parts": "stored as parts",
-    r"what is torn|\btorn\b": "incomplete",
+    r"what is torn": "incomplete",
     r"Names of one tensor must agree": "all names of a tensor must …",
     r"lost, refused or the last one": "a plain sentence",
     r"neither says is asked for": "a plain sentence",
