@@ -170,7 +170,7 @@ def test_seal_says_at_a_shell_which_flag_gives_the_step(folder, capsys):
 def test_show_says_at_a_shell_that_limits_are_raised_in_python(folder, capsys):
     np.savez_compressed("zeros.npz", w=np.zeros(4_000_000))
     assert main(["show", "zeros.npz"]) == 2
-    assert "a limit is raised in Python, with limits=" in capsys.readouterr().err
+    assert "to raise the limit, pass limits=" in capsys.readouterr().err
 
 
 def test_read_says_at_a_shell_what_reads_a_damaged_tensor_in_python(folder, capsys):

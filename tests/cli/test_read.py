@@ -184,7 +184,7 @@ def test_values_are_neither_sliced_nor_written(run, trainer, tmp_path):
     for more in (["--slice", "0"], ["-o", str(tmp_path / "x.npy")]):
         code, out, err = run("read", trainer, "step", *more)
         assert (code, out) == (2, "")
-        assert "'step' is a value and no tensor" in err
+        assert "'step' is not a tensor" in err
     assert not (tmp_path / "x.npy").exists()
     code, _, err = run("read", trainer, "steps")
     assert code == 2

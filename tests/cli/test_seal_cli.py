@@ -32,7 +32,7 @@ def test_seal_verify_and_show(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["verify", str(folder)]) == 1
     assert "notes.txt: missing" in capsys.readouterr().out
     assert main(["show", str(folder)]) == 0
-    assert "not whole notes.txt: missing" in capsys.readouterr().out
+    assert "incomplete notes.txt: missing" in capsys.readouterr().out
     (folder / "model.safetensors").unlink()
     (folder / "notes.txt").write_text("x")
     assert main(["show", str(folder)]) == 0

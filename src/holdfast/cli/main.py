@@ -85,7 +85,7 @@ def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:
     else:
         lines = [f"holdfast: {_sentence(error)}"]
     if isinstance(error, LimitExceeded):
-        lines[-1] += "; a limit is raised in Python, with limits=holdfast.Limits(…)"
+        lines[-1] += "; to raise the limit, pass limits=holdfast.Limits(…) in Python"
     return [in_flags(line, flags) for line in lines] if isinstance(error, HoldfastError) else lines
 
 

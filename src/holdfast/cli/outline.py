@@ -295,7 +295,7 @@ class _Outlining(Struct):
             self.room -= len(start) + len(key)
             if self.room < 0:
                 raise LimitExceeded(
-                    "the names of the values take many times the characters that are stored"
+                    "the names of the values are many times longer than the stored text"
                 )
             node = self.node(value, label, start + key, depth=level)
             parent.children.append(node)

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     except AttributeError as error:
         advice = "install torch, or unset RANK and WORLD_SIZE to work in this process alone"
         raise Unsupported(
-            f"{error}; the environment says that this is one of several ranks: {advice}"
+            f"{error}; RANK and WORLD_SIZE say that this process is one of several ranks: {advice}"
         ) from None
     options.group = torch.group(deadline=getattr(options, "deadline", DEADLINE))
     if options.group.rank == 0:

@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
             flag = "-o writes" if output is not None else "--slice is for"
             name = next(iter(plain_values))
             raise Unsupported(
-                f"{name!r} is a value and no tensor: {flag} tensors; leave it away to print the value"
+                f"{name!r} is not a tensor: {flag} tensors only; omit the option to print the value"
             )
         tensors = choose(checkpoint, [name for name in names if name not in plain_values], index)
         if plain_values:
@@ -210,7 +210,7 @@ def write_tensors(
         and os.path.exists(checkpoint.path)
         and os.path.samefile(path, checkpoint.path)
     ):
-        raise BadTarget("-o names the checkpoint itself", file=str(path))
+        raise BadTarget("-o must not be the checkpoint itself", file=str(path))
     if kind == ".npy":
         (tensor,) = tensors.values()
         write_npy(path, tensor, raw=raw)
@@ -277,7 +277,7 @@ def _corners(tensor: LazyTensor) -> np.ndarray:
     ]
     if 2 ** sum(len(p) == 2 for p in parts) > CORNERS:
         raise Unsupported(
-            "too many long dimensions to show at once: choose some with --slice", tensor=tensor.name
+            "too many long dimensions to print: select a part with --slice", tensor=tensor.name
         )
     out = np.zeros([min(n, 2 * EDGE + 1) for n in tensor.shape], tensor.dtype.numpy)
     for pick in itertools.product(*parts):
@@ -383,6 +383,6 @@ def _item(piece: str, text: str) -> Item:
 
 def _integer(piece: str, text: str) -> int:
     if not INTEGER.fullmatch(piece):
-        problem = f"{piece!r} is no integer, a:b:c, ... or None (as in '0:2, ::2, -1')"
+        problem = f"{piece!r} is not an integer, a:b:c, ... or None (as in '0:2, ::2, -1')"
         raise BadIndex(f"cannot read the slice {text!r}: {problem}", found=piece)
     return int(piece)

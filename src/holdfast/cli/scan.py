@@ -114,15 +114,15 @@ def scan_lines(
         more = f", and {report.skipped - len(named):,} more" if report.skipped > len(named) else ""
         yield [
             (
-                f"skipped, as no loader would do anything with it: {', '.join(escape(clip(p, 200)) for p in named)}{more}",
+                f"skipped, because no loader would open them: {', '.join(escape(clip(p, 200)) for p in named)}{more}",
                 "dim",
             )
         ]
     if report.count("unknown") and not strict:
-        text = "unknown: classes and functions that nothing here knows; unsafe loading would import their modules"
+        text = "unknown: classes and functions that Holdfast has no information about; an unsafe loader imports their modules"
         yield [
             (
-                f"{text} (--strict makes them count as suspicious, --allow FILE lets them pass)",
+                f"{text} (--strict treats them as suspicious, --allow FILE accepts them)",
                 "dim",
             )
         ]
@@ -219,7 +219,7 @@ RULES = {
     ),
     "suspicious": (
         "warning",
-        "Loading this file calls something that Holdfast does not know with what the file gives it, or code comes with it.",
+        "Loading this file calls an unknown function with arguments from the file, or the file comes with code.",
     ),
     "unknown": (
         "note",
@@ -227,7 +227,7 @@ RULES = {
     ),
     "unread": (
         "error",
-        "This file could not be read to its end; what is said of it is not complete.",
+        "This file could not be read completely, so the findings may be incomplete.",
     ),
 }
 """Levels and descriptions. A `known` finding is no result."""
@@ -277,12 +277,12 @@ def _results(file: FileReport, *, strict: bool) -> list[dict[str, object]]:
                 result["level"] = "warning"
             if finding.allowed:
                 result["suppressions"] = [
-                    {"kind": "external", "justification": "on the list of what is allowed"}
+                    {"kind": "external", "justification": "accepted by the allow list"}
                 ]
             found.append(result)
     if file.error is not None:
         found.append(
-            _result(file, "unread", f"not read to its end: {escape(clip(file.error, 1000))}")
+            _result(file, "unread", f"not read completely: {escape(clip(file.error, 1000))}")
         )
     return found
 

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.verbs.seal import seal
 
     if "step" in options and len(options.paths) > 1:
-        raise Unsupported("--step is one step, and several paths were given; seal them one by one")
+        raise Unsupported("--step applies to one path; seal several paths one by one")
     done: list[tuple[Sealed, float]] = []
     asked = given(options, SealOptions)
     dry_run = asked["dry_run"]
@@ -152,4 +152,4 @@ def seal_lines(path: Path) -> Iterator[Line]:
         (f"  {metrics}", "dim"),
     ]
     for name, wrong in check_sizes(path, seal):
-        yield [("not whole ", "error"), (f"{escape(clip(name, 200))}: {wrong}", "")]
+        yield [("incomplete ", "error"), (f"{escape(clip(name, 200))}: {wrong}", "")]

@@ -592,7 +592,7 @@ def rank_lines(checkpoint: Checkpoint, pattern: str | None) -> Iterator[Line]:
             ]
             break
         tensor = sample[picture_of]
-        more = f"  and {len(names) - 1} more that are cut alike" if len(names) > 1 else ""
+        more = f"  and {len(names) - 1} more with the same split" if len(names) > 1 else ""
         yield [
             (escape(clip(names[0], 70)), "name"),
             (f"  {short_dtype(tensor.dtype)} {list(tensor.shape)}", "dim"),

@@ -170,12 +170,12 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
         size = nbytes(report.unchecked_nbytes) + (
             f" of {nbytes(whole)}" if report.checked_nbytes else ""
         )
-        text = f"  no checksums are recorded for {amount}, {size}: read without error, but the content cannot be verified"
+        text = f"  no checksums for {amount}, {size}: readable, but the content cannot be verified"
         yield [(text, "note")]
 
 
 def _damage_lines(damage: Damage, path: str) -> Iterator[Line]:
-    found = "what does not inflate" if damage.found is None else f"{damage.found:08x}"
+    found = "data that cannot be decompressed" if damage.found is None else f"{damage.found:08x}"
     where = (
         "" if damage.file == path else f"  {escape(clip(os.path.relpath(damage.file, path), 200))}"
     )

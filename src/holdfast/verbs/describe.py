@@ -96,7 +96,7 @@ def _describe(checkpoint: Checkpoint, stored_nbytes: int, tree: object) -> Metad
         room -= len(name)
         if room < 0:
             raise LimitExceeded(
-                "the names of the values take many times the characters that are stored",
+                "the names of the values are many times longer than the stored text",
                 found=len(tensors),
             )
         tensors[name], paths[name] = BytesStorageMetadata(), path

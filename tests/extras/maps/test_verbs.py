@@ -341,14 +341,14 @@ def test_the_command_lists(capsys: pytest.CaptureFixture[str]):
     assert main(["maps"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "qwen3        Qwen3, dense  hf, titan, megatron, megatron-layers" in lines[-3]
-    assert lines[-1] == "a map leads from one layout to another of its family: qwen3:hf:megatron"
+    assert lines[-1] == "a map converts between two layouts of a family: qwen3:hf:megatron"
     assert main(["maps", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"deepseek_v3", "llama", "qwen3", "qwen3_moe"} <= {
         one["family"] for one in found["families"]
     }
     assert main(["maps", "check"]) == 2
-    assert "say which map" in capsys.readouterr().err
+    assert "pass a map and a checkpoint" in capsys.readouterr().err
 
 
 def test_the_command_proves(
@@ -363,9 +363,11 @@ def test_the_command_proves(
         assert main(["maps", "check", "auto->megatron", str(source), "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
         assert main(["maps", "check", "auto->hf", str(source)]) == 0
-        assert "in that layout already" in capsys.readouterr().out
+        assert "already has this layout" in capsys.readouterr().out
     assert sum(found) == 0
-    assert shown[0] == "qwen3:hf:megatron  fits: 11 tensors of 36, no byte of them read"
+    assert (
+        shown[0] == "qwen3:hf:megatron  fits: 11 tensors of 36, checked without reading tensor data"
+    )
     row = next(line for line in shown if line.startswith(name))
     assert row.split("  ", 1)[1].strip() == (
         "[3, 44, 24]  from model.layers.{layer}.mlp.gate_proj.weight, model.layers.{layer}.mlp.up_proj.weight"
@@ -393,6 +395,6 @@ def test_the_command_names_what_is_wrong(source: Path, capsys: pytest.CaptureFix
     assert "lm_head.weight" in said
     assert "model.embed_tokens.weight" in said
     assert main(["maps", "check", THERE, str(source), "--explain", "nothing"]) == 2
-    assert "makes no tensor called 'nothing'" in capsys.readouterr().err
+    assert "has no tensor 'nothing'" in capsys.readouterr().err
     with holdfast.open(source, map=THERE) as seen, pytest.raises((NoSuchTensor, KeyError)):
         seen["model.norm.weight"]

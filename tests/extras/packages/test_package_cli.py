@@ -58,8 +58,8 @@ def test_a_native_package(run, files):
     ("arguments", "words"),
     [
         (("base.pt", "p.pt2"), "NAME=PATH"),
-        (("a=base.pt", "a=adapter.safetensors", "p.pt2"), "one name"),
-        (("a=base.pt",), "say where"),
+        (("a=base.pt", "a=adapter.safetensors", "p.pt2"), "the same name"),
+        (("a=base.pt",), "no target"),
         (("a=nothing.pt", "p.pt2"), "no such file"),
         (("a=base.pt", "b=base.pt", "--replace", "base.pt"), "one checkpoint"),
         (("a=base.pt", "--content", "--replace", "base.pt"), "leave out"),

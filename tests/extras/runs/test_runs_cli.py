@@ -65,7 +65,7 @@ def test_steps_of_another_trainer_may_be_deleted_by_it(
         "no rules: none of Holdfast are recorded here, and another program may delete steps"
     )
     assert hint.startswith(
-        "  no steps, for they have no seal: checkpoint-1000; `holdfast seal PATH` makes each a step, with"
+        "  not listed, because they have no seal: checkpoint-1000; run `holdfast seal PATH` to add each as a step, with"
     )
     code, out, _ = printed(capsys, "runs", tmp_path, "--json")
     found = json.loads(out)
@@ -110,7 +110,7 @@ def test_a_step_of_dcp_without_a_seal_is_not_torn(
     code, out, _ = printed(capsys, "runs", tmp_path)
     assert code == 0
     assert (
-        "  no steps, for they have no seal: step-90, step-100, step-110; `holdfast seal PATH` makes each a step"
+        "  not listed, because they have no seal: step-90, step-100, step-110; run `holdfast seal PATH` to add each as a step"
         in out
     )
     assert "whole" not in out
@@ -127,7 +127,7 @@ def test_a_step_of_dcp_without_a_seal_is_not_torn(
     code, out, _ = printed(capsys, "runs", tmp_path)
     assert code == 1
     assert "step-90: neither a seal nor a manifest: it was not written to its end" in out
-    assert "no seal: step-110; `holdfast seal PATH`" in out
+    assert "no seal: step-110; run `holdfast seal PATH`" in out
 
 
 def test_files_of_lightning_without_a_seal_are_named(
@@ -141,7 +141,7 @@ def test_files_of_lightning_without_a_seal_are_named(
     assert code == 0
     assert "0 steps" in out
     assert (
-        "no seal: epoch=0-step=10.ckpt, epoch=1-step=20.ckpt, last.ckpt and 1 more; `holdfast seal PATH`"
+        "no seal: epoch=0-step=10.ckpt, epoch=1-step=20.ckpt, last.ckpt and 1 more; run `holdfast seal PATH`"
         in out
     )
     assert "\x1b" not in out
@@ -163,7 +163,7 @@ def test_numbered_files_without_a_seal_are_named(
     code, out, _ = printed(capsys, "runs", tmp_path)
     assert code == 0
     assert (
-        "no seal: model-2.safetensors, model_1.pt; `holdfast seal PATH` makes each a step, with `--step N`"
+        "no seal: model-2.safetensors, model_1.pt; run `holdfast seal PATH` to add each as a step, with `--step N`"
         in out
     )
     assert printed(capsys, "seal", tmp_path / "model_1.pt", "--step", "1")[0] == 0
@@ -176,7 +176,7 @@ def test_what_is_torn_is_named(folder: Path, capsys: pytest.CaptureFixture[str])
     (folder / "step-\x1b[2J").mkdir()
     code, out, _ = printed(capsys, "runs", folder)
     assert code == 1
-    assert "not whole" in out
+    assert "incomplete" in out
     assert f"{data.name}: truncated: 10 of" in out
     assert "\x1b" not in out
 
@@ -203,7 +203,7 @@ def test_plan_and_prune(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert [step.step for step in holdfast.Run(folder)] == [100, 300, 400, 500]
     assert not (folder / ".holdfast.lock").exists()
     code, out, _ = printed(capsys, "unpin", folder, "100")
-    assert (code, out) == (0, "step 100 is not pinned any more (paper)\n")
+    assert (code, out) == (0, "step 100 is no longer pinned (paper)\n")
 
 
 def test_the_rules_of_the_run_are_those_that_it_wrote_down(
@@ -232,7 +232,7 @@ def test_the_rules_of_the_run_are_those_that_it_wrote_down(
     ("arguments", "says"),
     [
         (["runs", "nowhere"], "no such directory"),
-        (["runs", ".", "--plan"], "no rules say which steps go"),
+        (["runs", ".", "--plan"], "no retention rules"),
         (["runs", ".", "--plan", "--keep", "newest"], "is no rule"),
         (["pin", ".", "5"], "no whole step 5"),
         (["pin", ".", "x"], "is not a step number"),

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     if options.action == "list":
         return _list(options)
     if options.map is None or options.path is None:
-        raise BadArgument("say which map, and of what: holdfast maps check qwen3:hf:megatron PATH")
+        raise BadArgument("pass a map and a checkpoint: holdfast maps check qwen3:hf:megatron PATH")
     from holdfast.extras.maps.find import find_map
     from holdfast.extras.maps.mapped import MappedTensors
     from holdfast.stores.paths import place_in_words
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
                 [
                     [
                         (escape(clip(checkpoint.path, 200)), "title"),
-                        (" is in that layout already", ""),
+                        (" already has this layout", ""),
                     ]
                 ]
             )
@@ -124,9 +124,7 @@ def _list(options: argparse.Namespace) -> int:
         print_lines(
             [[(name, "title"), (f"  {one.about}", ""), (f"  {', '.join(one.layouts)}", "dim")]]
         )
-    print_lines(
-        [[("a map leads from one layout to another of its family: qwen3:hf:megatron", "dim")]]
-    )
+    print_lines([[("a map converts between two layouts of a family: qwen3:hf:megatron", "dim")]])
     return 0
 
 
@@ -135,7 +133,7 @@ def _table(bound: Bound, made: MappedTensors, *, everything: bool) -> Iterator[L
     yield [
         (escape(bound.what), "title"),
         (
-            f"  fits: {plural(len(bound.targets), 'tensor')} of {bound.used:,}, no byte of them read",
+            f"  fits: {plural(len(bound.targets), 'tensor')} of {bound.used:,}, checked without reading tensor data",
             "clean",
         ),
     ]
@@ -163,7 +161,7 @@ def _explained(bound: Bound, made: MappedTensors, name: str) -> Iterator[Line]:
     target = next((one for one in bound.targets if one.name == name), None)
     if target is None:
         raise NoSuchTensor(
-            f"the map makes no tensor called {name!r}; 'holdfast maps check --all' lists them",
+            f"the target layout has no tensor {name!r}; 'holdfast maps check --all' lists them",
             found=name,
         )
     array = target.found.array

@@ -63,11 +63,11 @@ def _package(options: argparse.Namespace) -> int:
 
     if options.dst is None or options.in_place:
         raise Unsupported(
-            "say where to write, last of all: holdfast package base=base.pt bundle.pt2"
+            "no target; pass it as the last argument: holdfast package base=base.pt bundle.pt2"
         )
     models = dict(_pair(text) for text in options.models)
     if len(models) < len(options.models):
-        raise Unsupported("two models have one name")
+        raise Unsupported("two models have the same name")
     begin = time.perf_counter()
     content = "deduplicate" in options
     with bar("Comparing", quiet=options.quiet or options.json or not content) as progress:
@@ -88,7 +88,7 @@ def _replace(options: argparse.Namespace) -> int:
             "--replace keeps the format and the sharing of the new weights; leave out --content and --format"
         )
     if len(options.models) != 1:
-        raise Unsupported("--replace takes one checkpoint of weights")
+        raise Unsupported("--replace needs exactly one checkpoint with weights")
     name, equals, path = options.models[0].partition("=")
     # A path may have an equals sign, too; one that is there is a path.
     model, weights = (

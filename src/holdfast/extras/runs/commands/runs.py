@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
         return collect(options)
     if options.grace or options.dry_run:
         raise BadArgument(
-            "--grace and --dry-run go with --gc; --plan says what the rules would delete",
+            "--grace and --dry-run need --gc; --plan lists the steps that the rules would delete",
             found=options.grace,
         )
     path = place_of(options.path.rstrip("/") or "/")
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
         rules = read_rules(options.keep)
     if (options.plan or options.prune) and not rules:
         raise BadArgument(
-            "no rules say which steps go: the run wrote none down; give some, as --keep latest:3",
+            "no retention rules: the run recorded none; pass some, such as --keep latest:3",
             found=path,
         )
     done = prune(place, rules) if options.prune else None
@@ -182,7 +182,9 @@ def swept_lines(done: Swept) -> Iterator[Line]:
         ]
     total = f"  {plural(len(done.keys), 'object')}, {nbytes(done.nbytes)}{' deleted' if done.done else ' would be deleted'}"
     young = (
-        f"; {plural(done.young, 'object')} without a manifest not old enough" if done.young else ""
+        f"; {plural(done.young, 'object')} without a manifest too new to delete"
+        if done.young
+        else ""
     )
     yield [(escape(clip(done.path, 400)), "title"), (total + young, "dim")]
 
@@ -223,11 +225,11 @@ def lines(table: RunTable) -> Iterator[Line]:
             why = f"{escape(clip(row.found.name, 60))}: {escape(clip(row.found.why, 300))}"
             yield [
                 (f"  {number:>{widths[0]}}", "name"),
-                ("  not whole", "error"),
+                ("  incomplete", "error"),
                 (f"  {why}", ""),
             ]
         elif fate is not None and fate.goes:
-            yield [(align(next(whole)), ""), ("  goes: no rule keeps it", "error")]
+            yield [(align(next(whole)), ""), ("  would be deleted: no rule keeps it", "error")]
         else:
             kept_by = "" if fate is None else escape(clip(fate.why, 200))
             yield [(align(next(whole)), ""), (f"  {kept_by}", "dim")]
@@ -246,10 +248,10 @@ def _head(table: RunTable) -> Iterator[Line]:
     ]
     if table.unsealed:
         names = listed([escape(clip(name, 60)) for name in table.unsealed], 3)
-        how = "`holdfast seal PATH` makes each a step, with `--step N` where neither its name nor the file says which"
-        yield [(f"  no steps, for they have no seal: {names}; {how}", "note")]
+        how = "run `holdfast seal PATH` to add each as a step, with `--step N` if its name and files contain no step number"
+        yield [(f"  not listed, because they have no seal: {names}; {how}", "note")]
     if table.writer is not None:
-        yield [(f"  a run has it open: {escape(str(table.writer))}", "note")]
+        yield [(f"  open in another process: {escape(str(table.writer))}", "note")]
 
 
 def _cells(

@@ -24,5 +24,5 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.extras.runs.run import Run
 
     pin = Run(options.path).unpin(options.step)
-    say(f"step {pin.step} is not pinned any more" + (f" ({pin.why})" if pin.why else ""))
+    say(f"step {pin.step} is no longer pinned" + (f" ({pin.why})" if pin.why else ""))
     return 0
