@@ -36,6 +36,18 @@ def test_bash_completes_commands_options_and_words():
     assert completed("completion", "") == set(SHELLS)
 
 
+def test_bash_completes_dtypes():
+    assert {"bf16", "f16", "f32", "float8_e4m3fn"} <= completed("convert", "--dtype", "")
+    assert completed("convert", "--dtype", "bf") == {"bf16", "bfloat16"}
+
+
+@pytest.mark.extras
+def test_bash_completes_maps():
+    names = completed("convert", "--map", "")
+    assert {"auto", "qwen3:hf:megatron", "llama:meta:hf"} <= names
+    assert names == completed("maps", "check", "")
+
+
 def test_bash_completes_names_of_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.pt").touch()

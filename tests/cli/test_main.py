@@ -55,6 +55,23 @@ def test_errors_are_one_printable_line(run, arguments):
     assert err.rstrip("\n").isprintable()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["shwo", "x"], "there is no command 'shwo'; did you mean 'show'?"),
+        (["show", "x", "--deptj", "2"], "there is no option --deptj; did you mean '--depth'?"),
+        (["convert", "a", "b", "--fromat=torch"], "did you mean '--format'?"),
+        (["diff", "a", "b", "--sort", "chnge"], "did you mean 'change'?"),
+        (["show", "x", "--qqq"], "there is no option --qqq (try: holdfast show --help)"),
+        (["show", "x", "y"], "too many arguments: y"),
+    ],
+)
+def test_a_misspelled_word_is_answered_with_the_closest_one(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 def test_golden_files_are_shown(run, golden):
     code, out, err = run("show", golden)
     assert (code, err) == (0, "")

@@ -18,7 +18,7 @@ EXAMPLES = """\
 examples:
   # Upload a checkpoint, or download it.
   holdfast cp step-1000 s3://bucket/run/step-1000
-  holdfast cp s3://bucket/run/step-1000 downloaded/
+  holdfast cp s3://bucket/run/step-1000 step-1000-copy
 
   # Copy from one cloud to another.
   holdfast cp s3://bucket/run/step-1000 gs://other/run/step-1000

@@ -32,7 +32,7 @@ examples:
 
   # Change the metadata.
   holdfast edit model.safetensors new.safetensors \\
-      --set licence=apache-2.0 --unset author
+      --set license=apache-2.0 --unset author
 """
 
 

@@ -29,10 +29,11 @@ def add_places(
     verb.add_argument(
         "src", metavar="SRC", type=values.path, help="checkpoint to read, of any format"
     )
-    where, count = (
-        "path or URL to write; the suffix selects the format",
-        "?" if "in_place" in options_of(record) else None,
-    )
+    options = options_of(record)
+    count = "?" if "in_place" in options else None
+    where = "path or URL to write"
+    if "format" in options:
+        where += "; the suffix selects the format"
     verb.add_argument("dst", metavar="DST", type=values.target, nargs=count, help=where)
     add_options(verb, record, without=without)
 

@@ -17,7 +17,7 @@ from holdfast.verbs.scanning.findings import Finding
 DESCRIPTION = """\
 List the code that files would run when torch.load, or another loader, loads them. Holdfast reads
 the pickles without loading, importing or calling anything. In a folder, it also reports Python
-files and templates that a config would run, and skips files that no loader would open.
+files that a config would run, and skips files that no loader would open.
 """
 
 EXAMPLES = """\

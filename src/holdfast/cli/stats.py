@@ -35,7 +35,7 @@ statistics leave NaN and Inf out. Reads every tensor, in parallel, within bounde
 EXAMPLES = """\
 exit codes:
   0  done
-  1  a tensor contains what --fail-on names
+  1  a tensor contains a value that --fail-on selects
   2  an error
 
 examples:

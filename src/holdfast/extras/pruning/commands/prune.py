@@ -24,7 +24,7 @@ are reported before anything is written."""
 
 EXAMPLES = """\
 rules:
-  PATTERN: 2:4                keep the two largest of four neighbours
+  PATTERN: 2:4                keep the two largest of four neighbors
   PATTERN: 0.5                remove the smaller half of each tensor
   PATTERN: block 4x4 0.9      remove 90% of the 4x4 blocks
   PATTERN: random 0.3 seed=1  remove 30% at random
