@@ -15,7 +15,6 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.coalesce import Policy
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
-from holdfast.engine.transfer import TASK_NBYTES
 from holdfast.errors import StoreError
 from holdfast.stores.memory import MemoryStore
 from holdfast.verbs.open import read
@@ -132,7 +131,7 @@ def test_scratch_memory_is_bounded(threads):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < (threads + 1) * TASK_NBYTES * 1.25
+    assert peak < (threads + 1) * Policy().block * 1.25
 
 
 def test_contiguous_reads_need_no_scratch_at_all(matrix):

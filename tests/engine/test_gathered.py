@@ -31,7 +31,7 @@ def test_threads(tmp_path, monkeypatch, name, state, asked, expected):
         seen.append(threads)
         before(work, threads, stores=stores)
 
-    monkeypatch.setattr(write, "default_threads", lambda: 16)
+    monkeypatch.setattr(write, "DEFAULT_THREADS", 16)
     monkeypatch.setattr(write, "run_reads", run_reads)
     holdfast.save(state, tmp_path / name, threads=asked)
     assert seen == [expected]

@@ -14,7 +14,7 @@ from holdfast.engine import threads
 @pytest.fixture
 def two_cores(monkeypatch):
     """No thread has a turn yet, and there are two."""
-    monkeypatch.setattr(threads, "_cores", lambda: 2)
+    monkeypatch.setattr(threads, "CORES", 2)
     monkeypatch.setattr(threads, "_turns", cache(threads._turns.__wrapped__))
     monkeypatch.setattr(threads, "_own", threads._Own())
 
@@ -37,7 +37,7 @@ def test_no_more_threads_compute_than_there_are_cores(two_cores):
 
 
 def test_on_many_cores_there_are_few_turns(two_cores, monkeypatch):
-    monkeypatch.setattr(threads, "_cores", lambda: 64)
+    monkeypatch.setattr(threads, "CORES", 64)
     assert len(threads._turns()) == threads.AT_ONCE
 
 
@@ -65,7 +65,7 @@ def test_who_fails_gives_its_turn_back(two_cores):
 FORKED = """
 import os
 from holdfast.engine import threads
-threads._cores = lambda: 1
+threads.CORES = 1
 with threads.computing():
     child = os.fork()
     if not child:

@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 from holdfast.core.protocols import Store
@@ -122,15 +121,6 @@ class StoreConformance:
 
     def test_the_block_that_it_prefers_is_a_length(self, store):
         assert store.medium.block_nbytes >= 0
-
-    def test_many_ranges_at_once_are_copied_as_far_as_it_says(self, store):
-        starts, nbytes = np.arange(10, 4010, 40), np.full(100, 7)
-        out = np.zeros(700, np.uint8)
-        done = store.gather(self.keys[0], starts, nbytes, out.ctypes.data + np.arange(0, 700, 7))
-        assert 0 <= done <= 100
-        whole = b"\0" + CONTENT
-        expected = b"".join(whole[start : start + 7] for start in starts[:done].tolist())
-        assert out[: 7 * done].tobytes() == expected
 
     def test_the_stamp_of_the_same_content_is_the_same_plain_value(self, store):
         stamps = [store.stamp(key) for key in self.keys]

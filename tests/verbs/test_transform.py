@@ -336,7 +336,7 @@ def test_many_are_cast_as_each_by_itself(tmp_path, dtype, format):
             assert tensor.numpy()[~nan].tobytes() == made[~nan].tobytes()
             assert not changes or np.isnan(tensor.numpy().astype("f8"))[nan].all()
             if changes and name not in ("tied", "part"):
-                for outcome, count in count_losses(given.reshape(-1), None, to).items():
+                for outcome, count in count_losses(given.reshape(-1), to).items():
                     lost[outcome] = lost.get(outcome, 0) + count
     counts = sorted(
         int(note.split(": ", 1)[1].split(" of ")[0].replace(",", ""))

@@ -2,9 +2,8 @@
 
 What was opened (`name_tensors`) and what is to be saved (`find_leaves`) go through one loop. A `Policy` says what differs.
 
-1. A container is looked at as a whole: the types of its keys, the types of its values. No function is called for a tensor, and few
-   for a container. There are dicts, lists, tuples, pickled objects (`Opaque`), and plain values. Whoever wants it says which types
-   are tensors, and what becomes of any other leaf (`convert`).
+1. There are dicts, lists, tuples, pickled objects (`Opaque`), and plain values. Whoever wants it says which types are tensors, and
+   what becomes of any other leaf (`convert`). No function is called for a tensor, and few for a container.
 2. The state may be hostile: containers may be shared a million times, contain themselves, or nest without end. Each is gone through
    where it is met first, in the order in which a person would read it.
 3. A container that is met again is gone through again (the same state dict under two keys has two sets of names), as long as a
@@ -22,7 +21,6 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from itertools import compress
 from typing import TYPE_CHECKING, Any, cast
 
 from holdfast.core.limits import Limits
@@ -60,14 +58,6 @@ HELD_NBYTES = 64  # What a child of a container takes in memory, at the least: i
 Convert = Callable[[object, Path], object]
 """From a leaf to a lazy tensor, a composite, or whatever is to be kept of it. Raises `Unsupported` where it cannot be kept."""
 
-
-Sort = tuple[
-    type, frozenset[type], frozenset[type]
-]  # Of a container: its type, the types of its keys, and those of its values.
-
-Form = tuple[bool, bool, bool, bool, bool, bool]
-"""Of containers of one sort: whether all keys are texts; whether some are neither texts nor integers; whether there are plain
-values only, tensors only, both only; whether there is something that may have a name: neither plain nor a usual container."""
 
 Room = Callable[[int, int], int]
 """How many characters names may take together, where so many are taken by so many names. Raises `LimitExceeded` for too many."""
@@ -227,7 +217,7 @@ class Leaves:
             policy.depth,
             policy.paths,
         )
-        names, values, forms = self.names, self.values, dict[Sort, Form]()
+        names, values = self.names, self.values
         spare, characters, room = policy.again, 0, FREE_CHARACTERS
         is_tensor = kinds.__contains__
         walked: dict[int, bool] = {}  # Containers, and whether there may be tensors in them.
@@ -320,25 +310,23 @@ class Leaves:
                         f"{dotted((*path, key)[:4])}…: nested deeper than Limits(depth={depth})"
                     )
                     continue
-                sort = (
-                    kind,
-                    INTEGER if type(keys) is range else frozenset(map(type, keys)),
-                    frozenset(map(type, content)),
+                key_types = INTEGER if type(keys) is range else {*map(type, keys)}
+                types = {*map(type, content)}
+                self.beyond |= (
+                    kind is not dict or not key_types <= TEXT or not PLAIN.isdisjoint(types)
                 )
-                if sort not in forms:
-                    forms[sort] = self._form(sort)
-                texts, odd, plain, whole, flat, named = forms[sort]
-                if odd:
+                if not key_types <= KEYS:
                     keys = [*map(step, keys)]
                 if pending:
                     self.nested = True
                 if held is not None:
                     walked |= dict.fromkeys(owners, True)
-                walked[ident] = not plain
-                if plain:
+                walked[ident] = not types <= PLAIN
+                if types <= PLAIN:
                     continue
                 below = ""
-                if named:
+                has_names = not types <= CONTAINERS | PLAIN
+                if has_names:
                     if pending:
                         if prefix is None:
                             prefix = f"{dotted(path)}."
@@ -347,21 +335,6 @@ class Leaves:
                     if characters + len(below) * len(content) > room:
                         count = sum(map(is_tensor, map(type, content)))
                         room = policy.room(characters + len(below) * count, len(names) + count)
-                    if flat:
-                        if not whole:
-                            mask = [*map(is_tensor, map(type, content))]
-                            keys, content = [*compress(keys, mask)], [*compress(content, mask)]
-                        made = keys if texts and not below else [f"{below}{one!s}" for one in keys]
-                        characters += len("".join(made))
-                        names += made
-                        values += content
-                        if paths:
-                            around, rows = (
-                                (*path, key) if pending else (),
-                                enumerate(keys, len(values) - len(content)),
-                            )
-                            self.paths |= {row: (*around, one) for row, one in rows if row in paths}
-                        continue
                 if pending:
                     path.append(key)
                 owners = (ident,) if held is None else owners
@@ -370,7 +343,7 @@ class Leaves:
                 level += 1
                 inside, prefix = (
                     zip(keys, content, strict=True),
-                    below if named or not path else None,
+                    below if has_names or not path else None,
                 )
                 break
             else:
@@ -382,19 +355,6 @@ class Leaves:
                 walked[owners[0]] = len(values) + passed > before
                 if pending:
                     path.pop()
-
-    def _form(self, sort: Sort) -> Form:
-        kind, keys, types = sort
-        self.beyond |= kind is not dict or not keys <= TEXT or not PLAIN.isdisjoint(types)
-        flat = types <= self.kinds | PLAIN
-        return (
-            keys <= TEXT,
-            not keys <= KEYS,
-            types <= PLAIN,
-            types <= self.kinds,
-            flat,
-            not types <= CONTAINERS | PLAIN,
-        )
 
     def _number_names(self) -> None:
         seen: set[str] = set()

@@ -533,25 +533,27 @@ def _validate(verb: Callable[P, R], readers: Mapping[str, Reader]) -> Callable[P
     absent.update(defaults)
     absent.update((name, None) for name in NULLABLE if name in absent)
 
-    def check(name: str, value: object) -> object:
-        if name not in checks:
-            raise _unexpected_keyword(verb.__name__, name, checks)
-        if value is None and name in absent:
-            return absent[name]
-        reader = checks[name]
-        return value if reader is None else reader(value, f"{name}=")
-
     @functools.wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        checked_args = [check(name, value) for name, value in zip(positional, args, strict=False)]
-        checked_args += args[len(checked_args) :]
-        for name, value in kwargs.items():
-            kwargs[name] = check(name, value)
+        checked_values = []
+        for name, value in (*zip(positional, args, strict=False), *kwargs.items()):
+            if name not in checks:
+                raise _unexpected_keyword(verb.__name__, name, checks)
+            reader = checks[name]
+            if value is None and name in absent:
+                value = absent[name]
+            elif reader is not None:
+                value = reader(value, f"{name}=")
+            checked_values.append(value)
         for name in required:
             if name not in kwargs:
                 raise BadArgumentType(f"{verb.__name__}() needs {name}=: {options[name].help}")
+
+        count = min(len(positional), len(args))
+        checked_kwargs = dict(zip(kwargs, checked_values[count:], strict=True))
         try:
-            return verb(*checked_args, **defaults | kwargs)  # type: ignore[arg-type]  # the same parameters, of narrower kinds
+            # Arguments beyond the known ones are passed on for Python's own error.
+            return verb(*checked_values[:count], *args[count:], **defaults | checked_kwargs)  # type: ignore[arg-type]  # the same parameters, of narrower kinds
         except (RanksFailed, RankLost) as error:
             # Every rank prints this error. The frames inside of Holdfast are the same on all of them.
             error.__traceback__ = None

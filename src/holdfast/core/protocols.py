@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from msgspec import field
 
-from holdfast.core.arrays import Ints
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.value import Value
@@ -63,6 +62,8 @@ class Store:
     medium: Medium = FILE
     index: str = ""
     """The index of a Hugging Face folder by which the user opened it; empty if the user named the folder."""
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Opens a block of many reads. What has to be done after a read may wait for the last one."""
 
     @property
     def gone(self) -> bool:
@@ -116,17 +117,9 @@ class Store:
         """`read`, of something short with more to be asked for around it: headers, indexes, pickles."""
         self.read(key, start, out)
 
-    def reading(self) -> AbstractContextManager[None]:
-        """A block of many reads. What has to be done after a read may wait for the last one."""
-        return nullcontext()
-
     def map(self, key: str) -> memoryview | None:
         """The bytes under a key as memory that needs no reading, or None where this store cannot do that."""
         return None
-
-    def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
-        """Copy many short ranges to addresses in memory. How many were copied, from the first on; the others are to be read."""
-        return 0
 
     def stamp(self, key: str) -> Stamp:
         """What identifies the content under a key, as it was when it was opened."""

@@ -202,11 +202,11 @@ Column = Sequence[int] | Ints
 class FileColumns:
     """Ranges of files. Columns may grow until somebody asks for them as arrays."""
 
-    def __init__(
-        self, files: Sequence[FilePlace], file: Column, start: Column, nbytes: Column, crc: Column
-    ) -> None:
-        self.files = files
-        self._file, self._start, self._nbytes, self._crc = file, start, nbytes, crc
+    files: Sequence[FilePlace]
+    _file: Column
+    _start: Column
+    _nbytes: Column
+    _crc: Column
 
     @property
     def file(self) -> Ints:

@@ -141,30 +141,9 @@ def _in_order(shape: tuple[int, ...], bits: int) -> tuple[Box, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=1024)
-def _dense_nbytes(bits: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+def _contiguous_nbytes(bits: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Bytes of elements that follow each other in C order and fill whole bytes each; -1 for others."""
     return -1 if bits < 8 or not in_c_order(shape, strides, bits) else math.prod(shape) * bits // 8
-
-
-def range_in(layout: Layout, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
-    """The range of its file that a tensor takes, where the bytes there are those of an array; None where they are not."""
-    storage, offset, strides = layout
-    # By its exact class: a storage of another kind may not know its place before it is asked.
-    if type(storage) is not Storage:
-        return None
-    nbytes = _dense_nbytes(dtype.bits, shape, strides)
-    at, start = offset // 8, storage.start
-    if (
-        nbytes < 0
-        or offset % 8
-        or not 0 <= at <= storage.nbytes - nbytes
-        or not 0 <= start < BEYOND
-    ):
-        return None
-    if storage.byteorder != "little" and dtype.swap_nbytes > 1:
-        return None
-    crc = storage.crc32 if nbytes == storage.nbytes else None
-    return storage.key, start + at, nbytes, NO_CRC if crc is None else crc
 
 
 class SlicePosition(Value, frozen=True, eq=False):
@@ -179,7 +158,19 @@ class SlicePosition(Value, frozen=True, eq=False):
         return self.storage, self.offset, self.strides
 
     def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
-        return range_in((self.storage, self.offset, self.strides), dtype, shape)
+        storage, offset = self.storage, self.offset
+        # By its exact class: a storage of another kind may not know its place before it is asked.
+        if type(storage) is not Storage:
+            return None
+        nbytes = _contiguous_nbytes(dtype.bits, shape, self.strides)
+        first_byte, start = offset // 8, storage.start
+        is_inside = 0 <= first_byte <= storage.nbytes - nbytes
+        if nbytes < 0 or offset % 8 or not is_inside or not 0 <= start < BEYOND:
+            return None
+        if storage.byteorder != "little" and dtype.swap_nbytes > 1:
+            return None
+        crc = storage.crc32 if nbytes == storage.nbytes else None
+        return storage.key, start + first_byte, nbytes, NO_CRC if crc is None else crc
 
 
 class TensorFields(Value, frozen=True, eq=False):
@@ -221,10 +212,6 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         """Whether its chunks are many, and not made yet."""
         return not isinstance(_CHUNKS.__get__(self), tuple)
 
-    @property
-    def made(self) -> bool:
-        return self.position is None or bool(_CHUNKS.__get__(self))
-
     @classmethod
     def contiguous(
         cls, name: str, dtype: DType, shape: tuple[int, ...], storage: Storage, source: Source
@@ -234,10 +221,15 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return cls(name, dtype, shape, (Chunk(box, storage, 0, strides),), source)
 
     def layout(self) -> Layout | None:
-        """Where its elements lie, where it is one piece from its first element on; None where it is not."""
+        """Return where its elements lie, if it is one piece from its first element on.
+
+        The pieces of a tensor in many pieces are not made for this.
+        """
         if self.position is not None:
             return self.position.layout()
-        chunks = self.chunks
+        chunks: tuple[Chunk, ...] | LaterChunks = _CHUNKS.__get__(self)
+        if not isinstance(chunks, tuple):
+            return None
         # By its exact class: a chunk of another kind may not know its place before it is asked.
         if (
             len(chunks) != 1
@@ -256,7 +248,9 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         if position is not None:
             return position.file_range(self.dtype, self.shape)
         layout = self.layout()
-        return None if layout is None else range_in(layout, self.dtype, self.shape)
+        if layout is None:
+            return None
+        return SlicePosition(*layout).file_range(self.dtype, self.shape)
 
     def __replace__(self, /, **changes: Any) -> LazyTensor:  # noqa: ANN401  # those of a tensor
         if changes.keys() <= {"name", "traits"}:
@@ -342,7 +336,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         traits = self.traits
         if traits is not PLAIN:
             traits = Traits(conj=traits.conj, neg=traits.neg, meta=traits.meta)
-        layout = None if self.later else self.layout()
+        layout = self.layout()
         if layout is not None:
             storage, offset, strides = layout
             shape, offset, strides, _ = sliced(self.shape, offset, strides, index)
@@ -404,7 +398,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 
     def numpy(self) -> np.ndarray:
         """The elements as an array: over mapped memory where the checkpoint is mapped and the layout allows, else read."""
-        view = self.source.view(self)
+        view = self.source.view(self) if self.source.mapped else None
         return self.source.arrays([self])[0] if view is None else view
 
     def read(self, *, out: np.ndarray | None = None) -> np.ndarray:

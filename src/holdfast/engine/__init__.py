@@ -8,10 +8,9 @@ table            the tensors of a state on their way to a file, as columns
 source           `OpenSource`: a store, its limits, and the way of its bytes into memory
 ranges           contiguous ranges of files into memory: the path of every read
 boxes            boxes of any strides, byte order and packing into arrays, made of ranges
-transfer         the one engine that reads: ranges of files, by threads, to `ranges` or to a sink that sees them pass by. The sinks:
-  checksums        sums alone, or of what passes by; `digest`: a tensor's own checksum, and content hashes
-  equal            compared with the bytes of another tensor
-  scan             elements, a block at a time, to accumulators: statistics, zeros, thresholds (`numeric/`)
+checksums        sums of ranges; `digest`: a tensor's own checksum, and content hashes
+equal            whether two tensors have the same bytes
+scan             elements, a block at a time, to accumulators: statistics, zeros, thresholds (`numeric/`)
 blocks           a tensor as a row of bytes, a bounded number at a time
 arrays           memory as lazy tensors, and very many arrays as rows of a table
 computed         tensors that are made when they are read: casts, quantised blocks decoded

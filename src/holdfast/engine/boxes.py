@@ -28,8 +28,7 @@ from holdfast.core.value import Value
 from holdfast.engine.checksums import Checks, damage
 from holdfast.engine.coalesce import MEMORY, Policy, Ranges, join_files
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
-from holdfast.engine.threads import run_all
-from holdfast.engine.transfer import INLINE_NBYTES
+from holdfast.engine.threads import INLINE_NBYTES, run_all
 from holdfast.errors import Corrupted
 
 MAX_RANGES = 1 << 18

@@ -1,4 +1,4 @@
-"""Read spans of files from end to end, each byte once, for their checksums alone: a sink that sums and drops.
+"""Read spans of files from end to end, each byte once, for their checksums alone.
 
 1. Spans are cut where blocks of the file end, and parts that touch, or almost, are read together: a gigabyte becomes 256 reads, and
    so do the hundred thousand small tensors in it.
@@ -13,6 +13,7 @@ Nothing stops at an error: a read that fails is tried again part by part, and th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -24,8 +25,8 @@ from holdfast.core.group import Ranks, exchange
 from holdfast.core.protocols import Request, Store, by_source
 from holdfast.core.value import Value, replace
 from holdfast.engine.coalesce import SUMS, Parts, Ranges, join_files
-from holdfast.engine.threads import default_threads
-from holdfast.engine.transfer import Scratch, Sink, run_reads, tasks
+from holdfast.engine.ranges import Scratch, read_joined, split_reads
+from holdfast.engine.threads import DEFAULT_THREADS, run_reads
 from holdfast.errors import (
     Corrupted,
     HoldfastError,
@@ -94,13 +95,29 @@ class Sweep:
 
     def tasks(self, progress: Progress | None = None) -> list[Callable[[], None]]:
         """What is to be done, about a block each. They raise nothing that is about the files."""
-        scratch, block = Scratch(), self._policy.block
-        jobs = [(parts, _Summed(self, parts, progress, scratch=scratch)) for parts in self.reads()]
+        scratch = Scratch()
         return [
-            task
-            for parts, sink in jobs
-            for task in tasks(self._store, parts, sink, scratch=scratch, nbytes=block)
+            partial(self._sum_reads, parts, first, last, scratch=scratch, progress=progress)
+            for parts in self.reads()
+            for first, last in split_reads(parts, self._policy.block)
         ]
+
+    def _sum_reads(
+        self, parts: Parts, first: int, last: int, *, scratch: Scratch, progress: Progress | None
+    ) -> None:
+        """Do joined reads [first, last) of one file."""
+        for number in range(first, last):
+            columns = parts.columns(number)
+            try:
+                data = read_joined(self._store, parts, number, scratch)
+            except HoldfastError:
+                for owner, begin, end in parts.of(number):
+                    self.try_again(owner, begin, scratch.of(end - begin))
+            else:
+                self.add(columns, int(parts.starts[number]), data)
+            if progress is not None:
+                # Without what lies between the parts: nobody counts that.
+                progress(int((columns[2] - columns[1]).sum()))
 
     def add(self, columns: tuple[Ints, Ints, Ints], origin: int, data: memoryview) -> None:
         """Sum up parts of ranges (their numbers, starts and stops) whose sums are wanted; byte `origin` of the file comes first."""
@@ -185,28 +202,6 @@ class Sweep:
         return outcome
 
 
-class _Summed(Sink):
-    def __init__(
-        self, sweep: Sweep, parts: Parts, progress: Progress | None, *, scratch: Scratch
-    ) -> None:
-        self._sweep, self._parts, self._progress, self._scratch = sweep, parts, progress, scratch
-
-    def take(self, number: int, data: memoryview) -> None:
-        self._sweep.add(self._parts.columns(number), int(self._parts.starts[number]), data)
-        self._done(number)
-
-    def failed(self, number: int, error: HoldfastError) -> None:
-        for owner, begin, end in self._parts.of(number):
-            self._sweep.try_again(owner, begin, self._scratch.of(end - begin))
-        self._done(number)
-
-    def _done(self, number: int) -> None:
-        if self._progress is not None:
-            # Without what lies between the parts: nobody counts that.
-            _, begins, ends = self._parts.columns(number)
-            self._progress(int((ends - begins).sum()))
-
-
 def whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
     """The storages that record a checksum and will be read from end to end, with the tensor that reads them."""
     found: dict[Storage, str] = {}
@@ -263,7 +258,7 @@ def check_first(requests: Sequence[Request]) -> None:
     for source, mine in by_source(requests).items():
         storages = whole_storages(mine)
         sweep = Sweep(source.store, [Span(one.key, one.start, one.nbytes) for one in storages])
-        run_reads(sweep.tasks(), default_threads(), stores=[source.store])
+        run_reads(sweep.tasks(), DEFAULT_THREADS, stores=[source.store])
         for number, (storage, tensor) in enumerate(storages.items()):
             if (found := sweep.crc32(number, name=tensor)) != storage.crc32:
                 raise damage(storage, tensor, found)

@@ -32,8 +32,7 @@ from holdfast.engine.blocks import (
     read_block,
 )
 from holdfast.engine.checksums import Progress, Span, Sweep
-from holdfast.engine.threads import default_threads
-from holdfast.engine.transfer import run_reads
+from holdfast.engine.threads import DEFAULT_THREADS, run_reads
 from holdfast.errors import located
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def tensor_crcs(
         work += sweep.tasks(progress)
     if work:
         run_reads(
-            work, threads or default_threads(), stores=[tensor.source.store for tensor in tensors]
+            work, threads or DEFAULT_THREADS, stores=[tensor.source.store for tensor in tensors]
         )
     for numbers, sweep in sweeps:
         for position, i in enumerate(numbers):
@@ -204,7 +203,7 @@ def unchanged_rows(
         )
 
     work = [partial(compare, rows[first : first + BATCH]) for first in range(0, len(rows), BATCH)]
-    run_reads(work, threads or default_threads(), stores=table.stores)
+    run_reads(work, threads or DEFAULT_THREADS, stores=table.stores)
     return found
 
 
@@ -264,7 +263,7 @@ def _hashed(
         work.append(partial(add, some))
     run_reads(
         work,
-        threads or default_threads(),
+        threads or DEFAULT_THREADS,
         stores=[tensor.source.store for tensor in tensors.values()],
     )
     return {name: content.done() for name, content in contents.items()}

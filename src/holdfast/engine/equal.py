@@ -1,13 +1,13 @@
 """Are two tensors the same, byte for byte? For those whose bytes lie in one piece, at the speed of reading them.
 
-A sink for the first of two sides: what was read of it is compared with the same bytes of the other, which the sink reads itself,
-those of neighbours together. Where a stretch of both files is laid out alike, it is compared by one call.
+Ranges of both sides are read in batches that stay in a core's cache, and compared there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -18,19 +18,23 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.checksums import Progress
-from holdfast.engine.coalesce import SUMS, Parts, Ranges, coalesce, join_files
-from holdfast.engine.threads import default_threads
-from holdfast.engine.transfer import Scratch, Sink, transfer
-from holdfast.errors import HoldfastError, located
+from holdfast.engine.coalesce import SUMS, Ranges
+from holdfast.engine.ranges import read_to_scratch
+from holdfast.engine.threads import DEFAULT_THREADS, run_reads
 
-SIDE = replace(
-    SUMS, block=2 << 20
-)  # Of each side at a time: two of them take as much cache as one block that is summed.
+SIDE = replace(SUMS, block=2 << 20)
+"""How each side is read. The blocks of two sides take as much cache as one block that is summed."""
+
+BATCH_RANGES = 4096
+"""The most ranges that are compared together."""
+
 Pair = tuple[LazyTensor, LazyTensor]
 Places = list[tuple[str, int, int]]
 
 
 class Located(Value, frozen=True, eq=False):
+    """Ranges of the files of a store."""
+
     store: Store
     ranges: Ranges
     name: Callable[[int], str]  # What a range is called, for messages.
@@ -39,128 +43,99 @@ class Located(Value, frozen=True, eq=False):
 def same_bytes(
     pairs: Sequence[Pair], progress: Progress | None = None, *, threads: int | None = None
 ) -> list[bool]:
-    """Whether each pair has one dtype, one shape and the same bytes. False also where that cannot be told without looking at
-    elements: strides, pieces, byte orders. Progress counts pairs that turn out to be the same; whoever reads the others again
-    counts those."""
+    """Return for each pair whether it has one dtype, one shape and the same bytes.
+
+    False also means that the elements must be compared: strides, pieces, byte orders. Progress
+    counts pairs that are the same. A caller that reads the others again counts those.
+    """
     same = [canonical(a.dtype, a.shape) == canonical(b.dtype, b.shape) for a, b in pairs]
     by_stores: dict[tuple[Store, Store], tuple[list[int], Places, Places]] = {}
     for number, (a, b) in enumerate(pairs):
-        if same[number] and a.size:
-            places = contiguous_bytes(a), contiguous_bytes(b)
-            if places[0] is None or places[1] is None:
-                same[number] = False
-                continue
-            numbers, *both = by_stores.setdefault((a.source.store, b.source.store), ([], [], []))
-            numbers.append(number)
-            for side, (key, start) in zip(both, (places[0], places[1]), strict=True):
-                side.append((key, start, a.nbytes))
-    for (first, second), (numbers, left, right) in by_stores.items():
-        names = [[pairs[number][side].name for number in numbers] for side in (0, 1)]
-        one, other = (
-            Located(first, Ranges.of(left), names[0].__getitem__),
-            Located(second, Ranges.of(right), names[1].__getitem__),
-        )
-        for number, equal in zip(
-            numbers, same_ranges(one, other, progress, threads=threads).tolist(), strict=True
-        ):
-            same[number] = equal
+        if not same[number] or not a.size:
+            continue
+        place_a, place_b = contiguous_bytes(a), contiguous_bytes(b)
+        if place_a is None or place_b is None:
+            same[number] = False
+            continue
+        stores = a.source.store, b.source.store
+        numbers, places_a, places_b = by_stores.setdefault(stores, ([], [], []))
+        numbers.append(number)
+        places_a.append((*place_a, a.nbytes))
+        places_b.append((*place_b, b.nbytes))
+
+    for stores, (numbers, *places) in by_stores.items():
+        names_a = [pairs[number][0].name for number in numbers]
+        names_b = [pairs[number][1].name for number in numbers]
+        side_a = Located(stores[0], Ranges.of(places[0]), names_a.__getitem__)
+        side_b = Located(stores[1], Ranges.of(places[1]), names_b.__getitem__)
+        are_equal = same_ranges(side_a, side_b, progress, threads=threads)
+        for number, is_equal in zip(numbers, are_equal.tolist(), strict=True):
+            same[number] = is_equal
     return same
 
 
 def same_ranges(
     a: Located, b: Located, progress: Progress | None = None, *, threads: int | None = None
 ) -> Bools:
-    """Whether each range of `a` has the bytes of that of `b` with its number, which is as long. Progress as for `same_bytes`."""
-    comparison = Comparison(a, b, progress)
-    work = [(a.store, parts, OneSide(comparison, parts)) for parts in join_files(a.ranges, SIDE)]
-    transfer(work, threads or default_threads(), nbytes=SIDE.block)
+    """Return for each range of `a` whether it has the bytes of the range of `b` with its number.
+
+    The two ranges are equally long. Progress is counted as in `same_bytes`.
+    """
+    comparison = _Comparison(a, b, progress)
+    tasks = [partial(comparison.compare, *batch) for batch in _cut_batches(a.ranges)]
+    run_reads(tasks, threads or DEFAULT_THREADS, stores=[a.store, b.store])
     return comparison.same
 
 
-class Comparison:
+def _cut_batches(ranges: Ranges) -> Iterator[tuple[Ints, int, int]]:
+    """Yield batches of whole ranges, with 0 and -1; and pieces of one range, with their first byte and length."""
+    is_long = ranges.nbytes > SIDE.block
+    for number in np.flatnonzero(is_long).tolist():
+        nbytes = ranges.nbytes.item(number)
+        for begin in range(0, nbytes, SIDE.block):
+            yield np.array([number]), begin, min(SIDE.block, nbytes - begin)
+
+    (numbers,) = ((ranges.nbytes > 0) & ~is_long).nonzero()
+    order = np.lexsort((ranges.starts[numbers], ranges.files[numbers]))
+    numbers = numbers[order]
+    reach = ranges.nbytes[numbers].cumsum()
+    first = before = 0
+    while first < len(numbers):
+        last = int(reach.searchsorted(before + SIDE.block, side="right"))
+        last = min(max(last, first + 1), first + BATCH_RANGES)
+        yield numbers[first:last], 0, -1
+        first, before = last, reach.item(last - 1)
+
+
+class _Comparison:
     def __init__(self, a: Located, b: Located, progress: Progress | None) -> None:
-        self.a, self._b = a, b
+        self._a, self._b = a, b
         self.same: Bools = np.ones(len(a.ranges), np.bool_)
-        self._left = a.ranges.nbytes.copy()
+        self._left_nbytes = a.ranges.nbytes.copy()
         self._progress = progress
         self._lock = threading.Lock()
-        self._scratch = Scratch()
 
-    def compare(self, columns: tuple[Ints, Ints, Ints], origin: int, data: memoryview) -> None:
-        """Compare parts of the first side (numbers, starts, stops), each of another range; `data` begins at byte `origin`."""
-        wanted = self.same[columns[0]]
-        owners, begins, ends = columns if wanted.all() else [column[wanted] for column in columns]
-        a, b = self.a.ranges, self._b.ranges
-        starts = b.starts[owners] + (begins - a.starts[owners])
-        files = b.files[owners]
-        order = np.lexsort((starts, files))
-        owners, begins, lengths = owners[order], (begins - origin)[order], (ends - begins)[order]
-        starts, files = starts[order], files[order]
-        for chosen in np.split(np.arange(len(order)), np.flatnonzero(np.diff(files)) + 1):
-            if not len(chosen):
-                continue
-            key, stops = b.keys[int(files[chosen[0]])], starts[chosen] + lengths[chosen]
-            heads = coalesce(starts[chosen], stops, SIDE)
-            for few in np.split(chosen, heads[1:]):
-                span = int(starts[few[0]]), int((starts[few] + lengths[few]).max())
-                other = self._other(key, span, owners[few], starts[few], lengths[few])
-                equal = _equal(data, begins[few], other, starts[few] - span[0], lengths[few])
-                self._settle(owners[few], lengths[few], equal)
+    def compare(self, numbers: Ints, begin: int, nbytes: int) -> None:
+        """Compare a batch of `_cut_batches`."""
+        numbers = numbers[self.same[numbers]]
+        if not len(numbers):
+            return
+        lengths = self._a.ranges.nbytes[numbers] if nbytes < 0 else np.array([nbytes])
+        left, right = (self._read(side, numbers, begin, lengths) for side in (self._a, self._b))
+        are_equal: Bools = np.ones(len(numbers), np.bool_)
+        if not np.array_equal(left, right):
+            are_equal = ~np.logical_or.reduceat(left != right, lengths.cumsum() - lengths)
 
-    def _other(
-        self, key: str, span: tuple[int, int], owners: Ints, starts: Ints, lengths: Ints
-    ) -> memoryview:
-        out = self._scratch.of(span[1] - span[0])
-        read = self._b.store.read
-        try:
-            read(key, span[0], out)
-        except HoldfastError:
-            # Each by itself, so that the error names the one that cannot be read.
-            for owner, start, nbytes in zip(
-                owners.tolist(), starts.tolist(), lengths.tolist(), strict=True
-            ):
-                with located(tensor=self._b.name(owner)):
-                    read(key, start, out[start - span[0] : start - span[0] + nbytes])
-        return out
-
-    def _settle(self, owners: Ints, lengths: Ints, equal: Bools) -> None:
         with self._lock:
-            self.same[owners[~equal]] = False
-            self._left[owners] -= lengths
-            done = owners[equal & (self._left[owners] == 0) & self.same[owners]]
+            self.same[numbers[~are_equal]] = False
+            self._left_nbytes[numbers] -= lengths
+            done = numbers[self.same[numbers] & (self._left_nbytes[numbers] == 0)]
         if len(done) and self._progress is not None:
-            self._progress(2 * int(self.a.ranges.nbytes[done].sum()))
+            self._progress(2 * int(self._a.ranges.nbytes[done].sum()))
 
-
-def _equal(a: memoryview, begins: Ints, b: memoryview, starts: Ints, lengths: Ints) -> Bools:
-    one, other = np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
-    if (np.diff(begins) == np.diff(starts)).all():
-        # One stretch of both sides, gaps and all.
-        nbytes = int((begins + lengths).max() - begins[0])
-        one, other = one[begins[0] : begins[0] + nbytes], other[starts[0] : starts[0] + nbytes]
-        equal = np.array_equal(one, other)
-        if len(begins) == 1 or equal:
-            return np.full(len(begins), equal)
-        # One element more, since the last part ends where the bytes do.
-        differing = np.append(one != other, False)
-        edges = np.column_stack((begins, begins + lengths)).reshape(-1) - begins[0]
-        return ~np.logical_or.reduceat(differing, edges)[::2]
-    rows = zip(begins.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-    return np.fromiter(
-        (bytes(a[x : x + n]) == bytes(b[y : y + n]) for x, y, n in rows), np.bool_, len(begins)
-    )
-
-
-class OneSide(Sink):
-    def __init__(self, comparison: Comparison, parts: Parts) -> None:
-        self._comparison, self._parts = comparison, parts
-
-    def name(self, number: int) -> str:
-        owners, _, _ = self._parts.columns(number)
-        return self._comparison.a.name(int(owners[0]))
-
-    def wants(self, number: int) -> bool:
-        return bool(self._comparison.same[self._parts.columns(number)[0]].any())
-
-    def take(self, number: int, data: memoryview) -> None:
-        self._comparison.compare(self._parts.columns(number), int(self._parts.starts[number]), data)
+    def _read(self, side: Located, numbers: Ints, begin: int, lengths: Ints) -> np.ndarray:
+        ranges = side.ranges
+        wanted = Ranges(ranges.keys, ranges.files[numbers], ranges.starts[numbers] + begin, lengths)
+        return read_to_scratch(
+            side.store, wanted, lambda position: side.name(numbers.item(position)), policy=SIDE
+        )

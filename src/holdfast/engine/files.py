@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import copy
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -222,7 +220,9 @@ class FileStorages(FileColumns):
         self, files: Sequence[FilePlace], file: Column, start: Column, nbytes: Column, crc: Column, *, names: Sequence[str],
         labels: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(files, file, start, nbytes, crc)
+        self.files = files
+        self._file, self._start = file, start
+        self._nbytes, self._crc = nbytes, crc
         self.names = names
         self._labels = names if labels is None else labels
 
@@ -240,9 +240,6 @@ class FileStorages(FileColumns):
     def start_of(self, number: int) -> int:
         return int(self._start[number])
 
-    def label_of(self, number: int) -> str:
-        return self._labels[number]
-
     @property
     def stores(self) -> tuple[Store, ...]:
         return tuple(dict.fromkeys(place.source.store for place in self.files))
@@ -251,7 +248,7 @@ class FileStorages(FileColumns):
         place, crc = self.files[self._file[number]], int(self._crc[number])
         return Storage(
             place.key, int(self._start[number]), int(self._nbytes[number]), kind.byteorder, None if crc == NO_CRC else crc,
-            kind.location, self.label_of(number), home=place.home,
+            kind.location, self._labels[number], home=place.home,
         )  # fmt: skip
 
     def view(self, number: int, kind: Kind, name: str, offset: int = 0) -> LazyTensor:
@@ -357,15 +354,9 @@ class JoinedStorages(FileStorages):
             for column in zip(*((one.start, one.nbytes, one.crc) for one in parts), strict=True)
         ]
         names = [name for part in parts for name in part.names]
-        super().__init__(
-            [place for _, place in files.values()], np.concatenate(file), *columns, names=names
-        )
-        self._parts = parts
-        self._edges = [*accumulate(len(part) for part in parts)]
-
-    def label_of(self, number: int) -> str:
-        part = bisect_right(self._edges, number)
-        return self._parts[part].label_of(number - (self._edges[part - 1] if part else 0))
+        labels = [label for part in parts for label in part._labels]
+        places = [place for _, place in files.values()]
+        super().__init__(places, np.concatenate(file), *columns, names=names, labels=labels)
 
     def numbers_from(self, first: int) -> list[int]:
         """The numbers from one on; in the place of one whose storage is there before it, that storage's number."""

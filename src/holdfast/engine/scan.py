@@ -1,8 +1,7 @@
 """`scan`: one pass over the elements of tensors. Every byte is read once, whatever is computed of it.
 
 1. Each tensor is cut into blocks: ranges of its elements in C order, or rectangles, where whole rows would be too much at once.
-2. Where a tensor lies in one piece of a file, a range of elements is a range of bytes. Those of small neighbours are read together,
-   and all of them by the one engine (`transfer`): a sink shows them as they lie in scratch memory, or in that of a state.
+2. Where a tensor lies in one piece of a file, a range of elements is a range of bytes. Those of small neighbours are read together.
 3. Everything else (strides, several pieces, another byte order, rectangles) is read by its source.
 4. The accumulator of a tensor is made when its first block is there, and asked for its result after the last.
 
@@ -21,16 +20,17 @@ import numpy as np
 from holdfast.core.arrays import matrix_shape
 from holdfast.core.box import Box
 from holdfast.core.crc import crc32
+from holdfast.core.dtype import WIDEST_NBYTES
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import NO_CRC, LazyTensor
-from holdfast.core.value import replace
+from holdfast.core.value import Value, replace
 from holdfast.engine.checksums import Progress, damage
-from holdfast.engine.coalesce import REMOTE, SUMS, Parts, Ranges, join_files
+from holdfast.engine.coalesce import REMOTE, SUMS, Ranges
 from holdfast.engine.computed import read_flat
+from holdfast.engine.ranges import read_to_scratch
 from holdfast.engine.source import OpenSource
-from holdfast.engine.threads import computing, default_threads
-from holdfast.engine.transfer import Sink, transfer
-from holdfast.errors import HoldfastError, located
+from holdfast.engine.threads import DEFAULT_THREADS, computing, run_reads
+from holdfast.errors import located
 from holdfast.numeric.compare import PAIRS, Tally, compared_dtype, computable, tally
 
 T = TypeVar("T")
@@ -47,9 +47,18 @@ LOCAL = replace(SUMS, alone=256 << 10, block=1 << 20)
 Block = tuple[int, int] | Box
 """Elements [start, stop) in C order, or a rectangle of the tensor as a matrix (first axis by all others)."""
 
-DenseBlock = tuple[
-    int, tuple[int, int], tuple[str, int, int]
-]  # Number of a tensor, elements; file, first byte, length.
+
+class FileBlock(Value, frozen=True):
+    """A block of a tensor that is a range of a file."""
+
+    number: int
+    """Of its tensor."""
+    block: tuple[int, int]
+    key: str
+    start: int
+    nbytes: int
+    crc: int
+    """What the file records for just these bytes; `NO_CRC` if that is not to be compared."""
 
 
 class Accumulator(Protocol[T_co]):
@@ -108,36 +117,46 @@ def scan(
     gives the blocks of a tensor by its number; without it they are ranges that cover the tensor. Booleans are shown as bytes of 0
     and 1. A tensor without blocks gives what its accumulator says of nothing."""
     run = _Scan(tensors, make, progress)
-    odd: list[Callable[[], None]] = []
-    dense: dict[Store, list[DenseBlock]] = {}
+    tasks: list[Callable[[], None]] = []
+    file_blocks: dict[Store, list[FileBlock]] = {}
     for number, tensor in enumerate(tensors):
-        own, place = [*(blocks(tensor.size) if cut is None else cut(number))], tensor.file_range()
-        flat = [block for block in own if not isinstance(block, Box)]
-        run.left.append(len(own))
-        if place is None or len(flat) < len(own):
-            odd += [partial(run.read, number, block) for block in own]
-        elif own:
-            key, first, width = place[0], place[1], tensor.dtype.bits // 8
-            dense.setdefault(tensor.source.store, []).extend(
-                (number, block, (key, first + block[0] * width, (block[1] - block[0]) * width))
-                for block in flat
-            )
-    jobs = [
-        (store, parts, _Shown(run, store, known, parts))
-        for store, known in dense.items()
-        for parts in join_files(
-            Ranges.of([at for _, _, at in known]),
-            REMOTE if store.medium.requests else LOCAL,
-            whole=True,
-        )
-    ]
-    transfer(
-        jobs,
-        threads or default_threads(),
-        others=odd,
-        stores=[tensor.source.store for tensor in tensors],
-    )
+        source, place = tensor.source, tensor.file_range()
+        tensor_blocks = [*(blocks(tensor.size) if cut is None else cut(number))]
+        run.left.append(len(tensor_blocks))
+        flat_blocks = [block for block in tensor_blocks if not isinstance(block, Box)]
+        if place is None or len(flat_blocks) < len(tensor_blocks):
+            tasks += [partial(run.read, number, block) for block in tensor_blocks]
+            continue
+        key, first, _, crc = place
+        compares = isinstance(source, OpenSource) and source.verify
+        width = tensor.dtype.bits // 8
+        for start, stop in flat_blocks:
+            block_crc = crc if compares and stop - start == tensor.size else NO_CRC
+            begin, nbytes = first + start * width, (stop - start) * width
+            block = FileBlock(number, (start, stop), key, begin, nbytes, block_crc)
+            file_blocks.setdefault(source.store, []).append(block)
+    for store, store_blocks in file_blocks.items():
+        tasks += [
+            partial(run.read_together, store, batch) for batch in _cut_batches(store, store_blocks)
+        ]
+    stores = [tensor.source.store for tensor in tensors]
+    run_reads(tasks, threads or DEFAULT_THREADS, stores=stores)
     return run.results()
+
+
+def _cut_batches(store: Store, blocks: list[FileBlock]) -> Iterator[list[FileBlock]]:
+    """Group the blocks of small neighbours, so that they are read together."""
+    most_nbytes = REMOTE.block if store.medium.requests else LOCAL.block
+    batch: list[FileBlock] = []
+    nbytes = 0
+    for block in sorted(blocks, key=lambda block: (block.key, block.start)):
+        if batch and nbytes + block.nbytes > most_nbytes:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(block)
+        nbytes += block.nbytes
+    if batch:
+        yield batch
 
 
 class _Scan(Generic[T]):
@@ -160,6 +179,22 @@ class _Scan(Generic[T]):
         with located(tensor=tensor.name):
             self.show(number, block, read_block(tensor, block))
 
+    def read_together(self, store: Store, batch: Sequence[FileBlock]) -> None:
+        ranges = Ranges.of([(block.key, block.start, block.nbytes) for block in batch])
+        policy = REMOTE if store.medium.requests else LOCAL
+        data = read_to_scratch(
+            store, ranges, lambda position: self.tensors[batch[position].number].name, policy=policy
+        )
+        stop = 0
+        for block in batch:
+            start, stop = stop, stop + block.nbytes
+            tensor, content = self.tensors[block.number], data[start:stop]
+            if block.crc != NO_CRC and (found := crc32(content.data)) != block.crc:
+                raise damage(tensor.storages[0], tensor.name, found)
+            with located(tensor=tensor.name):
+                aligned = content if start % WIDEST_NBYTES == 0 else content.copy()
+                self.show(block.number, block.block, aligned.view(tensor.dtype.numpy))
+
     def show(self, number: int, block: Block, values: np.ndarray) -> None:
         values = values.view(np.uint8) if values.dtype == np.bool_ else values
         # Two threads may both make one; `setdefault` keeps the first.
@@ -179,45 +214,3 @@ class _Scan(Generic[T]):
             self._found[at] if at in self._found else self._make(at).result()
             for at in range(len(self.tensors))
         ]
-
-
-class _Shown(Sink, Generic[T]):
-    def __init__(
-        self, run: _Scan[T], store: Store, dense: Sequence[DenseBlock], parts: Parts
-    ) -> None:
-        self._run, self._store, self._dense, self._parts = run, store, dense, parts
-
-    def name(self, number: int) -> str:
-        return self._tensor(int(self._parts.owners[self._parts.heads[number]])).name
-
-    def _tensor(self, block: int) -> LazyTensor:
-        return self._run.tensors[self._dense[block][0]]
-
-    def take(self, number: int, data: memoryview) -> None:
-        origin = int(self._parts.starts[number])
-        for block, begin, end in self._parts.of(number):
-            self._show(block, data[begin - origin : end - origin])
-
-    def failed(self, number: int, error: HoldfastError) -> None:
-        # Each by itself, so that the error names the one that cannot be read.
-        for block, begin, end in self._parts.of(number):
-            data = memoryview(bytearray(end - begin))
-            with located(tensor=self._tensor(block).name):
-                self._store.read(self._parts.key, begin, data)
-            self._show(block, data)
-
-    def _show(self, block: int, data: memoryview) -> None:
-        tensor, (number, own, _) = self._tensor(block), self._dense[block]
-        source, place = tensor.source, tensor.file_range() if own == (0, tensor.size) else None
-        if (
-            place is not None
-            and place[3] != NO_CRC
-            and isinstance(source, OpenSource)
-            and source.verify
-        ):
-            found = crc32(data)
-            if found != place[3]:
-                raise damage(tensor.storages[0], tensor.name, found)
-        values = np.frombuffer(data, tensor.dtype.numpy)
-        with located(tensor=tensor.name):
-            self._run.show(number, own, values if values.flags.aligned else values.copy())

@@ -19,7 +19,7 @@ from holdfast.core.table import Column, RegularRows
 from holdfast.core.tensor import FileRange, LazyTensor
 from holdfast.engine.coalesce import MEMORY, REMOTE, Policy
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
-from holdfast.engine.threads import default_threads
+from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.errors import Corrupted, Unsupported
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class OpenSource:
         self.store = store
         self.rules = tuple(rules)
         self.limits = limits or DEFAULTS
-        self.threads = threads or medium.requests or default_threads()
+        self.threads = threads or medium.requests or DEFAULT_THREADS
         self.mapped = mapped
         self.verify = verify  # Whether checksums that the file records are compared when a storage is read from end to end.
         self.policy = policy or (REMOTE if medium.requests else MEMORY)
@@ -71,20 +71,19 @@ class OpenSource:
             head = self.first(key, HEAD_NBYTES)
             if stop <= len(head):
                 return head[start:stop]
-        return self._read(key, start, stop)
+        out = bytearray(max(stop - start, 0))
+        self.store.peek(key, start, memoryview(out))
+        return Content(out)
 
     def first(self, key: str, nbytes: int) -> Content:
         known, head, wanted = self._first
         if known != key or nbytes > wanted:
             wanted = max(nbytes, HEAD_NBYTES) if self._reads_ahead else nbytes
-            head = self._read(key, 0, min(self.store.size(key), wanted))
+            out = bytearray(min(self.store.size(key), wanted))
+            self.store.peek(key, 0, memoryview(out))
+            head = Content(out)
             self._first = key, head, wanted
         return head[:nbytes]
-
-    def _read(self, key: str, start: int, stop: int) -> Content:
-        out = bytearray(max(stop - start, 0))
-        self.store.peek(key, start, memoryview(out))
-        return Content(out)
 
     def read(self, requests: Sequence[Request]) -> None:
         ranges = [

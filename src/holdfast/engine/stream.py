@@ -32,7 +32,7 @@ from holdfast.engine.saves import (
     Memory,
     known_later,
 )
-from holdfast.engine.threads import BackgroundCall, default_threads, run_all
+from holdfast.engine.threads import DEFAULT_THREADS, BackgroundCall, run_all
 from holdfast.engine.write import (
     GATHER_NBYTES,
     blocks_of,
@@ -324,7 +324,7 @@ def _write_memory(target: Writer, content: memoryview) -> int:
         sums.add(start, content[start : start + BLOCK_NBYTES])
 
     tasks = [partial(add, start) for start in range(0, content.nbytes, BLOCK_NBYTES)]
-    with BackgroundCall(lambda: run_all(tasks, default_threads())) as summing:
+    with BackgroundCall(lambda: run_all(tasks, DEFAULT_THREADS)) as summing:
         for start in range(0, content.nbytes, 16 * BLOCK_NBYTES):
             write_all(target, content[start : start + 16 * BLOCK_NBYTES])
         summing.result()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from itertools import count
 from types import TracebackType
@@ -21,20 +21,22 @@ from typing import Generic, Self, TypeVar
 
 import numpy as np
 
+from holdfast.core.protocols import Store
 from holdfast.core.runtime import renewed, start
 
 T = TypeVar("T")
 
 
-def default_threads(processes: int = 1) -> int:
-    """Enough to keep the memory bus busy and some reads waiting; more only contend. Shared by so many processes."""
-    return max(1, min(16, 2 * _cores() // max(processes, 1)))
+CORES = os.cpu_count() or 1
+"""Linux reads this from a file, which takes as long as everything else that a small load does."""
+
+DEFAULT_THREADS = min(16, 2 * CORES)
+"""Threads that keep the memory bus busy and some reads waiting. More threads only contend."""
 
 
-@cache
-def _cores() -> int:
-    """Of the machine. Asked once: Linux answers from a file, which takes as long as all else of a small load."""
-    return os.cpu_count() or 1
+def default_threads(processes: int) -> int:
+    """Return the threads of each of several processes that share the machine."""
+    return max(1, min(16, 2 * CORES // max(processes, 1)))
 
 
 def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
@@ -45,6 +47,33 @@ def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
             task()
         return
     ThreadPool(tasks).run(min(threads, len(tasks)) - 1)
+
+
+INLINE_NBYTES = 1 << 20
+"""Less than this is read by the caller alone: starting threads would take longer."""
+
+CACHED_NBYTES = 1 << 20
+"""Bytes that stay in the cache of a core between reading and summing them."""
+
+FEW_THREADS = 4
+"""Above this, pieces are larger: every call waits for the interpreter lock, some 0.2 ms for 16 threads."""
+
+
+def cached_nbytes(threads: int, most: int) -> int:
+    """Return the bytes to be summed or written at a time: a cache full, or `most` for many threads."""
+    return CACHED_NBYTES if threads <= FEW_THREADS else most
+
+
+def run_reads(work: Iterable[Callable[[], None]], threads: int, *, stores: Iterable[Store]) -> None:
+    """Run tasks that read from these stores: in order on this thread if one of the stores needs that."""
+    ordered = [store for store in dict.fromkeys(stores) if store.medium.in_order]
+    if not ordered:
+        run_all(work, threads)
+        return
+    with ExitStack() as blocks:
+        for store in ordered:
+            blocks.enter_context(store.reading())
+        run_all(work, 1)
 
 
 KEPT_NBYTES = 16 << 20  # More than the arrays between two calls take together, of one thread.
@@ -62,7 +91,7 @@ def _turns() -> tuple[AbstractContextManager[bool], ...]:
     # instead of giving it back: arrays between two calls would be fresh pages each time, which cost as much as all that is
     # computed. (glibc's thresholds grow with what is freed; other libraries have other rules.)
     np.empty(KEPT_NBYTES, np.uint8)
-    return tuple(renewed(threading.RLock()) for _ in range(min(_cores(), AT_ONCE)))
+    return tuple(renewed(threading.RLock()) for _ in range(min(CORES, AT_ONCE)))
 
 
 class _Own(threading.local):

@@ -50,8 +50,7 @@ from holdfast.engine.saves import (
     Memory,
     Segment,
 )
-from holdfast.engine.threads import default_threads, run_all
-from holdfast.engine.transfer import cached_nbytes, run_reads
+from holdfast.engine.threads import DEFAULT_THREADS, cached_nbytes, run_all, run_reads
 from holdfast.errors import Corrupted, NotCommitted, located
 from holdfast.stores.local import read_at
 from holdfast.stores.virtual import Virtual, VirtualFile
@@ -172,7 +171,7 @@ def write_part(
     stores = _stores(plan)
     remote = max((store.medium.requests for store in stores), default=0)
     gathered = sum(segment.nbytes for segment in plan.segments if isinstance(segment, Gathered))
-    usual = min(default_threads(), GATHERERS) if 2 * gathered > plan.nbytes else default_threads()
+    usual = min(DEFAULT_THREADS, GATHERERS) if 2 * gathered > plan.nbytes else DEFAULT_THREADS
     threads = threads or max(usual, remote)
     block = block or (2 * BLOCK_NBYTES if remote else cached_nbytes(threads, BLOCK_NBYTES))
     tasks = _tasks(plan, plan.offsets(), sink, written, progress, block)
@@ -607,7 +606,7 @@ def _wrong_block(
     written = Virtual("<written>")
     key = written.put(VirtualFile(nbytes, partial(read_at, descriptor)))
     sweep = Sweep(written, (Span(key, start, length) for start, length, _ in blocks))
-    run_all(sweep.tasks(), threads or default_threads())
+    run_all(sweep.tasks(), threads or DEFAULT_THREADS)
     return next(
         (number for number, (_, _, crc) in enumerate(blocks) if sweep.outcome(number) != crc), None
     )
@@ -647,7 +646,7 @@ def stored_crcs(
         if store.medium.block_nbytes
         else Sweep(store, ranges)
     )
-    run_all(sweep.tasks(), store.medium.requests or threads or default_threads())
+    run_all(sweep.tasks(), store.medium.requests or threads or DEFAULT_THREADS)
     for number in sorted(sweep.errors):
         sweep.crc32(number, name=labels[number])  # raises
     return dict(zip(labels, sweep.crcs().tolist(), strict=True))

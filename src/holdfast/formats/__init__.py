@@ -23,6 +23,7 @@ recorded         what is noted beside plain tensors: other names, shared storage
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import cache
@@ -96,7 +97,7 @@ class Format(Value, frozen=True):
     before: str = ""
     """For the format of an extra: the built-in format before which it is tried."""
     file_pattern: str = ""
-    """For a folder: a regular expression of file names that no other format has, for error messages."""
+    """For a folder: a regular expression of file names that no other format has."""
     data: str = ""
     """For a folder: the suffix of data files that count also without tensors."""
     weights_by: str = ""
@@ -156,12 +157,14 @@ class Format(Value, frozen=True):
 
         The content decides, never the suffix.
         """
-        may_be = self.folder if key is None else head.startswith(self.begins)
-        if not may_be:
-            return False
         if self.folder:
-            # One file may be all there is of a folder: of one rank.
-            return bool(load_function(self.known_by)(source))
+            may_be = key is None or source.store.folder or key == self.index
+            # A file alone may be all that there is of a folder: the file of the only rank.
+            if not may_be and self.file_pattern:
+                may_be = re.fullmatch(self.file_pattern, key or "") is not None
+            return may_be and bool(load_function(self.known_by)(source))
+        if key is None or not head.startswith(self.begins):
+            return False
         return not self.known_by or bool(load_function(self.known_by)(source, key))
 
     def describe(self, source: Source) -> Description:
@@ -221,24 +224,6 @@ FORMATS = [
         code="scanned",
     ),
     Format(
-        "torch-legacy",
-        ".torch.legacy:describe_legacy",
-        b"",
-        ".torch.recognise:begins_like_legacy",
-        (".th",),
-        torch=True,
-        code="scanned",
-    ),
-    Format(
-        "torch-tar",
-        ".torch.legacy:describe_tar",
-        b"",
-        ".torch.recognise:begins_like_torch_tar",
-        (".pth.tar",),
-        torch=True,
-        code="scanned",
-    ),
-    Format(
         "gguf",
         ".gguf.read:describe_gguf",
         b"GGUF",
@@ -262,6 +247,24 @@ FORMATS = [
         metadata=True,
         weights_by=".safetensors.directory:weight_files",
         code="none",
+    ),
+    Format(
+        "torch-legacy",
+        ".torch.legacy:describe_legacy",
+        b"",
+        ".torch.recognise:begins_like_legacy",
+        (".th",),
+        torch=True,
+        code="scanned",
+    ),
+    Format(
+        "torch-tar",
+        ".torch.legacy:describe_tar",
+        b"",
+        ".torch.recognise:begins_like_torch_tar",
+        (".pth.tar",),
+        torch=True,
+        code="scanned",
     ),
     # It holds safetensors files and an index of them as well, so it is looked for first.
     Format(

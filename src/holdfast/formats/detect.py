@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from holdfast.core.protocols import Source
 from holdfast.errors import FormatError, StoreError, UnknownFormat, Unsupported
@@ -15,23 +14,7 @@ from holdfast.formats import (
     file_suffixes,
     load_plugins,
 )
-from holdfast.formats.torch.recognise import MAGIC, refuse_tar
-
-
-def _refuse_second_reading(source: Source, key: str, head: bytes, found: Format) -> None:
-    """Refuse a file that torch would read as something else: it tries zip, then tar, and then its old stream of pickles.
-
-    A tar header is told by a checksum, and any content can be made to have one. And whatever is no zip and no tar is unpickled from
-    its first byte on, which the length at the start of safetensors and the counts of GGUF can be made to allow.
-    """
-    refuse_tar(source, key, found.name)
-    if head[:1] in OPCODES and _unpickles(source, key):
-        raise FormatError(
-            f"the file is {found.name} and a pickle at once, and torch.load would run the pickle; `holdfast scan` shows what that "
-            "would do",
-            file=key,
-        )
-
+from holdfast.formats.torch.recognise import MAGIC, begins_like_tar, tar_error
 
 OPCODES = frozenset(
     map(
@@ -73,38 +56,50 @@ HINTS = (
 def detect(source: Source, *, plugins: bool = True) -> Format:
     """Return the format of a source. Raises `UnknownFormat` if it is of none.
 
-    Formats of other packages are tried if no other fits, unless `plugins` is false.
+    Formats of other packages are tried if no other fits, unless `plugins` is false. A file that
+    torch would read as something else is refused: torch tries zip, then tar, and then its old
+    stream of pickles.
     """
     # An index that lies alone in its folder is still the index of a folder, which lacks its files.
     key = None if source.store.index else source.store.single
     head = b"" if key is None else source.first(key, FIRST_NBYTES)
-    for format in FORMATS:
-        if format.recognises(source, key, head):
-            if key is not None and not (format.folder or format.torch):
-                _refuse_second_reading(source, key, head, format)
-            return format
-
-    problems = list(load_plugins()) if plugins else []
-    for format in PLUGINS if plugins else ():
-        try:
-            if not format.recognises(source, key, head):
-                continue
-        except Unsupported as error:
-            problems.append(error.message)
-            continue
-        if key is not None and not (format.folder or format.torch):
-            _refuse_second_reading(source, key, head, format)
+    format = next((entry for entry in FORMATS if entry.recognises(source, key, head)), None)
+    if format is None:
+        format = _detect_plugin(source, key, head, plugins=plugins)
+    if key is None or format.folder or format.torch:
         return format
-    raise _explain_unknown(source, problems)
+
+    # A tar header is known by its checksum, and any content can be made to have one.
+    if begins_like_tar(head):
+        raise tar_error(key, format.name)
+    # What is no zip and no tar is unpickled from its first byte on. The length at the start of
+    # safetensors and the counts of GGUF can be made to allow that.
+    if head[:1] in OPCODES and _unpickles(source, key):
+        raise FormatError(
+            f"the file is {format.name} and a pickle at once, and torch.load would run the pickle; "
+            "`holdfast scan` shows what that would do",
+            file=key,
+        )
+    return format
 
 
-def _explain_unknown(source: Source, plugin_problems: Sequence[str]) -> UnknownFormat:
-    """Return the error for a source that is of no format."""
-    error = _unknown_source(source)
-    if plugin_problems:
-        message = "; ".join([error.message, *plugin_problems])
-        return UnknownFormat(message, file=error.file, found=error.found)
-    return error
+def _detect_plugin(source: Source, key: str | None, head: bytes, *, plugins: bool) -> Format:
+    """Return the format of another package that a source is of. Raises `UnknownFormat` if there is none."""
+    problems: list[str] = []
+    if plugins:
+        problems += load_plugins()
+        for format in PLUGINS:
+            try:
+                if format.recognises(source, key, head):
+                    return format
+            except Unsupported as error:
+                problems.append(error.message)
+
+    unknown_error = _unknown_source(source)
+    if problems:
+        message = "; ".join([unknown_error.message, *problems])
+        raise UnknownFormat(message, file=unknown_error.file, found=unknown_error.found)
+    raise unknown_error
 
 
 def _unknown_source(source: Source) -> UnknownFormat:

@@ -10,11 +10,6 @@ What torch 2.13 does on a CPU, for every pair of its floating-point dtypes, foun
 Whatever lands in one byte goes through a table of all 65,536 patterns of a 16-bit source. A float32 gets there by rounding to odd:
 its upper half, with the lowest bit set where anything below was: four bits more than any of these types has, so that the second
 rounding is the only one.
-
-float16 is widened in integers, for numpy casts them one by one, which takes five times as long. The ten bits of fraction and five
-of exponent, shifted by 13, are those of a float32 that is smaller by 2^112. So every finite number comes through exactly. Where
-one is not finite numpy is asked, for what becomes of the bits of a NaN is up to it; and where the processor was told to take the
-smallest floats for zeros (`torch.set_flush_denormal`), which the way through them cannot bear.
 """
 
 from __future__ import annotations
@@ -60,17 +55,43 @@ def _cast_block(array: np.ndarray, out: np.ndarray, dtype: DType) -> None:
         table, patterns = _table(np.dtype(ml_dtypes.bfloat16), dtype), _rounded_to_odd(array)
     else:
         # numpy's own rounding, and that of ml_dtypes, are torch's here.
-        if dtype.name == "float32":
-            as_float32(array, out)
+        if array.dtype == np.float16 and dtype.name == "float32":
+            _widen_float16(array, out)
         else:
-            out[:] = (
-                as_float64(array)
-                if array.dtype == np.float16 and dtype.name == "float64"
-                else array
-            )
+            out[:] = array
         return
     # `mode` only says that no index needs to be checked: the table has every pattern.
     table.take(patterns, out=out.view(table.dtype), mode="clip")
+
+
+def _widen_float16(array: np.ndarray, out: np.ndarray) -> None:
+    """Cast to float32 in integers. numpy casts one element at a time, which takes 17 times as long.
+
+    The ten bits of fraction and five of exponent, shifted by 13, are those of a float32 that is
+    smaller by 2^112. That is exact for every finite number. numpy casts the blocks with others, and
+    all blocks if the processor takes the smallest floats for zeros (`torch.set_flush_denormal`).
+    """
+    magnitudes = array.view(np.uint16) & np.uint16(0x7FFF)
+    if not SMALLEST_SHIFTED * MISSING_EXPONENT or magnitudes.max(initial=0) >= FLOAT16_INFINITY:
+        out[:] = array
+        return
+    bits = out.view(np.int32)
+    np.copyto(bits, array.view(np.int16))
+    np.left_shift(bits, np.int32(13), out=bits)
+    np.bitwise_and(bits, SHIFTED_BITS, out=bits)
+    np.multiply(out, MISSING_EXPONENT, out=out)
+
+
+FLOAT16_INFINITY = 0x7C00
+
+MISSING_EXPONENT = np.float32(2.0**112)
+"""The smallest normal float16 over the smallest normal float32."""
+
+SMALLEST_SHIFTED = np.array(1 << 13, np.int32).view(np.float32)
+"""The smallest float16 after the shift: not a normal float32."""
+
+SHIFTED_BITS = np.int32(0x8FFF_E000 - (1 << 32))
+"""The sign, five bits of exponent and ten of fraction, after the shift."""
 
 
 def _rounded_to_odd(array: np.ndarray) -> np.ndarray:
@@ -100,43 +121,19 @@ def largest(dtype: DType) -> float:
     return float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]  # ml_dtypes has no types for it
 
 
-def count_losses(array: np.ndarray, made: np.ndarray | None, dtype: DType) -> dict[str, int]:
-    """How many elements of a 1-D array came to harm in a cast, by outcome (`OUTCOMES`). Rounding to a near number is none. `made`
-    is what the cast made of them, where that is at hand. It is looked at first: where nothing in it is zero, infinite or as large
-    as can be, nothing was lost, and that is narrower and quicker to see than the original."""
-    found = dict.fromkeys(OUTCOMES, 0)
-    kinds = _kinds(array.dtype, dtype) if array.itemsize == 1 else None
-    bounds = _bounds(array.dtype, dtype) if kinds is None else None
-    for start in range(
-        0,
-        array.size if (kinds is None or kinds.any()) and (bounds is None or bounds.any) else 0,
-        BLOCK_ELEMENTS,
-    ):
-        part = slice(start, start + BLOCK_ELEMENTS)
-        if made is None or not _ordinary(made[part], dtype):
-            if bounds is not None:
-                _count_block(array[part], bounds, found)
-            elif kinds is not None:
-                _count_bytes(array[part], kinds, found)
-    return {outcome: count for outcome, count in found.items() if count}
+def count_losses(array: np.ndarray, dtype: DType) -> dict[str, int]:
+    """Count the elements of a 1-D array that come to harm in a cast, by outcome (`OUTCOMES`).
 
-
-def _ordinary(made: np.ndarray, dtype: DType) -> bool:
-    """Whether the results say that nothing was lost: each is between zero and the end of the type, neither of them included."""
-    if dtype.name == POWERS:
-        return False
-    bits = made.view(f"u{made.itemsize}")
-    sizes = bits & bits.dtype.type((1 << (8 * made.itemsize - 1)) - 1)
-    sizes -= bits.dtype.type(1)
-    return bool(np.count_nonzero(sizes < _end(dtype)) == sizes.size)
-
-
-@lru_cache(maxsize=64)
-def _end(dtype: DType) -> np.generic:
-    """One less than the first magnitude, as an integer, that may be a loss: infinity, NaN, or the largest number."""
-    most = int(np.array([largest(dtype)], dtype.numpy).view(f"u{dtype.numpy.itemsize}")[0])
-    kind: type[np.generic] = np.dtype(f"u{dtype.numpy.itemsize}").type
-    return kind(most - 1 if dtype.name == SATURATING else most)
+    Rounding to a near number is no harm.
+    """
+    counts = dict.fromkeys(OUTCOMES, 0)
+    for start in range(0, array.size, BLOCK_ELEMENTS):
+        block = array[start : start + BLOCK_ELEMENTS]
+        if array.itemsize == 1:
+            _count_bytes(block, _kinds(array.dtype, dtype), counts)
+        else:
+            _count_block(block, _bounds(array.dtype, dtype), counts)
+    return {outcome: count for outcome, count in counts.items() if count}
 
 
 class Bounds(Value, frozen=True):
@@ -208,11 +205,9 @@ def _lost_in(bits: np.ndarray, bounds: Bounds) -> Iterator[tuple[str, Bools]]:
         yield "unsigned", (bits > kind(sign)) & (sizes < kind(bounds.stop))
 
 
-def count_losses_each(
-    array: np.ndarray, made: np.ndarray, dtype: DType, starts: Ints
-) -> dict[str, Ints]:
+def count_losses_each(array: np.ndarray, dtype: DType, starts: Ints) -> dict[str, Ints]:
     """`count_losses` of each of the parts that begin there and follow each other, none of which is empty."""
-    if not count_losses(array, made, dtype):
+    if not count_losses(array, dtype):
         return {}
     if array.itemsize == 1:
         kinds = _kinds(array.dtype, dtype)
@@ -247,54 +242,3 @@ def _kinds(source: np.dtype[np.generic], dtype: DType) -> np.ndarray:
         _count_block(wide[pattern : pattern + 1], _bounds(wide.dtype, dtype), found)
         kinds[pattern] = sum(1 << at for at, outcome in enumerate(OUTCOMES) if found[outcome])
     return kinds
-
-
-MISSING_EXPONENT = np.float32(
-    2.0**112
-)  # Between the least normal float16 and the least normal float32.
-LEAST = np.array([1 << 13], np.int32).view(
-    np.float32
-)  # The least float16 on its way: no normal float32.
-
-PLACES = np.int32(0x8FFF_E000 - (1 << 32))
-"""Of a float16 that was widened with its sign and shifted: the sign, five bits of exponent, ten of fraction."""
-
-
-def as_float32(values: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """A 1-D array of real numbers as float32, in memory of its own or in `out`.
-
-    >>> as_float32(np.array([1.5, -0.0, 6e-8], np.float16)).tolist()
-    [1.5, -0.0, 5.960464477539063e-08]
-    """
-    out = np.empty(values.shape, np.float32) if out is None else out
-    if values.dtype == np.float16 and _may_shift(values):
-        _shift(values, out)
-    else:
-        np.copyto(out, values, casting="unsafe")
-    return out
-
-
-def as_float64(values: np.ndarray) -> np.ndarray:
-    """A 1-D array of real numbers as float64, in memory of its own."""
-    if values.dtype == np.float16 and _may_shift(values):
-        values = _shift(values, np.empty(values.shape, np.float32))
-    return values.astype(np.float64)
-
-
-def _shift(values: np.ndarray, out: np.ndarray) -> np.ndarray:
-    bits = out.view(np.int32)
-    np.copyto(bits, values.view(np.int16))
-    np.left_shift(bits, np.int32(13), out=bits)
-    np.bitwise_and(bits, PLACES, out=bits)
-    np.multiply(out, MISSING_EXPONENT, out=out)
-    return out
-
-
-def _may_shift(values: np.ndarray) -> bool:
-    """Of float16: all are finite, and the least survive. What is not finite is the largest of its sign, as integers."""
-    bits = values.view(np.uint16)
-    return bool(
-        LEAST[0] * MISSING_EXPONENT
-        and bits.max(initial=0) < 0xFC00
-        and bits.view(np.int16).max(initial=0) < 0x7C00
-    )

@@ -30,7 +30,6 @@ from holdfast.core.digest import canonical
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
-from holdfast.numeric.cast import as_float64
 from holdfast.numeric.statistics import earlier_index, first_index
 
 PAIRS = "float4_e2m1fn_x2"  # Two elements in a byte, which numpy has no type for.
@@ -304,7 +303,7 @@ def _wide(array: np.ndarray) -> np.ndarray:
     """As float64 or complex128, without loss but for integers beyond 2^53."""
     if array.dtype.names:
         return array["real"].astype(np.float64) + 1j * array["imag"].astype(np.float64)
-    return array.astype(np.complex128) if array.dtype.kind == "c" else as_float64(array)
+    return array.astype(np.complex128) if array.dtype.kind == "c" else array.astype(np.float64)
 
 
 def _largest(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:

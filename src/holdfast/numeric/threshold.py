@@ -19,7 +19,6 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.value import Value
-from holdfast.numeric.cast import as_float32, as_float64
 
 INFINITY_BITS = {
     "float16": 0x7C00,
@@ -169,7 +168,7 @@ def _own(values: np.ndarray, order: str) -> np.ndarray:
     if values.dtype == floats:
         return values
     with np.errstate(invalid="ignore"):  # a signalling NaN that is widened
-        return as_float32(values) if floats == np.float32 else as_float64(values)
+        return values.astype(floats)
 
 
 def random_keys(start: int, stop: int, seed: int) -> np.ndarray:
@@ -215,7 +214,7 @@ def mean_squares(values: np.ndarray, height: int, width: int) -> np.ndarray:
     places = np.ascontiguousarray(values.reshape(down, height, across, width).transpose(1, 3, 0, 2))
     sums = np.zeros(down * across)
     with np.errstate(all="ignore"):
-        squares = as_float64(places.reshape(-1))
+        squares = places.reshape(-1).astype(np.float64)
         np.multiply(squares, squares, out=squares)
         for part in squares.reshape(-1, len(sums)):
             sums += part

@@ -14,23 +14,17 @@ that were measured. One that is gone by then is `Replaced`.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from functools import cache
-from typing import cast
 from weakref import WeakValueDictionary
 
-import numpy as np
 from msgspec import Struct
 
-from holdfast.core.arrays import Ints
 from holdfast.core.keys import check_key
 from holdfast.core.protocols import Store
 from holdfast.core.runtime import renewed
@@ -217,93 +211,11 @@ def open_folder(path: str, *, instead_of: str | None = None) -> Folder:
     return (Folder if OPENS_DIRECTORIES else PathFolder)(path, instead_of=instead_of)
 
 
-def meet(path: str) -> tuple[OpenFile | None, os.stat_result]:
-    """What there is at a path, a file or a directory: opened, where this system opens both."""
-    if not OPENS_DIRECTORIES:
-        return None, os.stat(path)
-    file = OpenFile(os.open(path, READ))
-    return file, os.fstat(file.number)
-
-
 def plain(file: OpenFile, label: str) -> os.stat_result:
     found = os.fstat(file.number)
     if not stat.S_ISREG(found.st_mode):
         raise UnsafePath("not a plain file (a device, a pipe, a socket or a folder)", file=label)
     return found
-
-
-WINDOW_NBYTES = (
-    8 << 20
-)  # Bytes of a file that are mapped at a time: a mapping counts as memory of the process.
-VECTORS = 1024  # The most ranges that Linux takes in one call (IOV_MAX).
-
-
-ProcessRead = Callable[[int, int, int, int, int, int], int]
-"""`process_vm_readv` of the C library: pid, local ranges and their number, remote ranges and theirs, flags."""
-
-
-@cache
-def _process_vm_readv() -> ProcessRead | None:
-    found = platform.c_function("process_vm_readv")
-    if found is None:
-        return None
-    found.restype = ctypes.c_ssize_t
-    found.argtypes = [
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    ]
-    return cast(ProcessRead, found)
-
-
-def gather(descriptor: int, starts: Ints, nbytes: Ints, places: Ints) -> int:
-    """Copy ranges of a file (first byte, length), sorted and inside of it, to addresses in memory.
-
-    How many were copied: the first so many of them. It is up to the caller to read the others.
-
-    A column of a matrix is thousands of reads of a few kilobytes. Each `preadv` from Python takes 2 to 6 µs, most of it on the way
-    to the kernel. Here the stretch of file is mapped, and `process_vm_readv` of our own process copies out of the mapping.
-
-    Not by touching the mapping: where the file shrinks meanwhile, that would end the process (SIGBUS). The call comes back short
-    instead, and the caller reads in the ordinary way and finds out what is wrong. Where a sandbox forbids the call, it does so as
-    well.
-    """
-    call = _process_vm_readv()
-    first = 0
-    while call is not None and first < len(starts):
-        last = max(int(np.searchsorted(starts, starts[first] + WINDOW_NBYTES)), first + 1)
-        first += _copy(call, descriptor, starts[first:last], nbytes[first:last], places[first:last])
-        if first < last:
-            break
-    return first
-
-
-def _copy(call: ProcessRead, descriptor: int, starts: Ints, nbytes: Ints, places: Ints) -> int:
-    low = int(starts[0]) & -mmap.ALLOCATIONGRANULARITY
-    try:
-        area = mmap.mmap(
-            descriptor, int((starts + nbytes).max()) - low, access=mmap.ACCESS_READ, offset=low
-        )
-    except (OSError, ValueError):
-        return 0
-    with area:
-        mapped = np.frombuffer(area, np.uint8)
-        origin = mapped.__array_interface__["data"][0] - low
-        del mapped
-        remote = np.stack((starts + origin, nbytes), axis=1)
-        local = np.stack((places, nbytes), axis=1)
-        for first in range(0, len(starts), VECTORS):
-            count = min(VECTORS, len(starts) - first)
-            at = 16 * first
-            got = call(
-                os.getpid(), local.ctypes.data + at, count, remote.ctypes.data + at, count, 0
-            )
-            if got != int(nbytes[first : first + count].sum()):
-                return first
-    return len(starts)
 
 
 Stamp = tuple[
@@ -321,35 +233,21 @@ ELSEWHERE = "another checkpoint is here than the one that was sent to this proce
 MAX_READ = 1 << 30  # Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast.
 
 
-def status_change_ns(found: os.stat_result) -> int:
-    """Return when the content or the status of a file changed last (`ctime`).
-
-    Programs that restore a file set its modification time back. They cannot set this one.
-    """
-    return found.st_ctime_ns
-
-
 class Handle(Struct):
-    file: OpenFile | None  # None where it is opened for each read.
-    nbytes: int
-    changed_ns: int
-    identity: tuple[int, int]
-    status_ns: int = 0
-    mapped: memoryview | None = None
+    """A file as it was when it was opened."""
 
-    @classmethod
-    def of(cls, file: OpenFile, found: os.stat_result) -> Handle:
-        identity = found.st_dev, found.st_ino
-        return cls(file, found.st_size, found.st_mtime_ns, identity, status_change_ns(found))
+    file: OpenFile | None  # None where it is opened for each read.
+    status: os.stat_result
+    mapped: memoryview | None = None
 
     @property
     def stamp(self) -> Stamp:
-        return self.identity[1], self.nbytes, self.changed_ns
+        return self.status.st_ino, self.status.st_size, self.status.st_mtime_ns
 
     def is_same_as(self, file: OpenFile) -> bool:
         """Whether an open file is the measured one, and nobody has written to it since."""
-        now = Handle.of(file, os.fstat(file.number))
-        return now.identity == self.identity and now.stamp == self.stamp
+        now = Handle(file, os.fstat(file.number))
+        return now.status.st_dev == self.status.st_dev and now.stamp == self.stamp
 
 
 class LocalStore(Store):
@@ -380,11 +278,12 @@ class LocalStore(Store):
         try:
             self._working = "" if self.name.startswith("/") else os.getcwd()
             self._root, self._only = _chosen(self.name) if "*" in self.name else (self.name, "")
-            file, found = meet(self._root)
+            file = OpenFile(os.open(self._root, READ)) if OPENS_DIRECTORIES else None
+            found = os.stat(self._root) if file is None else os.fstat(file.number)
             if stat.S_ISDIR(found.st_mode):
                 self._folder = open_folder(self._root, instead_of=instead_of)
             elif file is not None and stat.S_ISREG(found.st_mode):
-                self._handles[self._single] = Handle.of(file, found)
+                self._handles[self._single] = Handle(file, found)
         except (OSError, UnicodeEncodeError) as error:
             raise _refused(self.name, error) from None
         self.folder = self._folder is not None
@@ -422,14 +321,14 @@ class LocalStore(Store):
             return list(self._keys)
 
     def size(self, key: str) -> int:
-        return (self._handles.get(key) or self._open(key)).nbytes
+        return (self._handles.get(key) or self._open(key)).status.st_size
 
     def read(self, key: str, start: int, out: memoryview) -> None:
         handle = self._handles.get(key) or self._open(key)
         total = out.nbytes
-        if start < 0 or start + total > handle.nbytes:
-            message = f"wanted bytes {start} to {start + total} of {handle.nbytes}"
-            raise Truncated(message, file=self._label(key), offset=handle.nbytes)
+        if start < 0 or start + total > handle.status.st_size:
+            message = f"wanted bytes {start} to {start + total} of {handle.status.st_size}"
+            raise Truncated(message, file=self._label(key), offset=handle.status.st_size)
         file = handle.file or self._again(key, handle)
         try:
             read_at(file.number, start, out)
@@ -442,16 +341,7 @@ class LocalStore(Store):
             # An exception keeps this frame alive, and should not keep the file open with it.
             del file
 
-    def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
-        handle = self._open(key)
-        if (
-            _process_vm_readv() is None
-            or int(starts.min()) < 0
-            or int((starts + nbytes).max()) > handle.nbytes
-        ):
-            return 0
-        file = handle.file or self._again(key, handle)
-        return gather(file.number, starts, nbytes, places)
+    peek = read
 
     def map(self, key: str) -> memoryview | None:
         """The bytes of a file as memory; None where the process may have no more files open, since each mapping holds one."""
@@ -459,10 +349,12 @@ class LocalStore(Store):
         with self._lock:
             if self._closed:
                 raise self._was_closed()
-            if handle.mapped is None and handle.nbytes:
+            if handle.mapped is None and handle.status.st_size:
                 try:
                     file = handle.file or self._again(key, handle)
-                    handle.mapped = memoryview(platform.map_private(file.number, handle.nbytes))
+                    handle.mapped = memoryview(
+                        platform.map_private(file.number, handle.status.st_size)
+                    )
                 except (OSError, ValueError) as error:
                     if isinstance(error, HoldfastError):
                         raise
@@ -471,11 +363,15 @@ class LocalStore(Store):
                     raise StoreError(
                         f"cannot map the file into memory: {error}", file=self._label(key)
                     ) from None
-            return handle.mapped if handle.nbytes else memoryview(b"")
+            return handle.mapped if handle.status.st_size else memoryview(b"")
 
     def stamp(self, key: str) -> tuple[int, int, int]:
+        """Length, and times of the last change of the content and of the status (`ctime`).
+
+        Programs that restore a file set its modification time back. They cannot set the other one.
+        """
         handle = self._open(key)
-        return handle.nbytes, handle.changed_ns, handle.status_ns
+        return handle.status.st_size, handle.status.st_mtime_ns, handle.status.st_ctime_ns
 
     def place(self, key: str = "") -> Hashable:
         """The real path: what was opened by two paths is one."""
@@ -571,7 +467,7 @@ class LocalStore(Store):
                 raise self._was_closed()
             if key not in self._handles:
                 file = self._opened(key)
-                handle = Handle.of(file, plain(file, self._label(key)))
+                handle = Handle(file, plain(file, self._label(key)))
                 if key in self._expected and self._expected[key] != handle.stamp:
                     raise Replaced(ELSEWHERE, file=self._label(key))
                 if not platform.REMOVES_OPEN_FILES:
@@ -728,7 +624,7 @@ def read_at(descriptor: int, start: int, out: memoryview) -> None:
     """Fill `out` from an open file, from `start` on."""
     done, total = 0, out.nbytes
     while done < total:
-        got = platform.read_some(descriptor, out[done : done + MAX_READ], start + done)
+        got = platform.preadv(descriptor, [out[done : done + MAX_READ]], start + done)
         if got == 0:
             raise Truncated(
                 f"the file shrank while it was read: {total - done} bytes are gone",

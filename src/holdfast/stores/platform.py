@@ -24,7 +24,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import ModuleType
 
@@ -103,19 +103,15 @@ def called(result: int, *names: str) -> bool:
     raise OSError(code, os.strerror(code), *names[:1], *([None, names[1]] if names[1:] else []))
 
 
-if hasattr(os, "preadv"):
+def _read_through_block(descriptor: int, buffers: list[memoryview], start: int) -> int:
+    (out,) = buffers
+    block = read_block(descriptor, min(out.nbytes, BLOCK), start)
+    out[: len(block)] = block
+    return len(block)
 
-    def read_some(descriptor: int, out: memoryview, start: int) -> int:
-        """Read some bytes from `start` on to their place, and say how many; 0 at the end."""
-        got: int = _os.preadv(descriptor, [out], start)
-        return got
 
-else:
-
-    def read_some(descriptor: int, out: memoryview, start: int) -> int:
-        block = read_block(descriptor, min(out.nbytes, BLOCK), start)
-        out[: len(block)] = block
-        return len(block)
+preadv: Callable[[int, list[memoryview], int], int] = getattr(os, "preadv", _read_through_block)
+"""Reads some bytes from a place on into one buffer, and returns how many; 0 at the end."""
 
 
 if hasattr(os, "pread"):

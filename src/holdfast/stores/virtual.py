@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from holdfast.core.arrays import Ints
 from holdfast.core.protocols import Stamp, Store
 from holdfast.core.runtime import renewed
 from holdfast.core.tensor import LazyTensor
@@ -112,10 +111,6 @@ class Virtual(Store):
     def map(self, key: str) -> memoryview | None:
         store = self.below(key)
         return None if store is None else store.map(key)
-
-    def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
-        store = self.below(key)
-        return 0 if store is None else store.gather(key, starts, nbytes, places)
 
     def stamp(self, key: str) -> Stamp:
         store = self.below(key)

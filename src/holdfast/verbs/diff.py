@@ -54,8 +54,7 @@ from holdfast.engine.computed import Dequantized
 from holdfast.engine.digest import recorded_crc, tensor_crcs
 from holdfast.engine.equal import Located, same_bytes, same_ranges
 from holdfast.engine.scan import blocks, compare_block
-from holdfast.engine.threads import default_threads
-from holdfast.engine.transfer import run_reads
+from holdfast.engine.threads import DEFAULT_THREADS, run_reads
 from holdfast.errors import located
 from holdfast.formats import format_of
 from holdfast.numeric.compare import Content, Tally
@@ -118,7 +117,7 @@ def compare_tensors(
         work += [partial(compare, number, start, stop, count) for start, stop in blocks(count)]
     if work:
         stores = [tensor.source.store for pair in pairs for tensor in pair]
-        run_reads(work, threads or default_threads(), stores=stores)
+        run_reads(work, threads or DEFAULT_THREADS, stores=stores)
     return [tally.content() for tally in tallies]
 
 

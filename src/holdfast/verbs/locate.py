@@ -14,7 +14,6 @@ import re
 from pathlib import PurePath
 
 from holdfast.core.limits import Limits
-from holdfast.core.value import Value
 from holdfast.errors import HeaderError, NoSuchPath, StoreError, UnsafePath, Unsupported
 from holdfast.formats.index_file import INDEX, USUAL, some
 from holdfast.stores.local import LocalStore
@@ -36,16 +35,12 @@ REF_NBYTES = 256
 """More than any ref takes: it holds the 40 digits of a commit."""
 
 
-class CheckpointPlace(Value, frozen=True):
-    """Where a checkpoint is."""
+def locate_checkpoint(path: str, limits: Limits) -> tuple[str, str]:
+    """Find the place of the checkpoint that a path or URL stands for: usually the path itself.
 
-    path: str
-    index: str = ""
-    """The index that the user named, which counts although another one may have the usual name."""
-
-
-def locate_checkpoint(path: str, limits: Limits) -> CheckpointPlace:
-    """Return the place of the checkpoint that a path or URL stands for: usually the path itself.
+    Returns:
+        The place, and the index that the user named. That index counts although another one may
+        have the usual name. It is empty if the user named no index.
 
     Raises:
         NoSuchPath: The index, or the snapshot that a ref names, is not there.
@@ -56,11 +51,11 @@ def locate_checkpoint(path: str, limits: Limits) -> CheckpointPlace:
     if path.endswith(INDEX_ENDS) and not place.is_folder:
         # Opening the index says why it cannot be read, for example because it is not there.
         place.store(limits, _recover_nothing).close()
-        return CheckpointPlace(place.parent, place.name)
+        return place.parent, place.name
     name = PurePath(path).name or _name_working_folder()
     if place.on_disk and name.startswith(CACHED_MODEL):
-        return CheckpointPlace(_find_snapshot(path, limits))
-    return CheckpointPlace(path)
+        return _find_snapshot(path, limits), ""
+    return path, ""
 
 
 def _name_working_folder() -> str:

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import PurePath
 from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 
 import numpy as np
@@ -31,14 +32,13 @@ from holdfast.errors import (
     Replaced,
     UnknownFormat,
     ZipError,
-    located,
 )
 from holdfast.formats import FORMATS, format_of
 from holdfast.formats.detect import detect
 from holdfast.formats.index_file import some
 from holdfast.stores.paths import check_binary, place_of
 from holdfast.stores.place import place_at
-from holdfast.verbs.locate import locate_checkpoint
+from holdfast.verbs.locate import CACHED_MODEL, INDEX_ENDS, locate_checkpoint
 
 if TYPE_CHECKING:
     from holdfast.core.group import Ranks
@@ -136,21 +136,26 @@ def _closed_by(stack: ExitStack, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _described(source: Source, *, plugins: bool = True) -> Checkpoint:
-    """The checkpoint of a source, also of one that came from another process."""
-    with located(file=source.store.name), gc_paused(), source.store.reading():
-        try:
-            format = detect(source, plugins=plugins)
-        except UnknownFormat as error:
-            raise _with_steps(error, source) from None
-        try:
+    """Return the checkpoint of a source, which may have come from another process."""
+    store = source.store
+    try:
+        with gc_paused(), store.reading():
+            try:
+                format = detect(source, plugins=plugins)
+            except UnknownFormat as error:
+                raise _with_steps(error, source) from None
             return Checkpoint(source, format.describe(source), again=_described)
-        except ZipError as error:
-            # A data file of DCP has several archives, one behind the other. Its index has their places.
-            if not any(one.data and source.store.name.endswith(one.data) for one in FORMATS):
-                raise
+    except HoldfastError as error:
+        if error.file is None:
+            error.file = store.name
+        # A data file of DCP has several archives, one behind the other. Its index has their places.
+        data_suffixes = tuple(entry.data for entry in FORMATS if entry.data)
+        if isinstance(error, ZipError) and store.name.endswith(data_suffixes):
             raise UnknownFormat(
-                "one of the data files of a distributed checkpoint; open the folder that it is in"
+                "one of the data files of a distributed checkpoint; open the folder that it is in",
+                file=store.name,
             ) from error
+        raise
 
 
 def _with_steps(error: UnknownFormat, source: Source) -> UnknownFormat:
@@ -193,12 +198,15 @@ def steady(
 
 def checkpoint_store(path: Openable, limits: Limits, *, store: object | None = None) -> Store:
     """Open the store of the checkpoint that `path` stands for: of an index its folder, of a hub cache folder its snapshot."""
-    if isinstance(path, str | os.PathLike):
-        located_checkpoint = locate_checkpoint(place_of(path, store), limits)
-        opened_store = place_at(located_checkpoint.path).store(limits, _recover)
-        opened_store.index = located_checkpoint.index
-        return opened_store
-    return store_of(path, limits)
+    if not isinstance(path, str | os.PathLike):
+        return store_of(path, limits)
+    place, index = place_of(path, store), ""
+    # Only an index and a model's folder of the hub cache stand for another place.
+    if place.endswith(INDEX_ENDS) or CACHED_MODEL in place or not PurePath(place).name:
+        place, index = locate_checkpoint(place, limits)
+    opened_store = place_at(place).store(limits, _recover)
+    opened_store.index = index
+    return opened_store
 
 
 def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> Store:

@@ -40,7 +40,7 @@ from holdfast.engine.files import Piece, StoredRanges, stored_ranges
 from holdfast.engine.files import store_of as store_of_key
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import NO_TENSORS
-from holdfast.engine.transfer import run_reads
+from holdfast.engine.threads import run_reads
 from holdfast.errors import (
     Corrupted,
     FormatError,
@@ -208,18 +208,17 @@ def _verified(
         check.one(src)
         return check.report(f"<{type(src).__name__}>")
     try:
-        located = locate_checkpoint(place_of(src), limits)
+        path, index = locate_checkpoint(place_of(src), limits)
     except HoldfastError as error:
         check.refuse(place_in_words(src), error)
         return check.report(place_in_words(src))
-    path = located.path
     for _ in range(TRIES):
         check = Verification(limits, workers, progress, ranks)
         place = place_at(path)
         if place.on_disk:
             check.sealed(path, whole=True)
         if place.is_folder or not place.on_disk:
-            check.directory(path, index=located.index)
+            check.directory(path, index=index)
         else:
             check.recorded(path)
             check.one(path)

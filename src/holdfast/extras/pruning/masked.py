@@ -28,7 +28,6 @@ from holdfast.engine.files import BYTES
 from holdfast.engine.threads import computing
 from holdfast.extras.pruning import select
 from holdfast.extras.pruning.masks import Mask, zero_out
-from holdfast.numeric.cast import as_float64
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
 STEP_ELEMENTS = 1 << 18
@@ -120,7 +119,7 @@ def loss_of(values: np.ndarray, kept: Bools) -> Loss:
         stays = kept[at : at + STEP_ELEMENTS]
         # Signalling NaN may be widened here.
         with np.errstate(invalid="ignore"):
-            wide = as_float64(values[at : at + STEP_ELEMENTS])
+            wide = values[at : at + STEP_ELEMENTS].astype(np.float64)
         zero_count = np.count_nonzero(~stays | (wide == 0))
         squares, nonfinite_count = inner(wide, wide), 0
         if not math.isfinite(squares):

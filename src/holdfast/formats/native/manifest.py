@@ -269,7 +269,8 @@ class _Chunks:
                 key=lambda at: (self._files[at], self._starts[at], self._stops[at], names[at])
             )
         total = {"total_size": int((self._stops - self._starts).sum())}
-        return index_text(total, files, [names[at] for at in order], self._files[order].tolist())
+        weight_map = {names[at]: files[self._files.item(at)] for at in order}
+        return (index_text(total, weight_map),)
 
     def write_text(self) -> bytes:
         """Write all tensors, with blank checksums and without hashes."""

@@ -28,12 +28,12 @@ from holdfast.formats.safetensors.schema import (
     RECORD_START,
     ROWS,
     SHARDING_INFO,
-    Document,
     HeaderColumns,
     HeaderEntry,
     HeaderRecord,
     check_layout,
-    parse_document,
+    parse_exact,
+    parse_fast,
 )
 
 SMALLEST_NBYTES = 2
@@ -104,38 +104,32 @@ def read_header(source: Source, key: str) -> Header:
             message, file=key, offset=0, expected=source.limits.header_nbytes, found=length
         )
     data_start = PREFIX_NBYTES + length
-    document = parse_document(source.bytes(key, PREFIX_NBYTES, data_start), source.limits, file=key)
+    raw = source.bytes(key, PREFIX_NBYTES, data_start)
+    document = parse_fast(raw) or parse_exact(raw, source.limits, file=key)
     columns = check_layout(document.entries, range(data_start, size), source.limits, file=key)
+
+    texts = document.metadata
+    metadata = {name: text for name, text in texts.items() if name != RECORD}
+    record = NO_RECORD
+    # A record under another name has a damaged name, which `read_record` refuses.
+    if RECORD in texts or any(text.startswith(RECORD_START) for text in texts.values()):
+        from holdfast.formats.safetensors.record import read_record  # most files have none
+
+        with located(file=key):
+            record = read_record(
+                texts.get(RECORD), document.entries, metadata, header=True, limits=source.limits
+            )
+        if record.changed is not None:
+            record.changed.file = key
     return Header(
         key,
         data_start,
         copied_together([*document.entries]),
-        {name: text for name, text in document.metadata.items() if name != RECORD},
+        metadata,
         columns,
-        _read_record(source, key, document),
+        record,
         document.unknown_fields,
     )
-
-
-def _read_record(source: Source, key: str, document: Document) -> HeaderRecord:
-    """Read the record of Holdfast in a header; `NO_RECORD` if nothing there looks like one."""
-    texts = document.metadata
-    # A record under another name has a damaged name, which `read_record` refuses.
-    if RECORD not in texts and not any(text.startswith(RECORD_START) for text in texts.values()):
-        return NO_RECORD
-    from holdfast.formats.safetensors.record import read_record  # most files have none
-
-    with located(file=key):
-        record = read_record(
-            texts.get(RECORD),
-            document.entries,
-            {name: text for name, text in texts.items() if name != RECORD},
-            header=True,
-            limits=source.limits,
-        )
-    if record.changed is not None:
-        record.changed.file = key
-    return record
 
 
 def begins_like_safetensors(source: Source, key: str) -> bool:
@@ -155,13 +149,10 @@ def begins_like_safetensors(source: Source, key: str) -> bool:
 
 def describe(source: Source) -> Description:
     """Describe a source that is one file."""
-    keys = source.store.list()
-    if len(keys) != 1:
-        raise HeaderError(
-            f"one safetensors file was expected, {len(keys):,} files are there",
-            file=source.store.name,
-        )
-    header = read_header(source, keys[0])
+    key = source.store.single
+    if key is None:
+        raise HeaderError("the folder must hold one safetensors file", file=source.store.name)
+    header = read_header(source, key)
     record = header.record
     if source.store.folder:
         refuse_orphans([header])
@@ -172,7 +163,10 @@ def describe(source: Source) -> Description:
     if SHARDING_INFO in header.metadata:
         notes += _describe_pieces(header, source)
 
-    tensors = _file_table(header, source)
+    outlines, outline = header.columns.outlines, header.columns.outline
+    kinds = [Kind.plain(ROWS[code], shape) for code, shape in outlines]
+    storages = header_storages([header], source)
+    tensors = Table(header.names, kinds, outline, range(len(header.names)), storages, {})
     tree: object = tensors
     if record.recorded:
         from holdfast.formats.recorded import restore  # for files with a record
@@ -183,14 +177,6 @@ def describe(source: Source) -> Description:
     return Description(
         "safetensors", tensors, tree, notes=tuple(notes), metadata=header.metadata, changed=changed
     )
-
-
-def _file_table(header: Header, source: Source) -> Table:
-    """Return the tensors of one checked header."""
-    outlines, outline = header.columns.outlines, header.columns.outline
-    kinds = [Kind.plain(ROWS[code], shape) for code, shape in outlines]
-    storages = header_storages([header], source)
-    return Table(header.names, kinds, outline, range(len(header.names)), storages, {})
 
 
 def header_storages(headers: Sequence[Header], source: Source) -> FileStorages:

@@ -82,22 +82,6 @@ NEGATIVE_ZERO = re.compile(r"[\[, \t\r\n]-0")
 ENTRIES = msgspec.json.Decoder(dict[str, HeaderEntry])
 
 
-def parse_document(raw: bytes, limits: Limits, *, file: str | None = None) -> Document:
-    """Parse a header. Raises `HeaderError`, or `LimitExceeded` for nesting; the meaning of numbers is not looked at."""
-    if raw[:1] != b"{":
-        message = f"a header must begin with {{, not with {quoted(raw[:1].decode('latin-1'))}"
-        raise HeaderError(message, file=file, offset=PREFIX_NBYTES)
-    end = len(raw.rstrip(b" "))
-    if raw[end - 1 : end] != b"}":
-        raise HeaderError(
-            "only spaces may follow the header's closing }",
-            file=file,
-            offset=PREFIX_NBYTES + end - 1,
-        )
-    document = parse_fast(raw)
-    return parse_exact(raw, limits, file=file) if document is None else document
-
-
 def parse_fast(raw: bytes) -> Document | None:
     """Parse a header of the form that writers produce; None for any other, be it valid or not.
 
@@ -111,6 +95,8 @@ def parse_fast(raw: bytes) -> Document | None:
     every writer puts it, it is parsed by itself and a dummy entry takes its place; elsewhere it is no `HeaderEntry`, and
     msgspec fails.
     """
+    if raw[:1] != b"{" or not raw.rstrip(b" ").endswith(b"}"):
+        return None
     metadata: dict[str, str] = {}
     try:
         text = raw.decode("utf-8")
@@ -139,7 +125,20 @@ def parse_fast(raw: bytes) -> Document | None:
 
 
 def parse_exact(raw: bytes, limits: Limits, *, file: str | None = None) -> Document:
-    """Parse any header, or say what is wrong with it and where."""
+    """Parse any header. Raises `HeaderError`, or `LimitExceeded` for nesting.
+
+    The meaning of the numbers is not checked.
+    """
+    if raw[:1] != b"{":
+        message = f"a header must begin with {{, not with {quoted(raw[:1].decode('latin-1'))}"
+        raise HeaderError(message, file=file, offset=PREFIX_NBYTES)
+    end = len(raw.rstrip(b" "))
+    if raw[end - 1 : end] != b"}":
+        raise HeaderError(
+            "only spaces may follow the header's closing }",
+            file=file,
+            offset=PREFIX_NBYTES + end - 1,
+        )
     document = parse(raw, limits, file=file, start=PREFIX_NBYTES)
     if not isinstance(document, dict):
         raise _wrong("an object", document, file, None)

@@ -20,8 +20,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice, pairwise, starmap
-from json.encoder import encode_basestring
+from itertools import pairwise, starmap
 from typing import NamedTuple
 
 import msgspec
@@ -33,7 +32,7 @@ from holdfast.core.documents import BLANK, OPENING
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
-from holdfast.core.strict_json import NO_UNICODE, as_keys, is_unicode
+from holdfast.core.strict_json import NO_UNICODE, is_unicode
 from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import name_at, walk
@@ -112,8 +111,7 @@ def plan_file(
         ───────┴──────── Literal ────────────────────────┴───────────── Late ───────────────┴──────── Literal ─────────┴─ Data …
 
     The order of the tensors is that of the safetensors library: by dtype, the widest first, then by name; so every tensor begins
-    at a multiple of its element size, and the data begins at a multiple of 64 bytes. The header is made from a piece of text for
-    each kind, a batch of tensors at a time.
+    at a multiple of its element size, and the data begins at a multiple of 64 bytes.
     """
     order = array("q", _ordered(table, rows, kinds))
     placed = np.asarray(order)
@@ -121,19 +119,19 @@ def plan_file(
     numbers = table.kind_numbers[placed]
     nbytes = table.kind_nbytes[numbers]
     stops = nbytes.cumsum()
-    quote, keys = as_keys(named)
-    openings = [quote + _opening(*kind) for kind in kinds]
+    starts = stops - nbytes
     kind = numbers.tolist()
     listed: list[bytes] = []
     for first in range(0, len(named), BATCH):
-        stop = first + BATCH
-        # Each begins where the one before it ends.
-        ends = [str(first and stops[first - 1]), *map(str, stops[first:stop].tolist())]
-        each = zip(keys[first:stop], kind[first:stop], ends, islice(ends, 1, None), strict=False)
-        text = f"]}},{quote}".join(
-            [f"{name}{openings[number]}{start},{end}" for name, number, start, end in each]
+        batch = slice(first, first + BATCH)
+        each = zip(
+            named[batch], kind[batch], starts[batch].tolist(), stops[batch].tolist(), strict=True
         )
-        listed.append(f"{',' * bool(first)}{quote}{text}]}}".encode())
+        entries = {
+            name: HeaderEntry(kinds[number].code, kinds[number].shape, (start, stop))
+            for name, number, start, stop in each
+        }
+        listed.append(b"," * bool(first) + msgspec.json.encode(entries)[1:-1])
     labels = [label + name for name in named] if label else named
     hollow = {number for number, one in enumerate(table.kinds) if not one.nbytes}
     empty = [labels[at] for at, number in enumerate(kind) if number in hollow] if hollow else []
@@ -144,20 +142,11 @@ def plan_file(
     return FileLayout(plan, header_nbytes, named, placed, nbytes)
 
 
-@lru_cache(1024)
-def _opening(code: str, shape: tuple[int, ...]) -> str:
-    text = msgspec.json.encode(HeaderEntry(code, shape, (0, 0))).decode()
-    return ":" + text.removesuffix("0,0]}")
-
-
 def _ordered(table: Table, rows: Sequence[int], kinds: Sequence[HeaderKind]) -> list[int]:
-    """Rows by dtype, then by name. Each dtype is sorted separately, so that a key is a name, not a pair."""
+    """Return rows by dtype, then by name."""
     ranks = [RANK[kind.code] for kind in kinds]
-    if len(set(ranks)) <= 1:
-        return sorted(rows, key=table.names.__getitem__)
-    kind, name = table.kind, table.names.__getitem__
-    each = ([row for row in rows if ranks[kind[row]] == rank] for rank in sorted(set(ranks)))
-    return [row for some in each for row in sorted(some, key=name)]
+    by_name = sorted(rows, key=table.names.__getitem__)
+    return sorted(by_name, key=lambda row: ranks[table.kind[row]])
 
 
 def _header(
@@ -354,42 +343,13 @@ def index_file(
         metadata[RECORD] = (
             RecordText(fields, fingerprint(weight_map), {**metadata}).whole().decode("utf-8")
         )
-    numbers = {file: number for number, file in enumerate(dict.fromkeys(weight_map.values()))}
-    return FilePlan(
-        key,
-        index_text(
-            metadata, [*numbers], [*weight_map], [numbers[file] for file in weight_map.values()]
-        ),
-    )
+    return FilePlan(key, (index_text(metadata, weight_map),))
 
 
-def index_text(
-    metadata: Mapping[str, object],
-    files: Sequence[str],
-    names: Sequence[str],
-    number: Sequence[int],
-) -> tuple[Literal, ...]:
-    """The text of an index as `json.dumps` makes it with an indent of 2, in pieces. `number` has the file of each name."""
-    raw = msgspec.json.encode({"metadata": metadata, "weight_map": {}})
-    head = msgspec.json.format(raw, indent=2).decode().removesuffix("}\n}")
-    if not names:
-        return (Literal(f"{head}}}\n}}\n".encode()),)
-    quote, keys = as_keys(names)
-    if not quote:
-        keys = [*map(encode_basestring, names)]
-    behind = [f"{quote}: {encode_basestring(file)}" for file in files]
-    between = f",\n    {quote}"
-    pieces = [f"{head}\n    {quote}".encode()]
-    for first in range(0, len(keys), BATCH):
-        some, places = keys[first : first + BATCH], number[first : first + BATCH]
-        if len(behind) == 1:
-            text = f"{behind[0]}{between}".join(some) + behind[0]
-        else:
-            text = between.join(
-                [name + behind[file] for name, file in zip(some, places, strict=True)]
-            )
-        pieces.append((between * bool(first) + text).encode())
-    return tuple(map(Literal, [*pieces, b"\n  }\n}\n"]))
+def index_text(metadata: Mapping[str, object], weight_map: Mapping[str, str]) -> Literal:
+    """Return the text of an index as `json.dumps` makes it with an indent of 2."""
+    raw = msgspec.json.encode({"metadata": metadata, "weight_map": weight_map})
+    return Literal(msgspec.json.format(raw, indent=2) + b"\n")
 
 
 def metadata_problems(state: State, table: Table) -> list[str]:

@@ -44,7 +44,7 @@ from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.pickle.state import State
 from holdfast.formats.pickle.table import Args, Name, Row
 from holdfast.formats.torch.legacy import build_object, read_stream
-from holdfast.formats.torch.recognise import refuse_tar
+from holdfast.formats.torch.recognise import BLOCK_NBYTES, begins_like_tar, tar_error
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.torch.tensors import checked_shape
 from holdfast.formats.torch.zip import SavedFile, describe_saved
@@ -99,7 +99,8 @@ def describe(source: Source) -> Description:
 
 def read_bare_pickle(source: Source, key: str) -> SavedFile:
     """Read a file. Raises `UnknownFormat` for a file of joblib, and `FormatError` for bytes behind the pickle."""
-    refuse_tar(source, key, "pickle")
+    if begins_like_tar(source.first(key, BLOCK_NBYTES)):
+        raise tar_error(key, "pickle")
     nbytes = source.store.size(key)
     payloads = split_payloads(partial(source.bytes, key), nbytes, source.limits)
     table = BarePickleTable(source, key, payloads)

@@ -33,8 +33,9 @@ from holdfast.formats.torch.recognise import (
     MAGIC,
     MEMBERS,
     OCTAL,
+    begins_like_tar,
     has_tar_checksum,
-    refuse_tar,
+    tar_error,
 )
 from holdfast.formats.torch.reducers import Builder
 from holdfast.formats.torch.storages import (
@@ -59,7 +60,8 @@ def describe_legacy(source: Source) -> Description:
 
 
 def read_legacy(source: Source, key: str) -> SavedFile:
-    refuse_tar(source, key, "torch-legacy")
+    if begins_like_tar(source.first(key, BLOCK_NBYTES)):
+        raise tar_error(key, "torch-legacy")
     stream = read_stream(source, key)
     if stream.end != source.store.size(key):
         raise FormatError(

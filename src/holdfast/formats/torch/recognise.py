@@ -61,9 +61,8 @@ def begins_like_tar(head: bytes) -> bool:
     return int(field, 8) in (unsigned, signed)
 
 
-def refuse_tar(source: Source, key: str, format: str) -> None:
-    """Raise `FormatError` for a file that torch would load as a tar, whatever else it is: a checksum alone makes a header."""
-    if begins_like_tar(source.first(key, BLOCK_NBYTES)):
-        both = f"the file is {format} and a tar at once, and torch would load the tar"
-        why = "it was made to show one thing and load another; `holdfast scan` shows what both would do"
-        raise FormatError(f"{both}: {why}", file=key)
+def tar_error(key: str, format: str) -> FormatError:
+    """Return the error for a file of another format that torch would load as a tar."""
+    both = f"the file is {format} and a tar at once, and torch would load the tar"
+    why = "it was made to show one thing and load another; `holdfast scan` shows what both would do"
+    return FormatError(f"{both}: {why}", file=key)

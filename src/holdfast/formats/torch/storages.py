@@ -16,7 +16,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
-from holdfast.core.table import FileColumns, FilePlace
+from holdfast.core.table import FilePlace
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages
@@ -201,14 +201,9 @@ class RecordStorages(FileStorages):
     def __init__(self, source: Source, key: str, archive: Archive) -> None:
         self.archive = archive
         starts, packed, crcs, *_ = archive.records.columns
-        FileColumns.__init__(
-            self,
-            [FilePlace(source, key, source.store)],
-            np.zeros(len(starts), np.int64),
-            starts,
-            packed,
-            crcs,
-        )
+        self.files = [FilePlace(source, key, source.store)]
+        self._file = np.zeros(len(starts), np.int64)
+        self._start, self._nbytes, self._crc = starts, packed, crcs
 
     @cached_property
     def _labels(self) -> Sequence[str]:  # type: ignore[override]  # made when first used

@@ -11,9 +11,8 @@ which `core/leaves.py` named the tensors.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count, islice, repeat
-from operator import is_
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import cast
 
@@ -25,7 +24,7 @@ from holdfast.core.leaves import NO_LEAVES, PLAIN, Leaves
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import State
-from holdfast.core.strict_json import NO_UNICODE, as_keys, is_unicode
+from holdfast.core.strict_json import NO_UNICODE, is_unicode
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, dotted, step
@@ -64,8 +63,6 @@ UNNAMED = "a tensor where tensors have no name (in a key, a set, or the attribut
 
 FLAGS = ("requires_grad", "parameter", "buffer")
 
-TENSOR = msgspec.json.encode({TAG: "tensor", "name": ""}).decode().removesuffix('""}')
-
 
 def flat_tree(names: Iterable[str]) -> object:
     entries = {name: {TAG: "tensor", "name": name} for name in names}
@@ -85,15 +82,15 @@ class EncodedTree(Value, frozen=True):
 
 def encode_state(state: State) -> EncodedTree:
     """The tree of a state as JSON values. Its tensors have the names of the rows of its table. Raises nothing for bad state."""
-    return _encoded(state.tree, LeafTexts(state.leaves, state.tensors))
+    return _encoded(state.tree, state.leaves, state.tensors)
 
 
 def encode_value(value: object) -> EncodedTree:
-    return _encoded(value, NO_TEXTS)
+    return _encoded(value, NO_LEAVES, NO_TENSORS)
 
 
-def _encoded(tree: object, texts: LeafTexts) -> EncodedTree:
-    encoder = Encoder(texts)
+def _encoded(tree: object, leaves: Leaves, table: Table) -> EncodedTree:
+    encoder = Encoder(leaves, table)
     try:
         value = encoder.node(tree, ())
     except RecursionError:
@@ -109,48 +106,6 @@ def _encoded(tree: object, texts: LeafTexts) -> EncodedTree:
     return EncodedTree(value, tuple(encoder.problems), tuple(notes))
 
 
-class LeafTexts:
-    """The texts of the tensors of a state, in the order in which they were found."""
-
-    def __init__(self, leaves: Leaves, table: Table) -> None:
-        self.leaves = leaves
-        names, traits = leaves.names, [_traits_text(kind.traits) for kind in table.kinds]
-        quote, keys = as_keys(names) if is_unicode("".join(names)) else ("", [*map(_quoted, names)])
-        around = [(f"{TENSOR}{quote}", f"{quote}{trait}") if trait else None for trait in traits]
-        each = zip(keys, [around[kind] for kind in table.kind], strict=True)
-        self.texts = [
-            f"{text[0]}{name}{text[1]}" if text and (quote or name) else "" for name, text in each
-        ]
-        """The text of each tensor; empty where it needs more than a name and flags."""
-        self.met = 0
-
-    def count_next(self, values: Collection[object]) -> int:
-        """The number of values, from the first on, that are the next tensors and have texts."""
-        first = self.met
-        same = [*map(is_, values, self.leaves.values[first : first + len(values)]), False].index(
-            False
-        )
-        return [*self.texts[first : first + same], ""].index("")
-
-    def next_name(self, tensor: LazyTensor, given: object) -> str | None:
-        """The name of a tensor, which `given` stands for in the state; None if it is not the next tensor."""
-        row = self.met
-        if row >= len(self.leaves.values) or not any(
-            one is self.leaves.values[row] for one in (tensor, given)
-        ):
-            return None
-        self.met += 1
-        return self.leaves.names[row]
-
-
-def _quoted(text: str) -> str:
-    return msgspec.json.encode(text).decode() if is_unicode(text) else ""
-
-
-def encoded(node: object) -> str:
-    return msgspec.json.encode(node).decode()
-
-
 def is_marked(traits: Traits) -> bool:
     """Whether a tensor has traits that are recorded."""
     marks = traits.requires_grad or traits.parameter or traits.buffer or traits.meta
@@ -162,21 +117,23 @@ def is_marked(traits: Traits) -> bool:
     )
 
 
-def _traits_text(traits: Traits) -> str:
-    if (
-        traits.meta
-        or traits.subclass is not None
-        or traits.state is not None
-        or traits.blocks is not None
-    ):
-        return ""
-    said = msgspec.json.encode({flag: True for flag in FLAGS if getattr(traits, flag)}).decode()
-    return said.replace("{", ",") if len(said) > len("{}") else "}"
+def _plain_flags(traits: Traits) -> dict[str, object] | None:
+    """Return the flags of a tensor as JSON has them; None if it needs more than its name and flags."""
+    if traits.meta or traits.blocks is not None:
+        return None
+    if traits.subclass is not None or traits.state is not None:
+        return None
+    return {flag: True for flag in FLAGS if getattr(traits, flag)}
 
 
 class Encoder:
-    def __init__(self, texts: LeafTexts) -> None:
-        self.texts = texts
+    def __init__(self, leaves: Leaves, table: Table) -> None:
+        self.found = leaves
+        self.row = 0
+        """The row of the next tensor: tensors are met in the order in which they were found."""
+        self.flags = [_plain_flags(kind.traits) for kind in table.kinds]
+        self.kind = table.kind
+        self.has_plain_names = is_unicode("".join(leaves.names))
         self.limits = DEFAULTS
         self.problems: list[str] = []
         self.repeated = 0
@@ -188,14 +145,6 @@ class Encoder:
         """Bytes of long leaves: those written for the first time, and those written again."""
         self.seen: set[int] = set()
         self.on_path: set[int] = set()
-        self.known: dict[type, dict[object, str]] = {
-            float: {},
-            str: {},
-            bool: {True: "true", False: "false"},
-            NONE: {None: "null"},
-        }
-        self.forms: dict[tuple[object, ...], Sequence[str] | None] = {}
-        """By the keys of a dict: the text before each value; None where they are not written as an object."""
         self.spending = Spending(self.limits, 0)
 
     def problem(self, path: Path, what: str) -> object:
@@ -212,133 +161,49 @@ class Encoder:
         self.steps += 1
         kind, given = type(value), value
         if kind not in PLAIN and kind not in CONTAINERS:
-            leaves = self.texts.leaves
-            value = leaves.described(value)
+            value = self.found.described(value)
             kind = type(value)
-            if leaves.is_tensor(value) and not isinstance(value, LazyTensor):
-                row = self.texts.met
-                if (
-                    row < len(leaves.values)
-                    and leaves.values[row] is value
-                    and self.texts.texts[row]
-                ):
-                    self.texts.met += 1
-                    return msgspec.Raw(self.texts.texts[row].encode())
-                return self.problem(path, UNNAMED)
+            if self.found.is_tensor(value) and not isinstance(value, LazyTensor):
+                return self.next_tensor(value) or self.problem(path, UNNAMED)
         if isinstance(value, LazyTensor):
             return self.tensor(value, path, given)
         if kind in CONTAINERS or isinstance(value, Composite):
             return self.container(value, path)
         return self.leaf(value, path)
 
-    def listed(
-        self,
-        values: Collection[object],
-        openings: Iterable[str],
-        keys: Iterable[object],
-        path: Path,
-    ) -> str:
-        """The JSON of values one after the other, each behind its opening. `keys` and `path` give their places.
+    def nodes(
+        self, values: Iterable[object], keys: Iterable[object], path: Path
+    ) -> Iterator[object]:
+        """Yield the JSON of values one after the other. `keys` and `path` give their places."""
+        tensor_types = self.found.kinds
+        for value, key in zip(values, keys, strict=False):
+            kind = type(value)
+            if kind in tensor_types:
+                node = self.next_tensor(value)
+                if node is not None:
+                    self.steps += 1
+                    yield node
+                    continue
+            elif (
+                value is None
+                or kind is bool
+                or (kind is int and abs(cast("int", value)) <= SAFE_INTEGER)
+            ):
+                self.steps += 1
+                yield value
+                continue
+            yield self.node(value, (*path, step(key)))
 
-        No function is called for a tensor or a plain value, and few for a plain dict, list or tuple. All others are nodes.
-        """
-        seen, on_path, forms, known, texts = (
-            self.seen,
-            self.on_path,
-            self.forms,
-            self.known,
-            self.texts,
-        )
-        rows, written, tensors = texts.leaves.values, texts.texts, texts.leaves.kinds
-        first, behind = texts.met, iter(openings)
-        row, stop = first + texts.count_next(values), len(rows)
-        self.steps += row - first
-        out = [
-            *chain.from_iterable(zip(islice(behind, row - first), written[first:row], strict=True))
-        ]
-        pending: list[tuple[Iterator[tuple[str, object, object]], str, int, object]] = []
-        """The open containers: the rest of the values around each, its end, its id, its key."""
-        room = self.limits.depth + LEAF_DEPTH - len(on_path)
-        left = islice(values, row - first, None), islice(keys, row - first, None)
-        inside: Iterator[tuple[str, object, object]] = zip(behind, *left, strict=False)
-        while True:
-            for opening, value, key in inside:
-                kind = type(value)
-                if kind in tensors:
-                    if row < stop and rows[row] is value and written[row]:
-                        out += (opening, written[row])
-                        row += 1
-                        self.steps += 1
-                        continue
-                elif kind is int:
-                    if -SAFE_INTEGER <= value <= SAFE_INTEGER:  # type: ignore[operator]
-                        out += (f"{opening}{value}",)
-                        self.steps += 1
-                        continue
-                elif kind in known:
-                    text = known[kind][value] if value in known[kind] else self.plain_text(value)
-                    if text:
-                        out += (opening, text)
-                        self.steps += 1
-                        continue
-                elif kind in PLAIN_CONTAINERS and room > 0 and (ident := id(value)) not in seen:
-                    begin, end = PLAIN_CONTAINERS[kind]
-                    content: Collection[object] = value  # type: ignore[assignment]
-                    starts: Iterable[str] | None = chain(FIRST, repeat(","))
-                    inner: Iterable[object] = count()
-                    if kind is dict:
-                        inner = form = (*content,)
-                        starts = None
-                        if {*map(type, content)} <= TEXT:
-                            starts = forms[form] if form in forms else self.add_form(form)
-                        content = content.values()  # type: ignore[attr-defined]
-                    if starts is not None:
-                        seen |= {ident}
-                        on_path |= {ident}
-                        room -= 1
-                        self.steps += 1
-                        out += (opening, begin)
-                        pending += ((inside, end, ident, key),)
-                        inside = zip(starts, content, inner, strict=False)
-                        break
-                texts.met = row
-                node = self.node(value, (*path, *[step(one[3]) for one in pending], step(key)))
-                out += (opening, encoded(node))
-                row = texts.met
-            else:
-                if not pending:
-                    break
-                inside, end, ident, _ = pending[-1]
-                del pending[-1]
-                out += (end,)
-                on_path -= {ident}
-                room += 1
-        texts.met = row
-        return "".join(out)
-
-    def plain_text(self, value: object) -> str:
-        """The JSON of a short plain value; empty if JSON has no such value."""
-        if isinstance(value, float):
-            text = msgspec.json.encode(value).decode() if scalars.float_text(value) is None else ""
-            keep = bool(text and value)
-        else:
-            text = _quoted(value) if isinstance(value, str) and len(value) <= LONG_LEAF else ""
-            keep = bool(text)
-        if keep and len(self.known[type(value)]) < MOST_KNOWN:
-            self.known[type(value)][value] = text
-        return text
-
-    def add_form(self, form: tuple[object, ...]) -> Sequence[str] | None:
-        keys = cast("tuple[str, ...]", form)
-        found: Sequence[str] | None = None
-        if (
-            max(map(len, keys), default=0) <= LONG_LEAF
-            and f",{TAG}" not in (every := ",".join(("", *keys)))
-            and is_unicode(every)
-        ):
-            found = _openings(keys)
-        self.forms[form] = found
-        return found
+    def next_tensor(self, value: object) -> dict[str, object] | None:
+        """Return the node of a value if it is the next tensor, and needs only its name and flags."""
+        row = self.row
+        if row >= len(self.found.values) or self.found.values[row] is not value:
+            return None
+        flags, name = self.flags[self.kind[row]], self.found.names[row]
+        if flags is None or not (self.has_plain_names or is_unicode(name)):
+            return None
+        self.row += 1
+        return {TAG: "tensor", "name": name, **flags}
 
     def container(self, value: object, path: Path) -> object:
         """A value that holds others. It may not contain itself, and not be deeper than the limit."""
@@ -380,12 +245,8 @@ class Encoder:
                 return {TAG: "defaultdict", "filler": name, **self.entries(value, path)}
             case dict():
                 entries = self.entries(value, path)
-                plain = "entries" in entries and f",{TAG}" not in ",".join(
-                    ("", *cast("dict[str, object]", value))
-                )
-                if plain or (
-                    "entries" in entries and not any(str(key).startswith(TAG) for key in value)
-                ):
+                has_tag = any(isinstance(key, str) and key.startswith(TAG) for key in value)
+                if "entries" in entries and not has_tag:
                     return entries["entries"]
                 return {TAG: "dict", **entries}
             case list():
@@ -401,73 +262,32 @@ class Encoder:
                 return self.composite(value, path)
         raise TypeError(f"no container: {type(value).__name__}")
 
-    def items(self, values: Collection[object], path: Path) -> object:
-        return msgspec.Raw(
-            f"[{self.listed(values, chain(FIRST, repeat(',')), count(), path)}]".encode()
-        )
+    def items(self, values: Iterable[object], path: Path) -> object:
+        return _shortened([*self.nodes(values, count(), path)])
 
     def entries(self, value: Mapping[object, object], path: Path) -> dict[str, object]:
         """The entries of a dict: as an object where all keys are text, as pairs where they are not."""
-        texts = are_texts(value)
-        # Most dicts have short keys, which are not asked one by one.
-        short = texts and max(map(len, cast("Mapping[str, object]", value)), default=0) <= LONG_LEAF
-        some = texts or any(issubclass(kind, str) for kind in {*map(type, value)})
-        if (
-            some
-            and not short
-            and any(isinstance(key, str) and self.too_often(key) for key in value)
-        ):
+        if any(isinstance(key, str) and self.too_often(key) for key in value):
             self.problem(
                 path, "one of too many places that share a long key; written out, they have no end"
             )
             return {"entries": {}}
-        if texts and self.are_counts(value.values()):
-            return {"entries": msgspec.Raw(msgspec.json.encode(value))}
-        if texts:
-            openings = _openings(cast("Collection[str]", value))
-            return {
-                "entries": msgspec.Raw(
-                    f"{{{self.listed(value.values(), openings, value, path)}}}".encode()
-                )
-            }
-        # Numbers in their order need no look; all other keys are asked what they cost a reader.
-        plain = [type(key) is int and at <= key <= at + 1 for at, key in enumerate(value)]
-        self.steps += sum(plain)
-        each = enumerate(zip(value, plain, strict=True))
-        pairs = [
-            f"],[{key}," if as_is else f"],[{encoded(self.key(key, at, (*path, step(key))))},"
-            for at, (key, as_is) in each
-        ]
+        if {*map(type, value)} <= {str} and is_unicode("".join(cast("list[str]", value))):
+            nodes = dict(zip(value, self.nodes(value.values(), value, path), strict=True))
+            return {"entries": _shortened(nodes)}
+        key_nodes = []
+        for position, key in enumerate(value):
+            # Numbers in their order need no check. All other keys are checked for what they cost a reader.
+            if type(key) is int and position <= key <= position + 1:
+                self.steps += 1
+                key_nodes.append(cast("object", key))
+            else:
+                key_nodes.append(self.key(key, position, (*path, step(key))))
         return {
-            "items": msgspec.Raw(
-                f"[{self.listed(value.values(), pairs, value, path)[2:]}]]".encode()
+            "items": _shortened(
+                [*zip(key_nodes, self.nodes(value.values(), value, path), strict=True)]
             )
         }
-
-    def are_counts(self, values: Collection[object]) -> bool:
-        """Whether values are dicts of small integers that stand nowhere else: these are JSON as they are.
-
-        The versions of modules in torch's `state_dict()` are such dicts, one for each module.
-        """
-        if {*map(type, values)} != {dict} or len(self.on_path) >= self.limits.depth + LEAF_DEPTH:
-            return False
-        dicts, places = cast("Collection[dict[object, object]]", values), {*map(id, values)}
-        numbers, names = (
-            [*chain.from_iterable(map(dict.values, dicts))],
-            [*chain.from_iterable(dicts)],
-        )
-        if len(places) < len(dicts) or not places.isdisjoint(self.seen):
-            return False
-        # Numbers that are equal may be of several types, and so may keys.
-        if {*map(type, numbers)} != {int} or not are_texts(names):
-            return False
-        found, keys = cast("set[int]", {*numbers}), {*names}
-        long = any(len(str(key)) > LONG_LEAF or str(key).startswith(TAG) for key in keys)
-        if long or not -SAFE_INTEGER <= min(found) <= max(found) <= SAFE_INTEGER:
-            return False
-        self.seen |= places
-        self.steps += len(dicts) + len(numbers)
-        return True
 
     def members(self, values: Iterable[object], path: Path) -> list[object]:
         """The members of a set, in an order that does not depend on this process."""
@@ -495,9 +315,13 @@ class Encoder:
         return {} if metadata is None else {"metadata": self.node(metadata, (*path, "_metadata"))}
 
     def tensor(self, tensor: LazyTensor, path: Path, given: object) -> object:
-        name = self.texts.next_name(tensor, given)
-        if name is None:
+        expected = self.found.values[self.row : self.row + 1]
+        if not any(
+            value is expected_value for value in (tensor, given) for expected_value in expected
+        ):
             return self.problem(path, UNNAMED)
+        name = self.found.names[self.row]
+        self.row += 1
         if not is_unicode(name):
             return self.problem(path, NO_UNICODE)
         node: dict[str, object] = {TAG: "tensor", "name": name}
@@ -653,28 +477,12 @@ class Encoder:
         return {TAG: "numpy.scalar", **node}
 
 
-def are_texts(values: Collection[object]) -> bool:
-    return {*map(type, values)} <= {str} and is_unicode("".join(cast("Collection[str]", values)))
+def _shortened(node: object) -> object:
+    """Return the text of a node: a million small objects take more memory."""
+    return msgspec.Raw(msgspec.json.encode(node))
 
 
-def _openings(keys: Collection[str]) -> list[str]:
-    quote, texts = as_keys([*keys])
-    made = [f",{quote}{text}{quote}:" for text in texts]
-    return [made[0][1:], *made[1:]] if made else []
-
-
-PLAIN_CONTAINERS: dict[type, tuple[str, str]] = {
-    dict: ("{", "}"),
-    list: ("[", "]"),
-    tuple: (f'{{"{TAG}":"tuple","items":[', "]}"),
-}
-
-NONE = type(None)
-TEXT = frozenset({str})
-FIRST = ("",)
 SAFE_INTEGER = scalars.SAFE_INTEGER
-MOST_KNOWN = 10_000
-
 CONTAINERS = frozenset(
     {dict, OrderedDict, Counter, defaultdict, DefaultDict, list, tuple, Size, set, frozenset}
 )
@@ -691,6 +499,3 @@ def _described(value: object) -> str:
     kind = type(value)
     hint = "; save its state_dict()" if callable(getattr(kind, "state_dict", None)) else ""
     return f"an object of class {kind.__module__}.{kind.__qualname__}{hint}"
-
-
-NO_TEXTS = LeafTexts(NO_LEAVES, NO_TENSORS)

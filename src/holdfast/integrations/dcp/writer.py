@@ -38,7 +38,7 @@ from holdfast.engine.saves import FilePlan, Literal
 from holdfast.engine.stream import Writer as Output
 from holdfast.engine.stream import write_all, write_stream
 from holdfast.engine.targets.target import Saving, Target, join_target
-from holdfast.engine.threads import default_threads
+from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.engine.write import write_file
 from holdfast.errors import Unsupported
 from holdfast.formats import format_of
@@ -107,7 +107,7 @@ class Writer(CheckpointPlace, StorageWriter):
         super().__init__(path, store)
         self.save_id = uuid.uuid4().hex
         self.overwrite, self.durable = overwrite, durable and sync_files
-        self._threads = threads or thread_count or default_threads()
+        self._threads = threads or thread_count or DEFAULT_THREADS
         self._single, self._extensions = single_file_per_rank, list(_extensions or ())
         self._target: Target | None = None
         self._alone: int | None = None

@@ -36,7 +36,7 @@ from holdfast.core.value import Value
 from holdfast.engine.boxes import read_boxes
 from holdfast.engine.ranges import UNKNOWN
 from holdfast.engine.source import OpenSource
-from holdfast.engine.threads import default_threads
+from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgument, HoldfastError, located
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
@@ -116,7 +116,7 @@ def load_rows(
     short = sum(rows.short_nbytes for rows in groups)
     given = max(
         (rows.source.threads for rows in groups if isinstance(rows.source, OpenSource)),
-        default=default_threads(),
+        default=DEFAULT_THREADS,
     )
     threads = min(given, SHORT_READERS if short > total // 2 else READERS)
     stores = dict.fromkeys(rows.source.store for rows in groups)

@@ -20,7 +20,7 @@ from holdfast.core.arrays import Ints
 from holdfast.core.runtime import at_fork
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import ContiguousBlock, contiguous_blocks
-from holdfast.engine.threads import default_threads, run_all
+from holdfast.engine.threads import DEFAULT_THREADS, run_all
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock, available_nbytes
 from holdfast.torch.cuda.memory import GpuSource, gather
 from holdfast.torch.cuda.pipeline import CopyEvent
@@ -102,7 +102,7 @@ class Copies:
                 ]
         self._marks += source.copy_later(direct, self._room.tensor)
         if work:
-            run_all(work, default_threads())
+            run_all(work, DEFAULT_THREADS)
 
     def begin_rows(
         self, device: torch.device, tensors: Sequence[torch.Tensor], starts: Ints, nbytes: Ints

@@ -27,7 +27,7 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.checksums import damage
 from holdfast.engine.coalesce import Ranges
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
-from holdfast.engine.threads import default_threads
+from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.errors import (
     Corrupted,
     FormatError,
@@ -307,7 +307,7 @@ class LazyStorages(Storages[TypedStorage]):
             lambda number: extents[number].label,
             damaged,
         )
-        read_ranges(self._source.store, ranges, threads=default_threads())
+        read_ranges(self._source.store, ranges, threads=DEFAULT_THREADS)
 
     def _swap_bytes(self, storage: torch.UntypedStorage, asked: StorageId) -> None:
         own = dtype_named(asked.dtype.name)

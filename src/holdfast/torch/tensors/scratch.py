@@ -127,11 +127,7 @@ class CastLosses:
             and own is not None
             and own.kind == "float"
         )
-        if (
-            quick
-            and own is not None
-            and not count_losses(array_of(value, own).reshape(-1), None, dtype)
-        ):
+        if quick and own is not None and not count_losses(array_of(value, own).reshape(-1), dtype):
             self._of(dtype).add([name], value.numel(), {})
             return
         rows = max(1, MOST_ELEMENTS * len(value) // value.numel()) if value.dim() else 1

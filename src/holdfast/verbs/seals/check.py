@@ -18,7 +18,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.file_digest import digest_of
-from holdfast.engine.threads import default_threads, run_all
+from holdfast.engine.threads import DEFAULT_THREADS, run_all
 from holdfast.errors import BadPath, HoldfastError, LimitExceeded, StoreError, UnsafePath
 from holdfast.stores import platform
 from holdfast.stores.files import is_temporary
@@ -235,7 +235,7 @@ def compare_digests(
     def compare_some(numbers: list[int]) -> list[Misfit | None]:
         misfits: dict[int, Misfit] = {}
         run_all(
-            [partial(compare, number, misfits) for number in numbers], threads or default_threads()
+            [partial(compare, number, misfits) for number in numbers], threads or DEFAULT_THREADS
         )
         return [misfits.get(number) for number in numbers]
 

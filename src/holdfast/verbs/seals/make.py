@@ -22,7 +22,7 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing, refusing
 from holdfast.engine.commit.transactions import replace_file
 from holdfast.engine.file_digest import digest_of
-from holdfast.engine.threads import default_threads, run_all
+from holdfast.engine.threads import DEFAULT_THREADS, run_all
 from holdfast.errors import LimitExceeded
 from holdfast.stores.files import FileEntry, Files, split_path, system_files
 from holdfast.stores.paths import AnyPath, local_path
@@ -83,7 +83,7 @@ def write_seal(
                 _take, files, at, made, digest=digest, durable=durable, progress=progress
             )
             order = sorted(listing, key=lambda name: -listing[name].nbytes)
-            run_all([partial(take, one) for one in order], threads or default_threads())
+            run_all([partial(take, one) for one in order], threads or DEFAULT_THREADS)
             if durable:
                 _sync_folders(files, at, listing)
                 if folder:

@@ -628,7 +628,7 @@ class Casting:
         def observe(
             names: Sequence[str], starts: Ints, elements: np.ndarray, made: np.ndarray
         ) -> None:
-            losses.add(names, elements.size, count_losses_each(elements, made, dtype, starts))
+            losses.add(names, elements.size, count_losses_each(elements, dtype, starts))
 
         return Elementwise(origin, dtype, lambda elements: cast(elements, dtype), observe)
 
