@@ -204,10 +204,11 @@ class Leaves:
         self.alone = names == [""] and not isinstance(state, dict | list | tuple | Opaque)
         if self.alone:
             names[0], self.paths = LONE_TENSOR_NAME, dict.fromkeys(self.paths, ())
-        if not self.flat and len({*names}) < len(names):
+        if len({*names}) < len(names):
             self._number_names()
             characters += sum(len(names[row]) - len(base) for row, base in self.doubled)
-        policy.room(characters, len(names))
+        if characters > FREE_CHARACTERS:
+            policy.room(characters, len(names))
 
     def _go_through(self, state: object, policy: Policy) -> int:
         kinds, entered, refuses, depth, paths = (

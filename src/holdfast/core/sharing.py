@@ -137,7 +137,8 @@ def check_expansion(table: Table, rows: Sequence[int] | None = None) -> None:
         table: The tensors of a checkpoint.
         rows: The rows that are copied out, all of them by default.
     """
-    if not table.apart and are_distinct(table.storage):
+    is_regular = not table.odd and all(kind.whole for kind in table.kinds)
+    if is_regular and are_distinct(table.storage):
         return
     shared = shared_rows([table])
     copied_rows = shared.rows if rows is None else sorted({*shared.rows}.intersection(rows))

@@ -200,38 +200,19 @@ Column = Sequence[int] | Ints
 
 
 class FileColumns:
-    """Ranges of files. Columns may grow until somebody asks for them as arrays."""
+    """Ranges of files, as columns."""
 
     files: Sequence[FilePlace]
-    _file: Column
-    _start: Column
-    _nbytes: Column
-    _crc: Column
-
-    @property
-    def file(self) -> Ints:
-        self._file = np.asarray(self._file, np.int64)
-        return self._file
-
-    @property
-    def start(self) -> Ints:
-        self._start = np.asarray(self._start, np.int64)
-        return self._start
-
-    @property
-    def nbytes(self) -> Ints:
-        self._nbytes = np.asarray(self._nbytes, np.int64)
-        return self._nbytes
+    file: Ints
+    """The file of each range, as a position in `files`."""
+    start: Ints
+    nbytes: Ints
+    crc: Ints
+    """The CRC-32 that the file records of each range; `NO_CRC` where it does not."""
 
     @property
     def read_nbytes(self) -> Ints:
         return self.nbytes
-
-    @property
-    def crc(self) -> Ints:
-        """The CRC-32 that the file records of each; `NO_CRC` where it does not."""
-        self._crc = np.asarray(self._crc, np.int64)
-        return self._crc
 
 
 class RegularRows(Value, frozen=True):
@@ -322,18 +303,18 @@ class Table(Mapping[str, LazyTensor]):
     @cached_property
     def apart(self) -> Mapping[int, None]:
         """Rows that are not all bytes of a storage, in order: views and odd ones."""
-        return self._rows_not({number for number, kind in enumerate(self.kinds) if not kind.whole})
+        return self._rows_of({number for number, kind in enumerate(self.kinds) if not kind.whole})
 
     @cached_property
     def single(self) -> Mapping[int, None]:
         """Rows that are read by themselves, in order, by their lazy tensors (`view`): odd ones, and views that are no range of
         bytes of a storage, or of one that is not read in parts."""
         parts, kinds = self.storages.divisible, enumerate(self.kinds)
-        return self._rows_not(
+        return self._rows_of(
             {number for number, kind in kinds if not (kind.whole or (parts and kind.dense))}
         )
 
-    def _rows_not(self, kinds: set[int]) -> dict[int, None]:
+    def _rows_of(self, kinds: set[int]) -> dict[int, None]:
         odd = self.odd
         return dict.fromkeys(
             [row for row, one in enumerate(self.kind) if one in kinds or row in odd]

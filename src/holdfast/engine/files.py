@@ -90,7 +90,7 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
             if place.storages is not held:
                 held = place.storages
                 if held not in parts:
-                    parts[held], count = count, count + len(held)
+                    parts[held], count = count, count + len(held.start)
                 first = parts[held]
             kind += (positions[like],)
             storage += (first + place.number,)
@@ -209,7 +209,7 @@ class FileRow(Value, frozen=True, eq=False):
             own.files[own.file_of(number)].key,
             start,
             kind.nbytes,
-            int(own._crc[number]) if kind.whole else NO_CRC,
+            own.crc.item(number) if kind.whole else NO_CRC,
         )
 
 
@@ -221,13 +221,13 @@ class FileStorages(FileColumns):
         labels: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         self.files = files
-        self._file, self._start = file, start
-        self._nbytes, self._crc = nbytes, crc
+        self.file, self.start = np.asarray(file, np.int64), np.asarray(start, np.int64)
+        self.nbytes, self.crc = np.asarray(nbytes, np.int64), np.asarray(crc, np.int64)
         self.names = names
         self._labels = names if labels is None else labels
 
     def __len__(self) -> int:
-        return len(self._start)
+        return len(self.start)
 
     def named(self, names: Sequence[str]) -> FileStorages:
         made = copy.copy(self)
@@ -235,24 +235,24 @@ class FileStorages(FileColumns):
         return made
 
     def file_of(self, number: int) -> int:
-        return int(self._file[number])
+        return self.file.item(number)
 
     def start_of(self, number: int) -> int:
-        return int(self._start[number])
+        return self.start.item(number)
 
     @property
     def stores(self) -> tuple[Store, ...]:
         return tuple(dict.fromkeys(place.source.store for place in self.files))
 
     def storage(self, number: int, kind: Kind) -> Storage:
-        place, crc = self.files[self._file[number]], int(self._crc[number])
+        place, crc = self.files[self.file.item(number)], self.crc.item(number)
         return Storage(
-            place.key, int(self._start[number]), int(self._nbytes[number]), kind.byteorder, None if crc == NO_CRC else crc,
+            place.key, self.start.item(number), self.nbytes.item(number), kind.byteorder, None if crc == NO_CRC else crc,
             kind.location, self._labels[number], home=place.home,
         )  # fmt: skip
 
     def view(self, number: int, kind: Kind, name: str, offset: int = 0) -> LazyTensor:
-        source = self.files[self._file[number]].source
+        source = self.files[self.file.item(number)].source
         return LazyTensor(
             name,
             kind.dtype,

@@ -48,15 +48,16 @@ Block = tuple[int, int] | Box
 """Elements [start, stop) in C order, or a rectangle of the tensor as a matrix (first axis by all others)."""
 
 
+Extent = tuple[str, int, int]
+"""A range of a file: its key, first byte and length."""
+
+
 class FileBlock(Value, frozen=True):
     """A block of a tensor that is a range of a file."""
 
     number: int
     """Of its tensor."""
     block: tuple[int, int]
-    key: str
-    start: int
-    nbytes: int
     crc: int
     """What the file records for just these bytes; `NO_CRC` if that is not to be compared."""
 
@@ -118,7 +119,7 @@ def scan(
     and 1. A tensor without blocks gives what its accumulator says of nothing."""
     run = _Scan(tensors, make, progress)
     tasks: list[Callable[[], None]] = []
-    file_blocks: dict[Store, list[FileBlock]] = {}
+    file_blocks: dict[Store, dict[Extent, list[FileBlock]]] = {}
     for number, tensor in enumerate(tensors):
         source, place = tensor.source, tensor.file_range()
         tensor_blocks = [*(blocks(tensor.size) if cut is None else cut(number))]
@@ -132,29 +133,31 @@ def scan(
         width = tensor.dtype.bits // 8
         for start, stop in flat_blocks:
             block_crc = crc if compares and stop - start == tensor.size else NO_CRC
-            begin, nbytes = first + start * width, (stop - start) * width
-            block = FileBlock(number, (start, stop), key, begin, nbytes, block_crc)
-            file_blocks.setdefault(source.store, []).append(block)
-    for store, store_blocks in file_blocks.items():
-        tasks += [
-            partial(run.read_together, store, batch) for batch in _cut_batches(store, store_blocks)
-        ]
+            extent = key, first + start * width, (stop - start) * width
+            # Tied tensors have the same extents, which are read once.
+            extents = file_blocks.setdefault(source.store, {})
+            extents.setdefault(extent, []).append(FileBlock(number, (start, stop), block_crc))
+    for store, extents in file_blocks.items():
+        for batch in _cut_batches(store, extents):
+            shown = [extents[extent] for extent in batch]
+            tasks.append(partial(run.read_together, store, batch, shown))
     stores = [tensor.source.store for tensor in tensors]
     run_reads(tasks, threads or DEFAULT_THREADS, stores=stores)
     return run.results()
 
 
-def _cut_batches(store: Store, blocks: list[FileBlock]) -> Iterator[list[FileBlock]]:
-    """Group the blocks of small neighbours, so that they are read together."""
+def _cut_batches(store: Store, extents: Iterable[Extent]) -> Iterator[list[Extent]]:
+    """Group small neighbours, so that they are read together."""
     most_nbytes = REMOTE.block if store.medium.requests else LOCAL.block
-    batch: list[FileBlock] = []
-    nbytes = 0
-    for block in sorted(blocks, key=lambda block: (block.key, block.start)):
-        if batch and nbytes + block.nbytes > most_nbytes:
+    batch: list[Extent] = []
+    batch_nbytes = 0
+    for extent in sorted(extents):
+        nbytes = extent[2]
+        if batch and batch_nbytes + nbytes > most_nbytes:
             yield batch
-            batch, nbytes = [], 0
-        batch.append(block)
-        nbytes += block.nbytes
+            batch, batch_nbytes = [], 0
+        batch.append(extent)
+        batch_nbytes += nbytes
     if batch:
         yield batch
 
@@ -179,21 +182,23 @@ class _Scan(Generic[T]):
         with located(tensor=tensor.name):
             self.show(number, block, read_block(tensor, block))
 
-    def read_together(self, store: Store, batch: Sequence[FileBlock]) -> None:
-        ranges = Ranges.of([(block.key, block.start, block.nbytes) for block in batch])
+    def read_together(
+        self, store: Store, batch: Sequence[Extent], shown: Sequence[Sequence[FileBlock]]
+    ) -> None:
+        """Read a batch, and show each of its extents as the blocks that it is."""
         policy = REMOTE if store.medium.requests else LOCAL
-        data = read_to_scratch(
-            store, ranges, lambda position: self.tensors[batch[position].number].name, policy=policy
-        )
+        name = lambda position: self.tensors[shown[position][0].number].name  # noqa: E731
+        data = read_to_scratch(store, Ranges.of(batch), name, policy=policy)
         stop = 0
-        for block in batch:
-            start, stop = stop, stop + block.nbytes
-            tensor, content = self.tensors[block.number], data[start:stop]
-            if block.crc != NO_CRC and (found := crc32(content.data)) != block.crc:
-                raise damage(tensor.storages[0], tensor.name, found)
-            with located(tensor=tensor.name):
-                aligned = content if start % WIDEST_NBYTES == 0 else content.copy()
-                self.show(block.number, block.block, aligned.view(tensor.dtype.numpy))
+        for (_, _, nbytes), blocks in zip(batch, shown, strict=True):
+            start, stop = stop, stop + nbytes
+            content = data[start:stop] if start % WIDEST_NBYTES == 0 else data[start:stop].copy()
+            for block in blocks:
+                tensor = self.tensors[block.number]
+                if block.crc != NO_CRC and (found := crc32(content.data)) != block.crc:
+                    raise damage(tensor.storages[0], tensor.name, found)
+                with located(tensor=tensor.name):
+                    self.show(block.number, block.block, content.view(tensor.dtype.numpy))
 
     def show(self, number: int, block: Block, values: np.ndarray) -> None:
         values = values.view(np.uint8) if values.dtype == np.bool_ else values

@@ -202,8 +202,8 @@ class RecordStorages(FileStorages):
         self.archive = archive
         starts, packed, crcs, *_ = archive.records.columns
         self.files = [FilePlace(source, key, source.store)]
-        self._file = np.zeros(len(starts), np.int64)
-        self._start, self._nbytes, self._crc = starts, packed, crcs
+        self.file, self.start = np.zeros(len(starts), np.int64), np.array(starts, np.int64)
+        self.nbytes, self.crc = np.array(packed, np.int64), np.array(crcs, np.int64)
 
     @cached_property
     def _labels(self) -> Sequence[str]:  # type: ignore[override]  # made when first used
