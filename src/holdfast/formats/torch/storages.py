@@ -122,8 +122,8 @@ class Storages(Generic[W]):
 
     def __init__(self, lengths: tuple[int, ...] = (5,)) -> None:
         self.lengths = lengths
-        self._known: dict[str, tuple[StorageId, W]] = {}
-        """By key, the first id and its storage."""
+        self._known: dict[str, tuple[DType, int, W]] = {}
+        """By key, the storage, with the dtype and the number of elements that its first id says."""
         self._empty: dict[tuple[str, str], W] = {}
         """By key and dtype, storages without elements that have further dtypes."""
 
@@ -133,25 +133,30 @@ class Storages(Generic[W]):
         known = self._known.get(storage_id.key)
         if known is None:
             whole = self.whole(storage_id)
-            self._known[storage_id.key] = storage_id, whole
+            self._known[storage_id.key] = storage_id.dtype, storage_id.count, whole
         else:
-            first, whole = known
-            if first.dtype is not storage_id.dtype or first.count != storage_id.count:
-                whole = self._find_empty(first, storage_id)
+            dtype, count, whole = known
+            if dtype is not storage_id.dtype or count != storage_id.count:
+                whole = self._find_empty(dtype, count, storage_id)
         return whole if storage_id.view is None else self.part(whole, *storage_id.view)
 
-    def _find_empty(self, first: StorageId, storage_id: StorageId) -> W:
+    def _find_empty(self, dtype: DType, count: int, storage_id: StorageId) -> W:
         """Return an empty storage, which torch saves under as many dtypes as it was used with.
+
+        Args:
+            dtype: The dtype that the first id of this key says.
+            count: The number of elements that it says.
+            storage_id: Another id of this key.
 
         Raises:
             MetadataError: One of the two ids of this key says that it has elements.
         """
-        if first.count or storage_id.count:
-            one = f"{first.count:,} × {first.dtype}"
+        if count or storage_id.count:
+            one = f"{count:,} × {dtype}"
             other = f"{storage_id.count:,} × {storage_id.dtype}"
             raise MetadataError(
                 f"storage {storage_id.key!r} is {one} in one place and {other} in another",
-                expected=(first.dtype.name, first.count),
+                expected=(dtype.name, count),
                 found=(storage_id.dtype.name, storage_id.count),
             )
         place = storage_id.key, storage_id.dtype.name

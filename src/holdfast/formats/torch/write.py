@@ -22,6 +22,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -306,30 +307,23 @@ def lay_out_container(
     With `order_first=False` the record of the byte order comes late, where torch's
     `_disable_byteorder_record` puts it.
     """
-    order: tuple[str, Payload] = ("byteorder", sys.byteorder.encode())
-    version: tuple[str, Payload] = ("version", b"3\n")
-    records: list[tuple[str, Payload]] = [
+    order: list[tuple[str, Payload]] = [("byteorder", sys.byteorder.encode())]
+    first: list[tuple[str, Payload]] = [
         ("data.pkl", content),
         (".format_version", b"1"),
         (".storage_alignment", b"%d" % alignment),
     ]
+    last: list[tuple[str, Payload]] = [("version", b"3\n")]
     if order_first:
-        records.append(order)
-    records += storages
-    records.append(version)
-    if not order_first:
-        records.append(order)
-    make_id = partial(make_serialization_id, tuple(records), crc)
-    is_known = all(isinstance(payload, bytes) for _, payload in records)
-    serialization_id = make_id({}) if is_known else Late(NBYTES, make_id)
-    records.append((SERIALIZATION_ID, serialization_id))
+        first += order
+    else:
+        last += order
+    records = add_serialization_id(chain(first, storages, last), crc=crc)
     return lay_out_zip(name, records, alignment=alignment, crc=crc)
 
 
-def make_serialization_id(
-    records: Sequence[tuple[str, Payload]], crc: bool, crcs: Mapping[str, int]
-) -> bytes:
-    """Make the 40 digits of `.data/serialization_id` from the checksums of the data, as torch's zip writer computes them.
+def add_serialization_id(records: Records, *, crc: bool) -> Records:
+    """Yield records, and behind them `.data/serialization_id`: 40 digits, as torch's zip writer computes them.
 
         │ 20 digits: a fold over the names of the records │ 20 digits: a fold over their CRC-32s │
 
@@ -346,14 +340,19 @@ def make_serialization_id(
 
     torch on another C++ library orders its set differently. No reader compares the id; it is reported and kept.
     """
-    sums: list[int] = []
+    # Names are kept, and no payloads: there may be a million.
+    names: list[str] = []
+    sums: list[int | str] = []
+    """Numbers that are known, and labels of data whose checksum is not."""
     for name, payload in records:
+        yield name, payload
+        names.append(name)
+        if isinstance(payload, SmallRecord):
+            sums.append(name)
+            continue
         if not (payload if isinstance(payload, bytes) else payload.nbytes):
             continue
-        if isinstance(payload, SmallRecord):
-            mistaken = crcs.get(name + MISTAKEN_KEY) if MISTAKEN_KEY in crcs else None
-        else:
-            mistaken = mistaken_crc(payload)
+        mistaken = mistaken_crc(payload)
         if mistaken is not None:
             sums.append(mistaken)
         if not crc or isinstance(payload, Hole):
@@ -361,10 +360,27 @@ def make_serialization_id(
         elif isinstance(payload, bytes):
             sums.append(crc32(payload))
         elif isinstance(payload, Data | Memory):
-            sums.append(crcs[payload.label])
+            sums.append(payload.label)
         else:
-            sums.append(crcs[name])
-    return b"%020d%020d" % (fold_names(name for name, _ in records), fold(sums))
+            sums.append(name)
+    make = partial(_fold_id, names, sums, crc)
+    is_late = any(isinstance(value, str) for value in sums)
+    yield SERIALIZATION_ID, Late(NBYTES, make) if is_late else make({})
+
+
+def _fold_id(
+    names: Sequence[str], sums: Sequence[int | str], crc: bool, crcs: Mapping[str, int]
+) -> bytes:
+    values: list[int] = []
+    has_mistaken = MISTAKEN_KEY in crcs
+    for value in sums:
+        if isinstance(value, int):
+            values.append(value)
+            continue
+        if has_mistaken and value + MISTAKEN_KEY in crcs:
+            values.append(crcs[value + MISTAKEN_KEY])
+        values.append(crcs[value] if crc else 0)
+    return b"%020d%020d" % (fold_names(names), fold(values))
 
 
 def _notes(pickled: TorchPickle) -> list[str]:

@@ -122,7 +122,7 @@ class _MatchedRecords(Value, frozen=True, eq=False):
 @lru_cache(maxsize=4096)
 def _frame(name_nbytes: int, at: int, filled: bool) -> tuple[bytes, bytes, int]:
     """The bytes before and behind a name of such a length in the header of a record, and the length of the header."""
-    head, begin = header(bytes(name_nbytes), filled, at, alignment=ALIGNMENT)
+    head, begin = header(bytes(name_nbytes), int(filled), at, alignment=ALIGNMENT)
     return head[: LOCAL.itemsize], head[LOCAL.itemsize + name_nbytes :], begin - at
 
 
@@ -243,15 +243,15 @@ def _name_records(records: _MatchedRecords, start: int) -> Archive | None:
         return None
 
     text = together.decode("ascii")
-    names = text.split("\0")
-    folded_names = {*text.casefold().split("\0")}
-    if len(names) != count or len(folded_names) != count or layout.unsafe(text):
+    rows = dict(zip(text.split("\0"), range(count), strict=False))
+    folded_text = text.casefold()
+    folded_count = len(rows if folded_text == text else {*folded_text.split("\0")})
+    if text.count("\0") != count - 1 or folded_count != count or layout.unsafe(text):
         return None
     starts, headers = records.starts, records.headers
     if start:
         starts = array("q", [start + offset for offset in starts])
         headers = array("q", [start + offset for offset in headers])
-    rows = dict(zip(names, range(count), strict=True))
     columns = starts, records.nbytes, records.crcs, bytes(count), headers, records.nbytes
     return Archive(Records(rows, *columns), root.decode("ascii"))
 

@@ -20,7 +20,8 @@ their bytes are read together, summed, and joined with headers and descriptors. 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -39,7 +40,6 @@ from holdfast.engine.saves import (
     Literal,
     Memory,
     Segment,
-    put_together,
 )
 from holdfast.formats.zip.layout import (
     DESCRIBED,
@@ -94,8 +94,9 @@ HEADER = struct.Struct("<I5H3I2H")
 SHORT_ENTRY = struct.Struct("<16s3IH12sI")
 """An entry in few fields: how it begins (`FILLED`, `EMPTY`), checksum, sizes, length of the name, that of its zip64 block, zeros,
 offset."""
-ENTRY_END = struct.Struct("<2IH12sI")
-"""What stands behind the checksum in a `SHORT_ENTRY`."""
+ENTRY_END = struct.Struct("<3IH12sI")
+"""The checksum in a `SHORT_ENTRY` and what stands behind it."""
+CRC = struct.Struct("<I")
 FILLED, EMPTY = (
     struct.pack("<I6H", ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0) for flags in (UTF8 | DESCRIBED, UTF8)
 )
@@ -148,9 +149,12 @@ class _ArchiveLayout(Struct):
     """The label, length and kind of descriptor of the data whose descriptor stands before what is known."""
     group: _SmallGroup | None = None
     """Small records since the last segment; while there are some, nothing else is known."""
-    directory: list[bytes | str | None] = field(default_factory=list)
-    """The central directory: bytes, and in the place of a checksum its label, or None for that of the late payload."""
-    directory_nbytes: int = 0
+    directory: bytearray = field(default_factory=bytearray)
+    """The central directory, with 0 for each checksum that is not known yet."""
+    crc_labels: list[str | None] = field(default_factory=list)
+    """The labels of the checksums that are not known; None for that of the late payload."""
+    crc_positions: array[int] = field(default_factory=lambda: array("q"))
+    """Where these checksums belong in the directory."""
     record_count: int = 0
     late: tuple[Late, struct.Struct] | None = None
     """The payload of the last record if it is late, and its kind of descriptor."""
@@ -166,11 +170,14 @@ class _ArchiveLayout(Struct):
         is_wide = nbytes >= MAX32 or self.offset >= MAX32
         descriptor = LONG_DESCRIPTOR if is_wide else SHORT_DESCRIPTOR
         crc = crc32(payload) if self.crc and isinstance(payload, bytes) else 0
-        checksum: bytes | str | None = crc.to_bytes(4, "little")
+        label = None
+        if isinstance(payload, Data | Memory):
+            label = payload.label
+        elif isinstance(payload, SmallRecord):
+            label = name
         if self.crc and nbytes and not isinstance(payload, bytes | Hole):
-            checksum = None if isinstance(payload, Late) else name
-            if isinstance(payload, Data | Memory):
-                checksum = payload.label
+            self.crc_labels.append(label)
+            self.crc_positions.append(len(self.directory) + len(FILLED))
 
         # The entry in the directory. The lengths of its zip64 block and of other parts follow its name's.
         size, offset, entry_block, lengths = nbytes, self.offset, b"", NO_BLOCK
@@ -178,19 +185,21 @@ class _ArchiveLayout(Struct):
             entry_block = _zip64(nbytes, nbytes, offset)
             lengths = len(entry_block).to_bytes(12, "little")
             size, offset = min(size, MAX32), min(offset, MAX32)
-        entry_end = ENTRY_END.pack(size, size, len(raw_name), lengths, offset)
-        entry_end += raw_name + entry_block
-        self.directory += (FILLED if nbytes else EMPTY, checksum, entry_end)
-        self.directory_nbytes += len(FILLED) + 4 + len(entry_end)
+        self.directory += FILLED if nbytes else EMPTY
+        self.directory += ENTRY_END.pack(crc, size, size, len(raw_name), lengths, offset)
+        self.directory += raw_name
+        self.directory += entry_block
         self.record_count += 1
 
-        block = _zip64(nbytes, 0, self.offset) if is_wide else b""
-        head, payload_offset = header(
-            raw_name, nbytes > 0, self.offset, alignment=self.alignment, block=block
-        )
+        begin = self.offset
+        head, payload_offset = header(raw_name, nbytes, begin, alignment=self.alignment)
         self.offset = payload_offset + nbytes + (descriptor.size if nbytes else 0)
         if isinstance(payload, SmallRecord):
-            self._add_small(name, payload, head, descriptor)
+            # Added to the open group, or to another one.
+            if self.group is None or not self.group.takes(payload, descriptor):
+                self._flush()
+                self.group = _SmallGroup(self, begin, payload.storages, descriptor)
+            self.group.add(name, payload, self.offset - begin)
             return
         if self.group is not None:
             self._flush()
@@ -202,19 +211,10 @@ class _ArchiveLayout(Struct):
         elif nbytes:
             self._flush()
             self.segments.append(payload)  # type: ignore[arg-type]  # no bytes
-            if isinstance(checksum, str):
-                self.described = checksum, nbytes, descriptor
+            if self.crc and label is not None:
+                self.described = label, nbytes, descriptor
             else:
                 self.known.append(descriptor.pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes))
-
-    def _add_small(
-        self, name: str, payload: SmallRecord, head: bytes, descriptor: struct.Struct
-    ) -> None:
-        """Add a small record to the open group, or begin another one."""
-        if self.group is None or not self.group.takes(payload, descriptor):
-            self._flush()
-            self.group = _SmallGroup(payload.storages, descriptor, crc=self.crc)
-        self.group.add(name, payload, head)
 
     def _flush(self) -> None:
         """Make a segment of the small records since the last one, or of the bytes that are known."""
@@ -236,55 +236,70 @@ class _ArchiveLayout(Struct):
         """Add the central directory and the records at the end."""
         if self.group is not None:
             self._flush()
-        end = make_end(self.record_count, self.offset, self.directory_nbytes)
-        known_parts = [part for part in self.directory if isinstance(part, bytes)]
-        if self.late is None and len(known_parts) == len(self.directory):
-            self.known += (*known_parts, end)
+        end = make_end(self.record_count, self.offset, len(self.directory))
+        if self.late is None and not self.crc_labels:
+            self.known += (bytes(self.directory), end)
             self._flush()
             return tuple(self.segments)
         self._flush()
-        nbytes = self.directory_nbytes + len(end)
+        nbytes = len(self.directory) + len(end)
         if self.late is not None:
             payload, descriptor = self.late
             nbytes += payload.nbytes + (descriptor.size if payload.nbytes else 0)
-        pieces = partial(_end_pieces, [*self.directory, end], self.late, self.crc)
-        self.segments.append(Late(nbytes, lambda crcs: put_together(pieces(crcs), nbytes)))
+        self.directory += end
+        make = partial(
+            _finish_archive,
+            self.directory,
+            self.crc_labels,
+            self.crc_positions,
+            self.late,
+            self.crc,
+        )
+        self.segments.append(Late(nbytes, make))
         return tuple(self.segments)
 
 
-def _end_pieces(
-    directory: Sequence[bytes | str | None],
+def _finish_archive(
+    directory: bytearray,
+    crc_labels: Sequence[str | None],
+    crc_positions: Sequence[int],
     late: tuple[Late, struct.Struct] | None,
     crc: bool,
     crcs: Mapping[str, int],
-) -> Iterator[bytes]:
-    """Yield the late payload, if there is one, and the directory with all checksums."""
-    late_crc = 0
+) -> bytes:
+    """Make the late payload, if there is one, and the directory with all checksums."""
+    late_record, late_crc = b"", 0
     if late is not None:
         payload, descriptor = late
-        content = payload.content(crcs)
-        if content:
-            late_crc = crc32(content) if crc else 0
-            yield content
-            yield descriptor.pack(DESCRIPTOR_SIGNATURE, late_crc, len(content), len(content))
-    for part in directory:
-        if isinstance(part, bytes):
-            yield part
-        else:
-            yield (late_crc if part is None else crcs[part]).to_bytes(4, "little")
+        late_record = payload.content(crcs)
+        if late_record:
+            nbytes = len(late_record)
+            late_crc = crc32(late_record) if crc else 0
+            late_record += descriptor.pack(DESCRIPTOR_SIGNATURE, late_crc, nbytes, nbytes)
+
+    for label, position in zip(crc_labels, crc_positions, strict=True):
+        CRC.pack_into(directory, position, late_crc if label is None else crcs[label])
+    return late_record + directory
 
 
 class _SmallGroup:
     """Small records that follow each other, all of them with the same kind of descriptor."""
 
-    def __init__(self, storages: RecordBytes, descriptor: struct.Struct, *, crc: bool) -> None:
+    def __init__(
+        self,
+        layout: _ArchiveLayout,
+        start: int,
+        storages: RecordBytes,
+        descriptor: struct.Struct,
+    ) -> None:
+        self.root, self.alignment, self.crc = layout.root, layout.alignment, layout.crc
+        self.start = start
+        """Where the first record begins in the archive."""
         self.storages = storages
         self.descriptor = descriptor
-        self.crc = crc
-        self.headers: list[bytes] = []
         self.labels: list[str] = []
-        self.numbers: list[int] = []
-        self.lengths: list[int] = []
+        self.numbers = array("q")
+        self.lengths = array("q")
         self.nbytes = 0
         """The length of the segment."""
         self.read_nbytes = 0
@@ -295,12 +310,11 @@ class _SmallGroup:
         is_alike = descriptor is self.descriptor and payload.storages is self.storages
         return has_room and is_alike
 
-    def add(self, label: str, payload: SmallRecord, head: bytes) -> None:
-        self.headers.append(head)
+    def add(self, label: str, payload: SmallRecord, record_nbytes: int) -> None:
         self.labels.append(label)
         self.numbers.append(payload.number)
         self.lengths.append(payload.nbytes)
-        self.nbytes += len(head) + payload.nbytes + self.descriptor.size
+        self.nbytes += record_nbytes
         self.read_nbytes += payload.read_nbytes
 
     def segment(self) -> Gathered:
@@ -318,8 +332,13 @@ class _SmallGroup:
         crcs = crc32_each(pieces) if self.crc else [0] * len(pieces)
         pack = self.descriptor.pack
         joined: list[bytes | memoryview] = []
-        for head, piece, crc, nbytes in zip(self.headers, pieces, crcs, self.lengths, strict=True):
+        offset = self.start
+        # The headers are made here, because those of a million records are as large as their pickle.
+        for label, piece, crc, nbytes in zip(self.labels, pieces, crcs, self.lengths, strict=True):
+            raw_name = self.root + label.encode("utf-8")
+            head, payload_offset = header(raw_name, nbytes, offset, alignment=self.alignment)
             joined += (head, piece, pack(DESCRIPTOR_SIGNATURE, crc, nbytes, nbytes))
+            offset = payload_offset + nbytes + self.descriptor.size
         known = dict(zip(self.labels, crcs, strict=True)) if self.crc else {}
         for label, piece in zip(self.labels, pieces, strict=True):
             # torch takes what begins like a descriptor for one (`formats.torch.write.mistaken_crc`).
@@ -329,16 +348,16 @@ class _SmallGroup:
         return b"".join(joined), known
 
 
-def header(
-    raw_name: bytes, is_filled: bool, offset: int, *, alignment: int, block: bytes = b""
-) -> tuple[bytes, int]:
-    """Return the local header of a record that begins at an offset, with its padding; and where its payload begins.
+def header(raw_name: bytes, nbytes: int, offset: int, *, alignment: int) -> tuple[bytes, int]:
+    """Make the local header of a record that begins at an offset, with its padding.
 
-    `block` is its zip64 block.
+    Returns:
+        The header, and the offset of the payload.
     """
+    block = _zip64(nbytes, 0, offset) if nbytes >= MAX32 or offset >= MAX32 else b""
     unpadded = offset + FIXED + len(raw_name) + len(block)
     padding_nbytes = -unpadded % alignment
-    flags = UTF8 | DESCRIBED if is_filled else UTF8
+    flags = UTF8 | DESCRIBED if nbytes else UTF8
     extra_nbytes = len(block) + 4 + padding_nbytes
     fixed = HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, len(raw_name), extra_nbytes)
     padding = b"FB" + padding_nbytes.to_bytes(2, "little") + b"Z" * padding_nbytes

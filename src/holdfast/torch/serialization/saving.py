@@ -184,7 +184,8 @@ def _records(ids: StorageIds, *, skip: bool) -> Records:
             storages, np.array(nbytes, np.int64), np.array(ids.addresses, np.int64), gpus, devices
         )
         make_payload = storage_payloads(content)
-        return [(f"data/{n}", make_payload(n, f"data/{n}")) for n in range(len(storages))]
+        labels = [f"data/{number}" for number in range(len(storages))]
+        return ((label, make_payload(number, label)) for number, label in enumerate(labels))
     # Made only where there is something on a GPU: it takes as long as a small archive.
     source = GpuSource() if "cuda" in kinds else None
     return [

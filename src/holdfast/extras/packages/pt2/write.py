@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from msgspec import field
 
@@ -30,11 +29,11 @@ from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import dict_leaves
 from holdfast.core.value import Value
-from holdfast.engine.saves import Data, FilePlan, Late, SavePlan
+from holdfast.engine.saves import Data, FilePlan, SavePlan
 from holdfast.errors import CannotHold
 from holdfast.extras.packages.pt2.schema import RECORD, SCALARS, STRIDED, TENSOR, WEIGHT
 from holdfast.formats.torch.pickled import StorageRecord, StorageRecords
-from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, make_serialization_id
+from holdfast.formats.torch.write import add_serialization_id
 from holdfast.formats.zip.writer import Payload, lay_out_zip
 
 MODEL = "model"
@@ -157,8 +156,7 @@ def lay_out_records(
 ) -> SavePlan:
     """The archive of these records and of those that every archive ends with."""
     every = [*records, *HEADER]
-    identity = Late(NBYTES, partial(make_serialization_id, every, True))
-    segments = lay_out_zip(name, [*every, (SERIALIZATION_ID, identity)])
+    segments = lay_out_zip(name, add_serialization_id(every, crc=True))
     return SavePlan("pt2", (FilePlan("", segments),), tuple(notes))
 
 
