@@ -40,7 +40,7 @@ from holdfast.core.protocols import Medium
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.formats.dcp import read as values_module
-from holdfast.formats.dcp.item import ItemReader, Window
+from holdfast.formats.dcp.item import Items, Window
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.formats.dcp.read import describe as describe_dcp
 from holdfast.stores.memory import MemoryStore
@@ -129,12 +129,12 @@ def flipped(raw: bytes, at: int, mask: int = 1) -> bytes:
     return raw[:at] + bytes([raw[at] ^ mask]) + raw[at + 1 :]
 
 
-def asked(reader: ItemReader, raw: bytes, sizes=(2, 2)) -> object:
+def asked(reader: Items, raw: bytes, sizes=(2, 2)) -> object:
     """What a reader makes of an item: the place, or the class of its refusal."""
     source = OpenSource(MemoryStore({"x": raw}))
     w = describe_dcp(OpenSource(MemoryStore(many(1, 2, 2)[0]))).tensors["t0"]
     try:
-        return reader.tensor(Window(source, "x", (0, len(raw))), w.dtype, sizes)
+        return reader.find_elements(Window(source, "x", (0, len(raw))), w.dtype, sizes)
     except errors.HoldfastError as error:
         return type(error)
 
@@ -142,13 +142,13 @@ def asked(reader: ItemReader, raw: bytes, sizes=(2, 2)) -> object:
 @pytest.mark.parametrize("mask", [0x01, 0xFF])
 def test_what_is_compared_is_accepted_and_refused_as_what_is_parsed(mask):
     """Every byte of an item is flipped: a reader that knows its kind says the same as one that has never seen any."""
-    wise = ItemReader(OpenSource(MemoryStore({})))
+    wise = Items(OpenSource(MemoryStore({})))
     assert asked(wise, W) == asked(wise, W)
     assert wise._frames, "the kind is remembered"
     places = [i for i in range(len(W)) if not i % 8 or W[max(i - 8, 0) : i + 9].count(W[i]) < 17]
     for at in places:
         damaged = flipped(W, at, mask)
-        fresh = asked(ItemReader(OpenSource(MemoryStore({}))), damaged)
+        fresh = asked(Items(OpenSource(MemoryStore({}))), damaged)
         assert asked(wise, damaged) == fresh, at
         wise._frames = {kind: frames[:1] for kind, frames in wise._frames.items()}
 

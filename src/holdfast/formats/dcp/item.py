@@ -12,17 +12,33 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast
 
+import numpy as np
+from msgspec.structs import force_setattr
+
+from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Foreign, Source
-from holdfast.core.runtime import renewed, weakly
+from holdfast.core.runtime import renewed
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.errors import FormatError, MetadataError, PickleError, Unsupported, ZipError
+from holdfast.engine.coalesce import HEADERS, REMOTE, coalesce
+from holdfast.errors import (
+    FormatError,
+    MetadataError,
+    PickleError,
+    Unsupported,
+    ZipError,
+    located,
+)
+from holdfast.formats.dcp.index import check_inside
+from holdfast.formats.dcp.inflate import InflatedStore
+from holdfast.formats.dcp.schema import Item
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.storages import FoundStorages, StorageId
 from holdfast.formats.torch.table import TorchTable
@@ -31,14 +47,15 @@ from holdfast.formats.torch.zip import PickleReader
 from holdfast.formats.zip.layout import Archive
 from holdfast.formats.zip.reader import read_archive, record_bytes
 
+if TYPE_CHECKING:
+    from holdfast.formats.dcp.lazy import ItemStorage
+
 STORAGES = "data/"
 
 END_NBYTES = 22
 ENTRY_NBYTES = 46
 DESCRIPTOR = b"PK\7\x08"
 ENTRY = b"PK\1\2"
-SATURATED = 0xFFFFFFFF
-"""Stands for an offset that needs 64 bits. Such large items are few, and are parsed each time."""
 
 
 class ItemFrame(Value, frozen=True):
@@ -103,51 +120,65 @@ class ItemFrame(Value, frozen=True):
 
 def frame_of(item: Window, archive: Archive, *, free: Container[str]) -> ItemFrame | None:
     """The frame of an accepted item, where `free` records may differ; None if torch would write it in another way."""
-    entries = dict(_entries(item))
+    entries = _find_entries(item)
     holes: list[tuple[int, int]] = []
-    summed: list[tuple[str, slice, slice, slice]] = []
+    checked_records: list[tuple[str, slice, slice, slice]] = []
     storage: tuple[slice, slice] | None = None
     for name, record in archive.records.items():
-        short = name[len(archive.prefix) + 1 :]
-        if not record.nbytes or (short not in free and not short.startswith(STORAGES)):
+        short_name = name[len(archive.prefix) + 1 :]
+        is_storage = short_name.startswith(STORAGES)
+        if not record.nbytes or not (short_name in free or is_storage):
             continue
-        at, stop = record.start - item.start, record.stop - item.start
-        if name not in entries or item.part(stop, stop + 4) != DESCRIPTOR:
+        start, stop = record.start - item.start, record.stop - item.start
+        descriptor = item.locate(stop, stop + 8)
+        if name not in entries or descriptor is None:
+            return None
+        if item.ends[descriptor][:4] != DESCRIPTOR:
             return None
         entry = entries[name] + 16
-        holes += [(at, stop), (stop + 4, stop + 8), (entry, entry + 4)]
-        sums = item.at(stop + 4, stop + 8), item.at(entry, entry + 4)
-        if short in free:
-            summed.append((short, item.at(at, stop), *sums))
-        elif storage is None:
-            storage = sums
+        holes += [(start, stop), (stop + 4, stop + 8), (entry, entry + 4)]
+        content = item.locate(start, stop)
+        first = slice(descriptor.start + 4, descriptor.stop)
+        second = item.locate(entry, entry + 4)
+        assert second is not None  # the directory was read
+        if is_storage and storage is None:
+            storage = first, second
+        elif is_storage or content is None:
+            return None
         else:
-            return None
-    fixed = []
-    before = 0
+            checked_records.append((short_name, content, first, second))
+
+    fixed: list[tuple[int, bytes]] = []
+    done = 0
     for hole_start, hole_stop in [*sorted(holes), (item.nbytes, item.nbytes)]:
-        content = item.part(before, hole_start)
-        if content is None:
+        place = item.locate(done, hole_start)
+        if place is None:
             return None
-        fixed.append((item.at(before, hole_start).start, content))
-        before = hole_stop
-    return ItemFrame(len(item.ends), tuple(fixed), tuple(summed), storage)
+        fixed.append((place.start, item.ends[place]))
+        done = hole_stop
+    return ItemFrame(len(item.ends), tuple(fixed), tuple(checked_records), storage)
 
 
-def _entries(item: Window) -> Iterator[tuple[str, int]]:
-    """The place of each entry in the central directory of an accepted archive; nothing where the directory was not read."""
-    end = item.part(item.nbytes - END_NBYTES, item.nbytes)
-    if end is None:
-        return
-    count, directory = struct.unpack_from("<H", end, 10)[0], struct.unpack_from("<I", end, 16)[0]
-    raw = item.part(directory, item.nbytes) if directory < SATURATED else None
-    at = 0
-    for _ in range(count if raw is not None else 0):
-        if raw is None or raw[at : at + 4] != ENTRY:
-            return
-        name, extra, comment = struct.unpack_from("<3H", raw, at + 28)
-        yield raw[at + ENTRY_NBYTES : at + ENTRY_NBYTES + name].decode("utf-8"), directory + at
-        at += ENTRY_NBYTES + name + extra + comment
+def _find_entries(item: Window) -> dict[str, int]:
+    """Find each entry in the central directory of an accepted archive.
+
+    Returns nothing where the directory was not read with the ends, or lies behind 4 GiB. Such items
+    are few, and are parsed each time.
+    """
+    end = item.ends[-END_NBYTES:]
+    (count,), (directory,) = struct.unpack_from("<H", end, 10), struct.unpack_from("<I", end, 16)
+    place = item.locate(directory, item.nbytes)
+    raw = b"" if place is None else item.ends[place]
+    entries: dict[str, int] = {}
+    start = 0
+    for _ in range(count):
+        if raw[start : start + 4] != ENTRY:
+            break
+        name, extra, comment = struct.unpack_from("<3H", raw, start + 28)
+        name_start = start + ENTRY_NBYTES
+        entries[raw[name_start : name_start + name].decode("utf-8")] = directory + start
+        start = name_start + name + extra + comment
+    return entries
 
 
 WHOLE_NBYTES = 4 << 10
@@ -172,7 +203,7 @@ def end_nbytes(nbytes: int, elements: int) -> int:
 
 
 class Window:
-    """One item as a source of its own. Its ends are read at once, other bytes when they are asked for."""
+    """The source of the records of one item. Its ends are read at once, other bytes when they are asked for."""
 
     def __init__(
         self,
@@ -187,6 +218,7 @@ class Window:
         self.key = key
         self.nbytes = self.stop - self.start
         self._source = source
+        self.store, self.limits = source.store, source.limits
         ends = end_nbytes(self.nbytes, elements)
         self._skipped = 0 if content is not None else max(self.nbytes - 2 * ends, 0)
         self._behind = ends if self._skipped else self.nbytes
@@ -197,26 +229,17 @@ class Window:
         self.ends: bytes = source.bytes(key, self.start, self.stop) if content is None else content
         """Both ends, one after the other: the whole item where they meet."""
 
-    def part(self, start: int, stop: int) -> bytes | None:
-        """Bytes of the item, counted from its start; None where they were not read with its ends."""
-        found = stop <= self._behind or self._behind + self._skipped <= start <= stop <= self.nbytes
-        return self.ends[self.at(start, stop)] if found else None
-
-    def at(self, start: int, stop: int) -> slice:
-        skipped = 0 if stop <= self._behind else self._skipped
-        return slice(start - skipped, stop - skipped)
+    def locate(self, start: int, stop: int) -> slice | None:
+        """Find bytes of the item in `ends`. None if they were not read."""
+        if stop <= self._behind:
+            return slice(start, stop)
+        if self._behind + self._skipped <= start <= stop <= self.nbytes:
+            return slice(start - self._skipped, stop - self._skipped)
+        return None
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:
-        found = self.part(start - self.start, stop - self.start) if start >= self.start else None
-        return self._source.bytes(key, start, stop) if found is None else found
-
-    @property
-    def source(self) -> Source:
-        """The item as a source. Apart from `bytes`, everything comes from the source of the directory."""
-        return cast("Source", self)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._source, name)
+        place = self.locate(start - self.start, stop - self.start) if start >= self.start else None
+        return self._source.bytes(key, start, stop) if place is None else self.ends[place]
 
 
 class ItemPlace(Value, frozen=True):
@@ -231,120 +254,206 @@ class ItemPlace(Value, frozen=True):
     """Whether the item's storage holds these elements and nothing else."""
 
 
-class ItemReader:
-    """Reads the items of one directory; from several threads, which take turns at the interpreter."""
+LOCKS = 16
+"""Threads that may read items at the same time. Every item has one of the locks, so that it is read once."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._lock = renewed(threading.Lock())
-        self._storages: FoundStorages | None = None
-        self._table = TorchTable(source, weakly(self._persistent))
+INFLATED_FRAMING_NBYTES = 1 << 20
+"""Bytes that an inflated item may have beside its elements: eight records, each aligned to 64 KiB at the most."""
+
+
+class Items:
+    """Reads the items of one directory, also from several threads."""
+
+    def __init__(self, source: Source, *, inflate: bool = False) -> None:
+        self._inflated = InflatedStore(source.store) if inflate else None
+        self.source = source if self._inflated is None else source.over(self._inflated)
+        """The source of the items, with compressed items as files of their own."""
+        self._locks = [renewed(threading.Lock()) for _ in range(LOCKS)]
         self._frames: dict[object, list[tuple[ItemFrame, ItemPlace | None]]] = {}
+        """By what tells kinds of items apart: the frames of such items, with the place of a tensor's elements, counted from the
+        start of the item."""
 
-    def _persistent(self, pid: object) -> object:
-        if self._storages is None:
-            raise PickleError("a storage outside of any item")
-        return self._storages.persistent(pid)
+    def __reduce__(self) -> tuple[object, ...]:
+        return _arrived, (self.source, self._inflated)
 
-    def tensor(self, window: Window, dtype: DType, sizes: tuple[int, ...]) -> ItemPlace:
-        """The place of the elements of a tensor. Raises `FormatError` for an item that holds anything else."""
+    def find(self, storage: ItemStorage) -> ItemPlace:
+        """Return the place of a storage, from its item, which is read once."""
+        with self._locks[hash(storage.item) // 16 % LOCKS]:
+            if storage.found is None:
+                with located(file=storage.item.file, tensor=storage.name):
+                    window = self._open(storage.item, storage.name, storage.nbytes)
+                    place = self.find_elements(window, storage.dtype, storage.sizes)
+                force_setattr(storage, "found", place)
+                return place
+            return storage.found
+
+    def find_elements(self, window: Window, dtype: DType, sizes: tuple[int, ...]) -> ItemPlace:
+        """Return the place of the elements of a tensor. Raises `FormatError` for an item that holds anything else."""
         kind = (window.nbytes, dtype.name, sizes)
-        for frame, found in self._frames.get(kind, ()):
-            if found is not None and frame.matches(window.ends):
-                return frame.place(window.ends, window.start, found)
-        archive = self._archive(window)
-        value, foreign = self._value(window, archive, PICKLE)
+        for frame, known_place in self._frames.get(kind, ()):
+            if known_place is not None and frame.matches(window.ends):
+                return frame.place(window.ends, window.start, known_place)
+        archive, value, foreign = self._read(window, PICKLE)
         if foreign:
             raise PickleError(
                 f"the item of a tensor asks for {foreign[0].what}; torch writes a plain tensor there"
             )
-        found = _plain(value, dtype, sizes)
-        if found.whole:
-            common = frame_of(window, archive, free=(SERIALIZATION_ID,))
-            self._remember(kind, common, replace(found, start=found.start - window.start))
-        return found
+        place = _plain(value, dtype, sizes)
+        if place.whole:
+            frame_or_none = frame_of(window, archive, free=(SERIALIZATION_ID,))
+            self._remember(kind, frame_or_none, replace(place, start=place.start - window.start))
+        return place
 
-    def known(
-        self, kind: tuple[int, str, tuple[int, ...]]
-    ) -> Sequence[tuple[ItemFrame, ItemPlace]]:
-        """The frames of a length, a dtype and sizes, each with the place of the elements, counted from the start of an item."""
-        return [(frame, place) for frame, place in self._frames.get(kind, ()) if place is not None]
+    def find_all(self, storages: Iterable[ItemStorage]) -> None:
+        """Find the places of many storages. The ends of neighbours are read together; equal kinds are compared, not parsed."""
+        waiting = [storage for storage in storages if storage.found is None]
+        files: dict[str, list[ItemStorage]] = {}
+        for storage in waiting:
+            if not storage.item.transforms:
+                files.setdefault(storage.item.file, []).append(storage)
+        for file, members in files.items():
+            size = self.source.store.size(file)
+            members = [storage for storage in members if storage.item.stop <= size]
+            for number, ends in self._read_ends(file, members):
+                storage = members[number]
+                kind = storage.item.length, storage.dtype.name, storage.sizes
+                if kind not in self._frames:
+                    self.find(storage)
+                for frame, first in self._frames.get(kind, ())[:1]:
+                    if storage.found is None and first is not None and frame.matches(ends):
+                        place = frame.place(ends, storage.item.offset, first)
+                        force_setattr(storage, "found", place)
+        for storage in waiting:
+            if storage.found is None:
+                self.find(storage)
 
-    def value(self, window: Window, stream: str) -> tuple[object, tuple[Foreign, ...]]:
-        kind = window.nbytes
-        for frame, _ in self._frames.get(kind, ()):
-            if frame.matches(window.ends):
+    def _read_ends(self, file: str, storages: Sequence[ItemStorage]) -> Iterator[tuple[int, bytes]]:
+        """Yield the number and both ends of each item of a file, or all of a short one, in the order of the file."""
+        sizes = [
+            (
+                storage.item.offset,
+                storage.item.stop,
+                end_nbytes(storage.item.length, storage.nbytes),
+            )
+            for storage in storages
+        ]
+        starts, stops, ends = np.array(sizes, np.int64).reshape(-1, 3).T
+        is_short = 2 * ends >= stops - starts
+        # The first end, which is all of a short one; and the last end of the others.
+        owners = np.concatenate((np.arange(len(storages)), np.flatnonzero(~is_short))).tolist()
+        range_starts = np.concatenate((starts, (stops - ends)[~is_short]))
+        range_stops = np.concatenate((np.where(is_short, stops, starts + ends), stops[~is_short]))
+        heads: dict[int, bytes] = {}
+        is_whole = is_short.tolist()
+        for range_number, raw in self.read_together(file, range_starts, range_stops):
+            number = owners[range_number]
+            if is_whole[number]:
+                yield number, raw
+            elif number in heads:
+                yield number, heads.pop(number) + raw
+            else:
+                heads[number] = raw
+
+    def read_together(self, file: str, starts: Ints, stops: Ints) -> Iterator[tuple[int, bytes]]:
+        """Yield the number and the bytes of each range, in the order of the file. Neighbours are read by one call."""
+        order = np.argsort(starts, kind="stable")
+        starts, stops = starts[order], stops[order]
+        joining = REMOTE if self.source.store.medium.requests else HEADERS
+        edges = [*coalesce(starts, stops, joining).tolist(), len(order)]
+        for low, high in pairwise(edges):
+            begin = int(starts[low])
+            data = self.source.bytes(file, begin, int(stops[low:high].max()))
+            places = (starts[low:high] - begin).tolist(), (stops[low:high] - begin).tolist()
+            for number, start, stop in zip(order[low:high].tolist(), *places, strict=True):
+                yield number, data[start:stop]
+
+    def value(
+        self, item: Item, name: str, content: bytes | None = None
+    ) -> tuple[object, tuple[Foreign, ...]]:
+        """Return the value of an item that is not a tensor, and the globals that were not built.
+
+        Args:
+            item: The item.
+            name: The name of the value.
+            content: The bytes of the item, if they are known.
+        """
+        with located(file=item.file, tensor=name):
+            window = self._open(item, name, 0, content=content)
+            stream = f"{name[:80]!r} in {item.file}"
+            for frame, _ in self._frames.get(window.nbytes, ()):
                 pickled = frame.content(window.ends, PICKLE)
-                if pickled is not None:
+                if pickled is not None and frame.matches(window.ends):
                     return self._interpret(pickled, _nowhere, stream)
-        archive = self._archive(window)
-        made = self._value(window, archive, stream)
-        if not any(f"/{STORAGES}" in name for name in archive.records):
-            common = frame_of(window, archive, free=(PICKLE, SERIALIZATION_ID))
-            self._remember(kind, common, None)
-        return made
+            archive, value, foreign = self._read(window, stream)
+            if not any(f"/{STORAGES}" in record for record in archive.records):
+                frame_or_none = frame_of(window, archive, free=(PICKLE, SERIALIZATION_ID))
+                self._remember(window.nbytes, frame_or_none, None)
+            return value, foreign
 
-    def _remember(self, kind: object, frame: ItemFrame | None, found: ItemPlace | None) -> None:
+    def _open(self, item: Item, name: str, nbytes: int, *, content: bytes | None = None) -> Window:
+        """Open an item whose elements take so many bytes."""
+        check_inside(item, self.source.store.size(item.file), name)
+        if self._inflated is not None and item.transforms:
+            most = nbytes + INFLATED_FRAMING_NBYTES if nbytes else self.source.limits.pickle_nbytes
+            key = self._inflated.add(item, most)
+            return Window(self.source, key, (0, self._inflated.size(key)))
+        place = item.offset, item.stop
+        return Window(self.source, item.file, place, elements=nbytes, content=content)
+
+    def _remember(self, kind: object, frame: ItemFrame | None, place: ItemPlace | None) -> None:
         known = self._frames.get(kind, [])
         if frame is not None and len(known) < TRIED_FRAMES and len(self._frames) < KEPT_FRAMES:
-            self._frames[kind] = [*known, (frame, found)]
+            self._frames[kind] = [*known, (frame, place)]
 
-    def _archive(self, window: Window) -> Archive:
-        archive = read_archive(window.source, window.key, start=window.start, stop=window.stop)
+    def _read(self, window: Window, stream: str) -> tuple[Archive, object, tuple[Foreign, ...]]:
+        """Read an item: its archive, its value, and the globals that were not built."""
+        source = cast("Source", window)  # apart from `bytes`, everything is that of the directory
+        archive = read_archive(source, window.key, start=window.start, stop=window.stop)
         if not archive.prefix:
             raise ZipError(
                 "the records of an item lie in one top folder; these do not",
                 file=window.key,
                 offset=window.start,
             )
-        if archive.get(PICKLE) is None or archive.get("constants.pkl") is not None:
+        record = archive.get(PICKLE)
+        if record is None or archive.get("constants.pkl") is not None:
             raise FormatError(
                 "an item that torch.save did not write: it has no data.pkl, or is a TorchScript archive"
             )
-        return archive
+        byteorder = PickleReader(source, window.key, archive).byteorder
+        content = record_bytes(source, window.key, record, self.source.limits.pickle_nbytes)
 
-    def _value(
-        self, window: Window, archive: Archive, stream: str
-    ) -> tuple[object, tuple[Foreign, ...]]:
-        byteorder = PickleReader(window.source, window.key, archive).byteorder
-        record = archive.get(PICKLE)
-        if record is None:
-            raise FormatError(f"an item without {PICKLE}")
-        content = record_bytes(window.source, window.key, record, self._source.limits.pickle_nbytes)
-
-        def find(asked: StorageId) -> Storage:
-            stored = archive.get(STORAGES + asked.key)
+        def find(storage_id: StorageId) -> Storage:
+            stored = archive.get(STORAGES + storage_id.key)
             if stored is None:
-                raise MetadataError(
-                    f"the pickle points at {STORAGES}{asked.key[:64]}, which is not in the item"
-                )
+                return _nowhere(storage_id)
             if not stored.stored:
                 raise ZipError(f"the storage {stored.name!r} is compressed", offset=stored.header)
             label = f"{stored.name} at byte {window.start}"
             place = window.key, stored.start, stored.nbytes
             return Storage(
-                *place, byteorder, stored.crc32, asked.location, label, home=self._source.store
+                *place, byteorder, stored.crc32, storage_id.location, label, home=self.source.store
             )
 
-        return self._interpret(content, find, stream)
+        return archive, *self._interpret(content, find, stream)
 
     def _interpret(
         self, content: bytes, find: Callable[[StorageId], Storage], stream: str
     ) -> tuple[object, tuple[Foreign, ...]]:
-        with self._lock:
-            self._storages = FoundStorages(self._source, find)
-            try:
-                done = interpret_whole(
-                    content, self._table, limits=self._source.limits, stream=stream
-                )
-            finally:
-                self._storages = None
+        table = TorchTable(self.source, FoundStorages(self.source, find).persistent)
+        done = interpret_whole(content, table, limits=self.source.limits, stream=stream)
         return done.value, done.foreign
 
 
-def _nowhere(asked: StorageId) -> Storage:
+def _arrived(source: Source, inflated: InflatedStore | None) -> Items:
+    items = Items(source)
+    items._inflated = inflated
+    return items
+
+
+def _nowhere(storage_id: StorageId) -> Storage:
     raise MetadataError(
-        f"the pickle points at {STORAGES}{asked.key[:64]}, which is not in the item"
+        f"the pickle points at {STORAGES}{storage_id.key[:64]}, which is not in the item"
     )
 
 

@@ -31,7 +31,9 @@ from holdfast.formats.dcp.index import (
     is_index,
     read_index,
 )
-from holdfast.formats.dcp.lazy import Items, ItemStorage, ItemTable, Unread, chunk_of, is_inflated
+from holdfast.formats.dcp.inflate import is_inflated
+from holdfast.formats.dcp.item import Items
+from holdfast.formats.dcp.lazy import ItemStorage, ItemTable, Unread, chunk_of
 from holdfast.formats.dcp.schema import Item
 
 ABSENT = object()

@@ -43,7 +43,9 @@ from holdfast.formats.dcp.index import (
     ranks_alone,
     read_index,
 )
-from holdfast.formats.dcp.lazy import ZSTD, Items, ItemStorage
+from holdfast.formats.dcp.inflate import ZSTD
+from holdfast.formats.dcp.item import Items
+from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.formats.dcp.read import read_values, tensor_of
 from holdfast.formats.dcp.schema import Item
 from holdfast.formats.detect import detect
