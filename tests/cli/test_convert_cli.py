@@ -208,4 +208,4 @@ def test_a_bar_on_a_terminal_and_none_in_a_pipe(tmp_path):
 def test_a_note_says_the_flag_that_it_means(run, golden_dir, tmp_path):
     code, out, err = run("convert", golden_dir / "files" / "tiny.gguf", tmp_path / "x.safetensors")
     assert (code, err) == (0, "")
-    assert "convert with --dequantize writes the numbers" in out
+    assert "convert with --dequantize, or call" in out

@@ -147,7 +147,9 @@ def test_a_folder_of_a_model(run, source, tmp_path):
         "convert", tmp_path / "bare", f"{tmp_path}/hf", "--dtype", "f32", "--copy-config", folder
     )
     assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "model.safetensors"]
-    assert "note  config.json says what the weights are now: torch_dtype bfloat16 → float32" in out
+    assert (
+        "note  config.json has the new dtype of the weights: torch_dtype bfloat16 → float32" in out
+    )
     code, out, _ = run(
         "prune", folder, f"{tmp_path}/pruned", "--rule", "*.w: 1:2", "--max-shard-size", "4"
     )

@@ -135,7 +135,7 @@ def test_tangles_cost_what_they_hold():
 
 def test_order_alone_is_a_note():
     changes, notes = compare_values({"m": {"a": 1, "b": 2}}, {"m": OrderedDict(b=2, a=1)})
-    assert (changes, notes) == ((), ("the keys of 'm' are in another order",))
+    assert (changes, notes) == ((), ("the keys of 'm' are in a different order",))
 
 
 def test_versions_of_modules_are_values():

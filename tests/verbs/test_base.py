@@ -101,7 +101,7 @@ def test_what_did_not_change_is_a_link(tmp_path: Path):
     assert "shared with the base" in saved.explain()
     assert holdfast.verify(tmp_path / "1").notes == ()
     assert holdfast.verify(tmp_path / "2").notes == (
-        "data-00001-of-00001.safetensors: 5,120 bytes are of other steps that share the file, and not of this one",
+        "data-00001-of-00001.safetensors: 5,120 bytes belong to other steps that share the file",
     )
     check(tmp_path / "1", one)
     shutil.rmtree(tmp_path / "1")

@@ -98,7 +98,7 @@ def test_a_file_of_lightning_has_its_seal_beside_it(tmp_path: Path):
     path = lightning(tmp_path / "epoch=3-step=60.ckpt")
     done = holdfast.seal(path)
     assert (done.step, done.format, dict(done.metrics)) == (70, "lightning", {"val_loss": 1.25})
-    assert "which counts" in done.notes[0]
+    assert "; the name contains" in done.notes[0]
     assert done.seal == f"{path}.seal.json"
     assert holdfast.verify(path).ok
     assert holdfast.verify(tmp_path).ok
@@ -408,7 +408,7 @@ def test_verify_counts_what_the_seal_vouches_for(tmp_path: Path):
     (path / "eval.json").write_text("{}")
     report = holdfast.verify(path)
     assert report.ok
-    assert report.notes == ("eval.json was not sealed with the others",)
+    assert report.notes == ("eval.json is not part of the seal",)
 
 
 def test_a_sealed_folder_of_anything_verifies(tmp_path: Path):

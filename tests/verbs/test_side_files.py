@@ -134,11 +134,11 @@ def test_a_config_that_cannot_be_edited(tmp_path):
     a = folder(tmp_path / "a", config={"torch_dtype": "float32"})
     done = holdfast.convert(a, tmp_path / "b", dtype="float8_e4m3fn")
     assert any(
-        "config.json is as it was" in note and "float8_e4m3fn" in note for note in done.notes
+        "config.json is unchanged" in note and "float8_e4m3fn" in note for note in done.notes
     )
     (a / "config.json").write_text('{"torch_dtype": "float32", "torch_dtype": "float32"}')
     done = holdfast.convert(a, tmp_path / "c", dtype="bf16")
-    assert any("config.json is as it was" in note for note in done.notes)
+    assert any("config.json is unchanged" in note for note in done.notes)
     assert beside(tmp_path / "c") == beside(a)
     (a / "config.json").write_text("{}")
     assert not holdfast.convert(a, tmp_path / "d", dtype="bf16").notes
@@ -184,7 +184,7 @@ def test_other_weights_of_the_folder_stay(tmp_path):
         assert sorted(opened) == sorted(set(WEIGHTS) - {"lm_head.weight"})
     done = holdfast.convert(a, tmp_path / "b")
     assert not set(kept) & set(os.listdir(tmp_path / "b"))
-    assert any("left behind" in note and "pytorch_model.bin" in note for note in done.notes)
+    assert any("not copied" in note and "pytorch_model.bin" in note for note in done.notes)
 
 
 def test_what_is_left_behind(tmp_path):
@@ -222,7 +222,7 @@ def test_not_asked_for(tmp_path):
     holdfast.convert(a, tmp_path / "b", copy_config=False)
     assert os.listdir(tmp_path / "b") == ["model.safetensors"]
     one = holdfast.convert(a, tmp_path / "b.safetensors")
-    assert any("stay in" in note and "config.json" in note for note in one.notes)
+    assert any("single file" in note and "config.json" in note for note in one.notes)
     assert not holdfast.convert(a, tmp_path / "c.safetensors", copy_config=False).notes
     with pytest.raises(Unsupported, match="keeps the other files"):
         holdfast.edit(a, in_place=True, drop=["lm_head.*"], copy_config=False)

@@ -50,16 +50,12 @@ class Shared(Value, frozen=True, eq=False):
         notes = []
         if self.aliases:
             count = len(self.aliases)
-            which = (
-                "1 name is a second name of a tensor"
-                if count == 1
-                else f"{count:,} names are second names of tensors"
-            )
-            notes.append(f"{which}; the bytes are written once")
+            tied = "1 tensor is" if count == 1 else f"{count:,} tensors are"
+            notes.append(f"{tied} tied to another one; the data is written once")
         shared = sum(len(names) for _, names in self.groups if len(names) > 1)
         if shared:
             notes.append(
-                f"{shared:,} tensors are views of shared storages; each is written as a copy, and the views are noted"
+                f"{shared:,} tensors are views of shared storages; each is written as a copy, and Holdfast restores the views"
             )
         return notes
 

@@ -421,7 +421,7 @@ class Compared(Struct):
     def notes(self) -> tuple[str, ...]:
         """Sentences about what is no difference, and yet worth one."""
         texts = (
-            (self.reordered, "the keys of {} are in another order"),
+            (self.reordered, "the keys of {} are in a different order"),
             (self.attributes, "{} has attributes on one side only"),
         )
 

@@ -250,13 +250,11 @@ def _of_trainer(path: str, named: int | None) -> TrainerFolder:
         raise FormatError(f"cannot be read: {error}", file=path) from None
     notes: list[str] = []
     if named is not None and named != step:
-        notes.append(
-            f"the name says step {named:,}, and {TRAINER_STATE} says {step:,}, which counts"
-        )
+        notes.append(f"the step is {step:,}, from {TRAINER_STATE}; the name contains {named:,}")
     metrics, at = _evaluation(log if isinstance(log, list) else [])
     if metrics and at != step:
         notes.append(
-            f"the metrics are of the last evaluation, at step {at:,}"
+            f"the metrics are from the last evaluation, at step {at:,}"
             if _is_step(at)
             else "the evaluation has no step"
         )
@@ -309,7 +307,7 @@ def _single(path: str, named: int | None, limits: Limits) -> TrainerFolder:
         return TrainerFolder("", named)
     notes: tuple[str, ...] = ()
     if step is not None and named is not None and step != named:
-        notes = (f"the name says step {named:,}, and the file says {step:,}, which counts",)
+        notes = (f"the step is {step:,}, from the file; the name contains {named:,}",)
     return TrainerFolder(
         "lightning" if lightning else "",
         named if step is None else step,

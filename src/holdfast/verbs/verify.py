@@ -279,7 +279,7 @@ class Verification:
         self._seal = found.seal if whole else self._seal
         self._enter_digests(found.wrong, found.vouched)
         inside = "" if whole else f"{os.path.basename(path)}/"
-        self._notes += [f"{inside}{name} was not sealed with the others" for name in found.extra]
+        self._notes += [f"{inside}{name} is not part of the seal" for name in found.extra]
 
     def recorded(self, path: str, keys: Sequence[str] | None = None) -> None:
         """Compare the files of a folder, or one file, with digests that other programs recorded."""

@@ -39,7 +39,7 @@ def write(folder: Path, tensors: dict[str, np.ndarray], config: object = None) -
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many bytes of tensors each read of a safetensors file takes; headers are none."""
     found: list[int] = []
-    read, gather = local.LocalStore.read, local.LocalStore.gather
+    read = local.LocalStore.read
 
     def count(self: local.LocalStore, key: str, start: int, nbytes: int) -> None:
         size = bytearray(8)
@@ -53,14 +53,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             count(self, key, start, out.nbytes)
         read(self, key, start, out)
 
-    def counting_gather(
-        self: local.LocalStore, key: str, starts: np.ndarray, nbytes: np.ndarray, places: np.ndarray
-    ) -> int:
-        for start, length in zip(starts, nbytes, strict=True):
-            count(self, key, int(start), int(length))
-        return gather(self, key, starts, nbytes, places)
-
     with monkeypatch.context() as patch:
         patch.setattr(local.LocalStore, "read", counting_read)
-        patch.setattr(local.LocalStore, "gather", counting_gather)
         yield found

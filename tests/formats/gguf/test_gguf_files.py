@@ -103,7 +103,7 @@ def test_blocks_are_bytes_that_say_what_they_are():
         for index in ((0,), (slice(None), slice(5, 300)), (0, -1), (..., slice(None, None, -7))):
             assert decoded[index].numpy().tobytes() == whole[index].tobytes()
         assert holdfast.dequantize(ckpt["norm.weight"]).shape == (7,)
-        assert "15 tensors are stored in quantised blocks" in ckpt.notes[0]
+        assert "15 tensors are quantized" in ckpt.notes[0]
         assert "convert with dequantize=True" in ckpt.notes[0]
         with pytest.raises(errors.Unsupported, match="IQ2_XXS"):
             holdfast.dequantize(ckpt["blk.1.IQ2_XXS"])

@@ -125,15 +125,13 @@ def mapped(
         *bound.left_out(),
     ]
     if not checkpoint.flat:
-        notes.append("left out: what is no tensor, which a map says nothing of")
+        notes.append("left out: values that are not tensors, because a map converts tensors only")
     decoded = sum(
         kind.traits.blocks is not None
         for kind in map(checkpoint.stored.kind_of, range(len(checkpoint.stored)))
     )
     if decoded:
-        notes.append(
-            f"the quantised blocks of {plural(decoded, 'tensor')} are read as the numbers that they stand for"
-        )
+        notes.append(f"the quantised blocks of {plural(decoded, 'tensor')} are decoded")
     description = Description(
         checkpoint.format, table, table, notes=(*checkpoint.notes_on_numbers, *notes), metadata=checkpoint.metadata,
         usual_format=bound.target.format, torch_dist=bound.target.torch_dist,

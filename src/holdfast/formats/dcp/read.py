@@ -211,9 +211,7 @@ def describe(source: Source) -> Description:
             f"{unread:,} values that are no tensors are left unread, and not looked into for foreign objects"
         )
     if compressed:
-        notes.append(
-            "items are compressed with zstd, so reading any part of one inflates all of it"
-        )
+        notes.append("items are compressed with zstd; reading a slice decompresses the whole item")
     damage = () if index.damage is None else (index.damage,)
     notes += [error.message for error in damage]
     every = (*index.foreign, *foreign)

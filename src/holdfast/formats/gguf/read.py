@@ -151,5 +151,5 @@ def _notes(headers: Sequence[GgufHeader]) -> tuple[str, ...]:
     if not found:
         return ()
     listed = ", ".join(f"{count:,} {name}" for name, count in found.most_common())
-    how = "convert with dequantize=True writes the numbers that they stand for, `holdfast.dequantize` reads them"
-    return (f"{found.total():,} tensors are stored in quantised blocks: {listed}; {how}",)
+    how = "to decode them, convert with dequantize=True, or call `holdfast.dequantize`"
+    return (f"{found.total():,} tensors are quantized: {listed}; {how}",)

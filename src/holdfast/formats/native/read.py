@@ -230,9 +230,7 @@ def check_files(tensors: Stored) -> list[str]:
         living_nbytes = sum(stop - start for *_, (start, stop) in expected)
         dead = sum(header.columns.nbytes) - living_nbytes
         if dead > 0:
-            notes.append(
-                f"{file.name}: {dead:,} bytes are of other steps that share the file, and not of this one"
-            )
+            notes.append(f"{file.name}: {dead:,} bytes belong to other steps that share the file")
     if wrong:
         row, key = min(wrong)
         raise MetadataError(

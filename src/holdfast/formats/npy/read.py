@@ -220,7 +220,7 @@ class Members:
         compressed = sum(not record.stored for record in self._records)
         if compressed:
             notes.append(
-                f"{compressed:,} members are compressed: reading any part of one inflates all of it"
+                f"{compressed:,} members are compressed; reading a slice decompresses the whole member"
             )
         table = ViewTable(tensors)
         return Description(

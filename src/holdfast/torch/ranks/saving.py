@@ -434,7 +434,7 @@ class ShardedSave(JointSave):
         copied_count = len(output.reuse.linked) - sum(receipt.linked for receipt in self._receipts)
         if copied_count:
             self._notes.append(
-                f"the file system gave no second name to {copied_count:,} files of the base: they were copied"
+                f"the file system cannot link {copied_count:,} files of the base, so they were copied"
             )
         return b"" if self.ranks.first else write_document(RECEIPTS, self._receipts)
 

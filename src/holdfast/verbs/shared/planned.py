@@ -264,7 +264,7 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
             )  # fmt: skip
         if copied:
             nbytes = sum(file.nbytes for file in copied)
-            note = f"the file system gave no second name to {len(copied):,} files of the base: {nbytes:,} bytes were copied"
+            note = f"the file system cannot link {len(copied):,} files of the base: {nbytes:,} bytes were copied"
             report = replace(
                 report, notes=(*report.notes, note), shared_nbytes=report.shared_nbytes - nbytes
             )

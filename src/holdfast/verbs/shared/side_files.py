@@ -180,12 +180,12 @@ class SideFiles(Value, frozen=True):
             made = _edited(origin, now, changes)
         except HoldfastError as error:
             notes.append(
-                f"{CONFIG} is as it was, and may name another dtype than the weights have: {error.message}"
+                f"{CONFIG} is unchanged, and its dtype may differ from that of the weights: {error.message}"
             )
             return None
         if changes:
             notes.append(
-                f"{CONFIG} says what the weights are now: {', '.join(f'{at} {how}' for at, how in changes.items())}"
+                f"{CONFIG} has the new dtype of the weights: {', '.join(f'{at} {how}' for at, how in changes.items())}"
             )
         return made if changes else None
 
@@ -258,7 +258,9 @@ def find_side_files(
     )
     left = sorted({name.partition("/")[0] for name in others if not name.endswith(INDEX)})
     if left:
-        notes.append(f"left behind, since they are no config, tokenizer or text: {_some(left)}")
+        notes.append(
+            f"not copied, because they are not config, tokenizer or text files: {_some(left)}"
+        )
     return SideFiles(taken, notes=tuple(notes), stem=stem)
 
 
@@ -289,7 +291,7 @@ def _of_one_file(source: Checkpoint, own: Sequence[str], copy_config: CopyConfig
         else []
     )
     notes = (
-        (f"one file is written; these stay in {source.path!r} alone: {_some(left)}",)
+        (f"not copied from {source.path!r}, because the target is a single file: {_some(left)}",)
         if left
         else ()
     )
@@ -355,18 +357,16 @@ def _chosen(origin: Source, names: Sequence[str], notes: list[str]) -> list[str]
         head = origin.bytes(name, 0, min(size, len(ZIP)))
         if size > MOST_NBYTES:
             notes.append(
-                f"left behind: {name!r} has {size:,} bytes, more than any config or tokenizer"
+                f"not copied: {name!r} has {size:,} bytes, too many for a config or tokenizer"
             )
         elif head.startswith(ZIP) or (head[:1] == PICKLE and b"\x02" <= head[1:2] <= b"\x05"):
-            notes.append(
-                f"left behind: {name!r} is a pickle or an archive under the name of something else"
-            )
+            notes.append(f"not copied: {name!r} is a pickle or an archive with another suffix")
         else:
             found.append(name)
     code = [name for name in found if name.endswith(".py")]
     if code:
         notes.append(
-            f"code came along as it is, which trust_remote_code=True would run: {_some(code)}"
+            f"copied without changes: code that trust_remote_code=True would run: {_some(code)}"
         )
     return found
 

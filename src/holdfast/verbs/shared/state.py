@@ -105,7 +105,7 @@ def model_of(checkpoint: Checkpoint, *, whole: bool) -> tuple[object, tuple[str,
     beside, tree = () if whole else checkpoint.non_model_keys, checkpoint.tree
     if not beside or not isinstance(tree, dict):
         return tree, ()
-    note = f"left out: what stands beside the model, under {', '.join(map(repr, beside))}; keep= takes it by its names"
+    note = f"left out, because it is not part of the model: {', '.join(map(repr, beside))}; select it with keep="
     return {key: value for key, value in tree.items() if key not in beside}, (note,)
 
 
