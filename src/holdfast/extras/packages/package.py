@@ -84,30 +84,22 @@ def plan_package(
     models: Mapping[str, object], dst: str | os.PathLike[str], options: PackageOptions
 ) -> Planned[Saved]:
     """Lay out a package. With `deduplicate="content"`, what looks equal is read and compared."""
-    target, format, deduplicate, writing = (
-        place_of(dst),
-        options["format"],
-        options["deduplicate"],
-        pick(Writing, options),
-    )
+    target, writing = place_of(dst), pick(Writing, options)
+    format, deduplicate = options["format"], options["deduplicate"]
     among, suffix = [one for one in FORMATS if one.packages], suffix_of(target)
-    found = (
-        next((one for one in among if suffix in one.suffixes), None)
-        if format is None
-        else chosen(format, among)
-    )
-    if found is None and format is None:
-        check_archive_name(target)
+    if format is not None:
+        found = chosen(format, among)
+        message = f"a package is {' or '.join(map(repr, titles(among)))}, not {format!r}"
+    else:
+        found = next((one for one in among if suffix in one.suffixes), None)
+        if found is None:
+            check_archive_name(target)
         message = (
-            f"a package is a .pt2 archive, or a directory without a suffix; {suffix!r} says neither"
-        )
-        raise Unsupported(
-            f"{message}: choose another name, or say format=", file=target, found=suffix
+            f"a package is a .pt2 archive, or a directory without a suffix; {suffix!r} says neither: choose another name, "
+            "or say format="
         )
     if found is None:
-        raise Unsupported(
-            f"a package is {' or '.join(map(repr, titles(among)))}, not {format!r}", found=format
-        )
+        raise Unsupported(message, file=target, found=format or suffix)
     if deduplicate not in ("storage", "content"):
         raise Unsupported(
             f"equal tensors are found by 'storage' or by 'content', not by {deduplicate!r}",
@@ -147,13 +139,10 @@ def _describe(
     models: Mapping[str, object], stack: ExitStack, limits: Limits | None
 ) -> tuple[State, Mapping[str, SideRecords], tuple[str, ...]]:
     """All models as one state, those in memory together; the other records of each `.pt2` among them; and notes."""
-    if not isinstance(models, Mapping) or not models:
-        raise CannotHold("a package holds models by their names", ["there is no model"])
-    wrong = [
-        f"{model!r} is no name for a model"
-        for model in models
-        if not isinstance(model, str) or not model
-    ]
+    wrong = ["there is no model"]
+    if isinstance(models, Mapping) and models:
+        named = [model for model in models if isinstance(model, str) and model]
+        wrong = [f"{model!r} is no name for a model" for model in models if model not in named]
     if wrong:
         raise CannotHold("a package holds models by their names", wrong)
     opened: dict[tuple[object, ...], object] = {}
@@ -180,13 +169,9 @@ def _describe(
             state, trees[model] = once[id(value)]
             notes += [f"model {model!r}: {note}" for note in state.notes]
             texts = ", ".join(sorted(without_origin(state.metadata).keys() - {"models"})[:8])
-            notes += (
-                [
-                    f"model {model!r}: its metadata ({texts}) has no place in a package and is not kept"
-                ]
-                if texts
-                else []
-            )
+            if texts:
+                note = f"model {model!r}: its metadata ({texts}) has no place in a package and is not kept"
+                notes.append(note)
         else:
             # The state of a module, in which its parameters differ from its buffers.
             state_dict = (
@@ -233,10 +218,13 @@ def _plan_state(
 ) -> SavePlan:
     problems = []
     for model, beside in besides.items():
-        has = ["a program"] if beside.program is not None else []
-        has += ["sample inputs"] if beside.sample_inputs is not None else []
-        has += ["pickled objects"] if beside.weights or beside.constants else []
-        has += ["extra files"] if beside.extra else []
+        kinds = {
+            "a program": beside.program,
+            "sample inputs": beside.sample_inputs,
+            "pickled objects": beside.weights or beside.constants,
+            "extra files": beside.extra,
+        }
+        has = [what for what, records in kinds.items() if records]
         problems += [f"{model}: {', '.join(has)}"] if has else []
         problems += [f"{model}: {problem}" for problem in beside.problems]
     if problems:
@@ -433,29 +421,24 @@ def _states(
         if model is None and len(names) > 1:
             return dict(found)
         if len(found) == 1:
-            ((_, weights),) = found.items()
-            return {model or names[0]: weights}
+            return dict(zip([model or names[0]], found.values(), strict=True))
         if model in found:
             return {model: found[model]}
-        raise CannotHold(
-            "these weights do not fit the archive",
-            [f"the weights are of several models: {', '.join(found)}"],
-        )
-    if not names:
-        raise CannotHold("these weights do not fit the archive", ["there is no model in it"])
-    if model is not None:
+        problem = f"the weights are of several models: {', '.join(found)}"
+    elif not names:
+        problem = "there is no model in it"
+    elif model is not None or len(names) == 1:
+        model = model or names[0]
         return {model: _flat(model, tree)}
-    if len(names) == 1:
-        return {names[0]: _flat(names[0], tree)}
-    if (
+    elif (
         isinstance(tree, dict)
         and tree
         and all(key in names and isinstance(value, dict) for key, value in tree.items())
     ):
         return {str(key): _flat(str(key), value) for key, value in tree.items()}
-    raise CannotHold(
-        "these weights do not fit the archive", [f"say of which model they are: {', '.join(names)}"]
-    )
+    else:
+        problem = f"say of which model they are: {', '.join(names)}"
+    raise CannotHold("these weights do not fit the archive", [problem])
 
 
 def _flat(model: str, tree: object) -> dict[str, LazyTensor]:

@@ -169,9 +169,8 @@ class AliasGraph(Shown):
         ]
         if self.savable_nbytes:
             totals.append(f"{self.savable_nbytes:,} bytes could be saved")
-        order = sorted(self.groups, key=lambda group: -(group.savable_nbytes or group.saved_nbytes))
-        more = [f"… {len(order) - LISTED:,} more groups"] if len(order) > LISTED else []
-        return "\n".join(["; ".join(totals), *map(str, order[:LISTED]), *more, *self.notes])
+        groups, more = _largest(self.groups)
+        return "\n".join(["; ".join(totals), *map(str, groups), *more, *self.notes])
 
 
 @validated
@@ -389,6 +388,13 @@ def _hash(tensor: LazyTensor) -> bytes:
     return digest.digest()
 
 
+def _largest(groups: Sequence[AliasGroup]) -> tuple[list[AliasGroup], list[str]]:
+    """Return the groups to list, the largest first, and a line on the others."""
+    ordered = sorted(groups, key=lambda group: -(group.savable_nbytes or group.saved_nbytes))
+    rest = len(ordered) - LISTED
+    return ordered[:LISTED], [f"… {rest:,} more groups"] if rest > 0 else []
+
+
 def _shown(text: str) -> str:
     return text if text.isascii() and text.isprintable() and len(text) <= 80 else quoted(text)
 
@@ -407,12 +413,11 @@ class Tied(Saved):
 
     def listing(self) -> list[str]:
         """A line for each group of tensors that hold the same, the largest first."""
-        order = sorted(self.groups, key=lambda group: -group.savable_nbytes)
-        more = [f"… {len(order) - LISTED:,} more groups"] if len(order) > LISTED else []
+        groups, more = _largest(self.groups)
         first = f"{self.source}: {self.savable_nbytes:,} of {self.storage_nbytes:,} bytes could be saved"
         lines = [
             group.line([quoted(member.name) for member in group.members[:LISTED]])
-            for group in order[:LISTED]
+            for group in groups
         ]
         return [first, *lines, *more]
 

@@ -27,8 +27,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from typing import cast
 
-from holdfast.core.box import Box
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Source
@@ -247,8 +247,6 @@ class _Joined:
         self._meshes: dict[Mesh, Mesh] = {}
         self._read: dict[int, Mesh] = {}
         """Meshes by the id of their records, which live as long as the trees."""
-        self._boxes: dict[tuple[object, ...], tuple[tuple[Box, Box], ...]] = {}
-        """The boxes of a rank: most tensors are cut alike."""
         self.assembly = Assembly(source)
         self.differing: list[str] = []
 
@@ -260,20 +258,15 @@ class _Joined:
             other = next(rank for rank, kind in kinds.items() if kind != _kind(first))
             message = f"{_kind(first)} on rank {next(iter(found))}, and {kinds[other]} on rank {other}: the files are of two runs"
             raise MetadataError(message, tensor=name)
+        # All values are of the kind of the first one.
         if isinstance(first, Opaque) and _is_dtensor(first):
-            return self._dtensor(
-                name, {rank: value for rank, value in found.items() if isinstance(value, Opaque)}
-            )
+            return self._dtensor(name, cast("dict[int, Opaque]", found))
+        if isinstance(first, LazyTensor | Composite):
+            self._everywhere(name, found)
         if isinstance(first, LazyTensor):
-            self._everywhere(name, found)
-            return self.assembly.replica(
-                name, [(rank, v) for rank, v in found.items() if isinstance(v, LazyTensor)]
-            )
+            return self.assembly.replica(name, [*cast("dict[int, LazyTensor]", found).items()])
         if isinstance(first, Composite):
-            self._everywhere(name, found)
-            return self._composite(
-                name, {rank: v for rank, v in found.items() if isinstance(v, Composite)}
-            )
+            return self._composite(name, cast("dict[int, Composite]", found))
         if isinstance(first, Opaque) and len(self._ranks.files) > 1 and self._has_tensors(first):
             message = f"{_kind(first)} with tensors in it: nothing says how the parts that ranks have of it go together"
             raise Unsupported(message, tensor=name)
@@ -309,21 +302,16 @@ class _Joined:
 
     def _composite(self, name: str, found: Mapping[int, Composite]) -> Composite:
         first = next(iter(found.values()))
+        form = first.kind, first.shape, set(first.parts)
         for rank, other in found.items():
-            if (other.kind, other.shape, set(other.parts)) != (
-                first.kind,
-                first.shape,
-                set(first.parts),
-            ):
-                raise MetadataError(
-                    f"a {first.kind} tensor is another one on rank {rank}", tensor=name
-                )
-            if any(
-                _differ(value, other.attributes.get(key)) for key, value in first.attributes.items()
-            ):
-                raise MetadataError(
-                    f"a {first.kind} tensor has other attributes on rank {rank}", tensor=name
-                )
+            problem = None
+            if (other.kind, other.shape, set(other.parts)) != form:
+                problem = "is another one"
+            for key, value in first.attributes.items():
+                if _differ(value, other.attributes.get(key)):
+                    problem = problem or "has other attributes"
+            if problem is not None:
+                raise MetadataError(f"a {first.kind} tensor {problem} on rank {rank}", tensor=name)
         parts = {
             part: self.assembly.replica(
                 f"{name}.{part}", [(rank, other.parts[part]) for rank, other in found.items()]
@@ -359,10 +347,7 @@ class _Joined:
                     found=rank,
                 )
             return []
-        key = (claim.shape, claim.mesh.shape, at, claim.cuts)
-        boxes = self._boxes.get(key)
-        if boxes is None:
-            boxes = self._boxes[key] = local_boxes(*key)
+        boxes = local_boxes(claim.shape, claim.mesh.shape, at, claim.cuts)
         self._allowance.spend(PIECE_STEPS * len(boxes))
         sizes = tuple(max(own.stop[d] for _, own in boxes) for d in range(len(claim.shape)))
         if claim.local.shape != sizes:

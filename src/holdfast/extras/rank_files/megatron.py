@@ -33,7 +33,7 @@ from typing import cast
 from holdfast.core.box import Box
 from holdfast.core.opaque import Opaque
 from holdfast.core.patterns import matcher
-from holdfast.core.placement_rules import PlacementRule, parse_rule
+from holdfast.core.placement_rules import parse_rule
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import listed
@@ -201,7 +201,12 @@ class _Iteration:
         self.source = source
         self.ranks = ranks
         self.tp = max(rank.tp for rank in ranks) + 1
-        self.own = [_rule(given) for given in source.rules]
+        self.own = [parse_rule(rule) if isinstance(rule, str) else rule for rule in source.rules]
+        for rule in self.own:
+            if set(rule.axes) - {"tp"}:
+                raise BadPlacement(
+                    f"rule {rule.pattern!r}: Megatron's files are cut over 'tp' alone"
+                )
         self.rules = [*self.own, *(parse_rule(text) for text in RULES)]
         stored = sum(rank.file.nbytes for rank in ranks)
         self._spare = 100_000 + stored
@@ -384,13 +389,6 @@ class _Iteration:
                 f"{groups} groups of keys on {self.tp} ranks: some ranks have the same, which is not put together"
             )
         return 1
-
-
-def _rule(given: str | PlacementRule) -> PlacementRule:
-    rule = parse_rule(given) if isinstance(given, str) else given
-    if set(rule.axes) - {"tp"}:
-        raise BadPlacement(f"rule {rule.pattern!r}: Megatron's files are cut over 'tp' alone")
-    return rule
 
 
 def _block(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 
 from holdfast.core.box import Box
@@ -69,6 +70,7 @@ class Cut(Value):
     """The number of pieces, each of which is cut over the ranks."""
 
 
+@lru_cache
 def local_boxes(shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[
     tuple[Box, Box], ...
 ]:  # fmt: skip

@@ -173,26 +173,20 @@ def _steps(keys: Iterable[str]) -> dict[str, StepFiles]:
         folder, _, name = key.rpartition("/")
         if "/" in folder or not name.endswith(".pt"):
             continue
-        model, optimizer, other = (
-            MODEL.fullmatch(name),
-            OPTIMIZER.fullmatch(name),
-            OTHER.fullmatch(name),
-        )
-        if not (model or optimizer or other):
+        model, optimizer = MODEL.fullmatch(name), OPTIMIZER.fullmatch(name)
+        match = model or optimizer
+        if match is None and OTHER.fullmatch(name) is None:
             continue
         files = found.setdefault(folder, StepFiles())
-        if model is not None:
-            files.mp.add(int(model["mp"]))
-            if model["rank"] is None:
-                files.whole = files.whole or key
-            elif files.models.setdefault(int(model["rank"]), key) != key:
-                files.twice.append(key)
-        elif optimizer is not None:
-            files.mp.add(int(optimizer["mp"]))
-            if files.optimizers.setdefault(int(optimizer["rank"]), key) != key:
-                files.twice.append(key)
-        else:
+        if match is None:
             files.others.append(key)
+            continue
+        files.mp.add(int(match["mp"]))
+        of_ranks = files.optimizers if model is None else files.models
+        if match["rank"] is None:
+            files.whole = files.whole or key
+        elif of_ranks.setdefault(int(match["rank"]), key) != key:
+            files.twice.append(key)
     return found
 
 
@@ -389,6 +383,8 @@ class _Step:
             else {}
         )
         known = {**masters, **frozen}
+        listed_buffers = self.contents[0].get("buffer_names")
+        buffers = listed_buffers if isinstance(listed_buffers, list | tuple | set) else ()
         firsts = {_same(entry): name for name, entry in reversed(entries.items()) if name in known}
         found: dict[str, LazyTensor] = {}
         lost = []
@@ -403,7 +399,8 @@ class _Step:
             )
             if other in known:
                 found[name] = known[other]
-            elif self._split and self._is_placeholder(name, entry):
+            elif self._split and not entry.size and name not in buffers:
+                # Stage 3 leaves an empty tensor in the place of a parameter.
                 lost.append(name)
             else:
                 found[name] = self._buffer(name)
@@ -418,10 +415,6 @@ class _Step:
                 f"the files have no elements of {listed([repr(name[:80]) for name in lost])}, which the module lists"
             )
         return found
-
-    def _is_placeholder(self, name: str, entry: LazyTensor) -> bool:
-        buffers = self.contents[0].get("buffer_names")
-        return entry.size == 0 and not (isinstance(buffers, list | tuple | set) and name in buffers)
 
     def _buffer(self, name: str) -> LazyTensor:
         copies = [

@@ -148,14 +148,14 @@ class Live:
         with self._reading:
             made = tile(tensor, row, column, level=level)
         rows, columns = made.values.shape
-        low, high = (None, None) if made.ends is None else (rounded(end, 6) for end in made.ends)
+        finite = made.values[np.isfinite(made.values)]
         values = base64.b64encode(made.values.astype("<f4").tobytes()).decode("ascii")
         return {
             "rows": rows,
             "cols": columns,
             "values": values,
-            "low": low,
-            "high": high,
+            "low": rounded(float(finite.min()), 6) if finite.size else None,
+            "high": rounded(float(finite.max()), 6) if finite.size else None,
             "sampled": not made.whole,
         }
 
@@ -265,12 +265,6 @@ class Tile(Value):
     """float32, rows by columns, at most `SIDE` of each."""
     whole: bool
     """Whether every element of each cell was read."""
-
-    @property
-    def ends(self) -> tuple[float, float] | None:
-        """The least and the largest that is finite."""
-        some = self.values[np.isfinite(self.values)]
-        return (float(some.min()), float(some.max())) if some.size else None
 
 
 def tile(tensor: LazyTensor, row: int, column: int, *, level: int = 0) -> Tile:

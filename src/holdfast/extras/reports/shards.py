@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.sharing import Span, disjoint_groups
-from holdfast.core.tensor import LazyTensor
 from holdfast.errors import BadPlacement
 from holdfast.extras.reports.document import Document
 from holdfast.extras.reports.structure import Structure, file_of
@@ -50,11 +49,9 @@ def shards(found: Structure, mesh: Mapping[str, int] | str | None = None) -> Doc
     known = set(store.list())
     files = [file for file in found.files if file in known]
     if not files:
-        return (
-            None
-            if mesh is None
-            else {"files": [], "boxes": _boxes(found, []), "replicas": 0, "gaps": 0, "mesh": None}
-        )
+        if mesh is None:
+            return None
+        return {"files": [], "boxes": _boxes(found, []), "replicas": 0, "gaps": 0, "mesh": None}
     spans = _spans(found, known)
     most = max(FEWEST, min(STRIPS, 5 * STRIPS // len(files)))
     drawn = {file: stretches_of(spans.get(file, []), store.size(file)) for file in files}
@@ -84,20 +81,16 @@ def _spans(found: Structure, known: set[str]) -> dict[str, list[Span[int]]]:
         if tensor.traits.meta:
             continue
         for chunk in tensor.chunks:
-            for key, start, stop in _ranges(chunk, tensor):
+            storage = chunk.storage
+            ranges = storage.ranges
+            if type(chunk) is Chunk and type(storage) is Storage:
+                # An ordinary chunk has its own part of the storage, as its strides say.
+                low, high = chunk.extent(tensor.dtype)
+                ranges = ((storage.key, storage.start + low, storage.start + high),)
+            for key, start, stop in ranges:
                 if stop > start and key in known:
                     spans.setdefault(key, []).append((start, stop, number))
     return spans
-
-
-def _ranges(chunk: Chunk, tensor: LazyTensor) -> Iterator[tuple[str, int, int]]:
-    """The ranges of a chunk in the files: of an ordinary one as its strides say, of any other all of its storage."""
-    storage = chunk.storage
-    if type(chunk) is Chunk and type(storage) is Storage:
-        low, high = chunk.extent(tensor.dtype)
-        yield storage.key, storage.start + low, storage.start + high
-    else:
-        yield from storage.ranges
 
 
 def stretches_of(held: Sequence[Span[int]], nbytes: int) -> list[Stretch]:
@@ -227,11 +220,6 @@ def _mesh(found: Structure, files: Sequence[str], mesh: Mapping[str, int]) -> Do
                 "nbytes": sum(bits.values()) // 8,
             }
         )
-    sizes = list(mesh.values())
-    grid = f"a grid of {' × '.join(map(str, sizes))}, each along an axis of its own"
-    return {
-        "text": f"{len(ranks):,} ranks along axis 0"
-        if len(sizes) == 1
-        else f"{len(ranks):,} ranks in {grid}",
-        "ranks": ranks,
-    }
+    grid = f"in a grid of {' × '.join(map(str, mesh.values()))}, each along an axis of its own"
+    layout = "along axis 0" if len(mesh) == 1 else grid
+    return {"text": f"{len(ranks):,} ranks {layout}", "ranks": ranks}

@@ -120,6 +120,17 @@ class Structure(Value):
     dead_nbytes: int
     """Bytes of storages that no tensor reaches."""
 
+    @property
+    def dtypes(self) -> list[tuple[str, int]]:
+        """The dtypes with their numbers of elements, the most common first."""
+        counts = [(dtype, count) for dtype, count in self.survey.elements.items() if count]
+        return sorted(counts, key=lambda item: -item[1])
+
+    @property
+    def tied_count(self) -> int:
+        """The number of names that share a storage with others."""
+        return sum(len(alias.names) for alias in self.survey.aliases)
+
 
 def look(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Structure:
     """Look at every tensor once; `wanted` says which names are listed."""
@@ -261,10 +272,8 @@ def scanned(path: object, limits: Limits | None) -> Document:
 
 def facts(found: Structure, verdict: str) -> list[list[str]]:
     checkpoint, seen = found.checkpoint, found.survey
-    elements = sum(seen.elements.values())
-    common = sorted(seen.elements.items(), key=lambda item: -item[1])
-    dtypes = ", ".join(f"{dtype} {percent(n, elements)}" for dtype, n in common[:6] if n)
-    tied = sum(len(alias.names) for alias in seen.aliases)
+    elements, tied = sum(seen.elements.values()), found.tied_count
+    dtypes = ", ".join(f"{dtype} {percent(n, elements)}" for dtype, n in found.dtypes[:6])
     foreign = list(dict.fromkeys(str(one.what) for one in checkpoint.foreign))
     more = f", … {len(foreign) - 5:,} more" if len(foreign) > 5 else ""
     return [
@@ -287,29 +296,20 @@ def facts(found: Structure, verdict: str) -> list[list[str]]:
 
 def sentence(found: Structure, verdict: str) -> str:
     checkpoint, seen = found.checkpoint, found.survey
-    elements = sum(seen.elements.values())
-    common = sorted(
-        ((dtype, n) for dtype, n in seen.elements.items() if n), key=lambda item: -item[1]
-    )
-    kinds = [name for name, _ in common]
-    dtypes = (
-        f", all {kinds[0]}" if len(kinds) == 1 else f", most of them {kinds[0]}" if kinds else ""
-    )
+    elements, tied = sum(seen.elements.values()), found.tied_count
+    dtypes = ""
+    if found.dtypes:
+        dtypes = f", {'all' if len(found.dtypes) == 1 else 'most of them'} {found.dtypes[0][0]}"
     parts = [
         f"{escape(clip(name_of(checkpoint), 120))} is a {checkpoint.format} checkpoint of {plural(len(checkpoint), 'tensor')} with "
         f"{count(elements)} elements in {nbytes(seen.nbytes)}{dtypes}"
     ]
-    tied = sum(len(alias.names) for alias in seen.aliases)
     parts.append(f"{tied:,} names are tied" if tied else "nothing is tied")
-    parts.append(
-        f"{nbytes(found.dead_nbytes)} are reached by no tensor"
-        if found.dead_nbytes
-        else "no bytes are dead"
-    )
-    if checkpoint.foreign:
-        parts.append(
-            f"{plural(len({str(one.what) for one in checkpoint.foreign}), 'foreign object')} not built"
-        )
+    dead_text = f"{nbytes(found.dead_nbytes)} are reached by no tensor"
+    parts.append(dead_text if found.dead_nbytes else "no bytes are dead")
+    foreign = {str(one.what) for one in checkpoint.foreign}
+    if foreign:
+        parts.append(f"{plural(len(foreign), 'foreign object')} not built")
     parts.append(f"a scan says {verdict}" if verdict != "not scanned" else "it was not scanned")
     return "; ".join(parts) + "."
 

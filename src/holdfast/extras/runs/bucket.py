@@ -35,17 +35,17 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import random
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
+from typing import Annotated
 
 import msgspec
 
-from holdfast.core.documents import DocumentKind, write_document
+from holdfast.core.documents import FAILURES, DocumentKind, write_document
 from holdfast.core.keys import DATA, sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value, replace
@@ -140,18 +140,29 @@ def digest_of(sizes: Mapping[str, int]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def read_stamp(text: str | None) -> tuple[Stamp, Mapping[str, object]] | None:
-    """The stamp in such a text, and the rest of it; None where it is none of ours."""
+class StoredStamp(msgspec.Struct):
+    """The text of a stamp. An attribute also describes the data of the step."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+    saved: float
+    metrics: dict[str, str]
+    ran: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    save: str = ""
+    files: str = ""
+    beside: list[str] = []
+
+
+STAMPS = msgspec.json.Decoder(StoredStamp)
+
+
+def read_stamp(text: str | None) -> tuple[Stamp, StoredStamp] | None:
+    """Return the stamp in a text, and all of the text; None if it is not a text of ours."""
     try:
-        found = json.loads(text or "")
-        metrics = {name: float(value) for name, value in found["metrics"].items()}
-        ran = float(found.get("ran", math.nan))  # an older Holdfast did not count
-        stamp = Stamp(
-            found["step"], float(found["saved"]), metrics, ran if 0 <= ran < math.inf else None
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        stored = STAMPS.decode(text or "")
+        metrics = {name: float(value) for name, value in stored.metrics.items()}
+    except FAILURES:
         return None
-    return (stamp, found) if type(stamp.step) is int and 0 <= stamp.step <= LARGEST else None
+    return Stamp(stored.step, stored.saved, metrics, stored.ran), stored
 
 
 class RunBucket(RunPlace):
@@ -502,21 +513,11 @@ class RunBucket(RunPlace):
         if got is None:
             return None
         found = read_stamp(got.attributes.get(ATTRIBUTE))
-        if found is None:
+        if found is None or not all(map(sibling_key, found[1].beside)):
             return self._read(name)
-        stamp, more = found
-        shared = more.get("beside", [])
-        if not isinstance(shared, list) or not all(
-            isinstance(one, str) and sibling_key(one) for one in shared
-        ):
-            return self._read(name)
+        stamp, stored = found
         info = ManifestInfo(
-            got.found.etag,
-            got.found.nbytes,
-            stamp,
-            str(more.get("save")),
-            str(more.get("files")),
-            tuple(shared),
+            got.found.etag, got.found.nbytes, stamp, stored.save, stored.files, tuple(stored.beside)
         )
         self._manifests[key] = info
         return info

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from holdfast.core.documents import DocumentKind, write_document
-from holdfast.core.value import replace
+from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.temporaries import (
     LockedName,
@@ -74,31 +74,28 @@ DEEPEST = 64
 """The most folders in folders that are followed. No trainer comes near; whoever does is left for a person to remove."""
 
 
-class Hidden:
+class Hidden(Value, eq=False):
     """A step that has lost its name, and is ours to remove."""
 
-    def __init__(self, kept: LockedName, *, seal: str | None, folder: bool) -> None:
-        self._kept = kept
-        self._seal = seal
-        self._folder = folder
+    entry: LockedName
+    is_folder: bool
+    seal: str | None
+    """The name of the seal beside a file."""
 
     def remove(self, *, durable: bool = True) -> None:
-        """Remove the files. What cannot be removed stays under its hidden name, for the next `clean`."""
-        files, kept = self._kept.files, self._kept
+        """Remove the files. What cannot be removed keeps its hidden name, for the next `clean`."""
+        files, entry = self.entry.files, self.entry
         try:
             with suppress(OSError):
                 if durable:
-                    files.sync(kept.at)
-                if self._seal is not None:
+                    files.sync(entry.at)
+                if self.seal is not None:
                     with suppress(FileNotFoundError):
-                        files.unlink(self._seal, at=kept.at)
-                if self._folder:
-                    _empty(files, kept)
-                else:
-                    files.unlink(kept.name, at=kept.at)
+                        files.unlink(self.seal, at=entry.at)
+                _remove_entry(entry, is_folder=self.is_folder)
         finally:
             with suppress(OSError):
-                kept.close()
+                entry.close()
 
 
 def forget_replaced(files: Files, names: Collection[str], *, at: int, there: Sequence[str]) -> None:
@@ -113,25 +110,50 @@ def forget_replaced(files: Files, names: Collection[str], *, at: int, there: Seq
 
 
 def hide(files: Files, name: str, *, at: int) -> Hidden:
-    """Take a step's name from it; `remove` comes next. Raises `OSError` where it cannot be had, and nothing changed."""
-    found = files.stat(name, at=at)
-    if found is None or found.kind not in ("file", "directory"):
+    """Take a step's name from it, so that `remove` can follow.
+
+    Raises `OSError` if that is impossible, and nothing has changed then.
+    """
+    opened = _open_entry(files, name, at=at)
+    if opened is None:
         raise FileNotFoundError(errno.ENOENT, "no step of this name", name)
-    folder = found.kind == "directory"
-    descriptor = files.open_directory(name, at=at) if folder else files.open(name, at=at)
+    entry, is_folder = opened
     try:
-        kept = LockedName(files, name, at=at, descriptor=descriptor)
-        # A file needs no lock: whoever takes it for a dead process's removes what is to be removed. NFS would refuse it one.
-        if (folder and not locked(files, descriptor)) or not kept.in_place():
+        # A file needs no lock: whoever takes it for a dead process's removes what is to be removed.
+        # NFS would refuse it one.
+        is_ours = not is_folder or locked(files, entry.descriptor)
+        if not is_ours or not entry.in_place():
             raise OSError(errno.EBUSY, "another process writes or deletes it", name)
         hidden = temporary_name(PREFIX + name, longest=longest_name(files, PREFIX + name, at=at))
         files.rename(name, hidden, at=at)
-        kept.name = hidden
-        return Hidden(kept, seal=None if folder else seal_name(name), folder=folder)
+        entry.name = hidden
+        return Hidden(entry, is_folder, None if is_folder else seal_name(name))
+    except BaseException:
+        with suppress(OSError):
+            files.close(entry.descriptor)
+        raise
+
+
+def _open_entry(files: Files, name: str, *, at: int) -> tuple[LockedName, bool] | None:
+    """Open a file or a folder, and return whether it is a folder; None for anything else."""
+    found = files.stat(name, at=at)
+    if found is None or found.kind not in ("file", "directory"):
+        return None
+    is_folder = found.kind == "directory"
+    descriptor = files.open_directory(name, at=at) if is_folder else files.open(name, at=at)
+    try:
+        return LockedName(files, name, at=at, descriptor=descriptor), is_folder
     except BaseException:
         with suppress(OSError):
             files.close(descriptor)
         raise
+
+
+def _remove_entry(entry: LockedName, *, is_folder: bool) -> None:
+    if is_folder:
+        _empty(entry.files, entry)
+    else:
+        entry.files.unlink(entry.name, at=entry.at)
 
 
 def clean(files: Files, there: Sequence[str], *, at: int) -> None:
@@ -143,23 +165,17 @@ def clean(files: Files, there: Sequence[str], *, at: int) -> None:
 
 
 def _clean_one(files: Files, name: str, *, at: int) -> None:
-    found = files.stat(name, at=at)
-    if found is None or found.kind not in ("file", "directory"):
+    opened = _open_entry(files, name, at=at)
+    if opened is None:
         return
-    folder = found.kind == "directory"
-    descriptor = files.open_directory(name, at=at) if folder else files.open(name, at=at)
+    entry, is_folder = opened
     try:
-        kept = LockedName(files, name, at=at, descriptor=descriptor)
-        if not files.lock(descriptor) or not kept.in_place():
-            return
-        files.sync(at)
-        if folder:
-            _empty(files, kept)
-        else:
-            files.unlink(name, at=at)
+        if files.lock(entry.descriptor) and entry.in_place():
+            files.sync(at)
+            _remove_entry(entry, is_folder=is_folder)
     finally:
         with suppress(OSError):
-            files.close(descriptor)
+            files.close(entry.descriptor)
 
 
 def _empty(files: Files, folder: LockedName, depth: int = 0) -> None:
@@ -356,16 +372,15 @@ class RunDirectory(RunPlace):
                     going = choose((_read_record(files, PINS, at=at) or NO_PINS).by_step())
                     there = files.list(at)
                     forget_replaced(files, [one.name for one in going], at=at, there=there)
-                    for one in going:
+                    for step in going:
                         try:
-                            hidden.append(hide(files, one.name, at=at))
-                            gone.append(one)
+                            hidden.append(hide(files, step.name, at=at))
+                            gone.append(step)
                         except FileNotFoundError:
-                            continue  # somebody else deleted it
+                            continue  # Somebody else deleted it.
                         except OSError as error:
-                            notes.append(
-                                f"step {one.step} cannot be deleted: {error.strerror or error}"
-                            )
+                            why = error.strerror or error
+                            notes.append(f"step {step.step} cannot be deleted: {why}")
             finally:
                 for each in hidden:
                     each.remove(durable=durable)

@@ -42,6 +42,11 @@ class Holder(msgspec.Struct, frozen=True):
     host: str
     since: float
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the process is one of this machine."""
+        return self.host == platform.node()
+
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} on {self.host}, since {when}"
@@ -80,9 +85,16 @@ class RunLock:
             return
         found = None if at is None else self._kept.files.stat(LOCK, at=at)
         if found is None or found.identity != self._kept.identity:
-            raise _lost(
-                None if at is None else who_writes(self._kept.files, at=at), path, found is not None
+            holder = None if at is None else who_writes(self._kept.files, at=at)
+            state = (
+                f"this run's {LOCK} is gone"
+                if found is None
+                else f"another run has this directory now ({holder or 'nobody knows whose'})"
             )
+            why = "the directory that it was opened in was renamed or removed, or the lock was"
+            todo = "nothing was changed here; make a new Run, in a directory that no other run writes into"
+            number = errno.ENOENT if found is None else errno.EBUSY
+            raise refusal(f"{state}: {why}; {todo}", path, number)
 
     def close(self) -> None:
         """Release the lock. In a fork it was not ours, and is the parent's still."""
@@ -146,7 +158,7 @@ def _make(files: Files, at: int) -> LockedName | None:
 def seen_writing(files: Files, *, at: int) -> Holder | None:
     """Who has the run open, as far as can be told without touching the lock; None where it is a dead process of this machine."""
     holder = who_writes(files, at=at)
-    return holder if holder is None or holder.host != platform.node() or _alive(holder) else None
+    return None if holder is not None and holder.is_local and not _alive(holder) else holder
 
 
 def who_writes(files: Files, *, at: int) -> Holder | None:
@@ -160,7 +172,7 @@ def who_writes(files: Files, *, at: int) -> Holder | None:
 
 def _alive(holder: Holder | None) -> bool:
     """Whether a process of this machine is there. Of another machine nobody knows, and a run must be able to go on elsewhere."""
-    if holder is None or holder.host != platform.node() or holder.pid <= 0:
+    if holder is None or not holder.is_local or holder.pid <= 0:
         return False
     if sys.platform == "win32":
         return True  # where a signal of 0 would end it
@@ -169,31 +181,16 @@ def _alive(holder: Holder | None) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True
+        pass  # It exists, and belongs to somebody else.
     return True
 
 
-def _lost(holder: Holder | None, path: str, taken: bool) -> NotCommitted:
-    now = (
-        f"another run has this directory now ({holder or 'nobody knows whose'})"
-        if taken
-        else f"this run's {LOCK} is gone"
-    )
-    why = "the directory that it was opened in was renamed or removed, or the lock was"
-    todo = "nothing was changed here; make a new Run, in a directory that no other run writes into"
-    return refusal(f"{now}: {why}; {todo}", path, errno.EBUSY if taken else errno.ENOENT)
-
-
 def _refused(holder: Holder | None, path: str) -> NotCommitted:
-    if holder is not None and holder.pid == os.getpid() and holder.host == platform.node():
-        return refusal(
-            "this process has another Run open in this directory; close that one, or go on with it",
-            path,
-            errno.EBUSY,
+    if holder is not None and holder.is_local and holder.pid == os.getpid():
+        message = (
+            "this process has another Run open in this directory; close that one, or go on with it"
         )
-    who = "another process" if holder is None else str(holder)
-    return refusal(
-        f"another run writes into this directory: {who}; wait for it, or give this run a directory of its own",
-        path,
-        errno.EBUSY,
-    )
+    else:
+        who = "another process" if holder is None else str(holder)
+        message = f"another run writes into this directory: {who}; wait for it, or give this run a directory of its own"
+    return refusal(message, path, errno.EBUSY)

@@ -27,7 +27,7 @@ from holdfast.errors import Corrupted, FormatError, HoldfastError, HoldfastWarni
 from holdfast.extras.runs.fill import unharmed
 from holdfast.extras.runs.run import Run as PlainRun
 from holdfast.extras.runs.run import RunOptions
-from holdfast.extras.runs.steps import Step, step_name
+from holdfast.extras.runs.steps import Step, stamped, step_name
 from holdfast.extras.runs.view import read_step
 from holdfast.ranks.write import AsStep
 from holdfast.stores.place import join
@@ -90,7 +90,7 @@ class Run(PlainRun):
         self._calls_left = self._calls_asked = 1
         self._asked_s: float | None = None
 
-    @validated(step=lambda value, name: read_step(value))
+    @validated(step=read_step)
     def save(  # type: ignore[override]  # what several ranks need to say in addition, and no shards by size
         self, step: int, state: Stateful | Mapping[str, object], **options: Unpack[RankStepOptions]
     ) -> Step | None:
@@ -113,7 +113,7 @@ class Run(PlainRun):
         self._record_times(saved, stalled_s=time.perf_counter() - began, took_s=took)
         return saved
 
-    @validated(step=lambda value, name: read_step(value))
+    @validated(step=read_step)
     def async_save(
         self,
         step: int,
@@ -193,11 +193,8 @@ class Run(PlainRun):
             between = max(now - self._asked_s, 1e-6) if self._asked_s is not None else ASK_S
             # A tenth of the grace time is the most that may pass before all ranks know.
             after = int(calls * min(ASK_S, guard.grace_s / 10) / between)
-            answer = Signalled(
-                stops,
-                stops and self._is_worth_saving(step),
-                max(1, min(after, 2 * calls, MOST_CALLS)),
-            )
+            saves = stops and self._is_worth_saving(step)
+            answer = Signalled(stops, saves, max(1, min(after, 2 * calls, MOST_CALLS)))
             return [write_document(SIGNALLED, answer)] * len(messages)
 
         with self._ranks("ask for signals in") as ranks:
@@ -261,7 +258,9 @@ class Run(PlainRun):
         while (found := self._agreed(deep=deep, locks=into is not None)) is not None:
             try:
                 if into is None:
-                    state = self._whole(found)
+                    # What fails on one rank is raised by all of them.
+                    with self._ranks("resume") as ranks, together(ranks, UNCHANGED), unharmed():
+                        state = load_full(found.path)
                 else:
                     request = ShardedLoad(
                         found.path, into, group=self.group, deadline=self.deadline, strict=strict, per_rank=per_rank, cast=cast,
@@ -301,11 +300,6 @@ class Run(PlainRun):
         )
         with self._ranks("look again in") as ranks:
             return bool(ranks.agree(damage, decide))
-
-    def _whole(self, found: Step) -> object:
-        """The whole step in the memory of this rank; what fails on one rank is raised by all."""
-        with self._ranks("resume") as ranks, together(ranks, UNCHANGED), unharmed():
-            return load_full(found.path)
 
     def prune(self) -> tuple[Step, ...]:
         """As `holdfast.Run.prune`; every rank calls it, and the first one deletes."""
@@ -382,18 +376,10 @@ class Run(PlainRun):
         """After a step is published, the first rank lets the rules delete. On others its files may not be seen yet."""
         assert request.step is not None  # `_request` sets it
         stamp = request.step.stamp
-        made = Step(
-            stamp.step,
-            request.path,
-            stamp.saved,
-            stamp.metrics,
-            done.nbytes,
-            step_name(stamp.step),
-            ran=stamp.ran,
-        )
-        if self._lock is None:
-            return self._folder.get(stamp.step) or made
+        made = stamped(stamp, stamp.step, request.path, done.nbytes, step_name(stamp.step), ())
         saved = self._folder.get(stamp.step) or made
+        if self._lock is None:
+            return saved
         self._sure.discard(stamp.step)
         self._new_nbytes = saved.nbytes - self._linked_nbytes if self.share else None
         self._exports.add(saved)

@@ -79,12 +79,10 @@ def decide(
     """The fate of each of these whole steps, which come in the order of their numbers."""
     if not steps:
         return []
-    own = {one.step for one in steps}
-    counted: list[Facts] = [
-        *steps,
-        *([coming] if coming is not None and coming.step not in own else []),
-    ]
-    kept = kept_by(rules, counted)
+    counted: dict[int, Facts] = {step.step: step for step in steps}
+    if coming is not None:
+        counted.setdefault(coming.step, coming)
+    kept = kept_by(rules, [*counted.values()])
     newest = steps[-1]
     last = {max(steps, key=lambda one: (one.saved, one.step)).step}
     ran = [(one.ran, one.step) for one in steps if one.ran is not None]
@@ -122,51 +120,37 @@ def retain(
 ) -> Deleted:
     """Delete what the rules do not keep, the oldest first, at most `most` steps.
 
-    `sure` are steps that have been read back already; what is read back now is added. Raises `HoldfastError` where the pins cannot
-    be read; what the place refuses for one step is a note, and the others go.
+    The newest step is read back first, if the step before it goes once that is done. `sure` are
+    steps that have been read back before, and this one is added. Raises `HoldfastError` if the pins
+    cannot be read. If the place refuses to delete a step, a note says so, and the others go.
     """
     if not rules:
         return Deleted(())
     sure = set() if sure is None else sure
-    notes: list[str] = []
     steps = place.steps()
-    read = _be_sure(place, steps, rules, sure=sure, check=check, coming=coming, notes=notes)
+    notes: list[str] = []
+    checked = None
+    if len(steps) > 1 and steps[-1].step not in sure:
+        before, newest = steps[-2:]
+        fates = decide(steps, rules, sure={newest.step}, coming=coming)
+        if fates[-2].goes and before.step not in place.pins():
+            try:
+                is_good = check(newest)
+            except HoldfastError as error:
+                is_good = False
+                notes.append(error.message)
+            checked = newest, is_good
+            if is_good:
+                sure.add(newest.step)
+            else:
+                notes.append(
+                    f"step {newest.step} could not be read back, so step {before.step} stays, and no step is linked to it; "
+                    f"verify it: {newest.path}"
+                )
 
-    def going(pins: Mapping[int, Pin]) -> list[Step]:
+    def choose(pins: Mapping[int, Pin]) -> list[Step]:
         fates = decide(steps, rules, pins=pins, sure=sure, busy=busy(), coming=coming)
         return [fate.step for fate in fates if fate.goes][:most]
 
-    gone, hindered = place.let_go(going, durable=durable)
-    return Deleted(tuple(gone), (*notes, *hindered), read)
-
-
-def _be_sure(
-    place: RunPlace,
-    steps: Sequence[Step],
-    rules: Collection[Rule],
-    *,
-    sure: set[int],
-    check: ReadBack,
-    coming: Facts | None,
-    notes: list[str],
-) -> tuple[Step, bool] | None:
-    """Read the newest back, where the step before it would go if that were done; and whether that went well."""
-    if len(steps) < 2 or steps[-1].step in sure:
-        return None
-    newest, before = steps[-1], steps[-2]
-    fates = decide(steps, rules, sure={newest.step}, coming=coming)
-    if not fates[-2].goes or before.step in place.pins():
-        return None
-    try:
-        good = check(newest)
-    except HoldfastError as error:
-        good = False
-        notes.append(error.message)
-    if good:
-        sure.add(newest.step)
-    else:
-        notes.append(
-            f"step {newest.step} could not be read back, so step {before.step} stays, and no step is linked to it; "
-            f"verify it: {newest.path}"
-        )
-    return newest, good
+    deleted, hindered = place.let_go(choose, durable=durable)
+    return Deleted(tuple(deleted), (*notes, *hindered), checked)

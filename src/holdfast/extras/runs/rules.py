@@ -221,14 +221,14 @@ def _read_best(text: str) -> Best:
     return Best(metric, whole_number(count, "best:"), "max" if mode == "max" else "min")
 
 
-def read_rules(given: object) -> tuple[Rule, ...]:
+def read_rules(given: object, name: str = "keep=") -> tuple[Rule, ...]:
     """The rules of `keep=`: rules, or their texts; one, or any number of them. None is no rule: nothing is ever deleted."""
     if given is None:
         return ()
     several = (given,) if isinstance(given, str | Rule) else given
     if not isinstance(several, Iterable):
         raise BadArgumentType(
-            f"keep= takes rules, such as Latest(3), not {shown(given)}", found=given
+            f"{name} takes rules, such as Latest(3), not {shown(given)}", found=given
         )
     made: list[Rule] = []
     for one in several:
@@ -238,6 +238,6 @@ def read_rules(given: object) -> tuple[Rule, ...]:
             made.append(one)
         else:
             raise BadArgumentType(
-                f"keep= takes rules, such as Latest(3) or 'latest:3', not {shown(one)}", found=one
+                f"{name} takes rules, such as Latest(3) or 'latest:3', not {shown(one)}", found=one
             )
     return tuple(dict.fromkeys(made))

@@ -106,7 +106,7 @@ class RunOptions(StoreOption, total=False):
 
 
 RECORD_OPTIONS[RunOptions] = {
-    "keep": Option((), "rules of what is kept", read=lambda value, name: read_rules(value)),
+    "keep": Option((), "rules of what is kept", read=read_rules),
     "budget": Option(None, "what all steps together may have", read=byte_count),
     "when_full": Option(
         "error", "what a save does that has no room", read=one_of("error", "evict", "pause")
@@ -117,10 +117,27 @@ RECORD_OPTIONS[RunOptions] = {
     "signals": Option(
         False,
         "hold SIGTERM back until `interrupted` is asked",
-        read=lambda value, name: read_run_signals(value),
+        read=read_run_signals,
     ),
     "grace": Option(None, "the time from a signal to the kill", read=seconds),
 }
+
+
+def read_metrics(value: object, argument: str = "metrics=") -> dict[str, float]:
+    """Check metrics: numbers of any kind under names."""
+    if not isinstance(value, Mapping):
+        message = f"{argument} takes numbers under names, not {shown(value)}"
+        raise BadArgumentType(message, found=value)
+    metrics: dict[str, float] = {}
+    for name, number in value.items():
+        try:
+            if not isinstance(name, str) or isinstance(number, str | bytes | bool):
+                raise TypeError
+            metrics[name] = float(number)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            message = f"{argument} takes numbers under names, and {shown(name)} is {shown(number)}"
+            raise BadArgumentType(message, found=value) from None
+    return metrics
 
 
 class Run(RunView):
@@ -226,11 +243,7 @@ class Run(RunView):
         """What saving cost so far, and how often to save where one failure is to be expected every `mtbf` ("6h")."""
         expected = MTBF_S if mtbf is None else seconds(mtbf, "mtbf=")
         return summarize(
-            self._times,
-            failed=self._failed,
-            deleted=self._deleted,
-            mtbf_s=expected,
-            damaged=self._doubts.damages,
+            self._times, self._failed, self._deleted, mtbf_s=expected, damaged=self._doubts.damages
         )
 
     # Keeping.
@@ -264,24 +277,17 @@ class Run(RunView):
             self._folder.check()
             number = self[step].step
             later = [one for one in self.steps() if one.step > number]
-            held = [
-                one.step for one in later if one.step in self.pins() or one.step in self._busy()
-            ]
-            if held:
-                raise refusal(
-                    f"step {held[0]} is pinned or being exported, and later than {number}; unpin it first",
-                    self.path,
-                    errno.EBUSY,
-                )
+            for one in later:
+                if one.step in self.pins() or one.step in self._busy():
+                    message = f"step {one.step} is pinned or being exported, and later than {number}; unpin it first"
+                    raise refusal(message, self.path, errno.EBUSY)
             with refusing("deleting later steps", self.path):
                 self._folder.delete(later, durable=self.durable)
             return tuple(later)
 
     # Saving.
 
-    @validated(
-        step=lambda value, name: read_step(value), metrics=lambda value, name: read_metrics(value)
-    )
+    @validated(step=read_step, metrics=read_metrics)
     def save(
         self,
         step: int,
@@ -349,7 +355,7 @@ class Run(RunView):
 
     # Ending.
 
-    @validated(signals=lambda value, name: read_signals(value), grace=seconds)
+    @validated(signals=read_signals, grace=seconds)
     def stopping(
         self,
         *,
@@ -435,9 +441,9 @@ class Run(RunView):
                 self._make_room(planned.report.new_nbytes, stamp)
             free = self._folder.free()
             try:
-                report = (
-                    planned.report if free is None else replace(planned.report, free_nbytes=free)
-                )
+                report = planned.report
+                if free is not None:
+                    report = replace(report, free_nbytes=free)
                 replace(planned, report=report).run(progress)
                 self._sure.discard(stamp.step)
                 return self._folder.published(planned, stamp)
@@ -487,8 +493,8 @@ class Run(RunView):
         return f"the run's budget is used up: {used:,} of {self.budget:,} bytes, and {nbytes:,} more are to be written"
 
     def _used(self) -> int:
-        """Bytes of all files of all steps; a file that several steps share (hard links) counts once."""
-        sizes: Sizes = {}
+        """Return the bytes of all steps. A file that several steps share counts once."""
+        sizes = Sizes()
         for step in self._folder.steps():
             sizes.update(self._folder.sizes(step))
         return sum(sizes.values())
@@ -654,21 +660,3 @@ class Run(RunView):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path!r}, keep {', '.join(map(str, self.keep)) or 'everything'}>"
-
-
-def read_metrics(value: object) -> dict[str, float]:
-    """Check `metrics=`: numbers of any kind under names."""
-    if not isinstance(value, Mapping):
-        raise BadArgumentType(
-            f"metrics= takes numbers under names, not {shown(value)}", found=value
-        )
-    found: dict[str, float] = {}
-    for name, number in value.items():
-        try:
-            if not isinstance(name, str) or isinstance(number, str | bytes | bool):
-                raise TypeError
-            found[name] = float(number)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            message = f"metrics= takes numbers under names, and {shown(name)} is {shown(number)}"
-            raise BadArgumentType(message, found=value) from None
-    return found

@@ -34,35 +34,31 @@ GRACE_S = 30.0
 """From SIGTERM until the program is killed: KillWait of Slurm, terminationGracePeriodSeconds of Kubernetes."""
 
 
-def read_signals(given: object) -> tuple[signal.Signals, ...]:
-    """The signals of `signals=`: one, or any number of them."""
+def read_signals(
+    given: object, name: str = "signals=", *, accepted: str = "signals"
+) -> tuple[signal.Signals, ...]:
+    """Return the signals of an argument: one signal, or any number of them."""
     several = (
-        given if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (given,)
+        given if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [given]
     )
-    found = []
-    for one in several:
+    signals = []
+    for item in several:
         try:
-            found.append(
-                signal.Signals[one]
-                if isinstance(one, str)
-                else signal.Signals(whole_number(one, "signals="))
-            )
-        except (ValueError, KeyError):  # what is no number is a ValueError, too
-            raise BadArgument(
-                f"signals= takes signals, such as signal.SIGTERM, not {shown(one)}", found=one
-            ) from None
-    return tuple(dict.fromkeys(found))
+            if isinstance(item, str):
+                signals.append(signal.Signals[item])
+            else:
+                signals.append(signal.Signals(whole_number(item, name)))
+        except (ValueError, KeyError):  # What is no number is a ValueError, too.
+            message = f"{name} takes {accepted}, such as signal.SIGTERM, not {shown(item)}"
+            raise BadArgument(message, found=item) from None
+    return tuple(dict.fromkeys(signals))
 
 
-def read_run_signals(given: object) -> tuple[signal.Signals, ...]:
-    """The signals of a run's `signals=`: True for SIGTERM, False for none, or as `stopping`."""
+def read_run_signals(given: object, name: str = "signals=") -> tuple[signal.Signals, ...]:
+    """Return the signals of a run: SIGTERM for True, none for False, or as `read_signals`."""
     if isinstance(given, bool):
         return (signal.SIGTERM,) if given else ()
-    try:
-        return read_signals(given)
-    except BadArgument as error:
-        error.message = error.message.replace("takes signals", "takes True, or signals")
-        raise
+    return read_signals(given, name, accepted="True, or signals")
 
 
 class SignalGuard:

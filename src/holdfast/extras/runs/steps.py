@@ -203,23 +203,26 @@ class DirectoryLook:
             self._look_inside(name)
 
     def _look_inside(self, name: str) -> None:
-        """Look at a folder, or a file with a seal beside it, that has another name than ours."""
+        """Look at a folder, or at a file with a seal beside it, that has another name than ours."""
         is_file = name.endswith(SUFFIX) and name != SEAL
         target = name.removesuffix(SUFFIX) if is_file else name
+        seal = None
         try:
             if is_file:
                 seal = self._seal(name, at=self.folder)
             else:
                 with self._opened(name) as folder:
-                    seal = None if folder is None else self._seal(SEAL, at=folder)
+                    if folder is not None:
+                        seal = self._seal(SEAL, at=folder)
         except HoldfastError as error:
             self.others[target] = error.message
+        if seal is None:
             return
-        if seal is not None and seal.step is not None:
+        if seal.step is None:
+            self.others[target] = "its seal says no step"
+        else:
             self._seals[target] = seal
             claim(self.claims, seal.step, target)
-        elif seal is not None:
-            self.others[target] = "its seal says no step"
 
     def unsealed(self) -> list[str]:
         """Names without a seal that are like those of other trainers' checkpoints."""

@@ -65,24 +65,25 @@ class Summary:
 
 def summarize(
     times: Sequence[SaveTimes],
-    *,
     failed: int,
     deleted: int,
-    mtbf_s: float = MTBF_S,
-    damaged: tuple[str, ...] = (),
+    *,
+    mtbf_s: float,
+    damaged: tuple[str, ...],
 ) -> Summary:
-    count = len(times)
-    stalled = sum(one.stalled_s for one in times) / count if count else 0.0
+    """Summarize the saves of a run, of which `failed` more failed."""
+    stalls = [save.stalled_s for save in times]
+    stalled = sum(stalls) / max(len(times), 1)
     return Summary(
-        saves=count,
+        saves=len(times),
         failed=failed,
-        nbytes=sum(one.nbytes for one in times),
+        nbytes=sum(save.nbytes for save in times),
         stalled_s=stalled,
-        longest_stall_s=max((one.stalled_s for one in times), default=0.0),
-        took_s=sum(one.took_s for one in times) / count if count else 0.0,
+        longest_stall_s=max(stalls, default=0.0),
+        took_s=sum(save.took_s for save in times) / max(len(times), 1),
         deleted=deleted,
         mtbf_s=mtbf_s,
-        interval_s=math.sqrt(2 * stalled * mtbf_s) if count else None,
+        interval_s=math.sqrt(2 * stalled * mtbf_s) if times else None,
         damaged=damaged,
     )
 

@@ -82,24 +82,21 @@ def sweep(
     now = _now(bucket, url, (one for _, _, one in found), dry_run=dry_run)
     before = now - timedelta(seconds=seconds(grace, "grace="))
     objects = {one.key: one for _, _, one in found}
-    # Data right in the prefix may be that of a step, and named by other steps.
+    data = [(folder, one.key) for folder, name, one in found if DATA.fullmatch(name)]
     groups = [
-        (
-            References(url),
-            [one.key for folder, name, one in found if folder and DATA.fullmatch(name)],
-        ),
-        (
-            References(url.parent if url.key else url),
-            [one.key for folder, name, one in found if not folder and DATA.fullmatch(name)],
-        ),
+        (References(url), [key for folder, key in data if folder]),
+        # Data right in the prefix may be that of a step, and named by other steps.
+        (References(url.parent if url.key else url), [key for folder, key in data if not folder]),
     ]
-    traces = [one.key for folder, name, one in found if _is_trace(folder, name)]
-    dead = [
-        key
-        for key in traces
-        if objects[key].changed
-        <= min(before, now - timedelta(seconds=2 * LIFE_S if CLAIMS in key else 0))
-    ]
+    traces: list[str] = []
+    dead: list[str] = []
+    for folder, name, one in found:
+        is_ours = PROBE.fullmatch(name) is not None or is_temporary(name)
+        if folder == CLAIMS or ("/" not in name and is_ours):
+            traces.append(one.key)
+            life = timedelta(seconds=2 * LIFE_S if CLAIMS in one.key else 0)
+            if one.changed <= min(before, now - life):
+                dead.append(one.key)
     young, notes = len(traces) - len(dead), list[str]()
     try:
         if not dry_run:
@@ -108,38 +105,22 @@ def sweep(
             left = set(keys) - (references.named(keys) if keys else set())
             old = [key for key in keys if key in left and objects[key].changed <= before]
             young += len(left) - len(old)
-            released = (
-                Released(old) if dry_run else release(references.parent, old, references.named)
-            )
+            released = Released(old)
+            if not dry_run:
+                released = release(references.parent, old, references.named)
             dead += released.gone
             notes += [
                 f"{folder or references.parent}: its manifest cannot be understood, so nothing beside it goes: {why}"
                 for folder, why in references.notes.items()
             ]
-            notes += (
-                [f"a save uses {len(released.used):,} objects; sweep again later"]
-                if released.used
-                else []
-            )
+            if released.used:
+                notes.append(f"a save uses {len(released.used):,} objects; sweep again later")
     except StoreError as error:
         raise refusal(
             f"not all was deleted: {error.message}; sweep again", url, error.errno
         ) from None
-    keys = sorted(dead)
-    return Swept(
-        url,
-        tuple(keys),
-        sum(objects[key].nbytes for key in keys),
-        young,
-        tuple(notes),
-        done=not dry_run,
-    )
-
-
-def _is_trace(folder: str, name: str) -> bool:
-    return folder == CLAIMS or (
-        "/" not in name and (PROBE.fullmatch(name) is not None or is_temporary(name))
-    )
+    nbytes = sum(objects[key].nbytes for key in dead)
+    return Swept(url, tuple(sorted(dead)), nbytes, young, tuple(notes), done=not dry_run)
 
 
 def _now(bucket: Bucket, url: Url, seen: Iterable[RemoteObject], *, dry_run: bool) -> datetime:

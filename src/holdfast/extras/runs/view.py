@@ -32,8 +32,9 @@ LOOKS = 20
 """How often a step is looked for again that was deleted before it could be read. Each time a newer one was there."""
 
 
-def read_step(value: object) -> int:
-    return whole_number(value, "step=", least=0, most=LARGEST)
+def read_step(value: object, name: str = "step=") -> int:
+    """Check the number of a step."""
+    return whole_number(value, name, least=0, most=LARGEST)
 
 
 class RunView:

@@ -17,7 +17,7 @@ import os
 import uuid
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as m
@@ -60,20 +60,14 @@ from holdfast.torch.tensors.tree import DEEPEST, torch_tree, unbuilt
 from holdfast.verbs.open import open as open_checkpoint
 from holdfast.verbs.open import steady
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint._extension import (
+        ExtensionRegistry,
+        StreamTransformExtension,
+    )
+
 BUFFER = Global("_io", "BytesIO")
 """A class that runs nothing when it is built. Programs keep their own bytes in such."""
-
-
-class Extension(Protocol):
-    """One of torch's stream extensions, as far as reading needs it."""
-
-    def transform_from(self, input: IO[bytes]) -> IO[bytes]: ...
-
-
-class Extensions(Protocol):
-    """torch's `ExtensionRegistry`."""
-
-    def from_descriptor_list(self, descriptors: Sequence[str]) -> Sequence[Extension]: ...
 
 
 def open_stored(
@@ -83,7 +77,7 @@ def open_stored(
     verify: bool,
     threads: int | None,
     limits: Limits | None,
-    extensions: Extensions | None,
+    extensions: ExtensionRegistry | None,
 ) -> Stored:
     """Open a checkpoint. `rank` counts where ranks saved each for itself."""
     limits = limits or Limits()
@@ -142,7 +136,9 @@ class Tree:
 
 
 class Directory:
-    def __init__(self, source: Source, rank: int | None, extensions: Extensions | None) -> None:
+    def __init__(
+        self, source: Source, rank: int | None, extensions: ExtensionRegistry | None
+    ) -> None:
         alone = ranks_alone(source)
         if (
             alone and rank is None and versions.HUGGING_FACE
@@ -262,7 +258,7 @@ class Directory:
         source = self._items.source
         stream: IO[bytes] = io.BytesIO(source.bytes(item.file, item.offset, item.stop))
         for extension in self._extensions.from_descriptor_list(item.transforms):
-            stream = extension.transform_from(stream)
+            stream = cast("StreamTransformExtension", extension).transform_from(stream)
         return open_checkpoint(stream.read(), limits=source.limits).tree
 
 
@@ -386,7 +382,7 @@ class Reader(CheckpointPlace, StorageReader):
         verify: bool = True,
         threads: int | None = None,
         limits: Limits | None = None,
-        _extension_registry: Extensions | None = None,
+        _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
         """`store` is an obstore store that `path`, or the `checkpoint_id`, is a key in.
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import IO, Protocol, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as m
@@ -55,15 +55,10 @@ from holdfast.verbs.seals.document import SEAL
 from holdfast.verbs.shared.formats import is_part
 from holdfast.verbs.shared.state import tabulate_state
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint._extension import StreamTransformExtension
+
 EXISTS = "Checkpoint already exists; pass overwrite=True to replace it, or save elsewhere"
-
-
-class Extension(Protocol):
-    """One of torch's stream extensions, as far as writing needs it."""
-
-    def transform_to(self, output: IO[bytes]) -> IO[bytes]: ...
-
-    def get_descriptor(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +90,7 @@ class Writer(CheckpointPlace, StorageWriter):
         thread_count: int | None = None,
         per_thread_copy_ahead: int = 0,
         cache_staged_state_dict: bool = False,
-        _extensions: Sequence[Extension] | None = None,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
     ) -> None:
         """`store` is an obstore store that `path`, or the `checkpoint_id`, is a key in.
 
@@ -239,11 +234,8 @@ class Writer(CheckpointPlace, StorageWriter):
             "should_synchronize_after_execute",
             "_synchronize_after_execute",
         )
-        here = {"_target", *staging}
-        return {
-            **{key: value for key, value in vars(self).items() if key not in here},
-            "_target": None,
-        }
+        sent = {key: value for key, value in vars(self).items() if key not in staging}
+        return {**sent, "_target": None}
 
     # Files.
 
@@ -387,7 +379,8 @@ def _lay_out(
         if (
             isinstance(data, torch.Tensor)
             and item.type != WriteItemType.BYTE_IO
-            and _is_plain(data)
+            and data.layout == torch.strided
+            and not (data.is_quantized or data.is_nested or data.is_meta)
         ):
             tensors.append((item, data.detach()))
         else:
@@ -397,12 +390,6 @@ def _lay_out(
     ).tensors
     plan, lengths = lay_out_items(key, [archive for _, archive in values], table, range(len(table)))
     return plan, [*zip([item for item, _ in (*values, *tensors)], lengths.tolist(), strict=True)]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not (
-        tensor.is_quantized or tensor.is_nested or tensor.is_meta
-    )
 
 
 def _bytes(data: torch.Tensor | io.BytesIO, name: str) -> bytes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
@@ -61,8 +60,7 @@ from holdfast.torch.tensors.fill import Progress, fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint
 from holdfast.torch.tensors.tree import dict_under, lazy_tensors, opaque_inside, torch_tree
-from holdfast.verbs.open import Openable, seen_through
-from holdfast.verbs.open import open as open_checkpoint
+from holdfast.verbs.open import Openable, opened, seen_through
 
 if TYPE_CHECKING:
     from holdfast.extras.maps.find import AnyMap
@@ -150,12 +148,7 @@ def load_into(
     )
     if isinstance(path, TorchCheckpoint):
         path = path.lazy
-    opened = (
-        nullcontext(path)
-        if isinstance(path, Checkpoint)
-        else open_checkpoint(path, verify=verify, threads=threads)
-    )
-    with opened as checkpoint:
+    with opened(path, verify=verify, threads=threads) as checkpoint:
         state = (
             module_or_state.state_dict
             if isinstance(module_or_state, nn.Module)

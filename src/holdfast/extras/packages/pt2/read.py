@@ -20,6 +20,8 @@ weight has already gets `#2`. The oldest archives are a plain zip of a few recor
 
 from __future__ import annotations
 
+import re
+
 from msgspec import Struct
 
 from holdfast.core.box import Box
@@ -52,6 +54,13 @@ VERSION_RECORD, VERSION = "archive_version", "0"
 MODELS, WEIGHTS, CONSTANTS, INPUTS, COMPILED = (
     "models/", "data/weights/", "data/constants/", "data/sample_inputs/", "data/aotinductor/",
 )  # fmt: skip
+MODEL_RECORD = re.compile(
+    r"models/(.+)\.json|data/weights/(.+?)(?:_weights_config\.json|\.pt)|data/constants/(.+?)(?:_constants_config\.json|\.pt)"
+    r"|data/sample_inputs/(.+)\.pt|data/aotinductor/([^/]+)/.*",
+    re.DOTALL,
+)
+"""The names of records that belong to one model, with its name."""
+
 EXTRAS = ("extra/", "extra_files/")
 """Folders of extra files; the second in the oldest archives."""
 
@@ -186,26 +195,9 @@ class Pt2Reader:
             )
 
     def names(self) -> list[str]:
-        found: dict[str, None] = {}
-        patterns = (
-            (MODELS, ".json"), (WEIGHTS, WEIGHTS_CONFIG), (CONSTANTS, CONSTANTS_CONFIG), (WEIGHTS, ".pt"), (CONSTANTS, ".pt"),
-            (INPUTS, ".pt"),
-        )  # fmt: skip
-        for record in self.archive.names:
-            if not record.endswith((".json", ".pt")) and not record.startswith(COMPILED):
-                continue
-            for folder, suffix in patterns:
-                if (
-                    record.startswith(folder)
-                    and record.endswith(suffix)
-                    and len(record) > len(folder) + len(suffix)
-                ):
-                    found[record.removeprefix(folder).removesuffix(suffix)] = None
-                    break
-            else:
-                if record.startswith(COMPILED) and record.count("/") > COMPILED.count("/"):
-                    found[record.removeprefix(COMPILED).partition("/")[0]] = None
-        return list(found)
+        """Return the models that the names of records mention, in their order."""
+        matches = filter(None, map(MODEL_RECORD.fullmatch, self.archive.names))
+        return list(dict.fromkeys(match[match.lastindex or 0] for match in matches))
 
     def old(self) -> dict[str, Model]:
         """The one model of the oldest archives: a plain zip, with a torch.save for each part."""

@@ -204,11 +204,7 @@ def lines(table: RunTable) -> Iterator[Line]:
         *(["new", "shared"] if shares else []),
         *(escape(clip(name, 20)) for name in metrics),
     ]
-    cells = [
-        _cells(row, step, metrics, shares=shares, now=table.now)
-        for row in table.rows
-        if (step := row.step) is not None
-    ]
+    cells = [_cells(row, metrics, shares=shares, now=table.now) for row in table.rows if row.step]
     widths = [max(map(width, column)) for column in zip(titles, *cells, strict=True)]
 
     def align(texts: Sequence[str]) -> str:
@@ -254,9 +250,9 @@ def _head(table: RunTable) -> Iterator[Line]:
         yield [(f"  open in another process: {escape(str(table.writer))}", "note")]
 
 
-def _cells(
-    row: RunRow, step: Step, metrics: Sequence[str], *, shares: bool, now: float
-) -> list[str]:
+def _cells(row: RunRow, metrics: Sequence[str], *, shares: bool, now: float) -> list[str]:
+    step = row.step
+    assert step is not None  # The others have no cells.
     cells = [str(step.step), age(now - step.saved), nbytes(step.nbytes)]
     if shares:
         cells += [nbytes(row.new_nbytes), nbytes(row.shared_nbytes)]
@@ -334,20 +330,24 @@ def document(table: RunTable, gone: Sequence[Step]) -> dict[str, object]:
 
 def _row_document(row: RunRow) -> dict[str, object]:
     step, fate = row.step, row.fate
-    return {
+    document: dict[str, object] = {
         "name": row.found.name,
         "step": row.found.step,
         "whole": step is not None,
         "why": row.found.why,
-        "saved": None if step is None else step.saved,
-        "nbytes": None if step is None else step.nbytes,
+        "saved": None,
+        "nbytes": None,
         "new_nbytes": row.new_nbytes,
         "shared_nbytes": row.shared_nbytes,
-        # JSON has no NaN.
-        "metrics": {}
-        if step is None
-        else {k: v if math.isfinite(v) else None for k, v in step.metrics.items()},
-        "kept_by": [] if fate is None else [str(rule) for rule in fate.rules],
-        "kept_also": [] if fate is None else list(fate.others),
+        "metrics": {},
+        "kept_by": [],
+        "kept_also": [],
         "goes": fate is not None and fate.goes,
     }
+    if step is not None:
+        # JSON has no NaN.
+        metrics = {k: v if math.isfinite(v) else None for k, v in step.metrics.items()}
+        document |= {"saved": step.saved, "nbytes": step.nbytes, "metrics": metrics}
+    if fate is not None:
+        document |= {"kept_by": [*map(str, fate.rules)], "kept_also": [*fate.others]}
+    return document
