@@ -7,6 +7,9 @@ Exact `(module, name)` pairs have a reducer (reducers.py); everything else stays
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
+
+from msgspec import Struct
 
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Device, Global, Opaque, Size
@@ -22,14 +25,14 @@ from holdfast.formats.torch.tensors import strided_view, view_traits
 OWN_CLASSES = (Global("torch", "Tensor"), Global("torch._tensor", "Tensor"))
 
 
-class LazyBuilder:
+class LazyBuilder(Struct, eq=False):
     """Makes lazy tensors and small records. What torch never writes is a record, where an honest file may have it."""
 
-    storage_class = tensor_class = LazyTensor
-    fewest = 4
+    storage_class: ClassVar = LazyTensor
+    tensor_class: ClassVar = LazyTensor
+    fewest: ClassVar = 4
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    source: Source
 
     def unbuilt(self, what: Name, args: Args, why: str) -> object:
         return Opaque(Global(*what), args)
@@ -61,13 +64,10 @@ class LazyBuilder:
         conj: bool = False,
         neg: bool = False,
     ) -> LazyTensor:
-        offset, size, stride = claim
         # The reducers have seen that it is a storage, and where there is a dtype, that it is one.
-        made: LazyTensor = storage  # type: ignore[assignment]
-        of: DType = made.dtype if dtype is None else dtype  # type: ignore[assignment]
-        return strided_view(
-            made, of, offset, size=size, stride=stride, traits=view_traits(grad, conj, neg)
-        )
+        of: DType | None = dtype  # type: ignore[assignment]
+        traits = view_traits(grad, conj, neg)
+        return strided_view(storage, of, claim, traits)  # type: ignore[arg-type]
 
     def elements(self, storage: object, claim: Claim) -> LazyTensor:
         return self.view(storage, None, claim)
@@ -87,7 +87,7 @@ class LazyBuilder:
         self, dtype: object, shape: tuple[int, ...], strides: tuple[int, ...], *, grad: bool
     ) -> LazyTensor:
         return LazyTensor(
-            "", self.dtype(dtype), shape, (), self._source, Traits(requires_grad=grad, meta=True)
+            "", self.dtype(dtype), shape, (), self.source, Traits(requires_grad=grad, meta=True)
         )
 
     def elsewhere(self, data: object, dtype: object, device: object, *, grad: bool) -> object:
@@ -140,9 +140,7 @@ class Blank(Pending):
     def finish(self, state: object) -> object:
         match state:
             case (LazyTensor() as storage, offset, size, stride) if self.name.endswith("Tensor"):
-                return strided_view(
-                    storage, storage.dtype, offset, size=size, stride=stride, traits=PLAIN
-                )
+                return strided_view(storage, None, (offset, size, stride), PLAIN)
             # The tensor, its creator, hooks, requires_grad, volatile.
             case (LazyTensor() as data, _, _, bool(grad), bool()) if not self.name.endswith(
                 "Tensor"
@@ -163,10 +161,7 @@ class TorchTable(BuildingTable):
     def __init__(self, source: Source, persistent: Callable[[object], object]) -> None:
         self.builder = LazyBuilder(source)
         super().__init__()
-        self._persistent = persistent
-
-    def persistent(self, pid: object) -> object:
-        return self._persistent(pid)
+        self.persistent = persistent  # type: ignore[assignment]  # the method of another object
 
     def build(self, obj: object, state: object) -> object:
         """As in any table; a tensor also gets its `requires_grad`, which torch 0.2 and 0.3 wrote by BUILD."""

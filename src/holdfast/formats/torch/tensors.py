@@ -139,15 +139,16 @@ def strided_kind(
 
 def strided_view(
     storage: LazyTensor,
-    dtype: DType,
-    offset: object,
-    *,
-    size: object,
-    stride: object,
+    dtype: DType | None,
+    claim: tuple[object, object, object],
     traits: Traits,
 ) -> LazyTensor:
-    """The tensor that views a storage (itself a 1-D lazy tensor) with an offset and strides counted in elements."""
-    shape, steps, begin, last = reach(offset, size, stride, storage.source.limits)
+    """The tensor that views a storage (itself a 1-D lazy tensor), as elements of a dtype; None: of the storage's own.
+
+    A claim is an offset, a size, and strides, counted in elements.
+    """
+    dtype = dtype or storage.dtype
+    shape, steps, begin, last = reach(*claim, storage.source.limits)
     row = storage.position if isinstance(storage.position, FileRow) else None
     chunks = storage.chunks if row is None else ()
     place = None if row is None else (row.offset, row.kind.strides)

@@ -12,7 +12,7 @@ Reading: the directory of the zip, the small text records, the pickles. Storages
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter, eq, is_
+from operator import is_
 
 from msgspec import field
 
@@ -20,7 +20,6 @@ from holdfast.core.chunk import Storage
 from holdfast.core.leaves import name_tensors
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.runtime import copied_together
-from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.files import ViewTable
 from holdfast.errors import (
@@ -49,8 +48,6 @@ VERSIONS = range(1, 11)
 
 PICKLE, STORAGES = "data.pkl", "data/"
 
-TRAITS = attrgetter("traits")
-
 
 class SavedFile(Value, frozen=True):
     """The content of one file of `torch.save`; nothing of it was executed, and no tensor read."""
@@ -70,19 +67,14 @@ def describe_saved(source: Source, read: Callable[[Source, str], SavedFile]) -> 
     saved = read(source, key)
     named = name_tensors(saved.tree, source.limits, saved.nbytes)
     table, notes = ViewTable(named.tensors), (*saved.notes, *named.notes)
-    tree = table if is_flat(saved.tree, named.tensors) else saved.tree
+    tree, tensors = saved.tree, named.tensors
+    if type(tree) is dict and [*tree] == [*tensors]:
+        # A plain dict of these tensors under their names, each a plain tensor: the table is the tree.
+        is_same = all(map(is_, tree.values(), tensors.values()))
+        all_traits = {id(tensor.traits): tensor.traits for tensor in tensors.values()}.values()
+        is_plain = all(traits.subclass is None and traits.state is None for traits in all_traits)
+        tree = table if is_same and is_plain else tree
     return Description(saved.format, table, tree, saved.foreign, notes, saved.metadata)
-
-
-def is_flat(tree: object, tensors: Mapping[str, LazyTensor]) -> bool:
-    """Whether a tree is a plain dict of these tensors under their names, each a plain tensor that is there once."""
-    if type(tree) is not dict or len(tree) != len(tensors):
-        return False
-    if not all(map(eq, tree, tensors)) or not all(map(is_, tree.values(), tensors.values())):
-        return False
-    traits = [*map(TRAITS, tensors.values())]
-    each = dict(zip(map(id, traits), traits, strict=True)).values()
-    return not any(one.subclass is not None or one.state is not None for one in each)
 
 
 def describe(source: Source) -> Description:

@@ -114,6 +114,8 @@ class WeightsTable(BuildingTable):
         self._rows: dict[int, Row] = {}
         self.builder: TorchBuilder = TorchBuilder(storages, self)
         super().__init__()
+        if encoding != "bytes":
+            self.persistent = storages.persistent  # type: ignore[method-assign]  # one call less for each
 
     def row(self, what: object) -> Row | None:
         row = self._rows.get(id(what))
@@ -250,7 +252,7 @@ class WeightsTable(BuildingTable):
         raise PickleError(f"Can only add to sets, but got {type(obj)}", found=type(obj).__name__)
 
     def persistent(self, pid: object) -> object:
-        return self.storages.persistent(as_text(pid) if self._encoding == "bytes" else pid)
+        return self.storages.persistent(as_text(pid))
 
     def _set_entries(self, target: object, state: object) -> None:
         """Set attributes of an OrderedDict, such as `_metadata`. None may hide one that it has."""

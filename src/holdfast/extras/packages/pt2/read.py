@@ -421,7 +421,7 @@ class Pt2Reader:
         whole = LazyTensor.contiguous(
             "", dtype, (storage.nbytes * 8 // dtype.bits,), storage, self.source
         )
-        return strided_view(whole, dtype, offset, size=sizes, stride=strides, traits=Traits())
+        return strided_view(whole, dtype, (offset, sizes, strides), Traits())
 
     def _list_rest(self) -> None:
         """Add notes on other content: compiled code by model, extra files, folders of other programs."""
