@@ -18,8 +18,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.errors import LimitExceeded
 from holdfast.stores.memory import MemoryStore
-from holdfast.verbs.shared.rows import lazy_tree
-from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.shared.state import lazy_tree, tabulate_state
 
 SOURCE = OpenSource(MemoryStore({}))
 

@@ -34,9 +34,8 @@ from holdfast.verbs.seals.document import SEAL, Stamp, with_seal
 from holdfast.verbs.shared.base import open_base
 from holdfast.verbs.shared.formats import Options, format_for, plan_save
 from holdfast.verbs.shared.planned import Writing, write_plan
-from holdfast.verbs.shared.rows import lazy_tree
 from holdfast.verbs.shared.side_files import SideFiles
-from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.shared.state import lazy_tree, tabulate_state
 from tests.crash.model import ELSEWHERE, ROOT, Model, Tree
 
 BLOCK = 3_000

@@ -30,8 +30,7 @@ from holdfast.extras.packages.pt2.write import ModelWeights, lay_out_pt2, models
 from holdfast.stores.local import LocalStore
 from holdfast.torch import package_program, versions
 from holdfast.verbs.shared.planned import write_plan
-from holdfast.verbs.shared.rows import lazy_tree
-from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.shared.state import lazy_tree, tabulate_state
 from tests.parity.compare import assert_leaf, elements, shared
 
 

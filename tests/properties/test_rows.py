@@ -22,8 +22,13 @@ from holdfast.core.value import replace
 from holdfast.engine.saves import SMALL_NBYTES
 from holdfast.errors import HoldfastError
 from holdfast.verbs import save
-from holdfast.verbs.shared.rows import lazy_tree, with_odd, with_table
-from holdfast.verbs.shared.state import tabulate_state, tabulate_tree
+from holdfast.verbs.shared.state import (
+    lazy_tree,
+    tabulate_state,
+    tabulate_tree,
+    with_odd,
+    with_table,
+)
 from tests.sampling import examples
 
 FEW = 64

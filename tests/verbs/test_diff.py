@@ -30,8 +30,7 @@ from holdfast.stores.local import LocalStore
 from holdfast.verbs.compare_values import ContainerKind, ValueChange, compare_values
 from holdfast.verbs.diff import ABSENT, COMPARISONS, Comparison, Rename, diff, match_names
 from holdfast.verbs.save import save
-from holdfast.verbs.shared.rows import lazy_tree
-from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.shared.state import lazy_tree, tabulate_state
 from holdfast.verbs.side import Side
 from tests.sampling import examples
 

@@ -11,8 +11,7 @@ import torch
 
 from holdfast.core.tensor import Composite
 from holdfast.errors import CannotHold, Unsupported
-from holdfast.verbs.shared.rows import lazy_tree
-from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.shared.state import lazy_tree, tabulate_state
 from holdfast.verbs.shared.transform import Edits, casts_of, dtype_named, transform
 
 

@@ -54,7 +54,7 @@ def carry_out(
     begin = time.perf_counter() if begin is None else begin
     dry_run = planned.writing.dry_run
     with (
-        planned,
+        planned.sources,
         bar(
             title, None if dry_run else planned.report.nbytes, quiet=options.quiet or options.json
         ) as progress,

@@ -127,7 +127,9 @@ def tied(table: Table) -> dict[int, int]:
     return {} if are_distinct(table.storage) else shared_rows([table]).ties()
 
 
-def check_expansion(table: Table, rows: Sequence[int] | None = None) -> None:
+def check_expansion(
+    table: Table, rows: Sequence[int] | None = None, *, without_ties: bool = False
+) -> None:
     """Raise `LimitExceeded` if rows that are copied out take many more bytes than the table has stored.
 
     `LazyTensor.check_expansion` allows a small expanded view for each tensor. A file of 200 KB can hold a
@@ -136,12 +138,16 @@ def check_expansion(table: Table, rows: Sequence[int] | None = None) -> None:
     Args:
         table: The tensors of a checkpoint.
         rows: The rows that are copied out, all of them by default.
+        without_ties: Whether only the first row of each view is copied out.
     """
     is_regular = not table.odd and all(kind.whole for kind in table.kinds)
     if is_regular and are_distinct(table.storage):
         return
     shared = shared_rows([table])
-    copied_rows = shared.rows if rows is None else sorted({*shared.rows}.intersection(rows))
+    ties = shared.ties() if without_ties else {}
+    copied_rows = [row for row in shared.rows if row not in ties]
+    if rows is not None:
+        copied_rows = sorted({*copied_rows}.intersection(rows))
     if not copied_rows:
         return
     copied_nbytes = int(table.nbytes_of(copied_rows).sum())

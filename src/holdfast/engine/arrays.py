@@ -8,7 +8,7 @@ memory are one storage where they begin in one place and are of one length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import compress
 from operator import attrgetter
 from typing import cast
@@ -159,6 +159,7 @@ def _view_kind(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], n
     return Kind.strided(dtype, shape, known, storage_nbytes=nbytes)
 
 
+@cache
 def _plain_dtype(dtype: AnyDType) -> DType | None:
     """The dtype that a file has for one of numpy; None where it has none for the bytes as they are."""
     row = DTYPES.numpy(dtype) if dtype.isnative and not dtype.hasobject else None

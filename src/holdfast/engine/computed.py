@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from weakref import ref
@@ -192,34 +192,25 @@ class Elementwise(Value, frozen=True, eq=False):
 
 
 class ComputedStorages:
-    """Storages whose bytes are computed of those of others: of many short ones together, of a long one a block at a time. Behind
-    those of a medium there are the elements of tensors, in C order: what is no storage of it, or is computed by itself."""
+    """The storages of a medium, and behind them those that are computed of tensors: of many short ones together, of a long one a
+    block at a time. The elements of each tensor are in C order there."""
 
     def __init__(
         self,
         origin: Storages,
-        names: Mapping[int, str],
         ways: Sequence[Elementwise],
-        way: Ints,
-        tensors: Sequence[LazyTensor] = (),
+        way: Sequence[int],
+        tensors: Sequence[LazyTensor],
     ) -> None:
-        """`way` says of each storage how it is computed: a position in `ways`, -1 for one that stays as it is. `names` has for
-        messages a tensor of each storage of `origin` that is computed."""
-        self._origin, self._names, self._ways, self._way = origin, names, ways, way
-        self._first, self._tensors = len(origin.nbytes), tensors
-        sizes = np.array(
-            [
-                tensor.size * ways[way[self._first + at]].origin.numpy.itemsize
-                for at, tensor in enumerate(tensors)
-            ],
-            np.int64,
-        )
-        self.nbytes: Ints = np.concatenate([origin.nbytes, sizes])
-        for number, one in enumerate(ways):
-            own = way == number
-            self.nbytes[own] = (
-                self.nbytes[own] // one.origin.numpy.itemsize * one.dtype.numpy.itemsize
-            )
+        """`way` says of each tensor how it is computed: a position in `ways`."""
+        self._origin, self._ways, self._tensors = origin, ways, tensors
+        self._first = len(origin.nbytes)
+        self._way = np.concatenate([np.full(self._first, -1), np.array(way, np.int64)])
+        sizes = [
+            tensor.size * ways[number].dtype.numpy.itemsize
+            for tensor, number in zip(tensors, way, strict=True)
+        ]
+        self.nbytes: Ints = np.concatenate([origin.nbytes, np.array(sizes, np.int64)])
         self.read_nbytes: Ints = np.concatenate(
             [origin.read_nbytes, np.array([tensor.nbytes for tensor in tensors], np.int64)]
         )
@@ -229,7 +220,7 @@ class ComputedStorages:
         self._computed = Computed()
         self._rows: dict[int, tuple[LazyTensor, Seen]] = {}
         """Of storages that were asked for by themselves: all elements, and which of them were seen."""
-        self._seen = np.zeros(len(way), np.bool_)  # Storages of which all elements were seen.
+        self._seen = np.zeros(len(self._way), np.bool_)  # Storages of which all elements were seen.
         self._lock = threading.Lock()
 
     divisible = False
@@ -259,11 +250,7 @@ class ComputedStorages:
 
     def _originals(self, numbers: Sequence[int]) -> list[Piece]:
         first = self._first
-        here = (
-            [at for at, number in enumerate(numbers) if number < first]
-            if self._tensors
-            else range(len(numbers))
-        )
+        here = [at for at, number in enumerate(numbers) if number < first]
         try:
             found = self._origin.read([numbers[at] for at in here])
         except StorageMoved as moved:
@@ -310,30 +297,18 @@ class ComputedStorages:
                 )
 
     def _named(self, numbers: Ints) -> list[str]:
-        first, names, tensors = self._first, self._names, self._tensors
-        return [
-            names[number] if number < first else tensors[number - first].name
-            for number in numbers.tolist()
-        ]
+        return [self._tensors[number - self._first].name for number in numbers.tolist()]
 
     def _row(self, number: int) -> LazyTensor:
         with self._lock:
             if number not in self._rows:
                 way, seen = self._ways[self._way[number]], Seen()
-                if number < self._first:
-                    name, count = (
-                        self._names[number],
-                        int(self.nbytes[number]) // way.dtype.numpy.itemsize,
-                    )
-                    original = self._origin.view(number, Kind.plain(way.origin, (count,)), name, 0)
-                else:
-                    original = self._tensors[number - self._first]
-                    name = original.name
+                original = self._tensors[number - self._first]
                 done = self._seen  # not `self`, which leads back here
 
                 def observe(elements: np.ndarray, made: np.ndarray) -> None:
                     if not done[number]:
-                        way.observe([name], np.zeros(1, np.int64), elements, made)
+                        way.observe([original.name], np.zeros(1, np.int64), elements, made)
 
                 self._rows[number] = (
                     self._computed.tensor(

@@ -1,6 +1,6 @@
 """Write a plan from front to back, to anything that has a `write`: buffers, sockets' files, compressors.
 
-There is one writer. A large piece of memory is summed by several threads, a window ahead of the writing. A format with its sums in
+There is one writer. A format with its sums in
 front of the data (safetensors) is read twice, summed first and then written, unless its source records the sums: those are compared
 when the data passes by. A remote store is read ahead: it has as many requests under way as it wants, and blocks are written in
 order.
@@ -17,7 +17,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from holdfast.core.content_hash import ContentHash
-from holdfast.core.crc import Sums, crc32
+from holdfast.core.crc import crc32
 from holdfast.core.value import Value
 from holdfast.engine.blocks import ContiguousBlock, block_size, contiguous_blocks, read_block
 from holdfast.engine.saves import (
@@ -32,22 +32,20 @@ from holdfast.engine.saves import (
     Memory,
     known_later,
 )
-from holdfast.engine.threads import DEFAULT_THREADS, BackgroundCall, run_all
+from holdfast.engine.threads import BackgroundCall
 from holdfast.engine.write import (
     GATHER_NBYTES,
     blocks_of,
     check_source,
+    expected_crc,
     fetch_small,
     file_content,
-    recorded_sums,
     small_bytes,
 )
 from holdfast.errors import SaveError, located
 
 BLOCK_NBYTES = 4 << 20
 REMOTE_BLOCK_NBYTES = 8 << 20
-
-PARALLEL_NBYTES = 32 << 20
 
 JOINED_NBYTES = 256 << 10
 
@@ -94,7 +92,9 @@ def write_stream(
     window = max(1, min(wanted, requests or wanted))
     foreseen: dict[str, int] = {}
     if _asks_ahead(plan):
-        foreseen = {segment.label: crc for segment, crc in recorded_sums(plan)}
+        data = [segment for segment in plan.segments if isinstance(segment, Data)]
+        crcs = {segment.label: expected_crc(segment) for segment in data}
+        foreseen = {label: crc for label, crc in crcs.items() if crc is not None}
         unknown = [segment for segment in remote if segment.label not in foreseen]
         with closing(_ahead(_fetches(unknown, block), window)) as blocks:
             foreseen |= _sums(plan, blocks, known=foreseen)
@@ -130,7 +130,7 @@ def _write_all(
             case Data():
                 crcs |= _write_hashed(joined, segment, blocks)
             case Memory():
-                crcs[segment.label] = _write_memory(joined, segment.content)
+                crcs[segment.label] = _write_data(joined, segment, blocks)
     joined.flush()
     changed = [label for label, crc in foreseen.items() if crcs[label] != crc]
     if changed:
@@ -224,10 +224,8 @@ def _sums(
     sums: dict[str, int] = {}
     for segment in plan.segments:
         match segment:
-            case Data() if segment.label not in known:
+            case Data() | Memory() if segment.label not in known:
                 sums[segment.label] = _write_data(NOWHERE, segment, blocks)
-            case Memory() if segment.label not in known:
-                sums[segment.label] = _write_memory(NOWHERE, segment.content)
             case Gathered():
                 sums.update(segment.content()[1])
     return sums
@@ -287,9 +285,10 @@ def _write_hashed(target: Writer, segment: Data, blocks: Iterator[memoryview]) -
     return {label: crc, label + HASH_KEY: found.hash or 0, label + HEAD_KEY: found.head or 0}
 
 
-def _write_data(target: Writer, segment: Data, blocks: Iterator[memoryview]) -> int:
+def _write_data(target: Writer, segment: Data | Memory, blocks: Iterator[memoryview]) -> int:
+    """Write the data, and return its sum."""
     crc = 0
-    if segment.tensor.source.store.medium.requests:
+    if isinstance(segment, Data) and segment.tensor.source.store.medium.requests:
         left = segment.nbytes
         while left:
             ahead = next(blocks)
@@ -312,20 +311,3 @@ def write_all(target: Writer, data: bytes | memoryview) -> None:
         if type(done) is not int or done >= view.nbytes:
             return
         view = view[done:]
-
-
-def _write_memory(target: Writer, content: memoryview) -> int:
-    if content.nbytes < PARALLEL_NBYTES:
-        write_all(target, content)
-        return crc32(content)
-    sums = Sums()
-
-    def add(start: int) -> None:
-        sums.add(start, content[start : start + BLOCK_NBYTES])
-
-    tasks = [partial(add, start) for start in range(0, content.nbytes, BLOCK_NBYTES)]
-    with BackgroundCall(lambda: run_all(tasks, DEFAULT_THREADS)) as summing:
-        for start in range(0, content.nbytes, 16 * BLOCK_NBYTES):
-            write_all(target, content[start : start + 16 * BLOCK_NBYTES])
-        summing.result()
-    return sums.crc32()

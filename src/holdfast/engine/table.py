@@ -76,6 +76,8 @@ class StateStorages:
         self.divisible = all(part.divisible for part in parts)
 
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+        if len(self._parts) == 1:
+            return self._parts[0].read(numbers)
         return self._read(numbers, lambda part, own, here: part.read(own))
 
     def read_parts(
@@ -146,7 +148,8 @@ def as_written(table: Table) -> Table:
     left = apart[kind[rows]] | ~local[storages.file[held]]
     taken = np.zeros(len(storages), np.bool_)
     taken[held[left]] = True
-    taken[_numbers_of(table.odd.values(), storages)] = True
+    if table.odd:
+        taken[_numbers_of(table.odd.values(), storages)] = True
     left = taken[held]
     storages = storages.named(_names(table, rows, held))
     if not left.any():

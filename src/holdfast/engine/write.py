@@ -35,9 +35,10 @@ from holdfast.engine.blocks import (
     pack,
     read_block,
 )
-from holdfast.engine.checksums import Span, Sweep
+from holdfast.engine.checksums import Sweep
 from holdfast.engine.coalesce import Ranges
 from holdfast.engine.digest import recorded_crc
+from holdfast.engine.ranges import Scratch
 from holdfast.engine.saves import (
     HASH_KEY,
     HEAD_KEY,
@@ -271,7 +272,12 @@ def file_content(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Receip
     """A short file put together in memory, with its checksums in it; `crcs` are those of files written before."""
     here: dict[str, int] = {}
     pieces: list[Piece] = []
-    run_reads((lambda: pieces.extend(_pieces(plan.segments, here)),), 1, stores=_stores(plan))
+    data = [segment for segment in plan.segments if isinstance(segment, Data)]
+    ordered = [one.tensor.source.store for one in data if one.tensor.source.store.medium.in_order]
+    if ordered:
+        run_reads((lambda: pieces.extend(_pieces(plan.segments, here)),), 1, stores=ordered)
+    else:
+        pieces = _pieces(plan.segments, here)
     if None in pieces:
         known = {**crcs, **here} if crcs else here
         for at, segment in enumerate(plan.segments):
@@ -530,27 +536,27 @@ def small_bytes(segment: Data) -> memoryview | bytearray:
     return data
 
 
-def recorded_sums(plan: FilePlan) -> Iterator[tuple[Data, int]]:
-    """The data of a plan whose source records its CRC-32, with that."""
-    for segment in plan.segments:
-        # Nothing is recorded of memory, which is most of what is saved.
-        if isinstance(segment, Data) and any(
-            chunk.storage.crc32 is not None for chunk in segment.tensor.chunks
-        ):
-            crc = recorded_crc(segment.tensor)
-            if crc is not None and segment.nbytes:
-                yield segment, crc
+def expected_crc(segment: Data) -> int | None:
+    """Return the CRC-32 that the source records of this data, None if it records none."""
+    tensor = segment.tensor
+    # Nothing is recorded of memory, which is most of what is saved.
+    if not segment.nbytes or all(chunk.storage.crc32 is None for chunk in tensor.chunks):
+        return None
+    return recorded_crc(tensor)
 
 
 def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
     """Compare what was read with what the source records of itself, where it records anything."""
-    for segment, expected in recorded_sums(plan):
-        found, place = crcs[segment.label], segment.tensor.chunks[0].storage
-        if expected != found:
-            raise Corrupted(
-                "the source does not have the checksum that it records: it changed after it was written; get it again",
-                file=place.key, tensor=segment.tensor.name or segment.label, offset=place.start, expected=expected, found=found,
-            )  # fmt: skip
+    for segment in plan.segments:
+        expected = expected_crc(segment) if isinstance(segment, Data) else None
+        if not isinstance(segment, Data) or expected in (None, crcs[segment.label]):
+            continue
+        place = segment.tensor.chunks[0].storage
+        raise Corrupted(
+            "the source does not have the checksum that it records: it changed after it was written; get it again",
+            file=place.key, tensor=segment.tensor.name or segment.label, offset=place.start, expected=expected,
+            found=crcs[segment.label],
+        )  # fmt: skip
 
 
 def check_written(
@@ -560,16 +566,14 @@ def check_written(
     """Compare what the file gives back with the checksums of what was written to it. By `blocks`, as they were written: headers and
     all, and of a hundred thousand tensors a few. Where one is not the same, or where the blocks are not all of the file, every
     tensor is compared by itself, so that the one can be named."""
-    covered = _covers(plan, blocks)
-    wrong = (
-        _wrong_block(descriptor, blocks, nbytes=plan.nbytes, threads=threads) if covered else None
-    )
-    if covered and wrong is None:
+    is_covered = _covers(plan, blocks)
+    wrong_index = _find_wrong_block(descriptor, blocks, threads) if is_covered else None
+    if is_covered and wrong_index is None:
         return
     for label, found in file_crcs(plan, descriptor, threads=threads).items():
         if found != crcs[label]:
             raise NotCommitted(CHANGED, file=path, tensor=label, expected=crcs[label], found=found)
-    if wrong is not None:
+    if wrong_index is not None:
         raise NotCommitted(CHANGED, file=path)
 
 
@@ -577,9 +581,9 @@ def check_part(
     plan: FilePlan, descriptor: int, written: Written, *, path: str, threads: int | None = None
 ) -> None:
     """Compare what a file gives back of a part of it with what was written there. What is wrong is named by its place."""
-    wrong = _wrong_block(descriptor, written.blocks, nbytes=plan.nbytes, threads=threads)
-    if wrong is not None:
-        start = written.blocks[wrong][0]
+    wrong_index = _find_wrong_block(descriptor, written.blocks, threads)
+    if wrong_index is not None:
+        start = written.blocks[wrong_index][0]
         segment = plan.segments[int(np.searchsorted(plan.offsets(), start, side="right")) - 1]
         raise NotCommitted(CHANGED, file=path, tensor=getattr(segment, "label", None), offset=start)
 
@@ -599,17 +603,25 @@ def _covers(plan: FilePlan, blocks: Sequence[Block]) -> bool:
     return reach == plan.nbytes
 
 
-def _wrong_block(
-    descriptor: int, blocks: Sequence[Block], *, nbytes: int, threads: int | None
-) -> int | None:
-    """The number of the first block that a file does not give back as it was written."""
-    written = Virtual("<written>")
-    key = written.put(VirtualFile(nbytes, partial(read_at, descriptor)))
-    sweep = Sweep(written, (Span(key, start, length) for start, length, _ in blocks))
-    run_all(sweep.tasks(), threads or DEFAULT_THREADS)
-    return next(
-        (number for number, (_, _, crc) in enumerate(blocks) if sweep.outcome(number) != crc), None
-    )
+def _find_wrong_block(descriptor: int, blocks: Sequence[Block], threads: int | None) -> int | None:
+    """Return the index of the first block that a file does not give back as it was written."""
+    scratch = Scratch()
+    wrong_indices: list[int] = []
+
+    def check(index: int) -> None:
+        start, nbytes, crc = blocks[index]
+        content = scratch.of(nbytes)
+        try:
+            read_at(descriptor, start, content)
+        except OSError:
+            wrong_indices.append(index)
+        else:
+            if crc32(content) != crc:
+                wrong_indices.append(index)
+
+    checks = [partial(check, index) for index in range(len(blocks))]
+    run_all(checks, threads or DEFAULT_THREADS)
+    return min(wrong_indices, default=None)
 
 
 def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) -> dict[str, int]:

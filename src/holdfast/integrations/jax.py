@@ -37,8 +37,7 @@ from holdfast.core.value import Value
 from holdfast.errors import BadArgument, BadArgumentType, DoesNotFit, LimitExceeded, Unsupported
 from holdfast.numeric.cast import cast
 from holdfast.verbs.open import Openable, opened, read
-from holdfast.verbs.shared.rows import lazy_tree
-from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.shared.state import lazy_tree, tabulate_state
 from holdfast.verbs.shared.transform import Casts, Edits, casts_of, transform
 
 Where: TypeAlias = "Sharding | jax.Device | None"

@@ -115,7 +115,7 @@ class LocalPlace(Value, frozen=True):
 
     def free_nbytes(self) -> int | None:
         """What may still be written in the folder of this place; None where there is no end. Raises `StoreError`."""
-        return free_nbytes(folder_above(self.path))
+        return free_nbytes(os.path.dirname(followed(self.path)) or os.curdir)
 
     def settled(self, limits: Limits) -> str:
         """The place in one spelling, which says whether it is a folder. Raises where it takes a request and nothing is there."""
@@ -205,11 +205,6 @@ def followed(path: str) -> str:
     """The path of what a path means, where that is a link. Links before the last part the system follows by itself."""
     path = path.rstrip("/") or path
     return os.path.realpath(path) if os.path.islink(path) else path
-
-
-def folder_above(path: str) -> str:
-    """The folder in which there is, or would be, what a path means."""
-    return os.path.dirname(followed(path)) or os.curdir
 
 
 def same_place(one: str, other: str) -> bool:

@@ -27,8 +27,7 @@ from holdfast.core.value import replace
 from holdfast.verbs.open import Openable
 from holdfast.verbs.shared.models import plan_rewrite
 from holdfast.verbs.shared.planned import Destination, Planned, Saved, planned_fields, rewritten
-from holdfast.verbs.shared.rows import with_odd, with_table
-from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.shared.state import tabulate_state, with_odd, with_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,15 +39,16 @@ from holdfast.verbs.open import Openable
 from holdfast.verbs.shared.formats import Options, describe_one_file, format_for, plan_save
 from holdfast.verbs.shared.models import Selection, select
 from holdfast.verbs.shared.planned import (
+    NO_FINDINGS,
     Destination,
     Planned,
     Saved,
-    layout_of,
     planned_fields,
     rewritten,
 )
 from holdfast.verbs.shared.state import tabulate_state
 from holdfast.verbs.shared.transform import (
+    NO_EDITS,
     Edits,
     Losses,
     LossFindings,
@@ -127,7 +128,6 @@ def plan_conversion(
         lay_out_conversion,
         selection=pick(Selection, options),
         edits=edits,
-        options=layout_of(options),
         limits=options["limits"],
     )
     return rewritten(
@@ -142,21 +142,23 @@ def plan_conversion(
 
 def lay_out_conversion(
     source: Checkpoint, where: Destination, *, selection: Selection | None = None, edits: Edits,
-    metadata: Mapping[str, str | None] | None = None, options: Options, limits: Limits | None = None,
+    metadata: Mapping[str, str | None] | None = None, limits: Limits | None = None,
 ) -> Planned[Conversion]:  # fmt: skip
     """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
     target = where.path
-    options = where.options(options)
+    options = where.layout
     found = format_for(target, where.format, options)
     described = tabulate_state(source, limits=limits, whole=bool(edits.keep))
     chosen, left = select(source, described, selection or Selection())
     losses: dict[DType, Losses] = {}
-    state = transform(chosen, edits, limits, losses=losses)
+    state = chosen if edits == NO_EDITS else transform(chosen, edits, limits, losses=losses)
     if metadata:
         state = _with_metadata(state, metadata, found, path=source.path)
     plan = _plan(target, state, found, options=options, tensors_only=edits.tensors_only)
     source_notes = source.notes_on_numbers if edits.dequantize else source.notes
-    notes = [*source_notes, *described.notes, *left, *left_out(chosen.tree, edits)]
+    notes = [*source_notes, *described.notes, *left]
+    if edits.tensors_only:
+        notes += left_out(chosen.tree, edits)
     if not same_place(target, source.path):
         notes += describe_one_file(target, found)
     return _planned(source, where, plan, described, notes, losses)
@@ -191,7 +193,7 @@ def _planned(
         )
         return replace(report, notes=(*report.notes, *lost))
 
-    findings = LossFindings(dict(losses))
+    findings = LossFindings(dict(losses)) if losses else NO_FINDINGS
     return Planned(
         plan,
         report,
@@ -282,13 +284,12 @@ def plan_edit(
 ) -> Planned[Conversion]:
     edits = pick(Edits, options, casts=casts_of(options["dtype"]))
     metadata = metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
-    if not edits and not metadata:
+    if edits == NO_EDITS and not metadata:
         raise Unsupported("nothing to do: say what to keep, drop, rename, cast or set")
     lay_out = partial(
         lay_out_conversion,
         edits=edits,
         metadata=metadata,
-        options=layout_of(options),
         limits=options["limits"],
     )
     return rewritten(src, dst, lay_out, options)

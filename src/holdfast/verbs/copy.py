@@ -21,7 +21,6 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.group import telling
 from holdfast.core.keys import sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.options import CopyOptions, pick, validated
@@ -80,7 +79,6 @@ def plan_copy(
 ) -> Planned[Copied]:
     with ExitStack() as stack:
         ranks, common = begin_ranks(options, dst, stack)
-        stack.enter_context(telling(ranks))
         limits = options["limits"] or Limits()
         source = stack.enter_context(opened(src, threads=1, limits=limits))
         target = place_of(dst, options["store"])

@@ -13,7 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from holdfast.core.value import Value
-from holdfast.engine.commit.temporaries import LockedName, list_folder, longest_name, repair
+from holdfast.engine.commit.temporaries import (
+    OVERHEAD,
+    SURE_NBYTES,
+    LockedName,
+    list_folder,
+    repair,
+)
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.files import FileEntry, Files, is_temporary
 
@@ -203,8 +209,11 @@ def _look_up(
     target: TargetName | None = None
     try:
         with refusing("looking at the target", path):
-            longest = longest_name(files, name, at=at)
-            if len(name.encode("utf-8", "surrogateescape")) > longest:
+            name_nbytes = len(name.encode("utf-8", "surrogateescape"))
+            # A folder on another machine takes time to answer.
+            is_short = name_nbytes <= SURE_NBYTES - OVERHEAD
+            longest = SURE_NBYTES if is_short else files.longest_name(at)
+            if name_nbytes > longest:
                 raise OSError(errno.ENAMETOOLONG, "File name too long")
             if is_temporary(name):
                 raise refusal(

@@ -74,13 +74,6 @@ def temporary_name(name: str, *, suffix: str = "tmp", longest: int = 255) -> str
     return f".{_stem(name, longest)}.{os.urandom(8).hex()}.{suffix}"
 
 
-def longest_name(files: Files, name: str, *, at: int) -> int:
-    """How many bytes a name may have in a directory, or fewer where that is enough for the temporaries of this one."""
-    # A folder on another machine takes time to answer.
-    enough = len(name.encode("utf-8", "surrogateescape")) <= SURE_NBYTES - OVERHEAD
-    return SURE_NBYTES if enough else files.longest_name(at)
-
-
 def _stem(name: str, longest: int) -> str:
     """A target's part in its temporaries' names: the name, or where that is too long its start and a digest of all of it.
 

@@ -24,7 +24,7 @@ from holdfast.engine.saves import FilePlan, LinkedFile, SavePlan
 from holdfast.engine.stream import Writer
 from holdfast.engine.write import Progress, Written
 from holdfast.stores.files import Files
-from holdfast.stores.place import place_at
+from holdfast.stores.paths import is_parsed_url
 
 if TYPE_CHECKING:
     from holdfast.engine.targets.bucket import BucketNames
@@ -173,8 +173,7 @@ def target_of(
         files: The file system.
         several: Whether there are more parts than this.
     """
-    url = place_at(path).url
-    if url is not None:
+    if is_parsed_url(path):
         from holdfast.engine.targets.bucket import (
             CopyTarget,
             ObjectTarget,
@@ -182,13 +181,13 @@ def target_of(
         )  # for those who have a bucket
 
         if not plan.directory:
-            return ObjectTarget(url, overwrite=overwrite, parts=parts)
+            return ObjectTarget(path, overwrite=overwrite, parts=parts)
         if plan.copied:
             return CopyTarget(
-                url, plan, overwrite=overwrite, names=names(), parts=parts, several=several
+                path, plan, overwrite=overwrite, names=names(), parts=parts, several=several
             )
         return PrefixTarget(
-            url,
+            path,
             save,
             (*plan.files, *plan.index)[-1].key,
             overwrite=overwrite,
@@ -216,14 +215,13 @@ def join_target(
 ) -> Target:
     """On another part: the target that the first one has opened, by its `join_name`. `plan` and `resume` are as for `target_of`.
     Without a plan it is a folder, or a prefix, whose files are made up on the way."""
-    url = place_at(path).url
-    if url is not None:
+    if is_parsed_url(path):
         from holdfast.engine.targets.bucket import JoinedCopy, JoinedPrefix
 
         if plan is not None and not plan.directory:
             return Target()  # an object is one upload, and the first part's
         return (
-            JoinedCopy(url, name) if plan is not None and plan.copied else JoinedPrefix(url, name)
+            JoinedCopy(path, name) if plan is not None and plan.copied else JoinedPrefix(path, name)
         )
     from holdfast.engine.targets.folder import JoinedFile, JoinedFolder, JoinedStaging
 

@@ -56,8 +56,7 @@ from holdfast.verbs.shared.planned import (
     rewritten,
 )
 from holdfast.verbs.shared.rejoin import rejoin
-from holdfast.verbs.shared.rows import lazy_tree, with_table
-from holdfast.verbs.shared.state import tabulate_state, tabulate_tree
+from holdfast.verbs.shared.state import lazy_tree, tabulate_state, tabulate_tree, with_table
 
 Deduplicate = Literal["storage", "content"]
 

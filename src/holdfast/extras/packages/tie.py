@@ -56,8 +56,7 @@ from holdfast.verbs.open import open as open_checkpoint
 from holdfast.verbs.shared.models import plan_rewrite, weights_of
 from holdfast.verbs.shared.planned import Destination, Planned, Saved, planned_fields, rewritten
 from holdfast.verbs.shared.rejoin import rejoin
-from holdfast.verbs.shared.rows import with_odd, with_table
-from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.shared.state import tabulate_state, with_odd, with_table
 
 By = Literal["storage", "content"]
 

@@ -35,8 +35,7 @@ from holdfast.stores.paths import local_path
 from holdfast.torch import versions
 from holdfast.verbs.shared.formats import check_archive_name
 from holdfast.verbs.shared.planned import Planned, Saved, Writing, check_target, planned_fields
-from holdfast.verbs.shared.rows import lazy_tree
-from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.shared.state import lazy_tree, tabulate_state
 
 PROTOCOL = 2
 """The protocol of pickles in the archive: torch's `DEFAULT_PICKLE_PROTOCOL`."""

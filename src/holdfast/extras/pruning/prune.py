@@ -71,12 +71,10 @@ from holdfast.verbs.shared.planned import (
     Destination,
     Planned,
     Saved,
-    layout_of,
     planned_fields,
     rewritten,
 )
-from holdfast.verbs.shared.rows import flat_state, with_odd, with_table
-from holdfast.verbs.shared.state import tabulate_state
+from holdfast.verbs.shared.state import flat_state, tabulate_state, with_odd, with_table
 
 MASKS, MASKS_FILE = "holdfast.masks", "masks.safetensors"
 """The metadata of a file of masks (JSON, from the name of each tensor to its shape and rule), and the name of that file."""
@@ -156,10 +154,10 @@ def plan_prune(
     asked: PruneOptions,
 ) -> Planned[Pruned]:
     """Lay the rules over a checkpoint, find what goes, which reads, and lay out what stays."""
-    options, masks, progress = layout_of(asked), asked["masks"], asked["progress"]
+    masks, progress = asked["masks"], asked["progress"]
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Pruned]:
-        target = where.path
+        target, options = where.path, where.layout
         state = tabulate_state(source, limits=asked["limits"])
         notes: list[str] = []
         jobs = _jobs(source, state, rules, masks=masks, notes=notes)
@@ -174,8 +172,8 @@ def plan_prune(
                     [f"{problem}, or write them by themselves (masks='only')"],
                     file=target,
                 )
-        pruning = Pruning(state, jobs, masks, options=where.options(options))
-        with where.ranks.counting(progress) as counted:
+        pruning = Pruning(state, jobs, masks, options=options)
+        with options.ranks.counting(progress) as counted:
             pruning.measure(where.writing.reading_threads, counted)
         plan = pruning.plan(target, chosen)
         plan = replace(plan, notes=(*notes, *plan.notes))

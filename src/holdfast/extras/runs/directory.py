@@ -27,7 +27,6 @@ from holdfast.engine.commit.temporaries import (
     LockedName,
     empty,
     locked,
-    longest_name,
     set_aside,
     temporary_name,
 )
@@ -124,7 +123,7 @@ def hide(files: Files, name: str, *, at: int) -> Hidden:
         is_ours = not is_folder or locked(files, entry.descriptor)
         if not is_ours or not entry.in_place():
             raise OSError(errno.EBUSY, "another process writes or deletes it", name)
-        hidden = temporary_name(PREFIX + name, longest=longest_name(files, PREFIX + name, at=at))
+        hidden = temporary_name(PREFIX + name, longest=files.longest_name(at))
         files.rename(name, hidden, at=at)
         entry.name = hidden
         return Hidden(entry, is_folder, None if is_folder else seal_name(name))

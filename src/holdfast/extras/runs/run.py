@@ -312,9 +312,8 @@ class Run(RunView):
             options = Options(None if max_shard_size is None else byte_count(max_shard_size))
 
             def write(base: str | None) -> Step:
-                with (
-                    gc_paused(),
-                    plan_saving(
+                with gc_paused():
+                    planned = plan_saving(
                         state,
                         path,
                         format="native",
@@ -324,9 +323,9 @@ class Run(RunView):
                         limits=None,
                         base=base,
                         hashes=self.share,
-                    ) as planned,
-                ):
-                    return self._carry_out(planned, stamp, progress)
+                    )
+                    with planned.sources:
+                        return self._carry_out(planned, stamp, progress)
 
             try:
                 with self._folder.asking():

@@ -158,7 +158,7 @@ def _directory(
         metadata=state.metadata,
         alone=bool(save),
     )
-    return SavePlan("native", tuple(plans), directory=True, index=index)
+    return SavePlan("native", tuple(plans), directory=True, index=index, holds=state.tensors)
 
 
 def _checked(state: State) -> tuple[Sequence[int], Mapping[str, object], Sequence[str]]:

@@ -296,7 +296,7 @@ def lay_out_safetensors(
             for key, rows in shards.items()
         ]
         if all(file.header_nbytes <= DEFAULTS.header_nbytes for file in files):
-            return _plan(files, listed, fields, notes)
+            return _plan(table, files, listed, fields, notes)
         problems.append(
             f"the header would be longer than {DEFAULTS.header_nbytes:,} bytes, the most that the format allows"
         )
@@ -304,7 +304,11 @@ def lay_out_safetensors(
 
 
 def _plan(
-    files: Sequence[FileLayout], index: str, fields: Mapping[str, object], notes: Sequence[str]
+    table: Table,
+    files: Sequence[FileLayout],
+    index: str,
+    fields: Mapping[str, object],
+    notes: Sequence[str],
 ) -> SavePlan:
     plans, last = tuple(file.plan for file in files), list[FilePlan]()
     if index:
@@ -321,6 +325,7 @@ def _plan(
         tuple(notes),
         directory=folder,
         index=tuple(last),
+        holds=table,
     )
 
 

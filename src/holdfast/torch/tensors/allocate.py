@@ -42,7 +42,7 @@ from holdfast.torch.tensors.from_lazy import BYTES, tensor_from_array, torch_dty
 from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.tree import lazy_tensors
 from holdfast.verbs.shared.rejoin import rejoin
-from holdfast.verbs.shared.rows import flat_state, with_odd
+from holdfast.verbs.shared.state import flat_state, with_odd
 
 
 class Want(Value, frozen=True):

@@ -35,7 +35,7 @@ from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import Parsed
 from holdfast.formats.safetensors.schema import MANIFEST, PREFIX_NBYTES
-from holdfast.stores.place import folder_above, followed, place_at
+from holdfast.stores.place import followed, place_at
 from holdfast.stores.remote.url import Url
 from holdfast.verbs.open import store_of
 
@@ -167,7 +167,7 @@ def _open_directory(path: str, target: str, limits: Limits) -> tuple[Base, Store
     folder = followed(path)
     if not os.path.isdir(folder):
         raise Unsupported("it is no directory") if os.path.lexists(path) else _nothing_at(path)
-    if os.stat(folder).st_dev != os.stat(folder_above(target)).st_dev:
+    if os.stat(folder).st_dev != os.stat(os.path.dirname(followed(target)) or os.curdir).st_dev:
         raise Unsupported("it is on another file system")
     store = store_of(folder, limits)
     try:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from holdfast.core.group import ALONE, Ranks
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
-from holdfast.core.sharing import check_expansion, tied
-from holdfast.core.table import Table
+from holdfast.core.sharing import check_expansion
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import SavePlan
 from holdfast.errors import CannotHold, LimitExceeded, Unsupported
@@ -162,7 +161,11 @@ def plan_save(path: str, state: State, format: str, *, options: Options) -> Save
         rejoined = rejoin(state)
         written_state, notes = rejoined.state, rejoined.notes
     else:
-        _check_copies(state.tensors, entry.title)
+        try:
+            check_expansion(state.tensors, without_ties=True)
+        except LimitExceeded as error:
+            problem = f"{error.message}, or write a format that keeps views (.pt)"
+            raise CannotHold(f"{entry.title} stores every tensor by itself", [problem]) from None
 
     arguments = {name: LAYOUT[name](path, options) for name in entry.takes}
     plan = entry.lay_out(written_state, **arguments)
@@ -170,18 +173,9 @@ def plan_save(path: str, state: State, format: str, *, options: Options) -> Save
     if file_count > DEFAULTS.files:
         problem = f"{file_count:,} files are more than Limits(files={DEFAULTS.files:,})"
         raise CannotHold("a checkpoint of so many files would not open", [problem], file=path)
-    holds = state.tensors if plan.holds is None else plan.holds
-    return replace(plan, holds=holds, notes=(*notes, *plan.notes))
-
-
-def _check_copies(table: Table, title: str) -> None:
-    """Raise `CannotHold` if a format without storages would write many more bytes than are stored."""
-    ties = tied(table)
-    try:
-        check_expansion(table, [row for row in range(len(table)) if row not in ties])
-    except LimitExceeded as error:
-        problem = f"{error.message}, or write a format that keeps views (.pt)"
-        raise CannotHold(f"{title} stores every tensor by itself", [problem]) from None
+    if notes or plan.holds is None:
+        plan = replace(plan, holds=plan.holds or state.tensors, notes=(*notes, *plan.notes))
+    return plan
 
 
 LAYOUT: Mapping[str, Callable[[str, Options], object]] = {

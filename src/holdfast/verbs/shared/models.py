@@ -20,9 +20,9 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.saves import SavePlan
 from holdfast.errors import CannotHold
 from holdfast.formats import format_of, load_function
-from holdfast.verbs.shared.formats import Options, archive_format, format_for, plan_save
+from holdfast.verbs.shared.formats import archive_format, format_for, plan_save
 from holdfast.verbs.shared.planned import Destination
-from holdfast.verbs.shared.rows import lazy_tree, with_tree
+from holdfast.verbs.shared.state import lazy_tree, with_tree
 
 CONSTANTS, INPUTS, COMPILED = "constants", "sample_inputs", "aotinductor"
 """Keys beside the weights in the tree of a model; `#2` is added where a weight has the name."""
@@ -117,7 +117,7 @@ def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePl
         return cast(
             "SavePlan", load_function(archive.rewritten_by)(source, lazy_tree(state), where.path)
         )
-    options = where.options(Options(keep_tree=True))
+    options = where.layout
     plan = plan_save(
         where.path, state, format_for(where.path, where.format, options), options=options
     )

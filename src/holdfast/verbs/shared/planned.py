@@ -16,8 +16,8 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from types import TracebackType
+from dataclasses import replace as replace_fields
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 from msgspec import field as value_field
@@ -54,7 +54,12 @@ from holdfast.verbs.shared.formats import (
     suffix_of,
 )
 from holdfast.verbs.shared.read_back import check_plan_opens
-from holdfast.verbs.shared.side_files import SideFiles, find_side_files, is_model, torch_dist_files
+from holdfast.verbs.shared.side_files import (
+    SideFiles,
+    find_side_files,
+    is_model,
+    torch_dist_files,
+)
 
 if TYPE_CHECKING:
     from holdfast.engine.targets.bucket import BucketNames
@@ -190,7 +195,7 @@ R = TypeVar("R", bound=Saved)
 
 
 class Planned(Value, Generic[R], frozen=True, eq=False):
-    """A save that is laid out and not begun. A context manager: its sources are open as long as the block lasts."""
+    """A save that is laid out and not begun. Whoever has it closes its sources."""
 
     plan: SavePlan
     report: R
@@ -221,78 +226,61 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
 
     def run(self, progress: Progress | None = None) -> R:
         """Write and publish the plan. Raises `NotCommitted` where there is no room, or where a source changes meanwhile."""
-        with telling(self.ranks), self.ranks.counting(progress) as counted:
-            return self._run(counted)
-
-    def _run(self, progress: Progress | None) -> R:
-        report = self.report
-        replaced_stores = [
-            store
-            for store in self.reads
-            if store.medium.is_file and same_place(store.name, report.path)
-        ]
-        check_in_place(replaced_stores, report.path)
-        if report.free_nbytes < report.new_nbytes and wait_for_room():
-            report = replace(report, free_nbytes=_free(report.path))
-        # Where nobody may write, how much room there is is not what is wrong.
-        if report.free_nbytes < report.new_nbytes and os.access(
-            os.path.dirname(os.path.abspath(report.path)), os.W_OK
-        ):
-            room = (
-                f"{report.new_nbytes:,} bytes are to be written and {report.free_nbytes:,} are free"
-            )
-            refused = refusal(f"the disk is full: {room}", report.path, errno.ENOSPC)
-            refused.expected, refused.found = report.new_nbytes, report.free_nbytes
-            raise refused
-        copied: list[LinkedFile] = []
-
-        def before_commit() -> None:
-            unchanged(self.reads, report.path)
-            check_in_place(replaced_stores, report.path)
-            if self.sure is not None:
-                self.sure()
-
-        # What wants to be read from front to back is read by the one thread that writes, in one go.
-        ordered = [store for store in self.reads if store.medium.in_order]
+        report, path = self.report, self.report.path
         with ExitStack() as blocks:
-            for store in ordered:
-                blocks.enter_context(store.reading())
+            if self.ranks.size > 1:
+                blocks.enter_context(telling(self.ranks))
+                progress = blocks.enter_context(self.ranks.counting(progress))
+            files = [store for store in self.reads if store.medium.is_file]
+            replaced_stores = [store for store in files if same_place(store.name, path)]
+            check_replaced = partial(check_in_place, replaced_stores, path)
+            check_replaced()
+            if report.free_nbytes < report.nbytes - report.shared_nbytes:
+                report = _await_room(report)
+
+            def before_commit() -> None:
+                unchanged(self.reads, path)
+                check_replaced()
+                if self.sure is not None:
+                    self.sure()
+
+            # What wants to be read from front to back is read by the one thread that writes, in one go.
+            writing = self.writing
+            for store in self.reads:
+                if store.medium.in_order:
+                    blocks.enter_context(store.reading())
+                    writing = replace(writing, threads=1)
+            copied: list[LinkedFile] = []
             crcs = write_plan(
-                self.plan, report.path, replace(self.writing, threads=1) if ordered else self.writing, progress=progress,
-                before_commit=before_commit, before_rename=partial(check_in_place, replaced_stores, report.path),
+                self.plan, path, writing, progress=progress, before_commit=before_commit, before_rename=check_replaced,
                 copied=copied.append, ranks=self.ranks, mark=self.mark, findings=self.findings,
             )  # fmt: skip
-        if copied:
-            nbytes = sum(file.nbytes for file in copied)
-            note = f"the file system cannot link {len(copied):,} files of the base: {nbytes:,} bytes were copied"
-            report = replace(
-                report, notes=(*report.notes, note), shared_nbytes=report.shared_nbytes - nbytes
-            )
-        return self.finish(replace(report, done=True, crcs=crcs), None)
+            if copied:
+                nbytes = sum(file.nbytes for file in copied)
+                note = f"the file system cannot link {len(copied):,} files of the base: {nbytes:,} bytes were copied"
+                report = replace(
+                    report, notes=(*report.notes, note), shared_nbytes=report.shared_nbytes - nbytes
+                )
+            return self.finish(replace_fields(report, done=True, crcs=crcs), None)
 
     def carry_out(self, progress: Progress | None = None) -> R:
-        """Run the plan, or only look (`Writing.dry_run`), and close it."""
-        with self:
+        """Run the plan, or only look (`Writing.dry_run`), and close its sources."""
+        with self.sources:
             return self.look(progress) if self.writing.dry_run else self.run(progress)
 
-    def __enter__(self) -> Planned[R]:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.sources.close()
-
-
-def layout_of(asked: Mapping[str, Any]) -> Options:
-    """The options of a verb that are about the layout. A checkpoint that is made of another keeps its tree by default."""
-    return pick(Options, {"keep_tree": True, **asked})
+def _await_room(report: R) -> R:
+    """Wait until what was replaced before is freed. Raises `NotCommitted` if there is still too little room."""
+    if wait_for_room():
+        report = replace(report, free_nbytes=_free(report.path))
+    # Where nobody may write, how much room there is is not what is wrong.
+    folder = os.path.dirname(os.path.abspath(report.path))
+    if report.free_nbytes < report.new_nbytes and os.access(folder, os.W_OK):
+        room = f"{report.new_nbytes:,} bytes are to be written and {report.free_nbytes:,} are free"
+        refused = refusal(f"the disk is full: {room}", report.path, errno.ENOSPC)
+        refused.expected, refused.found = report.new_nbytes, report.free_nbytes
+        raise refused
+    return report
 
 
 class Destination(Value, frozen=True):
@@ -302,32 +290,20 @@ class Destination(Value, frozen=True):
     format: str | None
     """The format that was asked for, or that of the source which is replaced; None for the one of the suffix."""
     writing: Writing
-    index: bool = False
-    """Whether other safetensors files stay there, so that an index has to say which ones count."""
-    stem: str = "model"
-    """How names of safetensors files in a directory begin: as they were."""
-    ranks: Ranks = ALONE
-    """The ranks that lay it out, and write it, together."""
-
-    def options(self, options: Options) -> Options:
-        """The options of the layout, and what the place needs of it."""
-        return replace(
-            options,
-            index=options.index or self.index,
-            stem=self.stem,
-            ranks=self.ranks,
-            save=self.writing.save,
-        )
+    layout: Options
+    """The options of the layout, with what the place needs of it."""
 
 
 def begin_ranks(
     asked: Mapping[str, Any], dst: object, stack: ExitStack
 ) -> tuple[Ranks, dict[str, Any]]:
-    """The ranks that a verb is asked to write with, and fields of `Writing` that they have in common. `stack` closes them."""
-    ranks = begin(asked.get("group"), f"write {dst}")
-    if ranks is ALONE:
-        return ranks, {}
+    """The ranks that a verb is asked to write with, and fields of `Writing` that they have in common. `stack` closes them, and
+    what fails before is sent to all of them."""
+    if asked.get("group") is None:
+        return ALONE, {}
+    ranks = begin(asked["group"], f"write {dst}")
     stack.callback(ranks.close)
+    stack.enter_context(telling(ranks))
     # When all have come, each knows how many share its machine.
     save = ranks.agree(b"", lambda messages: [secrets.token_hex(8).encode()] * len(messages))
     return ranks, {"save": save.decode(), "processes": ranks.neighbours()}
@@ -351,21 +327,21 @@ def rewritten(
     )
     copy_config = True if copy_config is None else copy_config
     folder = bool(asked.get("folder"))
-    options = layout_of(asked)
+    # A checkpoint that is made of another keeps its tree by default.
+    layout = pick(Options, {"keep_tree": True, **asked})
     with ExitStack() as stack:
         ranks, common = begin_ranks(asked, dst, stack)
-        stack.enter_context(telling(ranks))
         # Blocks are read by the threads that write them.
         source = stack.enter_context(
             opened(src, threads=1, limits=limits, map=asked.get("map"))
         ).without_views()
         writing = pick(Writing, {**asked, **common}, requests=source.source.store.medium.requests)
         if in_place is None:
-            where = Destination(target_place(dst, folder=folder), format, writing)
+            where = Destination(target_place(dst, folder=folder), format, writing, layout)
         else:
             where = _destination(
-                source, dst, in_place=in_place, format=format, writing=writing, programs=programs,
-                folder=folder,
+                source, dst, in_place=in_place, format=format, writing=writing, layout=layout,
+                programs=programs, folder=folder,
             )  # fmt: skip
         if elsewhere and same_place(where.path, source.path):
             problem = f"the target {where.path!r} is the source; write beside it"
@@ -374,10 +350,10 @@ def rewritten(
             archive = programs and archive_format(where.path, where.format) is not None
             if not archive:
                 where = replace(
-                    where, format=_model_format(source, where, options, copy_config) or where.format
+                    where, format=_model_format(source, where, copy_config) or where.format
                 )
             directory = (
-                not archive and format_of(format_for(where.path, where.format, options)).folder
+                not archive and format_of(format_for(where.path, where.format, layout)).folder
             )
         check_target(where.path, directory=directory, writing=where.writing)
         is_in_place = same_place(where.path, source.path)
@@ -388,11 +364,17 @@ def rewritten(
         )
         if source.torch_dist and where.format == source.usual_format:
             side_files = replace(side_files, files={**side_files.files, **torch_dist_files()})
-        planned = lay_out(
-            source, replace(where, index=side_files.weights, stem=side_files.stem, ranks=ranks)
+        layout = replace(
+            layout,
+            index=layout.index or side_files.weights,
+            stem=side_files.stem,
+            ranks=ranks,
+            save=writing.save,
         )
-        stack.callback(planned.close)
-        planned = _accompanied(planned, side_files, source)
+        planned = lay_out(source, replace(where, layout=layout))
+        stack.callback(planned.sources.close)
+        if side_files.files or side_files.notes:
+            planned = _accompanied(planned, side_files, source)
         if is_in_place:
             # Also of a checkpoint without tensors, nothing of which is read while it is written.
             reads = dict.fromkeys((*planned.reads, source.source.store))
@@ -415,10 +397,9 @@ def _accompanied(planned: Planned[R], side_files: SideFiles, source: Checkpoint)
     return replace(planned, plan=plan, report=report, reads=tuple(reads))
 
 
-def _model_format(
-    source: Checkpoint, where: Destination, options: Options, copy_config: CopyConfig
-) -> str | None:
+def _model_format(source: Checkpoint, where: Destination, copy_config: CopyConfig) -> str | None:
     """The format that others expect, where the name of the target says none: of a layout, or of a Hugging Face folder."""
+    options = where.layout
     if not suffix_of(where.path) and where.format is None and source.usual_format:
         return folder_of(format_named(where.path, source.usual_format, options))
     if suffix_of(where.path) or not is_model(source, copy_config):
@@ -460,6 +441,7 @@ def _destination(
     in_place: bool,
     format: str | None,
     writing: Writing,
+    layout: Options,
     programs: bool,
     folder: bool,
 ) -> Destination:
@@ -487,13 +469,16 @@ def _destination(
         )
     path = source.path if dst is None else target_place(dst, folder=folder)
     if dst is not None and not same_place(path, source.path):
-        return Destination(path, format, writing)
+        return Destination(path, format, writing, layout)
     own = format_of(source.format)
     if format is None and not own.written_by and not (programs and own.programs):
         message = f"{source.format} can be read and not written, so it cannot be replaced; give the new one another path"
         raise Unsupported(message, file=source.path, found=source.format)
     return Destination(
-        path, format or source.format, replace(writing, overwrite=writing.overwrite or in_place)
+        path,
+        format or source.format,
+        replace(writing, overwrite=writing.overwrite or in_place),
+        layout,
     )
 
 
@@ -555,18 +540,20 @@ def write_plan(
     is replaced: their errors keep everything as it was. `copied` is called with each file that
     cannot be linked.
     """
-    within = writing.budget
-    threads, block = (writing.threads, None) if within is None else (within.threads, within.block)
+    threads, block, parts = writing.threads, None, None
+    if (within := writing.budget if writing.max_memory is not None else None) is not None:
+        threads, block, parts = within.threads, within.block, writing.parts
     if threads is None and writing.processes > 1:
         threads = default_threads(writing.processes)
-    strict, written = plan.directory or plan.copied, {key for key, _ in plan.listed}
-
-    def open_target() -> Target:
-        return target_of(
-            path, plan, overwrite=bool(writing.overwrite) if strict else writing.overwrite is not False, durable=writing.durable,
-            names=_bucket_names, replaceable=lambda name: name in written or is_replaceable(name), parts=writing.parts,
-            resume=writing.resume, files=files, save=writing.save, several=ranks.size > 1,
-        )  # fmt: skip
+    overwrite = writing.overwrite is not False
+    if plan.directory or plan.copied:
+        overwrite = bool(writing.overwrite)
+    written_names = cache(lambda: {key for key, _ in plan.listed})
+    target_at = partial(
+        target_of, path, plan, overwrite=overwrite, durable=writing.durable, names=_bucket_names,
+        replaceable=lambda name: name in written_names() or is_replaceable(name), resume=writing.resume, files=files,
+        save=writing.save, parts=parts, several=ranks.size > 1,
+    )  # fmt: skip
 
     def link_files(target: Target) -> None:
         for linked in plan.linked:
@@ -585,13 +572,14 @@ def write_plan(
             join_target, path=path, durable=writing.durable, plan=plan, resume=writing.resume
         )
         joint_save = PlanSave(
-            plan, ranks, saving, open_target=lambda: open_target().__enter__(), link_files=link_files, join_target=join,
+            plan, ranks, saving, open_target=lambda: target_at().__enter__(), link_files=link_files, join_target=join,
             hash_source=mark, findings=findings,
         )  # fmt: skip
         joint_save.write()
     else:
-        with open_target() as target:
-            link_files(target)
+        with target_at() as target:
+            if plan.linked:
+                link_files(target)
             for file in plan.files:
                 target.begin(file)(saving)
             target.publish(plan.index, saving)

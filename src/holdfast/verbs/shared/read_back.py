@@ -7,7 +7,7 @@ be those that were to be saved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from holdfast.core.dtype import DType
 from holdfast.core.limits import DEFAULTS
@@ -52,7 +52,13 @@ def check_plan_opens(plan: SavePlan, path: str, store: Store) -> None:
         lost_objects = [value for value in description.foreign if value.uses != ("mention",)]
         if lost_objects:
             raise _refuse([f"{value.what}: it would not be built" for value in lost_objects], path)
-        check_tensors(description.tensors, _iterate_outlines(plan.holds), path)
+        table = plan.holds
+        outlines = [(kind.dtype, kind.shape) for kind in table.kinds]
+        check_tensors(
+            description.tensors,
+            zip(table.names, map(outlines.__getitem__, table.kind), strict=True),
+            path,
+        )
 
 
 def describe_unpublished(store: Store, formats: Collection[str], path: str) -> Description:
@@ -82,12 +88,6 @@ def describe_as(store: Store, formats: Collection[str]) -> Description:
         if format.name not in formats:
             raise FormatError(f"it would be opened as {format.name}, and is {' or '.join(formats)}")
         return format.describe(source)
-
-
-def _iterate_outlines(table: Table) -> Iterator[tuple[str, Outline]]:
-    for name, kind_index in zip(table.names, table.kind, strict=True):
-        kind = table.kinds[kind_index]
-        yield name, (kind.dtype, kind.shape)
 
 
 def check_tensors(table: Table, outlines: Iterable[tuple[str, Outline]], path: str) -> None:

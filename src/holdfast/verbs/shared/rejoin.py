@@ -34,7 +34,7 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.computed import Sourced
 from holdfast.errors import Unsupported
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
-from holdfast.verbs.shared.rows import with_odd, with_table
+from holdfast.verbs.shared.state import with_odd, with_table
 
 BLOCK_NBYTES = 4 << 20
 """Bytes of a storage that `agrees` looks at together, and of a box that is read at once."""

@@ -67,8 +67,6 @@ def tabulate_state(
     # What a torch file says about itself (its version, its byte order) is true of that file only.
     texts = {**(state.metadata if format_of(state.format).metadata else {}), **(metadata or {})}
     if state.flat:
-        from holdfast.verbs.shared.rows import flat_state
-
         return flat_state(as_written(state.stored), texts)
     tree, left = model_of(state, whole=whole)
     made = tabulate_tree(tree, metadata=texts, limits=limits)
@@ -93,7 +91,7 @@ def tabulate_tree(
     table = describing.tabulate(leaves)
     if leaves.problems:
         leaves.refuse()
-    leaves.marked = any(kind.traits is not PLAIN and is_marked(kind.traits) for kind in table.kinds)
+    leaves.marked = are_marked(table)
     notes: tuple[str, ...] = ()
     if "torch" in sys.modules and (describing.others or leaves.places):
         notes = _unkept_notes(leaves, table, describing.others)
@@ -469,3 +467,73 @@ class Taking:
         # torch keeps the versions of a state_dict() here.
         vars(ordered).update(vars(value))
         return ordered
+
+
+def flat_state(table: Table, metadata: Mapping[str, str]) -> State:
+    """A plain dict of the rows of a table. None of them is made."""
+    leaves = Leaves.of_rows(table.names)
+    leaves.marked = are_marked(table)
+    tree = dict(zip(table.names, leaves.values, strict=True))
+    return State(tree, table, leaves.over(table), dict(metadata))
+
+
+def are_marked(table: Table) -> bool:
+    """Whether a tensor is more than its elements, so that a tree records it."""
+    traits = [table.kinds[number].traits for number in {*table.kind}]
+    return any(one is not PLAIN and is_marked(one) for one in traits)
+
+
+def with_odd(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
+    if not tensors:
+        return table
+    kinds, kind, storage = [*table.kinds], [*table.kind], [*table.storage]
+    for row, tensor in tensors.items():
+        kind[row], storage[row] = len(kinds), ODD
+        kinds.append(Kind.of(tensor))
+    return Table(
+        table.names,
+        kinds,
+        kind,
+        storage,
+        table.storages,
+        {**table.odd, **tensors},
+        offsets=table.offsets,
+    )
+
+
+def with_table(state: State, table: Table) -> State:
+    """The state with the rows of another table in the places of its own, under their names."""
+    leaves = state.leaves.over(table)
+    leaves.marked = are_marked(table)
+    return replace(state, tensors=table, leaves=leaves)
+
+
+def with_tree(state: State, tree: object, limits: Limits | None = None) -> State:
+    """The state of another tree over tensors of this one, under the names that they have there."""
+    leaves = state.leaves
+    rows = dict(zip(map(id, leaves.values), range(len(leaves.values)), strict=True))
+    found = find_leaves(
+        tree, leaves.kinds, lambda value, path: leaves.described(value), (limits or DEFAULTS).depth
+    )
+    found.refuse()
+    moved = state.tensors.select([rows[id(value)] for value in found.values], found.names)
+    moved_leaves = found.over(moved)
+    moved_leaves.marked = are_marked(moved)
+    return replace(state, tree=tree, tensors=moved, leaves=moved_leaves)
+
+
+def lazy_tree(state: State) -> object:
+    """The tree of a state with a lazy tensor in the place of each leaf, for whoever looks at them one by one."""
+    rows = {id(value): row for row, value in enumerate(state.leaves.values)}
+    views: dict[int, LazyTensor] = {}
+
+    def lazy(value: object, _: Way) -> object:
+        found = state.leaves.described(value)
+        row = rows.get(id(found))
+        if row is None:
+            return found
+        if row not in views:
+            views[row] = state.tensors.view(row)
+        return views[row]
+
+    return rebuild(state.tree, lazy)

@@ -18,6 +18,7 @@ import difflib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from operator import is_
 from typing import cast as typed
 
@@ -62,7 +63,7 @@ from holdfast.engine.targets.parts import Findings
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.numeric.cast import OUTCOMES, cast, count_losses_each, largest
 from holdfast.verbs.brief import root_global
-from holdfast.verbs.shared.rows import flat_state, with_odd, with_table, with_tree
+from holdfast.verbs.shared.state import flat_state, with_odd, with_table, with_tree
 
 SHOWN, SHOWN_CHARACTERS = 3, 80
 """Tensors that a note names, and characters of a name."""
@@ -153,9 +154,6 @@ class Edits(Value, frozen=True):
     def renames(self) -> bool:
         return bool(self.keep or self.drop or self.rename)
 
-    def __bool__(self) -> bool:
-        return self != NO_EDITS
-
 
 NO_EDITS = Edits()
 
@@ -200,8 +198,6 @@ def transform(
 
     What casts lose is added to `losses`, by dtype, while the tensors are read.
     """
-    if not edits:
-        return state
     if edits.dequantize:
         state = _dequantized(state)
     unfit: list[str] = []
@@ -227,8 +223,6 @@ def left_out(tree: object, edits: Edits) -> list[str]:
 
     `keep` and `drop` leave things out by their names, so these are not repeated.
     """
-    if not edits.tensors_only:
-        return []
     kept, dropped = _matcher(edits.keep), _matcher(edits.drop)
     values: list[str] = []
     objects: list[str] = []
@@ -460,11 +454,7 @@ class Rebuilding:
 def _cast_rows(
     state: State, edits: Edits, problems: list[str], losses: dict[DType, Losses]
 ) -> Table:
-    """The rows of a state, cast as the first pattern says that matches their names.
-
-    A storage whose rows are of one dtype, and are to be of one, is cast as a row of elements: all of them are views of the result.
-    Any other row is cast by itself.
-    """
+    """The rows of a state, cast as the first pattern says that matches their names."""
     table, casts = state.tensors, edits.casts
     floats = [kind.dtype.kind == "float" for kind in table.kinds]
     rows = [row for row, kind in enumerate(table.kind) if floats[kind]]
@@ -505,210 +495,120 @@ def _cast_rows(
         if parts
         else set()
     )
-    new = {
-        row: number
-        for row, number in zip(rows, chosen, strict=True)
-        if number is not None and row not in stay
-    }
-    return Casting(table, [dtype for _, dtype in casts], new, losses).table()
+    new_dtypes: dict[int, DType] = {}
+    for row, chosen_number in zip(rows, chosen, strict=True):
+        is_cast = chosen_number is not None and row not in stay
+        dtype = casts[chosen_number or 0][1] if is_cast else None
+        if dtype is not None and dtype is not table.kind_of(row).dtype:
+            new_dtypes[row] = dtype
+    return cast_table(table, new_dtypes, losses) if new_dtypes else table
 
 
-class Casting:
-    """Casts rows of a table; `chosen` has for each of them the position of its new dtype in `dtypes`, where None keeps its own.
+def cast_table(table: Table, new_dtypes: Mapping[int, DType], losses: dict[DType, Losses]) -> Table:
+    """Cast rows of a table, each to its new dtype.
 
-    All that is cast lies in computed storages afterwards (engine/computed). A storage whose rows are cast alike is cast as a row of
-    elements, and its rows are the same views of the result. Any other row has a storage of its own.
+    All that is cast lies in computed storages afterwards (engine/computed). A storage whose rows are
+    cast alike is cast as a row of elements, and its rows are the same views of the result. Any other
+    row has a storage of its own.
     """
+    casts: dict[tuple[DType, DType], int] = {}
+    originals: list[LazyTensor] = []
+    cast_numbers: list[int] = []
+    kinds, kind, storage = [*table.kinds], [*table.kind], [*table.storage]
+    offsets, odd = dict(table.offsets), dict(table.odd)
+    storage_of: dict[tuple[Storage | View, DType], int] = {}
+    kind_numbers: dict[Kind, int] = {}
 
-    def __init__(
-        self,
-        table: Table,
-        dtypes: Sequence[DType | None],
-        chosen: Mapping[int, int],
-        losses: dict[DType, Losses],
-    ) -> None:
-        self._table, self._losses, self._chosen = table, losses, chosen
-        kind = table.kind
-        pairs = sorted({(number, kind[row]) for row, number in chosen.items()})
-        self._pairs = {
-            (one, number): to
-            for number, one in pairs
-            if (to := dtypes[number]) and to is not table.kinds[one].dtype
-        }
-        """Pairs of a kind and a position, with the dtype that rows of this kind are cast to."""
-        for dtype in self._pairs.values():
-            losses.setdefault(dtype, Losses())
-        self._ways: dict[tuple[DType, DType], int] = {}
-        """Numbers of the casts from one dtype to another."""
-        self._kinds, self._kind, self._storage = [*table.kinds], [*table.kind], [*table.storage]
-        self._offsets, self._odd = dict(table.offsets), dict(table.odd)
-        self._tensors: list[LazyTensor] = []
-        """Tensors that are cast and are no storage of the table: their elements, in C order."""
-        self._of_tensors: list[int] = []
-        """The number of the cast of each."""
-
-    def table(self) -> Table:
-        """All rows, those that were chosen among them cast."""
-        table, pairs, chosen, kind = self._table, self._pairs, self._chosen, self._kind
-        if not pairs:
-            return table
-        nbytes, numbers = table.storages.nbytes, np.array(table.storage, np.int64)
-        cast = {
-            (one, number): self._cast_kind(self._kinds[one], dtype)
-            for (one, number), dtype in pairs.items()
-        }
-        way, wanted = np.full(len(table), -1), np.zeros(len(table), np.bool_)
-        for row, number in chosen.items():
-            found = kind[row], number
-            if found in cast:
-                # An element that lies across others cannot be cast with them.
-                fits = (
-                    row not in self._offsets
-                    or not self._offsets[row] % self._kinds[kind[row]].dtype.bits
-                )
-                way[row], wanted[row] = cast[found][1] if fits else -1, True
-        # The rows of a storage are cast together where all of them are cast in one way.
-        held = np.flatnonzero(numbers != ODD)
-        by, mixed = np.full(len(nbytes), -1), np.zeros(len(nbytes), np.bool_)
-        by[numbers[held]] = way[held]
-        mixed[numbers[held[(by[numbers[held]] != way[held]) | (wanted & (way < 0))[held]]]] = True
-        by[mixed] = -1
-        apart = numbers == ODD
-        apart[held] = mixed[numbers[held]]
-        names: dict[int, str] = {}
-        for row in np.flatnonzero(wanted & ~apart).tolist():
-            old, kind[row] = self._kinds[kind[row]], cast[kind[row], chosen[row]][0]
-            names.setdefault(self._storage[row], table.names[row])
-            if row in self._offsets:
-                self._offsets[row] = (
-                    self._offsets[row] // old.dtype.bits * self._kinds[kind[row]].dtype.bits
-                )
-        self._cast_apart(np.flatnonzero(apart).tolist())
-        ways = [self._way(*pair) for pair in self._ways]
-        each = np.concatenate([by, np.array(self._of_tensors, np.int64)])
-        storages = ComputedStorages(table.storages, names, ways, each, self._tensors)
-        made = Table(
-            table.names,
-            self._kinds,
-            kind,
-            self._storage,
-            storages,
-            self._odd,
-            offsets=self._offsets,
-        )
-        return made.compact_kinds()
-
-    def _cast_kind(self, kind: Kind, dtype: DType) -> tuple[int, int]:
-        """The kind that rows of a kind become where their storages are cast as rows of elements, and the way.
-
-        -1 in its place where the bytes are no such row.
-        """
-        bits, traits = kind.dtype.bits, kind.traits
-        odd = (
-            kind.dtype.packed
-            or traits.alias is not None
-            or traits.meta
-            or kind.byteorder != "little"
-        )
-        if odd or kind.storage_nbytes * 8 % bits or any(stride % bits for stride in kind.strides):
-            return -1, -1
-        strides, nbytes = (
-            _scaled(kind.strides, kind.dtype, dtype),
-            kind.storage_nbytes * 8 // bits * dtype.bits // 8,
-        )
-        made = Kind.strided(
-            dtype, kind.shape, strides, storage_nbytes=nbytes, traits=traits, inside=kind.inside
-        )
-        self._kinds.append(replace(made, location=kind.location))
-        return len(self._kinds) - 1, self._ways.setdefault((kind.dtype, dtype), len(self._ways))
-
-    def _way(self, origin: DType, dtype: DType) -> Elementwise:
-        losses = self._losses[dtype]
-
-        def observe(
-            names: Sequence[str], starts: Ints, elements: np.ndarray, made: np.ndarray
-        ) -> None:
-            losses.add(names, elements.size, count_losses_each(elements, dtype, starts))
-
-        return Elementwise(origin, dtype, lambda elements: cast(elements, dtype), observe)
-
-    def _cast_apart(self, rows: Sequence[int]) -> None:
-        """Cast rows that are odd, or share a storage with rows that are not cast alike."""
-        table, kind, chosen = self._table, self._table.kind, self._chosen
-        new = {
-            row: self._pairs[pair]
-            for row in rows
-            if row in chosen and (pair := (kind[row], chosen[row])) in self._pairs
-        }
-        tensors = {row: table.view(row) for row in rows} if new else {}
-        alike: dict[Storage, set[tuple[DType, DType | None]]] = {}
-        for row, tensor in tensors.items():
-            for storage in (*tensor.storages, *tensor.shared_storages):
-                alike.setdefault(storage, set()).add((tensor.dtype, new.get(row)))
-        numbers: dict[tuple[Storage | View, DType], int] = {}
-        kinds: dict[tuple[object, ...], int] = {}
-        for row, dtype in new.items():
-            tensor = tensors[row]
-            traits = tensor.traits
-            if traits.alias is not None:
-                uniform = all(len(alike[storage]) == 1 for storage in tensor.shared_storages)
-                traits = replace(
-                    traits,
-                    alias=_cast_alias(traits.alias, tensor.dtype, dtype) if uniform else None,
-                )
-            if traits.meta:
-                self._odd[row], self._kind[row] = (
-                    replace(tensor, dtype=dtype, traits=traits),
-                    len(self._kinds),
-                )
-                self._kinds.append(Kind.of(self._odd[row]))
-                continue
-            key, original, (offset, *strides) = _origin(tensor, alike)
+    # A million tensors are made twice rather than kept.
+    beside = ((table.view(row), new_dtypes.get(row)) for row in _rows_beside(table, new_dtypes))
+    mixed = _find_mixed_storages(beside)
+    for row, dtype in new_dtypes.items():
+        tensor = table.view(row)
+        traits = tensor.traits
+        if traits.alias is not None:
+            is_kept = mixed.isdisjoint(tensor.shared_storages)
+            alias = _cast_alias(traits.alias, tensor.dtype, dtype) if is_kept else None
+            traits = replace(traits, alias=alias)
+        losses.setdefault(dtype, Losses())
+        if traits.meta:
+            odd[row] = replace(tensor, dtype=dtype, traits=traits)
+            new_kind = Kind.of(odd[row])
+        else:
+            key, original, (offset, *strides) = _origin(tensor, mixed)
             if original is tensor:
                 # The flags for conjugated and negated elements are resolved by reading it.
                 traits = replace(traits, conj=False, neg=False)
-            if (key, dtype) not in numbers:
-                numbers[key, dtype] = len(table.storages.nbytes) + len(self._tensors)
-                self._tensors.append(original)
-                self._of_tensors.append(
-                    self._ways.setdefault((tensor.dtype, dtype), len(self._ways))
-                )
+            if (key, dtype) not in storage_of:
+                storage_of[key, dtype] = len(table.storages.nbytes) + len(originals)
+                originals.append(original)
+                cast_numbers.append(casts.setdefault((tensor.dtype, dtype), len(casts)))
             offset, nbytes = offset * dtype.bits, dtype.nbytes(original.size)
-            inside = is_inside(offset, dtype.nbytes(tensor.size), nbytes)
-            like = (
-                id(dtype),
+            new_kind = Kind.strided(
+                dtype,
                 tensor.shape,
-                *strides,
-                nbytes,
-                inside,
-                id(tensor.traits),
-                traits.alias,
-                traits.neg,
+                tuple([stride * dtype.bits for stride in strides]),
+                storage_nbytes=nbytes,
+                traits=traits,
+                inside=is_inside(offset, dtype.nbytes(tensor.size), nbytes),
             )
-            if like not in kinds:
-                kinds[like], steps = (
-                    len(self._kinds),
-                    tuple([stride * dtype.bits for stride in strides]),
-                )
-                self._kinds.append(
-                    Kind.strided(
-                        dtype,
-                        tensor.shape,
-                        steps,
-                        storage_nbytes=nbytes,
-                        traits=traits,
-                        inside=inside,
-                    )
-                )
-            self._kind[row], self._storage[row] = kinds[like], numbers[key, dtype]
-            self._odd.pop(row, None)
-            self._offsets.pop(row, None)
+            storage[row] = storage_of[key, dtype]
+            odd.pop(row, None)
+            offsets.pop(row, None)
             if offset:
-                self._offsets[row] = offset
+                offsets[row] = offset
+        if new_kind not in kind_numbers:
+            kind_numbers[new_kind] = len(kinds)
+            kinds.append(new_kind)
+        kind[row] = kind_numbers[new_kind]
+
+    elementwise = [_make_cast(*dtypes, losses) for dtypes in casts]
+    storages = ComputedStorages(table.storages, elementwise, cast_numbers, originals)
+    return Table(table.names, kinds, kind, storage, storages, odd, offsets=offsets)
+
+
+def _rows_beside(table: Table, rows: Iterable[int]) -> list[int]:
+    """Return these rows, those of the same storages, and odd rows, which may lie in these storages as well."""
+    numbers = np.array(table.storage, np.int64)
+    is_touched = np.zeros(len(table.storages.nbytes) + 1, np.bool_)
+    is_touched[numbers[[*rows]]] = True
+    is_touched[ODD] = True  # the last one, which no storage has
+    return np.flatnonzero(is_touched[numbers]).tolist()
+
+
+def _find_mixed_storages(
+    tensors: Iterable[tuple[LazyTensor, DType | None]],
+) -> set[Storage]:
+    """Return the storages whose tensors do not all have one dtype, and get one."""
+    casts: dict[Storage, tuple[DType, DType | None]] = {}
+    mixed: set[Storage] = set()
+    known: dict[object, tuple[DType, DType | None]] = {}
+    for tensor, dtype in tensors:
+        # One tuple for all storages that are cast alike: there may be a million.
+        cast = known.setdefault((tensor.dtype, dtype), (tensor.dtype, dtype))
+        for storage in (*tensor.storages, *tensor.shared_storages):
+            if casts.setdefault(storage, cast) is not cast:
+                mixed.add(storage)
+    return mixed
+
+
+def _make_cast(origin: DType, dtype: DType, losses: Mapping[DType, Losses]) -> Elementwise:
+    """Return the cast of elements, which counts what is lost."""
+
+    def observe(names: Sequence[str], starts: Ints, elements: np.ndarray, made: np.ndarray) -> None:
+        lost = count_losses_each(elements, dtype, starts)
+        losses[dtype].add(names, elements.size, lost)
+
+    return Elementwise(origin, dtype, lambda elements: cast(elements, dtype), observe)
+
+
+@lru_cache(1024)
+def _flat_layout(count: int, bits: int) -> tuple[Box, tuple[int, ...]]:
+    """Return the box and the strides of so many elements. A million tensors share them."""
+    return Box((0,), (count,)), (bits,)
 
 
 def _origin(
-    tensor: LazyTensor, alike: Mapping[Storage, Collection[object]]
+    tensor: LazyTensor, mixed: Collection[Storage]
 ) -> tuple[Storage | View, LazyTensor, tuple[int, ...]]:
     """The origin of a cast tensor: its storage as a row of elements, where all rows over that are cast alike; else the tensor.
 
@@ -719,12 +619,12 @@ def _origin(
         storage, places = chunks[0].storage, (chunks[0].offset, *chunks[0].strides)
         if (
             storage.nbytes
-            and len(alike[storage]) == 1
+            and storage not in mixed
             and not any(place % dtype.bits for place in places)
         ):
-            count = storage.nbytes * 8 // dtype.bits
-            every = Chunk(Box((0,), (count,)), storage, 0, (dtype.bits,))
-            elements = LazyTensor(tensor.name, dtype, (count,), (every,), tensor.source)
+            box, strides = _flat_layout(storage.nbytes * 8 // dtype.bits, dtype.bits)
+            every = Chunk(box, storage, 0, strides)
+            elements = LazyTensor(tensor.name, dtype, box.stop, (every,), tensor.source)
             return storage, elements, tuple([place // dtype.bits for place in places])
     return identity(tensor), tensor, (0, *c_strides(tensor.shape, 1))
 
