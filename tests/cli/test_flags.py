@@ -231,7 +231,7 @@ def test_a_note_on_a_mesh_names_its_axes(tmp_path, capsys):
             main(["reshard", str(source), str(tmp_path / f"{number}"), "--mesh", "model=2", *more])
             == 0
         )
-        assert "1 tensor cut along dimension 0 over model=2\n" in capsys.readouterr().out
+        assert "1 tensor split along dimension 0 over model=2\n" in capsys.readouterr().out
 
 
 def test_a_note_has_the_flags_of_its_own_verb(folder, capsys, monkeypatch):

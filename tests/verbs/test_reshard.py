@@ -179,9 +179,9 @@ def test_without_rules_axes_cut_by_their_names(
     assert boxes(tmp_path / "out") == {
         name: {cut.get(short, MODEL[name])} for short, name in names.items()
     }
-    told = [note for note in done.notes if " cut" in note]
+    told = [note for note in done.notes if " split" in note]
     assert sum(int(note.split()[0]) for note in told) == len(MODEL)
-    assert f"{len(MODEL) - len(cut)} tensors not cut" in " ".join(told)
+    assert f"{len(MODEL) - len(cut)} tensors not split" in " ".join(told)
     with holdfast.open(tmp_path / "out") as ours, holdfast.open(model) as theirs:
         assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in MODEL)
 
@@ -227,9 +227,9 @@ def test_an_axis_that_cuts_nothing_is_named(
         {name: np.ones((8, 8), np.float32) for name in names}, tmp_path / "gpt2.safetensors"
     )
     done = reshard(tmp_path / "gpt2.safetensors", tmp_path / "out", mesh=mesh, rules=rules)
-    told = [note for note in done.notes if note.startswith("nothing is cut over ")]
-    assert [note.split(":")[0].removeprefix("nothing is cut over ") for note in told] == idle
-    assert all(("rules say" in note) is (not rules) for note in told)
+    told = [note for note in done.notes if note.startswith("no tensor is split over ")]
+    assert [note.split(":")[0].removeprefix("no tensor is split over ") for note in told] == idle
+    assert all(("add a rule" in note) is (not rules) for note in told)
 
 
 def test_the_command_says_what_was_cut(
@@ -237,5 +237,5 @@ def test_the_command_says_what_was_cut(
 ):
     assert main(["reshard", str(model), str(tmp_path / "out"), "--mesh", "dp=8"]) == 0
     said = capsys.readouterr().out
-    assert "6 tensors cut along dimension 0 over dp=8" in said
-    assert "2 tensors not cut" in said
+    assert "6 tensors split along dimension 0 over dp=8" in said
+    assert "2 tensors not split" in said

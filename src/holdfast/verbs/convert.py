@@ -285,7 +285,7 @@ def plan_edit(
     edits = pick(Edits, options, casts=casts_of(options["dtype"]))
     metadata = metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
     if edits == NO_EDITS and not metadata:
-        raise Unsupported("nothing to do: say what to keep, drop, rename, cast or set")
+        raise Unsupported("nothing to do; pass keep=, drop=, rename=, dtype= or set_metadata=")
     lay_out = partial(
         lay_out_conversion,
         edits=edits,

@@ -126,15 +126,15 @@ def _cuts(
         )
         many = f"{count:,} tensor{'s' * (count > 1)}"
         why = (
-            ": too small for the mesh, not divisible, or of a name that these axes do not cut"
+            ": too small, not divisible, or without a default rule for their names"
             if default
             else ""
         )
-        yield f"{many} cut {cut}" if cut else f"{many} not cut{why}"
+        yield f"{many} split {cut}" if cut else f"{many} not split{why}"
     for axis, size in mesh.items():
         if size > 1 and not any(axis in axes for axes in placed.values()):
-            how = f"; rules say what it cuts, like '*.weight: {axis}=0'" if default else ""
-            yield f"nothing is cut over {axis}={size}: its {size:,} ranks have the same{how}"
+            how = f"; add a rule such as '*.weight: {axis}=0'" if default else ""
+            yield f"no tensor is split over {axis}={size}: its {size:,} ranks have equal tensors{how}"
 
 
 def local_box(

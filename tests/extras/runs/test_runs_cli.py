@@ -62,7 +62,7 @@ def test_steps_of_another_trainer_may_be_deleted_by_it(
     assert "nothing is deleted" not in out
     head, hint, *_ = out.splitlines()
     assert head.endswith(
-        "no rules: none of Holdfast are recorded here, and another program may delete steps"
+        "no rules: this is not a run of Holdfast; another program may delete steps"
     )
     assert hint.startswith(
         "  not listed, because they have no seal: checkpoint-1000; run `holdfast seal PATH` to add each as a step, with"

@@ -49,7 +49,7 @@ class RunTable:
         return (
             "the run deletes nothing"
             if self.recorded
-            else "none of Holdfast are recorded here, and another program may delete steps"
+            else "this is not a run of Holdfast; another program may delete steps"
         )
 
 
