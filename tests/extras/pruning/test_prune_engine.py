@@ -15,7 +15,6 @@ import holdfast
 from holdfast.engine.arrays import Resident
 from holdfast.errors import NotCommitted
 from holdfast.extras.pruning import masked as prune_loss
-from holdfast.extras.pruning import masks as prune_masks
 from holdfast.extras.pruning import select as prune_select
 from holdfast.extras.pruning.masked import (
     Loss,
@@ -27,13 +26,11 @@ from holdfast.extras.pruning.masked import (
 from holdfast.extras.pruning.masks import (
     BlockMask,
     GroupMask,
-    RandomKeys,
     ThresholdMask,
-    find_random_mask,
     group_keep,
     zero_out,
 )
-from holdfast.extras.pruning.select import KeySearch, Magnitudes, select
+from holdfast.extras.pruning.select import KeySearch, Magnitudes, RandomKeys, select
 from holdfast.numeric import threshold as prune_keys
 from holdfast.numeric import threshold as prune_order
 from holdfast.numeric.threshold import mean_squares, random_keys
@@ -242,7 +239,7 @@ def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
         m = data.draw(st.sampled_from([m for m in (2, 4, 8, 32) if len(values) % m == 0]))
         mask, start = GroupMask(data.draw(st.integers(1, m - 1)), m, name), start * m
     elif kind == "random":
-        keys = RandomKeys(len(values) + start, 7)
+        keys = RandomKeys(Resident().array(np.zeros(len(values) + start)), 7)
         mask = ThresholdMask(
             keys,
             int(np.sort(random_keys(0, keys.count, 7))[keys.count // 2]),
@@ -314,16 +311,19 @@ def test_scores_of_narrow_floats_are_those_of_wide_ones(dtype):
     assert mean_squares(values, 4, 4).tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize(
-    "deviations", [prune_masks.SURE_DEVIATIONS, 0.0], ids=["guessed", "missed"]
-)
+@pytest.mark.parametrize("most_sorted", [1, 5000], ids=["counted", "sorted"])
 @pytest.mark.parametrize("gone", [0, 1, 700, 1998, 1999])
-def test_the_lowest_of_a_random_order_go_however_often_they_are_read(monkeypatch, gone, deviations):
+def test_the_lowest_of_a_random_order_go_however_often_they_are_read(
+    monkeypatch, gone, most_sorted
+):
     monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 250)
-    monkeypatch.setattr(prune_masks, "SURE_DEVIATIONS", deviations)
+    monkeypatch.setattr(prune_order, "SORTED_KEYS", most_sorted)
     kept = np.ones(1999, bool)
     kept[np.argsort(random_keys(0, 1999, 11), kind="stable")[:gone]] = False
-    mask = find_random_mask(RandomKeys(1999, 11), gone, threads=2)
+    keys = RandomKeys(Resident().array(np.zeros(1999, np.float32)), 11)
+    searching = KeySearch([keys], gone)
+    select([searching], threads=2)
+    mask = ThresholdMask(keys, searching.key, searching.before[0])
     values = np.arange(1, 2000, dtype=np.float32)
     for ends in ([0, 1, 3, 800, 1200, 1999], [0, 1999], [5, 77]):
         for start, stop in itertools.pairwise(ends):

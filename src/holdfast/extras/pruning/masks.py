@@ -7,9 +7,7 @@ elements of any range stay, in C order. The masks are the same, element for elem
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -19,26 +17,17 @@ from holdfast.core.group import ALONE, Ranks, share_out
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import scan
-from holdfast.engine.threads import computing, run_all
-from holdfast.extras.pruning.select import BlockScores, KeySearch, Magnitudes, pieces, select
-from holdfast.numeric.threshold import magnitude_keys, pruned_count, random_keys
+from holdfast.extras.pruning.select import BlockScores, KeySearch, Magnitudes, RandomKeys, select
+from holdfast.numeric.threshold import (
+    magnitude_keys,
+    pruned_count,
+)
 
 
 def zero_out(values: np.ndarray, kept: Bools) -> None:
     """Make +0.0 of elements that are not kept, in their place. Elements that stay keep their bits."""
     width = values.dtype.itemsize
     values.view(f"i{width}")[...] &= np.negative(kept.view(np.int8)).astype(f"i{width}", copy=False)
-
-
-class RandomKeys(Value):
-    """The keys of a random order of elements. They do not depend on the values."""
-
-    count: int
-    seed: int
-
-    def of(self, values: np.ndarray, start: int) -> np.ndarray:
-        """Return the keys of elements, the first of which has the index `start`."""
-        return random_keys(start, start + len(values), self.seed)
 
 
 class ThresholdMask(Value, eq=False):
@@ -58,50 +47,6 @@ class ThresholdMask(Value, eq=False):
         np.greater(keys[:cut], self.key, out=kept[:cut])
         np.greater_equal(keys[cut:], self.key, out=kept[cut:])
         return kept
-
-
-SURE_DEVIATIONS = 8.0
-"""The standard deviations from the expected threshold within which random keys are looked at."""
-
-
-def find_random_mask(keys: RandomKeys, gone: int, *, threads: int = 1) -> ThresholdMask:
-    """Return the mask of which the `gone` lowest keys of a random order go."""
-    if not gone:
-        return ThresholdMask(keys, 0, 0)
-    share = gone / keys.count
-    deviation = math.sqrt(share * (1 - share) / keys.count) + 4 / keys.count
-    distance = SURE_DEVIATIONS * deviation
-    while True:
-        # The keys are evenly distributed, so the threshold lies near its share of all 63-bit numbers.
-        low = max(int((share - distance) * 2**63), 0)
-        high = min(int((share + distance) * 2**63) + 1, 2**63)
-        below_count, near_keys, places = _find_keys(keys, low, high, threads)
-        rank = gone - below_count
-        if 0 < rank <= len(near_keys):
-            break
-        distance = 2 * distance + deviation
-    last = np.argsort(near_keys, kind="stable")[rank - 1]
-    return ThresholdMask(keys, int(near_keys[last]), int(places[last]) + 1)
-
-
-def _find_keys(
-    keys: RandomKeys, low: int, high: int, threads: int
-) -> tuple[int, np.ndarray, np.ndarray]:
-    """Return the number of keys below `low`, the keys from `low` to below `high`, and their indices."""
-    ranges = [*pieces(keys.count)]
-    found: list[tuple[int, np.ndarray, np.ndarray]] = [(0, np.empty(0), np.empty(0))] * len(ranges)
-
-    def look(number: int) -> None:
-        start, stop = ranges[number]
-        with computing():
-            part = random_keys(start, stop, keys.seed)
-            # One comparison for both ends: keys below `low` wrap around.
-            inside = np.flatnonzero(part - np.uint64(low) < high - low)
-            found[number] = int(np.count_nonzero(part < low)), part[inside], inside + start
-
-    run_all([partial(look, number) for number in range(len(ranges))], threads)
-    below_counts, parts, places = zip(*found, strict=True)
-    return sum(below_counts), np.concatenate(parts), np.concatenate(places)
 
 
 class GroupMask(Value):

@@ -39,10 +39,8 @@ from holdfast.errors import CannotHold
 from holdfast.extras.pruning.masked import Loss, Masked, TallyPart, Weighed
 from holdfast.extras.pruning.masks import (
     GroupMask,
-    RandomKeys,
     ThresholdMask,
     block_masks,
-    find_random_mask,
 )
 from holdfast.extras.pruning.rules import (
     Block,
@@ -61,6 +59,7 @@ from holdfast.extras.pruning.select import (
     BlockScores,
     KeySearch,
     Magnitudes,
+    RandomKeys,
     pieces,
     select_together,
 )
@@ -267,7 +266,6 @@ class Pruning:
         searches: list[tuple[KeySearch, list[Job]]] = []
         together: list[Job] = []
         global_level = 0.0
-        randoms: list[tuple[Job, RandomKeys, int]] = []
         blocks: list[tuple[Job, BlockScores, float]] = []
         for job in self._jobs:
             tensor = job.tensor
@@ -283,8 +281,8 @@ class Pruning:
                 case Block(height, width, level):
                     blocks.append((job, BlockScores(tensor, height, width), level))
                 case Random(level, seed):
-                    order = RandomKeys(tensor.size, tensor_seed(seed, job.names[0]))
-                    randoms.append((job, order, pruned_count(level, tensor.size)))
+                    order = RandomKeys(tensor, tensor_seed(seed, job.names[0]))
+                    searches.append((KeySearch([order], pruned_count(level, order.count)), [job]))
 
         if together:
             order_name = common_order([job.tensor.dtype.name for job in together])
@@ -296,19 +294,8 @@ class Pruning:
         )
         for search, jobs in searches:
             for job, source, cut in zip(jobs, search.sources, search.before, strict=True):
-                assert isinstance(source, Magnitudes)
+                assert not isinstance(source, BlockScores)
                 job.mask = ThresholdMask(source, search.key, cut)
-
-        def find_random_masks(numbers: list[int]) -> list[tuple[int, int]]:
-            own = [randoms[number] for number in numbers]
-            masks = [find_random_mask(order, gone, threads=workers) for _, order, gone in own]
-            return [(mask.key, mask.cut) for mask in masks]
-
-        cuts = share_out(
-            ranks, [order.count for _, order, _ in randoms], find_random_masks, tuple[int, int]
-        )
-        for (job, order, _), (key, cut) in zip(randoms, cuts, strict=True):
-            job.mask = ThresholdMask(order, key, cut)
 
         scores, levels = [score for _, score, _ in blocks], [level for _, _, level in blocks]
         found = block_masks(scores, levels, threads=workers, progress=progress, ranks=ranks)

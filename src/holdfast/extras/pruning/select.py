@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import Block, blocks, read_block, scan, start_of
-from holdfast.engine.threads import run_all
+from holdfast.engine.threads import computing, run_all
 from holdfast.errors import NotCommitted
 from holdfast.numeric.threshold import (
     ORDERS,
@@ -30,6 +31,7 @@ from holdfast.numeric.threshold import (
     Search,
     magnitude_keys,
     mean_squares,
+    random_keys,
     search,
 )
 
@@ -43,31 +45,54 @@ def pieces(count: int, align: int = 1) -> Iterator[tuple[int, int]]:
     return blocks(count, max(PIECE_ELEMENTS // align, 1) * align)
 
 
-class Magnitudes(Value):
-    """The keys of a tensor's elements by their absolute values. Members of all kinds of keys are described here."""
+class ElementKeys(Value):
+    """Keys that order the elements of a tensor. Members of all kinds of keys are described here."""
 
     tensor: LazyTensor
-    order: str
 
     @property
     def count(self) -> int:
         return self.tensor.size
 
+    def blocks(self) -> Iterator[Block]:
+        """Return elements that are looked at together, in the order of the keys."""
+        return pieces(self.count)
+
+    def place(self, start: int) -> int:
+        """Return the number of the first key of a block that begins with this element."""
+        return start
+
+
+class Magnitudes(ElementKeys):
+    """The keys of a tensor's elements by their absolute values."""
+
+    order: str
+
     @property
     def width(self) -> int:
         return 8 * ORDERS[self.order][1].itemsize - 1
 
-    def blocks(self) -> Iterator[Block]:
-        """Elements that are looked at together, in the order of the keys."""
-        return pieces(self.count)
+    def of(self, values: np.ndarray, start: int = 0) -> np.ndarray:
+        """Return the keys of values, the first of which is the element `start`."""
+        return magnitude_keys(values, self.order)
 
-    def place(self, start: int) -> int:
-        """The number of the first key of a block that begins with this element."""
-        return start
+    def read(self, block: Block) -> np.ndarray:
+        """Return the keys of a block."""
+        return self.of(read_block(self.tensor, block))
+
+
+class RandomKeys(ElementKeys):
+    """The keys of a random order of elements. They do not depend on the values."""
+
+    seed: int
+    width = 63
 
     def of(self, values: np.ndarray, start: int = 0) -> np.ndarray:
-        """The keys of a block, as it was read."""
-        return magnitude_keys(values, self.order)
+        return random_keys(start, start + len(values), self.seed)
+
+    def read(self, block: Block) -> np.ndarray:
+        assert isinstance(block, tuple)  # As `pieces` returns them.
+        return random_keys(*block, self.seed)
 
 
 class BlockScores(Value):
@@ -111,15 +136,16 @@ class BlockScores(Value):
         return top // self.height * self.grid[1] + left // self.width_of_block
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        matrix = (
-            values if values.ndim > 1 else values.reshape(-1, matrix_shape(self.tensor.shape)[1])
-        )
-        return magnitude_keys(
-            mean_squares(matrix, self.height, self.width_of_block).reshape(-1), "float64"
-        )
+        columns = matrix_shape(self.tensor.shape)[1]
+        matrix = values if values.ndim > 1 else values.reshape(-1, columns)
+        scores = mean_squares(matrix, self.height, self.width_of_block)
+        return magnitude_keys(scores.reshape(-1), "float64")
+
+    def read(self, block: Block) -> np.ndarray:
+        return self.of(read_block(self.tensor, block))
 
 
-Keys = Magnitudes | BlockScores
+Keys = Magnitudes | RandomKeys | BlockScores
 
 
 class KeySearch:
@@ -149,18 +175,17 @@ class KeySearch:
         self._counts: Ints | None = None
         self._taken: list[np.ndarray] = []
 
-    def look(self, number: int, values: np.ndarray) -> None:
+    def look(self, keys: np.ndarray) -> None:
         """Count the keys of one block for this pass, or take them if few are left."""
-        asked, source = self.asked, self.sources[number]
+        asked, width = self.asked, self.sources[0].width
         if asked is None:
             return
-        keys = source.of(values)
         if asked.taken:
-            taken = asked.begin(keys, source.width)
+            taken = asked.begin(keys, width)
             with self._lock:
                 self._taken.append(taken)
             return
-        counts = asked.count(keys, source.width)
+        counts = asked.count(keys, width)
         with self._lock:
             self._counts = counts if self._counts is None else self._counts + counts
 
@@ -202,7 +227,7 @@ class KeySearch:
             return
         for number, source in enumerate(sources):
             for block in source.blocks():
-                places = np.flatnonzero(source.of(read_block(source.tensor, block)) == self.key)
+                places = np.flatnonzero(source.read(block) == self.key)
                 if ties <= len(places):
                     first = source.place(start_of(source.tensor, block))
                     passed = [earlier.count for earlier in sources[:number]]
@@ -216,11 +241,11 @@ class KeySearch:
 
 class KeyPass:
     def __init__(self, searching: KeySearch, number: int, *, shared: bool = False) -> None:
-        self._search, self._number, self._shared = searching, number, shared
+        self._search, self._shared = searching, shared
         self.source = searching.sources[number]
 
     def add(self, start: int, values: np.ndarray) -> None:
-        self._search.look(self._number, values)
+        self._search.look(self.source.of(values))
 
     def result(self) -> None:
         if not self._shared:
@@ -231,6 +256,11 @@ def select(
     searches: Sequence[KeySearch], *, threads: int = 1, progress: Progress | None = None
 ) -> None:
     """Carry out searches, all of them together, until each knows what goes."""
+    for searching in searches:
+        while searching.asked is not None and isinstance(searching.sources[0], RandomKeys):
+            # Keys that do not depend on the values are found without reading anything.
+            _count_random_keys(searching, searching.sources[0], threads)
+            searching.finish()
     while waiting := [
         KeyPass(one, number)
         for one in searches
@@ -239,6 +269,14 @@ def select(
     ]:
         _look(waiting, threads, progress)
     run_all([one.locate for one in searches], threads)
+
+
+def _count_random_keys(searching: KeySearch, keys: RandomKeys, threads: int) -> None:
+    def look(block: Block) -> None:
+        with computing():
+            searching.look(keys.read(block))
+
+    run_all([partial(look, block) for block in keys.blocks()], threads)
 
 
 def _look(waiting: Sequence[KeyPass], threads: int, progress: Progress | None) -> None:

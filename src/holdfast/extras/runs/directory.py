@@ -46,7 +46,6 @@ from holdfast.extras.runs.record import (
 from holdfast.extras.runs.steps import (
     DirectoryLook,
     FoundStep,
-    Seals,
     Step,
     found_steps,
     opened_folder,
@@ -202,7 +201,6 @@ class RunDirectory(RunPlace):
     def __init__(self, path: str, files: Files | None = None) -> None:
         self.path = path
         self._files = files
-        self._seals: Seals = {}
         self._lock: RunLock | None = None
         """The lock of the run that opened it for writing."""
 
@@ -239,9 +237,6 @@ class RunDirectory(RunPlace):
                 newest = next((row.whole for row in reversed(rows) if row.whole), None)
                 if not look.lost(above=newest):
                     break
-        if len(self._seals) > 2 * len(look.claims) + 100:
-            # Most of them are seals of steps that were deleted.
-            self._seals.clear()
         return rows + [FoundStep(name, None, None, why) for name, why in look.others.items()]
 
     def unsealed(self) -> list[str]:
@@ -261,7 +256,7 @@ class RunDirectory(RunPlace):
                 else:
                     # From here on, what is not found is an error: no step is passed over.
                     names = files.list(folder)
-                look = DirectoryLook(self.path, files, folder, names=names, seals=self._seals)
+                look = DirectoryLook(self.path, files, folder, names=names)
             except HoldfastError:
                 raise
             except OSError as error:

@@ -11,7 +11,6 @@
    order does: as a Run would call it, `step-N` written otherwise, any other name.
 2. `newest` looks from the highest number down until one is whole: its seal has its own checksum, and every file that it lists is
    there with its size. So it costs a listing, and one small file with a look at each file that this names.
-   A seal that was read before and is the same file is not read again; its files are looked at each time.
 3. What is hidden never counts: saves in progress, steps that are being deleted, links. The one exception is what a crash caught
    between two renames (`.step-….old` without a `step-…`): that is the step, and `open` finds it under its name.
 """
@@ -21,7 +20,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -48,12 +46,6 @@ LAST = frozenset({".metadata", "model.safetensors", "model.safetensors.index.jso
 """Files that other programs write last into a folder: `dcp.save`, `save_pretrained`, TorchTitan's last step."""
 
 LIMITS = Limits()
-
-SETTLED_S = 2.0
-"""From this age on, the time of a file shows a change: file systems count in steps of up to two seconds."""
-
-Seals = dict[tuple[int, int], tuple[tuple[int, float], Seal]]
-"""Seals that were read, by device and inode, with length and time."""
 
 
 def step_number(name: str) -> int | None:
@@ -172,12 +164,9 @@ def opened_folder(files: Files, name: str, *, at: int | None = None) -> Iterator
 class DirectoryLook:
     """One look at the directory: names, and the numbers that they claim."""
 
-    def __init__(
-        self, path: str, files: Files, at: int, *, names: Sequence[str], seals: Seals
-    ) -> None:
+    def __init__(self, path: str, files: Files, at: int, *, names: Sequence[str]) -> None:
         self.path, self.files = path, files
         self.folder = at
-        self._read = seals
         self.claims: dict[int, list[str]] = {}
         """Names of folders by number, the one that counts first."""
         self.others: dict[str, str] = {}
@@ -237,20 +226,9 @@ class DirectoryLook:
         return sorted(unsealed)
 
     def _seal(self, name: str, *, at: int) -> Seal | None:
-        found = self.files.stat(name, at=at)
-        if found is None:
-            return None
-        known = self._read.get(found.identity)
-        if known is not None and known[0] == (found.nbytes, found.changed_s):
-            return known[1]
-        raw = read_all(self.files, name, found, at=at, most=LIMITS.index_nbytes)
-        if raw is None:
-            return None
-        seal = parse_seal(raw, LIMITS)
-        # Not where it may be written to in the same moment, or the file system has no times.
-        if 0 < found.changed_s < time.time() - SETTLED_S:
-            self._read[found.identity] = (found.nbytes, found.changed_s), seal
-        return seal
+        entry = self.files.stat(name, at=at)
+        raw = read_all(self.files, name, entry, at=at, most=LIMITS.index_nbytes)
+        return None if raw is None else parse_seal(raw, LIMITS)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int | None]:
