@@ -47,17 +47,9 @@ from holdfast.engine.write import PartSums
 from holdfast.formats import format_of
 from holdfast.formats.native.manifest import StoredBoxes, as_bytes
 from holdfast.formats.sharded import Receipt
+from holdfast.ranks import together as joint
 from holdfast.ranks.plan import RankWrites
-from holdfast.ranks.state import Catalogue, RankState
-from holdfast.ranks.survey import BITS
-from holdfast.ranks.together import (
-    Description,
-    Proposal,
-    Together,
-    put_together,
-    read_proposal,
-    write_proposal,
-)
+from holdfast.ranks.state import BITS, Catalogue, RankState
 
 __all__ = ["main"]
 
@@ -119,16 +111,16 @@ def saved(layout: str, ranks: int, tensors: int, format: str, folder: str) -> di
         if format == "native"
         else {name: (name,) for state in states for name in state.catalogue.names}
     )
-    empty = Description(None, {}, {}, [], [], [])
-    first = Proposal(Description(None, {}, paths, [], [], []), states[0])
-    messages = [write_proposal(Proposal(empty, state)) for state in states[1:]]
+    empty = joint.Description(None, {}, {}, [], [], [])
+    first = joint.Proposal(joint.Description(None, {}, paths, [], [], []), states[0])
+    messages = [joint.write_proposal(joint.Proposal(empty, state)) for state in states[1:]]
     states = []
     up, one = sum(map(len, messages)), len(messages[-1])
 
-    def plan() -> tuple[Together, list[bytes]]:
+    def plan() -> tuple[joint.Together, list[bytes]]:
         known = {first.state.catalogue.digest: first.state.catalogue}
-        proposals = [first, *(read_proposal(message, known) for message in messages)]
-        together = put_together(proposals, values="agree", per_rank=())
+        proposals = [first, *(joint.read_proposal(message, known) for message in messages)]
+        together = joint.put_together(proposals, values="agree", per_rank=())
         tasks = [
             write_document(TASK, RankTask(as_bytes(w.boxes), list(w.values), [], None))
             for w in together.writes
@@ -210,12 +202,12 @@ class Many(Ranks):
 
 def loading(ranks: int, tensors: int, whole: int) -> tuple[Many, float]:
     """A load of which each rank wants a part of each tensor, but for so many that all want whole."""
-    from holdfast.torch.ranks.load_sharded import RANK_MATCH, Offer, RankMatch, _judge
+    from holdfast.torch.ranks.load_sharded import RANK_MATCH, RankMatch, _judge
+    from holdfast.torch.ranks.replicas import Offers
 
-    offers = [
-        Offer(f"model.layers.{n}.norm.weight", "torch.bfloat16", (8192,), "cuda", 16384)
-        for n in range(whole)
-    ]
+    keys = [blake2b(b"%d" % n, digest_size=16).digest() for n in range(whole)]
+    nbytes = np.full(whole, 16384, "<i8").tobytes()
+    offers = Offers(b"".join(keys), nbytes, on_cpu=bytes(whole), apart=0)
     told = write_document(
         RANK_MATCH, RankMatch(b"0" * 16, b"1" * 16, b"\xff" * (tensors // 8), True, True, offers)
     )
