@@ -21,7 +21,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
-from holdfast.core.tree import dotted, rebuild
+from holdfast.core.tree import dotted
 from holdfast.core.value import replace
 from holdfast.errors import MetadataError, Unsupported
 from holdfast.formats.dcp.index import (
@@ -35,8 +35,6 @@ from holdfast.formats.dcp.inflate import is_inflated
 from holdfast.formats.dcp.item import Items
 from holdfast.formats.dcp.lazy import ItemStorage, ItemTable, Unread, chunk_of
 from holdfast.formats.dcp.schema import Item
-
-ABSENT = object()
 
 POSITIONS = 1024
 """Valid positions beyond the number of leaves: empty mappings have no leaf, and leave holes."""
@@ -69,25 +67,23 @@ def grow(leaves: Mapping[str, object], paths: Mapping[object, object], limits: L
 
     A leaf stands at the top under its name if its path is malformed, goes through another leaf, or does not give its name.
     """
-    root = Branch()
-    most = len(leaves) + POSITIONS
     grown = Grown({})
+    root = Branch()
+    branches: list[tuple[Branch, str | int, Branch]] = []
+    """Every branch below the root, behind the branch that holds it."""
+    most = len(leaves) + POSITIONS
     for name, leaf in leaves.items():
         path = _path(name, paths.get(name, (name,)), limits, most=most)
-        if path is None or not _put(root, path, leaf):
+        if path is None or not _put(root, path, leaf, branches):
             grown.flat.append(name)
     for name in grown.flat:
-        if not _put(root, (name,), leaves[name]):
+        if not _put(root, (name,), leaves[name], branches):
             raise MetadataError("two values have one name", tensor=name)
-    made = rebuild(
-        root,
-        lambda leaf, way: leaf,
-        inside=lambda value: value.items() if isinstance(value, Branch) else None,
-        make=lambda branch, children, way: _settle(branch, children, grown),
-    )
-    grown.tree = (
-        made if isinstance(made, dict) else dict(enumerate(made if isinstance(made, list) else []))
-    )
+
+    for holder, step, branch in reversed(branches):
+        holder[step] = _settle(branch, grown)
+    tree = _settle(root, grown)
+    grown.tree = tree if isinstance(tree, dict) else dict(enumerate(tree))
     return grown
 
 
@@ -105,12 +101,19 @@ def _path(name: str, path: object, limits: Limits, *, most: int) -> tuple[str | 
     return path if characters <= len(name) and dotted(path) == name else None
 
 
-def _put(root: Branch, path: tuple[str | int, ...], leaf: object) -> bool:
+def _put(
+    root: Branch,
+    path: tuple[str | int, ...],
+    leaf: object,
+    branches: list[tuple[Branch, str | int, Branch]],
+) -> bool:
+    """Put a leaf at a path, and list the branches that are made for it. Returns whether the place is free."""
     branch = root
     for step in path[:-1]:
-        inner = branch.setdefault(step, ABSENT)
-        if inner is ABSENT:
+        inner = branch.get(step)
+        if step not in branch:
             inner = branch[step] = Branch()
+            branches.append((branch, step, inner))
         if not isinstance(inner, Branch):
             return False
         branch = inner
@@ -120,18 +123,19 @@ def _put(root: Branch, path: tuple[str | int, ...], leaf: object) -> bool:
     return True
 
 
-def _settle(branch: Branch, children: list[object], grown: Grown) -> object:
-    inside = dict(zip(branch, children, strict=True))
-    positions = [step for step in inside if isinstance(step, int)]
-    if positions and len(positions) == len(inside):
+def _settle(branch: Branch, grown: Grown) -> dict[str | int, object] | list[object]:
+    """Turn a finished branch into a dict, or into a list if all its steps are positions."""
+    children = dict(branch)
+    positions = [step for step in children if isinstance(step, int)]
+    if positions and len(positions) == len(children):
         length = max(positions) + 1
         grown.holes += length - len(positions)
         if length > 2 * len(positions) + HOLES:
-            return inside
-        return [inside.get(position) for position in range(length)]
-    if inside and all(isinstance(step, str) and step.isdecimal() for step in inside):
+            return children
+        return [children.get(position) for position in range(length)]
+    if children and all(isinstance(step, str) and step.isdecimal() for step in children):
         grown.numbered += 1
-    return inside
+    return children
 
 
 EAGER_ITEMS = 20_000
