@@ -5,7 +5,7 @@
     ```console                     `$ command`, and below it what it prints, if anything is shown; … stands for any text
     ```bash                        commands, a line each
     ```json                        is parsed
-    | you write | you write now |  a table with this head: a cell that is nothing but `code` is run like a snippet
+    | before | with Holdfast |      a table with this head: a cell that is nothing but `code` is run like a snippet
 
 Comments that a reader of the page does not see say the rest, each on a line of its own:
 
@@ -34,7 +34,7 @@ LANGUAGES = {"python", "console", "bash", "text", "json"}
 MARKS = {"files", "file", "not run"}
 MADE = re.compile(r"<!-- (names: .+|commands|plot: .+) -->")
 """What the site puts something in the place of."""
-SWITCH = ["| you write", "you write now |"]
+SWITCH = ["| before", "with Holdfast |"]
 """The head of a table whose cells are run."""
 
 

@@ -318,7 +318,7 @@ def test_a_script_that_fails_on_one_rank_is_found(typed: None):
 
 
 def test_a_table_of_what_to_write_is_code():
-    table = "| you write | you write now |\n| --- | --- |\n| `a()` | `b()` |\n| `c` in prose | `d()` |\n\n| `e()` | `f()` |\n"
+    table = "| before | with Holdfast |\n| --- | --- |\n| `a()` | `b()` |\n| `c` in prose | `d()` |\n\n| `e()` | `f()` |\n"
     assert [block.text for block in blocks(table)] == ["a()\n", "b()\n", "d()\n"]
 
 
