@@ -100,7 +100,7 @@ FORMATS: dict[str, dict[str, Any]] = {
         "suffixes": (".pt2",),
         "torch": True,
         "programs_by": "holdfast.extras.packages.pt2.read:program_names",
-        "rewritten_by": "holdfast.extras.packages.pt2.rewrite:lay_out_rewritten",
+        "rewritten_by": "holdfast.extras.packages.pt2.replace:lay_out_rewritten",
         "code": "scanned",
     },
     "deepspeed": {

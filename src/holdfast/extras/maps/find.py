@@ -61,8 +61,42 @@ class Map(Value, eq=False):
 
     @classmethod
     def named(cls, name: str) -> Map:
-        """The map of a name, like "qwen3:hf:megatron". Raises `BadMap`."""
-        return map_named(name)
+        """Return the map of a name, like "qwen3:hf:megatron"; not `auto`. Raises `BadMap`."""
+        found = SPEC.fullmatch(name)
+        if found is None:
+            raise _explain_misspelling(name)
+        family_name = found["family"]
+        if family_name.endswith(SUFFIX):
+            try:
+                with open(family_name, "rb") as file:
+                    content = file.read(MOST_NBYTES + 1)
+            except (OSError, ValueError) as error:  # A ValueError for a zero in the name.
+                raise BadMap(
+                    f"the file of a family cannot be read: {error}", file=family_name
+                ) from None
+            family = read_family(os.path.basename(family_name).removesuffix(SUFFIX), content)
+        elif family_name in families():
+            family = families()[family_name]
+        else:
+            raise BadMap(
+                f"there is no family {family_name!r}: there are {', '.join(families())}; a file of your own ends with .toml",
+                found=family_name,
+            )
+        sizes: dict[str, int] = {}
+        prefix = ""
+        parts = (found["queried"] or "").split("&") + (found["listed"] or "").split(",")
+        for part in filter(None, parts):
+            key, equals, value = part.partition("=")
+            if key == "prefix":
+                prefix = value
+            elif equals and value.isdecimal() and len(value) < 12:
+                sizes[key] = int(value)
+            else:
+                raise BadMap(
+                    f"sizes and a prefix follow the map as ,group=4,prefix=model. and not as {part[:40]!r}",
+                    found=name,
+                )
+        return cls(family, found["source"], found["target"], sizes, prefix)
 
     def __str__(self) -> str:
         return f"{self.family.name}:{self.source}:{self.target}" + (
@@ -105,43 +139,6 @@ def families() -> Mapping[str, Family]:
     return {name: read_family(name, (folder / f"{name}{SUFFIX}").read_bytes()) for name in names}
 
 
-def map_named(text: str) -> Map:
-    """The map of a name; not `auto`, which depends on a checkpoint. Raises `BadMap`."""
-    found = SPEC.fullmatch(text)
-    if found is None:
-        raise _explain_misspelling(text)
-    name = found["family"]
-    if name.endswith(SUFFIX):
-        try:
-            with open(name, "rb") as file:
-                content = file.read(MOST_NBYTES + 1)
-        except (OSError, ValueError) as error:  # A ValueError for a zero in the name.
-            raise BadMap(f"the file of a family cannot be read: {error}", file=name) from None
-        family = read_family(os.path.basename(name).removesuffix(SUFFIX), content)
-    elif name in families():
-        family = families()[name]
-    else:
-        raise BadMap(
-            f"there is no family {name!r}: there are {', '.join(families())}; a file of your own ends with .toml",
-            found=name,
-        )
-    sizes: dict[str, int] = {}
-    prefix = ""
-    parts = (found["queried"] or "").split("&") + (found["listed"] or "").split(",")
-    for part in filter(None, parts):
-        key, equals, value = part.partition("=")
-        if key == "prefix":
-            prefix = value
-        elif equals and value.isdecimal() and len(value) < 12:
-            sizes[key] = int(value)
-        else:
-            raise BadMap(
-                f"sizes and a prefix follow the map as ,group=4,prefix=model. and not as {part[:40]!r}",
-                found=text,
-            )
-    return Map(family, found["source"], found["target"], sizes, prefix)
-
-
 def _explain_misspelling(text: str) -> BadMap:
     """Return the error for a text that is not the name of a map, with what a shell may have made of it."""
     redirected = REDIRECTED.fullmatch(text)
@@ -175,7 +172,7 @@ def find_map(
         return text
     auto = AUTO_SPEC.fullmatch(text.strip())
     if auto is None:
-        return map_named(text)
+        return Map.named(text)
     target = auto["target"]
     config = read_config(checkpoint.source, DEFAULTS)
     targets = None if wanted is None else [*_layouts_of(wanted())]

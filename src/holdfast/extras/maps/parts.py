@@ -67,17 +67,12 @@ def tokens(text: str) -> list[str]:
         found = TOKEN.match(text, at)
         is_operator = found is not None and found.group(3) is not None
         if found is None or is_operator != bool(len(words) % 2) or len(text) > LONGEST:
-            raise BadMap(
-                f"{text[:80]!r} is no size: write numbers and names with + - * / between them",
-                found=text,
-            )
+            break
         words.append(found.group(0).strip())
         at = found.end()
-    if not len(words) % 2:
-        raise BadMap(
-            f"{text[:80]!r} is no size: write numbers and names with + - * / between them",
-            found=text,
-        )
+    if at < len(text.rstrip()) or not len(words) % 2:
+        message = f"{text[:80]!r} is no size: write numbers and names with + - * / between them"
+        raise BadMap(message, found=text)
     return words
 
 

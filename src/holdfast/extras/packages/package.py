@@ -420,7 +420,8 @@ def _states(
         if model is None and len(names) > 1:
             return dict(found)
         if len(found) == 1:
-            return dict(zip([model or names[0]], found.values(), strict=True))
+            ((_, weights),) = found.items()
+            return {model or names[0]: weights}
         if model in found:
             return {model: found[model]}
         problem = f"the weights are of several models: {', '.join(found)}"

@@ -17,10 +17,9 @@ from holdfast.core.group import ALONE, Ranks, share_out
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import scan
-from holdfast.extras.pruning.select import BlockScores, KeySearch, Magnitudes, RandomKeys, select
+from holdfast.extras.pruning.select import BlockScores, KeySearch, Magnitudes, RandomKeys
 from holdfast.numeric.threshold import (
     magnitude_keys,
-    pruned_count,
 )
 
 
@@ -146,37 +145,28 @@ class BlockChoice:
 
 
 def block_masks(
-    scores: Sequence[BlockScores],
-    levels: Sequence[float],
+    searched: Sequence[tuple[BlockScores, KeySearch]],
     *,
     threads: int = 1,
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> list[BlockMask]:
-    """Prune the part `level` of the blocks of each tensor, those of the lowest mean square.
-
-    Of several ranks each finds the masks of some tensors.
-    """
+    """Return the masks of tensors whose blocks have been searched. Of several ranks each makes some."""
 
     def choose(numbers: list[int]) -> list[bytes]:
-        own = [scores[number] for number in numbers]
-        searches = [
-            KeySearch([score], pruned_count(levels[number], score.count))
-            for number, score in zip(numbers, own, strict=True)
-        ]
-        select(searches, threads=threads, progress=progress)
+        own = [searched[number] for number in numbers]
         return scan(
-            [score.tensor for score in own],
-            lambda i: BlockChoice(own[i], searches[i]),
-            lambda i: own[i].blocks(),
+            [scores.tensor for scores, _ in own],
+            lambda i: BlockChoice(*own[i]),
+            lambda i: own[i][0].blocks(),
             threads=threads,
             progress=progress,
         )
 
     masks = []
-    found = share_out(ranks, [score.tensor.nbytes for score in scores], choose, bytes)
-    for score, raw in zip(scores, found, strict=True):
-        bits = np.frombuffer(raw, np.uint8).reshape(score.grid[0], -(-score.grid[1] // 8))
-        columns = matrix_shape(score.tensor.shape)[1]
-        masks.append(BlockMask(score.height, score.width_of_block, columns, bits))
+    contents = share_out(ranks, [scores.tensor.nbytes for scores, _ in searched], choose, bytes)
+    for (scores, _), content in zip(searched, contents, strict=True):
+        bits = np.frombuffer(content, np.uint8).reshape(scores.grid[0], -1)
+        columns = matrix_shape(scores.tensor.shape)[1]
+        masks.append(BlockMask(scores.height, scores.width_of_block, columns, bits))
     return masks

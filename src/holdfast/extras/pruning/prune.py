@@ -266,7 +266,6 @@ class Pruning:
         searches: list[tuple[KeySearch, list[Job]]] = []
         together: list[Job] = []
         global_level = 0.0
-        blocks: list[tuple[Job, BlockScores, float]] = []
         for job in self._jobs:
             tensor = job.tensor
             match job.rule.method:
@@ -279,7 +278,8 @@ class Pruning:
                 case Groups(n, m):
                     job.mask = GroupMask(n, m, tensor.dtype.name)
                 case Block(height, width, level):
-                    blocks.append((job, BlockScores(tensor, height, width), level))
+                    scores = BlockScores(tensor, height, width)
+                    searches.append((KeySearch([scores], pruned_count(level, scores.count)), [job]))
                 case Random(level, seed):
                     order = RandomKeys(tensor, tensor_seed(seed, job.names[0]))
                     searches.append((KeySearch([order], pruned_count(level, order.count)), [job]))
@@ -292,14 +292,17 @@ class Pruning:
         select_together(
             [search for search, _ in searches], ranks, threads=workers, progress=progress
         )
+        block_jobs: list[Job] = []
+        searched: list[tuple[BlockScores, KeySearch]] = []
         for search, jobs in searches:
             for job, source, cut in zip(jobs, search.sources, search.before, strict=True):
-                assert not isinstance(source, BlockScores)
-                job.mask = ThresholdMask(source, search.key, cut)
-
-        scores, levels = [score for _, score, _ in blocks], [level for _, _, level in blocks]
-        found = block_masks(scores, levels, threads=workers, progress=progress, ranks=ranks)
-        for (job, _, _), mask in zip(blocks, found, strict=True):
+                if isinstance(source, BlockScores):
+                    block_jobs.append(job)
+                    searched.append((source, search))
+                else:
+                    job.mask = ThresholdMask(source, search.key, cut)
+        masks = block_masks(searched, threads=workers, progress=progress, ranks=ranks)
+        for job, mask in zip(block_jobs, masks, strict=True):
             job.mask = mask
 
     def _weigh(self, workers: int, progress: Progress | None) -> None:

@@ -12,7 +12,7 @@ cover the tensor exactly once. All tensors have one source, over the store of th
    `verify` compares every record with its checksum.
 2. If the checksums differ, the tensor is listed, and reading it is refused.
 3. Without checksums (views of a larger storage, a file without them), a read reads all copies and compares them. Such a tensor lies
-   in a store of its own (`Replicas`) over the files, so that every reader goes through it.
+   in a store of its own (`Assembly`) over the files, so that every reader goes through it.
 
 Bits are compared, so 0.0 is not -0.0, and a NaN is equal to itself.
 """
@@ -59,17 +59,21 @@ class ReplicaStorage(Storage, kw_only=True, eq=False):
         return len(self.originals)
 
 
-class Replicas(Virtual):
-    """The files of a folder, and entries that are read from all copies and compared."""
+class Assembly(Virtual):
+    """Makes tensors out of the parts of ranks.
+
+    It is a store: the files of a folder, and entries that are read from all copies and compared.
+    """
 
     def __init__(self, source: Source) -> None:
         super().__init__(over=source.store)
         self.source: Source = source.over(self)
+        """The source of all tensors."""
         self._known: dict[tuple[object, ...], Storage] = {}
         self.unequal: dict[str, str] = {}
-        """Tensors whose copies are known to differ, with the message."""
+        """Tensors whose copies are known to differ, with the message. Reading one raises it."""
 
-    def chunks(self, name: str, copies: Sequence[RankBox]) -> tuple[Chunk, ...]:
+    def _chunks(self, name: str, copies: Sequence[RankBox]) -> tuple[Chunk, ...]:
         """Chunks for the elements of equal copies, in the coordinates of the copies. There is at least one copy."""
         first = copies[0].tensor
         if len(copies) == 1 or not first.size:
@@ -101,6 +105,74 @@ class Replicas(Virtual):
                 key, 0, first.nbytes, label=label, home=self, originals=originals
             )
         return Chunk(Box.whole(first.shape), storage, 0, c_strides(first.shape, first.dtype.bits))
+
+    def tensor(
+        self,
+        name: str,
+        dtype: DType,
+        shape: tuple[int, ...],
+        *,
+        parts: Sequence[RankBox],
+        traits: Traits = PLAIN,
+    ) -> LazyTensor:
+        """The tensor of these parts. Raises `MetadataError`, with its name, where they do not cover it exactly once."""
+        by_box: dict[Box, list[RankBox]] = {}
+        for part in parts:
+            if part.tensor.dtype is not dtype:
+                message = (
+                    f"rank {part.rank} has a part of {part.tensor.dtype}, and the tensor is {dtype}"
+                )
+                raise MetadataError(
+                    message, tensor=name, expected=dtype.name, found=part.tensor.dtype.name
+                )
+            if part.tensor.shape != part.box.shape:
+                raise MetadataError(
+                    f"rank {part.rank} has a part of {list(part.tensor.shape)} where the placement says {list(part.box.shape)}",
+                    tensor=name, expected=part.box.shape, found=part.tensor.shape,
+                )  # fmt: skip
+            if (
+                part.tensor.traits.conj is not traits.conj
+                or part.tensor.traits.neg is not traits.neg
+            ):
+                raise MetadataError(
+                    "parts of one tensor of which some are conjugated or negated", tensor=name
+                )
+            if part.tensor.traits.meta:
+                raise Unsupported(
+                    "a part that was saved on the meta device: it has a shape and no data",
+                    tensor=name,
+                )
+            if part.box.count or not by_box:
+                by_box.setdefault(part.box, []).append(part)
+        filled = {box: copies for box, copies in by_box.items() if box.count} or by_box
+        whole = Box.whole(shape)
+        if not tiles(whole, filled):
+            raise MetadataError(_uncovered(whole, filled), tensor=name, expected=shape)
+        chunks: list[Chunk] = []
+        for box, copies in filled.items():
+            found = self._chunks(name, copies)
+            for chunk in found:
+                start = [a + origin for a, origin in zip(chunk.box.start, box.start, strict=True)]
+                chunks.append(
+                    Chunk(
+                        Box.at(start, chunk.box.shape), chunk.storage, chunk.offset, chunk.strides
+                    )
+                )
+        return LazyTensor("", dtype, shape, tuple(chunks), self.source, traits)
+
+    def replica(self, name: str, copies: Sequence[tuple[int, LazyTensor]]) -> LazyTensor:
+        rank, first = copies[0]
+        for other, tensor in copies[1:]:
+            if tensor.dtype is not first.dtype or tensor.shape != first.shape:
+                message = (
+                    f"a plain tensor is {first.dtype} {list(first.shape)} on rank {rank} and {tensor.dtype} {list(tensor.shape)} "
+                    f"on rank {other}: it is no replica, and nothing says how its parts go together"
+                )
+                raise MetadataError(message, tensor=name, expected=first.shape, found=tensor.shape)
+        if first.traits.meta:
+            return first
+        parts = [RankBox(rank, Box.whole(tensor.shape), tensor) for rank, tensor in copies]
+        return self.tensor(name, first.dtype, first.shape, parts=parts, traits=first.traits)
 
 
 def _message(first: int, other: int) -> str:
@@ -196,84 +268,6 @@ class RankBox(Value):
     rank: int
     box: Box
     tensor: LazyTensor
-
-
-class Assembly:
-    """Makes tensors out of the parts of ranks. All of them have `source`."""
-
-    def __init__(self, source: Source) -> None:
-        self._replicas = Replicas(source)
-        self.source = self._replicas.source
-        self.unequal: Mapping[str, str] = self._replicas.unequal
-        """Tensors whose replicas are known to differ; reading one raises `ReplicasDiffer`."""
-
-    def tensor(
-        self,
-        name: str,
-        dtype: DType,
-        shape: tuple[int, ...],
-        *,
-        parts: Sequence[RankBox],
-        traits: Traits = PLAIN,
-    ) -> LazyTensor:
-        """The tensor of these parts. Raises `MetadataError`, with its name, where they do not cover it exactly once."""
-        by_box: dict[Box, list[RankBox]] = {}
-        for part in parts:
-            if part.tensor.dtype is not dtype:
-                message = (
-                    f"rank {part.rank} has a part of {part.tensor.dtype}, and the tensor is {dtype}"
-                )
-                raise MetadataError(
-                    message, tensor=name, expected=dtype.name, found=part.tensor.dtype.name
-                )
-            if part.tensor.shape != part.box.shape:
-                raise MetadataError(
-                    f"rank {part.rank} has a part of {list(part.tensor.shape)} where the placement says {list(part.box.shape)}",
-                    tensor=name, expected=part.box.shape, found=part.tensor.shape,
-                )  # fmt: skip
-            if (
-                part.tensor.traits.conj is not traits.conj
-                or part.tensor.traits.neg is not traits.neg
-            ):
-                raise MetadataError(
-                    "parts of one tensor of which some are conjugated or negated", tensor=name
-                )
-            if part.tensor.traits.meta:
-                raise Unsupported(
-                    "a part that was saved on the meta device: it has a shape and no data",
-                    tensor=name,
-                )
-            if part.box.count or not by_box:
-                by_box.setdefault(part.box, []).append(part)
-        filled = {box: copies for box, copies in by_box.items() if box.count} or by_box
-        whole = Box.whole(shape)
-        if not tiles(whole, filled):
-            raise MetadataError(_uncovered(whole, filled), tensor=name, expected=shape)
-        chunks: list[Chunk] = []
-        for box, copies in filled.items():
-            found = self._replicas.chunks(name, copies)
-            for chunk in found:
-                start = [a + origin for a, origin in zip(chunk.box.start, box.start, strict=True)]
-                chunks.append(
-                    Chunk(
-                        Box.at(start, chunk.box.shape), chunk.storage, chunk.offset, chunk.strides
-                    )
-                )
-        return LazyTensor("", dtype, shape, tuple(chunks), self.source, traits)
-
-    def replica(self, name: str, copies: Sequence[tuple[int, LazyTensor]]) -> LazyTensor:
-        rank, first = copies[0]
-        for other, tensor in copies[1:]:
-            if tensor.dtype is not first.dtype or tensor.shape != first.shape:
-                message = (
-                    f"a plain tensor is {first.dtype} {list(first.shape)} on rank {rank} and {tensor.dtype} {list(tensor.shape)} "
-                    f"on rank {other}: it is no replica, and nothing says how its parts go together"
-                )
-                raise MetadataError(message, tensor=name, expected=first.shape, found=tensor.shape)
-        if first.traits.meta:
-            return first
-        parts = [RankBox(rank, Box.whole(tensor.shape), tensor) for rank, tensor in copies]
-        return self.tensor(name, first.dtype, first.shape, parts=parts, traits=first.traits)
 
 
 def _uncovered(whole: Box, boxes: Mapping[Box, Sequence[RankBox]]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Source
@@ -36,11 +37,20 @@ from holdfast.extras.packages.pt2.read import (
     Pt2Reader,
 )
 from holdfast.extras.packages.pt2.schema import TENSOR, WEIGHT, ConfigEntry, parse_config
-from holdfast.extras.packages.pt2.write import HEADER, Pickled, PlacedRecords, lay_out_records
-from holdfast.formats.torch.write import SERIALIZATION_ID
+from holdfast.extras.packages.pt2.write import (
+    HEADER,
+    Pickled,
+    PlacedRecords,
+    lay_out_pt2,
+    lay_out_records,
+    models_of,
+)
+from holdfast.formats import format_of
+from holdfast.formats.torch.write import SERIALIZATION_ID, archive_name
 from holdfast.formats.zip.layout import ZipRecord
 from holdfast.formats.zip.reader import record_bytes
 from holdfast.formats.zip.writer import Payload
+from holdfast.verbs.shared.models import weights_of
 
 BYTES = DTYPES.name("uint8")
 
@@ -239,3 +249,25 @@ def _replace_weights(
             )
             weights[name] = replace(tensor, traits=traits)
     return weights
+
+
+def lay_out_rewritten(source: Checkpoint, tree: object, target: str) -> SavePlan:
+    """Lay out the weights of a checkpoint as a `.pt2`. The programs of a `.pt2` are copied."""
+    name = archive_name(target)
+    if not format_of(source.format).programs:
+        return lay_out_pt2(models_of({"model": tree}), name=name)
+    models = weights_of(source, tree)
+    if not any(models.values()):
+        raise Unsupported("this package has no weights", file=source.path)
+    plain = {
+        model: weights
+        for model, weights in models.items()
+        if all(tensor.traits.subclass is None for tensor in weights.values())
+    }
+    notes = [
+        f"model {model!r} has weights that are pickled objects, and keeps them all"
+        for model in models
+        if model not in plain
+    ]
+    plan = lay_out_replaced(source.source, plain, name=name)
+    return replace(plan, notes=(*notes, *plan.notes))
