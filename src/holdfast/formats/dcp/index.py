@@ -430,7 +430,12 @@ def _check_geometry(
             f"a tensor of layout {properties.layout.name}, which torch does not save in this format"
         )
     size = checked_shape(stored.size, limits)
-    extents = sorted([_extent(box) for box in stored.boxes])
+    extents: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for box in stored.boxes:
+        if not isinstance(box, StoredBox):
+            raise PickleError("a chunk that is no ChunkStorageMetadata", found=type(box).__name__)
+        extents.append((box.offsets, box.sizes))
+    extents.sort()
     if not whole:
         extents = [extent for extent, _ in itertools.groupby(extents)]
     if len(extents) != item_count:
@@ -443,7 +448,9 @@ def _check_geometry(
             message = f"a chunk {list(sizes)} at {list(offsets)} is not inside of {list(size)}"
             raise MetadataError(message, expected=size, found=sizes)
     filled_extents = [extent for extent in extents if 0 not in extent[1]]
-    if whole and not covers(size, filled_extents):
+    # Most tensors are one chunk.
+    is_one_chunk = extents == [((0,) * len(size), size)]
+    if whole and not is_one_chunk and not covers(size, filled_extents):
         count = sum(math.prod(sizes) for _, sizes in filled_extents)
         raise MetadataError(
             f"{len(extents):,} chunks with {count:,} elements do not cover {list(size)} exactly once: they overlap or leave holes",

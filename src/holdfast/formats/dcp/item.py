@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from msgspec.structs import force_setattr
+from msgspec import structs
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
@@ -26,7 +26,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.protocols import Foreign, Source
 from holdfast.core.runtime import renewed
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.value import Value, replace
+from holdfast.core.value import Value
 from holdfast.engine.coalesce import HEADERS, REMOTE, coalesce
 from holdfast.errors import (
     FormatError,
@@ -283,7 +283,7 @@ class Items:
                 with located(file=storage.item.file, tensor=storage.name):
                     window = self._open(storage.item, storage.name, storage.nbytes)
                     place = self.find_elements(window, storage.dtype, storage.sizes)
-                force_setattr(storage, "found", place)
+                structs.force_setattr(storage, "found", place)
                 return place
             return storage.found
 
@@ -301,7 +301,8 @@ class Items:
         place = _plain(value, dtype, sizes)
         if place.whole:
             frame_or_none = frame_of(window, archive, free=(SERIALIZATION_ID,))
-            self._remember(kind, frame_or_none, replace(place, start=place.start - window.start))
+            start_in_item = place.start - window.start
+            self._remember(kind, frame_or_none, structs.replace(place, start=start_in_item))
         return place
 
     def find_all(self, storages: Iterable[ItemStorage]) -> None:
@@ -322,7 +323,7 @@ class Items:
                 for frame, first in self._frames.get(kind, ())[:1]:
                     if storage.found is None and first is not None and frame.matches(ends):
                         place = frame.place(ends, storage.item.offset, first)
-                        force_setattr(storage, "found", place)
+                        structs.force_setattr(storage, "found", place)
         for storage in waiting:
             if storage.found is None:
                 self.find(storage)

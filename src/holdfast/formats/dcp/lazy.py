@@ -168,7 +168,8 @@ class ItemTable(Table):
         names: list[str] = []
         odd = dict(self.odd)
         for row, storage in storages.items():
-            place = storage.place
+            place = storage.found
+            assert place is not None  # `find_all` raises otherwise
             key = kind[row], place.strides, place.byteorder, place.location
             if key not in kind_positions:
                 known = kinds[kind[row]]

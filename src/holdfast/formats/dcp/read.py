@@ -11,7 +11,7 @@ Opening reads the metadata and the values that are no tensors. The place of a te
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from msgspec import Struct, field
@@ -56,6 +56,7 @@ class Grown(Struct):
     """Empty positions in lists."""
     numbered: int = 0
     """Mappings whose keys are numbers as text."""
+    notes: list[str] = field(default_factory=list)
 
 
 def grow(leaves: Mapping[str, object], paths: Mapping[object, object], limits: Limits) -> Grown:
@@ -84,6 +85,19 @@ def grow(leaves: Mapping[str, object], paths: Mapping[object, object], limits: L
         holder[step] = _settle(branch, grown)
     tree = _settle(root, grown)
     grown.tree = tree if isinstance(tree, dict) else dict(enumerate(tree))
+    if grown.numbered:
+        grown.notes.append(
+            f"{grown.numbered:,} mappings have numbers for keys, as text: torch turns integer keys into text when it saves"
+        )
+    if grown.holes:
+        grown.notes.append(
+            f"{grown.holes:,} list positions are empty: torch drops empty mappings when it saves"
+        )
+    if grown.flat:
+        shown = ", ".join(repr(name[:80]) for name in grown.flat[:SHOWN])
+        grown.notes.append(
+            f"the path of {len(grown.flat):,} names cannot be followed, so they stand at the top: {shown}"
+        )
     return grown
 
 
@@ -197,7 +211,7 @@ def describe(source: Source) -> Description:
     index = read_index(source)
     compressed = any(item.transforms and is_inflated(item) for _, item in index.items)
     items = Items(source, inflate=compressed)
-    values, foreign, nbytes = read_values(items, _values(index))
+    values, foreign, nbytes = read_values(items, _list_values(index))
     leaves: dict[str, object] = {}
     for name, entry in index.entries.items():
         if not isinstance(entry, SavedTensor):
@@ -209,7 +223,7 @@ def describe(source: Source) -> Description:
     planner = index.planner if isinstance(index.planner, dict) else {}
     grown = grow(leaves, planner, source.limits)
     named = name_tensors(grown.tree, source.limits, index.nbytes + nbytes)
-    notes = [*index.notes, *_tree_notes(grown), *named.notes]
+    notes = [*index.notes, *grown.notes, *named.notes]
     if unread := sum(isinstance(value, Unread) for value in values.values()):
         notes.append(
             f"{unread:,} values that are no tensors are left unread, and not looked into for foreign objects"
@@ -224,7 +238,7 @@ def describe(source: Source) -> Description:
     )
 
 
-def _values(index: Index) -> dict[str, Item]:
+def _list_values(index: Index) -> dict[str, Item]:
     wanted: dict[str, Item] = {}
     for name, entry in index.entries.items():
         if isinstance(entry, Item):
@@ -266,13 +280,3 @@ def _quantized(value: object, saved: SavedTensor, name: str) -> object:
         f"the metadata says {saved.dtype} {list(saved.size)}, and the item holds something else",
         tensor=name,
     )
-
-
-def _tree_notes(grown: Grown) -> Iterable[str]:
-    if grown.numbered:
-        yield f"{grown.numbered:,} mappings have numbers for keys, as text: torch turns integer keys into text when it saves"
-    if grown.holes:
-        yield f"{grown.holes:,} list positions are empty: torch drops empty mappings when it saves"
-    if grown.flat:
-        shown = ", ".join(repr(name[:80]) for name in grown.flat[:SHOWN])
-        yield f"the path of {len(grown.flat):,} names cannot be followed, so they stand at the top: {shown}"
