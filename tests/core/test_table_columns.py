@@ -29,12 +29,12 @@ def test_stored_as_one_thing_and_is_another_also_of_a_slice(tmp_path):
     torch.save({"neg": values.conj().imag}, tmp_path / "neg.pt")
     with holdfast.open(tmp_path / "conj.pt") as checkpoint:
         kind = stored(checkpoint).kind_of(0)
-        assert (kind.traits.conj, kind.dense) == (True, False)
+        assert (kind.traits.conj, kind.contiguous) == (True, False)
         assert checkpoint["conj"].numpy().tolist() == [1 - 2j, 3 + 4j, 5 - 6j]
         assert checkpoint["conj"][1:].numpy().tolist() == [3 + 4j, 5 - 6j]
     with holdfast.open(tmp_path / "neg.pt") as checkpoint:
         kind = stored(checkpoint).kind_of(0)
-        assert (kind.traits.neg, kind.dense) == (True, False)
+        assert (kind.traits.neg, kind.contiguous) == (True, False)
         assert checkpoint["neg"][::2].numpy().tolist() == [-2, -6]
     holdfast.save({"w": np.arange(6.0).reshape(2, 3) + 2**-9}, tmp_path / "y.safetensors")
     with holdfast.open(tmp_path / "y.safetensors") as checkpoint:
@@ -63,9 +63,9 @@ def test_a_tensor_that_is_resized_meanwhile_is_named(others):
         table.read(rows)
     assert caught.value.tensor == "second"
     with pytest.raises(SaveError, match="resized") as caught:
-        table.alone(rows[-1], "second")
+        table.segment(rows[-1], "second")
     assert caught.value.tensor == "second"
-    assert isinstance(table.alone(rows[-2], "first"), Memory)
+    assert isinstance(table.segment(rows[-2], "first"), Memory)
 
 
 def test_what_is_made_on_demand_is_made_by_sixteen_threads_and_after_a_fork(tmp_path):

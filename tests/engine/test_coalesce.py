@@ -49,7 +49,7 @@ def scaled(policy: Policy) -> Policy:
         free_gap=policy.free_gap // SCALE,
         max_gap=policy.max_gap // SCALE,
         over_read=policy.over_read,
-        alone=policy.alone // SCALE,
+        separate_nbytes=policy.separate_nbytes // SCALE,
         block=policy.block // SCALE,
     )
 
@@ -62,7 +62,17 @@ def ranges(draw, policy: Policy):
         -60, 90
     )
     lengths = st.sampled_from(
-        sorted({1, 5, *(policy.alone + d for d in (-1, 0, 1) if policy.alone < 1 << 14)})
+        sorted(
+            {
+                1,
+                5,
+                *(
+                    policy.separate_nbytes + d
+                    for d in (-1, 0, 1)
+                    if policy.separate_nbytes < 1 << 14
+                ),
+            }
+        )
     ) | st.integers(1, 200)
     at, found = draw(st.integers(0, 40)), []
     for gap, length in draw(st.lists(st.tuples(gaps, lengths), min_size=1, max_size=25)):
@@ -103,7 +113,7 @@ def test_every_wanted_range_is_in_one_read_and_the_rest_is_within_the_promise(na
         if len(members) > 1:
             # One that is long enough to be alone was joined with nothing but what overlaps it.
             for (a, z), (b, _) in itertools.pairwise(members):
-                assert z - a < policy.alone or b < z
+                assert z - a < policy.separate_nbytes or b < z
     assert paid <= sum(z - a for a, z in drawn) * policy.over_read
 
 
@@ -113,7 +123,9 @@ def test_every_wanted_range_is_in_one_read_and_the_rest_is_within_the_promise(na
 def test_parts_have_every_byte_once_and_no_read_is_longer_than_a_block(name, data):
     policy = scaled(POLICIES[name])
     block = data.draw(st.sampled_from([policy.block, 64, 7]))
-    policy = Policy(policy.free_gap, policy.max_gap, policy.over_read, policy.alone, block)
+    policy = Policy(
+        policy.free_gap, policy.max_gap, policy.over_read, policy.separate_nbytes, block
+    )
     drawn = data.draw(st.permutations([*data.draw(ranges(policy)), (5, 5)]))
     starts, stops = (np.array(side, np.int64) for side in zip(*drawn, strict=True))
     parts = join_parts("f", starts, stops, policy)

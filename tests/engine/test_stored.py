@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.table import ODD, FilePlace, Kind, Table
+from holdfast.core.table import IRREGULAR, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.engine.files import FileStorages, StoredRanges, stored_ranges
 from holdfast.engine.source import OpenSource
@@ -36,8 +36,8 @@ def table_of(storages: list[tuple[Place, int]], numbers: list[int]) -> Table:
     files = [FilePlace(SOURCE, key, STORE) for key in KEYS]
     names = [f"w{row}" for row in range(len(numbers))]
     held = FileStorages(files, *columns, names=[f"s{number}" for number in range(len(storages))])
-    kinds = [Kind.plain(UINT8, (nbytes,)) for (_, _, nbytes), _ in storages] or [
-        Kind.plain(UINT8, (0,))
+    kinds = [Kind.whole_of(UINT8, (nbytes,)) for (_, _, nbytes), _ in storages] or [
+        Kind.whole_of(UINT8, (0,))
     ]
     return Table(names, kinds, [max(number, 0) for number in numbers], numbers, held, {})
 
@@ -55,9 +55,9 @@ def plainly(found: StoredRanges) -> list[tuple[Place, int, list[int]]]:
     st.lists(st.tuples(st.integers(0, 7), PLACES, SUMS), max_size=4),
 )
 def test_each_range_is_there_once_with_its_rows(data, storages, pieces):
-    number = st.integers(ODD, len(storages) - 1)
+    number = st.integers(IRREGULAR, len(storages) - 1)
     numbers = data.draw(st.lists(number, min_size=8, max_size=8))
-    own = [(row, storages[number]) for row, number in enumerate(numbers) if number != ODD]
+    own = [(row, storages[number]) for row, number in enumerate(numbers) if number != IRREGULAR]
     more = [
         (row, Storage(*place, crc32=None if crc == NO_CRC else crc, home=STORE), STORE)
         for row, place, crc in pieces

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.core.table import ODD
+from holdfast.core.table import IRREGULAR
 from holdfast.torch.tensors.fill import Fills, fill, is_dense
 from tests.sampling import examples
 
@@ -45,7 +45,7 @@ def test_the_last_one_wins(drawn, data):
                 rows.append(table.rows[f"t{i}"])
             else:
                 lazies[i] = checkpoint[f"t{i}"]
-                rows.append(ODD)
+                rows.append(IRREGULAR)
         counted: list[int] = []
         fill(Fills(table, rows, lazies, views), counted.append)
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))

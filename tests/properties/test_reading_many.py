@@ -104,7 +104,7 @@ def states(draw):
             st.sampled_from([array, array, array, array.T, array[..., ::-1] if shape else array])
         )
     if draw(st.booleans()):
-        state["long"] = np.frombuffer(random.bytes(MEMORY.alone + 8), np.int64)
+        state["long"] = np.frombuffer(random.bytes(MEMORY.separate_nbytes + 8), np.int64)
     if draw(st.booleans()):
         state["tied"] = state["t.0"]
         state["half"] = state["t.1"][:1] if state["t.1"].ndim else state["t.1"]

@@ -26,7 +26,7 @@ from holdfast.verbs.shared.state import (
     lazy_tree,
     tabulate_state,
     tabulate_tree,
-    with_odd,
+    with_irregular,
     with_table,
 )
 from tests.sampling import examples
@@ -219,7 +219,7 @@ def by_lazy_tensors(state, **options):
     made = tabulate_state(state, **options)
     lazy = tabulate_tree(lazy_tree(made), metadata=made.metadata)
     odd = {row: lazy.tensors.view(row) for row in range(len(lazy.tensors))}
-    return replace(with_table(lazy, with_odd(lazy.tensors, odd)), notes=made.notes)
+    return replace(with_table(lazy, with_irregular(lazy.tensors, odd)), notes=made.notes)
 
 
 def assert_same(state, path, **options):
@@ -237,7 +237,7 @@ def is_taken(state):
         found = tabulate_state(state)
     except HoldfastError:
         return False
-    return not found.tensors.odd
+    return not found.tensors.irregular
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -319,7 +319,7 @@ def test_the_state_dict_of_a_module_is_taken_as_rows(tmp_path, format):
     state = module.state_dict()
     assert tabulate_state(state).leaves is not None
     found = tabulate_state(state).tensors
-    assert not found.odd
+    assert not found.irregular
     assert len({*found.storage}) == len(found) - 1
     slow = assert_same(state, tmp_path / PATHS[format])
     assert ("1 tensor is tied to another one; the data is written once" in slow[1]) == (

@@ -11,7 +11,7 @@ from holdfast.engine.coalesce import Policy, coalesce
 from tests.properties.strategies import bytes_touched, chunks
 from tests.sampling import examples
 
-TOUCHING = Policy(free_gap=0, max_gap=0, over_read=0.0, alone=1 << 62, block=1 << 62)
+TOUCHING = Policy(free_gap=0, max_gap=0, over_read=0.0, separate_nbytes=1 << 62, block=1 << 62)
 """Joins what touches, and nothing else."""
 
 

@@ -14,8 +14,6 @@ from holdfast.core.tree import (
     Path,
     Way,
     children,
-    leaf_names,
-    leaf_paths,
     nested,
     path_to,
     rebuild,
@@ -112,11 +110,6 @@ def test_every_place_of_every_value(tree: object) -> None:
     expected = first_of(slow_places(tree, (), frozenset()))
     # The place at which a container stands in itself is given by the slow walk only.
     assert found == expected or (expected[-1] == "stopped" and found == [*expected[:-2], "stopped"])
-
-
-@given(graphs(cyclic=False))
-def test_names_of_leaves_are_their_paths(tree: object) -> None:
-    assert leaf_names(tree) == [".".join(map(str, path)) for path, _ in leaf_paths(tree)]
 
 
 def slow_rebuild(value: object, made: dict[int, object]) -> object:

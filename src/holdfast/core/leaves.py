@@ -103,9 +103,9 @@ class Leaves:
         self.converted: dict[
             int, tuple[object, object]
         ] = {}  # By identity: leaves of other types, and what was made of them.
-        self.odd: dict[
+        self.irregular: dict[
             int, LazyTensor
-        ] = {}  # By identity: the lazy tensors of those whose rows are odd.
+        ] = {}  # By identity: the lazy tensors of those whose rows are irregular.
         self.places: list[tuple[str, object]] = []  # Those that became tensors, with their names.
         self.problems: list[str] = []  # What stands in the way of a save, by its path.
         self.paths: dict[
@@ -181,17 +181,17 @@ class Leaves:
             if not (kind.whole and kind.nbytes) or _is_more(kind.traits)
         }
         rows_apart = (
-            [row for row, kind in enumerate(table.kind) if kind in apart or row in table.odd]
-            if apart or table.odd
+            [row for row, kind in enumerate(table.kind) if kind in apart or row in table.irregular]
+            if apart or table.irregular
             else []
         )
-        made.odd = {id(made.values[row]): table.view(row) for row in rows_apart}
+        made.irregular = {id(made.values[row]): table.view(row) for row in rows_apart}
         return made
 
     def described(self, value: object) -> object:
-        """What was made of a leaf of another type, or of an odd tensor; any other value as it is."""
+        """What was made of a leaf of another type, or of an irregular tensor; any other value as it is."""
         found = self.converted.get(id(value))
-        return self.odd.get(id(value), value) if found is None else found[1]
+        return self.irregular.get(id(value), value) if found is None else found[1]
 
     def refuse(self) -> None:
         if self.problems:

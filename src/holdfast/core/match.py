@@ -90,10 +90,10 @@ def meet(
     """Where rows of a source meet the boxes of their targets. `None` in the place of boxes is all of a tensor, in its own shape.
     `given` has tensors that take the place of the row of their pair: it is seen in another shape, or is no row. Boxes that have no
     elements are left out."""
-    whole, kind, odd = [kind.whole for kind in table.kinds], table.kind, table.odd
+    whole, kind, irregular = [kind.whole for kind in table.kinds], table.kind, table.irregular
     found, given = Met([], [], {}), given or {}
     for pair, (row, cut) in enumerate(zip(rows, boxes, strict=True)):
-        if cut is None and pair not in given and whole[kind[row]] and row not in odd:
+        if cut is None and pair not in given and whole[kind[row]] and row not in irregular:
             found.pairs.append(pair)
             found.boxes.append(0)
             continue

@@ -21,7 +21,7 @@ from holdfast.errors import Corrupted
 if TYPE_CHECKING:
     from holdfast.core.leaves import Leaves
     from holdfast.core.placement_rules import PlacementRule
-    from holdfast.core.table import RegularRows, Table
+    from holdfast.core.table import ContiguousRows, Table
     from holdfast.core.tensor import LazyTensor
 
 Stamp = tuple[object, ...]
@@ -205,8 +205,10 @@ class Source(Protocol):
     def arrays(self, tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
         """Read tensors into fresh arrays."""
 
-    def read_rows(self, rows: RegularRows, tensor: Callable[[int], LazyTensor]) -> list[np.ndarray]:
-        """Read regular rows of a table into fresh arrays. `tensor` makes the lazy tensor of a number, for messages."""
+    def read_rows(
+        self, rows: ContiguousRows, tensor: Callable[[int], LazyTensor]
+    ) -> list[np.ndarray]:
+        """Read contiguous rows of a table into fresh arrays. `tensor` makes the lazy tensor of a number, for messages."""
 
     def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
         """The bytes of a tensor in C order, little-endian, packed types packed, for as long as the block lasts."""

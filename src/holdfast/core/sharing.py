@@ -21,7 +21,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source
-from holdfast.core.table import ODD, FileColumns, Kind, Table
+from holdfast.core.table import IRREGULAR, FileColumns, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded
@@ -140,8 +140,8 @@ def check_expansion(
         rows: The rows that are copied out, all of them by default.
         without_ties: Whether only the first row of each view is copied out.
     """
-    is_regular = not table.odd and all(kind.whole for kind in table.kinds)
-    if is_regular and are_distinct(table.storage):
+    are_whole = not table.irregular and all(kind.whole for kind in table.kinds)
+    if are_whole and are_distinct(table.storage):
         return
     shared = shared_rows([table])
     ties = shared.ties() if without_ties else {}
@@ -179,7 +179,7 @@ class _Search:
         self._rows: list[int] = []
         self._storage: list[int] = []
         self._lies: list[int] = []
-        self._odd: list[tuple[int, int, LazyTensor, Sequence[Chunk]]] = []
+        self._irregular: list[tuple[int, int, LazyTensor, Sequence[Chunk]]] = []
 
     def add(self, table: Table) -> None:
         first, self._first = self._first, self._first + len(table)
@@ -190,17 +190,19 @@ class _Search:
             if self._stored_aliases and one.traits.alias is not None
         }
         rows: Sequence[int] = range(len(table))
-        if table.odd or aliased:
+        if table.irregular or aliased:
             rows = [
                 row
                 for row, number in enumerate(storage)
-                if number != ODD and kind[row] not in aliased
+                if number != IRREGULAR and kind[row] not in aliased
             ]
             for row in sorted({*range(len(table))}.difference(rows)):
                 tensor = table.view(row)
                 chunks = tensor.shared_chunks if self._stored_aliases else tensor.chunks
                 if chunks:
-                    self._odd.append((first + row, self._number(tensor, chunks), tensor, chunks))
+                    self._irregular.append(
+                        (first + row, self._number(tensor, chunks), tensor, chunks)
+                    )
         numbers = [storage[row] for row in rows]
         known = [*map(self._numbers.setdefault, self._keys(table, numbers, rows), self._unused)]
         self._nbytes.update(zip(known, table.storages.nbytes[numbers].tolist(), strict=True))
@@ -281,7 +283,7 @@ class _Search:
             (kind.dtype, kind.shape, strides, kind.traits.conj, kind.traits.neg), len(self._views)
         )
 
-    def _odd_view(self, tensor: LazyTensor, chunks: Sequence[Chunk]) -> int:
+    def _irregular_view(self, tensor: LazyTensor, chunks: Sequence[Chunk]) -> int:
         traits = tensor.traits
         place: Hashable = chunks[0].strides
         offset = chunks[0].offset
@@ -304,18 +306,20 @@ class _Search:
 
     def found(self) -> SharedRows:
         rows, storage, lies = self._rows, self._storage, self._lies
-        if self._odd:
-            rows = [*rows, *(position for position, *_ in self._odd)]
-            storage = [*storage, *(number for _, number, *_ in self._odd)]
+        if self._irregular:
+            rows = [*rows, *(position for position, *_ in self._irregular)]
+            storage = [*storage, *(number for _, number, *_ in self._irregular)]
             times = Counter(storage)
             # How a tensor lies is asked only where there are others: some have to read that.
-            odd = [
-                self._odd_view(tensor, chunks) if times[number] > 1 else -1
-                for _, number, tensor, chunks in self._odd
+            irregular = [
+                self._irregular_view(tensor, chunks) if times[number] > 1 else -1
+                for _, number, tensor, chunks in self._irregular
             ]
-            lies = [*lies, *odd]
-        order = sorted(range(len(rows)), key=rows.__getitem__) if self._odd else range(len(rows))
-        if self._odd or 0 in self._nbytes.values():
+            lies = [*lies, *irregular]
+        order = (
+            sorted(range(len(rows)), key=rows.__getitem__) if self._irregular else range(len(rows))
+        )
+        if self._irregular or 0 in self._nbytes.values():
             order = [at for at in order if self._nbytes[storage[at]]]
             rows, storage, lies = ([column[at] for at in order] for column in (rows, storage, lies))
         ways = len(self._views) + 1

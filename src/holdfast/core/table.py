@@ -4,8 +4,14 @@ A hundred thousand tensors are of a few kinds: a dtype, a shape, strides, traits
 kind and the number of a storage.
 
 The storages are one medium (`Storages`): ranges of files, arrays of numpy, tensors of torch, the memory of a GPU. Two rows of one
-number share their storage. A row in several pieces, or one that is computed, is *odd*: it has a lazy tensor that says where its
-elements are, and no number. Every other `LazyTensor` is made when it is asked for.
+number share their storage.
+
+A row is *irregular* if its elements lie in several pieces or are computed. It has a lazy tensor, which says where its elements are,
+and no number of a storage. The lazy tensor of every other row is made when it is asked for.
+
+A row is *contiguous* if its elements are one range of bytes of its storage, and these bytes are those of an array: in C order
+without gaps, little-endian, a whole number of bytes each, neither conjugated nor negated, and not on the meta device. So a start, a
+length and a checksum say all of it. It is *whole* if that range is all of its storage.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from holdfast.errors import SaveError
 if TYPE_CHECKING:
     from holdfast.engine.saves import Data, Memory
 
-ODD = -1
+IRREGULAR = -1
 
 MOST_NBYTES = 1 << 61
 
@@ -48,14 +54,12 @@ class Kind(Value, frozen=True, eq=False):
     byteorder: str = "little"
     location: str = ""
     """The device that the writer had it on, where somebody says so."""
-    dense: bool = False
-    """Whether the elements follow each other in C order, fill whole bytes and stand for themselves: their bytes are an array's."""
+    contiguous: bool = False
     whole: bool = False
-    """Whether the elements are dense and all bytes of the storage."""
 
     @classmethod
     def of(cls, tensor: LazyTensor) -> Kind:
-        """The kind of a tensor. In several pieces, in none, or in those that are not made yet, it is not dense."""
+        """The kind of a tensor. In several pieces, in none, or in those that are not made yet, it is not contiguous."""
         if tensor.later:
             return cls(tensor.dtype, tensor.shape, tensor.traits, tensor.nbytes)
         dtype, shape, traits, chunks = tensor.dtype, tensor.shape, tensor.traits, tensor.chunks
@@ -70,7 +74,7 @@ class Kind(Value, frozen=True, eq=False):
 
     @staticmethod
     @lru_cache(maxsize=4096)
-    def plain(
+    def whole_of(
         dtype: DType, shape: tuple[int, ...], traits: Traits = PLAIN, *, location: str = ""
     ) -> Kind:
         """Tensors in C order that are all of their storages."""
@@ -87,7 +91,7 @@ class Kind(Value, frozen=True, eq=False):
     ) -> Kind:  # fmt: skip
         """Tensors of any strides, in bits, over storages of one length."""
         nbytes = dtype.nbytes(math.prod(shape))
-        dense = (
+        contiguous = (
             dtype.bits >= 8
             and (byteorder == "little" or dtype.swap_nbytes == 1)
             and (traits is PLAIN or not (traits.conj or traits.neg or traits.meta))
@@ -95,7 +99,7 @@ class Kind(Value, frozen=True, eq=False):
             and nbytes <= storage_nbytes
             and in_c_order(shape, strides, dtype.bits)
         )
-        whole = dense and nbytes == storage_nbytes
+        whole = contiguous and nbytes == storage_nbytes
         return cls(
             dtype,
             shape,
@@ -106,7 +110,7 @@ class Kind(Value, frozen=True, eq=False):
             inside,
             byteorder,
             location,
-            dense,
+            contiguous,
             whole,
         )
 
@@ -125,7 +129,7 @@ def is_inside(offset: int, nbytes: int, storage_nbytes: int) -> bool:
 
 def with_outside(kinds: list[Kind], kind: list[int], offsets: Mapping[int, int]) -> None:
     """Give rows that reach out of their storages kinds of their own. `kinds` and `kind` are those of rows with these offsets."""
-    room = [8 * (one.storage_nbytes - one.nbytes) if one.dense else -1 for one in kinds]
+    room = [8 * (one.storage_nbytes - one.nbytes) if one.contiguous else -1 for one in kinds]
     reach = ((row, offset, room[kind[row]]) for row, offset in offsets.items())
     out = [
         row
@@ -171,7 +175,7 @@ class MemoryBytes(Protocol):
     ) -> Sequence[Piece]:
         """So many bytes of storages of these numbers, from these bytes on; where they are `divisible`."""
 
-    def alone(self, number: int, label: str) -> bytes | Data | Memory:
+    def segment(self, number: int, label: str) -> bytes | Data | Memory:
         """The bytes of one storage under a label, as a segment; `b""` where there are none. Raises `StorageMoved` for memory."""
 
 
@@ -215,13 +219,8 @@ class FileColumns:
         return self.nbytes
 
 
-class RegularRows(Value, frozen=True):
-    """Dense tensors among some that are wanted, as columns of one length.
-
-    A tensor is dense where it is one piece of one file, without gaps, in C order, little-endian, a whole number of bytes an
-    element. Its elements stand for themselves: they are neither conjugated nor negated, and not on the meta device. Of such a
-    tensor a start, a length and a checksum say all.
-    """
+class ContiguousRows(Value, frozen=True):
+    """Contiguous rows among some that are wanted, as columns of one length."""
 
     numbers: Sequence[int]  # The number of each among those that are wanted.
     dtypes: Sequence[AnyDType]
@@ -235,10 +234,10 @@ class RegularRows(Value, frozen=True):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def some(self, wanted: Ints) -> RegularRows:
+    def some(self, wanted: Ints) -> ContiguousRows:
         numbers, dtypes, shapes = self.numbers, self.dtypes, self.shapes
         chosen = wanted.tolist()
-        return RegularRows(
+        return ContiguousRows(
             [numbers[at] for at in chosen], [dtypes[at] for at in chosen], [shapes[at] for at in chosen], self.keys,
             self.files[wanted], self.starts[wanted], self.nbytes[wanted], self.crcs[wanted],
         )  # fmt: skip
@@ -266,7 +265,7 @@ class Table(Mapping[str, LazyTensor]):
 
     def __init__(
         self, names: Sequence[str], kinds: Sequence[Kind], kind: Sequence[int], storage: Sequence[int], storages: Storages,
-        odd: Mapping[int, LazyTensor], *, offsets: Mapping[int, int] = NO_OFFSETS, views: Sequence[LazyTensor] | None = None,
+        irregular: Mapping[int, LazyTensor], *, offsets: Mapping[int, int] = NO_OFFSETS, views: Sequence[LazyTensor] | None = None,
     ) -> None:  # fmt: skip
         """`views` are the rows as lazy tensors, where they are there already: the leaves of a tree."""
         self.names, self.kinds, self.kind = (
@@ -277,8 +276,8 @@ class Table(Mapping[str, LazyTensor]):
         self.storage, self.storages = (
             storage,
             storages,
-        )  # `storage` of each row is a number in `storages`; `ODD` for an odd row.
-        self.odd = odd
+        )  # `storage` of each row is a number in `storages`; `IRREGULAR` for an irregular row.
+        self.irregular = irregular
         self.offsets = offsets
         """By row, the bit of its storage where the first element lies; of those that do not begin with their storage."""
         self._asked = False
@@ -288,7 +287,10 @@ class Table(Mapping[str, LazyTensor]):
     def stores(self) -> tuple[Store, ...]:
         return tuple(
             dict.fromkeys(
-                (*self.storages.stores, *(tensor.source.store for tensor in self.odd.values()))
+                (
+                    *self.storages.stores,
+                    *(tensor.source.store for tensor in self.irregular.values()),
+                )
             )
         )
 
@@ -301,32 +303,34 @@ class Table(Mapping[str, LazyTensor]):
         return np.array(self.kind, np.int64)
 
     @cached_property
-    def apart(self) -> Mapping[int, None]:
-        """Rows that are not all bytes of a storage, in order: views and odd ones."""
+    def not_whole(self) -> Mapping[int, None]:
+        """Rows that are not whole, in order."""
         return self._rows_of({number for number, kind in enumerate(self.kinds) if not kind.whole})
 
     @cached_property
-    def single(self) -> Mapping[int, None]:
-        """Rows that are read by themselves, in order, by their lazy tensors (`view`): odd ones, and views that are no range of
-        bytes of a storage, or of one that is not read in parts."""
+    def noncontiguous(self) -> Mapping[int, None]:
+        """Rows that are read one by one, by their lazy tensors (`view`), in order.
+
+        They are not contiguous, or not whole over storages that are not read in parts.
+        """
         parts, kinds = self.storages.divisible, enumerate(self.kinds)
         return self._rows_of(
-            {number for number, kind in kinds if not (kind.whole or (parts and kind.dense))}
+            {number for number, kind in kinds if not (kind.whole or (parts and kind.contiguous))}
         )
 
     def _rows_of(self, kinds: set[int]) -> dict[int, None]:
-        odd = self.odd
+        irregular = self.irregular
         return dict.fromkeys(
-            [row for row, one in enumerate(self.kind) if one in kinds or row in odd]
-            if odd or kinds
+            [row for row, one in enumerate(self.kind) if one in kinds or row in irregular]
+            if irregular or kinds
             else ()
         )
 
     def view(self, row: int) -> LazyTensor:
         if self._views is not None:
             return self._views[row]
-        if row in self.odd:
-            return self.odd[row]
+        if row in self.irregular:
+            return self.irregular[row]
         kind, offset = self.kinds[self.kind[row]], self.offsets.get(row, 0)
         return self.storages.view(self.storage[row], kind, self.names[row], offset)
 
@@ -342,7 +346,7 @@ class Table(Mapping[str, LazyTensor]):
         rows = [
             row
             for row, (number, kind) in enumerate(zip(self.storage, self.kind, strict=True))
-            if number != ODD and whole[kind]
+            if number != IRREGULAR and whole[kind]
         ]
         return {row: crc for row in rows if (crc := crcs[self.storage[row]]) != NO_CRC}
 
@@ -375,10 +379,10 @@ class Table(Mapping[str, LazyTensor]):
         except StorageMoved as moved:
             raise self._moved(rows[moved.at]) from None
 
-    def alone(self, row: int, label: str) -> bytes | Data | Memory:
+    def segment(self, row: int, label: str) -> bytes | Data | Memory:
         """The bytes of a row that is all of its storage, as a segment; `b""` where there are none."""
         try:
-            return self.storages.alone(self.storage[row], label)
+            return self.storages.segment(self.storage[row], label)
         except StorageMoved:
             raise self._moved(row) from None
 
@@ -390,15 +394,21 @@ class Table(Mapping[str, LazyTensor]):
     def select(self, rows: Sequence[int], names: Sequence[str] | None = None) -> Table:
         kind, storage = [self.kind[row] for row in rows], [self.storage[row] for row in rows]
         chosen = [self.names[row] for row in rows] if names is None else names
-        odd = {}
-        if self.odd:
-            odd = {
-                at: self.odd[row].renamed(chosen[at])
+        irregular = {}
+        if self.irregular:
+            irregular = {
+                at: self.irregular[row].renamed(chosen[at])
                 for at, row in enumerate(rows)
-                if row in self.odd
+                if row in self.irregular
             }
         return Table(
-            chosen, self.kinds, kind, storage, self.storages, odd, offsets=self.offsets_of(rows)
+            chosen,
+            self.kinds,
+            kind,
+            storage,
+            self.storages,
+            irregular,
+            offsets=self.offsets_of(rows),
         )
 
     def offsets_of(self, rows: Sequence[int]) -> Mapping[int, int]:
@@ -418,7 +428,13 @@ class Table(Mapping[str, LazyTensor]):
             [used[number] for number in self.kind],
         )
         return Table(
-            self.names, kinds, kind, self.storage, self.storages, self.odd, offsets=self.offsets
+            self.names,
+            kinds,
+            kind,
+            self.storage,
+            self.storages,
+            self.irregular,
+            offsets=self.offsets,
         )
 
     def with_entries(
@@ -426,14 +442,14 @@ class Table(Mapping[str, LazyTensor]):
     ) -> Table:
         """A table of these rows, with other entries in the place of some of them."""
         names: list[str] = []
-        kinds, odd, offsets = [*self.kinds], dict[int, LazyTensor](), dict[int, int]()
+        kinds, irregular, offsets = [*self.kinds], dict[int, LazyTensor](), dict[int, int]()
         kind: list[int] = []
         storage: list[int] = []
         for row in rows:
             given = entries.get(row)
             if given is None:
-                if row in self.odd:
-                    odd[len(names)] = self.odd[row]
+                if row in self.irregular:
+                    irregular[len(names)] = self.irregular[row]
                 if row in self.offsets:
                     offsets[len(names)] = self.offsets[row]
                 names.append(self.names[row])
@@ -441,23 +457,25 @@ class Table(Mapping[str, LazyTensor]):
                 storage.append(self.storage[row])
                 continue
             for name, tensor in given.items():
-                odd[len(names)] = tensor
+                irregular[len(names)] = tensor
                 names.append(name)
                 kind.append(len(kinds))
                 kinds.append(Kind.of(tensor))
-                storage.append(ODD)
-        return Table(names, kinds, kind, storage, self.storages, odd, offsets=offsets)
+                storage.append(IRREGULAR)
+        return Table(names, kinds, kind, storage, self.storages, irregular, offsets=offsets)
 
-    def dense(self, rows: Sequence[int]) -> list[tuple[Source, RegularRows]]:
-        """Where the dense ones of these rows lie in files, those of a source together."""
+    def contiguous_rows(self, rows: Sequence[int]) -> list[tuple[Source, ContiguousRows]]:
+        """Where the contiguous ones of these rows lie in files, those of a source together."""
         storages, kinds = self.storages, self.kinds
         if not isinstance(storages, FileColumns):
             return []
         kind, storage = self.kind, self.storage
         numbers: Sequence[int] = range(len(rows))
-        if self.odd or not all(one.dense for one in kinds):
+        if self.irregular or not all(one.contiguous for one in kinds):
             numbers = [
-                at for at, row in enumerate(rows) if storage[row] != ODD and kinds[kind[row]].dense
+                at
+                for at, row in enumerate(rows)
+                if storage[row] != IRREGULAR and kinds[kind[row]].contiguous
             ]
             rows = [rows[at] for at in numbers]
         own = [kind[row] for row in rows]
@@ -468,16 +486,18 @@ class Table(Mapping[str, LazyTensor]):
             where = np.array([storage[row] for row in rows], np.int64)
         dtypes, shapes = [one.dtype.numpy for one in kinds], [one.shape for one in kinds]
         starts, nbytes, crcs = start[where], storages.nbytes[where], storages.crc[where]
-        if not all(one.whole for one in kinds if one.dense):
+        if not all(one.whole for one in kinds if one.contiguous):
             places = np.array(own, np.int64)
             if offsets := self.offsets:
                 starts = starts + np.array(
                     [offsets[row] // 8 if row in offsets else 0 for row in rows], np.int64
                 )
-            nbytes = np.array([one.nbytes if one.dense else 0 for one in kinds], np.int64)[places]
+            nbytes = np.array([one.nbytes if one.contiguous else 0 for one in kinds], np.int64)[
+                places
+            ]
             crcs = np.where(np.array([one.whole for one in kinds], np.bool_)[places], crcs, NO_CRC)
         keys, files = [place.key for place in storages.files], storages.file[where]
-        dense = RegularRows(
+        contiguous = ContiguousRows(
             numbers,
             [dtypes[one] for one in own],
             [shapes[one] for one in own],
@@ -491,9 +511,9 @@ class Table(Mapping[str, LazyTensor]):
         for file, place in enumerate(storages.files):
             by.setdefault(place.source, []).append(file)
         if len(by) == 1:
-            return [(source, dense) for source in by]
+            return [(source, contiguous) for source in by]
         return [
-            (source, dense.some(np.flatnonzero(np.isin(files, own_files))))
+            (source, contiguous.some(np.flatnonzero(np.isin(files, own_files))))
             for source, own_files in by.items()
         ]
 
@@ -502,11 +522,11 @@ class Table(Mapping[str, LazyTensor]):
         arrays = [NO_ARRAY] * len(rows)
         numbers: list[int] = []
         with gc_paused():
-            for source, regular in self.dense(rows):
-                read_arrays = source.read_rows(regular, lambda number: self.view(rows[number]))
-                for number, array in zip(regular.numbers, read_arrays, strict=True):
+            for source, contiguous in self.contiguous_rows(rows):
+                read_arrays = source.read_rows(contiguous, lambda number: self.view(rows[number]))
+                for number, array in zip(contiguous.numbers, read_arrays, strict=True):
                     arrays[number] = array
-                numbers += regular.numbers
+                numbers += contiguous.numbers
             if len(numbers) < len(rows):
                 others = sorted({*range(len(rows))}.difference(numbers))
                 views = [self.view(rows[number]) for number in others]
@@ -525,7 +545,7 @@ class Table(Mapping[str, LazyTensor]):
             self.kind,
             self.storage,
             self.storages,
-            self.odd,
+            self.irregular,
             offsets=self.offsets,
             views=views,
         )
@@ -540,7 +560,7 @@ class Table(Mapping[str, LazyTensor]):
             self.kind,
             self.storage,
             self.storages,
-            self.odd,
+            self.irregular,
             offsets=self.offsets,
         )
 

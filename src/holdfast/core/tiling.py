@@ -120,14 +120,8 @@ def covers(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
     """
     if len(boxes) < 2:
         return math.prod(size) == sum(math.prod(sizes) for _, sizes in boxes)
-    cut = [d for d, n in enumerate(size) if boxes[0][1][d] != n]
-    d = cut[0] if cut else 0
-    if len(cut) == 1 and all(
-        sizes[:d] == size[:d] and sizes[d + 1 :] == size[d + 1 :] for _, sizes in boxes
-    ):
-        return _follow(size, boxes, d)
     starts, sizes = (np.array([box[side] for box in boxes], np.int64).T for side in (0, 1))
-    return _weights_agree(size, starts, starts + sizes)
+    return columns_cover(size, starts, starts + sizes)
 
 
 def columns_cover(size: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
@@ -143,15 +137,6 @@ def columns_cover(size: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
         order = start.argsort()
         start, stop = start[order], stop[order]
     return bool(start[0] == 0 and stop[-1] == size[cut[0]] and (start[1:] == stop[:-1]).all())
-
-
-def _follow(size: tuple[int, ...], boxes: Sequence[Extent], d: int) -> bool:
-    at = 0
-    for start, length in sorted((offsets[d], sizes[d]) for offsets, sizes in boxes):
-        if start != at:
-            return False
-        at += length
-    return at == size[d]
 
 
 def _weights_agree(size: tuple[int, ...], starts: Ints, stops: Ints) -> bool:

@@ -408,45 +408,6 @@ def entered(values: Collection[object]) -> list[bool]:
     return [False] * len(values)
 
 
-def leaf_names(tree: object) -> list[str]:
-    """The dotted names of all that `leaf_paths` gives, in its order.
-
-    >>> leaf_names({"a": {"x": 1, "y": []}, "b": (2, 3)})
-    ['a.x', 'a.y', 'b.0', 'b.1']
-    """
-    if not is_entered(tree):
-        return [""]
-    names: list[str] = []
-    left = MOST_LEAVES
-    around: list[tuple[Iterator[tuple[object, object, bool]], str]] = []
-    container, prefix = tree, ""
-    while True:
-        inside = values_of(container)
-        keys: Iterable[object] = container if isinstance(container, dict) else range(len(inside))
-        if isinstance(container, dict) and {*map(type, container)} != {str}:
-            keys = map(step, container)
-        left -= len(inside)
-        if left < 0:
-            raise LimitExceeded(TOO_OFTEN, expected=MOST_LEAVES)
-        below = entered(inside)
-        if True in below:
-            around.append((zip(keys, inside, below, strict=True), prefix))
-        else:
-            names += [f"{prefix}{key}" for key in keys]
-        inner = False
-        while around and not inner:
-            level, outer = around[-1]
-            for key, value, inner in level:
-                if inner:
-                    container, prefix = value, f"{outer}{key}."
-                    break
-                names.append(f"{outer}{key}")
-            else:
-                around.pop()
-        if not inner:
-            return names
-
-
 def rebuilt(container: Any, children: Sequence[object]) -> Any:  # noqa: ANN401  # the same kind of container
     """A container with other children in the places of its own; itself, where they are the same objects."""
     return (

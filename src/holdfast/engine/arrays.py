@@ -61,7 +61,7 @@ class ArrayStorages:
         array = self._arrays[number]
         return byte_row(array if array.flags.c_contiguous else array.T).data
 
-    def alone(self, number: int, label: str) -> Memory | bytes:
+    def segment(self, number: int, label: str) -> Memory | bytes:
         array = self._arrays[number]
         return Memory(self._bytes(number), label, array) if array.nbytes else b""
 
@@ -109,7 +109,7 @@ def tabulate_arrays(values: list[object]) -> Tabulated:
             positions.setdefault(one, len(positions))
             for one in zip(dtypes, map(SHAPE, arrays), strict=True)
         ]
-        kinds = [Kind.plain(known[dtype], shape) for dtype, shape in positions]
+        kinds = [Kind.whole_of(known[dtype], shape) for dtype, shape in positions]
     else:
         starts = [root.__array_interface__["data"][0] for root in roots]
         each = zip(arrays, roots, starts, strict=True)

@@ -2,7 +2,7 @@
 
 1. Each chunk of each tensor is cut into pieces of at most one block of file, so that scratch memory stays bounded. A piece is again
    a chunk, with the part of the target that it fills.
-2. Each piece is strided ranges: for every point of its outer dimensions one dense range of bytes. Ranges are numbers in
+2. Each piece is strided ranges: for every point of its outer dimensions one contiguous range of bytes. Ranges are numbers in
    arrays and not objects, because a column of a tall matrix has millions. Negative strides are folded into the offset. Dimensions
    that leave no gap, or gaps that are cheaper to read than to skip, collapse to one range; the others are enumerated.
 3. The destination of a range is its place in the target, if its elements lie in the file just as they lie there. All other ranges
@@ -201,7 +201,7 @@ def _cut_requests(requests: Sequence[Request], policy: Policy) -> Iterator[BoxPi
         tensor = request.tensor
         for chunk in tensor.chunks:
             # Most chunks lie in the file as they will in memory: no need to look at them dimension by dimension.
-            extent = _dense_bits(chunk, tensor.dtype, request.out)
+            extent = _contiguous_bits(chunk, tensor.dtype, request.out)
             if 0 < extent <= policy.block * 8 and chunk.shape == tensor.shape:
                 ranges = StridedRanges(chunk.offset, extent, ())
                 yield BoxPiece(chunk, tensor.dtype, request.out, ranges, True, tensor.name)
@@ -213,7 +213,7 @@ def _cut_requests(requests: Sequence[Request], policy: Policy) -> Iterator[BoxPi
                 yield BoxPiece(part, tensor.dtype, target, ranges, is_direct, tensor.name)
 
 
-def _dense_bits(chunk: Chunk, dtype: DType, out: np.ndarray) -> int:
+def _contiguous_bits(chunk: Chunk, dtype: DType, out: np.ndarray) -> int:
     """Bits of a chunk whose elements lie in the file just as in the target, in C order; 0 for any other."""
     if (
         dtype.packed
@@ -255,10 +255,10 @@ def _is_direct(chunk: Chunk, dtype: DType, target: np.ndarray, ranges: StridedRa
     if dtype.packed or (chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1):
         return False
     inner = [d for d in range(chunk.box.rank) if d not in ranges.outer and chunk.shape[d] > 1]
-    dense = c_strides([chunk.shape[d] for d in inner], dtype.bits)
+    contiguous = c_strides([chunk.shape[d] for d in inner], dtype.bits)
     return all(
         chunk.strides[d] == bits and target.strides[d] * 8 == bits
-        for d, bits in zip(inner, dense, strict=True)
+        for d, bits in zip(inner, contiguous, strict=True)
     )
 
 

@@ -211,8 +211,8 @@ def whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
             storage = chunk.storage
             if storage.crc32 is None or storage in found or not storage.nbytes:
                 continue
-            dense = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8
-            if dense and chunk.extent(tensor.dtype) == (0, storage.nbytes):
+            fills_storage = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8
+            if fills_storage and chunk.extent(tensor.dtype) == (0, storage.nbytes):
                 found[storage] = tensor.name
     return found
 

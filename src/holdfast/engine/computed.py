@@ -318,9 +318,9 @@ class ComputedStorages:
                 )
             return self._rows[number][0]
 
-    def alone(self, number: int, label: str) -> bytes | Data | Memory:
+    def segment(self, number: int, label: str) -> bytes | Data | Memory:
         if self._way[number] < 0:
-            return self._origin.alone(number, label)
+            return self._origin.segment(number, label)
         return Data(self._row(number), label) if self.nbytes[number] else b""
 
     def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:

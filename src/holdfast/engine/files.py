@@ -24,7 +24,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source, Store
-from holdfast.core.table import ODD, Column, FileColumns, FilePlace, Kind, Table, is_inside
+from holdfast.core.table import IRREGULAR, Column, FileColumns, FilePlace, Kind, Table, is_inside
 from holdfast.core.tensor import BEYOND, NO_CRC, FileRange, Layout, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.coalesce import MEMORY, Ranges, coalesce
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
 
 
-COLUMNS = ("kinds", "kind", "storage", "storages", "odd", "offsets")
+COLUMNS = ("kinds", "kind", "storage", "storages", "irregular", "offsets")
 
 
 class ViewTable(Table):
     """A table of lazy tensors that are there already. Its columns are made when one is asked for first. Tensors in one piece of one
-    range of a file are rows over that; all others are odd."""
+    range of a file are rows over that; all others are irregular."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         self.names, self._views = [*tensors], [*tensors.values()]
@@ -52,12 +52,12 @@ class ViewTable(Table):
             raise AttributeError(f"a table has no {name!r}", name=name, obj=self)
         made = tabulate(self.names, self._views or ())
         # Whoever comes second makes the same.
-        self.kinds, self.kind, self.storage, self.storages, self.odd = (
+        self.kinds, self.kind, self.storage, self.storages, self.irregular = (
             made.kinds,
             made.kind,
             made.storage,
             made.storages,
-            made.odd,
+            made.irregular,
         )
         self.offsets = made.offsets
         return getattr(made, name)
@@ -99,15 +99,15 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
         else:
             others += (row,)
             kind += (0,)
-            storage += (ODD,)
-    odd: dict[int, LazyTensor] = {}
+            storage += (IRREGULAR,)
+    irregular: dict[int, LazyTensor] = {}
     single: dict[object, tuple[int, Storage, LazyTensor]] = {}
     """Storages that are no row of a column yet. What has no bytes shares them with nobody."""
     for row in others:
         view = views[row]
         traits, found = view.traits, _one_range(view)
         if found is None:
-            odd[row] = view
+            irregular[row] = view
             like = id(view.dtype), view.shape, id(traits)
         else:
             one, offset, strides = found
@@ -146,7 +146,7 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
         array("q", kind),
         array("q", storage),
         storages,
-        odd,
+        irregular,
         offsets=offsets,
         views=views,
     )
@@ -202,7 +202,7 @@ class FileRow(Value, frozen=True, eq=False):
 
     def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
         kind, number, own = self.kind, self.number, self.storages
-        if not kind.dense:
+        if not kind.contiguous:
             return None
         start = own.start_of(number) + self.offset // 8
         return (
@@ -330,12 +330,12 @@ class FileStorages(FileColumns):
             found=found,
         )  # fmt: skip
 
-    def alone(self, number: int, label: str) -> Data | bytes:
+    def segment(self, number: int, label: str) -> Data | bytes:
         from holdfast.engine.saves import Data  # for saving
 
         nbytes = int(self.nbytes[number])
         return (
-            Data(self.view(number, Kind.plain(BYTES, (nbytes,)), self.names[number]), label)
+            Data(self.view(number, Kind.whole_of(BYTES, (nbytes,)), self.names[number]), label)
             if nbytes
             else b""
         )
@@ -471,7 +471,10 @@ def store_of(source: Source, key: str) -> Store:
 
 
 def stored_ranges(table: Table, pieces: Iterable[Piece]) -> StoredRanges:
-    """The ranges that the rows of a table use, those of odd rows as they are given. Of one place the first checksum counts."""
+    """Return the ranges that the rows of a table use, those of irregular rows as they are given.
+
+    Of one place the first checksum counts.
+    """
     files: dict[tuple[int, str], int] = {}
     stores: list[Store] = []
 
@@ -482,7 +485,7 @@ def stored_ranges(table: Table, pieces: Iterable[Piece]) -> StoredRanges:
         return number
 
     held, numbers = table.storages, np.asarray(table.storage, np.int64)
-    (rows,) = (numbers != ODD).nonzero()
+    (rows,) = (numbers != IRREGULAR).nonzero()
     columns = [np.zeros((5, 0), np.int64)]
     if isinstance(held, FileColumns) and len(rows):
         own = np.array(

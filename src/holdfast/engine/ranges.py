@@ -1,7 +1,7 @@
 """Reads contiguous ranges of files into memory: the path on which elements reach a destination.
 
-A regular row of a table is one range and its array the destination; so is a storage of a torch file or a tensor of a model. What is
-strided, split, swapped or packed is made of ranges by engine/boxes.py.
+A contiguous row of a table is one range and its array the destination; so is a storage of a torch file or a tensor of a model. All
+others (strided, split, swapped, packed) are made of ranges by engine/boxes.py.
 
 Tasks of a few megabytes are shared out to threads. Each thread keeps one piece of scratch memory, as long as its longest joined
 read. So memory beyond the destinations is `threads × block`.

@@ -40,7 +40,7 @@ BLOCK_ELEMENTS = (
     1 << 18
 )  # Elements at a time, a multiple of eight so that packed types are cut between bytes: 2 MiB as float64.
 
-LOCAL = replace(SUMS, alone=256 << 10, block=1 << 20)
+LOCAL = replace(SUMS, separate_nbytes=256 << 10, block=1 << 20)
 """Blocks that are computed with: what is read together stays in a core's cache until the last of it was looked at."""
 
 

@@ -1,6 +1,6 @@
 """`OpenSource`: a store, the limits that hold for it, and the way its bytes reach memory.
 
-A regular tensor is one range, which is read to its array (engine/ranges.py). All others are boxes (engine/boxes.py).
+A contiguous tensor is one range, which is read to its array (engine/ranges.py). All others are boxes (engine/boxes.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Content, Request, Store
 from holdfast.core.runtime import address_of
-from holdfast.core.table import Column, RegularRows
+from holdfast.core.table import Column, ContiguousRows
 from holdfast.core.tensor import FileRange, LazyTensor
 from holdfast.engine.coalesce import MEMORY, REMOTE, Policy
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
@@ -94,22 +94,22 @@ class OpenSource:
 
     def _fill(self, requests: Sequence[Request], ranges: Sequence[FileRange | None]) -> None:
         """Fill requests, each of which is one range or, where that is None, is made of boxes."""
-        irregular = [one for one, place in zip(requests, ranges, strict=True) if place is None]
+        other_requests = [one for one, place in zip(requests, ranges, strict=True) if place is None]
         places = [place for place in ranges if place is not None]
         if places:
-            regular = requests
-            if irregular:
+            contiguous = requests
+            if other_requests:
                 pairs = zip(requests, ranges, strict=True)
-                regular = [request for request, place in pairs if place is not None]
+                contiguous = [request for request, place in pairs if place is not None]
             positions: dict[str, int] = {}
             files = [positions.setdefault(key, len(positions)) for key, _, _, _ in places]
             _, starts, nbytes, crcs = zip(*places, strict=True)
-            addresses = [address_of(request.out) for request in regular]
-            tensors = [request.tensor for request in regular]
+            addresses = [address_of(request.out) for request in contiguous]
+            tensors = [request.tensor for request in contiguous]
             keys = [*positions]
             self._read_ranges(tensors.__getitem__, keys, files, starts, nbytes, addresses, crcs)
-        if irregular:
-            self._read_irregular(irregular)
+        if other_requests:
+            self._read_as_boxes(other_requests)
 
     def _read_ranges(
         self,
@@ -136,12 +136,15 @@ class OpenSource:
         reads = RangeReads(keys, files, starts, nbytes, addresses, crcs, name, damaged)
         self.read_nbytes += read_ranges(self.store, reads, threads=self.threads, policy=self.policy)
 
-    def _read_irregular(self, requests: Sequence[Request]) -> None:
+    def _read_as_boxes(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.tensor.traits.meta:
                 message = "this tensor was saved on the meta device: it has a shape and no data"
                 raise Unsupported(message, tensor=request.tensor.name)
-        from holdfast.engine.checksums import Checks, whole_storages  # regular tensors need neither
+        from holdfast.engine.checksums import (  # contiguous tensors need neither
+            Checks,
+            whole_storages,
+        )
 
         checks = Checks(whole_storages(requests) if self.verify else {})
         self.read_boxes(requests, checks)
@@ -156,7 +159,7 @@ class OpenSource:
 
         For parts of tensors: `read` would compare the checksum of what is whole in these requests, and a large storage never is.
         """
-        from holdfast.engine.boxes import read_boxes  # regular tensors are ranges
+        from holdfast.engine.boxes import read_boxes  # contiguous tensors are ranges
 
         nbytes = read_boxes(
             self.store,
@@ -181,7 +184,9 @@ class OpenSource:
         self._fill([*map(Request, tensors, arrays)], ranges)
         return arrays
 
-    def read_rows(self, rows: RegularRows, tensor: Callable[[int], LazyTensor]) -> list[np.ndarray]:
+    def read_rows(
+        self, rows: ContiguousRows, tensor: Callable[[int], LazyTensor]
+    ) -> list[np.ndarray]:
         if self.limits.expansion < 1:
             return self.arrays([tensor(number) for number in rows.numbers])
         arrays = list(map(np.empty, rows.shapes, rows.dtypes))

@@ -1,7 +1,7 @@
 """A table on its way to a file: tables of lazy tensors, and the segments that rows become.
 
-Rows that are ranges of bytes of their storages are read many together. Every other row is *single* (`Table.single`) and is written
-by its lazy tensor: a strided view of a storage, or an odd row. Two functions make a table to be saved:
+Contiguous rows are read many together. Every other row is written by its lazy tensor (`Table.noncontiguous`).
+Two functions make a table to be saved:
 `verbs.shared.state.tabulate_state` of a caller's memory, `lazy_table` of lazy tensors.
 """
 
@@ -19,8 +19,8 @@ from holdfast.core.crc import crc32_each
 from holdfast.core.leaves import NO_LEAVES
 from holdfast.core.protocols import State
 from holdfast.core.table import (
+    IRREGULAR,
     NO_OFFSETS,
-    ODD,
     FilePlace,
     Kind,
     MemoryBytes,
@@ -111,9 +111,9 @@ class StateStorages:
                 pieces[place] = piece
         return pieces
 
-    def alone(self, number: int, label: str) -> bytes | Data | Memory:
+    def segment(self, number: int, label: str) -> bytes | Data | Memory:
         side = bisect_right(self._edges, number) - 1
-        return self._parts[side].alone(number - self._edges[side], label)
+        return self._parts[side].segment(number - self._edges[side], label)
 
     def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
         side = bisect_right(self._edges, number) - 1
@@ -139,7 +139,7 @@ def as_written(table: Table) -> Table:
     if not isinstance(storages, FileStorages):
         return table
     numbers, kind = np.array(table.storage, np.int64), np.array(table.kind, np.int64)
-    rows = np.flatnonzero(numbers != ODD)
+    rows = np.flatnonzero(numbers != IRREGULAR)
     held = numbers[rows]
     apart = np.array(
         [one.traits.alias is not None or one.traits.meta for one in table.kinds], np.bool_
@@ -148,8 +148,8 @@ def as_written(table: Table) -> Table:
     left = apart[kind[rows]] | ~local[storages.file[held]]
     taken = np.zeros(len(storages), np.bool_)
     taken[held[left]] = True
-    if table.odd:
-        taken[_numbers_of(table.odd.values(), storages)] = True
+    if table.irregular:
+        taken[_numbers_of(table.irregular.values(), storages)] = True
     left = taken[held]
     storages = storages.named(_names(table, rows, held))
     if not left.any():
@@ -159,13 +159,19 @@ def as_written(table: Table) -> Table:
             table.kind,
             table.storage,
             storages,
-            table.odd,
+            table.irregular,
             offsets=table.offsets,
         )
-    odd = {**table.odd, **{row: table.view(row) for row in rows[left].tolist()}}
-    numbers[rows[left]] = ODD
+    irregular = {**table.irregular, **{row: table.view(row) for row in rows[left].tolist()}}
+    numbers[rows[left]] = IRREGULAR
     return Table(
-        table.names, table.kinds, table.kind, numbers.tolist(), storages, odd, offsets=table.offsets
+        table.names,
+        table.kinds,
+        table.kind,
+        numbers.tolist(),
+        storages,
+        irregular,
+        offsets=table.offsets,
     )
 
 
@@ -219,7 +225,7 @@ def tabulate_lazy(tensors: Sequence[LazyTensor]) -> Tabulated:
     ask for, what shares a storage with a tensor that is left out, and what was a view of another storage before it was saved
     (`Traits.alias`)."""
     table = lazy_table([tensor.name for tensor in tensors], tensors)
-    rows = [row for row, number in enumerate(table.storage) if number != ODD]
+    rows = [row for row, number in enumerate(table.storage) if number != IRREGULAR]
     kind, storage = [table.kind[row] for row in rows], [table.storage[row] for row in rows]
     places = lambda: [0] * len(table.storages.nbytes)  # noqa: E731
     return Tabulated(
@@ -231,9 +237,9 @@ def segment_of(table: Table, row: int, label: str, hashed: Hashing = "") -> Segm
     """The bytes of one row where they lie, as a segment; None where there are none."""
     if not table.kind_of(row).nbytes:
         return None
-    if hashed or row in table.apart:
+    if hashed or row in table.not_whole:
         return Data(table.view(row), label, hashed)
-    made = table.alone(row, label)
+    made = table.segment(row, label)
     return None if isinstance(made, bytes) else made
 
 
@@ -249,7 +255,7 @@ def segments(
     """The bytes of rows that follow each other in a file: small plain ones together, a few megabytes a segment. `nbytes` are those
     of these rows, `stops` their sums up to each. `hashing` says by name which are hashed, and how."""
     found: list[Segment] = []
-    kind, single = table.kind, table.single
+    kind, single = table.kind, table.noncontiguous
     long = {number for number, one in enumerate(table.kinds) if one.nbytes > saves.SMALL_NBYTES}
     alone = (
         [at for at, row in enumerate(rows) if kind[row] in long or row in single]

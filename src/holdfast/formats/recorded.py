@@ -21,7 +21,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Source
 from holdfast.core.sharing import are_distinct, shared_rows
 from holdfast.core.strict_json import kind, pointer, quoted
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.table import IRREGULAR, Kind, Table
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import ViewTable
@@ -72,11 +72,11 @@ def share(table: Table) -> Shared:
     """
     names, count = table.names, len(table)
     viewed = {number for number, kind in enumerate(table.kinds) if _has_view(kind)}
-    if not viewed and not table.odd and are_distinct(table.storage):
+    if not viewed and not table.irregular and are_distinct(table.storage):
         return Shared(range(count))
     shared = shared_rows([table])
     again, first = shared.ties(), shared.first_rows(count)
-    meta = {row for row, tensor in table.odd.items() if not tensor.chunks}
+    meta = {row for row, tensor in table.irregular.items() if not tensor.chunks}
     rows = (
         [row for row in range(count) if row not in again and row not in meta]
         if again or meta
@@ -111,13 +111,15 @@ def _view_groups(
         if len(rows)
         else ()
     )
-    some = [row for row in rows if several[first[row]] or kind[row] in viewed or row in table.odd]
+    some = [
+        row for row in rows if several[first[row]] or kind[row] in viewed or row in table.irregular
+    ]
     groups: dict[object, list[tuple[str, Kind, int]]] = {}
     nbytes: dict[object, int] = {}
     # No function is called for a row with a storage: there may be fifty thousand views of one.
     for row in sorted(some, key=first.__getitem__):
         own = kinds[kind[row]]
-        if storage[row] != ODD and own.traits.alias is None:
+        if storage[row] != IRREGULAR and own.traits.alias is None:
             place: object = storage[row]
             length, offset = own.storage_nbytes, offsets[row] if row in offsets else 0  # noqa: SIM401
         else:
@@ -263,19 +265,19 @@ def with_recorded(stored: Table, recorded: Recorded) -> Table:
         [*map(stored.rows.__getitem__, firsts)], [*stored.names, *recorded.aliases]
     )
     kinds, kind = [*table.kinds], [*table.kind]
-    odd = dict(table.odd)
+    irregular = dict(table.irregular)
     changed = recorded.views.keys() | recorded.pairs
     for row, first in [(row, first) for row, first in enumerate(firsts) if first in changed]:
         view = recorded.views.get(first)
         tensor = _as_pairs(table.view(row)) if first in recorded.pairs else table.view(row)
         if view is not None:
             tensor = replace(tensor, traits=replace(tensor.traits, alias=view))
-        if row in odd:
-            odd[row] = tensor
+        if row in irregular:
+            irregular[row] = tensor
         kind[row] = len(kinds)
         kinds.append(Kind.of(tensor))
     return Table(
-        table.names, kinds, kind, table.storage, table.storages, odd, offsets=table.offsets
+        table.names, kinds, kind, table.storage, table.storages, irregular, offsets=table.offsets
     )
 
 

@@ -154,8 +154,8 @@ class RankState(Value, frozen=True, eq=False):
         values: Mapping[str, bytes] | None = None,
         aliases: Iterable[tuple[str, str]] = (),
     ) -> RankState:
-        """From the rows of a table. A row in one piece is one box, the whole tensor; an odd one has a box for each of its chunks.
-
+        """From the rows of a table. A row in one piece is one box, the whole tensor; an irregular row has one for each
+        chunk.
         A tensor of which this rank has no part has one box without elements, or none where it has no dimensions.
         """
         dtypes, shapes = (
@@ -168,7 +168,7 @@ class RankState(Value, frozen=True, eq=False):
         )
         counts = np.ones(len(table.names), np.int64)
         cut: dict[int, list[Box]] = {}
-        for row, tensor in table.odd.items():
+        for row, tensor in table.irregular.items():
             boxes = [chunk.box for chunk in tensor.chunks] or [
                 Box((0,) * tensor.ndim, (0,) * tensor.ndim)
             ] * bool(tensor.ndim)

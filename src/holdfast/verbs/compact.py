@@ -21,13 +21,13 @@ from holdfast.core.dtype import WIDEST_NBYTES
 from holdfast.core.options import InPlaceOptions, validated
 from holdfast.core.protocols import State
 from holdfast.core.sharing import SpanGroup, reached_spans
-from holdfast.core.table import ODD
+from holdfast.core.table import IRREGULAR
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.verbs.open import Openable
 from holdfast.verbs.shared.models import plan_rewrite
 from holdfast.verbs.shared.planned import Destination, Planned, Saved, planned_fields, rewritten
-from holdfast.verbs.shared.state import tabulate_state, with_odd, with_table
+from holdfast.verbs.shared.state import tabulate_state, with_irregular, with_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def _without_gaps(state: State) -> State:
     tensors = {
         row: table.view(row)
         for row, number in enumerate(table.storage)
-        if number in parts or number == ODD
+        if number in parts or number == IRREGULAR
     }
     found = reached_spans(tensors.values(), aligned=WIDEST_NBYTES)
     moved: dict[int, LazyTensor] = {}
@@ -102,7 +102,7 @@ def _without_gaps(state: State) -> State:
         chunks = tuple(_in_group(chunk, tensor, found[chunk.storage]) for chunk in tensor.chunks)
         if chunks != tensor.chunks:
             moved[row] = replace(tensor, chunks=chunks)
-    return with_table(state, with_odd(table, moved)) if moved else state
+    return with_table(state, with_irregular(table, moved)) if moved else state
 
 
 def _in_group(chunk: Chunk, tensor: LazyTensor, found: Sequence[SpanGroup[None]]) -> Chunk:

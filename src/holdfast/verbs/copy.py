@@ -25,7 +25,7 @@ from holdfast.core.keys import sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.options import CopyOptions, pick, validated
 from holdfast.core.protocols import Source, Store
-from holdfast.core.table import ODD, FilePlace, Kind, Table
+from holdfast.core.table import IRREGULAR, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.core.text import nbytes
 from holdfast.core.value import replace
@@ -193,7 +193,7 @@ def _recorded(source: Checkpoint) -> tuple[dict[str, Ints], int]:
     storages, whole = table.storages, 0
     if isinstance(storages, FileStorages):
         used = np.unique(np.asarray(table.storage, np.int64))
-        used = used[used != ODD]
+        used = used[used != IRREGULAR]
         file, start, nbytes, crc = (
             column[used]
             for column in (storages.file, storages.start, storages.nbytes, storages.crc)
@@ -206,7 +206,7 @@ def _recorded(source: Checkpoint) -> tuple[dict[str, Ints], int]:
             found.setdefault(place.key, []).append(columns[summed & (file == number)])
         whole = int(nbytes.sum())
     for storage in dict.fromkeys(
-        storage for tensor in table.odd.values() for storage in tensor.storages
+        storage for tensor in table.irregular.values() for storage in tensor.storages
     ):
         whole += storage.nbytes
         if storage.crc32 is not None and storage.nbytes:
@@ -245,11 +245,20 @@ def _copied(name: str, origin: Source, recorded: Ints | None, *, key: str) -> tu
         [FilePlace(origin, name, store)], np.zeros_like(starts), starts, lengths, crcs, names=labels
     )
     of_length, kind = np.unique(lengths, return_inverse=True)
-    kinds = [Kind.plain(BYTES, (length,)) for length in of_length.tolist()]
+    kinds = [Kind.whole_of(BYTES, (length,)) for length in of_length.tolist()]
     rows = range(len(starts))
     # What a remote store has is requested ahead, which a row by itself is.
     ahead = store.medium.in_order or store.medium.block_nbytes
-    odd = {row: storages.view(row, kinds[kind[row]], labels[row]) for row in rows} if ahead else {}
-    table = Table(labels, kinds, kind.tolist(), [ODD] * len(rows) if ahead else rows, storages, odd)
+    irregular = (
+        {row: storages.view(row, kinds[kind[row]], labels[row]) for row in rows} if ahead else {}
+    )
+    table = Table(
+        labels,
+        kinds,
+        kind.tolist(),
+        [IRREGULAR] * len(rows) if ahead else rows,
+        storages,
+        irregular,
+    )
     file = FilePlan(key, tuple(segments(table, rows, lengths, labels, {}, stops=lengths.cumsum())))
     return file, int((ranges[:, 1] - ranges[:, 0]).sum())

@@ -150,10 +150,10 @@ class DensePairs(Value, frozen=True, eq=False):
         )
 
 
-def dense_pairs(
+def contiguous_pairs(
     a: Table, b: Table, rows: tuple[Sequence[int], Sequence[int]], names: Sequence[str]
 ) -> list[DensePairs]:
-    """The pairs of these rows that are dense on both sides, grouped by their sources; `names` of all pairs, for messages."""
+    """The pairs of these rows that are contiguous on both sides, grouped by their sources; `names` of all pairs, for messages."""
     kinds = [
         np.asarray(side.kind, np.int64)[np.asarray(own, np.int64)]
         for side, own in zip((a, b), rows, strict=True)
@@ -169,8 +169,8 @@ def dense_pairs(
     is_alike = np.array(judgements, np.bool_)[where]
 
     pairs = []
-    for source, left in a.dense(rows[0]):
-        for other_source, right in b.dense(rows[1]):
+    for source, left in a.contiguous_rows(rows[0]):
+        for other_source, right in b.contiguous_rows(rows[1]):
             numbers, first, second = np.intersect1d(
                 np.asarray(left.numbers, np.int64),
                 np.asarray(right.numbers, np.int64),
@@ -452,14 +452,14 @@ class Comparison:
         others = rows if alike else [right.rows[name] for name in names]
         self._dense: list[DensePairs] = []
         is_dense = np.zeros(len(names), np.bool_)
-        for dense in dense_pairs(left, right, (rows, others), names):
-            is_dense[dense.numbers] = True
+        for contiguous in contiguous_pairs(left, right, (rows, others), names):
+            is_dense[contiguous.numbers] = True
             # What has no bytes has the checksum of nothing.
-            crcs, others_crcs = dense.crcs
-            is_same = ((crcs == others_crcs) & (crcs != NO_CRC)) | (dense.a.nbytes == 0)
+            crcs, others_crcs = contiguous.crcs
+            is_same = ((crcs == others_crcs) & (crcs != NO_CRC)) | (contiguous.a.nbytes == 0)
             is_same &= not exact
             self._same += int(is_same.sum())
-            self._dense.append(dense.some(~is_same))
+            self._dense.append(contiguous.some(~is_same))
         self._by_checksum = self._same
         for number in np.flatnonzero(~is_dense).tolist():
             name = names[number]
@@ -485,7 +485,7 @@ class Comparison:
         )
         lone = [t for side in self._candidates for t in side if exact or recorded_crc(t) is None]
         self.nbytes = sum(map(nbytes_of, self._pairs.values())) + sum(t.nbytes for t in lone)
-        self.nbytes += sum(2 * int(dense.a.nbytes.sum()) for dense in self._dense)
+        self.nbytes += sum(2 * int(contiguous.a.nbytes.sum()) for contiguous in self._dense)
 
     def run(self, progress: Progress | None = None) -> Diff:
         changes, same = dict(self._changes), self._same
@@ -518,8 +518,10 @@ class Comparison:
         )  # fmt: skip
 
     def _contents(self, progress: Progress | None) -> Iterator[tuple[str, Pair, Content]]:
-        """The difference of each pair that has to be read; not of dense pairs that turn out to be the same."""
-        differing = [name for dense in self._dense for name in self._different(dense, progress)]
+        """The difference of each pair that has to be read; not of contiguous pairs that turn out to be the same."""
+        differing = [
+            name for contiguous in self._dense for name in self._different(contiguous, progress)
+        ]
         self._differing = len(differing)
         found = self._compare(list(self._pairs.values()), progress)
         yield from (
@@ -531,13 +533,13 @@ class Comparison:
             pairs = [(self._a.tensors[name], self._b.tensors[name]) for name in names]
             yield from zip(names, pairs, self._compare(pairs, progress), strict=True)
 
-    def _different(self, dense: DensePairs, progress: Progress | None) -> list[str]:
-        """The names of dense pairs that are not the same byte for byte. Of several ranks each reads some."""
+    def _different(self, contiguous: DensePairs, progress: Progress | None) -> list[str]:
+        """The names of contiguous pairs that are not the same byte for byte. Of several ranks each reads some."""
 
         def look(numbers: list[int]) -> list[bool]:
-            wanted = np.zeros(len(dense), np.bool_)
+            wanted = np.zeros(len(contiguous), np.bool_)
             wanted[numbers] = True
-            some = dense.some(wanted)
+            some = contiguous.some(wanted)
             a, b = (
                 Located(store, ranges, lambda number: some.names[some.numbers.item(number)])
                 for store, ranges in zip(some.stores, (some.a, some.b), strict=True)
@@ -547,10 +549,10 @@ class Comparison:
             ).tolist()
             return is_different
 
-        found = share_out(self._ranks, dense.a.nbytes, look, bool)
+        found = share_out(self._ranks, contiguous.a.nbytes, look, bool)
         return [
-            dense.names[number]
-            for number, other in zip(dense.numbers.tolist(), found, strict=True)
+            contiguous.names[number]
+            for number, other in zip(contiguous.numbers.tolist(), found, strict=True)
             if other
         ]
 

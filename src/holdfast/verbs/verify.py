@@ -705,8 +705,8 @@ class CheckpointBytes:
 
 
 def _pieces(table: Table, lost: list[tuple[str, HoldfastError]]) -> Iterator[Piece]:
-    """The storages of odd rows. Tensors whose bytes cannot be found are `lost`, because what says where they are is damaged."""
-    for row, tensor in table.odd.items():
+    """Yield the storages of irregular rows. Tensors whose places are damaged in the file are added to `lost`."""
+    for row, tensor in table.irregular.items():
         for storage in tensor.storages:
             if not storage.nbytes:
                 continue

@@ -56,7 +56,7 @@ def test_together_they_say_what_each_says(saved):
         table = together.stored
         assert isinstance(table, ItemTable)
         located = table.located(range(len(table)))
-        plain = [row for row in range(len(located)) if row not in located.odd]
+        plain = [row for row in range(len(located)) if row not in located.irregular]
         assert len(plain) > 100
         for row, name in enumerate(located.names):
             own, other = located.view(row), alone[name]

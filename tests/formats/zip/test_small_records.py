@@ -42,7 +42,7 @@ class Payloads:
     def read(self, numbers):
         return [self.payloads[number] for number in numbers]
 
-    def alone(self, number, label):
+    def segment(self, number, label):
         return Memory(memoryview(self.payloads[number]), label) if self.payloads[number] else b""
 
 
@@ -53,7 +53,7 @@ def small_records(payloads, alone=()):
     return [
         (
             f"data/{number}",
-            storages.alone(number, f"data/{number}")
+            storages.segment(number, f"data/{number}")
             if number in alone
             else make_payload(number, f"data/{number}"),
         )

@@ -300,7 +300,7 @@ def _constants_key(tree: object) -> str | None:
 def _incomplete(state: State) -> list[str]:
     """Problems of tensors of which only some elements are here, or none: a rank's own shards, the meta device."""
     problems = []
-    for row, tensor in state.tensors.odd.items():
+    for row, tensor in state.tensors.irregular.items():
         name = state.tensors.names[row]
         here = sum(chunk.box.count for chunk in tensor.chunks)
         if tensor.traits.meta:

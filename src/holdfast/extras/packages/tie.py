@@ -56,7 +56,7 @@ from holdfast.verbs.open import open as open_checkpoint
 from holdfast.verbs.shared.models import plan_rewrite, weights_of
 from holdfast.verbs.shared.planned import Destination, Planned, Saved, planned_fields, rewritten
 from holdfast.verbs.shared.rejoin import rejoin
-from holdfast.verbs.shared.state import tabulate_state, with_odd, with_table
+from holdfast.verbs.shared.state import tabulate_state, with_irregular, with_table
 
 By = Literal["storage", "content"]
 
@@ -582,4 +582,4 @@ class _Tying:
         for row, storage in self._storage.items():
             if storage in shared_storages:
                 moved.setdefault(row, table.view(row))
-        return with_odd(table, moved)
+        return with_irregular(table, moved)

@@ -73,7 +73,7 @@ from holdfast.verbs.shared.planned import (
     planned_fields,
     rewritten,
 )
-from holdfast.verbs.shared.state import flat_state, tabulate_state, with_odd, with_table
+from holdfast.verbs.shared.state import flat_state, tabulate_state, with_irregular, with_table
 
 MASKS, MASKS_FILE = "holdfast.masks", "masks.safetensors"
 """The metadata of a file of masks (JSON, from the name of each tensor to its shape and rule), and the name of that file."""
@@ -376,7 +376,7 @@ class Pruning:
                 row = table.rows[name]
                 traits = replace(table.kind_of(row).traits, conj=False, neg=False, alias=None)
                 made[row] = replace(new, name=name, traits=traits)
-        return with_table(self._state, with_odd(table, made))
+        return with_table(self._state, with_irregular(table, made))
 
     def _bits(self, masked: Masked) -> State:
         notes: dict[str, object] = {}

@@ -188,12 +188,12 @@ def _checksum(tensor: LazyTensor) -> tuple[object, ...] | None:
         return None
     (chunk,) = tensor.chunks
     storage = chunk.storage
-    dense = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8 and chunk.extent(
+    fills_storage = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8 and chunk.extent(
         tensor.dtype
     ) == (0, storage.nbytes)
     if (
         storage.crc32 is None
-        or not dense
+        or not fills_storage
         or not in_c_order(chunk.shape, chunk.strides, tensor.dtype.bits)
     ):
         return None

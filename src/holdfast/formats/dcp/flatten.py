@@ -105,7 +105,7 @@ class _Flattening:
 
     def __init__(self, flat: FlatState, leaves: Leaves) -> None:
         self._flat, self._leaves = flat, leaves
-        self._plain = not leaves.odd and not leaves.composites()
+        self._plain = not leaves.irregular and not leaves.composites()
 
     def take(self, value: object, path: Path) -> Unrolled[None]:
         inside = self._children(value, path)

@@ -20,7 +20,7 @@ from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign
-from holdfast.core.table import ODD, FilePlace, Kind, Table
+from holdfast.core.table import IRREGULAR, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import replace_as_base
 from holdfast.engine.files import NO_FILES, FileStorages
@@ -124,7 +124,7 @@ class ItemChunk(Chunk, frozen=True):
 
 
 class ItemTable(Table):
-    """The tensors of a directory. The place of a tensor in its item is found when it is read: until then all rows are odd."""
+    """The tensors of a directory. The place of a tensor in its item is found when it is read: until then all rows are irregular."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor], items: Items) -> None:
         lazies = list(tensors.values())
@@ -142,7 +142,7 @@ class ItemTable(Table):
             list(tensors),
             kinds,
             kind,
-            [ODD] * len(lazies),
+            [IRREGULAR] * len(lazies),
             NO_FILES,
             dict(enumerate(lazies)),
             views=lazies,
@@ -153,7 +153,7 @@ class ItemTable(Table):
         """Return this table with file ranges for those of `rows` that are all of one item, which is not compressed."""
         storages: dict[int, ItemStorage] = {}
         for row in rows:
-            tensor = self.odd[row]
+            tensor = self.irregular[row]
             chunk = tensor.chunks[0] if len(tensor.chunks) == 1 else None
             if not isinstance(chunk, ItemChunk) or chunk.shape != tensor.shape:
                 continue
@@ -166,7 +166,7 @@ class ItemTable(Table):
         files: dict[str, int] = {}
         columns: list[tuple[int, int, int, int]] = []
         names: list[str] = []
-        odd = dict(self.odd)
+        irregular = dict(self.irregular)
         for row, storage in storages.items():
             place = storage.found
             assert place is not None  # `find_all` raises otherwise
@@ -183,7 +183,7 @@ class ItemTable(Table):
             if not kinds[kind_positions[key]].whole:
                 continue
             kind[row], storage_numbers[row] = kind_positions[key], len(columns)
-            del odd[row]
+            del irregular[row]
             crc = NO_CRC if place.crc32 is None else place.crc32
             file = files.setdefault(storage.key, len(files))
             columns.append((file, place.start, storage.nbytes, crc))
@@ -193,9 +193,9 @@ class ItemTable(Table):
             [FilePlace(source, key, source.store) for key in files],
             *np.array(columns, np.int64).reshape(-1, 4).T,
             names=names,
-            labels=[storages[row].label for row in storages if row not in odd],
+            labels=[storages[row].label for row in storages if row not in irregular],
         )
-        return Table(self.names, kinds, kind, storage_numbers, file_storages, odd)
+        return Table(self.names, kinds, kind, storage_numbers, file_storages, irregular)
 
 
 _box_at = lru_cache(1024)(Box.at)

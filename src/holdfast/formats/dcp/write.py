@@ -159,7 +159,7 @@ def lay_out_items(
     segments: list[Segment] = [Literal(archive) for archive in values]
     data = table.nbytes_of(rows)
     alone = (data > SMALL_NBYTES) | (data == 0)
-    if single := table.single:
+    if single := table.noncontiguous:
         alone |= np.array([row in single for row in rows], bool)
     for first, stop in segment_runs(np.flatnonzero(alone).tolist(), np.cumsum(nbytes)):
         if not alone[first]:

@@ -167,7 +167,7 @@ class Base(Value, frozen=True):
         """The hashes in the base of rows that are no longer than a head and are read together."""
         if self.manifest.hash != HASH:
             return {}
-        kind, odd = table.kind, table.odd
+        kind, irregular = table.kind, table.irregular
         brief = [one.whole and one.nbytes <= HEAD_NBYTES for one in table.kinds]
         found = {
             row: own[0].hash
@@ -176,7 +176,7 @@ class Base(Value, frozen=True):
             and own[0].hash is not None
             and own[0].start is None
             and not own[1:]
-            and row not in odd
+            and row not in irregular
         }
         return dict(zip(found, map(int, found.values(), repeat(16)), strict=True))
 

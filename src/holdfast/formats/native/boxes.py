@@ -25,7 +25,7 @@ from holdfast.core.box import Box
 from holdfast.core.content_hash import HEAD_NBYTES
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import DEFAULTS
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.table import IRREGULAR, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.saves import Hashing
@@ -66,11 +66,13 @@ class Boxes(Value, frozen=True, eq=False):
     def cut(cls, table: Table, rows: Sequence[int], starts: Ints, sizes: Ints) -> Boxes:
         """Boxes of the tensors of these rows. Missing dimensions have the start 0 and the size 1."""
         whole = [kind.shape for kind in table.kinds]
-        kind, odd = [table.kind[row] for row in rows], dict[int, LazyTensor]()
+        kind, irregular = [table.kind[row] for row in rows], dict[int, LazyTensor]()
         wholes, storage = [*kind], [table.storage[row] for row in rows]
         kinds, known = [*table.kinds], dict[tuple[object, ...], int]()
-        if table.odd:
-            odd = {at: table.odd[row] for at, row in enumerate(rows) if row in table.odd}
+        if table.irregular:
+            irregular = {
+                at: table.irregular[row] for at, row in enumerate(rows) if row in table.irregular
+            }
         for at in (
             (~are_whole(starts, sizes, shape_columns(whole).take(kind, axis=1)))
             .nonzero()[0]
@@ -78,15 +80,17 @@ class Boxes(Value, frozen=True, eq=False):
         ):
             rank = len(whole[wholes[at]])
             box = Box.at(starts[:rank, at].tolist(), sizes[:rank, at].tolist())
-            part = odd[at] = table.view(rows[at])[box.slices]
-            storage[at] = ODD
+            part = irregular[at] = table.view(rows[at])[box.slices]
+            storage[at] = IRREGULAR
             key = part.dtype, part.shape, id(part.traits)
             kind[at] = known.setdefault(key, len(kinds))
             if kind[at] == len(kinds):
                 kinds.append(Kind.of(part))
         names, offsets = [table.names[row] for row in rows], table.offsets_of(rows)
         return cls(
-            Table(names, kinds, kind, storage, table.storages, odd, offsets=offsets), starts, wholes
+            Table(names, kinds, kind, storage, table.storages, irregular, offsets=offsets),
+            starts,
+            wholes,
         )
 
     def has_parts(self, rows: Sequence[int]) -> bool:

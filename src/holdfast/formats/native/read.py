@@ -32,7 +32,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Source
 from holdfast.core.runtime import copied_together
 from holdfast.core.strict_json import pointer, quoted
-from holdfast.core.table import ODD, FilePlace, Kind, Table
+from holdfast.core.table import IRREGULAR, FilePlace, Kind, Table
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.core.tiling import columns_cover, tiles
 from holdfast.core.value import Value, replace
@@ -85,14 +85,14 @@ class Stored(Value, frozen=True, eq=False):
     """The tensors of a checked manifest as rows of a table.
 
     A manifest is a dozen objects for each of a million tensors. Almost all tensors are one plain chunk: a few numbers in columns,
-    after which their entries are freed. A tensor that is split or shares bytes between elements is an odd row.
+    after which their entries are freed. A tensor that is split or shares bytes between elements is an irregular row.
     """
 
     table: Table
     """File numbers in its storages are those of the manifest."""
     storages: FileStorages
     manifest: Parsed
-    """The manifest with the entries of odd rows alone."""
+    """The manifest with the entries of irregular rows alone."""
     source: Source
 
 
@@ -109,27 +109,31 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
         or stored.dtype not in WHOLE
     ]
     entries = {names[row]: tensors[row] for row in rows}
-    odd = dict(
+    irregular = dict(
         zip(
-            rows, _odd_tensors(entries, [file.name for file in manifest.files], source), strict=True
+            rows,
+            _irregular_tensors(entries, [file.name for file in manifest.files], source),
+            strict=True,
         )
     )
     dtypes, shapes = [stored.dtype for stored in tensors], [stored.shape for stored in tensors]
     positions = dict(zip(dict.fromkeys(zip(dtypes, shapes, strict=True)), count()))
-    kinds = [Kind.plain(dtype_named(dtype), shape) for dtype, shape in positions]
+    kinds = [Kind.whole_of(dtype_named(dtype), shape) for dtype, shape in positions]
     kind = array("q", map(positions.__getitem__, zip(dtypes, shapes, strict=True)))
     labels: Sequence[str] = names
     storage: Sequence[int] = range(len(names))
-    if odd:
-        for row, tensor in odd.items():
+    if irregular:
+        for row, tensor in irregular.items():
             kind[row] = len(kinds)
             later = entries[names[row]].columns is not None
             kinds.append(
                 Kind(tensor.dtype, tensor.shape, PLAIN, tensor.nbytes) if later else Kind.of(tensor)
             )
-        labels, counter = [name for row, name in enumerate(names) if row not in odd], count()
-        storage = array("q", [ODD if row in odd else next(counter) for row in range(len(names))])
-    chunks = [stored.chunks[0] for row, stored in enumerate(tensors) if row not in odd]
+        labels, counter = [name for row, name in enumerate(names) if row not in irregular], count()
+        storage = array(
+            "q", [IRREGULAR if row in irregular else next(counter) for row in range(len(names))]
+        )
+    chunks = [stored.chunks[0] for row, stored in enumerate(tensors) if row not in irregular]
     edges = np.fromiter(
         chain.from_iterable(map(BYTES_OF, chunks)), np.int64, 2 * len(chunks)
     ).reshape(-1, 2)
@@ -139,14 +143,14 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
     places = [FilePlace(source, file.name, source.store) for file in manifest.files]
     storages = FileStorages(places, files, starts, lengths, crcs, names=labels)
     return Stored(
-        Table(names, kinds, kind, storage, storages, odd),
+        Table(names, kinds, kind, storage, storages, irregular),
         storages,
         replace(manifest, tensors=entries),
         source,
     )
 
 
-def _odd_tensors(
+def _irregular_tensors(
     entries: Mapping[str, StoredTensor], files: Sequence[str], source: Source
 ) -> Iterator[LazyTensor]:
     home = source.store
@@ -206,7 +210,7 @@ def check_files(tensors: Stored) -> list[str]:
     first difference.
     """
     parts: dict[int, list[StoredPart]] = {}
-    for file_index, part in chain(_list_plain_parts(tensors), _list_odd_parts(tensors)):
+    for file_index, part in chain(_list_plain_parts(tensors), _list_irregular_parts(tensors)):
         parts.setdefault(file_index, []).append(part)
     wrong: list[tuple[int, str]] = []
     """For each file with a difference: the row of its first wrong tensor, and the file."""
@@ -258,22 +262,22 @@ def _list_plain_parts(tensors: Stored) -> Iterator[tuple[int, StoredPart]]:
     kinds = [carried(kind) for kind in table.kinds]
     stops = storages.start + storages.nbytes
     places = zip(storages.file.tolist(), storages.start.tolist(), stops.tolist(), strict=True)
-    rows = [row for row in range(len(table.names)) if table.storage[row] != ODD]
+    rows = [row for row in range(len(table.names)) if table.storage[row] != IRREGULAR]
     for row, (file_index, start, stop) in zip(rows, places, strict=True):
         kind = kinds[table.kind[row]]
         yield file_index, StoredPart(row, table.names[row], *kind, (start, stop))
 
 
-def _list_odd_parts(tensors: Stored) -> Iterator[tuple[int, StoredPart]]:
+def _list_irregular_parts(tensors: Stored) -> Iterator[tuple[int, StoredPart]]:
     """List the parts of all other tensors, each with the position of its file."""
     files = {file.name: number for number, file in enumerate(tensors.manifest.files)}
     for name, stored in tensors.manifest.tensors.items():
         row = tensors.table.rows[name]
-        whole = tensors.table.odd[row]
+        whole = tensors.table.irregular[row]
         if stored.columns is not None:
             for chunk in whole.chunks:
                 if chunk.box.count:
-                    kind = carried(Kind.plain(whole.dtype, chunk.box.shape))
+                    kind = carried(Kind.whole_of(whole.dtype, chunk.box.shape))
                     storage = chunk.storage
                     span = (storage.start, storage.start + storage.nbytes)
                     yield files[storage.key], StoredPart(row, name, *kind, span)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 
 from holdfast.core.protocols import Description, Source
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.table import IRREGULAR, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, UnknownFormat, located
 from holdfast.formats.index_file import (
@@ -287,18 +287,20 @@ def _headers_table(headers: Sequence[Header], source: Source, places: Places) ->
         kind += array(
             "q", outline if own == [*range(len(own))] else [*map(own.__getitem__, outline)]
         )
-    kinds = [Kind.plain(ROWS[code], shape) for code, shape in positions]
+    kinds = [Kind.whole_of(ROWS[code], shape) for code, shape in positions]
     storages = header_storages(headers, source)
     storage = array(
-        "q", [ODD if isinstance(place, LazyTensor) else place for place in places.values()]
+        "q", [IRREGULAR if isinstance(place, LazyTensor) else place for place in places.values()]
     )
-    odd = {row: place for row, place in enumerate(places.values()) if isinstance(place, LazyTensor)}
+    irregular = {
+        row: place for row, place in enumerate(places.values()) if isinstance(place, LazyTensor)
+    }
     chosen = (
         array("q", [kind[number] for number in storage])
         if kind
         else array("q", bytes(8 * len(storage)))
     )
-    for row, place in odd.items():
+    for row, place in irregular.items():
         chosen[row] = len(kinds)
         kinds.append(Kind.of(place))
-    return Table([*places], kinds, chosen, storage, storages, odd)
+    return Table([*places], kinds, chosen, storage, storages, irregular)

@@ -164,7 +164,7 @@ def describe(source: Source) -> Description:
         notes += _describe_pieces(header, source)
 
     outlines, outline = header.columns.outlines, header.columns.outline
-    kinds = [Kind.plain(ROWS[code], shape) for code, shape in outlines]
+    kinds = [Kind.whole_of(ROWS[code], shape) for code, shape in outlines]
     storages = header_storages([header], source)
     tensors = Table(header.names, kinds, outline, range(len(header.names)), storages, {})
     tree: object = tensors

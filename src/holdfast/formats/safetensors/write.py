@@ -366,13 +366,13 @@ def metadata_problems(state: State, table: Table) -> list[str]:
     ]
     if is_unicode("".join(table.names)) and METADATA not in table.names:
         # What is a range of its storage is no view that could be expanded.
-        found = ((table.names[row], size_problem(table.view(row))) for row in table.single)
+        found = ((table.names[row], size_problem(table.view(row))) for row in table.noncontiguous)
     else:
         found = (
             (
                 name,
                 name_problem(name)
-                or (size_problem(table.view(row)) if row in table.single else None),
+                or (size_problem(table.view(row)) if row in table.noncontiguous else None),
             )
             for row, name in enumerate(table.names)
         )
@@ -397,7 +397,7 @@ def _not_tensors(state: State) -> list[str]:
     leaves = state.leaves
     plain, more = (
         {kind for kind in leaves.kinds if not issubclass(kind, LazyTensor)},
-        {*leaves.odd, *leaves.converted},
+        {*leaves.irregular, *leaves.converted},
     )
 
     def inside(value: object) -> Iterable[tuple[object, object]] | None:

@@ -303,11 +303,11 @@ class PickledRows(Value, frozen=True, eq=False):
     kind: Sequence[int]
     """For each value, a position in `kinds`."""
     storage: Sequence[int]
-    """For each value, the number of its storage; `ODD` for one that is written by itself."""
+    """For each value, the number of its storage; `IRREGULAR` for one that is written by itself."""
     types: frozenset[type]
     """The types of the values."""
     view: Callable[[int], object]
-    """The lazy tensor or composite that is written for an odd row."""
+    """The lazy tensor or composite that is written for an irregular row."""
     described: Callable[[object], object]
     """The value that is written in the place of one that is no row: itself where a pickle can hold it."""
     others: frozenset[type] = frozenset()

@@ -34,7 +34,7 @@ from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import State
 from holdfast.core.runtime import gc_paused
-from holdfast.core.table import ODD, Storages
+from holdfast.core.table import IRREGULAR, Storages
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.engine import saves
 from holdfast.engine.saves import (
@@ -238,7 +238,7 @@ def pickled_rows(state: State) -> PickledRows:
         else set()
     )
     if shared:
-        storage = [ODD if number in shared else number for number in storage]
+        storage = [IRREGULAR if number in shared else number for number in storage]
     others = (
         frozenset(type(value) for value, made in leaves.converted.values() if made is not value)
         - leaves.kinds
@@ -267,7 +267,7 @@ def pickled_records(pickled: TorchPickle, storages: Storages) -> Iterator[tuple[
     payloads = storage_payloads(storages, storages.read_nbytes)
     for record_number, storage_number in enumerate(pickled.sources):
         label = f"data/{record_number}"
-        if storage_number != ODD:
+        if storage_number != IRREGULAR:
             yield label, payloads(storage_number, label)
             continue
         tensor = tensors[record_number]
@@ -288,7 +288,7 @@ def storage_payloads(
         nbytes = all_nbytes[number]
         if 0 < nbytes <= saves.SMALL_NBYTES:
             return SmallRecord(storages, number, nbytes, all_read_nbytes[number])
-        return storages.alone(number, label)
+        return storages.segment(number, label)
 
     return make_payload
 

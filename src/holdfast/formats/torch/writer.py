@@ -18,7 +18,7 @@ Tensors of a table (`PickledRows`) of a kind have the same opcodes, but for the 
 counts. So the opcodes of a kind are made once (`opcodes_of`): bytes, references to globals and texts, and places where the memo
 takes a number.
 
-All others (odd rows, composites, lazy tensors that are parts of a storage) are written opcode by opcode, by the same writer.
+All others (irregular rows, composites, lazy tensors that are parts of a storage) are written opcode by opcode, by the same writer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
-from holdfast.core.table import ODD, Kind
+from holdfast.core.table import IRREGULAR, Kind
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.formats.pickle.writer import (
     LONG_PUT,
@@ -73,8 +73,8 @@ ONE_DIGIT = 10
 
 
 def _own(record: int) -> int:
-    """The key in `_records` of a record that is no storage of the table: a number below `ODD`."""
-    return ODD - 1 - record
+    """The key in `_records` of a record that is no storage of the table: a number below `IRREGULAR`."""
+    return IRREGULAR - 1 - record
 
 
 class TorchPickle(PickleWriter):
@@ -126,10 +126,10 @@ class TorchPickle(PickleWriter):
 
     @property
     def sources(self) -> array[int]:
-        """For each record, the number of a storage of the table; `ODD` for a record of tensors by themselves."""
+        """For each record, the number of a storage of the table; `IRREGULAR` for a record of tensors by themselves."""
         found = array("q", self._records)
         for record in self.storages.records:
-            found[record.number] = ODD
+            found[record.number] = IRREGULAR
         return found
 
     def finish(self) -> bytes:
@@ -179,7 +179,7 @@ class TorchPickle(PickleWriter):
             row = found
             self._come = row + 1
         storage, kind = given.storage[row], self._kinds[given.kind[row]]
-        if storage == ODD or kind is None:
+        if storage == IRREGULAR or kind is None:
             made = given.view(row)
             self.keep(made)
             self._by_itself(made)
@@ -273,7 +273,7 @@ class TorchPickle(PickleWriter):
         if key not in self._alike:
             plain = chunk.strides == c_strides(shape, bits)
             self._alike[key] = (
-                pickled.opcodes_of(Kind.plain(dtype, shape, traits, location=storage.location))
+                pickled.opcodes_of(Kind.whole_of(dtype, shape, traits, location=storage.location))
                 if plain
                 else None
             )

@@ -63,7 +63,7 @@ class RecordBytes(Protocol):
     def read(self, numbers: Sequence[int]) -> Sequence[bytes | memoryview]:
         """The bytes of records of these numbers, all of them together."""
 
-    def alone(self, number: int, label: str) -> bytes | Data | Memory:
+    def segment(self, number: int, label: str) -> bytes | Data | Memory:
         """The bytes of one record under a label, where they lie."""
 
 

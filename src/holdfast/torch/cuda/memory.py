@@ -351,7 +351,7 @@ class GpuStorages:
                 pieces.update(zip(own, self._fetch(device, own), strict=True))
         return [pieces[number] for number in numbers]
 
-    def alone(self, number: int, label: str) -> Data:
+    def segment(self, number: int, label: str) -> Data:
         """The bytes of one storage, read in blocks."""
         return Data(self._source.bytes_of(self._tensors[number].untyped_storage(), label), label)
 

@@ -28,7 +28,7 @@ from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.match import Met, match, meet
 from holdfast.core.sharing import identity
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.table import IRREGULAR, Kind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path
 from holdfast.core.value import Value, replace
@@ -178,7 +178,7 @@ class Match(Value, Generic[PlaceT], eq=False):
     places: Sequence[PlaceT]
     name: str
     row: int
-    """The row of the checkpoint's table; `ODD` where there is only `other`."""
+    """The row of the checkpoint's table; `IRREGULAR` where there is only `other`."""
     exact: bool
     """Whether the places are dense and take the row as it is."""
     other: LazyTensor | Composite | None = None
@@ -249,7 +249,7 @@ def match_places(
             place = places[number]
             offer = rules.look(place)
             return (
-                Match(number, (place,), offer[0], ODD, False, offer[1])
+                Match(number, (place,), offer[0], IRREGULAR, False, offer[1])
                 if isinstance(offer, tuple)
                 else offer
             )
@@ -366,7 +366,7 @@ def meet_places(
 
     `fresh` tensors, by the numbers of matches, are filled instead of the places, and take rows as they are.
     """
-    table = names.table.located([one.row for one in matches if one.row != ODD])
+    table = names.table.located([one.row for one in matches if one.row != IRREGULAR])
     given: dict[int, LazyTensor] = {}
     boxes: list[list[Box] | None] = [None] * len(matches)
     targets: dict[int, Sequence[tuple[Box, torch.Tensor]]] = {}
@@ -376,7 +376,9 @@ def meet_places(
             given[pair] = shaped(one, table, rules.kind(one.places[0])[1])
             boxes[pair] = [box for box, _ in targets[pair]]
     met = meet(table, [one.row for one in matches], boxes, given)
-    rows = [matches[pair].row if at not in met.parts else ODD for at, pair in enumerate(met.pairs)]
+    rows = [
+        matches[pair].row if at not in met.parts else IRREGULAR for at, pair in enumerate(met.pairs)
+    ]
     whole = [fresh[one.number] if one.number in fresh else one.places[0].tensor for one in matches]
     tensors = [
         targets[pair][box][1] if pair in targets else whole[pair]

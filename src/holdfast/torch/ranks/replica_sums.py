@@ -18,7 +18,7 @@ import torch
 
 from holdfast.core.crc import crc32_each
 from holdfast.core.documents import write_document
-from holdfast.core.table import ODD, Table
+from holdfast.core.table import IRREGULAR, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import contiguous_blocks
 from holdfast.engine.digest import tensor_crcs
@@ -47,7 +47,9 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
     # Rows that are all of their storages, and short, are read together, from wherever they are.
     short = [kind.whole and 0 < kind.nbytes <= SMALL_ROW_NBYTES for kind in table.kinds]
     small = [
-        row for row, kind in enumerate(table.kind) if table.storage[row] != ODD and short[kind]
+        row
+        for row, kind in enumerate(table.kind)
+        if table.storage[row] != IRREGULAR and short[kind]
     ]
     others = table.names
     if small:

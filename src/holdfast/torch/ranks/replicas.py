@@ -39,7 +39,7 @@ from holdfast.core.documents import (
     write_document,
 )
 from holdfast.core.group import SHARES, Ranks, check_same, say_ranks, telling, together
-from holdfast.core.table import ODD
+from holdfast.core.table import IRREGULAR
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import damage
@@ -168,7 +168,7 @@ def offer(
 
 def _place(fills: Fills, at: int) -> tuple[str, int]:
     """Where a fill lies in its file: neighbours are dealt together, so that a rank reads few gaps."""
-    if (row := fills.rows[at]) != ODD:
+    if (row := fills.rows[at]) != IRREGULAR:
         storages, number = files_of(fills.table), fills.table.storage[row]
         return storages.files[storages.file_of(number)].key, storages.start_of(number)
     chunk = min(

@@ -22,7 +22,7 @@ from holdfast.core.arrays import Ints, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.protocols import Request, Store, by_source
-from holdfast.core.table import ODD, Kind, Storages, Table
+from holdfast.core.table import IRREGULAR, Kind, Storages, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import mapped_children, name_at, walk
 from holdfast.core.value import Value, replace
@@ -129,7 +129,7 @@ def stage(
     nbytes = table.storages.nbytes[numbers]
     starts = (nbytes + -nbytes % ALIGNMENT).cumsum() - nbytes - -nbytes % ALIGNMENT
     total = int(starts[-1] + nbytes[-1]) if len(numbers) else 0
-    apart = {row: table.view(row) for row in table.apart}
+    apart = {row: table.view(row) for row in table.not_whole}
     pieces = pieces_of(apart.values())
     tensors, places = [*pieces.values()], list[int]()
     for tensor in tensors:
@@ -172,7 +172,7 @@ def stage(
         kind[row] = len(kinds)
         kinds.append(Kind.of(tensor))
     storage = np.searchsorted(numbers, storage)
-    storage[[*apart]] = ODD
+    storage[[*apart]] = IRREGULAR
     copied = Table(
         table.names, kinds, kind, storage.tolist(), RoomStorages(room, starts, nbytes), made
     )
@@ -182,7 +182,7 @@ def stage(
 def _each_storage(table: Table) -> tuple[Ints, Ints, Ints]:
     """The storages that a row of a table is all of, ascending, and the first such row of each; and the storage of each row."""
     storage, whole = np.fromiter(table.storage, np.int64, len(table)), np.ones(len(table), np.bool_)
-    whole[[*table.apart]] = False
+    whole[[*table.not_whole]] = False
     plain = whole.nonzero()[0]
     numbers, first = np.unique(storage[plain], return_index=True)
     return numbers, plain[first], storage
@@ -258,7 +258,7 @@ class RoomStorages:
         each = zip(self.read(numbers), starts, nbytes, strict=True)
         return [piece[start : start + count] for piece, start, count in each]
 
-    def alone(self, number: int, label: str) -> bytes | Memory:
+    def segment(self, number: int, label: str) -> bytes | Memory:
         """The bytes of one storage, where they lie."""
         (piece,) = self.read([number])
         return Memory(piece, label, self._room) if len(piece) else b""
@@ -369,12 +369,14 @@ writes them: training then goes on without waiting for any other rank. Beyond th
 def little_in_common(table: Table) -> bool:
     """Whether a rank has few tensors whole, which the others may have as well."""
     plain = int(
-        table.nbytes_of([row for row, number in enumerate(table.storage) if number != ODD]).sum()
+        table.nbytes_of(
+            [row for row, number in enumerate(table.storage) if number != IRREGULAR]
+        ).sum()
     )
-    odd = table.odd.values()
+    irregular = table.irregular.values()
     sizes = [
         (tensor.nbytes, sum(tensor.dtype.nbytes(chunk.box.count) for chunk in tensor.chunks))
-        for tensor in odd
+        for tensor in irregular
     ]
     whole = plain + sum(nbytes for nbytes, here in sizes if here == nbytes)
     return whole <= max(COMMON_NBYTES, COMMON_SHARE * (plain + sum(here for _, here in sizes)))

@@ -29,7 +29,7 @@ from holdfast.core.dtype import WIDEST_NBYTES, DType
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import gc_paused
 from holdfast.core.sharing import SpanGroup, check_expansion, disjoint_groups, shared_rows
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.table import IRREGULAR, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages, tabulate
@@ -42,7 +42,7 @@ from holdfast.torch.tensors.from_lazy import BYTES, tensor_from_array, torch_dty
 from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.tree import lazy_tensors
 from holdfast.verbs.shared.rejoin import rejoin
-from holdfast.verbs.shared.state import flat_state, with_odd
+from holdfast.verbs.shared.state import flat_state, with_irregular
 
 
 class Want(Value, frozen=True):
@@ -202,7 +202,7 @@ def fresh_kinds(
     counts, file = Counter(numbers), storages.file
     return [
         kinds[table.kind[row]]
-        if number != ODD and counts[number] == 1 and suited[file[number]]
+        if number != IRREGULAR and counts[number] == 1 and suited[file[number]]
         else None
         for row, number in zip(rows, numbers, strict=True)
     ]
@@ -390,7 +390,7 @@ def plan_regions(tensors: Mapping[str, LazyTensor], *, keep_expanded: bool = Fal
         for region in _regions(members, storage, originals=tensors, notes=regions.notes):
             regions.by_name.update(dict.fromkeys(region.views, region))
     regions.ties = {names[row]: names[first] for row, first in shared.ties().items()}
-    for row in table.apart if keep_expanded else ():
+    for row in table.not_whole if keep_expanded else ():
         tensor = table.view(row)
         if names[row] not in regions.by_name and _viewable(tensor):
             (chunk,) = tensor.chunks
@@ -429,7 +429,7 @@ def _rejoined(table: Table, notes: list[str]) -> Table:
         return table
     rejoined = rejoin(flat_state(table.select(rows), {}), table.view(rows[0]).source.limits)
     notes += [note.replace("written apart", "read apart") for note in rejoined.notes]
-    return with_odd(table, dict(zip(rows, rejoined.state.tensors.values(), strict=True)))
+    return with_irregular(table, dict(zip(rows, rejoined.state.tensors.values(), strict=True)))
 
 
 def _viewable(tensor: LazyTensor) -> bool:

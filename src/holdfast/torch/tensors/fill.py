@@ -21,7 +21,7 @@ import torch
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import repeats
 from holdfast.core.protocols import Request, Source, by_source
-from holdfast.core.table import ODD, Table
+from holdfast.core.table import IRREGULAR, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Checks, damage, whole_storages
@@ -59,7 +59,7 @@ class Fills(Value, frozen=True, eq=False):
 
     table: Table
     rows: Sequence[int]
-    """The row of each, which is one range of a file and fills a dense target; `ODD` for what is in `lazies`."""
+    """The row of each, which is one range of a file and fills a dense target; `IRREGULAR` for what is in `lazies`."""
     lazies: Mapping[int, LazyTensor]
     """Lazy tensors by position: cut, cast or strided, in several pieces or in none."""
     targets: Sequence[torch.Tensor]
@@ -70,7 +70,7 @@ class Fills(Value, frozen=True, eq=False):
     def lazy(self, position: int) -> LazyTensor:
         return (
             self.lazies[position]
-            if self.rows[position] == ODD
+            if self.rows[position] == IRREGULAR
             else self.table.view(self.rows[position])
         )
 
@@ -78,7 +78,7 @@ class Fills(Value, frozen=True, eq=False):
     def nbytes(self) -> Ints:
         lengths, kind = [kind.nbytes for kind in self.table.kinds], self.table.kind
         found = [
-            lengths[kind[row]] if row != ODD else self.lazies[position].nbytes
+            lengths[kind[row]] if row != IRREGULAR else self.lazies[position].nbytes
             for position, row in enumerate(self.rows)
         ]
         return np.array(found, np.int64)
@@ -108,7 +108,7 @@ class Fills(Value, frozen=True, eq=False):
     def with_more(self, more: Sequence[Fill]) -> Fills:
         lazies = {len(self) + at: one.lazy for at, one in enumerate(more)}
         rows, targets = (
-            [*self.rows, *[ODD] * len(more)],
+            [*self.rows, *[IRREGULAR] * len(more)],
             [*self.targets, *(one.target for one in more)],
         )
         return Fills(self.table, rows, {**self.lazies, **lazies}, targets)
@@ -134,7 +134,7 @@ NO_FILLS = Fills(Table((), (), (), (), NO_FILES, {}), (), {}, ())
 
 
 def files_of(table: Table) -> FileStorages:
-    """The files of a table that was opened; rows elsewhere are odd."""
+    """The files of a table that was opened; rows elsewhere are irregular."""
     assert isinstance(table.storages, FileStorages)
     return table.storages
 
@@ -200,7 +200,7 @@ def fill(
     fills = wanted if isinstance(wanted, Fills) else NO_FILLS.with_more(wanted)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         later = overlapping(fills)
-        rows = [at for at, row in enumerate(fills.rows) if row != ODD and at not in later]
+        rows = [at for at, row in enumerate(fills.rows) if row != IRREGULAR and at not in later]
         direct, on_gpu, staged = list[Fill](), list[Fill](), list[Fill]()
         if fills.lazies:
             direct, on_gpu, staged = _sorted_out(

@@ -98,12 +98,12 @@ class TensorStorages:
         addresses, _ = self._places([*numbers])
         return memories_at([*map(add, addresses, starts)], [*nbytes])
 
-    def alone(self, number: int, label: str) -> Memory | Data | bytes:
+    def segment(self, number: int, label: str) -> Memory | Data | bytes:
         ((address,), (nbytes,)) = self._places([number])
         if not nbytes:
             return b""
         if self._gpus is not None and number in self._on_gpu:
-            return self._gpus.alone(number, label)
+            return self._gpus.segment(number, label)
         return Memory(memory_at(address, nbytes), label, self._storages[number])
 
     def _places(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:

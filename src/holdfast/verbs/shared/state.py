@@ -29,7 +29,7 @@ from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
 from holdfast.core.registry import find_hook
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.table import IRREGULAR, Kind, Table
 from holdfast.core.tensor import PLAIN, Composite, LazyTensor
 from holdfast.core.tree import MOST_CALLS, Path, Way, mapped_children, rebuild, rebuilt, values_of
 from holdfast.core.value import Value, replace
@@ -111,7 +111,7 @@ def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[
     """Sentences about what is not kept of leaves that are no plain tensors; `others` are the rows of such tensors."""
     unkept = find_hook("unkept")
     unkept_names: dict[str, list[str]] = {}
-    odd = [(row, table.names[row], leaves.values[row]) for row in others]
+    irregular = [(row, table.names[row], leaves.values[row]) for row in others]
     for name, value in leaves.places:
         made = leaves.described(value)
         first = (
@@ -119,9 +119,9 @@ def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[
             if isinstance(made, Composite)
             else name
         )
-        odd.append((table.rows.get(first, 0), name, value))
+        irregular.append((table.rows.get(first, 0), name, value))
     seen: set[int] = set()
-    for _, name, value in sorted(odd, key=lambda one: one[0]):
+    for _, name, value in sorted(irregular, key=lambda one: one[0]):
         for what in unkept(value) if id(value) not in seen else ():
             unkept_names.setdefault(what, []).append(name)
         seen.add(id(value))
@@ -249,7 +249,7 @@ class _Describing:
             if isinstance(lazy, Composite):
                 wholes[row] = lazy
             elif isinstance(lazy, LazyTensor):
-                self.others[row] = leaves.odd[id(value)] = lazy
+                self.others[row] = leaves.irregular[id(value)] = lazy
         leaves.refuse()
         if not wholes:
             return parts
@@ -272,7 +272,7 @@ class _Describing:
         lazy = tabulate_lazy([self.others[row] for row in others])
         parts.append(replace(lazy, rows=[others[at] for at in lazy.rows]))
         kinds: list[Kind] = []
-        kind, storage = [0] * len(names), [ODD] * len(names)
+        kind, storage = [0] * len(names), [IRREGULAR] * len(names)
         offsets: dict[int, int] = {}
         for part, numbers in zip(parts, self._numbers(parts), strict=True):
             first = len(kinds)
@@ -280,13 +280,13 @@ class _Describing:
             for row, one, number in zip(part.rows, part.kind, part.storage, strict=True):
                 kind[row], storage[row] = first + one, numbers[number]
             offsets |= {part.rows[at]: offset for at, offset in part.offsets.items()}
-        odd: dict[int, LazyTensor] = {}
+        irregular: dict[int, LazyTensor] = {}
         for row in others:
-            if storage[row] == ODD:
-                odd[row], kind[row] = self.others[row].renamed(names[row]), len(kinds)
-                kinds.append(Kind.of(odd[row]))
+            if storage[row] == IRREGULAR:
+                irregular[row], kind[row] = self.others[row].renamed(names[row]), len(kinds)
+                kinds.append(Kind.of(irregular[row]))
         storages = StateStorages([part.storages for part in parts], self._views(leaves, storage))
-        return Table(names, kinds, kind, storage, storages, odd, offsets=offsets)
+        return Table(names, kinds, kind, storage, storages, irregular, offsets=offsets)
 
     def _views(self, leaves: Leaves, storage: Sequence[int]) -> ViewMaker:
         """Return a function that makes lazy tensors over storages with these numbers, one a row."""
@@ -483,12 +483,12 @@ def are_marked(table: Table) -> bool:
     return any(one is not PLAIN and is_marked(one) for one in traits)
 
 
-def with_odd(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
+def with_irregular(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
     if not tensors:
         return table
     kinds, kind, storage = [*table.kinds], [*table.kind], [*table.storage]
     for row, tensor in tensors.items():
-        kind[row], storage[row] = len(kinds), ODD
+        kind[row], storage[row] = len(kinds), IRREGULAR
         kinds.append(Kind.of(tensor))
     return Table(
         table.names,
@@ -496,7 +496,7 @@ def with_odd(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
         kind,
         storage,
         table.storages,
-        {**table.odd, **tensors},
+        {**table.irregular, **tensors},
         offsets=table.offsets,
     )
 

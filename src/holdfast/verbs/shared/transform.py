@@ -37,7 +37,7 @@ from holdfast.core.order import natural
 from holdfast.core.patterns import matcher, meant, rename_problems, renamed, unmatched
 from holdfast.core.protocols import State
 from holdfast.core.sharing import View, identity, tied
-from holdfast.core.table import ODD, Kind, Table, is_inside
+from holdfast.core.table import IRREGULAR, Kind, Table, is_inside
 from holdfast.core.tensor import AliasView, Composite, LazyTensor
 from holdfast.core.tree import (
     MOST_LEAVES,
@@ -45,7 +45,6 @@ from holdfast.core.tree import (
     dotted,
     entered,
     leaf_children,
-    leaf_names,
     leaf_paths,
     name_at,
     nested,
@@ -63,7 +62,7 @@ from holdfast.engine.targets.parts import Findings
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.numeric.cast import OUTCOMES, cast, count_losses_each, largest
 from holdfast.verbs.brief import root_global
-from holdfast.verbs.shared.state import flat_state, with_odd, with_table, with_tree
+from holdfast.verbs.shared.state import flat_state, with_irregular, with_table, with_tree
 
 SHOWN, SHOWN_CHARACTERS = 3, 80
 """Tensors that a note names, and characters of a name."""
@@ -272,7 +271,7 @@ def _dequantized(state: State) -> State:
     """The state with the numbers that quantised blocks stand for. Blocks that cannot be decoded stay: they may be dropped yet."""
     decoded, table = Dequantized(), state.tensors
     found = {row: decoded.numbers(table.view(row)) for row in _in_blocks(table)}
-    return with_table(state, with_odd(table, found))
+    return with_table(state, with_irregular(table, found))
 
 
 def _in_blocks(table: Table) -> list[int]:
@@ -305,7 +304,7 @@ def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
     problems += rename_problems(edits.rename)
     if problems:
         return tree
-    names = leaf_names(tree)
+    names = [dotted(path) for path, _ in leaf_paths(tree)]
     for pattern in unmatched((*edits.keep, *edits.drop, *(old for old, _ in edits.rename)), names):
         near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
         problems.append(
@@ -369,7 +368,7 @@ def _inside(value: object) -> Iterable[tuple[object, object]] | None:
 
 
 class Rebuilding:
-    """Makes a tree again with some of its leaves elsewhere or nowhere; `names` are theirs in the order of `leaf_names`."""
+    """Makes a tree again with some of its leaves elsewhere or nowhere; `names` are theirs in the order of `leaf_paths`."""
 
     def __init__(
         self, names: Sequence[str], new: Sequence[str | None], problems: list[str]
@@ -515,7 +514,7 @@ def cast_table(table: Table, new_dtypes: Mapping[int, DType], losses: dict[DType
     originals: list[LazyTensor] = []
     cast_numbers: list[int] = []
     kinds, kind, storage = [*table.kinds], [*table.kind], [*table.storage]
-    offsets, odd = dict(table.offsets), dict(table.odd)
+    offsets, irregular = dict(table.offsets), dict(table.irregular)
     storage_of: dict[tuple[Storage | View, DType], int] = {}
     kind_numbers: dict[Kind, int] = {}
 
@@ -531,8 +530,8 @@ def cast_table(table: Table, new_dtypes: Mapping[int, DType], losses: dict[DType
             traits = replace(traits, alias=alias)
         losses.setdefault(dtype, Losses())
         if traits.meta:
-            odd[row] = replace(tensor, dtype=dtype, traits=traits)
-            new_kind = Kind.of(odd[row])
+            irregular[row] = replace(tensor, dtype=dtype, traits=traits)
+            new_kind = Kind.of(irregular[row])
         else:
             key, original, (offset, *strides) = _origin(tensor, mixed)
             if original is tensor:
@@ -552,7 +551,7 @@ def cast_table(table: Table, new_dtypes: Mapping[int, DType], losses: dict[DType
                 inside=is_inside(offset, dtype.nbytes(tensor.size), nbytes),
             )
             storage[row] = storage_of[key, dtype]
-            odd.pop(row, None)
+            irregular.pop(row, None)
             offsets.pop(row, None)
             if offset:
                 offsets[row] = offset
@@ -563,15 +562,15 @@ def cast_table(table: Table, new_dtypes: Mapping[int, DType], losses: dict[DType
 
     elementwise = [_make_cast(*dtypes, losses) for dtypes in casts]
     storages = ComputedStorages(table.storages, elementwise, cast_numbers, originals)
-    return Table(table.names, kinds, kind, storage, storages, odd, offsets=offsets)
+    return Table(table.names, kinds, kind, storage, storages, irregular, offsets=offsets)
 
 
 def _rows_beside(table: Table, rows: Iterable[int]) -> list[int]:
-    """Return these rows, those of the same storages, and odd rows, which may lie in these storages as well."""
+    """Return these rows, those of the same storages, and irregular rows, which may lie in these storages as well."""
     numbers = np.array(table.storage, np.int64)
     is_touched = np.zeros(len(table.storages.nbytes) + 1, np.bool_)
     is_touched[numbers[[*rows]]] = True
-    is_touched[ODD] = True  # the last one, which no storage has
+    is_touched[IRREGULAR] = True  # the last one, which no storage has
     return np.flatnonzero(is_touched[numbers]).tolist()
 
 
