@@ -141,11 +141,11 @@ def as_written(table: Table) -> Table:
     numbers, kind = np.array(table.storage, np.int64), np.array(table.kind, np.int64)
     rows = np.flatnonzero(numbers != IRREGULAR)
     held = numbers[rows]
-    apart = np.array(
+    has_alias = np.array(
         [one.traits.alias is not None or one.traits.meta for one in table.kinds], np.bool_
     )
     local = np.array([_is_local(place) for place in storages.files], np.bool_)
-    left = apart[kind[rows]] | ~local[storages.file[held]]
+    left = has_alias[kind[rows]] | ~local[storages.file[held]]
     taken = np.zeros(len(storages), np.bool_)
     taken[held[left]] = True
     if table.irregular:
@@ -252,19 +252,21 @@ def segments(
     *,
     stops: Ints,
 ) -> list[Segment]:
-    """The bytes of rows that follow each other in a file: small plain ones together, a few megabytes a segment. `nbytes` are those
+    """Return the bytes of rows that follow each other in a file.
+
+    Small contiguous rows are together, a few megabytes a segment. `nbytes` are those
     of these rows, `stops` their sums up to each. `hashing` says by name which are hashed, and how."""
     found: list[Segment] = []
-    kind, single = table.kind, table.noncontiguous
+    kind, noncontiguous = table.kind, table.noncontiguous
     long = {number for number, one in enumerate(table.kinds) if one.nbytes > saves.SMALL_NBYTES}
-    alone = (
-        [at for at, row in enumerate(rows) if kind[row] in long or row in single]
-        if long or single
+    separate = (
+        [at for at, row in enumerate(rows) if kind[row] in long or row in noncontiguous]
+        if long or noncontiguous
         else []
     )
-    apart = {*alone}
-    for first, stop in segment_runs(alone, stops):
-        if first in apart:
+    separate_positions = {*separate}
+    for first, stop in segment_runs(separate, stops):
+        if first in separate_positions:
             name = table.names[rows[first]]
             one = segment_of(
                 table, rows[first], labels[first], hashing.get(name, "") if hashing else ""
@@ -285,24 +287,24 @@ def segments(
     return found
 
 
-def segment_runs(alone: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that are one segment: each that is alone, and between them a few megabytes or `TOGETHER` at a time."""
+def segment_runs(separate: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows that are one segment: each separate row, and between them a few megabytes or `TOGETHER`."""
     first = 0
-    for single in [*alone, len(stops)]:
-        while first < single:
+    for position in [*separate, len(stops)]:
+        while first < position:
             before = int(stops[first - 1]) if first else 0
             # Up to the first one that passes the size, and with it.
             stop = (
                 bisect_left(
-                    stops, before + saves.BLOCK_NBYTES, first, min(first + TOGETHER, single) - 1
+                    stops, before + saves.BLOCK_NBYTES, first, min(first + TOGETHER, position) - 1
                 )
                 + 1
             )
             yield first, stop
             first = stop
-        if single < len(stops):
-            yield single, single + 1
-            first = single + 1
+        if position < len(stops):
+            yield position, position + 1
+            first = position + 1
 
 
 def _gathered(

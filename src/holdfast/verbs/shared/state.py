@@ -111,7 +111,7 @@ def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[
     """Sentences about what is not kept of leaves that are no plain tensors; `others` are the rows of such tensors."""
     unkept = find_hook("unkept")
     unkept_names: dict[str, list[str]] = {}
-    irregular = [(row, table.names[row], leaves.values[row]) for row in others]
+    described_rows = [(row, table.names[row], leaves.values[row]) for row in others]
     for name, value in leaves.places:
         made = leaves.described(value)
         first = (
@@ -119,9 +119,9 @@ def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[
             if isinstance(made, Composite)
             else name
         )
-        irregular.append((table.rows.get(first, 0), name, value))
+        described_rows.append((table.rows.get(first, 0), name, value))
     seen: set[int] = set()
-    for _, name, value in sorted(irregular, key=lambda one: one[0]):
+    for _, name, value in sorted(described_rows, key=lambda one: one[0]):
         for what in unkept(value) if id(value) not in seen else ():
             unkept_names.setdefault(what, []).append(name)
         seen.add(id(value))
