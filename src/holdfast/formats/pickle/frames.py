@@ -11,26 +11,10 @@ A file with `peek` differs again: frames that its own buffer holds whole are rea
 
 from __future__ import annotations
 
-STOP, FRAME = 0x2E, 0x95
+from holdfast.formats.pickle.payloads import COUNTED, FIXED, FRAME, LINES, STOP
 
-FIXED_NBYTES = {
-    0x80: 1, 0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8,  # PROTO, BININT1, BININT2, BININT, BINFLOAT
-    0x68: 1, 0x6A: 4, 0x71: 1, 0x72: 4,  # BINGET, LONG_BINGET, BINPUT, LONG_BINPUT
-    0x82: 1, 0x83: 2, 0x84: 4,  # EXT1, EXT2, EXT4
-}  # fmt: skip
-"""The length of the argument of an opcode, if it is always the same."""
-
-LENGTH_NBYTES = {
-    0x58: 4, 0x8C: 1, 0x8D: 8,  # BINUNICODE, SHORT_BINUNICODE, BINUNICODE8
-    0x54: 4, 0x55: 1, 0x8A: 1, 0x8B: 4,  # BINSTRING, SHORT_BINSTRING, LONG1, LONG4
-}  # fmt: skip
-"""The bytes of the length that stands before an argument."""
-
-COPIED_LENGTH_NBYTES = {0x42: 4, 0x43: 1, 0x8E: 8, 0x96: 8}
-"""The same for BINBYTES, SHORT_BINBYTES, BINBYTES8 and BYTEARRAY8, whose argument drops nothing."""
-
-LINES = {**dict.fromkeys(b"ILFSVgpP", 1), **dict.fromkeys(b"ci", 2)}
-"""The number of lines that are the argument of an opcode."""
+COPIED = frozenset(b"BC\x8e\x96")
+"""BINBYTES, SHORT_BINBYTES, BINBYTES8 and BYTEARRAY8, whose argument drops nothing."""
 
 
 def read_like_c_unpickler(data: bytes) -> tuple[bytes, int]:
@@ -43,12 +27,12 @@ def read_like_c_unpickler(data: bytes) -> tuple[bytes, int]:
             break
         if opcode == FRAME:
             reading.enter_frame()
-        elif opcode in LENGTH_NBYTES:
-            reading.take(reading.take_number(LENGTH_NBYTES[opcode]))
-        elif opcode in COPIED_LENGTH_NBYTES:
-            reading.copy(reading.take_number(COPIED_LENGTH_NBYTES[opcode]))
+        elif opcode in COPIED:
+            reading.copy(reading.take_number(COUNTED[opcode]))
+        elif opcode in COUNTED:
+            reading.take(reading.take_number(COUNTED[opcode]))
         else:
-            reading.take(FIXED_NBYTES.get(opcode, 0))
+            reading.take(FIXED.get(opcode, 0))
             for _ in range(LINES.get(opcode, 0)):
                 reading.take_line()
     return reading.used_bytes(), min(reading.buffer_stop, len(data))

@@ -32,10 +32,10 @@ from msgspec import field
 from torch.serialization import _serialization_tls as local
 from torch.utils.serialization import config
 
-from holdfast.core.runtime import gc_paused
+from holdfast.core.runtime import gc_paused, memory_at
 from holdfast.engine.saves import Data, FilePlan, Hole, Literal, Memory, SavePlan, Segment
 from holdfast.engine.stream import write_stream
-from holdfast.errors import NotCommitted, NotSaved, Refused
+from holdfast.errors import NotCommitted, NotSaved, Refused, Unsupported
 from holdfast.formats.torch.write import lay_out_container, storage_payloads
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload, Records
 from holdfast.stores.paths import check_binary, found_path
@@ -43,7 +43,6 @@ from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL, MAGIC_NUMBER, PROTOCOL_VERSION
 from holdfast.torch.tensors.storages import TensorStorages
-from holdfast.torch.tensors.to_lazy import storage_memory
 from holdfast.verbs.shared.planned import Writing, write_plan
 
 SMALL_NBYTES = 4096
@@ -204,8 +203,13 @@ def _payload(
         return Data(gpus.bytes_of(storage, label), label)
     if kind != "cpu":
         storage = storage.cpu()
-    content = storage_memory(storage)
-    return bytes(content) if len(content) <= SMALL_NBYTES else Memory(content, label, storage)
+    nbytes, address = storage.nbytes(), storage.data_ptr()
+    if not nbytes:
+        return b""
+    if not address:
+        raise Unsupported("a tensor without memory of its own (a fake one?) has nothing to save")
+    content = memory_at(address, nbytes)
+    return bytes(content) if nbytes <= SMALL_NBYTES else Memory(content, label, storage)
 
 
 TYPE_SIZES = {

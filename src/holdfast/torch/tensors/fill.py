@@ -3,8 +3,8 @@
 1. A row is one range of a file and is read as it is: to an address (engine/ranges.py), or to a GPU. No object is made for it.
 2. A lazy tensor has parts, strides or a box. For a target on the CPU with the dtype of the file, the engine reads it into place.
 3. A target on a GPU is filled through blocks of page-locked memory, by many readers and the GPU's own copies (cuda/load.py).
-4. Everything else (another dtype, another device, a target that overlaps one before it) goes through two blocks of scratch memory:
-   while one block is cast and copied, the other one is read into.
+4. Everything else (another dtype, another device, a target that overlaps one before it) is read into scratch memory, and cast and
+   copied from there.
 
 Checksums are compared in all of them. A damaged tensor is named, with its file and offset.
 """
@@ -29,15 +29,14 @@ from holdfast.engine.coalesce import RECORDS, Ranges
 from holdfast.engine.files import NO_FILES, FileStorages
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
 from holdfast.engine.source import OpenSource
-from holdfast.engine.threads import BackgroundCall
 from holdfast.errors import BadTarget, Corrupted
 from holdfast.torch.cuda.load import load_fills
 from holdfast.torch.cuda.plan import ByteKind, DeviceRows
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
 from holdfast.torch.tensors.scratch import CastLosses, Fill, ScratchPiece, copy_values, parts_of
 
-SCRATCH_NBYTES = 64 << 20
-"""Bytes of both blocks together."""
+SCRATCH_NBYTES = 32 << 20
+"""The size of the scratch memory."""
 
 ALIGNMENT = 64
 """Pieces in a block begin at multiples of this, so that any dtype can look at them and copies run at full speed."""
@@ -182,7 +181,7 @@ def _damaged(table: Table, rows: Sequence[int], number: int, found: int) -> Corr
 
 
 ScratchBatch = list[tuple[ScratchPiece, torch.Tensor]]
-"""Pieces that are in a block together, and the memory of each."""
+"""Pieces that are in scratch memory together, and the memory of each."""
 
 
 def fill(
@@ -356,37 +355,35 @@ def _read_through_scratch(fills: list[Fill], progress: Progress | None, losses: 
     fills_of: dict[Source, list[Fill]] = {}
     for one in fills:
         fills_of.setdefault(one.lazy.source, []).append(one)
-    blocks = Blocks()
+    memory = torch.empty(SCRATCH_NBYTES, dtype=torch.uint8, device="cpu")
     for source, members in fills_of.items():
         verify = isinstance(source, OpenSource) and source.verify
         checks = Checks(
             whole_storages([Request(one.lazy, NO_ARRAY) for one in members]) if verify else {}
         )
-        before: ScratchBatch | None = None
-        pieces = (part for one in members for part in parts_of(one, blocks.nbytes))
-        for parts in batches(pieces, blocks.nbytes, lambda part: _room(part.lazy)):
-            batch = blocks.hold(parts)
-            # A thread that has the engine read; this one casts and copies meanwhile, with all of torch's threads.
+        pieces = (part for one in members for part in parts_of(one, SCRATCH_NBYTES))
+        for parts in batches(pieces, SCRATCH_NBYTES, lambda part: _room(part.lazy)):
+            batch = _place(parts, memory)
             requests = [
                 Request(part.lazy, array_of(value, part.lazy.dtype)) for part, value in batch
             ]
-            with BackgroundCall(
-                partial(_read, source, requests, checks), name="holdfast-fill"
-            ) as reading:
-                if before is not None:
-                    _put(before, progress, losses)
-                reading.result()
-            before = batch
-        if before is not None:
-            _put(before, progress, losses)
+            if isinstance(source, OpenSource):
+                source.read_boxes(requests, checks)
+            else:
+                source.read(requests)
+            _put(batch, progress, losses)
         checks.finish()
 
 
-def _read(source: Source, requests: list[Request], checks: Checks) -> None:
-    if isinstance(source, OpenSource):
-        source.read_boxes(requests, checks)
-    else:
-        source.read(requests)
+def _place(parts: list[ScratchPiece], memory: torch.Tensor) -> ScratchBatch:
+    """Give each piece its place in the scratch memory."""
+    batch, start = [], 0
+    for part in parts:
+        nbytes = part.lazy.size * part.lazy.dtype.numpy.itemsize
+        elements = memory[start : start + nbytes].view(torch_dtype(part.lazy.dtype))
+        batch.append((part, elements.view(part.lazy.shape)))
+        start += _room(part.lazy)
+    return batch
 
 
 def batches(items: Iterable[T], most: int, nbytes: Callable[[T], int]) -> Iterator[list[T]]:
@@ -416,22 +413,3 @@ def _put(batch: ScratchBatch, progress: Progress | None, losses: CastLosses) -> 
         losses.add(part.lazy.name, value, part.target)
     if progress is not None:
         progress(sum(part.lazy.nbytes for part, _ in batch))
-
-
-class Blocks:
-    def __init__(self) -> None:
-        self.nbytes = SCRATCH_NBYTES // 2
-        self._memory: list[torch.Tensor] = []
-        self._turn = 1
-
-    def hold(self, parts: list[ScratchPiece]) -> ScratchBatch:
-        self._turn = 1 - self._turn
-        if len(self._memory) <= self._turn:
-            self._memory.append(torch.empty(self.nbytes, dtype=torch.uint8, device="cpu"))
-        batch, at = [], 0
-        for part in parts:
-            nbytes = part.lazy.size * part.lazy.dtype.numpy.itemsize
-            flat = self._memory[self._turn][at : at + nbytes]
-            batch.append((part, flat.view(torch_dtype(part.lazy.dtype)).view(part.lazy.shape)))
-            at += _room(part.lazy)
-        return batch

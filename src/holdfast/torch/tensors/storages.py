@@ -1,7 +1,4 @@
-"""The properties of very many tensors, read in columns: dtypes of all, then shapes of all, then storages of all.
-
-A property of a tensor takes 50 to 100 ns where one call reads it of all of them, and twice that from a line of Python. A dozen
-properties of fifty thousand tensors take 50 ms.
+"""Plain tensors as rows of a table, and the bytes of their storages.
 
 *Plain* is a tensor or Parameter of exactly these classes in memory or on a GPU, strided, without attributes or hooks, and of a
 dtype that is not quantised. Others are left out.
@@ -9,10 +6,8 @@ dtype that is not quantised. Others are left out.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import compress, count, repeat
 from operator import add, attrgetter
 from typing import cast
 
@@ -24,17 +19,15 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.runtime import memories_at, memory_at
 from holdfast.core.table import Kind, StorageMoved, with_outside
 from holdfast.core.tensor import PLAIN, Traits
-from holdfast.core.value import Value, replace
-from holdfast.engine.saves import BATCH, Data, Memory
+from holdfast.core.value import replace
+from holdfast.engine.saves import Data, Memory
 from holdfast.engine.table import Tabulated
 from holdfast.torch.cuda.memory import GpuStorages
 
 TYPES = (torch.Tensor, torch.nn.Parameter)
 
-DEVICE, DTYPE, SHAPE, GRAD, HOOKS, LAYOUT, NESTED = map(
-    attrgetter,
-    ("device", "dtype", "shape", "requires_grad", "_backward_hooks", "layout", "is_nested"),
-)
+DEVICE = attrgetter("device")
+"""The device of a tensor. Tests on machines without a GPU put another function here."""
 
 ATTRIBUTES = object.__getstate__
 """The attributes of a tensor; None without any. Its `__dict__` would be made by a look at it, and stay."""
@@ -137,184 +130,95 @@ class TensorStorages:
 
 
 def tabulate_tensors(values: list[object]) -> Tabulated:
-    """The plain tensors among `values`, whose classes are `TYPES`, as columns. Those over one place in memory have one storage."""
-    columns = _columns(cast("list[torch.Tensor]", values))
-    if 0 in columns.filled():
-        # Bytes without an address: no real tensor.
-        columns = columns.only(
-            [at for at, place in enumerate(columns.addresses) if place or not columns.nbytes[at]]
-        )
-    places = columns.filled()
-    if len({*places}) == len(places):
-        return columns.tabulated(range(len(columns.rows)), columns.storages)
-    # An empty tensor has no place, and shares none.
-    each = enumerate(zip(columns.addresses, columns.nbytes, strict=True))
-    keys: list[object] = [place if place[1] else at for at, place in each]
-    firsts = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
-    storages = [columns.storages[at] for at in sorted(firsts.values())]
-    numbers = dict(zip(dict.fromkeys(keys), range(len(firsts)), strict=True))
-    return columns.tabulated([*map(numbers.__getitem__, keys)], storages)
+    """Tabulate the plain tensors among `values`, whose classes are `TYPES`.
 
-
-class _Columns(Value, frozen=True, eq=False):
-    rows: Sequence[int]
-    """The positions of these tensors among those that were given."""
-    tensors: list[torch.Tensor]
-    kinds: list[Kind]
-    kind: list[int]
-    storages: list[torch.UntypedStorage]
-    nbytes: list[int]
-    addresses: list[int]
-    offsets: Mapping[int, int]
-    """Elements of the storage before the first one, by position, where there are some."""
-
-    def filled(self) -> Sequence[int]:
-        return self.addresses if all(self.nbytes) else [*compress(self.addresses, self.nbytes)]
-
-    def only(self, places: list[int]) -> _Columns:
-        columns = self.rows, self.tensors, self.kind, self.storages, self.nbytes, self.addresses
-        rows, tensors, kind, storages, nbytes, addresses = (
-            [column[place] for place in places] for column in columns
-        )
-        offsets = _moved(self.offsets, places)
-        return _Columns(rows, tensors, self.kinds, kind, storages, nbytes, addresses, offsets)  # type: ignore[arg-type]
-
-    def tabulated(
-        self, storage: Sequence[int], storages: Sequence[torch.UntypedStorage]
-    ) -> Tabulated:
-        """The tensors as rows of a table; `storage` has the number of each in `storages`."""
-        nbytes, addresses = self.nbytes, self.addresses
-        if len(storages) < len(self.rows):
-            nbytes, addresses = (
-                [*map(torch.UntypedStorage.nbytes, storages)],
-                [*map(torch.UntypedStorage.data_ptr, storages)],
-            )
-        on_gpu = {
-            number
-            for number in {*self.kind}
-            if self.kinds[number].location != CPU and self.kinds[number].whole
-        }
-        each = zip(storage, self.tensors, strict=True)
-        gpus = dict(compress(each, map(on_gpu.__contains__, self.kind))) if on_gpu else {}
-        alike = [self.kinds[number] for number in on_gpu]
-        # Of dtypes without a storage class, the newer ones, torch may not have all operations.
-        one = len({kind.dtype for kind in alike}) == 1 and all(kind.dtype.storage for kind in alike)
-        devices = {torch.device(kind.location) for kind in alike}
-        held = TensorStorages(
-            storages,
-            np.array(nbytes, np.int64),
-            np.array(addresses, np.int64),
-            gpus,
-            devices,
-            alike=one,
-        )
-        kinds, kind = self.kinds, self.kind
-        offsets = {at: offset * kinds[kind[at]].dtype.bits for at, offset in self.offsets.items()}
-        with_outside(kinds, kind, offsets)
-        return Tabulated(self.rows, kinds, kind, storage, held, held.addresses, offsets)
-
-
-def _moved(offsets: Mapping[int, int], places: Sequence[int]) -> Mapping[int, int]:
-    return (
-        {at: offsets[place] for at, place in enumerate(places) if place in offsets}
-        if offsets
-        else offsets
-    )
-
-
-def _columns(tensors: list[torch.Tensor]) -> _Columns:
-    """The columns of plain tensors; of none where a mode is active that sees all operations on tensors.
-
-    Each tensor is read once. Dtypes and devices that are left out are found for each kind.
+    Tensors over one place in memory have one storage. While a mode sees all operations on tensors, none of them is plain.
     """
-    rows: Sequence[int] = range(len(tensors))
+    rows: list[int] = []
+    tensors: list[torch.Tensor] = []
+    kind_numbers: dict[_Key, int] = {}
+    kind: list[int] = []
+    storage_numbers: dict[object, int] = {}
+    storage: list[int] = []
+    storages: list[torch.UntypedStorage] = []
+    element_offsets: dict[int, int] = {}
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        rows, tensors = [], []
-    while True:
+        values = []
+    for row, value in enumerate(values):
+        tensor = cast(torch.Tensor, value)
         try:
-            numbers, offsets, columns = _tensor_columns(tensors)
-            break
+            held = tensor.untyped_storage()
+            nbytes, address, strides = held.nbytes(), held.data_ptr(), tensor.stride()
         except RuntimeError:
-            fine = _with_places(tensors)
-            if all(fine):
-                raise
-            rows, tensors = [*compress(rows, fine)], [*compress(tensors, fine)]
-    keys = [*numbers]
-    kind, storages, nbytes, addresses = columns
-    kept = [_is_kept(key[0], key[4]) for key in keys]
-    hooked = any(key[5] for key in keys) and any(map(HOOKS, tensors))
-    if hooked or not all(kept) or any(map(ATTRIBUTES, tensors)):
-        each = zip(kind, map(ATTRIBUTES, tensors), map(HOOKS, tensors), strict=True)
-        fine = [kept[one] and not attributes and not hooks for one, attributes, hooks in each]
-        rows, tensors, storages = (
-            [*compress(rows, fine)],
-            [*compress(tensors, fine)],
-            [*compress(storages, fine)],
+            # A sparse tensor has no storage, a nested one no strides, and a ZeroTensor no memory.
+            continue
+        dtype, device, grad = tensor.dtype, DEVICE(tensor), tensor.requires_grad
+        # Bytes without an address are those of a tensor that is not real.
+        if (nbytes and not address) or ATTRIBUTES(tensor) or (grad and tensor._backward_hooks):
+            continue
+        conj = dtype.is_complex and tensor.is_conj()
+        key = (
+            dtype,
+            tensor.shape,
+            strides,
+            nbytes,
+            device,
+            grad,
+            type(tensor),
+            conj,
+            tensor.is_neg(),
         )
-        kind, nbytes, addresses = (
-            [*compress(column, fine)] for column in (kind, nbytes, addresses)
-        )
-        offsets = _moved(offsets, [*compress(range(len(fine)), fine)])
-        left = {number: at for at, number in enumerate(dict.fromkeys(kind))}
-        keys, kind = [keys[number] for number in left], [*map(left.__getitem__, kind)]
-    return _Columns(
-        rows, tensors, [_kind(*key) for key in keys], kind, storages, nbytes, addresses, offsets
+        kind_number = kind_numbers.get(key)
+        if kind_number is None:
+            if not _is_kept(dtype, device):
+                continue
+            kind_number = kind_numbers[key] = len(kind_numbers)
+        kind.append(kind_number)
+        # An empty tensor has no place, and shares none.
+        place = (address, nbytes) if nbytes else row
+        number = storage_numbers.setdefault(place, len(storages))
+        if number == len(storages):
+            storages.append(held)
+        if offset := tensor.storage_offset():
+            element_offsets[len(rows)] = int(offset)
+        rows.append(row)
+        tensors.append(tensor)
+        storage.append(number)
+
+    kinds = [_kind(*key) for key in kind_numbers]
+    offsets = {at: kinds[kind[at]].dtype.bits * offset for at, offset in element_offsets.items()}
+    with_outside(kinds, kind, offsets)
+    bytes_of = _hold_storages(tensors, kinds, kind, storage=storage, storages=storages)
+    return Tabulated(rows, kinds, kind, storage, bytes_of, bytes_of.addresses, offsets)
+
+
+def _hold_storages(
+    tensors: Sequence[torch.Tensor],
+    kinds: Sequence[Kind],
+    kind: Sequence[int],
+    *,
+    storage: Sequence[int],
+    storages: Sequence[torch.UntypedStorage],
+) -> TensorStorages:
+    """Return the bytes of the storages, given the kind of each tensor and the number of its storage."""
+    on_gpu = {number for number in {*kind} if kinds[number].location != CPU and kinds[number].whole}
+    columns = zip(tensors, kind, storage, strict=True)
+    gpus = {number: tensor for tensor, kind_number, number in columns if kind_number in on_gpu}
+    gpu_kinds = [kinds[number] for number in on_gpu]
+    # Of dtypes without a storage class, the newer ones, torch may not have all operations.
+    has_classes = all(kind.dtype.storage for kind in gpu_kinds)
+    return TensorStorages(
+        storages,
+        np.array([*map(torch.UntypedStorage.nbytes, storages)], np.int64),
+        np.array([*map(torch.UntypedStorage.data_ptr, storages)], np.int64),
+        gpus,
+        {torch.device(kind.location) for kind in gpu_kinds},
+        alike=has_classes and len({kind.dtype for kind in gpu_kinds}) == 1,
     )
 
 
 _Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, bool, type, bool, bool]
 """Dtype, shape, strides, bytes of the storage, device, whether a gradient is wanted, class, whether conjugated, whether negated."""
-
-
-def _tensor_columns(
-    tensors: list[torch.Tensor],
-) -> tuple[
-    Iterable[_Key],
-    Mapping[int, int],
-    tuple[list[int], list[torch.UntypedStorage], list[int], list[int]],
-]:
-    """The kinds of tensors; the offsets of those that have one; and columns: the kind of each, its storage, the storage's bytes
-    and address.
-
-    Raises `RuntimeError` for a sparse tensor, which has no storage, a nested one, which has no strides, and one
-    without memory (`has_memory`).
-    """
-    numbers: defaultdict[_Key, int] = defaultdict(count().__next__)
-    kind: list[int] = []
-    storages: list[torch.UntypedStorage] = []
-    nbytes: list[int] = []
-    addresses: list[int] = []
-    offsets: dict[int, int] = {}
-    for first in range(0, len(tensors), BATCH):
-        here = tensors[first : first + BATCH]
-        held = [*map(torch.Tensor.untyped_storage, here)]
-        dtypes, lengths = [*map(DTYPE, here)], [*map(torch.UntypedStorage.nbytes, held)]
-        conj = (
-            map(torch.Tensor.is_conj, here)
-            if any(dtype.is_complex for dtype in {*dtypes})
-            else repeat(False, len(here))
-        )
-        kind += map(
-            numbers.__getitem__,
-            zip(
-                dtypes, map(SHAPE, here), map(torch.Tensor.stride, here), lengths, map(DEVICE, here), map(GRAD, here),
-                map(type, here), conj, map(torch.Tensor.is_neg, here), strict=True,
-            ),
-        )  # fmt: skip
-        begins = [*map(torch.Tensor.storage_offset, here)]
-        if any(begins):
-            offsets |= {at: int(begin) for at, begin in enumerate(begins, first) if begin}
-        storages += held
-        nbytes += lengths
-        addresses += map(torch.UntypedStorage.data_ptr, held)
-    return numbers, offsets, (kind, storages, nbytes, addresses)
-
-
-def _with_places(tensors: list[torch.Tensor]) -> list[bool]:
-    """Which tensors have strides; where all of them do, which have memory."""
-    each = zip(map(LAYOUT, tensors), map(NESTED, tensors), strict=True)
-    fine = [layout is torch.strided and not nested for layout, nested in each]
-    return [*map(has_memory, tensors)] if all(fine) else fine
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
