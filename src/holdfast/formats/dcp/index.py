@@ -91,8 +91,6 @@ def _compare_with_checksum(source: Source, metadata: bytes) -> Corrupted | None:
 
     Returns an error if one of the two may be damaged. Raises `Corrupted` if the metadata certainly is.
     """
-    if BESIDE not in source.store.list():
-        return None
     try:
         raw = source.bytes(BESIDE, 0, min(source.store.size(BESIDE), MOST_NBYTES))
         recorded = read_document(DOCUMENT, raw)
@@ -205,7 +203,7 @@ def read_metadata(source: Source, *, rank: int | None = None) -> tuple[Metadata,
     for name in names:
         with located(file=name):
             raw = source.bytes(name, 0, source.store.size(name))
-            if name == METADATA:
+            if name == METADATA and BESIDE in keys:
                 index.damage = _compare_with_checksum(source, raw)
             most = source.limits.dcp_metadata_nbytes
             done = interpret_whole(
@@ -505,7 +503,7 @@ def _check_items(index: Index, source: Source) -> None:
     sizes = np.array([source.store.size(key) for key in index.files], np.int64)
     for row in np.flatnonzero(stop > sizes[file]).tolist():
         name, item = items[row]
-        check_inside(item, int(sizes[file[row]]), name)
+        raise cut_short(item, int(sizes[file[row]]), name)
 
     order = np.lexsort((stop, start, file))
     file, start, stop = file[order], start[order], stop[order]
@@ -525,9 +523,9 @@ def _check_items(index: Index, source: Source) -> None:
             )
 
 
-def check_inside(item: Item, size: int, name: str) -> None:
-    if item.stop > size:
-        raise Truncated(
-            f"an item should end at byte {item.stop:,}, and the file has {size:,}: it was cut short or belongs to another save",
-            file=item.file, tensor=name, offset=size, expected=item.stop, found=size,
-        )  # fmt: skip
+def cut_short(item: Item, size: int, name: str) -> Truncated:
+    """Return the error for an item beyond the end of its file."""
+    return Truncated(
+        f"an item should end at byte {item.stop:,}, and the file has {size:,}: it was cut short or belongs to another save",
+        file=item.file, tensor=name, offset=size, expected=item.stop, found=size,
+    )  # fmt: skip

@@ -36,7 +36,7 @@ from holdfast.errors import (
     ZipError,
     located,
 )
-from holdfast.formats.dcp.index import check_inside
+from holdfast.formats.dcp.index import cut_short
 from holdfast.formats.dcp.inflate import InflatedStore
 from holdfast.formats.dcp.schema import Item
 from holdfast.formats.pickle.machine import interpret_whole
@@ -393,12 +393,14 @@ class Items:
 
     def _open(self, item: Item, name: str, nbytes: int, *, content: bytes | None = None) -> Window:
         """Open an item whose elements take so many bytes."""
-        check_inside(item, self.source.store.size(item.file), name)
+        size, stop = self.source.store.size(item.file), item.stop
+        if stop > size:
+            raise cut_short(item, size, name)
         if self._inflated is not None and item.transforms:
             most = nbytes + INFLATED_FRAMING_NBYTES if nbytes else self.source.limits.pickle_nbytes
             key = self._inflated.add(item, most)
             return Window(self.source, key, (0, self._inflated.size(key)))
-        place = item.offset, item.stop
+        place = item.offset, stop
         return Window(self.source, item.file, place, elements=nbytes, content=content)
 
     def _remember(self, kind: object, frame: ItemFrame | None, place: ItemPlace | None) -> None:

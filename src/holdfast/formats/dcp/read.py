@@ -25,9 +25,8 @@ from holdfast.core.tree import dotted
 from holdfast.core.value import replace
 from holdfast.errors import MetadataError, Unsupported
 from holdfast.formats.dcp.index import (
-    Index,
     SavedTensor,
-    check_inside,
+    cut_short,
     is_index,
     read_index,
 )
@@ -178,7 +177,9 @@ def read_values(
     files: dict[str, list[tuple[str, Item]]] = {}
     for name, item in small.items():
         if not item.transforms:
-            check_inside(item, items.source.store.size(item.file), name)
+            size = items.source.store.size(item.file)
+            if item.stop > size:
+                raise cut_short(item, size, name)
             files.setdefault(item.file, []).append((name, item))
     for file, members in sorted(files.items()):
         starts, stops = np.array([(item.offset, item.stop) for _, item in members], np.int64).T
@@ -211,7 +212,17 @@ def describe(source: Source) -> Description:
     index = read_index(source)
     compressed = any(item.transforms and is_inflated(item) for _, item in index.items)
     items = Items(source, inflate=compressed)
-    values, foreign, nbytes = read_values(items, _list_values(index))
+    value_items: dict[str, Item] = {}
+    for name, entry in index.entries.items():
+        if isinstance(entry, Item):
+            value_items[name] = entry
+        elif isinstance(entry, SavedTensor) and entry.dtype.kind == "quantized":
+            if len(entry.pieces) != 1:
+                raise Unsupported(
+                    "a quantised tensor in several pieces", tensor=name, found=len(entry.pieces)
+                )
+            value_items[name] = entry.pieces[0].item
+    values, foreign, nbytes = read_values(items, value_items)
     leaves: dict[str, object] = {}
     for name, entry in index.entries.items():
         if not isinstance(entry, SavedTensor):
@@ -236,20 +247,6 @@ def describe(source: Source) -> Description:
     return Description(
         "dcp", ItemTable(named.tensors, items), grown.tree, every, tuple(notes), index.texts, damage
     )
-
-
-def _list_values(index: Index) -> dict[str, Item]:
-    wanted: dict[str, Item] = {}
-    for name, entry in index.entries.items():
-        if isinstance(entry, Item):
-            wanted[name] = entry
-        elif isinstance(entry, SavedTensor) and entry.dtype.kind == "quantized":
-            if len(entry.pieces) != 1:
-                raise Unsupported(
-                    "a quantised tensor in several pieces", tensor=name, found=len(entry.pieces)
-                )
-            wanted[name] = entry.pieces[0].item
-    return wanted
 
 
 def tensor_of(saved: SavedTensor, name: str, items: Items) -> LazyTensor:

@@ -257,7 +257,8 @@ def _match(
     if ranks.size == 1:
         names, wanted = _match_alone(request, ranks, held)
         unexpected = names.unexpected
-        is_fit = wanted.fits(strict=request.strict) and not (request.strict and unexpected)
+        has_gaps = request.strict and bool(wanted.missing or unexpected)
+        is_fit = not wanted.mismatched and not has_gaps
         replicas = Replicas(wanted.fills, (), NO_SHARES, ranks.rank)
     else:
         names, wanted, unexpected, is_fit, replicas = _agree(request, ranks, held)
@@ -273,7 +274,9 @@ def _match_alone(request: ShardedLoad, ranks: Ranks, held: ExitStack) -> tuple[N
         threads = request.threads or default_threads(ranks.neighbours())
         checkpoint = open_checkpoint(request.where, verify=request.verify, threads=threads)
         held.callback(checkpoint.close)
-        checkpoint = seen_through(checkpoint, request.map, partial(_names_in, request.state))
+        if request.map is not None:
+            names_in_state = partial(_names_in, request.state)
+            checkpoint = seen_through(checkpoint, request.map, names_in_state)
     with gc_paused():
         names = Names(checkpoint, request.prefix)
         matching = Matching(
@@ -308,7 +311,7 @@ def _agree(
                 opened=checkpoint_mark(names.checkpoint),
                 checkpoint=hashlib.blake2b(encode_message(names.offered), digest_size=16).digest(),
                 used=_bits(names),
-                fits=wanted.fits(strict=request.strict),
+                fits=not wanted.mismatched and not (request.strict and wanted.missing),
                 strict=request.strict,
                 offers=offers,
             )

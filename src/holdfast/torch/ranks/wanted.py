@@ -99,10 +99,6 @@ class Wanted(Outcome):
     """Objects that are handed their state dict, when it is filled."""
     looked_for: list[str] = field(default_factory=list)
 
-    def fits(self, *, strict: bool) -> bool:
-        """Whether all that was looked for can be filled; unless `strict`, also if some is missing."""
-        return not self.mismatched and not (strict and self.missing)
-
     def finish(self) -> None:
         """Put values in their places and hand state dicts over, the innermost first and then in an order that all ranks share."""
         for put, value in self.put:
@@ -194,19 +190,23 @@ class Matching:
         elif isinstance(inner, Mapping):
             self._around.add(id(inner))
             others = {key: item for key, item in inner.items() if type(item) not in PLAIN}
+            steps: dict[object, str | int] = {}
+            for key in inner:
+                is_name = isinstance(key, str | int) and not isinstance(key, bool)
+                steps[key] = key if is_name else repr(key)[:64]
             objects = dict.fromkeys(stateful_keys(others))
             for key in objects:
-                yield self._walk(inner[key], (*at, _step(key)), found=found)
+                yield self._walk(inner[key], (*at, steps[key]), found=found)
             under = dotted((*at, "")) if len(others) < len(inner) else ""
             for key, item in inner.items():
                 if key not in others:
-                    step = _step(key)
+                    step = steps[key]
                     name = f"{under}{step}"
                     parts = shards_of(item, name) if is_sharded(item) else None
                     found.append(Leaf((*at, step), name, item, None, parts))
                 elif key not in objects:
                     setter = _setter(inner, key) if hasattr(inner, "__setitem__") else None
-                    yield self._walk(item, (*at, _step(key)), found=found, put=setter)
+                    yield self._walk(item, (*at, steps[key]), found=found, put=setter)
             self._around.remove(id(inner))
         elif isinstance(inner, list | tuple) and self._has_tensors(inner):
             self._around.add(id(inner))
@@ -413,10 +413,6 @@ def _setter(container: object, key: object) -> Put:
         container[key] = value  # type: ignore[index]  # a mapping or list that has the key
 
     return put
-
-
-def _step(key: object) -> str | int:
-    return key if isinstance(key, str | int) and not isinstance(key, bool) else repr(key)[:64]
 
 
 def make_state(
