@@ -22,7 +22,7 @@ from holdfast.core.protocols import Source
 from holdfast.core.sharing import are_distinct, shared_rows
 from holdfast.core.strict_json import kind, pointer, quoted
 from holdfast.core.table import IRREGULAR, Kind, Table
-from holdfast.core.tensor import AliasView, LazyTensor
+from holdfast.core.tensor import PLAIN, AliasView, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import ViewTable
 from holdfast.errors import HeaderError, MetadataError
@@ -71,7 +71,11 @@ def share(table: Table) -> Shared:
     A tensor of a file with such records (`Traits.alias`) still belongs to its original storage.
     """
     names, count = table.names, len(table)
-    viewed = {number for number, kind in enumerate(table.kinds) if _has_view(kind)}
+    viewed = {
+        number
+        for number, kind in enumerate(table.kinds)
+        if not (kind.whole and kind.traits is PLAIN) and _has_view(kind)
+    }
     if not viewed and not table.irregular and are_distinct(table.storage):
         return Shared(range(count))
     shared = shared_rows([table])

@@ -285,7 +285,7 @@ class LocalStore(Store):
             elif file is not None and stat.S_ISREG(found.st_mode):
                 self._handles[self._single] = Handle(file, found)
         except (OSError, UnicodeEncodeError) as error:
-            raise _refused(self.name, error) from None
+            raise store_error(self.name, error) from None
         self.folder = self._folder is not None
 
     @property
@@ -315,7 +315,7 @@ class LocalStore(Store):
                     self.gone = True
                     raise
                 except OSError as error:
-                    raise _refused(self.name, error) from None
+                    raise store_error(self.name, error) from None
                 if not self._expected.keys() <= set(self._keys):
                     raise Replaced(ELSEWHERE, file=self.name)
             return list(self._keys)
@@ -538,7 +538,7 @@ class LocalStore(Store):
             )
             gone.errno = error.errno
             return gone
-        return _refused(label, error, inside=self.folder)
+        return store_error(label, error, inside=self.folder)
 
 
 def _chosen(path: str) -> tuple[str, str]:
@@ -598,7 +598,7 @@ class DescriptorStore(Store):
                 with self._turn:
                     read_at(file.number, start, out)
         except OSError as error:
-            raise _refused(self.name, error) from error
+            raise store_error(self.name, error) from error
         finally:
             del file
 
@@ -633,14 +633,7 @@ def read_at(descriptor: int, start: int, out: memoryview) -> None:
         done += got
 
 
-def free_nbytes(path: str) -> int:
-    try:
-        return platform.free(path)
-    except OSError as error:
-        raise _refused(path, error) from None
-
-
-def _refused(
+def store_error(
     label: str, error: OSError | UnicodeEncodeError, *, inside: bool = False
 ) -> StoreError:
     """What the file system said; `inside` is for a file of a folder that was opened."""

@@ -21,7 +21,8 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
 from holdfast.core.value import Value
 from holdfast.errors import StoreError, detached
-from holdfast.stores.local import LocalStore, free_nbytes
+from holdfast.stores import platform
+from holdfast.stores.local import LocalStore, store_error
 from holdfast.stores.paths import is_parsed_url, is_url
 
 if TYPE_CHECKING:
@@ -199,6 +200,14 @@ def place_named(text: str) -> Place:
 
         return Url(text)
     return LocalPlace(text)
+
+
+def free_nbytes(folder: str) -> int:
+    """Return how many bytes may still be written in a folder. Raises `StoreError`."""
+    try:
+        return platform.free(folder)
+    except OSError as error:
+        raise store_error(folder, error) from None
 
 
 def followed(path: str) -> str:

@@ -36,7 +36,13 @@ from holdfast.formats import format_of
 from holdfast.stores.paths import target_place
 from holdfast.stores.place import same_place
 from holdfast.verbs.open import Openable
-from holdfast.verbs.shared.formats import Options, describe_one_file, format_for, plan_save
+from holdfast.verbs.shared.formats import (
+    Options,
+    describe_one_file,
+    format_for,
+    plan_save,
+    suffix_of,
+)
 from holdfast.verbs.shared.models import Selection, select
 from holdfast.verbs.shared.planned import (
     NO_FINDINGS,
@@ -159,7 +165,7 @@ def lay_out_conversion(
     notes = [*source_notes, *described.notes, *left]
     if edits.tensors_only:
         notes += left_out(chosen.tree, edits)
-    if not same_place(target, source.path):
+    if not suffix_of(target) and not same_place(target, source.path):
         notes += describe_one_file(target, found)
     return _planned(source, where, plan, described, notes, losses)
 

@@ -37,6 +37,7 @@ from holdfast.verbs.shared.formats import (
     format_for,
     format_named,
     plan_save,
+    suffix_of,
     written_suffixes,
 )
 from holdfast.verbs.shared.planned import Planned, Saved, Writing, check_target, planned_fields
@@ -207,7 +208,9 @@ def plan_saving(
             reads = (*reads, *((opened.store,) if opened.store else ()))
             options = replace(options, base=opened)
         plan = plan_save(target, described, found, options=options)
-        notes = (*described.notes, *describe_one_file(target, found))
+        notes = described.notes
+        if not suffix_of(target):
+            notes = (*notes, *describe_one_file(target, found))
         if notes:
             plan = replace(plan, notes=(*notes, *plan.notes))
         return Planned(

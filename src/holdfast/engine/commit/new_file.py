@@ -92,7 +92,7 @@ class NewFile:
         self.complete = False
         """Whether nothing more will be written to it, so that it may be finished when others need its descriptor."""
         self._files = files
-        self._open = True
+        self.is_open = True
         self._writeback = Writeback(files, descriptor) if durable else None
         """Where it will be synced: the disk then begins while the rest is summed, hashed and written."""
 
@@ -143,11 +143,11 @@ class NewFile:
 
     def finish(self, *, durable: bool) -> None:
         """Sync and close, once; nothing can be written afterwards."""
-        if not self._open:
+        if not self.is_open:
             return
         if durable:
             self.sync()
-        self._open = False
+        self.is_open = False
         try:
             self._files.close(self.descriptor)
         except OSError as error:
@@ -155,10 +155,10 @@ class NewFile:
 
     def give_up(self) -> None:
         """Close, whatever comes of it."""
-        if self._open:
+        if self.is_open:
             if self._writeback is not None:
                 self._writeback.end()
-            self._open = False
+            self.is_open = False
             with suppress(OSError):
                 self._files.close(self.descriptor)
 

@@ -215,7 +215,7 @@ def _look_up(
             longest = SURE_NBYTES if is_short else files.longest_name(at)
             if name_nbytes > longest:
                 raise OSError(errno.ENAMETOOLONG, "File name too long")
-            if is_temporary(name):
+            if name.startswith(".") and is_temporary(name):
                 raise refusal(
                     "names of this form are temporaries, which saves remove; choose another",
                     path,

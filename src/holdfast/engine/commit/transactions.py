@@ -259,11 +259,11 @@ class FileTransaction(_Transaction):
                     target.files.unlink(temporary.name, at=target.at)
             # Nobody writes to a descriptor that is closed, and may be that of another file.
             file: NewFile | None = vars(self).pop("file", None)
-            if file is not None:
-                file.give_up()
-            else:  # interrupted before it was made
+            if file is None:  # interrupted before it was made
                 with suppress(OSError):
                     temporary.close()
+            elif file.is_open:
+                file.give_up()
         target.close()
 
 

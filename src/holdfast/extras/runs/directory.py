@@ -60,8 +60,7 @@ from holdfast.stores.files import (
     read_all,
     system_files,
 )
-from holdfast.stores.local import free_nbytes
-from holdfast.stores.place import place_at
+from holdfast.stores.place import free_nbytes, place_at
 from holdfast.verbs.seals.document import SEAL, Stamp, seal_name, with_seal
 from holdfast.verbs.shared.planned import Planned, Saved
 

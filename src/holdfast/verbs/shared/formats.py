@@ -25,6 +25,7 @@ from holdfast.formats import (
     written_formats,
 )
 from holdfast.formats.torch.write import archive_name
+from holdfast.stores.paths import is_parsed_url
 from holdfast.stores.place import place_at
 from holdfast.verbs.seals.document import SEAL
 from holdfast.verbs.shared.base import OpenBase
@@ -54,7 +55,8 @@ def suffix_of(path: str) -> str:
     >>> suffix_of("model.PT"), suffix_of("step-1000.5"), suffix_of("model.v2/")
     ('.pt', '', '')
     """
-    suffix = "" if place_at(path).says_folder else os.path.splitext(path)[1].lower()
+    says_folder = path.folder if is_parsed_url(path) else path.endswith("/")
+    suffix = "" if says_folder else os.path.splitext(path)[1].lower()
     # A step number is no suffix: step-1000.5 is a directory's name like any other.
     return "" if suffix[1:].isdigit() else suffix
 
@@ -69,9 +71,9 @@ def written_suffixes() -> dict[str, str]:
 
 def format_for(path: str, format: str | None, options: Options) -> str:
     """The format to save in: what was asked for, or what the suffix says; a directory where one is there."""
-    found, place = format_named(path, format, options), place_at(path)
+    found = format_named(path, format, options)
     folder = folder_of(found)
-    return folder if folder and (place.says_folder or place.is_folder) else found
+    return folder if folder and (path.endswith("/") or place_at(path).is_folder) else found
 
 
 def format_named(path: str, format: str | None, options: Options) -> str:
@@ -95,8 +97,8 @@ def format_named(path: str, format: str | None, options: Options) -> str:
 
 
 def describe_one_file(path: str, format: str) -> tuple[str, ...]:
-    """Return a note if one file is written where a folder may have been meant."""
-    if suffix_of(path) or format_of(format).folder or folder_of(format) is None:
+    """Return a note if one file without a suffix is written where a folder may have been meant."""
+    if format_of(format).folder or folder_of(format) is None:
         return ()
     return (
         "the target is one file, since its name ends neither with a suffix nor with a slash; folder=True makes it a folder",

@@ -172,7 +172,9 @@ class PlannedFields(TypedDict):
 def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
     """The fields of a result that a plan knows."""
     name = os.path.basename(target.rstrip("/"))
-    files = tuple([(key or name, nbytes) for key, nbytes in plan.listed])
+    linked = [(file.key, file.nbytes) for file in plan.linked]
+    written = [(file.key or name, file.nbytes) for file in (*plan.files, *plan.index)]
+    files = (*linked, *written)
     return PlannedFields(
         path=target, format=plan.format, nbytes=sum([nbytes for _, nbytes in files]), files=files, notes=plan.notes,
         free_nbytes=_free(target), shared_nbytes=sum([file.nbytes for file in plan.linked]),
@@ -233,14 +235,14 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
                 progress = blocks.enter_context(self.ranks.counting(progress))
             files = [store for store in self.reads if store.medium.is_file]
             replaced_stores = [store for store in files if same_place(store.name, path)]
-            check_replaced = partial(check_in_place, replaced_stores, path)
-            check_replaced()
+            if replaced_stores:
+                check_in_place(replaced_stores, path)
             if report.free_nbytes < report.nbytes - report.shared_nbytes:
                 report = _await_room(report)
 
             def before_commit() -> None:
                 unchanged(self.reads, path)
-                check_replaced()
+                check_in_place(replaced_stores, path)
                 if self.sure is not None:
                     self.sure()
 
@@ -252,9 +254,20 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
                     writing = replace(writing, threads=1)
             copied: list[LinkedFile] = []
             crcs = write_plan(
-                self.plan, path, writing, progress=progress, before_commit=before_commit, before_rename=check_replaced,
-                copied=copied.append, ranks=self.ranks, mark=self.mark, findings=self.findings,
-            )  # fmt: skip
+                self.plan,
+                path,
+                writing,
+                progress=progress,
+                # Nothing that is read can change if there is nothing but memory.
+                before_commit=before_commit if self.reads else self.sure,
+                before_rename=partial(check_in_place, replaced_stores, path)
+                if replaced_stores
+                else None,
+                copied=copied.append,
+                ranks=self.ranks,
+                mark=self.mark,
+                findings=self.findings,
+            )
             if copied:
                 nbytes = sum(file.nbytes for file in copied)
                 note = f"the file system cannot link {len(copied):,} files of the base: {nbytes:,} bytes were copied"
@@ -527,7 +540,7 @@ FILES_REPLACED = Writing(overwrite=None)
 
 def write_plan(
     plan: SavePlan, path: str, writing: Writing = FILES_REPLACED, *, progress: Progress | None = None,
-    before_commit: Callable[[], None] | None = None, before_rename: Callable[[], None] = lambda: None,
+    before_commit: Callable[[], None] | None = None, before_rename: Callable[[], None] | None = None,
     files: Files | None = None,
     copied: Callable[[LinkedFile], None] | None = None, ranks: Ranks = ALONE,
     mark: Callable[[], bytes] = bytes, findings: Findings = NO_FINDINGS,
@@ -565,7 +578,7 @@ def write_plan(
     saving = Saving(
         check_opens=partial(check_plan_opens, plan, path) if is_checked else None,
         threads=threads, block=block, progress=progress, read_back=writing.read_back,
-        last=before_commit or (lambda: None), before_rename=before_rename, attributes=plan.attributes,
+        last=before_commit or (lambda: None), before_rename=before_rename or (lambda: None), attributes=plan.attributes,
     )  # fmt: skip
     if ranks.size > 1:
         join = partial(

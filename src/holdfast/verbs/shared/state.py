@@ -46,8 +46,6 @@ LAZY_TYPES = (LazyTensor,)
 Arrays = Literal["tensors", "values"]
 Leaf = Callable[[object, Path], object]
 
-ViewMaker = Callable[[int, Kind, str, int], LazyTensor]
-
 SHOWN = 3
 
 
@@ -175,6 +173,13 @@ class _Describing:
         self.others: dict[int, LazyTensor] = {}
         """Rows that no library gave in columns: a lazy tensor each."""
         self._arrays = arrays
+        self._values: Sequence[object] = ()
+        """The leaf of each row of the table."""
+        self._storage: Sequence[int] = ()
+        """The number of the storage of each row."""
+        self._row_of: dict[int, int] = {}
+        self._tensor_of: dict[int, LazyTensor] = {}
+        """A row, and its lazy tensor, of each storage that was asked for."""
 
     @cached_property
     def _resident(self) -> Resident:
@@ -225,7 +230,8 @@ class _Describing:
             return self._join(leaves, parts)
 
         (part,) = parts
-        storages = StateStorages([part.storages], self._views(leaves, part.storage))
+        self._values, self._storage = leaves.values, part.storage
+        storages = StateStorages([part.storages], self._view)
         return Table(
             leaves.names, part.kinds, part.kind, part.storage, storages, {}, offsets=part.offsets
         )
@@ -285,31 +291,25 @@ class _Describing:
             if storage[row] == IRREGULAR:
                 irregular[row], kind[row] = self.others[row].renamed(names[row]), len(kinds)
                 kinds.append(Kind.of(irregular[row]))
-        storages = StateStorages([part.storages for part in parts], self._views(leaves, storage))
+        self._values, self._storage = leaves.values, storage
+        storages = StateStorages([part.storages for part in parts], self._view)
         return Table(names, kinds, kind, storage, storages, irregular, offsets=offsets)
 
-    def _views(self, leaves: Leaves, storage: Sequence[int]) -> ViewMaker:
-        """Return a function that makes lazy tensors over storages with these numbers, one a row."""
-        owners = leaves.values
-        made: dict[int, LazyTensor] = {}
-        row_of: dict[int, int] = {}
-
-        def view(number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
-            if number not in made:
-                if not row_of:
-                    row_of.update(zip(storage, range(len(storage)), strict=True))
-                value = owners[row_of[number]]
-                if not isinstance(value, LazyTensor):
-                    value = cast("LazyTensor", self.convert(value, ()))
-                made[number] = value
-            whole = made[number]
-            strides = kind.strides
-            if 0 in kind.shape:
-                offset, strides = 0, (0,) * len(kind.shape)
-            chunk = Chunk(Box.whole(kind.shape), whole.chunks[0].storage, offset, strides)
-            return LazyTensor(name, kind.dtype, kind.shape, (chunk,), whole.source, kind.traits)
-
-        return view
+    def _view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
+        """Make a lazy tensor over a storage of the table."""
+        if number not in self._tensor_of:
+            if not self._row_of:
+                self._row_of.update(zip(self._storage, range(len(self._storage)), strict=True))
+            value = self._values[self._row_of[number]]
+            if not isinstance(value, LazyTensor):
+                value = cast("LazyTensor", self.convert(value, ()))
+            self._tensor_of[number] = value
+        whole = self._tensor_of[number]
+        strides = kind.strides
+        if 0 in kind.shape:
+            offset, strides = 0, (0,) * len(kind.shape)
+        chunk = Chunk(Box.whole(kind.shape), whole.chunks[0].storage, offset, strides)
+        return LazyTensor(name, kind.dtype, kind.shape, (chunk,), whole.source, kind.traits)
 
     def _numbers(self, parts: Sequence[Tabulated]) -> list[Sequence[int]]:
         """The numbers of each part's storages among those of all parts. One memory has one number, in whichever part it is."""
@@ -392,21 +392,20 @@ def state_dicts(state: object) -> object:
     an `OrderedDict` and a `defaultdict` stay such.
     """
     plain_types = _plain_types(torch="torch" in sys.modules)
-    if not _may_have_stateful(state, plain_types):
-        return state
-    taking = Taking(plain_types)
-    return rebuild(
-        state, lambda value, _: value, inside=taking.inside, make=taking.made, depth=MOST_CALLS
-    )
-
-
-def _may_have_stateful(state: object, plain_types: frozenset[type]) -> bool:
-    """Whether there is anything but usual containers and leaves that keep no state. No function is called for a container."""
+    # Most states have nothing but usual containers and leaves that keep no state. They are looked
+    # through level by level, and no function is called for a container.
     level: Collection[object] = [state]
     seen: set[int] = set()
     while not (types := {*map(type, level)}) <= plain_types:
         if not plain_types.issuperset(types - CONTAINERS):
-            return True
+            taking = Taking(plain_types)
+            return rebuild(
+                state,
+                lambda value, _: value,
+                inside=taking.inside,
+                make=taking.made,
+                depth=MOST_CALLS,
+            )
         containers: list[Any] = [value for value in level if type(value) in CONTAINERS]
         inner = dict(zip(map(id, containers), containers, strict=True))
         unseen = [inner[identity] for identity in inner.keys() - seen]
@@ -414,7 +413,7 @@ def _may_have_stateful(state: object, plain_types: frozenset[type]) -> bool:
         others = [container for container in unseen if type(container) not in DICTS]
         level = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(others)]
         seen.update(inner)
-    return False
+    return state
 
 
 def _has(value: object, name: str) -> bool:
