@@ -128,13 +128,9 @@ class Gathered(Value, frozen=True, eq=False):
     """Bytes that are read for it, where these are not its data: what is computed has others."""
 
     @property
-    def data_nbytes(self) -> int:
-        return self.nbytes - self.between
-
-    @property
     def cost_nbytes(self) -> int:
         """Bytes that are read when it is made."""
-        return self.data_nbytes if self.read_nbytes is None else self.read_nbytes
+        return self.nbytes - self.between if self.read_nbytes is None else self.read_nbytes
 
     def content(self) -> tuple[bytes, Mapping[str, int]]:
         made = self.make()

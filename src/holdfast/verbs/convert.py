@@ -43,7 +43,7 @@ from holdfast.verbs.shared.formats import (
     plan_save,
     suffix_of,
 )
-from holdfast.verbs.shared.models import Selection, select
+from holdfast.verbs.shared.models import NOTHING_SELECTED, Selection, select
 from holdfast.verbs.shared.planned import (
     NO_FINDINGS,
     Destination,
@@ -129,7 +129,7 @@ def convert(
 def plan_conversion(
     src: Openable | Checkpoint, dst: str | os.PathLike[str], options: ConvertOptions
 ) -> Planned[Conversion]:
-    edits = pick(Edits, options, casts=casts_of(options["dtype"]))
+    edits = pick(Edits, options, casts=casts_of(options["dtype"]) if options["dtype"] else ())
     lay_out = partial(
         lay_out_conversion,
         selection=pick(Selection, options),
@@ -147,7 +147,7 @@ def plan_conversion(
 
 
 def lay_out_conversion(
-    source: Checkpoint, where: Destination, *, selection: Selection | None = None, edits: Edits,
+    source: Checkpoint, where: Destination, *, selection: Selection = NOTHING_SELECTED, edits: Edits,
     metadata: Mapping[str, str | None] | None = None, limits: Limits | None = None,
 ) -> Planned[Conversion]:  # fmt: skip
     """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
@@ -155,7 +155,10 @@ def lay_out_conversion(
     options = where.layout
     found = format_for(target, where.format, options)
     described = tabulate_state(source, limits=limits, whole=bool(edits.keep))
-    chosen, left = select(source, described, selection or Selection())
+    chosen, left = described, tuple[str, ...]()
+    # A `.pt2` always becomes a state dict. Any other checkpoint stays as it is if nothing is selected.
+    if selection != NOTHING_SELECTED or format_of(source.format).programs:
+        chosen, left = select(source, described, selection)
     losses: dict[DType, Losses] = {}
     state = chosen if edits == NO_EDITS else transform(chosen, edits, limits, losses=losses)
     if metadata:
@@ -192,11 +195,9 @@ def _planned(
     )  # fmt: skip
 
     def finish(report: Conversion, progress: Progress | None) -> Conversion:
-        lost = (
-            (note for dtype, lost in losses.items() for note in lost.notes(dtype))
-            if report.done
-            else ()
-        )
+        if not report.done:
+            return report
+        lost = [note for dtype, lost in losses.items() for note in lost.notes(dtype)]
         return replace(report, notes=(*report.notes, *lost))
 
     findings = LossFindings(dict(losses)) if losses else NO_FINDINGS
@@ -288,7 +289,7 @@ def metadata_changes(changed: Mapping[str, str], removed: Iterable[str]) -> dict
 def plan_edit(
     src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: EditOptions
 ) -> Planned[Conversion]:
-    edits = pick(Edits, options, casts=casts_of(options["dtype"]))
+    edits = pick(Edits, options, casts=casts_of(options["dtype"]) if options["dtype"] else ())
     metadata = metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
     if edits == NO_EDITS and not metadata:
         raise Unsupported("nothing to do; pass keep=, drop=, rename=, dtype= or set_metadata=")

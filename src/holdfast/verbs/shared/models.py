@@ -37,6 +37,9 @@ class Selection(Value, frozen=True):
     sample_inputs: bool = False
 
 
+NOTHING_SELECTED = Selection()
+
+
 def is_package(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is one that says which models it holds."""
     format = format_of(checkpoint.format)
@@ -71,13 +74,9 @@ def select(
 ) -> tuple[State, tuple[str, ...]]:
     """The part of a package that is wanted, and notes about what is left out of it.
 
-    A `.pt2` always becomes a state dict. Any other checkpoint stays as it is where nothing is selected.
-
     Raises `CannotHold` for a model that there is not.
     """
     archive = format_of(checkpoint.format).programs
-    if selection == Selection() and not archive:
-        return state, ()
     if not is_package(checkpoint):
         raise CannotHold(
             "this checkpoint is no package",

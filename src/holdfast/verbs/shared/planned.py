@@ -38,8 +38,9 @@ from holdfast.engine.targets.target import Saving, Target, join_target, target_o
 from holdfast.engine.threads import default_threads
 from holdfast.errors import CannotHold, StoreError, Unsupported
 from holdfast.formats import format_of, written_formats
+from holdfast.formats.safetensors.directory import SUFFIX
 from holdfast.stores.files import Files, system_files
-from holdfast.stores.paths import target_place
+from holdfast.stores.paths import is_parsed_url, target_place
 from holdfast.stores.place import place_at, same_place
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING
 from holdfast.verbs.open import Openable, checkpoint_mark, opened
@@ -242,7 +243,8 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
 
             def before_commit() -> None:
                 unchanged(self.reads, path)
-                check_in_place(replaced_stores, path)
+                if replaced_stores:
+                    check_in_place(replaced_stores, path)
                 if self.sure is not None:
                     self.sure()
 
@@ -372,14 +374,19 @@ def rewritten(
         is_in_place = same_place(where.path, source.path)
         if is_in_place and not where.writing.dry_run:
             refuse_sealed(source.path, source.source.store.list(), limits)
-        side_files = find_side_files(
-            source, where.path, copy_config, directory=directory, stack=stack, limits=limits
-        )
+        store = source.source.store
+        is_alone = not store.folder and len(store.list()) == 1
+        side_files = SideFiles({})
+        if directory or not is_alone or not isinstance(copy_config, bool):
+            side_files = find_side_files(
+                source, where.path, copy_config, directory=directory, stack=stack, limits=limits
+            )
         if source.torch_dist and where.format == source.usual_format:
             side_files = replace(side_files, files={**side_files.files, **torch_dist_files()})
         layout = replace(
             layout,
-            index=layout.index or side_files.weights,
+            # Only an index tells other safetensors files from those that are written.
+            index=layout.index or any(name.endswith(SUFFIX) for name in side_files.files),
             stem=side_files.stem,
             ranks=ranks,
             save=writing.save,
@@ -555,7 +562,8 @@ def write_plan(
     """
     threads, block, parts = writing.threads, None, None
     if (within := writing.budget if writing.max_memory is not None else None) is not None:
-        threads, block, parts = within.threads, within.block, writing.parts
+        threads, block = within.threads, within.block
+        parts = writing.parts if is_parsed_url(path) else None
     if threads is None and writing.processes > 1:
         threads = default_threads(writing.processes)
     overwrite = writing.overwrite is not False

@@ -124,11 +124,6 @@ class SideFiles(Value, frozen=True):
     stem: str = STEM
     """How the names of the weights in that folder begin."""
 
-    @property
-    def weights(self) -> bool:
-        """Whether there are safetensors files among them, which only an index tells from those that are written."""
-        return any(name.endswith(SUFFIX) for name in self.files)
-
     def add_to(
         self, plan: SavePlan, source: Mapping[str, LazyTensor]
     ) -> tuple[SavePlan, tuple[FilePlan, ...]]:
