@@ -185,7 +185,7 @@ def test_one_process_raises_its_own_error(tmp_path: Path, monkeypatch: pytest.Mo
 
     with Run(tmp_path) as run:
         run.save(1, {"w": torch.ones(100)})
-        for call in ("reserve", "pwrite"):
+        for call in ("reserve", "write_some"):
             monkeypatch.setattr(f"holdfast.stores.platform.{call}", full)
         with pytest.raises(NotCommitted) as refused:
             run.save(2, {"w": torch.zeros(100)})

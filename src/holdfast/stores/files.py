@@ -127,7 +127,7 @@ class Files:
     def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
         """Write some of the bytes at an offset, and say how many."""
         self._check()
-        return platform.pwrite(descriptor, data, offset)
+        return platform.write_some(descriptor, data, offset)
 
     def pread(self, descriptor: int, nbytes: int, offset: int) -> bytes:
         """Read some bytes from an offset on, at most so many; none at the end."""

@@ -133,14 +133,18 @@ else:
                 os.lseek(descriptor, before, os.SEEK_SET)
 
 
-def _seek_and_write(descriptor: int, data: memoryview, offset: int) -> int:
-    with _turn(descriptor):
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        return os.write(descriptor, data)
+if hasattr(os, "pwrite"):
 
+    def write_some(descriptor: int, data: memoryview, offset: int) -> int:
+        count: int = _os.pwrite(descriptor, data, offset)
+        return count
 
-pwrite: Callable[[int, memoryview, int], int] = getattr(os, "pwrite", _seek_and_write)
-"""Writes some of the bytes at a place, and returns how many."""
+else:
+
+    def write_some(descriptor: int, data: memoryview, offset: int) -> int:
+        with _turn(descriptor):
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            return os.write(descriptor, data)
 
 
 def _turn(descriptor: int) -> threading.Lock:
@@ -216,11 +220,10 @@ def unlock(descriptor: int) -> None:
         _fcntl.flock(descriptor, _fcntl.LOCK_UN)
 
 
-def _refuse_mode(descriptor: int, mode: int) -> None:
-    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-
-
-change_mode: Callable[[int, int], None] = getattr(os, "fchmod", _refuse_mode)
+def change_mode(descriptor: int, mode: int) -> None:
+    if not hasattr(os, "fchmod"):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    os.fchmod(descriptor, mode)
 
 
 def change_owner(descriptor: int, user: int, group: int) -> None:

@@ -295,7 +295,7 @@ def test_a_disk_that_is_full_after_all(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     # Room is not asked for by short files: the first byte that is written says that there is none.
-    for call in ("reserve", "pwrite"):
+    for call in ("reserve", "write_some"):
         monkeypatch.setattr(f"holdfast.stores.platform.{call}", full)
     with pytest.warns(HoldfastWarning), pytest.raises(NotCommitted) as refused:
         run.save(5, state(5))
@@ -346,7 +346,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, *given: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for call in ("reserve", "pwrite"):
+    for call in ("reserve", "write_some"):
         monkeypatch.setattr(f"holdfast.stores.platform.{call}", full)
 
 

@@ -257,8 +257,10 @@ def lay_out_safetensors(
         words = ((table.names[row], known[table.kind[row]]) for row in sharing.rows)
         problems += [f"{name}: {problem}" for name, problem in words if isinstance(problem, str)]
     kinds = [one if isinstance(one, HeaderKind) else HeaderKind("U8", ()) for one in known]
-    notes = sharing.notes()
-    fields = sharing_fields(sharing)
+    notes: list[str] = []
+    fields: dict[str, object] = {}
+    if sharing.aliases or sharing.groups:
+        notes, fields = sharing.notes(), sharing_fields(sharing)
     if any(kind.dtype.name == PAIRS for kind in table.kinds):
         paired = {
             table.names[row]: PAIRS
