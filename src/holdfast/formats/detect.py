@@ -95,11 +95,12 @@ def _detect_plugin(source: Source, key: str | None, head: bytes, *, plugins: boo
             except Unsupported as error:
                 problems.append(error.message)
 
+    if not problems:
+        # It has no name here: an error that a frame of its own traceback holds would keep the source.
+        raise _unknown_source(source)
     unknown_error = _unknown_source(source)
-    if problems:
-        message = "; ".join([unknown_error.message, *problems])
-        raise UnknownFormat(message, file=unknown_error.file, found=unknown_error.found)
-    raise unknown_error
+    message = "; ".join([unknown_error.message, *problems])
+    raise UnknownFormat(message, file=unknown_error.file, found=unknown_error.found)
 
 
 def _unknown_source(source: Source) -> UnknownFormat:
