@@ -175,7 +175,7 @@ def test_keyboard_alone(page):
     press("/")
     assert page.focused() == "filter"
     page.page.keyboard.type("*.layers.3.*")
-    page.until("byId('filter-count').textContent")
+    page.until("document.documentElement.dataset.filter === '*.layers.3.*'")
     assert page.rows() == 9
     for _ in range(12):
         press("Tab")

@@ -49,7 +49,7 @@ class Seen:
         return self.load()
 
     def until(self, expression: str, seconds: float = 60) -> None:
-        """Waits for an expression to hold. ReportRequest from here: in the page, the policy forbids to evaluate text."""
+        """Wait until an expression is true. Asks again and again, because the page's policy forbids evaluating text in it."""
         end = time.monotonic() + seconds
         while not self.page.evaluate(expression):
             assert time.monotonic() < end, f"{expression} does not come true"

@@ -26,7 +26,7 @@ def test_the_examples():
 def found_of(array: np.ndarray, tmp_path, groups: int = 8):
     holdfast.save({"w": array}, tmp_path / "w.pt")
     with holdfast.open(tmp_path / "w.pt") as checkpoint:
-        (found,) = measure([checkpoint["w"]], groups=groups).found
+        (found,) = measure([checkpoint["w"]], groups=groups)
     return found
 
 

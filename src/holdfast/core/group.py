@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -77,10 +77,10 @@ def begin(group: AnyGroup | None, doing: str) -> Ranks:
     """Begin something with the ranks of a group, of torch's as well; alone where there is none."""
     if group is None:
         return ALONE
-    if isinstance(group, Group):
-        return group.begin(doing)
-    converted: Group = find_hook("group_of")(group)
-    return converted.begin(doing)
+    if not isinstance(group, Group):
+        group = cast("Group", find_hook("group_of")(group))
+    # A process alone raises its own errors: there is no other rank that must hear of them.
+    return ALONE if group.size == 1 else group.begin(doing)
 
 
 class Ranks:

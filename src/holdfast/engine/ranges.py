@@ -217,7 +217,10 @@ class _FileReads:
                         read(key, begin, piece)
                         self._add_to_sum(owner, begin, piece)
             except HoldfastError as error:
-                self._fail(number, error)
+                # Raised here, because a function that raised its argument would be in a reference
+                # cycle with it, which keeps everything alive that the caller holds.
+                with located(tensor=self._find_failed_tensor(number, error.tensor)):
+                    raise
 
     def _spread(self, number: int, data: memoryview) -> None:
         """Copy the ranges of a joined read to their destinations."""
@@ -252,15 +255,18 @@ class _FileReads:
             maxlen=0,
         )
 
-    def _fail(self, number: int, error: HoldfastError) -> None:
+    def _find_failed_tensor(self, number: int, named_tensor: str | None) -> str:
+        """Return the name of the first tensor of a joined read, which could not be read.
+
+        If the error names no tensor, each range is read by itself first: the one that fails raises
+        an error that names its tensor.
+        """
         parts = [*self.parts.of(number)]
-        if error.tensor is None and len(parts) > 1:
-            # Each range by itself, so that the error names a tensor that cannot be read.
+        if named_tensor is None and len(parts) > 1:
             for owner, begin, end in parts:
                 with located(tensor=self._reads.name(owner)):
                     self._store.read(self.parts.key, begin, memoryview(bytearray(end - begin)))
-        with located(tensor=self._reads.name(parts[0][0])):
-            raise error
+        return self._reads.name(parts[0][0])
 
     def _add_to_sum(self, owner: int, start: int, data: memoryview) -> None:
         _, first, nbytes = self._ranges.place(owner)
