@@ -419,24 +419,6 @@ class Table(Mapping[str, LazyTensor]):
             else offsets
         )
 
-    def compact_kinds(self) -> Table:
-        used = {number: at for at, number in enumerate(sorted({*self.kind}))}
-        if len(used) == len(self.kinds):
-            return self
-        kinds, kind = (
-            [self.kinds[number] for number in used],
-            [used[number] for number in self.kind],
-        )
-        return Table(
-            self.names,
-            kinds,
-            kind,
-            self.storage,
-            self.storages,
-            self.irregular,
-            offsets=self.offsets,
-        )
-
     def with_entries(
         self, rows: Sequence[int], entries: Mapping[int, Mapping[str, LazyTensor]]
     ) -> Table:

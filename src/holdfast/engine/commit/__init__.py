@@ -4,5 +4,5 @@ transactions     `FileTransaction` and `DirectoryTransaction`: the steps, and wh
 target           the name that a save is for, its permissions, and the words why it could not be had
 new_file         a file that is being written, and the disk that begins with it meanwhile; a finished file under a second name
 temporaries      the hidden names beside it: whose they are, who cleans them, what a crash between two renames leaves;
-                 `ReplacedFiles`: what a save replaced, freed behind the caller's back
+                 `freed_in_background`: what a save replaced, freed on a thread of its own
 """
