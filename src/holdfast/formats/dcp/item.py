@@ -313,8 +313,6 @@ class Items:
             if not storage.item.transforms:
                 files.setdefault(storage.item.file, []).append(storage)
         for file, members in files.items():
-            size = self.source.store.size(file)
-            members = [storage for storage in members if storage.item.stop <= size]
             for number, ends in self._read_ends(file, members):
                 storage = members[number]
                 kind = storage.item.length, storage.dtype.name, storage.sizes
@@ -329,16 +327,23 @@ class Items:
                 self.find(storage)
 
     def _read_ends(self, file: str, storages: Sequence[ItemStorage]) -> Iterator[tuple[int, bytes]]:
-        """Yield the number and both ends of each item of a file, or all of a short one, in the order of the file."""
+        """Yield the number and both ends of each item of a file, or all of a short one, in the order of the file.
+
+        Yields nothing if the file ends before one of the items.
+        """
         sizes = [
             (
                 storage.item.offset,
-                storage.item.stop,
+                storage.item.length,
                 end_nbytes(storage.item.length, storage.nbytes),
             )
             for storage in storages
         ]
-        starts, stops, ends = np.array(sizes, np.int64).reshape(-1, 3).T
+        starts, lengths, ends = np.array(sizes, np.int64).reshape(-1, 3).T
+        stops = starts + lengths
+        is_inside = stops.max(initial=0) <= self.source.store.size(file)
+        if not is_inside:
+            return  # each item is read by itself, and the error names it
         is_short = 2 * ends >= stops - starts
         # The first end, which is all of a short one; and the last end of the others.
         owners = np.concatenate((np.arange(len(storages)), np.flatnonzero(~is_short))).tolist()
@@ -393,7 +398,7 @@ class Items:
 
     def _open(self, item: Item, name: str, nbytes: int, *, content: bytes | None = None) -> Window:
         """Open an item whose elements take so many bytes."""
-        size, stop = self.source.store.size(item.file), item.stop
+        size, stop = self.source.store.size(item.file), item.offset + item.length
         if stop > size:
             raise cut_short(item, size, name)
         if self._inflated is not None and item.transforms:

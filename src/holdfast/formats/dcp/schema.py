@@ -53,6 +53,8 @@ class PickledObject(Struct, eq=False):
     """The name of torch's class."""
     fields: ClassVar[Fields] = {}
     """From a key of the state to our name of the field and its types."""
+    keeps_state: ClassVar[bool] = False
+    """Whether `state` becomes the state itself, in which other programs may have fields of their own."""
 
     filled: bool = False
 
@@ -74,6 +76,8 @@ class PickledObject(Struct, eq=False):
                 value = self.convert(key, value, types)
             if value is not None:
                 setattr(self, name, value)
+        if self.keeps_state:
+            setattr(self, "state", state)  # noqa: B010  # a field of one subclass
         self.filled = True
 
     def convert(self, key: str, value: object, types: frozenset[type]) -> object:
@@ -224,6 +228,7 @@ class Metadata(PickledObject, eq=False):
     """`Metadata`: the root of the pickle."""
 
     title: ClassVar[str] = "Metadata"
+    keeps_state: ClassVar[bool] = True
     fields: ClassVar[Fields] = {
         "state_dict_metadata": ("tensors", DICT),
         "planner_data": ("planner", ANYTHING),
@@ -242,10 +247,6 @@ class Metadata(PickledObject, eq=False):
     version: object = None
     state: object = None
     """All fields. Other programs put some beside those of torch (Megatron's `mcore_data`)."""
-
-    def fill(self, state: object) -> None:
-        super().fill(state)
-        self.state = state
 
 
 PACKAGES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
