@@ -57,6 +57,11 @@ def test_the_distribution():
     )
 
 
+@pytest.mark.parametrize("page", ["README.md", "PYPI.md", "docs/index.md"])
+def test_the_description_is_the_first_sentence_of_the_start_pages(page: str):
+    assert f"\n**{PROJECT['description']}**\n" in (ROOT / page).read_text(encoding="utf-8")
+
+
 def test_placeholders_are_replaced_together():
     """Addresses that nobody owns are on example.com, all of them or none, and marked in one file."""
     source = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

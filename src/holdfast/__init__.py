@@ -1,4 +1,4 @@
-"""Holdfast: the checkpoint engine for model weights. Opens anything, executes nothing.
+"""Open, save, convert and check PyTorch model checkpoints, without running the code inside them.
 
 Names are imported when they are first used, so that a program that only opens files does not pay for writing them. The adapters are
 among them: `holdfast.torch` imports torch when it is first asked for, `holdfast.jax` imports JAX, and neither does before.
