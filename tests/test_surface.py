@@ -72,6 +72,15 @@ GUIDES = [ROOT / "README.md", ROOT / "PYPI.md", *sorted((ROOT / "docs").glob("*.
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_every_class_that_a_guide_types_is_in_all(guide):
+    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    code = "\n".join(blocks)
+    imported = ",".join(re.findall(r"from holdfast import (.+)", code))
+    typed_names = {*re.findall(r"holdfast\.(\w+)", code), *re.findall(r"\w+", imported)}
+    assert {name for name in typed_names if name[0].isupper()} <= set(holdfast.__all__)
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
 def test_the_errors_that_a_guide_names_are_names_of_holdfast(guide):
     code = re.findall(r"`[^`\n]+`", guide.read_text(encoding="utf-8"))
     words = {word for text in code for word in re.findall(r"\w+", text)}

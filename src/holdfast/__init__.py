@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from holdfast.errors import Refused as Refused
     from holdfast.errors import Replaced as Replaced
     from holdfast.errors import Unsupported as Unsupported
-    from holdfast.extras.maps.find import Map as Map
+    from holdfast.extras.maps.find import Map
     from holdfast.extras.packages.package import package, replace_weights
     from holdfast.extras.packages.tie import AliasGraph as AliasGraph
     from holdfast.extras.packages.tie import Tied as Tied
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from holdfast.extras.pruning.prune import prune
     from holdfast.extras.reports.report import Report as Report
     from holdfast.extras.reports.report import report
-    from holdfast.extras.runs.export import Export as Export
+    from holdfast.extras.runs.export import Export
     from holdfast.extras.runs.rules import Best, Every, Latest, Within
     from holdfast.extras.runs.run import Run
     from holdfast.extras.runs.steps import Step as Step
@@ -129,12 +129,13 @@ _NAMES = {
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "Best", "Checkpoint", "Every", "FormatError", "HoldfastError", "HoldfastWarning", "Latest",
-    "LazyTensor", "Limits", "Run", "SaveError", "StoreError", "Within", "compact", "convert",
-    "copy", "diff", "edit", "errors", "open", "package", "prune", "read", "replace_weights",
-    "report", "reshard", "save", "scan", "seal", "sparsity", "stats", "tie", "to_bytes", "verify",
+    "Best", "Checkpoint", "Every", "Export", "FormatError", "HoldfastError", "HoldfastWarning",
+    "Latest", "LazyTensor", "Limits", "Map", "Run", "SaveError", "StoreError", "Within", "compact",
+    "convert", "copy", "diff", "edit", "errors", "open", "package", "prune", "read",
+    "replace_weights", "report", "reshard", "save", "scan", "seal", "sparsity", "stats", "tie",
+    "to_bytes", "verify",
 ]  # fmt: skip
-"""What people type. The other public names are attributes as well: `holdfast.Box`."""
+"""The names that people type. Types that are returned or rarely needed are only attributes: `holdfast.Saved`."""
 
 
 def __getattr__(name: str) -> object:
