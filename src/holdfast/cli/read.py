@@ -36,7 +36,7 @@ from holdfast.core.patterns import matcher
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import escape, nbytes, plural
 from holdfast.errors import BadIndex, BadTarget, Unsupported, located
-from holdfast.stores.platform import ALWAYS, NO_LINK, sync
+from holdfast.stores.platform import NO_FOLLOW, OPEN_FLAGS, sync
 from holdfast.verbs.open import open as open_checkpoint
 
 if TYPE_CHECKING:
@@ -322,7 +322,9 @@ def _check_member(name: str) -> None:
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends well, and disappears when it does not."""
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | ALWAYS, 0o666)
+    descriptor = os.open(
+        hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW | OPEN_FLAGS, 0o666
+    )
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file

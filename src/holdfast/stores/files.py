@@ -32,7 +32,14 @@ from holdfast.core.runtime import at_fork
 from holdfast.core.value import Value
 from holdfast.errors import Truncated
 from holdfast.stores import platform
-from holdfast.stores.platform import ABSENT, ALWAYS, DIRECTORY, HOLD, NO_LINK, NO_WAIT
+from holdfast.stores.platform import (
+    DIRECTORY,
+    NO_FOLLOW,
+    NON_BLOCKING,
+    OPEN_FLAGS,
+    PATH_ONLY,
+    UNSUPPORTED_ERRNOS,
+)
 
 Buffer = bytes | bytearray | memoryview
 Kind = Literal["file", "directory", "link", "other"]
@@ -44,7 +51,7 @@ COPY_BLOCK = (
     1 << 20
 )  # Bytes that `copy_all` holds at a time; larger blocks leave the second-level cache.
 
-CANNOT_COPY = ABSENT | {errno.EXDEV, errno.EPERM, errno.ETXTBSY, errno.EBADF}
+CANNOT_COPY = UNSUPPORTED_ERRNOS | {errno.EXDEV, errno.EPERM, errno.ETXTBSY, errno.EBADF}
 """What copy_file_range(2) answers between file systems that it cannot copy between."""
 
 OF_THIS_MACHINE = frozenset({
@@ -91,29 +98,29 @@ class Files:
 
     def open_directory(self, path: str, *, at: int | None = None) -> int:
         """A descriptor of a directory. With `at`, the path is a name in there and must be no link."""
-        follow = NO_LINK if at is not None else 0
+        follow = NO_FOLLOW if at is not None else 0
         return self._opened(path, os.O_RDONLY | DIRECTORY | follow, at=at)
 
     def open(self, name: str, *, at: int) -> int:
         """A descriptor of an existing file, for looking at and locking it. A link is refused, a pipe does not wait."""
-        return self._opened(name, os.O_RDONLY | NO_LINK | NO_WAIT, at=at)
+        return self._opened(name, os.O_RDONLY | NO_FOLLOW | NON_BLOCKING, at=at)
 
     def open_shared(self, name: str, *, at: int) -> int:
         """A descriptor, for reading and writing, of an existing file that another process writes as well."""
-        return self._opened(name, os.O_RDWR | NO_LINK | NO_WAIT, at=at)
+        return self._opened(name, os.O_RDWR | NO_FOLLOW | NON_BLOCKING, at=at)
 
     def hold(self, name: str, *, at: int) -> int | None:
         """A descriptor that keeps what is under a name, and is good for nothing else; None where the system has no such thing."""
-        return self._opened(name, HOLD | NO_LINK, at=at) if HOLD else None
+        return self._opened(name, PATH_ONLY | NO_FOLLOW, at=at) if PATH_ONLY else None
 
     def create(self, name: str, *, at: int, private: bool = False) -> int:
         """A descriptor, for reading and writing, of a file that did not exist. Private: for this user alone."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINK
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW
         return self._opened(name, flags, at=at, mode=0o600 if private else 0o666)
 
     def _opened(self, path: str, flags: int, *, at: int | None, mode: int = 0) -> int:
         self._check()
-        descriptor = os.open(path, flags | ALWAYS, mode, dir_fd=at)
+        descriptor = os.open(path, flags | OPEN_FLAGS, mode, dir_fd=at)
         _open[descriptor] = False
         return descriptor
 
@@ -231,7 +238,7 @@ class Files:
     def is_shared(self, descriptor: int) -> bool:
         """Whether other machines may write into this directory, whose locks may not be seen here."""
         self._check()
-        return platform.file_system(descriptor) not in OF_THIS_MACHINE
+        return platform.get_file_system_type(descriptor) not in OF_THIS_MACHINE
 
     def longest_name(self, descriptor: int) -> int:
         self._check()
@@ -441,7 +448,7 @@ class PathFiles(Files):
 
     def open_shared(self, name: str, *, at: int) -> int:
         """A descriptor, for reading and writing, of an existing file that another process writes as well."""
-        return self._opened(name, os.O_RDWR | NO_LINK | NO_WAIT, at=at)
+        return self._opened(name, os.O_RDWR | NO_FOLLOW | NON_BLOCKING, at=at)
 
     def hold(self, name: str, *, at: int) -> int | None:
         return None  # what is open here can be neither replaced nor removed
@@ -451,7 +458,7 @@ class PathFiles(Files):
 
     def _open_file(self, path: str, flags: int) -> int:
         self._check()
-        descriptor = os.open(path, flags | ALWAYS, 0o666)
+        descriptor = os.open(path, flags | OPEN_FLAGS, 0o666)
         try:
             # By path and not by descriptor: what the two say of identity is not the same in every Python. It is open, and stays.
             _opened[descriptor] = OpenFile(
@@ -471,7 +478,7 @@ class PathFiles(Files):
             platform.sync(descriptor)
             return
         # Windows flushes nothing through a descriptor that may only read.
-        again = os.open(known.path, os.O_RDWR | ALWAYS)
+        again = os.open(known.path, os.O_RDWR | OPEN_FLAGS)
         try:
             platform.sync(again)
         finally:
@@ -543,7 +550,7 @@ class PathFiles(Files):
         try:
             with suppress(FileNotFoundError):
                 os.unlink(path)
-            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | ALWAYS, 0o666)
+            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o666)
         except (PermissionError, FileExistsError):
             return False
         known.lock = number, path
@@ -606,7 +613,7 @@ def _let_go(path: str) -> None:
     for number in [
         number for number, known in list(_opened.items()) if number >= 0 and known.path == path
     ]:
-        null = os.open(os.devnull, os.O_RDWR | ALWAYS)
+        null = os.open(os.devnull, os.O_RDWR | OPEN_FLAGS)
         try:
             os.dup2(null, number, inheritable=False)
         finally:

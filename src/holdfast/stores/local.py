@@ -41,7 +41,13 @@ from holdfast.errors import (
 )
 from holdfast.stores import platform
 from holdfast.stores.paths import local_path
-from holdfast.stores.platform import ALWAYS, DIRECTORY, NO_LINK, NO_WAIT, OPENS_DIRECTORIES
+from holdfast.stores.platform import (
+    DIRECTORY,
+    NO_FOLLOW,
+    NON_BLOCKING,
+    OPEN_FLAGS,
+    OPENS_DIRECTORIES,
+)
 
 Keys = list[str]
 
@@ -59,7 +65,7 @@ RANK, UNIVERSAL = "mp_rank_", "zero"
 """What folders are called that are listed two folders down: `iter_0000200/mp_rank_00` of Megatron's runs, `zero/emb.weight` of
 DeepSpeed's universal checkpoints, and `global_step9/zero` of their runs."""
 
-READ = os.O_RDONLY | ALWAYS | NO_WAIT
+READ = os.O_RDONLY | OPEN_FLAGS | NON_BLOCKING
 
 
 class OpenFile:
@@ -90,7 +96,7 @@ class Folder:
         self._identity = found.st_dev, found.st_ino
 
     def _hold(self) -> os.stat_result:
-        self._file = OpenFile(os.open(self.path, os.O_RDONLY | DIRECTORY | ALWAYS))
+        self._file = OpenFile(os.open(self.path, os.O_RDONLY | DIRECTORY | OPEN_FLAGS))
         return os.fstat(self._file.number)
 
     def in_place(self) -> bool:
@@ -143,7 +149,7 @@ class Folder:
     def _entries(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
         # A descriptor of its own: the place in a listing belongs to the descriptor, which others may use.
         here = OpenFile(
-            os.open(prefix or ".", os.O_RDONLY | DIRECTORY | ALWAYS, dir_fd=self._file.number)
+            os.open(prefix or ".", os.O_RDONLY | DIRECTORY | OPEN_FLAGS, dir_fd=self._file.number)
         )
         with os.scandir(here.number) as entries:
             yield entries
@@ -155,9 +161,11 @@ class Folder:
         try:
             for folder in folders:
                 at = OpenFile(
-                    os.open(folder, os.O_RDONLY | DIRECTORY | NO_LINK | ALWAYS, dir_fd=at.number)
+                    os.open(
+                        folder, os.O_RDONLY | DIRECTORY | NO_FOLLOW | OPEN_FLAGS, dir_fd=at.number
+                    )
                 )
-            return OpenFile(os.open(name, READ | NO_LINK, dir_fd=at.number))
+            return OpenFile(os.open(name, READ | NO_FOLLOW, dir_fd=at.number))
         except OSError as error:
             if error.errno not in A_LINK:
                 raise
@@ -178,7 +186,7 @@ class Folder:
                 f"a link leads out of the checkpoint, to {path!r}",
                 file=os.path.join(self.path, key),
             )
-        file = OpenFile(os.open(path, READ | NO_LINK))
+        file = OpenFile(os.open(path, READ | NO_FOLLOW))
         if not self.in_place():
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         return file
@@ -575,7 +583,7 @@ class DescriptorStore(Store):
         self.name = name
         self._file: OpenFile | None = OpenFile(os.dup(descriptor))
         self._turn: threading.Lock | None = None
-        if not platform.READS_AT:
+        if not platform.HAS_PREAD:
             found = os.fstat(descriptor)
             self._turn = _positions.setdefault(
                 (found.st_dev, found.st_ino), renewed(threading.Lock())

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from holdfast.core.quantities import shown
 from holdfast.errors import BadArgumentType, BadPath, NotAPath
-from holdfast.stores.platform import DRIVES
+from holdfast.stores.platform import HAS_DRIVES
 
 if TYPE_CHECKING:
     from holdfast.stores.remote.url import Url
@@ -178,7 +178,7 @@ def content_and_path(content: object, path: object) -> tuple[object, object]:
 
 def _slashed(text: str) -> str:
     """A path with one kind of slash: to Windows they are the same, unless it begins with `\\\\?\\`, which is taken literally."""
-    return text.replace("\\", "/") if DRIVES and not text.startswith("\\\\?\\") else text
+    return text.replace("\\", "/") if HAS_DRIVES and not text.startswith("\\\\?\\") else text
 
 
 def check_binary(file: object, mode: str) -> None:
@@ -191,7 +191,7 @@ def check_binary(file: object, mode: str) -> None:
 
 def _says_more(text: str) -> bool:
     """Whether a path is not, or not yet, one for the system."""
-    if DRIVES and (text.startswith("\\\\") or DRIVE.match(text)):
+    if HAS_DRIVES and (text.startswith("\\\\") or DRIVE.match(text)):
         return False
     return text.startswith(("~", "\\\\")) or SCHEME.match(text) is not None
 

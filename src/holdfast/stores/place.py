@@ -205,7 +205,7 @@ def place_named(text: str) -> Place:
 def free_nbytes(folder: str) -> int:
     """Return how many bytes may still be written in a folder. Raises `StoreError`."""
     try:
-        return platform.free(folder)
+        return platform.count_free_nbytes(folder)
     except OSError as error:
         raise store_error(folder, error) from None
 

@@ -1,17 +1,20 @@
-"""What this system has: each call that Linux, macOS and Windows do not share, and what stands in for it where it is missing.
+"""Hides the differences between Linux, macOS and Windows from the code that touches files.
 
-Nothing else that touches files asks which system it runs on. Here it is asked once, when the module is imported, and by what there
-is and not by name, so that a Python built without a call is served as well. `docs/compatibility.md` says what is weaker where.
+This module checks once, at import, which calls exist. It checks for the call itself and not for the
+name of the system, so a Python that was built without a call is served as well. No other module that
+touches files checks which system it runs on. `docs/compatibility.md` lists what is weaker where.
 
-    a call                             where it is missing
-    preadv                             pread through a block; without that, seek and read, one thread at a time for each descriptor
-    pwrite                             seek and write, likewise
-    copy_file_range, fallocate         bytes go through memory; the disk may be found full while it is written to, not before
-    renameat2                          macOS has renameatx_np; else two renames, or a second name (`engine/commit/transactions`)
-    fsync that reaches the disk        macOS: fcntl(F_FULLFSYNC)
-    flock, openat and their kind       `stores/files.PathFiles`: paths, and files that say who is at work
-    process_vm_readv                   ordinary reads
-    getrlimit                          as many open files as every system allows
+    a call                       without it
+    preadv                       pread and a copy; without pread, seek and read under a lock
+    pwrite                       seek and write under a lock
+    copy_file_range              the bytes are copied through memory
+    fallocate                    a full disk shows during the write, not before it
+    renameat2                    renameatx_np on macOS; otherwise `engine/commit/transactions` uses
+                                 two renames, or a second name
+    fsync that reaches the disk  fcntl(F_FULLFSYNC) on macOS
+    flock, openat and similar    `stores/files.PathFiles` uses paths and lock files
+    process_vm_readv             ordinary reads
+    getrlimit                    the number of open files that every system allows
 """
 
 from __future__ import annotations
@@ -30,174 +33,215 @@ from types import ModuleType
 
 from holdfast.core.runtime import renewed
 
-ABSENT = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
-"""What a kernel or a file system answers that does not know a call, or a flag of it (NFS and overlayfs: EINVAL)."""
+UNSUPPORTED_ERRNOS = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""Errors of a kernel or file system that lacks a call or one of its flags (NFS, overlayfs: EINVAL)."""
 
-ALWAYS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
-"""For everything that is opened. BINARY: Windows would otherwise write two bytes where a line ends."""
+OPEN_FLAGS = (
+    getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
+)
+"""Flags for every open. Without O_BINARY, Windows writes two bytes for each newline."""
 
 DIRECTORY: int = getattr(os, "O_DIRECTORY", 0)
-NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
-NO_WAIT: int = getattr(os, "O_NONBLOCK", 0)  # Opening a FIFO that nobody writes to must not wait.
 
-HOLD: int = getattr(
-    os, "O_PATH", 0
-)  # Holds a file without reading it, for as long as it is open; 0 where there is none.
-READS_AT = hasattr(os, "pread")  # Whether a read leaves the position of a file alone.
+NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
+
+NON_BLOCKING: int = getattr(os, "O_NONBLOCK", 0)
+"""Without this flag, opening a FIFO that has no writer would wait forever."""
+
+PATH_ONLY: int = getattr(os, "O_PATH", 0)
+"""Opens a file only to keep its inode alive. 0 if the system has no such flag."""
+
+HAS_PREAD = hasattr(os, "pread")
+"""Whether a read leaves the position of the file unchanged."""
 
 OPENS_DIRECTORIES = (
-    bool(DIRECTORY and NO_LINK)
+    bool(DIRECTORY and NO_FOLLOW)
     and {os.open, os.stat, os.mkdir, os.rmdir, os.unlink, os.rename} <= os.supports_dir_fd
     and {os.listdir, os.scandir} <= os.supports_fd
 )
-"""Whether a directory can be held by a descriptor, and names be looked up in there."""
+"""Whether a descriptor can refer to a directory, and names can be looked up relative to it."""
 
 MAP_PRIVATE: int | None = getattr(mmap, "MAP_PRIVATE", None)
-MAP_SHARED: int | None = getattr(
-    mmap, "MAP_SHARED", None
-)  # Flags of a mapping; None where mappings have none.
-REMOVES_OPEN_FILES = (
-    os.name != "nt"
-)  # Whether the name of a file that is open can be removed, or given to another file.
-DRIVES = os.name == "nt"  # Whether `C:` begins a path, and a backslash is a slash.
-BLOCK = (
-    1 << 20
-)  # Bytes at a time that go through memory of ours; larger blocks leave the second-level cache.
-FEW_FILES = 512  # Files that every system lets a process have open: what the C library of Windows begins with.
-RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # Flags of renameat2(2), Linux 3.15.
-RENAME_SWAP, RENAME_EXCL = 2, 4  # Flags of renameatx_np(2), macOS 10.12.
+MAP_SHARED: int | None = getattr(mmap, "MAP_SHARED", None)
+"""Flags of a mapping. None on Windows, whose mappings have no flags."""
+
+REMOVES_OPEN_FILES = os.name != "nt"
+"""Whether a file can be removed or replaced while it is open."""
+
+HAS_DRIVES = os.name == "nt"
+"""Whether a path may start with `C:`, and a backslash separates its parts."""
+
+BLOCK_NBYTES = 1 << 20
+"""Bytes that are copied through memory at a time. Larger blocks do not fit the second-level cache."""
+
+MIN_OPEN_FILES = 512
+"""Files that every system lets a process open: the initial limit of the C library of Windows."""
+
+# Flags of renameat2(2), since Linux 3.15.
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+
+# Flags of renameatx_np(2), since macOS 10.12.
+RENAME_SWAP = 2
+RENAME_EXCL = 4
+
+# A flag of sync_file_range(2): start writing, and do not wait.
+SYNC_FILE_RANGE_WRITE = 2
 
 
-def _module(name: str) -> ModuleType | None:
+def _import_if_present(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
     except ImportError:
         return None
 
 
-_fcntl, _resource = _module("fcntl"), _module("resource")
+_fcntl = _import_if_present("fcntl")
+_resource = _import_if_present("resource")
+_full_sync_command: int | None = getattr(_fcntl, "F_FULLFSYNC", None)
+
+# For names that not every system has: through these, mypy does not check that they exist.
 _os: ModuleType = os
-_mmap: ModuleType = (
-    mmap  # For names that not every system has: a type checker on another one need not know them.
-)
-_FULL_SYNC: int | None = getattr(_fcntl, "F_FULLFSYNC", None)
-_turns: dict[int, threading.Lock] = {}  # By descriptor: who may move its position.
+_mmap: ModuleType = mmap
+
+_position_locks: dict[int, threading.Lock] = {}
+"""For each descriptor, the lock that protects its position. Used without pread or pwrite."""
 
 
 @cache
 def c_function(name: str) -> ctypes._NamedFuncPointer | None:
-    """A function of the C library; None where there is none of this name, or no C library to ask."""
+    """Return a function of the C library, or None if there is no such function or no library."""
     try:
         return getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    except (OSError, TypeError):  # Windows wants a name
+    except (OSError, TypeError):
+        # Windows needs the file name of a library.
         return None
 
 
-def called(result: int, *names: str) -> bool:
-    """What a call through ctypes came to: True, False where it does not exist here, or its error raised."""
+def check_c_result(result: int, *paths: str) -> bool:
+    """Return whether a call through ctypes succeeded, or False if the system does not support it.
+
+    Args:
+        result: What the call returned.
+        paths: One or two paths for the message.
+
+    Raises:
+        OSError: The call failed for another reason.
+    """
     if result == 0:
         return True
     code = ctypes.get_errno()
-    if code in ABSENT:
+    if code in UNSUPPORTED_ERRNOS:
         return False
-    raise OSError(code, os.strerror(code), *names[:1], *([None, names[1]] if names[1:] else []))
+    error = OSError(code, os.strerror(code), *paths[:1])
+    if len(paths) > 1:
+        error.filename2 = paths[1]
+    raise error
 
 
-def _read_through_block(descriptor: int, buffers: list[memoryview], start: int) -> int:
+def _read_into_buffer(descriptor: int, buffers: list[memoryview], start: int) -> int:
     (out,) = buffers
-    block = read_block(descriptor, min(out.nbytes, BLOCK), start)
+    block = read_block(descriptor, min(out.nbytes, BLOCK_NBYTES), start)
     out[: len(block)] = block
     return len(block)
 
 
-preadv: Callable[[int, list[memoryview], int], int] = getattr(os, "preadv", _read_through_block)
-"""Reads some bytes from a place on into one buffer, and returns how many; 0 at the end."""
+preadv: Callable[[int, list[memoryview], int], int] = getattr(os, "preadv", _read_into_buffer)
+"""Reads from an offset into one buffer and returns the number of bytes; 0 at the end of the file."""
 
 
-if hasattr(os, "pread"):
+if HAS_PREAD:
 
     def read_block(descriptor: int, nbytes: int, start: int) -> bytes:
+        """Read at most `nbytes` bytes from an offset; none at the end of the file."""
         block: bytes = _os.pread(descriptor, nbytes, start)
         return block
 
 else:
 
     def read_block(descriptor: int, nbytes: int, start: int) -> bytes:
-        with _turn(descriptor):
-            before = os.lseek(descriptor, 0, os.SEEK_CUR)
+        """Read at most `nbytes` bytes from an offset; none at the end of the file."""
+        with _get_position_lock(descriptor):
+            position = os.lseek(descriptor, 0, os.SEEK_CUR)
             try:
                 os.lseek(descriptor, start, os.SEEK_SET)
                 return os.read(descriptor, nbytes)
             finally:
-                # The descriptor may be that of a caller's file, which has its own idea of where it is.
-                os.lseek(descriptor, before, os.SEEK_SET)
+                # The descriptor may belong to a file object of the caller, which relies on it.
+                os.lseek(descriptor, position, os.SEEK_SET)
 
 
 if hasattr(os, "pwrite"):
 
     def write_some(descriptor: int, data: memoryview, offset: int) -> int:
+        """Write some of the bytes at an offset, and return how many were written."""
         count: int = _os.pwrite(descriptor, data, offset)
         return count
 
 else:
 
     def write_some(descriptor: int, data: memoryview, offset: int) -> int:
-        with _turn(descriptor):
+        """Write some of the bytes at an offset, and return how many were written."""
+        with _get_position_lock(descriptor):
             os.lseek(descriptor, offset, os.SEEK_SET)
             return os.write(descriptor, data)
 
 
-def _turn(descriptor: int) -> threading.Lock:
-    found = _turns.get(descriptor)
-    return found if found is not None else _turns.setdefault(descriptor, renewed(threading.Lock()))
+def _get_position_lock(descriptor: int) -> threading.Lock:
+    lock = _position_locks.get(descriptor)
+    if lock is None:
+        # Another thread may do the same at this moment. `setdefault` gives both the same lock.
+        lock = _position_locks.setdefault(descriptor, renewed(threading.Lock()))
+    return lock
 
 
 def copy_range(source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
+    """Copy some bytes from file to file in the kernel, and return how many.
+
+    Raises:
+        OSError: With ENOSYS if the system has no such call.
+    """
     if not hasattr(os, "copy_file_range"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    copied: int = os.copy_file_range(source, target, nbytes, source_offset, offset)
-    return copied
+    count: int = os.copy_file_range(source, target, nbytes, source_offset, offset)
+    return count
 
 
 def sync(descriptor: int) -> None:
-    """Come back when what was written would survive a power cut, as far as the system can promise that."""
-    if _fcntl is not None and _FULL_SYNC is not None:
+    """Wait until the bytes of a file would survive a power cut, as far as the system promises that."""
+    if _fcntl is not None and _full_sync_command is not None:
         try:
-            # fsync(2) of macOS hands the bytes to the disk, which may keep them in its own memory.
-            _fcntl.fcntl(descriptor, _FULL_SYNC)
+            # fsync(2) of macOS hands the bytes to the disk, which may keep them in its own cache.
+            _fcntl.fcntl(descriptor, _full_sync_command)
         except OSError as error:
-            if error.errno not in ABSENT | {
-                errno.ENOTTY
-            }:  # a file system that does not know it: FAT, SMB
+            # Some file systems, such as FAT and SMB, do not have this command.
+            if error.errno not in UNSUPPORTED_ERRNOS | {errno.ENOTTY}:
                 raise
         else:
             return
     os.fsync(descriptor)
 
 
-_BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE of Linux: begin, and do not wait.
-
-
 @cache
-def _sync_file_range() -> ctypes._NamedFuncPointer | None:
-    found = c_function("sync_file_range")
-    if found is not None:
-        found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return found
+def _get_sync_file_range() -> ctypes._NamedFuncPointer | None:
+    function = c_function("sync_file_range")
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
 
 
 def begin_sync(descriptor: int, offset: int, nbytes: int) -> None:
-    """Have the disk begin with a range that was written. A hint: nothing is promised, and what fails shows when it is synced."""
-    call = _sync_file_range()
-    if call is not None:
-        call(descriptor, offset, nbytes, _BEGIN_WRITING)
+    """Hint that the disk may start to write a range. Errors are ignored: `sync` reports them."""
+    sync_file_range = _get_sync_file_range()
+    if sync_file_range is not None:
+        sync_file_range(descriptor, offset, nbytes, SYNC_FILE_RANGE_WRITE)
 
 
 def sync_directory(path: str) -> None:
-    """As `sync`, for the names in a directory; nothing where no directory can be opened."""
+    """Do the same as `sync` for the names in a directory. Does nothing on Windows."""
     if not OPENS_DIRECTORIES:
         return
-    descriptor = os.open(path, os.O_RDONLY | DIRECTORY | ALWAYS)
+    descriptor = os.open(path, os.O_RDONLY | DIRECTORY | OPEN_FLAGS)
     try:
         sync(descriptor)
     finally:
@@ -205,7 +249,14 @@ def sync_directory(path: str) -> None:
 
 
 def lock(descriptor: int) -> bool:
-    """Take the exclusive lock (flock) of what is open, without waiting; False where someone else has it. ENOTSUP without locks."""
+    """Take the exclusive lock (flock) of an open file without waiting.
+
+    Returns:
+        False if somebody else has the lock.
+
+    Raises:
+        OSError: With ENOTSUP if the system has no such locks.
+    """
     if _fcntl is None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     try:
@@ -216,98 +267,119 @@ def lock(descriptor: int) -> bool:
 
 
 def unlock(descriptor: int) -> None:
+    """Release the lock of an open file."""
     if _fcntl is not None:
         _fcntl.flock(descriptor, _fcntl.LOCK_UN)
 
 
 def change_mode(descriptor: int, mode: int) -> None:
+    """Set the permission bits of an open file."""
     if not hasattr(os, "fchmod"):
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     os.fchmod(descriptor, mode)
 
 
 def change_owner(descriptor: int, user: int, group: int) -> None:
+    """Set the user and the group of an open file."""
     if not hasattr(os, "fchown"):
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     os.fchown(descriptor, user, group)
 
 
 def longest_name(descriptor: int) -> int:
+    """Return how many bytes a name in an open directory may have."""
     if not hasattr(os, "fpathconf"):
         return 255
-    found: int = os.fpathconf(descriptor, "PC_NAME_MAX")
-    return found
+    nbytes: int = os.fpathconf(descriptor, "PC_NAME_MAX")
+    return nbytes
 
 
 def rename_new(source: str, target: str, *, at: int) -> bool:
-    return _renamed(source, target, at=at, linux=RENAME_NOREPLACE, macos=RENAME_EXCL)
+    """Rename a file unless the target exists. Returns False if the system cannot do this in one step."""
+    return _rename_with_flags(
+        source, target, at=at, linux_flags=RENAME_NOREPLACE, macos_flags=RENAME_EXCL
+    )
 
 
 def exchange(first: str, second: str, *, at: int) -> bool:
-    return _renamed(first, second, at=at, linux=RENAME_EXCHANGE, macos=RENAME_SWAP)
+    """Exchange two names. Returns False if the system cannot do this in one step."""
+    return _rename_with_flags(
+        first, second, at=at, linux_flags=RENAME_EXCHANGE, macos_flags=RENAME_SWAP
+    )
 
 
-def _renamed(source: str, target: str, *, at: int, linux: int, macos: int) -> bool:
-    # Python has no name for either: glibc 2.28 and macOS 10.12 have one each, with the same parameters.
-    for name, flags in (("renameat2", linux), ("renameatx_np", macos)):
-        call = c_function(name)
-        if call is not None:
-            call.argtypes = [
+def _rename_with_flags(
+    source: str, target: str, *, at: int, linux_flags: int, macos_flags: int
+) -> bool:
+    # Python has neither function. glibc 2.28 and macOS 10.12 have one each, with equal parameters.
+    for name, flags in (("renameat2", linux_flags), ("renameatx_np", macos_flags)):
+        rename = c_function(name)
+        if rename is not None:
+            rename.argtypes = [
                 ctypes.c_int,
                 ctypes.c_char_p,
                 ctypes.c_int,
                 ctypes.c_char_p,
                 ctypes.c_uint,
             ]
-            return called(
-                call(at, os.fsencode(source), at, os.fsencode(target), flags), source, target
-            )
+            result = rename(at, os.fsencode(source), at, os.fsencode(target), flags)
+            return check_c_result(result, source, target)
     return False
 
 
 def reserve(descriptor: int, nbytes: int) -> bool:
-    """Have the file system promise its blocks to a file. False where it cannot."""
-    # Not os.posix_fallocate: where the file system cannot, glibc writes a byte into every block.
-    call = c_function("fallocate")
-    if call is None:
+    """Allocate the disk blocks of a file. Returns False if the file system cannot."""
+    # Not os.posix_fallocate: if the file system cannot do it, glibc writes a byte into every block.
+    fallocate = c_function("fallocate")
+    if fallocate is None:
         return False
-    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     while True:
         try:
-            return called(call(descriptor, 0, 0, nbytes))
+            return check_c_result(fallocate(descriptor, 0, 0, nbytes))
         except InterruptedError:
             continue
 
 
-def file_system(descriptor: int) -> int:
-    """The kind of a file system, as statfs(2) of Linux says it; -1 elsewhere, where the struct is another and far longer."""
-    call = c_function("fstatfs") if sys.platform == "linux" else None
-    if call is None:
+def get_file_system_type(descriptor: int) -> int:
+    """Return the type of a file system as in statfs(2) of Linux, or -1 if it is not known."""
+    # On other systems the struct is different and longer than the buffer below.
+    fstatfs = c_function("fstatfs") if sys.platform == "linux" else None
+    if fstatfs is None:
         return -1
-    # The kind is the first field, a long, of a struct of 120 bytes; s390 alone has an int there, and is taken for shared.
-    answer = (ctypes.c_long * 64)()
-    call.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    return int(answer[0]) & 0xFFFFFFFF if called(call(descriptor, answer)) else -1
+
+    # The type is the first field, a long, of a struct of 120 bytes. On s390 that field is an int:
+    # there, every file system counts as shared.
+    buffer = (ctypes.c_long * 64)()
+    fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    if not check_c_result(fstatfs(descriptor, buffer)):
+        return -1
+    return int(buffer[0]) & 0xFFFFFFFF
 
 
 def map_private(descriptor: int, nbytes: int) -> mmap.mmap:
-    """The first bytes of a file as memory. Whoever writes to it changes their copy of the page, never the file."""
-    if hasattr(mmap, "MAP_NORESERVE"):
-        flags, access = _mmap.MAP_PRIVATE | _mmap.MAP_NORESERVE, _mmap.PROT_READ | _mmap.PROT_WRITE
-        return mmap.mmap(descriptor, nbytes, flags, access)
-    return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
+    """Map the first bytes of a file into memory. Writing to it changes a private copy of the page."""
+    if not hasattr(mmap, "MAP_NORESERVE"):
+        return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
+    flags = _mmap.MAP_PRIVATE | _mmap.MAP_NORESERVE
+    return mmap.mmap(descriptor, nbytes, flags, _mmap.PROT_READ | _mmap.PROT_WRITE)
 
 
-def own_memory(nbytes: int, *, large_pages: bool = True) -> mmap.mmap:
-    """Memory, in large pages where they are wanted and can be had, which no forked child has."""
+def allocate_unforked_memory(nbytes: int, *, large_pages: bool = True) -> mmap.mmap:
+    """Allocate memory that forked children do not share, in large pages if `large_pages` is set."""
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return mmap.mmap(-1, nbytes)
-    area = mmap.mmap(-1, nbytes, _mmap.MAP_PRIVATE | _mmap.MAP_ANONYMOUS)
-    # DONTFORK: a child would share the pages, and the first of both to write would be moved to others, away from a GPU's.
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK") if large_pages else ("MADV_DONTFORK",):
-        if hasattr(mmap, advice) and hasattr(area, "madvise"):
-            area.madvise(getattr(mmap, advice))
-    return area
+    memory = mmap.mmap(-1, nbytes, _mmap.MAP_PRIVATE | _mmap.MAP_ANONYMOUS)
+
+    # Without DONTFORK, a child would share the pages. When the parent writes to one, the kernel
+    # would give the parent a new page, and a GPU would go on to use the old one.
+    advice_names = ["MADV_DONTFORK"]
+    if large_pages:
+        advice_names.insert(0, "MADV_HUGEPAGE")
+    for name in advice_names:
+        if hasattr(mmap, name) and hasattr(memory, "madvise"):
+            memory.madvise(getattr(mmap, name))
+    return memory
 
 
 LARGE_PAGE_NBYTES = 2 << 20
@@ -351,17 +423,20 @@ def request_large_pages(places: Iterable[tuple[int, int]]) -> None:
 
 
 def most_open_files() -> int:
+    """Return how many files this process may have open."""
     if _resource is None:
-        return FEW_FILES
-    soft: int = _resource.getrlimit(_resource.RLIMIT_NOFILE)[0]
-    return soft if soft != _resource.RLIM_INFINITY else sys.maxsize
+        return MIN_OPEN_FILES
+    soft_limit: int = _resource.getrlimit(_resource.RLIMIT_NOFILE)[0]
+    if soft_limit == _resource.RLIM_INFINITY:
+        return sys.maxsize
+    return soft_limit
 
 
-def free(path: str) -> int:
-    """Bytes that may still be written where `path` is."""
+def count_free_nbytes(path: str) -> int:
+    """Return how many bytes can still be written to the file system of `path`."""
     if not hasattr(os, "statvfs"):
         from shutil import disk_usage
 
         return disk_usage(path).free
-    found = _os.statvfs(path)
-    return int(found.f_bavail * found.f_frsize)
+    status = _os.statvfs(path)
+    return int(status.f_bavail * status.f_frsize)

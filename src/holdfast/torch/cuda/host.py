@@ -21,7 +21,7 @@ import torch
 
 from holdfast.core.runtime import at_fork, renewed
 from holdfast.engine.threads import run_all
-from holdfast.stores.platform import own_memory, request_large_pages
+from holdfast.stores.platform import allocate_unforked_memory, request_large_pages
 
 BLOCK_NBYTES = 8 << 20
 """What one thread reads at a time. Every hand-over between threads takes the interpreter lock, so less is slower; and what has left
@@ -68,7 +68,7 @@ class HostBlock:
         room = max(-(-nbytes // PAGE) * PAGE, PAGE)
         # What is locked is to be in large pages whatever they cost: it is paid once, and a GPU has fewer of them to look up.
         self.array: np.ndarray = np.frombuffer(
-            own_memory(room, large_pages=lock_nbytes != 0), np.uint8
+            allocate_unforked_memory(room, large_pages=lock_nbytes != 0), np.uint8
         )
         self.tensor = torch.from_numpy(self.array)
         self.address: int = self.array.ctypes.data

@@ -320,7 +320,7 @@ def _root(path: AnyPath) -> str:
 
 def _small(path: str, limits: Limits) -> bytes:
     """The content of a plain file, which is no link, and no longer than the limits allow."""
-    flags = os.O_RDONLY | platform.ALWAYS | platform.NO_LINK | platform.NO_WAIT
+    flags = os.O_RDONLY | platform.OPEN_FLAGS | platform.NO_FOLLOW | platform.NON_BLOCKING
     file = OpenFile(os.open(path, flags))
     nbytes = plain(file, path).st_size
     check_length(DOCUMENT, nbytes, limits, file=path)
