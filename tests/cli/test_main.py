@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.processes import read_terminal
+
+from holdfast.cli.main import GROUPS, find_commands
 
 COMMAND = [sys.executable, "-c", "import sys; from holdfast.cli.main import main; sys.exit(main())"]
 
@@ -32,6 +35,14 @@ def test_help_version_and_no_arguments(run):
         code, out, _ = run(verb, "--help")
         assert code == 0
         assert f"holdfast {verb} " in out.split("examples:")[1]
+
+
+def test_help_lists_every_command_once_under_the_title_of_a_group(run):
+    out = run("--help")[1]
+    listed = re.findall(r"^    (\w+) ", out.partition("commands:")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(find_commands())
+    assert listed == [name for names in GROUPS.values() for name in names if name in listed]
+    assert all(f"\n  {title}:\n" in out for title in GROUPS)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from holdfast.cli.main import parser
+from holdfast.cli.main import GROUPS, parser
 from holdfast.cli.parser import verbs_of
 
 __all__ = ["as_markdown"]
@@ -15,7 +15,9 @@ __all__ = ["as_markdown"]
 
 def as_markdown() -> str:
     """A section for each command, in the order in which `holdfast --help` has them."""
-    return "\n\n".join("\n".join(_section(name, verb)) for name, verb in verbs_of(parser()).items())
+    verbs = verbs_of(parser())
+    names = [name for group in GROUPS.values() for name in group]
+    return "\n\n".join("\n".join(_section(name, verbs[name])) for name in names)
 
 
 def _section(name: str, verb: argparse.ArgumentParser) -> Iterator[str]:

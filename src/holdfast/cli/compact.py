@@ -10,8 +10,8 @@ from holdfast.cli.text import fields_of
 from holdfast.core.options import InPlaceOptions
 
 DESCRIPTION = """\
-Write a checkpoint without the bytes that no tensor uses, such as the unused rows of a large tensor
-of which only a slice was saved. Tied tensors stay tied."""
+Write a checkpoint without the bytes that no tensor uses. For example, if a program saves a few rows
+of a large tensor with torch.save, the file contains all rows. Tied tensors stay tied."""
 
 EXAMPLES = """\
 examples:

@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 
 DESCRIPTION = f"""\
 Convert a checkpoint to another format: {written_in_words()}.
+With --format dcp, DST becomes a directory for torch.distributed.checkpoint (DCP).
 Tensors are streamed within a memory limit, and the new checkpoint appears under its name only when
-it is complete and has been read back. Shared tensors and other values are preserved; if the format
-cannot store them, the conversion fails with a list of them.
+it is complete and has been read back. Tied tensors and values that are not tensors, such as the
+step number, are preserved. If the format cannot store a value, the conversion fails and lists all
+such values.
 """
 
 EXAMPLES = """\
 examples:
   holdfast convert model.pt model.safetensors
 
-  # Split the output, and copy config and tokenizer files along.
+  # Split the output into files of 5 GB. Also copies config and tokenizer files.
   holdfast convert llama/ out/ --format safetensors --max-shard-size 5GB
 
   # Cast to bfloat16, except for the norms.
@@ -41,7 +43,7 @@ examples:
   # Decode the quantized blocks of GGUF.
   holdfast convert model.gguf model.safetensors --dequantize --dtype bf16
 
-  # Convert Hugging Face weights to the layout of Megatron.
+  # Convert Hugging Face weights to Megatron's layout.
   holdfast convert Qwen3-8B/ step-0/ --map qwen3:hf:megatron
 
   # See what would be written.
@@ -51,7 +53,7 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_places(verb, ConvertOptions)
-    cut = "for rank files of Megatron: how tensors were split, as in reshard; repeatable"
+    cut = "how the tensors of Megatron rank files were split; same syntax as reshard --rule; repeatable"
     verb.add_argument("--rule", metavar="RULE", dest="rules", action="append", default=[], help=cut)
 
 

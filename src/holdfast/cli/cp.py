@@ -11,7 +11,8 @@ from holdfast.core.options import CopyOptions
 
 DESCRIPTION = """\
 Copy a checkpoint byte for byte, with all files of its folder, between disks and buckets (s3://,
-gs://, az://). Checksums are compared during the copy. Inside one bucket, the server copies.
+gs://, az://). Checksums are verified during the copy. Within one bucket, the server copies the
+objects itself, and no checksums are verified.
 """
 
 EXAMPLES = """\

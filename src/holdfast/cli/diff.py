@@ -24,8 +24,8 @@ from holdfast.verbs.open import open_alike
 from holdfast.verbs.side import chosen_sides
 
 DESCRIPTION = """\
-Compare two checkpoints of any format: tensors that were added, removed, renamed or changed, and
-values that are not tensors. New NaN and Inf come first, then the largest changes.
+Compare two checkpoints of any format. Lists the tensors and other values that were added, removed,
+renamed or changed. Tensors with new NaN or Inf come first, then the largest changes.
 Tensors with equal checksums in both files are not read, except with --exact.
 """
 
@@ -41,11 +41,11 @@ examples:
   # Check a conversion, byte by byte.
   holdfast diff model.pt model.safetensors --exact
 
-  # Names that differ by a prefix.
+  # Compare checkpoints whose names differ by a prefix.
   holdfast diff trainer.ckpt model.safetensors --tensors-only \\
       --rename 'state_dict.*=*'
 
-  # The ten largest changes of a fine-tuned model.
+  # Show the ten largest changes of a fine-tuned model.
   holdfast diff base/ tuned/ --top 10
 """
 

@@ -212,7 +212,9 @@ def find_commands(*, plugins: bool = False) -> dict[str, Command]:
 
 def parser(*, plugins: bool = False) -> Parser:
     """Make the parser of all commands. A command's own arguments are added when it is used."""
-    whole = Parser(prog="holdfast", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=Help)
+    whole = Parser(
+        prog="holdfast", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=GroupedHelp
+    )
     whole.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     whole.add_argument(
         "--traceback", action="store_true", help="show a traceback if an error occurs"
@@ -225,6 +227,29 @@ def parser(*, plugins: bool = False) -> Parser:
         verb = verbs.add_parser(command.name, help=command.summary, formatter_class=Help)
         verb.fill = partial(_add, command)
     return whole
+
+
+class GroupedHelp(Help):
+    """Help that lists the commands under the titles of `GROUPS`."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse._SubParsersAction):
+            return super()._format_action(action)
+        entries = {entry.dest: entry for entry in action._get_subactions()}
+        groups = {title: [*names] for title, names in GROUPS.items()}
+        grouped = {name for names in groups.values() for name in names}
+        # Commands of other packages.
+        groups["other"] += entries.keys() - grouped
+
+        lines: list[str] = []
+        for title, names in groups.items():
+            lines.append(f"  {title}:\n")
+            self._indent()
+            for name in names:
+                if name in entries:
+                    lines.append(super()._format_action(entries[name]))
+            self._dedent()
+        return "".join(lines)
 
 
 def _help(whole: argparse.ArgumentParser) -> int:
@@ -251,12 +276,30 @@ VERBS = {
     "verify": "compare every byte with the stored checksums",
     "diff": "compare two checkpoints",
     "convert": "convert a checkpoint to another format",
-    "edit": "rename, drop or cast tensors, set metadata",
-    "cp": "copy a checkpoint, also to and from buckets",
+    "edit": "rename, drop or cast tensors, and set metadata",
+    "cp": "copy a checkpoint, for example to or from a bucket",
     "reshard": "split a checkpoint for a mesh of ranks",
-    "stats": "compute statistics of tensors, find NaN",
+    "stats": "compute statistics of tensors and find NaN",
     "compact": "remove bytes that no tensor uses",
     "seal": "record that a checkpoint is complete",
     "completion": "print a completion script for a shell",
 }
 """The built-in commands: what each does in a few words. Each is a module of `holdfast.cli`."""
+
+GROUPS = {
+    "inspect and check": ("show", "read", "scan", "verify", "diff", "stats", "report", "view"),
+    "convert and edit": (
+        "convert",
+        "edit",
+        "cp",
+        "reshard",
+        "prune",
+        "tie",
+        "compact",
+        "package",
+        "maps",
+    ),
+    "training runs": ("runs", "pin", "unpin", "seal"),
+    "other": ("completion",),
+}
+"""The commands of the kernel and of extras, as the help lists them."""

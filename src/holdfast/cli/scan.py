@@ -21,12 +21,12 @@ files that a config would run, and skips files that no loader would open.
 """
 
 EXAMPLES = """\
-exit codes:
-  0  clean: all files were read completely, and nothing was found
+exit codes, the first one that applies:
   1  a dangerous or suspicious finding (with --strict, also an unknown one)
-  2  no such finding, but a file could not be read completely
-  3  an unknown class or function, and nothing worse
-  4  no file that a loader would open
+  3  an unknown class or function
+  2  a file could not be read completely
+  0  clean: all files were read completely, and nothing was found
+  4  there is no file that a loader would open
 
 examples:
   holdfast scan model.pt
@@ -34,10 +34,10 @@ examples:
   # Search a folder, and fail on unknown classes as well.
   holdfast scan ~/.cache/huggingface --strict
 
-  # Accept the classes that a list names.
+  # Accept the classes that a file lists.
   holdfast scan downloads/ --allow accepted.txt
 
-  # Write a report for a code host.
+  # Write a report for a code-scanning service.
   holdfast scan downloads/ --sarif > scan.sarif
 """
 
@@ -78,12 +78,12 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--allow",
         metavar="FILE",
         type=values.file,
-        help="file with findings to accept, one per line: module.name as a glob, or PATH sha256:DIGEST",
+        help="file of accepted findings, one per line: a glob for module.name, or 'PATH sha256:DIGEST'",
     )
     verb.add_argument(
         "--code",
         action="store_true",
-        help="report all Python files beside weights (default: only those that a config names)",
+        help="report all Python files in model folders (default: only files that a config refers to)",
     )
     form = verb.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help=values.JSON_HELP)

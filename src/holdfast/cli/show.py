@@ -70,8 +70,9 @@ if TYPE_CHECKING:
     from holdfast.verbs.sparsity import TensorSparsity
 
 DESCRIPTION = """\
-List the tensors of a checkpoint with their dtypes, shapes and sizes, tied weights, plain values,
-and objects that were not built. Reads no tensor data, except with --sparsity.
+List the tensors of a checkpoint with their dtypes, shapes and sizes. Also lists tied weights, plain
+values, and objects of classes that Holdfast does not load. Reads no tensor data, except with
+--sparsity.
 Layers of the same structure appear once, as layers.[0-31].
 """
 
@@ -117,7 +118,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--depth",
         metavar="N",
         type=values.positive,
-        help="number of levels to show (default: as many as fit into 200 lines)",
+        help="number of levels to show (default: as many as fit in 200 lines)",
     )
     verb.add_argument(
         "-a",

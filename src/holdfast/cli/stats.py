@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Compute minimum, maximum, mean, standard deviation, norm and a histogram of each tensor, and count
-NaN, Inf and zeros. Tensors with NaN or Inf come first, with the index of the first one. The other
-statistics leave NaN and Inf out. Reads every tensor, in parallel, within bounded memory."""
+NaN, Inf and zeros. Tensors with NaN or Inf come first, with the index of the first such element.
+NaN and Inf are excluded from the other statistics. Reads every tensor, with bounded memory."""
 
 EXAMPLES = """\
 exit codes:
@@ -41,7 +41,7 @@ exit codes:
 examples:
   holdfast stats model.safetensors
 
-  # The attention weights, with a finer histogram.
+  # Only the attention weights, with a finer histogram.
   holdfast stats model.pt --filter '*.attn.*' --bins 64
 
   # Fail if a checkpoint contains NaN.
@@ -64,7 +64,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         metavar="N",
         type=_bins,
         default=32,
-        help="bars of the histogram (default: 32); 0 for none",
+        help="number of bars of each histogram (default: 32); 0 for no histograms",
     )
     verb.add_argument(
         "--threads",

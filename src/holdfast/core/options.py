@@ -276,7 +276,7 @@ OPTIONS: dict[str, Option] = {
     "overwrite": switch(False, "replace an existing target (default: refuse)"),
     "durable": switch(True, "wait until the data is on the disk, with fsync (default: yes)"),
     "read_back": switch(
-        True, "read the written data again and compare it before publishing (default: yes)"
+        True, "read the written data again and compare it before it appears at DST (default: yes)"
     ),
     "max_memory": Option(
         MAX_MEMORY, "memory limit for buffers (default: 1GiB)", "SIZE", arguments.size
@@ -306,7 +306,7 @@ OPTIONS: dict[str, Option] = {
         arguments.size,
     ),
     "copy_config": Option(
-        True, "folder to copy config and tokenizer files from, into a directory (default: SRC)",
+        True, "if DST is a directory, copy config and tokenizer files from this folder (default: SRC)",
         "DIR",
     ),
     "dtype": Option(
@@ -327,10 +327,10 @@ OPTIONS: dict[str, Option] = {
     ),
     "tensors_only": switch(False, "leave out values that are not tensors"),
     "model": Option(
-        None, "extract the state dict of this model from a package", "NAME", arguments.text
+        None, "extract the state dict of this model from a .pt2 package", "NAME", arguments.text
     ),
-    "constants": switch(False, "include the constants of the programs in a package"),
-    "sample_inputs": switch(False, "include the sample inputs of the programs in a package"),
+    "constants": switch(False, "include the constants of the programs in a .pt2 package"),
+    "sample_inputs": switch(False, "include the sample inputs of the programs in a .pt2 package"),
     "dequantize": switch(False, "decode the quantized blocks of GGUF to floating point"),
     "keep_tree": switch(True, PICKLED_TREE, flag=""),
     "resume": switch(
@@ -377,7 +377,7 @@ OPTIONS: dict[str, Option] = {
         True, "compare the checksums of tensors that several ranks hold (default: yes)"
     ),
     "deadline": Option(
-        DEADLINE, "seconds without a sign of life after which a rank is lost (default: 60)",
+        DEADLINE, "consider a rank lost after this many seconds without a heartbeat (default: 60)",
         read=seconds,
     ),
     "when_busy": Option(

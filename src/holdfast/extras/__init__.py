@@ -11,23 +11,29 @@ from typing import Any
 
 COMMANDS = {
     "prune": ("set weights to zero by rules", "holdfast.extras.pruning.commands.prune"),
-    "report": ("write an HTML report", "holdfast.extras.reports.commands.report"),
-    "view": ("open the report in a browser", "holdfast.extras.reports.commands.view"),
+    "report": (
+        "write an HTML report about a checkpoint",
+        "holdfast.extras.reports.commands.report",
+    ),
+    "view": (
+        "open a report about a checkpoint in a browser",
+        "holdfast.extras.reports.commands.view",
+    ),
     "package": (
         "combine several models in one checkpoint",
         "holdfast.extras.packages.commands.package",
     ),
     "tie": (
-        "find equal tensors, store them once",
+        "find equal tensors and store them once",
         "holdfast.extras.packages.commands.tie",
     ),
     "maps": (
-        "list layout maps, check that one fits",
+        "list layout maps, and check that one fits",
         "holdfast.extras.maps.commands.maps",
     ),
     "runs": ("list or delete the steps of a run", "holdfast.extras.runs.commands.runs"),
     "pin": ("protect a step of a run from deletion", "holdfast.extras.runs.commands.pin"),
-    "unpin": ("remove the protection of a step", "holdfast.extras.runs.commands.unpin"),
+    "unpin": ("allow a pinned step to be deleted again", "holdfast.extras.runs.commands.unpin"),
 }
 """Commands: for each, what it does in a few words, and its module."""
 

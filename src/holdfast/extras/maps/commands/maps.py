@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 List the layout maps, or check that one fits a checkpoint. A map converts the names and shapes of
 weights from the layout of one framework to the layout of another, such as Hugging Face to Megatron.
-'check' compares all names and shapes, lists those that are missing, left over or wrong, and reads
-no tensor data.
+'check' compares all names and shapes, and lists missing, unexpected and mismatched tensors. It
+reads no tensor data.
 """
 
 EXAMPLES = """\
-A map has the form family:from:to, or family:from..to. The form from->to needs
-quotes at a shell.
+A map has the form family:from:to, such as qwen3:hf:megatron.
 
 exit codes of check:
   0  the map fits

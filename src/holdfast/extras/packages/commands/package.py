@@ -12,10 +12,10 @@ from holdfast.cli.planned import carry_out
 from holdfast.core.options import PackageOptions, ReplaceOptions
 
 DESCRIPTION = """\
-Combine the weights of several models in one package (.pt2) or native directory (no suffix).
-Storages that the models share are stored once.
-With --replace, put new weights into the program of a .pt2. They must have the names, dtypes and
-shapes of the old weights."""
+Combine the weights of several models in one file, a .pt2 package, or in a native directory (no
+suffix). Data that the models share is stored once.
+With --replace, put new weights into the program in a .pt2 package. The new weights must have the
+same names, dtypes and shapes as the old weights."""
 
 EXAMPLES = """\
 examples:

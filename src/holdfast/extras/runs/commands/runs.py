@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from holdfast.extras.runs.table import RunRow, RunTable
 
 DESCRIPTION = """\
-List the steps of a training run with their age, size, metrics, and the retention rule that keeps
-each of them. A run is a folder or a bucket prefix (s3://, gs://, az://) with checkpoints of
-holdfast.Run, native directories, or sealed folders of other trainers. Incomplete steps are listed
-with the reason.
-The command can also delete steps (--prune), and data in a bucket that belongs to no checkpoint
-(--gc)."""
+List the steps of a training run with their age, size and metrics, and the retention rules that
+keep each step. If a step is incomplete, the list shows why.
+A run is a folder or a bucket prefix (s3://, gs://, az://) that contains steps of holdfast.Run,
+native directories, or sealed folders of other trainers.
+With --prune, the command deletes steps. With --gc, it deletes data in a bucket that belongs to no
+step."""
 
 EXAMPLES = """\
 rules:
@@ -51,8 +51,10 @@ exit codes:
 examples:
   holdfast runs runs/llama
 
-  # See which steps the rules of the run would delete, and delete them.
+  # List the steps that the rules of the run would delete.
   holdfast runs runs/llama --plan
+
+  # Delete these steps.
   holdfast runs runs/llama --prune
 
   # Try other rules.
