@@ -27,6 +27,7 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.extras.runs import run as run_module
+from holdfast.extras.runs.summary import SaveTimes, summarize
 from holdfast.extras.runs.view import RunView
 from holdfast.stores.files import Files
 from tests.support import flip_bit, run_in_threads
@@ -514,6 +515,26 @@ def test_summary(tmp_path: Path):
     assert found.nbytes >= 3 * 2400
     with pytest.raises(NotCommitted):
         run.save(2, state(2))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.055, "55 ms"),
+        (49, "49 s"),
+        (59.7, "1 min"),
+        (131, "2 min 11 s"),
+        (600, "10 min"),
+        (3599.8, "1 h"),
+        (5400, "1 h 30 min"),
+        (86400, "24 h"),
+    ],
+)
+def test_summary_prints_durations_in_their_two_largest_units(seconds: float, text: str):
+    times = [SaveTimes(step=1, stalled_s=seconds, took_s=seconds, nbytes=1)]
+    printed = str(summarize(times, failed=0, deleted=0, mtbf_s=86400.0, damaged=()))
+    assert f"a save stops training for {text} (at most {text}) and takes {text};" in printed
+    assert "with a failure every 24 h, save every " in printed
 
 
 def test_a_kill_while_steps_are_deleted_is_cleaned_by_the_next_run(tmp_path: Path):

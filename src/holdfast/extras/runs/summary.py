@@ -89,13 +89,15 @@ def summarize(
 
 
 def _time(seconds: float) -> str:
-    """A duration for people.
+    """Return a duration for people, in the two largest units that are not zero.
 
-    >>> _time(0.25), _time(90), _time(7200)
-    ('250 ms', '90 s', '2.0 h')
+    >>> _time(0.25), _time(49), _time(131), _time(86400), _time(5400)
+    ('250 ms', '49 s', '2 min 11 s', '24 h', '1 h 30 min')
     """
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
-    if seconds < 600:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    is_long = round(seconds) >= 3600
+    whole, rest = divmod(round(seconds / 60 if is_long else seconds), 60)
+    large_unit, small_unit = ("h", "min") if is_long else ("min", "s")
+    amounts = ((whole, large_unit), (rest, small_unit))
+    return " ".join(f"{amount} {unit}" for amount, unit in amounts if amount)
