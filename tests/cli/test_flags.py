@@ -139,7 +139,10 @@ def folder(tmp_path, monkeypatch):
             ["edit", "a.pt", "c.pt", "--in-place", "--drop", "w"],
             "a target and --in-place exclude each other",
         ),
-        (["convert", "b.safetensors", "c.pt", "--max-memory", "1MB"], "--max-memory is too small"),
+        (
+            ["convert", "b.safetensors", "c.pt", "--max-memory", "1MB"],
+            "bytes; pass at least that\n",
+        ),
         (["convert", "b.safetensors", "c.onnx"], "or say --format"),
         (
             ["convert", "b.safetensors", "c.pt", "--model", "x"],

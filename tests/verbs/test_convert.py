@@ -189,10 +189,19 @@ def test_containers_that_many_places_share_are_counted_once(tmp_path):
     assert [note for note in done.notes if "2 values" in note]
 
 
+def test_too_little_memory_for_one_thread_is_an_error_in_the_singular(trainer, tmp_path):
+    with pytest.raises(
+        LimitExceeded, match=r": one thread needs [\d,]+ bytes; pass at least that$"
+    ):
+        holdfast.convert(trainer, tmp_path / "b.safetensors", max_memory="1MiB", threads=1)
+
+
 def test_too_little_memory_is_an_error_that_says_how_much(trainer, tmp_path):
     with pytest.raises(LimitExceeded, match="max_memory is too small") as caught:
         holdfast.convert(trainer, tmp_path / "b.safetensors", max_memory="1MiB", threads=2)
     assert caught.value.expected > 1 << 20
+    needed = f"2 threads need {caught.value.expected:,} bytes; pass at least that, or fewer threads"
+    assert str(caught.value).endswith(needed)
     holdfast.convert(
         trainer, tmp_path / "b.safetensors", max_memory=caught.value.expected, threads=2
     )

@@ -84,7 +84,8 @@ def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:
         lines = [f"holdfast: {error.what}", *(f"  - {problem}" for problem in error.shown)]
     else:
         lines = [f"holdfast: {_sentence(error)}"]
-    if isinstance(error, LimitExceeded):
+    # The memory budget is no field of Limits, and its message says what to pass.
+    if isinstance(error, LimitExceeded) and not error.message.startswith("max_memory"):
         lines[-1] += "; to raise the limit, pass limits=holdfast.Limits(…) in Python"
     return [in_flags(line, flags) for line in lines] if isinstance(error, HoldfastError) else lines
 

@@ -58,7 +58,10 @@ def budget(
     block = min(max(most, smallest), room // (workers * COPIES))
     if block < smallest:
         least = BASE_NBYTES + workers * COPIES * smallest * (2 if requests else 1)
-        message = f"max_memory is too small: {workers} thread{'s' if workers > 1 else ''} need {least:,} bytes at least"
+        users = "one thread needs" if workers == 1 else f"{workers} threads need"
+        message = f"max_memory is too small: {users} {least:,} bytes; pass at least that"
+        if workers > 1:
+            message += ", or fewer threads"
         raise LimitExceeded(message, expected=least, found=byte_count(max_memory))
     return Budget(workers, block)
 
