@@ -19,7 +19,7 @@ from holdfast.cli.planned import add_places
 from holdfast.core import options
 from holdfast.core.options import ConvertOptions, Option, checked, options_of, pick, validated
 from holdfast.errors import CannotHold, RanksFailed
-from holdfast.verbs.shared.transform import Edits
+from holdfast.verbs.shared.transform import NO_EDITS, Edits
 
 
 class ToyOptions(ConvertOptions, total=False):
@@ -83,9 +83,9 @@ def test_a_command_has_a_flag_for_every_option_of_its_verb(verb):
 
 def test_every_edit_counts():
     """None is forgotten: a record with one field that is set is not the empty one."""
-    assert not Edits()
+    assert Edits() == NO_EDITS
     for name, default in zip(Edits.__struct_fields__, Edits.__struct_defaults__, strict=True):
-        assert Edits(**{name: ("a",) if default == () else True}), name
+        assert Edits(**{name: ("a",) if default == () else True}) != NO_EDITS, name
 
 
 def test_a_record_is_filled_by_the_names_of_its_fields():
