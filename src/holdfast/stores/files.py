@@ -1,17 +1,20 @@
-"""`Files`: the one small object through which every file-system call of a save goes.
+"""`Files`: the object through which every file-system call of a save goes.
 
-A save is proved by putting something else in its place: a model that builds every state a crash may leave, a saboteur that fails
-the Nth call (`tests/crash`). So each method here is one system call, or as near to it as can be, and decides nothing: an `OSError`
-passes with its code as it is. What to do about it is `engine/commit/transactions.py`'s business.
+The tests of crashes (`tests/crash`) replace this object: by a model that builds every state that a
+crash can leave behind, and by a saboteur that lets the Nth call fail. Therefore each method makes one
+system call, or nearly one, and makes no decisions. An `OSError` passes through with its code.
+`engine/commit/transactions.py` decides what to do about it.
 
-Names are relative to an open directory (`at`), so a parent that is moved during a save cannot lead it elsewhere. Nothing here
-follows a link but `resolve`, which is asked once, before anything is written.
+Names are relative to an open directory (`at`), so moving a parent during a save cannot redirect it.
+Only `resolve` follows links, and a save calls it once, before it writes anything.
 
-What loops (on a short write, read or copy) stands beside the object and goes through it: `write_all`, `read_all`, `copy_all`.
+Loops over short writes, reads and copies are functions that use the object: `write_all`, `read_all`
+and `copy_all`.
 
-A save belongs to the process that began it. A lock (flock) belongs to what is open, which a forked child shares, so that it would
-hold a lock of its parent's for as long as it lives. Therefore a lock is given back before its descriptor is closed, a child closes
-what it inherits from saves, and in a child a `Files` of its parent's refuses everything: nothing is unlinked twice.
+A save belongs to the process that started it. A forked child shares the open files of its parent and
+thus also their locks (flock): the child would keep a lock of a parent that has died. Therefore a lock
+is released before its descriptor is closed, a child closes the descriptors that it inherits from
+saves, and a `Files` object of the parent raises in the child, so nothing is removed twice.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from holdfast.core.value import Value
 from holdfast.errors import Truncated
 from holdfast.stores import platform
 from holdfast.stores.platform import (
+    BLOCK_NBYTES,
     DIRECTORY,
     NO_FOLLOW,
     NON_BLOCKING,
@@ -45,148 +49,177 @@ Buffer = bytes | bytearray | memoryview
 Kind = Literal["file", "directory", "link", "other"]
 Names = list[str]
 
-MAX_WRITE = 1 << 30  # Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast.
+MAX_WRITE_NBYTES = 1 << 30
+"""Linux transfers at most 2 GiB − 4 KiB in one call. Half of that is as fast."""
 
-COPY_BLOCK = (
-    1 << 20
-)  # Bytes that `copy_all` holds at a time; larger blocks leave the second-level cache.
+COPY_FALLBACK_ERRNOS = UNSUPPORTED_ERRNOS | {errno.EXDEV, errno.EPERM, errno.ETXTBSY, errno.EBADF}
+"""Errors of copy_file_range(2) between file systems that it cannot copy between."""
 
-CANNOT_COPY = UNSUPPORTED_ERRNOS | {errno.EXDEV, errno.EPERM, errno.ETXTBSY, errno.EBADF}
-"""What copy_file_range(2) answers between file systems that it cannot copy between."""
-
-OF_THIS_MACHINE = frozenset({
+LOCAL_FILE_SYSTEMS = frozenset({
     0xEF53, 0x58465342, 0x9123683E, 0x2FC12FC1, 0xF2F52010, 0xCA451A4E, 0x01021994, 0x858458F6, 0x794C7630, 0x4D44, 0x2011BAB0,
     0x5346544E, 0x7366746E,
 })  # fmt: skip
-"""What statfs(2) calls file systems that one machine has mounted: ext2 to 4, xfs, btrfs, zfs, f2fs, bcachefs, tmpfs, ramfs,
-overlayfs, vfat, exfat, ntfs. What is not listed may be shared."""
+"""Types, as in statfs(2), of file systems that only one machine mounts: ext2 to 4, xfs, btrfs, zfs, f2fs,
+bcachefs, tmpfs, ramfs, overlayfs, vfat, exfat, ntfs. Any other type may be shared."""
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old|lock)", re.DOTALL)
 
+PERMISSION_BITS = 0o7777
+
+KINDS: dict[int, Kind] = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
+
 
 class FileEntry(Value, frozen=True, gc=False):
-    """What there is under a name, or behind a descriptor."""
+    """The metadata of a file, a directory or a link."""
 
     kind: Kind
-    identity: tuple[
-        int, int
-    ]  # Device and inode: equal for the same file, whatever its name is now.
-    mode: int  # Permission bits, with those for setuid, setgid and sticky.
+    identity: tuple[int, int]
+    """Device and inode. They stay the same when the file is renamed."""
+    mode: int
+    """The permission bits, including setuid, setgid and sticky."""
     nbytes: int
-    owner: tuple[int, int] = (0, 0)  # User and group.
-    changed_s: float = 0.0  # When the content, or of a directory the entries, changed last.
+    owner: tuple[int, int] = (0, 0)
+    """User and group."""
+    changed_s: float = 0.0
+    """The time of the last change of a file's content, or of a directory's entries."""
 
 
 class Files:
-    """The file system of this machine as a save sees it, for the process that makes it. Every method may raise `OSError`; several
-    threads call `pwrite` and `copy_range`."""
+    """The file system as a save in this process uses it.
+
+    Every method may raise `OSError`. Several threads call `pwrite`, `copy_range` and `begin_sync`.
+    """
 
     def __init__(self) -> None:
-        self._process = _process
+        self._process_id = _process_id
 
-    def _check(self) -> None:
-        if self._process != _process:
-            # Its descriptors are closed here, and their numbers may stand for something else.
+    def _check_process(self) -> None:
+        """Raise an error in a forked child.
+
+        The child has closed the descriptors of its parent, and their numbers may mean other files.
+        """
+        if self._process_id != _process_id:
             raise OSError(
                 errno.ESTALE,
-                f"the save belongs to process {self._process}, of which this one is a fork",
+                f"process {self._process_id} started this save, and this process is a fork of it; "
+                "start a new save here",
             )
 
     def resolve(self, path: str) -> str:
-        """An absolute path with every link followed; what does not exist yet is kept as it is."""
+        """Return an absolute path with every link followed. Parts that do not exist are kept."""
         return os.path.realpath(path)
 
     def open_directory(self, path: str, *, at: int | None = None) -> int:
-        """A descriptor of a directory. With `at`, the path is a name in there and must be no link."""
-        follow = NO_FOLLOW if at is not None else 0
-        return self._opened(path, os.O_RDONLY | DIRECTORY | follow, at=at)
+        """Open a directory. With `at`, the path is a name in that directory and must not be a link."""
+        link_flag = 0 if at is None else NO_FOLLOW
+        return self._open_descriptor(path, os.O_RDONLY | DIRECTORY | link_flag, at=at)
 
     def open(self, name: str, *, at: int) -> int:
-        """A descriptor of an existing file, for looking at and locking it. A link is refused, a pipe does not wait."""
-        return self._opened(name, os.O_RDONLY | NO_FOLLOW | NON_BLOCKING, at=at)
+        """Open an existing file to read or lock it. Refuses a link, and does not wait for a pipe."""
+        return self._open_descriptor(name, os.O_RDONLY | NO_FOLLOW | NON_BLOCKING, at=at)
 
     def open_shared(self, name: str, *, at: int) -> int:
-        """A descriptor, for reading and writing, of an existing file that another process writes as well."""
-        return self._opened(name, os.O_RDWR | NO_FOLLOW | NON_BLOCKING, at=at)
+        """Open an existing file for reading and writing that another process writes as well."""
+        return self._open_descriptor(name, os.O_RDWR | NO_FOLLOW | NON_BLOCKING, at=at)
 
     def hold(self, name: str, *, at: int) -> int | None:
-        """A descriptor that keeps what is under a name, and is good for nothing else; None where the system has no such thing."""
-        return self._opened(name, PATH_ONLY | NO_FOLLOW, at=at) if PATH_ONLY else None
+        """Open a file or directory only to keep its inode alive. None if the system cannot."""
+        if not PATH_ONLY:
+            return None
+        return self._open_descriptor(name, PATH_ONLY | NO_FOLLOW, at=at)
 
     def create(self, name: str, *, at: int, private: bool = False) -> int:
-        """A descriptor, for reading and writing, of a file that did not exist. Private: for this user alone."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW
-        return self._opened(name, flags, at=at, mode=0o600 if private else 0o666)
+        """Create a file and open it for reading and writing. It must not exist.
 
-    def _opened(self, path: str, flags: int, *, at: int | None, mode: int = 0) -> int:
-        self._check()
+        With `private`, only this user may access it.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW
+        return self._open_descriptor(name, flags, at=at, mode=0o600 if private else 0o666)
+
+    def _open_descriptor(self, path: str, flags: int, *, at: int | None, mode: int = 0) -> int:
+        self._check_process()
         descriptor = os.open(path, flags | OPEN_FLAGS, mode, dir_fd=at)
-        _open[descriptor] = False
+        _has_lock[descriptor] = False
         return descriptor
 
     def allocate(self, descriptor: int, nbytes: int) -> None:
-        """Give a file its length, and its blocks where the file system can promise them."""
-        self._check()
+        """Set the length of a file, and allocate its disk blocks if the file system can."""
+        self._check_process()
         os.ftruncate(descriptor, nbytes)
         if nbytes:
             platform.reserve(descriptor, nbytes)
 
     def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
-        """Write some of the bytes at an offset, and say how many."""
-        self._check()
+        """Write some of the bytes at an offset, and return how many."""
+        self._check_process()
         return platform.write_some(descriptor, data, offset)
 
     def pread(self, descriptor: int, nbytes: int, offset: int) -> bytes:
-        """Read some bytes from an offset on, at most so many; none at the end."""
-        self._check()
+        """Read at most `nbytes` bytes from an offset; none at the end of the file."""
+        self._check_process()
         return platform.read_block(descriptor, nbytes, offset)
 
     def copy_range(
         self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int
     ) -> int:
-        """Copy some bytes from file to file inside the kernel (shared on disk where that is possible), and say how many."""
-        self._check()
+        """Copy some bytes between files in the kernel, and return how many.
+
+        If the file system supports it, the files share the blocks on the disk afterwards.
+        """
+        self._check_process()
         return platform.copy_range(
             source, target, nbytes, source_offset=source_offset, offset=offset
         )
 
     def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
-        """Have the disk begin with a range that will be synced; several threads call it. Nothing is promised."""
-        self._check()
+        """Hint that the disk may start to write a range. This promises nothing."""
+        self._check_process()
         platform.begin_sync(descriptor, offset, nbytes)
 
     def sync(self, descriptor: int) -> None:
-        """fsync: come back when a file's bytes, or a directory's entries, would survive a power cut."""
-        self._check()
+        """Wait until a file's bytes, or a directory's entries, would survive a power cut (fsync)."""
+        self._check_process()
         platform.sync(descriptor)
 
     def chmod(self, descriptor: int, mode: int) -> None:
-        self._check()
+        """Set the permission bits."""
+        self._check_process()
         platform.change_mode(descriptor, mode)
 
     def chown(self, descriptor: int, user: int, group: int) -> None:
-        """Set user and group; -1 leaves one as it is."""
-        self._check()
+        """Set the user and the group. -1 leaves either one as it is."""
+        self._check_process()
         platform.change_owner(descriptor, user, group)
 
     def rename(self, source: str, target: str, *, at: int) -> None:
-        """Give a name to what has another one, in one step; what was under it is replaced."""
-        self._check()
+        """Rename in one step. Replaces an existing target."""
+        self._check_process()
         os.rename(source, target, src_dir_fd=at, dst_dir_fd=at)
 
     def rename_new(self, source: str, target: str, *, at: int) -> bool:
-        """As `rename`, but an existing target is `FileExistsError`. False, and nothing done, where that is not supported."""
-        self._check()
+        """Rename in one step. Raises `FileExistsError` if the target exists.
+
+        Returns:
+            False, without any change, if the system does not support this.
+        """
+        self._check_process()
         return platform.rename_new(source, target, at=at)
 
     def exchange(self, first: str, second: str, *, at: int) -> bool:
-        """Swap what two names stand for, in one step. False, and nothing done, where that is not supported."""
-        self._check()
+        """Exchange two names in one step.
+
+        Returns:
+            False, without any change, if the system does not support this.
+        """
+        self._check_process()
         return platform.exchange(first, second, at=at)
 
     def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
-        """Give a file, perhaps of another directory (`source_at`), a second name; an existing one is `FileExistsError`."""
-        self._check()
+        """Give a file a second name. Raises `FileExistsError` if the target exists.
+
+        With `source_at`, the source is in that directory instead of in `at`.
+        """
+        self._check_process()
         os.link(
             source,
             target,
@@ -196,106 +229,127 @@ class Files:
         )
 
     def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
-        """Make a directory. Private: for this user alone."""
-        self._check()
+        """Create a directory. With `private`, only this user may access it."""
+        self._check_process()
         os.mkdir(name, 0o700 if private else 0o777, dir_fd=at)
 
     def unlink(self, name: str, *, at: int) -> None:
-        """Remove a name of something that is no directory. A link goes, not what it leads to."""
-        self._check()
+        """Remove a file or a link. The target of a link stays."""
+        self._check_process()
         os.unlink(name, dir_fd=at)
 
     def rmdir(self, name: str, *, at: int) -> None:
-        self._check()
+        """Remove an empty directory."""
+        self._check_process()
         os.rmdir(name, dir_fd=at)
 
     def list(self, descriptor: int) -> Names:
-        """The names in a directory, sorted."""
-        self._check()
+        """Return the names in a directory, sorted."""
+        self._check_process()
         return sorted(os.listdir(descriptor))
 
     def lock(self, descriptor: int) -> bool:
-        """Take the exclusive lock (flock) without waiting; False where someone else has it. It goes with the descriptor."""
-        self._check()
+        """Take the exclusive lock (flock) without waiting. Closing the descriptor releases it.
+
+        Returns:
+            False if somebody else has the lock.
+        """
+        self._check_process()
         if not platform.lock(descriptor):
             return False
-        if descriptor in _open:
-            _open[descriptor] = True
+        if descriptor in _has_lock:
+            _has_lock[descriptor] = True
         return True
 
     def stat(self, name: str, *, at: int) -> FileEntry | None:
-        """What is under a name (a link is itself), or None."""
-        self._check()
+        """Return the metadata of a name, or None if it does not exist. Does not follow a link."""
+        self._check_process()
         try:
-            return entry_of(os.stat(name, dir_fd=at, follow_symlinks=False))
+            return entry_from_status(os.stat(name, dir_fd=at, follow_symlinks=False))
         except FileNotFoundError:
             return None
 
     def inspect(self, descriptor: int) -> FileEntry:
-        self._check()
-        return entry_of(os.fstat(descriptor))
+        """Return the metadata of an open file or directory."""
+        self._check_process()
+        return entry_from_status(os.fstat(descriptor))
 
     def is_shared(self, descriptor: int) -> bool:
-        """Whether other machines may write into this directory, whose locks may not be seen here."""
-        self._check()
-        return platform.get_file_system_type(descriptor) not in OF_THIS_MACHINE
+        """Return whether other machines may write to this directory. Their locks may be invisible."""
+        self._check_process()
+        return platform.get_file_system_type(descriptor) not in LOCAL_FILE_SYSTEMS
 
     def longest_name(self, descriptor: int) -> int:
-        self._check()
+        """Return how many bytes a name in this directory may have."""
+        self._check_process()
         return platform.longest_name(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Give a descriptor back. It is gone even where this raises."""
-        self._check()
-        # Forgotten first: when it is closed, the number may be anybody's.
-        if _open.pop(descriptor, False):
+        """Close a descriptor. It is closed even if this raises."""
+        self._check_process()
+        # Forget it first: once it is closed, another thread may get the same number.
+        if _has_lock.pop(descriptor, False):
             with suppress(OSError):
                 platform.unlock(descriptor)
         os.close(descriptor)
 
 
-_process = os.getpid()  # This process; a fork has another number.
-_open: dict[int, bool] = {}  # The descriptors that saves have open, and whether each is locked.
+_process_id = os.getpid()
+
+_has_lock: dict[int, bool] = {}
+"""The open descriptors of saves, and whether each of them has a lock."""
 
 
-def _in_child() -> None:
-    """Let go of what saves of the parent have open; it stays open there."""
-    global _process
-    _process = os.getpid()
-    for descriptor in list(_open):
+def _forget_saves_of_parent() -> None:
+    """Close what this forked child inherited from saves of its parent, where it stays open."""
+    global _process_id
+    _process_id = os.getpid()
+    for descriptor in list(_has_lock):
         with suppress(OSError):
             os.close(descriptor)
-    _open.clear()
+    _has_lock.clear()
 
 
-at_fork(after_in_child=_in_child)
+at_fork(after_in_child=_forget_saves_of_parent)
 
 
 def write_all(files: Files, descriptor: int, data: Buffer, *, offset: int) -> None:
-    """Write every byte of a buffer at an offset: the loop on short writes, in one place."""
+    """Write all bytes of a buffer at an offset. A single write may be short."""
     view = memoryview(data).cast("B")
-    done = 0
-    while done < view.nbytes:
-        count = files.pwrite(descriptor, view[done : done + MAX_WRITE], offset + done)
+    written_nbytes = 0
+    while written_nbytes < view.nbytes:
+        block = view[written_nbytes : written_nbytes + MAX_WRITE_NBYTES]
+        count = files.pwrite(descriptor, block, offset + written_nbytes)
         if count <= 0:
-            # POSIX allows 0 only for an empty buffer; a loop that believed it would never end.
-            raise OSError(errno.EIO, "the file system took none of the bytes and said no reason")
-        done += count
+            # POSIX allows 0 only for an empty buffer. Trying again could go on forever.
+            raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
+        written_nbytes += count
 
 
 def read_all(
-    files: Files, name: str, found: FileEntry | None, *, at: int, most: int
+    files: Files, name: str, entry: FileEntry | None, *, at: int, most: int
 ) -> bytes | None:
-    """A small file as a whole, which `found` is; None where that is no plain file, is longer than `most`, or grows meanwhile."""
-    if found is None or found.kind != "file" or found.nbytes > most:
+    """Read a small file completely.
+
+    Args:
+        files: The file system.
+        name: The name of the file in the directory `at`.
+        entry: The metadata of the file, or None if it does not exist.
+        at: A descriptor of the directory.
+        most: The largest length to read.
+
+    Returns:
+        The content. None if this is not a regular file, is longer than `most`, or grows meanwhile.
+    """
+    if entry is None or entry.kind != "file" or entry.nbytes > most:
         return None
     descriptor = files.open(name, at=at)
     try:
         content = b""
-        # Nothing is allocated for a length that nobody has.
-        while block := files.pread(descriptor, found.nbytes + 1 - len(content), len(content)):
+        # Reading in blocks allocates no memory for a length that the file only claims to have.
+        while block := files.pread(descriptor, entry.nbytes + 1 - len(content), len(content)):
             content += block
-        return content if len(content) == found.nbytes else None
+        return content if len(content) == entry.nbytes else None
     finally:
         files.close(descriptor)
 
@@ -303,33 +357,47 @@ def read_all(
 def copy_all(
     files: Files, source: int, target: int, *, nbytes: int, source_offset: int, offset: int
 ) -> None:
-    """Copy a range from file to file, inside the kernel where it can, through a block of memory where not. Raises `Truncated` where
-    the source ends before the range does."""
-    done = 0
-    while done < nbytes:
-        at, to = source_offset + done, offset + done
+    """Copy a range from file to file, in the kernel if possible, otherwise through memory.
+
+    Raises:
+        Truncated: The source ends before the range does.
+    """
+    copied_nbytes = 0
+    while copied_nbytes < nbytes:
+        missing_nbytes = nbytes - copied_nbytes
+        read_offset = source_offset + copied_nbytes
+        write_offset = offset + copied_nbytes
         try:
             count = files.copy_range(
-                source, target, min(nbytes - done, MAX_WRITE), source_offset=at, offset=to
+                source,
+                target,
+                min(missing_nbytes, MAX_WRITE_NBYTES),
+                source_offset=read_offset,
+                offset=write_offset,
             )
         except OSError as error:
-            if error.errno not in CANNOT_COPY:
+            if error.errno not in COPY_FALLBACK_ERRNOS:
                 raise
             count = 0
+
+        # Before Linux 5.19, some file systems return 0 if they cannot copy. A read shows whether
+        # the source really ends here.
         if count <= 0:
-            # Also some file systems' way to say that they cannot (Linux before 5.19); reading tells whether it is the end.
-            block = platform.read_block(source, min(nbytes - done, COPY_BLOCK), at)
+            block = platform.read_block(source, min(missing_nbytes, BLOCK_NBYTES), read_offset)
             if not block:
                 raise Truncated(
-                    f"the source ends {nbytes - done} bytes before the range to copy", offset=at
+                    f"the source ends {missing_nbytes} bytes before the end of the range to copy",
+                    offset=read_offset,
                 )
-            write_all(files, target, block, offset=to)
+            write_all(files, target, block, offset=write_offset)
             count = len(block)
-        done += count
+        copied_nbytes += count
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name is one of those that saves use for what is not, or no longer, a checkpoint (`engine/commit/temporaries.py`).
+    """Return whether saves use a name for files that are not part of a published checkpoint.
+
+    `engine/commit/temporaries.py` makes these names.
 
     >>> is_temporary(".model.pt.0123456789abcdef.tmp"), is_temporary(".metadata")
     (True, False)
@@ -338,7 +406,7 @@ def is_temporary(name: str) -> bool:
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """The folder and the name in it.
+    """Split a path into its folder and its name.
 
     >>> split_path("/data/model.pt")
     ('/data', 'model.pt')
@@ -346,147 +414,146 @@ def split_path(path: str) -> tuple[str, str]:
     return os.path.split(path)
 
 
-def entry_of(status: os.stat_result) -> FileEntry:
-    kind, mode = status.st_mode & ~PERMISSIONS, status.st_mode & PERMISSIONS
-    found = KINDS[kind] if kind in KINDS else "other"  # noqa: SIM401  # a call less
-    owner = (status.st_uid, status.st_gid)
+def entry_from_status(status: os.stat_result) -> FileEntry:
+    """Return the metadata of a file as a `FileEntry`."""
     return FileEntry(
-        found, (status.st_dev, status.st_ino), mode, status.st_size, owner, status.st_mtime
+        kind=KINDS.get(stat.S_IFMT(status.st_mode), "other"),
+        identity=(status.st_dev, status.st_ino),
+        mode=status.st_mode & PERMISSION_BITS,
+        nbytes=status.st_size,
+        owner=(status.st_uid, status.st_gid),
+        changed_s=status.st_mtime,
     )
 
 
-PERMISSIONS = 0o7777
-KINDS: dict[int, Kind] = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
-
-
 def make_parents(path: str, *, durable: bool) -> None:
-    """Make the folders that lead to a path, where they are missing; with `durable`, so that they survive a power cut."""
+    """Create the missing folders above a path. With `durable`, they survive a power cut."""
     is_link = False
+    # A path that is too long raises here, before any of its folders is created.
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        is_link = stat.S_ISLNK(
-            os.lstat(path).st_mode
-        )  # a path that is too long says so before a part of it is made
+        is_link = stat.S_ISLNK(os.lstat(path).st_mode)
     if not is_link and os.path.isdir(os.path.dirname(path.rstrip("/")) or os.curdir):
         return
-    missing = []
-    parent = os.path.dirname(os.path.realpath(path))
-    while not os.path.lexists(parent) and parent != os.path.dirname(
-        parent
-    ):  # a drive may be missing, and leads nowhere
-        missing.append(parent)
-        parent = os.path.dirname(parent)
-    for folder in reversed(missing):
-        with suppress(FileExistsError):  # somebody else makes it as well
+
+    missing_folders = []
+    ancestor = os.path.dirname(os.path.realpath(path))
+    # On Windows the drive itself may be missing. Its parent is the drive again.
+    while not os.path.lexists(ancestor) and ancestor != os.path.dirname(ancestor):
+        missing_folders.append(ancestor)
+        ancestor = os.path.dirname(ancestor)
+    for folder in reversed(missing_folders):
+        # Another process may create the same folder.
+        with suppress(FileExistsError):
             os.mkdir(folder)
         if durable:
             platform.sync_directory(os.path.dirname(folder))
 
 
-PAUSES_S = (
-    0.01,
-    0.02,
-    0.04,
-    0.08,
-    0.16,
-    0.32,
-)  # Between tries to replace or remove what somebody has open.
-LONGEST = 255  # Characters of a name on every file system of Windows, and no fewer bytes.
-LOCK = re.compile(r"\.holdfast\.[0-9a-f]{16}\.lock")
-IN_USE = "it is open in this or another program"
+RETRY_PAUSES_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
+"""Pauses between attempts to replace or remove a file that somebody has open."""
+
+MAX_NAME_CHARACTERS = 255
+"""The limit of every file system of Windows. In bytes it is no lower."""
+
+LOCK_FILE = re.compile(r"\.holdfast\.[0-9a-f]{16}\.lock")
 
 
 def system_files() -> Files:
-    """The file system of this machine, for the process that asks."""
+    """Return the `Files` object for this machine and this process."""
     return Files() if platform.OPENS_DIRECTORIES else PathFiles()
 
 
-class OpenFile(Struct):
+class OpenEntry(Struct):
+    """A file or directory that a save has open, for `PathFiles`."""
+
     path: str
     identity: tuple[int, int]
-    writable: bool = False
-    lock: tuple[int, str] | None = None  # The descriptor of its lock file, and where that is.
+    is_writable: bool = False
+    lock: tuple[int, str] | None = None
+    """The descriptor and the path of its lock file."""
 
 
-_opened: dict[
-    int, OpenFile
-] = {}  # What saves have open: directories under numbers below zero, files under descriptors.
-_numbers = itertools.count(-2, -1)  # -1 is what a failed call of C's gives, and stands for nothing
+_open_entries: dict[int, OpenEntry] = {}
+"""What saves have open: files under their descriptors, directories under negative numbers."""
+
+_directory_numbers = itertools.count(-2, -1)
+"""-1 is left out because failed C calls return it."""
 
 
 class PathFiles(Files):
-    """The file system as a save sees it where no directory can be opened, and no open file be removed: Windows.
+    """The file system for systems that cannot open directories or remove open files: Windows.
 
-    1. **Directories are paths**, given out as numbers below zero. Before each call the identity of the directory is compared: a
-       folder that was moved or replaced is ESTALE, and is not written to. A rename by this process moves the paths along.
-    2. **Open files are let go of.** A file of ours that is to be renamed or removed is closed first. Its number leads to the null
-       device until whoever has it closes it.
-    3. **Files of others** that are open cannot be replaced. A virus scanner lets go after a moment, so a refused step is tried
-    again
-       for half a second; then it is EBUSY, before anything has changed.
-    4. **Locks** are files, `.holdfast.<identity>.lock` beside what is locked, and held open. Windows refuses to remove them while
-       their owner lives, so who can remove one finds that it was nobody's. The identity stays with a folder that is renamed.
+    1. **Directories are paths** behind negative numbers. Each call first compares the identity of the
+       directory: if it was moved or replaced, the call raises ESTALE and writes nothing. A rename by
+       this process updates the paths.
+    2. **Open files are closed early.** A file of ours is closed before it is renamed or removed. Until
+       its user closes it, its number refers to the null device.
+    3. **Open files of others** cannot be replaced. A virus scanner closes a file after a moment, so a
+       refused step is repeated for half a second. Then it raises EBUSY, before anything has changed.
+    4. **Locks** are open files, `.holdfast.<identity>.lock`, next to the locked file. Windows refuses
+       to remove them while their owner lives, so a process that can remove one knows that its owner
+       is gone. A renamed folder keeps its identity.
 
-    A directory cannot be synced here, and there are no permission bits to keep: a new file has the access list of its folder.
+    Directories cannot be synced here. There are no permission bits to keep: a new file has the access
+    list of its folder.
     """
 
     def open_directory(self, path: str, *, at: int | None = None) -> int:
-        self._check()
-        # What is moved is known by its path, of which there shall be one.
-        whole = os.path.realpath(path) if at is None else self._path(path, at)
-        found = os.stat(whole, follow_symlinks=at is None)
-        if not stat.S_ISDIR(found.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), whole)
-        number = next(_numbers)
-        _opened[number] = OpenFile(whole, entry_of(found).identity)
+        self._check_process()
+        # Renames find open directories by their paths, so each one must have a single spelling.
+        full_path = os.path.realpath(path) if at is None else self._join_path(path, at)
+        status = os.stat(full_path, follow_symlinks=at is None)
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), full_path)
+        number = next(_directory_numbers)
+        _open_entries[number] = OpenEntry(full_path, entry_from_status(status).identity)
         return number
 
     def open(self, name: str, *, at: int) -> int:
-        path = self._path(name, at)
+        path = self._join_path(name, at)
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise OSError(errno.ELOOP, "no plain file", path)
+            raise OSError(errno.ELOOP, "not a regular file", path)
         return self._open_file(path, os.O_RDONLY)
 
-    def open_shared(self, name: str, *, at: int) -> int:
-        """A descriptor, for reading and writing, of an existing file that another process writes as well."""
-        return self._opened(name, os.O_RDWR | NO_FOLLOW | NON_BLOCKING, at=at)
-
     def hold(self, name: str, *, at: int) -> int | None:
-        return None  # what is open here can be neither replaced nor removed
+        # An open file could be neither replaced nor removed here.
+        return None
 
     def create(self, name: str, *, at: int, private: bool = False) -> int:
-        return self._open_file(self._path(name, at), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        return self._open_file(self._join_path(name, at), os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def _open_file(self, path: str, flags: int) -> int:
-        self._check()
+        self._check_process()
         descriptor = os.open(path, flags | OPEN_FLAGS, 0o666)
         try:
-            # By path and not by descriptor: what the two say of identity is not the same in every Python. It is open, and stays.
-            _opened[descriptor] = OpenFile(
-                path, entry_of(os.lstat(path)).identity, bool(flags & os.O_RDWR)
-            )
+            # Some versions of Python return different identities for a path and a descriptor. All
+            # comparisons use the path. It cannot be replaced, because the file is open.
+            identity = entry_from_status(os.lstat(path)).identity
+            _open_entries[descriptor] = OpenEntry(path, identity, bool(flags & os.O_RDWR))
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
 
     def sync(self, descriptor: int) -> None:
-        self._check()
-        known = _opened.get(descriptor)
+        self._check_process()
         if descriptor < 0:
-            return  # there is no call for a directory
-        if known is None or known.writable:
+            # Windows has no call for a directory.
+            return
+        entry = _open_entries.get(descriptor)
+        if entry is None or entry.is_writable:
             platform.sync(descriptor)
             return
-        # Windows flushes nothing through a descriptor that may only read.
-        again = os.open(known.path, os.O_RDWR | OPEN_FLAGS)
+        # Windows does not flush through a read-only descriptor.
+        writable_descriptor = os.open(entry.path, os.O_RDWR | OPEN_FLAGS)
         try:
-            platform.sync(again)
+            platform.sync(writable_descriptor)
         finally:
-            os.close(again)
+            os.close(writable_descriptor)
 
     def chmod(self, descriptor: int, mode: int) -> None:
-        self._check()
-        os.chmod(_known(descriptor).path, mode)
+        self._check_process()
+        os.chmod(_get_open_entry(descriptor).path, mode)
 
     def rename(self, source: str, target: str, *, at: int) -> None:
         self._move(os.replace, source, target, at=at)
@@ -494,139 +561,144 @@ class PathFiles(Files):
     def rename_new(self, source: str, target: str, *, at: int) -> bool:
         if platform.REMOVES_OPEN_FILES:
             return False
-        # On Windows alone it refuses what exists, be it a file or a directory.
+        # Only on Windows, os.rename refuses an existing target, both a file and a directory.
         self._move(os.rename, source, target, at=at)
         return True
 
-    def _move(self, call: Callable[[str, str], None], source: str, target: str, *, at: int) -> None:
-        before, after = self._path(source, at), self._path(target, at)
-        _let_go(before)
-        _patiently(lambda: call(before, after))
-        for known in _opened.values():
-            if known.path == before:
-                known.path = after
+    def _move(self, move: Callable[[str, str], None], source: str, target: str, *, at: int) -> None:
+        """Rename a path, and update the paths of open files and directories."""
+        old_path = self._join_path(source, at)
+        new_path = self._join_path(target, at)
+        _close_early(old_path)
+        _retry_while_in_use(lambda: move(old_path, new_path))
+        for entry in _open_entries.values():
+            if entry.path == old_path:
+                entry.path = new_path
+                # On FAT the identity is the position of the directory entry, which has changed.
                 with suppress(OSError):
-                    known.identity = entry_of(
-                        os.lstat(after)
-                    ).identity  # which on FAT is where the name stands
-            elif known.path.startswith(before + os.sep):
-                known.path = after + known.path[len(before) :]
+                    entry.identity = entry_from_status(os.lstat(new_path)).identity
+            elif entry.path.startswith(old_path + os.sep):
+                entry.path = new_path + entry.path[len(old_path) :]
 
     def exchange(self, first: str, second: str, *, at: int) -> bool:
         return False
 
     def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
-        os.link(
-            os.path.normpath(self._path(source, at if source_at is None else source_at)),
-            self._path(target, at),
-        )
+        source_path = self._join_path(source, at if source_at is None else source_at)
+        os.link(os.path.normpath(source_path), self._join_path(target, at))
 
     def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
-        # Never for this user alone: since Python 3.12.4 that would be an access list, which everything in it keeps for ever.
-        os.mkdir(self._path(name, at))
+        # `private` is ignored: since Python 3.12.4 it would set an access list, which every file in
+        # the folder would inherit and keep.
+        os.mkdir(self._join_path(name, at))
 
     def unlink(self, name: str, *, at: int) -> None:
-        path = self._path(name, at)
-        _let_go(path)
-        _patiently(lambda: os.unlink(path))
+        path = self._join_path(name, at)
+        _close_early(path)
+        _retry_while_in_use(lambda: os.unlink(path))
 
     def rmdir(self, name: str, *, at: int) -> None:
-        path = self._path(name, at)
-        _patiently(lambda: os.rmdir(path))
+        path = self._join_path(name, at)
+        _retry_while_in_use(lambda: os.rmdir(path))
 
     def list(self, descriptor: int) -> Names:
-        return sorted(os.listdir(self._path("", descriptor)))
+        return sorted(os.listdir(self._join_path("", descriptor)))
 
     def lock(self, descriptor: int) -> bool:
-        from hashlib import blake2b  # on Windows alone
+        from hashlib import blake2b  # only Windows needs it
 
-        self._check()
+        self._check_process()
         if platform.REMOVES_OPEN_FILES:
-            raise OSError(errno.ENOTSUP, "no lock can be taken here")
-        known = _known(descriptor)
-        folder = os.path.dirname(known.path)
-        name = blake2b(repr(known.identity).encode(), digest_size=8).hexdigest()
-        path = os.path.join(folder, f".holdfast.{name}.lock")
+            raise OSError(errno.ENOTSUP, "this system has no locks")
+        entry = _get_open_entry(descriptor)
+        folder = os.path.dirname(entry.path)
+        digest = blake2b(repr(entry.identity).encode(), digest_size=8).hexdigest()
+        lock_name = f".holdfast.{digest}.lock"
+        lock_path = os.path.join(folder, lock_name)
         try:
             with suppress(FileNotFoundError):
-                os.unlink(path)
-            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o666)
+                os.unlink(lock_path)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
+            entry.lock = os.open(lock_path, flags, 0o666), lock_path
         except (PermissionError, FileExistsError):
             return False
-        known.lock = number, path
-        # Those of processes that died when they had nothing else to lose; what somebody holds is refused.
-        for other in os.listdir(folder):
-            if LOCK.fullmatch(other) and other != os.path.basename(path):
+
+        # Remove the lock files of dead processes. Windows refuses those that are still held.
+        for name in os.listdir(folder):
+            if LOCK_FILE.fullmatch(name) and name != lock_name:
                 with suppress(OSError):
-                    os.unlink(os.path.join(folder, other))
+                    os.unlink(os.path.join(folder, name))
         return True
 
     def stat(self, name: str, *, at: int) -> FileEntry | None:
         try:
-            return entry_of(os.lstat(self._path(name, at)))
+            return entry_from_status(os.lstat(self._join_path(name, at)))
         except FileNotFoundError:
             return None
 
     def inspect(self, descriptor: int) -> FileEntry:
-        self._check()
-        return entry_of(os.lstat(_known(descriptor).path))
+        self._check_process()
+        return entry_from_status(os.lstat(_get_open_entry(descriptor).path))
 
     def is_shared(self, descriptor: int) -> bool:
-        self._check()
-        return True  # nobody says
+        self._check_process()
+        # Windows does not tell.
+        return True
 
     def longest_name(self, descriptor: int) -> int:
-        self._check()
-        return LONGEST
+        self._check_process()
+        return MAX_NAME_CHARACTERS
 
     def close(self, descriptor: int) -> None:
-        self._check()
-        known = _opened.pop(descriptor, None)
+        self._check_process()
+        entry = _open_entries.pop(descriptor, None)
         try:
             if descriptor >= 0:
                 os.close(descriptor)
         finally:
-            if known is not None and known.lock is not None:
-                number, path = known.lock
+            if entry is not None and entry.lock is not None:
+                lock_descriptor, lock_path = entry.lock
                 with suppress(OSError):
-                    os.close(number)
-                    os.unlink(path)
+                    os.close(lock_descriptor)
+                    os.unlink(lock_path)
 
-    def _path(self, name: str, at: int) -> str:
-        """The path of a name in a directory that is still where it was."""
-        self._check()
-        folder = _known(at)
-        if entry_of(os.stat(folder.path)).identity != folder.identity:
-            raise OSError(errno.ESTALE, "the folder was moved or replaced meanwhile", folder.path)
+    def _join_path(self, name: str, at: int) -> str:
+        """Return the path of a name in an open directory, which must not have been moved."""
+        self._check_process()
+        folder = _get_open_entry(at)
+        if entry_from_status(os.stat(folder.path)).identity != folder.identity:
+            message = "the folder was moved or replaced during the save"
+            raise OSError(errno.ESTALE, message, folder.path)
         return os.path.join(folder.path, name) if name else folder.path
 
 
-def _known(number: int) -> OpenFile:
-    known = _opened.get(number)
-    if known is None:
+def _get_open_entry(number: int) -> OpenEntry:
+    entry = _open_entries.get(number)
+    if entry is None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-    return known
+    return entry
 
 
-def _let_go(path: str) -> None:
-    """Close the files of ours that have this path; their numbers stand for the null device until they are closed."""
-    for number in [
-        number for number, known in list(_opened.items()) if number >= 0 and known.path == path
-    ]:
-        null = os.open(os.devnull, os.O_RDWR | OPEN_FLAGS)
+def _close_early(path: str) -> None:
+    """Close our files that have this path. Until they are closed, their numbers mean the null device."""
+    for number, entry in list(_open_entries.items()):
+        if number < 0 or entry.path != path:
+            continue
+        null_descriptor = os.open(os.devnull, os.O_RDWR | OPEN_FLAGS)
         try:
-            os.dup2(null, number, inheritable=False)
+            os.dup2(null_descriptor, number, inheritable=False)
         finally:
-            os.close(null)
+            os.close(null_descriptor)
 
 
-def _patiently(call: Callable[[], None]) -> None:
-    """Do something that Windows refuses as long as somebody has a file open."""
-    for pause in (*PAUSES_S, None):
+def _retry_while_in_use(call: Callable[[], None]) -> None:
+    """Repeat a call that Windows refuses while somebody has the file open."""
+    for pause in (*RETRY_PAUSES_S, None):
         try:
             call()
             return
         except PermissionError as error:
             if pause is None:
-                raise OSError(errno.EBUSY, IN_USE, error.filename) from error
+                message = "the file is open in this or another program; close it and try again"
+                raise OSError(errno.EBUSY, message, error.filename) from error
             time.sleep(pause)
