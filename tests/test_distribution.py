@@ -111,15 +111,26 @@ def test_every_front_page_says_the_same(part: str):
     assert others == [first, first]
 
 
-def test_the_picture_is_the_same_in_the_light_and_in_the_dark():
+@pytest.mark.parametrize("name", ["overview", "overview-narrow"])
+def test_the_picture_is_the_same_in_the_light_and_in_the_dark(name: str):
     light, dark = (
-        (ROOT / f"docs/images/overview-{palette}.svg").read_text(encoding="utf-8")
+        (ROOT / f"docs/images/{name}-{palette}.svg").read_text(encoding="utf-8")
         for palette in ("light", "dark")
     )
     assert light != dark
     assert re.sub(r"#\w{6}", "", light) == re.sub(r"#\w{6}", "", dark), (
         "nothing but colours differs"
     )
+
+
+def test_the_narrow_picture_has_the_words_of_the_wide_one():
+    wide, narrow = (
+        re.findall(
+            r">([^<>\n]+)<", (ROOT / f"docs/images/{name}-light.svg").read_text(encoding="utf-8")
+        )
+        for name in ("overview", "overview-narrow")
+    )
+    assert sorted(" ".join(wide).split()) == sorted(" ".join(narrow).split())
 
 
 def test_ci_runs_what_the_readme_says():

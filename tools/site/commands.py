@@ -28,7 +28,11 @@ def _section(name: str, verb: argparse.ArgumentParser) -> Iterator[str]:
     yield "```text"
     yield re.sub(r"^usage: ", "", verb.format_usage()).rstrip()
     yield "```"
-    options = [action for action in verb._actions if action.help != argparse.SUPPRESS]
+    options = [
+        action
+        for action in verb._actions
+        if action.help != argparse.SUPPRESS and action.dest != "help"
+    ]
     if options:
         yield ""
         yield "| option | what it does |"
@@ -54,7 +58,13 @@ def _spelled(action: argparse.Action) -> str:
         shown = action.dest.upper()
     if not action.option_strings:
         return _code(shown)
-    return ", ".join(_code(f"{flag} {shown}".strip()) for flag in action.option_strings)
+    flags = [f"{flag} {shown}".strip() for flag in action.option_strings]
+    return ", ".join(_code(flag) + _unbroken(flag) for flag in flags)
+
+
+def _unbroken(flag: str) -> str:
+    """The class that keeps a short option on one line; choices may be longer than a phone is wide."""
+    return "{: .option }" if len(flag) < 24 else ""
 
 
 def _help(action: argparse.Action) -> str:
