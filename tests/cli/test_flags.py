@@ -139,6 +139,7 @@ def folder(tmp_path, monkeypatch):
             ["edit", "a.pt", "c.pt", "--in-place", "--drop", "w"],
             "a target and --in-place exclude each other",
         ),
+        (["convert", "b.safetensors", "c.pt", "--max-memory", "1MB"], "--max-memory is too small"),
         (
             ["convert", "b.safetensors", "c.pt", "--max-memory", "1MB"],
             "bytes; pass at least that\n",

@@ -19,7 +19,7 @@ import holdfast
 import holdfast.torch
 from holdfast.core.options import READERS
 from holdfast.core.quantities import byte_count, seconds, shown
-from holdfast.errors import BadArgument, HoldfastError
+from holdfast.errors import BadArgument, BadArgumentType, HoldfastError
 
 VALUES: list[object] = [
     None, 0, 1, -1, 7, 0.5, 1e9, float("nan"), True, False, "", "x", "2GB", "*", b"x", Path("nowhere"),
@@ -234,12 +234,12 @@ def test_durations():
     ]
 
 
-def test_limits_are_a_dict_as_well(checkpoint):
-    assert set(holdfast.open(checkpoint, limits={})) == {"model.w", "model.n", "opt.m"}
+def test_limits_takes_what_its_type_says(checkpoint):
+    """A dict, which the type does not allow, is refused as well."""
     with pytest.raises(holdfast.errors.LimitExceeded, match="pickle_nbytes"):
+        holdfast.open(checkpoint, limits=holdfast.Limits(pickle_nbytes=10))
+    with pytest.raises(BadArgumentType, match=r"takes a holdfast.Limits, such as Limits\(files="):
         holdfast.open(checkpoint, limits={"pickle_nbytes": 10})
-    with pytest.raises(BadArgument, match="limits= has no field 'pickle'; they are pickle_nbytes"):
-        holdfast.open(checkpoint, limits={"pickle": 10})
     assert holdfast.Limits(pickle_nbytes="1MiB").pickle_nbytes == 1 << 20
 
 
@@ -273,7 +273,7 @@ def test_none_stands_for_the_default_and_false_for_no_progress(checkpoint, tmp_p
         ({"threads": True}, r"threads= takes a whole number, not True"),
         ({"threads": 0}, r"threads= takes a number from 1 on, not 0"),
         ({"max_memory": [1]}, r"max_memory= takes a number of bytes \(.*\), not \[1\] \(a list\)"),
-        ({"limits": 3}, r"limits= takes a holdfast.Limits, or a dict of its fields, not 3"),
+        ({"limits": 3}, r"limits= takes a holdfast.Limits, such as Limits\(files=200_000\), not 3"),
         ({"format": 3}, r"format= takes text, not 3"),
     ],
 )

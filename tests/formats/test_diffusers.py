@@ -243,7 +243,7 @@ def test_a_component_folder_that_is_a_link_out_of_the_folder_is_refused(pipeline
 
 def test_an_index_beyond_the_limit_is_refused(pipeline):
     with pytest.raises(LimitExceeded, match="index_nbytes"):
-        holdfast.open(pipeline, limits={"index_nbytes": 10})
+        holdfast.open(pipeline, limits=holdfast.Limits(index_nbytes=10))
 
 
 def test_a_scan_reads_the_pickles_of_components(pipeline):

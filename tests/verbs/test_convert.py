@@ -332,7 +332,9 @@ def test_small_views_are_refused_if_together_they_are_many_times_what_is_stored(
     ):
         holdfast.convert(many_views, tmp_path / target, **format)
     assert not (tmp_path / target).exists()
-    holdfast.convert(many_views, tmp_path / target, limits={"expansion": 10_000}, **format)
+    holdfast.convert(
+        many_views, tmp_path / target, limits=holdfast.Limits(expansion=10_000), **format
+    )
     assert holdfast.diff(many_views, tmp_path / target).equal
 
 

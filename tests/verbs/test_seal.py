@@ -313,7 +313,7 @@ def test_what_is_not_on_this_machine_has_no_seal():
 def test_limits_are_kept(tmp_path: Path):
     path = trainer(tmp_path)
     with pytest.raises(LimitExceeded):
-        holdfast.seal(path, limits={"files": 3})
+        holdfast.seal(path, limits=holdfast.Limits(files=3))
 
 
 @pytest.mark.parametrize("change", ["grows", "is rewritten", "is replaced", "comes", "goes"])

@@ -154,21 +154,13 @@ def count(value: object, name: str) -> int:
 
 
 def limits(value: object, name: str) -> Limits:
-    """`Limits`, or a dict of its fields."""
-    if isinstance(value, Limits):
-        return value
-    if not isinstance(value, Mapping):
+    """Return `Limits` unchanged, and refuse anything else."""
+    if not isinstance(value, Limits):
         raise BadArgumentType(
-            f"{name} takes a holdfast.Limits, or a dict of its fields, not {shown(value)}",
+            f"{name} takes a holdfast.Limits, such as Limits(files=200_000), not {shown(value)}",
             found=value,
         )
-    known = Limits.__struct_fields__
-    strange = [key for key in value if key not in known]
-    if strange:
-        raise BadArgument(
-            f"{name} has no field {shown(strange[0])}; they are {', '.join(known)}", found=value
-        )
-    return Limits(**value)
+    return value
 
 
 def progress(value: object, name: str) -> Callable[[int], None] | None:

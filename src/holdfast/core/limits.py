@@ -13,7 +13,7 @@ MIB = 1 << 20
 class Limits(Value, frozen=True):
     """The most that opening one checkpoint may cost. Pass `Limits(pickle_nbytes=…)` to `open` to raise one.
 
-    Sizes may be text ("128MiB"). Verbs also take a dict of the fields that shall differ: `limits={"files": 10}`.
+    Fields that you leave out have their defaults.
     """
 
     pickle_nbytes: int = 64 * MIB

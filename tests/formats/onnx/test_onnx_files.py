@@ -206,10 +206,10 @@ def test_numbers_are_decoded_when_they_are_read(tmp_path):
 def test_the_limit_of_a_header_is_about_what_is_read(tmp_path):
     path = tmp_path / "m.onnx"
     path.write_bytes(model(tensor("w", (10_000,), FLOAT, raw=bytes(40_000))))
-    assert len(holdfast.open(path, limits={"header_nbytes": 200})) == 1
+    assert len(holdfast.open(path, limits=holdfast.Limits(header_nbytes=200))) == 1
     path.write_bytes(model(*[tensor(str(i)) for i in range(50)]))
     with pytest.raises(LimitExceeded, match="header_nbytes"):
-        holdfast.open(path, limits={"header_nbytes": 200})
+        holdfast.open(path, limits=holdfast.Limits(header_nbytes=200))
 
 
 @pytest.mark.parametrize("cut", [1, 30, 200])
