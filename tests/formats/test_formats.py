@@ -246,7 +246,7 @@ def test_a_url(toy: None, name: str):
     ],
 )
 def test_a_url_is_an_objects_by_its_suffix(name: str, file: bool):
-    assert url_of(f"memory://bucket/{name}").says_file is file
+    assert url_of(f"memory://bucket/{name}").has_suffix is file
 
 
 @pytest.mark.extras

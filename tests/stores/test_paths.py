@@ -21,8 +21,8 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.extras.pruning.prune import prune
-from holdfast.stores.paths import found_path, local_path
-from holdfast.stores.place import same_place
+from holdfast.stores.paths import disambiguate_path, local_path
+from holdfast.stores.place import is_same_place
 from holdfast.torch import async_save_sharded, load, load_into, load_sharded, save, save_sharded
 from holdfast.torch import open as open_torch
 from holdfast.verbs.reshard import reshard
@@ -261,8 +261,8 @@ def test_the_same_again(here: Path):
         assert local_path(once) == local_path(Path(once)) == once or Path(
             local_path(Path(once))
         ) == Path(once)
-    assert found_path("~x") == f"{here}/~x"
-    assert found_path("x") == "x"
+    assert disambiguate_path("~x") == f"{here}/~x"
+    assert disambiguate_path("x") == "x"
     with pytest.raises(BadPath, match="Windows"):
         local_path(PureWindowsPath("C:/x"))
 
@@ -318,9 +318,9 @@ def test_places_are_the_same_by_their_real_paths(tmp_path):
     Path(one).write_bytes(b"x")
     os.symlink(one, link)
     os.link(one, hard)
-    assert same_place(one, link)
-    assert same_place(one, f"{tmp_path}/./one")
-    assert same_place(gone, f"{tmp_path}/./gone")
-    assert not same_place(one, gone)
-    assert not same_place(one, hard), "two names of one file are two places"
-    assert not same_place(one, str(tmp_path))
+    assert is_same_place(one, link)
+    assert is_same_place(one, f"{tmp_path}/./one")
+    assert is_same_place(gone, f"{tmp_path}/./gone")
+    assert not is_same_place(one, gone)
+    assert not is_same_place(one, hard), "two names of one file are two places"
+    assert not is_same_place(one, str(tmp_path))

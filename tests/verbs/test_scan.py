@@ -453,6 +453,6 @@ def test_scan_reports_a_bucket_that_cannot_be_read_by_its_url(given, monkeypatch
     def refuse(self, limits):
         raise StoreError("access denied")
 
-    monkeypatch.setattr(Url, "settled", refuse)
+    monkeypatch.setattr(Url, "normalize", refuse)
     (report,) = scan(given).reports
     assert report.path.startswith("s3://bucket")

@@ -50,7 +50,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from holdfast.core.text import plural
-    from holdfast.stores.paths import place_in_words
+    from holdfast.stores.paths import describe_place
     from holdfast.verbs.reshard import parse_mesh, plan_reshard
 
     lines = options.plan.read_text("utf-8").splitlines() if options.plan else []
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     ranks = math.prod(
         parse_mesh(options.mesh).values()
     )  # beside their files there may be a config and a tokenizer
-    fields = {"source": place_in_words(options.src), "mesh": options.mesh, "ranks": ranks}
+    fields = {"source": describe_place(options.src), "mesh": options.mesh, "ranks": ranks}
     return carry_out(
         planned,
         "Resharding",

@@ -298,6 +298,6 @@ def _result(file: FileReport, rule: str, text: str) -> dict[str, object]:
 
 
 def _location(file: FileReport) -> dict[str, str]:
-    from holdfast.stores.place import place_named
+    from holdfast.stores.place import place_from_text
 
-    return {"uri": place_named(file.path).uri}
+    return {"uri": place_from_text(file.path).uri}

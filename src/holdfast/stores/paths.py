@@ -1,16 +1,18 @@
-"""`place_of`: from what a user gives as the place of a checkpoint to a path on this machine, to a URL, or to a sentence why not.
+"""Turns what a user passes as a path into a local path or a URL, or explains why that is impossible.
 
-Every verb asks here first, from Python and on the command line; so do the transactions and the stores below them:
+Every verb calls `place_of` or `local_path` first, from Python and on the command line, and so do the
+stores and transactions below them:
 
-    s3://bucket/x   gs://…   az://…                 in an object store (`place_of`): a `Url`, for the verbs that take one
-    hf://…   file:///x                              no path: something that is not on this machine, or not said as a path
-    s3:/bucket/x                                    the same after `pathlib.Path`, which takes one of the two slashes away
-    C:\\x   C:/x   \\\\server\\x                       no path either, on a machine that has no drives; else C:/x, //server/x
-    ~/x   ~user/x                                   in that user's home, as a shell has it
-    ''                                              nothing; the current directory is '.'
+    s3://bucket/x   gs://…   az://…       an object store: `place_of` returns a `Url`
+    hf://…   file:///x                    an error: no local path, and no supported object store
+    s3:/bucket/x                          the same as s3://; `pathlib.Path` removes one of the slashes
+    C:\\x   C:/x   \\\\server\\x             an error on systems without drives; else C:/x, //server/x
+    ~/x   ~user/x                         a path in the home of that user, as in a shell
+    ''                                    an error; the current directory is '.'
 
-Without these rules each of them would be a strange new folder below the current directory. A file that really has such a name is
-given by its absolute path (`found_path`). `holdfast.torch.save` and `load` are torch's functions, and do not ask.
+Without these rules, each of them would create a strange folder in the current directory. If a file
+really has such a name, you can give its absolute path (`disambiguate_path`). `holdfast.torch.save` and
+`load` behave like the functions of torch and do not apply these rules.
 """
 
 from __future__ import annotations
@@ -32,77 +34,90 @@ if TYPE_CHECKING:
 AnyPath = str | os.PathLike[str]
 
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "memory"})
-"""The schemes of object stores."""
+"""The URL schemes of object stores."""
 
 URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):/{1,2}([^/]*)/*(.*)\Z", re.DOTALL)
-"""One slash is what `pathlib.Path` leaves of two."""
+"""Accepts a single slash because `pathlib.Path` removes the other one."""
 
 SCHEME = re.compile(r"[^/\\]*:(?=[/\\]|$)")
-"""A first part that ends with a colon: of a URL, also of one behind another (`simplecache::s3://`), or a drive."""
+"""A first part that ends with a colon: a drive, or the scheme of a URL, perhaps a nested one
+(`simplecache::s3://`)."""
 
-SPECIAL = re.compile(
-    r"[~:\\\0]"
-)  # What every path has that is not, or not yet, one for the system.
+UNUSUAL_CHARACTER = re.compile(r"[~:\\\0]")
+"""A path without any of these characters needs no further checks."""
+
 DRIVE = re.compile(r"\s*[A-Za-z]:")
-SHOWN = 200
+
+MAX_SHOWN_CHARACTERS = 200
+
+ABSOLUTE_PATH_HINT = "if a file has this name, give its absolute path"
 
 
 def local_path(path: object) -> str:
-    """A path on this machine, as text, with a leading `~` expanded. What gave one path gives the same when it is asked again.
+    """Return a path on this machine as text, with a leading `~` expanded.
+
+    A path that this function returned can be passed to it again and stays the same.
+
+    Raises:
+        NotAPath: The value is neither text nor a path object.
+        BadPath: The text is not a path on this machine.
 
     >>> local_path("checkpoints/model.pt")
     'checkpoints/model.pt'
     """
     if not isinstance(path, str | os.PathLike):
-        raise _refused(f"a path is text or a pathlib.Path, not {_kind(path)}", path, kind=NotAPath)
+        message = f"a path must be text or a pathlib.Path, not {_describe_type(path)}"
+        raise _make_error(message, path, error_type=NotAPath)
     text = os.fspath(path)
     if not isinstance(text, str):
-        raise _refused(
-            f"a path must be text, not {_kind(text)}; os.fsdecode makes text of it",
-            text,
-            kind=NotAPath,
-        )
-    if text and not SPECIAL.search(text):
+        message = f"a path must be text, not {_describe_type(text)}; decode it with os.fsdecode"
+        raise _make_error(message, text, error_type=NotAPath)
+    if text and not UNUSUAL_CHARACTER.search(text):
         return text
-    text = _slashed(text)
+
+    text = _use_forward_slashes(text)
     if not text:
-        raise _refused("the path is empty; the current directory is '.'", text)
+        raise _make_error("the path is empty; the current directory is '.'", text)
     if "\0" in text:
-        raise _refused("a path cannot hold a NUL character", text)
-    if not _says_more(text):
-        # `Path` makes `~x` of `./~x`, and would give it a meaning that it did not have.
-        return (
-            _slashed(os.path.join(os.getcwd(), text))
-            if text.startswith("./") and _says_more(_undotted(text))
-            else text
-        )
+        raise _make_error("a path cannot contain a NUL character", text)
+    if not _has_special_meaning(text):
+        # `Path` turns `./~x` into `~x`, which would then mean a home. The absolute path is safe.
+        if text.startswith("./") and _has_special_meaning(_strip_leading_dots(text)):
+            return _use_forward_slashes(os.path.join(os.getcwd(), text))
+        return text
     if not text.startswith("~"):
-        raise _elsewhere(text)
+        raise _explain_foreign_path(text)
+    return _expand_home(text)
+
+
+def _expand_home(text: str) -> str:
     try:
-        home = os.path.expanduser(text)
+        path = os.path.expanduser(text)
     except ValueError:
-        home = text
-    if _says_more(home):
-        user = re.split(r"[/\\]", text)[0]
-        raise _refused(
-            f"there is no home of {user[:SHOWN]!r}; a file of that name is given by its absolute path",
-            text,
-        )
-    return _slashed(home)
+        path = text
+    if _has_special_meaning(path):
+        user = re.split(r"[/\\]", text)[0][:MAX_SHOWN_CHARACTERS]
+        raise _make_error(f"cannot find the home folder {user!r}; {ABSOLUTE_PATH_HINT}", text)
+    return _use_forward_slashes(path)
 
 
 def place_of(path: object, store: object | None = None) -> str:
-    """A path on this machine, or the `Url` of something in an object store; with a `store`, `path` is a key in it."""
+    """Return a local path, or the `Url` of a place in an object store.
+
+    Args:
+        path: A path or a URL. With a `store`, a key in that store.
+        store: A client of an object store that the caller made.
+    """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if isinstance(text, str) and (store is not None or (":" in text and is_url(text))):
-        from holdfast.stores.remote.url import url_of  # for object stores
+        from holdfast.stores.remote.url import url_of  # only for object stores
 
         return url_of(text, store)
     return local_path(path)
 
 
 def is_url(text: str) -> bool:
-    """Whether this is the URL of an object store, also one that `pathlib.Path` took a slash from.
+    """Return whether this is the URL of an object store, even if `pathlib.Path` removed a slash.
 
     >>> is_url("s3://bucket/x"), is_url("C:/x"), is_url("model.pt")
     (True, False, False)
@@ -112,10 +127,10 @@ def is_url(text: str) -> bool:
 
 
 def is_parsed_url(path: object) -> TypeGuard[Url]:
-    """Whether a place is a `Url` already, which is a text too."""
+    """Return whether a place is a `Url`, which is a subclass of `str`."""
     if type(path) is str:
         return False
-    from holdfast.stores.remote.url import Url  # for object stores
+    from holdfast.stores.remote.url import Url  # only for object stores
 
     return isinstance(path, Url)
 
@@ -123,7 +138,7 @@ def is_parsed_url(path: object) -> TypeGuard[Url]:
 def target_place(path: object, store: object | None = None, *, folder: bool = False) -> str:
     """Return the place to write to, as `place_of` does.
 
-    A slash at the end says that it is a folder, but `pathlib.Path` drops it, so `folder` adds it.
+    A slash at the end marks a folder. `pathlib.Path` removes that slash, so `folder` adds it.
 
     >>> target_place(PurePath("m/"), folder=True), target_place("m/"), target_place(PurePath("m/"))
     ('m/', 'm/', 'm')
@@ -134,12 +149,12 @@ def target_place(path: object, store: object | None = None, *, folder: bool = Fa
     return place_of(text, store)
 
 
-def place_in_words(path: object) -> str:
-    """Return a place for a report: where it leads if it is one, else what was given.
+def describe_place(path: object) -> str:
+    """Return a place for a report. If it is not a valid place, return what the user passed.
 
-    `pathlib.Path` drops a slash of a URL, and `place_of` adds it again.
+    `pathlib.Path` removes a slash of a URL, and `place_of` adds it again.
 
-    >>> place_in_words(PurePath("s3://bucket/x")), place_in_words("hf://org/model"), place_in_words(3)
+    >>> describe_place(PurePath("s3://bucket/x")), describe_place("hf://org/model"), describe_place(3)
     ('s3://bucket/x', 'hf://org/model', '3')
     """
     try:
@@ -148,83 +163,103 @@ def place_in_words(path: object) -> str:
         return os.fspath(path) if isinstance(path, str | PurePath) else shown(path)
 
 
-def found_path(path: str) -> str:
-    """A path that was found on the disk, so that `place_of` gives just that: absolute where it could be taken for something else.
+def disambiguate_path(path: str) -> str:
+    """Return a spelling of an existing path that `place_of` returns unchanged.
 
-    The URL of something that was found is one already.
+    That is the absolute path if the relative one looks like a URL, a drive or a home. A `Url` needs no
+    other spelling.
 
-    >>> found_path("folder/~model.pt")
+    >>> disambiguate_path("folder/~model.pt")
     'folder/~model.pt'
     """
     if is_parsed_url(path):
         return path
-    path = _slashed(path)
-    return _slashed(os.path.join(os.getcwd(), path)) if _says_more(_undotted(path)) else path
+    path = _use_forward_slashes(path)
+    if not _has_special_meaning(_strip_leading_dots(path)):
+        return path
+    return _use_forward_slashes(os.path.join(os.getcwd(), path))
 
 
-def content_and_path(content: object, path: object) -> tuple[object, object]:
-    """What is to be saved, and where to, from two arguments of which one is a path: `torch.save` has it second, `open` first.
+def order_content_and_path(content: object, path: object) -> tuple[object, object]:
+    """Return the content to save and the path, from arguments in either order.
 
-    >>> content_and_path("model.pt", {"w": 1})
+    `torch.save` takes the path second, and `open` takes it first.
+
+    >>> order_content_and_path("model.pt", {"w": 1})
     ({'w': 1}, 'model.pt')
     """
-    places = (str, os.PathLike)
-    # With a file object in the second place, the first one is what is saved, be it text.
-    swapped = (
-        isinstance(content, places) and not isinstance(path, places) and not hasattr(path, "write")
+    path_types = (str, os.PathLike)
+    # If the second argument is a file object, the first one is the content, even if it is text.
+    is_swapped = (
+        isinstance(content, path_types)
+        and not isinstance(path, path_types)
+        and not hasattr(path, "write")
     )
-    return (path, content) if swapped else (content, path)
-
-
-def _slashed(text: str) -> str:
-    """A path with one kind of slash: to Windows they are the same, unless it begins with `\\\\?\\`, which is taken literally."""
-    return text.replace("\\", "/") if HAS_DRIVES and not text.startswith("\\\\?\\") else text
+    return (path, content) if is_swapped else (content, path)
 
 
 def check_binary(file: object, mode: str) -> None:
-    """Raise `BadArgumentType` for a file object of text; `mode` is what it should have been opened with."""
-    # Files of text say in which encoding; what wraps one (tempfile) passes the question on.
+    """Raise `BadArgumentType` if a file object is open in text mode.
+
+    Args:
+        file: The file object.
+        mode: The mode to suggest in the message.
+    """
+    # Text files have an encoding. Wrappers, such as those of tempfile, pass the attribute on.
     if isinstance(file, io.TextIOBase) or hasattr(file, "encoding"):
-        what = f"a checkpoint is bytes, and this {type(file).__name__} is a file of text; open it in binary mode ({mode!r})"
-        raise BadArgumentType(what, found=file)
+        message = (
+            f"a checkpoint is bytes, and this {type(file).__name__} is a file of text; "
+            f"open it in binary mode ({mode!r})"
+        )
+        raise BadArgumentType(message, found=file)
 
 
-def _says_more(text: str) -> bool:
-    """Whether a path is not, or not yet, one for the system."""
+def _use_forward_slashes(text: str) -> str:
+    """Replace backslashes on Windows, unless the path starts with `\\\\?\\`: it is taken literally."""
+    if not HAS_DRIVES or text.startswith("\\\\?\\"):
+        return text
+    return text.replace("\\", "/")
+
+
+def _has_special_meaning(text: str) -> bool:
+    """Return whether a path looks like a home, a URL, or a drive of another system."""
     if HAS_DRIVES and (text.startswith("\\\\") or DRIVE.match(text)):
         return False
     return text.startswith(("~", "\\\\")) or SCHEME.match(text) is not None
 
 
-def _undotted(text: str) -> str:
+def _strip_leading_dots(text: str) -> str:
     while text.startswith("./"):
         text = text[2:].lstrip("/")
     return text
 
 
-def _elsewhere(text: str) -> BadPath:
-    named = "a file of that name is given by its absolute path"
+def _explain_foreign_path(text: str) -> BadPath:
+    """Return an error that says what kind of path this is, and what to pass instead."""
+    label = repr(text[:MAX_SHOWN_CHARACTERS])
     if DRIVE.match(text) or text.startswith("\\\\"):
-        return _refused(
-            f"{text[:SHOWN]!r} is a path of Windows, and this machine has no drives; {named}", text
+        message = (
+            f"{label} is a path of Windows, and this machine has no drives; {ABSOLUTE_PATH_HINT}"
         )
+        return _make_error(message, text)
+
     scheme = SCHEME.match(text)
     if scheme is not None and scheme[0].strip().lower() == "file:":
-        return _refused(f"{text[:SHOWN]!r} is a URL; give the path alone, without file://", text)
+        return _make_error(f"{label} is a URL; pass the path alone, without file://", text)
     if is_url(text):
-        message = "only a file of this machine can be used here; `holdfast cp` copies a checkpoint to it, or from it"
+        reason = "this needs a file on this machine; copy the checkpoint with `holdfast cp`"
     else:
-        message = "of object stores, s3://, gs:// and az:// are understood"
-    return _refused(
-        f"{text[:SHOWN]!r} is a URL and no path on this machine: {message} ({named})", text
+        reason = "the supported object stores are s3://, gs:// and az://"
+    return _make_error(
+        f"{label} is a URL and not a path on this machine: {reason} ({ABSOLUTE_PATH_HINT})", text
     )
 
 
-def _kind(value: object) -> str:
+def _describe_type(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _refused(message: str, found: object, *, kind: type[BadPath] = BadPath) -> BadPath:
-    refused = kind(message, found=found)
-    refused.errno = errno.EINVAL
-    return refused
+def _make_error(message: str, path: object, *, error_type: type[BadPath] = BadPath) -> BadPath:
+    error = error_type(message, found=path)
+    error.errno = errno.EINVAL
+    return error

@@ -1,10 +1,10 @@
-"""`Place`: a path or a URL as one thing, which can be asked what differs between a disk and a bucket.
+"""`LocalPlace`: a path with the same members as a `Url`, so callers need not tell disk and bucket apart.
 
-Text goes through the library: a `str`, and for a place in an object store a `Url`, which is one, too. `place_at(text)` knows more.
-There are two kinds with the same members, and no other module asks which one it is:
+The library passes places around as text: a `str`, or a `Url`, which is a subclass of `str`. A function
+that needs more calls `place_at(text)`. There are two types of places with the same members:
 
-    LocalPlace    a file or a folder of this machine
-    Url           an object, or all objects below a prefix (`stores/remote/url`)
+    LocalPlace    a file or a folder on this machine
+    Url           an object, or all objects under a prefix (`stores/remote/url`)
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ if TYPE_CHECKING:
 
 
 class LocalPlace(Value, frozen=True):
-    """A file or a folder of this machine. The members are described here for both kinds of places."""
+    """A file or a folder on this machine. The docstrings of the members also apply to `Url`."""
 
     path: str
     url: None = None
-    """What it is in an object store; None on this machine."""
+    """The `Url` of a place in an object store; None on this machine."""
     on_disk: bool = True
-    """Whether it is on this machine: a folder is then replaced as a whole, by a rename."""
+    """Whether the place is on this machine, so that a rename can replace a folder as a whole."""
 
     @property
     def name(self) -> str:
+        """The last part of the path."""
         return PurePath(self.path).name
 
     @property
     def parent(self) -> str:
-        """The folder in which it is; the place itself at the top."""
+        """The folder that contains this place; at the top, the place itself."""
         return os.path.dirname(self.path) or os.curdir
 
     @property
-    def rooted(self) -> str:
-        """The path from the root on, whatever folder the program goes to."""
+    def absolute(self) -> str:
+        """The absolute path, which stays valid when the program changes its working directory."""
         return os.path.abspath(self.path)
 
     @property
@@ -59,54 +60,64 @@ class LocalPlace(Value, frozen=True):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What is equal for two places of one thing, and for stores that were opened there (`Store.place`)."""
+        """A key that is equal for two spellings of one place, and for stores of it (`Store.place`)."""
         return "file", self.real
 
     @property
-    def named(self) -> str:
-        """What it is called in a record: its real folder, and its own name in there."""
+    def record_name(self) -> str:
+        """The name of this place in a record: its real folder and its own name, even if it is a link."""
         folder, name = os.path.split(self.path.rstrip("/"))
         return os.path.join(os.path.realpath(folder), name)
 
     @property
     def uri(self) -> str:
-        """The path as a URI; a path that does not begin at the root gives a relative one."""
-        pure = PurePath(self.path)
-        # A drive stands behind a third slash, with its colon; a server behind the second.
-        drive = pure.drive.replace("\\", "/")
-        root = drive if drive.startswith("//") else f"///{drive}" if drive else "//"
-        text = quote(pure.as_posix()[len(drive) :].encode("utf-8", "surrogateescape"))
-        return f"file:{root}{text}" if pure.is_absolute() else text
+        """The path as a URI. A relative path gives a relative URI."""
+        path = PurePath(self.path)
+        # A drive with its colon follows the third slash (file:///C:/x), a server the second one.
+        drive = path.drive.replace("\\", "/")
+        quoted_path = quote(path.as_posix()[len(drive) :].encode("utf-8", "surrogateescape"))
+        if not path.is_absolute():
+            return quoted_path
+        if drive.startswith("//"):
+            return f"file:{drive}{quoted_path}"
+        if drive:
+            return f"file:///{drive}{quoted_path}"
+        return f"file://{quoted_path}"
 
     @property
-    def says_folder(self) -> bool:
-        """Whether it was given as a folder's, with a slash at its end."""
+    def is_marked_as_folder(self) -> bool:
+        """Whether the user marked this place as a folder, with a slash at its end."""
         return self.path.endswith("/")
 
     @property
     def is_folder(self) -> bool:
+        """Whether a folder exists here."""
         return os.path.isdir(self.path)
 
     @property
     def may_be_file(self) -> bool:
-        """Whether there is a file that can be read, or nobody knows: no device, and no link to nowhere."""
+        """Whether a regular file exists here, or may exist. False for devices and broken links."""
         try:
             return stat.S_ISREG(os.stat(self.path).st_mode)
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # opening it says what is wrong
+            # The caller opens the file next, and that reports the error.
+            return True
 
     def below(self, name: str, *, folder: bool = False) -> str:
-        """The place of a name in this folder; `folder` where it is to say that it is one."""
+        """Return the place of a name in this folder. With `folder`, mark it as a folder."""
         return os.path.join(self.path, name) + ("/" if folder else "")
 
     def file(self, key: str) -> str:
-        """The place of a file of the store that was opened here: this place, where it is one file."""
+        """Return the place of a file in the store that was opened here. It may be this place itself."""
         return self.below(key) if self.is_folder else self.path
 
     def is_same(self, other: Place) -> bool:
-        """Whether two places are one, however they are spelled: not all file systems tell cases apart."""
+        """Return whether two places are the same, however they are spelled.
+
+        On a file system that ignores case, paths that differ in case are the same place.
+        """
         if not isinstance(other, LocalPlace):
             return False
         try:
@@ -115,68 +126,95 @@ class LocalPlace(Value, frozen=True):
             return False
 
     def free_nbytes(self) -> int | None:
-        """What may still be written in the folder of this place; None where there is no end. Raises `StoreError`."""
-        return free_nbytes(os.path.dirname(followed(self.path)) or os.curdir)
+        """Return how many bytes can be written here. None if there is no limit.
 
-    def settled(self, limits: Limits) -> str:
-        """The place in one spelling, which says whether it is a folder. Raises where it takes a request and nothing is there."""
+        Raises:
+            StoreError: The file system does not tell.
+        """
+        return free_nbytes(os.path.dirname(follow_link(self.path)) or os.curdir)
+
+    def normalize(self, limits: Limits) -> str:
+        """Return the place in its usual spelling, which shows whether it is a folder.
+
+        In an object store this takes a request, and raises an error if nothing is there.
+        """
         return str(Path(self.path))
 
     def walk(self, most: int, problem: Problem) -> Iterator[tuple[str, Sequence[str]]]:
-        """Every folder at or below this one, with the names of its files, at most so many of them in a bucket. Links to folders are
-        not followed. `problem` is called with what cannot be listed, when all else was."""
-        problems: list[OSError] = []
-        for folder, folders, names in os.walk(self.path, onerror=problems.append):
-            folders.sort()
-            yield str(Path(folder)), names
-        for one in problems:
-            problem(str(one.filename), f"cannot list this folder: {one.strerror}")
+        """Yield every folder at or under this place with the names of its files.
+
+        Links to folders are not followed.
+
+        Args:
+            most: The largest number of files to list in a bucket.
+            problem: At the end, this is called for each folder that cannot be listed.
+        """
+        errors: list[OSError] = []
+        for folder, subfolders, file_names in os.walk(self.path, onerror=errors.append):
+            subfolders.sort()
+            yield str(Path(folder)), file_names
+        for error in errors:
+            problem(str(error.filename), f"cannot list this folder: {error.strerror}")
 
     def files(self) -> dict[str, int]:
-        """The files right in this folder, sorted, with their lengths."""
-        found = sorted(os.scandir(self.path), key=lambda entry: entry.name)
-        return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
+        """Return the names of the files in this folder, sorted, with their sizes."""
+        entries = sorted(os.scandir(self.path), key=lambda entry: entry.name)
+        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
     def stamps(self) -> Stamps | None:
-        """All files here, each by its name, its length and what changes with it; None where something else is there."""
+        """Return name, size and version of every file here. None if there is anything but files."""
         path = self.path.rstrip("/")
         try:
-            found = os.lstat(path)
-            if stat.S_ISREG(found.st_mode):
-                return [("", found.st_size, str(found.st_mtime_ns))]
-            if not stat.S_ISDIR(found.st_mode):
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode):
+                return [("", status.st_size, str(status.st_mtime_ns))]
+            if not stat.S_ISDIR(status.st_mode):
                 return None
-            inner = [(entry, entry.stat(follow_symlinks=False)) for entry in os.scandir(path)]
+
+            stamps: Stamps = []
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    status = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(status.st_mode):
+                        return None
+                    stamps.append((entry.name, status.st_size, str(status.st_mtime_ns)))
         except OSError:
             return None
-        if not all(stat.S_ISREG(one.st_mode) for _, one in inner):
-            return None
-        return sorted((entry.name, one.st_size, str(one.st_mtime_ns)) for entry, one in inner)
+        return sorted(stamps)
 
     def store(self, limits: Limits, recover: Recover) -> Store:
-        """The store of what is there; `recover` finds what a save had set aside when it was cut off, or still has."""
-        absent = 0
+        """Open what is here.
+
+        Args:
+            limits: The limits of the store.
+            recover: Returns the directory that an interrupted or running save set aside, or None.
+        """
+        missing_count = 0
         while True:
             try:
                 return LocalStore(self.path, max_files=limits.files)
             except StoreError as error:
                 if error.errno != errno.ENOENT:
                     raise
-                missing = detached(error)
-            kept = recover(self.path)
-            # A directory that is replaced in two steps has no name between them, and may have one by the time we look.
-            absent += kept is None and not os.path.exists(self.path)
-            if absent > 1:
-                try:
-                    raise missing
-                finally:
-                    del missing
-            if kept is not None:
-                try:
-                    return LocalStore(kept, max_files=limits.files, instead_of=self.real)
-                except StoreError as error:
-                    if error.errno != errno.ENOENT:
-                        raise
+                missing_error = detached(error)
+
+            # While a save replaces a directory in two steps, the name is missing for a moment. It may
+            # be back by the time of `recover`, so the path counts as missing only at the second try.
+            recovered_path = recover(self.path)
+            if recovered_path is None:
+                missing_count += not os.path.exists(self.path)
+                if missing_count > 1:
+                    try:
+                        raise missing_error
+                    finally:
+                        # Otherwise the error and this frame would keep each other alive.
+                        del missing_error
+                continue
+            try:
+                return LocalStore(recovered_path, max_files=limits.files, instead_of=self.real)
+            except StoreError as error:
+                if error.errno != errno.ENOENT:
+                    raise
 
 
 if TYPE_CHECKING:
@@ -184,54 +222,73 @@ if TYPE_CHECKING:
 
 
 def place_at(path: str) -> Place:
-    """The place of a path or a `Url` that `place_of` gave, or that was found. Any other text is a path, be it called `s3:/x`."""
-    # The usual type first: every call that has a path asks.
-    return path if type(path) is not str and is_parsed_url(path) else LocalPlace(path)
+    """Return the members of a place that `place_of` returned, or that a listing of files returned.
+
+    Any text that is not a `Url` is a local path, even if a folder has the name `s3:`.
+    """
+    # The exact type is compared first because every call with a path comes here.
+    if type(path) is not str and is_parsed_url(path):
+        return path
+    return LocalPlace(path)
 
 
-def place_named(text: str) -> Place:
-    """The place that a user's text, or that of a report, seems to be; nothing of it is checked.
+def place_from_text(text: str) -> Place:
+    """Return the place of a text that a user or a report gives, without any checks.
 
-    >>> place_named("runs/step-1").on_disk, place_named("s3://bucket/step-1").on_disk
+    >>> place_from_text("runs/step-1").on_disk, place_from_text("s3://bucket/step-1").on_disk
     (True, False)
     """
     if is_url(text):
-        from holdfast.stores.remote.url import Url  # for object stores
+        from holdfast.stores.remote.url import Url  # only for object stores
 
         return Url(text)
     return LocalPlace(text)
 
 
 def free_nbytes(folder: str) -> int:
-    """Return how many bytes may still be written in a folder. Raises `StoreError`."""
+    """Return how many bytes can still be written in a folder.
+
+    Raises:
+        StoreError: The file system does not tell.
+    """
     try:
         return platform.count_free_nbytes(folder)
     except OSError as error:
         raise store_error(folder, error) from None
 
 
-def followed(path: str) -> str:
-    """The path of what a path means, where that is a link. Links before the last part the system follows by itself."""
+def follow_link(path: str) -> str:
+    """Return where a path leads if its last part is a link, otherwise the path.
+
+    The system itself follows links in the other parts.
+    """
     path = path.rstrip("/") or path
     return os.path.realpath(path) if os.path.islink(path) else path
 
 
-def same_place(one: str, other: str) -> bool:
-    """Whether two paths or URLs are those of one file, directory or object."""
-    first, second = place_at(one), place_at(other)
-    if first.on_disk and second.on_disk and _inode(one) != _inode(other):
-        return False  # and no link of either path is followed
-    return first.identity == second.identity
+def is_same_place(first_path: str, second_path: str) -> bool:
+    """Return whether two paths or URLs lead to the same file, directory or object."""
+    first_place = place_at(first_path)
+    second_place = place_at(second_path)
+    if first_place.on_disk and second_place.on_disk:
+        # Two different inodes settle it without following every link of both paths.
+        is_same_inode = _find_inode(first_path) == _find_inode(second_path)
+        return is_same_inode and first_place.identity == second_place.identity
+    return first_place.identity == second_place.identity
 
 
-def _inode(path: str) -> tuple[int, int] | None:
-    """Device and inode of a file; None where there is none. One file may have several names that are no links."""
+def _find_inode(path: str) -> tuple[int, int] | None:
+    """Return device and inode of a file, or None if there is no file.
+
+    Two hard links of a file have the same inode, so equal inodes do not mean the same place.
+    """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError):
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def join(folder: str, name: str) -> str:
+    """Return the place of a name in a folder, which may be a URL."""
     return place_at(folder).below(name)

@@ -34,7 +34,7 @@ from holdfast.engine.saves import Data, Gathered, SavePlan
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats import format_of
 from holdfast.stores.paths import target_place
-from holdfast.stores.place import same_place
+from holdfast.stores.place import is_same_place
 from holdfast.verbs.open import Openable
 from holdfast.verbs.shared.formats import (
     Options,
@@ -168,7 +168,7 @@ def lay_out_conversion(
     notes = [*source_notes, *described.notes, *left]
     if edits.tensors_only:
         notes += left_out(chosen.tree, edits)
-    if not suffix_of(target) and not same_place(target, source.path):
+    if not suffix_of(target) and not is_same_place(target, source.path):
         notes += describe_one_file(target, found)
     return _planned(source, where, plan, described, notes, losses)
 

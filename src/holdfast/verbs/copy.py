@@ -39,7 +39,7 @@ from holdfast.formats.dcp.index import is_index
 from holdfast.formats.native.schema import made_whole, parse_manifest
 from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.paths import place_of
-from holdfast.stores.place import join, place_at, same_place
+from holdfast.stores.place import is_same_place, join, place_at
 from holdfast.stores.remote.url import COPIED_NBYTES
 from holdfast.verbs.open import Openable, checkpoint_mark, checkpoint_store, opened
 from holdfast.verbs.shared.planned import (
@@ -89,9 +89,9 @@ def plan_copy(
                 [f"tensors of {source.path!r} lie in other files of its folder; copy the folder"],
                 file=source.path,
             )
-        if not store.folder and place_at(target).says_folder:
+        if not store.folder and place_at(target).is_marked_as_folder:
             target = join(target, os.path.basename(source.path))
-        if same_place(target, source.path):
+        if is_same_place(target, source.path):
             raise CannotHold(
                 "the target is read while it is written", [f"{target!r} is the source"], file=target
             )

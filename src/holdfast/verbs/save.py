@@ -29,7 +29,7 @@ from holdfast.engine.stream import CountingWriter, Writer, write_stream
 from holdfast.engine.write import check_source
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
 from holdfast.formats import format_of
-from holdfast.stores.paths import check_binary, content_and_path, place_of, target_place
+from holdfast.stores.paths import check_binary, order_content_and_path, place_of, target_place
 from holdfast.verbs.shared.base import check_shares, not_shared, open_base
 from holdfast.verbs.shared.formats import (
     Options,
@@ -72,7 +72,7 @@ def save(
     Raises `CannotHold` with every problem when the format cannot hold the state, `NotCommitted` when the save failed and
     nothing changed, `DurabilityUncertain` when the new content is in place but could not be flushed.
     """
-    state, path = content_and_path(state, dst)
+    state, path = order_content_and_path(state, dst)
     layout, writing, limits, progress = (
         pick(Options, options),
         pick(Writing, options),

@@ -53,7 +53,7 @@ from holdfast.formats.dcp.read import DATA_SUFFIX
 from holdfast.formats.pickle.machine import interpret
 from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.safetensors.schema import MANIFEST
-from holdfast.stores.paths import found_path, place_in_words, place_of
+from holdfast.stores.paths import describe_place, disambiguate_path, place_of
 from holdfast.stores.place import join, place_at
 from holdfast.verbs.locate import INDEX_ENDS
 from holdfast.verbs.open import open_built_in, store_of
@@ -369,7 +369,7 @@ class _Acceptance:
 
 
 def _sha256(path: str, limits: Limits) -> str:
-    store = store_of(found_path(path), limits)
+    store = store_of(disambiguate_path(path), limits)
     try:
         (key,) = store.list()
         span = Span(OpenSource(store, limits=limits, threads=1), key, 0, store.size(key))
@@ -395,9 +395,9 @@ class _Looked:
 
     def given(self, given: AnyPath) -> Reports:
         try:
-            path = place_at(place_of(given)).settled(self._limits)
+            path = place_at(place_of(given)).normalize(self._limits)
         except HoldfastError as error:
-            refused = FileReport(place_in_words(given), "", error=str(error))
+            refused = FileReport(describe_place(given), "", error=str(error))
             return lambda: [refused]
         if not place_at(path).is_folder and path.endswith(INDEX_ENDS):
             # What an index names is loaded, and not the index itself.
@@ -529,7 +529,7 @@ def _scan_path(path: str, limits: Limits, *, is_named: bool) -> FileReport | Non
     if not is_named:
         return None
     try:
-        with open_built_in(found_path(path), limits):
+        with open_built_in(disambiguate_path(path), limits):
             return report
     except UnknownFormat as error:
         plugins = find_plugins(FORMATS_GROUP)
@@ -565,7 +565,7 @@ def _error_text(error: Exception) -> str:
 
 
 def _scan_bytes(path: str, limits: Limits) -> FileReport:
-    store = store_of(found_path(path), limits)
+    store = store_of(disambiguate_path(path), limits)
     try:
         source = OpenSource(store, limits=limits, threads=1, mapped=False)
         (key,) = store.list()
@@ -631,7 +631,7 @@ def _open(path: str, limits: Limits) -> OpenOutcome:
         # It would open its folder, whose files are scanned one by one.
         return OpenOutcome()
     try:
-        with open_built_in(found_path(path), limits) as checkpoint:
+        with open_built_in(disambiguate_path(path), limits) as checkpoint:
             paths = places_of(checkpoint.tree) if checkpoint.foreign else {}
             paths |= {str(item.what): item.paths for item in checkpoint.foreign if item.paths}
             template = format_of(checkpoint.format).templates
@@ -696,7 +696,7 @@ def _scan_folder(folder: str, limits: Limits) -> FileReport:
     spans: dict[str, Span] = {}
     try:
         for name in sizes:
-            store = store_of(found_path(_below(folder, name)), limits)
+            store = store_of(disambiguate_path(_below(folder, name)), limits)
             stores.append(store)
             (key,) = store.list()
             spans[name] = Span(OpenSource(store, limits=limits, threads=1), key, 0, store.size(key))

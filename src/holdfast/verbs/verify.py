@@ -58,7 +58,7 @@ from holdfast.formats.npy.read import member_key
 from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.formats.torch.storages import RecordStorages
 from holdfast.formats.zip.reader import inflated_crc, read_archive
-from holdfast.stores.paths import place_in_words, place_of
+from holdfast.stores.paths import describe_place, place_of
 from holdfast.stores.place import join, place_at
 from holdfast.verbs.locate import locate_checkpoint
 from holdfast.verbs.open import TRIES, Openable, opened, store_of
@@ -210,8 +210,8 @@ def _verified(
     try:
         path, index = locate_checkpoint(place_of(src), limits)
     except HoldfastError as error:
-        check.refuse(place_in_words(src), error)
-        return check.report(place_in_words(src))
+        check.refuse(describe_place(src), error)
+        return check.report(describe_place(src))
     for _ in range(TRIES):
         check = Verification(limits, workers, progress, ranks)
         place = place_at(path)

@@ -340,7 +340,7 @@ class ObjectSave:
         if not self._overwrite:
             check_conditions(self._bucket, self.url)
         try:
-            if not self.url.says_file and any(self._bucket.folders(self.url.key)):
+            if not self.url.has_suffix and any(self._bucket.folders(self.url.key)):
                 raise refusal(
                     "there are objects below this name, which is a folder's; give another",
                     self.url,

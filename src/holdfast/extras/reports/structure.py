@@ -37,7 +37,7 @@ from holdfast.core.text import clip, count, escape, iso, nbytes, percent, plural
 from holdfast.core.value import Value
 from holdfast.extras.reports.document import Document, front_coded, labelled, short
 from holdfast.numeric.dequantize import number_shape
-from holdfast.stores.paths import found_path
+from holdfast.stores.paths import disambiguate_path
 from holdfast.verbs.scan import scan
 from holdfast.verbs.survey import Survey, survey
 
@@ -246,7 +246,7 @@ def scanned(path: object, limits: Limits | None) -> Document:
     """The verdict and the findings of `scan` for a path; none for what has no path."""
     if not isinstance(path, str | os.PathLike):
         return {"verdict": "not scanned", "findings": []}
-    report = scan(found_path(path if isinstance(path, str) else str(path)), limits=limits)
+    report = scan(disambiguate_path(path if isinstance(path, str) else str(path)), limits=limits)
     findings = [
         finding for file in report.reports for finding in file.findings if not finding.allowed
     ]

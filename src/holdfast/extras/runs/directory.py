@@ -442,4 +442,4 @@ def place_for(path: str) -> RunPlace:
         )
 
         return RunBucket(place.url)
-    return RunDirectory(place.rooted)
+    return RunDirectory(place.absolute)

@@ -71,7 +71,7 @@ class Export:
     copy_config: bool | str | os.PathLike[str] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", place_at(place_of(self.path)).rooted)
+        object.__setattr__(self, "path", place_at(place_of(self.path)).absolute)
         object.__setattr__(self, "every", whole_number(self.every, "every="))
         format_for("model/", self.format, Options())
 
@@ -87,7 +87,7 @@ class Export:
         self.check(run.path)
         if place_at(place_of(self.path)).on_disk:
             os.makedirs(self.path, exist_ok=True)
-        name = place_at(target).named
+        name = place_at(target).record_name
         before = run.exported().get(name)
         own = before is not None and before == place_at(target).stamps()
         try:
@@ -127,7 +127,7 @@ def read_exports(given: object, run: str) -> tuple[Export, ...]:
     places: set[str] = set()
     for one in several:
         one.check(run)
-        place = place_at(one.target(0)).named
+        place = place_at(one.target(0)).record_name
         if place in places:
             message = f"export= has two exports that write to {one.path!r} under the same names"
             raise BadArgument(f"{message}; give each a folder of its own", found=given)

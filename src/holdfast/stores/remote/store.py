@@ -82,7 +82,7 @@ class RemoteStore(Store):
         self._beside: RemoteStore | None = None
         ways = (
             [self._is_object, self._is_native]
-            if url.says_file
+            if url.has_suffix
             else [self._is_native, self._is_object]
         )
         if not any(way() for way in ways) and not self.list():

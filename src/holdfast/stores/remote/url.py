@@ -74,7 +74,7 @@ class Url(str):
     def url(self) -> Self:
         return self
 
-    rooted = real = url
+    absolute = real = url
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ class Url(str):
         return self.sibling("") if self.key else self
 
     @property
-    def named(self) -> str:
+    def record_name(self) -> str:
         return str(self).rstrip("/")
 
     @property
@@ -94,15 +94,15 @@ class Url(str):
         return quote(self.encode("utf-8", "surrogateescape"), safe="/:")
 
     @property
-    def says_folder(self) -> bool:
+    def is_marked_as_folder(self) -> bool:
         return self.folder
 
     @property
-    def says_file(self) -> bool:
+    def has_suffix(self) -> bool:
         """Whether its name has a suffix, so that it is an object, unless there is none."""
         return SUFFIX.search(self.name) is not None
 
-    is_folder = says_folder
+    is_folder = is_marked_as_folder
     may_be_file = True
 
     def below(self, name: str, *, folder: bool = False) -> Self:
@@ -120,7 +120,7 @@ class Url(str):
     def free_nbytes(self) -> int | None:
         return None
 
-    def settled(self, limits: Limits) -> Self:
+    def normalize(self, limits: Limits) -> Self:
         from holdfast.stores.remote.store import RemoteStore
 
         store = RemoteStore(self, limits=limits)

@@ -29,7 +29,7 @@ from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.text import listed
 from holdfast.errors import DoesNotFit, HoldfastError
-from holdfast.stores.paths import content_and_path
+from holdfast.stores.paths import order_content_and_path
 from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
@@ -141,7 +141,7 @@ def load_into(
     checkpoint in the layout of the module, as in `holdfast.open`; "auto" finds it by the names of both.
     """
     choice = Choice(None if device is None else torch.device(device), dtype, assign)
-    into, source = content_and_path(module_or_state, path)
+    into, source = order_content_and_path(module_or_state, path)
     module_or_state, path = (
         cast("nn.Module | Mapping[str, object]", into),
         cast("Openable | Checkpoint | TorchCheckpoint", source),

@@ -90,7 +90,7 @@ def _request(
 ) -> tuple[Stateful | Mapping[str, object], SaveRequest]:
     state, path = state_and_path(state, path)
     base = options["base"]
-    given = {**options, "base": None if base is None else place_at(place_of(base)).rooted}
+    given = {**options, "base": None if base is None else place_at(place_of(base)).absolute}
     return state, pick(SaveRequest, given, path=place_of(path, options["store"]))
 
 

@@ -167,7 +167,7 @@ class ShardedSave(JointSave):
         self.format = format
         self.request = request
         # Absolute: the program may change its working directory while the save goes on.
-        self.place = place_at(request.path).rooted
+        self.place = place_at(request.path).absolute
         self.staged: Staged | None = None
         self.error: Exception | None = None
         """Why this rank cannot go on. The others receive it in place of its next document."""

@@ -38,7 +38,7 @@ from holdfast.engine.stream import write_stream
 from holdfast.errors import NotCommitted, NotSaved, Refused, Unsupported
 from holdfast.formats.torch.write import lay_out_container, storage_payloads
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload, Records
-from holdfast.stores.paths import check_binary, found_path
+from holdfast.stores.paths import check_binary, disambiguate_path
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL, MAGIC_NUMBER, PROTOCOL_VERSION
@@ -102,7 +102,7 @@ def save(
             try:
                 write_plan(
                     plan,
-                    found_path(path),
+                    disambiguate_path(path),
                     Writing(overwrite=None, durable=durable),
                 )
             except NotCommitted as error:

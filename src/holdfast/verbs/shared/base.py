@@ -35,7 +35,7 @@ from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import Parsed
 from holdfast.formats.safetensors.schema import MANIFEST, PREFIX_NBYTES
-from holdfast.stores.place import followed, place_at
+from holdfast.stores.place import follow_link, place_at
 from holdfast.stores.remote.url import Url
 from holdfast.verbs.open import store_of
 
@@ -164,10 +164,10 @@ def _check_hashes(manifest: Parsed) -> None:
 
 def _open_directory(path: str, target: str, limits: Limits) -> tuple[Base, Store]:
     """The base at a path, and its open store. Raises a `HoldfastError` where it cannot be used."""
-    folder = followed(path)
+    folder = follow_link(path)
     if not os.path.isdir(folder):
         raise Unsupported("it is no directory") if os.path.lexists(path) else _nothing_at(path)
-    if os.stat(folder).st_dev != os.stat(os.path.dirname(followed(target)) or os.curdir).st_dev:
+    if os.stat(folder).st_dev != os.stat(os.path.dirname(follow_link(target)) or os.curdir).st_dev:
         raise Unsupported("it is on another file system")
     store = store_of(folder, limits)
     try:

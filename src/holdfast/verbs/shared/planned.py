@@ -41,7 +41,7 @@ from holdfast.formats import format_of, written_formats
 from holdfast.formats.safetensors.directory import SUFFIX
 from holdfast.stores.files import Files, system_files
 from holdfast.stores.paths import is_parsed_url, target_place
-from holdfast.stores.place import place_at, same_place
+from holdfast.stores.place import is_same_place, place_at
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING
 from holdfast.verbs.open import Openable, checkpoint_mark, opened
 from holdfast.verbs.seals.check import refuse_sealed
@@ -235,7 +235,7 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
                 blocks.enter_context(telling(self.ranks))
                 progress = blocks.enter_context(self.ranks.counting(progress))
             files = [store for store in self.reads if store.medium.is_file]
-            replaced_stores = [store for store in files if same_place(store.name, path)]
+            replaced_stores = [store for store in files if is_same_place(store.name, path)]
             if replaced_stores:
                 check_in_place(replaced_stores, path)
             if report.free_nbytes < report.nbytes - report.shared_nbytes:
@@ -358,7 +358,7 @@ def rewritten(
                 source, dst, in_place=in_place, format=format, writing=writing, layout=layout,
                 programs=programs, folder=folder,
             )  # fmt: skip
-        if elsewhere and same_place(where.path, source.path):
+        if elsewhere and is_same_place(where.path, source.path):
             problem = f"the target {where.path!r} is the source; write beside it"
             raise CannotHold("the target is read while it is written", [problem], file=where.path)
         if directory is None:
@@ -371,7 +371,7 @@ def rewritten(
                 not archive and format_of(format_for(where.path, where.format, layout)).folder
             )
         check_target(where.path, directory=directory, writing=where.writing)
-        is_in_place = same_place(where.path, source.path)
+        is_in_place = is_same_place(where.path, source.path)
         if is_in_place and not where.writing.dry_run:
             refuse_sealed(source.path, source.source.store.list(), limits)
         store = source.source.store
@@ -488,7 +488,7 @@ def _destination(
             "folder=True says what a target is, and there is none; leave it out", file=source.path
         )
     path = source.path if dst is None else target_place(dst, folder=folder)
-    if dst is not None and not same_place(path, source.path):
+    if dst is not None and not is_same_place(path, source.path):
         return Destination(path, format, writing, layout)
     own = format_of(source.format)
     if format is None and not own.written_by and not (programs and own.programs):

@@ -42,7 +42,7 @@ from holdfast.formats.safetensors.write import STEM
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.paths import place_of
-from holdfast.stores.place import place_at, same_place
+from holdfast.stores.place import is_same_place, place_at
 from holdfast.verbs.open import store_of
 from holdfast.verbs.seals.document import SEAL
 from holdfast.verbs.seals.document import SUFFIX as SEAL_SUFFIX
@@ -222,7 +222,7 @@ def find_side_files(
     if not directory:
         return _of_one_file(source, own if folder else (), copy_config)
     kept: dict[str, Source] = {}
-    if folder and same_place(target, source.path):
+    if folder and is_same_place(target, source.path):
         if copy_config is False:
             message = "in the place of its source a checkpoint keeps the other files of the folder; leave copy_config=False"
             raise Unsupported(f"{message} away, or give another target", file=target)

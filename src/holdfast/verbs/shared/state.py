@@ -39,7 +39,7 @@ from holdfast.engine.table import StateStorages, Tabulated, as_written, lazy_tab
 from holdfast.errors import Unsupported
 from holdfast.formats import format_of
 from holdfast.formats.tree_json.encode import is_marked
-from holdfast.stores.paths import content_and_path
+from holdfast.stores.paths import order_content_and_path
 
 LAZY_TYPES = (LazyTensor,)
 
@@ -361,8 +361,8 @@ class Stateful(Protocol):
 def state_and_path(
     state: object, path: object
 ) -> tuple[Stateful | Mapping[str, object], str | os.PathLike[str]]:
-    """The state and the path, whichever was given first (`content_and_path`)."""
-    state, path = content_and_path(state, path)
+    """The state and the path, whichever was given first (`order_content_and_path`)."""
+    state, path = order_content_and_path(state, path)
     return cast("Stateful | Mapping[str, object]", state), cast("str | os.PathLike[str]", path)
 
 

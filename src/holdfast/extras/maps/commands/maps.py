@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         raise BadArgument("pass a map and a checkpoint: holdfast maps check qwen3:hf:megatron PATH")
     from holdfast.extras.maps.find import find_map
     from holdfast.extras.maps.mapped import MappedTensors
-    from holdfast.stores.paths import place_in_words
+    from holdfast.stores.paths import describe_place
     from holdfast.verbs.open import open as open_checkpoint
 
     with open_checkpoint(options.path, threads=1) as checkpoint:
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         bound = found.bind(checkpoint)
         made = MappedTensors(bound)
         if options.json:
-            print_json(_document(bound, made, place_in_words(options.path)))
+            print_json(_document(bound, made, describe_place(options.path)))
         elif options.explain is not None:
             print_lines(_explained(bound, made, options.explain))
         else:

@@ -46,12 +46,12 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from holdfast.stores.paths import place_of
-    from holdfast.stores.place import place_named
+    from holdfast.stores.place import place_from_text
 
     if not options.in_place and len(options.models) > 1:
         # As for cp, the last one is where it goes; a model that stands there was not meant to be overwritten.
         _, equals, path = options.models[-1].partition("=")
-        if not equals or not place_named(options.models[-1]).on_disk or not _is_path(path):
+        if not equals or not place_from_text(options.models[-1]).on_disk or not _is_path(path):
             options.dst = place_of(options.models.pop())
     return _replace(options) if options.replace is not None else _package(options)
 
@@ -102,9 +102,9 @@ def _replace(options: argparse.Namespace) -> int:
 
 
 def _is_path(text: str) -> bool:
-    from holdfast.stores.place import place_named
+    from holdfast.stores.place import place_from_text
 
-    return not place_named(text).on_disk or os.path.exists(text)
+    return not place_from_text(text).on_disk or os.path.exists(text)
 
 
 def _pair(text: str) -> tuple[str, str]:
