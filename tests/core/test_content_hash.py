@@ -32,7 +32,7 @@ def oracle(data: bytes, piece: int, head: int) -> Hashed:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(content_hash, "PIECE_NBYTES", PIECE)
+    monkeypatch.setattr(content_hash, "HASH_BLOCK_NBYTES", PIECE)
     monkeypatch.setattr(content_hash, "HEAD_NBYTES", HEAD)
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from holdfast.core.tiling import covers
 
-Extent = tuple[tuple[int, ...], tuple[int, ...]]
+StartAndSize = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def grid(size: tuple[int, ...], cuts: list[list[int]]) -> list[Extent]:
+def grid(size: tuple[int, ...], cuts: list[list[int]]) -> list[StartAndSize]:
     """The boxes between cuts in every dimension."""
     edges = [sorted({0, n, *(c for c in cut if c < n)}) for n, cut in zip(size, cuts, strict=True)]
     ranges = [list(itertools.pairwise(edge)) for edge in edges]

@@ -23,7 +23,7 @@ from holdfast.core.tensor import AliasView
 from holdfast.core.value import replace
 from holdfast.engine.arrays import Resident
 from holdfast.verbs.shared import rejoin as assembled
-from holdfast.verbs.shared.rejoin import Assembled, Copy, rejoin
+from holdfast.verbs.shared.rejoin import Assembled, StoredCopy, rejoin
 from holdfast.verbs.shared.state import tabulate_tree
 from tests.golden.expect import short
 from tests.parity.compare import assert_same_tree, elements, named_tensors, shared
@@ -237,7 +237,7 @@ def test_a_storage_is_put_together_from_its_copies(data):
             at = first + sum(i * s for i, s in zip(index, strides, strict=True))
             content[at : at + wide.itemsize] = stored[at : at + wide.itemsize]
         note = AliasView(0, stored.size, first * 8, tuple(s * 8 for s in strides))
-        copies.append(Copy.of(resident.array(view.contiguous().numpy()), note))
+        copies.append(StoredCopy.of(resident.array(view.contiguous().numpy()), note))
     small, assembled.BLOCK_NBYTES = (
         assembled.BLOCK_NBYTES,
         data.draw(st.sampled_from([4 << 20, 32, 16])),

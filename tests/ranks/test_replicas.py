@@ -24,7 +24,7 @@ from holdfast.torch import slices
 from holdfast.torch.ranks import load_sharded as sharded_load
 from holdfast.torch.ranks import replicas
 from holdfast.torch.ranks.load_sharded import load_sharded
-from holdfast.torch.ranks.replicas import WORTH_NBYTES, Offers, Shares, deal_pieces
+from holdfast.torch.ranks.replicas import WORTH_NBYTES, Offers, ReadAssignments, deal_pieces
 from holdfast.torch.ranks.save_sharded import save_sharded
 from holdfast.torch.tensors import slices as slices_module
 from tests.ranks.pool import Pool, World, failures, good
@@ -51,11 +51,13 @@ def offers(wanted: Mapping[str, int], *, device: str = "cpu", apart: int = 0) ->
     )
 
 
-def told(wanted: Mapping[str, int], shares: Shares) -> list[tuple[str, int, list[int]]]:
+def told(
+    wanted: Mapping[str, int], assignments: ReadAssignments
+) -> list[tuple[str, int, list[int]]]:
     """Names, readers and holders, in the order of all ranks, as one rank hears of them."""
     names = [*wanted]
-    columns = zip(shares.offered, shares.readers, shares.classes, strict=True)
-    return [(names[number], reader, shares.sets[its]) for number, reader, its in columns]
+    columns = zip(assignments.offered, assignments.readers, assignments.classes, strict=True)
+    return [(names[number], reader, assignments.sets[its]) for number, reader, its in columns]
 
 
 def least_load(pieces: Mapping[str, tuple[int, list[int]]], apart: list[int]) -> int:
@@ -99,8 +101,8 @@ def test_every_piece_is_read_by_one_holder_and_got_by_the_others(family, random)
     loads = list(apart)
     got: list[list[str]] = [[] for _ in range(size)]
     orders: dict[tuple[int, ...], dict[int, list[tuple[str, int]]]] = {}
-    for rank, (own, shares) in enumerate(zip(wanted, dealt, strict=True)):
-        heard = told(own, shares)
+    for rank, (own, assignments) in enumerate(zip(wanted, dealt, strict=True)):
+        heard = told(own, assignments)
         assert {name for name, _, _ in heard} == {name for name in several if name in own}
         for name, reader, holders in heard:
             assert holders == several[name]

@@ -17,7 +17,7 @@ from holdfast.errors import StoreError, Unsupported
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile, tensor_stamp
-from holdfast.verbs.shared.rejoin import Assembled, Copy
+from holdfast.verbs.shared.rejoin import Assembled, StoredCopy
 from tests.stores.conformance import StoreConformance
 
 BYTES = DTYPES.name("uint8")
@@ -114,7 +114,7 @@ class TestAssembled(StoreConformance):
             for key, data in content.items():
                 halves = [(0, data[: len(data) // 2 + 1]), (len(data) // 2, data[len(data) // 2 :])]
                 copies = [
-                    Copy.of(row(half), AliasView(0, len(data), start * 8, (8,)))
+                    StoredCopy.of(row(half), AliasView(0, len(data), start * 8, (8,)))
                     for start, half in halves
                     if half
                 ]

@@ -19,7 +19,7 @@ from holdfast.core.digest import Digest, combined
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.engine.blocks import pack
-from holdfast.engine.checksums import Span, Sweep
+from holdfast.engine.checksums import Sweep, SweptRange
 from holdfast.engine.digest import recorded_crc, tensor_crcs
 from holdfast.engine.source import OpenSource
 from holdfast.errors import LimitExceeded
@@ -253,21 +253,21 @@ def test_expanded_views_are_refused_before_they_cost():
     st.integers(1, 20),
 )
 def test_every_byte_of_every_span_is_in_one_piece(places, block):
-    spans = [Span(*place) for place in places]
-    seen = [[] for _ in spans]
+    ranges = [SweptRange(*place) for place in places]
+    seen = [[] for _ in ranges]
     content = {"a": bytes(range(100)), "b": bytes(range(100, 200))}
-    sweep = Sweep(MemoryStore(content), spans, block=block)
+    sweep = Sweep(MemoryStore(content), ranges, block=block)
     for file in sweep.reads():
         for number, (start, stop) in enumerate(zip(file.starts, file.stops, strict=True)):
             parts = list(file.of(number))
             assert (start, stop) == (min(a for _, a, _ in parts), max(z for _, _, z in parts))
             assert stop - start <= block
-            assert {spans[owner].key for owner, _, _ in parts} == {file.key}
+            assert {ranges[owner].key for owner, _, _ in parts} == {file.key}
             for owner, begin, end in parts:
                 seen[owner] += range(begin, end)
-    assert [sorted(s) for s in seen] == [list(range(s.start, s.stop)) for s in spans]
+    assert [sorted(s) for s in seen] == [list(range(s.start, s.stop)) for s in ranges]
     for task in sweep.tasks():
         task()
-    assert [sweep.outcome(i) for i in range(len(spans))] == [
-        zlib.crc32(content[s.key][s.start : s.stop]) for s in spans
+    assert [sweep.outcome(i) for i in range(len(ranges))] == [
+        zlib.crc32(content[s.key][s.start : s.stop]) for s in ranges
     ]

@@ -8,8 +8,9 @@ manifest also records (docs/design/021):
                                 each as 16 bytes, the highest first
     head    CRC-32              of the first 64 KiB, where there are more than that
 
-Hashes of fixed pieces can be had from blocks that several threads see. The head answers the common case, everything changed, after
-64 KiB. It only ever says *different*. A tensor that changed has a head and no hash; it gets one when its head stays the same.
+Blocks have a fixed size, so several threads can hash the bytes of one tensor. The head answers the common case, everything
+changed, after 64 KiB. It only ever says *different*. A tensor that changed has a head and no hash; it gets one when its head
+stays the same.
 
 XXH3 is no cryptographic hash: it finds changes, not forgeries. Whoever can choose the weights of a run can write its files, too.
 """
@@ -26,9 +27,9 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_intdigest
 from holdfast.core.crc import Sums, crc32
 
 HASH = "xxh3-128/1MiB"
-PIECE_NBYTES = (
+HASH_BLOCK_NBYTES = (
     1 << 20
-)  # A cache full, which a thread holds when it writes; smaller pieces would be more calls.
+)  # A cache full, which a thread holds when it writes; smaller blocks would be more calls.
 HEAD_NBYTES = (
     64 << 10
 )  # Enough that a step of an optimizer shows in it, and a fraction of a percent of a large tensor.
@@ -55,7 +56,7 @@ def hash_bytes(data: Bytes) -> Hashed:
     """
     view = memoryview(data)
     if (
-        view.nbytes <= PIECE_NBYTES
+        view.nbytes <= HASH_BLOCK_NBYTES
     ):  # nearly all tensors are small, and most of their time goes to calls
         return Hashed(
             xxh3_128_intdigest(view),
@@ -71,25 +72,25 @@ def hash_short(pieces: Iterable[Bytes]) -> list[int]:
     return [xxh3_128_intdigest(piece) for piece in pieces]
 
 
-class _Piece(Struct):
+class _OpenBlock(Struct):
     seen: xxh3_128 = field(default_factory=xxh3_128)
     nbytes: int = 0
     """How many of its first bytes are in the hash."""
     later: dict[int, bytes] = field(default_factory=dict)
-    """What came before its turn, by its place in the piece: copies, since the memory is lent."""
+    """What came before its turn, by its place in the block: copies, since the memory is lent."""
 
 
 class ContentHash:
     """The hash of `nbytes` bytes. `add` every byte once, in blocks of any length and order, from any thread; then it is `done`. Not
     `whole`: the head alone."""
 
-    __slots__ = ("_head", "_lock", "_nbytes", "_open", "_pieces", "_whole")
+    __slots__ = ("_digests", "_head", "_lock", "_nbytes", "_open", "_whole")
 
     def __init__(self, nbytes: int, *, whole: bool = True) -> None:
         self._nbytes = nbytes
         self._whole = whole
-        self._pieces: list[bytes | None] = [None] * max(-(-nbytes // PIECE_NBYTES), 1)
-        self._open: dict[int, _Piece] = {}
+        self._digests: list[bytes | None] = [None] * max(-(-nbytes // HASH_BLOCK_NBYTES), 1)
+        self._open: dict[int, _OpenBlock] = {}
         self._head = Sums()
         self._lock = threading.Lock()
 
@@ -100,45 +101,45 @@ class ContentHash:
             self._head.add(start, view[: HEAD_NBYTES - start])
         at = start if self._whole else stop
         while at < stop:
-            number, inside = divmod(at, PIECE_NBYTES)
-            end = min((number + 1) * PIECE_NBYTES, self._nbytes)
+            number, inside = divmod(at, HASH_BLOCK_NBYTES)
+            end = min((number + 1) * HASH_BLOCK_NBYTES, self._nbytes)
             block = view[at - start : min(end, stop) - start]
             if not inside and stop >= end:
-                self._pieces[number] = xxh3_128_digest(block)
+                self._digests[number] = xxh3_128_digest(block)
             else:
                 with self._lock:
-                    self._add_part(number, inside, block)
+                    self._add_to_open_block(number, inside, block)
             at += block.nbytes
 
-    def _add_part(self, number: int, inside: int, block: memoryview) -> None:
-        piece = self._open.setdefault(number, _Piece())
-        if inside != piece.nbytes:
-            piece.later[inside] = bytes(block)
+    def _add_to_open_block(self, number: int, inside: int, block: memoryview) -> None:
+        open_block = self._open.setdefault(number, _OpenBlock())
+        if inside != open_block.nbytes:
+            open_block.later[inside] = bytes(block)
             return
         while True:
-            piece.seen.update(block)
-            piece.nbytes += len(block)
-            if piece.nbytes not in piece.later:
+            open_block.seen.update(block)
+            open_block.nbytes += len(block)
+            if open_block.nbytes not in open_block.later:
                 break
-            block = memoryview(piece.later.pop(piece.nbytes))
-        if piece.nbytes == min(PIECE_NBYTES, self._nbytes - number * PIECE_NBYTES):
-            self._pieces[number] = piece.seen.digest()
+            block = memoryview(open_block.later.pop(open_block.nbytes))
+        if open_block.nbytes == min(HASH_BLOCK_NBYTES, self._nbytes - number * HASH_BLOCK_NBYTES):
+            self._digests[number] = open_block.seen.digest()
             del self._open[number]
 
     def done(self) -> Hashed:
         """The hash, when all bytes have come. Raises `ValueError` where some have not."""
         if not self._whole:
             return Hashed(None, self._head.crc32())
-        pieces = (
+        digests = (
             [xxh3_128_digest(b"")]
             if not self._nbytes
-            else [piece for piece in self._pieces if piece is not None]
+            else [digest for digest in self._digests if digest is not None]
         )
-        if len(pieces) != len(self._pieces):
+        if len(digests) != len(self._digests):
             raise ValueError("a hash was asked for before all bytes had come")
         head = self._head.crc32() if self._nbytes > HEAD_NBYTES else None
-        if len(pieces) == 1:
-            return Hashed(int.from_bytes(pieces[0], "big"), head)
+        if len(digests) == 1:
+            return Hashed(int.from_bytes(digests[0], "big"), head)
         return Hashed(
-            xxh3_128_intdigest(self._nbytes.to_bytes(8, "little") + b"".join(pieces)), head
+            xxh3_128_intdigest(self._nbytes.to_bytes(8, "little") + b"".join(digests)), head
         )

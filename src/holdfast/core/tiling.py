@@ -88,7 +88,7 @@ def joined_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
     return (*around[:axis], length, *around[axis + 1 :])
 
 
-Extent = tuple[tuple[int, ...], tuple[int, ...]]
+StartAndSize = tuple[tuple[int, ...], tuple[int, ...]]
 
 PRIME = (1 << 31) - 1  # Products of two residues fit 64 bits.
 TRIALS = 3  # (64 / 2^31)^3 is one in 10^22.
@@ -112,7 +112,7 @@ def tiles(whole: Box, parts: Iterable[Box]) -> bool:
     )
 
 
-def covers(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
+def covers(size: tuple[int, ...], boxes: Sequence[StartAndSize]) -> bool:
     """Whether every element of a tensor is in exactly one of the boxes, which are not empty and lie inside of it.
 
     >>> covers((4, 6), [((0, 0), (4, 2)), ((0, 2), (4, 4))]), covers((4, 6), [((0, 0), (4, 2)), ((0, 3), (4, 3))])

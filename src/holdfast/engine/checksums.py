@@ -1,11 +1,11 @@
-"""Read spans of files from end to end, each byte once, for their checksums alone.
+"""Read ranges of files from end to end, each byte once, for their checksums alone.
 
-1. Spans are cut where blocks of the file end, and parts that touch, or almost, are read together: a gigabyte becomes 256 reads, and
-   so do the hundred thousand small tensors in it.
+1. Ranges are cut where blocks of the file end, and parts that touch, or almost, are read together: a gigabyte becomes 256 reads,
+   and so do the hundred thousand small tensors in it.
 2. A thread reads into scratch memory that it keeps, and takes the CRC-32 of each part while it is in the cache.
-3. The CRCs of parts combine to those of the spans. Most spans are one part; where there are a million, all of this is columns.
+3. The CRCs of parts combine to those of the ranges. Most ranges are one part; where there are a million, all of this is columns.
 
-Nothing stops at an error: a read that fails is tried again part by part, and the error belongs to the spans whose parts fail.
+Nothing stops at an error: a read that fails is tried again part by part, and the error belongs to the ranges whose parts fail.
 
 `Checks` sums what is read for other reasons, as it passes by, and compares it with what the file records.
 """
@@ -46,7 +46,7 @@ Progress = Callable[
 ]  # Called with how many more bytes are done, from several threads at once.
 
 
-class Span(Value, frozen=True):
+class SweptRange(Value, frozen=True):
     key: str
     start: int
     nbytes: int
@@ -63,28 +63,28 @@ class Sweep:
     def __init__(
         self,
         store: Store,
-        spans: Iterable[Span] | Ranges,
+        ranges: Iterable[SweptRange] | Ranges,
         *,
         summed: Bools | None = None,
         block: int = SUMS.block,
     ) -> None:
-        """Take spans one by one, or ranges as columns; `summed` says of which the CRC is wanted (by default of all)."""
-        if not isinstance(spans, Ranges):
-            given = list(spans)
-            spans = Ranges.of([(span.key, span.start, span.nbytes) for span in given])
-            summed = np.fromiter((span.summed for span in given), np.bool_, len(given))
-        self._store, self._ranges = store, spans
-        self._summed = np.ones(len(spans), np.bool_) if summed is None else summed
+        """Take ranges one by one, or as columns; `summed` says of which the CRC is wanted (by default of all)."""
+        if not isinstance(ranges, Ranges):
+            given = list(ranges)
+            ranges = Ranges.of([(swept.key, swept.start, swept.nbytes) for swept in given])
+            summed = np.fromiter((swept.summed for swept in given), np.bool_, len(given))
+        self._store, self._ranges = store, ranges
+        self._summed = np.ones(len(ranges), np.bool_) if summed is None else summed
         self._policy = replace(SUMS, block=block)
-        starts, stops = spans.starts, spans.starts + spans.nbytes
+        starts, stops = ranges.starts, ranges.starts + ranges.nbytes
         self._cut = (
             stops - 1
         ) // block > starts // block  # Which lie in several blocks, and so in several parts.
         self._whole: Ints = np.zeros(
-            len(spans), np.int64
+            len(ranges), np.int64
         )  # The CRC of each range that lies in one block.
         self._sums = {number: Sums() for number in (self._cut & self._summed).nonzero()[0].tolist()}
-        self._known: Bools = np.zeros(len(spans), np.bool_)  # Which of them were summed here.
+        self._known: Bools = np.zeros(len(ranges), np.bool_)  # Which of them were summed here.
         self.errors: dict[
             int, HoldfastError
         ] = {}  # What kept ranges from being read, by their numbers.
@@ -257,7 +257,9 @@ def check_first(requests: Sequence[Request]) -> None:
     the first storage that is damaged. It is one more reading, of the page cache where memory allows."""
     for source, mine in by_source(requests).items():
         storages = whole_storages(mine)
-        sweep = Sweep(source.store, [Span(one.key, one.start, one.nbytes) for one in storages])
+        sweep = Sweep(
+            source.store, [SweptRange(one.key, one.start, one.nbytes) for one in storages]
+        )
         run_reads(sweep.tasks(), DEFAULT_THREADS, stores=[source.store])
         for number, (storage, tensor) in enumerate(storages.items()):
             if (found := sweep.crc32(number, name=tensor)) != storage.crc32:

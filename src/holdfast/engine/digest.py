@@ -31,7 +31,7 @@ from holdfast.engine.blocks import (
     mapped_bytes,
     read_block,
 )
-from holdfast.engine.checksums import Progress, Span, Sweep
+from holdfast.engine.checksums import Progress, Sweep, SweptRange
 from holdfast.engine.threads import DEFAULT_THREADS, run_reads
 from holdfast.errors import located
 
@@ -102,7 +102,7 @@ def tensor_crcs(
     known = [recorded_crc(t) if recorded else None for t in tensors]
     firsts: dict[View, int] = {}
     alias_of: dict[int, int] = {}
-    swept: dict[Store, tuple[list[int], list[Span]]] = {}
+    swept: dict[Store, tuple[list[int], list[SweptRange]]] = {}
     parts: dict[int, Sums] = {}
     work: list[Callable[[], None]] = []
     for i, tensor in enumerate(tensors):
@@ -118,16 +118,16 @@ def tensor_crcs(
                 tensor.check_expansion()
         place = contiguous_bytes(tensor)
         if place is not None and mapped_bytes(tensor) is None:
-            numbers, spans = swept.setdefault(tensor.source.store, ([], []))
+            numbers, ranges = swept.setdefault(tensor.source.store, ([], []))
             numbers.append(i)
-            spans.append(Span(place[0], place[1], tensor.nbytes))
+            ranges.append(SweptRange(place[0], place[1], tensor.nbytes))
         else:
             parts[i] = Sums()
             work += [
                 _block_task(piece, tensor.name, parts[i], progress)
                 for piece in contiguous_blocks(tensor, BLOCK_NBYTES)
             ]
-    sweeps = [(numbers, Sweep(store, spans)) for store, (numbers, spans) in swept.items()]
+    sweeps = [(numbers, Sweep(store, ranges)) for store, (numbers, ranges) in swept.items()]
     for _, sweep in sweeps:
         work += sweep.tasks(progress)
     if work:

@@ -48,7 +48,7 @@ Block = tuple[int, int] | Box
 """Elements [start, stop) in C order, or a rectangle of the tensor as a matrix (first axis by all others)."""
 
 
-Extent = tuple[str, int, int]
+RangeKey = tuple[str, int, int]
 """A range of a file: its key, first byte and length."""
 
 
@@ -119,7 +119,7 @@ def scan(
     and 1. A tensor without blocks gives what its accumulator says of nothing."""
     run = _Scan(tensors, make, progress)
     tasks: list[Callable[[], None]] = []
-    file_blocks: dict[Store, dict[Extent, list[FileBlock]]] = {}
+    file_blocks: dict[Store, dict[RangeKey, list[FileBlock]]] = {}
     for number, tensor in enumerate(tensors):
         source, place = tensor.source, tensor.file_range()
         tensor_blocks = [*(blocks(tensor.size) if cut is None else cut(number))]
@@ -133,30 +133,30 @@ def scan(
         width = tensor.dtype.bits // 8
         for start, stop in flat_blocks:
             block_crc = crc if compares and stop - start == tensor.size else NO_CRC
-            extent = key, first + start * width, (stop - start) * width
-            # Tied tensors have the same extents, which are read once.
-            extents = file_blocks.setdefault(source.store, {})
-            extents.setdefault(extent, []).append(FileBlock(number, (start, stop), block_crc))
-    for store, extents in file_blocks.items():
-        for batch in _cut_batches(store, extents):
-            shown = [extents[extent] for extent in batch]
+            range_key = key, first + start * width, (stop - start) * width
+            # Tied tensors have the same ranges, which are read once.
+            range_keys = file_blocks.setdefault(source.store, {})
+            range_keys.setdefault(range_key, []).append(FileBlock(number, (start, stop), block_crc))
+    for store, range_keys in file_blocks.items():
+        for batch in _cut_batches(store, range_keys):
+            shown = [range_keys[range_key] for range_key in batch]
             tasks.append(partial(run.read_together, store, batch, shown))
     stores = [tensor.source.store for tensor in tensors]
     run_reads(tasks, threads or DEFAULT_THREADS, stores=stores)
     return run.results()
 
 
-def _cut_batches(store: Store, extents: Iterable[Extent]) -> Iterator[list[Extent]]:
+def _cut_batches(store: Store, range_keys: Iterable[RangeKey]) -> Iterator[list[RangeKey]]:
     """Group small neighbours, so that they are read together."""
     most_nbytes = REMOTE.block if store.medium.requests else LOCAL.block
-    batch: list[Extent] = []
+    batch: list[RangeKey] = []
     batch_nbytes = 0
-    for extent in sorted(extents):
-        nbytes = extent[2]
+    for range_key in sorted(range_keys):
+        nbytes = range_key[2]
         if batch and batch_nbytes + nbytes > most_nbytes:
             yield batch
             batch, batch_nbytes = [], 0
-        batch.append(extent)
+        batch.append(range_key)
         batch_nbytes += nbytes
     if batch:
         yield batch
@@ -183,9 +183,9 @@ class _Scan(Generic[T]):
             self.show(number, block, read_block(tensor, block))
 
     def read_together(
-        self, store: Store, batch: Sequence[Extent], shown: Sequence[Sequence[FileBlock]]
+        self, store: Store, batch: Sequence[RangeKey], shown: Sequence[Sequence[FileBlock]]
     ) -> None:
-        """Read a batch, and show each of its extents as the blocks that it is."""
+        """Read a batch, and show each of its ranges as the blocks that it is."""
         policy = REMOTE if store.medium.requests else LOCAL
         name = lambda position: self.tensors[shown[position][0].number].name  # noqa: E731
         data = read_to_scratch(store, Ranges.of(batch), name, policy=policy)

@@ -124,12 +124,12 @@ Delivered = Sequence[tuple["RankWrites", Sequence[Receipt]]]
 """For each rank the boxes that it was to write, and receipts of the files that it has written."""
 
 
-Shares = Sequence[Sequence[int]]
-"""For each file the numbers of its boxes."""
+RowsByFile = Sequence[Sequence[int]]
+"""For each file the rows of its boxes."""
 
 
-def spread(part: RankOutput, file_count: int) -> Shares:
-    """Return the boxes of a rank, without those that it takes over, in shares for about so many files."""
+def spread(part: RankOutput, file_count: int) -> RowsByFile:
+    """Return the boxes of a rank, without those that it takes over, divided among about so many files."""
     reuse, table = part.reuse, part.boxes.table
     groups: list[Sequence[int]] = [range(len(table.names))]
     if reuse.chunks or reuse.moved:
@@ -141,21 +141,21 @@ def spread(part: RankOutput, file_count: int) -> Shares:
     if file_count == 1:
         return groups
 
-    shares: list[Sequence[int]] = []
+    rows_by_file: list[Sequence[int]] = []
     for rows in groups:
         nbytes = table.nbytes_of(rows)
         middles = nbytes.cumsum() - nbytes + nbytes // 2
         files = np.minimum(middles * file_count // max(int(nbytes.sum()), 1), file_count - 1)
         cuts = np.flatnonzero(np.diff(files)) + 1
         edges = [0, *cuts.tolist(), len(rows)]
-        shares += [rows[start:stop] for start, stop in pairwise(edges)]
-    return shares
+        rows_by_file += [rows[start:stop] for start, stop in pairwise(edges)]
+    return rows_by_file
 
 
 class Sharded:
     """How ranks write a format: each rank its files, and the first rank the index after all files."""
 
-    def files(self, part: RankOutput, shares: Shares, save: str = "") -> list[RankFile]:
+    def files(self, part: RankOutput, rows_by_file: RowsByFile, save: str = "") -> list[RankFile]:
         """Lay out the files of one rank. In an object store their names carry the id of the save."""
         raise NotImplementedError
 
@@ -174,8 +174,8 @@ class Sharded:
 class NativeShards(Sharded):
     """Data files and a manifest that has the whole state."""
 
-    def files(self, part: RankOutput, shares: Shares, save: str = "") -> list[RankFile]:
-        rounds = _separate_names(part.boxes.table, shares)
+    def files(self, part: RankOutput, rows_by_file: RowsByFile, save: str = "") -> list[RankFile]:
+        rounds = _separate_names(part.boxes.table, rows_by_file)
         if part.reuse.taken and not save:
             names = part.reuse.names_of_rank(part.rank, part.size)
             keys = [next(names) for _ in rounds]
@@ -210,8 +210,8 @@ class NativeShards(Sharded):
 class SafetensorsShards(Sharded):
     """Files of pieces, each of which says where it lies, for torch's reader."""
 
-    def files(self, part: RankOutput, shares: Shares, save: str = "") -> list[RankFile]:
-        rounds = _separate_names(part.boxes.table, shares)
+    def files(self, part: RankOutput, rows_by_file: RowsByFile, save: str = "") -> list[RankFile]:
+        rounds = _separate_names(part.boxes.table, rows_by_file)
         stem = f"shard-{part.rank + 1:05}-model-{save + '-' if save else ''}"
         numbers = range(1, len(rounds) + 1)
         keys = [f"{stem}{number:05}-of-{len(rounds):05}.safetensors" for number in numbers]
@@ -260,16 +260,16 @@ class SafetensorsShards(Sharded):
 class DcpShards(Sharded):
     """Items, one behind the other, and torch's index of them."""
 
-    def files(self, part: RankOutput, shares: Shares, save: str = "") -> list[RankFile]:
+    def files(self, part: RankOutput, rows_by_file: RowsByFile, save: str = "") -> list[RankFile]:
         mark = f"-{save}" if save else ""
         given = [
-            (f"__{part.rank}_{i}{mark}.distcp", share, {} if i else part.values)
-            for i, share in enumerate(shares)
+            (f"__{part.rank}_{i}{mark}.distcp", rows, {} if i else part.values)
+            for i, rows in enumerate(rows_by_file)
         ]
         return [
-            _dcp_file(key, part.boxes, share, values)
-            for key, share, values in given
-            if share or values
+            _dcp_file(key, part.boxes, rows, values)
+            for key, rows, values in given
+            if rows or values
         ]
 
     def index(
@@ -362,11 +362,11 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
     rows = [row for row in range(len(table)) if row not in ties]
     extents = shape_columns([kind.shape for kind in kinds])
     boxes = Boxes(table, np.zeros_like(extents), table.kind)
-    shares = [
+    rows_by_file = [
         rows[some.start : some.stop]
         for some in fill_shards(table.nbytes_of(rows), max_shard_size or SHARD_NBYTES)
     ]
-    files = every.files(RankOutput(0, 1, boxes, {}, values), shares, save)
+    files = every.files(RankOutput(0, 1, boxes, {}, values), rows_by_file, save)
     receipts = [
         Receipt(file.plan.key, file.plan.nbytes, file.stored({}), [*file.values]) for file in files
     ]
@@ -447,10 +447,10 @@ def _lay_out_files(
     return files
 
 
-def _separate_names(table: Table, shares: Shares) -> list[Sequence[int]]:
+def _separate_names(table: Table, rows_by_file: RowsByFile) -> list[Sequence[int]]:
     """Deal the rows of each share to files in which each name occurs once."""
     files: list[Sequence[int]] = []
-    for rows in shares:
+    for rows in rows_by_file:
         if len({table.names[row] for row in rows}) == len(rows):
             files += [rows] if rows else []
             continue

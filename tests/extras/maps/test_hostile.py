@@ -20,7 +20,7 @@ from holdfast.cli.main import main
 from holdfast.errors import BadMap, DoesNotFit, HoldfastError
 from holdfast.extras.maps.family import MOST_NBYTES, read_family
 from holdfast.extras.maps.find import Map
-from holdfast.extras.maps.parts import LARGEST, LONGEST, NamePattern, Part, evaluate
+from holdfast.extras.maps.parts import LARGEST, LONGEST, LayoutPart, NamePattern, evaluate
 from tests.sampling import examples
 
 GOOD = """
@@ -352,7 +352,7 @@ def test_drops_with_long_numbers_are_no_drops():
 def test_patterns_that_may_go_back_and_forth(text: str):
     start = time.process_time()
     with pytest.raises(BadMap):
-        Part.read(text)
+        LayoutPart.read(text)
     assert time.process_time() - start < 1000 * loops()
 
 

@@ -133,7 +133,7 @@ def test_tasks_hold_what_was_asked_for_and_no_more_than_a_block(data):
             assert one.at >= max(ends, default=0), "two reads share bytes of the block"
             ends.append(one.at + one.stop - one.start)
             assert ends[-1] <= most
-            pieces = [piece for stretch in one.stretches for piece in pieces_of(plan, stretch)]
+            pieces = [piece for row_run in one.row_runs for piece in pieces_of(plan, row_run)]
             assert one.start == min(start for start, _, _ in pieces)
             assert one.stop == max(start + nbytes for start, nbytes, _ in pieces)
             for start, nbytes, at in pieces:
@@ -147,14 +147,14 @@ def test_tasks_hold_what_was_asked_for_and_no_more_than_a_block(data):
     assert read <= wanted * (1 + 1 / 16) + (len(drawn.fills) + reads) * PAGE_LOCKED.free_gap
 
 
-def pieces_of(plan, stretch):
-    """Of each row of a stretch the first byte in the file, how many, and the place in the block."""
-    if stretch.last == stretch.first + 1:
-        return [(plan.starts.item(stretch.first) + stretch.skip, stretch.nbytes, stretch.at)]
-    first = plan.starts.item(stretch.first)
-    rows = range(stretch.first, stretch.last)
+def pieces_of(plan, row_run):
+    """Of each row of a run the first byte in the file, how many, and the place in the block."""
+    if row_run.last == row_run.first + 1:
+        return [(plan.starts.item(row_run.first) + row_run.skip, row_run.nbytes, row_run.at)]
+    first = plan.starts.item(row_run.first)
+    rows = range(row_run.first, row_run.last)
     return [
-        (plan.starts.item(row), plan.nbytes.item(row), stretch.at + plan.starts.item(row) - first)
+        (plan.starts.item(row), plan.nbytes.item(row), row_run.at + plan.starts.item(row) - first)
         for row in rows
     ]
 
@@ -174,8 +174,8 @@ def test_neighbours_are_read_together():
     ]
     (task,) = tasks_of(source, fills, BLOCK)
     (read,) = task.reads
-    (stretch,) = read.stretches
-    assert (stretch.first, stretch.last) == (0, 200)
+    (row_run,) = read.row_runs
+    assert (row_run.first, row_run.last) == (0, 200)
 
 
 def test_same_dtypes_are_bytes_and_others_are_elements():

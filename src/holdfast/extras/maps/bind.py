@@ -23,7 +23,14 @@ from holdfast.core.tiling import covers
 from holdfast.core.value import Value
 from holdfast.errors import BadMap, DoesNotFit
 from holdfast.extras.maps.family import Array, Family
-from holdfast.extras.maps.parts import DIGITS, AxisRange, NamePattern, Part, evaluate, every_place
+from holdfast.extras.maps.parts import (
+    DIGITS,
+    AxisRange,
+    LayoutPart,
+    NamePattern,
+    evaluate,
+    every_place,
+)
 from holdfast.extras.maps.pieces import AxisSpan, Placed
 
 SCALE = "_scale_inv"  # Of a block of fp8 weights, which are other numbers without it.
@@ -65,7 +72,7 @@ class Problems(Value, eq=False):
         )  # fmt: skip
 
 
-class Target(Value, eq=False):
+class MappedTensor(Value, eq=False):
     """A tensor that the map makes."""
 
     name: str
@@ -217,7 +224,7 @@ class Bound:
     # Sizes.
 
     def _size(self, sizes: Sizes) -> Sizes:
-        samples: list[tuple[Part, tuple[int, ...]]] = []
+        samples: list[tuple[LayoutPart, tuple[int, ...]]] = []
         for found in self.found:
             parts = found.array.parts[self.source.name]
             first: dict[int, int] = {}
@@ -401,8 +408,8 @@ class Bound:
 
     # The target.
 
-    def _targets(self) -> list[Target]:
-        made: dict[str, Target] = {}
+    def _targets(self) -> list[MappedTensor]:
+        made: dict[str, MappedTensor] = {}
         for found in [*self.found, *self._ties()]:
             if not found.rows:
                 continue
@@ -421,7 +428,7 @@ class Bound:
                     name = self.target.name_of(found.state, part.name.name(places))
                     if name in made:
                         self.problems.wrong[name] = "would be made twice"
-                    made[name] = Target(name, placed.shape, found, number, places)
+                    made[name] = MappedTensor(name, placed.shape, found, number, places)
                 if len(made) > MOST_TENSORS:
                     raise BadMap(f"the map would make more than {MOST_TENSORS:,} tensors")
         for array in self.family.arrays:

@@ -37,7 +37,7 @@ from msgspec import Meta, field
 
 from holdfast.core.value import Value
 from holdfast.errors import BadMap
-from holdfast.extras.maps.parts import LONGEST, NAME, AxisRange, NamePattern, Part, tokens
+from holdfast.extras.maps.parts import LONGEST, NAME, AxisRange, LayoutPart, NamePattern, tokens
 
 MOST_NBYTES, MOST_DOTS = 1 << 18, 256  # Of a file of a family, and of a line of it.
 MOST_ARRAYS, MOST_PARTS, MOST_LAYOUTS, MOST_SIZES = 400, 64, 16, 400
@@ -69,7 +69,7 @@ class Array(Value, eq=False):
     """One array of the model, and the parts in which each layout has it."""
 
     id: str
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[LayoutPart, ...]]
     ranges: Mapping[str, AxisRange]
     optional: bool = False
     tied: str = ""
@@ -186,14 +186,14 @@ def _array(number: int, given: Mapping[str, object], layouts: Mapping[str, Layou
             raise BadMap(f"{key!r} of array {number} is of another type")
         if key not in known and key not in layouts:
             raise BadMap(f"array {number} has {key!r}, which is no layout of the file")
-    parts: dict[str, tuple[Part, ...]] = {}
+    parts: dict[str, tuple[LayoutPart, ...]] = {}
     for layout, about in layouts.items():
         texts = given.get(layout, given.get(about.base, []))
         if not isinstance(texts, str) and not (
             isinstance(texts, list) and all(isinstance(one, str) for one in texts)
         ):
             raise BadMap(f"the parts of array {number} in {layout!r} are no texts")
-        made = tuple(map(Part.read, _texts(cast("Texts", texts))))
+        made = tuple(map(LayoutPart.read, _texts(cast("Texts", texts))))
         parts[layout] = (
             made if layout in given else tuple(_renamed(one, about.replace) for one in made)
         )
@@ -211,7 +211,7 @@ def _array(number: int, given: Mapping[str, object], layouts: Mapping[str, Layou
     )  # fmt: skip
 
 
-def _renamed(part: Part, replaced: Mapping[str, str]) -> Part:
+def _renamed(part: LayoutPart, replaced: Mapping[str, str]) -> LayoutPart:
     """A part under its name in a layout that is made of another. An axis that the name has now is no dimension any more."""
     text = part.name.text
     for old, new in replaced.items():
@@ -223,7 +223,7 @@ def _renamed(part: Part, replaced: Mapping[str, str]) -> Part:
             )
     name = NamePattern.read(text)
     dims = tuple(dim for dim in part.dims if not (len(dim) == 1 and dim[0].axis in name.axes))
-    return Part(name, dims, part.pattern)
+    return LayoutPart(name, dims, part.pattern)
 
 
 def _check(layouts: Mapping[str, WeightLayout], arrays: tuple[Array, ...]) -> None:

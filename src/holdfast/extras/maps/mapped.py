@@ -11,7 +11,7 @@ from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import plural
 from holdfast.core.value import Value
-from holdfast.extras.maps.bind import Bound, Target
+from holdfast.extras.maps.bind import Bound, MappedTensor
 from holdfast.extras.maps.pieces import Meeting
 
 
@@ -22,7 +22,7 @@ class MappedTensors:
         self._bound = bound
         self._meetings: dict[tuple[int, int], list[Meeting]] = {}
 
-    def meetings(self, target: Target) -> list[Meeting]:
+    def meetings(self, target: MappedTensor) -> list[Meeting]:
         """How the part of a target meets each part of its source."""
         key = id(target.found), target.part
         if key not in self._meetings:
@@ -37,7 +37,7 @@ class MappedTensors:
             ]
         return self._meetings[key]
 
-    def source_row(self, target: Target) -> int | None:
+    def source_row(self, target: MappedTensor) -> int | None:
         """The row that a target is, under another name; None where it is made of parts."""
         found = [(part, one) for part, one in enumerate(self.meetings(target)) if not one.empty]
         if len(found) != 1 or not found[0][1].renames:
@@ -47,7 +47,7 @@ class MappedTensors:
             (part, meeting.source_places(next(meeting.steps(target.places))))
         )
 
-    def sources(self, target: Target) -> list[int]:
+    def sources(self, target: MappedTensor) -> list[int]:
         """The rows that a target is made of, in the order of the checkpoint."""
         rows = set[int]()
         for part, meeting in enumerate(self.meetings(target)):
@@ -57,7 +57,7 @@ class MappedTensors:
             }
         return sorted(rows)
 
-    def tensor(self, target: Target, row: int) -> LazyTensor:
+    def tensor(self, target: MappedTensor, row: int) -> LazyTensor:
         """A target that is made of parts, of which one is in this row."""
         first = self._bound.table.view(row)
         met = [(part, one) for part, one in enumerate(self.meetings(target)) if not one.empty]

@@ -134,7 +134,7 @@ class NamePattern(Value):
         return NUMBER.sub(lambda found: str(places[found.group(1).partition("[")[0]]), self.text)
 
 
-class Part(Value):
+class LayoutPart(Value):
     """What a tensor, or one for each place, holds of an array."""
 
     name: NamePattern
@@ -142,7 +142,7 @@ class Part(Value):
     pattern: str
 
     @classmethod
-    def read(cls, text: str) -> Part:
+    def read(cls, text: str) -> LayoutPart:
         """Read a part. Raises `BadMap` with the text where it is none."""
         name, colon, pattern = text.partition(" : ")
         if len(text) > LONGEST or not colon:

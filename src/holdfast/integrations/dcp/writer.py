@@ -62,7 +62,7 @@ EXISTS = "Checkpoint already exists; pass overwrite=True to replace it, or save 
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WriteTask:
     """What the coordinator tells a rank: the hidden folder, and how its files are called."""
 
     folder: str
@@ -134,7 +134,8 @@ class Writer(CheckpointPlace, StorageWriter):
         if self._alone is not None:
             self._check_alone(self._alone)
             return [
-                replace(plan, storage_data=Share(self.path, f"__{self._alone}_")) for plan in plans
+                replace(plan, storage_data=WriteTask(self.path, f"__{self._alone}_"))
+                for plan in plans
             ]
         self.close()
         found = self._found()
@@ -151,7 +152,7 @@ class Writer(CheckpointPlace, StorageWriter):
         for name in sorted(kept):
             target.adopt(name, os.path.join(os.path.realpath(self.path), name))
         return [
-            replace(plan, storage_data=Share(target.join_name, f"__{rank}_"))
+            replace(plan, storage_data=WriteTask(target.join_name, f"__{rank}_"))
             for rank, plan in enumerate(plans)
         ]
 
@@ -163,14 +164,14 @@ class Writer(CheckpointPlace, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what this rank has, in one file, or one for each item."""
-        share = cast(Share, plan.storage_data)
+        task = cast(WriteTask, plan.storage_data)
         if not plan.items:
             return finished([])
         groups = [plan.items] if self._single else [[item] for item in plan.items]
-        into = self._part(share)
+        into = self._part(task)
         results: list[WriteResult] = []
         try:
-            for group, key in zip(groups, into.free_names(share.prefix, ".distcp"), strict=False):
+            for group, key in zip(groups, into.free_names(task.prefix, ".distcp"), strict=False):
                 results += self._written(group, planner, key, into)
         except BaseException:
             if into is not self._target:
@@ -239,19 +240,19 @@ class Writer(CheckpointPlace, StorageWriter):
 
     # Files.
 
-    def _part(self, share: Share) -> Target:
+    def _part(self, task: WriteTask) -> Target:
         if not place_at(self.path).on_disk:
-            return self._target or join_target(share.folder, self.path, durable=self.durable)
-        return join_target(self._folder(share), self.path, durable=self.durable)
+            return self._target or join_target(task.folder, self.path, durable=self.durable)
+        return join_target(self._folder(task), self.path, durable=self.durable)
 
-    def _folder(self, share: Share) -> str:
+    def _folder(self, task: WriteTask) -> str:
         if self._alone is not None:
             return self.path
         if self._target is not None:
             return self._target.join_name
         there = unfinished(self.path)
-        if share.folder in there:
-            return share.folder
+        if task.folder in there:
+            return task.folder
         if len(there) != 1:
             message = f"the coordinator's folder was not found: there are {len(there)} unfinished saves of this checkpoint"
             raise refusal(message, self.path, errno.ENOENT)

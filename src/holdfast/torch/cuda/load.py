@@ -48,7 +48,7 @@ from holdfast.torch.cuda.plan import (
     Conversion,
     DeviceRows,
     RowPlan,
-    Stretch,
+    RowRun,
     rows_of,
     strided_nbytes,
 )
@@ -304,11 +304,11 @@ class Move:
                     row if row.dtype is torch.uint8 else row.view(torch.uint8)
                 )
         parts: dict[int, list[tuple[int, int]]] = {}
-        for stretch in (
-            stretch for task in self.tasks for read in task.reads for stretch in read.stretches
+        for row_run in (
+            row_run for task in self.tasks for read in task.reads for row_run in read.row_runs
         ):
-            if stretch.last == stretch.first + 1 and plan.straight.item(stretch.first):
-                parts.setdefault(stretch.first, []).append((stretch.skip, stretch.nbytes))
+            if row_run.last == row_run.first + 1 and plan.straight.item(row_run.first):
+                parts.setdefault(row_run.first, []).append((row_run.skip, row_run.nbytes))
         for position, cuts in parts.items():
             if len(cuts) > 1:
                 skips, lengths = zip(*cuts, strict=True)
@@ -328,17 +328,17 @@ class Move:
             try:
                 store.read(read.key, read.start, memory[read.at : read.at + read.stop - read.start])
             except HoldfastError:
-                with located(tensor=plan.name(read.stretches[0].first)):
+                with located(tensor=plan.name(read.row_runs[0].first)):
                     raise
             task.read_nbytes += read.stop - read.start
-            for stretch in read.stretches:
-                self._sum(stretch, memory)
+            for row_run in read.row_runs:
+                self._sum(row_run, memory)
         if task.strided:
             self._read_strided(task, block)
 
-    def _sum(self, stretch: Stretch, memory: memoryview) -> None:
+    def _sum(self, row_run: RowRun, memory: memoryview) -> None:
         """Compare the checksums of whole rows, and add up those of the others."""
-        plan, (first, last, skip, nbytes, at) = self.plan, stretch
+        plan, (first, last, skip, nbytes, at) = self.plan, row_run
         if last == first + 1:
             odd = plan.odd.get(first)
             if odd is not None and odd.storage is not None:
@@ -408,8 +408,8 @@ class Move:
         plan = self.plan
         together: list[tuple[Ints, Ints]] = []
         for read in task.reads:
-            for stretch in read.stretches:
-                first, last, skip, nbytes, at = stretch
+            for row_run in read.row_runs:
+                first, last, skip, nbytes, at = row_run
                 if last == first + 1 and plan.straight.item(first):
                     self._spread(together, block, copies)
                     together = []
@@ -417,7 +417,7 @@ class Move:
                     continue
                 places = plan.starts[first:last] + (at - plan.starts.item(first))
                 if last == first + 1:
-                    self._short(stretch, places, block, copies, together)
+                    self._short(row_run, places, block, copies, together)
                     continue
                 straight = plan.straight[first:last]
                 edges = (
@@ -448,14 +448,14 @@ class Move:
 
     def _short(
         self,
-        stretch: Stretch,
+        row_run: RowRun,
         places: Ints,
         block: HostBlock,
         copies: Copies,
         together: list[tuple[Ints, Ints]],
     ) -> None:
         """Put a row by itself: a part of one that is converted, or a short one."""
-        first, _, skip, nbytes, at = stretch
+        first, _, skip, nbytes, at = row_run
         if nbytes == self.plan.nbytes.item(first):
             together.append((np.arange(first, first + 1), places))
             return

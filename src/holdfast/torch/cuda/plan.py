@@ -11,7 +11,8 @@
 3. Short rows are never cut. A long one may be cut anywhere, or between elements where these are copied as such.
 4. Elements that do not lie in one piece in the file (columns, another byte order, packed types) are read by the engine, a block of
    them at a time.
-5. The first blocks and the last ones are not full (`Shares`): the bus has something to do while most readers read, and to the end.
+5. The first blocks and the last ones are not full (`BlockSizes`): the bus has something to do while most readers read, and to the
+   end.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ def _boxes(one: Fill, most: int) -> Iterator[Piece | ScratchPiece]:
             yield storage, place[1], lazy.nbytes, conversion
 
 
-class Stretch(NamedTuple):
+class RowRun(NamedTuple):
     """Rows of a read that follow each other: whole ones, or a part of one."""
 
     first: int
@@ -247,21 +248,21 @@ class Stretch(NamedTuple):
     """Where the first row begins in the block."""
 
 
-class Read(Struct, eq=False):
-    """One range of one file."""
+class JoinedRead(Struct, eq=False):
+    """A range of a file that is read at once, and the rows in it."""
 
     key: str
     start: int
     stop: int
     at: int
-    stretches: list[Stretch]
+    row_runs: list[RowRun]
 
 
 class BlockTask(Struct, eq=False):
     """What one block is filled with at a time."""
 
     plan: RowPlan
-    reads: list[Read] = field(default_factory=list)
+    reads: list[JoinedRead] = field(default_factory=list)
     strided: list[tuple[ScratchPiece, int]] = field(default_factory=list)
     nbytes: int = 0
     read_nbytes: int = 0
@@ -272,15 +273,15 @@ LEAST_NBYTES = 2 << 20
 """The least that a block takes when there is much to read."""
 
 
-class Shares:
+class BlockSizes:
     """How many bytes the next block takes.
 
     Readers that begin together end together: the bus waits for the first of them, all blocks are full at once, and at the end one
     of them still reads while the others are done. So each of the first has a little more than the one before, and of what is left
     nobody takes more than their share.
 
-    >>> shares = Shares(100 << 20, 16 << 20, readers=4)
-    >>> [shares.take() >> 20 for _ in range(12)]
+    >>> block_sizes = BlockSizes(100 << 20, 16 << 20, readers=4)
+    >>> [block_sizes.take() >> 20 for _ in range(12)]
     [4, 8, 12, 16, 15, 11, 8, 6, 4, 3, 2, 2]
     """
 
@@ -327,11 +328,14 @@ class RowPlan:
         self.straight[list(self.odd)] = False
         self._grains: list[int] = grains.tolist()
         """A row is cut at multiples of so many bytes alone; 0 where it is not cut at all."""
-        self._most, self._shares = most, Shares(int(self.nbytes.sum()), most, readers=readers)
+        self._most, self._block_sizes = (
+            most,
+            BlockSizes(int(self.nbytes.sum()), most, readers=readers),
+        )
 
     def tasks(self) -> Iterator[BlockTask]:
         """The tasks, one block each, one after the other."""
-        yield from _Layout(self, self._most, self._shares).tasks(self._joined())
+        yield from _Layout(self, self._most, self._block_sizes).tasks(self._joined())
         yield from self._strided_tasks()
 
     def name(self, position: int) -> str:
@@ -394,17 +398,17 @@ def _few_together(long: Bools) -> Bools:
 class _Layout:
     """Lays rows into blocks."""
 
-    def __init__(self, plan: RowPlan, most: int, shares: Shares) -> None:
-        self._plan, self._most, self._shares = plan, most, shares
-        self._task, self._end, self._share = BlockTask(plan), 0, shares.take()
+    def __init__(self, plan: RowPlan, most: int, block_sizes: BlockSizes) -> None:
+        self._plan, self._most, self._block_sizes = plan, most, block_sizes
+        self._task, self._end, self._block_nbytes = BlockTask(plan), 0, block_sizes.take()
 
     def tasks(self, joined: Iterable[tuple[str, int, int]]) -> Iterator[BlockTask]:
         for key, first, last in joined:
-            yield from self._stretches(key, first, last)
+            yield from self._lay_out_rows(key, first, last)
         if self._task.reads:
             yield self._task
 
-    def _stretches(self, key: str, first: int, last: int) -> Iterator[BlockTask]:
+    def _lay_out_rows(self, key: str, first: int, last: int) -> Iterator[BlockTask]:
         """Lay rows that are read together: one read, or several where blocks end."""
         plan, read, skip = self._plan, None, 0
         while first < last:
@@ -417,7 +421,7 @@ class _Layout:
                 if own is None
                 else own.at + begin - own.start
             )
-            most = self._share
+            most = self._block_nbytes
             if not self._task.reads:
                 # What must be whole may take a block for itself; beside what fills a block nothing has to be aligned.
                 most = self._most if whole else most
@@ -425,30 +429,35 @@ class _Layout:
             room = most - at
             end = plan.fitting(first, last, begin + room)
             if end > first:
-                stretch = Stretch(
+                row_run = RowRun(
                     first, end if not skip else first + 1, skip, plan.nbytes.item(first) - skip, at
                 )
-                read = self._take(key, own, stretch, begin)
-                first, skip = stretch.last, 0
+                read = self._take(key, own, row_run, begin)
+                first, skip = row_run.last, 0
                 continue
             taken = plan.cut(first, room) if room > 0 else 0
             if taken > 0:
-                self._take(key, own, Stretch(first, first + 1, skip, taken, at), begin)
+                self._take(key, own, RowRun(first, first + 1, skip, taken, at), begin)
                 skip += taken
             if self._task.reads:
                 yield self._task
-            self._task, self._end, self._share, read = BlockTask(plan), 0, self._shares.take(), None
+            self._task, self._end, self._block_nbytes, read = (
+                BlockTask(plan),
+                0,
+                self._block_sizes.take(),
+                None,
+            )
 
-    def _take(self, key: str, read: Read | None, stretch: Stretch, begin: int) -> Read:
-        """Have a task read a stretch that begins at byte `begin` of the file, with others or by itself."""
-        stop, nbytes = begin + stretch.nbytes, stretch.nbytes
-        if stretch.last > stretch.first + 1:
-            stop, nbytes = self._plan.span(stretch.first, stretch.last)
+    def _take(self, key: str, read: JoinedRead | None, row_run: RowRun, begin: int) -> JoinedRead:
+        """Have a task read a run of rows that begins at byte `begin` of the file, with others or by itself."""
+        stop, nbytes = begin + row_run.nbytes, row_run.nbytes
+        if row_run.last > row_run.first + 1:
+            stop, nbytes = self._plan.span(row_run.first, row_run.last)
         if read is None:
-            read = Read(key, begin, stop, stretch.at, [])
+            read = JoinedRead(key, begin, stop, row_run.at, [])
             self._task.reads.append(read)
         read.stop = max(read.stop, stop)
-        read.stretches.append(stretch)
+        read.row_runs.append(row_run)
         self._task.nbytes += nbytes
         self._end = read.at + read.stop - read.start
         return read

@@ -53,15 +53,15 @@ from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
 from holdfast.torch.ranks.group import ranks_of
 from holdfast.torch.ranks.replicas import (
+    NO_ASSIGNMENTS,
     NO_OFFERS,
-    NO_SHARES,
     PART_NBYTES,
     PARTS,
     Offers,
+    ReadAssignments,
     Replicas,
     Replicated,
     SharedPiece,
-    Shares,
     deal_pieces,
     hand_on,
     offer,
@@ -130,7 +130,7 @@ class Verdict(msgspec.Struct):
     fits: bool
     used: bytes
     """The bits of all ranks that see the same checkpoint."""
-    shares: Shares
+    assignments: ReadAssignments
 
 
 @validated(replicated=one_of(*get_args(Replicated)), per_rank=one_of(*get_args(PerRank)))
@@ -214,7 +214,7 @@ def load_together(request: ShardedLoad) -> LoadedShards:
     with ExitStack() as held:
         held.callback(ranks.close)
         wanted, unexpected, replicas = _match(request, ranks, held)
-        mine = replicas.mine() if replicas.shares.any else wanted.fills
+        mine = replicas.mine() if replicas.assignments.any else wanted.fills
         if request.check:
             with together(ranks, UNCHANGED), request.unharmed():
                 check_first([Request(lazy, NO_ARRAY) for lazy in replicas.checked()])
@@ -225,10 +225,10 @@ def load_together(request: ShardedLoad) -> LoadedShards:
 
         # Nobody waits for a message of a rank that failed.
         damaged = (
-            read_apart(ranks, replicas, read, otherwise=changed) if replicas.shares.any else {}
+            read_apart(ranks, replicas, read, otherwise=changed) if replicas.assignments.any else {}
         )
         with together(ranks, changed):
-            if replicas.shares.any:
+            if replicas.assignments.any:
                 hand_on(replicas, damaged, request.group, deadline=request.deadline)
             else:
                 read()
@@ -259,7 +259,7 @@ def _match(
         unexpected = names.unexpected
         has_gaps = request.strict and bool(wanted.missing or unexpected)
         is_fit = not wanted.mismatched and not has_gaps
-        replicas = Replicas(wanted.fills, (), NO_SHARES, ranks.rank)
+        replicas = Replicas(wanted.fills, (), NO_ASSIGNMENTS, ranks.rank)
     else:
         names, wanted, unexpected, is_fit, replicas = _agree(request, ranks, held)
     if not is_fit:
@@ -327,7 +327,7 @@ def _agree(
     verdict = read_document(VERDICT, ranks.agree(local, judge))
     used = np.unpackbits(np.frombuffer(verdict.used, np.uint8)).tolist()
     unexpected = [name for name, is_used in zip(names.offered, used, strict=False) if not is_used]
-    replicas = Replicas(wanted.fills, pieces, verdict.shares, ranks.rank)
+    replicas = Replicas(wanted.fills, pieces, verdict.assignments, ranks.rank)
     return names, wanted, unexpected, verdict.fits, replicas
 
 
@@ -356,10 +356,10 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, remote: bool) -
         used[one.checkpoint] = bits | used.get(one.checkpoint, bits)
     all_used = {checkpoint: bool((bits == 255).all()) for checkpoint, bits in used.items()}
     fits = all(one.fits and (all_used[one.checkpoint] or not one.strict) for one in matches)
-    shares = deal_pieces([one.offers for one in matches], replicated, remote=remote)
+    assignments = deal_pieces([one.offers for one in matches], replicated, remote=remote)
     verdicts = [
         Verdict(fits, used[one.checkpoint].tobytes(), own)
-        for one, own in zip(matches, shares, strict=True)
+        for one, own in zip(matches, assignments, strict=True)
     ]
     return [write_document(VERDICT, verdict) for verdict in verdicts]
 

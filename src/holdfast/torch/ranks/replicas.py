@@ -99,7 +99,7 @@ class Offers(msgspec.Struct):
     """Bytes of everything else that the rank reads."""
 
 
-class Shares(msgspec.Struct):
+class ReadAssignments(msgspec.Struct):
     """Who reads what, as one rank needs to know it. Its pieces that it shares with others, in an order that all ranks have."""
 
     any: bool
@@ -114,7 +114,7 @@ class Shares(msgspec.Struct):
 
 
 NO_OFFERS = Offers(b"", b"", b"", 0)
-NO_SHARES = Shares(any=False, sets={}, offered=[], readers=[], classes=[])
+NO_ASSIGNMENTS = ReadAssignments(any=False, sets={}, offered=[], readers=[], classes=[])
 PART_SUMS = message_kind("list of checksums of parts", list[tuple[bytes, int, int, int, int]])
 
 
@@ -203,7 +203,9 @@ def _cuts(lazy: LazyTensor, target: torch.Tensor, most: int) -> tuple[list[int],
     return ([*rows, lazy.shape[0]], crc) if len(rows) > 1 else ([], NO_CRC)
 
 
-def deal_pieces(offered: Sequence[Offers], how: Replicated, *, remote: bool) -> list[Shares]:
+def deal_pieces(
+    offered: Sequence[Offers], how: Replicated, *, remote: bool
+) -> list[ReadAssignments]:
     """On the first rank: who reads what is wanted by several ranks, for each rank. `remote`: not on one disk."""
     size = len(offered)
     counts = [len(one.on_cpu) for one in offered]
@@ -254,7 +256,7 @@ def deal_pieces(offered: Sequence[Offers], how: Replicated, *, remote: bool) -> 
             column.tolist() for column in (order, readers[mine[order]], class_of[mine[order]])
         )
         answers.append(
-            Shares(
+            ReadAssignments(
                 bool(holders), {c: h.tolist() for c, h in enumerate(holders) if rank in h}, *columns
             )
         )
@@ -266,15 +268,15 @@ class Replicas(Value, frozen=True, eq=False):
 
     fills: Fills
     offered: Sequence[SharedPiece]
-    shares: Shares
+    assignments: ReadAssignments
     rank: int
 
     def pieces(self) -> Iterator[tuple[SharedPiece, int, int]]:
         """In an order that all ranks have, each with its reader and its set of holders."""
         return zip(
-            map(self.offered.__getitem__, self.shares.offered),
-            self.shares.readers,
-            self.shares.classes,
+            map(self.offered.__getitem__, self.assignments.offered),
+            self.assignments.readers,
+            self.assignments.classes,
             strict=True,
         )
 
@@ -440,7 +442,7 @@ def rounds(
 ) -> Iterator[tuple[list[dist.P2POp], list[Arrival]]]:
     """What this rank sends and gets, and what is then to be copied to its place."""
     chosen = _chosen(group)
-    for number, members in replicas.shares.sets.items():
+    for number, members in replicas.assignments.sets.items():
         found: dict[int, list[torch.Tensor]] = {}
         for piece, reader, its in replicas.pieces():
             if its == number:

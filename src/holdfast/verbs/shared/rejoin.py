@@ -40,7 +40,7 @@ BLOCK_NBYTES = 4 << 20
 """Bytes of a storage that `agrees` looks at together, and of a box that is read at once."""
 
 
-class Copy(Value, frozen=True):
+class StoredCopy(Value, frozen=True):
     """One tensor, and where in the storage its elements lay; offset and strides in bytes."""
 
     tensor: LazyTensor
@@ -48,7 +48,7 @@ class Copy(Value, frozen=True):
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: LazyTensor, view: AliasView) -> Copy:
+    def of(cls, tensor: LazyTensor, view: AliasView) -> StoredCopy:
         if tensor.dtype.packed:
             raise Unsupported(
                 f"elements of {tensor.dtype} share bytes and cannot be put together",
@@ -78,9 +78,9 @@ class Assembled(Sourced):
 
     def __init__(self) -> None:
         super().__init__("<assembled>")
-        self._copies: dict[str, list[Copy]] = {}
+        self._copies: dict[str, list[StoredCopy]] = {}
 
-    def storage(self, nbytes: int, copies: Sequence[Copy], *, label: str = "") -> Storage:
+    def storage(self, nbytes: int, copies: Sequence[StoredCopy], *, label: str = "") -> Storage:
         """The storage of so many bytes that these are copies of."""
         # Those that are read in long runs first: often they cover all that the others would.
         own = sorted(copies, key=lambda copy: (_strides_up(copy), -copy.tensor.nbytes))
@@ -114,7 +114,7 @@ class Assembled(Sourced):
         return True
 
 
-def _padded(copies: Sequence[Copy], start: int, stop: int) -> np.ndarray:
+def _padded(copies: Sequence[StoredCopy], start: int, stop: int) -> np.ndarray:
     """The bytes [start, stop), with room on both sides for elements that stick out."""
     made = np.zeros(stop - start + 2 * WIDEST_NBYTES, np.uint8)
     come = np.zeros(len(made), np.bool_)
@@ -129,12 +129,12 @@ def _padded(copies: Sequence[Copy], start: int, stop: int) -> np.ndarray:
     return made
 
 
-def _strides_up(copy: Copy) -> bool:
+def _strides_up(copy: StoredCopy) -> bool:
     strides = [stride for n, stride in zip(copy.tensor.shape, copy.strides, strict=True) if n > 1]
     return strides != sorted(strides, reverse=True)
 
 
-def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator[PlacedBox]:
+def _boxes(copy: StoredCopy, start: int, stop: int, *, once: bool = False) -> Iterator[PlacedBox]:
     """The boxes of a copy whose elements touch bytes [start, stop), none larger than a block.
 
     With `once`, of elements that lie in one place because of a stride of 0 the first is enough.
@@ -173,7 +173,7 @@ def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator
         waiting += [(*index[:d], slice(*pair), *index[d + 1 :]) for pair in pairwise(sorted(edges))]
 
 
-def _values(copy: Copy, placed: PlacedBox) -> np.ndarray:
+def _values(copy: StoredCopy, placed: PlacedBox) -> np.ndarray:
     """The elements of a box as bytes: its shape, and a last dimension for the bytes of an element."""
     index, _ = placed
     part = copy.tensor[index] if index else copy.tensor
@@ -183,7 +183,7 @@ def _values(copy: Copy, placed: PlacedBox) -> np.ndarray:
 
 
 def _window(
-    block: np.ndarray, begin: int, copy: Copy, placed: PlacedBox, shape: tuple[int, ...]
+    block: np.ndarray, begin: int, copy: StoredCopy, placed: PlacedBox, shape: tuple[int, ...]
 ) -> np.ndarray:
     """The bytes of a box's elements inside of a block that begins with byte `begin` of the storage."""
     return np.ndarray(shape, block.dtype, block.data, placed[1] - begin, (*copy.strides, 1))
@@ -243,7 +243,7 @@ def _assemble(tensors: list[LazyTensor], assembled: Assembled, limits: Limits) -
     if any(tensor.dtype.packed for tensor in tensors):
         return f"{shown} shared a storage of elements narrower than a byte; they are written apart"
     copies = [
-        Copy.of(tensor, tensor.traits.alias)
+        StoredCopy.of(tensor, tensor.traits.alias)
         for tensor in views.values()
         if tensor.traits.alias is not None
     ]
