@@ -1,4 +1,4 @@
-"""The search of the site: ten and more questions, as people type them, and the page that must come first.
+"""The search of the site: questions as people type them, and the page that must come first.
 
 The site is made as `make docs` makes it, and strictly: a broken link fails here, too. The questions go to the theme's own script,
 the one that runs in the browser, so that the order is the one that a reader sees. If a page does not come first, the page lacks
@@ -49,6 +49,18 @@ QUESTIONS = {
     "dcp.save": "coming-from.html",
     "Lightning ckpt load without lightning": "coming-from.html",
     "Kubernetes": "beyond-one-machine.html",
+    "convert to GGUF": "formats/gguf.html",
+    "find NaN in checkpoint": "report.html",
+    "convert pt to safetensors": "saving.html",
+    "merge models": "compare.html",
+    "torch.save alternative": "coming-from.html",
+    "resume training": "training.html",
+    "corrupted checkpoint": "runs.html",
+    "weights_only": "coming-from.html",
+    "LoRA": "training.html",
+    "FSDP": "sharded.html",
+    "DeepSpeed": "formats/deepspeed-megatron.html",
+    "pickle exploit": "scan.html",
 }
 """What people type, and the page that answers it."""
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import safetensors.numpy
 from tests.faults.holes import write_holes
 
 import holdfast
+from holdfast.cli.convert import rate
 
 COMMAND = [sys.executable, "-c", "import sys; from holdfast.cli.main import main; sys.exit(main())"]
 
@@ -37,9 +39,14 @@ def test_one_line_says_what_was_written(run, source, tmp_path):
     assert (code, err) == (0, "")
     first, *notes = out.splitlines()
     assert first.startswith(f"wrote {tmp_path}/b.safetensors  safetensors  ")
-    assert first.endswith("/s")
+    assert first.endswith(" s")
     assert all(note.startswith("  note  ") for note in notes)
     assert holdfast.diff(source, tmp_path / "b.safetensors").equal
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.05, ""), (0.9, ""), (2, ", 512.0 MiB/s")])
+def test_only_a_long_conversion_shows_its_rate(seconds: float, shown: str):
+    assert rate(SimpleNamespace(nbytes=1 << 30), seconds) == shown
 
 
 def test_quiet_says_nothing(run, source, tmp_path):

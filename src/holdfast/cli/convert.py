@@ -71,9 +71,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def rate(done: Saved, seconds: float) -> str:
+    # A shorter conversion spends its time on opening files and flushing them to the disk.
+    if seconds < 1:
+        return ""
+
     from holdfast.core.text import nbytes
 
-    return f", {nbytes(int(done.nbytes / max(seconds, 1e-3)))}/s"
+    return f", {nbytes(int(done.nbytes / seconds))}/s"
 
 
 def conversion_fields(done: Conversion) -> dict[str, object]:
