@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import holdfast
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
+from holdfast.errors import CannotHold
 from holdfast.formats.pickle.plain import DefaultDict
 from holdfast.formats.pickle.writer import PickleWriter
 
@@ -184,3 +186,46 @@ def test_a_list_of_numbers_counts_as_deep_as_it_stands():
     for _ in range(Limits().depth):
         deep = [deep]
     assert problems(deep)
+
+
+def nested(kind: str, levels: int, innermost: object) -> object:
+    """Containers of two items in each other, so that each has a MARK."""
+    value = innermost
+    for _ in range(levels):
+        value = {"list": [0, value], "dict": {"a": 0, "b": value}, "tuple": (0, 0, 0, value)}[kind]
+    return value
+
+
+LARGE_KEYS = {
+    "tuple": {tuple(range(64)): 1},
+    "tuples": {(tuple(range(30)), tuple(range(32))): 1},
+    "frozenset": {frozenset(range(64)): 1},
+    "member of a set": {tuple(range(64))},
+    "second of two": {1: 1, tuple(range(64)): 1},
+}
+
+
+@pytest.mark.parametrize("value", LARGE_KEYS.values(), ids=LARGE_KEYS)
+def test_save_refuses_a_key_that_open_refuses(tmp_path: pathlib.Path, value: object):
+    state, path = {"w": np.ones(2), "t": value}, tmp_path / "a.pt"
+    with pytest.raises(CannotHold, match=r"t.*: a dict key or set member .*key_nodes=64"):
+        holdfast.save(state, path)
+    assert not path.exists()
+
+
+def test_save_accepts_the_largest_keys_that_open_accepts(tmp_path: pathlib.Path):
+    keys = {tuple(range(63)): 1, (tuple(range(30)), tuple(range(31))): 2, frozenset(range(63)): 3}
+    holdfast.save({"w": np.ones(2), "t": keys}, tmp_path / "a.pt")
+    assert holdfast.open(tmp_path / "a.pt").tree["t"] == keys
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tuple"])
+def test_save_refuses_the_nesting_that_open_refuses(tmp_path: pathlib.Path, kind: str):
+    path = tmp_path / "a.pt"
+    holdfast.save(nested(kind, 62, np.ones(2)), path)
+    assert len(holdfast.open(path)) == 1
+    holdfast.save(nested(kind, 63, 1), path)
+    assert holdfast.open(path).tree is not None
+    # A tensor has two MARKs of its own.
+    with pytest.raises(CannotHold, match=r"Limits\(marks=64\)"):
+        holdfast.save(nested(kind, 63, np.ones(2)), path)

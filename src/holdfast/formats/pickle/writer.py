@@ -145,6 +145,18 @@ Row = Callable[..., None]
 BATCH_ITEMS = 1000
 """Items between a MARK and the opcode that takes them, as CPython has it."""
 
+HASHED_WHOLE = (tuple, frozenset)
+"""Keys whose hash needs all values inside of them."""
+
+TENSOR_MARKS = 2
+"""MARKs that are open within a tensor or an array: of its arguments, and of its storage or dtype."""
+
+WITHOUT_MARKS = frozenset({
+    type(None), bool, int, float, str, bytes, bytearray, complex, range, slice, Global,
+    list, tuple, dict, OrderedDict, Counter, defaultdict, DefaultDict, set, frozenset,
+})  # fmt: skip
+"""Types of values that have no MARK besides those that the writer counts."""
+
 MAX_TEXT_NBYTES = 0xFFFFFFFF
 """BINUNICODE has a 32-bit length; its 64-bit sister came with protocol 4."""
 
@@ -190,6 +202,8 @@ class PickleWriter:
         """Numbers of the memo that are taken."""
         self.memo: dict[int, int] = {}
         self.path: list[object] = []
+        self._marks = 0
+        """MARKs of containers that are open."""
         self._references: dict[object, bytes] = {}
         """By their names: references to globals that were written before."""
         self.dtypes: dict[np.dtype[np.generic], bytes] = {}
@@ -415,17 +429,49 @@ class PickleWriter:
 
     def _fill(self, items: Collection[tuple[object, object]], opcode: bytes) -> None:
         """One batch of values under their keys (SETITEM, SETITEMS) or one behind the other (APPEND, APPENDS)."""
-        if opcode in b"eu":
+        is_marked = opcode in b"eu"
+        if is_marked:
             self.out.append(b"(")
+            self._marks += 1
+        if self._marks + TENSOR_MARKS > self.limits.marks:
+            self._check_marks(item for _, item in items)
         path, write, keys = self.path, self.write, opcode in b"su"
         path.append(None)
         for key, item in items:
             path[-1] = key
             if keys:
+                if isinstance(key, HASHED_WHOLE):
+                    self._check_key(key)
                 write(key)
             write(item)
         path.pop()
+        self._marks -= is_marked
         self.out.append(opcode)
+
+    def _check_key(self, key: tuple[object, ...] | frozenset[object]) -> None:
+        """Record a problem where a dict key or set member has more values inside than a reader hashes."""
+        count = 1
+        waiting: list[Collection[object]] = [key]
+        while waiting:
+            members = waiting.pop()
+            count += len(members)
+            if count > self.limits.key_nodes:
+                self.problems.append(
+                    f"{self.where()}: a dict key or set member holds more than "
+                    f"Limits(key_nodes={self.limits.key_nodes}) values"
+                )
+                return
+            waiting += [member for member in members if isinstance(member, HASHED_WHOLE)]
+
+    def _check_marks(self, items: Iterable[object]) -> None:
+        """Record a problem where a tensor nests so deeply that its own MARKs exceed the limit."""
+        for item in items:
+            if type(item) not in WITHOUT_MARKS:
+                self.problems.append(
+                    f"{self.where()}: its containers nest too deeply for a tensor inside of them, "
+                    f"above Limits(marks={self.limits.marks})"
+                )
+                return
 
     def too_deep(self) -> bool:
         """Record a problem where containers nest deeper than the limit, as those that contain themselves do."""
@@ -441,13 +487,18 @@ class PickleWriter:
             return
         if self.too_deep():
             value = ()
-        if len(value) > 3:
+        is_marked = len(value) > 3
+        if is_marked:
             self.out.append(b"(")
+            self._marks += 1
+        if self._marks + TENSOR_MARKS > self.limits.marks:
+            self._check_marks(value)
         self.path.append(None)
         for position, item in enumerate(value):
             self.path[-1] = position
             self.write(item)
         self.path.pop()
+        self._marks -= is_marked
         if value and id(value) in self.memo:
             # It is inside of itself, by way of a list or a dict: what was just written goes, and the inner one is used.
             self.out.append(b"1" if len(value) > 3 else b"0" * len(value))
@@ -484,6 +535,11 @@ class PickleWriter:
         self._items(value)
 
     def _set(self, value: set[object] | frozenset[object]) -> None:
+        if self.known(value):
+            return
+        for member in value:
+            if isinstance(member, HASHED_WHOLE):
+                self._check_key(member)
         self.call(value, f"builtins.{type(value).__name__}", (list(value),))
 
 
