@@ -48,29 +48,34 @@ from holdfast.verbs.shared.state import tabulate_state
 def save(
     state: object, dst: str | os.PathLike[str] | Writer, **options: Unpack[SaveOptions]
 ) -> Saved:
-    """Save a state: nested dicts, lists and tuples of arrays, tensors, lazy tensors and plain values; or an open checkpoint.
+    """Save tensors and other values as a checkpoint.
 
-    `save(path, state)` is understood as well: which of the two is the path can be seen.
-    The format is `format` (`torch`, `safetensors`, `native`) or what the suffix says: `.pt` and `.pth` are torch's zip,
-    `.safetensors` is safetensors, a name without suffix is a native directory. `max_shard_size` ("5GB") splits safetensors
-    into a directory with an index. With `folder=True`, or a slash at the end of a text, `dst` is a folder: `pathlib.Path` drops
-    the slash. Files are replaced by default and directories are not (`overwrite`).
+    The state is a nested dict, list or tuple of arrays, tensors, lazy tensors and plain Python values, or an open
+    checkpoint. You can also pass the path first: `save(path, state)`.
 
-    `base` is an older native directory on the same file system, the step before: what did not change since then is not written
-    again. The new directory has the unchanged files of the base as hard links, and is a whole checkpoint without it. In an object
-    store the base is beside the new one in a prefix, and the new one names its objects where they are. `hashes=True`
-    makes the first one of such a row; with a `base` it goes without saying. A base that cannot be used is a note in the result.
+    **Format.** The suffix of `dst` selects the format: `.pt` and `.pth` for torch's zip format, `.safetensors` for safetensors,
+    and no suffix for a native directory. `format` (`"torch"`, `"safetensors"` or `"native"`) overrides the suffix.
+    `max_shard_size="5GB"` splits a safetensors checkpoint into a folder of files with an index. If `dst` is a string that ends
+    with a slash, `save` writes a folder. For a `pathlib.Path`, which drops the slash, pass `folder=True`. By default, `save`
+    replaces an existing file, but not an existing directory. `overwrite` changes this.
 
-    `dst` may be a binary file object as well, anything with `write`: the format is then `format`, or what the suffix of its name
-    says. It is written from front to back, so a save that fails has written a part; `to_bytes` gives the bytes themselves.
+    **Unchanged tensors.** `base` is an older native directory on the same file system, usually the previous step. `save`
+    hard-links the files that did not change, and writes only the others. The new directory is complete without the base. In an
+    object store, the base must be next to the new checkpoint in the same prefix. The new checkpoint then refers to the objects
+    of the base. Pass `hashes=True` to the first save of such a series. With `base`, `save` always stores hashes. If `save`
+    cannot use the base, the result has a note with the reason.
 
-    `dst` may be the URL of an object or a prefix in an object store (`s3://`, `gs://`, `az://`), or with `store`, an obstore store,
-    a key in it. It is published by one request with a condition.
+    **File objects.** `dst` can be a binary file object. `format`, or the suffix of the file's name, selects the format. `save`
+    writes the file from front to back, so a failed save leaves an incomplete file. `to_bytes` returns the bytes instead.
 
-    With `durable=False` nothing is flushed to disk: a killed process still leaves the old or the new, a power cut may not.
+    **Object stores.** `dst` can be the URL of an object or a prefix (`s3://`, `gs://`, `az://`), or a key in the obstore store
+    that you pass as `store`. A single conditional request publishes the checkpoint.
 
-    Raises `CannotHold` with every problem when the format cannot hold the state, `NotCommitted` when the save failed and
-    nothing changed, `DurabilityUncertain` when the new content is in place but could not be flushed.
+    **Durability.** With `durable=False`, `save` does not flush the files to the disk. If the process is killed, readers still
+    see the old or the new checkpoint. After a power cut, the checkpoint may be damaged.
+
+    Raises `CannotHold` with a list of all problems if the format cannot store the state, `NotCommitted` if the save failed and
+    nothing changed, and `DurabilityUncertain` if the new checkpoint is in place but could not be flushed.
     """
     state, path = order_content_and_path(state, dst)
     layout, writing, limits, progress = (
@@ -125,9 +130,9 @@ def to_bytes(
     keep_tree: bool = False,
     limits: Limits | None = None,
 ) -> bytes:
-    """A state as the bytes of one file, as `save` would write it: `to_bytes(state, "safetensors")`. `open` takes such bytes.
+    """Return the bytes of the file that `save` would write, for example `to_bytes(state, "safetensors")`.
 
-    Raises `CannotHold` with every problem when the format cannot hold the state.
+    `open` accepts these bytes. Raises `CannotHold` with a list of all problems if the format cannot store the state.
     """
     memory = io.BytesIO()
     described = tabulate_state(state, metadata=metadata, limits=limits)

@@ -305,12 +305,12 @@ def sentence(found: Structure, verdict: str) -> str:
         f"{count(elements)} elements in {nbytes(seen.nbytes)}{dtypes}"
     ]
     parts.append(f"{tied:,} names are tied" if tied else "nothing is tied")
-    dead_text = f"{nbytes(found.dead_nbytes)} are reached by no tensor"
-    parts.append(dead_text if found.dead_nbytes else "no bytes are dead")
+    dead_text = f"{nbytes(found.dead_nbytes)} are used by no tensor"
+    parts.append(dead_text if found.dead_nbytes else "no bytes are unused")
     foreign = {str(one.what) for one in checkpoint.foreign}
     if foreign:
         parts.append(f"{plural(len(foreign), 'foreign object')} not built")
-    parts.append(f"a scan says {verdict}" if verdict != "not scanned" else "it was not scanned")
+    parts.append(f"scan: {verdict}" if verdict != "not scanned" else "not scanned")
     return "; ".join(parts) + "."
 
 
