@@ -307,7 +307,8 @@ def test_an_entry_names_functions_of_the_formats_or_of_an_extra(format: formats.
     } - {""}
     assert all(where.startswith((".", "holdfast.extras.")) for where in named)
     assert all(callable(formats.load_function(where)) for where in named)
-    assert format.known_by or (format.begins and not format.folder)
+    suffices = format.index if format.folder else format.begins
+    assert format.known_by or suffices
     if format.written_by:
         taken = inspect.signature(formats.load_function(format.written_by)).parameters
         assert set(format.takes) <= set(taken)

@@ -20,12 +20,18 @@ def check_key(key: str) -> str:
     >>> check_key("sharded/model-00001.safetensors")
     'sharded/model-00001.safetensors'
     """
-    parts = key.split("/")
-    if not key or "\\" in key or "\0" in key or any(p in ("", ".", "..") for p in parts):
+    if not is_plain_path(key):
         raise UnsafePath(
             f"the name {key!r} does not stay inside the checkpoint; the file that holds it is not trustworthy"
         )
     return key
+
+
+def is_plain_path(path: str) -> bool:
+    """Return whether a relative path stays inside its folder on every system."""
+    if "\\" in path or "\0" in path:
+        return False
+    return not any(part in ("", ".", "..") for part in path.split("/"))
 
 
 def sibling_key(key: str) -> tuple[str, str] | None:

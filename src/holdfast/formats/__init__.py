@@ -64,13 +64,19 @@ class Format(Value, frozen=True):
     known_by: str = ""
     """The function that returns whether a source is of this format: `(source)` for a folder,
     `(source, key)` for a file. It is cheap and raises nothing for bad content. It is not needed if
-    the first bytes suffice.
+    the first bytes of a file suffice, or the `index` of a folder.
     """
     suffixes: tuple[str, ...] = ()
     """Ends of names; a new file gets the first. An empty one is a name without a suffix."""
     folder: bool = False
     choices: tuple[str, ...] = ()
     """Values of `format=` besides the name; messages show the first. A folder has the choices of its files: the place decides."""
+    never_first: bytes = b""
+    """For a zip: the end of a name that its first record never has. `known_by` is not called for such a zip."""
+    key_pattern: str = ""
+    """For a folder: a regular expression that the beginning of some key matches. Otherwise `known_by` is not called."""
+    yields_to: str = ""
+    """For a folder: the index of another format. `known_by` is not called if the folder holds it."""
 
     written_by: str = ""
     """The function that lays out a state: `(state, *, …) -> SavePlan`. Without one, `save` does not write it."""
@@ -162,9 +168,24 @@ class Format(Value, frozen=True):
             # A file alone may be all that there is of a folder: the file of the only rank.
             if not may_be and self.file_pattern:
                 may_be = re.fullmatch(self.file_pattern, key or "") is not None
-            return may_be and bool(load_function(self.known_by)(source))
+            if not may_be:
+                return False
+            if not self.known_by:
+                return source.store.holds(self.index)
+            if self.yields_to and source.store.holds(self.yields_to):
+                return False
+            if self.key_pattern:
+                keys = source.store.list()
+                if not any(re.match(self.key_pattern, key) for key in keys):
+                    return False
+            return bool(load_function(self.known_by)(source))
         if key is None or not head.startswith(self.begins):
             return False
+        if self.never_first:
+            # A local header of a zip has 30 bytes before the name of the record.
+            name_nbytes = int.from_bytes(head[26:28], "little")
+            if head[30 : 30 + name_nbytes].endswith(self.never_first):
+                return False
         return not self.known_by or bool(load_function(self.known_by)(source, key))
 
     def describe(self, source: Source) -> Description:
@@ -194,6 +215,7 @@ FORMATS = [
         ZIP,
         ".npy.archive:is_npz",
         (".npz",),
+        never_first=b"/data.pkl",
         keeps="tensors",
         torch=True,
         arrays=True,
@@ -252,7 +274,7 @@ FORMATS = [
         "torch-legacy",
         ".torch.legacy:describe_legacy",
         b"",
-        ".torch.recognise:begins_like_legacy",
+        ".detect:begins_like_legacy",
         (".th",),
         torch=True,
         code="scanned",
@@ -261,7 +283,7 @@ FORMATS = [
         "torch-tar",
         ".torch.legacy:describe_tar",
         b"",
-        ".torch.recognise:begins_like_torch_tar",
+        ".detect:begins_like_torch_tar",
         (".pth.tar",),
         torch=True,
         code="scanned",
@@ -270,9 +292,7 @@ FORMATS = [
     Format(
         "native",
         ".native.read:describe",
-        b"",
-        ".native.read:is_native",
-        ("",),
+        suffixes=("",),
         folder=True,
         choices=("native",),
         written_by=".native.write:lay_out_native",

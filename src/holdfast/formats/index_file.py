@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from holdfast.core.keys import is_plain_path
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
 from holdfast.core.strict_json import kind, parse, pointer, quoted
@@ -161,12 +162,6 @@ def read_index(source: Source, key: str) -> Index:
             found=tuple(missing),
         )
     return Index(weight_map, metadata)
-
-
-def is_plain_path(file: str) -> bool:
-    return not (
-        "\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/"))
-    )
 
 
 def claimed_twice(name: str, files: Sequence[str]) -> MetadataError:

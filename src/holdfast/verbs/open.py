@@ -81,15 +81,26 @@ def open(
     before those that it has for Megatron's own layers. `map` shows the tensors in the layout of another framework, by a name like
     "qwen3:hf:megatron", or "auto" (`holdfast.Map`): `DoesNotFit` names all that is missing, left over or of another shape.
     """
-    limits = limits or DEFAULTS
     given = tuple(cast("tuple[str | PlacementRule, ...]", rules))
+    return open_for_verb(
+        path, mmap=mmap, verify=verify, limits=limits, threads=threads, store=store, rules=given,
+        map=map,
+    )  # fmt: skip
+
+
+def open_for_verb(
+    path: Openable, *, mmap: bool = False, verify: bool = True, limits: Limits | None = None, threads: int | None = None,
+    store: object | None = None, rules: Sequence[str | PlacementRule] = (), map: AnyMap | None = None,
+) -> Checkpoint:  # fmt: skip
+    """Open a checkpoint as `open` does, for a verb that has checked the arguments."""
+    limits = limits or DEFAULTS
 
     def look(store: Store) -> Checkpoint:
         source = OpenSource(
-            store, limits=limits, threads=threads, mapped=mmap, verify=verify, rules=given
+            store, limits=limits, threads=threads, mapped=mmap, verify=verify, rules=rules
         )
         checkpoint = _described(source)
-        if given and not format_of(checkpoint.format).rules:
+        if rules and not format_of(checkpoint.format).rules:
             said = f"rules= are for folders of Megatron's ranks; this is {checkpoint.format}, which says itself how tensors lie"
             raise BadArgument(said, file=checkpoint.path)
         return checkpoint if map is None else seen_through(checkpoint, map)
@@ -125,14 +136,13 @@ def opened(
     if isinstance(src, Checkpoint):
         yield seen_through(src, map)
         return
-    with ExitStack() as stack:
+    checkpoints = [open_for_verb(src, limits=limits, threads=threads, verify=verify, map=map)]
+    close = checkpoints[0].source.store.close
+    try:
         # Nothing here holds it: whoever has taken its columns lets go of its lazy tensors, which are many.
-        yield _closed_by(stack, open(src, limits=limits, threads=threads, verify=verify, map=map))
-
-
-def _closed_by(stack: ExitStack, checkpoint: Checkpoint) -> Checkpoint:
-    stack.callback(checkpoint.source.store.close)
-    return checkpoint
+        yield checkpoints.pop()
+    finally:
+        close()
 
 
 def _described(source: Source, *, plugins: bool = True) -> Checkpoint:

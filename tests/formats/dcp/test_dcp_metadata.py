@@ -46,7 +46,7 @@ from holdfast import Opaque, errors
 from holdfast.core.limits import Limits
 from holdfast.formats.dcp.index import read_metadata
 from holdfast.formats.dcp.schema import PickledObject
-from holdfast.formats.pickle.spending import Spending
+from holdfast.formats.pickle.table import Spending
 
 OLD = "torch.distributed._shard.checkpoint"
 ONE = {"w": tensor([2, 2], [chunk([0, 0], [2, 2])])}

@@ -15,7 +15,7 @@ from msgspec import Struct
 from holdfast.core.protocols import Source
 from holdfast.core.text import listed
 from holdfast.errors import FormatError
-from holdfast.formats.torch.recognise import begins_like_torch
+from holdfast.formats.detect import begins_like_torch
 
 SHOWN = 5
 """Missing ranks that are looked for."""
@@ -126,16 +126,12 @@ def megatron_files(keys: Iterable[str]) -> dict[str, dict[Place, str]]:
 
 
 def is_megatron(source: Source) -> bool:
-    if source.store.holds("holdfast.json"):
-        return False
     found = next(iter(megatron_files(source.store.list()).values()), None)
     return found is not None and begins_like_torch(source, next(iter(found.values())))
 
 
 def is_rank_files(source: Source) -> bool:
     """Whether names and the content of one file match. One file of several, opened by itself, does not."""
-    if source.store.holds("holdfast.json"):
-        return False
     keys = source.store.list()
     sets = rank_sets(keys, PATTERN)
     # A merged checkpoint beside the files counts; the files still open by a star.

@@ -57,7 +57,7 @@ from holdfast.extras.rank_files.zero_parts import (
     optimizer_of,
     shapes_of,
 )
-from holdfast.formats.torch.recognise import begins_like_torch
+from holdfast.formats.detect import begins_like_torch
 from holdfast.formats.torch.tensors import brief
 
 FILE = re.compile(r"zero/(?P<name>[^/]+)/(?P<what>\w{1,64})\.pt")

@@ -31,6 +31,7 @@ from msgspec import Struct, field
 from holdfast.core.crc import crc32
 from holdfast.core.documents import SELF, DocumentKind, hexadecimal, read_document, write_document
 from holdfast.core.dtype import DType
+from holdfast.core.keys import is_plain_path
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Foreign, Source
@@ -60,7 +61,6 @@ from holdfast.formats.dcp.schema import (
     StoredBytes,
     StoredTensor,
 )
-from holdfast.formats.index_file import is_plain_path
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.tensors import checked_shape
 

@@ -58,7 +58,7 @@ class PickledObject(Struct, eq=False):
 
     filled: bool = False
 
-    # By identity, also to the limits on keys (`pickle.spending`): a key is never hashed by numbers of the file.
+    # By identity, also to the limits on keys (`pickle.table`): a key is never hashed by numbers of the file.
     __hash__ = object.__hash__
 
     def fill(self, state: object) -> None:

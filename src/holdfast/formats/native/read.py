@@ -307,11 +307,6 @@ HASH = re.compile(r"[0-9a-f]{32,128}\Z")
 BITS = {row.name: row.bits for row in DTYPES.rows}
 
 
-def is_native(source: Source) -> bool:
-    """Whether there is a `holdfast.json` at the top. Its content does not matter: a damaged manifest is still a manifest."""
-    return source.store.holds(MANIFEST)
-
-
 def describe(source: Source) -> Description:
     """Read and check the manifest. Of the data files only lengths are read."""
     stored = stored_tensors(read_manifest(source), source)

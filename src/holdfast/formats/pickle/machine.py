@@ -29,8 +29,7 @@ from holdfast.core.protocols import Foreign
 from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError
-from holdfast.formats.pickle.rare import RARE, REFUSED, TOLERANT
-from holdfast.formats.pickle.state import State
+from holdfast.formats.pickle.rare import RARE, REFUSED, TOLERANT, State
 from holdfast.formats.pickle.table import Pending, ReducerTable
 from holdfast.formats.pickle.text import utf8
 

@@ -30,8 +30,7 @@ from holdfast.errors import HoldfastError, LimitExceeded, PickleError, Truncated
 from holdfast.formats.pickle.frames import read_like_c_unpickler
 from holdfast.formats.pickle.machine import interpret
 from holdfast.formats.pickle.rare import Unread
-from holdfast.formats.pickle.spending import Spending
-from holdfast.formats.pickle.table import ReducerTable, modern
+from holdfast.formats.pickle.table import ReducerTable, Spending, modern
 
 STORED_CALLS = 3
 """Calls of one global that are stored: enough to see what it does."""

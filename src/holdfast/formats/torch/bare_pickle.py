@@ -29,6 +29,7 @@ from holdfast.core.runtime import Sent
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.errors import FormatError, HoldfastError, PickleError, Truncated, UnknownFormat
+from holdfast.formats.detect import BLOCK_NBYTES, begins_like_tar, tar_error
 from holdfast.formats.pickle.arrays import (
     MULTIARRAY,
     NUMERIC,
@@ -41,10 +42,9 @@ from holdfast.formats.pickle.arrays import reconstruct as reconstruct_array
 from holdfast.formats.pickle.machine import interpret
 from holdfast.formats.pickle.payloads import Payloads, StoredBytes, split_payloads
 from holdfast.formats.pickle.plain import PlainTable
-from holdfast.formats.pickle.state import State
+from holdfast.formats.pickle.rare import State
 from holdfast.formats.pickle.table import Args, Name, Row
 from holdfast.formats.torch.legacy import build_object, read_stream
-from holdfast.formats.torch.recognise import BLOCK_NBYTES, begins_like_tar, tar_error
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.torch.tensors import checked_shape
 from holdfast.formats.torch.zip import SavedFile, describe_saved

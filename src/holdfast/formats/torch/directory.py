@@ -28,7 +28,12 @@ from holdfast.core.tree import step
 from holdfast.core.value import replace
 from holdfast.engine.files import ViewTable
 from holdfast.errors import LimitExceeded, MetadataError, StoreError, Unsupported, located
-from holdfast.formats.detect import unknown
+from holdfast.formats.detect import (
+    begins_like_legacy,
+    begins_like_torch,
+    begins_like_torch_tar,
+    unknown,
+)
 from holdfast.formats.index_file import (
     INDEX,
     TORCH_WEIGHTS,
@@ -42,11 +47,6 @@ from holdfast.formats.index_file import (
 from holdfast.formats.torch.legacy import (
     read_legacy,
     read_torch_tar,
-)
-from holdfast.formats.torch.recognise import (
-    begins_like_legacy,
-    begins_like_torch,
-    begins_like_torch_tar,
 )
 from holdfast.formats.torch.zip import SavedFile, read_torch_zip
 

@@ -26,9 +26,7 @@ from holdfast.errors import (
     Refused,
     Truncated,
 )
-from holdfast.formats.pickle.machine import Interpreted, interpret, interpret_whole
-from holdfast.formats.pickle.table import ReducerTable
-from holdfast.formats.torch.recognise import (
+from holdfast.formats.detect import (
     BLOCK_NBYTES,
     MAGIC,
     MEMBERS,
@@ -37,6 +35,8 @@ from holdfast.formats.torch.recognise import (
     has_tar_checksum,
     tar_error,
 )
+from holdfast.formats.pickle.machine import Interpreted, interpret, interpret_whole
+from holdfast.formats.pickle.table import ReducerTable
 from holdfast.formats.torch.reducers import Builder
 from holdfast.formats.torch.storages import (
     FoundStorages,

@@ -23,7 +23,7 @@ from holdfast.core.tree import Way, path_to
 from holdfast.core.value import replace
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
-from holdfast.formats.pickle.spending import Spending
+from holdfast.formats.pickle.table import Spending
 from holdfast.formats.safetensors.schema import addressable
 from holdfast.formats.torch.composites import Apart, check_composite
 from holdfast.formats.tree_json import scalars

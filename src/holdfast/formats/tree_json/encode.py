@@ -32,7 +32,7 @@ from holdfast.core.value import Value
 from holdfast.engine.table import NO_TENSORS
 from holdfast.errors import LimitExceeded, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
-from holdfast.formats.pickle.spending import Spending
+from holdfast.formats.pickle.table import Spending
 from holdfast.formats.tree_json import scalars
 
 TAG = "$"

@@ -69,8 +69,7 @@ from holdfast.torch.ranks.replicas import (
 )
 from holdfast.torch.ranks.wanted import Matching, PerRank, Wanted
 from holdfast.torch.tensors.fill import NO_ARRAY, fill
-from holdfast.verbs.open import checkpoint_mark, seen_through
-from holdfast.verbs.open import open as open_checkpoint
+from holdfast.verbs.open import checkpoint_mark, open_for_verb, seen_through
 from holdfast.verbs.shared.state import Stateful, state_and_path
 
 if TYPE_CHECKING:
@@ -272,7 +271,7 @@ def _match_alone(request: ShardedLoad, ranks: Ranks, held: ExitStack) -> tuple[N
     """Open the checkpoint on this rank, and match it with the state of this rank."""
     with request.unharmed():
         threads = request.threads or default_threads(ranks.neighbours())
-        checkpoint = open_checkpoint(request.where, verify=request.verify, threads=threads)
+        checkpoint = open_for_verb(request.where, verify=request.verify, threads=threads)
         held.callback(checkpoint.close)
         if request.map is not None:
             names_in_state = partial(_names_in, request.state)

@@ -44,6 +44,7 @@ from holdfast.errors import (
     Truncated,
     ZipError,
 )
+from holdfast.formats.detect import begins_like_tar
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.legacy import (
     OBJECT,
@@ -52,7 +53,6 @@ from holdfast.formats.torch.legacy import (
     read_stream,
     read_tar,
 )
-from holdfast.formats.torch.recognise import begins_like_tar
 from holdfast.formats.torch.zip import PICKLE, describe
 from holdfast.formats.zip.layout import END, STORED, Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive, record_bytes

@@ -30,8 +30,7 @@ from holdfast.errors import (
     Refused,
     Unsupported,
 )
-from holdfast.formats.pickle.spending import Spending
-from holdfast.formats.pickle.table import Args, Name
+from holdfast.formats.pickle.table import Args, Name, Spending
 from holdfast.formats.torch.composites import KINDS as CHECKS
 from holdfast.formats.torch.composites import Apart
 from holdfast.formats.torch.reducers import Claim

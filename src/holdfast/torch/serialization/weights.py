@@ -20,7 +20,7 @@ of them as its shape says from a list of any length. So the rows check arguments
    objects, is not called.
 3. What CPython and numpy free recursively, in C, nests at most `DEPTH` deep (arrays of objects, slices) or not at all (a
    `partial` of one, entries of a `defaultdict`).
-4. What costs more than its bytes in the file is counted (`formats/pickle/spending.py`).
+4. What costs more than its bytes in the file is counted (`formats/pickle/table.py`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from holdfast.core.opaque import Global
 from holdfast.errors import PickleError
 from holdfast.formats.pickle import arrays
 from holdfast.formats.pickle.plain import PlainTable, path_row
-from holdfast.formats.pickle.spending import LONG_TEXT
-from holdfast.formats.pickle.table import Args, Name, Pending, ReducerTable, Row
+from holdfast.formats.pickle.table import LONG_TEXT, Args, Name, Pending, ReducerTable, Row
 from holdfast.formats.torch.reducers import BuildingTable
 from holdfast.formats.torch.tensors import brief
 from holdfast.torch.serialization.allowed import (

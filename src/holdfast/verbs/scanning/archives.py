@@ -19,7 +19,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, ZipError
-from holdfast.formats.torch.recognise import begins_like_tar
+from holdfast.formats.detect import begins_like_tar
 from holdfast.formats.zip.layout import Archive
 from holdfast.formats.zip.reader import read_archive
 from holdfast.stores.memory import MemoryStore

@@ -27,9 +27,9 @@ from msgspec import Struct, field
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError
+from holdfast.formats.detect import MAGIC, begins_like_tar
 from holdfast.formats.pickle.recording import RecordedStream, read_ahead, record_from_file
 from holdfast.formats.torch.legacy import describe_legacy
-from holdfast.formats.torch.recognise import MAGIC, begins_like_tar
 from holdfast.formats.torch.storages import storage_dtype
 from holdfast.verbs.scanning.archives import (
     UNREADABLE,

@@ -19,8 +19,7 @@ def is_pt2(source: Source, key: str) -> bool:
     """Return whether a zip is the container of `torch.export.save` and `torch.export.pt2_archive`."""
     head = source.first(key, FIRST_NBYTES)
     first_name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
-    # `open` asks this of every zip, and most are files of `torch.save`, whose first record is `data.pkl`.
-    if not head.startswith(b"PK\3\4") or first_name.endswith(b"/data.pkl"):
+    if not head.startswith(b"PK\3\4"):
         return False
     try:
         archive = read_archive(source, key)
