@@ -14,7 +14,7 @@ from holdfast.core.group import acting
 from holdfast.core.order import in_order
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, plural
-from holdfast.engine.budget import reading_threads
+from holdfast.engine.threads import reading_threads
 from holdfast.numeric.compare import Content
 from holdfast.numeric.dequantize import BLOCKS, number_shape
 from holdfast.verbs.brief import brief

@@ -97,8 +97,8 @@ def _bins(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
     from holdfast.core.group import acting
-    from holdfast.engine.budget import reading_threads
     from holdfast.engine.computed import undecoded_notes
+    from holdfast.engine.threads import reading_threads
     from holdfast.verbs.open import compare_opened
     from holdfast.verbs.open import open as open_checkpoint
     from holdfast.verbs.stats import chosen, measure, reading_nbytes

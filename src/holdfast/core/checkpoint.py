@@ -13,7 +13,7 @@ from holdfast.core.arguments import patterns
 from holdfast.core.chunk import Storage
 from holdfast.core.digest import Digest, canonical, combined
 from holdfast.core.opaque import AnyValue
-from holdfast.core.protocols import Description, Foreign, Source
+from holdfast.core.protocols import Description, Source
 from holdfast.core.quantities import shown
 from holdfast.core.registry import find_hook
 from holdfast.core.table import Table
@@ -64,8 +64,32 @@ class Checkpoint(Mapping[str, LazyTensor]):
     ) -> None:
         """`again` makes the checkpoint out of its source where that arrives in another process; a function of a module."""
         self._again = again
-        self._source = source
         self._description = description
+        self.source = source
+        """What its tensors are read from."""
+        self.path = source.store.name
+        """What was opened."""
+        self.stored: Table = description.tensors
+        """The tensors as the format has them: a table, which knows where they lie without making one (`core/table.py`)."""
+        self.flat = description.tree is description.tensors
+        """Whether there is nothing but tensors under their names: then `tree` makes all of them, and `stored` none."""
+        self.format = description.format
+        """`torch-zip`, `torch-legacy`, `torch-tar`, `torch-dir`, `torchscript`, `pt2`, `safetensors`, `safetensors-dir`, `dcp`,
+        `native`, `npy`, `npz`, `gguf`, `gguf-dir`, `rank-files`, `deepspeed`, `megatron` or `meta-llama`."""
+        self.foreign = description.foreign
+        """Globals that the file mentioned and that were not built."""
+        self.notes: tuple[str, ...] = (*description.notes_on_blocks, *description.notes)
+        """Sentences about what is odd in this file."""
+        self.notes_on_numbers = description.notes
+        """The notes without those about quantised blocks, for whoever reads the numbers that the blocks stand for."""
+        self.usual_format = description.usual_format
+        """The format in which others expect it, where nothing else is said: that of the layout that a map gave it."""
+        self.torch_dist = description.torch_dist
+        """Whether it is in Megatron's layout, by a map: then two small files belong to it."""
+        self.non_model_keys = description.non_model_keys
+        """Keys at the top of the tree that are no part of the model, where the format knows: the optimizer, the state of a run."""
+        self.metadata = description.metadata
+        """Text that the file carries about itself: `metadata["format"]`. What it says of its tensors is `describe()`."""
         self._aliases: tuple[Alias, ...] | None = None
         self._tree: object = None
 
@@ -105,22 +129,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def close(self) -> None:
         """Close the files. Arrays that were read stay valid; lazy tensors raise `Closed` from now on."""
-        self._source.store.close()
-
-    @property
-    def source(self) -> Source:
-        """What its tensors are read from."""
-        return self._source
-
-    @property
-    def stored(self) -> Table:
-        """The tensors as the format has them: a table, which knows where they lie without making one (`core/table.py`)."""
-        return self._description.tensors
-
-    @property
-    def flat(self) -> bool:
-        """Whether there is nothing but tensors under their names: then `tree` makes all of them, and `stored` none."""
-        return self._description.tree is self._description.tensors
+        self.source.store.close()
 
     def without_views(self) -> Checkpoint:
         """This checkpoint without lazy tensors that were made already, for a caller that reads its columns."""
@@ -128,27 +137,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         table = found.tensors.without_views()
         if not self.flat or table is found.tensors:
             return self
-        return Checkpoint(
-            self._source, replace(found, tensors=table, tree=table), again=self._again
-        )
+        return Checkpoint(self.source, replace(found, tensors=table, tree=table), again=self._again)
 
     def seen(
         self, description: Description, through: Callable[[Checkpoint], Checkpoint]
     ) -> Checkpoint:
         """The files of this checkpoint under another description, which `through` makes of this checkpoint."""
         again = None if self._again is None else partial(_seen_again, self._again, through)
-        return Checkpoint(self._source, description, again=again)
-
-    @property
-    def path(self) -> str:
-        """What was opened."""
-        return self._source.store.name
-
-    @property
-    def format(self) -> str:
-        """`torch-zip`, `torch-legacy`, `torch-tar`, `torch-dir`, `torchscript`, `pt2`, `safetensors`, `safetensors-dir`, `dcp`,
-        `native`, `npy`, `npz`, `gguf`, `gguf-dir`, `rank-files`, `deepspeed`, `megatron` or `meta-llama`."""
-        return self._description.format
+        return Checkpoint(self.source, description, again=again)
 
     @property
     def tree(self) -> AnyValue:
@@ -158,36 +154,6 @@ class Checkpoint(Mapping[str, LazyTensor]):
             self._tree = dict(self._description.tensors) if self.flat else self._description.tree
         return self._tree
 
-    @property
-    def foreign(self) -> tuple[Foreign, ...]:
-        """Globals that the file mentioned and that were not built."""
-        return self._description.foreign
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Sentences about what is odd in this file."""
-        return (*self._description.notes_on_blocks, *self._description.notes)
-
-    @property
-    def notes_on_numbers(self) -> tuple[str, ...]:
-        """The notes without those about quantised blocks, for whoever reads the numbers that the blocks stand for."""
-        return self._description.notes
-
-    @property
-    def usual_format(self) -> str:
-        """The format in which others expect it, where nothing else is said: that of the layout that a map gave it."""
-        return self._description.usual_format
-
-    @property
-    def torch_dist(self) -> bool:
-        """Whether it is in Megatron's layout, by a map: then two small files belong to it."""
-        return self._description.torch_dist
-
-    @property
-    def non_model_keys(self) -> tuple[str, ...]:
-        """Keys at the top of the tree that are no part of the model, where the format knows: the optimizer, the state of a run."""
-        return self._description.non_model_keys
-
     def model_names(self, prefix: str = "") -> list[str]:
         """The names that begin so, without the `non_model_keys`, unless the prefix leads there."""
         left = tuple(f"{key}." for key in self.non_model_keys if not prefix.startswith(f"{key}."))
@@ -196,11 +162,6 @@ class Checkpoint(Mapping[str, LazyTensor]):
             for name in self
             if name.startswith(prefix) and not (left and name.startswith(left))
         ]
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """Text that the file carries about itself: `metadata["format"]`. What it says of its tensors is `describe()`."""
-        return self._description.metadata
 
     def describe(self) -> Metadata:
         """Every tensor with its boxes and every other value, as `holdfast.metadata` has them for any format; reads nothing."""
@@ -212,7 +173,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def stored_nbytes(self) -> int:
         """Bytes of all files of the checkpoint: what bounds the cost of showing it."""
-        store = self._source.store
+        store = self.source.store
         return sum(map(store.size, store.list()))
 
     @property
@@ -268,9 +229,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             for row, kind in enumerate(table.kind)
             if row not in known and not table.kinds[kind].traits.meta
         ]
-        known |= dict(
-            zip(rows, self._source.digest([table.view(row) for row in rows]), strict=True)
-        )
+        known |= dict(zip(rows, self.source.digest([table.view(row) for row in rows]), strict=True))
         outlines = [canonical(kind.dtype, kind.shape) for kind in table.kinds]
         each = enumerate(zip(table.names, table.kind, strict=True))
         return {name: Digest(*outlines[kind], known.get(row)) for row, (name, kind) in each}
@@ -285,7 +244,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             raise Unsupported(
                 "this checkpoint cannot be sent to another process; open it there", file=self.path
             )
-        return self._again, (self._source,)
+        return self._again, (self.source,)
 
     def __copy__(self) -> Checkpoint:
         return self

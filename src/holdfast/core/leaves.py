@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
-from holdfast.core.tensor import Composite, LazyTensor, Traits, set_name
+from holdfast.core.tensor import Composite, LazyTensor, set_name
 from holdfast.core.tree import (
     FREE_CHARACTERS,
     LONE_TENSOR_NAME,
@@ -117,13 +117,6 @@ class Leaves:
         self.left_out = 0  # References to containers that were gone through too often already.
         self._convert = convert
 
-    @classmethod
-    def of_rows(cls, names: Sequence[str]) -> Leaves:
-        """The rows of a table under their names, as leaves of a plain dict."""
-        leaves = cls((Leaf,), lambda value, path: value)
-        leaves.names, leaves.values = [*names], [*map(Leaf, range(len(names)))]
-        return leaves
-
     @property
     def flat(self) -> bool:
         """Whether the state is a plain dict of plain tensors under their own names."""
@@ -175,11 +168,13 @@ class Leaves:
                     value,
                     replace(one, parts={name: views[id(part)] for name, part in one.parts.items()}),
                 )
-        apart = {
-            number
-            for number, kind in enumerate(table.kinds)
-            if not (kind.whole and kind.nbytes) or _is_more(kind.traits)
-        }
+        apart: set[int] = set()
+        for number, kind in enumerate(table.kinds):
+            traits = kind.traits
+            # Of such a tensor a tree says more than its name: it has more than its elements and a few marks.
+            is_more = not (traits.subclass is traits.state is traits.blocks is None)
+            if is_more or not (kind.whole and kind.nbytes):
+                apart.add(number)
         rows_apart = (
             [row for row, kind in enumerate(table.kind) if kind in apart or row in table.irregular]
             if apart or table.irregular
@@ -400,11 +395,6 @@ class Leaves:
 
 
 NO_LEAVES = Leaves((), lambda value, path: value)
-
-
-def _is_more(traits: Traits) -> bool:
-    """Whether a tensor is more than its elements and a few marks, so that a tree says more of it than its name."""
-    return traits.subclass is not None or traits.state is not None or traits.blocks is not None
 
 
 def find_leaves(state: object, kinds: Collection[type], convert: Convert, depth: int) -> Leaves:

@@ -368,7 +368,7 @@ class Table(Mapping[str, LazyTensor]):
     def read(self, rows: Sequence[int]) -> Sequence[Piece]:
         """The bytes of rows that are not `single`, all together."""
         storage, kinds, kind = self.storage, self.kinds, self.kind
-        numbers = rows if storage == range(len(self)) else [storage[row] for row in rows]
+        numbers = rows if storage == range(len(self.names)) else [storage[row] for row in rows]
         try:
             # Of storages that are not divisible, all rows but those that stand by themselves are whole.
             if not self.storages.divisible or all(one.whole for one in kinds):

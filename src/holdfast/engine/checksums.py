@@ -25,8 +25,8 @@ from holdfast.core.group import Ranks, exchange
 from holdfast.core.protocols import Request, Store, by_source
 from holdfast.core.value import Value, replace
 from holdfast.engine.coalesce import SUMS, Parts, Ranges, join_files
-from holdfast.engine.ranges import Scratch, read_joined, split_reads
-from holdfast.engine.threads import DEFAULT_THREADS, run_reads
+from holdfast.engine.ranges import read_joined, split_reads
+from holdfast.engine.threads import DEFAULT_THREADS, Scratch, run_reads
 from holdfast.errors import (
     Corrupted,
     HoldfastError,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,7 +27,7 @@ from holdfast.core.runtime import address_of, memory_at
 from holdfast.core.table import Column
 from holdfast.core.value import Value
 from holdfast.engine.coalesce import RECORDS, Parts, Policy, Ranges, Reads, join_files
-from holdfast.engine.threads import INLINE_NBYTES, run_reads
+from holdfast.engine.threads import INLINE_NBYTES, Scratch, run_reads
 from holdfast.errors import Corrupted, HoldfastError, located
 
 TASK_READS = 2048
@@ -129,17 +128,6 @@ def _read_one_by_one(store: Store, reads: RangeReads) -> None:
                 raise error
         if crc != UNKNOWN and (found := crc32(out)) != crc:
             raise reads.damaged(number, found)
-
-
-class Scratch(threading.local):
-    """Memory of each thread that grows to what is asked of it."""
-
-    _memory = memoryview(b"")
-
-    def of(self, nbytes: int) -> memoryview:
-        if self._memory.nbytes < nbytes:
-            self._memory = np.empty(nbytes, np.uint8).data
-        return self._memory[:nbytes]
 
 
 def split_reads(reads: Reads, nbytes: int) -> Iterator[tuple[int, int]]:

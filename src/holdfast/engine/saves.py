@@ -127,15 +127,6 @@ class Gathered(Value, frozen=True, eq=False):
     read_nbytes: int | None = None
     """Bytes that are read for it, where these are not its data: what is computed has others."""
 
-    @property
-    def cost_nbytes(self) -> int:
-        """Bytes that are read when it is made."""
-        return self.nbytes - self.between if self.read_nbytes is None else self.read_nbytes
-
-    def content(self) -> tuple[bytes, Mapping[str, int]]:
-        made = self.make()
-        return of_length(made[0], self.nbytes), made[1]
-
 
 class Hole(Value, frozen=True):
     """Room without content. It has no checksum: whoever fills it knows better."""
@@ -151,9 +142,6 @@ class Late(Value, frozen=True):
     """From the CRC-32 of all data of the plan, by label, to exactly `nbytes` bytes."""
     needs: str | None = None
     """The one label that it depends on, where it is only one: it can then be made as soon as that data has passed by."""
-
-    def content(self, crcs: Mapping[str, int]) -> bytes:
-        return of_length(self.make(crcs), self.nbytes)
 
 
 Segment = Literal | Data | Memory | Gathered | Hole | Late

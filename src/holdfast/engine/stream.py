@@ -31,6 +31,7 @@ from holdfast.engine.saves import (
     Literal,
     Memory,
     known_later,
+    of_length,
 )
 from holdfast.engine.threads import BackgroundCall
 from holdfast.engine.write import (
@@ -118,10 +119,10 @@ def _write_all(
             case Literal():
                 joined.write(segment.data)
             case Late():
-                joined.write(segment.content(crcs))
+                joined.write(of_length(segment.make(crcs), segment.nbytes))
             case Gathered():
-                content, found = segment.content()
-                joined.write(content)
+                content, found = segment.make()
+                joined.write(of_length(content, segment.nbytes))
                 crcs.update(found)
                 own.update(found)
             case Hole():
@@ -227,7 +228,9 @@ def _sums(
             case Data() | Memory() if segment.label not in known:
                 sums[segment.label] = _write_data(NOWHERE, segment, blocks)
             case Gathered():
-                sums.update(segment.content()[1])
+                content, found = segment.make()
+                of_length(content, segment.nbytes)
+                sums.update(found)
     return sums
 
 

@@ -21,7 +21,6 @@ from holdfast.core.protocols import State
 from holdfast.core.table import (
     IRREGULAR,
     NO_OFFSETS,
-    FilePlace,
     Kind,
     MemoryBytes,
     Piece,
@@ -144,9 +143,13 @@ def as_written(table: Table) -> Table:
     has_alias = np.array(
         [one.traits.alias is not None or one.traits.meta for one in table.kinds], np.bool_
     )
-    local = np.array([_is_local(place) for place in storages.files], np.bool_)
+    local = np.zeros(len(storages.files), np.bool_)
+    for number, place in enumerate(storages.files):
+        store = place.source.store
+        # Whether many short reads of a file cost what one does, and as many bytes as they give, which computed content may not.
+        local[number] = not store.medium.block_nbytes and store.cost(place.key, MEASURE) == MEASURE
     left = has_alias[kind[rows]] | ~local[storages.file[held]]
-    taken = np.zeros(len(storages), np.bool_)
+    taken = np.zeros(len(storages.start), np.bool_)
     taken[held[left]] = True
     if table.irregular:
         taken[_numbers_of(table.irregular.values(), storages)] = True
@@ -173,12 +176,6 @@ def as_written(table: Table) -> Table:
         irregular,
         offsets=table.offsets,
     )
-
-
-def _is_local(place: FilePlace) -> bool:
-    """Whether many short reads of a file cost what one does, and as many bytes as they give, which computed content may not."""
-    store = place.source.store
-    return not store.medium.block_nbytes and store.cost(place.key, MEASURE) == MEASURE
 
 
 def _numbers_of(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[int]:

@@ -22,7 +22,10 @@ from typing import Generic, Self, TypeVar
 import numpy as np
 
 from holdfast.core.protocols import Store
+from holdfast.core.quantities import Size, byte_count
 from holdfast.core.runtime import renewed, start
+from holdfast.core.value import Value
+from holdfast.errors import LimitExceeded
 
 T = TypeVar("T")
 
@@ -236,3 +239,80 @@ class BackgroundCall(Generic[T]):
             self._future.set_exception(error)
             # As Python's own pools do: the error holds this frame, and the frame would hold the error.
             del self
+
+
+class Scratch(threading.local):
+    """Memory of each thread that grows to what is asked of it."""
+
+    _memory = memoryview(b"")
+
+    def of(self, nbytes: int) -> memoryview:
+        if self._memory.nbytes < nbytes:
+            self._memory = np.empty(nbytes, np.uint8).data
+        return self._memory[:nbytes]
+
+
+SMALLEST_BLOCK_NBYTES = 64 << 10
+LARGEST_BLOCK_NBYTES = 4 << 20
+
+REMOTE_BLOCK_NBYTES = (
+    1 << 20
+)  # A remote store is not asked for smaller pieces: there are fewer threads instead.
+BASE_NBYTES = (
+    64 << 20
+)  # What the plan and the interpreter take beside the blocks, counted against the budget.
+COPIES = 4  # Blocks that one thread may hold: what was read, what is computed from it, what is written, what is checked.
+
+
+class Budget(Value, frozen=True):
+    """How many threads may work within so much memory, and on blocks of which size.
+
+    The block shrinks first, and then there are fewer threads. A budget that not even one smallest block fits into is refused.
+    """
+
+    threads: int
+    block: int
+    peak_nbytes: int
+
+
+def budget(
+    max_memory: Size,
+    threads: int | None = None,
+    *,
+    smallest: int = SMALLEST_BLOCK_NBYTES,
+    requests: int = 0,
+    processes: int = 1,
+) -> Budget:
+    """What fits into so many bytes. `smallest` is the block that cannot be cut: all threads get it, or fewer threads do. `requests`
+    is how many reads a remote source wants under way at once; its blocks are larger, and it takes half of the memory, since the
+    target may be remote as well. `processes` share the machine. Raises `LimitExceeded` where not even that fits, and says what
+    would. Threads that the caller asked for are never taken away."""
+    room, workers = (
+        byte_count(max_memory) - BASE_NBYTES,
+        threads or max(default_threads(processes), requests),
+    )
+    least, most = (
+        (REMOTE_BLOCK_NBYTES, 2 * LARGEST_BLOCK_NBYTES)
+        if requests
+        else (smallest, LARGEST_BLOCK_NBYTES)
+    )
+    room = room // 2 if requests else room
+    if threads is None:
+        workers = max(1, min(workers, room // (COPIES * max(least, smallest))))
+    block = min(max(most, smallest), room // (workers * COPIES))
+    if block < smallest:
+        least = BASE_NBYTES + workers * COPIES * smallest * (2 if requests else 1)
+        users = "one thread needs" if workers == 1 else f"{workers} threads need"
+        message = f"max_memory is too small: {users} {least:,} bytes; pass at least that"
+        if workers > 1:
+            message += ", or fewer threads"
+        raise LimitExceeded(message, expected=least, found=byte_count(max_memory))
+    return Budget(workers, block, BASE_NBYTES + workers * COPIES * block)
+
+
+def reading_threads(max_memory: Size | None, threads: int | None = None, processes: int = 1) -> int:
+    """Threads for a verb that reads in blocks of its own, a few megabytes each: as many as were asked for, or as fit. The machine
+    is shared by so many processes."""
+    if max_memory is None:
+        return threads or default_threads(processes)
+    return budget(max_memory, threads, smallest=LARGEST_BLOCK_NBYTES, processes=processes).threads

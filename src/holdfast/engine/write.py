@@ -38,7 +38,6 @@ from holdfast.engine.blocks import (
 from holdfast.engine.checksums import Sweep
 from holdfast.engine.coalesce import Ranges
 from holdfast.engine.digest import recorded_crc
-from holdfast.engine.ranges import Scratch
 from holdfast.engine.saves import (
     HASH_KEY,
     HEAD_KEY,
@@ -50,8 +49,9 @@ from holdfast.engine.saves import (
     Literal,
     Memory,
     Segment,
+    of_length,
 )
-from holdfast.engine.threads import DEFAULT_THREADS, cached_nbytes, run_all, run_reads
+from holdfast.engine.threads import DEFAULT_THREADS, Scratch, cached_nbytes, run_all, run_reads
 from holdfast.errors import Corrupted, NotCommitted, located
 from holdfast.stores.local import read_at
 from holdfast.stores.virtual import Virtual, VirtualFile
@@ -282,7 +282,7 @@ def file_content(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Receip
         known = {**crcs, **here} if crcs else here
         for at, segment in enumerate(plan.segments):
             if isinstance(segment, Late) and pieces[at] is None:
-                pieces[at] = segment.content(known)
+                pieces[at] = of_length(segment.make(known), segment.nbytes)
     content = b"".join(cast("list[bytes]", pieces))
     return content, Receipt(
         plan.nbytes, here, [(0, len(content), crc32(content))] if content else []
@@ -311,7 +311,7 @@ def _joined_late(
     between: list[bytes] = []
     for segment, offset in zip(plan.segments, offsets, strict=True):
         if isinstance(segment, Late) and offset not in written:
-            made = segment.content(crcs)
+            made = of_length(segment.make(crcs), segment.nbytes)
             if begin < 0:
                 begin = offset
             pieces += (*between, made)
@@ -414,7 +414,8 @@ def _gathered(
     segment: Gathered, offset: int, sink: WritableFile, written: Written, progress: Progress | None
 ) -> Callable[[], None]:
     def run() -> None:
-        content, known = segment.content()
+        content, known = segment.make()
+        of_length(content, segment.nbytes)
         written.gathered.update(known)
         sink.write(offset, memoryview(content))
         written.blocks.append((offset, segment.nbytes, crc32(content)))
@@ -476,13 +477,14 @@ def _pieces(
         if isinstance(segment, Literal):
             pieces.append(segment.data)
         elif isinstance(segment, Gathered):
-            content, sums = segment.content()
+            content, sums = segment.make()
             here.update(sums)
             if written is not None:
                 written.gathered.update(sums)
-            pieces.append(content)
+            pieces.append(of_length(content, segment.nbytes))
         elif isinstance(segment, Late):
-            pieces.append(segment.content(here) if segment.needs in here else None)
+            known = segment.needs in here
+            pieces.append(of_length(segment.make(here), segment.nbytes) if known else None)
         elif isinstance(segment, Hole):
             pieces.append(bytes(segment.nbytes))
         else:
@@ -593,10 +595,14 @@ CHANGED = "what was written does not read back the same: the disk or the memory 
 
 def _covers(plan: FilePlan, blocks: Sequence[Block]) -> bool:
     """Whether blocks are all bytes of a file but those of holes."""
-    places = zip(plan.segments, plan.offsets(), strict=True)
-    spans = [(offset, segment.nbytes) for segment, offset in places if isinstance(segment, Hole)]
+    spans = [(start, nbytes) for start, nbytes, _ in blocks]
+    offset = 0
+    for segment in plan.segments:
+        if isinstance(segment, Hole):
+            spans.append((offset, segment.nbytes))
+        offset += segment.nbytes
     reach = 0
-    for start, nbytes in sorted([*spans, *((start, nbytes) for start, nbytes, _ in blocks)]):
+    for start, nbytes in sorted(spans):
         if start > reach:
             return False
         reach = max(reach, start + nbytes)

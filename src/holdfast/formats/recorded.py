@@ -70,7 +70,7 @@ def share(table: Table) -> Shared:
 
     A tensor of a file with such records (`Traits.alias`) still belongs to its original storage.
     """
-    names, count = table.names, len(table)
+    names, count = table.names, len(table.names)
     viewed = {
         number
         for number, kind in enumerate(table.kinds)

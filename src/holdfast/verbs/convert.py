@@ -45,7 +45,6 @@ from holdfast.verbs.shared.formats import (
 )
 from holdfast.verbs.shared.models import NOTHING_SELECTED, Selection, select
 from holdfast.verbs.shared.planned import (
-    NO_FINDINGS,
     Destination,
     Planned,
     Saved,
@@ -157,7 +156,7 @@ def lay_out_conversion(
     described = tabulate_state(source, limits=limits, whole=bool(edits.keep))
     chosen, left = described, tuple[str, ...]()
     # A `.pt2` always becomes a state dict. Any other checkpoint stays as it is if nothing is selected.
-    if selection != NOTHING_SELECTED or format_of(source.format).programs:
+    if selection != NOTHING_SELECTED or format_of(source.format).programs_by:
         chosen, left = select(source, described, selection)
     losses: dict[DType, Losses] = {}
     state = chosen if edits == NO_EDITS else transform(chosen, edits, limits, losses=losses)
@@ -188,11 +187,19 @@ def _planned(
     gathered = [segment for segment in segments if isinstance(segment, Gathered)]
     tensors = [segment.tensor for segment in segments if isinstance(segment, Data)]
     reads = [_read_cost(tensor) for tensor in tensors]
+    # What is computed is read from other bytes than its own.
+    gathered_nbytes = sum(
+        one.nbytes - one.between if one.read_nbytes is None else one.read_nbytes for one in gathered
+    )
     report = Conversion(
         **planned_fields(plan, where.path), source=source.path, tensors=len(tensors) + sum(len(one.labels) for one in gathered),
-        read_nbytes=sum(read for read, _ in reads) + sum(one.cost_nbytes for one in gathered),
+        read_nbytes=sum(read for read, _ in reads) + gathered_nbytes,
         over_read_nbytes=sum(over for _, over in reads), peak_nbytes=None if within is None else within.peak_nbytes,
     )  # fmt: skip
+
+    planned = Planned(plan, report, where.writing, reads=described.tensors.stores)
+    if not losses:
+        return planned
 
     def finish(report: Conversion, progress: Progress | None) -> Conversion:
         if not report.done:
@@ -200,15 +207,7 @@ def _planned(
         lost = [note for dtype, lost in losses.items() for note in lost.notes(dtype)]
         return replace(report, notes=(*report.notes, *lost))
 
-    findings = LossFindings(dict(losses)) if losses else NO_FINDINGS
-    return Planned(
-        plan,
-        report,
-        where.writing,
-        reads=described.tensors.stores,
-        finish=finish,
-        findings=findings,
-    )
+    return replace(planned, finish=finish, findings=LossFindings(dict(losses)))
 
 
 def _with_metadata(

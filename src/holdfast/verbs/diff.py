@@ -47,14 +47,13 @@ from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.text import plural
 from holdfast.core.value import Value, replace
-from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.coalesce import Ranges
 from holdfast.engine.computed import Dequantized
 from holdfast.engine.digest import recorded_crc, tensor_crcs
 from holdfast.engine.equal import Located, same_bytes, same_ranges
 from holdfast.engine.scan import blocks, compare_block
-from holdfast.engine.threads import DEFAULT_THREADS, run_reads
+from holdfast.engine.threads import DEFAULT_THREADS, reading_threads, run_reads
 from holdfast.errors import located
 from holdfast.formats import format_of
 from holdfast.numeric.compare import Content, Tally

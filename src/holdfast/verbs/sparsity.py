@@ -22,9 +22,9 @@ from holdfast.core.options import validated
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import Block, blocks, scan
+from holdfast.engine.threads import reading_threads
 from holdfast.errors import located
 from holdfast.numeric.statistics import countable
 from holdfast.numeric.zeros import ZeroPlaces

@@ -22,10 +22,10 @@ from holdfast.core.order import in_order
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.computed import numbers_of, undecoded_notes
 from holdfast.engine.scan import BLOCK_ELEMENTS, scan
+from holdfast.engine.threads import reading_threads
 from holdfast.errors import NoSuchTensor, located
 from holdfast.numeric.statistics import Moments, NumberStats, countable, counts_patterns
 from holdfast.verbs.nonfinite import describe_nonfinite, element_index

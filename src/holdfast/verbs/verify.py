@@ -33,14 +33,13 @@ from holdfast.core.quantities import Size
 from holdfast.core.runtime import gc_paused
 from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC
-from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress, Sweep
 from holdfast.engine.coalesce import Ranges, gaps
 from holdfast.engine.files import Piece, StoredRanges, stored_ranges
 from holdfast.engine.files import store_of as store_of_key
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import NO_TENSORS
-from holdfast.engine.threads import run_reads
+from holdfast.engine.threads import reading_threads, run_reads
 from holdfast.errors import (
     Corrupted,
     FormatError,

@@ -46,9 +46,9 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import listed
 from holdfast.core.value import replace
 from holdfast.engine.blocks import contiguous_blocks, read_block
-from holdfast.engine.budget import reading_threads
 from holdfast.engine.digest import recorded_crc, tensor_crcs
 from holdfast.engine.equal import same_bytes
+from holdfast.engine.threads import reading_threads
 from holdfast.errors import LimitExceeded, Unsupported
 from holdfast.formats import format_of
 from holdfast.verbs.open import Openable

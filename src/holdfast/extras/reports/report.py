@@ -29,11 +29,11 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import iso, listed, plural, rounded
 from holdfast.core.value import Value
 from holdfast.core.version import VERSION
-from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.engine.computed import undecoded_notes
+from holdfast.engine.threads import reading_threads
 from holdfast.errors import NoSuchTensor, UnknownFormat
 from holdfast.extras.reports import change
 from holdfast.extras.reports.document import SCHEMA, Document, dumps

@@ -18,7 +18,7 @@ from holdfast.core.table import FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages
-from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Truncated, located
+from holdfast.errors import Corrupted, HeaderError, HoldfastError, LimitExceeded, Truncated, located
 from holdfast.formats.index_file import some
 from holdfast.formats.safetensors.schema import (
     MANIFEST,
@@ -115,10 +115,13 @@ def read_header(source: Source, key: str) -> Header:
     if RECORD in texts or any(text.startswith(RECORD_START) for text in texts.values()):
         from holdfast.formats.safetensors.record import read_record  # most files have none
 
-        with located(file=key):
+        try:
             record = read_record(
                 texts.get(RECORD), document.entries, metadata, header=True, limits=source.limits
             )
+        except HoldfastError as error:
+            error.file = error.file or key
+            raise
         if record.changed is not None:
             record.changed.file = key
     return Header(

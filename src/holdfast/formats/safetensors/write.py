@@ -113,7 +113,9 @@ def plan_file(
     The order of the tensors is that of the safetensors library: by dtype, the widest first, then by name; so every tensor begins
     at a multiple of its element size, and the data begins at a multiple of 64 bytes.
     """
-    order = array("q", _ordered(table, rows, kinds))
+    ranks = [RANK[kind.code] for kind in kinds]
+    by_name = sorted(rows, key=table.names.__getitem__)
+    order = array("q", sorted(by_name, key=lambda row: ranks[table.kind[row]]))
     placed = np.asarray(order)
     named = [table.names[row] for row in order]
     numbers = table.kind_numbers[placed]
@@ -140,13 +142,6 @@ def plan_file(
         key, (*head, *segments(table, order, nbytes, labels, hashed or {}, stops=stops))
     )
     return FileLayout(plan, header_nbytes, named, placed, nbytes)
-
-
-def _ordered(table: Table, rows: Sequence[int], kinds: Sequence[HeaderKind]) -> list[int]:
-    """Return rows by dtype, then by name."""
-    ranks = [RANK[kind.code] for kind in kinds]
-    by_name = sorted(rows, key=table.names.__getitem__)
-    return sorted(by_name, key=lambda row: ranks[table.kind[row]])
 
 
 def _header(

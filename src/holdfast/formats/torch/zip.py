@@ -121,6 +121,17 @@ def saved_archive(source: Source, key: str) -> Archive:
     return archive
 
 
+TEXTS = (
+    "version",
+    ".data/version",
+    "byteorder",
+    ".format_version",
+    ".storage_alignment",
+    ".data/serialization_id",
+)
+"""Records with a short text about the file."""
+
+
 class PickleReader:
     """Reads the pickles of one archive, and knows where the storages are."""
 
@@ -129,7 +140,17 @@ class PickleReader:
         self._storages = RecordStorages(source, key, archive)
         self.foreign: tuple[Foreign, ...] = ()
         self.notes: list[str] = []
-        self.metadata = self._texts()
+        self.metadata: dict[str, str] = {}
+        for name in TEXTS:
+            record = archive.get(name)
+            if record is None:
+                continue
+            if record.nbytes > TEXT_NBYTES:
+                raise HeaderError(
+                    f"the {name} record is {record.nbytes} bytes long", found=record.nbytes
+                )
+            raw = record_bytes(source, key, record)
+            self.metadata[name] = raw.decode("ascii", "backslashreplace")
         self.byteorder = self.metadata.get("byteorder", "little")
         if self.byteorder not in ("little", "big"):
             raise HeaderError(
@@ -140,27 +161,6 @@ class PickleReader:
             raise HeaderError(
                 "the version record is missing or not a version that torch reads", found=version
             )
-
-    def _texts(self) -> dict[str, str]:
-        texts = {}
-        for name in (
-            "version",
-            ".data/version",
-            "byteorder",
-            ".format_version",
-            ".storage_alignment",
-            ".data/serialization_id",
-        ):
-            record = self._archive.get(name)
-            if record is not None:
-                if record.nbytes > TEXT_NBYTES:
-                    raise HeaderError(
-                        f"the {name} record is {record.nbytes} bytes long", found=record.nbytes
-                    )
-                texts[name] = record_bytes(self._source, self._key, record).decode(
-                    "ascii", "backslashreplace"
-                )
-        return texts
 
     def read(self, name: str, folder: str) -> tuple[object, int]:
         """One pickle as a tree, and its length. Its storages are the records in `folder`."""

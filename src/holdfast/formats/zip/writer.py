@@ -40,6 +40,7 @@ from holdfast.engine.saves import (
     Literal,
     Memory,
     Segment,
+    of_length,
 )
 from holdfast.formats.zip.layout import (
     DESCRIBED,
@@ -271,7 +272,7 @@ def _finish_archive(
     late_record, late_crc = b"", 0
     if late is not None:
         payload, descriptor = late
-        late_record = payload.content(crcs)
+        late_record = of_length(payload.make(crcs), payload.nbytes)
         if late_record:
             nbytes = len(late_record)
             late_crc = crc32(late_record) if crc else 0

@@ -29,13 +29,12 @@ from holdfast.core.options import CopyConfig, Progress, pick
 from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.value import Value, replace
-from holdfast.engine.budget import BASE_NBYTES, Budget, budget, reading_threads
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.saves import LinkedFile, SavePlan, without_hashes
 from holdfast.engine.targets.parts import Findings, PlanSave
 from holdfast.engine.targets.target import Saving, Target, join_target, target_of
-from holdfast.engine.threads import default_threads
+from holdfast.engine.threads import BASE_NBYTES, Budget, budget, default_threads, reading_threads
 from holdfast.errors import CannotHold, StoreError, Unsupported
 from holdfast.formats import format_of, written_formats
 from holdfast.formats.safetensors.directory import SUFFIX
@@ -345,7 +344,9 @@ def rewritten(
     # A checkpoint that is made of another keeps its tree by default.
     layout = pick(Options, {"keep_tree": True, **asked})
     with ExitStack() as stack:
-        ranks, common = begin_ranks(asked, dst, stack)
+        ranks, common = ALONE, dict[str, Any]()
+        if asked.get("group") is not None:
+            ranks, common = begin_ranks(asked, dst, stack)
         # Blocks are read by the threads that write them.
         source = stack.enter_context(
             opened(src, threads=1, limits=limits, map=asked.get("map"))
@@ -363,7 +364,7 @@ def rewritten(
             raise CannotHold("the target is read while it is written", [problem], file=where.path)
         if directory is None:
             archive = programs and archive_format(where.path, where.format) is not None
-            if not archive:
+            if not archive and not suffix_of(where.path):
                 where = replace(
                     where, format=_model_format(source, where, copy_config) or where.format
                 )
@@ -418,11 +419,11 @@ def _accompanied(planned: Planned[R], side_files: SideFiles, source: Checkpoint)
 
 
 def _model_format(source: Checkpoint, where: Destination, copy_config: CopyConfig) -> str | None:
-    """The format that others expect, where the name of the target says none: of a layout, or of a Hugging Face folder."""
+    """The format that others expect where the target has no suffix: of a layout, or of a Hugging Face folder."""
     options = where.layout
-    if not suffix_of(where.path) and where.format is None and source.usual_format:
+    if where.format is None and source.usual_format:
         return folder_of(format_named(where.path, source.usual_format, options))
-    if suffix_of(where.path) or not is_model(source, copy_config):
+    if not is_model(source, copy_config):
         return None
     if where.format is not None:
         return folder_of(format_named(where.path, where.format, options))

@@ -17,7 +17,7 @@ from holdfast.core.table import Table
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.saves import SavePlan
 from holdfast.engine.source import OpenSource
-from holdfast.errors import FormatError, HoldfastError, LimitExceeded, NotCommitted, located
+from holdfast.errors import FormatError, HoldfastError, LimitExceeded, NotCommitted
 from holdfast.formats import format_of
 from holdfast.formats.detect import detect
 
@@ -77,17 +77,20 @@ def describe_as(store: Store, formats: Collection[str]) -> Description:
 
     Raises what the reader raises, and `FormatError` for content of another format.
     """
-    with located(file=store.name):
-        source = OpenSource(store, limits=DEFAULTS)
+    try:
         file_count = len(store.list())
         if file_count > DEFAULTS.files:
             raise LimitExceeded(
                 f"{file_count:,} files are more than Limits(files={DEFAULTS.files:,})"
             )
+        source = OpenSource(store, limits=DEFAULTS)
         format = detect(source)
         if format.name not in formats:
             raise FormatError(f"it would be opened as {format.name}, and is {' or '.join(formats)}")
         return format.describe(source)
+    except HoldfastError as error:
+        error.file = error.file or store.name
+        raise
 
 
 def check_tensors(table: Table, outlines: Iterable[tuple[str, Outline]], path: str) -> None:
@@ -110,7 +113,7 @@ def check_tensors(table: Table, outlines: Iterable[tuple[str, Outline]], path: s
                 f"{name}: it would be read as {dtype} {list(shape)}, "
                 f"and is {expected[0]} {list(expected[1])}"
             )
-    if problems or len(expected_names) != len(table):
+    if problems or len(expected_names) != len(table.names):
         for name in set(table.names).difference(expected_names):
             problems.append(f"{name}: it was not saved, and it would be there")
     if problems:

@@ -25,6 +25,7 @@ from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.leaves import CONTAINERS, DICTS, Leaves, find_leaves
+from holdfast.core.leaves import Leaf as RowLeaf
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
@@ -470,7 +471,8 @@ class Taking:
 
 def flat_state(table: Table, metadata: Mapping[str, str]) -> State:
     """A plain dict of the rows of a table. None of them is made."""
-    leaves = Leaves.of_rows(table.names)
+    leaves = Leaves((RowLeaf,), lambda value, path: value)
+    leaves.names, leaves.values = [*table.names], [*map(RowLeaf, range(len(table.names)))]
     leaves.marked = are_marked(table)
     tree = dict(zip(table.names, leaves.values, strict=True))
     return State(tree, table, leaves.over(table), dict(metadata))
