@@ -12,7 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import Closed
-from holdfast.stores.local import ALIVE, DescriptorStore
+from holdfast.stores.local import OPEN_DESCRIPTORS, DescriptorStore
 from tests.sampling import count_rounds
 
 OURS, THEIRS = 1, 2
@@ -60,7 +60,7 @@ def test_closing_under_readers(tmp_path: Path, name: str):
     holdfast.save({"w": np.full((2048, 64), OURS, np.uint8)}, path)
     theirs = tmp_path / "theirs"
     theirs.write_bytes(bytes([THEIRS]) * path_nbytes(path))
-    before = len(ALIVE)
+    before = len(OPEN_DESCRIPTORS)
     readers = Readers(holdfast.open(path))
     for thread in readers.threads:
         thread.start()
@@ -78,7 +78,7 @@ def test_closing_under_readers(tmp_path: Path, name: str):
     readers.checkpoint.close()
     assert set(readers.seen) <= {"right", "closed"}, readers.seen
     assert readers.seen["right"] > 0
-    assert len(ALIVE) == before, "what was closed is not open"
+    assert len(OPEN_DESCRIPTORS) == before, "what was closed is not open"
 
 
 def path_nbytes(path: Path) -> int:
@@ -103,13 +103,13 @@ def test_reads_after_close_are_refused(tmp_path: Path):
 def test_an_error_that_is_kept_keeps_no_file_open(tmp_path: Path):
     path = tmp_path / "x.safetensors"
     holdfast.save({"w": np.ones(1000)}, path)
-    before = len(ALIVE)
+    before = len(OPEN_DESCRIPTORS)
     checkpoint = holdfast.open(path)
     os.truncate(path, path.stat().st_size - 10)
     with pytest.raises(holdfast.errors.Truncated) as kept:
         checkpoint["w"].numpy()
     checkpoint.close()
-    assert len(ALIVE) == before
+    assert len(OPEN_DESCRIPTORS) == before
     assert kept.value.offset is not None
 
 

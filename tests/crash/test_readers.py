@@ -118,7 +118,7 @@ def test_every_read_is_all_of_one_checkpoint(kind: str):
 
 @pytest.mark.parametrize("kind", ["native", "split-safetensors"])
 def test_files_that_are_not_kept_open_are_the_same_or_gone(kind: str, monkeypatch):
-    monkeypatch.setattr("holdfast.stores.local.KEPT", 1)
+    monkeypatch.setattr("holdfast.stores.local.MAX_KEPT_FILES", 1)
     reads = count_rounds("reads of files that are not kept open", 160, total=2_000)
     seen = read(kind, reads, until=["read", "replaced"])
     assert seen["read"] > 0

@@ -136,7 +136,7 @@ def test_no_source(tmp_path):
     with pytest.raises(StoreError, match="no such file"):
         holdfast.convert(tmp_path / "a.pt", tmp_path / "b.pt")
     os.mkfifo(tmp_path / "pipe.pt")
-    with pytest.raises(HoldfastError, match="plain file"):
+    with pytest.raises(HoldfastError, match="regular file"):
         holdfast.convert(tmp_path / "pipe.pt", tmp_path / "b.pt")
     with pytest.raises(HoldfastError):
         holdfast.convert("/dev/zero", tmp_path / "b.pt")

@@ -233,7 +233,7 @@ def test_the_place_of_memory_is_its_address():
 
 
 def test_a_directory_of_more_files_than_stay_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.stores.local.KEPT", 3)
+    monkeypatch.setattr("holdfast.stores.local.MAX_KEPT_FILES", 3)
     for i in range(8):
         (tmp_path / f"{i}").write_bytes(bytes([i]) * 10)
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None

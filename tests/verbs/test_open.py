@@ -498,9 +498,9 @@ def test_a_file_without_permission(tmp_path, data):
 
 def test_special_files_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(errors.UnsafePath, match="plain file"):
+    with pytest.raises(errors.UnsafePath, match="regular file"):
         holdfast.open(tmp_path / "pipe")
-    with pytest.raises(errors.UnsafePath, match="plain file"):
+    with pytest.raises(errors.UnsafePath, match="regular file"):
         holdfast.open("/dev/zero")
 
 

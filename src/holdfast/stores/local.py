@@ -1,15 +1,22 @@
-"""Files on the local file system: one file, or a directory of them.
+"""Files on the local file system: one file, or a directory of files.
 
-Rules (SAFETY.md, "paths stay inside"): a key is a plain relative path with no `..`, backslash or NUL; a link inside an opened
-directory may only lead to a place inside it, or, in the Hugging Face cache, from `snapshots/<revision>/` to the `blobs/` of the
-same model. Only plain files are opened. Each is opened once, measured through its descriptor, and read through that descriptor.
+Keys and links cannot leave the checkpoint:
 
-A directory is the one that was opened (`Folder`), also after another has taken its name: it is replaced by exchanging two names,
-and what it was is then removed file by file. So a reader holds a descriptor of it, and everything in it is listed, opened and
-measured relative to that: it finds the old files, or none, and never others. Links are followed by path, as long as the path still
-means this directory. A process may have some hundreds of files open, and a checkpoint may have more: of a directory
-`KEPT` files stay open, fewer where the process is near its limit; the others are opened for each read, and must be the very files
-that were measured. One that is gone by then is `Replaced`.
+- A key is a relative path without `..`, backslash or NUL.
+- A link in a directory may only lead to a place inside that directory. In the Hugging Face cache, it
+  may also lead from `snapshots/<revision>/` to the `blobs/` folder of the same model.
+- Only regular files are opened. A file is opened once, and its size and content both come from that
+  descriptor.
+
+A `Folder` stays the directory that was opened, even if another one takes its name. A save replaces a
+directory by exchanging two names and then removes the old files one by one. A reader holds a descriptor
+of the old directory, and lists and opens files relative to it. So it finds the old files or none, and
+never files of the new checkpoint. Links are followed by path, while the path still leads to the same
+directory.
+
+A checkpoint may have more files than a process may open. Of a directory, `MAX_KEPT_FILES` files stay
+open, and fewer if the process is near its limit. The other files are opened for each read, and must be
+the files that were opened first. If one of them has disappeared, the read raises `Replaced`.
 """
 
 from __future__ import annotations
@@ -51,219 +58,255 @@ from holdfast.stores.platform import (
 
 Keys = list[str]
 
-ALIVE: set[int] = (
-    set()
-)  # Descriptors that readers hold. Adding and discarding are one step each, so no lock is needed.
-GONE = frozenset(
-    {errno.ENOENT, errno.ESTALE}
-)  # Answers for a file that was listed and is gone; the second is NFS's.
+Version = tuple[int, int, int]
+"""Inode, size and modification time. All hosts of a shared file system see the same values."""
 
-A_LINK = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
-"""What open(2) says of a link that it must not follow: Linux, of one on the way as well, and FreeBSD."""
+READ_FLAGS = os.O_RDONLY | OPEN_FLAGS | NON_BLOCKING
 
-RANK, UNIVERSAL = "mp_rank_", "zero"
-"""What folders are called that are listed two folders down: `iter_0000200/mp_rank_00` of Megatron's runs, `zero/emb.weight` of
-DeepSpeed's universal checkpoints, and `global_step9/zero` of their runs."""
+OPEN_DESCRIPTORS: set[int] = set()
+"""Descriptors that readers hold. It needs no lock, because adding and discarding are atomic."""
 
-READ = os.O_RDONLY | OPEN_FLAGS | NON_BLOCKING
+MISSING_ERRNOS = frozenset({errno.ENOENT, errno.ESTALE})
+"""Errors for a file that was listed and has disappeared. NFS reports the second one."""
+
+LINK_ERRNOS = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
+"""Errors of open(2) for a link that must not be followed. Linux reports ENOTDIR for a link to a folder
+in the middle of a path, and FreeBSD reports EMLINK."""
+
+TOO_MANY_FILES_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
+
+RANK_PREFIX = "mp_rank_"
+UNIVERSAL_FOLDER = "zero"
+"""Folders that are also listed at the second level: `iter_0000200/mp_rank_00` in runs of Megatron,
+`zero/emb.weight` in universal checkpoints of DeepSpeed, and `global_step9/zero` in runs of DeepSpeed."""
+
+MAX_KEPT_FILES = 256
+
+OPEN_FILES_DIVISOR = 2
+"""Readers keep at most one part in this many of the files that the process may have open."""
+
+MAX_READ_NBYTES = 1 << 30
+"""Linux transfers at most 2 GiB − 4 KiB in one call. Half of that is as fast."""
+
+CLOSED_MESSAGE = "the checkpoint was closed; open it again to read from it"
+
+OTHER_CHECKPOINT_MESSAGE = (
+    "this path no longer has the checkpoint that was sent to this process: it was saved again; "
+    "open it again"
+)
 
 
 class OpenFile:
-    """A descriptor that lives as long as somebody refers to it. Whoever reads holds a reference for as long as the read takes, so
-    that the number cannot come to mean another file meanwhile: closing is no more than letting go, and the last one to let go
-    closes."""
+    """A descriptor that is closed when the last reference to it goes away.
 
-    __slots__ = ("number",)
+    A reader keeps a reference during the read. So the descriptor cannot be closed under it, and its
+    number cannot be given to another file.
+    """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        ALIVE.add(number)
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        OPEN_DESCRIPTORS.add(descriptor)
 
     def __del__(self) -> None:
-        ALIVE.discard(self.number)
-        try:  # noqa: SIM105  # each open file is closed here, and a block takes longer than the call
-            os.close(self.number)
+        OPEN_DESCRIPTORS.discard(self.descriptor)
+        try:  # noqa: SIM105  # `suppress` takes longer than the call, and this runs for each file
+            os.close(self.descriptor)
         except OSError:
             pass
 
 
 class Folder:
+    """An open directory. It stays the same directory even if another one takes its path."""
+
     def __init__(self, path: str, *, instead_of: str | None = None) -> None:
-        """Open a directory: the one at `path`, which may stand in for one that does not exist (`recover`)."""
+        """Open a directory.
+
+        Args:
+            path: The path of the directory.
+            instead_of: The path that this directory replaces after an interrupted save, because the
+                directory with that path is missing.
+        """
         self.path = path
         self._instead_of = instead_of
-        found = self._hold()
-        self._identity = found.st_dev, found.st_ino
+        status = self._open_directory()
+        self._identity = status.st_dev, status.st_ino
 
-    def _hold(self) -> os.stat_result:
+    def _open_directory(self) -> os.stat_result:
         self._file = OpenFile(os.open(self.path, os.O_RDONLY | DIRECTORY | OPEN_FLAGS))
-        return os.fstat(self._file.number)
+        return os.fstat(self._file.descriptor)
 
-    def in_place(self) -> bool:
-        """Whether the path still means this directory. Files are removed from one that was replaced, and from no other."""
+    def is_in_place(self) -> bool:
+        """Return whether the path still leads to this directory.
+
+        Files are only removed from a directory that was replaced. In place, all files are there.
+        """
         try:
             if self._instead_of is not None and os.path.lexists(self._instead_of):
                 return False
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == self._identity
+        return (status.st_dev, status.st_ino) == self._identity
 
-    def list(self, most: int) -> Keys:
-        """Plain files here and one folder down; those of ranks and of parameters two (`RANK`, `UNIVERSAL`). Hidden folders (`.git`)
-        and unfinished saves are no part of a checkpoint. Raises `Replaced` where the directory was replaced meanwhile, since then
-        some names may be gone already."""
+    def list(self, max_files: int) -> Keys:
+        """Return the keys of the regular files here and one folder down, sorted.
+
+        Folders of ranks and of parameters are also listed at the second level (`RANK_PREFIX`,
+        `UNIVERSAL_FOLDER`). Hidden folders, such as `.git`, and unfinished saves are not listed.
+
+        Raises:
+            Replaced: The directory was replaced. Some of its files may be removed already.
+            LimitExceeded: There are more than `max_files` files.
+        """
         keys: Keys = []
         try:
-            self._collect("", keys, most)
+            self._collect_keys("", keys, max_files)
         except OSError as error:
-            if error.errno not in GONE or self.in_place():
+            if error.errno not in MISSING_ERRNOS or self.is_in_place():
                 raise
-        if not self.in_place():
+        if not self.is_in_place():
             raise Replaced(
-                "the folder was replaced while it was looked at; open it again", file=self.path
+                "the folder was replaced during the listing; open it again", file=self.path
             )
         return sorted(keys)
 
-    def _collect(self, prefix: str, keys: Keys, most: int) -> None:
-        from holdfast.stores.files import is_temporary  # for folders
+    def _collect_keys(self, prefix: str, keys: Keys, max_files: int) -> None:
+        from holdfast.stores.files import is_temporary  # only for folders
 
-        folders = []
-        with self._entries(prefix) as entries:
+        subfolders = []
+        with self._scan(prefix) as entries:
             for entry in entries:
                 if entry.is_dir():
-                    if not entry.name.startswith(".") and (
-                        not prefix or _is_listed(prefix, entry.name)
-                    ):
-                        folders.append(f"{prefix}{entry.name}/")
+                    is_hidden = entry.name.startswith(".")
+                    if not is_hidden and (not prefix or _is_second_level(prefix, entry.name)):
+                        subfolders.append(f"{prefix}{entry.name}/")
                 elif entry.is_file() and not is_temporary(entry.name):
                     keys.append(prefix + entry.name)
-                    if len(keys) > most:
-                        raise LimitExceeded(
-                            f"more files than Limits(files={most})", file=self.path, expected=most
-                        )
-        for folder in folders:
-            self._collect(folder, keys, most)
+                    if len(keys) > max_files:
+                        message = f"more files than Limits(files={max_files})"
+                        raise LimitExceeded(message, file=self.path, expected=max_files)
+        for subfolder in subfolders:
+            self._collect_keys(subfolder, keys, max_files)
 
     @contextmanager
-    def _entries(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-        # A descriptor of its own: the place in a listing belongs to the descriptor, which others may use.
-        here = OpenFile(
-            os.open(prefix or ".", os.O_RDONLY | DIRECTORY | OPEN_FLAGS, dir_fd=self._file.number)
-        )
-        with os.scandir(here.number) as entries:
+    def _scan(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        # This needs a second descriptor: the position in a listing belongs to the descriptor, and
+        # other threads may list through the first one.
+        flags = os.O_RDONLY | DIRECTORY | OPEN_FLAGS
+        directory = OpenFile(os.open(prefix or ".", flags, dir_fd=self._file.descriptor))
+        with os.scandir(directory.descriptor) as entries:
             yield entries
 
     def open(self, key: str) -> OpenFile:
-        """Open a file in here. Raises `OSError`, and `UnsafePath` where a link leads out."""
-        *folders, name = check_key(key).split("/")
-        at = self._file
-        try:
-            for folder in folders:
-                at = OpenFile(
-                    os.open(
-                        folder, os.O_RDONLY | DIRECTORY | NO_FOLLOW | OPEN_FLAGS, dir_fd=at.number
-                    )
-                )
-            return OpenFile(os.open(name, READ | NO_FOLLOW, dir_fd=at.number))
-        except OSError as error:
-            if error.errno not in A_LINK:
-                raise
-        return self._follow(key)
+        """Open a file in this directory.
 
-    def _follow(self, key: str) -> OpenFile:
-        """Open what a link leads to, if it may lead there: into this directory, or from a snapshot to its `blobs`."""
+        Raises:
+            OSError: The file cannot be opened.
+            UnsafePath: A link leads out of the directory.
+        """
+        *folder_names, name = check_key(key).split("/")
+        directory = self._file
+        try:
+            # Open folder by folder, so that no part of the key can be a link.
+            for folder_name in folder_names:
+                flags = os.O_RDONLY | DIRECTORY | NO_FOLLOW | OPEN_FLAGS
+                directory = OpenFile(os.open(folder_name, flags, dir_fd=directory.descriptor))
+            return OpenFile(os.open(name, READ_FLAGS | NO_FOLLOW, dir_fd=directory.descriptor))
+        except OSError as error:
+            if error.errno not in LINK_ERRNOS:
+                raise
+        return self._open_link(key)
+
+    def _open_link(self, key: str) -> OpenFile:
+        """Open the target of a link, if it is in this directory or in the `blobs` of a snapshot."""
         root = os.path.realpath(self.path)
         path = os.path.realpath(os.path.join(root, key))
-        allowed = [root]
-        # A snapshot of the Hugging Face cache, or a folder in one: a component of a pipeline, `onnx/`.
+
+        # The directory may be a snapshot of the Hugging Face cache, or a folder in one: the component
+        # of a pipeline, or `onnx/`.
+        allowed_folders = [root]
         for revision in (root, os.path.dirname(root)):
-            revisions = os.path.dirname(revision)
-            if os.path.basename(revisions) == "snapshots":
-                allowed.append(os.path.join(os.path.dirname(revisions), "blobs"))
-        if not any(path.startswith(place.rstrip(os.sep) + os.sep) for place in allowed):
+            snapshots = os.path.dirname(revision)
+            if os.path.basename(snapshots) == "snapshots":
+                allowed_folders.append(os.path.join(os.path.dirname(snapshots), "blobs"))
+        if not any(path.startswith(folder.rstrip(os.sep) + os.sep) for folder in allowed_folders):
             raise UnsafePath(
                 f"a link leads out of the checkpoint, to {path!r}",
                 file=os.path.join(self.path, key),
             )
-        file = OpenFile(os.open(path, READ | NO_FOLLOW))
-        if not self.in_place():
+
+        file = OpenFile(os.open(path, READ_FLAGS | NO_FOLLOW))
+        if not self.is_in_place():
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         return file
 
 
 class PathFolder(Folder):
-    """A directory where none can be opened (Windows): known by its path, and by its identity, which is compared at every use. What
-    was opened while another had the path is let go of again. Only a folder that is replaced twice within one call, and by itself,
-    would not be noticed."""
+    """A directory on Windows, which cannot open directories.
 
-    def _hold(self) -> os.stat_result:
+    Every use compares the identity of the directory at the path, and drops a file that was opened while
+    another directory had the path. Only a directory that is replaced twice during one call, the second
+    time by itself, would go unnoticed.
+    """
+
+    def _open_directory(self) -> os.stat_result:
         return os.stat(self.path)
 
     @contextmanager
-    def _entries(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+    def _scan(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
         with os.scandir(os.path.join(self.path, prefix)) as entries:
             yield entries
 
     def open(self, key: str) -> OpenFile:
-        return self._follow(check_key(key))
+        return self._open_link(check_key(key))
 
 
-def _is_listed(prefix: str, name: str) -> bool:
+def _is_second_level(prefix: str, name: str) -> bool:
+    """Return whether a folder in the folder `prefix` is listed as well (`RANK_PREFIX`)."""
     return prefix.count("/") == 1 and (
-        name.startswith(RANK) or name == UNIVERSAL or prefix == f"{UNIVERSAL}/"
+        name.startswith(RANK_PREFIX) or name == UNIVERSAL_FOLDER or prefix == f"{UNIVERSAL_FOLDER}/"
     )
 
 
 def open_folder(path: str, *, instead_of: str | None = None) -> Folder:
-    return (Folder if OPENS_DIRECTORIES else PathFolder)(path, instead_of=instead_of)
+    """Open a directory in the way that this system supports."""
+    folder_type = Folder if OPENS_DIRECTORIES else PathFolder
+    return folder_type(path, instead_of=instead_of)
 
 
-def plain(file: OpenFile, label: str) -> os.stat_result:
-    found = os.fstat(file.number)
-    if not stat.S_ISREG(found.st_mode):
-        raise UnsafePath("not a plain file (a device, a pipe, a socket or a folder)", file=label)
-    return found
+def check_regular_file(file: OpenFile, label: str) -> os.stat_result:
+    """Return the status of an open file. Raises `UnsafePath` if it is not a regular file."""
+    status = os.fstat(file.descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        message = "not a regular file, but a device, a pipe, a socket or a folder"
+        raise UnsafePath(message, file=label)
+    return status
 
 
-Stamp = tuple[
-    int, int, int
-]  # Inode, length and time of the last write: those of one file, on every host that has the file system.
-KEPT = 256
+class FileHandle(Struct):
+    """A file of a store, as it was when the store first opened it."""
 
-SHARE = 2  # All that readers keep open is at most one part in so many of what the process may have open.
-
-NO_MORE = frozenset(
-    {errno.EMFILE, errno.ENFILE}
-)  # Answers of open(2) where no more files may be open.
-ELSEWHERE = "another checkpoint is here than the one that was sent to this process by its path: it was saved again; open it again"
-
-MAX_READ = 1 << 30  # Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast.
-
-
-class Handle(Struct):
-    """A file as it was when it was opened."""
-
-    file: OpenFile | None  # None where it is opened for each read.
+    file: OpenFile | None
+    """None if the file is opened for each read."""
     status: os.stat_result
-    mapped: memoryview | None = None
+    mapping: memoryview | None = None
 
     @property
-    def stamp(self) -> Stamp:
+    def version(self) -> Version:
         return self.status.st_ino, self.status.st_size, self.status.st_mtime_ns
 
     def is_same_as(self, file: OpenFile) -> bool:
-        """Whether an open file is the measured one, and nobody has written to it since."""
-        now = Handle(file, os.fstat(file.number))
-        return now.status.st_dev == self.status.st_dev and now.stamp == self.stamp
+        """Return whether an open file is this file, and has not been written to since."""
+        other = FileHandle(file, os.fstat(file.descriptor))
+        return other.status.st_dev == self.status.st_dev and other.version == self.version
 
 
 class LocalStore(Store):
-    """A file, a directory and what is in it, or those files of a directory whose names fit: `actor/optim_*.pt`. `instead_of` is the
-    path that a directory stands in for, where a save was cut off while it was replaced (`recover`)."""
+    """A file, a directory, or the files of a directory that match a pattern (`actor/optim_*.pt`)."""
 
     gone = False
-    """Whether a file was missing that was there when the directory was opened."""
     folder = False
 
     def __init__(
@@ -273,25 +316,35 @@ class LocalStore(Store):
         max_files: int = 100_000,
         instead_of: str | None = None,
     ) -> None:
+        """Open a file or a directory.
+
+        Args:
+            path: The path, which may end with a pattern.
+            max_files: The most files that a directory may have.
+            instead_of: The path that the directory replaces after an interrupted save (`Folder`).
+        """
         self.name = local_path(path)
         self._lock = renewed(threading.Lock())
-        self._handles: dict[str, Handle] = {}
-        self._closed = False
+        self._handles: dict[str, FileHandle] = {}
+        self._is_closed = False
         self._max_files = max_files
         self._keys: Keys | None = None
-        self._expected: Mapping[str, Stamp] = {}
+        self._expected_versions: Mapping[str, Version] = {}
         self._folder: Folder | None = None
-        self._beside: LocalStore | None = None
+        self._folder_store: LocalStore | None = None
         self._single = self.name.rpartition("/")[2] or self.name
         try:
-            self._working = "" if self.name.startswith("/") else os.getcwd()
-            self._root, self._only = _chosen(self.name) if "*" in self.name else (self.name, "")
-            file = OpenFile(os.open(self._root, READ)) if OPENS_DIRECTORIES else None
-            found = os.stat(self._root) if file is None else os.fstat(file.number)
-            if stat.S_ISDIR(found.st_mode):
+            self._working_directory = "" if self.name.startswith("/") else os.getcwd()
+            self._root = self.name
+            self._pattern = ""
+            if "*" in self.name:
+                self._root, self._pattern = _split_pattern(self.name)
+            file = OpenFile(os.open(self._root, READ_FLAGS)) if OPENS_DIRECTORIES else None
+            status = os.stat(self._root) if file is None else os.fstat(file.descriptor)
+            if stat.S_ISDIR(status.st_mode):
                 self._folder = open_folder(self._root, instead_of=instead_of)
-            elif file is not None and stat.S_ISREG(found.st_mode):
-                self._handles[self._single] = Handle(file, found)
+            elif file is not None and stat.S_ISREG(status.st_mode):
+                self._handles[self._single] = FileHandle(file, status)
         except (OSError, UnicodeEncodeError) as error:
             raise store_error(self.name, error) from None
         self.folder = self._folder is not None
@@ -304,28 +357,28 @@ class LocalStore(Store):
         if self.folder:
             return self
         with self._lock:
-            if self._closed:
-                raise self._was_closed()
-            if self._beside is None:
+            if self._is_closed:
+                raise Closed(CLOSED_MESSAGE, file=self.name)
+            if self._folder_store is None:
                 folder = os.path.dirname(self.name) or os.curdir
-                self._beside = LocalStore(folder, max_files=self._max_files)
-            return self._beside
+                self._folder_store = LocalStore(folder, max_files=self._max_files)
+            return self._folder_store
 
     def list(self) -> Sequence[str]:
-        """Every key: what was there when it was asked for the first time."""
+        """Return every key, as of the first call."""
         if not self.folder:
             return [self._single]
         with self._lock:
             if self._keys is None:
                 try:
-                    self._keys = self._list_keys(self._bound())
+                    self._keys = self._list_keys(self._get_folder())
                 except Replaced:
                     self.gone = True
                     raise
                 except OSError as error:
                     raise store_error(self.name, error) from None
-                if not self._expected.keys() <= set(self._keys):
-                    raise Replaced(ELSEWHERE, file=self.name)
+                if not self._expected_versions.keys() <= set(self._keys):
+                    raise Replaced(OTHER_CHECKPOINT_MESSAGE, file=self.name)
             return list(self._keys)
 
     def size(self, key: str) -> int:
@@ -333,84 +386,85 @@ class LocalStore(Store):
 
     def read(self, key: str, start: int, out: memoryview) -> None:
         handle = self._handles.get(key) or self._open(key)
-        total = out.nbytes
-        if start < 0 or start + total > handle.status.st_size:
-            message = f"wanted bytes {start} to {start + total} of {handle.status.st_size}"
-            raise Truncated(message, file=self._label(key), offset=handle.status.st_size)
-        file = handle.file or self._again(key, handle)
+        stop = start + out.nbytes
+        file_nbytes = handle.status.st_size
+        if start < 0 or stop > file_nbytes:
+            message = f"cannot read bytes {start} to {stop} of a file of {file_nbytes} bytes"
+            raise Truncated(message, file=self._label(key), offset=file_nbytes)
+        file = handle.file or self._reopen(key, handle)
         try:
-            read_at(file.number, start, out)
+            read_at(file.descriptor, start, out)
         except HoldfastError as error:
             error.file = self._label(key)
             raise
         except OSError as error:
-            raise self._missing(key, error) from None
+            raise self._explain_error(key, error) from None
         finally:
-            # An exception keeps this frame alive, and should not keep the file open with it.
+            # An exception keeps this frame alive. It must not keep the file open as well.
             del file
 
     peek = read
 
     def map(self, key: str) -> memoryview | None:
-        """The bytes of a file as memory; None where the process may have no more files open, since each mapping holds one."""
+        """Map a file into memory. None if the process may not open more files: a mapping holds one."""
         handle = self._open(key)
         with self._lock:
-            if self._closed:
-                raise self._was_closed()
-            if handle.mapped is None and handle.status.st_size:
+            if self._is_closed:
+                raise Closed(CLOSED_MESSAGE, file=self.name)
+            nbytes = handle.status.st_size
+            if not nbytes:
+                return memoryview(b"")
+            if handle.mapping is None:
                 try:
-                    file = handle.file or self._again(key, handle)
-                    handle.mapped = memoryview(
-                        platform.map_private(file.number, handle.status.st_size)
-                    )
+                    file = handle.file or self._reopen(key, handle)
+                    handle.mapping = memoryview(platform.map_private(file.descriptor, nbytes))
+                except HoldfastError:
+                    raise
                 except (OSError, ValueError) as error:
-                    if isinstance(error, HoldfastError):
-                        raise
-                    if isinstance(error, OSError) and error.errno in NO_MORE:
+                    if isinstance(error, OSError) and error.errno in TOO_MANY_FILES_ERRNOS:
                         return None
-                    raise StoreError(
-                        f"cannot map the file into memory: {error}", file=self._label(key)
-                    ) from None
-            return handle.mapped if handle.status.st_size else memoryview(b"")
+                    message = f"cannot map the file into memory: {error}"
+                    raise StoreError(message, file=self._label(key)) from None
+            return handle.mapping
 
     def stamp(self, key: str) -> tuple[int, int, int]:
-        """Length, and times of the last change of the content and of the status (`ctime`).
+        """Return the size, and the times of the last change of the content and of the status (`ctime`).
 
-        Programs that restore a file set its modification time back. They cannot set the other one.
+        Programs that restore a file reset its modification time. They cannot reset the other time.
         """
-        handle = self._open(key)
-        return handle.status.st_size, handle.status.st_mtime_ns, handle.status.st_ctime_ns
+        status = self._open(key).status
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def place(self, key: str = "") -> Hashable:
-        """The real path: what was opened by two paths is one."""
+        """Return the real path, which is equal for two paths to one file."""
         return "file", os.path.realpath(self._label(key) if key else self.name)
 
     def changed(self) -> Keys:
-        """The files that someone has written to since they were opened here, as far as the file system tells."""
+        """Return the files that were written to since they were opened, if the file system shows it."""
         with self._lock:
             handles = dict(self._handles)
-        found = []
+        changed_keys = []
         for key, handle in handles.items():
             try:
-                is_same = handle.is_same_as(handle.file or self._opened(key))
+                is_same = handle.is_same_as(handle.file or self._open_by_key(key))
             except (OSError, HoldfastError):
                 is_same = False
             if not is_same:
-                found.append(key)
-        return sorted(found)
+                changed_keys.append(key)
+        return sorted(changed_keys)
 
     def find_replaced(self) -> Keys:
         with self._lock:
             handles = dict(self._handles)
             opened_keys = self._keys
             folder = self._folder
-        if folder is not None and not folder.in_place():
+        if folder is not None and not folder.is_in_place():
             return sorted(handles) or [self._single]
 
         replaced_keys: set[str] = set()
         for key, handle in handles.items():
             try:
-                is_same = handle.is_same_as(self._opened(key))
+                is_same = handle.is_same_as(self._open_by_key(key))
             except (OSError, HoldfastError):
                 is_same = False
             if not is_same:
@@ -425,132 +479,132 @@ class LocalStore(Store):
         return sorted(replaced_keys)
 
     def close(self) -> None:
-        """Let go of everything. Reads that are under way end as they would have; those that begin now raise `Closed`."""
+        """Release all files. Running reads finish normally, and later reads raise `Closed`."""
         with self._lock:
-            self._closed = True
-            if self._beside is not None:
-                self._beside.close()
+            self._is_closed = True
+            if self._folder_store is not None:
+                self._folder_store.close()
             for handle in self._handles.values():
-                # A mapping stays as long as arrays use it; Python unmaps it with the last of them.
-                handle.mapped = handle.file = None
+                # Arrays that use a mapping keep it alive. Python unmaps it with the last of them.
+                handle.mapping = None
+                handle.file = None
             self._handles.clear()
             self._folder = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the path: what is opened where it arrives must be the files that are open here."""
+        """Pickle the path. The receiver must find the same files there that are open here."""
         with self._lock:
-            if self._closed:
-                raise self._was_closed()
-            stamps = {key: handle.stamp for key, handle in self._handles.items()}
-        return _arrived, (
-            os.path.abspath(os.path.join(self._working, self.name)),
-            self._max_files,
-            stamps,
-            self.index,
-        )
+            if self._is_closed:
+                raise Closed(CLOSED_MESSAGE, file=self.name)
+            versions = {key: handle.version for key, handle in self._handles.items()}
+        path = os.path.abspath(os.path.join(self._working_directory, self.name))
+        return _restore_store, (path, self._max_files, versions, self.index)
 
     def _label(self, key: str) -> str:
+        """Return the path of a file for messages."""
         return os.path.join(self._root, key) if self.folder else self.name
 
-    def _was_closed(self) -> Closed:
-        return Closed("the checkpoint was closed; open it again to read from it", file=self.name)
-
     def _list_keys(self, folder: Folder) -> Keys:
-        """List the files that a folder has now, of those whose names fit."""
+        """Return the files that a folder has now and that match the pattern."""
         keys = folder.list(self._max_files)
-        if not self._only:
+        if not self._pattern:
             return keys
-        return [key for key in keys if "/" not in key and fnmatchcase(key, self._only)]
+        return [key for key in keys if "/" not in key and fnmatchcase(key, self._pattern)]
 
-    def _bound(self) -> Folder:
+    def _get_folder(self) -> Folder:
         folder = self._folder
         if folder is None:
-            raise self._was_closed()
+            raise Closed(CLOSED_MESSAGE, file=self.name)
         return folder
 
-    def _open(self, key: str) -> Handle:
-        """Open and measure a file, if that was not done yet."""
+    def _open(self, key: str) -> FileHandle:
+        """Return the handle of a file. The first call opens the file."""
         with self._lock:
-            if self._closed:
-                raise self._was_closed()
+            if self._is_closed:
+                raise Closed(CLOSED_MESSAGE, file=self.name)
             if key not in self._handles:
-                file = self._opened(key)
-                handle = Handle(file, plain(file, self._label(key)))
-                if key in self._expected and self._expected[key] != handle.stamp:
-                    raise Replaced(ELSEWHERE, file=self._label(key))
-                if not platform.REMOVES_OPEN_FILES:
-                    handle.file = None  # or nobody could replace a checkpoint that somebody reads
-                elif self.folder and (
-                    len(self._handles) >= KEPT or len(ALIVE) > platform.most_open_files() // SHARE
-                ):
+                file = self._open_by_key(key)
+                handle = FileHandle(file, check_regular_file(file, self._label(key)))
+                expected_version = self._expected_versions.get(key)
+                if expected_version is not None and expected_version != handle.version:
+                    raise Replaced(OTHER_CHECKPOINT_MESSAGE, file=self._label(key))
+                has_many_files = self.folder and (
+                    len(self._handles) >= MAX_KEPT_FILES
+                    or len(OPEN_DESCRIPTORS) > platform.most_open_files() // OPEN_FILES_DIVISOR
+                )
+                # On Windows, nobody could replace a checkpoint whose files somebody has open.
+                if has_many_files or not platform.REMOVES_OPEN_FILES:
                     handle.file = None
                 self._handles[key] = handle
             return self._handles[key]
 
-    def _again(self, key: str, handle: Handle) -> OpenFile:
-        """A file that is not kept open; it must be the one that was measured."""
-        if self._closed:
-            raise self._was_closed()
-        file = self._opened(key)
+    def _reopen(self, key: str, handle: FileHandle) -> OpenFile:
+        """Open a file that is not kept open. It must be the one that was opened first."""
+        if self._is_closed:
+            raise Closed(CLOSED_MESSAGE, file=self.name)
+        file = self._open_by_key(key)
         if not handle.is_same_as(file):
-            raise Replaced(
-                "the file was changed or replaced while the checkpoint was open; open it again",
-                file=self._label(key),
+            message = (
+                "the file was changed or replaced while the checkpoint was open; open it again"
             )
+            raise Replaced(message, file=self._label(key))
         return file
 
-    def _opened(self, key: str) -> OpenFile:
+    def _open_by_key(self, key: str) -> OpenFile:
+        """Open a file. If the process has too many files open, close those that are kept and retry."""
         try:
             try:
                 return self._open_file(key)
             except OSError as error:
-                if error.errno not in NO_MORE or not self._let_go():
+                if error.errno not in TOO_MANY_FILES_ERRNOS or not self._close_kept_files():
                     raise
                 return self._open_file(key)
         except HoldfastError:
             raise
         except (OSError, UnicodeEncodeError) as error:
-            raise self._missing(key, error) from None
+            raise self._explain_error(key, error) from None
 
     def _open_file(self, key: str) -> OpenFile:
         if self.folder:
-            return self._bound().open(key)
+            return self._get_folder().open(key)
         if key != self._single:
             raise StoreError(f"there is no {key!r} in {self.name}", file=key)
-        return OpenFile(os.open(self.name, READ))
+        return OpenFile(os.open(self.name, READ_FLAGS))
 
-    def _let_go(self) -> bool:
-        """Close what is kept open of a directory; False where there was nothing."""
-        kept = (
-            [handle for handle in list(self._handles.values()) if handle.file is not None]
-            if self.folder
-            else []
-        )
-        for handle in kept:
-            handle.file = None
-        return bool(kept)
+    def _close_kept_files(self) -> bool:
+        """Close the files of a directory that are kept open. Returns False if there were none."""
+        has_closed = False
+        if self.folder:
+            for handle in list(self._handles.values()):
+                has_closed |= handle.file is not None
+                handle.file = None
+        return has_closed
 
-    def _missing(self, key: str, error: OSError | UnicodeEncodeError) -> StoreError:
-        """What to say of a file that the file system does not give: `Replaced` for one that it had."""
+    def _explain_error(self, key: str, error: OSError | UnicodeEncodeError) -> StoreError:
+        """Return the error to raise for a file: `Replaced` if the file existed before."""
         label = self._label(key)
-        known = (
+        was_there = (
             key in self._handles
-            or key in self._expected
+            or key in self._expected_versions
             or (self._keys is not None and key in self._keys)
         )
-        if isinstance(error, OSError) and error.errno in GONE and known:
+        if isinstance(error, OSError) and error.errno in MISSING_ERRNOS and was_there:
             self.gone = True
-            gone = Replaced(
-                "the file is gone: the checkpoint was replaced or removed while it was open; open it again",
+            replaced_error = Replaced(
+                "the file is gone: the checkpoint was replaced or removed while it was open; "
+                "open it again",
                 file=label,
             )
-            gone.errno = error.errno
-            return gone
+            replaced_error.errno = error.errno
+            return replaced_error
         return store_error(label, error, inside=self.folder)
 
 
-def _chosen(path: str) -> tuple[str, str]:
-    """The directory that is opened, and the pattern for its files: none where all are meant, or a file has the star in its name."""
+def _split_pattern(path: str) -> tuple[str, str]:
+    """Split a path with a star into a directory and the pattern for its files.
+
+    The pattern is empty if a file has the star in its name, or if no file matches.
+    """
     folder, pattern = os.path.split(path)
     if "*" not in pattern or os.path.lexists(path):
         return path, ""
@@ -560,61 +614,71 @@ def _chosen(path: str) -> tuple[str, str]:
     return path, ""
 
 
-def _arrived(path: str, max_files: int, stamps: Mapping[str, Stamp], index: str = "") -> LocalStore:
+def _restore_store(
+    path: str, max_files: int, versions: Mapping[str, Version], index: str = ""
+) -> LocalStore:
+    """Open the store that another process has pickled."""
     store = LocalStore(path, max_files=max_files)
     store.index = index
-    store._expected = stamps
-    # What was opened here is compared with that when it is opened to be read.
+    store._expected_versions = versions
+    # Without its handle, a single file is opened again and then compared with its expected version.
     store._handles.clear()
     return store
 
 
-_positions: WeakValueDictionary[tuple[int, int], threading.Lock] = WeakValueDictionary()
-"""By device and inode: who may move the position of a file, where a read moves it. Descriptors of one open file share it."""
+_position_locks: WeakValueDictionary[tuple[int, int], threading.Lock] = WeakValueDictionary()
+"""Locks by device and inode, for systems whose reads move the position of a file. Duplicates of a
+descriptor share one position."""
 
 
 class DescriptorStore(Store):
-    """One plain file that somebody else has open, under one key. Reads do not move the file's position. It has a descriptor of its
-    own, so that the owner may close theirs at any time."""
+    """A regular file that somebody else has open, under one key.
+
+    Reads do not move the position of the file. The store duplicates the descriptor, so the owner may
+    close the original at any time.
+    """
 
     KEY = "file"
 
     def __init__(self, descriptor: int, *, name: str = "<open file>") -> None:
         self.name = name
         self._file: OpenFile | None = OpenFile(os.dup(descriptor))
-        self._turn: threading.Lock | None = None
+        self._position_lock: threading.Lock | None = None
         if not platform.HAS_PREAD:
-            found = os.fstat(descriptor)
-            self._turn = _positions.setdefault(
-                (found.st_dev, found.st_ino), renewed(threading.Lock())
-            )
+            status = os.fstat(descriptor)
+            identity = status.st_dev, status.st_ino
+            self._position_lock = _position_locks.setdefault(identity, renewed(threading.Lock()))
 
     def list(self) -> Sequence[str]:
         return [self.KEY]
 
     def size(self, key: str) -> int:
-        return os.fstat(self._open(key).number).st_size
+        return os.fstat(self._get_file(key).descriptor).st_size
 
     def read(self, key: str, start: int, out: memoryview) -> None:
-        file = self._open(key)
-        if start < 0:  # which preadv takes for the file's position
-            raise Truncated(f"wanted bytes from {start} on", file=self.name, offset=0)
+        file = self._get_file(key)
+        # preadv would take a negative offset for the current position of the file.
+        if start < 0:
+            raise Truncated(
+                f"cannot read from the negative offset {start}", file=self.name, offset=0
+            )
         try:
-            if self._turn is None:
-                read_at(file.number, start, out)
+            if self._position_lock is None:
+                read_at(file.descriptor, start, out)
             else:
-                with self._turn:
-                    read_at(file.number, start, out)
+                with self._position_lock:
+                    read_at(file.descriptor, start, out)
         except OSError as error:
             raise store_error(self.name, error) from error
         finally:
+            # An exception keeps this frame alive. It must not keep the file open as well.
             del file
 
     def close(self) -> None:
-        """Let go of it; the file belongs to the caller."""
+        """Close the duplicate. The original belongs to the caller."""
         self._file = None
 
-    def _open(self, key: str) -> OpenFile:
+    def _get_file(self, key: str) -> OpenFile:
         file = self._file
         if file is None:
             raise Closed("the file was closed; open it again to read from it", file=self.name)
@@ -624,41 +688,54 @@ class DescriptorStore(Store):
 
     def __reduce__(self) -> tuple[object, ...]:
         raise Unsupported(
-            "what is read from an open file cannot be sent to another process; open it there by its path"
+            "an open file cannot be sent to another process; open it there by its path"
         )
 
 
 def read_at(descriptor: int, start: int, out: memoryview) -> None:
-    """Fill `out` from an open file, from `start` on."""
-    done, total = 0, out.nbytes
-    while done < total:
-        got = platform.preadv(descriptor, [out[done : done + MAX_READ]], start + done)
-        if got == 0:
+    """Fill `out` with the bytes of an open file from `start` on."""
+    nbytes = out.nbytes
+    done_nbytes = 0
+    while done_nbytes < nbytes:
+        block = out[done_nbytes : done_nbytes + MAX_READ_NBYTES]
+        count = platform.preadv(descriptor, [block], start + done_nbytes)
+        if count == 0:
             raise Truncated(
-                f"the file shrank while it was read: {total - done} bytes are gone",
-                offset=start + done,
+                f"the file shrank during the read: {nbytes - done_nbytes} bytes are missing",
+                offset=start + done_nbytes,
             )
-        done += got
+        done_nbytes += count
 
 
 def store_error(
     label: str, error: OSError | UnicodeEncodeError, *, inside: bool = False
 ) -> StoreError:
-    """What the file system said; `inside` is for a file of a folder that was opened."""
+    """Return the `StoreError` for an error of the file system.
+
+    Args:
+        label: The path for the message.
+        error: The error of the file system.
+        inside: Whether the file belongs to a folder that was opened. Otherwise a missing file is a
+            wrong path of the user, and gives `NoSuchPath`.
+    """
     if isinstance(error, UnicodeEncodeError):
-        return StoreError("the path has a character that the file system cannot hold", file=label)
-    reason = {
+        message = "the file system cannot store a character of this path; rename the file"
+        return StoreError(message, file=label)
+
+    messages = {
         errno.ENOENT: "no such file",
         errno.EACCES: "permission denied",
         errno.EISDIR: "this is a folder",
         errno.ENAMETOOLONG: "the name is too long",
-        errno.ELOOP: "links that go round in circles",
-        errno.EMFILE: "this process has as many files open as it may (ulimit -n); close some, or raise the limit",
-    }.get(error.errno or 0, error.strerror or str(error))
-    refused = (
-        NoSuchPath(reason, file=label)
-        if error.errno == errno.ENOENT and not inside
-        else StoreError(reason, file=label)
-    )
-    refused.errno = error.errno
-    return refused
+        errno.ELOOP: "the links lead in circles",
+        errno.EMFILE: (
+            "this process has too many open files; close some of them, or raise the limit (ulimit -n)"
+        ),
+    }
+    message = messages.get(error.errno or 0, error.strerror or str(error))
+    error_type = StoreError
+    if error.errno == errno.ENOENT and not inside:
+        error_type = NoSuchPath
+    explained_error = error_type(message, file=label)
+    explained_error.errno = error.errno
+    return explained_error

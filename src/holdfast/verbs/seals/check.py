@@ -22,7 +22,7 @@ from holdfast.engine.threads import DEFAULT_THREADS, run_all
 from holdfast.errors import BadPath, HoldfastError, LimitExceeded, StoreError, UnsafePath
 from holdfast.stores import platform
 from holdfast.stores.files import is_temporary
-from holdfast.stores.local import OpenFile, open_folder, plain
+from holdfast.stores.local import OpenFile, check_regular_file, open_folder
 from holdfast.stores.paths import AnyPath, local_path
 from holdfast.stores.place import place_at
 from holdfast.verbs.seals.document import (
@@ -253,9 +253,9 @@ def _compare_file(
     open_file: Callable[[str], OpenFile], file: ExpectedDigest, progress: Progress | None
 ) -> Misfit | None:
     opened = open_file(file.name)
-    status = plain(opened, file.name)
+    status = check_regular_file(opened, file.name)
     algorithm = file.accepted[0].partition(":")[0]
-    read = partial(platform.read_block, opened.number)
+    read = partial(platform.read_block, opened.descriptor)
     digest, nbytes = digest_of(algorithm, read, progress, nbytes=status.st_size)
     if digest in file.accepted:
         return None
@@ -322,7 +322,7 @@ def _small(path: str, limits: Limits) -> bytes:
     """The content of a plain file, which is no link, and no longer than the limits allow."""
     flags = os.O_RDONLY | platform.OPEN_FLAGS | platform.NO_FOLLOW | platform.NON_BLOCKING
     file = OpenFile(os.open(path, flags))
-    nbytes = plain(file, path).st_size
+    nbytes = check_regular_file(file, path).st_size
     check_length(DOCUMENT, nbytes, limits, file=path)
     return read_whole(file, nbytes)
 
@@ -330,6 +330,6 @@ def _small(path: str, limits: Limits) -> bytes:
 def read_whole(file: OpenFile, nbytes: int) -> bytes:
     """Read a file of so many bytes, and one byte more if it has grown."""
     raw = b""
-    while block := platform.read_block(file.number, nbytes + 1 - len(raw), len(raw)):
+    while block := platform.read_block(file.descriptor, nbytes + 1 - len(raw), len(raw)):
         raw += block
     return raw

@@ -18,7 +18,7 @@ from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.file_digest import GIT_SHA1
 from holdfast.errors import HoldfastError, LimitExceeded
-from holdfast.stores.local import READ, OpenFile, open_folder, plain
+from holdfast.stores.local import READ_FLAGS, OpenFile, check_regular_file, open_folder
 from holdfast.verbs.seals.check import ExpectedDigest, Misfit, compare_digests, read_whole
 
 LIST_SUFFIX = ".sha256"
@@ -92,7 +92,7 @@ class RecordFinder:
         """Open a file of the folder, or the one file, whose links may lead out of its folder."""
         if self._open_in_folder is not None:
             return self._open_in_folder(key)
-        return OpenFile(os.open(self.path_of(key), READ))
+        return OpenFile(os.open(self.path_of(key), READ_FLAGS))
 
     def path_of(self, name: str) -> str:
         return os.path.join(self._folder, name)
@@ -135,7 +135,7 @@ class RecordFinder:
         path = self.path_of(key)
         try:
             opened = self.open_file(key)
-            nbytes = plain(opened, path).st_size
+            nbytes = check_regular_file(opened, path).st_size
             if nbytes > self._limits.index_nbytes:
                 most = self._limits.index_nbytes
                 raise LimitExceeded(
