@@ -30,6 +30,7 @@ from holdfast.core.notebook import Shown
 from holdfast.core.options import validated
 from holdfast.core.protocols import Description, Store
 from holdfast.core.quantities import Size
+from holdfast.core.registry import find_hook
 from holdfast.core.runtime import gc_paused
 from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC
@@ -66,7 +67,7 @@ from holdfast.verbs.seals.document import SEAL, SUFFIX, Seal
 from holdfast.verbs.seals.recorded import compare_recorded
 
 if TYPE_CHECKING:
-    from holdfast.extras.maps.find import AnyMap
+    from holdfast.extras.maps.find import AnyMap, Map
 
 OF_RANKS = (RanksFailed, RankLost)
 """Errors that are about no file, and end it all."""
@@ -183,8 +184,10 @@ def verify(
     with acting(group, "verify") as ranks, ranks.counting(progress) as counted:
         workers = reading_threads(max_memory, threads, ranks.neighbours())
         if map is not None:
-            with opened(src, limits=limits, map=map):
-                pass  # it was proved
+            with opened(src, limits=limits) as checkpoint:
+                found: Map | None = find_hook("find_map")(map, checkpoint, is_check=True)
+                if found is not None:
+                    found.through(checkpoint)  # This proves that the map fits.
         return replace(
             _verified(src, limits or Limits(), workers, progress=counted, ranks=ranks),
             required=require,

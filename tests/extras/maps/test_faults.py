@@ -292,8 +292,34 @@ def test_auto_says_why_not_in_one_line(
     for folder, said in (("hf", "in the layout 'hf'"), ("odd", "fits none of the families")):
         with pytest.raises(BadMap, match=said):
             holdfast.open(tmp_path / folder, map="auto")
-        assert main(["maps", "check", "auto", str(tmp_path / folder)]) == 2
-        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert main(["maps", "check", "auto", str(tmp_path / "odd")]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_check_with_auto_accepts_the_hugging_face_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A check needs no target: it finds the family and proves that all tensors fit."""
+    tensors, config = model()
+    folder = write(tmp_path / "hf", tensors, config)
+    assert main(["maps", "check", "auto", str(folder)]) == 0
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title.startswith(
+        f"qwen3 in the layout hf  fits: {len(tensors)} tensors of {len(tensors)}"
+    )
+    assert holdfast.verify(folder, map="auto").ok
+
+
+def test_a_check_with_auto_refuses_a_checkpoint_that_lacks_a_tensor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tensors, config = model()
+    del tensors["model.layers.0.mlp.down_proj.weight"]
+    folder = write(tmp_path / "hf", tensors, config)
+    assert main(["maps", "check", "auto", str(folder)]) == 2
+    assert "model.layers.0.mlp.down_proj.weight: missing" in capsys.readouterr().err
+    with pytest.raises(DoesNotFit, match="missing"):
+        holdfast.verify(folder, map="auto")
 
 
 def test_auto_refuses_where_two_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: None):

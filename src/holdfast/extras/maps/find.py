@@ -164,10 +164,18 @@ def map_names() -> list[str]:
 
 
 def find_map(
-    text: AnyMap, checkpoint: Checkpoint, wanted: Callable[[], Iterable[str]] | None = None
+    text: AnyMap,
+    checkpoint: Checkpoint,
+    wanted: Callable[[], Iterable[str]] | None = None,
+    *,
+    is_check: bool = False,
 ) -> Map | None:
-    """The map of a name, or the one that fits a checkpoint; None where that is in the layout already. `wanted` gives the names of
-    the other side, where they are known: a model's. Raises `BadMap` where none fits, or several do."""
+    """Return the map of a name, or the one that fits a checkpoint; None if that is in the layout already.
+
+    `wanted` gives the names of the other side if they are known: a model's. With `is_check`, "auto"
+    only has to find the layout of the checkpoint: if that is the common one, the map keeps it, and
+    binding it proves that the checkpoint fits. Raises `BadMap` if no map fits, or several do.
+    """
     if isinstance(text, Map):
         return text
     auto = AUTO_SPEC.fullmatch(text.strip())
@@ -180,7 +188,7 @@ def find_map(
     for family, source in _layouts_of(checkpoint.stored.names, config):
         if targets is not None:
             ends = [layout for own, layout in targets if own is family]
-        elif source == (target or COMMON) and not target:
+        elif source == COMMON and not target and not is_check:
             other = next((layout for layout in family.layouts if layout != source), source)
             raise BadMap(
                 f"this is {family.name} in the layout {source!r}: say where to, auto:{other}",
@@ -189,7 +197,7 @@ def find_map(
         else:
             ends = [target or COMMON] if (target or COMMON) in family.layouts else []
         fitting += [Map(family, source, end) for end in ends]
-    if any(one.source == one.target for one in fitting):
+    if any(one.source == one.target for one in fitting) and (target or not is_check):
         return None
     if len(fitting) != 1:
         said = (

@@ -61,7 +61,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "map",
         metavar="MAP",
         nargs="?",
-        help="family:from:to, file.toml:from:to, or auto to find the one that fits",
+        help="family:from:to, file.toml:from:to, or auto to find the family that fits",
     )
     verb.add_argument("path", metavar="PATH", type=values.path, nargs="?", help=values.PATH_HELP)
     verb.add_argument(
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.verbs.open import open as open_checkpoint
 
     with open_checkpoint(options.path, threads=1) as checkpoint:
-        found = find_map(options.map, checkpoint)
+        found = find_map(options.map, checkpoint, is_check=True)
         if found is None:
             print_lines(
                 [
@@ -129,8 +129,11 @@ def _list(options: argparse.Namespace) -> int:
 
 def _table(bound: Bound, made: MappedTensors, *, everything: bool) -> Iterator[Line]:
     """A line for each part of the target, or for each tensor, with what it is made of."""
+    title = bound.what
+    if bound.source is bound.target:
+        title = f"{bound.what.partition(':')[0]} in the layout {bound.source.name}"
     yield [
-        (escape(bound.what), "title"),
+        (escape(title), "title"),
         (
             f"  fits: {plural(len(bound.targets), 'tensor')} of {bound.used:,}, checked without reading tensor data",
             "clean",
