@@ -65,16 +65,16 @@ from holdfast.verbs.shared.transform import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion(Saved):
-    """The files of a conversion. Its notes say, once it is done, how many values a cast saturated or took to zero."""
+    """The result of `convert` and `edit`. The notes count the values that a cast saturated or rounded to zero."""
 
     source: str
     tensors: int
     read_nbytes: int
-    """Bytes that are read from the source."""
+    """Number of bytes to read from the source."""
     over_read_nbytes: int
-    """Bytes among them that are read only because they lie between wanted ones."""
+    """Number of these bytes that no tensor needs. They lie in gaps that are cheaper to read than to skip."""
     peak_nbytes: int | None
-    """Memory above the interpreter's own that the conversion keeps to; None without a budget."""
+    """Limit of the memory that the conversion uses in addition to the interpreter. None if there is no limit."""
 
     def _lines(self) -> list[str]:
         over = (
@@ -99,26 +99,32 @@ class Conversion(Saved):
 def convert(
     src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unpack[ConvertOptions]
 ) -> Conversion:
-    """Convert a checkpoint of any format that opens to any format that can be written.
+    """Convert a checkpoint to another format.
 
-    `keep`, `drop` and `rename` take globs on dotted names; `dtype` casts floating-point tensors: all, or by globs on the names that
-    they have in the source, the first that matches deciding (`{"*norm*": "f32", "*": "bf16"}`, "keep" for as it is).
-    `tensors_only` leaves out what is no tensor; without it, what the target cannot hold is an error that lists all of it, and
-    nothing is written. safetensors keeps the rest in its header where Holdfast finds it (`keep_tree`). With `dry_run=True` nothing
-    is written, and the result says what would be. `resume` takes up an interrupted conversion to a directory: its finished files
-    are checked and kept.
+    `src` can have any format that `open` reads. The suffix of `dst`, or `format`, selects the new format.
 
-    `dequantize` writes what the quantised blocks of a GGUF file stand for, as float32 or as `dtype` says; without it, the bytes of
-    the blocks are written as they are.
+    **Tensors.** `keep`, `drop` and `rename` accept globs for the dotted names of tensors. `dtype` casts all floating-point tensors
+    or, as a dict, those that a glob for their name in the source matches: `{"*norm*": "f32", "*": "bf16"}`. The first glob
+    that matches applies, and `"keep"` does not cast.
 
-    From a Hugging Face folder to a directory, config, tokenizer and generation files come along, and the config's dtype is set
-    where the weights are cast. `copy_config=False` leaves them, `copy_config="base/"` takes them from another folder.
+    **Other values.** If the new format cannot store a value, `convert` raises an error that lists all such values, and writes
+    nothing. `tensors_only=True` drops all values that are not tensors. In a safetensors file, `convert` stores them in the
+    header, where Holdfast finds them. `keep_tree=False` turns this off.
 
-    Of a `.pt2`, the state dict is converted: parameters and buffers, of `model` where it holds several; `constants` and
-    `sample_inputs` come along when asked for, and a note says what stays behind. `model` chooses from any package.
+    **Check and resume.** With `dry_run=True`, `convert` writes nothing and returns a description of the result. `resume=True`
+    continues an interrupted conversion to a directory: `convert` checks the finished files and does not write them again.
 
-    Both places may be URLs of an object store. `store` is an obstore store that `dst` is a key in; `src` may be what `open(…,
-    store=)` opened.
+    **GGUF.** `dequantize=True` decodes quantized blocks to float32, or to `dtype`. By default, `convert` copies the bytes of the
+    blocks.
+
+    **Hugging Face folders.** From a Hugging Face folder to a directory, `convert` also copies the config, tokenizer and
+    generation files. If it casts the weights, it sets the dtype in the config. `copy_config=False` copies none of these files.
+    `copy_config="base/"` copies them from another folder.
+
+    **Packages.** From a `.pt2` archive, `convert` writes the state dict: parameters and buffers. `model` selects one of several
+    models, in any package. `constants=True` and `sample_inputs=True` add these tensors. A note lists everything that is left out.
+
+    **Object stores.** `src` and `dst` can be URLs. If you pass an obstore store as `store`, `dst` is a key in this store.
     """
     # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
     with gc_paused():
@@ -262,13 +268,16 @@ def edit(
     dst: str | os.PathLike[str] | None = None,
     **options: Unpack[EditOptions],
 ) -> Conversion:
-    """Change a checkpoint: as a new one at `dst`, whose suffix may ask for another format, or in its place (`in_place=True`).
+    """Edit a checkpoint: rename, drop or cast tensors, and set metadata.
 
-    Patterns, `dtype` and `copy_config` are as in `convert`; in place, the other files of a folder stay. `set_metadata` and
-    `unset_metadata` change the text that safetensors and native directories carry about themselves. `overwrite` is about `dst`; in
-    place, the source is replaced, atomically. With `dry_run=True` nothing is written.
+    `edit` writes a new checkpoint to `dst`. The suffix of `dst` can select another format. With `in_place=True` and without
+    `dst`, it replaces the source atomically. Other files in the folder do not change.
 
-    Raises `CannotHold` with every problem where the edits do not fit, `NotCommitted` where nothing changed.
+    `keep`, `drop`, `rename`, `dtype` and `copy_config` have the same meaning as in `convert`. `set_metadata` and `unset_metadata`
+    change the text entries in safetensors files and native directories. `overwrite` allows `edit` to replace `dst`. With
+    `dry_run=True`, `edit` writes nothing.
+
+    Raises `CannotHold` with a list of all problems if the edits do not fit, and `NotCommitted` if nothing changed.
     """
     return plan_edit(src, dst, options).carry_out(options["progress"])
 

@@ -54,22 +54,22 @@ from holdfast.verbs.shared.planned import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied(Saved):
-    """The files that were copied, or would be. `shared_nbytes` counts what the store itself copies."""
+    """The result of `copy`. `shared_nbytes` counts the bytes that the object store copies itself."""
 
     source: str
     checked_nbytes: int
-    """Bytes that are compared with a checksum which the source records, on their way."""
+    """Number of bytes that `copy` compares with a checksum of the source."""
 
 
 @validated
 def copy(
     src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unpack[CopyOptions]
 ) -> Copied:
-    """Copy a checkpoint of any format as it is, all files of its folder included; paths and URLs on both sides.
+    """Copy a checkpoint byte for byte, with all files of its folder.
 
-    Where the source records checksums, they are compared on the way. What is there already is refused unless `overwrite=True`. A
-    file that goes to a folder (a slash at the end of `dst`) keeps its name. From a bucket to itself the store copies the objects.
-    `store` is an obstore store that `dst` is a key in.
+    Both places can be paths or URLs. If the source contains checksums, `copy` verifies them while it copies. If `dst` ends with a
+    slash, it is a folder, and a file keeps its name in it. An existing target is an error without `overwrite=True`. Within one
+    bucket, the object store copies the objects itself. If you pass an obstore store as `store`, `dst` is a key in this store.
     """
     return plan_copy(src, dst, options).carry_out(options["progress"])
 

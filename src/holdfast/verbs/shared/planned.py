@@ -115,35 +115,35 @@ class Writing(Value, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Shown):
-    """The files that a verb wrote, or would write; `done` says which. The results of all verbs that write are such."""
+    """The result of a function that writes: the files that it wrote, or in a dry run would write."""
 
     path: str
     format: str
     nbytes: int
     files: tuple[tuple[str, int], ...]
     notes: tuple[str, ...] = ()
-    """Sentences about what a person should know."""
+    """Sentences about the result that a user should read."""
     free_nbytes: int
-    """Bytes that were free there before; the old target stays until the new one is in place."""
+    """Free bytes at the target before the save. The old target stays until the new one is in place."""
     done: bool = False
-    """Whether it was written; a dry run writes nothing."""
+    """Whether the files were written. False after a dry run."""
     crcs: Mapping[str, int] = field(default_factory=dict, repr=False)
-    """CRC-32 of the bytes of each piece that was written, under the name that the file gives it; once it is written."""
+    """CRC-32 of each part of a file, by its name in the file. Empty until the files are written."""
     shared_nbytes: int = 0
-    """Bytes of files that the base has, too: they were not written, and take no room."""
+    """Bytes of files that are shared with the base. They are not written again and use no additional space."""
 
     @property
     def folder(self) -> bool:
-        """Whether a folder was written, and not one file."""
+        """Whether the result is a folder and not a single file."""
         return format_of(self.format).folder
 
     @property
     def new_nbytes(self) -> int:
-        """Bytes that are written."""
+        """Number of bytes that are written."""
         return self.nbytes - self.shared_nbytes
 
     def explain(self) -> str:
-        """The result in words."""
+        """Describe the result in a few lines of text."""
         return "\n".join([*self._lines(), *(f"note   {note}" for note in self.notes)])
 
     def _lines(self) -> list[str]:
