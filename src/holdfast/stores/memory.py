@@ -1,4 +1,4 @@
-"""A store whose bytes are already in memory, and one over a seekable file object."""
+"""Stores for bytes in the memory of this process, and for seekable file objects."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from holdfast.core.protocols import Medium, Store
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, HoldfastError, StoreError, Truncated, Unsupported
 
-LARGE = 64 << 10  # From this many bytes on, other threads should not wait for a copy.
+LARGE_COPY_NBYTES = 64 << 10
+"""From this size on, a copy releases the interpreter lock, so that other threads need not wait."""
 
 
 class MemoryStore(Store):
+    """A store whose bytes are in memory already."""
+
     medium = Medium(resident=True)
 
     def __init__(
@@ -25,17 +28,18 @@ class MemoryStore(Store):
     ) -> None:
         self.name = name
         self._content = {key: memoryview(value).cast("B") for key, value in content.items()}
-        self._closed = False
+        self._is_closed = False
         self._owners: list[object] = []
 
     @classmethod
-    def of(cls, key: str, content: memoryview, *, name: str) -> MemoryStore:
-        made = cls({}, name=name)
-        made._content[key] = content
-        return made
+    def from_view(cls, key: str, content: memoryview, *, name: str) -> MemoryStore:
+        """Make a store of one file, whose memory is not copied."""
+        store = cls({}, name=name)
+        store._content[key] = content
+        return store
 
     def add(self, key: str, content: memoryview, *, owner: object = None) -> None:
-        """Put more bytes under a new key. `owner` stays alive for as long as the store does: the memory may be its."""
+        """Add a file. The store keeps `owner` alive, which may own the memory."""
         self._content[key] = content
         self._owners.append(owner)
 
@@ -43,47 +47,42 @@ class MemoryStore(Store):
         return sorted(self._content)
 
     def size(self, key: str) -> int:
-        return self._bytes(key).nbytes
+        return self._get_content(key).nbytes
 
     def read(self, key: str, start: int, out: memoryview) -> None:
-        content = self._bytes(key)
+        content = self._get_content(key)
         stop = start + out.nbytes
         if start < 0 or stop > content.nbytes:
-            raise Truncated(
-                f"wanted bytes {start} to {stop} of {content.nbytes}",
-                file=key,
-                offset=content.nbytes,
-            )
-        if out.nbytes < LARGE:
+            message = f"cannot read bytes {start} to {stop} of a file of {content.nbytes} bytes"
+            raise Truncated(message, file=key, offset=content.nbytes)
+        if out.nbytes < LARGE_COPY_NBYTES:
             out[:] = content[start:stop]
         else:
-            # numpy lets go of the interpreter lock while it copies, a memoryview does not.
+            # numpy releases the interpreter lock during a copy, a memoryview does not.
             np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(content[start:stop], np.uint8))
 
     def map(self, key: str) -> memoryview | None:
-        return self._bytes(key)
+        return self._get_content(key)
 
     def place(self, key: str = "") -> Hashable:
-        """The address: memory that two stores have is the same memory."""
-        content = self._bytes(key) if key else None
+        """Return the address of a file, which is equal in two stores that share the memory."""
+        content = self._get_content(key) if key else None
         if not content:
             return super().place(key)
-        return (
-            "memory",
-            np.frombuffer(content, np.uint8).__array_interface__["data"][0],
-            content.nbytes,
-        )
+        address = np.frombuffer(content, np.uint8).__array_interface__["data"][0]
+        return "memory", address, content.nbytes
 
     def close(self) -> None:
-        self._closed = True
+        self._is_closed = True
 
     def __reduce__(self) -> tuple[object, ...]:
         raise Unsupported(
-            "what lies in the memory of this process cannot be read lazily in another; save it and send the path"
+            "the memory of this process cannot be read lazily in another process; "
+            "save the checkpoint and send the path"
         )
 
-    def _bytes(self, key: str) -> memoryview:
-        if self._closed:
+    def _get_content(self, key: str) -> memoryview:
+        if self._is_closed:
             raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
         if key not in self._content:
             raise StoreError(f"there is no {key!r} in {self.name}", file=key)
@@ -91,11 +90,19 @@ class MemoryStore(Store):
 
 
 class FileObjectStore(Store):
-    """One seekable binary file object under one key. Its position is put back after every read, or block of reads. Asked of the
-    object: `tell`, `seek(offset)` and `seek(0, SEEK_END)`, and `read(n)` or `readinto`. Positions are those that `tell` gives. What
-    `seek` gives back is not looked at: a window into another file may say where that one stands, and `mmap.mmap` says nothing
-    before Python 3.13. A read may give less than it was asked for; nothing at all is the end. It is read in order, in one go: a
-    member of a zip and a decompressor go back by beginning again at the start."""
+    """A seekable binary file object, under one key.
+
+    The store calls `tell`, `seek(offset)` and `seek(0, SEEK_END)`, and `read(n)` or `readinto`. A read
+    may return fewer bytes than requested; none at all means the end.
+
+    It uses only the positions that `tell` returns, and ignores the result of `seek`: an object that
+    shows a part of another file may return the position in that file, and `mmap.mmap` returns None
+    before Python 3.13.
+
+    A tensor is read in order and at once, because members of a zip and decompressors can only go back
+    by starting again. After a read, or a block of reads (`reading`), the store restores the position of
+    the file object.
+    """
 
     medium = Medium(in_order=True)
     KEY = "file"
@@ -104,20 +111,21 @@ class FileObjectStore(Store):
         self.name = "<file object>"
         self._file = file
         self._lock = renewed(threading.Lock())
-        self._closed = False
-        self._readers = 0
-        self._position = 0  # Where the caller's object stood when the first of the readers came.
+        self._is_closed = False
+        self._reader_count = 0
+        self._caller_position = 0
         try:
             position = file.tell()
             file.seek(0, io.SEEK_END)
-            self._size = file.tell()
+            self._nbytes = file.tell()
             file.seek(position)
-            text = isinstance(file.read(0), str)
+            is_text = isinstance(file.read(0), str)
         except (OSError, AttributeError, ValueError, TypeError) as error:
             raise StoreError(f"a file object must be open, binary and seekable: {error}") from None
-        if text:
+        if is_text:
             raise StoreError(
-                f"this {type(file).__name__} gives text; open the file in binary mode: open(path, 'rb')"
+                f"this {type(file).__name__} returns text; open the file in binary mode: "
+                "open(path, 'rb')"
             )
 
     def list(self) -> Sequence[str]:
@@ -126,77 +134,80 @@ class FileObjectStore(Store):
     def size(self, key: str) -> int:
         if key != self.KEY:
             raise StoreError(f"there is no {key!r} in {self.name}", file=key)
-        return self._size
+        return self._nbytes
 
     def read(self, key: str, start: int, out: memoryview) -> None:
-        if self._closed:
+        if self._is_closed:
             raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
-        if start < 0 or start + out.nbytes > self.size(key):
-            raise Truncated(
-                f"wanted bytes {start} to {start + out.nbytes} of {self._size}", offset=self._size
-            )
-        done = 0
-        with self.reading(), self._exclusive():
+        stop = start + out.nbytes
+        if start < 0 or stop > self.size(key):
+            message = f"cannot read bytes {start} to {stop} of a file of {self._nbytes} bytes"
+            raise Truncated(message, offset=self._nbytes)
+        done_nbytes = 0
+        with self.reading(), self._locked_file():
             self._file.seek(start)
-            while done < out.nbytes:
-                got = self._some(out[done:])
-                if not got:
+            while done_nbytes < out.nbytes:
+                count = self._read_some(out[done_nbytes:])
+                if not count:
                     raise Truncated(
-                        f"the file object ended {out.nbytes - done} bytes early",
-                        offset=start + done,
+                        f"the file object ended {out.nbytes - done_nbytes} bytes early",
+                        offset=start + done_nbytes,
                     )
-                done += got
+                done_nbytes += count
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        with self._exclusive():
-            if not self._readers:
-                self._position = self._file.tell()
-            self._readers += 1
+        """Restore the position of the file object when the last of the running blocks ends."""
+        with self._locked_file():
+            if not self._reader_count:
+                self._caller_position = self._file.tell()
+            self._reader_count += 1
         try:
             yield
         finally:
-            with self._exclusive():
-                self._readers -= 1
-                if not self._readers:
-                    self._file.seek(self._position)
+            with self._locked_file():
+                self._reader_count -= 1
+                if not self._reader_count:
+                    self._file.seek(self._caller_position)
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """The file object is this thread's. Its errors are a store's."""
+    def _locked_file(self) -> Iterator[None]:
+        """Let only this thread use the file object, and turn its errors into `StoreError`."""
         with self._lock:
             try:
                 yield
+            except HoldfastError:
+                raise
             except (OSError, ValueError) as error:
-                if isinstance(error, HoldfastError):
-                    raise
                 raise StoreError(f"reading from {self.name} failed: {error}") from error
 
-    def _some(self, out: memoryview) -> int:
-        """Read as much as comes at a time, straight to its place where the file object can."""
-        into = getattr(self._file, "readinto", None)
-        if callable(into):
+    def _read_some(self, out: memoryview) -> int:
+        """Read some bytes, directly into `out` if the file object supports that."""
+        readinto = getattr(self._file, "readinto", None)
+        if callable(readinto):
             try:
-                got = into(out)
-                return got if isinstance(got, int) else 0
+                count = readinto(out)
+                return count if isinstance(count, int) else 0
             except NotImplementedError:
-                pass  # `io.RawIOBase` has the method for those who write it
-        part = self._file.read(out.nbytes)
-        if not part:
-            return 0  # also None, which a file says that does not wait
-        content = memoryview(part).cast("B")
+                # Subclasses of `io.RawIOBase` inherit a method that only raises this.
+                pass
+        data = self._file.read(out.nbytes)
+        # A non-blocking file returns None if it has no bytes yet.
+        if not data:
+            return 0
+        content = memoryview(data).cast("B")
         if content.nbytes > out.nbytes:
             raise StoreError(
-                f"the file object was asked for {out.nbytes} bytes and gave {content.nbytes}"
+                f"the file object returned {content.nbytes} bytes for a read of {out.nbytes}"
             )
         out[: content.nbytes] = content
         return content.nbytes
 
     def __reduce__(self) -> tuple[object, ...]:
         raise Unsupported(
-            "what is read from a file object cannot be sent to another process; open it there by its path"
+            "a file object cannot be sent to another process; open the file there by its path"
         )
 
     def close(self) -> None:
-        """Forget the file object; it belongs to the caller, who closes it."""
-        self._closed = True
+        """Stop using the file object. The caller owns it and closes it."""
+        self._is_closed = True

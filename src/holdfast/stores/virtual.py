@@ -1,7 +1,8 @@
-"""`Virtual`: a store whose content is made when it is read.
+"""`Virtual`: a store whose content is computed when it is read.
 
-A cast, a mask, a packed part, a file that is yet to be written: each is an entry, so many bytes and a function that fills a range
-of them. Over another store, it has all that is there, and its entries as further content that is not listed.
+An entry of the store has a size and a function that fills a range of bytes: for a cast, a mask, a packed
+part of a tensor, or a file that is not written yet. A `Virtual` over another store also passes on all
+keys of that store. Its own entries are then not listed.
 """
 
 from __future__ import annotations
@@ -20,36 +21,50 @@ from holdfast.errors import Closed, StoreError, Truncated, Unsupported
 
 
 class VirtualFile(Value, frozen=True, eq=False):
+    """An entry of a `Virtual` store."""
+
     nbytes: int | Callable[[], int]
+    """The size, or a function that returns it."""
     read: Callable[[int, memoryview], None]
-    """Fills memory with the bytes from a place on. They are all there: nobody asks for more."""
+    """Fills memory with the bytes from an offset on. It is never called for bytes past the end."""
     stamp: Callable[[], Stamp] = tuple
-    """What identifies that of which it is made."""
+    """Identifies the version of the data that the content is computed from."""
     read_nbytes: int | None = None
-    """Bytes that are read somewhere when all of it is, where these are not as many."""
+    """Bytes that are read elsewhere to compute all of the content; None if as many as `nbytes`."""
 
     def size(self) -> int:
+        """Return the size in bytes."""
         return self.nbytes if isinstance(self.nbytes, int) else self.nbytes()
 
 
 class Virtual(Store):
+    """A store of computed files, alone or over another store."""
+
     def __init__(self, name: str = "<virtual>", *, over: Store | None = None) -> None:
+        """Create a store without entries.
+
+        Args:
+            name: The name for messages. A store over another one has the name of that store.
+            over: A store whose keys this store passes on.
+        """
         self.name = name if over is None else over.name
         self._over = over
         if over is not None:
             self.medium = replace(over.medium, resident=False, in_order=False)
             self.index = over.index
         self._entries: dict[str, VirtualFile] = {}
-        self._closed = False
+        self._is_closed = False
 
     def put(self, entry: VirtualFile, key: str | None = None) -> str:
-        """Add an entry, or put another in its place. Its key: a number where none is given."""
-        key = str(len(self._entries)) if key is None else key
+        """Add or replace an entry, and return its key. Without a key, it gets a number."""
+        if key is None:
+            key = str(len(self._entries))
         self._entries[key] = entry
         return key
 
     def entry(self, key: str) -> VirtualFile:
-        if self._closed:
+        """Return the entry with a key."""
+        if self._is_closed:
             raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
         if key not in self._entries:
             raise StoreError(f"there is no {key!r} in {self.name}", file=key)
@@ -94,10 +109,12 @@ class Virtual(Store):
         if store is not None:
             store.read(key, start, out)
             return
-        entry, stop = self.entry(key), start + out.nbytes
+        entry = self.entry(key)
+        stop = start + out.nbytes
         nbytes = entry.size()
         if start < 0 or stop > nbytes:
-            raise Truncated(f"wanted bytes {start} to {stop} of {nbytes}", file=key, offset=nbytes)
+            message = f"cannot read bytes {start} to {stop} of a file of {nbytes} bytes"
+            raise Truncated(message, file=key, offset=nbytes)
         if out.nbytes:
             entry.read(start, out)
 
@@ -123,7 +140,11 @@ class Virtual(Store):
         return () if self._over is None else self._over.find_replaced()
 
     def place(self, key: str = "") -> Hashable:
-        """Entries belong to this store, and the store is like no other: it may have entries that another over the same has not."""
+        """Return where the content of a key, or the whole store, comes from.
+
+        A `Virtual` differs from every other store: another one over the same store may have other
+        entries.
+        """
         store = self.below(key) if key else None
         return super().place(key) if store is None else store.place(key)
 
@@ -132,15 +153,14 @@ class Virtual(Store):
         if store is not None:
             return store.cost(key, nbytes)
         entry = self.entry(key)
-        whole = entry.size()
-        return (
-            nbytes
-            if entry.read_nbytes is None or not whole
-            else -(-nbytes * entry.read_nbytes // whole)
-        )
+        file_nbytes = entry.size()
+        if entry.read_nbytes is None or not file_nbytes:
+            return nbytes
+        # The share of the source bytes, rounded up.
+        return -(-nbytes * entry.read_nbytes // file_nbytes)
 
     def close(self) -> None:
-        self._closed = True
+        self._is_closed = True
         self._entries.clear()
         if self._over is not None:
             self._over.close()
@@ -148,46 +168,54 @@ class Virtual(Store):
     def __getstate__(self) -> object:
         if self._over is None:
             raise Unsupported(
-                "what is computed in this process cannot be read lazily in another; save it and send the path"
+                "content that this process computes cannot be read lazily in another process; "
+                "save it and send the path"
             )
         return self.__dict__
 
 
 class ContentCache:
-    """Content that was made last, as much of it as fits beside the very last: what is read in pieces is made once."""
+    """A least-recently-used cache of computed content, for content that is read in pieces.
+
+    The last content that was added is always kept, even if it is larger than the cache.
+    """
 
     def __init__(self, most_nbytes: int) -> None:
         self._most_nbytes = most_nbytes
         self._content: OrderedDict[Hashable, np.ndarray] = OrderedDict()
         self._nbytes = 0
-        self.lock = renewed(
-            threading.RLock()
-        )  # Whoever holds it makes something while nobody else does.
+        self.lock = renewed(threading.RLock())
+        """A caller holds this lock to compute content that no other thread computes meanwhile."""
 
     @property
     def nbytes(self) -> int:
+        """The size of the cached content."""
         return self._nbytes
 
     def get(self, key: Hashable) -> np.ndarray | None:
+        """Return cached content, or None."""
         with self.lock:
-            found = self._content.get(key)
-            if found is not None:
+            content = self._content.get(key)
+            if content is not None:
                 self._content.move_to_end(key)
-            return found
+            return content
 
     def put(self, key: Hashable, content: np.ndarray) -> None:
+        """Add content, and drop the content that was used least recently."""
         with self.lock:
-            self._forget(key)
+            self._drop(key)
             while self._content and content.nbytes + self._nbytes > self._most_nbytes:
-                self._forget(next(iter(self._content)))
+                self._drop(next(iter(self._content)))
             self._content[key] = content
             self._nbytes += content.nbytes
 
-    def _forget(self, key: Hashable) -> None:
-        found = self._content.pop(key, None)
-        self._nbytes -= 0 if found is None else found.nbytes
+    def _drop(self, key: Hashable) -> None:
+        content = self._content.pop(key, None)
+        if content is not None:
+            self._nbytes -= content.nbytes
 
     def clear(self) -> None:
+        """Drop all content."""
         with self.lock:
             self._content.clear()
             self._nbytes = 0
@@ -197,22 +225,23 @@ class ContentCache:
 
 
 HASHED_NBYTES = 1 << 20
+"""Bytes that `tensor_stamp` hashes at a time."""
 
 
 def tensor_stamp(tensor: LazyTensor) -> Stamp:
     """Return what identifies the elements of a tensor.
 
-    That is where they lie, the stamps of what they lie in, and the checksums that the source records.
-    Where a store has no stamps and the source no checksum, the bytes are read and hashed.
+    That is the position of its chunks, the stamps of their files, and the checksums that the source
+    records. If a store has no stamps and the source no checksum, the bytes are read and hashed.
     """
     store = tensor.source.store
-    places: list[Stamp] = []
+    chunk_stamps: list[Stamp] = []
     for chunk in tensor.chunks:
         storage = chunk.storage
         stamp = store.stamp(storage.key)
         if not stamp and storage.crc32 is None:
             stamp = (_hash_range(store, storage.key, storage.start, storage.nbytes),)
-        place = (
+        chunk_stamp = (
             storage.key,
             storage.start,
             storage.nbytes,
@@ -221,13 +250,12 @@ def tensor_stamp(tensor: LazyTensor) -> Stamp:
             storage.crc32,
             stamp,
         )
-        places.append(place)
-    return tensor.dtype.name, tensor.shape, store.name, places
+        chunk_stamps.append(chunk_stamp)
+    return tensor.dtype.name, tensor.shape, store.name, chunk_stamps
 
 
 def _hash_range(store: Store, key: str, start: int, nbytes: int) -> str:
-    """Hash a range of a file."""
-    from hashlib import blake2b  # for a conversion that may be resumed
+    from hashlib import blake2b  # only for a conversion that can be resumed
 
     digest = blake2b(digest_size=16)
     block = memoryview(bytearray(min(nbytes, HASHED_NBYTES)))

@@ -114,7 +114,7 @@ def _take_object(f: object, *, verify: bool) -> tuple[OpenedFile, tuple[memoryvi
         view = given.getbuffer()
         content = view.cast("B")
         views = (content, view)
-        store = MemoryStore.of(KEY, content, name="<BytesIO>")
+        store = MemoryStore.from_view(KEY, content, name="<BytesIO>")
     elif isinstance(given.read(0), str):
         raise TypeError(
             f"a file to load from must be opened in binary mode, and this {type(f).__name__} gives text"
