@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cli import values
 from holdfast.cli.options import add_options, flags_of, in_flags
-from holdfast.cli.text import Line, fields_of, note_lines, print_json, print_lines
+from holdfast.cli.text import Line, duration, fields_of, note_lines, print_json, print_lines
 from holdfast.core.options import options_of
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def carry_out(
     elif dry_run:
         say(done.explain())
     else:
-        print_lines(written_lines(done, f"{seconds:.1f} s{more(done, seconds)}"))
+        print_lines(written_lines(done, duration(seconds) + more(done, seconds)))
     return 0
 
 

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.text import Line, fields_of, note_lines, print_json, print_lines, shell_text
+from holdfast.cli.text import (
+    Line,
+    duration,
+    fields_of,
+    note_lines,
+    print_json,
+    print_lines,
+    shell_text,
+)
 from holdfast.core.text import clip, escape, nbytes, plural
 
 if TYPE_CHECKING:
@@ -95,7 +103,7 @@ def _lines(sealed: Sealed, seconds: float, flags: Mapping[str, str]) -> Iterator
         (f"  {nbytes(sealed.nbytes)}", "size"),
         (
             f" in {plural(len(sealed.files), 'file')}"
-            + (f"  {seconds:.1f} s" if sealed.done else ""),
+            + (f"  {duration(seconds)}" if sealed.done else ""),
             "dim",
         ),
     ]

@@ -102,6 +102,11 @@ def _native(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
+def duration(seconds: float) -> str:
+    """Return a time for a line of output, such as "2.5 s"."""
+    return "<0.1 s" if seconds < 0.05 else f"{seconds:.1f} s"
+
+
 def note_lines(notes: Iterable[str]) -> Iterator[Line]:
     """A line for each note."""
     for note in notes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from holdfast.cli import values
 from holdfast.cli.options import given
 from holdfast.cli.planned import add_places, carry_out, written_lines
-from holdfast.cli.text import LINES, Line, fields_of, note_lines, padded
+from holdfast.cli.text import LINES, Line, duration, fields_of, note_lines, padded
 from holdfast.core.options import PruneOptions
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Lin
         yield [("would write ", "dim"), (escape(clip(done.path, 400)), "title"), (size, "dim")]
         yield from note_lines(done.notes)
     else:
-        yield from written_lines(done, f"{seconds:.1f} s")
+        yield from written_lines(done, duration(seconds))
         if done.masks is not None and done.masks != done.path:
             yield [
                 ("wrote ", "clean"),
