@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -345,6 +346,22 @@ def test_a_value_that_cannot_be_pickled_is_said_at_once(tmp_path: Path):
     async_save_sharded(
         tmp_path / "step", {"w": torch.ones(3)}, format="dcp", when_busy="refuse"
     ).wait(30)
+
+
+def test_the_error_of_a_background_save_has_the_frames_of_the_caller_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*args: object, **more: object) -> None:
+        raise holdfast.NotCommitted("the disk is full")
+
+    monkeypatch.setattr(rank_folder, "write_file", refuse)
+    handle = async_save_sharded({"w": torch.ones(3)}, tmp_path / "a")
+    for _ in range(2):
+        with pytest.raises(holdfast.NotCommitted, match="disk is full") as caught:
+            handle.wait()
+        assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)] == [
+            "test_the_error_of_a_background_save_has_the_frames_of_the_caller_alone"
+        ]
 
 
 def test_the_program_may_go_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -41,7 +41,8 @@ from typing import (
 from holdfast.core import arguments
 from holdfast.core.arguments import AnyDType, Reader
 from holdfast.core.quantities import Size, seconds, share, whole_number
-from holdfast.errors import BadArgumentType, HoldfastError, RankLost, RanksFailed
+from holdfast.core.runtime import cut_traceback
+from holdfast.errors import BadArgumentType, RankLost, RanksFailed
 
 if TYPE_CHECKING:
     from holdfast.core.group import AnyGroup
@@ -556,9 +557,7 @@ def _validate(verb: Callable[P, R], readers: Mapping[str, Reader]) -> Callable[P
             return verb(*checked_values[:count], *args[count:], **defaults | checked_kwargs)  # type: ignore[arg-type]  # the same parameters, of narrower kinds
         except (RanksFailed, RankLost) as error:
             # Every rank prints this error. The frames inside of Holdfast are the same on all of them.
-            error.__traceback__ = None
-            if isinstance(error.__cause__, HoldfastError):
-                error.__cause__.__traceback__ = None
+            cut_traceback(error)
             raise
 
     if record is not None:

@@ -14,6 +14,8 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import proxy, ref
 
+from holdfast.errors import HoldfastError
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -29,6 +31,16 @@ def start(
         # The limit of the system or the user (ulimit -u), or the program ends.
         return None
     return thread
+
+
+def cut_traceback(error: HoldfastError) -> None:
+    """Forget the frames inside of Holdfast, so that the error shows the frames of the caller alone.
+
+    A cause that is no error of Holdfast keeps its frames: it may be a bug.
+    """
+    error.__traceback__ = None
+    if isinstance(error.__cause__, HoldfastError):
+        error.__cause__.__traceback__ = None
 
 
 class gc_paused:  # noqa: N801  # a block, said as one; a generator would take as long as a small archive has for it all

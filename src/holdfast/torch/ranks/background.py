@@ -35,9 +35,9 @@ from multiprocessing import process, util
 from types import FrameType
 from typing import Literal, TextIO, cast
 
-from holdfast.core.runtime import at_fork, renewed, start
+from holdfast.core.runtime import at_fork, cut_traceback, renewed, start
 from holdfast.core.signals import SignalOverride
-from holdfast.errors import HoldfastWarning, NotCommitted, SaveError, detached
+from holdfast.errors import HoldfastError, HoldfastWarning, NotCommitted, SaveError, detached
 from holdfast.torch.ranks.saving import SavedShards
 
 _one_at_a_time = renewed(threading.Lock())
@@ -165,6 +165,9 @@ class SaveHandle:
             # Not where it took too long, or Ctrl-C came: then nobody has seen how it ends.
             if self._future.done() and error is self._future.exception():
                 _unseen.discard(self)
+            if isinstance(error, HoldfastError):
+                # The frames are those of the thread that saved.
+                cut_traceback(error)
             raise
         finally:
             _sigterm.give_back()
