@@ -1,177 +1,270 @@
-"""Cast arrays of floating-point numbers as torch casts them, and count what is lost.
+"""Casts arrays of floating-point numbers as torch does, and counts the elements that are lost.
 
-What torch 2.13 does on a CPU, for every pair of its floating-point dtypes, found by trying all patterns:
+These are the rules of torch 2.13 on a CPU, for every pair of its floating-point dtypes. They were
+found by trying all bit patterns.
 
-- Rounding is to the nearest, ties to even. float64 is rounded to float32 first on its way to anything narrower.
-- What is too large becomes infinity; NaN in the 8-bit types without one; and in float8_e4m3fn the largest number, infinity as well.
-- float8_e8m0fnu holds powers of two and nothing else. The sign is dropped, zero becomes 2^-127, and halves round up.
-- NaN becomes NaN. Its bits are no part of the contract: torch's own differ between its vector and scalar code.
+- Numbers are rounded to the nearest value, ties to even. On its way to a type narrower than
+  float32, a float64 is rounded to float32 first, so it is rounded twice.
+- Numbers that are too large become infinity, or NaN in the 8-bit types that have no infinity. Only
+  in float8_e4m3fn they become the largest number, and so does infinity.
+- float8_e8m0fnu contains the powers of two from 2^-127 on, and NaN. The sign is dropped, zero
+  becomes 2^-127, and a number halfway between two powers becomes the larger one.
+- NaN becomes NaN. Which of its bit patterns results is not part of the contract, because the vector
+  and the scalar code of torch disagree on it.
 
-Whatever lands in one byte goes through a table of all 65,536 patterns of a 16-bit source. A float32 gets there by rounding to odd:
-its upper half, with the lowest bit set where anything below was: four bits more than any of these types has, so that the second
-rounding is the only one.
+A cast to an 8-bit type looks up each element in a table of all bit patterns of the source. A
+float32 has too many patterns for that, so it is first narrowed to its upper 16 bits by rounding to
+odd (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008): the lowest bit is
+set if any dropped bit was set. Those 16 bits have at least four more bits of fraction than an 8-bit
+type, so the second rounding gives the same result as rounding once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterator
 from functools import lru_cache
 
 import ml_dtypes
 import numpy as np
 
-from holdfast.core.arrays import Bools, Ints
+from holdfast.core.arrays import AnyDType, Bools, Ints
 from holdfast.core.dtype import DType
 from holdfast.core.value import Value
 
-BLOCK_ELEMENTS = (
-    1 << 17
-)  # Elements at a time: they stay near a core, in calls long enough for threads.
-SATURATING = "float8_e4m3fn"
-POWERS = "float8_e8m0fnu"
+BLOCK_ELEMENTS = 1 << 17
+"""The elements of one step. They stay in a core's cache, and each numpy call takes long enough that
+threads rarely wait for the interpreter lock."""
+
+SATURATING_TYPE = "float8_e4m3fn"
+"""The type in which numbers that are too large become the largest number."""
+
+POWERS_OF_TWO_TYPE = "float8_e8m0fnu"
+"""The type that contains only powers of two: it has neither a sign nor a zero."""
 
 OUTCOMES = ("saturated", "infinite", "nan", "zero", "smallest", "unsigned")
-"""What can become of an element: the largest number of the type, an infinity or NaN, from a number that was none of them; zero from
-what was not; the smallest number from what was less; a positive number from a negative one."""
+"""What a lost element becomes, in the order of the names: the largest number of the type, infinity,
+or NaN, because it was too large; zero, or the smallest number, because it was too small; a positive
+number, because the type has no sign."""
+
+FLOAT16_INFINITY_BITS = 0x7C00
+
+FLOAT16_BIAS_FACTOR = np.float32(2.0**112)
+"""The smallest normal float16 divided by the smallest normal float32."""
+
+SHIFTED_FLOAT16_BITS = np.int32(0x8FFF_E000 - (1 << 32))
+"""The sign, the 5 bits of exponent and the 10 bits of fraction of a float16, shifted left by 13."""
+
+SMALLEST_SHIFTED_FLOAT16 = np.array(1 << 13, np.int32).view(np.float32)
+"""The bits of the smallest float16, shifted left by 13, as a float32. It is a subnormal number."""
 
 
 def cast(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """The elements of a 1-D array of floats in another floating-point dtype, as torch gives them."""
-    out = np.empty(array.shape, dtype.numpy)
+    """Cast a 1-D array of floats to another floating-point dtype, with the results of torch.
+
+    Args:
+        array: The elements, of any floating-point dtype.
+        dtype: The dtype of the result.
+
+    Returns:
+        A new array.
+    """
+    result = np.empty(array.shape, dtype.numpy)
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, array.size, BLOCK_ELEMENTS):
-            part = slice(start, start + BLOCK_ELEMENTS)
-            _cast_block(array[part], out[part], dtype)
-    return out
+            block = slice(start, start + BLOCK_ELEMENTS)
+            _cast_block(array[block], result[block], dtype)
+    return result
 
 
-def _cast_block(array: np.ndarray, out: np.ndarray, dtype: DType) -> None:
-    if array.itemsize == 8 and out.itemsize < 4:
-        array = array.astype(np.float32)
-    if array.itemsize == 1 or (array.itemsize == 2 and out.itemsize == 1):
-        table, patterns = _table(array.dtype, dtype), array.view(f"u{array.itemsize}")
-    elif out.itemsize == 1:
-        table, patterns = _table(np.dtype(ml_dtypes.bfloat16), dtype), _rounded_to_odd(array)
+def _cast_block(values: np.ndarray, result: np.ndarray, dtype: DType) -> None:
+    if values.itemsize == 8 and result.itemsize < 4:
+        values = values.astype(np.float32)
+
+    if values.itemsize == 1 or (values.itemsize == 2 and result.itemsize == 1):
+        patterns = values.view(f"u{values.itemsize}")
+        _look_up(patterns, _make_cast_table(values.dtype, dtype), result)
+    elif result.itemsize == 1:
+        table = _make_cast_table(np.dtype(ml_dtypes.bfloat16), dtype)
+        _look_up(_round_to_odd(values), table, result)
+    elif values.dtype == np.float16 and dtype.name == "float32":
+        _widen_float16(values, result)
     else:
-        # numpy's own rounding, and that of ml_dtypes, are torch's here.
-        if array.dtype == np.float16 and dtype.name == "float32":
-            _widen_float16(array, out)
-        else:
-            out[:] = array
-        return
-    # `mode` only says that no index needs to be checked: the table has every pattern.
-    table.take(patterns, out=out.view(table.dtype), mode="clip")
+        # In all other cases numpy and ml_dtypes round as torch does.
+        result[:] = values
 
 
-def _widen_float16(array: np.ndarray, out: np.ndarray) -> None:
-    """Cast to float32 in integers. numpy casts one element at a time, which takes 17 times as long.
+def _look_up(patterns: np.ndarray, table: np.ndarray, result: np.ndarray) -> None:
+    # With "clip", numpy does not check the indices. None is out of bounds: the table has an entry
+    # for every bit pattern.
+    table.take(patterns, out=result.view(table.dtype), mode="clip")
 
-    The ten bits of fraction and five of exponent, shifted by 13, are those of a float32 that is
-    smaller by 2^112. That is exact for every finite number. numpy casts the blocks with others, and
-    all blocks if the processor takes the smallest floats for zeros (`torch.set_flush_denormal`).
+
+def _widen_float16(values: np.ndarray, result: np.ndarray) -> None:
+    """Cast float16 to float32 with integer operations and one multiplication.
+
+    numpy casts one element at a time, which takes 17 times as long. Shifted by 13, the exponent and
+    the fraction of a float16 are those of a float32 that is smaller by the factor 2^112. The
+    multiplication by that factor is exact for every finite number, also for subnormal ones (Giesen,
+    "Half to float done quic", 2012).
     """
-    magnitudes = array.view(np.uint16) & np.uint16(0x7FFF)
-    if not SMALLEST_SHIFTED * MISSING_EXPONENT or magnitudes.max(initial=0) >= FLOAT16_INFINITY:
-        out[:] = array
+    magnitudes = values.view(np.uint16) & np.uint16(0x7FFF)
+    is_finite = magnitudes.max(initial=0) < FLOAT16_INFINITY_BITS
+    # A program can make the processor treat subnormal numbers as zeros
+    # (`torch.set_flush_denormal`), which the multiplication would do as well. numpy does not.
+    keeps_subnormals = SMALLEST_SHIFTED_FLOAT16 * FLOAT16_BIAS_FACTOR != 0
+    if not (is_finite and keeps_subnormals):
+        result[:] = values
         return
-    bits = out.view(np.int32)
-    np.copyto(bits, array.view(np.int16))
+
+    bits = result.view(np.int32)
+    # Copying sign-extends each element, so that the shift moves a sign bit into the highest bit.
+    np.copyto(bits, values.view(np.int16))
     np.left_shift(bits, np.int32(13), out=bits)
-    np.bitwise_and(bits, SHIFTED_BITS, out=bits)
-    np.multiply(out, MISSING_EXPONENT, out=out)
+    np.bitwise_and(bits, SHIFTED_FLOAT16_BITS, out=bits)
+    np.multiply(result, FLOAT16_BIAS_FACTOR, out=result)
 
 
-FLOAT16_INFINITY = 0x7C00
+def _round_to_odd(values: np.ndarray) -> np.ndarray:
+    """Return the upper 16 bits of each float32, with the lowest bit set if a lower bit was set.
 
-MISSING_EXPONENT = np.float32(2.0**112)
-"""The smallest normal float16 over the smallest normal float32."""
-
-SMALLEST_SHIFTED = np.array(1 << 13, np.int32).view(np.float32)
-"""The smallest float16 after the shift: not a normal float32."""
-
-SHIFTED_BITS = np.int32(0x8FFF_E000 - (1 << 32))
-"""The sign, five bits of exponent and ten of fraction, after the shift."""
-
-
-def _rounded_to_odd(array: np.ndarray) -> np.ndarray:
-    """Upper halves of float32, odd where the lower half is not zero. A NaN stays one, whose payload is in the lower half alone."""
-    bits = array.view(np.uint32)
-    low = (bits & np.uint32(0xFFFF)) != 0
-    upper: np.ndarray = (bits >> np.uint32(16)).astype(np.uint16)
-    upper |= low
-    return upper
+    NaN remains NaN, even if its payload is only in the lower bits.
+    """
+    bits = values.view(np.uint32)
+    has_lower_bits = (bits & np.uint32(0xFFFF)) != 0
+    upper_bits: np.ndarray = (bits >> np.uint32(16)).astype(np.uint16)
+    upper_bits |= has_lower_bits
+    return upper_bits
 
 
 @lru_cache(maxsize=64)
-def _table(source: np.dtype[np.generic], dtype: DType) -> np.ndarray:
-    patterns = np.arange(1 << (8 * source.itemsize), dtype=f"u{source.itemsize}").view(source)
+def _make_cast_table(source: AnyDType, dtype: DType) -> np.ndarray:
+    """Cast every bit pattern of an 8-bit or 16-bit type, and return the resulting patterns."""
+    patterns = np.arange(1 << (8 * source.itemsize), dtype=f"u{source.itemsize}")
     with np.errstate(over="ignore", invalid="ignore"):
-        wide = patterns.astype(np.float32)
-        if dtype.name == SATURATING:
-            wide = np.clip(wide, -largest(dtype), largest(dtype))
-        made = (np.abs(wide) if dtype.name == POWERS else wide).astype(dtype.numpy)
-    bits = made.view(f"u{made.itemsize}")
-    if dtype.name == POWERS:
-        bits[wide == 0] = 0
-    return bits
+        values = patterns.view(source).astype(np.float32)
+        is_zero = values == 0
+        if dtype.name == SATURATING_TYPE:
+            values = np.clip(values, -largest_number(dtype), largest_number(dtype))
+        if dtype.name == POWERS_OF_TWO_TYPE:
+            values = np.abs(values)
+        results = values.astype(dtype.numpy)
+
+    result_patterns = results.view(f"u{results.itemsize}")
+    if dtype.name == POWERS_OF_TWO_TYPE:
+        # ml_dtypes makes NaN of zero, torch makes 2^-127 of it.
+        result_patterns[is_zero] = 0
+    return result_patterns
 
 
-def largest(dtype: DType) -> float:
-    return float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]  # ml_dtypes has no types for it
+def largest_number(dtype: DType) -> float:
+    """Return the largest finite number of a floating-point dtype."""
+    # ml_dtypes has no type annotations.
+    return float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
 
 
 def count_losses(array: np.ndarray, dtype: DType) -> dict[str, int]:
-    """Count the elements of a 1-D array that come to harm in a cast, by outcome (`OUTCOMES`).
+    """Count the elements that a cast would lose. Rounding to a near number is not a loss.
 
-    Rounding to a near number is no harm.
+    Args:
+        array: The elements before the cast, a 1-D array of floats.
+        dtype: The dtype of the cast.
+
+    Returns:
+        The count of each outcome (`OUTCOMES`) that occurs.
     """
-    counts = dict.fromkeys(OUTCOMES, 0)
+    counts: dict[str, int] = {}
     for start in range(0, array.size, BLOCK_ELEMENTS):
         block = array[start : start + BLOCK_ELEMENTS]
-        if array.itemsize == 1:
-            _count_bytes(block, _kinds(array.dtype, dtype), counts)
-        else:
-            _count_block(block, _bounds(array.dtype, dtype), counts)
-    return {outcome: count for outcome, count in counts.items() if count}
+        if _keeps_all(block, dtype):
+            continue
+        for outcome, is_lost in _find_losses(block, dtype):
+            count = int(np.count_nonzero(is_lost))
+            if count:
+                counts[outcome] = counts.get(outcome, 0) + count
+    return counts
 
 
-class Bounds(Value, frozen=True):
-    """Of a pair of dtypes: magnitudes of the source, as the integers that their bits are, which come through."""
+def count_losses_by_part(array: np.ndarray, dtype: DType, starts: Ints) -> dict[str, Ints]:
+    """Count the elements that a cast would lose in each part of an array.
 
-    low: int  # The first that does not become zero, or the smallest number.
-    high: int  # The first that is too large.
-    stop: int  # The first behind those that count as too large: NaN, or infinity where the target has one.
-    few: str  # What becomes of those below.
-    many: str  # What becomes of those above.
+    Args:
+        array: The elements before the cast, a 1-D array of floats.
+        dtype: The dtype of the cast.
+        starts: The first element of each part, in ascending order from 0. No part is empty.
 
-    @property
-    def any(self) -> bool:
-        return self.low > 1 or self.high < self.stop or self.few == "smallest"
+    Returns:
+        For each outcome (`OUTCOMES`) that occurs, its count in each part.
+    """
+    # Most casts lose nothing, and `count_losses` finds that out within the cache.
+    if not count_losses(array, dtype):
+        return {}
+    counts: dict[str, Ints] = {}
+    for outcome, is_lost in _find_losses(array, dtype):
+        if is_lost.any():
+            counts[outcome] = np.add.reduceat(is_lost, starts, dtype=np.int64)
+    return counts
+
+
+class SurvivingRange(Value, frozen=True):
+    """The magnitudes of a source dtype that survive a cast to another dtype.
+
+    A magnitude is the bit pattern of an absolute value, as an integer. These integers are in the
+    order of the numbers, with infinity and NaN at the end.
+    """
+
+    start: int
+    """The first magnitude that is not too small."""
+    stop: int
+    """The first magnitude that is too large."""
+    too_large_stop: int
+    """The magnitude after the last one that is lost because it is too large. NaN is not lost, nor
+    is infinity if the target has one."""
+    too_small_outcome: str
+    too_large_outcome: str
 
 
 @lru_cache(maxsize=64)
-def _bounds(source: np.dtype[np.generic], dtype: DType) -> Bounds:
-    infinity = int(np.array([np.inf], source).view(f"u{source.itemsize}")[0])
-    made = _one(source, dtype, infinity)
-    many = "saturated" if dtype.name == SATURATING else "infinite" if math.isinf(made) else "nan"
-    high = _first(1, infinity, lambda m: not math.isfinite(_one(source, dtype, m)))
-    if dtype.name == POWERS:
-        smallest = int(np.array([2.0**-127], source).view(f"u{source.itemsize}")[0])
-        return Bounds(max(smallest, 1), high, infinity + 1, "smallest", many)
-    low = _first(1, infinity, lambda m: _one(source, dtype, m) != 0)
-    return Bounds(low, high, infinity + (many != "infinite"), "zero", many)
+def _find_surviving_range(source: AnyDType, dtype: DType) -> SurvivingRange:
+    """Find the bounds by casting single magnitudes: a binary search over all of them."""
+    infinity = _magnitude_of(math.inf, source)
+    magnitudes = range(1, infinity)
+    stop = 1 + bisect_left(
+        magnitudes,
+        True,
+        key=lambda magnitude: not math.isfinite(_cast_one(magnitude, source, dtype)),
+    )
+
+    too_large_outcome = "nan"
+    if dtype.name == SATURATING_TYPE:
+        too_large_outcome = "saturated"
+    elif math.isinf(_cast_one(infinity, source, dtype)):
+        too_large_outcome = "infinite"
+
+    if dtype.name == POWERS_OF_TWO_TYPE:
+        start = max(_magnitude_of(2.0**-127, source), 1)
+        too_small_outcome = "smallest"
+    else:
+        start = 1 + bisect_left(
+            magnitudes, True, key=lambda magnitude: _cast_one(magnitude, source, dtype) != 0
+        )
+        too_small_outcome = "zero"
+    return SurvivingRange(
+        start=start,
+        stop=stop,
+        too_large_stop=infinity if too_large_outcome == "infinite" else infinity + 1,
+        too_small_outcome=too_small_outcome,
+        too_large_outcome=too_large_outcome,
+    )
 
 
-def _first(start: int, stop: int, holds: Callable[[int], bool]) -> int:
-    while start < stop:
-        middle = (start + stop) // 2
-        start, stop = (start, middle) if holds(middle) else (middle + 1, stop)
-    return start
+def _magnitude_of(value: float, dtype: AnyDType) -> int:
+    return int(np.array([value], dtype).view(f"u{dtype.itemsize}")[0])
 
 
-def _one(source: np.dtype[np.generic], dtype: DType, magnitude: int) -> float:
-    """The value of one element after the cast, where nothing saturates."""
+def _cast_one(magnitude: int, source: AnyDType, dtype: DType) -> float:
+    """Return the value of a magnitude after a cast that does not saturate."""
     with np.errstate(over="ignore", invalid="ignore"):
         value = np.array([magnitude], f"u{source.itemsize}").view(source)
         if dtype.numpy.itemsize < 4:
@@ -179,66 +272,56 @@ def _one(source: np.dtype[np.generic], dtype: DType, magnitude: int) -> float:
         return float(value.astype(dtype.numpy)[0])
 
 
-def _count_block(array: np.ndarray, bounds: Bounds, found: dict[str, int]) -> None:
-    bits = array.view(f"u{array.itemsize}")
-    kind = bits.dtype.type
-    sizes = bits & kind((1 << (8 * array.itemsize - 1)) - 1)
-    # One comparison tells that all is well, as it mostly is: what is less than `low` wraps around to the top.
-    if (
-        bounds.few == "smallest"
-        or np.count_nonzero((sizes - kind(bounds.low)) < kind(bounds.high - bounds.low))
-        < sizes.size
-    ):
-        for outcome, lost in _lost_in(bits, bounds):
-            found[outcome] += int(np.count_nonzero(lost))
+def _keeps_all(array: np.ndarray, dtype: DType) -> bool:
+    """Return whether every element survives for sure. One comparison decides it for most blocks."""
+    # Bytes are looked up. In a type without a sign every negative number is lost.
+    if array.itemsize == 1 or dtype.name == POWERS_OF_TWO_TYPE:
+        return False
+    surviving = _find_surviving_range(array.dtype, dtype)
+    survives = _is_between(_magnitudes_of(array), surviving.start, surviving.stop)
+    return int(np.count_nonzero(survives)) == array.size
 
 
-def _lost_in(bits: np.ndarray, bounds: Bounds) -> Iterator[tuple[str, Bools]]:
-    """Which elements came to harm, by outcome; given as the integers that their bits are."""
-    kind = bits.dtype.type
-    sign = 1 << (8 * bits.itemsize - 1)
-    sizes = bits & kind(sign - 1)
-    zero = 1 if bounds.few == "zero" else 0  # a zero that stays one is no loss
-    yield bounds.few, (sizes - kind(zero)) < kind(bounds.low - zero)
-    yield bounds.many, (sizes - kind(bounds.high)) < kind(bounds.stop - bounds.high)
-    if bounds.few == "smallest":
-        yield "unsigned", (bits > kind(sign)) & (sizes < kind(bounds.stop))
-
-
-def count_losses_each(array: np.ndarray, dtype: DType, starts: Ints) -> dict[str, Ints]:
-    """`count_losses` of each of the parts that begin there and follow each other, none of which is empty."""
-    if not count_losses(array, dtype):
-        return {}
+def _find_losses(array: np.ndarray, dtype: DType) -> Iterator[tuple[str, Bools]]:
+    """Yield each outcome that is possible, and which elements have it."""
     if array.itemsize == 1:
-        kinds = _kinds(array.dtype, dtype)
-        patterns = kinds.take(array.view(np.uint8))
-        lost = [
-            (outcome, (patterns >> at & 1).astype(np.bool_))
-            for at, outcome in enumerate(OUTCOMES)
-            if (kinds >> at & 1).any()
-        ]
-    else:
-        lost = [*_lost_in(array.view(f"u{array.itemsize}"), _bounds(array.dtype, dtype))]
-    return {
-        outcome: np.add.reduceat(mask, starts, dtype=np.int64)
-        for outcome, mask in lost
-        if mask.any()
-    }
+        patterns = array.view(np.uint8)
+        for outcome, is_lost_pattern in _find_lost_bytes(array.dtype, dtype).items():
+            yield outcome, is_lost_pattern.take(patterns)
+        return
 
-
-def _count_bytes(array: np.ndarray, kinds: np.ndarray, found: dict[str, int]) -> None:
-    counts = np.bincount(kinds.take(array.view(np.uint8)), minlength=1 << len(OUTCOMES))
-    for at, outcome in enumerate(OUTCOMES):
-        found[outcome] += sum(int(count) for number, count in enumerate(counts) if number >> at & 1)
+    surviving = _find_surviving_range(array.dtype, dtype)
+    magnitudes = _magnitudes_of(array)
+    # A zero that becomes zero is not lost. One that becomes the smallest number is.
+    too_small_start = 1 if surviving.too_small_outcome == "zero" else 0
+    yield surviving.too_small_outcome, _is_between(magnitudes, too_small_start, surviving.start)
+    is_too_large = _is_between(magnitudes, surviving.stop, surviving.too_large_stop)
+    yield surviving.too_large_outcome, is_too_large
+    if dtype.name == POWERS_OF_TWO_TYPE:
+        bits = array.view(magnitudes.dtype)
+        negative_zero = bits.dtype.type(1 << (8 * array.itemsize - 1))
+        is_nan = magnitudes >= magnitudes.dtype.type(surviving.too_large_stop)
+        yield "unsigned", (bits > negative_zero) & ~is_nan
 
 
 @lru_cache(maxsize=64)
-def _kinds(source: np.dtype[np.generic], dtype: DType) -> np.ndarray:
+def _find_lost_bytes(source: AnyDType, dtype: DType) -> dict[str, Bools]:
+    """Return, for each outcome that occurs, which bit patterns of an 8-bit type have it."""
     with np.errstate(invalid="ignore"):
-        wide = np.arange(256, dtype=np.uint8).view(source).astype(np.float32)
-    kinds = np.zeros(256, np.uint8)
-    for pattern in range(256):
-        found = dict.fromkeys(OUTCOMES, 0)
-        _count_block(wide[pattern : pattern + 1], _bounds(wide.dtype, dtype), found)
-        kinds[pattern] = sum(1 << at for at, outcome in enumerate(OUTCOMES) if found[outcome])
-    return kinds
+        values = np.arange(256, dtype=np.uint8).view(source).astype(np.float32)
+    return {outcome: is_lost for outcome, is_lost in _find_losses(values, dtype) if is_lost.any()}
+
+
+def _magnitudes_of(array: np.ndarray) -> np.ndarray:
+    bits = array.view(f"u{array.itemsize}")
+    magnitude_mask = bits.dtype.type((1 << (8 * array.itemsize - 1)) - 1)
+    return np.asarray(bits & magnitude_mask)
+
+
+def _is_between(integers: np.ndarray, start: int, stop: int) -> Bools:
+    """Return which unsigned integers are in [start, stop), with a single comparison.
+
+    An integer below `start` wraps around to a huge one (Warren, "Hacker's Delight", 4-1).
+    """
+    unsigned = integers.dtype.type
+    return np.asarray((integers - unsigned(start)) < unsigned(stop - start))

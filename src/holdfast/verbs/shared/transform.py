@@ -60,7 +60,7 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.computed import ComputedStorages, Dequantized, Elementwise, dequantize
 from holdfast.engine.targets.parts import Findings
 from holdfast.errors import CannotHold, Unsupported
-from holdfast.numeric.cast import OUTCOMES, cast, count_losses_each, largest
+from holdfast.numeric.cast import OUTCOMES, cast, count_losses_by_part, largest_number
 from holdfast.verbs.brief import root_global
 from holdfast.verbs.shared.state import flat_state, with_irregular, with_table, with_tree
 
@@ -93,7 +93,7 @@ class Losses:
         return tuple(self._note(outcome, own, dtype) for outcome, own in self.counts.items() if own)
 
     def _note(self, outcome: str, own: Mapping[str, int], dtype: DType) -> str:
-        most = f"±{largest(dtype):g}"
+        most = f"±{largest_number(dtype):g}"
         how = {
             "saturated": f"beyond {most} became that",
             "infinite": f"beyond {most} became infinite",
@@ -594,7 +594,7 @@ def _make_cast(origin: DType, dtype: DType, losses: Mapping[DType, Losses]) -> E
     """Return the cast of elements, which counts what is lost."""
 
     def observe(names: Sequence[str], starts: Ints, elements: np.ndarray, made: np.ndarray) -> None:
-        lost = count_losses_each(elements, dtype, starts)
+        lost = count_losses_by_part(elements, dtype, starts)
         losses[dtype].add(names, elements.size, lost)
 
     return Elementwise(origin, dtype, lambda elements: cast(elements, dtype), observe)
