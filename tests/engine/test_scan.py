@@ -22,7 +22,7 @@ from holdfast.engine.scan import Accumulator, blocks, scan
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted, HoldfastError, StoreError
 from holdfast.numeric.statistics import Distributed, NumberStats
-from holdfast.numeric.zeros import ZeroPlaces
+from holdfast.numeric.zeros import ZeroCounter
 from holdfast.stores.memory import MemoryStore
 from holdfast.verbs.sparsity import BLOCKS, find_zeros, tiles
 from holdfast.verbs.stats import measure
@@ -180,7 +180,7 @@ def test_whatever_looks_every_byte_is_read_once():
             [
                 NumberStats(tensor, 8),
                 Distributed(tensor, tensor.size, 4),
-                ZeroPlaces(tensor.shape, BLOCKS),
+                ZeroCounter(tensor.shape, BLOCKS),
             ]
         )
 

@@ -1,4 +1,4 @@
-"""Where zeros are, against counting them one by one."""
+"""Counts of zeros, compared with an oracle that looks at one group and block at a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from holdfast.verbs import sparsity as module
 from holdfast.verbs.sparsity import BLOCKS, EXPLAINED, TensorSparsity, find_zeros
 
 
-def slowly(array: np.ndarray) -> TensorSparsity:
-    """By definition, block by block."""
+def find_zeros_by_definition(array: np.ndarray) -> TensorSparsity:
+    """Loop over all groups and blocks. This is right because it repeats the definitions."""
     zero = np.array([value == 0 for value in array.reshape(-1).tolist()], bool).reshape(array.shape)
     zeros, filled = int(zero.sum()), int((~zero).sum())
     patterns = []
@@ -49,13 +49,13 @@ def slowly(array: np.ndarray) -> TensorSparsity:
     )
 
 
-def pruned(rng: np.random.Generator, shape: tuple[int, ...], how: str) -> np.ndarray:
+def make_pruned_array(rng: np.random.Generator, shape: tuple[int, ...], layout: str) -> np.ndarray:
     array = rng.standard_normal(shape) + 3
     matrix = array.reshape(matrix_shape(shape))
     rows, columns = matrix.shape
-    if how == "anywhere":
+    if layout == "anywhere":
         matrix[rng.random(matrix.shape) < rng.choice([0.02, 0.5, 0.99])] = 0
-    elif how == "groups" and array.size:
+    elif layout == "groups" and array.size:
         m = int(rng.choice([2, 4, 8, 16]))
         order = (
             rng.random((rows, -(-columns // m) * m))
@@ -64,12 +64,12 @@ def pruned(rng: np.random.Generator, shape: tuple[int, ...], how: str) -> np.nda
             .reshape(rows, -1)[:, :columns]
         )
         matrix[order < int(rng.integers(1, m))] = -0.0
-    elif how == "blocks" and array.size:
+    elif layout == "blocks" and array.size:
         height, width = BLOCKS[int(rng.integers(len(BLOCKS)))]
-        gone = rng.random((-(-rows // height), -(-columns // width))) < rng.choice([0.1, 0.6])
-        matrix[np.repeat(np.repeat(gone, height, axis=0), width, axis=1)[:rows, :columns]] = 0
+        is_dead = rng.random((-(-rows // height), -(-columns // width))) < rng.choice([0.1, 0.6])
+        matrix[np.repeat(np.repeat(is_dead, height, axis=0), width, axis=1)[:rows, :columns]] = 0
         matrix[rng.random(matrix.shape) < 0.001] = 0
-    elif how == "lines" and array.size:
+    elif layout == "lines" and array.size:
         matrix[rng.random(rows) < 0.3] = 0
         matrix[:, rng.random(columns) < 0.3] = 0
     return array
@@ -104,15 +104,15 @@ SHAPES = [
     st.booleans(),
     st.integers(0, 1 << 32),
 )
-def test_zeros_are_where_counting_finds_them(shape, how, dtype, small, seed):
-    array = pruned(np.random.default_rng(seed), shape, how).astype(dtype)
-    if small and array.ndim == 2:
+def test_find_zeros_counts_as_the_definitions_do(shape, layout, dtype, uses_small_tiles, seed):
+    array = make_pruned_array(np.random.default_rng(seed), shape, layout).astype(dtype)
+    if uses_small_tiles and array.ndim == 2:
         array = np.asfortranarray(array)
     with pytest.MonkeyPatch.context() as patch:
-        if small:
+        if uses_small_tiles:
             patch.setattr(module, "TILE_COLUMNS", 64)
         (found,) = find_zeros([Resident().array(array)], threads=2)
-    expected = slowly(array)
+    expected = find_zeros_by_definition(array)
     assert [getattr(found, name) for name in expected.__slots__[1:]] == [
         getattr(expected, name) for name in expected.__slots__[1:]
     ]

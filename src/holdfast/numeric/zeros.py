@@ -1,10 +1,15 @@
-"""Count the zeros of a tensor: all of them, by groups of m neighbours, and by blocks, rows and columns.
+"""Counts the zeros of a tensor: all of them, and how they are arranged in groups, blocks and lines.
 
-A tensor is seen as a matrix, its first axis by all others. Which elements are something becomes booleans, and those become bits,
-eight elements of a row a byte; blocks are unions of bits, larger ones of smaller ones (`MarkedBlocks`). Blocks have sides up to 64,
-and whoever cuts a tensor cuts it at multiples of 64 rows and columns, so that none of them is cut.
+A tensor is read as a matrix, its first axis by all others. "Zero" is the number, of either sign.
 
-Zero is the number, of either sign.
+- Groups: every `m` consecutive elements of a row. In an N:M pattern at most `n` are nonzero.
+- Blocks: rectangles that tile the matrix. A block is dead if all of its elements are zero.
+- Lines: rows and columns. A line is dead if all of its elements are zero.
+
+The matrix arrives in tiles, which are cut at multiples of 64 rows and columns. So a tile contains
+whole groups of up to 16 elements, and whole blocks with sides of up to 64. A tile is reduced to one
+bit for each element, packed eight to a byte. Groups and blocks are counted by operations on whole
+bytes and words of these bits (SWAR, "SIMD within a register": Fisher and Dietz, 1998).
 """
 
 from __future__ import annotations
@@ -14,164 +19,203 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from holdfast.core.arrays import Bools, matrix_shape
+from holdfast.core.value import Value
 
-ByteArray = np.ndarray
+ByteArray = npt.NDArray[np.uint8]
+
+BlockShape = tuple[int, int]
+"""Height and width of a block. Both are powers of two up to 64."""
 
 GROUP_SIZES = (2, 4, 8, 16)
-"""The m of the N:M patterns that are looked for."""
+"""The `m` of the N:M patterns that are looked for."""
 
-Shape = tuple[int, int]
-
-
-class MarkedBlocks:
-    """Which blocks of a matrix of booleans have any that is set; their sides are powers of two up to 64."""
-
-    def __init__(self, marked: Bools) -> None:
-        self.shape = marked.shape
-        packed = np.packbits(marked, axis=1, bitorder="little")
-        # Rows of whole words of 64 bits.
-        padded = np.zeros((len(packed), -(-packed.shape[1] // 8) * 8), np.uint8)
-        padded[:, : packed.shape[1]] = packed
-        self._tall = {1: padded}
-
-    def rows(self) -> Bools:
-        return np.asarray(self._tall[1].any(axis=1))
-
-    def columns(self) -> Bools:
-        any_row: ByteArray = np.bitwise_or.reduce(self._tall[1], axis=0)
-        return np.unpackbits(any_row, count=self.shape[1], bitorder="little").view(np.bool_)
-
-    def count(self, height: int, width: int) -> int:
-        """Blocks with anything in them; those at the lower and right edge are smaller."""
-        return _count(self._rows(height), width)
-
-    def area(self, height: int, width: int) -> int:
-        rows, last = self._rows(height), self.shape[1] - 1
-        found = _count(rows, width) * height * width
-        below, right = -self.shape[0] % height, -self.shape[1] % width
-        if below:
-            found -= below * width * _count(rows[-1:], width)
-        if right:
-            # The blocks of the last column: whole words, or bits of a byte.
-            edge = _words(rows, width)[:, last // max(width, 8)]
-            edge = edge & np.uint8(_narrow(width)[last % 8 // width]) if width < 8 else edge
-            found -= right * height * int(np.count_nonzero(edge))
-            found += below * right * bool(edge[-1])
-        return found
-
-    def _rows(self, height: int) -> ByteArray:
-        """So many rows as one, that has what any of them has."""
-        if height not in self._tall:
-            half = self._rows(height // 2)
-            whole = half[::2].copy()
-            whole[: len(half) // 2] |= half[1::2]
-            self._tall[height] = whole
-        return self._tall[height]
+BIT_COUNTS = bytes(byte.bit_count() for byte in range(256))
+"""The number of bits in each byte."""
 
 
-def _count(rows: ByteArray, width: int) -> int:
-    """Groups of so many bits, in rows of them, that have one."""
-    if width == 1:
-        return int(_translate(rows, POPULATION).sum(dtype=np.int64))
-    if width >= 8:
-        return int(np.count_nonzero(_words(rows, width)))
-    return sum(int(np.count_nonzero(rows & np.uint8(mask))) for mask in _narrow(width))
+class ZeroCounts(Value, frozen=True):
+    """How many zeros a tensor has, and how they are arranged."""
+
+    zeros: int
+    max_group_nonzeros: dict[int, int]
+    """For each group size, the largest number of nonzero elements in a group. A size by which the
+    last axis is not divisible is missing."""
+    zeros_in_dead_blocks: dict[BlockShape, int]
+    """For each block shape that fits into the tensor, the zeros that lie in dead blocks."""
+    dead_rows: int
+    dead_columns: int
 
 
-def _words(rows: ByteArray, width: int) -> np.ndarray:
-    return rows.view(f"u{max(width // 8, 1)}")
+class ZeroCounter:
+    """Accumulates the zero counts of a tensor from its tiles. Threads may add at the same time."""
 
+    def __init__(self, shape: Sequence[int], block_shapes: Sequence[BlockShape]) -> None:
+        row_count, column_count = matrix_shape(shape)
+        self._matrix_shape = row_count, column_count
+        self._zeros = 0
+        group_sizes = [size for size in GROUP_SIZES if shape and shape[-1] % size == 0]
+        self._max_group_nonzeros = dict.fromkeys(group_sizes, 0)
+        self._zeros_in_dead_blocks: dict[BlockShape, int] = {}
+        for height, width in block_shapes:
+            if height <= row_count and width <= column_count:
+                self._zeros_in_dead_blocks[height, width] = 0
 
-def _narrow(width: int) -> list[int]:
-    """The groups of so many bits in a byte.
-
-    >>> _narrow(4)
-    [15, 240]
-    """
-    return [((1 << width) - 1) << at for at in range(0, 8, width)]
-
-
-class ZeroPlaces:
-    """Where a tensor has the number zero, of either sign. Blocks are whole rows, or rectangles."""
-
-    def __init__(self, shape: Sequence[int], blocks: Sequence[Shape]) -> None:
-        self._matrix = rows, columns = matrix_shape(shape)
-        self.zeros = 0
-        # Groups lie along the last axis and have to fill it.
-        group_sizes = [m for m in GROUP_SIZES if shape and shape[-1] % m == 0]
-        self.most = dict.fromkeys(group_sizes, 0)
-        """By group size: the largest number of non-zero elements in a group."""
-        self.explained = {block: 0 for block in blocks if block[0] <= rows and block[1] <= columns}
-        """By the shape of blocks: zeros in blocks that are all zeros."""
-        self.dead = 0, 0
-        """Rows, and columns, with nothing but zeros."""
-        # A vector has no rows that could be dead. Neither has a tensor without elements, and a file
-        # of a few bytes can say that one has 2**40 rows.
-        has_rows = len(shape) > 1 and rows * columns > 0
-        self._rows, self._columns = (
-            np.zeros(count if has_rows else 0, np.bool_) for count in self._matrix
-        )
+        # A vector has no lines that could be dead. Neither has a tensor without elements, and the
+        # header of a tiny file can claim that one has 2**40 rows.
+        self._has_lines = len(shape) > 1 and row_count * column_count > 0
+        self._is_row_alive = np.zeros(row_count if self._has_lines else 0, np.bool_)
+        self._is_column_alive = np.zeros(column_count if self._has_lines else 0, np.bool_)
         self._lock = threading.Lock()
 
     def add(self, start: int, values: np.ndarray) -> None:
-        height, width = self._matrix
+        """Count the zeros of a tile.
+
+        Args:
+            start: The index of the tile's first element in C order.
+            values: The tile as a matrix, or some whole rows (or a part of a vector) as one row.
+        """
+        row_count, column_count = self._matrix_shape
         if values.ndim == 1:
-            values = values.reshape(-1, width) if height > 1 else values.reshape(1, -1)
-        marked = np.asarray(values != 0)
-        zeros, flat = values.size - int(np.count_nonzero(marked)), marked.reshape(-1)
-        most, explained = {m: m for m in self.most}, dict.fromkeys(self.explained, 0)
-        rows: Bools | bool = True
-        columns: Bools | bool = True
+            values = values.reshape(-1, column_count) if row_count > 1 else values.reshape(1, -1)
+        is_nonzero = np.asarray(values != 0)
+        zeros = values.size - int(np.count_nonzero(is_nonzero))
+
+        # In a tile without zeros all groups are full and all lines are alive.
+        max_group_nonzeros = {size: size for size in self._max_group_nonzeros}
+        zeros_in_dead_blocks = dict.fromkeys(self._zeros_in_dead_blocks, 0)
+        is_row_alive: Bools | bool = True
+        is_column_alive: Bools | bool = True
         if zeros:
-            found, packed = MarkedBlocks(marked), np.packbits(flat, bitorder="little")
-            most = {m: _largest_group_count(flat, packed, m) for m in most}
-            explained = {block: values.size - found.area(*block) for block in explained}
-            rows, columns = found.rows(), found.columns()
-        top, left = divmod(start, width)
+            group_bits = np.packbits(is_nonzero.reshape(-1), bitorder="little")
+            tile_bits = TileBits(is_nonzero)
+            for size in max_group_nonzeros:
+                max_group_nonzeros[size] = _count_fullest_group(group_bits, size)
+            for height, width in zeros_in_dead_blocks:
+                live_area = tile_bits.measure_live_area(height, width)
+                zeros_in_dead_blocks[height, width] = values.size - live_area
+            is_row_alive = tile_bits.find_live_rows()
+            is_column_alive = tile_bits.find_live_columns()
+
+        top, left = divmod(start, column_count)
+        height, width = values.shape
         with self._lock:
-            self.zeros += zeros
-            self.most = {m: max(n, most[m]) for m, n in self.most.items()}
-            self.explained = {block: n + explained[block] for block, n in self.explained.items()}
-            if self._columns.size:
-                self._rows[top : top + len(values)] |= rows
-                self._columns[left : left + values.shape[1]] |= columns
+            self._zeros += zeros
+            for size, nonzeros in max_group_nonzeros.items():
+                self._max_group_nonzeros[size] = max(self._max_group_nonzeros[size], nonzeros)
+            for block_shape, block_zeros in zeros_in_dead_blocks.items():
+                self._zeros_in_dead_blocks[block_shape] += block_zeros
+            if self._has_lines:
+                self._is_row_alive[top : top + height] |= is_row_alive
+                self._is_column_alive[left : left + width] |= is_column_alive
 
-    def result(self) -> ZeroPlaces:
-        # The results of all tensors are kept, so they go without a byte for each row and column.
-        dead_rows = int(np.count_nonzero(~self._rows))
-        self.dead = dead_rows, int(np.count_nonzero(~self._columns))
-        del self._rows, self._columns
-        return self
+    def result(self) -> ZeroCounts:
+        """Return the counts of all tiles together."""
+        return ZeroCounts(
+            zeros=self._zeros,
+            max_group_nonzeros=self._max_group_nonzeros,
+            zeros_in_dead_blocks=self._zeros_in_dead_blocks,
+            dead_rows=int(np.count_nonzero(~self._is_row_alive)),
+            dead_columns=int(np.count_nonzero(~self._is_column_alive)),
+        )
 
 
-def _largest_group_count(marked: Bools, packed: ByteArray, m: int) -> int:
-    """Return the largest number of booleans that are set in a group of `m`; `packed` has them as bits."""
-    if len(marked) % 16:
-        # Sums of columns: rows of m elements are too short for numpy.
-        counts = marked[::m].astype(np.uint8)
-        for k in range(1, m):
-            counts += marked[k::m]
-        return int(counts.max(initial=0))
-    counts = _translate(packed, _byte_counts(min(m, 8)))
-    if m == 16:
+class TileBits:
+    """Which elements of a tile are nonzero, as bits. Answers which blocks and lines are alive."""
+
+    def __init__(self, is_nonzero: Bools) -> None:
+        self.shape = is_nonzero.shape
+        packed = np.packbits(is_nonzero, axis=1, bitorder="little")
+        # Rows of whole 64-bit words, so that blocks of any width can be read as words.
+        row_nbytes = -(-packed.shape[1] // 8) * 8
+        padded = np.zeros((len(packed), row_nbytes), np.uint8)
+        padded[:, : packed.shape[1]] = packed
+        self._unions = {1: padded}
+        """By height: a row of bits for every `height` rows of the tile, which is their union."""
+
+    def find_live_rows(self) -> Bools:
+        return np.asarray(self._unions[1].any(axis=1))
+
+    def find_live_columns(self) -> Bools:
+        union: ByteArray = np.bitwise_or.reduce(self._unions[1], axis=0)
+        return np.unpackbits(union, count=self.shape[1], bitorder="little").view(np.bool_)
+
+    def measure_live_area(self, height: int, width: int) -> int:
+        """Return the number of elements in blocks with at least one nonzero element."""
+        union = self._unite_rows(height)
+        area = _count_live_blocks(union, width) * height * width
+
+        # Blocks at the lower and the right edge reach this far beyond the tile. Subtract that from
+        # each of them. The block in the corner was subtracted twice then.
+        excess_height = -self.shape[0] % height
+        excess_width = -self.shape[1] % width
+        if excess_height:
+            area -= _count_live_blocks(union[-1:], width) * excess_height * width
+        if excess_width:
+            last_blocks = _select_block_column(union, width, self.shape[1] - 1)
+            area -= int(np.count_nonzero(last_blocks)) * excess_width * height
+            area += bool(last_blocks[-1]) * excess_height * excess_width
+        return area
+
+    def _unite_rows(self, height: int) -> ByteArray:
+        """Return the union of every `height` rows, made from the unions of half the height."""
+        if height not in self._unions:
+            halves = self._unite_rows(height // 2)
+            union = halves[::2].copy()
+            # The last row has no partner if their number is odd.
+            union[: len(halves) // 2] |= halves[1::2]
+            self._unions[height] = union
+        return self._unions[height]
+
+
+def _count_live_blocks(union: ByteArray, width: int) -> int:
+    """Count the groups of `width` consecutive bits that have at least one bit set."""
+    if width == 1:
+        return int(_translate(union, BIT_COUNTS).sum(dtype=np.int64))
+    if width >= 8:
+        return int(np.count_nonzero(_view_as_words(union, width)))
+    return sum(int(np.count_nonzero(union & np.uint8(mask))) for mask in _group_masks(width))
+
+
+def _select_block_column(union: ByteArray, width: int, column: int) -> np.ndarray:
+    """Return the bits of the blocks that contain a column, as one word for each block."""
+    if width >= 8:
+        return _view_as_words(union, width)[:, column // width]
+    mask = _group_masks(width)[column % 8 // width]
+    return union[:, column // 8] & np.uint8(mask)
+
+
+def _view_as_words(union: ByteArray, width: int) -> np.ndarray:
+    return union.view(f"u{width // 8}")
+
+
+def _group_masks(width: int) -> list[int]:
+    """Return the masks of the groups of `width` bits in a byte.
+
+    >>> _group_masks(4)
+    [15, 240]
+    """
+    return [((1 << width) - 1) << shift for shift in range(0, 8, width)]
+
+
+def _count_fullest_group(group_bits: ByteArray, size: int) -> int:
+    """Return the largest number of bits that are set in a group of `size` consecutive bits."""
+    # Bits that fill up the last byte are not set, so they add nothing.
+    counts = _translate(group_bits, _fullest_group_counts(min(size, 8)))
+    if size == 16:
         counts = counts[::2] + counts[1::2]
     return int(counts.max(initial=0))
 
 
 @lru_cache(maxsize=3)
-def _byte_counts(m: int) -> bytes:
-    """For each byte, the largest number of bits in one of its groups of `m`."""
-    mask = (1 << m) - 1
-    return bytes(
-        max((byte >> shift & mask).bit_count() for shift in range(0, 8, m)) for byte in range(256)
-    )
+def _fullest_group_counts(size: int) -> bytes:
+    """Return, for each byte, the largest number of bits in one of its groups of `size` bits."""
+    masks = _group_masks(size)
+    return bytes(max((byte & mask).bit_count() for mask in masks) for byte in range(256))
 
 
-POPULATION = bytes(byte.bit_count() for byte in range(256))
-"""For each byte, the number of its bits."""
-
-
-def _translate(values: ByteArray, table: bytes) -> ByteArray:
-    return np.frombuffer(values.tobytes().translate(table), np.uint8)
+def _translate(octets: ByteArray, table: bytes) -> ByteArray:
+    """Look up every byte in a table of 256. `bytes.translate` is faster than indexing in numpy."""
+    return np.frombuffer(octets.tobytes().translate(table), np.uint8)

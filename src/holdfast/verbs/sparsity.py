@@ -27,7 +27,7 @@ from holdfast.engine.scan import Block, blocks, scan
 from holdfast.engine.threads import reading_threads
 from holdfast.errors import located
 from holdfast.numeric.statistics import countable
-from holdfast.numeric.zeros import ZeroPlaces
+from holdfast.numeric.zeros import ZeroCounter, ZeroCounts
 from holdfast.verbs.open import Openable, opened
 from holdfast.verbs.stats import TensorReport, decoded_pairs
 
@@ -119,9 +119,14 @@ def find_zeros(
                 tensor.check_expansion()
             wanted.append(tensor)
             labels.append(stored.traits.dtype_label(stored.dtype))
-    make, cut = (lambda at: ZeroPlaces(wanted[at].shape, BLOCKS)), (lambda at: tiles(wanted[at]))
-    found = scan(wanted, make, cut, threads=threads, progress=progress)
-    return tuple(map(_row, wanted, labels, found))
+    counts = scan(
+        wanted,
+        lambda number: ZeroCounter(wanted[number].shape, BLOCKS),
+        lambda number: tiles(wanted[number]),
+        threads=threads,
+        progress=progress,
+    )
+    return tuple(map(_make_row, wanted, labels, counts))
 
 
 def tiles(tensor: LazyTensor) -> Iterator[Block]:
@@ -138,19 +143,32 @@ def tiles(tensor: LazyTensor) -> Iterator[Block]:
             yield Box((top, left), (min(top + TILE_ROWS, rows), min(left + TILE_COLUMNS, columns)))
 
 
-def _row(tensor: LazyTensor, label: str, about: ZeroPlaces) -> TensorSparsity:
-    filled = tensor.size - about.zeros
-    fits = [
-        (n / m, m, n)
-        for m, n in about.most.items()
-        if 0 < n < m and filled >= EXPLAINED * tensor.size * n / m
-    ]
-    pattern = min(fits, default=None)
+def _make_row(tensor: LazyTensor, label: str, counts: ZeroCounts) -> TensorSparsity:
+    nonzeros = tensor.size - counts.zeros
+
+    # The sparsest pattern n:m, as (n / m, m, n).
+    patterns: list[tuple[float, int, int]] = []
+    for m, n in counts.max_group_nonzeros.items():
+        if 0 < n < m and nonzeros >= EXPLAINED * tensor.size * n / m:
+            patterns.append((n / m, m, n))
+    pattern = None
+    if patterns:
+        _, m, n = min(patterns)
+        pattern = n, m
+
     block = None
-    if about.zeros and filled:
-        block = next(
-            (shape for shape in BLOCKS if about.explained.get(shape, 0) >= EXPLAINED * about.zeros),
-            None,
-        )
-    found = (pattern[2], pattern[1]) if pattern else None
-    return TensorSparsity(tensor.name, label, tensor.shape, about.zeros, found, block, *about.dead)
+    if counts.zeros and nonzeros:
+        for shape, zeros in counts.zeros_in_dead_blocks.items():
+            if zeros >= EXPLAINED * counts.zeros:
+                block = shape
+                break
+    return TensorSparsity(
+        tensor.name,
+        label,
+        tensor.shape,
+        counts.zeros,
+        pattern,
+        block,
+        counts.dead_rows,
+        counts.dead_columns,
+    )
