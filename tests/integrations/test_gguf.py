@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.numeric.dequantize import BLOCKS
+from holdfast.numeric.dequantize import BLOCK_TYPES
 
 pytest.importorskip("gguf.gguf_writer")  # a folder of tests has the name of the package
 gguf = pytest.importorskip("gguf")
 
-TYPES = [name for name, row in BLOCKS.items() if row.decode is not None]
+TYPES = [name for name, row in BLOCK_TYPES.items() if row.decode is not None]
 
 
 def written(path, tensors, values=()):
@@ -31,12 +31,12 @@ def written(path, tensors, values=()):
 
 def test_the_table_of_blocks():
     sizes = {kind.name: size for kind, size in gguf.GGML_QUANT_SIZES.items() if size[0] > 1}
-    assert {name: (row.elements, row.nbytes) for name, row in BLOCKS.items()} == sizes
+    assert {name: (row.elements, row.nbytes) for name, row in BLOCK_TYPES.items()} == sizes
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_decoded_as_the_package_does(name, tmp_path):
-    kind, row = gguf.GGMLQuantizationType[name], BLOCKS[name]
+    kind, row = gguf.GGMLQuantizationType[name], BLOCK_TYPES[name]
     raw = np.random.default_rng(1).integers(0, 256, (64, 3 * row.nbytes), dtype=np.uint8)
     path = written(tmp_path / "m.gguf", {"w": (raw, kind)})
     with holdfast.open(path) as ckpt, np.errstate(all="ignore"):

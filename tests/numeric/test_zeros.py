@@ -104,7 +104,7 @@ SHAPES = [
     st.booleans(),
     st.integers(0, 1 << 32),
 )
-def test_find_zeros_counts_as_the_definitions_do(shape, layout, dtype, uses_small_tiles, seed):
+def test_zeros_are_where_counting_finds_them(shape, layout, dtype, uses_small_tiles, seed):
     array = make_pruned_array(np.random.default_rng(seed), shape, layout).astype(dtype)
     if uses_small_tiles and array.ndim == 2:
         array = np.asfortranarray(array)

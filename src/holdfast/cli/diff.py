@@ -16,7 +16,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, plural
 from holdfast.engine.threads import reading_threads
 from holdfast.numeric.compare import Content
-from holdfast.numeric.dequantize import BLOCKS, number_shape
+from holdfast.numeric.dequantize import BLOCK_TYPES, number_shape
 from holdfast.verbs.brief import brief
 from holdfast.verbs.compare_values import Absent, ContainerKind, ValueChange
 from holdfast.verbs.diff import Comparison, Diff, TensorChange
@@ -216,7 +216,7 @@ def _changed(change: TensorChange) -> list[str]:
     if change.content is None:
         if shapes[0] != shapes[1]:
             return [dtype, shape]
-        is_in_blocks = any(name in BLOCKS for name in change.dtypes)
+        is_in_blocks = any(name in BLOCK_TYPES for name in change.dtypes)
         reason = (
             "blocks that cannot be decoded" if is_in_blocks else "one of them has no data (meta)"
         )

@@ -33,7 +33,7 @@ from holdfast.engine.saves import Data, Memory
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import computing
 from holdfast.errors import BadArgumentType, Unsupported, located
-from holdfast.numeric.dequantize import BLOCKS, BlockType
+from holdfast.numeric.dequantize import BLOCK_TYPES, BlockType
 from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
 Compute = Callable[[np.ndarray], np.ndarray]
@@ -384,7 +384,7 @@ class Dequantized(Sourced):
         if stored.traits.blocks is None:
             return stored
         blocks = _known(stored)
-        shape, dtype = blocks.shape(stored.shape), DTYPES.name("float32")
+        shape, dtype = blocks.decoded_shape(stored.shape), DTYPES.name("float32")
         if shape is None or dtype is None:
             what = f"the last axis of {list(stored.shape)} is no row of {blocks.name} blocks"
             raise Unsupported(f"{what}: dequantize first, and slice the result", tensor=stored.name)
@@ -473,7 +473,7 @@ def _decode(stored: LazyTensor, blocks: BlockType, start: int, out: memoryview) 
 
 
 def _known(stored: LazyTensor) -> BlockType:
-    blocks = BLOCKS.get(stored.traits.blocks or "")
+    blocks = BLOCK_TYPES.get(stored.traits.blocks or "")
     if blocks is None or blocks.decode is None:
         raise _unknown(blocks, stored)
     if any(storage.byteorder == "big" for storage in stored.storages):
@@ -483,7 +483,7 @@ def _known(stored: LazyTensor) -> BlockType:
 
 
 def _unknown(blocks: BlockType | None, stored: LazyTensor) -> Unsupported:
-    can = ", ".join(name for name, row in BLOCKS.items() if row.decode is not None)
+    can = ", ".join(name for name, row in BLOCK_TYPES.items() if row.decode is not None)
     name = stored.traits.blocks if blocks is None else blocks.name
     return Unsupported(
         f"blocks of {name} are read as they are, and not decoded; {can} are",

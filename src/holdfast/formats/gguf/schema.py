@@ -28,7 +28,7 @@ from holdfast.core.protocols import Source
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, Truncated, Unsupported
 from holdfast.formats.safetensors.schema import addressable
-from holdfast.numeric.dequantize import BLOCKS
+from holdfast.numeric.dequantize import BLOCK_TYPES
 
 MAGIC = b"GGUF"
 
@@ -344,7 +344,7 @@ def _place(name: str, info: tuple[int, ...], start: int, *, alignment: int, key:
     shape = tuple(reversed(dims))
     plain = PLAIN.get(kind)
     dtype = DTYPES.name(plain or "uint8")
-    blocks = None if plain else BLOCKS.get(PACKED.get(kind, ""))
+    blocks = None if plain else BLOCK_TYPES.get(PACKED.get(kind, ""))
     if dtype is None or (plain is None and blocks is None):
         raise Unsupported(
             f"the tensor has type {kind:,}, which is not known (or was withdrawn)",

@@ -29,7 +29,7 @@ from holdfast.formats.torch.composites import Apart, check_composite
 from holdfast.formats.tree_json import scalars
 from holdfast.formats.tree_json.encode import FLAGS, TAG
 from holdfast.formats.tree_json.scalars import SAFE_INTEGER
-from holdfast.numeric.dequantize import BLOCKS
+from holdfast.numeric.dequantize import BLOCK_TYPES
 
 Fields = dict[str, object]
 
@@ -247,8 +247,8 @@ def read_tensor(d: Decoder, fields: Fields, at: Way) -> object:
     d.tensors[name] = tensor  # the place in the order, before tensors in attributes
     traits = d.traits(tensor.traits, fields, at)
     if "blocks" in fields:
-        blocks = BLOCKS.get(kind := d.text(fields, "blocks", at))
-        if blocks is None or tensor.dtype != "uint8" or blocks.shape(tensor.shape) is None:
+        blocks = BLOCK_TYPES.get(kind := d.text(fields, "blocks", at))
+        if blocks is None or tensor.dtype != "uint8" or blocks.decoded_shape(tensor.shape) is None:
             refuse(
                 f"{tensor.dtype} {list(tensor.shape)} is not in blocks of {quoted(kind)}",
                 (at, "blocks"),
