@@ -21,7 +21,7 @@ from holdfast.engine.arrays import Resident
 from holdfast.engine.scan import Accumulator, blocks, scan
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted, HoldfastError, StoreError
-from holdfast.numeric.statistics import Distributed, NumberStats
+from holdfast.numeric.statistics import DistributionBuilder, NumberStats
 from holdfast.numeric.zeros import ZeroCounter
 from holdfast.stores.memory import MemoryStore
 from holdfast.verbs.sparsity import BLOCKS, find_zeros, tiles
@@ -179,7 +179,7 @@ def test_whatever_looks_every_byte_is_read_once():
         return Together(
             [
                 NumberStats(tensor, 8),
-                Distributed(tensor, tensor.size, 4),
+                DistributionBuilder(tensor, tensor.size, 4),
                 ZeroCounter(tensor.shape, BLOCKS),
             ]
         )

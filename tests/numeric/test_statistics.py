@@ -1,4 +1,8 @@
-"""What a distribution is, against numpy over all elements at once."""
+"""Distributions, compared with numpy functions on all elements at once.
+
+The comparison is right because numpy sees the whole array as float64: no blocks, no merging, and no
+counting of patterns.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +19,28 @@ from tests.sampling import examples
 
 import holdfast
 from holdfast.extras.reports.measures import measure
-from holdfast.numeric import statistics as distribution
-from holdfast.numeric.statistics import QUANTILES, Norms
+from holdfast.numeric import statistics
+from holdfast.numeric.statistics import QUANTILES, SquareSums
 
 
-def test_the_examples():
-    assert doctest.testmod(distribution).failed == 0
+def test_the_examples_of_docstrings_are_right():
+    assert doctest.testmod(statistics).failed == 0
 
 
-def found_of(array: np.ndarray, tmp_path, groups: int = 8):
+def measure_array(array: np.ndarray, tmp_path, groups: int = 8):
     holdfast.save({"w": array}, tmp_path / "w.pt")
     with holdfast.open(tmp_path / "w.pt") as checkpoint:
-        (found,) = measure([checkpoint["w"]], groups=groups)
-    return found
+        (distribution,) = measure([checkpoint["w"]], groups=groups)
+    return distribution
 
 
-def grouped(squares: np.ndarray, groups: int) -> np.ndarray:
-    """Row i of n is in group i * groups // n, as for rows; columns begin where their number times the width is reached."""
-    own = np.arange(len(squares)) * groups // len(squares)
-    return np.sqrt(np.bincount(own, squares, minlength=groups))
+def compute_group_norms(squares: np.ndarray, groups: int) -> np.ndarray:
+    """Row i of n is in group i * groups // n."""
+    row_groups = np.arange(len(squares)) * groups // len(squares)
+    return np.sqrt(np.bincount(row_groups, squares, minlength=groups))
 
 
-KINDS = {
+MAKE_ARRAY = {
     "float32": lambda rng, shape: rng.standard_normal(shape).astype(np.float32),
     "float64": lambda rng, shape: rng.standard_normal(shape) * 1e3,
     "float16": lambda rng, shape: rng.standard_normal(shape).astype(np.float16),
@@ -51,49 +55,56 @@ KINDS = {
 @pytest.mark.parametrize(
     "shape", [(6,), (40, 30), (3, 5, 7), (700, 500), (3, 200_000), (1, 1), (90_001,)], ids=str
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MAKE_ARRAY)
 def test_against_numpy(kind, shape, tmp_path):
-    array = KINDS[kind](np.random.default_rng(7), shape)
+    array = MAKE_ARRAY[kind](np.random.default_rng(7), shape)
     if kind.startswith("float") and array.size > 4:
         array.reshape(-1)[:2] = [np.nan, 0]
-    found = found_of(array, tmp_path)
+    distribution = measure_array(array, tmp_path)
     wide = array.astype(np.float64).reshape(-1)
-    some = wide[np.isfinite(wide)]
-    assert found.count == wide.size
-    assert found.moments.nans == np.isnan(wide).sum()
-    assert found.moments.zeros == (some == 0).sum()
-    assert found.moments.mean == pytest.approx(some.mean(), rel=1e-9, abs=1e-9)
-    assert found.moments.deviations == pytest.approx(((some - some.mean()) ** 2).sum(), rel=1e-9)
-    if some.var():
-        assert found.kurtosis == pytest.approx(
-            ((some - some.mean()) ** 4).mean() / some.var() ** 2 - 3, rel=1e-6, abs=1e-6
+    finite = wide[np.isfinite(wide)]
+    assert distribution.count == wide.size
+    assert distribution.moments.nans == np.isnan(wide).sum()
+    assert distribution.moments.zeros == (finite == 0).sum()
+    assert distribution.moments.mean == pytest.approx(finite.mean(), rel=1e-9, abs=1e-9)
+    assert distribution.moments.deviations == pytest.approx(
+        ((finite - finite.mean()) ** 2).sum(), rel=1e-9
+    )
+    if finite.var():
+        assert distribution.kurtosis == pytest.approx(
+            ((finite - finite.mean()) ** 4).mean() / finite.var() ** 2 - 3, rel=1e-6, abs=1e-6
         )
-    assert found.negative == pytest.approx((some < 0).mean())
-    exponents = np.floor(np.log2(np.abs(some[some != 0]))).astype(int)
-    assert sum(found.exponents) == exponents.size
+    assert distribution.negative == pytest.approx((finite < 0).mean())
+    exponents = np.floor(np.log2(np.abs(finite[finite != 0]))).astype(int)
+    assert sum(distribution.exponents) == exponents.size
     if exponents.size:
-        assert found.first_exponent == exponents.min()
-        assert list(found.exponents) == np.bincount(exponents - exponents.min()).tolist()
-    wanted = np.quantile(some, QUANTILES, method="lower")
-    if found.exact:
-        assert list(found.quantiles) == wanted.tolist()
+        assert distribution.first_exponent == exponents.min()
+        assert list(distribution.exponents) == np.bincount(exponents - exponents.min()).tolist()
+    expected = np.quantile(finite, QUANTILES, method="lower")
+    if distribution.exact:
+        assert list(distribution.quantiles) == expected.tolist()
     else:
-        assert np.allclose(found.quantiles, wanted, rtol=1 / 64, atol=1e-3 * np.abs(some).max())
-        assert (found.quantiles[0], found.quantiles[-1]) == (some.min(), some.max())
+        assert np.allclose(
+            distribution.quantiles, expected, rtol=1 / 64, atol=1e-3 * np.abs(finite).max()
+        )
+        assert (distribution.quantiles[0], distribution.quantiles[-1]) == (
+            finite.min(),
+            finite.max(),
+        )
     squares = np.where(np.isfinite(wide), wide, 0).reshape(-1, shape[-1]) ** 2
     rows, columns = squares.sum(axis=1), squares.sum(axis=0)
     if len(rows) > 1:
-        assert np.allclose(found.rows, grouped(rows, min(8, len(rows))))
+        assert np.allclose(distribution.rows, compute_group_norms(rows, min(8, len(rows))))
     if len(columns) > 1:
         cuts = -(-np.arange(min(8, len(columns))) * len(columns) // min(8, len(columns)))
-        assert np.allclose(found.columns, np.sqrt(np.add.reduceat(columns, cuts)))
+        assert np.allclose(distribution.columns, np.sqrt(np.add.reduceat(columns, cuts)))
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5), st.data())
 @settings(max_examples=examples(60))
 def test_norms_do_not_depend_on_the_cuts(height, width, groups, data):
     squares = np.arange(height * width, dtype=np.float64)
-    whole, cut = Norms((height, width), groups), Norms((height, width), groups)
+    whole, cut = SquareSums((height, width), groups), SquareSums((height, width), groups)
     whole.add(0, squares)
     edges = sorted(
         {0, squares.size, *data.draw(st.lists(st.integers(0, squares.size), max_size=5))}
@@ -107,20 +118,20 @@ def test_norms_do_not_depend_on_the_cuts(height, width, groups, data):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
-def test_all_of_one_kind(value, tmp_path):
+def test_equal_or_nonfinite_numbers_have_no_kurtosis_and_no_exponents(value, tmp_path):
     for size in (10, 300_000):
-        found = found_of(np.full(size, value, np.float32), tmp_path)
-        assert found.kurtosis is None
-        assert found.moments.finite == (size if value == 0 else 0)
-        assert found.exponents == ()
-        assert len(found.quantiles) == (9 if value == 0 else 0)
+        distribution = measure_array(np.full(size, value, np.float32), tmp_path)
+        assert distribution.kurtosis is None
+        assert distribution.moments.finite == (size if value == 0 else 0)
+        assert distribution.exponents == ()
+        assert len(distribution.quantiles) == (9 if value == 0 else 0)
 
 
-def test_numbers_beyond_float32(tmp_path):
-    found = found_of(np.array([1e300, -1e300, 1.0] * 40_000), tmp_path)
-    assert (found.quantiles[0], found.quantiles[-1]) == (-1e300, 1e300)
-    assert sum(found.exponents) == 120_000
+def test_quantiles_and_exponents_cover_numbers_beyond_float32(tmp_path):
+    distribution = measure_array(np.array([1e300, -1e300, 1.0] * 40_000), tmp_path)
+    assert (distribution.quantiles[0], distribution.quantiles[-1]) == (-1e300, 1e300)
+    assert sum(distribution.exponents) == 120_000
 
 
-def test_nothing(tmp_path):
-    assert found_of(np.zeros((0, 3), np.float32), tmp_path) is None
+def test_a_tensor_without_elements_has_no_distribution(tmp_path):
+    assert measure_array(np.zeros((0, 3), np.float32), tmp_path) is None

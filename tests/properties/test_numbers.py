@@ -82,7 +82,7 @@ def test_any_bits_as_by_definition(dtype, content, bins, block):
         whole = scan.blocks
         patch.setattr(scan, "blocks", lambda count: whole(count, block))
         patch.setattr(numbers, "STEP_ELEMENTS", 24)
-        patch.setattr(numbers, "COUNTED_ELEMENTS", 32)
+        patch.setattr(numbers, "SMALL_ELEMENTS", 32)
         patch.setattr("holdfast.verbs.stats.BLOCK_ELEMENTS", block)
         check(array, bins)
 

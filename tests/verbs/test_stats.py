@@ -70,7 +70,9 @@ def test_what_is_not_finite_is_counted_and_left_out(tmp_path):
 
 def test_a_large_mean_does_not_drown_the_deviations():
     values = 1e9 + np.random.default_rng(0).normal(size=10_000)
-    parts = sum((Moments.of(values[i : i + 999]) for i in range(0, 10_000, 999)), Moments())
+    parts = sum(
+        (Moments.from_values(values[i : i + 999]) for i in range(0, 10_000, 999)), Moments()
+    )
     assert (parts.deviations / parts.finite) ** 0.5 == pytest.approx(values.std(), rel=1e-6)
 
 

@@ -1,21 +1,23 @@
-"""What the numbers of a tensor are, a block at a time: moments, histograms (`NumberStats`), and how they are distributed.
+"""Computes statistics of a tensor's numbers from its blocks, which arrive in any order.
 
-1. Elements of one or two bytes have 256 or 65,536 patterns. How often each of them is there (`BitPatternCounts`) says all that does
-   not depend on places: the least, the moments, every histogram, every quantile; exactly, and from one reading.
-2. Wider ones are looked at as float64, in steps that stay in a core's cache: what is made of a step is never written to memory.
-   Each step gives its count, mean and sum of squared deviations, which merge by the formula of Chan, Golub and LeVeque (`Moments`);
-   it loses nothing where a mean is large beside the deviations. A histogram takes a second reading, for its ends are known then.
+There are two accumulators. `NumberStats` computes moments and a histogram. `DistributionBuilder`
+computes a `Distribution`: moments, exponents, quantiles, kurtosis, and norms of rows and columns.
+Both depend on the width and the number of the elements:
 
-The distribution (`Distributed`) is exponents, signs, quantiles, tails, norms of rows and columns; one reading, and three ways:
+- Elements of one or two bytes have 256 or 65,536 bit patterns. The count of each pattern
+  (`BitPatternCounts`) determines everything that does not depend on the order of the elements: the
+  moments, every histogram and every quantile are exact, after one reading.
+- Wider elements are converted to float64, in steps that stay in a core's cache. Each step has a
+  mean and a sum of squared deviations, and steps are merged by the formula of Chan, Golub and
+  LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances", 1979). It
+  stays precise if the mean is large compared with the deviations. A histogram needs a second
+  reading, because its range is known only after the first.
+- For a distribution, up to 65,536 elements are held and sorted, which is exact. If there are more,
+  wide elements are rounded to float32 and counted by the upper 16 bits of that: sign, exponent and
+  seven bits of the fraction. So exponents are exact, and quantiles are within 1/128 of their value.
 
-    few        up to 65,536 elements: all of them at once, sorted. Exact
-    counted    elements of one or two bytes, by their patterns. Exact
-    wide       moments, and the fourth power beside them. Exponents and signs are counted by the upper 16 bits as float32, which
-               have them in full and seven bits of the fraction: so they are exact, and a quantile is right to 1/128 of itself. The
-               least and the largest are exact
-
-A tensor is looked at as rows of its last dimension; the norms are those of groups of neighbouring rows, and of columns. NaN and
-infinities are counted and left out of everything else. `engine/scan.py` reads the blocks.
+NaN and infinities are counted, and left out of everything else. A complex number counts as its
+absolute value.
 """
 
 from __future__ import annotations
@@ -26,52 +28,63 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, field
 
-from holdfast.core.arrays import Bools, Ints, inner
+from holdfast.core.arrays import AnyDType, Bools, Ints, inner
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
+Floats = npt.NDArray[np.float64]
+
 STEP_ELEMENTS = 1 << 17
-"""Elements that are looked at together: 1 MiB as float64, near a core's own cache, in calls long enough that threads do not wait
-for each other's turn at the interpreter."""
+"""The elements of one step: 1 MiB as float64. That stays in a core's cache, and each numpy call
+takes long enough that threads rarely wait for the interpreter lock."""
 
-COUNTED_ELEMENTS = (
-    1 << 16
-)  # 16-bit tensors from this size on are counted by patterns; else the table would be larger.
+SMALL_ELEMENTS = 1 << 16
+"""Up to this many elements are sorted, and counting 16-bit patterns would need a larger table."""
+
+MAX_PAIRED_BINS = 127
+"""The most bins of a histogram that is counted by pairs of numbers. The table of pairs then has at
+most 128 KiB."""
+
+FLOAT4_PAIRS = "float4_e2m1fn_x2"
+"""The dtype with two numbers in each byte, for which numpy has no type."""
+
+QUANTILES = (0.0, 0.001, 0.01, 0.25, 0.5, 0.75, 0.99, 0.999, 1.0)
+"""The quantiles of a `Distribution`."""
 
 
-PAIRED_BINS = 128  # Histograms of fewer bins are drawn for two numbers at a time, by a table of at most 128 KiB.
-
-
-def countable(tensor: LazyTensor) -> bool:
-    """Whether the elements are numbers. The bytes of quantised blocks are none: decode them first."""
+def has_numbers(tensor: LazyTensor) -> bool:
+    """Return whether the elements are numbers. The bytes of quantised blocks are not."""
     is_number = tensor.dtype.kind in ("float", "int", "uint", "bool", "complex")
     return is_number and not tensor.traits.meta and tensor.traits.blocks is None
 
 
-def counts_patterns(tensor: LazyTensor) -> bool:
-    """Whether the elements are narrow enough, and as many, that their patterns are counted: then one reading tells all."""
-    width = tensor.dtype.numpy.itemsize
-    return not tensor.dtype.paired and (
-        width == 1 or (width == 2 and tensor.size >= COUNTED_ELEMENTS)
-    )
+def is_counted_by_pattern(tensor: LazyTensor) -> bool:
+    """Return whether the bit patterns of the elements are counted, so that one reading suffices."""
+    itemsize = tensor.dtype.numpy.itemsize
+    is_large = tensor.size >= SMALL_ELEMENTS
+    return not tensor.dtype.paired and (itemsize == 1 or (itemsize == 2 and is_large))
 
 
-def number_type(tensor: LazyTensor) -> np.dtype[np.generic]:
-    """Of a tensor's elements as they are looked at: booleans are numbers of a byte."""
+def _number_dtype(tensor: LazyTensor) -> AnyDType:
+    """Return the dtype of the elements. Booleans are numbers of one byte."""
     return np.dtype(np.uint8) if tensor.dtype.kind == "bool" else tensor.dtype.numpy
 
 
 class Moments(Value, frozen=True):
-    """What is known of some numbers; `+` is that of both together."""
+    """Moments of some numbers. `a + b` are the moments of the numbers of both."""
 
     finite: int = 0
+    """The number of finite elements. Everything up to `squares` describes these."""
     low: float = math.inf
     high: float = -math.inf
     mean: float = 0.0
-    deviations: float = 0.0  # The sum of the squares of the distances from the mean.
+    deviations: float = 0.0
+    """The sum of the squared distances from the mean."""
     squares: float = 0.0
+    """The sum of the squares."""
     nans: int = 0
     infinities: int = 0
     zeros: int = 0
@@ -80,39 +93,51 @@ class Moments(Value, frozen=True):
     first_infinity: int | None = None
 
     @classmethod
-    def of(cls, values: np.ndarray, start: int = 0) -> Moments:
-        """The moments of a 1-D array of numbers of any dtype, whose first element has the index `start`.
+    def from_values(cls, values: np.ndarray, start: int = 0) -> Moments:
+        """Compute the moments of a 1-D array of numbers of any dtype.
 
-        >>> Moments.of(np.array([1.0, 3.0, np.nan])).mean
+        Args:
+            values: The numbers.
+            start: The index of the first of them in the tensor.
+
+        >>> Moments.from_values(np.array([1.0, 3.0, np.nan])).mean
         2.0
         """
-        total = cls()
-        for wide in widened(values):
-            total += cls.of_step(wide, start)
-            start += wide.size
-        return total
+        moments = cls()
+        for numbers in iterate_as_float64(values):
+            moments += cls.from_step(numbers, start)
+            start += numbers.size
+        return moments
 
     @classmethod
-    def of_step(cls, wide: np.ndarray, start: int = 0) -> Moments:
-        """Of float64, which are changed: where all are finite, into their distances from the mean."""
-        # NaN comes out of both, and an infinity out of one of them.
-        low, high = float(wide.min()), float(wide.max())
+    def from_step(cls, numbers: Floats, start: int = 0) -> Moments:
+        """Compute the moments of one step, and overwrite it.
+
+        If all numbers are finite, they are replaced by their distances from the mean.
+        """
+        # If a number is NaN, both are. If one is infinite, at least one of both is.
+        low = float(numbers.min())
+        high = float(numbers.max())
         if not (math.isfinite(low) and math.isfinite(high)):
-            nonfinite = cls.of_nonfinite(wide, start)
-            wide = wide[np.isfinite(wide)]
-            return nonfinite + cls.of_step(wide) if wide.size else nonfinite
+            nonfinite = cls.from_nonfinite(numbers, start)
+            finite_numbers = numbers[np.isfinite(numbers)]
+            if not finite_numbers.size:
+                return nonfinite
+            return nonfinite + cls.from_step(finite_numbers)
+
         with np.errstate(over="ignore", invalid="ignore"):
-            mean = float(wide.mean())
-            zeros = wide.size - int(np.count_nonzero(wide != 0))
-            squares = inner(wide, wide)
-            wide -= mean
-            deviations = inner(wide, wide)
-        return cls(wide.size, low, high, mean, deviations, squares, zeros=zeros)
+            mean = float(numbers.mean())
+            zeros = numbers.size - int(np.count_nonzero(numbers != 0))
+            squares = inner(numbers, numbers)
+            numbers -= mean
+            deviations = inner(numbers, numbers)
+        return cls(numbers.size, low, high, mean, deviations, squares, zeros=zeros)
 
     @classmethod
-    def of_nonfinite(cls, wide: np.ndarray, start: int) -> Moments:
-        """Count NaN and infinities and find the first of each; everything else is left out."""
-        is_nan, is_infinite = np.isnan(wide), np.isinf(wide)
+    def from_nonfinite(cls, numbers: Floats, start: int) -> Moments:
+        """Count NaN and infinities, and find the first of each. Leave out everything else."""
+        is_nan = np.isnan(numbers)
+        is_infinite = np.isinf(numbers)
         return cls(
             nans=int(is_nan.sum()),
             infinities=int(is_infinite.sum()),
@@ -121,15 +146,24 @@ class Moments(Value, frozen=True):
         )
 
     def __add__(self, other: Moments) -> Moments:
-        count = self.finite + other.finite
-        apart = other.mean - self.mean
-        share = other.finite / count if count else 0.0
+        """Merge the moments of two sets of numbers (Chan, Golub and LeVeque, 1979)."""
+        finite = self.finite + other.finite
+        other_share = other.finite / finite if finite else 0.0
+        distance = other.mean - self.mean
+        between = distance * self.finite * other_share * distance
         return Moments(
-            count, min(self.low, other.low), max(self.high, other.high), self.mean + apart * share,
-            self.deviations + other.deviations + apart * self.finite * share * apart, self.squares + other.squares,
-            self.nans + other.nans, self.infinities + other.infinities, self.zeros + other.zeros,
-            earlier_index(self.first_nan, other.first_nan), earlier_index(self.first_infinity, other.first_infinity),
-        )  # fmt: skip
+            finite=finite,
+            low=min(self.low, other.low),
+            high=max(self.high, other.high),
+            mean=self.mean + distance * other_share,
+            deviations=self.deviations + other.deviations + between,
+            squares=self.squares + other.squares,
+            nans=self.nans + other.nans,
+            infinities=self.infinities + other.infinities,
+            zeros=self.zeros + other.zeros,
+            first_nan=earlier_index(self.first_nan, other.first_nan),
+            first_infinity=earlier_index(self.first_infinity, other.first_infinity),
+        )
 
 
 def earlier_index(a: int | None, b: int | None) -> int | None:
@@ -144,469 +178,559 @@ def first_index(mask: Bools, start: int) -> int | None:
     return start + int(mask.argmax()) if mask.any() else None
 
 
-def widened(values: np.ndarray) -> Iterator[np.ndarray]:
-    """A 1-D array of numbers as float64, a step at a time, each in memory of its own; complex numbers by their absolute values."""
-    for at in range(0, values.size, STEP_ELEMENTS):
-        step = values[at : at + STEP_ELEMENTS]
+def iterate_as_float64(values: np.ndarray) -> Iterator[Floats]:
+    """Yield the steps of a 1-D array of numbers as new arrays of float64."""
+    for start in range(0, values.size, STEP_ELEMENTS):
+        step = values[start : start + STEP_ELEMENTS]
         if step.dtype.names:
+            # Complex numbers of a dtype that numpy does not have.
             yield np.hypot(step["real"].astype(np.float64), step["imag"].astype(np.float64))
             continue
-        with np.errstate(invalid="ignore"):  # a signalling NaN that is widened
-            wide = (
-                np.abs(step).astype(np.float64)
-                if step.dtype.kind == "c"
-                else step.astype(np.float64)
-            )
-        yield wide
+        # Converting a signalling NaN raises the flag for invalid operations.
+        with np.errstate(invalid="ignore"):
+            if step.dtype.kind == "c":
+                step = np.abs(step)
+            numbers = step.astype(np.float64)
+        yield numbers
 
 
-def histogram(values: np.ndarray, found: Moments, bins: int) -> Ints:
-    """How many numbers of a 1-D array fall into bins of one width from the least to the largest of `found`, both in."""
+def compute_histogram(values: np.ndarray, moments: Moments, bins: int) -> Ints:
+    """Count the finite numbers of a 1-D array in bins of equal width.
+
+    Args:
+        values: The numbers.
+        moments: The moments of the whole tensor. The bins cover the range from its lowest to its
+            highest number, both inclusive.
+        bins: The number of bins.
+    """
     counts = np.zeros(bins, np.int64)
-    for wide in widened(values):
-        _bin(
-            counts,
-            wide[np.isfinite(wide)] if found.nans or found.infinities else wide,
-            None,
-            found=found,
-        )
+    for numbers in iterate_as_float64(values):
+        if moments.nans or moments.infinities:
+            numbers = numbers[np.isfinite(numbers)]
+        _add_to_bins(counts, numbers, None, moments)
     return counts
 
 
-def _bin(counts: Ints, wide: np.ndarray, often: Ints | None, *, found: Moments) -> None:
-    """Add finite numbers, which are changed, to the bins; each counts so often."""
+def _add_to_bins(counts: Ints, numbers: Floats, weights: Ints | None, moments: Moments) -> None:
+    """Count finite numbers, and overwrite them. Each counts as often as its weight, or once."""
     bins = len(counts)
-    if found.low == found.high:
-        counts[bins // 2] += wide.size if often is None else int(often.sum())
+    low = moments.low
+    high = moments.high
+    if low == high:
+        counts[bins // 2] += numbers.size if weights is None else int(weights.sum())
         return
-    low, span = found.low, found.high - found.low
-    if not math.isfinite(
-        span
-    ):  # from the least to the largest float64 is farther than a float64 can say
-        wide /= 2
-        low, span = low / 2, found.high / 2 - low / 2
-    wide -= low
-    wide /= span
-    wide *= bins
-    # The largest number comes to lie at the end of the last bin: in one of its own, which is added to the last.
-    made = np.zeros(bins + 1, np.int64)
-    if often is not None:
-        np.add.at(made, wide.astype(np.intp), often)
-    elif bins < PAIRED_BINS:
-        places = wide.astype(np.int32)
-        half = len(places) // 2
-        # Two numbers at a time, by a table of two dimensions: to add to a bin is what takes long, the more so to the same again.
-        pairs = places[:half] * np.int32(bins + 1)
-        pairs += places[half : 2 * half]
-        both = np.bincount(pairs, minlength=len(made) ** 2).reshape(len(made), len(made))
-        made += (
-            both.sum(axis=0)
-            + both.sum(axis=1)
-            + np.bincount(places[2 * half :], minlength=len(made))
-        )
+
+    # The distance between two float64 can exceed float64.
+    if not math.isfinite(high - low):
+        numbers /= 2
+        low /= 2
+        high /= 2
+    numbers -= low
+    numbers /= high - low
+    numbers *= bins
+
+    # The highest number lies at the end of the last bin. It gets a bin of its own, which is added
+    # to the last one.
+    bin_counts = np.zeros(bins + 1, np.int64)
+    if weights is not None:
+        np.add.at(bin_counts, numbers.astype(np.intp), weights)
+    elif bins <= MAX_PAIRED_BINS:
+        bin_counts += _count_in_pairs(numbers.astype(np.int32), bins + 1)
     else:
-        made += np.bincount(wide.astype(np.intp), minlength=bins + 1)
-    counts += made[:bins]
-    counts[-1] += made[bins]
+        bin_counts += np.bincount(numbers.astype(np.intp), minlength=bins + 1)
+    counts += bin_counts[:bins]
+    counts[-1] += bin_counts[bins]
+
+
+def _count_in_pairs(indices: npt.NDArray[np.int32], bins: int) -> Ints:
+    """Count how often each bin occurs, by counting pairs of bins.
+
+    Most time goes into adding to a counter, and even more if the same counter was just added to.
+    Pairs halve the additions and spread them over the square of the counters.
+    """
+    half = len(indices) // 2
+    pairs = indices[:half] * np.int32(bins)
+    pairs += indices[half : 2 * half]
+    pair_counts = np.bincount(pairs, minlength=bins**2).reshape(bins, bins)
+    unpaired_counts = np.bincount(indices[2 * half :], minlength=bins)
+    return np.asarray(pair_counts.sum(axis=0) + pair_counts.sum(axis=1) + unpaired_counts)
 
 
 class NumberStats:
-    """The moments of a tensor's numbers, and their histogram where one reading is enough for it, or the moments are known."""
+    """Accumulates the moments of a tensor and, if one reading is enough for it, its histogram."""
 
-    def __init__(self, tensor: LazyTensor, bins: int, known: Moments | None = None) -> None:
-        self._size, self._bins, self._known = tensor.size, bins, known
-        self._counts = BitPatternCounts(number_type(tensor)) if counts_patterns(tensor) else None
-        self._parts: dict[int, Moments] = {}
-        self._drawn: dict[int, Ints] = {}
+    def __init__(self, tensor: LazyTensor, bins: int, known_moments: Moments | None = None) -> None:
+        """Prepare for the blocks of a tensor.
+
+        Args:
+            tensor: The tensor.
+            bins: The number of bins of the histogram, 0 for none.
+            known_moments: The result of a first reading. The second one computes the histogram.
+        """
+        self._size = tensor.size
+        self._bins = bins
+        self._known_moments = known_moments
+        self._pattern_counts: BitPatternCounts | None = None
+        if is_counted_by_pattern(tensor):
+            self._pattern_counts = BitPatternCounts(_number_dtype(tensor))
+        # By the start of each block: the result must not depend on the order of the threads.
+        self._moments: dict[int, Moments] = {}
+        self._histograms: dict[int, Ints] = {}
 
     def add(self, start: int, values: np.ndarray) -> None:
-        if self._counts is not None:
-            self._counts.add(values, start)
+        """Add a block whose first element has the index `start`."""
+        if self._pattern_counts is not None:
+            self._pattern_counts.add(values, start)
             return
-        found = self._known
-        if found is None:
-            found = self._parts[start] = Moments.of(values, start)
-        if self._bins and found.finite and (self._known is not None or values.size == self._size):
-            self._drawn[start] = histogram(values, found, self._bins)
+
+        moments = self._known_moments
+        if moments is None:
+            moments = self._moments[start] = Moments.from_values(values, start)
+        is_range_known = self._known_moments is not None or values.size == self._size
+        if self._bins and moments.finite and is_range_known:
+            self._histograms[start] = compute_histogram(values, moments, self._bins)
 
     def result(self) -> tuple[Moments, Ints | None]:
-        if self._counts is None:
-            found = self._known or sum(
-                (self._parts[start] for start in sorted(self._parts)), Moments()
-            )
-            return found, np.sum([*self._drawn.values()], axis=0) if self._drawn else None
-        found = self._counts.moments()
-        return found, self._counts.histogram(
-            found, self._bins
-        ) if self._bins and found.finite else None
+        """Return the moments, and the histogram if it could be computed."""
+        if self._pattern_counts is not None:
+            moments = self._pattern_counts.moments()
+            if not (self._bins and moments.finite):
+                return moments, None
+            return moments, self._pattern_counts.histogram(moments, self._bins)
+
+        block_moments = (self._moments[start] for start in sorted(self._moments))
+        moments = self._known_moments or sum(block_moments, Moments())
+        histogram = np.sum([*self._histograms.values()], axis=0) if self._histograms else None
+        return moments, histogram
 
 
 class BitPatternCounts:
-    """How often each bit pattern of one or two bytes is there. Threads may add at once."""
+    """Counts the bit patterns of elements of one or two bytes. Threads may add at the same time."""
 
-    def __init__(self, dtype: np.dtype[np.generic]) -> None:
+    def __init__(self, dtype: AnyDType) -> None:
         self.dtype = dtype
         self._nonfinite = Moments()
         self._lock = threading.Lock()
 
     @cached_property
-    def there(self) -> Ints:
-        """By the pattern, as an unsigned integer."""
+    def counts(self) -> Ints:
+        """How often each pattern occurs, by the pattern as an unsigned integer."""
         return np.zeros(1 << (8 * self.dtype.itemsize), np.int64)
 
     def add(self, values: np.ndarray, start: int = 0) -> None:
         """Count the patterns of a block whose first element has the index `start`."""
-        own = np.bincount(
-            values.view(f"u{self.dtype.itemsize}"), minlength=1 << (8 * self.dtype.itemsize)
-        )
+        patterns = values.view(f"u{self.dtype.itemsize}")
+        block_counts = np.bincount(patterns, minlength=1 << (8 * self.dtype.itemsize))
 
-        # The counts say whether a block has NaN or infinities; only then is it searched for them.
+        # The counts tell whether a block has NaN or infinities. Only then it is searched for them.
         nonfinite = Moments()
-        if own[nonfinite_patterns(self.dtype)].any():
-            for wide in widened(values):
-                nonfinite += Moments.of_nonfinite(wide, start)
-                start += wide.size
+        if block_counts[nonfinite_patterns(self.dtype)].any():
+            for numbers in iterate_as_float64(values):
+                nonfinite += Moments.from_nonfinite(numbers, start)
+                start += numbers.size
 
         with self._lock:
-            self.there += own
+            self.counts += block_counts
             self._nonfinite += nonfinite
 
-    def values(self) -> tuple[np.ndarray, Ints]:
-        """The finite numbers that are there, as float64, in the order of their patterns; and how often each is."""
-        some = np.flatnonzero(self.there)
-        wide, often = pattern_values(self.dtype)[some], self.there[some]
-        finite = np.isfinite(wide)
-        return (wide, often) if finite.all() else (wide[finite], often[finite])
+    def finite_numbers(self) -> tuple[Floats, Ints]:
+        """Return each finite number that occurs, and how often, in the order of the patterns."""
+        patterns = np.flatnonzero(self.counts)
+        numbers = pattern_numbers(self.dtype)[patterns]
+        is_finite = np.isfinite(numbers)
+        return numbers[is_finite], self.counts[patterns][is_finite]
 
     def moments(self) -> Moments:
-        """Moments of all that was counted.
+        """Return the moments of all elements.
 
         >>> counts = BitPatternCounts(np.dtype(np.int8))
         >>> counts.add(np.array([1, 3, 3, 5], np.int8))
         >>> counts.moments().mean, counts.moments().deviations
         (3.0, 8.0)
         """
-        wide, often = self.values()
-        finite = int(often.sum())
+        numbers, counts = self.finite_numbers()
+        finite = int(counts.sum())
         if not finite:
             return self._nonfinite
-        mean = float((wide * often).sum()) / finite
-        apart = wide - mean
+
+        mean = float((numbers * counts).sum()) / finite
+        distances = numbers - mean
         return self._nonfinite + Moments(
-            finite, float(wide.min()), float(wide.max()), mean, float((apart * apart * often).sum()),
-            float((wide * wide * often).sum()), zeros=int(often[wide == 0].sum()),
-        )  # fmt: skip
-
-    def histogram(self, found: Moments, bins: int) -> Ints:
-        counts = np.zeros(bins, np.int64)
-        _bin(counts, *self.values(), found=found)
-        return counts
-
-
-@lru_cache(maxsize=16)
-def pattern_values(dtype: np.dtype[np.generic]) -> np.ndarray:
-    """The number that each pattern of one or two bytes stands for, as float64."""
-    with np.errstate(invalid="ignore"):
-        return (
-            np.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}")
-            .view(dtype)
-            .astype(np.float64)
+            finite=finite,
+            low=float(numbers.min()),
+            high=float(numbers.max()),
+            mean=mean,
+            deviations=float((distances * distances * counts).sum()),
+            squares=float((numbers * numbers * counts).sum()),
+            zeros=int(counts[numbers == 0].sum()),
         )
 
+    def histogram(self, moments: Moments, bins: int) -> Ints:
+        """Return the histogram of all elements, whose moments are given."""
+        histogram = np.zeros(bins, np.int64)
+        _add_to_bins(histogram, *self.finite_numbers(), moments)
+        return histogram
+
 
 @lru_cache(maxsize=16)
-def nonfinite_patterns(dtype: np.dtype[np.generic]) -> Ints:
-    """The patterns that stand for NaN or an infinity; integers have none."""
-    return np.flatnonzero(~np.isfinite(pattern_values(dtype)))
+def pattern_numbers(dtype: AnyDType) -> Floats:
+    """Return the number of each bit pattern of a dtype of one or two bytes."""
+    patterns = np.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}")
+    with np.errstate(invalid="ignore"):
+        return patterns.view(dtype).astype(np.float64)
 
 
-QUANTILES = (0.0, 0.001, 0.01, 0.25, 0.5, 0.75, 0.99, 0.999, 1.0)
+@lru_cache(maxsize=16)
+def nonfinite_patterns(dtype: AnyDType) -> Ints:
+    """Return the bit patterns of NaN and infinities. Integers have none."""
+    return np.flatnonzero(~np.isfinite(pattern_numbers(dtype)))
 
-Floats = np.ndarray
+
+@lru_cache(maxsize=16)
+def _pattern_squares(dtype: AnyDType) -> Floats:
+    return _square_finite(pattern_numbers(dtype))
 
 
 class Distribution(Value, frozen=True):
+    """How the numbers of a tensor, or of a sample of it, are distributed."""
+
     count: int
+    """The number of elements."""
     moments: Moments
     kurtosis: float | None
-    """The fourth moment over the square of the second, less three: 0 for a bell curve, large where a few numbers are far out."""
+    """The excess kurtosis: the fourth central moment divided by the squared variance, minus 3. It
+    is 0 for a normal distribution, and large if a few numbers are far from the mean."""
     negative: float | None
     """The share of the finite numbers that are below zero."""
     first_exponent: int
+    """The lowest binary exponent of a number that is not zero."""
     exponents: tuple[int, ...]
-    """How many numbers have each binary exponent, from the first on; zeros have none."""
+    """How many numbers have each binary exponent, from the first one on."""
     quantiles: tuple[float, ...]
-    """At `QUANTILES`; empty where nothing is finite."""
+    """The values at `QUANTILES`. Empty if no number is finite."""
     exact: bool
-    """Whether the quantiles are numbers that are there."""
+    """Whether the quantiles are exact. Otherwise they are interpolated."""
     rows: tuple[float, ...] = ()
+    """The L2 norm of each group of consecutive rows. Empty if there are less than two rows."""
     columns: tuple[float, ...] = ()
+    """The L2 norm of each group of consecutive columns, in the same way."""
 
 
-class Tails(Value, frozen=True):
-    """Sums of the third and the fourth powers of the distances from the mean, beside `Moments`; `plus` is that of both together."""
+class HigherMoments(Value, frozen=True):
+    """Sums of the third and the fourth powers of the distances from the mean, beside `Moments`."""
 
     cubes: float = 0.0
     fourths: float = 0.0
 
     @classmethod
-    def of(cls, apart: Floats) -> Tails:
+    def from_distances(cls, distances: Floats) -> HigherMoments:
+        """Compute the sums from the distances of numbers from their mean."""
         with np.errstate(over="ignore", invalid="ignore"):
-            squares = apart * apart
-            return cls(inner(squares, apart), inner(squares, squares))
+            squares = distances * distances
+            return cls(inner(squares, distances), inner(squares, squares))
 
-    def plus(self, other: Tails, a: Moments, b: Moments) -> Tails:
-        """The tails of two parts together, whose moments are `a` and `b` (Pébay, 2008)."""
-        count = a.finite + b.finite
+    def merge(self, other: HigherMoments, a: Moments, b: Moments) -> HigherMoments:
+        """Return the sums for the numbers of both (Pébay, "Formulas for robust, one-pass parallel
+        computation of covariances and arbitrary-order statistical moments", 2008).
+
+        Args:
+            other: The sums of the other numbers.
+            a: The moments of the numbers of `self`.
+            b: The moments of the other numbers.
+        """
         if not a.finite or not b.finite:
             return self if a.finite else other
-        d, n, m = b.mean - a.mean, a.finite, b.finite
-        # By multiplying: a power that is beyond float64 would be an error, and a product is infinite.
-        square, cubes, fourths = d * d, self.cubes + other.cubes, self.fourths + other.fourths
-        cubes += (
-            square * d * n * m * (n - m) / count**2
-            + 3 * d * (n * b.deviations - m * a.deviations) / count
-        )
+        n = a.finite
+        m = b.finite
+        count = n + m
+        distance = b.mean - a.mean
+        # A power that exceeds float64 would raise an error. A product becomes infinite.
+        square = distance * distance
+
+        cubes = self.cubes + other.cubes
+        cubes += square * distance * n * m * (n - m) / count**2
+        cubes += 3 * distance * (n * b.deviations - m * a.deviations) / count
+
+        fourths = self.fourths + other.fourths
         fourths += square * square * n * m * (n * n - n * m + m * m) / count**3
         fourths += 6 * square * (n * n * b.deviations + m * m * a.deviations) / count**2
-        fourths += 4 * d * (n * other.cubes - m * self.cubes) / count
-        return Tails(cubes, fourths)
+        fourths += 4 * distance * (n * other.cubes - m * self.cubes) / count
+        return HigherMoments(cubes, fourths)
 
 
-class BlockSummary(Struct):
-    count: int = 0
-    moments: Moments = field(default_factory=Moments)
-    tails: Tails = field(default_factory=Tails)
-    few: Floats | None = None
+class SquareSums:
+    """Sums the squares in groups of rows and groups of columns. Threads may add at the same time.
 
-
-class Norms:
-    """Sums of squares of groups of rows and of columns. Threads may add at once."""
+    Rows are those of the last axis. Row i of n belongs to group i * groups // n, and so do columns.
+    """
 
     def __init__(self, shape: Sequence[int], groups: int) -> None:
-        self.width = shape[-1] if shape else 1
-        self.height = math.prod(shape[:-1])
-        self.rows = np.zeros(min(groups, self.height))
-        self.columns = np.zeros(min(groups, self.width))
-        # The first column of each group.
-        self._first = -(-np.arange(len(self.columns)) * self.width // max(len(self.columns), 1))
+        self._column_count = shape[-1] if shape else 1
+        self._row_count = math.prod(shape[:-1])
+        self.rows = np.zeros(min(groups, self._row_count))
+        self.columns = np.zeros(min(groups, self._column_count))
+        group_count = len(self.columns)
+        self._first_columns = -(-np.arange(group_count) * self._column_count // max(group_count, 1))
         self._lock = threading.Lock()
 
     def add(self, start: int, squares: Floats) -> None:
-        at = 0
-        while at < squares.size:
-            row, column = divmod(start + at, self.width)
-            whole = (squares.size - at) // self.width if not column else 0
-            if whole:
-                self._add(row, 0, squares[at : at + whole * self.width].reshape(whole, self.width))
-                at += whole * self.width
+        """Add the squares of consecutive elements, the first of which has the index `start`."""
+        width = self._column_count
+        offset = 0
+        while offset < squares.size:
+            row, column = divmod(start + offset, width)
+            whole_rows = (squares.size - offset) // width
+            if column or not whole_rows:
+                # The rest of a row, or a part of it.
+                stop = min(squares.size, offset + width - column)
+                rectangle = squares[offset:stop].reshape(1, -1)
             else:
-                stop = min(squares.size, at + self.width - column)
-                self._add(row, column, squares[at:stop].reshape(1, -1))
-                at = stop
+                stop = offset + whole_rows * width
+                rectangle = squares[offset:stop].reshape(whole_rows, width)
+            self._add_rectangle(row, column, rectangle)
+            offset = stop
 
-    def _add(self, row: int, column: int, block: Floats) -> None:
-        height, width = block.shape
-        tall = np.bincount(
-            (row + np.arange(height)) * len(self.rows) // self.height,
-            block.sum(axis=1),
-            minlength=len(self.rows),
-        )
-        across = block.sum(axis=0) if height > 1 else block[0]
-        first = int(np.searchsorted(self._first, column, "right")) - 1
-        last = int(np.searchsorted(self._first, column + width))
-        cuts = np.maximum(self._first[first:last] - column, 0)
-        wide = np.add.reduceat(across, cuts)
+    def _add_rectangle(self, row: int, column: int, squares: Floats) -> None:
+        height, width = squares.shape
+        row_groups = (row + np.arange(height)) * len(self.rows) // self._row_count
+        row_sums = np.bincount(row_groups, squares.sum(axis=1), minlength=len(self.rows))
+
+        column_sums = squares.sum(axis=0) if height > 1 else squares[0]
+        first = int(np.searchsorted(self._first_columns, column, "right")) - 1
+        last = int(np.searchsorted(self._first_columns, column + width))
+        group_starts = np.maximum(self._first_columns[first:last] - column, 0)
+        group_sums = np.add.reduceat(column_sums, group_starts)
         with self._lock:
-            self.rows += tall
-            self.columns[first:last] += wide
+            self.rows += row_sums
+            self.columns[first:last] += group_sums
+
+    def norms(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the norms of the groups of rows, and of columns, if there are at least two."""
+        rows = tuple(np.sqrt(self.rows).tolist()) if self._row_count > 1 else ()
+        columns = tuple(np.sqrt(self.columns).tolist()) if self._column_count > 1 else ()
+        return rows, columns
 
 
-class Distributed:
+def _square_finite(numbers: Floats) -> Floats:
+    """Return the square of every number, and 0 for NaN and infinities."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares: Floats = np.square(numbers)
+    if not math.isfinite(float(squares.sum())):
+        squares[~np.isfinite(numbers)] = 0
+    return squares
+
+
+class BlockSummary(Struct):
+    """What a `DistributionBuilder` keeps of a block."""
+
+    count: int
+    moments: Moments = field(default_factory=Moments)
+    higher_moments: HigherMoments = field(default_factory=HigherMoments)
+    numbers: Floats | None = None
+    """All elements, if the tensor is small."""
+
+
+class NumberRanges(Value, frozen=True, eq=False):
+    """The numbers of a tensor in ascending ranges, as columns. Exact numbers have lows == highs."""
+
+    lows: Floats
+    highs: Floats
+    counts: Ints
+    """How many numbers are in each range."""
+
+
+class DistributionBuilder:
+    """Accumulates the `Distribution` of a tensor from its blocks."""
+
     def __init__(self, tensor: LazyTensor, count: int, groups: int) -> None:
-        """`count` elements of it are going to be looked at; `groups` rows and columns have norms, or none where it is 0."""
-        self._few = count <= COUNTED_ELEMENTS
-        # Pairs of 4-bit floats are looked at one by one.
-        self._norms = (
-            Norms(tensor.shape, groups)
-            if groups and tensor.dtype.name != "float4_e2m1fn_x2"
-            else None
+        """Prepare for the blocks of a tensor.
+
+        Args:
+            tensor: The tensor.
+            count: How many of its elements are going to be added.
+            groups: The number of groups of rows, and of columns, that have norms. 0 for none.
+        """
+        self._is_small = count <= SMALL_ELEMENTS
+        self._is_counted = not self._is_small and is_counted_by_pattern(tensor)
+        # The patterns of the elements, or the upper halves of wide numbers as float32.
+        self._pattern_counts = BitPatternCounts(
+            _number_dtype(tensor) if self._is_counted else np.dtype(np.uint16)
         )
-        self._counted = not self._few and counts_patterns(tensor)
-        # Of wide numbers, the upper halves as float32.
-        self._counts = BitPatternCounts(
-            number_type(tensor) if self._counted else np.dtype(np.uint16)
-        )
-        self._parts: dict[int, BlockSummary] = {}
+        self._square_sums: SquareSums | None = None
+        # With two numbers in a byte, the shape does not count numbers.
+        if groups and tensor.dtype.name != FLOAT4_PAIRS:
+            self._square_sums = SquareSums(tensor.shape, groups)
+        self._blocks: dict[int, BlockSummary] = {}
 
     def add(self, start: int, values: np.ndarray) -> None:
-        self._parts[start] = self._look(start, values)
+        """Add a block whose first element has the index `start`."""
+        if self._is_small:
+            self._blocks[start] = self._summarize_small(start, values)
+        elif self._is_counted:
+            self._blocks[start] = self._count_patterns(start, values)
+        else:
+            self._blocks[start] = self._summarize_wide(start, values)
 
-    def _look(self, start: int, values: np.ndarray) -> BlockSummary:
-        if self._few:
-            return self._look_at_few(start, values)
-        if self._counted:
-            self._counts.add(values, start)
-            if self._norms is not None:
-                table, patterns = (
-                    pattern_squares(values.dtype),
-                    values.view(f"u{values.dtype.itemsize}"),
-                )
-                for at in range(0, values.size, STEP_ELEMENTS):
-                    self._norms.add(start + at, table.take(patterns[at : at + STEP_ELEMENTS]))
-            return BlockSummary(values.size)
-        made = BlockSummary(values.size)
-        for number, wide in enumerate(widened(values)):
-            self._look_at_step(made, start + number * STEP_ELEMENTS, wide)
-        return made
+    def _summarize_small(self, start: int, values: np.ndarray) -> BlockSummary:
+        numbers = np.concatenate([np.zeros(0), *iterate_as_float64(values)])
+        if self._square_sums is not None:
+            self._square_sums.add(start, _square_finite(numbers))
+        return BlockSummary(values.size, Moments.from_values(numbers, start), numbers=numbers)
 
-    def _look_at_few(self, start: int, values: np.ndarray) -> BlockSummary:
-        every = [*widened(values)]
-        wide = np.concatenate(every) if every else np.zeros(0)
-        if self._norms is not None:
-            self._norms.add(start, _squared(wide))
-        return BlockSummary(values.size, few=wide)
+    def _count_patterns(self, start: int, values: np.ndarray) -> BlockSummary:
+        self._pattern_counts.add(values, start)
+        if self._square_sums is not None:
+            squares = _pattern_squares(values.dtype)
+            patterns = values.view(f"u{values.dtype.itemsize}")
+            for offset in range(0, values.size, STEP_ELEMENTS):
+                step = patterns[offset : offset + STEP_ELEMENTS]
+                self._square_sums.add(start + offset, squares.take(step))
+        return BlockSummary(values.size)
 
-    def _look_at_step(self, made: BlockSummary, start: int, wide: Floats) -> None:
-        if self._norms is not None:
-            self._norms.add(start, _squared(wide))
-        finite = np.isfinite(wide)
-        if not finite.all():
-            made.moments += Moments.of_nonfinite(wide, start)
-            wide = wide[finite]
-            if not wide.size:
+    def _summarize_wide(self, start: int, values: np.ndarray) -> BlockSummary:
+        summary = BlockSummary(values.size)
+        for numbers in iterate_as_float64(values):
+            self._add_step(summary, start, numbers)
+            start += numbers.size
+        return summary
+
+    def _add_step(self, summary: BlockSummary, start: int, numbers: Floats) -> None:
+        if self._square_sums is not None:
+            self._square_sums.add(start, _square_finite(numbers))
+
+        is_finite = np.isfinite(numbers)
+        if not is_finite.all():
+            summary.moments += Moments.from_nonfinite(numbers, start)
+            numbers = numbers[is_finite]
+            if not numbers.size:
                 return
+
         with np.errstate(over="ignore", under="ignore"):
-            prefixes = wide.astype(np.float32).view(np.uint32) >> 16
-        self._counts.add(prefixes.astype(np.uint16))
-        found = Moments.of_step(wide)  # leaves the distances from the mean
-        made.tails = made.tails.plus(Tails.of(wide), made.moments, found)
-        made.moments += found
+            upper_halves = numbers.astype(np.float32).view(np.uint32) >> 16
+        self._pattern_counts.add(upper_halves.astype(np.uint16))
+
+        step_moments = Moments.from_step(numbers)
+        # `from_step` has replaced the numbers by their distances from the mean.
+        step_higher = HigherMoments.from_distances(numbers)
+        summary.higher_moments = summary.higher_moments.merge(
+            step_higher, summary.moments, step_moments
+        )
+        summary.moments += step_moments
 
     def result(self) -> Distribution:
-        parts = [self._parts[start] for start in sorted(self._parts)]
-        count = sum(part.count for part in parts)
-        if self._counted:
-            values, often = self._counts.values()
-            order = np.argsort(values, kind="stable")
-            return self._of_values(count, values[order], often[order], self._counts.moments())
-        if self._few:
-            wide = (
-                np.concatenate([part.few for part in parts if part.few is not None])
-                if parts
-                else np.zeros(0)
-            )
-            values, often = np.unique(wide[np.isfinite(wide)], return_counts=True)
-            moments = Moments()
-            for start in sorted(self._parts):
-                few = self._parts[start].few
-                if few is not None:
-                    moments += Moments.of(few, start)
-            return self._of_values(count, values, often, moments)
-        moments, tails = Moments(), Tails()
-        for part in parts:
-            tails = tails.plus(part.tails, moments, part.moments)
-            moments += part.moments
-        low, high, often = _bins(self._counts.there, moments)
-        first, exponents = _exponents(np.where(low < 0, high, low) if low.size else low, often)
-        negative = int(often[low < 0].sum()) / moments.finite if moments.finite else None
-        quantiles = _interpolated(low, high, often, moments=moments)
-        size = _kurtosis(moments, tails.fourths)
+        """Return the distribution of all blocks together."""
+        # Sums depend on the order, and the order of the blocks on the threads.
+        blocks = [self._blocks[start] for start in sorted(self._blocks)]
+        moments = Moments()
+        higher_moments = HigherMoments()
+        for block in blocks:
+            higher_moments = higher_moments.merge(block.higher_moments, moments, block.moments)
+            moments += block.moments
+        fourths = higher_moments.fourths
+
+        is_exact = self._is_small or self._is_counted
+        if self._is_counted:
+            moments = self._pattern_counts.moments()
+            numbers, counts = self._pattern_counts.finite_numbers()
+            order = np.argsort(numbers, kind="stable")
+            ranges = NumberRanges(numbers[order], numbers[order], counts[order])
+        elif self._is_small:
+            held = [block.numbers for block in blocks if block.numbers is not None]
+            numbers = np.concatenate([np.zeros(0), *held])
+            numbers, counts = np.unique(numbers[np.isfinite(numbers)], return_counts=True)
+            ranges = NumberRanges(numbers, numbers, counts)
+        else:
+            ranges = _find_ranges(self._pattern_counts.counts, moments)
+        if is_exact:
+            with np.errstate(over="ignore", invalid="ignore"):
+                squares = np.square(ranges.lows - moments.mean)
+                fourths = float((squares * squares * ranges.counts).sum())
+
+        rows, columns = self._square_sums.norms() if self._square_sums else ((), ())
+        negatives = int(ranges.counts[ranges.lows < 0].sum())
+        first_exponent, exponents = _count_exponents(
+            # The end that is nearer to zero.
+            np.where(ranges.lows < 0, ranges.highs, ranges.lows),
+            ranges.counts,
+        )
         return Distribution(
-            count, moments, size, negative, first, exponents, quantiles, False, *self._sizes()
+            count=sum(block.count for block in blocks),
+            moments=moments,
+            kurtosis=_compute_kurtosis(moments, fourths),
+            negative=negatives / moments.finite if moments.finite else None,
+            first_exponent=first_exponent,
+            exponents=exponents,
+            quantiles=_interpolate_quantiles(ranges, moments),
+            exact=is_exact,
+            rows=rows,
+            columns=columns,
         )
 
-    def _of_values(self, count: int, values: Floats, often: Ints, moments: Moments) -> Distribution:
-        """Of numbers in ascending order, and how often each is there."""
-        if not values.size:
-            return Distribution(count, moments, None, None, 0, (), (), True, *self._sizes())
-        with np.errstate(over="ignore", invalid="ignore"):
-            squares = np.square(values - moments.mean)
-            fourths = float((squares * squares * often).sum())
-        first, exponents = _exponents(values, often)
-        ends = np.cumsum(often)
-        places = np.searchsorted(
-            ends, [math.floor(q * (int(ends[-1]) - 1)) for q in QUANTILES], "right"
-        )
-        quantiles = tuple(float(value) for value in values[places])
-        negative = int(often[values < 0].sum()) / moments.finite
-        size = _kurtosis(moments, fourths)
-        return Distribution(
-            count, moments, size, negative, first, exponents, quantiles, True, *self._sizes()
-        )
 
-    def _sizes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        if self._norms is None:
-            return (), ()
-        rows, columns = (
-            tuple(np.sqrt(found).tolist()) for found in (self._norms.rows, self._norms.columns)
-        )
-        return rows if self._norms.height > 1 else (), columns if self._norms.width > 1 else ()
-
-
-def _kurtosis(moments: Moments, fourths: float) -> float | None:
+def _compute_kurtosis(moments: Moments, fourths: float) -> float | None:
+    """Return the excess kurtosis. None if all numbers are equal or the sums exceed float64."""
     square = moments.deviations * moments.deviations
     if not square or not math.isfinite(square) or not math.isfinite(fourths):
         return None
     return fourths * moments.finite / square - 3
 
 
-def _squared(wide: Floats) -> Floats:
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares: Floats = np.square(wide)
-    if not math.isfinite(float(squares.sum())):
-        squares[~np.isfinite(wide)] = 0
-    return squares
+def _count_exponents(numbers: Floats, counts: Ints) -> tuple[int, tuple[int, ...]]:
+    """Return the lowest binary exponent, and how often it and each following one occurs.
 
+    Zeros have no exponent.
 
-@lru_cache(maxsize=16)
-def pattern_squares(dtype: np.dtype[np.generic]) -> Floats:
-    return _squared(pattern_values(dtype))
-
-
-def _exponents(values: Floats, often: Ints) -> tuple[int, tuple[int, ...]]:
-    """The least binary exponent of numbers other than zero, and how many have it and each one above it.
-
-    >>> _exponents(np.array([0.0, 0.5, -0.6, 3.0]), np.array([9, 1, 2, 4]))
+    >>> _count_exponents(np.array([0.0, 0.5, -0.6, 3.0]), np.array([9, 1, 2, 4]))
     (-1, (3, 0, 4))
     """
-    some = values != 0
-    exponents = np.frexp(values[some])[1] - 1
+    is_nonzero = numbers != 0
+    # `frexp` returns fractions below 1, so its exponents are larger by 1.
+    exponents = np.frexp(numbers[is_nonzero])[1] - 1
     if not exponents.size:
         return 0, ()
-    first = int(exponents.min())
-    counts = np.zeros(int(exponents.max()) - first + 1, np.int64)
-    np.add.at(counts, exponents - first, often[some])
-    return first, tuple(counts.tolist())
+    first_exponent = int(exponents.min())
+    exponent_counts = np.zeros(int(exponents.max()) - first_exponent + 1, np.int64)
+    np.add.at(exponent_counts, exponents - first_exponent, counts[is_nonzero])
+    return first_exponent, tuple(exponent_counts.tolist())
 
 
-def _bins(prefixes: Ints, moments: Moments) -> tuple[Floats, Floats, Ints]:
-    """The ranges of numbers that have each upper half of a float32, in ascending order, and how many are in each."""
-    some = np.flatnonzero(prefixes)
-    near = (some.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    with np.errstate(invalid="ignore"):  # an infinity with a fraction is a NaN
-        far = ((some.astype(np.uint32) << 16) | 0xFFFF).view(np.float32).astype(np.float64)
-    # What is beyond float32 came to be infinite on the way; it lies between the largest float32 and the largest that is there.
-    near = np.clip(near, moments.low, moments.high)
-    far = np.where(
-        np.isfinite(far),
-        np.clip(far, moments.low, moments.high),
-        np.clip(near, moments.low, moments.high),
-    )
-    low, high = np.minimum(near, far), np.maximum(near, far)
-    order = np.argsort(low, kind="stable")
-    return low[order], high[order], prefixes[some][order]
+def _find_ranges(upper_half_counts: Ints, moments: Moments) -> NumberRanges:
+    """Return the ranges of the numbers that have each upper half of a float32.
+
+    Args:
+        upper_half_counts: How often each upper half occurs, by the half as an integer.
+        moments: The moments of the numbers. No range exceeds their lowest and highest number.
+    """
+    upper_halves = np.flatnonzero(upper_half_counts)
+    bits = upper_halves.astype(np.uint32) << 16
+    # Each range ends near zero and far from zero. The range of infinity has no far end, because its
+    # bits are those of NaN. It contains the finite numbers that exceed float32.
+    near_ends = bits.view(np.float32).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        far_ends = (bits | 0xFFFF).view(np.float32).astype(np.float64)
+    far_ends = np.where(np.isfinite(far_ends), far_ends, near_ends)
+
+    near_ends = np.clip(near_ends, moments.low, moments.high)
+    far_ends = np.clip(far_ends, moments.low, moments.high)
+    lows = np.minimum(near_ends, far_ends)
+    highs = np.maximum(near_ends, far_ends)
+    order = np.argsort(lows, kind="stable")
+    return NumberRanges(lows[order], highs[order], upper_half_counts[upper_halves][order])
 
 
-def _interpolated(low: Floats, high: Floats, often: Ints, *, moments: Moments) -> tuple[float, ...]:
-    """Quantiles from numbers that are known to lie in ranges, as if they lay evenly in each."""
-    if not often.size:
+def _interpolate_quantiles(ranges: NumberRanges, moments: Moments) -> tuple[float, ...]:
+    """Return the quantiles, as if the numbers of each range were evenly spaced in it."""
+    if not ranges.counts.size:
         return ()
-    ends = np.cumsum(often)
-    total, made = int(ends[-1]), []
-    for q in QUANTILES:
-        rank = q * (total - 1)
-        at = min(int(np.searchsorted(ends, math.floor(rank), "right")), len(ends) - 1)
-        inside = (rank - float(ends[at] - often[at]) + 0.5) / float(often[at])
-        made.append(float(low[at] + (high[at] - low[at]) * min(max(inside, 0.0), 1.0)))
-    return (moments.low, *made[1:-1], moments.high)
+    stops = np.cumsum(ranges.counts)
+    total = int(stops[-1])
+    quantiles: list[float] = []
+    for quantile in QUANTILES:
+        rank = quantile * (total - 1)
+        index = min(int(np.searchsorted(stops, math.floor(rank), "right")), len(stops) - 1)
+        count = float(ranges.counts[index])
+        position = (rank - float(stops[index] - ranges.counts[index]) + 0.5) / count
+        span = ranges.highs[index] - ranges.lows[index]
+        quantiles.append(float(ranges.lows[index] + span * min(max(position, 0.0), 1.0)))
+    # The lowest and the highest number are known exactly.
+    return (moments.low, *quantiles[1:-1], moments.high)

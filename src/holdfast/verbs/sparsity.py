@@ -26,7 +26,7 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import Block, blocks, scan
 from holdfast.engine.threads import reading_threads
 from holdfast.errors import located
-from holdfast.numeric.statistics import countable
+from holdfast.numeric.statistics import has_numbers
 from holdfast.numeric.zeros import ZeroCounter, ZeroCounts
 from holdfast.verbs.open import Openable, opened
 from holdfast.verbs.stats import TensorReport, decoded_pairs
@@ -114,7 +114,7 @@ def find_zeros(
     wanted: list[LazyTensor] = []
     labels: list[str] = []
     for stored, tensor in decoded_pairs(tensors):
-        if countable(tensor) and not tensor.dtype.paired:
+        if has_numbers(tensor) and not tensor.dtype.paired:
             with located(tensor=tensor.name):
                 tensor.check_expansion()
             wanted.append(tensor)

@@ -27,7 +27,7 @@ from holdfast.engine.computed import numbers_of, undecoded_notes
 from holdfast.engine.scan import BLOCK_ELEMENTS, scan
 from holdfast.engine.threads import reading_threads
 from holdfast.errors import NoSuchTensor, located
-from holdfast.numeric.statistics import Moments, NumberStats, countable, counts_patterns
+from holdfast.numeric.statistics import Moments, NumberStats, has_numbers, is_counted_by_pattern
 from holdfast.verbs.nonfinite import describe_nonfinite, element_index
 from holdfast.verbs.open import Openable, compare_opened, opened
 
@@ -156,13 +156,13 @@ def measure(
     tensors: Iterable[LazyTensor], *, bins: int = 32, threads: int | None = None, progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[TensorStats, ...]:  # fmt: skip
-    """The statistics of these tensors, without those that are not countable. Of several ranks each reads some."""
+    """The statistics of these tensors, without those that have no numbers. Of several ranks each reads some."""
     if bins < 0:
         raise ValueError(f"a histogram has 0 bins or more; found {bins}")
     wanted: list[LazyTensor] = []
     labels: list[str] = []
     for stored, tensor in decoded_pairs(tensors):
-        if countable(tensor):
+        if has_numbers(tensor):
             with located(tensor=tensor.name):
                 tensor.check_expansion()
             wanted.append(tensor)
@@ -197,12 +197,12 @@ def reading_nbytes(tensors: Iterable[LazyTensor], *, bins: int) -> int:
     """Bytes that `measure` reads: twice those of a tensor where a histogram takes a second reading."""
 
     def once(tensor: LazyTensor) -> bool:
-        return not bins or counts_patterns(tensor) or tensor.size <= BLOCK_ELEMENTS
+        return not bins or is_counted_by_pattern(tensor) or tensor.size <= BLOCK_ELEMENTS
 
     return sum(
         tensor.nbytes * (1 if once(tensor) else 2)
         for tensor in numbers_of(tensors)
-        if countable(tensor)
+        if has_numbers(tensor)
     )
 
 

@@ -38,7 +38,7 @@ from holdfast.engine.scan import blocks, elements, scan
 from holdfast.errors import LimitExceeded
 from holdfast.extras.reports.document import Document
 from holdfast.numeric.dequantize import number_shape
-from holdfast.numeric.statistics import Distributed, Distribution, countable
+from holdfast.numeric.statistics import Distribution, DistributionBuilder, has_numbers
 from holdfast.verbs.nonfinite import element_index
 
 SAMPLE_ELEMENTS = 1 << 14
@@ -92,7 +92,7 @@ def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, View]:
     where quantised blocks stand for them."""
     seen: dict[View, LazyTensor] = {}
     for tensor in numbers_of(tensors):
-        if countable(tensor) and tensor.size:
+        if has_numbers(tensor) and tensor.size:
             try:
                 tensor.check_expansion()
             except LimitExceeded:
@@ -115,9 +115,9 @@ def measure(
     ranges = [sample_ranges(tensor.size, share) for tensor in chosen]
     sized = groups_for(len(chosen)) if groups is None else groups
 
-    def make(at: int) -> Distributed:
+    def make(at: int) -> DistributionBuilder:
         count = sum(stop - start for start, stop in ranges[at])
-        return Distributed(chosen[at], count, sized if count == chosen[at].size else 0)
+        return DistributionBuilder(chosen[at], count, sized if count == chosen[at].size else 0)
 
     def look(numbers: list[int]) -> list[Distribution]:
         own = [chosen[number] for number in numbers]
@@ -131,7 +131,7 @@ def measure(
 
     made = share_out(ranks, [tensor.nbytes for tensor in chosen], look, Distribution)
     found = dict(zip(read.values(), made, strict=True))
-    return [found.get(identity(tensor)) if countable(tensor) else None for tensor in tensors]
+    return [found.get(identity(tensor)) if has_numbers(tensor) else None for tensor in tensors]
 
 
 MEASURES: tuple[tuple[str, str, str, str, Callable[[Distribution], float | None]], ...] = (
@@ -253,7 +253,7 @@ def spectral(tensor: LazyTensor, budget: int = BUDGET_NBYTES) -> bool:
     height, width = plane(tensor)
     thin = 8 * (VALUES + BESIDE) * 2 * (height + width)
     return (
-        countable(tensor)
+        has_numbers(tensor)
         and tensor.dtype.kind != "complex"
         and min(height, width) > 1
         and thin + 16 * width <= budget
