@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.cli.diff import diff_document, diff_lines
 from holdfast.cli.text import plain
-from holdfast.numeric.compare import Content
+from holdfast.numeric.compare import ContentDifference
 from holdfast.verbs.compare_values import ValueChange
 from holdfast.verbs.diff import ABSENT, Diff, Rename, TensorChange
 from holdfast.verbs.save import save
@@ -73,7 +73,7 @@ def test_different(run, tmp_path):
 
 def test_hostile_text_is_escaped_and_long_lists_are_cut(made):
     nasty = "x\x1b[2J\u202e\n"
-    content = Content(1, 2, math.inf, math.nan, None, 3)
+    content = ContentDifference(1, 2, math.inf, math.nan, None, 3)
     changes = tuple(
         TensorChange(f"{nasty}{i}", ("int8", "int8"), ((2,), (2,)), content) for i in range(60)
     )

@@ -37,23 +37,29 @@ def test_as_the_general_way(pair, step):
     a, b = pair
     with np.errstate(all="ignore"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "STEP_ELEMENTS", step)
-        found = compare.tally(a, b, same_bits=a.dtype == b.dtype)
+        found = compare.compare_elements(a, b, same_bits=a.dtype == b.dtype)
         expected = (
-            compare.tally_step(a, b, same_bits=a.dtype == b.dtype) if a.size else compare.Tally()
+            compare.compare_step(a, b, same_bits=a.dtype == b.dtype) if a.size else compare.Tally()
         )
-    for name in ("changed", "total", "max_abs", "max_rel", "nans"):
+    for name in ("changed", "total", "max_abs", "max_rel", "changed_nans", "nonfinite"):
         assert getattr(found, name) == getattr(expected, name), name
     assert found.max_abs == 0 or type(found.max_abs) is type(expected.max_abs)
     scale = (
-        float(expected.squares_a * expected.squares_b) ** 0.5
-        if max(expected.squares_a, expected.squares_b) < 1e150
+        float(expected.sums.squares_a * expected.sums.squares_b) ** 0.5
+        if max(expected.sums.squares_a, expected.sums.squares_b) < 1e150
         else None
     )
     assert float(
-        found.squares_a / expected.squares_a if expected.squares_a else found.squares_a + 1
+        found.sums.squares_a / expected.sums.squares_a
+        if expected.sums.squares_a
+        else found.sums.squares_a + 1
     ) == pytest.approx(1)
     assert float(
-        found.squares_b / expected.squares_b if expected.squares_b else found.squares_b + 1
+        found.sums.squares_b / expected.sums.squares_b
+        if expected.sums.squares_b
+        else found.sums.squares_b + 1
     ) == pytest.approx(1)
     if scale is not None:
-        assert float(found.dot) == pytest.approx(float(expected.dot), rel=1e-9, abs=1e-12 * scale)
+        assert float(found.sums.dot) == pytest.approx(
+            float(expected.sums.dot), rel=1e-9, abs=1e-12 * scale
+        )

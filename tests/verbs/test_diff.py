@@ -25,7 +25,7 @@ from holdfast.engine.files import ViewTable
 from holdfast.engine.scan import blocks
 from holdfast.errors import CannotHold, LimitExceeded, NoSuchTensor, Unsupported
 from holdfast.numeric import compare
-from holdfast.numeric.compare import Tally, tally
+from holdfast.numeric.compare import Tally, compare_elements
 from holdfast.stores.local import LocalStore
 from holdfast.verbs.compare_values import ContainerKind, ValueChange, compare_values
 from holdfast.verbs.diff import ABSENT, COMPARISONS, Comparison, Rename, diff, match_names
@@ -42,7 +42,7 @@ def in_memory(state: object) -> Checkpoint:
     return Checkpoint(source, Description("torch-zip", described.tensors, lazy_tree(described)))
 
 
-def content(a: np.ndarray, b: np.ndarray) -> compare.Content:
+def content(a: np.ndarray, b: np.ndarray) -> compare.ContentDifference:
     (change,) = diff(in_memory({"x": a}), in_memory({"x": b})).changed
     assert change.content is not None
     return change.content
@@ -236,7 +236,7 @@ INTEGERS = st.sampled_from([np.int8, np.uint8, np.int16, np.uint16, np.int64, np
 @given(st.data(), INTEGERS, INTEGERS)
 def test_integers_against_python(data, first, second):
     a, b = (data.draw(hnp.arrays(t, 6)) for t in (first, second))
-    found = tally(a, b, same_bits=first is second).content()
+    found = compare_elements(a, b, same_bits=first is second).difference()
     pairs = [(int(x), int(y)) for x, y in zip(a, b, strict=True)]
     assert found.changed == sum(x != y for x, y in pairs)
     assert found.max_abs == max(abs(x - y) for x, y in pairs)
@@ -310,10 +310,10 @@ def test_statistics_against_numpy(dtype):
 @settings(max_examples=examples(60))
 @given(hnp.arrays(np.float64, 12), hnp.arrays(np.float64, 12), st.integers(1, 12))
 def test_blocks_add_up(a, b, block):
-    whole = tally(a, b, same_bits=True).content()
+    whole = compare_elements(a, b, same_bits=True).difference()
     parts = sum(
-        (tally(a[i:j], b[i:j], same_bits=True) for i, j in blocks(12, block)), Tally()
-    ).content()
+        (compare_elements(a[i:j], b[i:j], same_bits=True) for i, j in blocks(12, block)), Tally()
+    ).difference()
     assert (whole.changed, whole.total, whole.max_abs, whole.max_rel, whole.nans) == (
         parts.changed, parts.total, parts.max_abs, parts.max_rel, parts.nans)  # fmt: skip
     assert (whole.cosine is None) == (parts.cosine is None)

@@ -15,7 +15,7 @@ from holdfast.core.order import in_order
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, plural
 from holdfast.engine.threads import reading_threads
-from holdfast.numeric.compare import Content
+from holdfast.numeric.compare import ContentDifference
 from holdfast.numeric.dequantize import BLOCK_TYPES, number_shape
 from holdfast.verbs.brief import brief
 from holdfast.verbs.compare_values import Absent, ContainerKind, ValueChange
@@ -224,7 +224,7 @@ def _changed(change: TensorChange) -> list[str]:
     return [dtype, shape, *_statistics(change.content, change.first_appeared)]
 
 
-def _statistics(content: Content, first: tuple[int, ...] | None) -> list[str]:
+def _statistics(content: ContentDifference, first: tuple[int, ...] | None) -> list[str]:
     """The cells of a changed tensor; `first` is the index of the first element that became NaN or infinite."""
     if not content.changed:
         return ["every value is the same"]
@@ -297,7 +297,7 @@ def diff_document(found: Diff, *, sort: str = "file", top: int | None = None) ->
     }
 
 
-def _content(content: Content) -> dict[str, object]:
+def _content(content: ContentDifference) -> dict[str, object]:
     counted = "changed total cosine nans nan_appeared nan_went inf_appeared inf_went relative"
     return fields_of(content, counted) | {
         "max_abs": _native(content.max_abs),

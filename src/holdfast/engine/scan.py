@@ -31,7 +31,8 @@ from holdfast.engine.ranges import read_to_scratch
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import DEFAULT_THREADS, computing, run_reads
 from holdfast.errors import located
-from holdfast.numeric.compare import PAIRS, Tally, compared_dtype, computable, tally
+from holdfast.numeric.compare import Tally, compare_elements, element_dtype, view_as_numbers
+from holdfast.numeric.statistics import FLOAT4_PAIRS
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -86,11 +87,11 @@ def start_of(tensor: LazyTensor, block: Block) -> int:
 
 def elements(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
     """Elements in C order as a 1-D array of something that numpy can compute with."""
-    if tensor.dtype.name == PAIRS:
-        return computable(tensor, read_flat(tensor, start // 2, -(-stop // 2)))[start % 2 :][
+    if tensor.dtype.name == FLOAT4_PAIRS:
+        return view_as_numbers(tensor, read_flat(tensor, start // 2, -(-stop // 2)))[start % 2 :][
             : stop - start
         ]
-    return computable(tensor, read_flat(tensor, start, stop))
+    return view_as_numbers(tensor, read_flat(tensor, start, stop))
 
 
 def read_block(tensor: LazyTensor, block: Block) -> np.ndarray:
@@ -106,8 +107,8 @@ def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
     """The tally of elements [start, stop), counted in C order; the tensors have one canonical shape. Reads both."""
     left, right = elements(a, start, stop), elements(b, start, stop)
     with computing():
-        same_bits = compared_dtype(a) is compared_dtype(b)
-        return tally(left, right, same_bits=same_bits, start=start)
+        same_bits = element_dtype(a) is element_dtype(b)
+        return compare_elements(left, right, same_bits=same_bits, start=start)
 
 
 def scan(

@@ -1,18 +1,21 @@
-"""How the elements of two tensors of one shape differ.
+"""Compares the elements of two tensors of one shape.
 
-A block of elements becomes a handful of numbers (`Tally`), which add up to those of the tensor, in any order, on any thread.
+Blocks of elements are compared one by one. Each becomes a `Tally`, and the tallies of blocks add up
+to that of the tensor, in any order and on any thread.
 
-- Elements of one dtype are the same when their bits are: a NaN with the same bits is unchanged, and -0.0 in place of 0.0 is not.
-  Elements of two dtypes are the same when their values are (any NaN is as good as another).
-- Floats are compared as float64, which holds every value of the narrower ones. Integers are compared exactly, across signs
-  and widths; an integer and a float as float64.
-- NaN and infinities are counted where they appear and where they go. Where one did, neither the relative difference nor the cosine
-  is a number. Those that stay are left out of both. Where a NaN is in every pair that changed, there is no largest difference.
-- Squares and products are summed per block as float64, scaled by a power of two, and across blocks as exact fractions: no
-  magnitude overflows, and none is lost beside a larger one of another block.
+- Elements of one dtype are the same if their bits are. So a NaN with the same bits is unchanged,
+  and -0.0 differs from 0.0. Elements of two dtypes are the same if their values are equal or NaN.
+- Floats are compared as float64, which contains every value of the narrower types. Integers are
+  compared exactly, across signs and widths. An integer and a float are compared as float64.
+- NaN and infinities are counted if they appeared or went. If one did, the relative difference and
+  the cosine are undefined. NaN and infinities in the same place of both tensors are left out of
+  these two.
+- Squares and products are summed as float64 within a block, scaled by a power of two, and as exact
+  fractions across blocks. So no magnitude overflows, and none is lost beside that of another block.
 
-A block is compared in steps that stay in a core's cache. Numbers of at most 32 bits cannot overflow on the way, nor be lost, so
-that a step of them in which all is finite needs no scales and no choice of elements (`_Plain`). The general way is the oracle.
+A block is compared in steps that stay in a core's cache. Most steps contain finite numbers of at
+most 32 bits, for which float64 needs no scaling (`FiniteTally`). All others are compared by
+`compare_step`, which handles any numbers, and which is the oracle in tests of the faster way.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from operator import add
 
 import numpy as np
 import numpy.typing as npt
@@ -30,160 +32,252 @@ from holdfast.core.digest import canonical
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
-from holdfast.numeric.statistics import earlier_index, first_index
+from holdfast.numeric.statistics import FLOAT4_PAIRS, earlier_index, first_index
 
-PAIRS = "float4_e2m1fn_x2"  # Two elements in a byte, which numpy has no type for.
+Words = npt.NDArray[np.uint64]
 
 STEP_ELEMENTS = 1 << 17
-"""Elements that are compared together: 1 MiB as float64 of each side, near a core's own cache, in calls long enough that threads do
-not wait for each other's turn at the interpreter."""
+"""The elements of one step: 1 MiB as float64 for each tensor. That stays in a core's cache, and
+each numpy call takes long enough that threads rarely wait for the interpreter lock."""
 
-BEYOND = Fraction(2) ** 1000  # About where a fraction is no float64 any more.
-PLAIN_EXPONENT = 400  # Numbers below 2^400 and above 2^-400 can be squared, and a block of the squares added up, within float64.
+MAX_RATIO = Fraction(2) ** 1000
+"""Larger ratios are reported as infinite: fractions above 2^1024 cannot be converted to float64."""
+
+UNSCALED_EXPONENT = 400
+"""Numbers between 2^-400 and 2^400 are not scaled: sums of their squares stay within float64."""
+
+SMALLEST_FLOAT64 = 5e-324
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
-    """How the elements of two tensors differ."""
+class ContentDifference:
+    """How the elements of two tensors, a and b, differ."""
 
     changed: int
-    """Elements that are not the same."""
+    """The number of elements that are not the same."""
     total: int
     max_abs: int | float | None
-    """The largest |a − b|, exact for integers; infinite where an infinity met something else. Pairs with a NaN do not count; None
-    where each pair that changed has one."""
+    """The largest |a − b|, exact for integers. Infinite if an infinity changed. Pairs with a NaN do
+    not count. None if every pair that changed has one."""
     max_rel: float | None
-    """The largest |a − b| / max(|a|, |b|): 0 to 2, or infinite where an infinity met something else; None as above."""
+    """The largest |a − b| / max(|a|, |b|): 0 to 2, or infinite if an infinity changed. None as for
+    `max_abs`."""
     cosine: float | None
-    """The cosine of the angle between the two as vectors; None where either is all zeros, or where something that is not finite
-    appeared or went. What is not finite in both is left out."""
+    """The cosine of the angle between the tensors as vectors, without the elements that are not
+    finite in both. None if one tensor is all zeros, or if NaN or infinities appeared or went."""
     nans: int
-    """Pairs of which at least one is NaN."""
+    """The number of pairs with at least one NaN."""
     relative: float | None = None
-    """‖a − b‖ / ‖a‖; None where the first is all zeros, and as for the cosine."""
+    """‖a − b‖ / ‖a‖. None if a is all zeros, or if NaN or infinities appeared or went."""
     nan_appeared: int = 0
-    """Elements that are NaN in the second, and not in the first."""
+    """The number of elements that are NaN in b but not in a."""
     nan_went: int = 0
     inf_appeared: int = 0
-    """Elements that are infinite in the second, and not in the first."""
+    """The number of elements that are infinite in b but not in a."""
     inf_went: int = 0
     first_nan: int | None = None
-    """The index in C order of the first element that is NaN in the second, and not in the first."""
+    """The index in C order of the first element that is NaN in b but not in a."""
     first_inf: int | None = None
-    """The same of infinities."""
+    """The index in C order of the first element that is infinite in b but not in a."""
 
     @property
     def appeared(self) -> int:
-        """Elements that became NaN or infinite."""
+        """The number of elements that became NaN or infinite."""
         return self.nan_appeared + self.inf_appeared
 
     @property
     def size(self) -> float:
-        """How large the change is, to put changes in order: infinite where there is no number for it. Something became NaN or
-        infinite, or ceased to be, or came where all was zero."""
-        return 0.0 if not self.changed else math.inf if self.relative is None else self.relative
+        """The size of the change, for sorting. Infinite if `relative` is None."""
+        if not self.changed:
+            return 0.0
+        return math.inf if self.relative is None else self.relative
 
 
-NONE: tuple[int, ...] = (0, 0, 0, 0, 0)
+class NonfiniteChanges(Value, frozen=True):
+    """Counts of NaN and infinities, and where the first ones appeared. `+` merges two blocks."""
 
-
-class Tally(Value, frozen=True):
-    changed: int = 0
-    total: int = 0
-    max_abs: int | float = 0
-    max_rel: float = 0.0
     nans: int = 0
-    dot: Fraction = Fraction(0)
-    squares_a: Fraction = Fraction(0)
-    squares_b: Fraction = Fraction(0)
-    apart: Fraction = Fraction(0)
-    """Of the differences: what is left of the three above would be their rounding, where little changed."""
-    odd: tuple[int, ...] = NONE
-    """NaN that appeared and went, infinities that did, and that changed their sign."""
-    beyond: int = 0
-    """Elements that changed, and are NaN on one side or both: their difference is no number."""
+    """The number of pairs with at least one NaN."""
+    nan_appeared: int = 0
+    nan_went: int = 0
+    inf_appeared: int = 0
+    inf_went: int = 0
+    inf_flipped: int = 0
+    """The number of infinities that changed their sign."""
     first_nan: int | None = None
     """The index of the first NaN that appeared, counted from the beginning of the tensor."""
     first_inf: int | None = None
 
+    @classmethod
+    def from_numbers(
+        cls, a: np.ndarray, b: np.ndarray, is_changed: Bools, start: int
+    ) -> NonfiniteChanges:
+        """Count in arrays of floats, the first element of which has the index `start`."""
+        nan_a = np.isnan(a)
+        nan_b = np.isnan(b)
+        # A complex number with a NaN in it is NaN, even if its other part is infinite.
+        inf_a = np.isinf(a) & ~nan_a
+        inf_b = np.isinf(b) & ~nan_b
+        nan_appeared = nan_b & ~nan_a
+        inf_appeared = inf_b & ~inf_a
+        return cls(
+            nans=int((nan_a | nan_b).sum()),
+            nan_appeared=int(nan_appeared.sum()),
+            nan_went=int((nan_a & ~nan_b).sum()),
+            inf_appeared=int(inf_appeared.sum()),
+            inf_went=int((inf_a & ~inf_b).sum()),
+            inf_flipped=int((inf_a & inf_b & is_changed).sum()),
+            first_nan=first_index(nan_appeared, start),
+            first_inf=first_index(inf_appeared, start),
+        )
+
+    @property
+    def has_changes(self) -> bool:
+        nan_changes = self.nan_appeared + self.nan_went
+        inf_changes = self.inf_appeared + self.inf_went + self.inf_flipped
+        return nan_changes + inf_changes > 0
+
+    def __add__(self, other: NonfiniteChanges) -> NonfiniteChanges:
+        return NonfiniteChanges(
+            nans=self.nans + other.nans,
+            nan_appeared=self.nan_appeared + other.nan_appeared,
+            nan_went=self.nan_went + other.nan_went,
+            inf_appeared=self.inf_appeared + other.inf_appeared,
+            inf_went=self.inf_went + other.inf_went,
+            inf_flipped=self.inf_flipped + other.inf_flipped,
+            first_nan=earlier_index(self.first_nan, other.first_nan),
+            first_inf=earlier_index(self.first_inf, other.first_inf),
+        )
+
+
+class ProductSums(Value, frozen=True):
+    """Sums of products of finite elements, as exact fractions. `+` merges two blocks."""
+
+    dot: Fraction = Fraction(0)
+    """The sum of a * b. For complex numbers, the real part of the inner product."""
+    squares_a: Fraction = Fraction(0)
+    squares_b: Fraction = Fraction(0)
+    squared_distance: Fraction = Fraction(0)
+    """The sum of (a - b)². If little changed, the three other sums determine only its rounding."""
+
+    @classmethod
+    def from_numbers(cls, a: np.ndarray, b: np.ndarray) -> ProductSums:
+        # The difference of two finite numbers can exceed float64. That of their halves cannot.
+        half_distances = a / 2 - b / 2
+        return cls(
+            dot=_sum_products(a, b),
+            squares_a=_sum_squares(a),
+            squares_b=_sum_squares(b),
+            squared_distance=_sum_squares(half_distances) * 4,
+        )
+
+    def relative(self) -> float | None:
+        if not self.squares_a:
+            return None
+        ratio = self.squared_distance / self.squares_a
+        return math.sqrt(ratio) if ratio < MAX_RATIO else math.inf
+
+    def cosine(self) -> float | None:
+        if not self.squares_a or not self.squares_b:
+            return None
+        squared_cosine = self.dot * self.dot / (self.squares_a * self.squares_b)
+        # The sums of blocks are rounded, so the ratio can exceed 1.
+        magnitude = min(math.sqrt(squared_cosine), 1.0)
+        return magnitude if self.dot >= 0 else -magnitude
+
+    def __add__(self, other: ProductSums) -> ProductSums:
+        return ProductSums(
+            dot=self.dot + other.dot,
+            squares_a=self.squares_a + other.squares_a,
+            squares_b=self.squares_b + other.squares_b,
+            squared_distance=self.squared_distance + other.squared_distance,
+        )
+
+
+class Tally(Value, frozen=True):
+    """The differences in a block. `+` merges two blocks."""
+
+    changed: int = 0
+    total: int = 0
+    max_abs: int | float = 0
+    max_rel: float = 0.0
+    changed_nans: int = 0
+    """The number of changed pairs with a NaN. These have no difference."""
+    nonfinite: NonfiniteChanges = NonfiniteChanges()
+    sums: ProductSums = ProductSums()
+
     def __add__(self, other: Tally) -> Tally:
         return Tally(
-            self.changed + other.changed, self.total + other.total, max(self.max_abs, other.max_abs),
-            max(self.max_rel, other.max_rel), self.nans + other.nans, self.dot + other.dot, self.squares_a + other.squares_a,
-            self.squares_b + other.squares_b, self.apart + other.apart, tuple(map(add, self.odd, other.odd)),
-            self.beyond + other.beyond, earlier_index(self.first_nan, other.first_nan),
-            earlier_index(self.first_inf, other.first_inf),
-        )  # fmt: skip
-
-    def content(self) -> Content:
-        most, ratio = (
-            (None, None) if 0 < self.changed == self.beyond else (self.max_abs, self.max_rel)
-        )
-        nan_appeared, nan_went, inf_appeared, inf_went = self.odd[:4]
-        return Content(
-            self.changed,
-            self.total,
-            most,
-            ratio,
-            self._cosine(),
-            self.nans,
-            self._relative(),
-            nan_appeared,
-            nan_went,
-            inf_appeared,
-            inf_went,
-            self.first_nan,
-            self.first_inf,
+            changed=self.changed + other.changed,
+            total=self.total + other.total,
+            max_abs=max(self.max_abs, other.max_abs),
+            max_rel=max(self.max_rel, other.max_rel),
+            changed_nans=self.changed_nans + other.changed_nans,
+            nonfinite=self.nonfinite + other.nonfinite,
+            sums=self.sums + other.sums,
         )
 
-    def _relative(self) -> float | None:
-        if not self.squares_a or any(self.odd):
-            return None
-        ratio = self.apart / self.squares_a
-        return math.sqrt(ratio) if ratio < BEYOND else math.inf
-
-    def _cosine(self) -> float | None:
-        if not self.squares_a or not self.squares_b or any(self.odd):
-            return None
-        # Of one vector with itself, exactly 1; rounding in the sums of blocks must not lead beyond it.
-        size = min(math.sqrt(self.dot * self.dot / (self.squares_a * self.squares_b)), 1.0)
-        return size if self.dot >= 0 else -size
-
-
-def computable(tensor: LazyTensor, array: np.ndarray) -> np.ndarray:
-    """Elements of a tensor as something that numpy can compute with."""
-    if tensor.dtype.name == PAIRS:
-        return (
-            np.stack((array & 15, array >> 4), axis=1)
-            .reshape(-1)
-            .view(compared_dtype(tensor).numpy)
+    def difference(self) -> ContentDifference:
+        """Return the differences in the form that users see."""
+        nonfinite = self.nonfinite
+        has_no_difference = 0 < self.changed == self.changed_nans
+        return ContentDifference(
+            changed=self.changed,
+            total=self.total,
+            max_abs=None if has_no_difference else self.max_abs,
+            max_rel=None if has_no_difference else self.max_rel,
+            cosine=None if nonfinite.has_changes else self.sums.cosine(),
+            nans=nonfinite.nans,
+            relative=None if nonfinite.has_changes else self.sums.relative(),
+            nan_appeared=nonfinite.nan_appeared,
+            nan_went=nonfinite.nan_went,
+            inf_appeared=nonfinite.inf_appeared,
+            inf_went=nonfinite.inf_went,
+            first_nan=nonfinite.first_nan,
+            first_inf=nonfinite.first_inf,
         )
-    return array.view(np.uint8) if array.dtype == np.bool_ else array
 
 
-def compared_dtype(tensor: LazyTensor) -> DType:
-    """The dtype whose elements are compared: of packed pairs, that of one of them."""
+def element_dtype(tensor: LazyTensor) -> DType:
+    """Return the dtype of the numbers in a tensor. In float4_e2m1fn_x2 that is float4_e2m1fn."""
     return canonical(tensor.dtype, tensor.shape)[0]
 
 
-def tally(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 0) -> Tally:
-    """Compare two 1-D arrays of one length. With `same_bits`, they have one dtype, and the bits decide what is the same. `start` is
-    the index of their first elements in their tensors."""
-    plain = (
-        _Plain(same_bits, exact=_is_integer(a) and _is_integer(b))
-        if _is_narrow(a) and _is_narrow(b)
-        else None
-    )
-    total = Tally()
-    for at in range(0, a.size, STEP_ELEMENTS):
-        left, right = a[at : at + STEP_ELEMENTS], b[at : at + STEP_ELEMENTS]
-        if plain is None or not plain.add(left, right):
-            total += tally_step(left, right, same_bits=same_bits, start=start + at)
-    return total if plain is None else total + plain.tally()
+def view_as_numbers(tensor: LazyTensor, array: np.ndarray) -> np.ndarray:
+    """Return elements of a tensor as an array that numpy can compute with."""
+    if tensor.dtype.name == FLOAT4_PAIRS:
+        nibbles = np.stack((array & 15, array >> 4), axis=1)
+        return nibbles.reshape(-1).view(element_dtype(tensor).numpy)
+    return array.view(np.uint8) if array.dtype == np.bool_ else array
+
+
+def compare_elements(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 0) -> Tally:
+    """Compare two 1-D arrays of one length.
+
+    Args:
+        a: Elements of the first tensor.
+        b: Elements of the second tensor.
+        same_bits: Whether the bits decide which elements are the same. Both have one dtype then.
+        start: The index of the first elements in their tensors.
+    """
+    finite_tally: FiniteTally | None = None
+    if _is_narrow(a) and _is_narrow(b):
+        finite_tally = FiniteTally(same_bits, is_exact=_is_integer(a) and _is_integer(b))
+
+    tally = Tally()
+    for offset in range(0, a.size, STEP_ELEMENTS):
+        step_a = a[offset : offset + STEP_ELEMENTS]
+        step_b = b[offset : offset + STEP_ELEMENTS]
+        if finite_tally is None or not finite_tally.add(step_a, step_b):
+            tally += compare_step(step_a, step_b, same_bits=same_bits, start=start + offset)
+    return tally if finite_tally is None else tally + finite_tally.tally()
 
 
 def _is_narrow(array: np.ndarray) -> bool:
-    """Whether elements are real numbers of at most 32 bits: neither their squares nor the sums of them leave float64."""
+    """Return whether elements are real numbers of at most 32 bits.
+
+    Neither their squares nor the sums of these exceed float64.
+    """
     return array.dtype.itemsize <= 4 and array.dtype.kind != "c" and not array.dtype.names
 
 
@@ -191,200 +285,251 @@ def _is_integer(array: np.ndarray) -> bool:
     return array.dtype.kind in "iu"
 
 
-class _Plain:
-    """The tally of steps in which every number is finite, and of at most 32 bits."""
+class FiniteTally:
+    """Accumulates steps of finite numbers of at most 32 bits."""
 
-    def __init__(self, same_bits: bool, *, exact: bool) -> None:
-        self._same_bits, self._exact = same_bits, exact
-        self._changed = self._total = 0
-        self._max_abs = self._max_rel = 0.0
-        self._dot = self._squares_a = self._squares_b = self._apart = 0.0
+    def __init__(self, same_bits: bool, *, is_exact: bool) -> None:
+        self._same_bits = same_bits
+        self._is_exact = is_exact
+        self._changed = 0
+        self._total = 0
+        self._max_abs = 0.0
+        self._max_rel = 0.0
+        self._dot = 0.0
+        self._squares_a = 0.0
+        self._squares_b = 0.0
+        self._squared_distance = 0.0
 
     def add(self, a: np.ndarray, b: np.ndarray) -> bool:
-        """Compare some elements. False, and nothing is counted, where one of them is not finite."""
-        wide_a, wide_b = _wide(a), _wide(b)
-        squares_a, squares_b = inner(wide_a, wide_a), inner(wide_b, wide_b)
-        # What is not finite stays so in the sum of squares, and no finite number of 32 bits makes it so.
+        """Compare a step. If a number is not finite, count nothing and return False."""
+        numbers_a = _to_float64(a)
+        numbers_b = _to_float64(b)
+        squares_a = inner(numbers_a, numbers_a)
+        squares_b = inner(numbers_b, numbers_b)
+        # The sum of squares is finite if and only if all numbers are, because they are narrow.
         if not (math.isfinite(squares_a) and math.isfinite(squares_b)):
             return False
-        changed = int(
-            np.count_nonzero(_differing_bits(a, b) if self._same_bits else wide_a != wide_b)
-        )
+
+        is_changed = _differ_in_bits(a, b) if self._same_bits else numbers_a != numbers_b
+        changed = int(np.count_nonzero(is_changed))
         self._total += a.size
         self._squares_a += squares_a
         self._squares_b += squares_b
-        self._dot += inner(wide_a, wide_b) if changed else squares_a
-        if changed:
-            self._changed += changed
-            apart = wide_a - wide_b
-            self._apart += inner(apart, apart)
-            np.abs(apart, out=apart)
-            self._max_abs = max(self._max_abs, float(apart.max()))
-            np.abs(wide_a, out=wide_a)
-            np.abs(wide_b, out=wide_b)
-            np.maximum(wide_a, wide_b, out=wide_a)
-            # Of two zeros nothing is apart: over the least that there is, that is 0.
-            np.maximum(wide_a, LEAST, out=wide_a)
-            np.divide(apart, wide_a, out=apart)
-            self._max_rel = max(self._max_rel, float(apart.max()))
+        if not changed:
+            self._dot += squares_a
+            return True
+
+        self._changed += changed
+        self._dot += inner(numbers_a, numbers_b)
+        # From here on, arrays are reused: allocating them would take longer than the arithmetic.
+        distances = numbers_a - numbers_b
+        self._squared_distance += inner(distances, distances)
+        np.abs(distances, out=distances)
+        self._max_abs = max(self._max_abs, float(distances.max()))
+        np.abs(numbers_a, out=numbers_a)
+        np.abs(numbers_b, out=numbers_b)
+        larger = np.maximum(numbers_a, numbers_b, out=numbers_a)
+        # Two zeros have the distance 0. Divided by the smallest number, it remains 0.
+        np.maximum(larger, SMALLEST_FLOAT64, out=larger)
+        ratios = np.divide(distances, larger, out=distances)
+        self._max_rel = max(self._max_rel, float(ratios.max()))
         return True
 
     def tally(self) -> Tally:
-        most = int(self._max_abs) if self._exact else self._max_abs
-        dot, squares_a, squares_b, apart = (
-            Fraction(x) for x in (self._dot, self._squares_a, self._squares_b, self._apart)
-        )
         return Tally(
-            self._changed, self._total, most, self._max_rel, 0, dot, squares_a, squares_b, apart
+            changed=self._changed,
+            total=self._total,
+            max_abs=int(self._max_abs) if self._is_exact else self._max_abs,
+            max_rel=self._max_rel,
+            sums=ProductSums(
+                dot=Fraction(self._dot),
+                squares_a=Fraction(self._squares_a),
+                squares_b=Fraction(self._squares_b),
+                squared_distance=Fraction(self._squared_distance),
+            ),
         )
 
 
-LEAST = 5e-324
-
-
-def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 0) -> Tally:
-    """The tally of any numbers, in memory for several copies of them."""
+def compare_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 0) -> Tally:
+    """Compare any numbers, as `compare_elements`, in memory for several copies of them."""
     if _is_integer(a) and _is_integer(b):
-        return _tally_integers(a, b)
-    changed = _differing_bits(a, b) if same_bits else None
-    if changed is not None and not changed.any():
-        wide = _wide(a)
-        usable = np.isfinite(wide)
-        nans = int(np.isnan(wide).sum())
-        squares = _squares(wide if usable.all() else wide[usable])
-        return Tally(0, a.size, 0.0, 0.0, nans, squares, squares, squares)
-    left, right = wide_a, wide_b = _wide(a), _wide(b)
-    usable = np.isfinite(wide_a) & np.isfinite(wide_b)
-    nans, odd = 0, NONE
-    first_nan = first_inf = None
-    if usable.all():
-        changed = wide_a != wide_b if changed is None else changed
-        countable = changed
-    else:
-        nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
-        changed = (wide_a != wide_b) & ~(nan_a & nan_b) if changed is None else changed
-        countable = changed & ~(nan_a | nan_b)
-        nans = int((nan_a | nan_b).sum())
-        # A complex number with a NaN in it is that, whatever the other part.
-        inf_a, inf_b = np.isinf(wide_a) & ~nan_a, np.isinf(wide_b) & ~nan_b
-        counts = (
-            nan_b & ~nan_a,
-            nan_a & ~nan_b,
-            inf_b & ~inf_a,
-            inf_a & ~inf_b,
-            inf_a & inf_b & changed,
-        )
-        odd = tuple(int(count.sum()) for count in counts)
-        first_nan, first_inf = first_index(counts[0], start), first_index(counts[2], start)
-        left, right = wide_a[usable], wide_b[usable]
-    max_abs, max_rel = _largest(wide_a[countable], wide_b[countable])
-    sums = _dot(left, right), _squares(left), _squares(right), _apart(left, right)
-    many = int(changed.sum())
-    beyond = many - int(countable.sum())
-    return Tally(many, a.size, max_abs, max_rel, nans, *sums, odd, beyond, first_nan, first_inf)
+        return _compare_integers(a, b)
+
+    numbers_a = _to_float64(a)
+    if same_bits:
+        is_changed = _differ_in_bits(a, b)
+        if not is_changed.any():
+            return _tally_unchanged(numbers_a)
+    numbers_b = _to_float64(b)
+    if not same_bits:
+        is_changed = np.asarray(numbers_a != numbers_b)
+
+    nonfinite = NonfiniteChanges()
+    has_difference = is_changed
+    finite_a = numbers_a
+    finite_b = numbers_b
+    is_finite = np.isfinite(numbers_a) & np.isfinite(numbers_b)
+    if not is_finite.all():
+        nan_a = np.isnan(numbers_a)
+        nan_b = np.isnan(numbers_b)
+        if not same_bits:
+            # A NaN differs from itself.
+            is_changed &= ~(nan_a & nan_b)
+        nonfinite = NonfiniteChanges.from_numbers(numbers_a, numbers_b, is_changed, start)
+        has_difference = is_changed & ~(nan_a | nan_b)
+        finite_a = numbers_a[is_finite]
+        finite_b = numbers_b[is_finite]
+
+    max_abs, max_rel = _find_largest(numbers_a[has_difference], numbers_b[has_difference])
+    changed = int(is_changed.sum())
+    return Tally(
+        changed=changed,
+        total=a.size,
+        max_abs=max_abs,
+        max_rel=max_rel,
+        changed_nans=changed - int(has_difference.sum()),
+        nonfinite=nonfinite,
+        sums=ProductSums.from_numbers(finite_a, finite_b),
+    )
 
 
-def _tally_integers(a: np.ndarray, b: np.ndarray) -> Tally:
-    changed = _int_changes(a, b)
-    max_abs, max_rel = _greatest(a[changed], b[changed])
-    wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
-    sums = _dot(wide_a, wide_b), _squares(wide_a), _squares(wide_b), _apart(wide_a, wide_b)
-    return Tally(int(changed.sum()), a.size, max_abs, max_rel, 0, *sums)
+def _tally_unchanged(numbers: np.ndarray) -> Tally:
+    """Return the tally of a step of floats in which nothing changed."""
+    is_finite = np.isfinite(numbers)
+    squares = _sum_squares(numbers if is_finite.all() else numbers[is_finite])
+    return Tally(
+        total=numbers.size,
+        nonfinite=NonfiniteChanges(nans=int(np.isnan(numbers).sum())),
+        sums=ProductSums(dot=squares, squares_a=squares, squares_b=squares),
+    )
 
 
-def _differing_bits(a: np.ndarray, b: np.ndarray) -> Bools:
-    width = a.dtype.itemsize
-    if width == 16:
-        return np.asarray((a.view(np.uint64) != b.view(np.uint64)).reshape(-1, 2).any(axis=1))
-    return np.asarray(a.view(f"u{width}") != b.view(f"u{width}"))
+def _differ_in_bits(a: np.ndarray, b: np.ndarray) -> Bools:
+    itemsize = a.dtype.itemsize
+    if itemsize == 16:
+        is_word_changed = a.view(np.uint64) != b.view(np.uint64)
+        return np.asarray(is_word_changed.reshape(-1, 2).any(axis=1))
+    return np.asarray(a.view(f"u{itemsize}") != b.view(f"u{itemsize}"))
 
 
-def _wide(array: np.ndarray) -> np.ndarray:
-    """As float64 or complex128, without loss but for integers beyond 2^53."""
+def _to_float64(array: np.ndarray) -> np.ndarray:
+    """Convert to float64 or complex128. Only integers beyond 2^53 are rounded."""
     if array.dtype.names:
         return array["real"].astype(np.float64) + 1j * array["imag"].astype(np.float64)
-    return array.astype(np.complex128) if array.dtype.kind == "c" else array.astype(np.float64)
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
-def _largest(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """The largest absolute and relative difference of pairs without NaN, none of them equal in bits."""
+def _find_largest(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """Return the largest absolute and relative difference of floats without NaN."""
     if not a.size:
         return 0.0, 0.0
     with np.errstate(all="ignore"):
-        size = np.maximum(np.abs(a), np.abs(b))
-        apart = np.abs(a - b)
-        # The difference of two large numbers of two signs may be beyond float64, where their ratio is not.
-        ratio = np.where(np.isfinite(apart), apart / size, np.abs(a / size - b / size))
-    infinite = ~(np.isfinite(a) & np.isfinite(b))
-    # inf − inf of one sign differs in nothing, and a zero from the other zero neither.
-    apart = np.where(infinite, np.where(a == b, 0.0, np.inf), apart)
-    ratio = np.where(infinite, apart, np.where(size == 0, 0.0, ratio))
-    return float(apart.max()), float(ratio.max())
+        larger = np.maximum(np.abs(a), np.abs(b))
+        distances = np.abs(a - b)
+        # The distance of two large numbers can exceed float64, while its ratio to them does not.
+        ratios = np.where(
+            np.isfinite(distances), distances / larger, np.abs(a / larger - b / larger)
+        )
+
+    # Two equal infinities, and two zeros, have the distance 0.
+    is_infinite = ~(np.isfinite(a) & np.isfinite(b))
+    distances = np.where(is_infinite, np.where(a == b, 0.0, np.inf), distances)
+    ratios = np.where(is_infinite, distances, np.where(larger == 0, 0.0, ratios))
+    return float(distances.max()), float(ratios.max())
 
 
-def _scaled(array: np.ndarray) -> tuple[np.ndarray, int]:
-    """The array as floats of about one, and the power of two by which it was divided; ordinary magnitudes are left as they are."""
-    flat = array.view(np.float64) if array.dtype.kind == "c" else array
-    exponent = math.frexp(max(float(flat.max()), -float(flat.min())))[1] if flat.size else 0
-    return (flat, 0) if abs(exponent) < PLAIN_EXPONENT else (np.ldexp(flat, -exponent), exponent)
+def _scale(array: np.ndarray) -> tuple[np.ndarray, int]:
+    """Divide numbers by a power of two so that the largest is about 1, and return its exponent.
+
+    Ordinary magnitudes are not scaled. A complex number becomes two real ones.
+    """
+    numbers = array.view(np.float64) if array.dtype.kind == "c" else array
+    if not numbers.size:
+        return numbers, 0
+    magnitude = max(float(numbers.max()), -float(numbers.min()))
+    exponent = math.frexp(magnitude)[1]
+    if abs(exponent) < UNSCALED_EXPONENT:
+        return numbers, 0
+    return np.ldexp(numbers, -exponent), exponent
 
 
-def _squares(array: np.ndarray) -> Fraction:
-    flat, exponent = _scaled(array)
-    return Fraction(inner(flat, flat)) * Fraction(2) ** (2 * exponent)
+def _sum_squares(array: np.ndarray) -> Fraction:
+    numbers, exponent = _scale(array)
+    return Fraction(inner(numbers, numbers)) * Fraction(2) ** (2 * exponent)
 
 
-def _apart(a: np.ndarray, b: np.ndarray) -> Fraction:
-    """The squares of the differences: of halves, for that of two finite numbers may be beyond float64."""
-    return _squares(a / 2 - b / 2) * 4
-
-
-def _dot(a: np.ndarray, b: np.ndarray) -> Fraction:
-    """The real part of the inner product: complex vectors count as real ones of twice the length."""
+def _sum_products(a: np.ndarray, b: np.ndarray) -> Fraction:
+    """Return the inner product, and its real part if numbers are complex."""
     if a.dtype != b.dtype:
-        a, b = a.astype(np.complex128), b.astype(np.complex128)
-    (left, first), (right, second) = _scaled(a), _scaled(b)
-    return Fraction(inner(left, right)) * Fraction(2) ** (first + second)
+        a = a.astype(np.complex128)
+        b = b.astype(np.complex128)
+    numbers_a, exponent_a = _scale(a)
+    numbers_b, exponent_b = _scale(b)
+    return Fraction(inner(numbers_a, numbers_b)) * Fraction(2) ** (exponent_a + exponent_b)
 
 
-# Integers of any two of numpy's integer types, exactly. numpy before 2 compares int64 with uint64 as float64, and subtracting them
-# overflows in every version. So everything is said as a sign and a magnitude in uint64. Of one sign, magnitudes subtract; of two,
-# they add, and a sum that is smaller than its parts has carried into bit 64.
+# Integers are compared exactly, as a sign and a magnitude in uint64. In numpy the difference of two
+# int64 can overflow, and before version 2 it compares int64 with uint64 as float64.
 
 
-def _int_changes(a: np.ndarray, b: np.ndarray) -> Bools:
+def _compare_integers(a: np.ndarray, b: np.ndarray) -> Tally:
+    is_changed = _differ_as_integers(a, b)
+    max_abs, max_rel = _find_largest_of_integers(a[is_changed], b[is_changed])
+    return Tally(
+        changed=int(is_changed.sum()),
+        total=a.size,
+        max_abs=max_abs,
+        max_rel=max_rel,
+        sums=ProductSums.from_numbers(a.astype(np.float64), b.astype(np.float64)),
+    )
+
+
+def _differ_as_integers(a: np.ndarray, b: np.ndarray) -> Bools:
     if a.dtype == b.dtype:
         return np.asarray(a != b)
-    return np.asarray((_negative(a) != _negative(b)) | (_words(a) != _words(b)))
+    has_other_sign = _is_negative(a) != _is_negative(b)
+    return np.asarray(has_other_sign | (_to_words(a) != _to_words(b)))
 
 
-def _greatest(a: np.ndarray, b: np.ndarray) -> tuple[int, float]:
-    """The largest absolute difference, exactly, and the largest relative one, of elements that are not equal."""
+def _find_largest_of_integers(a: np.ndarray, b: np.ndarray) -> tuple[int, float]:
+    """Return the largest absolute difference, exactly, and the largest relative one.
+
+    No two integers are equal.
+    """
     if not a.size:
         return 0, 0.0
-    below_a, below_b = _negative(a), _negative(b)
-    words_a, words_b = _words(a), _words(b)
-    size_a, size_b = np.where(below_a, -words_a, words_a), np.where(below_b, -words_b, words_b)
-    same_sign = below_a == below_b
-    # Of one sign, the magnitudes differ by less than 2^64; of two, they add up, perhaps to more.
-    apart = np.where(
-        same_sign, np.maximum(size_a, size_b) - np.minimum(size_a, size_b), size_a + size_b
-    )
-    carried = ~same_sign & (apart < size_a)
-    most = (1 << 64) + int(apart[carried].max()) if carried.any() else int(apart.max())
-    larger = np.maximum(size_a, size_b).astype(np.float64)
-    ratio = (apart.astype(np.float64) + np.where(carried, 2.0**64, 0.0)) / larger
-    return most, float(ratio.max())
+    magnitudes_a = _to_magnitudes(a)
+    magnitudes_b = _to_magnitudes(b)
+    larger = np.maximum(magnitudes_a, magnitudes_b)
+
+    # Magnitudes of one sign are subtracted, those of two signs are added. A sum that is smaller
+    # than one of its parts has overflowed, so 2^64 is missing.
+    has_same_sign = _is_negative(a) == _is_negative(b)
+    sums = magnitudes_a + magnitudes_b
+    distances = np.where(has_same_sign, larger - np.minimum(magnitudes_a, magnitudes_b), sums)
+    is_overflow = ~has_same_sign & (sums < magnitudes_a)
+
+    max_abs = int(distances.max())
+    if is_overflow.any():
+        max_abs = (1 << 64) + int(distances[is_overflow].max())
+    float_distances = distances.astype(np.float64) + np.where(is_overflow, 2.0**64, 0.0)
+    ratios = float_distances / larger.astype(np.float64)
+    return max_abs, float(ratios.max())
 
 
-def _negative(array: np.ndarray) -> Bools:
-    return np.asarray(array < 0) if array.dtype.kind == "i" else np.zeros(array.shape, np.bool_)
+def _is_negative(array: np.ndarray) -> Bools:
+    if array.dtype.kind == "i":
+        return np.asarray(array < 0)
+    return np.zeros(array.shape, np.bool_)
 
 
-def _words(array: np.ndarray) -> npt.NDArray[np.uint64]:
-    """Modulo 2^64."""
-    return (
-        array.astype(np.int64).view(np.uint64)
-        if array.dtype.kind == "i"
-        else array.astype(np.uint64)
-    )
+def _to_words(array: np.ndarray) -> Words:
+    """Return integers modulo 2^64."""
+    if array.dtype.kind == "i":
+        return array.astype(np.int64).view(np.uint64)
+    return array.astype(np.uint64)
+
+
+def _to_magnitudes(array: np.ndarray) -> Words:
+    words = _to_words(array)
+    return np.where(_is_negative(array), -words, words)

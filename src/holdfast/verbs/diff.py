@@ -56,7 +56,7 @@ from holdfast.engine.scan import blocks, compare_block
 from holdfast.engine.threads import DEFAULT_THREADS, reading_threads, run_reads
 from holdfast.errors import located
 from holdfast.formats import format_of
-from holdfast.numeric.compare import Content, Tally
+from holdfast.numeric.compare import ContentDifference, Tally
 from holdfast.numeric.dequantize import number_shape
 from holdfast.verbs.compare_values import (
     ABSENT,
@@ -81,7 +81,7 @@ def compare_tensors(
     progress: Progress | None,
     *,
     threads: int | None = None,
-) -> list[Content]:
+) -> list[ContentDifference]:
     """Return the difference of each pair, in bounded memory: at most a few blocks of each side a thread.
 
     Most tensors of most pairs are the same, so their bytes are compared first, where that can be
@@ -117,7 +117,7 @@ def compare_tensors(
     if work:
         stores = [tensor.source.store for pair in pairs for tensor in pair]
         run_reads(work, threads or DEFAULT_THREADS, stores=stores)
-    return [tally.content() for tally in tallies]
+    return [tally.difference() for tally in tallies]
 
 
 def nbytes_of(pair: Pair) -> int:
@@ -277,7 +277,7 @@ class TensorChange:
     name: str
     dtypes: tuple[str, str]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    content: Content | None
+    content: ContentDifference | None
     """How the elements differ; None where the shapes do, where one of the two is on the meta device and has no elements, or where
     quantised blocks cannot be decoded. Of other blocks these are the numbers that they stand for."""
 
@@ -516,7 +516,7 @@ class Comparison:
             self._by_checksum, (*self._trees.notes(), *notes),
         )  # fmt: skip
 
-    def _contents(self, progress: Progress | None) -> Iterator[tuple[str, Pair, Content]]:
+    def _contents(self, progress: Progress | None) -> Iterator[tuple[str, Pair, ContentDifference]]:
         """The difference of each pair that has to be read; not of contiguous pairs that turn out to be the same."""
         differing = [
             name for contiguous in self._dense for name in self._different(contiguous, progress)
@@ -555,15 +555,15 @@ class Comparison:
             if other
         ]
 
-    def _compare(self, pairs: Sequence[Pair], progress: Progress | None) -> list[Content]:
+    def _compare(self, pairs: Sequence[Pair], progress: Progress | None) -> list[ContentDifference]:
         """The differences of some pairs, of the numbers that quantised blocks stand for."""
 
-        def look(numbers: list[int]) -> list[Content]:
+        def look(numbers: list[int]) -> list[ContentDifference]:
             own = [pairs[number] for number in numbers]
             decoded = [self._numbers(pair) for pair in own]
             return compare_tensors(decoded, own, progress, threads=self._threads)
 
-        return share_out(self._ranks, [*map(nbytes_of, pairs)], look, Content)
+        return share_out(self._ranks, [*map(nbytes_of, pairs)], look, ContentDifference)
 
     def _numbers(self, pair: Pair) -> Pair:
         """What a pair stands for; itself if it is in no blocks, or in blocks that cannot be decoded."""
@@ -680,6 +680,6 @@ def pair_dtypes(pair: Pair) -> tuple[str, str]:
     return comparable(pair[0])[0], comparable(pair[1])[0]
 
 
-def _change(name: str, pair: Pair, content: Content | None) -> TensorChange:
+def _change(name: str, pair: Pair, content: ContentDifference | None) -> TensorChange:
     shapes = comparable(pair[0])[1], comparable(pair[1])[1]
     return TensorChange(name, pair_dtypes(pair), shapes, content)

@@ -15,7 +15,7 @@ from holdfast.engine.files import ViewTable
 from holdfast.extras.reports.document import Document, short
 from holdfast.extras.reports.measures import json_index
 from holdfast.extras.reports.structure import Structure
-from holdfast.numeric.compare import Content
+from holdfast.numeric.compare import ContentDifference
 from holdfast.verbs.diff import Comparison, Diff, TensorChange
 from holdfast.verbs.side import Side
 
@@ -103,7 +103,7 @@ def columns(found: Structure, told: Diff) -> tuple[Document, list[Document]]:
         **dict.fromkeys(moved, MOVED),
     }
     states: list[int] = []
-    contents: list[Content | None] = []
+    contents: list[ContentDifference | None] = []
     for name in found.tensors:
         change = changes.get(name)
         content = None if change is None else change.content
@@ -158,9 +158,13 @@ def _appeared(found: Structure, changes: Mapping[str, TensorChange]) -> Document
 
 
 def _measure(
-    about: tuple[str, str, str, str], states: list[int], contents: list[Content | None], *, of: Callable[[Content], float | None],
+    about: tuple[str, str, str, str],
+    states: list[int],
+    contents: list[ContentDifference | None],
+    *,
+    of: Callable[[ContentDifference], float | None],
     same: float,
-) -> Document:  # fmt: skip
+) -> Document:
     key, label, text, scale = about
     values = [
         rounded(of(content)) if content is not None else same if state in (SAME, MOVED) else None
