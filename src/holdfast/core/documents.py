@@ -346,10 +346,10 @@ def check_seal(raw: bytes, what: str, remedy: str = "get it again") -> bool:
         return False
     at = end - len(CLOSING) - len(BLANK)
     digits = raw[at : at + len(BLANK)].decode("latin-1")
-    expected = hexadecimal(digits)
     whole = memoryview(raw)
     found = crc32(whole[at + len(BLANK) :], crc32(BLANK, crc32(whole[:at])))
-    if found != expected:
+    if digits != f"{found:08x}":
+        expected = hexadecimal(digits)
         message = f"{what} does not have the checksum that it records of itself ({digits!r}, not {found:08x})"
         raise Corrupted(
             f"{message}: it changed after it was written; {remedy}", expected=expected, found=found

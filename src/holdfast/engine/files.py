@@ -229,10 +229,18 @@ class FileStorages(FileColumns):
     def __len__(self) -> int:
         return len(self.start)
 
-    def named(self, names: Sequence[str]) -> FileStorages:
-        made = copy.copy(self)
-        made.names = names
-        return made
+    def named(self, names: Sequence[str], rows: Ints, numbers: Ints) -> FileStorages:
+        """Give storages the names of tensors: `rows` are their positions in `names`, `numbers` those of their storages."""
+        copied = copy.copy(self)
+        count = len(self.start)
+        if len(rows) == len(names) == count and (numbers == rows).all():
+            copied.names = names
+            return copied
+        storage_names = [""] * count
+        for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
+            storage_names[number] = storage_names[number] or names[row]
+        copied.names = storage_names
+        return copied
 
     def file_of(self, number: int) -> int:
         return self.file.item(number)

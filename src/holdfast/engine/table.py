@@ -154,7 +154,7 @@ def as_written(table: Table) -> Table:
     if table.irregular:
         taken[_numbers_of(table.irregular.values(), storages)] = True
     left = taken[held]
-    storages = storages.named(_names(table, rows, held))
+    storages = storages.named(table.names, rows, held)
     if not left.any():
         return Table(
             table.names,
@@ -202,16 +202,6 @@ def _numbers_of(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[i
         for number, file, start, nbytes in zip(*each, strict=True)
         if (*files[file], start, nbytes) in places
     ]
-
-
-def _names(table: Table, rows: Ints, numbers: Ints) -> Sequence[str]:
-    names = table.names
-    if len(rows) == len(names) == len(table.storages.nbytes) and (numbers == rows).all():
-        return names
-    found = [""] * len(table.storages.nbytes)
-    for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
-        found[number] = found[number] or names[row]
-    return found
 
 
 NO_TENSORS = lazy_table((), ())

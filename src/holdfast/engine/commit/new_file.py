@@ -93,8 +93,14 @@ class NewFile:
         """Whether nothing more will be written to it, so that it may be finished when others need its descriptor."""
         self._files = files
         self.is_open = True
-        self._writeback = Writeback(files, descriptor) if durable else None
-        """Where it will be synced: the disk then begins while the rest is summed, hashed and written."""
+        self._is_durable = durable
+        self._writeback: Writeback | None = None
+        """In a long file that will be synced: the disk then begins while the rest is summed, hashed and written."""
+
+    def begin_writeback(self) -> None:
+        """Tell the disk of what is written from now on, before any thread writes."""
+        if self._is_durable:
+            self._writeback = Writeback(self._files, self.descriptor)
 
     def allocate(self, nbytes: int) -> None:
         """Give the file its length and, where the file system can promise them, its blocks: a full disk shows here, not later."""
@@ -107,6 +113,8 @@ class NewFile:
                 self._files.allocate(self.descriptor, nbytes)
         except OSError as error:
             raise self._refused(error, f"making room for {nbytes:,} bytes") from error
+        if nbytes >= STRETCH_NBYTES:
+            self.begin_writeback()
 
     def write(self, offset: int, data: Buffer) -> None:
         try:

@@ -321,6 +321,7 @@ class JoinedFolder(Target):
                 durable=self._durable,
             )
         self._made.append(shared)
+        shared.begin_writeback()
         written = _fill_part(file, part, how, shared, self._path)
         shared.finish(durable=self._durable)
         return written

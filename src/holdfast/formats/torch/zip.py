@@ -113,7 +113,7 @@ def read_torch_zip(source: Source, key: str) -> SavedFile:
 def saved_archive(source: Source, key: str) -> Archive:
     """The archive of a file that torch wrote: a checkpoint, or a TorchScript archive."""
     archive = read_archive(source, key)
-    if not archive.prefix:
+    if not archive.root:
         # torch reads the folder of the first record, whatever lies beside it: what we show would not be what it loads.
         raise ZipError("the records of a checkpoint lie in one top folder; these do not", file=key)
     if archive.get(PICKLE) is None:
