@@ -299,12 +299,17 @@ class FileStorages(FileColumns):
             for first, last in zip(heads.tolist(), [*heads[1:].tolist(), len(places)], strict=True):
                 begin = int(starts[first])
                 own = slice(first, last)
-                data = self._span(wanted[places[own]], starts[own], stops[own])
+                place = self.files[self.file[wanted[places[first]]]]
+                data = np.empty(int(stops[own].max()) - begin, np.uint8).data
+                try:
+                    place.source.store.read(place.key, begin, data)
+                except HoldfastError:
+                    self._read_each(wanted[places[own]], starts[own], stops[own], data)
                 cut = zip(
                     places[own].tolist(), starts[own].tolist(), stops[own].tolist(), strict=True
                 )
-                for place, start, stop in cut:
-                    pieces[place] = data[start - begin : stop - begin]
+                for number, start, stop in cut:
+                    pieces[number] = data[start - begin : stop - begin]
         # The checksum of a storage says nothing about a part of it.
         recorded = np.where(nbytes == self.nbytes[wanted], self.crc[wanted], NO_CRC)
         if (recorded != NO_CRC).any():
@@ -315,21 +320,14 @@ class FileStorages(FileColumns):
                     raise self._changed(number, crc, found)
         return pieces
 
-    def _span(self, numbers: Ints, starts: Ints, stops: Ints) -> memoryview:
-        """The range of a file in which these ranges of storages lie; the first of them begins there."""
-        place, start = self.files[self.file[numbers[0]]], int(starts[0])
-        data = np.empty(int(stops.max()) - start, np.uint8).data
-        store = place.source.store
-        try:
-            store.read(place.key, start, data)
-        except HoldfastError:
-            # Each by itself, so that the error names the one that cannot be read.
-            for number, begin, end in zip(
-                numbers.tolist(), starts.tolist(), stops.tolist(), strict=True
-            ):
-                with located(tensor=self.names[number]):
-                    store.read(place.key, begin, data[begin - start : end - start])
-        return data
+    def _read_each(self, numbers: Ints, starts: Ints, stops: Ints, data: memoryview) -> None:
+        """Read neighbouring storages one by one, so that the error names the one that cannot be read."""
+        place, begin = self.files[self.file[numbers[0]]], int(starts[0])
+        for number, start, stop in zip(
+            numbers.tolist(), starts.tolist(), stops.tolist(), strict=True
+        ):
+            with located(tensor=self.names[number]):
+                place.source.store.read(place.key, start, data[start - begin : stop - begin])
 
     def _changed(self, number: int, expected: int, found: int) -> Corrupted:
         return Corrupted(

@@ -168,7 +168,12 @@ def lay_out_conversion(
     state = chosen if edits == NO_EDITS else transform(chosen, edits, limits, losses=losses)
     if metadata:
         state = _with_metadata(state, metadata, found, path=source.path)
-    plan = _plan(target, state, found, options=options, tensors_only=edits.tensors_only)
+    try:
+        plan = plan_save(target, state, found, options=options)
+    except CannotHold as error:
+        if edits.tensors_only:
+            raise
+        raise _suggest_tensors_only(error, target, state, found, options=options) from None
     source_notes = source.notes_on_numbers if edits.dequantize else source.notes
     notes = [*source_notes, *described.notes, *left]
     if edits.tensors_only:
@@ -235,20 +240,16 @@ def _with_metadata(
     return replace(state, metadata={key: text for key, text in merged.items() if text is not None})
 
 
-def _plan(
-    target: str, state: State, format: str, *, options: Options, tensors_only: bool
-) -> SavePlan:
+def _suggest_tensors_only(
+    error: CannotHold, target: str, state: State, format: str, *, options: Options
+) -> CannotHold:
+    """Return the error with a hint if the format could hold the tensors alone, otherwise as it is."""
     try:
-        return plan_save(target, state, format, options=options)
-    except CannotHold as error:
-        if tensors_only:
-            raise
-        try:
-            plan_save(target, transform(state, Edits(tensors_only=True)), format, options=options)
-        except CannotHold:
-            raise error from None
-        message = error.what + " (keep the tensors alone with tensors_only=True)"
-        raise CannotHold(message, error.problems, file=error.file) from None
+        plan_save(target, transform(state, Edits(tensors_only=True)), format, options=options)
+    except CannotHold:
+        return error
+    message = error.what + " (keep the tensors alone with tensors_only=True)"
+    return CannotHold(message, error.problems, file=error.file)
 
 
 def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
