@@ -1019,6 +1019,7 @@ def test_what_the_disk_was_not_told_of_is_left_to_the_fsync(
 
     files, data = Slow(), os.urandom(1 << 16)
     with FileTransaction(tmp_path / "model", files=files) as t:
+        t.file.allocate(len(data))
         t.file.write(0, data)
         assert begun.wait(60)
         threading.Timer(0.05, go.set).start()
@@ -1034,6 +1035,7 @@ def test_where_no_thread_starts_the_fsync_does_it_all(
     monkeypatch.setattr(new_file, "start", lambda run, *, name, daemon: None)
     files, data = Begun(), os.urandom(1 << 16)
     with FileTransaction(tmp_path / "model", files=files) as t:
+        t.file.allocate(len(data))
         t.file.write(0, data)
         t.file.write(0, data)
         t.commit()

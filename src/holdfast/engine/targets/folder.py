@@ -338,6 +338,7 @@ class JoinedFolder(Target):
 
     def stream(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
         made = self._create(key)
+        made.begin_writeback()
         write(AtEnd(made))
         made.finish(durable=self._durable)
 
