@@ -251,7 +251,7 @@ def test_what_has_a_condition_is_asked_once(bucket: tuple[Bucket, str], proxy: P
         bucket[0].put(f"{bucket[1]}/new", b"1", create=True)
     assert len(proxy.asked) == 1
     assert caught.value.message.endswith(
-        ": the server cannot be reached, or broke off the connection; asked once"
+        ": the server cannot be reached, or closed the connection; asked once"
     )
     check_secrets(caught.value)
 

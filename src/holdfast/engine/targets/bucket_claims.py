@@ -46,7 +46,7 @@ from holdfast.errors import (
     StoreError,
 )
 from holdfast.stores.remote.client import bucket_of
-from holdfast.stores.remote.failures import if_there
+from holdfast.stores.remote.failures import find_existing
 from holdfast.stores.remote.url import Url
 
 CLAIMS = "holdfast.claims"  # The folder of the claims, beside the checkpoints that they speak of.
@@ -97,7 +97,7 @@ def claims_below(parent: Url, does: Does, *, mine: str | None = None) -> set[str
             old += [key] if age >= 2 * LIFE_S and mine is not None else []
             continue
         try:
-            got = if_there(bucket.whole, key, MOST_NBYTES)
+            got = find_existing(bucket.whole, key, MOST_NBYTES)
             content = (
                 None if got is None else read_document(DOCUMENT, bytes(got.data))
             )  # None: it has been taken away

@@ -46,7 +46,7 @@ from holdfast.errors import (
     detached,
 )
 from holdfast.stores.remote.client import Bucket, bucket_of
-from holdfast.stores.remote.failures import Taken, pauses
+from holdfast.stores.remote.failures import ConditionFailed, pauses
 from holdfast.stores.remote.url import Url
 
 INSIST: Final = "HOLDFAST_WITHOUT_CONDITIONS"  # Set in the environment, this lets saves go to a store that ignores conditions.
@@ -71,12 +71,12 @@ def check_conditions(bucket: Bucket, url: Url) -> None:
     if bucket.conditions is None:
         probe = f"{url.key}.holdfast-probe-{save_id()}"
         try:
-            with suppress(Taken):
+            with suppress(ConditionFailed):
                 bucket.put(probe, b"1", create=True)
             try:
                 bucket.put(probe, b"2", create=True)
                 bucket.conditions = False
-            except Taken:
+            except ConditionFailed:
                 bucket.conditions = True
         except StoreError as error:
             raise refusal(
@@ -116,12 +116,12 @@ def claimed(
         held = is_mine()
         if held:
             break
-        if held is None and isinstance(failed, Taken):
+        if held is None and isinstance(failed, ConditionFailed):
             time.sleep(pause)
             continue
         message = (
             f"{busy}; pass overwrite=True when none is"
-            if isinstance(failed, Taken)
+            if isinstance(failed, ConditionFailed)
             else failed.message
         )
         raise refusal(message, url, failed.errno)

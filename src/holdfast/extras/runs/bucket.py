@@ -76,7 +76,7 @@ from holdfast.extras.runs.steps import (
 from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, bucket_of
-from holdfast.stores.remote.failures import Taken, if_there
+from holdfast.stores.remote.failures import ConditionFailed, find_existing
 from holdfast.stores.remote.url import Stamps, Url
 from holdfast.verbs.seals.document import LARGEST, Stamp
 from holdfast.verbs.shared.planned import Planned, Saved
@@ -238,7 +238,7 @@ class RunBucket(RunPlace):
         return sizes
 
     def read_record(self, kind: DocumentKind[D]) -> D | None:
-        got = if_there(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
+        got = find_existing(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
         return None if got is None else decode_document(bytes(got.data), kind)
 
     def exported(self) -> Mapping[str, Stamps]:
@@ -325,7 +325,7 @@ class RunBucket(RunPlace):
         for one in going:
             try:
                 key = self.key(one.name, MANIFEST)
-                now, seen = if_there(self.bucket.head, key), self._manifests.get(key)
+                now, seen = find_existing(self.bucket.head, key), self._manifests.get(key)
                 # Only the manifest that was decided about.
                 if now is not None and seen is not None and (now.etag or "") == seen.etag:
                     self._unpublish(one)
@@ -369,7 +369,7 @@ class RunBucket(RunPlace):
 
     def _fetch(self, kind: DocumentKind[D]) -> tuple[D | None, str | None, bytes]:
         """A document of the run, its etag, and its text; None for one that is damaged, but for pins."""
-        got = if_there(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
+        got = find_existing(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
         if got is None:
             return None, None, b""
         try:
@@ -403,7 +403,7 @@ class RunBucket(RunPlace):
             found, etag, there = self._fetch(kind)
             if there == raw:
                 return
-            if etag == before and not isinstance(failed, Taken):
+            if etag == before and not isinstance(failed, ConditionFailed):
                 raise failed
             time.sleep(random.uniform(0, 0.05))
         raise refusal(f"others change {kind.file} as quickly; try again", self.path, errno.EAGAIN)
@@ -509,7 +509,7 @@ class RunBucket(RunPlace):
         known = self._manifests.get(key)
         if known is not None and etag is not None and known.etag == etag:
             return known
-        got = if_there(self.bucket.described, key)
+        got = find_existing(self.bucket.described, key)
         if got is None:
             return None
         found = read_stamp(got.attributes.get(ATTRIBUTE))
@@ -525,7 +525,7 @@ class RunBucket(RunPlace):
     def _read(self, name: str) -> ManifestInfo | None:
         key = self.key(name, MANIFEST)
         try:
-            got = if_there(self.bucket.whole, key, LIMITS.index_nbytes)
+            got = find_existing(self.bucket.whole, key, LIMITS.index_nbytes)
         except LimitExceeded as error:
             return ManifestInfo(None, 0, None, wrong=error.message)
         if got is None:

@@ -41,12 +41,12 @@ from holdfast.stores.remote.failures import (
     AGAIN_S,
     FIRST_S,
     LONGEST_S,
-    if_there,
-    may_pass,
+    count_client_retries,
+    describe_failure,
+    find_existing,
+    is_transient,
     pauses,
-    reason,
-    refused,
-    repeated,
+    translate_error,
 )
 from holdfast.stores.remote.loop import answered, given_back, lent, until, waited
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING, Url
@@ -277,7 +277,11 @@ class Bucket:
         self, key: str, data: Buffer, *, create: bool = False, match: str | None = None,
         attributes: Mapping[str, str] | None = None,
     ) -> str | None:  # fmt: skip
-        """Put a small object by one request; its etag. `Taken` where a condition did not hold, or where that cannot be known."""
+        """Put a small object with one request, and return its ETag.
+
+        Raises:
+            ConditionFailed: The condition did not hold, or it is not known whether it did.
+        """
         import obstore
 
         mode: PutMode = (
@@ -328,7 +332,7 @@ class Bucket:
                 raise
             self.once(lambda: upload.end(whole=True), key, "uploading it")
         except OSError as error:
-            raise refused(error, self.url(key), "uploading it") from None
+            raise translate_error(error, self.url(key), "uploading it") from None
         finally:
             loop.unfinished.pop(upload, None)
 
@@ -342,7 +346,7 @@ class Bucket:
             def ask(some: list[str] = some) -> Awaitable[None]:
                 return answered(obstore.delete_async(self.client, some))
 
-            if_there(self._run, ask, some[0], "deleting it")
+            find_existing(self._run, ask, some[0], "deleting it")
 
     def copy(self, key: str, to: str) -> None:
         import obstore
@@ -427,8 +431,8 @@ class Bucket:
             try:
                 return await ask()
             except Exception as error:
-                passes, raised = may_pass(error), refused(error, self.url(key), doing)
-                asked += 1 + repeated(error, doing, self._client_retries)
+                passes, raised = is_transient(error), translate_error(error, self.url(key), doing)
+                asked += 1 + count_client_retries(error, doing, self._client_retries)
             took = time.monotonic() - begun
             if not passes or asked > retries or took + pause > AGAIN_S:
                 break
@@ -519,5 +523,5 @@ def _made(url: Url) -> ObjectStore:
             )
         return stores.from_url(url.root, client_options=options, retry_config=retry)
     except Exception as error:
-        message = f"no client for {url.root}: {reason(error)}"
+        message = f"no client for {url.root}: {describe_failure(error)}"
         raise StoreError(message, file=str(url)) from None

@@ -1,4 +1,7 @@
-"""What a failure of obstore means: in our errors, in words of ours, and whether it may pass."""
+"""Translates errors of obstore: to our classes, with our messages, and whether a retry can help.
+
+Messages of obstore are never shown, because they may contain signed URLs.
+"""
 
 from __future__ import annotations
 
@@ -11,83 +14,112 @@ from holdfast.errors import HoldfastError, NoSuchPath, Replaced, StoreError, Tru
 
 T = TypeVar("T")
 
+FIRST_S = 0.05
+LONGEST_S = 10.0
+"""The first pause after a failure, and the longest."""
 
-class Taken(StoreError):
-    """A condition that a put had did not hold: something else is there, or is there by now."""
-
-
-def refused(error: BaseException, url: str, doing: str) -> BaseException:
-    import obstore.exceptions as theirs
-
-    if isinstance(error, HoldfastError) or not isinstance(error, Exception):
-        return error
-    kind, code, message = StoreError, errno.EIO, f"{doing} failed: {reason(error)}"
-    if isinstance(error, FileNotFoundError):
-        if "NoSuchBucket" in str(error):
-            return NoSuchPath("there is no such bucket", file=url)
-        code, message = errno.ENOENT, "no such object"
-    elif isinstance(error, theirs.AlreadyExistsError):
-        kind, code, message = Taken, errno.EEXIST, "there is an object already"
-    elif isinstance(error, theirs.PreconditionError | theirs.NotModifiedError):
-        if doing == "reading it":
-            kind, message = (
-                Replaced,
-                "the object was replaced while the checkpoint was open; open it again",
-            )
-        else:
-            kind, code, message = Taken, errno.EEXIST, "the object is another by now"
-    elif isinstance(
-        error, theirs.PermissionDeniedError | theirs.UnauthenticatedError
-    ) or DENIED.search(str(error)):
-        code, message = (
-            errno.EACCES,
-            f"{doing}: access denied; check the credentials, and whether they have expired",
-        )
-    elif isinstance(error, theirs.NotSupportedError):
-        return Unsupported(f"{doing}: the store does not support it", file=url)
-    elif isinstance(error, theirs.UnknownConfigurationKeyError | ValueError):
-        code, message = errno.EINVAL, f"{doing}: the client cannot be set up so"
-    elif PAST_THE_END.search(str(error)):
-        return Truncated("the object ends before what was to be read", file=url)
-    elif OTHER_RANGE.search(str(error)):
-        return Truncated(
-            "the store answered with another range than the one that was asked for, or with none",
-            file=url,
-        )
-    raised = kind(message, file=url)
-    raised.errno = code
-    return raised
-
+AGAIN_S = 180.0
+"""The total time during which a request is repeated."""
 
 STATUS = re.compile(r"status code: (\d{3}[^:<{]*)")
+
+CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
+
 TIMED_OUT = re.compile(r"(?<!retry_)timed? ?out", re.IGNORECASE)
+
+CREDENTIALS = re.compile(r"credential|InstanceMetadata|169\.254|metadata\.google", re.IGNORECASE)
+"""The client found no credentials. It looks for them at the metadata servers of the clouds, too."""
+
 OTHER_RANGE = re.compile(r"non-partial response when range requested|Requested \d+\.\.\d+, got \d+")
+
 DENIED = re.compile(
     r"status code: 40[13]|<Code>(?:ExpiredToken|AccessDenied|InvalidAccessKeyId)</Code>"
 )
-"""How it is said of a list, for which the client has no kind of error."""
+"""Access was denied to a listing, for which the client has no exception class."""
 
-FINAL = re.compile(
+PERMANENT = re.compile(
     r"status code: 4(?!08|29)\d\d|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+"
 )
-"""Failures that the same request would meet again."""
+"""The same request would fail again. The statuses 408 (timeout) and 429 (too many requests) pass."""
 
-CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
 PAST_THE_END = re.compile(
     r"status code: 416|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+"
 )
-CREDENTIALS = re.compile(r"credential|InstanceMetadata|169\.254|metadata\.google", re.IGNORECASE)
 
 
-def reason(error: Exception) -> str:
-    """Why a request failed, in words that were chosen here: what the client says may have a signed URL in it."""
+class ConditionFailed(StoreError):
+    """The condition of a put did not hold: the object exists, or has another content by now."""
+
+
+def translate_error(error: BaseException, url: str, doing: str) -> BaseException:
+    """Return the error to raise for an error of the client.
+
+    Args:
+        error: What the client raised. Errors of ours and interrupts are returned as they are.
+        url: The URL of the object.
+        doing: What failed, for the message: `reading it`, `listing it`.
+    """
+    import obstore.exceptions as client_errors
+
+    if isinstance(error, HoldfastError) or not isinstance(error, Exception):
+        return error
+    if isinstance(error, FileNotFoundError) and "NoSuchBucket" in str(error):
+        return NoSuchPath("there is no such bucket", file=url)
+
+    text = str(error)
+    error_type = StoreError
+    code = errno.EIO
+    message = f"{doing} failed: {describe_failure(error)}"
+    if isinstance(error, FileNotFoundError):
+        code = errno.ENOENT
+        message = "no such object"
+    elif isinstance(error, client_errors.AlreadyExistsError):
+        error_type = ConditionFailed
+        code = errno.EEXIST
+        message = "the object exists already"
+    elif isinstance(error, client_errors.PreconditionError | client_errors.NotModifiedError):
+        if doing == "reading it":
+            error_type = Replaced
+            message = "the object was replaced while the checkpoint was open; open it again"
+        else:
+            error_type = ConditionFailed
+            code = errno.EEXIST
+            message = "another program replaced the object meanwhile"
+    elif isinstance(
+        error, client_errors.PermissionDeniedError | client_errors.UnauthenticatedError
+    ) or DENIED.search(text):
+        code = errno.EACCES
+        message = f"{doing}: access denied; check the credentials, and whether they have expired"
+    elif isinstance(error, client_errors.NotSupportedError):
+        return Unsupported(f"{doing}: the store does not support it", file=url)
+    elif isinstance(error, client_errors.UnknownConfigurationKeyError | ValueError):
+        code = errno.EINVAL
+        message = f"{doing}: the client rejected its configuration; check the environment"
+    elif PAST_THE_END.search(text):
+        return Truncated("the object ends before the range to read", file=url)
+    elif OTHER_RANGE.search(text):
+        return Truncated("the store returned another range than the requested one", file=url)
+    translated_error = error_type(message, file=url)
+    translated_error.errno = code
+    return translated_error
+
+
+def describe_failure(error: Exception) -> str:
+    """Return why a request failed, in our words: the client's text may contain a signed URL."""
     text = str(error)
     if CREDENTIALS.search(text) and "status code" not in text:
-        return "no credentials were found; set those of the store in the environment, or give a client in Python with store="
-    code, status = CODE.search(text), STATUS.search(text)
-    answer = " ".join(
-        part for part in (status and status[1], code and f"({code[1]})") if part
-    ).strip()
+        return (
+            "no credentials were found; set them in the environment, or pass a client in Python "
+            "with store="
+        )
+    status = STATUS.search(text)
+    code = CODE.search(text)
+    parts = []
+    if status is not None:
+        parts.append(status[1])
+    if code is not None:
+        parts.append(f"({code[1]})")
+    answer = " ".join(parts).strip()
     if answer:
         return answer
     if TIMED_OUT.search(text):
@@ -97,27 +129,28 @@ def reason(error: Exception) -> str:
     if "response body" in text:
         return "the answer broke off"
     if "error sending request" in text or "HTTP error" in text:
-        return "the server cannot be reached, or broke off the connection"
+        return "the server cannot be reached, or closed the connection"
     return type(error).__name__
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether it may be that the same request has another answer in a moment."""
-    import obstore.exceptions as theirs
+def is_transient(error: Exception) -> bool:
+    """Return whether the same request may succeed a moment later."""
+    import obstore.exceptions as client_errors
 
     if isinstance(error, Truncated):
         return True
     text = str(error)
-    if not isinstance(error, theirs.GenericError) or FINAL.search(text):
+    if not isinstance(error, client_errors.GenericError) or PERMANENT.search(text):
         return False
     return "status code" in text or not CREDENTIALS.search(text)
 
 
-def repeated(error: Exception, doing: str, most: int) -> int:
-    """Count how often obstore has repeated a request by itself.
+def count_client_retries(error: Exception, doing: str, max_retries: int) -> int:
+    """Return how often obstore has repeated a request by itself.
 
-    It says so of requests. The rest of a body that breaks off it asks for as often as it may, without
-    saying so; but not of the body of an error answer, which is a part of the request.
+    The message of obstore contains the number for requests. If the body of an answer breaks off,
+    obstore requests the rest as often as it may, `max_retries` times, and does not report it. It does
+    not do so for the body of an error answer, which counts as part of the request.
     """
     text = str(error)
     retries = re.search(r"after (\d+) retries", text)
@@ -125,27 +158,24 @@ def repeated(error: Exception, doing: str, most: int) -> int:
         return int(retries[1])
     is_request = "Error performing" in text
     is_body = "response body" in text and not is_request
-    return most if is_body and doing == "reading it" else 0
+    return max_retries if is_body and doing == "reading it" else 0
 
 
-def if_there(ask: Callable[..., T], *given: object) -> T | None:
-    """What a request for an object answers; None where there is none."""
+def find_existing(request: Callable[..., T], *arguments: object) -> T | None:
+    """Return the result of a request for an object, or None if there is no such object."""
     try:
-        return ask(*given)
+        return request(*arguments)
     except StoreError as error:
         if error.errno != errno.ENOENT:
             raise
         return None
 
 
-FIRST_S, LONGEST_S = 0.05, 10.0  # The first pause after a failure, and the longest.
-AGAIN_S = 180.0  # How long a request is sent again and again, in all.
+def pauses(first_s: float = FIRST_S) -> Iterator[float]:
+    """Yield growing pauses in seconds, with jitter: many clients may have failed at the same time."""
+    import random  # only for object stores
 
-
-def pauses(first: float = FIRST_S) -> Iterator[float]:
-    """Growing pauses. Each is shortened at random: those who failed at once do not come back at once."""
-    import random  # not for those who only have a path
-
+    pause_s = first_s
     while True:
-        yield random.uniform(first / 2, first)
-        first = min(2 * first, LONGEST_S)
+        yield random.uniform(pause_s / 2, pause_s)
+        pause_s = min(2 * pause_s, LONGEST_S)

@@ -1,15 +1,17 @@
-"""`RemoteStore`: an object, or what lies below a prefix, read by ranges.
+"""`RemoteStore`: an object, or the objects under a prefix, read by ranges.
 
-**What is it?** A native checkpoint is known by its manifest, which is asked for first: one request, and no listing. A URL that ends
-like a file is asked for as an object first. Where neither is there, the prefix is listed.
+**Finding out what the URL is.** First the store requests the manifest of a native checkpoint: one
+request, and no listing. If the URL ends like a file, it requests the object itself before that. If
+neither exists, it lists the prefix.
 
-**Always the same bytes.** The first answer of each object has its etag and its length, and every range after it is asked for with
-that etag: an object that was replaced meanwhile is an error. What an index says of lengths (`expect`) is compared with the first
-answer.
+**Reading a single version.** The first answer for each object has its ETag and its size. Every later
+request requires that ETag, so an object that was replaced meanwhile is an error. The sizes that an
+index records (`expect`) are compared with the first answer.
 
-**Headers** are read through windows (`peek`): the first one and the last one of an object are fetched whole, since a header, a
-zip's directory or a pickle is asked for piece by piece. Elements of tensors are read exactly as they are asked for, from a window
-where they lie in one: an object that is shorter than that is opened and read by one request.
+**Headers** are read through windows (`peek`). The first and the last window of an object are fetched as
+a whole, because a header, a zip directory or a pickle is parsed piece by piece. Elements of tensors are
+fetched exactly, unless a window has them: an object that is shorter than a window is opened and read
+with one request.
 """
 
 from __future__ import annotations
@@ -35,25 +37,28 @@ from holdfast.errors import (
 )
 from holdfast.stores.files import is_temporary
 from holdfast.stores.remote.client import Bucket, Got, RemoteObject, bucket_of
-from holdfast.stores.remote.failures import if_there
+from holdfast.stores.remote.failures import find_existing
 from holdfast.stores.remote.url import Url
 
-WINDOW_NBYTES = (
-    128 << 10
-)  # Of headers, what is fetched at a time: nine in ten safetensors headers are shorter.
-WINDOWS = 64
+WINDOW_NBYTES = 128 << 10
+"""The size of a window. Nine in ten safetensors headers are shorter."""
 
-PIECE_NBYTES = (
-    8 << 20
-)  # Most bytes of one request: several share a thin line, and one lost is no great matter.
-REQUESTS = (
-    24  # Requests under way at once: with 20 to 50 ms and 50 to 100 MB/s each, they fill 10 Gbit/s.
-)
+MAX_WINDOWS = 64
+
+PIECE_NBYTES = 8 << 20
+"""The largest size of one request. Several of them share a slow connection, and losing one is cheap."""
+
+REQUESTS = 24
+"""Requests at the same time. At 20 to 50 ms and 50 to 100 MB/s each, they fill 10 Gbit/s."""
+
 MANIFEST = "holdfast.json"
+
+Version = tuple[int, str | None]
+"""Size and ETag of an object."""
 
 
 class RemoteStore(Store):
-    """An object, or all objects below a prefix and one folder down."""
+    """An object, or all objects under a prefix and one folder down."""
 
     medium = Medium(requests=REQUESTS, block_nbytes=PIECE_NBYTES)
 
@@ -62,64 +67,76 @@ class RemoteStore(Store):
         url: Url,
         *,
         limits: Limits | None = None,
-        expected: Mapping[str, tuple[int, str | None]] | None = None,
+        expected: Mapping[str, Version] | None = None,
         index: str = "",
     ) -> None:
+        """Find out what is at a URL.
+
+        Args:
+            url: The place of an object, or a prefix.
+            limits: The limits for the number of files and the size of a manifest.
+            expected: Sizes and ETags of objects that another process has opened.
+            index: The index of a Hugging Face folder through which the user opened it.
+
+        Raises:
+            NoSuchPath: There is nothing at the URL.
+        """
         self.name: str = url
         self.index = index
         self.bucket: Bucket = bucket_of(url)
         self._url = url
         self._limits = limits or Limits()
         self._lock = renewed(threading.Lock())
-        self._known: dict[str, tuple[int, str | None]] = dict(expected or {})
-        """Length and etag of each object, from its first answer on."""
-        self._indexed: dict[str, int] = {}  # Lengths that an index says, until the first answer.
+        self._versions: dict[str, Version] = dict(expected or {})
+        """The version of each object, from its first answer on."""
+        self._indexed_nbytes: dict[str, int] = {}
+        """Sizes that an index records, until the first answer for the object."""
         self._windows: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._keys: list[str] | None = None
-        self._gone = False
-        self._closed = False
+        self._is_gone = False
+        self._is_closed = False
         self._single: str | None = None
-        self._beside: RemoteStore | None = None
-        ways = (
-            [self._is_object, self._is_native]
-            if url.has_suffix
-            else [self._is_native, self._is_object]
-        )
-        if not any(way() for way in ways) and not self.list():
-            raise NoSuchPath("no such object, and nothing below it", file=self.name)
+        self._folder_store: RemoteStore | None = None
 
-    def _is_native(self) -> bool:
-        got = if_there(self.bucket.whole, self._key(MANIFEST), self._limits.index_nbytes)
-        if got is None:
+        probes = [self._open_native, self._open_object]
+        if url.has_suffix:
+            probes.reverse()
+        if not any(probe() for probe in probes) and not self.list():
+            raise NoSuchPath("no such object, and no objects under this prefix", file=self.name)
+
+    def _open_native(self) -> bool:
+        """Read the manifest. Returns False if there is none."""
+        answer = find_existing(self.bucket.whole, self._object_key(MANIFEST), self._limits.index_nbytes)
+        if answer is None:
             return False
-        self._first(MANIFEST, got.found)
-        for start in range(0, got.data.nbytes, WINDOW_NBYTES):
-            self._windows[MANIFEST, start // WINDOW_NBYTES] = got.data[
-                start : start + WINDOW_NBYTES
-            ]
+        self._record_version(MANIFEST, answer.found)
+        for start in range(0, answer.data.nbytes, WINDOW_NBYTES):
+            window = answer.data[start : start + WINDOW_NBYTES]
+            self._windows[MANIFEST, start // WINDOW_NBYTES] = window
         return True
 
-    def _is_object(self) -> bool:
+    def _open_object(self) -> bool:
+        """Read the first window of an object. Returns False if there is no object at the URL."""
         key = self._url.key
         if not key:
             return False
         try:
-            got = self.bucket.get(key, 0, WINDOW_NBYTES)
+            answer = self.bucket.get(key, 0, WINDOW_NBYTES)
         except Truncated:
-            found = self.bucket.head(key)
-            got = Got(memoryview(b""), 0, found, {})
+            # An empty object has no range to read.
+            answer = Got(memoryview(b""), 0, self.bucket.head(key), {})
         except StoreError as error:
             if error.errno != errno.ENOENT:
                 raise
             return False
         self._single = key.rpartition("/")[2]
-        self._first(self._single, got.found)
-        self._windows[self._single, 0] = got.data
+        self._record_version(self._single, answer.found)
+        self._windows[self._single, 0] = answer.data
         return True
 
     @property
     def gone(self) -> bool:
-        return self._gone
+        return self._is_gone
 
     @property
     def folder(self) -> bool:
@@ -127,238 +144,260 @@ class RemoteStore(Store):
 
     @property
     def single(self) -> str | None:
-        if self._single is not None or MANIFEST in self._known:
+        # A native checkpoint has several files. Listing them would take another request.
+        if self._single is not None or MANIFEST in self._versions:
             return self._single
         return super().single
 
     def beside(self) -> Store | None:
         if self._single is None:
             return self
-        if self._beside is None:
-            self._beside = RemoteStore(self._url.parent, limits=self._limits)
-        return self._beside
+        if self._folder_store is None:
+            self._folder_store = RemoteStore(self._url.parent, limits=self._limits)
+        return self._folder_store
 
     def holds(self, key: str) -> bool:
-        return key in self._known or key in self._indexed or key in self.list()
+        return key in self._versions or key in self._indexed_nbytes or key in self.list()
 
     def expect(self, key: str, nbytes: int) -> bool:
-        self._key(key)
+        # Raises if the key is not valid.
+        self._object_key(key)
         with self._lock:
-            if key in self._known:
+            if key in self._versions:
                 return False
-            self._indexed[key] = nbytes
+            self._indexed_nbytes[key] = nbytes
             return True
 
     def reaches(self, key: str) -> bool:
-        found = sibling_key(key)
-        return (
-            found is not None
-            and self._single is None
-            and bool(self._url.key)
-            and found[0] != self._url.key.rpartition("/")[2]
-        )
+        sibling = sibling_key(key)
+        if sibling is None or self._single is not None or not self._url.key:
+            return False
+        return sibling[0] != self._url.key.rpartition("/")[2]
 
     def list(self) -> Sequence[str]:
-        self._open()
+        self._check_open()
         if self._single is not None:
             return [self._single]
         if self._keys is None:
             prefix = f"{self._url.key}/" if self._url.key else ""
-            found = self.bucket.below(prefix, max(self._limits.files, 1) * 2)
-            keys = {one.key[len(prefix) :]: one for one in found if one.key.startswith(prefix)}
-            plain = sorted(key for key in keys if _counts(key))
-            if len(plain) > self._limits.files:
+            # Twice the limit, because the listing also has files that do not count.
+            objects: dict[str, RemoteObject] = {}
+            for remote_object in self.bucket.below(prefix, max(self._limits.files, 1) * 2):
+                if remote_object.key.startswith(prefix):
+                    objects[remote_object.key[len(prefix) :]] = remote_object
+            keys = sorted(key for key in objects if _is_checkpoint_file(key))
+            if len(keys) > self._limits.files:
                 message = f"more files than Limits(files={self._limits.files})"
                 raise LimitExceeded(message, file=self.name, expected=self._limits.files)
             with self._lock:
-                for key in plain:
-                    self._known.setdefault(key, (keys[key].nbytes, keys[key].etag))
-            self._keys = plain
+                for key in keys:
+                    self._versions.setdefault(key, (objects[key].nbytes, objects[key].etag))
+            self._keys = keys
         return list(self._keys)
 
     def size(self, key: str) -> int:
-        self._open()
+        self._check_open()
         with self._lock:
-            known, indexed = self._known.get(key), self._indexed.get(key)
-        if known is not None:
-            return known[0]
-        if indexed is not None:
-            return indexed
-        return self._first(key, self.bucket.head(self._key(key)))[0]
+            version = self._versions.get(key)
+            indexed_nbytes = self._indexed_nbytes.get(key)
+        if version is not None:
+            return version[0]
+        if indexed_nbytes is not None:
+            return indexed_nbytes
+        return self._record_version(key, self.bucket.head(self._object_key(key)))[0]
 
     def read(self, key: str, start: int, out: memoryview) -> None:
-        self._open()
+        self._check_open()
         if start < 0:
-            raise Truncated(f"wanted bytes from {start} on", file=self.label(key), offset=0)
-        if self._holds_windows(key, start, start + out.nbytes):
+            message = f"cannot read from the negative offset {start}"
+            raise Truncated(message, file=self.label(key), offset=0)
+        if self._has_windows(key, start, start + out.nbytes):
             self.peek(key, start, out)
             return
-        for at in range(0, out.nbytes, PIECE_NBYTES):
-            piece = out[at : at + PIECE_NBYTES]
-            piece[:] = self._range(key, start + at, start + at + piece.nbytes)
+        for offset in range(0, out.nbytes, PIECE_NBYTES):
+            piece = out[offset : offset + PIECE_NBYTES]
+            piece_start = start + offset
+            piece[:] = self._fetch_range(key, piece_start, piece_start + piece.nbytes)
 
     def peek(self, key: str, start: int, out: memoryview) -> None:
-        """Fill `out` from windows: of the start and the end of an object, and of where a header was asked for."""
+        """Fill `out` from windows: those that were fetched before, or new ones."""
         nbytes = self.size(key)
         stop = start + out.nbytes
         if start < 0 or stop > nbytes:
-            raise Truncated(
-                f"wanted bytes {start} to {stop} of {nbytes}", file=self.label(key), offset=nbytes
-            )
-        if out.nbytes > WINDOW_NBYTES * 4 and not self._holds_windows(key, start, stop):
+            raise self._make_truncated(key, start, stop, nbytes)
+        if out.nbytes > WINDOW_NBYTES * 4 and not self._has_windows(key, start, stop):
             self.read(key, start, out)
             return
-        for number in _windows(start, stop):
-            window, begin = self._window(key, number, nbytes), number * WINDOW_NBYTES
-            low, high = max(start, begin), min(stop, begin + WINDOW_NBYTES)
-            out[low - start : high - start] = window[low - begin : high - begin]
+        for window_index in _window_indices(start, stop):
+            window = self._get_window(key, window_index, nbytes)
+            window_start = window_index * WINDOW_NBYTES
+            low = max(start, window_start)
+            high = min(stop, window_start + WINDOW_NBYTES)
+            out[low - start : high - start] = window[low - window_start : high - window_start]
 
     def stamp(self, key: str) -> Stamp:
-        self._open()
+        self._check_open()
         with self._lock:
-            known = self._known.get(key)
-        return known or self._first(key, self.bucket.head(self._key(key)))
+            version = self._versions.get(key)
+        return version or self._record_version(key, self.bucket.head(self._object_key(key)))
 
     def changed(self) -> Sequence[str]:
         with self._lock:
-            known = dict(self._known)
-        found = []
-        for key, before in known.items():
+            versions = dict(self._versions)
+        changed_keys = []
+        for key, version in versions.items():
             try:
-                now = self.bucket.head(self._key(key))
+                remote_object = self.bucket.head(self._object_key(key))
             except StoreError:
-                found.append(key)
+                changed_keys.append(key)
                 continue
-            if (now.nbytes, now.etag) != before:
-                found.append(key)
-        return sorted(found)
+            if (remote_object.nbytes, remote_object.etag) != version:
+                changed_keys.append(key)
+        return sorted(changed_keys)
 
     def place(self, key: str = "") -> Hashable:
-        kind, root, own, client = self._url.identity
-        return kind, root, self._key(key) if key else own, client
+        kind, root, url_key, client_id = self._url.identity
+        return kind, root, self._object_key(key) if key else url_key, client_id
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             self._windows.clear()
-        if self._beside is not None:
-            self._beside.close()
+        if self._folder_store is not None:
+            self._folder_store.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the URL: what is read where it arrives must be the objects that were read here."""
-        self._open()
+        """Pickle the URL. The receiver must find the same versions of the objects."""
+        self._check_open()
         with self._lock:
-            arrive = partial(
-                RemoteStore, limits=self._limits, expected=dict(self._known), index=self.index
+            restore = partial(
+                RemoteStore, limits=self._limits, expected=dict(self._versions), index=self.index
             )
-            return arrive, (self._url,)
+            return restore, (self._url,)
 
     def label(self, key: str) -> str:
-        return self.bucket.url(self._key(key))
+        """Return the URL of a file, for messages."""
+        return self.bucket.url(self._object_key(key))
 
-    def _key(self, key: str) -> str:
+    def _object_key(self, key: str) -> str:
+        """Return the key of a file in the bucket. Raises an error if it would leave the prefix."""
         if self._single is not None:
             if key != self._single:
                 raise StoreError(f"there is no {key!r} in {self.name}", file=key)
             return self._url.key
         if self.reaches(key):
             return self._url.sibling(key.removeprefix("../")).key
-        return f"{self._url.key}/{check_key(key)}" if self._url.key else check_key(key)
+        checked_key = check_key(key)
+        return f"{self._url.key}/{checked_key}" if self._url.key else checked_key
 
-    def _open(self) -> None:
-        if self._closed:
+    def _check_open(self) -> None:
+        if self._is_closed:
             raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
 
-    def _range(self, key: str, start: int, stop: int) -> memoryview:
+    def _make_truncated(self, key: str, start: int, stop: int, nbytes: int) -> Truncated:
+        message = f"cannot read bytes {start} to {stop} of an object of {nbytes} bytes"
+        return Truncated(message, file=self.label(key), offset=nbytes)
+
+    def _fetch_range(self, key: str, start: int, stop: int) -> memoryview:
         with self._lock:
-            known = self._known.get(key)
-        if known is not None and stop > known[0]:
-            raise Truncated(
-                f"wanted bytes {start} to {stop} of {known[0]}",
-                file=self.label(key),
-                offset=known[0],
-            )
+            version = self._versions.get(key)
+        if version is not None and stop > version[0]:
+            raise self._make_truncated(key, start, stop, version[0])
+        etag = None if version is None else version[1]
         try:
-            got = self.bucket.get(
-                self._key(key), start, stop, etag=None if known is None else known[1]
-            )
+            answer = self.bucket.get(self._object_key(key), start, stop, etag=etag)
         except StoreError as error:
-            raise self._missing(key, error, known) from None
-        self._first(key, got.found)
-        if got.data.nbytes != stop - start:
-            raise Truncated(
-                f"wanted bytes {start} to {stop} of {got.found.nbytes}",
-                file=self.label(key),
-                offset=got.found.nbytes,
-            )
-        return got.data
+            raise self._explain_error(key, error, version) from None
+        self._record_version(key, answer.found)
+        if answer.data.nbytes != stop - start:
+            raise self._make_truncated(key, start, stop, answer.found.nbytes)
+        return answer.data
 
-    def _holds_windows(self, key: str, start: int, stop: int) -> bool:
-        return all((key, number) in self._windows for number in _windows(start, stop))
+    def _has_windows(self, key: str, start: int, stop: int) -> bool:
+        return all((key, index) in self._windows for index in _window_indices(start, stop))
 
-    def _window(self, key: str, number: int, nbytes: int) -> memoryview:
+    def _get_window(self, key: str, window_index: int, nbytes: int) -> memoryview:
+        """Return a window of an object of `nbytes` bytes, and fetch it if necessary."""
         with self._lock:
-            window = self._windows.get((key, number))
+            window = self._windows.get((key, window_index))
             if window is not None:
-                self._windows.move_to_end((key, number))
+                self._windows.move_to_end((key, window_index))
                 return window
-        start = number * WINDOW_NBYTES
-        stop = min(start + WINDOW_NBYTES, nbytes)
-        # What is near the end is read to the end: a zip's directory begins where nobody knows yet.
-        last = (nbytes - 1) // WINDOW_NBYTES
-        first = max(number - 1, 0) if number == last else number
-        data = self._range(key, first * WINDOW_NBYTES, stop)
-        with self._lock:
-            for one in range(first, number + 1):
-                begin = (one - first) * WINDOW_NBYTES
-                self._windows[key, one] = data[begin : begin + WINDOW_NBYTES]
-            while len(self._windows) > WINDOWS and next(iter(self._windows))[0] != MANIFEST:
-                self._windows.popitem(last=False)
-        return data[start - first * WINDOW_NBYTES :]
 
-    def _first(self, key: str, found: RemoteObject) -> tuple[int, str | None]:
-        """Record what the first answer says; every later one must say the same."""
-        now = found.nbytes, found.etag
+        # The last window is fetched together with the one before it. A zip directory lies at the end,
+        # and nobody knows yet where it starts.
+        last_index = (nbytes - 1) // WINDOW_NBYTES
+        first_index = window_index
+        if window_index == last_index:
+            first_index = max(window_index - 1, 0)
+        fetch_start = first_index * WINDOW_NBYTES
+        start = window_index * WINDOW_NBYTES
+        data = self._fetch_range(key, fetch_start, min(start + WINDOW_NBYTES, nbytes))
         with self._lock:
-            known = self._known.setdefault(key, now)
-            indexed = self._indexed.pop(key, None)
-        if known != now:
-            self._gone = True
+            for index in range(first_index, window_index + 1):
+                offset = index * WINDOW_NBYTES - fetch_start
+                self._windows[key, index] = data[offset : offset + WINDOW_NBYTES]
+            # Drop the windows that were used least recently, but keep the manifest.
+            while len(self._windows) > MAX_WINDOWS and next(iter(self._windows))[0] != MANIFEST:
+                self._windows.popitem(last=False)
+        return data[start - fetch_start :]
+
+    def _record_version(self, key: str, remote_object: RemoteObject) -> Version:
+        """Record the version of an object at its first answer. Every later answer must match it."""
+        new_version = remote_object.nbytes, remote_object.etag
+        with self._lock:
+            version = self._versions.setdefault(key, new_version)
+            indexed_nbytes = self._indexed_nbytes.pop(key, None)
+        if version != new_version:
+            self._is_gone = True
             raise Replaced(
                 "the object was replaced while the checkpoint was open; open it again",
                 file=self.label(key),
             )
-        if indexed is not None and indexed != found.nbytes:
-            wrong = Truncated if found.nbytes < indexed else MetadataError
-            message = f"the manifest says {indexed:,} bytes, the object has {found.nbytes:,}"
-            raise wrong(message, file=self.label(key), expected=indexed, found=found.nbytes)
-        return known
+        if indexed_nbytes is not None and indexed_nbytes != remote_object.nbytes:
+            error_type = Truncated if remote_object.nbytes < indexed_nbytes else MetadataError
+            raise error_type(
+                f"the manifest records {indexed_nbytes:,} bytes, and the object has "
+                f"{remote_object.nbytes:,}",
+                file=self.label(key),
+                expected=indexed_nbytes,
+                found=remote_object.nbytes,
+            )
+        return version
 
-    def _missing(
-        self, key: str, error: StoreError, known: tuple[int, str | None] | None
-    ) -> StoreError:
-        """What to say of an object that the store does not give: `Replaced` for one that was there, or that a manifest names."""
+    def _explain_error(self, key: str, error: StoreError, version: Version | None) -> StoreError:
+        """Return the error to raise for an object.
+
+        This is `Replaced` if the object existed before, or if a manifest names it.
+        """
         if isinstance(error, Replaced):
-            self._gone = True
+            self._is_gone = True
             return error
         with self._lock:
-            named = known is not None or key in self._indexed
-        if error.errno != errno.ENOENT or not named:
+            was_there = version is not None or key in self._indexed_nbytes
+        if error.errno != errno.ENOENT or not was_there:
             return error
-        self._gone = True
-        message = "the object is gone: the checkpoint was replaced or removed while it was open; open it again"
-        gone = Replaced(message, file=self.label(key))
-        gone.errno = error.errno
-        return gone
+        self._is_gone = True
+        replaced_error = Replaced(
+            "the object is gone: the checkpoint was replaced or removed while it was open; "
+            "open it again",
+            file=self.label(key),
+        )
+        replaced_error.errno = error.errno
+        return replaced_error
 
 
-def _windows(start: int, stop: int) -> range:
+def _window_indices(start: int, stop: int) -> range:
+    """Return the indices of the windows that a range of bytes touches."""
     return range(start // WINDOW_NBYTES, -(-stop // WINDOW_NBYTES))
 
 
-def _counts(key: str) -> bool:
-    """Whether an object is a file of a checkpoint: at the top or one folder down, and not hidden as the rest of a save is."""
+def _is_checkpoint_file(key: str) -> bool:
+    """Return whether an object is a file of a checkpoint.
+
+    It must be at the top or one folder down. Hidden folders and names belong to unfinished saves.
+    """
     folder, _, name = key.rpartition("/")
-    return (
-        bool(name) and "/" not in folder and not folder.startswith(".") and not is_temporary(name)
-    )
+    if not name or "/" in folder or folder.startswith("."):
+        return False
+    return not is_temporary(name)

@@ -1,11 +1,12 @@
-"""`Url`: the place of an object, or of all objects below a prefix. `stores/place` describes the members that a path has, too.
+"""`Url`: the place of an object, or of all objects under a prefix.
 
-A URL is text, and goes wherever a path goes. It never has credentials in it: those come from the environment, or with a client that
-the caller has made.
+A `Url` is text, and goes wherever a path goes. `stores/place` documents the members that it shares with
+a path. A URL never contains credentials: they come from the environment, or with a client that the
+caller has made.
 
-    s3://bucket/run/step-1000      Amazon's S3 and everything that speaks like it (AWS_ENDPOINT_URL); s3a:// as well
+    s3://bucket/run/step-1000      Amazon S3 and compatible servers (AWS_ENDPOINT_URL); also s3a://
     gs://bucket/run/step-1000      Google Cloud Storage
-    az://container/run/step-1000   Azure Blob Storage (AZURE_STORAGE_ACCOUNT_NAME); abfs:// and abfss:// as well
+    az://container/run/step-1000   Azure Blob Storage (AZURE_STORAGE_ACCOUNT_NAME); also abfs://, abfss://
     memory://name/run/step-1000    a store in this process, for tests
 """
 
@@ -19,54 +20,68 @@ from urllib.parse import quote
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
 from holdfast.errors import BadPath, HoldfastError
-from holdfast.stores.paths import SCHEMES, URL, is_url
-from holdfast.stores.remote.failures import if_there
+from holdfast.stores.paths import MAX_SHOWN_CHARACTERS, SCHEMES, URL, is_url
+from holdfast.stores.remote.failures import find_existing
 
 if TYPE_CHECKING:
     from holdfast.stores.remote.client import Bucket
 
 SUFFIX = re.compile(r"\.[a-z]\w*\Z", re.IGNORECASE)
-"""What the name of an object ends with. The numbers in `step-1.5` and `Llama-3.1-8B` are no suffixes."""
+"""The suffix of an object's name. The numbers in `step-1.5` and `Llama-3.1-8B` are not suffixes."""
 
-PART_NBYTES = 16 << 20  # Bytes of one part of an upload: S3 takes 10,000 parts of at least 5 MiB.
-UPLOADING = 12  # Parts of one upload that are under way at once.
-COPIED_NBYTES = (
-    5 << 30
-)  # S3 copies objects up to this length by itself; longer ones pass through here.
+PART_NBYTES = 16 << 20
+"""The size of one part of an upload. S3 accepts 10,000 parts of at least 5 MiB each."""
 
-NAMES = {"s3a": "s3", "azure": "az"}  # Schemes that are another's name.
-MOST_OBJECTS = 100_000  # Below a place of which everything is listed.
-Stamps = list[
-    tuple[str, int, str]
-]  # Files by name, length, and what changes with them: a time or an etag.
-Problem = Callable[[str, str], None]  # Told of a place that cannot be listed, and why.
-Recover = Callable[[str], str | None]  # From a path that is not there to what stands in for it.
+UPLOADING = 12
+"""Parts of one upload that are sent at the same time."""
+
+COPIED_NBYTES = 5 << 30
+"""S3 copies objects up to this size by itself. Larger objects are downloaded and uploaded."""
+
+SCHEME_ALIASES = {"s3a": "s3", "azure": "az"}
+
+MOST_OBJECTS = 100_000
+"""The largest number of objects under a place of which everything is listed."""
+
+Stamps = list[tuple[str, int, str]]
+"""Name, size and version of each file. The version is a modification time or an ETag."""
+
+Problem = Callable[[str, str], None]
+"""Receives a place that cannot be listed, and the reason."""
+
+Recover = Callable[[str], str | None]
+"""Returns the path of the directory that replaces a missing one, or None."""
 
 
 class Url(str):
     client: object | None = None
-    """The obstore store that the caller gave, whose root is the bucket; None for one that is made from the environment."""
+    """The obstore store that the caller passed, whose root is the bucket. None if Holdfast makes the
+    client from the environment."""
     folder: bool = False
-    """Whether it was given with a slash at its end, which says that a directory is meant."""
+    """Whether the user wrote a slash at the end, which marks a directory."""
 
     @property
     def scheme(self) -> str:
+        """The scheme, such as `s3`."""
         return self.partition("://")[0]
 
     @property
     def root(self) -> str:
-        scheme, _, rest = self.partition("://")
-        return f"{scheme}://{rest.partition('/')[0]}"
+        """The URL of the bucket."""
+        scheme, _, location = self.partition("://")
+        return f"{scheme}://{location.partition('/')[0]}"
 
     @property
     def key(self) -> str:
-        """The place in the bucket, without a slash at its end; empty for the bucket itself."""
+        """The place in the bucket, without a slash at its end. Empty for the bucket itself."""
         return self.partition("://")[2].partition("/")[2].rstrip("/")
 
     @property
     def identity(self) -> tuple[object, ...]:
-        # Stores in memory have no names; those of a bucket that two clients reach are the same.
-        return "object", self.root, self.key, id(self.client) if self.scheme == "memory" else None
+        # Stores in memory have no names, so their clients tell them apart. Two clients of one bucket
+        # reach the same objects.
+        client_id = id(self.client) if self.scheme == "memory" else None
+        return "object", self.root, self.key, client_id
 
     on_disk = False
 
@@ -82,7 +97,7 @@ class Url(str):
 
     @property
     def parent(self) -> Self:
-        """The prefix in which this place is; the bucket for one at its top, and for itself."""
+        """The prefix that contains this place; at the top, and for the bucket itself, the bucket."""
         return self.sibling("") if self.key else self
 
     @property
@@ -99,20 +114,23 @@ class Url(str):
 
     @property
     def has_suffix(self) -> bool:
-        """Whether its name has a suffix, so that it is an object, unless there is none."""
+        """Whether the name has a suffix, so that this is probably an object and not a prefix."""
         return SUFFIX.search(self.name) is not None
 
     is_folder = is_marked_as_folder
     may_be_file = True
 
     def below(self, name: str, *, folder: bool = False) -> Self:
-        return self._at(f"{self.rstrip('/')}/{name}", folder=folder)
+        return self._with_text(f"{self.rstrip('/')}/{name}", folder=folder)
 
     def sibling(self, name: str) -> Self:
-        return self._at(f"{self.rstrip('/').rpartition('/')[0]}/{name}")
+        """Return the place of another name in the same prefix."""
+        return self._with_text(f"{self.rstrip('/').rpartition('/')[0]}/{name}")
 
     def file(self, key: str) -> str:
-        return key if is_url(key) else self if self.name == key else self.below(key)
+        if is_url(key):
+            return key
+        return self if self.name == key else self.below(key)
 
     def is_same(self, other: object) -> bool:
         return isinstance(other, Url) and self.identity == other.identity
@@ -129,34 +147,39 @@ class Url(str):
         return self
 
     def walk(self, most: int, problem: Problem) -> Iterator[tuple[str, Sequence[str]]]:
-        start = f"{self.key}/" if self.key else ""
-        folders: dict[str, list[str]] = {}
+        prefix = f"{self.key}/" if self.key else ""
+        file_names: dict[str, list[str]] = {}
         try:
-            listed = self._bucket.below(start, most)
+            objects = self._bucket.below(prefix, most)
         except HoldfastError as error:
             problem(self, str(error))
             return
-        for found in listed:
-            folder, _, name = found.key.removeprefix(start).rpartition("/")
+        for remote_object in objects:
+            folder, _, name = remote_object.key.removeprefix(prefix).rpartition("/")
             if name:
-                folders.setdefault(folder, []).append(name)
-        for folder, names in sorted(folders.items()):
+                file_names.setdefault(folder, []).append(name)
+        for folder, names in sorted(file_names.items()):
             yield self.below(folder, folder=True) if folder else self, names
 
     def files(self) -> dict[str, int]:
-        _, found = self._bucket.folders(self.key)
+        _, objects = self._bucket.folders(self.key)
+        objects.sort(key=lambda remote_object: remote_object.key)
         return {
-            one.key.rpartition("/")[2]: one.nbytes for one in sorted(found, key=lambda one: one.key)
+            remote_object.key.rpartition("/")[2]: remote_object.nbytes for remote_object in objects
         }
 
     def stamps(self) -> Stamps | None:
-        found = self._bucket.below(f"{self.key}/", MOST_OBJECTS)
-        if single := if_there(self._bucket.head, self.key):
-            found = [single, *(one for one in found if one.key != single.key)]
-        # Without etags nobody can tell.
-        if not found or any(one.etag is None for one in found):
+        objects = self._bucket.below(f"{self.key}/", MOST_OBJECTS)
+        single_object = find_existing(self._bucket.head, self.key)
+        if single_object is not None:
+            objects = [item for item in objects if item.key != single_object.key]
+            objects.insert(0, single_object)
+        # Without ETags, a change would go unnoticed.
+        if not objects or any(item.etag is None for item in objects):
             return None
-        return sorted((one.key.removeprefix(self.key), one.nbytes, str(one.etag)) for one in found)
+        return sorted(
+            (item.key.removeprefix(self.key), item.nbytes, str(item.etag)) for item in objects
+        )
 
     def store(self, limits: Limits, recover: Recover) -> Store:
         from holdfast.stores.remote.store import RemoteStore
@@ -165,68 +188,78 @@ class Url(str):
 
     @property
     def _bucket(self) -> Bucket:
-        from holdfast.stores.remote.client import bucket_of  # for those who have a bucket
+        from holdfast.stores.remote.client import bucket_of  # imports the client
 
         return bucket_of(self)
 
-    def _at(self, text: str, *, folder: bool = False) -> Self:
+    def _with_text(self, text: str, *, folder: bool = False) -> Self:
         url = type(self)(text)
-        url.client, url.folder = self.client, folder
+        url.client = self.client
+        url.folder = folder
         return url
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _url, (str(self), self.client, self.folder)
+        return _make_url, (str(self), self.client, self.folder)
 
 
-def _url(text: str, client: object | None, folder: bool) -> Url:
+def _make_url(text: str, client: object | None, folder: bool) -> Url:
     url = Url(text)
-    url.client, url.folder = client, folder
+    url.client = client
+    url.folder = folder
     return url
 
 
 def url_of(text: str, client: object | None = None) -> Url:
-    """The URL that was given, in one spelling; or the place of a key in the bucket of a client.
+    """Return a URL in its usual spelling, or the URL of a key in the bucket of a client.
+
+    Raises:
+        BadPath: The text is not a valid URL of an object store.
 
     >>> url_of("S3://bucket//run/step-1/")
     's3://bucket/run/step-1'
     """
     if isinstance(text, Url) and client is None:
         return text
-    found = URL.match(text)
-    if found is not None and found[1].lower() in SCHEMES:
-        scheme, bucket, key = found[1].lower(), found[2], found[3]
-        scheme = NAMES.get(scheme, scheme)
+    match = URL.match(text)
+    if match is not None and match[1].lower() in SCHEMES:
+        scheme = match[1].lower()
+        scheme = SCHEME_ALIASES.get(scheme, scheme)
+        bucket = match[2]
+        key = match[3]
     elif client is not None:
-        scheme, bucket, key = *_named(client), text
+        scheme, bucket = _describe_client(client)
+        key = text
     else:
-        raise BadPath(f"{text[:200]!r} is no URL of an object store", found=text)
+        message = f"{text[:MAX_SHOWN_CHARACTERS]!r} is not the URL of an object store"
+        raise BadPath(message, found=text)
+
+    # Of a URL with credentials, an error shows nothing but the scheme.
     if "@" in bucket and not scheme.startswith("abfs"):
         raise BadPath(
-            "a URL holds no credentials; give them by the environment, or in Python with store=",
+            "a URL must not contain credentials; set them in the environment, or pass a client in "
+            "Python with store=",
             found=f"{scheme}://…",
         )
     if "?" in bucket or not bucket:
-        raise BadPath(f"a bucket is missing: {scheme}://BUCKET/KEY", found=f"{scheme}://{bucket}")
+        message = f"the URL has no bucket; use {scheme}://BUCKET/KEY"
+        raise BadPath(message, found=f"{scheme}://{bucket}")
     parts = key.rstrip("/").split("/")
     if "\0" in key or any(part in (".", "..") for part in parts):
         raise BadPath(
-            f"{text[:200]!r}: the key of an object has no NUL and no part '.' or '..'", found=text
+            f"{text[:MAX_SHOWN_CHARACTERS]!r}: the key of an object must not contain NUL or a part "
+            "'.' or '..'",
+            found=text,
         )
-    return _url(
-        f"{scheme}://{bucket}/{'/'.join(part for part in parts if part)}".rstrip("/"),
-        client,
-        key.endswith("/"),
-    )
+    path = "/".join(part for part in parts if part)
+    return _make_url(f"{scheme}://{bucket}/{path}".rstrip("/"), client, key.endswith("/"))
 
 
-def _named(client: object) -> tuple[str, str]:
-    """Scheme and bucket of a client, for people; nothing else of what it knows."""
-    scheme = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az"}.get(
-        type(client).__name__, "memory"
-    )
+def _describe_client(client: object) -> tuple[str, str]:
+    """Return scheme and bucket of a client, for messages. Its other settings may be secret."""
+    schemes = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az"}
+    scheme = schemes.get(type(client).__name__, "memory")
     config = getattr(client, "config", None) or {}
-    bucket = next(
-        (config[name] for name in ("bucket", "container_name", "container") if config.get(name)),
-        "store",
-    )
-    return scheme, str(bucket)
+    for name in ("bucket", "container_name", "container"):
+        if config.get(name):
+            return scheme, str(config[name])
+    return scheme, "store"

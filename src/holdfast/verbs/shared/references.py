@@ -24,7 +24,7 @@ from holdfast.formats.index_file import choose_index, read_index
 from holdfast.formats.native.schema import parse_manifest
 from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.remote.client import RemoteObject, bucket_of
-from holdfast.stores.remote.failures import if_there
+from holdfast.stores.remote.failures import find_existing
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
 from holdfast.verbs.shared.formats import is_replaceable
@@ -111,7 +111,7 @@ class References:
         self._known.pop(folder, None)
         self.notes.pop(folder, None)
         try:
-            got = if_there(bucket_of(self.parent).whole, below + MANIFEST, LIMITS.index_nbytes)
+            got = find_existing(bucket_of(self.parent).whole, below + MANIFEST, LIMITS.index_nbytes)
         except (FormatError, LimitExceeded, Unsupported) as error:
             self._known[folder] = None, b""  # longer than any manifest
             self.notes[folder] = error.message
