@@ -106,7 +106,9 @@ class RemoteStore(Store):
 
     def _open_native(self) -> bool:
         """Read the manifest. Returns False if there is none."""
-        answer = find_existing(self.bucket.whole, self._object_key(MANIFEST), self._limits.index_nbytes)
+        answer = find_existing(
+            self.bucket.whole, self._object_key(MANIFEST), self._limits.index_nbytes
+        )
         if answer is None:
             return False
         self._record_version(MANIFEST, answer.found)
