@@ -42,7 +42,8 @@ NARROW = {15: "float16", 31: "float32", 63: "float64"}
 
 def given_keys(keys: list[int], width: int) -> Magnitudes:
     """A tensor in memory that has these keys, some of its numbers negative."""
-    floats, bits = prune_keys.ORDERS[NARROW[width]]
+    order = prune_keys.KEY_ORDERS[NARROW[width]]
+    floats, bits = order.float_dtype, order.bits_dtype
     signs = np.arange(len(keys), dtype=bits) % bits.type(2) << bits.type(width)
     return Magnitudes(Resident().array((np.array(keys, bits) | signs).view(floats)), NARROW[width])
 
@@ -59,7 +60,7 @@ def oracle(sources: list[list[int]], count: int) -> list[np.ndarray]:
 def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
     width = draw(st.sampled_from(sorted(NARROW)))
     # Few distinct keys, in few buckets of a histogram: ties in every place.
-    most = prune_order.INFINITY_BITS[NARROW[width]]
+    most = prune_order.KEY_ORDERS[NARROW[width]].infinity_key
     some = draw(st.lists(st.integers(0, most), min_size=1, max_size=6))
     near = [min(key + 1, most) for key in some]
     keys = st.lists(st.sampled_from(some + near), min_size=0, max_size=60)

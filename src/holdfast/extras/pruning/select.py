@@ -1,6 +1,6 @@
 """The thresholds of pruning for tensors in files: the n-th lowest of their keys, exactly, in scans that hold a few blocks.
 
-1. What each pass finds out stands in `numeric/threshold.py: search`; 16-bit floats are done with one pass.
+1. What each pass finds out stands in `numeric/threshold.py: search_threshold`; 16-bit floats are done with one pass.
 2. Many tensors are searched in one scan, each by itself or several together. A search goes on as soon as all of its blocks were
    seen, so that counts are held only of tensors that are begun.
 3. If only some of the keys go that are equal to the threshold, the tensors are read again up to the last of these.
@@ -26,13 +26,13 @@ from holdfast.engine.scan import Block, blocks, read_block, scan, start_of
 from holdfast.engine.threads import computing, run_all
 from holdfast.errors import NotCommitted
 from holdfast.numeric.threshold import (
-    ORDERS,
-    KeyBits,
+    KEY_ORDERS,
     Search,
+    SearchPass,
     magnitude_keys,
     mean_squares,
     random_keys,
-    search,
+    search_threshold,
 )
 
 PIECE_ELEMENTS = 1 << 19
@@ -70,7 +70,7 @@ class Magnitudes(ElementKeys):
 
     @property
     def width(self) -> int:
-        return 8 * ORDERS[self.order][1].itemsize - 1
+        return 8 * KEY_ORDERS[self.order].bits_dtype.itemsize - 1
 
     def of(self, values: np.ndarray, start: int = 0) -> np.ndarray:
         """Return the keys of values, the first of which is the element `start`."""
@@ -160,17 +160,17 @@ class KeySearch:
         self.key = 0
         self.before = (0,) * len(sources)
         """For each source, the index before which keys equal to `key` go."""
-        self.asked: KeyBits | None = None
+        self.asked: SearchPass | None = None
         """The bits that the next pass counts; None when the key is found."""
         self._lock = threading.Lock()
         self._ties = self._equal = 0
         """How many keys equal to `key` go, and how many there are."""
         if gone > 0:
             total = sum(source.count for source in sources)
-            self._search: Search = search(gone, total=total, width=sources[0].width)
+            self._search: Search = search_threshold(gone, total=total, width=sources[0].width)
             self._begin(next(self._search))
 
-    def _begin(self, asked: KeyBits) -> None:
+    def _begin(self, asked: SearchPass) -> None:
         self.asked, self._left = asked, len(self.sources)
         self._counts: Ints | None = None
         self._taken: list[np.ndarray] = []
@@ -180,12 +180,12 @@ class KeySearch:
         asked, width = self.asked, self.sources[0].width
         if asked is None:
             return
-        if asked.taken:
-            taken = asked.begin(keys, width)
+        if asked.needs_keys:
+            taken = asked.select_keys(keys, width)
             with self._lock:
                 self._taken.append(taken)
             return
-        counts = asked.count(keys, width)
+        counts = asked.count_keys(keys, width)
         with self._lock:
             self._counts = counts if self._counts is None else self._counts + counts
 

@@ -32,7 +32,14 @@ import torch
 from holdfast.core.arrays import matrix_shape
 from holdfast.core.value import Value
 from holdfast.numeric import threshold
-from holdfast.numeric.threshold import SPLITMIX, KeyBits, Threshold, answered, nan_key, search
+from holdfast.numeric.threshold import (
+    SPLITMIX,
+    SearchPass,
+    Threshold,
+    nan_key,
+    run_search,
+    search_threshold,
+)
 
 Norm = int | Callable[[torch.Tensor], torch.Tensor]
 """1 for absolute values, 2 for squares, or a function from a tensor to scores of its elements."""
@@ -425,27 +432,29 @@ def select(sources: Sequence[Keys], count: int) -> Threshold:
     if count > total:
         raise ValueError(f"{count} of {total} elements cannot be pruned")
 
-    def answer(bits: KeyBits) -> np.ndarray:
+    def run_pass(search_pass: SearchPass) -> np.ndarray:
         chunks = (keys for source in sources for keys in source.chunks())
-        if bits.taken:
-            left = torch.cat([_with_prefix(keys, bits).cpu() for keys in chunks])
+        if search_pass.needs_keys:
+            left = torch.cat([_with_prefix(keys, search_pass).cpu() for keys in chunks])
             return left.numpy().view(np.uint64) ^ np.uint64(1 << 63)
-        bins = torch.zeros(1 << (bits.known - bits.shift), dtype=torch.int64)
-        base = _signed(bits.prefix << (bits.known - bits.shift), bits.shift)
+        bins = torch.zeros(search_pass.bin_count, dtype=torch.int64)
+        base = _signed(search_pass.prefix * search_pass.bin_count, search_pass.bin_shift)
         for keys in chunks:
             bins += torch.bincount(
-                (_with_prefix(keys, bits) >> bits.shift) - base, minlength=len(bins)
+                (_with_prefix(keys, search_pass) >> search_pass.bin_shift) - base,
+                minlength=len(bins),
             ).cpu()
         return bins.numpy()
 
-    found = answered(search(count, total=total, width=64), answer)
+    found = run_search(search_threshold(count, total=total, width=64), run_pass)
     return Threshold(_signed(found.key, 0), found.ties)
 
 
-def _with_prefix(keys: torch.Tensor, bits: KeyBits) -> torch.Tensor:
-    return (
-        keys if bits.known == 64 else keys[(keys >> bits.known) == _signed(bits.prefix, bits.known)]
-    )
+def _with_prefix(keys: torch.Tensor, search_pass: SearchPass) -> torch.Tensor:
+    shift = search_pass.prefix_shift
+    if shift == 64:
+        return keys
+    return keys[(keys >> shift) == _signed(search_pass.prefix, shift)]
 
 
 def _signed(prefix: int, known: int) -> int:
