@@ -53,7 +53,10 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_places(verb, ConvertOptions)
-    cut = "how the tensors of Megatron rank files were split; same syntax as reshard --rule; repeatable"
+    cut = (
+        "for Megatron rank files: how a tensor was split across ranks, such as '*.weight: tp=0' "
+        "(syntax: holdfast reshard --help); repeatable"
+    )
     verb.add_argument("--rule", metavar="RULE", dest="rules", action="append", default=[], help=cut)
 
 

@@ -119,7 +119,7 @@ examples:
   holdfast show model.pt
   holdfast read model.pt layers.0.weight
 
-  # Check downloaded files for code that loading them would run.
+  # List the code that would run if you loaded the downloaded files.
   holdfast scan downloads/
 
   # Find damaged tensors.
@@ -274,7 +274,7 @@ VERBS = {
     "show": "list the tensors and values of a checkpoint",
     "read": "print tensors, or write them to .npy or .npz files",
     "scan": "list the code that a file would run when loaded",
-    "verify": "compare every byte with the stored checksums",
+    "verify": "check all data against the stored checksums",
     "diff": "compare two checkpoints",
     "convert": "convert a checkpoint to another format",
     "edit": "rename, drop or cast tensors, and set metadata",

@@ -33,7 +33,7 @@ def add_places(
     count = "?" if "in_place" in options else None
     where = "path or URL to write"
     if "format" in options:
-        where += "; the suffix selects the format"
+        where += "; the suffix selects the format, and a slash at the end writes a folder"
     verb.add_argument("dst", metavar="DST", type=values.target, nargs=count, help=where)
     add_options(verb, record, without=without)
 

@@ -15,9 +15,9 @@ from holdfast.verbs.scan import FileReport, ScanReport, Verdict, scan
 from holdfast.verbs.scanning.findings import Finding
 
 DESCRIPTION = """\
-List the code that files would run when torch.load, or another loader, loads them. Holdfast reads
-the pickles without loading, importing or calling anything. In a folder, it also reports Python
-files that a config would run, and skips files that no loader would open.
+List the code that files would run when torch.load, or another loader, loads them. Holdfast parses
+the pickles; it does not unpickle them, import modules or call functions. In a folder, it also
+reports Python files that a config names, and skips files that no loader would open.
 """
 
 EXAMPLES = """\
@@ -25,8 +25,8 @@ exit codes, the first one that applies:
   1  a dangerous or suspicious finding (with --strict, also an unknown one)
   3  an unknown class or function
   2  a file could not be read completely
+  4  nothing scanned: there is no file that a loader would open
   0  clean: all files were read completely, and nothing was found
-  4  there is no file that a loader would open
 
 examples:
   holdfast scan model.pt
@@ -34,7 +34,7 @@ examples:
   # Search a folder, and fail on unknown classes as well.
   holdfast scan ~/.cache/huggingface --strict
 
-  # Accept the classes that a file lists.
+  # Accept the findings listed in accepted.txt.
   holdfast scan downloads/ --allow accepted.txt
 
   # Write a report for a code-scanning service.

@@ -274,7 +274,7 @@ OPTIONS: dict[str, Option] = {
         None, "function to call with the number of bytes done since its last call",
         read=arguments.progress, flag="",
     ),
-    "overwrite": switch(False, "replace an existing target (default: refuse)"),
+    "overwrite": switch(False, "replace an existing file or folder (default: stop with an error)"),
     "durable": switch(True, "wait until the data is on the disk, with fsync (default: yes)"),
     "read_back": switch(
         True, "read the written data again and compare it before it appears at DST (default: yes)"
@@ -298,8 +298,8 @@ OPTIONS: dict[str, Option] = {
     ),
     "map": Option(
         None,
-        "convert names and shapes to the layout of another framework, such as qwen3:hf:megatron; "
-        "auto detects the family and converts to Hugging Face names",
+        "layout map to apply, such as 'qwen3:hf:megatron' (FAMILY:FROM:TO); 'auto' detects the family "
+        "and converts to Hugging Face names",
         "MAP", arguments.map_name,
     ),
     "max_shard_size": Option(
@@ -422,7 +422,7 @@ RECORD_OPTIONS: dict[Callable[..., object], Mapping[str, Option]] = {
     SaveOptions: {
         **OF_STATES,
         "overwrite": OPTIONS["overwrite"]._replace(
-            default=None, help="replace an existing target (default: only a file)"
+            default=None, help="replace an existing file or folder (default: replace only a file)"
         ),
         "keep_tree": switch(False, PICKLED_TREE),
     },

@@ -28,12 +28,12 @@ COMMANDS = {
         "holdfast.extras.packages.commands.tie",
     ),
     "maps": (
-        "list layout maps, and check that one fits",
+        "list layout maps, or check that one fits a checkpoint",
         "holdfast.extras.maps.commands.maps",
     ),
     "runs": ("list or delete the steps of a run", "holdfast.extras.runs.commands.runs"),
     "pin": ("protect a step of a run from deletion", "holdfast.extras.runs.commands.pin"),
-    "unpin": ("allow a pinned step to be deleted again", "holdfast.extras.runs.commands.unpin"),
+    "unpin": ("remove the protection from a pinned step", "holdfast.extras.runs.commands.unpin"),
 }
 """Commands: for each, what it does in a few words, and its module."""
 

@@ -32,8 +32,8 @@ List the steps of a training run with their age, size and metrics, and the reten
 keep each step. If a step is incomplete, the list shows why.
 A run is a folder or a bucket prefix (s3://, gs://, az://) that contains steps of holdfast.Run,
 native directories, or sealed folders of other trainers.
-With --prune, the command deletes steps. With --gc, it deletes data in a bucket that belongs to no
-step."""
+With --prune, the command deletes the steps that no rule keeps. With --gc, it deletes orphaned data
+in a bucket, left behind by interrupted saves."""
 
 EXAMPLES = """\
 rules:
