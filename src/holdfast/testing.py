@@ -85,7 +85,10 @@ def _check_entry(entry: Format) -> None:
         f"a name or choice of the format {entry.name} belongs to a built-in format"
     )
     assert entry.keeps in KEEPS, f"`keeps` must be one of {KEEPS}, got {entry.keeps!r}"
-    assert entry.begins or entry.known_by, "an entry needs `begins` or `known_by` to be detected"
+    has_index = entry.folder and entry.index
+    assert entry.begins or entry.known_by or has_index, (
+        "an entry needs `begins`, `known_by` or the `index` of a folder to be detected"
+    )
     for where in (entry.read_by, entry.known_by, entry.written_by, entry.weights_by):
         assert not where or callable(load_function(where)), f"{where} is not a function"
     for suffix in entry.suffixes:
