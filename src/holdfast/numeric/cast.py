@@ -293,7 +293,7 @@ def _find_losses(array: np.ndarray, dtype: DType) -> Iterator[tuple[str, Bools]]
     surviving = _find_surviving_range(array.dtype, dtype)
     magnitudes = _magnitudes_of(array)
     # A zero that becomes zero is not lost. One that becomes the smallest number is.
-    too_small_start = 1 if surviving.too_small_outcome == "zero" else 0
+    too_small_start = int(surviving.too_small_outcome == "zero")
     yield surviving.too_small_outcome, _is_between(magnitudes, too_small_start, surviving.start)
     is_too_large = _is_between(magnitudes, surviving.stop, surviving.too_large_stop)
     yield surviving.too_large_outcome, is_too_large

@@ -175,9 +175,14 @@ def _unpack_eight_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
     Bytes 8 to 11 have the low four bits of scales 4 to 7 in their lower halves, and those of minima
     4 to 7 in their upper halves.
     """
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = np.concatenate([first & 63, third & 15 | first >> 2 & 48], axis=1)
-    minima = np.concatenate([second & 63, third >> 4 | second >> 2 & 48], axis=1)
+    scale_bytes = packed[:, :4]
+    minimum_bytes = packed[:, 4:8]
+    low_bits = packed[:, 8:]
+    # The high two bits of a byte become bits 4 and 5.
+    last_scales = low_bits & 15 | scale_bytes >> 2 & 48
+    last_minima = low_bits >> 4 | minimum_bytes >> 2 & 48
+    scales = np.concatenate([scale_bytes & 63, last_scales], axis=1)
+    minima = np.concatenate([minimum_bytes & 63, last_minima], axis=1)
     return scales, minima
 
 

@@ -300,8 +300,9 @@ class NumberStats:
 
         block_moments = (self._moments[start] for start in sorted(self._moments))
         moments = self._known_moments or sum(block_moments, Moments())
-        histogram = np.sum([*self._histograms.values()], axis=0) if self._histograms else None
-        return moments, histogram
+        if not self._histograms:
+            return moments, None
+        return moments, np.sum([*self._histograms.values()], axis=0)
 
 
 class BitPatternCounts:
@@ -496,13 +497,14 @@ class SquareSums:
         row_sums = np.bincount(row_groups, squares.sum(axis=1), minlength=len(self.rows))
 
         column_sums = squares.sum(axis=0) if height > 1 else squares[0]
-        first = int(np.searchsorted(self._first_columns, column, "right")) - 1
-        last = int(np.searchsorted(self._first_columns, column + width))
-        group_starts = np.maximum(self._first_columns[first:last] - column, 0)
+        first_group = int(np.searchsorted(self._first_columns, column, "right")) - 1
+        group_stop = int(np.searchsorted(self._first_columns, column + width))
+        groups = slice(first_group, group_stop)
+        group_starts = np.maximum(self._first_columns[groups] - column, 0)
         group_sums = np.add.reduceat(column_sums, group_starts)
         with self._lock:
             self.rows += row_sums
-            self.columns[first:last] += group_sums
+            self.columns[groups] += group_sums
 
     def norms(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return the norms of the groups of rows, and of columns, if there are at least two."""
@@ -635,8 +637,8 @@ class DistributionBuilder:
             order = np.argsort(numbers, kind="stable")
             ranges = NumberRanges(numbers[order], numbers[order], counts[order])
         elif self._is_small:
-            held = [block.numbers for block in blocks if block.numbers is not None]
-            numbers = np.concatenate([np.zeros(0), *held])
+            block_numbers = [block.numbers for block in blocks if block.numbers is not None]
+            numbers = np.concatenate([np.zeros(0), *block_numbers])
             numbers, counts = np.unique(numbers[np.isfinite(numbers)], return_counts=True)
             ranges = NumberRanges(numbers, numbers, counts)
         else:

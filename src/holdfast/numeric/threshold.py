@@ -153,17 +153,17 @@ def search_threshold(count: int, *, total: int, width: int) -> Search:
     """
     prefix = 0
     prefix_shift = width
-    remaining = total
+    candidate_count = total
     bin_shifts = BIN_SHIFTS[width]
     for bin_shift in bin_shifts:
         # Keys that one histogram covers completely need one pass either way.
-        if remaining <= SORTED_KEYS and len(bin_shifts) > 1:
+        if candidate_count <= SORTED_KEYS and len(bin_shifts) > 1:
             break
         histogram = yield SearchPass(prefix, prefix_shift, bin_shift)
         stops = histogram.cumsum()
         bin_index = int(np.searchsorted(stops, count))
-        remaining = int(histogram[bin_index])
-        count -= int(stops[bin_index]) - remaining
+        candidate_count = int(histogram[bin_index])
+        count -= int(stops[bin_index]) - candidate_count
         prefix = (prefix << (prefix_shift - bin_shift)) + bin_index
         prefix_shift = bin_shift
 

@@ -99,7 +99,7 @@ class ZeroCounter:
             is_row_alive = tile_bits.find_live_rows()
             is_column_alive = tile_bits.find_live_columns()
 
-        top, left = divmod(start, column_count)
+        top_row, left_column = divmod(start, column_count)
         height, width = values.shape
         with self._lock:
             self._zeros += zeros
@@ -108,8 +108,8 @@ class ZeroCounter:
             for block_shape, block_zeros in zeros_in_dead_blocks.items():
                 self._zeros_in_dead_blocks[block_shape] += block_zeros
             if self._has_lines:
-                self._is_row_alive[top : top + height] |= is_row_alive
-                self._is_column_alive[left : left + width] |= is_column_alive
+                self._is_row_alive[top_row : top_row + height] |= is_row_alive
+                self._is_column_alive[left_column : left_column + width] |= is_column_alive
 
     def result(self) -> ZeroCounts:
         """Return the counts of all tiles together."""
