@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from holdfast.stores.remote.loop import waited
+from holdfast.stores.remote.loop import wait_for_answer
 
 
 async def thread_of_the_loop() -> str:
@@ -21,7 +21,7 @@ def test_requests_of_all_threads_share_one_event_loop():
     thread_names: list[str] = []
 
     def request() -> None:
-        thread_names.append(waited(thread_of_the_loop))
+        thread_names.append(wait_for_answer(thread_of_the_loop))
 
     threads = [threading.Thread(target=request) for _ in range(3)]
     for thread in threads:

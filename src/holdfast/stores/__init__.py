@@ -1,13 +1,20 @@
-"""Where bytes live. The only code that touches the file system.
+"""Stores: where bytes are read from. Only this room and the commits of `engine` touch the file system.
 
-local            a file, or a directory that stays the one that was opened; a file that is open already; many ranges by one call
-short ranges by one system call memory           bytes of this process, and file objects
-virtual          content that is made when it is read, alone or over another store
-files            every file-system call of a save; `PathFiles`: where no directory can be opened, on Windows
-platform         what this system has, and what stands in for what it has not
-remote/          object stores: URLs, every request, objects as a store
-paths            from what a user gives to a path on this machine, or a URL
-place            a path or a URL as one thing: what differs between a disk and a bucket
+local       a file, a directory, or a file that is open already
+memory      bytes in this process, and seekable file objects
+virtual     content that is computed when it is read, alone or over another store
+remote/     object stores: URLs, requests, and objects as a store
+files       every file-system call of a save; `PathFiles` for Windows, which cannot open directories
+platform    calls that only some systems have, and their replacements
+paths       from what a user passes to a local path or a URL
+place       a local path with the same members as a URL
 
-What a store says of itself is in core/protocols: `Store`, with what one says that has nothing to say.
+Words of this room:
+
+key         the name of a file in a store: a relative path
+place       a path or a URL, as text
+version     size and modification time of a file, or size and ETag of an object: equal for equal content
+stamp       the version of a file as plain values that JSON can hold
+
+`core/protocols` has the base class `Store`, whose methods fit a store without special features.
 """

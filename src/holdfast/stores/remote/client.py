@@ -48,7 +48,13 @@ from holdfast.stores.remote.failures import (
     pauses,
     translate_error,
 )
-from holdfast.stores.remote.loop import answered, given_back, lent, until, waited
+from holdfast.stores.remote.loop import (
+    is_released,
+    lend_memory,
+    poll_until,
+    track_request,
+    wait_for_answer,
+)
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING, Url
 
 if TYPE_CHECKING:
@@ -105,7 +111,7 @@ class Patience:
         self._lock = renewed(threading.Lock())
         self._took: dict[int, deque[float]] = {}
 
-    def answered(self, nbytes: int, seconds: float) -> None:
+    def add_answer(self, nbytes: int, seconds: float) -> None:
         """An answer of so many bytes took so long."""
         with self._lock:
             self._took.setdefault(_size(nbytes), deque(maxlen=KNOWN)).append(seconds)
@@ -137,7 +143,7 @@ class Upload:
         for start in range(0, whole.nbytes, PART_NBYTES):
             # What the store keeps is never given back: to look for it again with each part would cost their square.
             self._lent = (
-                [] if self._bucket.keeps else [one for one in self._lent if not given_back(one)]
+                [] if self._bucket.keeps else [one for one in self._lent if not is_released(one)]
             )
             self._lent.append(whole[start : start + PART_NBYTES])
             self._bucket.once(self._write, self._key, "uploading it")
@@ -146,12 +152,12 @@ class Upload:
 
     async def _write(self) -> None:
         # What is half written cannot be given up: who is interrupted here goes, and this is waited for before that.
-        await asyncio.shield(answered(self._file.write(self._lent[-1])))
+        await asyncio.shield(track_request(self._file.write(self._lent[-1])))
 
     async def end(self, *, whole: bool) -> None:
         """Make an object of what was written, or nothing."""
         try:
-            await answered(
+            await track_request(
                 self._file.close() if whole else self._file.__aexit__(NotCommitted, None, None)
             )
         finally:
@@ -160,7 +166,7 @@ class Upload:
     async def drop(self) -> None:
         """Stop, wherever it is."""
         self.__dict__.pop("_file", None)
-        await until(lambda: self._bucket.keeps or all(map(given_back, self._lent)))
+        await poll_until(lambda: self._bucket.keeps or all(map(is_released, self._lent)))
 
 
 class Bucket:
@@ -205,7 +211,9 @@ class Bucket:
         import obstore
 
         return _found(
-            self._run(lambda: answered(obstore.head_async(self.client, key)), key, "looking at it")
+            self._run(
+                lambda: track_request(obstore.head_async(self.client, key)), key, "looking at it"
+            )
         )
 
     def described(self, key: str) -> Got:
@@ -213,7 +221,9 @@ class Bucket:
         import obstore
 
         async def ask() -> Got:
-            result = await answered(obstore.get_async(self.client, key, options={"head": True}))
+            result = await track_request(
+                obstore.get_async(self.client, key, options={"head": True})
+            )
             attributes = {str(name): value for name, value in result.attributes.items()}
             return Got(memoryview(b""), 0, _found(result.meta), attributes)
 
@@ -240,7 +250,7 @@ class Bucket:
                     )
                 )
             try:
-                return await answered(anext(pages))
+                return await track_request(anext(pages))
             except StopAsyncIteration:
                 return ()
             except BaseException:
@@ -265,7 +275,7 @@ class Bucket:
         import obstore
 
         found = self._run(
-            lambda: answered(
+            lambda: track_request(
                 obstore.list_with_delimiter_async(self.client, prefix.rstrip("/") or None)
             ),
             prefix,
@@ -291,11 +301,11 @@ class Bucket:
         given = dict(attributes) if attributes else None
 
         async def ask() -> str | None:
-            async with lent(data, kept=self.keeps) as view:
+            async with lend_memory(data, kept=self.keeps) as view:
                 put = obstore.put_async(
                     self.client, key, view, mode=mode, use_multipart=False, attributes=given
                 )
-                return (await answered(put))["e_tag"]
+                return (await track_request(put))["e_tag"]
 
         return self._run(ask, key, "writing it", again=mode == "overwrite")
 
@@ -344,7 +354,7 @@ class Bucket:
             some = list(keys[first : first + 1000])
 
             def ask(some: list[str] = some) -> Awaitable[None]:
-                return answered(obstore.delete_async(self.client, some))
+                return track_request(obstore.delete_async(self.client, some))
 
             find_existing(self._run, ask, some[0], "deleting it")
 
@@ -352,7 +362,9 @@ class Bucket:
         import obstore
 
         self.requests += 1
-        self._run(lambda: answered(obstore.copy_async(self.client, key, to)), key, "copying it")
+        self._run(
+            lambda: track_request(obstore.copy_async(self.client, key, to)), key, "copying it"
+        )
 
     def _get(
         self,
@@ -381,7 +393,7 @@ class Bucket:
                 for one in done:
                     if one.exception() is None or not waiting:
                         got = one.result()
-                        self.patience.answered(nbytes, time.monotonic() - begun)
+                        self.patience.add_answer(nbytes, time.monotonic() - begun)
                         return got
                 asked = waiting
         finally:
@@ -392,7 +404,9 @@ class Bucket:
         import obstore
 
         self.requests += 1
-        result: GetResult = await answered(obstore.get_async(self.client, key, options=options))
+        result: GetResult = await track_request(
+            obstore.get_async(self.client, key, options=options)
+        )
         found = _found(result.meta)
         if most is not None and found.nbytes > most:
             message = (
@@ -400,7 +414,7 @@ class Bucket:
             )
             raise LimitExceeded(message, file=self.url(key), expected=most, found=found.nbytes)
         start, stop = result.range
-        data = memoryview(await answered(result.bytes_async()))
+        data = memoryview(await track_request(result.bytes_async()))
         wanted = options.get("range")
         if data.nbytes != stop - start or (isinstance(wanted, tuple) and start != wanted[0]):
             message = f"the store answered with {data.nbytes:,} bytes from {start:,} on, and not with what was asked for"
@@ -414,14 +428,14 @@ class Bucket:
     ) -> T:
         """Wait for a request, and ask again where that helps and does no harm; its errors are ours."""
         return (
-            waited(lambda: self._again(ask, key, doing, RETRIES))
+            wait_for_answer(lambda: self._again(ask, key, doing, RETRIES))
             if again
             else self.once(ask, key, doing)
         )
 
     def once(self, ask: Callable[[], Awaitable[T]], key: str, doing: str) -> T:
         """Wait for what is not asked again, of one upload."""
-        return waited(lambda: self._again(ask, key, doing, 0))
+        return wait_for_answer(lambda: self._again(ask, key, doing, 0))
 
     async def _again(
         self, ask: Callable[[], Awaitable[T]], key: str, doing: str, retries: int
@@ -459,7 +473,7 @@ at_fork(after_in_child=_buckets.clear)
 def bucket_of(url: Url) -> Bucket:
     """The bucket of a URL, with the client that came with it or one that is made from the environment."""
     if loop.is_forked():
-        raise loop.left_behind(url)
+        raise loop.make_fork_error(url)
     try:
         import obstore.store  # noqa: F401
     except ImportError:
@@ -479,7 +493,7 @@ def bucket_of(url: Url) -> Bucket:
 def _kept(key: tuple[object, ...], make: Callable[[], Bucket]) -> Bucket:
     with _lock:
         if key not in _buckets:
-            loop.used()
+            loop.mark_used()
             _buckets[key] = make()
         return _buckets[key]
 

@@ -1,14 +1,18 @@
-"""`waited`: requests wait for their answers on one event loop, and none is under way when the program has ended.
+"""Runs requests to object stores on one event loop, and ends all of them before the program ends.
 
-obstore answers from threads of its own, which need the interpreter to hand an answer over. A thread that wants the interpreter
-while it is taken down ends the whole process (SIGABRT, up to Python 3.13; docs/design/023). So:
+obstore answers from its own threads, which need the interpreter to deliver an answer. Up to Python 3.13,
+a thread that requests the interpreter while it shuts down aborts the process (SIGABRT; docs/design/023).
+Therefore:
 
-1. A request is under way until the thread that answers it leaves the interpreter. The last that it does there is to ask the future
-   whether it was `cancelled`, or to give the loop its result; both are ours (`RequestFuture`, `Events`), and take that down.
-2. Memory that is lent to obstore (`lent`) is waited for: to give it back takes the interpreter as well.
-3. When the program ends, the requests that daemon threads wait for are cancelled, their uploads are stopped, and all that is under
-   way is waited for. That is done after all handlers of `atexit` that were registered since Holdfast was imported.
-4. Whoever asks later, or where no thread can start, runs a loop of its own, and waits at once.
+1. A request counts as under way until the thread that answers it has left the interpreter. Its last
+   action there is to ask the future whether it was `cancelled`, or to hand the result to the loop.
+   `RequestFuture` and `Events` override both calls and record that.
+2. Memory that was lent to obstore (`lend_memory`) is waited for, because returning it also needs the
+   interpreter.
+3. When the program ends, requests of daemon threads are cancelled, their uploads are stopped, and
+   everything under way is waited for. This happens after all `atexit` handlers that were registered
+   since the import of Holdfast.
+4. Later requests, and requests in a process that cannot start threads, run on a loop of their own.
 """
 
 from __future__ import annotations
@@ -27,29 +31,37 @@ from holdfast.errors import Unsupported
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-LEAVING_S = 5.0  # How long a thread that leaves the interpreter, or an upload that is given up, is waited for.
-PARKED_S = 60.0  # How long a daemon thread stays where it is when the program ends. There is no program any more by then.
+LEAVING_S = 5.0  # How long a thread that leaves the interpreter, or an upload that is given up, is wait_for_answer for.
+PARKED_S = 60.0
+"""How long a daemon thread sleeps when the program ends. The process is gone before that."""
 
 
 class RequestFuture(asyncio.Future[Any]):
-    left = False  # Whether the thread that answers has left the interpreter.
+    """A future that records when the thread that answers it has left the interpreter."""
+
+    has_left = False
 
     def cancelled(self) -> bool:
-        """`Future.cancelled`. Asked from a thread of obstore, of a cancelled future, it is the last that this thread does."""
-        over = super().cancelled()
-        last = over and threading.get_ident() != cast(Events, self.get_loop()).home
-        # No call after this: at a call the interpreter may go to another thread, which would believe that this one has left.
-        if last:
-            self.left = True
+        """Return whether the future was cancelled.
+
+        If it was, this is the last call of the thread of obstore that answers it.
+        """
+        is_cancelled = super().cancelled()
+        is_last_call = is_cancelled and threading.get_ident() != cast(Events, self.get_loop()).home
+        # No calls after this line: a call may let another thread run, and that thread would believe that
+        # this one has left already.
+        if is_last_call:
+            self.has_left = True
             if self in under_way:
                 del under_way[self]  # noqa: RUF051  # `pop` is a call
-        return over
+        return is_cancelled
 
 
 class Events(asyncio.SelectorEventLoop):
     """An event loop whose futures are `RequestFuture`s."""
 
-    home = 0  # The thread that it runs on.
+    home = 0
+    """The id of the thread that runs the loop."""
 
     def create_future(self) -> RequestFuture:
         return RequestFuture(loop=self)
@@ -58,16 +70,18 @@ class Events(asyncio.SelectorEventLoop):
         self.home = threading.get_ident()
         super().run_forever()
 
-    def awaited(self) -> list[RequestFuture]:
+    def list_requests(self) -> list[RequestFuture]:
+        """Return the requests of this loop that are under way."""
         return [
-            one
-            for one in list(under_way)
-            if isinstance(one, RequestFuture) and one.get_loop() is self
+            request
+            for request in list(under_way)
+            if isinstance(request, RequestFuture) and request.get_loop() is self
         ]
 
     def run_on_thread(self) -> None:
+        """Run until the loop is stopped. It is closed unless requests are still under way."""
         self.run_forever()
-        if not self.awaited():
+        if not self.list_requests():
             self.close()
 
     def call_soon_threadsafe(
@@ -79,24 +93,31 @@ class Events(asyncio.SelectorEventLoop):
         handle = super().call_soon_threadsafe(callback, *args, context=context)
         answer = args[0] if args else None
         if isinstance(answer, RequestFuture):
-            answer.left = True  # and no call after this
+            # No calls after this line, as in `RequestFuture.cancelled`.
+            answer.has_left = True
             if answer in under_way:
                 del under_way[answer]  # noqa: RUF051
         return handle
 
 
-def answered(request: Awaitable[T]) -> Awaitable[T]:
-    """Mark a request of obstore as under way, and return it: no coroutine, which might be cancelled before it begins."""
+def track_request(request: Awaitable[T]) -> Awaitable[T]:
+    """Record a request of obstore as under way, and return it.
+
+    This is not a coroutine, because a coroutine can be cancelled before it starts.
+    """
     if isinstance(request, RequestFuture):
         under_way[request] = None
-        if request.left:
+        if request.has_left:
             under_way.pop(request, None)
     return request
 
 
 @asynccontextmanager
-async def lent(data: bytes | memoryview, *, kept: bool) -> AsyncIterator[memoryview]:
-    """Lend memory to obstore; nobody else has it when the block ends, unless it is `kept`."""
+async def lend_memory(data: bytes | memoryview, *, kept: bool) -> AsyncIterator[memoryview]:
+    """Lend memory to obstore. At the end of the block, wait until obstore has released it.
+
+    With `kept`, do not wait: a store in memory keeps what is put.
+    """
     view = memoryview(data)
     if kept:
         yield view
@@ -105,12 +126,12 @@ async def lent(data: bytes | memoryview, *, kept: bool) -> AsyncIterator[memoryv
     try:
         yield view
     finally:
-        await until(lambda: given_back(view))
+        await poll_until(lambda: is_released(view))
         del under_way[id(view)]
 
 
-def given_back(view: memoryview) -> bool:
-    """Whether nobody has this memory any more."""
+def is_released(view: memoryview) -> bool:
+    """Return whether nobody else uses this memory."""
     try:
         view.release()
     except BufferError:
@@ -118,112 +139,124 @@ def given_back(view: memoryview) -> bool:
     return True
 
 
-async def until(done: Callable[[], bool]) -> None:
-    """Wait for something that takes microseconds as a rule, and for no more than `LEAVING_S`."""
-    turns, end = 0, time.monotonic() + LEAVING_S
-    while not done() and time.monotonic() < end:
-        turns += 1
-        await asyncio.sleep(0 if turns < 20 else 0.001)
+async def poll_until(done: Callable[[], bool]) -> None:
+    """Wait for a condition that usually takes microseconds, for at most `LEAVING_S`."""
+    poll_count = 0
+    deadline = time.monotonic() + LEAVING_S
+    while not done() and time.monotonic() < deadline:
+        poll_count += 1
+        await asyncio.sleep(0 if poll_count < 20 else 0.001)
 
 
-under_way: dict[
-    object, None
-] = {}  # Requests, and memory that is lent: a set, from which something can be taken without a call.
-unfinished: dict[
-    object, Callable[[], Coroutine[Any, Any, object]]
-] = {}  # How each upload that has begun is stopped.
+under_way: dict[object, None] = {}
+"""Requests, and memory that is lent. Unlike a set, a dict loses an item without a call."""
+
+unfinished: dict[object, Callable[[], Coroutine[Any, Any, object]]] = {}
+"""For each upload that has started, the function that stops it."""
+
 _lock = renewed(threading.Lock())
 _thread: threading.Thread | None = None
-_loops: list[Events] = []  # Those that run; the one that has a thread is the first.
+_loops: list[Events] = []
+"""The loops that run. The one with a thread is the first."""
 _used = False
 _forked = False
-_over = False
+_has_ended = False
 
 
-def waited(ask: Callable[[], Awaitable[T]]) -> T:
+def wait_for_answer(ask: Callable[[], Awaitable[T]]) -> T:
+    """Send a request and wait for its answer. An interrupt cancels the request."""
+
     async def work() -> T:
         return await ask()
 
     future = None
     with _lock:
-        if _begun():
+        if _start_loop():
             future = asyncio.run_coroutine_threadsafe(work(), _loops[0])
     if future is None:
-        return _alone(work)
+        return _run_alone(work)
     try:
         return future.result()
     except BaseException as error:
         future.cancel()
         if isinstance(error, CancelledError):
-            raise _parked() from None
+            raise _make_exit_error() from None
         raise
 
 
-def _begun() -> bool:
+def _start_loop() -> bool:
+    """Start the loop if necessary. Returns False if no thread can start or the program ends."""
     global _thread
     if _forked:
-        raise left_behind("")
-    if _thread is None and not _over:
+        raise make_fork_error("")
+    if _thread is None and not _has_ended:
         loop = Events()
         _thread = start(loop.run_on_thread, name="object-store requests", daemon=True)
         if _thread is None:
             loop.close()
         else:
             _loops.insert(0, loop)
-    return _thread is not None and not _over
+    return _thread is not None and not _has_ended
 
 
-def _alone(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    if _over and threading.current_thread().daemon:
-        raise _parked()
+def _run_alone(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a request on a loop of its own, in this thread."""
+    if _has_ended and threading.current_thread().daemon:
+        raise _make_exit_error()
     loop = Events()
     _loops.append(loop)
     try:
         try:
             return loop.run_until_complete(work())
         finally:
-            loop.run_until_complete(until(lambda: not loop.awaited()))
+            loop.run_until_complete(poll_until(lambda: not loop.list_requests()))
     except asyncio.CancelledError:
-        raise _parked() from None
+        raise _make_exit_error() from None
     finally:
         _loops.remove(loop)
         loop.close()
 
 
-def _parked() -> Unsupported:
-    """For a daemon thread, when the program ends: it would not be seen to end, and an error of it would be."""
+def _make_exit_error() -> Unsupported:
+    """Return the error for a request at the end of the program.
+
+    A daemon thread sleeps instead: the user would see its error, but not its end.
+    """
     if threading.current_thread().daemon:
         time.sleep(PARKED_S)
     return Unsupported(
-        "the program ends, and a thread that it does not wait for asks an object store for something"
+        "the program ends while a daemon thread uses an object store; join the thread first"
     )
 
 
 @at_exit
 def _end() -> None:
-    """Let nothing be under way when the interpreter is taken down."""
-    global _over
-    until = time.monotonic() + 2 * LEAVING_S
+    """Wait for everything under way before the interpreter shuts down."""
+    global _has_ended
+    deadline = time.monotonic() + 2 * LEAVING_S
     with _lock:
-        _over = True
+        _has_ended = True
     for loop in tuple(_loops):
         with suppress(RuntimeError):  # closed meanwhile
             loop.call_soon_threadsafe(_give_up, loop)
-    while (under_way or (_thread is not None and _thread.is_alive())) and time.monotonic() < until:
+    while (
+        under_way or (_thread is not None and _thread.is_alive())
+    ) and time.monotonic() < deadline:
         with suppress(KeyboardInterrupt):  # it ends already
             time.sleep(0.001)
 
 
 def _give_up(loop: Events) -> None:
-    """Cancel all that others wait for; and where it is the loop with a thread, stop the uploads and the loop."""
+    """Cancel the requests of a loop. If it has a thread, also stop the uploads and the loop."""
     tasks = asyncio.all_tasks(loop)
-    for one in (*tasks, *loop.awaited()):
-        one.cancel()
+    for request in (*tasks, *loop.list_requests()):
+        request.cancel()
     if _thread is not None and loop is _loops[0]:
-        _last.add(loop.create_task(_stop(loop, tasks)))
+        _stop_tasks.add(loop.create_task(_stop(loop, tasks)))
 
 
-_last: set[object] = set()  # The loop itself would let go of a task.
+_stop_tasks: set[object] = set()
+"""Keeps tasks alive. A loop has only weak references to its tasks."""
 
 
 async def _stop(loop: Events, tasks: set[asyncio.Task[Any]]) -> None:
@@ -231,31 +264,31 @@ async def _stop(loop: Events, tasks: set[asyncio.Task[Any]]) -> None:
         await asyncio.wait(tasks, timeout=LEAVING_S)
     for drop in list(unfinished.values()):
         await drop()
-    await until(lambda: not loop.awaited())
+    await poll_until(lambda: not loop.list_requests())
     loop.stop()
 
 
-def used() -> None:
-    """Say that the client was used: a fork has none from now on."""
+def mark_used() -> None:
+    """Record that the client was used. It does not work in processes that fork from now on."""
     global _used
     _used = True
 
 
 def is_forked() -> bool:
-    """Whether this process was forked from one that had used the client."""
+    """Return whether this process is a fork of one that had used the client."""
     return _forked
 
 
-def left_behind(file: str) -> Unsupported:
-    message = "this process was forked from one that had used object stores, and their client does not survive that"
+def make_fork_error(file: str) -> Unsupported:
+    message = "this process is a fork of one that had used object stores, and their client cannot be forked"
     return Unsupported(
-        f"{message}; start processes by 'spawn' or 'forkserver', or fork before the first URL",
+        f"{message}; start processes with 'spawn' or 'forkserver', or fork before the first use of a URL",
         file=file,
     )
 
 
-def _in_child() -> None:
-    # The loop's thread stayed in the parent, and so did the client's, without which no answer ever comes.
+def _forget_parent() -> None:
+    # The threads of the loop and of the client exist only in the parent. Nothing would answer.
     global _forked, _thread
     _forked = _forked or _used
     _thread = None
@@ -264,4 +297,4 @@ def _in_child() -> None:
     unfinished.clear()
 
 
-at_fork(after_in_child=_in_child)
+at_fork(after_in_child=_forget_parent)
