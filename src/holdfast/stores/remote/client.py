@@ -1,16 +1,18 @@
-"""`Bucket`: every request to an object store, and what its answers mean.
+"""`Bucket`: every request to an object store, and the meaning of its answers.
 
-1. A range is asked for together with the etag of what was opened: another object under the same key is `Replaced`, not a mixture.
-2. What changes nothing when it is done twice is asked again by one rule (`_again`), whatever it is: a range, what there is to say
-   of an object, a page of a list, an object without a condition, a deletion, a copy. After a failure that may pass (5xx, a lost
-   connection, a body that breaks off, a range that is not the one that was asked for), with growing pauses, at most `RETRIES` times
-   and for three minutes. obstore repeats most of these by itself, and says how often: that counts.
-3. What is not repeated: a put with a condition, and the beginning and the end of an upload in parts. Such a put may succeed and
-   lose its answer; sent again, it is told that something is there already. So nobody concludes anything from such an answer;
-   whoever puts with a condition, or ends an upload, looks what is there (engine/targets/bucket_commit).
-4. A request that takes much longer than others of its size is sent a second time (`Patience`); the first answer counts.
-5. Messages have the URL of the object, what the server meant, and how often it was asked. Never what obstore says, which may have
-   signed URLs in it.
+1. A range is requested with the ETag of the object that was opened. If another object has the key by
+   now, the request raises `Replaced` instead of returning a mixture.
+2. Requests that can safely be sent twice are repeated after a failure that may pass: a 5xx status, a
+   lost connection, a body that breaks off, or another range than the requested one. These are reads,
+   lists, deletions, copies, and puts without a condition. `_again` repeats them with growing pauses, at
+   most `RETRIES` times and for three minutes. Retries that obstore makes and reports count as well.
+3. Not repeated are a put with a condition, and the start and the end of an upload in parts. Such a put
+   may succeed and its answer be lost. Sent again, it fails because the object exists. So callers draw no
+   conclusion from the answer, and read what is there (engine/targets/bucket_commit).
+4. A request that takes much longer than others of its size is sent a second time (`Patience`), and the
+   first answer counts.
+5. Messages have the URL of the object, what the server meant, and the number of attempts. They never
+   contain the text of obstore, which may include signed URLs.
 """
 
 from __future__ import annotations
@@ -103,33 +105,35 @@ class Got(Value, frozen=True):
 
 
 class Patience:
-    """How long answers took lately, by their size. Of many requests one is always slow: its server is busy, its packets were lost.
-    So a request that takes several times as long as others of its size is sent again, and the first answer counts. That costs few
-    requests more, since few are that slow."""
+    """Decides when a request is late, from the recent times of answers of the same size.
+
+    Of many requests, some are always slow because a server is busy or packets are lost. A request that
+    takes several times as long as usual is sent again. Only few requests are that slow.
+    """
 
     def __init__(self) -> None:
         self._lock = renewed(threading.Lock())
         self._took: dict[int, deque[float]] = {}
 
     def add_answer(self, nbytes: int, seconds: float) -> None:
-        """An answer of so many bytes took so long."""
+        """Record the time of an answer of `nbytes` bytes."""
         with self._lock:
             self._took.setdefault(_size(nbytes), deque(maxlen=KNOWN)).append(seconds)
 
     def of(self, nbytes: int) -> float:
-        """Seconds to wait for an answer of so many bytes before it is asked for again."""
+        """Return how many seconds to wait for an answer of `nbytes` bytes before a second request."""
         with self._lock:
             took = list(self._took.get(_size(nbytes), ()))
         return max(LEAST_S, TIMES * median(took)) if len(took) >= ENOUGH else AT_FIRST_S
 
 
 def _size(nbytes: int) -> int:
-    """Answers whose lengths differ by less than four times are of one size."""
+    """Return the size class of an answer. The sizes in a class differ by a factor of less than four."""
     return nbytes.bit_length() // 2
 
 
 class Upload:
-    """What an object is written to, from front to back."""
+    """A running upload of an object, which is written from front to back."""
 
     def __init__(self, bucket: Bucket, key: str, file: AsyncWritableFile) -> None:
         self._bucket, self._key, self._file = bucket, key, file
@@ -155,7 +159,7 @@ class Upload:
         await asyncio.shield(track_request(self._file.write(self._lent[-1])))
 
     async def end(self, *, whole: bool) -> None:
-        """Make an object of what was written, or nothing."""
+        """Publish the object if `whole` is set, otherwise discard it."""
         try:
             await track_request(
                 self._file.close() if whole else self._file.__aexit__(NotCommitted, None, None)
@@ -164,7 +168,7 @@ class Upload:
             await self.drop()
 
     async def drop(self) -> None:
-        """Stop, wherever it is."""
+        """Stop the upload and wait until the client has released its memory."""
         self.__dict__.pop("_file", None)
         await poll_until(lambda: self._bucket.keeps or all(map(is_released, self._lent)))
 
@@ -193,7 +197,7 @@ class Bucket:
         return self._get(key, options, etag, nbytes=stop - start)
 
     def tail(self, key: str, nbytes: int, *, etag: str | None = None) -> Got:
-        """The last so many bytes, or the whole object where it has fewer."""
+        """Return the last `nbytes` bytes, or the whole object if it is shorter."""
         try:
             return self._get(key, {"range": {"suffix": nbytes}}, etag, nbytes=nbytes)
         except Unsupported:
@@ -204,7 +208,7 @@ class Bucket:
             )
 
     def whole(self, key: str, most: int) -> Got:
-        """A whole object of at most so many bytes; `LimitExceeded` for one that has more, which is not read."""
+        """Return a whole object. Raises `LimitExceeded`, without reading it, if it is longer than `most`."""
         return self._get(key, {}, None, nbytes=1 << 20, most=most)
 
     def head(self, key: str) -> RemoteObject:
@@ -217,7 +221,7 @@ class Bucket:
         )
 
     def described(self, key: str) -> Got:
-        """What there is to say of an object, with its attributes and without its content."""
+        """Return the metadata and the attributes of an object, without its content."""
         import obstore
 
         async def ask() -> Got:
@@ -230,7 +234,7 @@ class Bucket:
         return self._run(ask, key, "looking at it")
 
     def below(self, prefix: str, most: int) -> list[RemoteObject]:
-        """All objects whose keys begin with a prefix that ends with a slash (or all), sorted by key."""
+        """Return all objects under a prefix, sorted by key. The prefix is empty or ends with a slash."""
         import obstore
 
         rows: list[RemoteObject] = []
@@ -271,7 +275,7 @@ class Bucket:
         return sorted(rows, key=lambda found: found.key)
 
     def folders(self, prefix: str) -> tuple[list[str], list[RemoteObject]]:
-        """What lies right below a prefix: names of further prefixes, and objects."""
+        """Return the prefixes and the objects directly under a prefix."""
         import obstore
 
         found = self._run(
@@ -347,7 +351,7 @@ class Bucket:
             loop.unfinished.pop(upload, None)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; those that are gone already are no matter."""
+        """Delete objects. Missing objects are ignored."""
         import obstore
 
         for first in range(0, len(keys), 1000):
@@ -380,7 +384,7 @@ class Bucket:
         return self._run(lambda: self._hedged(key, options, nbytes, most), key, "reading it")
 
     async def _hedged(self, key: str, options: GetOptions, nbytes: int, most: int | None) -> Got:
-        """One answer, of the first request or of a second one that was sent when the first was late."""
+        """Return the first answer of a request, and of a second one that is sent if the first is late."""
         begun = time.monotonic()
         first = asyncio.ensure_future(self._answer(key, options, most))
         asked = {first}
@@ -426,7 +430,7 @@ class Bucket:
     def _run(
         self, ask: Callable[[], Awaitable[T]], key: str, doing: str, *, again: bool = True
     ) -> T:
-        """Wait for a request, and ask again where that helps and does no harm; its errors are ours."""
+        """Send a request and wait. Repeat it after a transient failure, unless `again` is False."""
         return (
             wait_for_answer(lambda: self._again(ask, key, doing, RETRIES))
             if again
@@ -434,7 +438,7 @@ class Bucket:
         )
 
     def once(self, ask: Callable[[], Awaitable[T]], key: str, doing: str) -> T:
-        """Wait for what is not asked again, of one upload."""
+        """Send a request and wait, without repeating it."""
         return wait_for_answer(lambda: self._again(ask, key, doing, 0))
 
     async def _again(
@@ -499,7 +503,7 @@ def _kept(key: tuple[object, ...], make: Callable[[], Bucket]) -> Bucket:
 
 
 def _made(url: Url) -> ObjectStore:
-    """A client for a bucket, set up by the environment."""
+    """Make a client for a bucket from the environment."""
     from obstore import store as stores
 
     if url.scheme == "memory":

@@ -31,7 +31,9 @@ from holdfast.errors import Unsupported
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-LEAVING_S = 5.0  # How long a thread that leaves the interpreter, or an upload that is given up, is wait_for_answer for.
+LEAVING_S = 5.0
+"""The longest wait for a thread that leaves the interpreter, or for an upload that is stopped."""
+
 PARKED_S = 60.0
 """How long a daemon thread sleeps when the program ends. The process is gone before that."""
 
