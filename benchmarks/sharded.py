@@ -51,7 +51,6 @@ def medians(rounds: int, *steps: Step) -> list[float]:
 def columns_by_hand(path: Path, rank: int, size: int) -> Callable[[], None]:
     """What reads the columns that a rank of so many has, row by row, and does nothing else: the floor of any way to load them."""
     import holdfast
-    from holdfast.stores.local import gather
 
     width = -(-2040 // size)
     first, last = min(rank * width, 2040), min((rank + 1) * width, 2040)
@@ -71,11 +70,13 @@ def columns_by_hand(path: Path, rank: int, size: int) -> Callable[[], None]:
     out = np.zeros(sum(len(starts) for _, starts in jobs) * nbytes, np.uint8)
 
     def run() -> None:
-        at = out.ctypes.data
+        rows = memoryview(out)
+        row_offset = 0
         for descriptor, starts in jobs:
-            places = at + np.arange(len(starts)) * nbytes
-            assert gather(descriptor, starts, np.full(len(starts), nbytes), places) == len(starts)
-            at += len(starts) * nbytes
+            for start in starts.tolist():
+                row = rows[row_offset : row_offset + nbytes]
+                assert os.preadv(descriptor, [row], start) == nbytes
+                row_offset += nbytes
 
     return run
 
@@ -227,19 +228,13 @@ class Link:
         from holdfast.stores.local import LocalStore
 
         self.nbytes, self._rate, self._free, self._lock = 0, rate, 0.0, threading.Lock()
-        read, gather = LocalStore.read, LocalStore.gather
+        read = LocalStore.read
 
         def slow_read(store: LocalStore, key: str, start: int, out: memoryview) -> None:
             self._take(out.nbytes)
             read(store, key, start, out)
 
-        def slow_gather(
-            store: LocalStore, key: str, starts: np.ndarray, nbytes: np.ndarray, places: np.ndarray
-        ) -> int:
-            self._take(int(nbytes.sum()))
-            return gather(store, key, starts, nbytes, places)
-
-        LocalStore.read, LocalStore.gather = slow_read, slow_gather  # type: ignore[method-assign]
+        LocalStore.read = slow_read  # type: ignore[method-assign]
 
     def _take(self, nbytes: int) -> None:
         with self._lock:
