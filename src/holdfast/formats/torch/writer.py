@@ -77,6 +77,12 @@ def _own(record: int) -> int:
     return IRREGULAR - 1 - record
 
 
+def _has_state(traits: Traits) -> bool:
+    """Return whether a parameter has attributes. Those of a crafted file may be an array, which has no truth value."""
+    state = traits.state
+    return bool(state) if isinstance(state, dict) else state is not None
+
+
 class TorchPickle(PickleWriter):
     """The pickle of a torch file, and the records that it points at."""
 
@@ -284,7 +290,7 @@ class TorchPickle(PickleWriter):
         return self.storages.place(tensor, self.path, len(self._records))
 
     def _begin_parameter(self, traits: Traits) -> None:
-        if traits.state:
+        if _has_state(traits):
             self.name(UTILS, "_rebuild_parameter_with_state")
             self.out.append(b"(")
         else:
@@ -293,9 +299,10 @@ class TorchPickle(PickleWriter):
     def _end_parameter(self, traits: Traits) -> None:
         self._bool(traits.requires_grad)
         self.hooks()
-        if traits.state:
+        has_state = _has_state(traits)
+        if has_state:
             self.write(traits.state)
-        self.end_call(b"t" if traits.state else TUPLES[3])
+        self.end_call(b"t" if has_state else TUPLES[3])
 
     def _plain(self, tensor: LazyTensor, requires_grad: bool) -> None:
         """Write a tensor without what it is beyond its elements."""
