@@ -53,7 +53,21 @@ def _seen_again(
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
-    """An open checkpoint. Use it as a mapping, and as a context manager that closes the files behind it."""
+    """An open checkpoint. Use it as a mapping, and as a context manager that closes the files behind it.
+
+    The mapping has the tensors by name, as `LazyTensor`s. `tree` has all values, as they were saved.
+
+    Attributes:
+        path: The path or URL that was opened.
+        format: `torch-zip`, `torch-legacy`, `torch-tar`, `torch-dir`, `torchscript`, `pt2`,
+            `safetensors`, `safetensors-dir`, `dcp`, `native`, `npy`, `npz`, `gguf`, `gguf-dir`,
+            `rank-files`, `deepspeed`, `megatron` or `meta-llama`.
+        metadata: Text that the file contains about itself, such as the metadata of safetensors.
+        foreign: The globals that a pickle mentions and that were not built.
+        notes: Sentences about what is unusual in this file.
+        non_model_keys: Keys at the top of the tree that do not belong to the model, such as the
+            optimizer.
+    """
 
     def __init__(
         self,
@@ -74,8 +88,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.flat = description.tree is description.tensors
         """Whether there is nothing but tensors under their names: then `tree` makes all of them, and `stored` none."""
         self.format = description.format
-        """`torch-zip`, `torch-legacy`, `torch-tar`, `torch-dir`, `torchscript`, `pt2`, `safetensors`, `safetensors-dir`, `dcp`,
-        `native`, `npy`, `npz`, `gguf`, `gguf-dir`, `rank-files`, `deepspeed`, `megatron` or `meta-llama`."""
+        """The name of the format."""
         self.foreign = description.foreign
         """Globals that the file mentioned and that were not built."""
         self.notes: tuple[str, ...] = (*description.notes_on_blocks, *description.notes)
