@@ -150,12 +150,12 @@ def a_child_leaves_the_block(folder: Path) -> None:
         FileTransaction(folder / "file") as one,
         DirectoryTransaction(folder / "old", overwrite=True) as other,
     ):
-        one.allocate(3)
+        one.file.allocate(3)
         made = other.create("part")
         pid = os.fork()
         if pid:
             must_end(pid, 5)
-            one.write(0, b"new")
+            one.file.write(0, b"new")
             made.allocate(1)
             made.write(0, b"x")
             one.commit()
@@ -164,7 +164,7 @@ def a_child_leaves_the_block(folder: Path) -> None:
             # Numbers of descriptors that were the transaction's are now somebody else's.
             others = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
             try:
-                one.write(0, b"bad")
+                one.file.write(0, b"bad")
             except SaveError:
                 pass
             else:

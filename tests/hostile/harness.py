@@ -26,6 +26,7 @@ import numpy as np
 import holdfast
 from holdfast import errors
 from holdfast.core.tensor import Composite
+from holdfast.formats import FORMATS, load_function
 
 from .case import Case
 
@@ -256,7 +257,15 @@ def plain_files(path: Path) -> list[Path]:
 
 
 def warm_up(makers: list[Callable[[], bytes | Path]]) -> None:
-    """Open honest files and a broken one first, so that what Python and numpy import on first use is there."""
+    """Import everything that opening may need before the watch, so that the watch sees only what a file causes.
+
+    Honest files and a broken one are opened, for what Python and numpy import on first use. They do
+    not reach every format: detection asks only the formats that may be it, and stops at the first.
+    """
+    for format in FORMATS:
+        for function in (format.known_by, format.read_by):
+            if function:
+                load_function(function)
     for make in makers:
         with holdfast.open(make()) as ckpt:
             survey(ckpt)
