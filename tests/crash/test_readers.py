@@ -22,6 +22,9 @@ import pytest
 
 import holdfast
 from holdfast.errors import Replaced
+from holdfast.stores.local import Folder
+from holdfast.verbs.open import TRIES
+from holdfast.verbs.verify import Verification
 from tests.crash.overwrite import FORMATS, KINDS, name_of, rows, save, state
 from tests.sampling import count_rounds
 
@@ -132,6 +135,56 @@ def test_what_is_verified_is_one_checkpoint(kind: str):
             report = holdfast.verify(path)
             assert report.ok, report
             assert report.format == FORMATS[kind]
+
+
+@pytest.mark.parametrize("kind", ["native", "split-safetensors", "dcp"])
+@pytest.mark.parametrize("verb", [holdfast.open, holdfast.verify])
+def test_a_path_is_opened_again_as_often_as_it_is_replaced(
+    kind: str, verb, tmp_path: Path, monkeypatch
+):
+    path = os.fspath(tmp_path / "x")
+    save(kind, path, 0)
+    replaced = 0
+
+    def list_and_replace(self, max_files: int) -> list[str]:
+        nonlocal replaced
+        keys = real(self, max_files)
+        if self.path == path and replaced < 3 * TRIES:
+            replaced += 1
+            with monkeypatch.context() as patch:
+                patch.setattr(Folder, "list", real)
+                save(kind, path, replaced % 2)
+        return keys
+
+    real = Folder.list
+    monkeypatch.setattr(Folder, "list", list_and_replace)
+    found = verb(path)
+    assert replaced == 3 * TRIES
+    assert found.format == FORMATS[kind]
+    if verb is holdfast.verify:
+        assert found.ok, found
+    else:
+        found.close()
+
+
+@pytest.mark.parametrize("kind", ["native", "split-safetensors", "dcp"])
+def test_what_was_listed_is_verified_after_it_was_replaced(kind: str, tmp_path: Path, monkeypatch):
+    path = os.fspath(tmp_path / "x")
+    save(kind, path, 0)
+    looks = 0
+
+    def replace_and_verify(self, *arguments):
+        nonlocal looks
+        looks += 1
+        save(kind, path, 1)
+        return real(self, *arguments)
+
+    real = Verification._checkpoint
+    monkeypatch.setattr(Verification, "_checkpoint", replace_and_verify)
+    report = holdfast.verify(path)
+    assert report.ok, report
+    assert report.format == FORMATS[kind]
+    assert looks == 1
 
 
 def test_a_file_that_is_mapped_is_the_one_that_was_read(tmp_path: Path, monkeypatch):

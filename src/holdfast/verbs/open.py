@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import PurePath
 from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 
@@ -49,7 +51,11 @@ T = TypeVar("T")
 Openable = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 
 TRIES = 10
-"""How often a folder is opened again because it was replaced meanwhile; once is already rare."""
+"""How often a folder is opened at least before an error says that it is replaced again and again."""
+
+PATIENCE_S = 10.0
+"""How long a folder is opened again at least. A small checkpoint takes as long to save as to open, and
+may be replaced during ten tries in a row."""
 
 
 @validated(rules=rules_of(PlacementRule))
@@ -182,6 +188,15 @@ def _with_steps(error: UnknownFormat, source: Source) -> UnknownFormat:
     )
 
 
+def attempts() -> Iterator[None]:
+    """Yield for each time that a path is opened, until `TRIES` are used up and `PATIENCE_S` have passed."""
+    end_s = time.monotonic() + PATIENCE_S
+    for number in count():
+        if number >= TRIES and time.monotonic() > end_s:
+            return
+        yield
+
+
 def steady(
     path: Openable, limits: Limits, look: Callable[[Store], T], *, store: object | None = None
 ) -> T:
@@ -190,7 +205,7 @@ def steady(
     A directory may be replaced meanwhile, and what is left of the old one is removed file by file: where a file was gone that had
     been there, whatever was found is forgotten, and the path opened again.
     """
-    for _ in range(TRIES):
+    for _ in attempts():
         opened = checkpoint_store(path, limits, store=store)
         try:
             made = look(opened)
@@ -202,7 +217,9 @@ def steady(
         if not opened.gone:
             return made
         opened.close()
-    message = f"the folder was replaced {TRIES} times while it was opened; open it when fewer saves go there"
+    message = (
+        "the folder was replaced each time that it was opened; open it when fewer saves go there"
+    )
     raise Replaced(message, file=opened.name)
 
 

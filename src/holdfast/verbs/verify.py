@@ -58,10 +58,11 @@ from holdfast.formats.npy.read import member_key
 from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.formats.torch.storages import RecordStorages
 from holdfast.formats.zip.reader import inflated_crc, read_archive
+from holdfast.stores.local import MAX_KEPT_FILES
 from holdfast.stores.paths import describe_place, place_of
 from holdfast.stores.place import join, place_at
 from holdfast.verbs.locate import locate_checkpoint
-from holdfast.verbs.open import TRIES, Openable, opened, store_of
+from holdfast.verbs.open import Openable, attempts, opened, store_of
 from holdfast.verbs.seals.check import Misfit, compared, seal_path
 from holdfast.verbs.seals.document import SEAL, SUFFIX, Seal
 from holdfast.verbs.seals.recorded import compare_recorded
@@ -214,7 +215,7 @@ def _verified(
     except HoldfastError as error:
         check.refuse(describe_place(src), error)
         return check.report(describe_place(src))
-    for _ in range(TRIES):
+    for _ in attempts():
         check = Verification(limits, workers, progress, ranks)
         place = place_at(path)
         if place.on_disk:
@@ -320,6 +321,10 @@ class Verification:
             store.index = index
             keys = store.list() if store.folder else ()
             if place_at(path).on_disk:
+                # A save that replaces the folder removes these files. Those that are open can still be read.
+                for key in keys[:MAX_KEPT_FILES]:
+                    with suppress(HoldfastError):
+                        store.size(key)
                 self.recorded(path, keys)
             try:
                 done = self._checkpoint(store, path)
