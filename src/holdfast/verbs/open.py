@@ -54,8 +54,8 @@ TRIES = 10
 """How often a folder is opened at least before an error says that it is replaced again and again."""
 
 PATIENCE_S = 10.0
-"""How long a folder is opened again at least. A small checkpoint takes as long to save as to open, and
-may be replaced during ten tries in a row."""
+"""How long a folder on a disk is opened again at least. A small checkpoint takes as long to save as to
+open, and may be replaced during ten tries in a row."""
 
 
 @validated(rules=rules_of(PlacementRule))
@@ -188,11 +188,16 @@ def _with_steps(error: UnknownFormat, source: Source) -> UnknownFormat:
     )
 
 
-def attempts() -> Iterator[None]:
-    """Yield for each time that a path is opened, until `TRIES` are used up and `PATIENCE_S` have passed."""
+def attempts(path: Openable, store: object | None = None) -> Iterator[None]:
+    """Yield for each time that a path is opened: `TRIES` times, and on a disk until `PATIENCE_S` have passed.
+
+    In a bucket, an object that is gone may be one that the checkpoint lacks, and stays gone.
+    """
     end_s = time.monotonic() + PATIENCE_S
     for number in count():
-        if number >= TRIES and time.monotonic() > end_s:
+        if number >= TRIES and (
+            time.monotonic() > end_s or not place_at(place_of(path, store)).on_disk
+        ):
             return
         yield
 
@@ -205,7 +210,7 @@ def steady(
     A directory may be replaced meanwhile, and what is left of the old one is removed file by file: where a file was gone that had
     been there, whatever was found is forgotten, and the path opened again.
     """
-    for _ in attempts():
+    for _ in attempts(path, store):
         opened = checkpoint_store(path, limits, store=store)
         try:
             made = look(opened)

@@ -215,7 +215,7 @@ def _verified(
     except HoldfastError as error:
         check.refuse(describe_place(src), error)
         return check.report(describe_place(src))
-    for _ in attempts():
+    for _ in attempts(src):
         check = Verification(limits, workers, progress, ranks)
         place = place_at(path)
         if place.on_disk:
