@@ -155,8 +155,19 @@ def _object(value: Opaque, spent: Spent) -> Iterator[Edge]:
 
 
 def token(value: object, spent: Spent) -> Hashable:
-    """A value that is equal for two values if and only if they are the same."""
-    return leaf_token(value, spent) or ("#", _digest(value, spent))
+    """Return a short value that is equal for two values if and only if they are the same."""
+    leaf = leaf_token(value, spent)
+    if leaf is None:
+        return "#", _digest(value, spent)
+    kind, content = leaf
+    if len(content) <= SHORT_NBYTES:
+        return leaf
+    # Very many dicts may share one long key, such as an array, and each of them has a token of it.
+    return f"#{kind}", hashlib.blake2b(content).digest()
+
+
+SHORT_NBYTES = 64
+"""The most bytes of a value that stand in its token as they are."""
 
 
 def leaf_token(value: object, spent: Spent) -> tuple[str, bytes] | None:
