@@ -1,6 +1,6 @@
 """Words and phrases that must not come back in texts for users, and the form of design notes.
 
-The list starts with what readers stumbled over in a blind reading. Each entry says what to write
+The list starts with what readers stumbled over. Each entry says what to write
 instead. Design notes, tests and comments are not checked.
 """
 
