@@ -14,8 +14,9 @@ DESCRIPTION = """\
 Split a checkpoint for a mesh of ranks, and write it as a native directory with one data file for
 each rank.
 
-A rule is a glob, a colon, and the dimension that each axis of the mesh splits. 'replicate' splits
-none. The first rule that matches a name applies. Names without a rule are replicated.
+A rule tells how tensors are split. '*.weight: tp=0' splits dimension 0 of the tensors whose names
+match '*.weight' over the mesh axis tp. '*: replicate' replicates the matching tensors. The first
+rule that matches a name applies. Tensors without a rule are replicated.
 
 Without any rules, dp and fsdp split dimension 0, and tp splits the matrices of a transformer that
 has the tensor names of Hugging Face."""

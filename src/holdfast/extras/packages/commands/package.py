@@ -34,8 +34,11 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    models = "names of models with their checkpoints; then the path or URL to write (DST)"
-    verb.add_argument("models", metavar="NAME=PATH | DST", nargs="+", help=models)
+    models = (
+        "each model as NAME=PATH, and at the end the path or URL to write (DST); with --replace, the "
+        "path of the new weights, as NAME=PATH if the archive has several models, and at the end DST"
+    )
+    verb.add_argument("models", metavar="MODEL", nargs="+", help=models)
     in_place = "with --replace: replace the archive atomically instead of writing to DST"
     verb.add_argument("--in-place", action="store_true", help=in_place)
     archive = "put the weights into this archive; NAME selects one of several models"
