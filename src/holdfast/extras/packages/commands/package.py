@@ -115,5 +115,5 @@ def _pair(text: str) -> tuple[str, str]:
 
     name, equals, path = text.partition("=")
     if not equals or not name or not path:
-        raise Unsupported(f"{text!r} is not of the form NAME=PATH", found=text)
+        raise Unsupported(f"write each model as NAME=PATH, such as base={text}", found=text)
     return name, path
