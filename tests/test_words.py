@@ -53,6 +53,7 @@ WORDS = {
 
 CLASSES = {
     "Copy": "StoredCopy",
+    "Medium": "ReadProfile",
     "Part": "LayoutPart",
     "Piece": "BytesLike, or a name that says what it is a piece of",
     "Read": "JoinedRead",

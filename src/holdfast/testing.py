@@ -20,7 +20,7 @@ import numpy as np
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage
-from holdfast.core.protocols import Medium
+from holdfast.core.protocols import ReadProfile
 from holdfast.engine.source import HEAD_NBYTES, OpenSource
 from holdfast.errors import CannotHold, HoldfastError
 from holdfast.formats import FORMATS, PLUGINS, Format, load_function, load_plugins
@@ -131,7 +131,7 @@ class _RecordingStore(MemoryStore):
     """Files in memory that are read like files on a disk, and the ranges that were read."""
 
     # Exact, so that no more is read than the format asks for.
-    medium = Medium(exact=True)
+    read_profile = ReadProfile(exact=True)
 
     def __init__(self, files: Files, *, is_folder: bool) -> None:
         super().__init__(files, name="example")
@@ -139,7 +139,7 @@ class _RecordingStore(MemoryStore):
         self.ranges: list[tuple[str, int, int]] = []
 
     @property
-    def folder(self) -> bool:
+    def is_folder(self) -> bool:
         return self._is_folder
 
     def read(self, key: str, start: int, out: memoryview) -> None:

@@ -25,7 +25,7 @@ MIB = 1 << 20
 class CountingStore(MemoryStore):
     """Counts the reads and their bytes. It is read as a file: in memory that is there nothing would be read."""
 
-    medium = FILE
+    read_profile = FILE
 
     def __init__(self, content: bytes | memoryview) -> None:
         super().__init__({"f": content})

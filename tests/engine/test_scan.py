@@ -69,7 +69,7 @@ class Together:
 class ReadOnce(MemoryStore):
     """A file, as far as anybody can tell, that counts how often each byte is read."""
 
-    medium = FILE
+    read_profile = FILE
 
     def __init__(self, content: dict[str, bytes]) -> None:
         super().__init__(content)

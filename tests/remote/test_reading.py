@@ -192,7 +192,7 @@ def test_an_etag_is_the_same_in_a_list_and_in_an_answer():
         patched.setattr(obstore, "list", unquoted(obstore.list))
         with holdfast.open("run", store=store) as checkpoint:
             np.testing.assert_array_equal(checkpoint["b"].numpy(), STATE["b"])
-            assert not checkpoint.source.store.changed()
+            assert not checkpoint.source.store.find_changed()
 
 
 def unquoted(real: Callable[..., object]) -> Callable[..., object]:

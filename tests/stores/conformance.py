@@ -113,14 +113,14 @@ class StoreConformance:
         assert found == [whole[a:b] for a, b in places]
 
     def test_what_is_in_memory_is_mapped(self, store):
-        assert isinstance(store.medium.resident, bool)
-        if store.medium.resident:
+        assert isinstance(store.read_profile.resident, bool)
+        if store.read_profile.resident:
             assert [bytes(store.map(key)) for key in self.keys] == [
                 bytes([i]) + CONTENT for i in range(len(self.keys))
             ]
 
     def test_the_block_that_it_prefers_is_a_length(self, store):
-        assert store.medium.block_nbytes >= 0
+        assert store.read_profile.block_nbytes >= 0
 
     def test_the_stamp_of_the_same_content_is_the_same_plain_value(self, store):
         stamps = [store.stamp(key) for key in self.keys]
@@ -131,26 +131,28 @@ class StoreConformance:
 
     def test_nothing_has_changed_or_gone(self, store):
         self.read(store, self.keys[0], 0, 4)
-        assert list(store.changed()) == []
-        assert store.gone is False
+        assert list(store.find_changed()) == []
+        assert store.is_gone is False
 
     def test_every_key_has_a_place_of_its_own(self, store):
-        places = [store.place(key) for key in self.keys]
-        assert places == [store.place(key) for key in self.keys]
+        places = [store.identity(key) for key in self.keys]
+        assert places == [store.identity(key) for key in self.keys]
         assert len(set(places)) == len(self.keys)
-        assert store.place() == store.place()
+        assert store.identity() == store.identity()
 
     def test_what_is_passed_on_lies_below_as_it_is(self, store):
         for key in self.keys:
-            below = store.below(key)
+            below = store.get_underlying_store(key)
             if below is not None:
                 assert self.read(below, key, 17, 400) == self.read(store, key, 17, 400)
-                assert below.place(key) == store.place(key)
+                assert below.identity(key) == store.identity(key)
 
     def test_what_reading_costs(self, store):
         for key in self.keys:
-            assert store.cost(key, 0) == 0
-            assert store.cost(key, store.size(key)) >= store.cost(key, 1) > 0
+            assert store.count_read_nbytes(key, 0) == 0
+            assert (
+                store.count_read_nbytes(key, store.size(key)) >= store.count_read_nbytes(key, 1) > 0
+            )
 
     def test_after_closing_every_read_says_so(self, store):
         self.read(store, self.keys[0], 0, 4)

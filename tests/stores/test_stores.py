@@ -210,13 +210,13 @@ def test_what_a_file_says_of_itself(tmp_path):
     with closing(LocalStore(path)) as store, closing(LocalStore(tmp_path / "same")) as same:
         before = store.stamp("x")
         assert (before[0], same.stamp("same")) == (3, before)
-        assert store.place() == store.place("x") == same.place("same")
+        assert store.identity() == store.identity("x") == same.identity("same")
         path.write_bytes(b"newer")
-        assert store.changed() == ["x"]
+        assert store.find_changed() == ["x"]
         assert store.stamp("x") == before
     with closing(LocalStore(path)) as store, closing(LocalStore(tmp_path)) as folder:
         assert store.stamp("x") != before
-        assert folder.place("x") == store.place("x") != folder.place()
+        assert folder.identity("x") == store.identity("x") != folder.identity()
 
 
 def test_the_place_of_memory_is_its_address():
@@ -225,11 +225,11 @@ def test_the_place_of_memory_is_its_address():
         MemoryStore({"a": memory}),
         MemoryStore({"b": memory, "part": memoryview(memory)[10:]}),
     )
-    assert one.place("a") == other.place("b") != other.place("part")
-    assert one.place() != other.place()
-    assert MemoryStore({"a": bytes(100)}).place("a") != MemoryStore({"a": bytearray(100)}).place(
-        "a"
-    )
+    assert one.identity("a") == other.identity("b") != other.identity("part")
+    assert one.identity() != other.identity()
+    assert MemoryStore({"a": bytes(100)}).identity("a") != MemoryStore(
+        {"a": bytearray(100)}
+    ).identity("a")
 
 
 def test_a_directory_of_more_files_than_stay_open(tmp_path, monkeypatch):
@@ -248,10 +248,10 @@ def test_a_directory_of_more_files_than_stay_open(tmp_path, monkeypatch):
             assert (
                 len(os.listdir("/proc/self/fd")) <= before + 5
             )  # the folder, three kept, one mapped
-        assert store.changed() == []
+        assert store.find_changed() == []
         (tmp_path / "7").write_bytes(b"another file")
         (tmp_path / "6").unlink()
-        assert store.changed() == ["6", "7"]
+        assert store.find_changed() == ["6", "7"]
         with pytest.raises(Replaced, match="changed or replaced"):
             store.read("7", 0, memoryview(bytearray(1)))
         with pytest.raises(Replaced, match="is gone"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast.core.dtype import DTYPES
-from holdfast.core.protocols import Medium
+from holdfast.core.protocols import ReadProfile
 from holdfast.core.tensor import AliasView
 from holdfast.engine.arrays import Resident
 from holdfast.engine.computed import Computed
@@ -130,7 +130,11 @@ def test_a_computed_store_says_what_it_reads(tmp_path):
         row(bytes(80)), DTYPES.name("float64"), lambda elements: elements.astype(np.float64)
     )
     store, key = half.source.store, half.chunks[0].storage.key
-    assert (store.size(key), store.cost(key, 640), store.cost(key, 8)) == (640, 80, 1)
+    assert (
+        store.size(key),
+        store.count_read_nbytes(key, 640),
+        store.count_read_nbytes(key, 8),
+    ) == (640, 80, 1)
     assert store.stamp(key)
 
 
@@ -168,7 +172,7 @@ def test_a_changed_file_shows_through(tmp_path):
     store = Virtual(over=LocalStore(tmp_path))
     assert store.size("x") == 5
     (tmp_path / "x").write_bytes(b"something else")
-    assert store.changed() == ["x"]
+    assert store.find_changed() == ["x"]
     (tmp_path / "x").unlink()
     with pytest.raises(StoreError):
         Virtual(over=LocalStore(tmp_path)).size("x")
@@ -179,9 +183,9 @@ def test_two_stores_over_one_are_different_places():
     one, other = Virtual(over=below), Virtual(over=below)
     for store in (one, other):
         store.put(VirtualFile(5, partial(copied, b"above")), "y")
-    assert one.place("x") == other.place("x") == below.place("x")
-    assert one.place("y") != other.place("y")
-    assert one.place() != other.place() != below.place()
+    assert one.identity("x") == other.identity("x") == below.identity("x")
+    assert one.identity("y") != other.identity("y")
+    assert one.identity() != other.identity() != below.identity()
 
 
 def test_what_was_made_last_is_kept_within_bounds():
@@ -202,8 +206,12 @@ def test_what_was_made_last_is_kept_within_bounds():
 def test_a_store_over_another_is_read_as_that_one_is():
     """But for what is in memory or in order: computed bytes are neither."""
     below = MemoryStore({"a": b"x"})
-    below.medium = Medium(resident=True, in_order=True, exact=True, block_nbytes=4096, requests=24)
-    assert Virtual(over=below).medium == Medium(exact=True, block_nbytes=4096, requests=24)
-    assert Virtual().medium == Medium()
-    assert Virtual().medium.is_file
-    assert not Virtual(over=below).medium.is_file
+    below.read_profile = ReadProfile(
+        resident=True, in_order=True, exact=True, block_nbytes=4096, requests=24
+    )
+    assert Virtual(over=below).read_profile == ReadProfile(
+        exact=True, block_nbytes=4096, requests=24
+    )
+    assert Virtual().read_profile == ReadProfile()
+    assert Virtual().read_profile.is_file
+    assert not Virtual(over=below).read_profile.is_file

@@ -175,7 +175,7 @@ def step_lines(checkpoint: Checkpoint) -> Iterator[Line]:
     """A line for the steps of a run that lie in the folder of a checkpoint, as trainers leave them beside the last weights."""
     store = checkpoint.source.store
     # Listing a folder of this machine is cheap, listing a bucket takes requests.
-    is_local = store.folder and place_at(checkpoint.path).on_disk
+    is_local = store.is_folder and place_at(checkpoint.path).on_disk
     steps = find_step_folders(store.list()) if is_local else []
     if steps:
         yield [

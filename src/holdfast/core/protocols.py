@@ -29,7 +29,7 @@ Stamp = tuple[object, ...]
 JSON can hold; empty where a store cannot tell."""
 
 
-class Medium(Value, frozen=True):
+class ReadProfile(Value, frozen=True):
     """How the bytes of a store are best read. A file on this machine is the plain case."""
 
     resident: bool = False
@@ -49,7 +49,7 @@ class Medium(Value, frozen=True):
         return not (self.resident or self.block_nbytes or self.in_order or self.requests)
 
 
-FILE = Medium()
+FILE = ReadProfile()
 
 
 class Store:
@@ -59,44 +59,44 @@ class Store:
 
     name: str
     """What a person would call it: the path that was opened."""
-    medium: Medium = FILE
+    read_profile: ReadProfile = FILE
     index: str = ""
     """The index of a Hugging Face folder by which the user opened it; empty if the user named the folder."""
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
     """Opens a block of many reads. What has to be done after a read may wait for the last one."""
 
     @property
-    def gone(self) -> bool:
+    def is_gone(self) -> bool:
         """Whether something was missing that had been there: what was found here is not to be relied on."""
         return False
 
     @property
-    def folder(self) -> bool:
+    def is_folder(self) -> bool:
         """Whether it is a directory, be it of one file: what it lacks may lie beside what it has."""
         return False
 
     @property
-    def single(self) -> str | None:
+    def single_key(self) -> str | None:
         """The only key; None where there are several, or none."""
         keys = self.list()
         return keys[0] if len(keys) == 1 else None
 
-    def beside(self) -> Store | None:
+    def get_folder_store(self) -> Store | None:
         """The folder that a single file lies in, for formats that have further files there. None if it is not known.
 
         It is closed with this store.
         """
-        return self if self.folder else None
+        return self if self.is_folder else None
 
-    def holds(self, key: str) -> bool:
+    def has_key(self, key: str) -> bool:
         """Whether there is something under a key. To ask for one may cost less than to list all."""
         return key in self.list()
 
-    def expect(self, key: str, nbytes: int) -> bool:
+    def expect_size(self, key: str, nbytes: int) -> bool:
         """Take note of what an index says of a key. True where it is compared when the key is read first; else ask for `size`."""
         return False
 
-    def reaches(self, key: str) -> bool:
+    def can_read_sibling(self, key: str) -> bool:
         """Whether a key of a sibling folder (`core.keys.sibling_key`) can be read. Objects have no second names, so
         a checkpoint in a bucket names what it has in common with one beside it where that is."""
         return False
@@ -125,7 +125,7 @@ class Store:
         """What identifies the content under a key, as it was when it was opened."""
         return ()
 
-    def changed(self) -> Sequence[str]:
+    def find_changed(self) -> Sequence[str]:
         """The keys whose content is known to be another by now than when it was opened."""
         return ()
 
@@ -133,19 +133,19 @@ class Store:
         """Return the keys whose path no longer leads to the file that was opened.
 
         Reading is not affected, because an open file outlives its name. A save to the same place
-        is: it would overwrite whatever has the path now. `changed` of an object store covers both.
+        is: it would overwrite whatever has the path now. `find_changed` of an object store covers both.
         """
         return ()
 
-    def place(self, key: str = "") -> Hashable:
+    def identity(self, key: str = "") -> Hashable:
         """Where the content of a key is, or the whole store: equal for two stores over the same bytes."""
         return "store", id(self), key
 
-    def below(self, key: str) -> Store | None:
+    def get_underlying_store(self, key: str) -> Store | None:
         """The store that has the content of a key, where this one only passes it on."""
         return None
 
-    def cost(self, key: str, nbytes: int) -> int:
+    def count_read_nbytes(self, key: str, nbytes: int) -> int:
         """Bytes that are read from somewhere for so many bytes of a key: other ones where these are computed."""
         return nbytes
 

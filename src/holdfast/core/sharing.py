@@ -262,7 +262,7 @@ class _Search:
         if not self._by_place:
             return id(home), key
         if (source, key) not in self._owners:
-            self._owners[source, key] = source.store.place(key)
+            self._owners[source, key] = source.store.identity(key)
         return self._owners[source, key]
 
     def _number(self, tensor: LazyTensor, chunks: Sequence[Chunk]) -> int:

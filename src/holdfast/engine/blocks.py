@@ -68,7 +68,7 @@ def contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
 def mapped_bytes(tensor: LazyTensor) -> memoryview | None:
     """The tensor's bytes as memory that is there already, for tensors that live in this process; else None."""
     place = contiguous_bytes(tensor)
-    if place is None or not tensor.source.store.medium.resident:
+    if place is None or not tensor.source.store.read_profile.resident:
         return None
     memory = tensor.source.store.map(place[0])
     return None if memory is None else memory[place[1] : place[1] + tensor.nbytes]
@@ -101,8 +101,8 @@ def block_size(tensor: LazyTensor, block: int) -> int:
     """Bytes of a piece: what the store would rather have than `block`, where it has a preference. Of a remote store it is
     what one request fetches at the most, and `block` may be what memory allows."""
     store = tensor.source.store
-    wished = store.medium.block_nbytes or block
-    return min(wished, block) if store.medium.requests else wished
+    wished = store.read_profile.block_nbytes or block
+    return min(wished, block) if store.read_profile.requests else wished
 
 
 def pack(array: np.ndarray, dtype: DType) -> bytes:

@@ -49,7 +49,7 @@ def read_flat(
     out = np.empty(stop - start, tensor.dtype.numpy) if out is None else out
     source = tensor.source
     # By one call, of a file on this machine with whole bytes an element.
-    whole = source.store.medium.is_file and out.dtype.itemsize * 8 == tensor.dtype.bits
+    whole = source.store.read_profile.is_file and out.dtype.itemsize * 8 == tensor.dtype.bits
     if isinstance(source, OpenSource) and len(out) < tensor.size and whole:
         place = contiguous_bytes(tensor)
         if place is not None:

@@ -473,7 +473,7 @@ def _grouped(owners: Ints, rows: Ints, count: int) -> tuple[Ints, Ints]:
 
 def store_of(source: Source, key: str) -> Store:
     """Where the bytes of a key are: in the files, or in what inflates them."""
-    return source.store.below(key) or source.store
+    return source.store.get_underlying_store(key) or source.store
 
 
 def stored_ranges(table: Table, pieces: Iterable[Piece]) -> StoredRanges:

@@ -64,9 +64,9 @@ def read_ranges(store: Store, reads: RangeReads, *, threads: int, policy: Policy
     """
     # A few ranges of a local file are read sooner one by one than they are joined. Memory needs no
     # joining at all.
-    medium = store.medium
-    has_few = len(reads.starts) <= FEW_RANGES and not (medium.requests or medium.in_order)
-    if has_few or len(reads.starts) == 1 or medium.resident:
+    profile = store.read_profile
+    has_few = len(reads.starts) <= FEW_RANGES and not (profile.requests or profile.in_order)
+    if has_few or len(reads.starts) == 1 or profile.resident:
         total_nbytes = int(sum(reads.nbytes))
         if total_nbytes < INLINE_NBYTES:
             _read_one_by_one(store, reads)
@@ -82,13 +82,13 @@ def read_ranges(store: Store, reads: RangeReads, *, threads: int, policy: Policy
     ]
     total_nbytes = sum(file.parts.nbytes for file in file_reads)
     # Of a remote store each joined read is a task, so that none waits for another.
-    task_nbytes = 1 if medium.requests else policy.block
+    task_nbytes = 1 if profile.requests else policy.block
     tasks = [
         partial(file.run, first, last, policy.block)
         for file in file_reads
         for first, last in split_reads(file.parts, task_nbytes)
     ]
-    has_threads = medium.requests or total_nbytes >= INLINE_NBYTES
+    has_threads = profile.requests or total_nbytes >= INLINE_NBYTES
     run_reads(tasks, threads if has_threads else 1, stores=[store])
     for file in file_reads:
         file.finish()
@@ -144,7 +144,7 @@ def split_reads(reads: Reads, nbytes: int) -> Iterator[tuple[int, int]]:
 def read_joined(store: Store, reads: Reads, number: int, scratch: Scratch) -> memoryview:
     """Return the bytes of a joined read: as they lie in memory already, or read to scratch memory."""
     start, stop = reads.starts.item(number), reads.stops.item(number)
-    memory = store.map(reads.key) if store.medium.resident else None
+    memory = store.map(reads.key) if store.read_profile.resident else None
     if memory is not None and stop <= memory.nbytes:
         return memory[start:stop]
     data = scratch.of(stop - start)

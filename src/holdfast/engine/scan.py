@@ -149,7 +149,7 @@ def scan(
 
 def _cut_batches(store: Store, range_keys: Iterable[RangeKey]) -> Iterator[list[RangeKey]]:
     """Group small neighbours, so that they are read together."""
-    most_nbytes = REMOTE.block if store.medium.requests else LOCAL.block
+    most_nbytes = REMOTE.block if store.read_profile.requests else LOCAL.block
     batch: list[RangeKey] = []
     batch_nbytes = 0
     for range_key in sorted(range_keys):
@@ -187,7 +187,7 @@ class _Scan(Generic[T]):
         self, store: Store, batch: Sequence[RangeKey], shown: Sequence[Sequence[FileBlock]]
     ) -> None:
         """Read a batch, and show each of its ranges as the blocks that it is."""
-        policy = REMOTE if store.medium.requests else LOCAL
+        policy = REMOTE if store.read_profile.requests else LOCAL
         name = lambda position: self.tensors[shown[position][0].number].name  # noqa: E731
         data = read_to_scratch(store, Ranges.of(batch), name, policy=policy)
         stop = 0

@@ -38,17 +38,17 @@ class OpenSource:
         self, store: Store, *, limits: Limits | None = None, threads: int | None = None, mapped: bool = False,
         verify: bool = True, policy: Policy | None = None, rules: Sequence[str | PlacementRule] = (),
     ) -> None:  # fmt: skip
-        medium = store.medium
+        profile = store.read_profile
         self.store = store
         self.rules = tuple(rules)
         self.limits = limits or DEFAULTS
-        self.threads = threads or medium.requests or DEFAULT_THREADS
+        self.threads = threads or profile.requests or DEFAULT_THREADS
         self.mapped = mapped
         self.verify = verify  # Whether checksums that the file records are compared when a storage is read from end to end.
-        self.policy = policy or (REMOTE if medium.requests else MEMORY)
-        self._resident = medium.resident
+        self.policy = policy or (REMOTE if profile.requests else MEMORY)
+        self._resident = profile.resident
         self._reads_ahead = not (
-            medium.requests or medium.exact
+            profile.requests or profile.exact
         )  # Whether more may be read of a file than was asked for.
         self._first: tuple[str | None, bytes, int] = NO_FILE
         """The file whose first bytes were read last, these, and how many were wanted."""

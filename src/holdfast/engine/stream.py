@@ -87,9 +87,11 @@ def write_stream(
     remote = [
         segment
         for segment in plan.segments
-        if isinstance(segment, Data) and segment.tensor.source.store.medium.requests
+        if isinstance(segment, Data) and segment.tensor.source.store.read_profile.requests
     ]
-    wanted = max((segment.tensor.source.store.medium.requests for segment in remote), default=0)
+    wanted = max(
+        (segment.tensor.source.store.read_profile.requests for segment in remote), default=0
+    )
     window = max(1, min(wanted, requests or wanted))
     foreseen: dict[str, int] = {}
     if _asks_ahead(plan):
@@ -291,7 +293,7 @@ def _write_hashed(target: Writer, segment: Data, blocks: Iterator[memoryview]) -
 def _write_data(target: Writer, segment: Data | Memory, blocks: Iterator[memoryview]) -> int:
     """Write the data, and return its sum."""
     crc = 0
-    if isinstance(segment, Data) and segment.tensor.source.store.medium.requests:
+    if isinstance(segment, Data) and segment.tensor.source.store.read_profile.requests:
         left = segment.nbytes
         while left:
             ahead = next(blocks)

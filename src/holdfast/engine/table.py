@@ -147,7 +147,10 @@ def as_written(table: Table) -> Table:
     for number, place in enumerate(storages.files):
         store = place.source.store
         # Whether many short reads of a file cost what one does, and as many bytes as they give, which computed content may not.
-        local[number] = not store.medium.block_nbytes and store.cost(place.key, MEASURE) == MEASURE
+        local[number] = (
+            not store.read_profile.block_nbytes
+            and store.count_read_nbytes(place.key, MEASURE) == MEASURE
+        )
     left = has_alias[kind[rows]] | ~local[storages.file[held]]
     taken = np.zeros(len(storages.start), np.bool_)
     taken[held[left]] = True

@@ -170,7 +170,7 @@ def write_part(
     ]
     written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashed == "hash") for s in large}
     stores = _stores(plan)
-    remote = max((store.medium.requests for store in stores), default=0)
+    remote = max((store.read_profile.requests for store in stores), default=0)
     gathered = sum(segment.nbytes for segment in plan.segments if isinstance(segment, Gathered))
     usual = min(DEFAULT_THREADS, GATHERERS) if 2 * gathered > plan.nbytes else DEFAULT_THREADS
     threads = threads or max(usual, remote)
@@ -273,7 +273,9 @@ def file_content(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Receip
     here: dict[str, int] = {}
     pieces: list[Piece] = []
     data = [segment for segment in plan.segments if isinstance(segment, Data)]
-    ordered = [one.tensor.source.store for one in data if one.tensor.source.store.medium.in_order]
+    ordered = [
+        one.tensor.source.store for one in data if one.tensor.source.store.read_profile.in_order
+    ]
     if ordered:
         run_reads((lambda: pieces.extend(_pieces(plan.segments, here)),), 1, stores=ordered)
     else:
@@ -366,7 +368,7 @@ def _wished_nbytes(segment: Segment) -> int:
     if not isinstance(segment, Data):
         return 0
     store = segment.tensor.source.store
-    return 0 if store.medium.requests else store.medium.block_nbytes
+    return 0 if store.read_profile.requests else store.read_profile.block_nbytes
 
 
 Lend = Callable[
@@ -513,7 +515,8 @@ def fetch_small(segments: Iterable[Data]) -> dict[str, memoryview]:
     wanted = [
         s
         for s in segments
-        if s.nbytes and not ((medium := s.tensor.source.store.medium).resident or medium.in_order)
+        if s.nbytes
+        and not ((profile := s.tensor.source.store.read_profile).resident or profile.in_order)
     ]
     outs = [np.empty(s.tensor.shape, s.tensor.dtype.numpy) for s in wanted]
     for source, requests in by_source(
@@ -660,11 +663,11 @@ def stored_crcs(
         np.array(lengths, np.int64),
     )
     sweep = (
-        Sweep(store, ranges, block=store.medium.block_nbytes)
-        if store.medium.block_nbytes
+        Sweep(store, ranges, block=store.read_profile.block_nbytes)
+        if store.read_profile.block_nbytes
         else Sweep(store, ranges)
     )
-    run_all(sweep.tasks(), store.medium.requests or threads or DEFAULT_THREADS)
+    run_all(sweep.tasks(), store.read_profile.requests or threads or DEFAULT_THREADS)
     for number in sorted(sweep.errors):
         sweep.crc32(number, name=labels[number])  # raises
     return dict(zip(labels, sweep.crcs().tolist(), strict=True))

@@ -154,7 +154,7 @@ class Format(Value, frozen=True):
 
     def matches(self, source: Source) -> bool:
         """Whether the content, never the suffix, is of this format."""
-        key = source.store.single
+        key = source.store.single_key
         head = b"" if key is None else source.first(key, FIRST_NBYTES)
         return self.recognises(source, key, head)
 
@@ -164,15 +164,15 @@ class Format(Value, frozen=True):
         The content decides, never the suffix.
         """
         if self.folder:
-            may_be = key is None or source.store.folder or key == self.index
+            may_be = key is None or source.store.is_folder or key == self.index
             # A file alone may be all that there is of a folder: the file of the only rank.
             if not may_be and self.file_pattern:
                 may_be = re.fullmatch(self.file_pattern, key or "") is not None
             if not may_be:
                 return False
             if not self.known_by:
-                return source.store.holds(self.index)
-            if self.yields_to and source.store.holds(self.yields_to):
+                return source.store.has_key(self.index)
+            if self.yields_to and source.store.has_key(self.yields_to):
                 return False
             if self.key_pattern:
                 keys = source.store.list()

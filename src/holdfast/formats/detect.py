@@ -75,7 +75,7 @@ def detect(source: Source, *, plugins: bool = True) -> Format:
     stream of pickles.
     """
     # An index that lies alone in its folder is still the index of a folder, which lacks its files.
-    key = None if source.store.index else source.store.single
+    key = None if source.store.index else source.store.single_key
     head = b"" if key is None else source.first(key, FIRST_NBYTES)
     format = next((entry for entry in FORMATS if entry.recognises(source, key, head)), None)
     if format is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.core.chunk import Storage
-from holdfast.core.protocols import Description, Foreign, Medium, Source, Stamp, Store
+from holdfast.core.protocols import Description, Foreign, ReadProfile, Source, Stamp, Store
 from holdfast.core.strict_json import kind, parse
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
@@ -154,15 +154,15 @@ class ComponentStore(Store):
         self._keys = without_variants(keys)
 
     @property
-    def medium(self) -> Medium:  # type: ignore[override]  # that of the store
-        return self._store.medium
+    def read_profile(self) -> ReadProfile:  # type: ignore[override]  # that of the store
+        return self._store.read_profile
 
     @property
-    def gone(self) -> bool:
-        return self._store.gone
+    def is_gone(self) -> bool:
+        return self._store.is_gone
 
     @property
-    def folder(self) -> bool:
+    def is_folder(self) -> bool:
         return True
 
     def list(self) -> Sequence[str]:

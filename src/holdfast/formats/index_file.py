@@ -199,9 +199,9 @@ def read_config(source: Source, limits: Limits) -> Mapping[str, object]:
     """The config.json beside the weights, and Meta's params.json; empty where there is none, or it is none. Models with several
     towers have one for each: the text model's counts as well."""
     store, known = source.store, dict[str, object]()
-    for key in CONFIGS if store.folder else ():
+    for key in CONFIGS if store.is_folder else ():
         try:
-            size = min(store.size(key), limits.header_nbytes) if store.holds(key) else 0
+            size = min(store.size(key), limits.header_nbytes) if store.has_key(key) else 0
             found = parse(source.bytes(key, 0, size), limits, file=key) if size else None
         except HoldfastError:
             continue

@@ -306,8 +306,8 @@ class FileHandle(Struct):
 class LocalStore(Store):
     """A file, a directory, or the files of a directory that match a pattern (`actor/optim_*.pt`)."""
 
-    gone = False
-    folder = False
+    is_gone = False
+    is_folder = False
 
     def __init__(
         self,
@@ -347,14 +347,14 @@ class LocalStore(Store):
                 self._handles[self._single] = FileHandle(file, status)
         except (OSError, UnicodeEncodeError) as error:
             raise store_error(self.name, error) from None
-        self.folder = self._folder is not None
+        self.is_folder = self._folder is not None
 
     @property
-    def single(self) -> str | None:
-        return super().single if self.folder else self._single
+    def single_key(self) -> str | None:
+        return super().single_key if self.is_folder else self._single
 
-    def beside(self) -> Store | None:
-        if self.folder:
+    def get_folder_store(self) -> Store | None:
+        if self.is_folder:
             return self
         with self._lock:
             if self._is_closed:
@@ -366,14 +366,14 @@ class LocalStore(Store):
 
     def list(self) -> Sequence[str]:
         """Return every key, as of the first call."""
-        if not self.folder:
+        if not self.is_folder:
             return [self._single]
         with self._lock:
             if self._keys is None:
                 try:
                     self._keys = self._list_keys(self._get_folder())
                 except Replaced:
-                    self.gone = True
+                    self.is_gone = True
                     raise
                 except OSError as error:
                     raise store_error(self.name, error) from None
@@ -435,11 +435,11 @@ class LocalStore(Store):
         status = self._open(key).status
         return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
-    def place(self, key: str = "") -> Hashable:
+    def identity(self, key: str = "") -> Hashable:
         """Return the real path, which is equal for two paths to one file."""
         return "file", os.path.realpath(self._label(key) if key else self.name)
 
-    def changed(self) -> Keys:
+    def find_changed(self) -> Keys:
         """Return the files that were written to since they were opened, if the file system shows it."""
         with self._lock:
             handles = dict(self._handles)
@@ -502,7 +502,7 @@ class LocalStore(Store):
 
     def _label(self, key: str) -> str:
         """Return the path of a file for messages."""
-        return os.path.join(self._root, key) if self.folder else self.name
+        return os.path.join(self._root, key) if self.is_folder else self.name
 
     def _list_keys(self, folder: Folder) -> Keys:
         """Return the files that a folder has now and that match the pattern."""
@@ -528,7 +528,7 @@ class LocalStore(Store):
                 expected_version = self._expected_versions.get(key)
                 if expected_version is not None and expected_version != handle.version:
                     raise Replaced(OTHER_CHECKPOINT_MESSAGE, file=self._label(key))
-                has_many_files = self.folder and (
+                has_many_files = self.is_folder and (
                     len(self._handles) >= MAX_KEPT_FILES
                     or len(OPEN_DESCRIPTORS) > platform.most_open_files() // OPEN_FILES_DIVISOR
                 )
@@ -565,7 +565,7 @@ class LocalStore(Store):
             raise self._explain_error(key, error) from None
 
     def _open_file(self, key: str) -> OpenFile:
-        if self.folder:
+        if self.is_folder:
             return self._get_folder().open(key)
         if key != self._single:
             raise StoreError(f"there is no {key!r} in {self.name}", file=key)
@@ -574,7 +574,7 @@ class LocalStore(Store):
     def _close_kept_files(self) -> bool:
         """Close the files of a directory that are kept open. Returns False if there were none."""
         has_closed = False
-        if self.folder:
+        if self.is_folder:
             for handle in list(self._handles.values()):
                 has_closed |= handle.file is not None
                 handle.file = None
@@ -589,7 +589,7 @@ class LocalStore(Store):
             or (self._keys is not None and key in self._keys)
         )
         if isinstance(error, OSError) and error.errno in MISSING_ERRNOS and was_there:
-            self.gone = True
+            self.is_gone = True
             replaced_error = Replaced(
                 "the file is gone: the checkpoint was replaced or removed while it was open; "
                 "open it again",
@@ -597,7 +597,7 @@ class LocalStore(Store):
             )
             replaced_error.errno = error.errno
             return replaced_error
-        return store_error(label, error, inside=self.folder)
+        return store_error(label, error, inside=self.is_folder)
 
 
 def _split_pattern(path: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from holdfast.core.protocols import Medium, Store
+from holdfast.core.protocols import ReadProfile, Store
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, HoldfastError, StoreError, Truncated, Unsupported
 
@@ -21,7 +21,7 @@ LARGE_COPY_NBYTES = 64 << 10
 class MemoryStore(Store):
     """A store whose bytes are in memory already."""
 
-    medium = Medium(resident=True)
+    read_profile = ReadProfile(resident=True)
 
     def __init__(
         self, content: Mapping[str, bytes | bytearray | memoryview], *, name: str = "<memory>"
@@ -64,11 +64,11 @@ class MemoryStore(Store):
     def map(self, key: str) -> memoryview | None:
         return self._get_content(key)
 
-    def place(self, key: str = "") -> Hashable:
+    def identity(self, key: str = "") -> Hashable:
         """Return the address of a file, which is equal in two stores that share the memory."""
         content = self._get_content(key) if key else None
         if not content:
-            return super().place(key)
+            return super().identity(key)
         address = np.frombuffer(content, np.uint8).__array_interface__["data"][0]
         return "memory", address, content.nbytes
 
@@ -104,7 +104,7 @@ class FileObjectStore(Store):
     the file object.
     """
 
-    medium = Medium(in_order=True)
+    read_profile = ReadProfile(in_order=True)
     KEY = "file"
 
     def __init__(self, file: BinaryIO) -> None:

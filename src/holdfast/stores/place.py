@@ -60,7 +60,7 @@ class LocalPlace(Value, frozen=True):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """A key that is equal for two spellings of one place, and for stores of it (`Store.place`)."""
+        """A key that is equal for two spellings of one place, and for stores of it (`Store.identity`)."""
         return "file", self.real
 
     @property

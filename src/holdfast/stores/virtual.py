@@ -50,7 +50,7 @@ class Virtual(Store):
         self.name = name if over is None else over.name
         self._over = over
         if over is not None:
-            self.medium = replace(over.medium, resident=False, in_order=False)
+            self.read_profile = replace(over.read_profile, resident=False, in_order=False)
             self.index = over.index
         self._entries: dict[str, VirtualFile] = {}
         self._is_closed = False
@@ -71,41 +71,41 @@ class Virtual(Store):
         return self._entries[key]
 
     @property
-    def gone(self) -> bool:
-        return self._over is not None and self._over.gone
+    def is_gone(self) -> bool:
+        return self._over is not None and self._over.is_gone
 
     @property
-    def folder(self) -> bool:
-        return self._over is not None and self._over.folder
+    def is_folder(self) -> bool:
+        return self._over is not None and self._over.is_folder
 
     @property
-    def single(self) -> str | None:
-        return super().single if self._over is None else self._over.single
+    def single_key(self) -> str | None:
+        return super().single_key if self._over is None else self._over.single_key
 
-    def beside(self) -> Store | None:
-        return None if self._over is None else self._over.beside()
+    def get_folder_store(self) -> Store | None:
+        return None if self._over is None else self._over.get_folder_store()
 
-    def holds(self, key: str) -> bool:
-        return super().holds(key) if self._over is None else self._over.holds(key)
+    def has_key(self, key: str) -> bool:
+        return super().has_key(key) if self._over is None else self._over.has_key(key)
 
-    def expect(self, key: str, nbytes: int) -> bool:
-        return self._over is not None and self._over.expect(key, nbytes)
+    def expect_size(self, key: str, nbytes: int) -> bool:
+        return self._over is not None and self._over.expect_size(key, nbytes)
 
-    def reaches(self, key: str) -> bool:
-        return key in self._entries if self._over is None else self._over.reaches(key)
+    def can_read_sibling(self, key: str) -> bool:
+        return key in self._entries if self._over is None else self._over.can_read_sibling(key)
 
     def list(self) -> Sequence[str]:
         return sorted(self._entries) if self._over is None else self._over.list()
 
-    def below(self, key: str) -> Store | None:
+    def get_underlying_store(self, key: str) -> Store | None:
         return None if key in self._entries else self._over
 
     def size(self, key: str) -> int:
-        store = self.below(key)
+        store = self.get_underlying_store(key)
         return self.entry(key).size() if store is None else store.size(key)
 
     def read(self, key: str, start: int, out: memoryview) -> None:
-        store = self.below(key)
+        store = self.get_underlying_store(key)
         if store is not None:
             store.read(key, start, out)
             return
@@ -119,39 +119,39 @@ class Virtual(Store):
             entry.read(start, out)
 
     def peek(self, key: str, start: int, out: memoryview) -> None:
-        store = self.below(key)
+        store = self.get_underlying_store(key)
         if store is None:
             self.read(key, start, out)
         else:
             store.peek(key, start, out)
 
     def map(self, key: str) -> memoryview | None:
-        store = self.below(key)
+        store = self.get_underlying_store(key)
         return None if store is None else store.map(key)
 
     def stamp(self, key: str) -> Stamp:
-        store = self.below(key)
+        store = self.get_underlying_store(key)
         return self.entry(key).stamp() if store is None else store.stamp(key)
 
-    def changed(self) -> Sequence[str]:
-        return () if self._over is None else self._over.changed()
+    def find_changed(self) -> Sequence[str]:
+        return () if self._over is None else self._over.find_changed()
 
     def find_replaced(self) -> Sequence[str]:
         return () if self._over is None else self._over.find_replaced()
 
-    def place(self, key: str = "") -> Hashable:
+    def identity(self, key: str = "") -> Hashable:
         """Return where the content of a key, or the whole store, comes from.
 
         A `Virtual` differs from every other store: another one over the same store may have other
         entries.
         """
-        store = self.below(key) if key else None
-        return super().place(key) if store is None else store.place(key)
+        store = self.get_underlying_store(key) if key else None
+        return super().identity(key) if store is None else store.identity(key)
 
-    def cost(self, key: str, nbytes: int) -> int:
-        store = self.below(key)
+    def count_read_nbytes(self, key: str, nbytes: int) -> int:
+        store = self.get_underlying_store(key)
         if store is not None:
-            return store.cost(key, nbytes)
+            return store.count_read_nbytes(key, nbytes)
         entry = self.entry(key)
         file_nbytes = entry.size()
         if entry.read_nbytes is None or not file_nbytes:

@@ -256,7 +256,7 @@ def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
     """Bytes that reading a tensor takes, and how many of them are not wanted."""
     place = contiguous_bytes(tensor)
     if place is not None:
-        return tensor.source.store.cost(place[0], tensor.nbytes), 0
+        return tensor.source.store.count_read_nbytes(place[0], tensor.nbytes), 0
     # Only the target's shape and strides count; one element stands for all of it.
     stand_in = np.broadcast_to(np.empty((), tensor.dtype.numpy), tensor.shape)
     _, read_nbytes, wanted_nbytes = read_cost([Request(tensor, stand_in)])

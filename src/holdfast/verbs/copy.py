@@ -83,20 +83,20 @@ def plan_copy(
         source = stack.enter_context(opened(src, threads=1, limits=limits))
         target = place_of(dst, options["store"])
         store = _raw(src, source, stack, limits)
-        if not store.folder and any(one.folder for one in source.stored.stores):
+        if not store.is_folder and any(one.is_folder for one in source.stored.stores):
             raise CannotHold(
                 "this file cannot be copied alone",
                 [f"tensors of {source.path!r} lie in other files of its folder; copy the folder"],
                 file=source.path,
             )
-        if not store.folder and place_at(target).is_marked_as_folder:
+        if not store.is_folder and place_at(target).is_marked_as_folder:
             target = join(target, os.path.basename(source.path))
         if is_same_place(target, source.path):
             raise CannotHold(
                 "the target is read while it is written", [f"{target!r} is the source"], file=target
             )
-        writing = pick(Writing, {**options, **common}, requests=store.medium.requests)
-        check_target(target, directory=store.folder, writing=writing)
+        writing = pick(Writing, {**options, **common}, requests=store.read_profile.requests)
+        check_target(target, directory=store.is_folder, writing=writing)
         recorded, whole = _recorded(source)
         plan, checked = _lay_out(source, store, target, limits, recorded=recorded)
         report = Copied(**planned_fields(plan, target), source=source.path, checked_nbytes=checked)
@@ -123,7 +123,7 @@ def _unchecked(whole: int, checked: int, *, by_store: bool) -> Iterator[str]:
 def _raw(src: Openable | Checkpoint, source: Checkpoint, stack: ExitStack, limits: Limits) -> Store:
     """The store of the files themselves; that of an open checkpoint may have some that are computed."""
     store = source.source.store
-    if isinstance(src, Checkpoint) and store.place() != place_at(source.path).identity:
+    if isinstance(src, Checkpoint) and store.identity() != place_at(source.path).identity:
         return store  # it was opened from memory
     raw = checkpoint_store(source.path if isinstance(src, Checkpoint) else src, limits)
     stack.callback(raw.close)
@@ -134,7 +134,7 @@ def _lay_out(
     source: Checkpoint, store: Store, target: str, limits: Limits, *, recorded: Mapping[str, Ints]
 ) -> tuple[SavePlan, int]:
     names = list(store.list())
-    last = _index(names, source) if store.folder else None
+    last = _index(names, source) if store.is_folder else None
     origin = OpenSource(store, limits=limits, threads=1)
     linked: list[LinkedFile] = []
     files: list[FilePlan] = []
@@ -150,7 +150,7 @@ def _lay_out(
     )
     shared = {file.name: at for file in listed if (at := sibling_key(file.name))}
     for name in (*names, *shared):
-        folder, key = shared.get(name, ("", name if store.folder else ""))
+        folder, key = shared.get(name, ("", name if store.is_folder else ""))
         if name != last and url is not None and shares and store.size(name) <= COPIED_NBYTES:
             linked.append(LinkedFile(key, store.size(name), url.sibling(folder) if folder else url))
             continue
@@ -167,7 +167,7 @@ def _lay_out(
     plan = SavePlan(
         source.format,
         tuple(files),
-        directory=store.folder,
+        directory=store.is_folder,
         index=tuple(index),
         linked=tuple(linked),
         copied=True,
@@ -248,7 +248,7 @@ def _copied(name: str, origin: Source, recorded: Ints | None, *, key: str) -> tu
     kinds = [Kind.whole_of(BYTES, (length,)) for length in of_length.tolist()]
     rows = range(len(starts))
     # What a remote store has is requested ahead, which a row by itself is.
-    ahead = store.medium.in_order or store.medium.block_nbytes
+    ahead = store.read_profile.in_order or store.read_profile.block_nbytes
     irregular = (
         {row: storages.view(row, kinds[kind[row]], labels[row]) for row in rows} if ahead else {}
     )

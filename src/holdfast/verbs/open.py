@@ -178,7 +178,7 @@ def _with_steps(error: UnknownFormat, source: Source) -> UnknownFormat:
     """Return the error for a folder that is no checkpoint; another one if the folder holds the steps of a run."""
     from holdfast.verbs.trainers import find_step_folders  # It imports this module.
 
-    steps = find_step_folders(source.store.list()) if source.store.folder else []
+    steps = find_step_folders(source.store.list()) if source.store.is_folder else []
     if not steps:
         return error
     return UnknownFormat(
@@ -216,10 +216,10 @@ def steady(
             made = look(opened)
         except BaseException as error:
             opened.close()
-            if not isinstance(error, HoldfastError) or not opened.gone:
+            if not isinstance(error, HoldfastError) or not opened.is_gone:
                 raise
             continue
-        if not opened.gone:
+        if not opened.is_gone:
             return made
         opened.close()
     message = (
@@ -343,7 +343,7 @@ def checkpoint_mark(checkpoint: Checkpoint) -> bytes:
             repr((name, tensor.dtype.name, tensor.shape, sums)).encode("utf-8", "surrogatepass")
         )
     store = checkpoint.source.store
-    if store.medium.is_file:
+    if store.read_profile.is_file:
         ranges = [storage.ranges[-1] for storage in unchecked if storage.home is store]
         for key, start, stop in evenly_chosen(ranges, SAMPLES):
             mark.update(last_bytes(store, key, start, stop))

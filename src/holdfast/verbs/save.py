@@ -183,7 +183,7 @@ def _write_stream(plan: SavePlan, file: Writer, described: State, where: str) ->
     (one,) = plan.files
     check_source(one, write_stream(one, file))
     for store in described.tensors.stores:
-        if store.changed():
+        if store.find_changed():
             raise SaveError(
                 f"the source {store.name!r} changed while it was read; what was written is of no use",
                 file=where,

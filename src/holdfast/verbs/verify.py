@@ -319,7 +319,7 @@ class Verification:
         try:
             store = store_of(path, self._limits)
             store.index = index
-            keys = store.list() if store.folder else ()
+            keys = store.list() if store.is_folder else ()
             if place_at(path).on_disk:
                 # A save that replaces the folder removes these files. Those that are open can still be read.
                 for key in keys[:MAX_KEPT_FILES]:
@@ -337,7 +337,7 @@ class Verification:
             return
         finally:
             if store is not None:
-                self.replaced = store.gone
+                self.replaced = store.is_gone
                 store.close()
         if self.replaced:
             self.refuse(
@@ -390,7 +390,7 @@ class Verification:
             try:
                 self._checkpoint(store, label)
             finally:
-                self.replaced |= store.gone
+                self.replaced |= store.is_gone
                 store.close()
         except UnknownFormat as error:
             if label in self._vouched:

@@ -36,7 +36,7 @@ from tests.support import run_in_threads
 
 import holdfast
 from holdfast import errors
-from holdfast.core.protocols import Medium
+from holdfast.core.protocols import ReadProfile
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.formats.dcp import read as values_module
@@ -49,7 +49,7 @@ SQUARE = {"w": tensor([2, 2], [chunk([0, 0], [2, 2])])}
 
 
 class CountingStore(MemoryStore):
-    medium = Medium()  # so that every byte is asked for
+    read_profile = ReadProfile()  # so that every byte is asked for
 
     def __init__(self, content):
         super().__init__(content)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.core.dtype import DTYPES
-from holdfast.core.protocols import Medium, Request
+from holdfast.core.protocols import ReadProfile, Request
 from holdfast.core.tensor import Traits
 from holdfast.engine.blocks import contiguous_blocks
 from holdfast.engine.table import lazy_table
@@ -119,7 +119,7 @@ def test_bytes_by_range():
 
 
 def test_a_tensor_of_many_blocks_streams_through_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(GpuMemory, "medium", Medium(block_nbytes=32768))
+    monkeypatch.setattr(GpuMemory, "read_profile", ReadProfile(block_nbytes=32768))
     lent = []
     before = memory.POOL.lend
     monkeypatch.setattr(
@@ -140,7 +140,10 @@ def test_a_tensor_of_many_blocks_streams_through_them(tmp_path, monkeypatch):
     assert len(lent) > 3 * 2 * 14
     assert set(lent) == {1}
     assert (
-        max(piece.nbytes for piece in contiguous_blocks(state["a"], gpus.store.medium.block_nbytes))
+        max(
+            piece.nbytes
+            for piece in contiguous_blocks(state["a"], gpus.store.read_profile.block_nbytes)
+        )
         <= 32768
     )
 

@@ -333,15 +333,15 @@ def share_files(state: State) -> State:
     stores = state.tensors.stores
     first: dict[Hashable, Store] = {}
     for store in stores:
-        first.setdefault(store.place(), store)
+        first.setdefault(store.identity(), store)
     if len(first) == len(stores):
         return state
     table = state.tensors
     tensors = [table.view(row) for row in range(len(table))]
-    sources = {first[tensor.source.store.place()]: tensor.source for tensor in reversed(tensors)}
+    sources = {first[tensor.source.store.identity()]: tensor.source for tensor in reversed(tensors)}
 
     def moved(tensor: LazyTensor) -> LazyTensor:
-        source = sources[first[tensor.source.store.place()]]
+        source = sources[first[tensor.source.store.identity()]]
         chunks = tuple(chunk.over(chunk.storage.moved(source.store)) for chunk in tensor.chunks)
         return replace(tensor, chunks=chunks, source=source)
 

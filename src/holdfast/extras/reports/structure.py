@@ -321,7 +321,7 @@ def name_of(checkpoint: Checkpoint) -> str:
 def made_at(checkpoint: Checkpoint) -> str | None:
     """The time when the files of a checkpoint on this machine were last written, in UTC; None elsewhere."""
     times: list[float] = []
-    place = checkpoint.source.store.place()
+    place = checkpoint.source.store.identity()
     if isinstance(place, tuple) and place and place[0] == "file":
         root = str(place[1])
         for key in checkpoint.source.store.list():

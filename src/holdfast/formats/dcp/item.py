@@ -364,7 +364,7 @@ class Items:
         """Yield the number and the bytes of each range, in the order of the file. Neighbours are read by one call."""
         order = np.argsort(starts, kind="stable")
         starts, stops = starts[order], stops[order]
-        joining = REMOTE if self.source.store.medium.requests else HEADERS
+        joining = REMOTE if self.source.store.read_profile.requests else HEADERS
         edges = [*coalesce(starts, stops, joining).tolist(), len(order)]
         for low, high in pairwise(edges):
             begin = int(starts[low])

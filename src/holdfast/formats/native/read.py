@@ -291,7 +291,7 @@ def _list_irregular_parts(tensors: Stored) -> Iterator[tuple[int, StoredPart]]:
 
 
 def _check_other(other: OtherFile, source: Source) -> None:
-    if not source.store.holds(other.name):
+    if not source.store.has_key(other.name):
         raise Corrupted(
             f"the manifest names this file, and it is not there; {NOT_NEEDED}", file=other.name
         )
@@ -329,10 +329,12 @@ def read_manifest(source: Source) -> Parsed:
         check_names(
             manifest.files,
             "files",
-            reaches=source.store.reaches if manifest.version >= BESIDE_VERSION else None,
+            reaches=source.store.can_read_sibling if manifest.version >= BESIDE_VERSION else None,
         )
         check_names((*manifest.files, *manifest.others), "others", first=len(manifest.files))
-        local = [file for file in manifest.files if not source.store.expect(file.name, file.nbytes)]
+        local = [
+            file for file in manifest.files if not source.store.expect_size(file.name, file.nbytes)
+        ]
         present = set(source.store.list()) if local else set()
         missing = [file.name for file in local if file.name not in present]
         if missing:

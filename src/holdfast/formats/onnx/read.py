@@ -402,7 +402,7 @@ class Initializers:
                 found=length,
             )
         if self._beside is None:
-            store = self._source.store.beside()
+            store = self._source.store.get_folder_store()
             if store is None:
                 raise Unsupported(
                     f"the elements are in {location!r}, a file beside the model: open the model by its path",

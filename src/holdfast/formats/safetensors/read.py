@@ -152,12 +152,12 @@ def begins_like_safetensors(source: Source, key: str) -> bool:
 
 def describe(source: Source) -> Description:
     """Describe a source that is one file."""
-    key = source.store.single
+    key = source.store.single_key
     if key is None:
         raise HeaderError("the folder must hold one safetensors file", file=source.store.name)
     header = read_header(source, key)
     record = header.record
-    if source.store.folder:
+    if source.store.is_folder:
         refuse_orphans([header])
 
     notes = list(record.notes)

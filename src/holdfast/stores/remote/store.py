@@ -6,7 +6,7 @@ neither exists, it lists the prefix.
 
 **Reading a single version.** The first answer for each object has its ETag and its size. Every later
 request requires that ETag, so an object that was replaced meanwhile is an error. The sizes that an
-index records (`expect`) are compared with the first answer.
+index records (`expect_size`) are compared with the first answer.
 
 **Headers** are read through windows (`peek`). The first and the last window of an object are fetched as
 a whole, because a header, a zip directory or a pickle is parsed piece by piece. Elements of tensors are
@@ -24,7 +24,7 @@ from functools import partial
 
 from holdfast.core.keys import check_key, sibling_key
 from holdfast.core.limits import Limits
-from holdfast.core.protocols import Medium, Stamp, Store
+from holdfast.core.protocols import ReadProfile, Stamp, Store
 from holdfast.core.runtime import renewed
 from holdfast.errors import (
     Closed,
@@ -45,7 +45,7 @@ WINDOW_NBYTES = 128 << 10
 
 MAX_WINDOWS = 64
 
-PIECE_NBYTES = 8 << 20
+REQUEST_NBYTES = 8 << 20
 """The largest size of one request. Several of them share a slow connection, and losing one is cheap."""
 
 REQUESTS = 24
@@ -60,7 +60,7 @@ Version = tuple[int, str | None]
 class RemoteStore(Store):
     """An object, or all objects under a prefix and one folder down."""
 
-    medium = Medium(requests=REQUESTS, block_nbytes=PIECE_NBYTES)
+    read_profile = ReadProfile(requests=REQUESTS, block_nbytes=REQUEST_NBYTES)
 
     def __init__(
         self,
@@ -137,31 +137,31 @@ class RemoteStore(Store):
         return True
 
     @property
-    def gone(self) -> bool:
+    def is_gone(self) -> bool:
         return self._is_gone
 
     @property
-    def folder(self) -> bool:
+    def is_folder(self) -> bool:
         return self._single is None
 
     @property
-    def single(self) -> str | None:
+    def single_key(self) -> str | None:
         # A native checkpoint has several files. Listing them would take another request.
         if self._single is not None or MANIFEST in self._versions:
             return self._single
-        return super().single
+        return super().single_key
 
-    def beside(self) -> Store | None:
+    def get_folder_store(self) -> Store | None:
         if self._single is None:
             return self
         if self._folder_store is None:
             self._folder_store = RemoteStore(self._url.parent, limits=self._limits)
         return self._folder_store
 
-    def holds(self, key: str) -> bool:
+    def has_key(self, key: str) -> bool:
         return key in self._versions or key in self._indexed_nbytes or key in self.list()
 
-    def expect(self, key: str, nbytes: int) -> bool:
+    def expect_size(self, key: str, nbytes: int) -> bool:
         # Raises if the key is not valid.
         self._object_key(key)
         with self._lock:
@@ -170,7 +170,7 @@ class RemoteStore(Store):
             self._indexed_nbytes[key] = nbytes
             return True
 
-    def reaches(self, key: str) -> bool:
+    def can_read_sibling(self, key: str) -> bool:
         sibling = sibling_key(key)
         if sibling is None or self._single is not None or not self._url.key:
             return False
@@ -216,8 +216,8 @@ class RemoteStore(Store):
         if self._has_windows(key, start, start + out.nbytes):
             self.peek(key, start, out)
             return
-        for offset in range(0, out.nbytes, PIECE_NBYTES):
-            piece = out[offset : offset + PIECE_NBYTES]
+        for offset in range(0, out.nbytes, REQUEST_NBYTES):
+            piece = out[offset : offset + REQUEST_NBYTES]
             piece_start = start + offset
             piece[:] = self._fetch_range(key, piece_start, piece_start + piece.nbytes)
 
@@ -243,7 +243,7 @@ class RemoteStore(Store):
             version = self._versions.get(key)
         return version or self._record_version(key, self.bucket.head(self._object_key(key)))
 
-    def changed(self) -> Sequence[str]:
+    def find_changed(self) -> Sequence[str]:
         with self._lock:
             versions = dict(self._versions)
         changed_keys = []
@@ -257,7 +257,7 @@ class RemoteStore(Store):
                 changed_keys.append(key)
         return sorted(changed_keys)
 
-    def place(self, key: str = "") -> Hashable:
+    def identity(self, key: str = "") -> Hashable:
         kind, root, url_key, client_id = self._url.identity
         return kind, root, self._object_key(key) if key else url_key, client_id
 
@@ -287,7 +287,7 @@ class RemoteStore(Store):
             if key != self._single:
                 raise StoreError(f"there is no {key!r} in {self.name}", file=key)
             return self._url.key
-        if self.reaches(key):
+        if self.can_read_sibling(key):
             return self._url.sibling(key.removeprefix("../")).key
         checked_key = check_key(key)
         return f"{self._url.key}/{checked_key}" if self._url.key else checked_key

@@ -143,7 +143,7 @@ class Url(str):
 
         store = RemoteStore(self, limits=limits)
         store.close()
-        self.folder = store.folder
+        self.folder = store.is_folder
         return self
 
     def walk(self, most: int, problem: Problem) -> Iterator[tuple[str, Sequence[str]]]:

@@ -120,7 +120,7 @@ def load_rows(
     )
     threads = min(given, SHORT_READERS if short > total // 2 else READERS)
     stores = dict.fromkeys(rows.source.store for rows in groups)
-    if any(store.medium.in_order for store in stores):
+    if any(store.read_profile.in_order for store in stores):
         threads = 1
     size = blocks_within(most, threads)
     # No more blocks than would hold all, and one: what is small is not worth locking more.

@@ -33,7 +33,7 @@ from holdfast.core.arrays import Ints, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
-from holdfast.core.protocols import Medium, Request
+from holdfast.core.protocols import ReadProfile, Request
 from holdfast.core.runtime import renewed, weakly
 from holdfast.core.tensor import PLAIN, FileRange, LazyTensor, Traits
 from holdfast.engine.blocks import contiguous_blocks, contiguous_bytes
@@ -70,7 +70,7 @@ interpreter lock."""
 class GpuMemory(Virtual):
     """A store whose bytes are in the memory of GPUs. Each device is read on its side stream, behind what its storages wait for."""
 
-    medium = Medium(block_nbytes=BLOCK_NBYTES)
+    read_profile = ReadProfile(block_nbytes=BLOCK_NBYTES)
 
     def __init__(self, stream: Callable[[torch.device], CopyStream] = Side) -> None:
         super().__init__("<GPU memory>")

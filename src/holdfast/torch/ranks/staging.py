@@ -300,8 +300,8 @@ def _stage_pieces(
     for gpu_source, wanted in gpus.items():
         copies.begin(gpu_source, wanted)
     for source, own in by_source(requests).items():
-        others = _copied(own, threads) if source.store.medium.resident else own
-        if isinstance(source, OpenSource) and source.store.medium.resident:
+        others = _copied(own, threads) if source.store.read_profile.resident else own
+        if isinstance(source, OpenSource) and source.store.read_profile.resident:
             source = source.over(
                 source.store, threads=threads
             )  # this rank shares the machine with others

@@ -217,7 +217,7 @@ def _suits(source: Source, device: torch.device) -> bool:
     """Whether whole storages of a source are read as they are. To the CPU, a mapped file gives views, and computed content comes in
     blocks of its own.
     """
-    apart = source.mapped or source.store.medium.block_nbytes
+    apart = source.mapped or source.store.read_profile.block_nbytes
     return source.limits.expansion >= 1 and (
         not apart if device.type == "cpu" else device.type == "cuda"
     )

@@ -299,7 +299,7 @@ def _read_ranges(groups: Iterable[DeviceRows], progress: Progress | None) -> Non
             rows.name,
             rows.damaged,
         )
-        policy = source.policy if source.store.medium.requests else RECORDS
+        policy = source.policy if source.store.read_profile.requests else RECORDS
         source.read_nbytes += read_ranges(
             source.store, reads, threads=source.threads, policy=policy
         )

@@ -216,7 +216,7 @@ def _open_sibling(url: Url, target: Url, limits: Limits) -> Base:
             raise _nothing_at(url) from None
         raise
     with closing(store):
-        if not store.holds(MANIFEST):
+        if not store.has_key(MANIFEST):
             raise Unsupported("it is no native checkpoint")
         manifest = read_manifest(OpenSource(store, limits=limits))
         _check_hashes(manifest)
@@ -231,7 +231,7 @@ def _open_sibling(url: Url, target: Url, limits: Limits) -> Base:
         asked = zip(manifest.files, starts, strict=True)
         run_all(
             [partial(store.read, file.name, 0, memoryview(start)) for file, start in asked],
-            store.medium.requests,
+            store.read_profile.requests,
         )
         data = [
             f.nbytes - PREFIX_NBYTES - int.from_bytes(s, "little")

@@ -84,7 +84,7 @@ class Writing(Value, frozen=True, kw_only=True):
     """Whether finished files of an interrupted try at the same directory are taken over (engine/targets/folder.py)."""
     dry_run: bool = False
     requests: int = 0
-    """How many reads the source wants under way at once (`Medium.requests`)."""
+    """How many reads the source wants under way at once (`ReadProfile.requests`)."""
     save: str = ""
     """In an object store: the id that the names of this save's objects carry, where several ranks write them."""
     processes: int = 1
@@ -233,7 +233,7 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
             if self.ranks.size > 1:
                 blocks.enter_context(telling(self.ranks))
                 progress = blocks.enter_context(self.ranks.counting(progress))
-            files = [store for store in self.reads if store.medium.is_file]
+            files = [store for store in self.reads if store.read_profile.is_file]
             replaced_stores = [store for store in files if is_same_place(store.name, path)]
             if replaced_stores:
                 check_in_place(replaced_stores, path)
@@ -250,7 +250,7 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
             # What wants to be read from front to back is read by the one thread that writes, in one go.
             writing = self.writing
             for store in self.reads:
-                if store.medium.in_order:
+                if store.read_profile.in_order:
                     blocks.enter_context(store.reading())
                     writing = replace(writing, threads=1)
             copied: list[LinkedFile] = []
@@ -351,7 +351,9 @@ def rewritten(
         source = stack.enter_context(
             opened(src, threads=1, limits=limits, map=asked.get("map"))
         ).without_views()
-        writing = pick(Writing, {**asked, **common}, requests=source.source.store.medium.requests)
+        writing = pick(
+            Writing, {**asked, **common}, requests=source.source.store.read_profile.requests
+        )
         if in_place is None:
             where = Destination(target_place(dst, folder=folder), format, writing, layout)
         else:
@@ -376,7 +378,7 @@ def rewritten(
         if is_in_place and not where.writing.dry_run:
             refuse_sealed(source.path, source.source.store.list(), limits)
         store = source.source.store
-        is_alone = not store.folder and len(store.list()) == 1
+        is_alone = not store.is_folder and len(store.list()) == 1
         side_files = SideFiles({})
         if directory or not is_alone or not isinstance(copy_config, bool):
             side_files = find_side_files(
@@ -479,7 +481,7 @@ def _destination(
     if dst is None and not in_place:
         message = "say where to write: a target, or in_place=True to replace the source"
         raise Unsupported(f"{message}; dry_run=True only looks", file=source.path)
-    if dst is None and source.source.store.place() != place_at(source.path).identity:
+    if dst is None and source.source.store.identity() != place_at(source.path).identity:
         raise Unsupported(
             "what was not opened by a path has no place to be replaced in; give a target",
             file=source.path,
@@ -506,7 +508,7 @@ def _destination(
 def unchanged(stores: Iterable[Store], target: str) -> None:
     """Raise `NotCommitted` where a file of these stores was written to since it was opened."""
     for store in stores:
-        changed = store.changed()
+        changed = store.find_changed()
         if changed:
             message = f"the source {store.name!r} changed while it was read ({', '.join(changed[:3])}); nothing was published"
             raised = refusal(

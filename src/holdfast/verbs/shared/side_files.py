@@ -218,7 +218,7 @@ def find_side_files(
             f"copy_config is True, False, or the folder that config and tokenizer come from; not a {kind}"
         )
     own = tuple(source.source.store.list())
-    folder = len(own) > 1 or source.source.store.folder
+    folder = len(own) > 1 or source.source.store.is_folder
     if not directory:
         return _of_one_file(source, own if folder else (), copy_config)
     kept: dict[str, Source] = {}
@@ -336,7 +336,7 @@ def _from_folder(
     except StoreError as error:
         raise absent if error.errno == errno.ENOENT else error from None
     stack.callback(store.close)
-    if not store.folder:
+    if not store.is_folder:
         raise absent
     origin = OpenSource(store, limits=within, threads=1)
     found = _chosen(origin, store.list(), notes)
