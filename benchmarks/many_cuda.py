@@ -116,7 +116,7 @@ PLACES: tuple[tuple[object, str, str, int], ...] = (
     (gpu_load, "READERS", "readers", 1),
     (gpu_load, "SHORT_READERS", "readers", 1),
     (pipeline, "MOST_BLOCKS", "together", 1),
-    (engine_write, "GATHERERS", "gatherers", 1),
+    (engine_write, "MAX_GATHERING_THREADS", "gatherers", 1),
     (plan_saves, "BLOCK_NBYTES", "rows", 1 << 20),
     (crc, "SHORT_NBYTES", "kept", 1),
 )

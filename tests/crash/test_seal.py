@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.core.limits import Limits
-from holdfast.engine.file_digest import digest_of
+from holdfast.engine.file_digest import digest_file
 from holdfast.errors import DurabilityUncertain, NotCommitted
 from holdfast.stores.files import Files, write_all
 from holdfast.verbs.seals.document import SEAL, Seal, parse_seal, seal_name
@@ -66,7 +66,7 @@ def sealed(tree: Tree) -> bool:
     )
     for file in seal.files:
         content = files[file.name]
-        assert digest_of("xxh3-128", lambda n, at, content=content: content[at : at + n]) == (
+        assert digest_file("xxh3-128", lambda n, at, content=content: content[at : at + n]) == (
             file.digest,
             file.nbytes,
         )

@@ -15,7 +15,7 @@ LARGE = {f"w{i}": np.full(600_000, i, np.float32) for i in range(2)}
 @pytest.mark.parametrize(
     ("state", "asked", "expected"),
     [
-        (SMALL, None, write.GATHERERS),
+        (SMALL, None, write.MAX_GATHERING_THREADS),
         (SMALL | LARGE, None, 16),
         (LARGE, None, 16),
         (SMALL, 3, 3),

@@ -18,7 +18,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import FILE
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.arrays import Resident
-from holdfast.engine.scan import Accumulator, blocks, scan
+from holdfast.engine.scan import Accumulator, cut_elements, scan
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted, HoldfastError, StoreError
 from holdfast.numeric.statistics import DistributionBuilder, NumberStats
@@ -142,7 +142,7 @@ def test_every_element_is_shown_once(kinds, block, cut, gap):
 
     def pieces(tensor: LazyTensor):
         if cut == "flat" or tensor.ndim != 2:
-            return blocks(tensor.size, block)
+            return cut_elements(tensor.size, block)
         rows, columns = tensor.shape
         return [
             Box((top, left), (min(top + 2, rows), min(left + 4, columns)))
@@ -230,7 +230,7 @@ def test_only_what_is_begun_is_held():
             held.clear()
 
     tensors, _ = stored({f"t{i}": np.zeros(64, np.float32) for i in range(20)})
-    scan(tensors, Held, lambda at: blocks(64, 16), threads=1)
+    scan(tensors, Held, lambda at: cut_elements(64, 16), threads=1)
     assert most == [1] * 20
 
 

@@ -8,7 +8,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.table import IRREGULAR, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC
-from holdfast.engine.files import FileStorages, StoredRanges, stored_ranges
+from holdfast.engine.files import FileStorages, StoredRanges, find_stored_ranges
 from holdfast.engine.source import OpenSource
 from holdfast.stores.memory import MemoryStore
 
@@ -66,7 +66,7 @@ def test_each_range_is_there_once_with_its_rows(data, storages, pieces):
     for row, (place, crc) in [*own, *((row, (place, crc)) for row, place, crc in pieces)]:
         if place[2]:
             expected.setdefault(place, (crc, set()))[1].add(row)
-    found = stored_ranges(table_of(storages, numbers), more)
+    found = find_stored_ranges(table_of(storages, numbers), more)
     assert {place: rows for place, _, rows in plainly(found)} == {
         place: sorted(rows) for place, (_, rows) in expected.items()
     }
@@ -84,7 +84,7 @@ def test_each_range_is_there_once_with_its_rows(data, storages, pieces):
     wanted = np.array(
         data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found))), np.bool_
     )
-    assert plainly(found.some(wanted)) == [
+    assert plainly(found.select(wanted)) == [
         one for one, chosen in zip(plainly(found), wanted.tolist(), strict=True) if chosen
     ]
 
@@ -94,9 +94,11 @@ def test_ranges_without_a_checksum_are_folded_into_the_record_that_they_lie_in(r
     """Records of file `a` follow each other, with a byte between them."""
     starts = np.cumsum([0, *(nbytes + 1 for nbytes, _ in records)]).tolist()
     hosts = [(start, nbytes) for start, (nbytes, _) in zip(starts, records, strict=False)]
-    used = stored_ranges(table_of([(place, NO_CRC) for place in others], [*range(len(others))]), ())
-    found = used.with_unused(hosts, [7] * len(hosts), store=STORE, key="a")
-    folded, left = found.folded(found.crcs != NO_CRC)
+    used = find_stored_ranges(
+        table_of([(place, NO_CRC) for place in others], [*range(len(others))]), ()
+    )
+    found = used.with_unused_ranges(hosts, [7] * len(hosts), store=STORE, key="a")
+    folded, left = found.merge_into_hosts(found.crcs != NO_CRC)
     expected: dict[Place, set[int]] = {("a", *host): set() for host in hosts}
     for place, _, rows in plainly(used):
         key, start, nbytes = place

@@ -79,8 +79,8 @@ def test_any_bits_as_by_definition(dtype, content, bins, block):
     ):  # their sums round, as those of the definition do: to no bits at all in the worst case
         array = (array.view(np.uint64) >> np.uint64(40)).astype(array.dtype)
     with pytest.MonkeyPatch.context() as patch:
-        whole = scan.blocks
-        patch.setattr(scan, "blocks", lambda count: whole(count, block))
+        whole = scan.cut_elements
+        patch.setattr(scan, "cut_elements", lambda count: whole(count, block))
         patch.setattr(numbers, "STEP_ELEMENTS", 24)
         patch.setattr(numbers, "SMALL_ELEMENTS", 32)
         patch.setattr("holdfast.verbs.stats.BLOCK_ELEMENTS", block)

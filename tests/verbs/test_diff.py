@@ -22,7 +22,7 @@ from holdfast.core.protocols import Description
 from holdfast.core.value import replace
 from holdfast.engine import scan
 from holdfast.engine.files import ViewTable
-from holdfast.engine.scan import blocks
+from holdfast.engine.scan import cut_elements
 from holdfast.errors import CannotHold, LimitExceeded, NoSuchTensor, Unsupported
 from holdfast.numeric import compare
 from holdfast.numeric.compare import Tally, compare_elements
@@ -312,7 +312,8 @@ def test_statistics_against_numpy(dtype):
 def test_blocks_add_up(a, b, block):
     whole = compare_elements(a, b, same_bits=True).difference()
     parts = sum(
-        (compare_elements(a[i:j], b[i:j], same_bits=True) for i, j in blocks(12, block)), Tally()
+        (compare_elements(a[i:j], b[i:j], same_bits=True) for i, j in cut_elements(12, block)),
+        Tally(),
     ).difference()
     assert (whole.changed, whole.total, whole.max_abs, whole.max_rel, whole.nans) == (
         parts.changed, parts.total, parts.max_abs, parts.max_rel, parts.nans)  # fmt: skip
@@ -322,7 +323,7 @@ def test_blocks_add_up(a, b, block):
 
 
 def test_strided_and_long_tensors_are_walked_in_blocks(monkeypatch):
-    monkeypatch.setattr(scan.blocks, "__defaults__", (64,))
+    monkeypatch.setattr(scan.cut_elements, "__defaults__", (64,))
     a = np.arange(3000.0).reshape(30, 100)
     b = np.asfortranarray(a)
     seen: list[int] = []

@@ -19,8 +19,8 @@ from holdfast.core.digest import Digest, combined
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.engine.blocks import pack
-from holdfast.engine.checksums import Sweep, SweptRange
-from holdfast.engine.digest import recorded_crc, tensor_crcs
+from holdfast.engine.checksums import RangeSums, SweptRange
+from holdfast.engine.digest import compute_crcs, find_recorded_crc
 from holdfast.engine.source import OpenSource
 from holdfast.errors import LimitExceeded
 from holdfast.stores.memory import MemoryStore
@@ -81,14 +81,14 @@ def test_recorded_checksums_are_not_read_for(golden_dir, name, monkeypatch):
     from holdfast.stores.local import LocalStore
 
     with holdfast.open(golden_dir / "files" / name) as checkpoint:
-        wholes = [t for t in checkpoint.values() if recorded_crc(t) is not None]
+        wholes = [t for t in checkpoint.values() if find_recorded_crc(t) is not None]
         assert wholes
 
         def read(self, key, start, out):
             pytest.fail("tensor bytes were read")
 
         monkeypatch.setattr(LocalStore, "read", read)
-        assert [t.digest().crc32 for t in wholes] == [recorded_crc(t) for t in wholes]
+        assert [t.digest().crc32 for t in wholes] == [find_recorded_crc(t) for t in wholes]
         if len(wholes) == len(checkpoint):
             checkpoint.digest()
 
@@ -157,7 +157,7 @@ def test_any_storage_of_an_array_gives_its_digest(stored):
     tensor = LazyTensor("t", dtype, array.shape, chunks, source)
     crc = zlib.crc32(array.tobytes())
     assert tensor.digest() == Digest(dtype, array.shape, crc)
-    assert tensor_crcs([tensor, tensor], recorded=False) == [crc, crc]
+    assert compute_crcs([tensor, tensor], recorded=False) == [crc, crc]
 
 
 def sharded(axis: int) -> tuple[CountingStore, LazyTensor, np.ndarray]:
@@ -187,7 +187,8 @@ def test_a_missing_or_doubled_piece_is_not_combined():
     _, tensor, _ = sharded(0)
     for chunks in (tensor.chunks[:1] * 2, (*tensor.chunks, tensor.chunks[0])):
         assert (
-            recorded_crc(LazyTensor("t", tensor.dtype, tensor.shape, chunks, tensor.source)) is None
+            find_recorded_crc(LazyTensor("t", tensor.dtype, tensor.shape, chunks, tensor.source))
+            is None
         )
 
 
@@ -256,7 +257,7 @@ def test_every_byte_of_every_span_is_in_one_piece(places, block):
     ranges = [SweptRange(*place) for place in places]
     seen = [[] for _ in ranges]
     content = {"a": bytes(range(100)), "b": bytes(range(100, 200))}
-    sweep = Sweep(MemoryStore(content), ranges, block=block)
+    sweep = RangeSums(MemoryStore(content), ranges, block=block)
     for file in sweep.reads():
         for number, (start, stop) in enumerate(zip(file.starts, file.stops, strict=True)):
             parts = list(file.of(number))

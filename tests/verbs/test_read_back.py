@@ -80,17 +80,17 @@ def patch_readers(
 
 def break_writers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every writer write another first byte to each file, with the checksum that fits it."""
-    file_content = write.file_content
+    assemble_file = write.assemble_file
 
     def broken_content(plan, crcs):
-        content, receipt = file_content(plan, crcs)
+        content, receipt = assemble_file(plan, crcs)
         broken = bytes([content[0] ^ 1]) + content[1:]
         return broken, write.Receipt(
             receipt.nbytes, receipt.crcs, [(0, len(broken), write.crc32(broken))]
         )
 
-    monkeypatch.setattr(write, "file_content", broken_content)
-    monkeypatch.setattr(stream, "file_content", broken_content)
+    monkeypatch.setattr(write, "assemble_file", broken_content)
+    monkeypatch.setattr(stream, "assemble_file", broken_content)
 
 
 def assert_is_old(path: object, **options: object) -> None:

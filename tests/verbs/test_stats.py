@@ -18,8 +18,8 @@ from holdfast.verbs.stats import stats
 @pytest.fixture(params=["whole", "blocks"])
 def small_blocks(request, monkeypatch):
     if request.param == "blocks":
-        whole = scan.blocks
-        monkeypatch.setattr(scan, "blocks", lambda count: whole(count, 104))
+        whole = scan.cut_elements
+        monkeypatch.setattr(scan, "cut_elements", lambda count: whole(count, 104))
         monkeypatch.setattr(module, "STEP_ELEMENTS", 40)
 
 

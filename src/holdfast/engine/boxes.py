@@ -25,7 +25,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request, Store
 from holdfast.core.runtime import address_of, memory_at
 from holdfast.core.value import Value
-from holdfast.engine.checksums import Checks, damage
+from holdfast.engine.checksums import StorageChecks, build_damage_error
 from holdfast.engine.coalesce import MEMORY, Policy, Ranges, join_files
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
 from holdfast.engine.threads import INLINE_NBYTES, run_all
@@ -131,7 +131,12 @@ class BoxPiece(Value, frozen=True):
 
 
 def read_boxes(
-    store: Store, requests: Sequence[Request], *, threads: int, policy: Policy, checks: Checks
+    store: Store,
+    requests: Sequence[Request],
+    *,
+    threads: int,
+    policy: Policy,
+    checks: StorageChecks,
 ) -> int:
     """Fill every request and return how many bytes were read.
 
@@ -183,7 +188,7 @@ def _repeats(chunk: Chunk) -> int:
     return math.prod(n for n, stride in zip(chunk.shape, chunk.strides, strict=True) if not stride)
 
 
-def _finish_piece(piece: BoxPiece, scratch: np.ndarray | None, checks: Checks) -> None:
+def _finish_piece(piece: BoxPiece, scratch: np.ndarray | None, checks: StorageChecks) -> None:
     storage = piece.chunk.storage
     if not piece.ranges.outer and checks.wants(storage):
         data = (
@@ -292,7 +297,7 @@ def _piece_ranges(pieces: Sequence[BoxPiece], scratch: Sequence[np.ndarray | Non
         return pieces[owners.item(number)].tensor
 
     def damaged(number: int, crc: int) -> Corrupted:
-        return damage(pieces[owners.item(number)].chunk.storage, name(number), crc)
+        return build_damage_error(pieces[owners.item(number)].chunk.storage, name(number), crc)
 
     return RangeReads(
         keys=[*keys],
@@ -300,7 +305,7 @@ def _piece_ranges(pieces: Sequence[BoxPiece], scratch: Sequence[np.ndarray | Non
         starts=np.concatenate(starts),
         nbytes=nbytes[owners],
         addresses=np.concatenate(addresses),
-        # The checksum of a storage is compared when all of its pieces are there: by `Checks`.
+        # The checksum of a storage is compared when all of its pieces are there: by `StorageChecks`.
         crcs=np.full(len(owners), UNKNOWN, np.int64),
         name=name,
         damaged=damaged,

@@ -7,7 +7,7 @@
 
 Nothing stops at an error: a read that fails is tried again part by part, and the error belongs to the ranges whose parts fail.
 
-`Checks` sums what is read for other reasons, as it passes by, and compares it with what the file records.
+`StorageChecks` sums what is read for other reasons, as it passes by, and compares it with what the file records.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SweptRange(Value, frozen=True):
         return self.start + self.nbytes
 
 
-class Sweep:
+class RangeSums:
     """The sums of ranges of one store. Run every task of `tasks`, on any thread, and then ask for the outcomes."""
 
     def __init__(
@@ -202,7 +202,7 @@ class Sweep:
         return outcome
 
 
-def whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
+def find_whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
     """The storages that record a checksum and will be read from end to end, with the tensor that reads them."""
     found: dict[Storage, str] = {}
     for request in requests:
@@ -217,7 +217,7 @@ def whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
     return found
 
 
-class Checks:
+class StorageChecks:
     """Collects block checksums from many threads; `finish` raises for the first storage that is damaged."""
 
     def __init__(self, storages: dict[Storage, str]) -> None:
@@ -240,10 +240,10 @@ class Checks:
 
     def finish(self) -> None:
         for storage, tensor, found in self.damaged():
-            raise damage(storage, tensor, found)
+            raise build_damage_error(storage, tensor, found)
 
 
-def damage(storage: Storage, tensor: str, found: int) -> Corrupted:
+def build_damage_error(storage: Storage, tensor: str, found: int) -> Corrupted:
     return Corrupted(
         f"the {storage.nbytes:,} bytes of {storage.label or 'this tensor'} do not have the checksum that the file records: "
         "they changed after they were written; get the file again, or read it anyway in Python with "
@@ -252,15 +252,15 @@ def damage(storage: Storage, tensor: str, found: int) -> Corrupted:
     )  # fmt: skip
 
 
-def check_first(requests: Sequence[Request]) -> None:
+def check_before_reading(requests: Sequence[Request]) -> None:
     """Compare the checksums of what these requests will read whole, before any of it is read to its place. Raises `Corrupted` for
     the first storage that is damaged. It is one more reading, of the page cache where memory allows."""
     for source, mine in by_source(requests).items():
-        storages = whole_storages(mine)
-        sweep = Sweep(
+        storages = find_whole_storages(mine)
+        sweep = RangeSums(
             source.store, [SweptRange(one.key, one.start, one.nbytes) for one in storages]
         )
         run_reads(sweep.tasks(), DEFAULT_THREADS, stores=[source.store])
         for number, (storage, tensor) in enumerate(storages.items()):
             if (found := sweep.crc32(number, name=tensor)) != storage.crc32:
-                raise damage(storage, tensor, found)
+                raise build_damage_error(storage, tensor, found)

@@ -31,7 +31,7 @@ from holdfast.engine.blocks import (
     mapped_bytes,
     read_block,
 )
-from holdfast.engine.checksums import Progress, Sweep, SweptRange
+from holdfast.engine.checksums import Progress, RangeSums, SweptRange
 from holdfast.engine.threads import DEFAULT_THREADS, run_reads
 from holdfast.errors import located
 
@@ -43,7 +43,7 @@ BLOCK_NBYTES = (
 )  # Bytes of a piece: enough rows of a strided tensor that neighbouring runs are read together.
 
 
-def recorded_crc(tensor: LazyTensor) -> int | None:
+def find_recorded_crc(tensor: LazyTensor) -> int | None:
     """The checksum, where the file records it for exactly these bytes, in one piece or in several; else None."""
     if tensor.traits.meta:
         return None
@@ -93,13 +93,13 @@ def _run_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
     return start // 8 if start % 8 == 0 else None
 
 
-def tensor_crcs(
+def compute_crcs(
     tensors: Sequence[LazyTensor], *, recorded: bool = True, threads: int | None = None, progress: Progress | None = None,
     expand: bool = False,
 ) -> list[int]:  # fmt: skip
     """One checksum a tensor. With `recorded=False` every byte is read, whatever the file says of it. Raises `LimitExceeded` for an
     expanded view whose elements are many more than were stored, unless it may `expand`."""
-    known = [recorded_crc(t) if recorded else None for t in tensors]
+    known = [find_recorded_crc(t) if recorded else None for t in tensors]
     firsts: dict[View, int] = {}
     alias_of: dict[int, int] = {}
     swept: dict[Store, tuple[list[int], list[SweptRange]]] = {}
@@ -127,7 +127,7 @@ def tensor_crcs(
                 _block_task(piece, tensor.name, parts[i], progress)
                 for piece in contiguous_blocks(tensor, BLOCK_NBYTES)
             ]
-    sweeps = [(numbers, Sweep(store, ranges)) for store, (numbers, ranges) in swept.items()]
+    sweeps = [(numbers, RangeSums(store, ranges)) for store, (numbers, ranges) in swept.items()]
     for _, sweep in sweeps:
         work += sweep.tasks(progress)
     if work:
@@ -162,7 +162,7 @@ BATCH = 4096
 TOGETHER = 64
 
 
-def unchanged(
+def find_unchanged(
     tensors: Mapping[str, LazyTensor],
     recorded: Mapping[str, Hashed],
     *,
@@ -180,11 +180,11 @@ def unchanged(
         for name, known in recorded.items()
         if name not in changed and known.hash is not None
     }
-    found = tensor_hashes(likely, threads=threads, block=block)
+    found = compute_hashes(likely, threads=threads, block=block)
     return {name for name, hashed in found.items() if hashed.hash == recorded[name].hash}, changed
 
 
-def unchanged_rows(
+def find_unchanged_rows(
     table: Table, recorded: Mapping[int, int], *, threads: int | None = None
 ) -> set[int]:
     """The plain rows of a table, none longer than a head, that have the hash that is recorded for them."""
@@ -207,7 +207,7 @@ def unchanged_rows(
     return found
 
 
-def tensor_hashes(
+def compute_hashes(
     tensors: Mapping[str, LazyTensor], *, threads: int | None = None, block: int | None = None
 ) -> dict[str, Hashed]:
     """The hash of each tensor. Every byte is read once; memory beyond the tensors is a few blocks a thread."""

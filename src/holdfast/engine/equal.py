@@ -32,7 +32,7 @@ Pair = tuple[LazyTensor, LazyTensor]
 Places = list[tuple[str, int, int]]
 
 
-class Located(Value, frozen=True, eq=False):
+class StoreRanges(Value, frozen=True, eq=False):
     """Ranges of the files of a store."""
 
     store: Store
@@ -40,7 +40,7 @@ class Located(Value, frozen=True, eq=False):
     name: Callable[[int], str]  # What a range is called, for messages.
 
 
-def same_bytes(
+def compare_bytes(
     pairs: Sequence[Pair], progress: Progress | None = None, *, threads: int | None = None
 ) -> list[bool]:
     """Return for each pair whether it has one dtype, one shape and the same bytes.
@@ -66,20 +66,20 @@ def same_bytes(
     for stores, (numbers, *places) in by_stores.items():
         names_a = [pairs[number][0].name for number in numbers]
         names_b = [pairs[number][1].name for number in numbers]
-        side_a = Located(stores[0], Ranges.of(places[0]), names_a.__getitem__)
-        side_b = Located(stores[1], Ranges.of(places[1]), names_b.__getitem__)
-        are_equal = same_ranges(side_a, side_b, progress, threads=threads)
+        side_a = StoreRanges(stores[0], Ranges.of(places[0]), names_a.__getitem__)
+        side_b = StoreRanges(stores[1], Ranges.of(places[1]), names_b.__getitem__)
+        are_equal = compare_ranges(side_a, side_b, progress, threads=threads)
         for number, is_equal in zip(numbers, are_equal.tolist(), strict=True):
             same[number] = is_equal
     return same
 
 
-def same_ranges(
-    a: Located, b: Located, progress: Progress | None = None, *, threads: int | None = None
+def compare_ranges(
+    a: StoreRanges, b: StoreRanges, progress: Progress | None = None, *, threads: int | None = None
 ) -> Bools:
     """Return for each range of `a` whether it has the bytes of the range of `b` with its number.
 
-    The two ranges are equally long. Progress is counted as in `same_bytes`.
+    The two ranges are equally long. Progress is counted as in `compare_bytes`.
     """
     comparison = _Comparison(a, b, progress)
     tasks = [partial(comparison.compare, *batch) for batch in _cut_batches(a.ranges)]
@@ -108,7 +108,7 @@ def _cut_batches(ranges: Ranges) -> Iterator[tuple[Ints, int, int]]:
 
 
 class _Comparison:
-    def __init__(self, a: Located, b: Located, progress: Progress | None) -> None:
+    def __init__(self, a: StoreRanges, b: StoreRanges, progress: Progress | None) -> None:
         self._a, self._b = a, b
         self.same: Bools = np.ones(len(a.ranges), np.bool_)
         self._left_nbytes = a.ranges.nbytes.copy()
@@ -133,7 +133,7 @@ class _Comparison:
         if len(done) and self._progress is not None:
             self._progress(2 * int(self._a.ranges.nbytes[done].sum()))
 
-    def _read(self, side: Located, numbers: Ints, begin: int, lengths: Ints) -> np.ndarray:
+    def _read(self, side: StoreRanges, numbers: Ints, begin: int, lengths: Ints) -> np.ndarray:
         ranges = side.ranges
         wanted = Ranges(ranges.keys, ranges.files[numbers], ranges.starts[numbers] + begin, lengths)
         return read_to_scratch(

@@ -24,7 +24,7 @@ class Hash(Protocol):
     def hexdigest(self) -> str: ...
 
 
-def digest_of(
+def digest_file(
     algorithm: str,
     read: Callable[[int, int], bytes],
     progress: Progress | None = None,

@@ -33,7 +33,7 @@ from holdfast.errors import Corrupted, HoldfastError, located
 if TYPE_CHECKING:
     from holdfast.engine.saves import Data
 
-BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
+UINT8 = next(row for row in DTYPES.rows if row.name == "uint8")
 
 
 COLUMNS = ("kinds", "kind", "storage", "storages", "irregular", "offsets")
@@ -229,7 +229,7 @@ class FileStorages(FileColumns):
     def __len__(self) -> int:
         return len(self.start)
 
-    def named(self, names: Sequence[str], rows: Ints, numbers: Ints) -> FileStorages:
+    def with_names(self, names: Sequence[str], rows: Ints, numbers: Ints) -> FileStorages:
         """Give storages the names of tensors: `rows` are their positions in `names`, `numbers` those of their storages."""
         copied = copy.copy(self)
         count = len(self.start)
@@ -341,7 +341,7 @@ class FileStorages(FileColumns):
 
         nbytes = int(self.nbytes[number])
         return (
-            Data(self.view(number, Kind.whole_of(BYTES, (nbytes,)), self.names[number]), label)
+            Data(self.view(number, Kind.whole_of(UINT8, (nbytes,)), self.names[number]), label)
             if nbytes
             else b""
         )
@@ -385,7 +385,7 @@ class JoinedStorages(FileStorages):
 NO_FILES = FileStorages([], (), (), (), (), names=())
 
 
-Piece = tuple[
+StorageUse = tuple[
     int, Storage, Store
 ]  # A row, one of its storages, and the store that has the bytes of that.
 
@@ -403,7 +403,7 @@ class StoredRanges(Value, frozen=True, eq=False):
         return len(self.crcs)
 
     @property
-    def owners(self) -> Ints:
+    def range_indices(self) -> Ints:
         return np.arange(len(self)).repeat(self.heads[1:] - self.heads[:-1])
 
     def rows_of(self, number: int) -> list[int]:
@@ -412,14 +412,14 @@ class StoredRanges(Value, frozen=True, eq=False):
     def in_store(self, store: Store) -> Bools:
         return np.array([one is store for one in self.stores], np.bool_)[self.ranges.files]
 
-    def some(self, wanted: Bools) -> StoredRanges:
-        counts, kept = np.diff(self.heads), wanted[self.owners]
+    def select(self, wanted: Bools) -> StoredRanges:
+        counts, kept = np.diff(self.heads), wanted[self.range_indices]
         heads = np.append(0, np.cumsum(counts[wanted]))
         return StoredRanges(
             self.ranges.some(wanted), self.stores, self.crcs[wanted], heads, self.rows[kept]
         )
 
-    def with_unused(
+    def with_unused_ranges(
         self, ranges: Sequence[tuple[int, int]], crcs: Sequence[int], *, store: Store, key: str
     ) -> StoredRanges:
         """All ranges, and behind them ranges (start, length) of one file that no row uses."""
@@ -440,7 +440,7 @@ class StoredRanges(Value, frozen=True, eq=False):
             joined, stores, np.append(self.crcs, np.array(crcs, np.int64)), heads, self.rows
         )
 
-    def folded(self, hosts: Bools) -> tuple[StoredRanges, Bools]:
+    def merge_into_hosts(self, hosts: Bools) -> tuple[StoredRanges, Bools]:
         """Ranges without a checksum that lie in a host are left out, and their rows become rows of the host; and which are left.
         Hosts of one file do not overlap."""
         files, starts = self.ranges.files, self.ranges.starts
@@ -457,8 +457,8 @@ class StoredRanges(Value, frozen=True, eq=False):
         held = (files[single] == files[before]) & (stops[single] <= stops[before])
         inside[single[held]] = before[held]
         left = inside == np.arange(len(self))
-        heads, rows = _grouped(inside[self.owners], self.rows, len(self))
-        return StoredRanges(self.ranges, self.stores, self.crcs, heads, rows).some(left), left
+        heads, rows = _grouped(inside[self.range_indices], self.rows, len(self))
+        return StoredRanges(self.ranges, self.stores, self.crcs, heads, rows).select(left), left
 
 
 def _grouped(owners: Ints, rows: Ints, count: int) -> tuple[Ints, Ints]:
@@ -471,12 +471,12 @@ def _grouped(owners: Ints, rows: Ints, count: int) -> tuple[Ints, Ints]:
     return owners.searchsorted(np.arange(count + 1)), rows
 
 
-def store_of(source: Source, key: str) -> Store:
+def find_store(source: Source, key: str) -> Store:
     """Where the bytes of a key are: in the files, or in what inflates them."""
     return source.store.get_underlying_store(key) or source.store
 
 
-def stored_ranges(table: Table, pieces: Iterable[Piece]) -> StoredRanges:
+def find_stored_ranges(table: Table, pieces: Iterable[StorageUse]) -> StoredRanges:
     """Return the ranges that the rows of a table use, those of irregular rows as they are given.
 
     Of one place the first checksum counts.
@@ -495,7 +495,7 @@ def stored_ranges(table: Table, pieces: Iterable[Piece]) -> StoredRanges:
     columns = [np.zeros((5, 0), np.int64)]
     if isinstance(held, FileColumns) and len(rows):
         own = np.array(
-            [file_of(store_of(place.source, place.key), place.key) for place in held.files],
+            [file_of(find_store(place.source, place.key), place.key) for place in held.files],
             np.int64,
         )
         numbers = numbers[rows]

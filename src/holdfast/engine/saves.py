@@ -40,7 +40,7 @@ MISTAKEN_KEY = "\udc00mistaken"  # For the second checksum of torch's writer (`f
 SIGN = "\udc00"
 
 
-def without_hashes(sums: dict[str, int]) -> dict[str, int]:
+def remove_hashes(sums: dict[str, int]) -> dict[str, int]:
     """The CRC-32 of all data, without its hashes: they are taken out."""
     if SIGN in "".join(sums):
         for label in [label for label in sums if SIGN in label]:
@@ -48,7 +48,7 @@ def without_hashes(sums: dict[str, int]) -> dict[str, int]:
     return sums
 
 
-def put_together(pieces: Iterable[bytes], nbytes: int) -> bytes:
+def join_pieces(pieces: Iterable[bytes], nbytes: int) -> bytes:
     """Pieces of so many bytes together. None of them stays: with a million tensors they take as much memory as the whole."""
     whole = BytesIO()
     # Room for all of them at once.
@@ -60,7 +60,7 @@ def put_together(pieces: Iterable[bytes], nbytes: int) -> bytes:
     return whole.getvalue()
 
 
-def of_length(made: bytes, nbytes: int) -> bytes:
+def check_length(made: bytes, nbytes: int) -> bytes:
     """The bytes that were made for a segment. Raises `ValueError` for another length, which would move all that stands behind
     it."""
     if len(made) != nbytes:
@@ -87,7 +87,7 @@ class Data(Value, frozen=True):
     tensor: LazyTensor
     label: str
     """What the file calls it; the key under which `Late` segments find its CRC. Unique in a plan."""
-    hashed: Hashing = ""
+    hashing: Hashing = ""
     """Whether it is hashed as well, or its head alone: known then, too, under the label and `HASH_KEY`, `HEAD_KEY`."""
     nbytes: int = -1
     """Known from the tensor, whatever is given."""
@@ -116,13 +116,13 @@ class Gathered(Value, frozen=True, eq=False):
     """Of the pieces that are not empty, each as for `Data`."""
     make: Callable[[], tuple[bytes, Mapping[str, int]]]
     """Fetches the pieces: exactly `nbytes` bytes, and the CRC-32 of each piece by its label. It may say more (`MISTAKEN_KEY`)."""
-    lengths: Sequence[int] | None = None
+    item_nbytes: Sequence[int] | None = None
     """Of the pieces, where there is nothing between them."""
     tensors: Callable[[], Sequence[LazyTensor]] = tuple
     """The pieces one by one, where they are tensors of a table."""
-    hashed: bool = False
+    is_hashed: bool = False
     """Whether pieces are hashed, too."""
-    between: int = 0
+    overhead_nbytes: int = 0
     """Bytes that are no data."""
     read_nbytes: int | None = None
     """Bytes that are read for it, where these are not its data: what is computed has others."""
@@ -147,17 +147,17 @@ class Late(Value, frozen=True):
 Segment = Literal | Data | Memory | Gathered | Hole | Late
 
 
-def known_later(segments: Iterable[Segment]) -> list[str]:
+def list_sum_keys(segments: Iterable[Segment]) -> list[str]:
     """Under which keys something is known when these segments are written."""
     keys: list[str] = []
     for segment in segments:
         if isinstance(segment, Gathered):
             keys += segment.labels
-            if segment.hashed:
+            if segment.is_hashed:
                 keys += [label + key for label in segment.labels for key in (HASH_KEY, HEAD_KEY)]
         elif isinstance(segment, Data | Memory):
             keys.append(segment.label)
-            if isinstance(segment, Data) and segment.hashed:
+            if isinstance(segment, Data) and segment.hashing:
                 keys += (segment.label + HASH_KEY, segment.label + HEAD_KEY)
     return keys
 
@@ -196,11 +196,11 @@ class SavePlan(Value, frozen=True):
     directory: bool = False
     index: tuple[FilePlan, ...] = ()
     """Files of a directory that are written after all others are on disk: the manifest, the Hugging Face index."""
-    holds: Table | None = None
+    expected_table: Table | None = None
     """What a reader is to find, by name; None where the plan is not one of a state."""
     linked: tuple[LinkedFile, ...] = ()
     """Files of a directory that are there already, in another one."""
-    copied: bool = False
+    is_copy: bool = False
     """Whether it is a copy: names and content are those of another checkpoint, and none is made up."""
     attributes: Mapping[str, str] = field(default_factory=dict)
     """What the object of the manifest says of itself in an object store, where it can be asked without reading it."""
@@ -210,7 +210,7 @@ class SavePlan(Value, frozen=True):
         return sum(f.nbytes for f in (*self.files, *self.index))
 
     @property
-    def listed(self) -> list[tuple[str, int]]:
+    def file_sizes(self) -> list[tuple[str, int]]:
         """Every file of the checkpoint and its length, those that are linked first."""
         return [(f.key, f.nbytes) for f in self.linked] + [
             (f.key, f.nbytes) for f in (*self.files, *self.index)

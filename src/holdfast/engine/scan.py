@@ -24,7 +24,7 @@ from holdfast.core.dtype import WIDEST_NBYTES
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.checksums import Progress, damage
+from holdfast.engine.checksums import Progress, build_damage_error
 from holdfast.engine.coalesce import REMOTE, SUMS, Ranges
 from holdfast.engine.computed import read_flat
 from holdfast.engine.ranges import read_to_scratch
@@ -45,7 +45,7 @@ LOCAL = replace(SUMS, separate_nbytes=256 << 10, block=1 << 20)
 """Blocks that are computed with: what is read together stays in a core's cache until the last of it was looked at."""
 
 
-Block = tuple[int, int] | Box
+ElementBlock = tuple[int, int] | Box
 """Elements [start, stop) in C order, or a rectangle of the tensor as a matrix (first axis by all others)."""
 
 
@@ -75,17 +75,17 @@ class Accumulator(Protocol[T_co]):
         """What all blocks come to. Asked once, after the last of them."""
 
 
-def blocks(count: int, block: int = BLOCK_ELEMENTS) -> Iterator[tuple[int, int]]:
+def cut_elements(count: int, block: int = BLOCK_ELEMENTS) -> Iterator[tuple[int, int]]:
     return ((start, min(start + block, count)) for start in range(0, count, block))
 
 
-def start_of(tensor: LazyTensor, block: Block) -> int:
+def find_first_index(tensor: LazyTensor, block: ElementBlock) -> int:
     if isinstance(block, Box):
         return block.start[0] * matrix_shape(tensor.shape)[1] + block.start[1]
     return block[0]
 
 
-def elements(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
+def read_elements(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
     """Elements in C order as a 1-D array of something that numpy can compute with."""
     if tensor.dtype.name == FLOAT4_PAIRS:
         return view_as_numbers(tensor, read_flat(tensor, start // 2, -(-stop // 2)))[start % 2 :][
@@ -94,7 +94,7 @@ def elements(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
     return view_as_numbers(tensor, read_flat(tensor, start, stop))
 
 
-def read_block(tensor: LazyTensor, block: Block) -> np.ndarray:
+def read_block(tensor: LazyTensor, block: ElementBlock) -> np.ndarray:
     if not isinstance(block, Box):
         return read_flat(tensor, *block)
     (top, left), (bottom, right), width = block.start, block.stop, matrix_shape(tensor.shape)[1]
@@ -105,7 +105,7 @@ def read_block(tensor: LazyTensor, block: Block) -> np.ndarray:
 
 def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
     """The tally of elements [start, stop), counted in C order; the tensors have one canonical shape. Reads both."""
-    left, right = elements(a, start, stop), elements(b, start, stop)
+    left, right = read_elements(a, start, stop), read_elements(b, start, stop)
     with computing():
         same_bits = element_dtype(a) is element_dtype(b)
         return compare_elements(left, right, same_bits=same_bits, start=start)
@@ -113,7 +113,7 @@ def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
 
 def scan(
     tensors: Sequence[LazyTensor], make: Callable[[int], Accumulator[T]],
-    cut: Callable[[int], Iterable[Block]] | None = None, *, threads: int | None = None, progress: Progress | None = None,
+    cut: Callable[[int], Iterable[ElementBlock]] | None = None, *, threads: int | None = None, progress: Progress | None = None,
 ) -> list[T]:  # fmt: skip
     """Show the blocks of each tensor to an accumulator, made of its number, and give the results in the order of the tensors. `cut`
     gives the blocks of a tensor by its number; without it they are ranges that cover the tensor. Booleans are shown as bytes of 0
@@ -123,7 +123,7 @@ def scan(
     file_blocks: dict[Store, dict[RangeKey, list[FileBlock]]] = {}
     for number, tensor in enumerate(tensors):
         source, place = tensor.source, tensor.file_range()
-        tensor_blocks = [*(blocks(tensor.size) if cut is None else cut(number))]
+        tensor_blocks = [*(cut_elements(tensor.size) if cut is None else cut(number))]
         run.left.append(len(tensor_blocks))
         flat_blocks = [block for block in tensor_blocks if not isinstance(block, Box)]
         if place is None or len(flat_blocks) < len(tensor_blocks):
@@ -178,7 +178,7 @@ class _Scan(Generic[T]):
         self._found: dict[int, T] = {}
         self._lock = threading.Lock()
 
-    def read(self, number: int, block: Block) -> None:
+    def read(self, number: int, block: ElementBlock) -> None:
         tensor = self.tensors[number]
         with located(tensor=tensor.name):
             self.show(number, block, read_block(tensor, block))
@@ -197,16 +197,16 @@ class _Scan(Generic[T]):
             for block in blocks:
                 tensor = self.tensors[block.number]
                 if block.crc != NO_CRC and (found := crc32(content.data)) != block.crc:
-                    raise damage(tensor.storages[0], tensor.name, found)
+                    raise build_damage_error(tensor.storages[0], tensor.name, found)
                 with located(tensor=tensor.name):
                     self.show(block.number, block.block, content.view(tensor.dtype.numpy))
 
-    def show(self, number: int, block: Block, values: np.ndarray) -> None:
+    def show(self, number: int, block: ElementBlock, values: np.ndarray) -> None:
         values = values.view(np.uint8) if values.dtype == np.bool_ else values
         # Two threads may both make one; `setdefault` keeps the first.
         one = self._begun.get(number) or self._begun.setdefault(number, self._make(number))
         with computing():
-            one.add(start_of(self.tensors[number], block), values)
+            one.add(find_first_index(self.tensors[number], block), values)
             with self._lock:
                 self.left[number] -= 1
                 done = not self.left[number]

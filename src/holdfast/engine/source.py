@@ -23,7 +23,7 @@ from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.errors import Corrupted, Unsupported
 
 if TYPE_CHECKING:
-    from holdfast.engine.checksums import Checks
+    from holdfast.engine.checksums import StorageChecks
 
 HEAD_NBYTES = (
     4096  # First bytes of a file that are read at once, since formats are recognised by them.
@@ -127,9 +127,9 @@ class OpenSource:
             return tensor(number).name
 
         def damaged(number: int, crc: int) -> Corrupted:
-            from holdfast.engine.checksums import damage  # for damaged files
+            from holdfast.engine.checksums import build_damage_error  # for damaged files
 
-            return damage(tensor(number).storages[0], name(number), crc)
+            return build_damage_error(tensor(number).storages[0], name(number), crc)
 
         if not self.verify:
             crcs = (UNKNOWN,) * len(crcs)
@@ -142,18 +142,18 @@ class OpenSource:
                 message = "this tensor was saved on the meta device: it has a shape and no data"
                 raise Unsupported(message, tensor=request.tensor.name)
         from holdfast.engine.checksums import (  # contiguous tensors need neither
-            Checks,
-            whole_storages,
+            StorageChecks,
+            find_whole_storages,
         )
 
-        checks = Checks(whole_storages(requests) if self.verify else {})
+        checks = StorageChecks(find_whole_storages(requests) if self.verify else {})
         self.read_boxes(requests, checks)
         checks.finish()
         for request in requests:
             _resolve(request)
 
     def read_boxes(
-        self, requests: Sequence[Request], checks: Checks, *, threads: int | None = None
+        self, requests: Sequence[Request], checks: StorageChecks, *, threads: int | None = None
     ) -> int:
         """Fill requests box by box and return how many bytes were read. The caller finishes `checks`.
 
@@ -236,9 +236,9 @@ class OpenSource:
         )
 
     def digest(self, tensors: Sequence[LazyTensor]) -> list[int]:
-        from holdfast.engine.digest import tensor_crcs
+        from holdfast.engine.digest import compute_crcs
 
-        return tensor_crcs(tensors, threads=self.threads)
+        return compute_crcs(tensors, threads=self.threads)
 
 
 def _resolve(request: Request) -> None:

@@ -30,18 +30,18 @@ from holdfast.engine.saves import (
     Late,
     Literal,
     Memory,
-    known_later,
-    of_length,
+    check_length,
+    list_sum_keys,
 )
 from holdfast.engine.threads import BackgroundCall
 from holdfast.engine.write import (
     GATHER_NBYTES,
-    blocks_of,
+    assemble_file,
     check_source,
-    expected_crc,
-    fetch_small,
-    file_content,
-    small_bytes,
+    cut_segment,
+    find_expected_crc,
+    read_small_tensor,
+    read_small_tensors,
 )
 from holdfast.errors import SaveError, located
 
@@ -80,7 +80,7 @@ def write_stream(
     are those of files that were written before. `requests` bounds how many blocks of remote data are read ahead, of `block` bytes
     each. Raises `SaveError` where data changed between two readings, `Corrupted` where it is not what its source records."""
     if plan.nbytes < GATHER_NBYTES:
-        content, receipt = file_content(plan, known or {})
+        content, receipt = assemble_file(plan, known or {})
         write_all(target, content)
         _flush(target)
         return receipt.crcs
@@ -96,7 +96,7 @@ def write_stream(
     foreseen: dict[str, int] = {}
     if _asks_ahead(plan):
         data = [segment for segment in plan.segments if isinstance(segment, Data)]
-        crcs = {segment.label: expected_crc(segment) for segment in data}
+        crcs = {segment.label: find_expected_crc(segment) for segment in data}
         foreseen = {label: crc for label, crc in crcs.items() if crc is not None}
         unknown = [segment for segment in remote if segment.label not in foreseen]
         with closing(_ahead(_fetches(unknown, block), window)) as blocks:
@@ -114,17 +114,17 @@ def _write_all(
     blocks: Iterator[memoryview],
 ) -> dict[str, int]:
     crcs = {**(known or {}), **foreseen}
-    own = {*known_later(plan.segments)}
+    own = {*list_sum_keys(plan.segments)}
     joined = _Joining(target)
     for segment in plan.segments:
         match segment:
             case Literal():
                 joined.write(segment.data)
             case Late():
-                joined.write(of_length(segment.make(crcs), segment.nbytes))
+                joined.write(check_length(segment.make(crcs), segment.nbytes))
             case Gathered():
                 content, found = segment.make()
-                joined.write(of_length(content, segment.nbytes))
+                joined.write(check_length(content, segment.nbytes))
                 crcs.update(found)
                 own.update(found)
             case Hole():
@@ -194,9 +194,9 @@ def _fetch(segment: Data, piece: ContiguousBlock) -> list[memoryview]:
 
 
 def _fetch_few(segments: list[Data]) -> list[memoryview]:
-    fetched = fetch_small(segments)
+    fetched = read_small_tensors(segments)
     return [
-        fetched[one.label] if one.label in fetched else memoryview(small_bytes(one))
+        fetched[one.label] if one.label in fetched else memoryview(read_small_tensor(one))
         for one in segments
         if one.nbytes
     ]
@@ -231,7 +231,7 @@ def _sums(
                 sums[segment.label] = _write_data(NOWHERE, segment, blocks)
             case Gathered():
                 content, found = segment.make()
-                of_length(content, segment.nbytes)
+                check_length(content, segment.nbytes)
                 sums.update(found)
     return sums
 
@@ -283,9 +283,9 @@ class _Hashing(Struct):
 def _write_hashed(target: Writer, segment: Data, blocks: Iterator[memoryview]) -> dict[str, int]:
     """Write the data; its sum, and its hash where that is wanted, under the keys of both."""
     label = segment.label
-    if not segment.hashed:
+    if not segment.hashing:
         return {label: _write_data(target, segment, blocks)}
-    through = _Hashing(target, ContentHash(segment.nbytes, whole=segment.hashed == "hash"))
+    through = _Hashing(target, ContentHash(segment.nbytes, whole=segment.hashing == "hash"))
     crc, found = _write_data(through, segment, blocks), through.hashed.done()
     return {label: crc, label + HASH_KEY: found.hash or 0, label + HEAD_KEY: found.head or 0}
 
@@ -301,7 +301,7 @@ def _write_data(target: Writer, segment: Data | Memory, blocks: Iterator[memoryv
             crc = crc32(ahead, crc)
             write_all(target, ahead)
         return crc
-    for _, lend in blocks_of(segment, BLOCK_NBYTES):
+    for _, lend in cut_segment(segment, BLOCK_NBYTES):
         with lend() as data:
             crc = crc32(data, crc)
             write_all(target, data)

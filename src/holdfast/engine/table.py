@@ -157,7 +157,7 @@ def as_written(table: Table) -> Table:
     if table.irregular:
         taken[_numbers_of(table.irregular.values(), storages)] = True
     left = taken[held]
-    storages = storages.named(table.names, rows, held)
+    storages = storages.with_names(table.names, rows, held)
     if not left.any():
         return Table(
             table.names,

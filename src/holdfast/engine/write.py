@@ -8,8 +8,8 @@
 5. A Late segment that needs one CRC is made where that tensor is written, if both are in one stretch; the others are made and
    written when all data is.
 
-Several ranks may write one file, each a part of it (`write_part`). What each knows of the data then goes to the one of them that
-finishes the file (`PartSums`, `finish_file`).
+Several ranks may write one file, each a part of it (`write_range`). What each knows of the data then goes to the one of them that
+finishes the file (`RankSums`, `finish_file`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from holdfast.engine.blocks import (
     pack,
     read_block,
 )
-from holdfast.engine.checksums import Sweep
+from holdfast.engine.checksums import RangeSums
 from holdfast.engine.coalesce import Ranges
-from holdfast.engine.digest import recorded_crc
+from holdfast.engine.digest import find_recorded_crc
 from holdfast.engine.saves import (
     HASH_KEY,
     HEAD_KEY,
@@ -49,7 +49,7 @@ from holdfast.engine.saves import (
     Literal,
     Memory,
     Segment,
-    of_length,
+    check_length,
 )
 from holdfast.engine.threads import DEFAULT_THREADS, Scratch, cached_nbytes, run_all, run_reads
 from holdfast.errors import Corrupted, NotCommitted, located
@@ -67,7 +67,7 @@ GATHERED_PART, SMALL_PART = 2, 16
 """Where a store would rather be asked for so many bytes at a time (a GPU), segments are gathered up to the first part of them, and
 those up to the second part are small enough for that."""
 
-GATHERERS = 4
+MAX_GATHERING_THREADS = 4
 """Threads that write a file of which most is gathered, at the most: what makes such segments holds the interpreter lock for a part
 of the time, and sixteen threads would rather wait for it than write."""
 
@@ -102,7 +102,7 @@ class Receipt(Struct):
     )  # All bytes but those of holes, in no order; some may be there twice.
 
 
-class Written(Struct):
+class FileSums(Struct):
     sums: dict[str, Sums]
     """Of each tensor, by its label."""
     made: set[int] = field(default_factory=set)
@@ -115,7 +115,7 @@ class Written(Struct):
     blocks: list[Block] = field(default_factory=list)
 
     @classmethod
-    def none_of(cls, plan: FilePlan) -> Written:
+    def for_plan(cls, plan: FilePlan) -> FileSums:
         """Of a file of which nothing is written yet."""
         return cls(
             {
@@ -128,10 +128,10 @@ class Written(Struct):
     def add(self, segment: Data | Memory, start: int, data: memoryview | bytearray) -> int:
         """Sum and hash a block of a tensor, while it is in the cache; its CRC-32."""
         label = segment.label
-        if isinstance(segment, Data) and segment.hashed:
+        if isinstance(segment, Data) and segment.hashing:
             if start == 0 and len(data) == segment.nbytes:
                 self.hashed[label] = (
-                    hash_bytes(data) if segment.hashed == "hash" else head_bytes(data)
+                    hash_bytes(data) if segment.hashing == "hash" else head_bytes(data)
                 )
             else:
                 self.hashes[label].add(start, data)
@@ -146,33 +146,37 @@ def write_file(
     about `threads × block × 2`: what was read, and what is computed from it."""
     if plan.nbytes < GATHER_NBYTES:
         # What is written by one write says itself where it fails. To make room for it first would take as long.
-        content, receipt = file_content(plan, crcs or {})
+        content, receipt = assemble_file(plan, crcs or {})
         if content:
             sink.write(0, memoryview(content))
             if progress:
                 progress(len(content))
         return receipt
     sink.allocate(plan.nbytes)
-    written = write_part(
+    written = write_range(
         plan, sink, (0, plan.nbytes), threads=threads, progress=progress, block=block
     )
     return finish_file(plan, sink, written, crcs=crcs, progress=progress)
 
 
-def write_part(
+def write_range(
     plan: FilePlan, sink: WritableFile, part: tuple[int, int], *, threads: int | None = None, progress: Progress | None = None,
     block: int | None = None,
-) -> Written:  # fmt: skip
+) -> FileSums:  # fmt: skip
     """Write the blocks of a file that begin in this range of its bytes. Who writes the others cuts by the same `block`."""
-    written = Written.none_of(plan)
+    written = FileSums.for_plan(plan)
     large = [
-        s for s in plan.segments if isinstance(s, Data) and s.hashed and s.nbytes > GATHER_NBYTES
+        s for s in plan.segments if isinstance(s, Data) and s.hashing and s.nbytes > GATHER_NBYTES
     ]
-    written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashed == "hash") for s in large}
+    written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashing == "hash") for s in large}
     stores = _stores(plan)
     remote = max((store.read_profile.requests for store in stores), default=0)
     gathered = sum(segment.nbytes for segment in plan.segments if isinstance(segment, Gathered))
-    usual = min(DEFAULT_THREADS, GATHERERS) if 2 * gathered > plan.nbytes else DEFAULT_THREADS
+    usual = (
+        min(DEFAULT_THREADS, MAX_GATHERING_THREADS)
+        if 2 * gathered > plan.nbytes
+        else DEFAULT_THREADS
+    )
     threads = threads or max(usual, remote)
     block = block or (2 * BLOCK_NBYTES if remote else cached_nbytes(threads, BLOCK_NBYTES))
     tasks = _tasks(plan, plan.offsets(), sink, written, progress, block)
@@ -183,7 +187,7 @@ def write_part(
 
 
 def finish_file(
-    plan: FilePlan, sink: WritableFile, written: Written, *, crcs: Mapping[str, int] | None = None,
+    plan: FilePlan, sink: WritableFile, written: FileSums, *, crcs: Mapping[str, int] | None = None,
     progress: Progress | None = None,
 ) -> Receipt:  # fmt: skip
     """Write what depends on checksums, when all data is written. `crcs` as for `write_file`."""
@@ -192,7 +196,7 @@ def finish_file(
     for segment in plan.segments:
         if isinstance(segment, Data | Memory):
             receipt.crcs[segment.label] = written.sums[segment.label].crc32()
-            if isinstance(segment, Data) and segment.hashed:
+            if isinstance(segment, Data) and segment.hashing:
                 label = segment.label
                 receipt.crcs |= _hash_fields(
                     label, written.hashed.get(label) or written.hashes[label].done()
@@ -206,7 +210,7 @@ def finish_file(
     return receipt
 
 
-class PartSums(Struct):
+class RankSums(Struct):
     """The checksums of what a rank wrote of a file, for the rank that finishes it. The segments of the plan have numbers."""
 
     blocks: bytes
@@ -218,7 +222,7 @@ class PartSums(Struct):
     made: list[int]
 
     @classmethod
-    def of(cls, plan: FilePlan, written: Written) -> PartSums:
+    def from_file_sums(cls, plan: FilePlan, written: FileSums) -> RankSums:
         rows: list[tuple[int, int, int, int]] = []
         gathered: dict[int, bytes] = {}
         more = dict(written.gathered)
@@ -232,24 +236,24 @@ class PartSums(Struct):
         return cls(np.array(rows, "<i8").tobytes(), gathered, more, [*written.made])
 
     @classmethod
-    def of_whole(cls, plan: FilePlan, crcs: Mapping[str, int]) -> PartSums:
+    def from_crcs(cls, plan: FilePlan, crcs: Mapping[str, int]) -> RankSums:
         """Of a file that was written from end to end, with what is known of it."""
-        written = Written.none_of(plan)
+        written = FileSums.for_plan(plan)
         written.gathered = dict(crcs)
         for segment in plan.segments:
             if isinstance(segment, Data | Memory):
                 written.sums[segment.label].note(
                     0, segment.nbytes, written.gathered.pop(segment.label)
                 )
-        return cls.of(plan, written)
+        return cls.from_file_sums(plan, written)
 
-    def whole(self, plan: FilePlan) -> dict[str, int]:
+    def combine_crcs(self, plan: FilePlan) -> dict[str, int]:
         """What is known of a file that was written from end to end."""
-        written = Written.none_of(plan)
+        written = FileSums.for_plan(plan)
         self.add_to(plan, written)
         return {label: sums.crc32() for label, sums in written.sums.items()} | written.gathered
 
-    def add_to(self, plan: FilePlan, written: Written) -> None:
+    def add_to(self, plan: FilePlan, written: FileSums) -> None:
         segments = plan.segments
         for number, *block in np.frombuffer(self.blocks, "<i8").reshape(-1, 4).tolist():
             written.sums[_labelled(segments[number]).label].note(*block)
@@ -268,7 +272,7 @@ def _labelled(segment: Segment) -> Data | Memory:
     return segment
 
 
-def file_content(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Receipt]:
+def assemble_file(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Receipt]:
     """A short file put together in memory, with its checksums in it; `crcs` are those of files written before."""
     here: dict[str, int] = {}
     pieces: list[Piece] = []
@@ -284,7 +288,7 @@ def file_content(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Receip
         known = {**crcs, **here} if crcs else here
         for at, segment in enumerate(plan.segments):
             if isinstance(segment, Late) and pieces[at] is None:
-                pieces[at] = of_length(segment.make(known), segment.nbytes)
+                pieces[at] = check_length(segment.make(known), segment.nbytes)
     content = b"".join(cast("list[bytes]", pieces))
     return content, Receipt(
         plan.nbytes, here, [(0, len(content), crc32(content))] if content else []
@@ -313,7 +317,7 @@ def _joined_late(
     between: list[bytes] = []
     for segment, offset in zip(plan.segments, offsets, strict=True):
         if isinstance(segment, Late) and offset not in written:
-            made = of_length(segment.make(crcs), segment.nbytes)
+            made = check_length(segment.make(crcs), segment.nbytes)
             if begin < 0:
                 begin = offset
             pieces += (*between, made)
@@ -329,7 +333,7 @@ def _joined_late(
 
 
 def _tasks(
-    plan: FilePlan, offsets: Sequence[int], sink: WritableFile, written: Written, progress: Progress | None, block: int,
+    plan: FilePlan, offsets: Sequence[int], sink: WritableFile, written: FileSums, progress: Progress | None, block: int,
 ) -> Iterator[tuple[int, Task]]:  # fmt: skip
     """Blocks of work, each with the byte of the file where it begins: a large tensor's piece, or a stretch of small segments that
     are neighbours in the file."""
@@ -348,7 +352,7 @@ def _tasks(
                 case Gathered():
                     yield offset, _gathered(segment, offset, sink, written, progress)
                 case Data() | Memory():
-                    for start, lend in blocks_of(segment, block):
+                    for start, lend in cut_segment(segment, block):
                         yield (
                             offset + start,
                             _block(segment, start, lend, offset, sink, written, progress),
@@ -380,7 +384,7 @@ def _held(data: memoryview) -> AbstractContextManager[memoryview]:
     return nullcontext(data)
 
 
-def blocks_of(segment: Data | Memory, nbytes: int) -> Iterator[tuple[int, Lend]]:
+def cut_segment(segment: Data | Memory, nbytes: int) -> Iterator[tuple[int, Lend]]:
     """A tensor, or memory, in blocks of about so many bytes: where in it each one begins, and its bytes."""
     if isinstance(segment, Memory):
         for start in range(0, segment.nbytes, nbytes):
@@ -396,7 +400,7 @@ def _block(
     lend: Lend,
     offset: int,
     sink: WritableFile,
-    written: Written,
+    written: FileSums,
     progress: Progress | None,
 ) -> Callable[[], None]:
     def run() -> None:
@@ -413,11 +417,11 @@ def _block(
 
 
 def _gathered(
-    segment: Gathered, offset: int, sink: WritableFile, written: Written, progress: Progress | None
+    segment: Gathered, offset: int, sink: WritableFile, written: FileSums, progress: Progress | None
 ) -> Callable[[], None]:
     def run() -> None:
         content, known = segment.make()
-        of_length(content, segment.nbytes)
+        check_length(content, segment.nbytes)
         written.gathered.update(known)
         sink.write(offset, memoryview(content))
         written.blocks.append((offset, segment.nbytes, crc32(content)))
@@ -430,7 +434,7 @@ def _gathered(
 def _stretch(
     parts: list[tuple[int, Segment]],
     sink: WritableFile,
-    written: Written,
+    written: FileSums,
     progress: Progress | None,
 ) -> Callable[[], None]:
     """Neighbouring small segments in one write; the place of a late one is left blank until it is known."""
@@ -468,12 +472,12 @@ Piece = bytes | bytearray | memoryview | None
 
 
 def _pieces(
-    segments: Sequence[Segment], here: dict[str, int], written: Written | None = None
+    segments: Sequence[Segment], here: dict[str, int], written: FileSums | None = None
 ) -> list[Piece]:
     """The bytes of small segments; None in the place of a late one that needs more than is known. What is known of their data is
     added `here`, and to what is `written` of a file of which they are a part."""
     data_segments = [segment for segment in segments if isinstance(segment, Data)]
-    fetched = fetch_small(data_segments) if data_segments else {}
+    fetched = read_small_tensors(data_segments) if data_segments else {}
     pieces: list[Piece] = []
     for segment in segments:
         if isinstance(segment, Literal):
@@ -483,10 +487,10 @@ def _pieces(
             here.update(sums)
             if written is not None:
                 written.gathered.update(sums)
-            pieces.append(of_length(content, segment.nbytes))
+            pieces.append(check_length(content, segment.nbytes))
         elif isinstance(segment, Late):
             known = segment.needs in here
-            pieces.append(of_length(segment.make(here), segment.nbytes) if known else None)
+            pieces.append(check_length(segment.make(here), segment.nbytes) if known else None)
         elif isinstance(segment, Hole):
             pieces.append(bytes(segment.nbytes))
         else:
@@ -494,22 +498,22 @@ def _pieces(
                 data = (
                     segment.content
                     if isinstance(segment, Memory)
-                    else fetched.get(segment.label) or small_bytes(segment)
+                    else fetched.get(segment.label) or read_small_tensor(segment)
                 )
             if written is not None:
                 here[segment.label] = written.add(segment, 0, data)
             else:
                 here[segment.label] = crc32(data)
-                if isinstance(segment, Data) and segment.hashed:
+                if isinstance(segment, Data) and segment.hashing:
                     here |= _hash_fields(
                         segment.label,
-                        hash_bytes(data) if segment.hashed == "hash" else head_bytes(data),
+                        hash_bytes(data) if segment.hashing == "hash" else head_bytes(data),
                     )
             pieces.append(data)
     return pieces
 
 
-def fetch_small(segments: Iterable[Data]) -> dict[str, memoryview]:
+def read_small_tensors(segments: Iterable[Data]) -> dict[str, memoryview]:
     """The bytes of small tensors by their labels, neighbours by one read; not of memory, nor of a stream, which is read in
     order."""
     wanted = [
@@ -531,7 +535,7 @@ def fetch_small(segments: Iterable[Data]) -> dict[str, memoryview]:
     }
 
 
-def small_bytes(segment: Data) -> memoryview | bytearray:
+def read_small_tensor(segment: Data) -> memoryview | bytearray:
     memory = mapped_bytes(segment.tensor)
     if memory is not None:
         return memory
@@ -541,19 +545,19 @@ def small_bytes(segment: Data) -> memoryview | bytearray:
     return data
 
 
-def expected_crc(segment: Data) -> int | None:
+def find_expected_crc(segment: Data) -> int | None:
     """Return the CRC-32 that the source records of this data, None if it records none."""
     tensor = segment.tensor
     # Nothing is recorded of memory, which is most of what is saved.
     if not segment.nbytes or all(chunk.storage.crc32 is None for chunk in tensor.chunks):
         return None
-    return recorded_crc(tensor)
+    return find_recorded_crc(tensor)
 
 
 def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
     """Compare what was read with what the source records of itself, where it records anything."""
     for segment in plan.segments:
-        expected = expected_crc(segment) if isinstance(segment, Data) else None
+        expected = find_expected_crc(segment) if isinstance(segment, Data) else None
         if not isinstance(segment, Data) or expected in (None, crcs[segment.label]):
             continue
         place = segment.tensor.chunks[0].storage
@@ -575,15 +579,15 @@ def check_written(
     wrong_index = _find_wrong_block(descriptor, blocks, threads) if is_covered else None
     if is_covered and wrong_index is None:
         return
-    for label, found in file_crcs(plan, descriptor, threads=threads).items():
+    for label, found in read_file_crcs(plan, descriptor, threads=threads).items():
         if found != crcs[label]:
             raise NotCommitted(CHANGED, file=path, tensor=label, expected=crcs[label], found=found)
     if wrong_index is not None:
         raise NotCommitted(CHANGED, file=path)
 
 
-def check_part(
-    plan: FilePlan, descriptor: int, written: Written, *, path: str, threads: int | None = None
+def check_range(
+    plan: FilePlan, descriptor: int, written: FileSums, *, path: str, threads: int | None = None
 ) -> None:
     """Compare what a file gives back of a part of it with what was written there. What is wrong is named by its place."""
     wrong_index = _find_wrong_block(descriptor, written.blocks, threads)
@@ -633,14 +637,16 @@ def _find_wrong_block(descriptor: int, blocks: Sequence[Block], threads: int | N
     return min(wrong_indices, default=None)
 
 
-def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) -> dict[str, int]:
+def read_file_crcs(
+    plan: FilePlan, descriptor: int, *, threads: int | None = None
+) -> dict[str, int]:
     """The CRC-32 of every data segment, from the bytes of an open file that has this layout."""
     written = Virtual("<written>")
     key = written.put(VirtualFile(plan.nbytes, partial(read_at, descriptor)))
-    return stored_crcs(plan, written, key, threads=threads)
+    return read_stored_crcs(plan, written, key, threads=threads)
 
 
-def stored_crcs(
+def read_stored_crcs(
     plan: FilePlan, store: Store, key: str, *, threads: int | None = None
 ) -> dict[str, int]:
     """The CRC-32 of every data segment of a file that has this layout, from what its store gives."""
@@ -652,10 +658,10 @@ def stored_crcs(
             labels.append(segment.label)
             starts.append(offset)
             lengths.append(segment.nbytes)
-        elif isinstance(segment, Gathered) and segment.lengths is not None:
+        elif isinstance(segment, Gathered) and segment.item_nbytes is not None:
             labels += segment.labels
-            starts += [*accumulate(segment.lengths, initial=offset)][:-1]
-            lengths += segment.lengths
+            starts += [*accumulate(segment.item_nbytes, initial=offset)][:-1]
+            lengths += segment.item_nbytes
     ranges = Ranges(
         [key],
         np.zeros(len(labels), np.int64),
@@ -663,9 +669,9 @@ def stored_crcs(
         np.array(lengths, np.int64),
     )
     sweep = (
-        Sweep(store, ranges, block=store.read_profile.block_nbytes)
+        RangeSums(store, ranges, block=store.read_profile.block_nbytes)
         if store.read_profile.block_nbytes
-        else Sweep(store, ranges)
+        else RangeSums(store, ranges)
     )
     run_all(sweep.tasks(), store.read_profile.requests or threads or DEFAULT_THREADS)
     for number in sorted(sweep.errors):

@@ -398,7 +398,7 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
         notes,
         directory=True,
         index=tuple(index),
-        holds=table,
+        expected_table=table,
     )
 
 

@@ -200,7 +200,8 @@ def _planned(
     reads = [_read_cost(tensor) for tensor in tensors]
     # What is computed is read from other bytes than its own.
     gathered_nbytes = sum(
-        one.nbytes - one.between if one.read_nbytes is None else one.read_nbytes for one in gathered
+        one.nbytes - one.overhead_nbytes if one.read_nbytes is None else one.read_nbytes
+        for one in gathered
     )
     report = Conversion(
         **planned_fields(plan, where.path), source=source.path, tensors=len(tensors) + sum(len(one.labels) for one in gathered),

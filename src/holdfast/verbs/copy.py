@@ -29,7 +29,7 @@ from holdfast.core.table import IRREGULAR, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.core.text import nbytes
 from holdfast.core.value import replace
-from holdfast.engine.files import BYTES, FileStorages
+from holdfast.engine.files import UINT8, FileStorages
 from holdfast.engine.saves import FilePlan, LinkedFile, Literal, SavePlan
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import segments
@@ -170,7 +170,7 @@ def _lay_out(
         directory=store.is_folder,
         index=tuple(index),
         linked=tuple(linked),
-        copied=True,
+        is_copy=True,
     )
     return plan, checked
 
@@ -245,7 +245,7 @@ def _copied(name: str, origin: Source, recorded: Ints | None, *, key: str) -> tu
         [FilePlace(origin, name, store)], np.zeros_like(starts), starts, lengths, crcs, names=labels
     )
     of_length, kind = np.unique(lengths, return_inverse=True)
-    kinds = [Kind.whole_of(BYTES, (length,)) for length in of_length.tolist()]
+    kinds = [Kind.whole_of(UINT8, (length,)) for length in of_length.tolist()]
     rows = range(len(starts))
     # What a remote store has is requested ahead, which a row by itself is.
     ahead = store.read_profile.in_order or store.read_profile.block_nbytes

@@ -50,9 +50,9 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.checksums import Progress
 from holdfast.engine.coalesce import Ranges
 from holdfast.engine.computed import Dequantized
-from holdfast.engine.digest import recorded_crc, tensor_crcs
-from holdfast.engine.equal import Located, same_bytes, same_ranges
-from holdfast.engine.scan import blocks, compare_block
+from holdfast.engine.digest import compute_crcs, find_recorded_crc
+from holdfast.engine.equal import StoreRanges, compare_bytes, compare_ranges
+from holdfast.engine.scan import compare_block, cut_elements
 from holdfast.engine.threads import DEFAULT_THREADS, reading_threads, run_reads
 from holdfast.errors import located
 from holdfast.formats import format_of
@@ -102,7 +102,7 @@ def compare_tensors(
         report(nbytes * stop // element_count - nbytes * start // element_count)
 
     work: list[Callable[[], None]] = []
-    for number, is_equal in enumerate(same_bytes(pairs, threads=threads)):
+    for number, is_equal in enumerate(compare_bytes(pairs, threads=threads)):
         if is_equal:
             report(nbytes_of(stored[number]))
             continue
@@ -113,7 +113,9 @@ def compare_tensors(
         # The elements of a paired dtype count as two.
         is_paired = canonical(first.dtype, first.shape)[0] is not first.dtype
         count = first.size * (2 if is_paired else 1)
-        work += [partial(compare, number, start, stop, count) for start, stop in blocks(count)]
+        work += [
+            partial(compare, number, start, stop, count) for start, stop in cut_elements(count)
+        ]
     if work:
         stores = [tensor.source.store for pair in pairs for tensor in pair]
         run_reads(work, threads or DEFAULT_THREADS, stores=stores)
@@ -482,7 +484,9 @@ class Comparison:
         self._candidates = (
             _candidates(self._removed.values(), self._added.values()) if find_renamed else ([], [])
         )
-        lone = [t for side in self._candidates for t in side if exact or recorded_crc(t) is None]
+        lone = [
+            t for side in self._candidates for t in side if exact or find_recorded_crc(t) is None
+        ]
         self.nbytes = sum(map(nbytes_of, self._pairs.values())) + sum(t.nbytes for t in lone)
         self.nbytes += sum(2 * int(contiguous.a.nbytes.sum()) for contiguous in self._dense)
 
@@ -540,11 +544,11 @@ class Comparison:
             wanted[numbers] = True
             some = contiguous.some(wanted)
             a, b = (
-                Located(store, ranges, lambda number: some.names[some.numbers.item(number)])
+                StoreRanges(store, ranges, lambda number: some.names[some.numbers.item(number)])
                 for store, ranges in zip(some.stores, (some.a, some.b), strict=True)
             )
             is_different: list[bool] = (
-                ~same_ranges(a, b, progress, threads=self._threads)
+                ~compare_ranges(a, b, progress, threads=self._threads)
             ).tolist()
             return is_different
 
@@ -621,8 +625,8 @@ class Comparison:
                 self._changes[name] = _change(name, pair, None)
             return
         if alike and not self._exact:
-            known = recorded_crc(a)
-            if known is not None and known == recorded_crc(b):
+            known = find_recorded_crc(a)
+            if known is not None and known == find_recorded_crc(b):
                 self._same += 1
                 self._by_checksum += 1
                 return
@@ -634,7 +638,7 @@ class Comparison:
 
         def sums(numbers: list[int]) -> list[int]:
             own = [both[number] for number in numbers]
-            return tensor_crcs(
+            return compute_crcs(
                 own, recorded=not self._exact, threads=self._threads, progress=progress
             )
 

@@ -187,7 +187,7 @@ def plan_reshard(
         state = tabulate_state(source, limits=options["limits"])
         plan = replace(
             lay_out_reshard(state, grid, parsed, save=save_name(where.path, where.writing.save)),
-            holds=state.tensors,
+            expected_table=state.tensors,
         )
         return Planned(
             plan,

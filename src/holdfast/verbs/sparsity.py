@@ -23,7 +23,7 @@ from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Progress
-from holdfast.engine.scan import Block, blocks, scan
+from holdfast.engine.scan import ElementBlock, cut_elements, scan
 from holdfast.engine.threads import reading_threads
 from holdfast.errors import located
 from holdfast.numeric.statistics import has_numbers
@@ -129,14 +129,16 @@ def find_zeros(
     return tuple(map(_make_row, wanted, labels, counts))
 
 
-def tiles(tensor: LazyTensor) -> Iterator[Block]:
+def tiles(tensor: LazyTensor) -> Iterator[ElementBlock]:
     """Whole rows, multiples of 64 of them; some columns of 64 where rows are long; parts of a vector."""
     rows, columns = matrix_shape(tensor.shape)
     if not tensor.size:
         return
     if rows == 1 or columns <= TILE_COLUMNS:
         high = max(TILE_COLUMNS // columns, 1) * TILE_ROWS
-        yield from blocks(tensor.size, high * columns if rows > 1 else TILE_COLUMNS * TILE_ROWS)
+        yield from cut_elements(
+            tensor.size, high * columns if rows > 1 else TILE_COLUMNS * TILE_ROWS
+        )
         return
     for top in range(0, rows, TILE_ROWS):
         for left in range(0, columns, TILE_COLUMNS):

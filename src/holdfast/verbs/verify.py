@@ -34,10 +34,9 @@ from holdfast.core.registry import find_hook
 from holdfast.core.runtime import gc_paused
 from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC
-from holdfast.engine.checksums import Progress, Sweep
+from holdfast.engine.checksums import Progress, RangeSums
 from holdfast.engine.coalesce import Ranges, gaps
-from holdfast.engine.files import Piece, StoredRanges, stored_ranges
-from holdfast.engine.files import store_of as store_of_key
+from holdfast.engine.files import StorageUse, StoredRanges, find_store, find_stored_ranges
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import NO_TENSORS
 from holdfast.engine.threads import reading_threads, run_reads
@@ -483,7 +482,7 @@ class Verification:
                 table = table.located(range(len(table)))
             tensors, description = NO_TENSORS, None
             lost: list[tuple[str, HoldfastError]] = []
-            stored = stored_ranges(table, _pieces(table, lost))
+            stored = find_stored_ranges(table, _pieces(table, lost))
         for name, broken in lost:
             self.refuse(path, broken, tensors=(name,))
         found = CheckpointBytes(source, table, stored)
@@ -516,15 +515,15 @@ class Verification:
         filled = stored.ranges.some(near)
         between = gaps(filled, {key: store.size(key) for key in keys})
         summed = np.append(stored.crcs[own] != NO_CRC, np.zeros(len(between), np.bool_))
-        sweep = Sweep(store, Ranges.joined([filled, between]), summed=summed)
+        sweep = RangeSums(store, Ranges.joined([filled, between]), summed=summed)
         work, stores = sweep.tasks(self._progress), [store]
         # What is computed from the files (inflated items) is read through what computes it, and what lies beside
         # the file (external data of ONNX) in its folder.
-        other_sweeps: list[tuple[Ints, Sweep]] = []
+        other_sweeps: list[tuple[Ints, RangeSums]] = []
         for other in dict.fromkeys(one for one in stored.stores if one is not store):
             in_other = stored.in_store(other)
             (numbers,) = in_other.nonzero()
-            other_sweep = Sweep(
+            other_sweep = RangeSums(
                 other, stored.ranges.some(in_other), summed=stored.crcs[numbers] != NO_CRC
             )
             other_sweeps.append((numbers, other_sweep))
@@ -558,7 +557,7 @@ class Verification:
         self,
         found: CheckpointBytes,
         numbers: Ints,
-        sweep: Sweep,
+        sweep: RangeSums,
         path: str,
         *,
         fresh: Bools | None = None,
@@ -587,7 +586,7 @@ class Verification:
         self._unchecked_nbytes += int(nbytes[is_unknown].sum())
         is_unchecked = np.zeros(len(stored), np.bool_)
         is_unchecked[numbers[is_unknown]] = True
-        rows = stored.rows[is_unchecked[stored.owners]].tolist()
+        rows = stored.rows[is_unchecked[stored.range_indices]].tolist()
         self._unchecked.update((found.table.names[row], None) for row in rows)
 
     def _settle_packed(
@@ -699,19 +698,19 @@ class CheckpointBytes:
         }
         crcs = [NO_CRC if record.crc32 is None else record.crc32 for record in left]
         places = [(record.start, record.nbytes) for record in left]
-        self.stored = stored.with_unused(places, crcs, store=store, key=key)
+        self.stored = stored.with_unused_ranges(places, crcs, store=store, key=key)
 
     def fold_into_records(self) -> None:
         """Let the record that a range without a checksum lies in stand for it: tensors may be cut from a row that is one record."""
         hosts = (self.stored.crcs != NO_CRC) & self.stored.in_store(self.source.store)
         hosts[[*self.packed]] = False
-        self.stored, left = self.stored.folded(hosts)
+        self.stored, left = self.stored.merge_into_hosts(hosts)
         now = np.cumsum(left) - 1
         self._labels = {now.item(number): label for number, label in self._labels.items()}
         self.packed = {now.item(number): nbytes for number, nbytes in self.packed.items()}
 
 
-def _pieces(table: Table, lost: list[tuple[str, HoldfastError]]) -> Iterator[Piece]:
+def _pieces(table: Table, lost: list[tuple[str, HoldfastError]]) -> Iterator[StorageUse]:
     """Yield the storages of irregular rows. Tensors whose places are damaged in the file are added to `lost`."""
     for row, tensor in table.irregular.items():
         for storage in tensor.storages:
@@ -722,4 +721,4 @@ def _pieces(table: Table, lost: list[tuple[str, HoldfastError]]) -> Iterator[Pie
             except HoldfastError as error:
                 lost.append((table.names[row], detached(error)))
             else:
-                yield row, storage, store_of_key(tensor.source, storage.key)
+                yield row, storage, find_store(tensor.source, storage.key)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.documents import proven
 from holdfast.core.limits import Limits
-from holdfast.engine.saves import Late, Literal, of_length
+from holdfast.engine.saves import Late, Literal, check_length
 from holdfast.formats.native.manifest import FileBoxes, Outlines, StoredBoxes, lay_out_index
 from holdfast.formats.native.schema import (
     DOCUMENT,
@@ -93,8 +93,8 @@ def test_it_is_the_text_of_its_schema(
     (literal,), (late,) = known.segments, later.segments
     assert isinstance(literal, Literal)
     assert isinstance(late, Late)
-    # `of_length` compares the length of the text with the one that the plan foretold.
-    assert of_length(late.make({}), late.nbytes) == literal.data
+    # `check_length` compares the length of the text with the one that the plan foretold.
+    assert check_length(late.make({}), late.nbytes) == literal.data
     found = proven(DOCUMENT, literal.data)
     assert found is not None  # msgspec writes the very same text
     wanted: dict[str, list[StoredChunk]] = {}

@@ -30,7 +30,7 @@ from holdfast.engine.stream import REMOTE_BLOCK_NBYTES, CountingWriter, Writer, 
 from holdfast.engine.targets.bucket_claims import commit_sharing, release
 from holdfast.engine.targets.bucket_commit import NOBODY, ObjectSave, PrefixSave, save_id
 from holdfast.engine.targets.target import Delivered, Fill, Saving, Target, nothing_yet
-from holdfast.engine.write import check_source, stored_crcs
+from holdfast.engine.write import check_source, read_stored_crcs
 from holdfast.errors import HoldfastError, NotCommitted, StoreError
 from holdfast.stores.files import is_temporary
 from holdfast.stores.memory import MemoryStore
@@ -422,7 +422,7 @@ class CopyTarget(JoinedCopy):
 def _check_uploaded(file: FilePlan, url: Url, crcs: Mapping[str, int]) -> None:
     store = RemoteStore(url)
     (key,) = store.list()
-    for label, found in stored_crcs(file, store, key).items():
+    for label, found in read_stored_crcs(file, store, key).items():
         if found != crcs[label]:
             message = "what was written does not read back the same; nothing was published"
             raise NotCommitted(

@@ -36,14 +36,14 @@ from holdfast.engine.saves import Data, FilePlan, Gathered, LinkedFile, Literal,
 from holdfast.engine.stream import Writer
 from holdfast.engine.targets.target import Delivered, Fill, Saving, Target
 from holdfast.engine.write import (
-    Written,
-    check_part,
+    FileSums,
+    check_range,
     check_source,
     check_written,
-    file_crcs,
     finish_file,
+    read_file_crcs,
     write_file,
-    write_part,
+    write_range,
 )
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.files import Files, make_parents, system_files
@@ -188,7 +188,7 @@ class Staging:
             return None
         descriptor = self._files.open(file.key, at=self._folder.descriptor)
         try:
-            crcs = file_crcs(file, descriptor)
+            crcs = read_file_crcs(file, descriptor)
         finally:
             self._files.close(descriptor)
         return crcs if crcs == recorded else None
@@ -211,12 +211,12 @@ def _fill(file: FilePlan, how: Saving, sink: NewFile, path: str) -> Mapping[str,
 
 def _fill_part(
     file: FilePlan, part: tuple[int, int], how: Saving, sink: NewFile, path: str
-) -> Written:
-    written = write_part(
+) -> FileSums:
+    written = write_range(
         file, sink, part, threads=how.threads, progress=how.progress, block=how.block
     )
     if how.read_back:
-        check_part(file, sink.descriptor, written, path=path, threads=how.threads)
+        check_range(file, sink.descriptor, written, path=path, threads=how.threads)
     return written
 
 
@@ -230,10 +230,10 @@ class FirstTarget(Target):
         """Return a file that several parts write."""
         raise NotImplementedError
 
-    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> Written:
+    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> FileSums:
         return _fill_part(file, part, how, self._shared_file(file.key), self.path)
 
-    def finish_shared(self, file: FilePlan, written: Written, how: Saving) -> None:
+    def finish_shared(self, file: FilePlan, written: FileSums, how: Saving) -> None:
         made = self._shared_file(file.key)
         how.crcs.update(finish_file(file, made, written, crcs=how.crcs, progress=how.progress).crcs)
         check_source(file, how.crcs)
@@ -311,7 +311,7 @@ class JoinedFolder(Target):
         self._made.append(made)
         return made
 
-    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> Written:
+    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> FileSums:
         label = self._label(file.key)
         with refusing("opening a file of the first rank", label):
             shared = NewFile(
@@ -376,7 +376,7 @@ class JoinedFile(JoinedFolder):
     def _label(self, key: str) -> str:
         return self._path
 
-    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> Written:
+    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> FileSums:
         return super().fill_part(replace(file, key=self._file), part, how)
 
 

@@ -27,7 +27,7 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.saves import Data, FilePlan, Gathered, SavePlan
 from holdfast.engine.targets.joint_save import JointSave
 from holdfast.engine.targets.target import Delivered, Saving, Target
-from holdfast.engine.write import BLOCK_NBYTES, PartSums, Written
+from holdfast.engine.write import BLOCK_NBYTES, FileSums, RankSums
 
 CUT_NBYTES = 32 << 20
 """The size up to which one rank writes a file."""
@@ -104,12 +104,17 @@ def _cut_files(
 
 def _is_hashed(file: FilePlan) -> bool:
     """Whether content hashes are recorded, for which one rank must see whole tensors."""
-    return any(isinstance(part, Data | Gathered) and part.hashed for part in file.segments)
+    for segment in file.segments:
+        if isinstance(segment, Gathered) and segment.is_hashed:
+            return True
+        if isinstance(segment, Data) and segment.hashing:
+            return True
+    return False
 
 
 def hash_layout(plan: SavePlan) -> bytes:
     """Hash the layout of a plan. Ranks with the same hash cut the same files at the same places."""
-    head = repr((plan.format, plan.listed)).encode("utf-8", "surrogatepass")
+    head = repr((plan.format, plan.file_sizes)).encode("utf-8", "surrogatepass")
     layout_hash = blake2b(head, digest_size=16)
     for file in (*plan.files, *plan.index):
         for segment in file.segments:
@@ -134,9 +139,9 @@ class PartWork(msgspec.Struct):
 class PartReceipt(msgspec.Struct):
     """The checksums of what a rank has written, by the positions of files in the plan."""
 
-    whole: dict[int, PartSums]
+    whole: dict[int, RankSums]
     """Files that it wrote from end to end."""
-    parts: dict[int, PartSums]
+    parts: dict[int, RankSums]
     findings: bytes
 
 
@@ -196,7 +201,7 @@ class PlanSave(JointSave):
         self._hash_source = hash_source
         self._findings = findings
         self._work = PartWork(can_cut=False, kept=[], block_nbytes=0)
-        self._written: dict[int, Written] = {}
+        self._written: dict[int, FileSums] = {}
         """On the first rank: what it wrote of files that it shares, by their positions."""
 
     def write(self) -> None:
@@ -238,14 +243,14 @@ class PlanSave(JointSave):
             if part.stop - part.start == file.nbytes:
                 crcs = target.begin(file)(self._saving)
                 if not ranks.first:
-                    receipt.whole[index] = PartSums.of_whole(file, crcs)
+                    receipt.whole[index] = RankSums.from_crcs(file, crcs)
                 continue
 
             written = target.fill_part(file, (part.start, part.stop), self._saving)
             if ranks.first:
                 self._written[index] = written
             else:
-                receipt.parts[index] = PartSums.of(file, written)
+                receipt.parts[index] = RankSums.from_file_sums(file, written)
 
         if ranks.first:
             return b""
@@ -263,7 +268,7 @@ class PlanSave(JointSave):
         delivered: list[Delivered] = []
         for receipt in others:
             for index, sums in receipt.whole.items():
-                self._saving.crcs.update(sums.whole(files[index]))
+                self._saving.crcs.update(sums.combine_crcs(files[index]))
                 delivered.append((files[index].key, files[index].nbytes, False))
         target.publish(self._plan.index, self._saving, delivered)
         findings = [self._findings.take(), *(receipt.findings for receipt in others)]
@@ -271,14 +276,14 @@ class PlanSave(JointSave):
 
     def _finish_shared(self, target: Target, receipts: Sequence[PartReceipt]) -> None:
         """Write what depends on the checksums of files that several ranks wrote."""
-        sums_of_file: dict[int, list[PartSums]] = {index: [] for index in self._written}
+        sums_of_file: dict[int, list[RankSums]] = {index: [] for index in self._written}
         for receipt in receipts:
             for index, sums in receipt.parts.items():
                 sums_of_file.setdefault(index, []).append(sums)
 
         for index in sorted(sums_of_file):
             file = self._plan.files[index]
-            written = self._written.get(index) or Written.none_of(file)
+            written = self._written.get(index) or FileSums.for_plan(file)
             for sums in sums_of_file[index]:
                 sums.add_to(file, written)
             target.finish_shared(file, written, self._saving)

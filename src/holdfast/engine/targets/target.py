@@ -22,7 +22,7 @@ from holdfast.core.protocols import Store
 from holdfast.core.value import Value
 from holdfast.engine.saves import FilePlan, LinkedFile, SavePlan
 from holdfast.engine.stream import Writer
-from holdfast.engine.write import Progress, Written
+from holdfast.engine.write import FileSums, Progress
 from holdfast.stores.files import Files
 from holdfast.stores.paths import is_parsed_url
 
@@ -92,11 +92,11 @@ class Target:
         """On the first part: make a file that several parts write."""
         raise NotImplementedError
 
-    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> Written:
+    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> FileSums:
         """Write the blocks of a shared file that begin in this range of its bytes."""
         raise NotImplementedError
 
-    def finish_shared(self, file: FilePlan, written: Written, how: Saving) -> None:
+    def finish_shared(self, file: FilePlan, written: FileSums, how: Saving) -> None:
         """On the first part: write what depends on checksums, when `written` has what all parts wrote."""
         raise NotImplementedError
 
@@ -182,7 +182,7 @@ def target_of(
 
         if not plan.directory:
             return ObjectTarget(path, overwrite=overwrite, parts=parts)
-        if plan.copied:
+        if plan.is_copy:
             return CopyTarget(
                 path, plan, overwrite=overwrite, names=names(), parts=parts, several=several
             )
@@ -221,7 +221,9 @@ def join_target(
         if plan is not None and not plan.directory:
             return Target()  # an object is one upload, and the first part's
         return (
-            JoinedCopy(path, name) if plan is not None and plan.copied else JoinedPrefix(path, name)
+            JoinedCopy(path, name)
+            if plan is not None and plan.is_copy
+            else JoinedPrefix(path, name)
         )
     from holdfast.engine.targets.folder import JoinedFile, JoinedFolder, JoinedStaging
 

@@ -46,8 +46,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import listed
 from holdfast.core.value import replace
 from holdfast.engine.blocks import contiguous_blocks, read_block
-from holdfast.engine.digest import recorded_crc, tensor_crcs
-from holdfast.engine.equal import same_bytes
+from holdfast.engine.digest import compute_crcs, find_recorded_crc
+from holdfast.engine.equal import compare_bytes
 from holdfast.engine.threads import reading_threads
 from holdfast.errors import LimitExceeded, Unsupported
 from holdfast.formats import format_of
@@ -324,7 +324,7 @@ class ModelRows:
         unread: dict[int, LazyTensor] = {}
         for copy in sorted(self._copies.values()):
             tensor = self.tensor(copy)
-            checksum = recorded_crc(tensor)
+            checksum = find_recorded_crc(tensor)
             if checksum is not None:
                 checksums[copy] = checksum
                 continue
@@ -333,7 +333,7 @@ class ModelRows:
                 unread[copy] = tensor
             except LimitExceeded as error:
                 notes.append(f"{self.member(copy)}: not compared: {error.message}")
-        crcs = tensor_crcs([*unread.values()], threads=threads, progress=progress)
+        crcs = compute_crcs([*unread.values()], threads=threads, progress=progress)
         checksums.update(zip(unread, crcs, strict=True))
 
         compared = sorted(checksums)
@@ -364,7 +364,7 @@ def _classes(
     """Classes of copies that hold the same, of copies that look alike; two or more each, in their order."""
     tensors = {copy: tensor(copy) for copies in alike for copy in copies}
     rivals = [(copies[0], copy) for copies in alike for copy in copies[1:]]
-    same = same_bytes(
+    same = compare_bytes(
         [(tensors[first], tensors[copy]) for first, copy in rivals], progress, threads=threads
     )
     classes = {first: [first] for first, _ in rivals}

@@ -24,7 +24,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.computed import Sourced, read_flat
-from holdfast.engine.files import BYTES
+from holdfast.engine.files import UINT8
 from holdfast.engine.threads import computing
 from holdfast.extras.pruning import select
 from holdfast.extras.pruning.masks import Mask, zero_out
@@ -209,7 +209,7 @@ class Masked(Sourced):
         content = Content(original, mask, tally, packed=True)
         count = content.nbytes
         return LazyTensor.contiguous(
-            name, BYTES, (count,), Storage(self._add(content), 0, count, home=self), self.source
+            name, UINT8, (count,), Storage(self._add(content), 0, count, home=self), self.source
         )
 
     def _add(self, content: Content) -> str:

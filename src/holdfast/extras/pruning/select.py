@@ -22,7 +22,7 @@ from holdfast.core.group import Ranks, deal, exchange, share_out, telling
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
-from holdfast.engine.scan import Block, blocks, read_block, scan, start_of
+from holdfast.engine.scan import ElementBlock, cut_elements, find_first_index, read_block, scan
 from holdfast.engine.threads import computing, run_all
 from holdfast.errors import NotCommitted
 from holdfast.numeric.threshold import (
@@ -42,7 +42,7 @@ memory."""
 
 def pieces(count: int, align: int = 1) -> Iterator[tuple[int, int]]:
     """Ranges that cover `count` elements and begin at multiples of `align`."""
-    return blocks(count, max(PIECE_ELEMENTS // align, 1) * align)
+    return cut_elements(count, max(PIECE_ELEMENTS // align, 1) * align)
 
 
 class ElementKeys(Value):
@@ -54,7 +54,7 @@ class ElementKeys(Value):
     def count(self) -> int:
         return self.tensor.size
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[ElementBlock]:
         """Return elements that are looked at together, in the order of the keys."""
         return pieces(self.count)
 
@@ -76,7 +76,7 @@ class Magnitudes(ElementKeys):
         """Return the keys of values, the first of which is the element `start`."""
         return magnitude_keys(values, self.order)
 
-    def read(self, block: Block) -> np.ndarray:
+    def read(self, block: ElementBlock) -> np.ndarray:
         """Return the keys of a block."""
         return self.of(read_block(self.tensor, block))
 
@@ -90,7 +90,7 @@ class RandomKeys(ElementKeys):
     def of(self, values: np.ndarray, start: int = 0) -> np.ndarray:
         return random_keys(start, start + len(values), self.seed)
 
-    def read(self, block: Block) -> np.ndarray:
+    def read(self, block: ElementBlock) -> np.ndarray:
         assert isinstance(block, tuple)  # As `pieces` returns them.
         return random_keys(*block, self.seed)
 
@@ -113,14 +113,14 @@ class BlockScores(Value):
     def count(self) -> int:
         return math.prod(self.grid)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[ElementBlock]:
         """Whole rows of blocks, or parts of one that begin at multiples of eight, so that their bits fill bytes."""
         (rows, columns), across = matrix_shape(self.tensor.shape), self.grid[1]
         size = self.height * self.width_of_block
         if not self.count:
             return
         if across * size <= PIECE_ELEMENTS:
-            yield from blocks(
+            yield from cut_elements(
                 rows * columns, max(PIECE_ELEMENTS // (across * size), 1) * self.height * columns
             )
             return
@@ -128,7 +128,7 @@ class BlockScores(Value):
         for top in range(0, rows, self.height):
             yield from (
                 Box((top, left), (min(top + self.height, rows), right))
-                for left, right in blocks(columns, step)
+                for left, right in cut_elements(columns, step)
             )
 
     def place(self, start: int) -> int:
@@ -141,7 +141,7 @@ class BlockScores(Value):
         scores = mean_squares(matrix, self.height, self.width_of_block)
         return magnitude_keys(scores.reshape(-1), "float64")
 
-    def read(self, block: Block) -> np.ndarray:
+    def read(self, block: ElementBlock) -> np.ndarray:
         return self.of(read_block(self.tensor, block))
 
 
@@ -229,7 +229,7 @@ class KeySearch:
             for block in source.blocks():
                 places = np.flatnonzero(source.read(block) == self.key)
                 if ties <= len(places):
-                    first = source.place(start_of(source.tensor, block))
+                    first = source.place(find_first_index(source.tensor, block))
                     passed = [earlier.count for earlier in sources[:number]]
                     later = [0] * (len(sources) - number - 1)
                     self.before = (*passed, first + int(places[ties - 1]) + 1, *later)
@@ -272,7 +272,7 @@ def select(
 
 
 def _count_random_keys(searching: KeySearch, keys: RandomKeys, threads: int) -> None:
-    def look(block: Block) -> None:
+    def look(block: ElementBlock) -> None:
         with computing():
             searching.look(keys.read(block))
 

@@ -34,7 +34,7 @@ from holdfast.core.text import rounded
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.computed import numbers_of
-from holdfast.engine.scan import blocks, elements, scan
+from holdfast.engine.scan import cut_elements, read_elements, scan
 from holdfast.errors import LimitExceeded
 from holdfast.extras.reports.document import Document
 from holdfast.numeric.dequantize import number_shape
@@ -70,10 +70,10 @@ def sample_ranges(size: int, share: float | None) -> list[tuple[int, int]]:
     [(0, 16384), (283616, 300000)]
     """
     if share is None or share >= 1 or size <= SAMPLE_ELEMENTS:
-        return [*blocks(size)]
+        return [*cut_elements(size)]
     count = max(2, math.ceil(size * share / SAMPLE_ELEMENTS))
     if count * SAMPLE_ELEMENTS >= size:
-        return [*blocks(size)]
+        return [*cut_elements(size)]
     # A multiple of eight, so that packed types are cut between bytes; the last block ends where the tensor does.
     starts = [(size - SAMPLE_ELEMENTS) * i // (count - 1) // 8 * 8 for i in range(count)]
     return [(start, start + SAMPLE_ELEMENTS) for start in starts[:-1]] + [(starts[-1], size)]
@@ -296,7 +296,7 @@ def _blocks(tensor: LazyTensor, progress: Progress | None) -> Iterator[tuple[int
     step = max(1, BLOCK_ELEMENTS // width)
     for start in range(0, height, step):
         stop = min(start + step, height)
-        values = elements(tensor, start * width, stop * width)
+        values = read_elements(tensor, start * width, stop * width)
         with np.errstate(invalid="ignore"):
             yield start, values.astype(np.float64).reshape(stop - start, width)
         if progress is not None:

@@ -276,7 +276,7 @@ class RunBucket(RunPlace):
     def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
         plan = planned.plan
         index = {file.key for file in plan.index}
-        data = [(key, nbytes) for key, nbytes in plan.listed if key not in index]
+        data = [(key, nbytes) for key, nbytes in plan.file_sizes if key not in index]
         return replace(planned, plan=replace(plan, attributes=self.attributes(stamp, data)))
 
     def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str]:

@@ -343,7 +343,7 @@ class RunDirectory(RunPlace):
 
     def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
         plan = with_seal(planned.plan, stamp)
-        files = tuple(plan.listed)
+        files = tuple(plan.file_sizes)
         report = replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files))
         return replace(planned, plan=plan, report=report, sure=self.check)
 

@@ -24,7 +24,7 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.text import listed
 from holdfast.core.tree import Unrolled, Way, name_at, plainly, rebuild, unroll
 from holdfast.core.value import Value
-from holdfast.engine.checksums import check_first
+from holdfast.engine.checksums import check_before_reading
 from holdfast.errors import Corrupted, DoesNotFit, FormatError, HoldfastError, Unsupported
 from holdfast.verbs.shared.state import Stateful, is_stateful, plainly_named
 
@@ -100,7 +100,7 @@ def fill(into: object, checkpoint: Checkpoint, *, checked: bool = False) -> obje
         raise DoesNotFit(message, **wrong, mismatched=fit.mismatched, file=checkpoint.path)
     if not checked:
         with unharmed():
-            check_first(fit.requests)
+            check_before_reading(fit.requests)
     with changing():
         _read(fit)
     return unroll(_placed(into, made))

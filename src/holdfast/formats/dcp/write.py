@@ -39,7 +39,7 @@ from holdfast.engine.saves import (
     Literal,
     Memory,
     Segment,
-    of_length,
+    check_length,
 )
 from holdfast.engine.table import segment_of, segment_runs
 from holdfast.errors import Unsupported
@@ -124,7 +124,7 @@ def joined(segments: Sequence[Segment]) -> bytes:
     """The bytes of segments without data."""
     return b"".join(
         [
-            of_length(one.make({}), one.nbytes) if isinstance(one, Late) else one.data
+            check_length(one.make({}), one.nbytes) if isinstance(one, Late) else one.data
             for one in segments
             if isinstance(one, Late | Literal)
         ]

@@ -22,7 +22,7 @@ from holdfast.core.documents import SEAL_NBYTES, sealed_pieces
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.strict_json import as_keys, paid_nbytes
 from holdfast.core.value import Value
-from holdfast.engine.saves import FilePlan, Late, Literal, put_together
+from holdfast.engine.saves import FilePlan, Late, Literal, join_pieces
 from holdfast.errors import CannotHold
 from holdfast.formats.native.chunks import hash_text, runs_of
 from holdfast.formats.native.schema import (
@@ -162,7 +162,7 @@ def lay_out_index(
     def make(crcs: Mapping[str, int]) -> bytes:
         stored = [part.stored for part in parts] if later is None else later(crcs)
         pieces = before, mark, *chunks.fill_text(text, stored), behind[:-1]
-        return put_together(sealed_pieces(pieces, nbytes), nbytes)
+        return join_pieces(sealed_pieces(pieces, nbytes), nbytes)
 
     segment = Literal(make({})) if later is None else Late(nbytes, make)
     return (*plans, FilePlan(MANIFEST, (segment,)))

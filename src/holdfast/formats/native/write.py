@@ -158,7 +158,9 @@ def _directory(
         metadata=state.metadata,
         alone=bool(save),
     )
-    return SavePlan("native", tuple(plans), directory=True, index=index, holds=state.tensors)
+    return SavePlan(
+        "native", tuple(plans), directory=True, index=index, expected_table=state.tensors
+    )
 
 
 def _checked(state: State) -> tuple[Sequence[int], Mapping[str, object], Sequence[str]]:

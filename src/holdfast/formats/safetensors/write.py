@@ -322,7 +322,7 @@ def _plan(
         tuple(notes),
         directory=folder,
         index=tuple(last),
-        holds=table,
+        expected_table=table,
     )
 
 

@@ -201,7 +201,7 @@ def lay_out_torch_zip(
             FilePlan("", lay_out_container(name, content, records, alignment=alignment, crc=crc)),
         )
         notes = (*_notes(pickled), *unkept_texts(state.metadata, "a torch file"))
-        return SavePlan("torch-zip", files, notes, holds=state.tensors)
+        return SavePlan("torch-zip", files, notes, expected_table=state.tensors)
 
 
 def without_origin(metadata: Mapping[str, str]) -> dict[str, str]:

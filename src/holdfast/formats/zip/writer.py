@@ -40,7 +40,7 @@ from holdfast.engine.saves import (
     Literal,
     Memory,
     Segment,
-    of_length,
+    check_length,
 )
 from holdfast.formats.zip.layout import (
     DESCRIBED,
@@ -272,7 +272,7 @@ def _finish_archive(
     late_record, late_crc = b"", 0
     if late is not None:
         payload, descriptor = late
-        late_record = of_length(payload.make(crcs), payload.nbytes)
+        late_record = check_length(payload.make(crcs), payload.nbytes)
         if late_record:
             nbytes = len(late_record)
             late_crc = crc32(late_record) if crc else 0
@@ -323,7 +323,7 @@ class _SmallGroup:
             self.nbytes,
             self.labels,
             self.make,
-            between=self.nbytes - sum(self.lengths),
+            overhead_nbytes=self.nbytes - sum(self.lengths),
             read_nbytes=self.read_nbytes,
         )
 

@@ -32,7 +32,7 @@ from holdfast.core.protocols import Request, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.blocks import contiguous_bytes
-from holdfast.engine.checksums import Checks, damage, whole_storages
+from holdfast.engine.checksums import StorageChecks, build_damage_error, find_whole_storages
 from holdfast.engine.coalesce import PAGE_LOCKED, Ranges, coalesce
 from holdfast.engine.ranges import UNKNOWN
 from holdfast.engine.source import OpenSource
@@ -117,7 +117,7 @@ class DeviceRows(Struct, eq=False):
     damaged: Callable[[int, int], Corrupted]
     """The error for a row that has another checksum: its number, and the checksum that was found."""
     strided: Sequence[ScratchPiece] = ()
-    checks: Checks = field(default_factory=lambda: Checks({}))
+    checks: StorageChecks = field(default_factory=lambda: StorageChecks({}))
     """The checksums of storages that come in several ranges."""
     tensors: list[torch.Tensor | None] = field(default_factory=list)
     """The tensor that each row has become, where that is one of its own."""
@@ -158,10 +158,10 @@ def rows_of(
             destinations.append(destination)
             owners.append((storage, one.lazy.name))
         if apart and verify:
-            in_pieces |= whole_storages([Request(one.lazy, NO_ARRAY)])
+            in_pieces |= find_whole_storages([Request(one.lazy, NO_ARRAY)])
 
     def damaged(number: int, found: int) -> Corrupted:
-        return damage(*owners[number], found)
+        return build_damage_error(*owners[number], found)
 
     columns = Ranges.of(places), np.array(crcs, np.int64), destinations
     return DeviceRows(
@@ -171,7 +171,7 @@ def rows_of(
         lambda number: owners[number][1],
         damaged,
         strided,
-        Checks(in_pieces),
+        StorageChecks(in_pieces),
     )
 
 

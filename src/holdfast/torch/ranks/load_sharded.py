@@ -44,7 +44,7 @@ from holdfast.core.protocols import Request
 from holdfast.core.runtime import gc_paused
 from holdfast.core.tree import dotted, leaf_paths
 from holdfast.core.value import Value
-from holdfast.engine.checksums import check_first
+from holdfast.engine.checksums import check_before_reading
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import default_threads
 from holdfast.stores.paths import place_of
@@ -216,7 +216,7 @@ def load_together(request: ShardedLoad) -> LoadedShards:
         mine = replicas.mine() if replicas.assignments.any else wanted.fills
         if request.check:
             with together(ranks, UNCHANGED), request.unharmed():
-                check_first([Request(lazy, NO_ARRAY) for lazy in replicas.checked()])
+                check_before_reading([Request(lazy, NO_ARRAY) for lazy in replicas.checked()])
 
         def read() -> None:
             notes = fill(mine, request.progress, max_host_memory=request.max_host_memory)

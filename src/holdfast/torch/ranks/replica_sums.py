@@ -21,7 +21,7 @@ from holdfast.core.documents import write_document
 from holdfast.core.table import IRREGULAR, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import contiguous_blocks
-from holdfast.engine.digest import tensor_crcs
+from holdfast.engine.digest import compute_crcs
 from holdfast.ranks.merge import SUMS
 from holdfast.torch.cuda.host import BLOCK_NBYTES
 from holdfast.torch.cuda.memory import GpuSource
@@ -74,7 +74,7 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
         elif isinstance(source, GpuSource) or source.store.read_profile.resident:
             host[name] = tensor
     some = sum(tensor.nbytes for tensor in host.values()) > ALONE_NBYTES
-    crcs = tensor_crcs(list(host.values()), threads=threads if some else 1, expand=True)
+    crcs = compute_crcs(list(host.values()), threads=threads if some else 1, expand=True)
     sums_by_name |= {name: (crc,) for name, crc in zip(host, crcs, strict=True)}
     sums_by_name |= {
         name: (hashlib.blake2b(sums, digest_size=16).digest(),) for name, sums in _fetched(gpu)

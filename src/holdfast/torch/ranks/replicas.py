@@ -42,7 +42,7 @@ from holdfast.core.group import SHARES, Ranks, check_same, say_ranks, telling, t
 from holdfast.core.table import IRREGULAR
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
-from holdfast.engine.checksums import damage
+from holdfast.engine.checksums import build_damage_error
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadArgument
 from holdfast.ranks.plan import deal_classes
@@ -418,7 +418,7 @@ def hand_on(
     for piece, *_ in replicas.pieces():
         if piece.cut in damaged:
             lazy = replicas.fills.lazy(piece.position)
-            raise damage(lazy.storages[0], lazy.name, damaged[piece.cut])
+            raise build_damage_error(lazy.storages[0], lazy.name, damaged[piece.cut])
     if damaged:
         return
     timeout = timedelta(seconds=deadline)

@@ -24,7 +24,7 @@ from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import memory_at
 from holdfast.core.value import Value, replace
-from holdfast.engine.checksums import damage
+from holdfast.engine.checksums import build_damage_error
 from holdfast.engine.coalesce import Ranges
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
 from holdfast.engine.threads import DEFAULT_THREADS
@@ -168,7 +168,7 @@ def damaged_storage(source: Source, extent: Extent, found_crc: int) -> Corrupted
         label=extent.label,
         home=source.store,
     )
-    return damage(storage, extent.label, found_crc)
+    return build_damage_error(storage, extent.label, found_crc)
 
 
 class OnGpu:

@@ -24,7 +24,7 @@ from holdfast.core.protocols import Request, Source, by_source
 from holdfast.core.table import IRREGULAR, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
-from holdfast.engine.checksums import Checks, damage, whole_storages
+from holdfast.engine.checksums import StorageChecks, build_damage_error, find_whole_storages
 from holdfast.engine.coalesce import RECORDS, Ranges
 from holdfast.engine.files import NO_FILES, FileStorages
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
@@ -175,7 +175,7 @@ def row_ranges(
 
 def _damaged(table: Table, rows: Sequence[int], number: int, found: int) -> Corrupted:
     row = rows[number]
-    return damage(
+    return build_damage_error(
         files_of(table).storage(table.storage[row], table.kind_of(row)), table.names[row], found
     )
 
@@ -358,8 +358,8 @@ def _read_through_scratch(fills: list[Fill], progress: Progress | None, losses: 
     memory = torch.empty(SCRATCH_NBYTES, dtype=torch.uint8, device="cpu")
     for source, members in fills_of.items():
         verify = isinstance(source, OpenSource) and source.verify
-        checks = Checks(
-            whole_storages([Request(one.lazy, NO_ARRAY) for one in members]) if verify else {}
+        checks = StorageChecks(
+            find_whole_storages([Request(one.lazy, NO_ARRAY) for one in members]) if verify else {}
         )
         pieces = (part for one in members for part in parts_of(one, SCRATCH_NBYTES))
         for parts in batches(pieces, SCRATCH_NBYTES, lambda part: _room(part.lazy)):

@@ -17,7 +17,7 @@ from holdfast.core.group import ALONE, Ranks, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
-from holdfast.engine.file_digest import digest_of
+from holdfast.engine.file_digest import digest_file
 from holdfast.engine.threads import DEFAULT_THREADS, run_all
 from holdfast.errors import BadPath, HoldfastError, LimitExceeded, StoreError, UnsafePath
 from holdfast.stores import platform
@@ -256,7 +256,7 @@ def _compare_file(
     status = check_regular_file(opened, file.name)
     algorithm = file.accepted[0].partition(":")[0]
     read = partial(platform.read_block, opened.descriptor)
-    digest, nbytes = digest_of(algorithm, read, progress, nbytes=status.st_size)
+    digest, nbytes = digest_file(algorithm, read, progress, nbytes=status.st_size)
     if digest in file.accepted:
         return None
     found = f"{nbytes:,} bytes with the digest {digest}, not {file.accepted[0]}"

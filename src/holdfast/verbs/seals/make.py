@@ -21,7 +21,7 @@ from holdfast.core.limits import Limits
 from holdfast.engine.checksums import Progress
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing, refusing
 from holdfast.engine.commit.transactions import replace_file
-from holdfast.engine.file_digest import digest_of
+from holdfast.engine.file_digest import digest_file
 from holdfast.engine.threads import DEFAULT_THREADS, run_all
 from holdfast.errors import LimitExceeded
 from holdfast.stores.files import FileEntry, Files, split_path, system_files
@@ -216,7 +216,7 @@ def _take(
     with _folder_of(files, root, name) as (at, last):
         descriptor = files.open(last, at=at)
         try:
-            found, nbytes = digest_of(digest, partial(files.pread, descriptor), progress)
+            found, nbytes = digest_file(digest, partial(files.pread, descriptor), progress)
             if durable:
                 files.sync(descriptor)
         finally:

@@ -25,7 +25,7 @@ from holdfast.core.protocols import Store
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.digest import unchanged, unchanged_rows
+from holdfast.engine.digest import find_unchanged, find_unchanged_rows
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
 from holdfast.errors import BadArgument, HoldfastError, StoreError, Unsupported
@@ -81,7 +81,7 @@ class OpenBase(Value, frozen=True):
     def _taken(self, base: Base, table: Table, there: Chunks, files: Iterable[int]) -> Reuse:
         """The rows that did not change, of those that the base has in these files."""
         short = base.short(table, there)
-        same = unchanged_rows(table, short, threads=self.threads)
+        same = find_unchanged_rows(table, short, threads=self.threads)
         pieces: dict[str, LazyTensor] = {}
         recorded: dict[str, Hashed] = {}
         of: dict[str, int] = {}
@@ -101,7 +101,7 @@ class OpenBase(Value, frozen=True):
                     hashed,
                     row,
                 )
-        found, changed = unchanged(pieces, recorded, threads=self.threads, block=self.block)
+        found, changed = find_unchanged(pieces, recorded, threads=self.threads, block=self.block)
         same |= {*of.values()} - {of[key] for key in pieces if key not in found}
         reuse = base.reuse({row: chunks for row, chunks in there.items() if row in same}, files)
         return replace(reuse, changed=frozenset(of[key] for key in changed))

@@ -175,8 +175,10 @@ def plan_save(path: str, state: State, format: str, *, options: Options) -> Save
     if file_count > DEFAULTS.files:
         problem = f"{file_count:,} files are more than Limits(files={DEFAULTS.files:,})"
         raise CannotHold("a checkpoint of so many files would not open", [problem], file=path)
-    if notes or plan.holds is None:
-        plan = replace(plan, holds=plan.holds or state.tensors, notes=(*notes, *plan.notes))
+    if notes or plan.expected_table is None:
+        plan = replace(
+            plan, expected_table=plan.expected_table or state.tensors, notes=(*notes, *plan.notes)
+        )
     return plan
 
 

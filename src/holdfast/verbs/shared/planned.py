@@ -31,7 +31,7 @@ from holdfast.core.quantities import Size, byte_count
 from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing
 from holdfast.engine.commit.temporaries import wait_for_room
-from holdfast.engine.saves import LinkedFile, SavePlan, without_hashes
+from holdfast.engine.saves import LinkedFile, SavePlan, remove_hashes
 from holdfast.engine.targets.parts import Findings, PlanSave
 from holdfast.engine.targets.target import Saving, Target, join_target, target_of
 from holdfast.engine.threads import BASE_NBYTES, Budget, budget, default_threads, reading_threads
@@ -570,9 +570,9 @@ def write_plan(
     if threads is None and writing.processes > 1:
         threads = default_threads(writing.processes)
     overwrite = writing.overwrite is not False
-    if plan.directory or plan.copied:
+    if plan.directory or plan.is_copy:
         overwrite = bool(writing.overwrite)
-    written_names = cache(lambda: {key for key, _ in plan.listed})
+    written_names = cache(lambda: {key for key, _ in plan.file_sizes})
     target_at = partial(
         target_of, path, plan, overwrite=overwrite, durable=writing.durable, names=_bucket_names,
         replaceable=lambda name: name in written_names() or is_replaceable(name), resume=writing.resume, files=files,
@@ -585,7 +585,7 @@ def write_plan(
                 copied(linked)
 
     # A copy has the files of a checkpoint that was opened.
-    is_checked = (writing.read_back or ranks.size > 1) and not plan.copied
+    is_checked = (writing.read_back or ranks.size > 1) and not plan.is_copy
     saving = Saving(
         check_opens=partial(check_plan_opens, plan, path) if is_checked else None,
         threads=threads, block=block, progress=progress, read_back=writing.read_back,
@@ -607,4 +607,4 @@ def write_plan(
             for file in plan.files:
                 target.begin(file)(saving)
             target.publish(plan.index, saving)
-    return without_hashes(saving.crcs)
+    return remove_hashes(saving.crcs)

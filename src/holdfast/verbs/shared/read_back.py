@@ -46,13 +46,13 @@ def check_plan_opens(plan: SavePlan, path: str, store: Store) -> None:
 
     with gc_paused():
         description = describe_unpublished(store, formats, path)
-        if plan.holds is None:
+        if plan.expected_table is None:
             return
 
         lost_objects = [value for value in description.foreign if value.uses != ("mention",)]
         if lost_objects:
             raise _refuse([f"{value.what}: it would not be built" for value in lost_objects], path)
-        table = plan.holds
+        table = plan.expected_table
         outlines = [(kind.dtype, kind.shape) for kind in table.kinds]
         check_tensors(
             description.tensors,

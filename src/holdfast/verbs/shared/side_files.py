@@ -33,7 +33,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import Data, FilePlan, Literal, SavePlan
 from holdfast.engine.source import OpenSource
-from holdfast.engine.write import file_content
+from holdfast.engine.write import assemble_file
 from holdfast.errors import CannotHold, HoldfastError, NoSuchPath, StoreError, Unsupported
 from holdfast.formats import format_of
 from holdfast.formats.index_file import INDEX, NUMBERED
@@ -167,7 +167,7 @@ class SideFiles(Value, frozen=True):
         self, origin: Source, plan: SavePlan, source: Mapping[str, LazyTensor], notes: list[str]
     ) -> bytes | None:
         """The config with the dtype that the weights have now; None where nothing is to be changed in it."""
-        now = None if plan.holds is None else _prevailing(plan.holds.values())
+        now = None if plan.expected_table is None else _prevailing(plan.expected_table.values())
         if now is None or (not self.elsewhere and now == _prevailing(source.values())):
             return None
         changes: dict[str, str] = {}
@@ -271,7 +271,7 @@ TORCH_DIST = {
 def torch_dist_files() -> dict[str, Source]:
     """What megatron-core looks for beside a DCP directory: how it was written, and the state that all ranks have, of which there is
     none."""
-    common, _ = file_content(lay_out_torch_zip(tabulate_tree({}), name="common").files[0], {})
+    common, _ = assemble_file(lay_out_torch_zip(tabulate_tree({}), name="common").files[0], {})
     files = {"metadata.json": json.dumps(TORCH_DIST).encode(), "common.pt": common}
     return dict.fromkeys(files, OpenSource(MemoryStore(files), limits=Limits(), threads=1))
 
