@@ -68,7 +68,7 @@ def by_storage(tensors: dict[str, LazyTensor], *, stored_aliases: bool = False) 
     assert [*found.values()] == [*expected.values()]
     assert shared.total_nbytes() == sum(storage.nbytes for storage in expected)
     several = [
-        (shared.storage_of(number, table.view(rows[0]), rows[0]), rows)
+        (shared.storage_of(number, table.lazy_tensor(rows[0]), rows[0]), rows)
         for number, rows in shared.groups()
     ]
     told = [(storage, [table.names[row] for row in rows]) for storage, rows in several]

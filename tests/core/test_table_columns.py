@@ -28,13 +28,13 @@ def test_stored_as_one_thing_and_is_another_also_of_a_slice(tmp_path):
     torch.save({"conj": values.conj()}, tmp_path / "conj.pt")
     torch.save({"neg": values.conj().imag}, tmp_path / "neg.pt")
     with holdfast.open(tmp_path / "conj.pt") as checkpoint:
-        kind = stored(checkpoint).kind_of(0)
-        assert (kind.traits.conj, kind.contiguous) == (True, False)
+        kind = stored(checkpoint).row_kind(0)
+        assert (kind.traits.conj, kind.is_contiguous) == (True, False)
         assert checkpoint["conj"].numpy().tolist() == [1 - 2j, 3 + 4j, 5 - 6j]
         assert checkpoint["conj"][1:].numpy().tolist() == [3 + 4j, 5 - 6j]
     with holdfast.open(tmp_path / "neg.pt") as checkpoint:
-        kind = stored(checkpoint).kind_of(0)
-        assert (kind.traits.neg, kind.contiguous) == (True, False)
+        kind = stored(checkpoint).row_kind(0)
+        assert (kind.traits.neg, kind.is_contiguous) == (True, False)
         assert checkpoint["neg"][::2].numpy().tolist() == [-2, -6]
     holdfast.save({"w": np.arange(6.0).reshape(2, 3) + 2**-9}, tmp_path / "y.safetensors")
     with holdfast.open(tmp_path / "y.safetensors") as checkpoint:
@@ -60,10 +60,10 @@ def test_a_tensor_that_is_resized_meanwhile_is_named(others):
     tensors = {"first": torch.ones(64), "second": torch.ones(64)}
     table = tabulate_state({**others, **tensors}).tensors
     rows = range(len(table))
-    assert bytes(table.read(rows)[-1]) == np.ones(64, np.float32).tobytes()
+    assert bytes(table.read_bytes(rows)[-1]) == np.ones(64, np.float32).tobytes()
     tensors["second"].untyped_storage().resize_(1 << 20)
     with pytest.raises(SaveError, match="resized") as caught:
-        table.read(rows)
+        table.read_bytes(rows)
     assert caught.value.tensor == "second"
     with pytest.raises(SaveError, match="resized") as caught:
         table.segment(rows[-1], "second")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.table import IRREGULAR, FilePlace, Kind, Table
+from holdfast.core.table import IRREGULAR, RowKind, StoredFile, Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.engine.files import FileStorages, StoredRanges, find_stored_ranges
 from holdfast.engine.source import OpenSource
@@ -33,11 +33,11 @@ def table_of(storages: list[tuple[Place, int]], numbers: list[int]) -> Table:
         .reshape(-1, 4)
         .T
     )
-    files = [FilePlace(SOURCE, key, STORE) for key in KEYS]
+    files = [StoredFile(SOURCE, key, STORE) for key in KEYS]
     names = [f"w{row}" for row in range(len(numbers))]
     held = FileStorages(files, *columns, names=[f"s{number}" for number in range(len(storages))])
-    kinds = [Kind.whole_of(UINT8, (nbytes,)) for (_, _, nbytes), _ in storages] or [
-        Kind.whole_of(UINT8, (0,))
+    kinds = [RowKind.from_shape(UINT8, (nbytes,)) for (_, _, nbytes), _ in storages] or [
+        RowKind.from_shape(UINT8, (0,))
     ]
     return Table(names, kinds, [max(number, 0) for number in numbers], numbers, held, {})
 

@@ -42,7 +42,7 @@ def test_the_last_one_wins(drawn, data):
             expected = plain[cast][start : start + count * step : step]
             expected.copy_(torch.from_numpy(state[f"t{i}"]))
             if not cast and is_dense(views[i]) and data.draw(st.booleans()):
-                rows.append(table.rows[f"t{i}"])
+                rows.append(table.row_indices[f"t{i}"])
             else:
                 lazies[i] = checkpoint[f"t{i}"]
                 rows.append(IRREGULAR)

@@ -107,7 +107,7 @@ def test_parts_hold_what_numpy_cuts(tensors, data):
     for pair in ranged:
         row = rows[pair]
         assert wanted[pair] is None
-        (piece,) = table.read([row])
+        (piece,) = table.read_bytes([row])
         assert bytes(piece) == tensors[row][0].tobytes()
     given_parts = {(met.pairs[at], met.boxes[at]): part.numpy() for at, part in met.parts.items()}
     for pair, row in enumerate(rows):

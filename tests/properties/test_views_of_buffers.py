@@ -98,5 +98,5 @@ def test_a_part_that_is_gone_is_named(tmp_path):
         table = tabulate_state(checkpoint).tensors
         (tmp_path / "x.pt").write_bytes(b"")
         with pytest.raises(holdfast.HoldfastError) as caught:
-            table.read(range(64))
+            table.read_bytes(range(64))
     assert "t" in (caught.value.tensor or "")

@@ -36,7 +36,7 @@ class Alias(Value, frozen=True):
 def find_aliases(table: Table, shared: SharedRows) -> tuple[Alias, ...]:
     """The storages that several rows of a table share, in the order of first rows."""
     each = (
-        (shared.storage_of(number, table.view(rows[0]), rows[0]), rows)
+        (shared.storage_of(number, table.lazy_tensor(rows[0]), rows[0]), rows)
         for number, rows in shared.groups()
     )
     return tuple(
@@ -144,10 +144,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Close the files. Arrays that were read stay valid; lazy tensors raise `Closed` from now on."""
         self.source.store.close()
 
-    def without_views(self) -> Checkpoint:
+    def without_lazy_tensors(self) -> Checkpoint:
         """This checkpoint without lazy tensors that were made already, for a caller that reads its columns."""
         found = self._description
-        table = found.tensors.without_views()
+        table = found.tensors.without_lazy_tensors()
         if not self.flat or table is found.tensors:
             return self
         return Checkpoint(self.source, replace(found, tensors=table, tree=table), again=self._again)
@@ -224,11 +224,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
                 for name in ([given] if isinstance(given, str) else patterns(given, "names="))
             ]
             for name in wanted:
-                if not isinstance(name, Hashable) or name not in table.rows:
+                if not isinstance(name, Hashable) or name not in table.row_indices:
                     self[name]  # raises
-            rows = [table.rows[name] for name in wanted]
+            rows = [table.row_indices[name] for name in wanted]
         check_expansion(table, rows)
-        return dict(zip(wanted, table.arrays(rows), strict=True))
+        return dict(zip(wanted, table.read_arrays(rows), strict=True))
 
     def digests(self) -> dict[str, Digest]:
         """What each tensor holds, independent of format, sharding and strides.
@@ -239,12 +239,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         known = table.recorded_crcs()
         rows = [
             row
-            for row, kind in enumerate(table.kind)
+            for row, kind in enumerate(table.kind_indices)
             if row not in known and not table.kinds[kind].traits.meta
         ]
-        known |= dict(zip(rows, self.source.digest([table.view(row) for row in rows]), strict=True))
+        known |= dict(
+            zip(rows, self.source.digest([table.lazy_tensor(row) for row in rows]), strict=True)
+        )
         outlines = [canonical(kind.dtype, kind.shape) for kind in table.kinds]
-        each = enumerate(zip(table.names, table.kind, strict=True))
+        each = enumerate(zip(table.names, table.kind_indices, strict=True))
         return {name: Digest(*outlines[kind], known.get(row)) for row, (name, kind) in each}
 
     def digest(self) -> str:

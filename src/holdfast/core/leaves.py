@@ -157,7 +157,7 @@ class Leaves:
         if wholes:
             rows = dict(zip(map(id, self.values), range(len(self.values)), strict=True))
             views = {
-                id(part): table.view(rows[id(part)])
+                id(part): table.lazy_tensor(rows[id(part)])
                 for _, _, one in wholes
                 for part in one.parts.values()
             }
@@ -173,14 +173,18 @@ class Leaves:
             traits = kind.traits
             # Of such a tensor a tree says more than its name: it has more than its elements and a few marks.
             is_more = not (traits.subclass is traits.state is traits.blocks is None)
-            if is_more or not (kind.whole and kind.nbytes):
+            if is_more or not (kind.is_whole and kind.nbytes):
                 apart.add(number)
         rows_apart = (
-            [row for row, kind in enumerate(table.kind) if kind in apart or row in table.irregular]
+            [
+                row
+                for row, kind in enumerate(table.kind_indices)
+                if kind in apart or row in table.irregular
+            ]
             if apart or table.irregular
             else []
         )
-        made.irregular = {id(made.values[row]): table.view(row) for row in rows_apart}
+        made.irregular = {id(made.values[row]): table.lazy_tensor(row) for row in rows_apart}
         return made
 
     def described(self, value: object) -> object:

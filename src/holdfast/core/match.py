@@ -90,14 +90,18 @@ def meet(
     """Where rows of a source meet the boxes of their targets. `None` in the place of boxes is all of a tensor, in its own shape.
     `given` has tensors that take the place of the row of their pair: it is seen in another shape, or is no row. Boxes that have no
     elements are left out."""
-    whole, kind, irregular = [kind.whole for kind in table.kinds], table.kind, table.irregular
+    whole, kind, irregular = (
+        [kind.is_whole for kind in table.kinds],
+        table.kind_indices,
+        table.irregular,
+    )
     found, given = Met([], [], {}), given or {}
     for pair, (row, cut) in enumerate(zip(rows, boxes, strict=True)):
         if cut is None and pair not in given and whole[kind[row]] and row not in irregular:
             found.pairs.append(pair)
             found.boxes.append(0)
             continue
-        tensor = given[pair] if pair in given else table.view(row)
+        tensor = given[pair] if pair in given else table.lazy_tensor(row)
         for number, box in enumerate((Box.whole(tensor.shape),) if cut is None else cut):
             if box.count:
                 found.parts[len(found.pairs)] = (

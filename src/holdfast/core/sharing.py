@@ -21,7 +21,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source
-from holdfast.core.table import IRREGULAR, FileColumns, Kind, Table
+from holdfast.core.table import IRREGULAR, FileColumns, RowKind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded
@@ -124,7 +124,7 @@ def shared_rows(
 def tied(table: Table) -> dict[int, int]:
     """Rows that are the same view of a storage as an earlier row, in order, each with the first such row. Rows of one view have one
     dtype and shape, one place in one storage, and one meaning of its bytes. What has no bytes is no view."""
-    return {} if are_distinct(table.storage) else shared_rows([table]).ties()
+    return {} if are_distinct(table.storage_indices) else shared_rows([table]).ties()
 
 
 def check_expansion(
@@ -140,8 +140,8 @@ def check_expansion(
         rows: The rows that are copied out, all of them by default.
         without_ties: Whether only the first row of each view is copied out.
     """
-    are_whole = not table.irregular and all(kind.whole for kind in table.kinds)
-    if are_whole and are_distinct(table.storage):
+    are_whole = not table.irregular and all(kind.is_whole for kind in table.kinds)
+    if are_whole and are_distinct(table.storage_indices):
         return
     shared = shared_rows([table])
     ties = shared.ties() if without_ties else {}
@@ -150,9 +150,9 @@ def check_expansion(
         copied_rows = sorted({*copied_rows}.intersection(rows))
     if not copied_rows:
         return
-    copied_nbytes = int(table.nbytes_of(copied_rows).sum())
+    copied_nbytes = int(table.row_nbytes(copied_rows).sum())
     stored_nbytes = shared.total_nbytes()
-    limits = table.view(copied_rows[0]).source.limits
+    limits = table.lazy_tensor(copied_rows[0]).source.limits
     allowed_nbytes = max(limits.expansion * stored_nbytes, limits.expansion_floor_nbytes)
     if copied_nbytes > allowed_nbytes:
         message = (
@@ -183,7 +183,7 @@ class _Search:
 
     def add(self, table: Table) -> None:
         first, self._first = self._first, self._first + len(table)
-        kind, storage = table.kind, table.storage
+        kind, storage = table.kind_indices, table.storage_indices
         aliased = {
             at
             for at, one in enumerate(table.kinds)
@@ -197,7 +197,7 @@ class _Search:
                 if number != IRREGULAR and kind[row] not in aliased
             ]
             for row in sorted({*range(len(table))}.difference(rows)):
-                tensor = table.view(row)
+                tensor = table.lazy_tensor(row)
                 chunks = tensor.shared_chunks if self._stored_aliases else tensor.chunks
                 if chunks:
                     self._irregular.append(
@@ -227,16 +227,22 @@ class _Search:
     ) -> Iterable[Hashable]:
         storages = table.storages
         if isinstance(storages, FileColumns):
-            owners = [self._owner(place.source, place.home, place.key) for place in storages.files]
+            owners = [self._owner(place.source, place.store, place.key) for place in storages.files]
             file, *columns = (
                 column[numbers].tolist()
-                for column in (storages.file, storages.start, storages.nbytes, storages.crc)
+                for column in (
+                    storages.file_indices,
+                    storages.starts,
+                    storages.nbytes,
+                    storages.crcs,
+                )
             )
             return zip(map(owners.__getitem__, file), *columns, strict=True)
         if not self._by_place:
             return zip(repeat(id(storages)), numbers, strict=False)
         tensors = {
-            number: table.view(row) for number, row in dict(zip(numbers, rows, strict=True)).items()
+            number: table.lazy_tensor(row)
+            for number, row in dict(zip(numbers, rows, strict=True)).items()
         }
         return map(
             {
@@ -276,7 +282,7 @@ class _Search:
         self._parts[number], self._nbytes[number] = own, sum(storages.values())
         return number
 
-    def _view(self, kind: Kind) -> int:
+    def _view(self, kind: RowKind) -> int:
         """The number of a way to lie in a storage, from its first byte on."""
         strides = () if 0 in kind.shape else kind.strides
         return self._views.setdefault(

@@ -1,7 +1,7 @@
 """`Table`: the tensors of a checkpoint or of a state, as columns; a tensor a row.
 
-A hundred thousand tensors are of a few kinds: a dtype, a shape, strides, traits. A kind is stored once (`Kind`). A row is a name, a
-kind and the number of a storage.
+A hundred thousand tensors are of a few kinds: a dtype, a shape, strides, traits. A kind is stored once
+(`RowKind`). A row is a name, a kind and the index of a storage.
 
 The storages are one medium (`Storages`): ranges of files, arrays of numpy, tensors of torch, the memory of a GPU. Two rows of one
 number share their storage.
@@ -39,63 +39,63 @@ IRREGULAR = -1
 
 MOST_NBYTES = 1 << 61
 
-Piece = bytes | memoryview
+BytesLike = bytes | memoryview
 
 
-class Kind(Value, frozen=True, eq=False):
+class RowKind(Value, frozen=True, eq=False):
     dtype: DType
     shape: tuple[int, ...]
     traits: Traits
     nbytes: int
     strides: tuple[int, ...] = ()
     storage_nbytes: int = 0
-    inside: bool = True
+    is_inside: bool = True
     """Whether rows begin with a whole byte, and would end inside of their storages if they were in C order."""
     byteorder: str = "little"
     location: str = ""
     """The device that the writer had it on, where somebody says so."""
-    contiguous: bool = False
-    whole: bool = False
+    is_contiguous: bool = False
+    is_whole: bool = False
 
     @classmethod
-    def of(cls, tensor: LazyTensor) -> Kind:
+    def from_tensor(cls, tensor: LazyTensor) -> RowKind:
         """The kind of a tensor. In several pieces, in none, or in those that are not made yet, it is not contiguous."""
-        if tensor.later:
+        if tensor.has_deferred_chunks:
             return cls(tensor.dtype, tensor.shape, tensor.traits, tensor.nbytes)
         dtype, shape, traits, chunks = tensor.dtype, tensor.shape, tensor.traits, tensor.chunks
         if len(chunks) != 1 or chunks[0].shape != shape:
             return cls(dtype, shape, traits, tensor.nbytes)
         (chunk,) = chunks
         storage = chunk.storage
-        return cls.strided(
+        return cls.from_strides(
             dtype, shape, chunk.strides, storage_nbytes=storage.nbytes, traits=traits, byteorder=storage.byteorder,
-            location=storage.location, inside=is_inside(chunk.offset, tensor.nbytes, storage.nbytes),
+            location=storage.location, is_inside=is_range_inside(chunk.offset, tensor.nbytes, storage.nbytes),
         )  # fmt: skip
 
     @staticmethod
     @lru_cache(maxsize=4096)
-    def whole_of(
+    def from_shape(
         dtype: DType, shape: tuple[int, ...], traits: Traits = PLAIN, *, location: str = ""
-    ) -> Kind:
+    ) -> RowKind:
         """Tensors in C order that are all of their storages."""
         nbytes = dtype.nbytes(math.prod(shape))
         strides = c_strides(shape, dtype.bits)
-        return Kind.strided(
+        return RowKind.from_strides(
             dtype, shape, strides, storage_nbytes=nbytes, traits=traits, location=location
         )
 
     @classmethod
-    def strided(
+    def from_strides(
         cls, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], *, storage_nbytes: int, traits: Traits = PLAIN,
-        byteorder: str = "little", location: str = "", inside: bool = True,
-    ) -> Kind:  # fmt: skip
+        byteorder: str = "little", location: str = "", is_inside: bool = True,
+    ) -> RowKind:  # fmt: skip
         """Tensors of any strides, in bits, over storages of one length."""
         nbytes = dtype.nbytes(math.prod(shape))
         contiguous = (
             dtype.bits >= 8
             and (byteorder == "little" or dtype.swap_nbytes == 1)
             and (traits is PLAIN or not (traits.conj or traits.neg or traits.meta))
-            and inside
+            and is_inside
             and nbytes <= storage_nbytes
             and in_c_order(shape, strides, dtype.bits)
         )
@@ -107,29 +107,31 @@ class Kind(Value, frozen=True, eq=False):
             nbytes,
             strides,
             storage_nbytes,
-            inside,
+            is_inside,
             byteorder,
             location,
             contiguous,
             whole,
         )
 
-    def marked(self, traits: Traits, *, inside: bool = True) -> Kind:
+    def with_traits(self, traits: Traits, *, is_inside: bool = True) -> RowKind:
         """This kind with other traits; not `inside`: of rows that do not begin with a whole byte, or end behind their storages."""
-        return Kind.strided(
+        return RowKind.from_strides(
             self.dtype, self.shape, self.strides, storage_nbytes=self.storage_nbytes, traits=traits, byteorder=self.byteorder,
-            location=self.location, inside=inside and self.inside,
+            location=self.location, is_inside=is_inside and self.is_inside,
         )  # fmt: skip
 
 
-def is_inside(offset: int, nbytes: int, storage_nbytes: int) -> bool:
+def is_range_inside(offset: int, nbytes: int, storage_nbytes: int) -> bool:
     """Whether so many bytes from a bit on are whole bytes of a storage."""
     return not offset % 8 and 0 <= offset // 8 <= storage_nbytes - nbytes
 
 
-def with_outside(kinds: list[Kind], kind: list[int], offsets: Mapping[int, int]) -> None:
+def separate_outside_rows(
+    kinds: list[RowKind], kind: list[int], offsets: Mapping[int, int]
+) -> None:
     """Give rows that reach out of their storages kinds of their own. `kinds` and `kind` are those of rows with these offsets."""
-    room = [8 * (one.storage_nbytes - one.nbytes) if one.contiguous else -1 for one in kinds]
+    room = [8 * (one.storage_nbytes - one.nbytes) if one.is_contiguous else -1 for one in kinds]
     reach = ((row, offset, room[kind[row]]) for row, offset in offsets.items())
     out = [
         row
@@ -141,7 +143,7 @@ def with_outside(kinds: list[Kind], kind: list[int], offsets: Mapping[int, int])
         own = kind[row]
         if own not in made:
             made[own] = len(kinds)
-            kinds.append(kinds[own].marked(kinds[own].traits, inside=False))
+            kinds.append(kinds[own].with_traits(kinds[own].traits, is_inside=False))
         kind[row] = made[own]
 
 
@@ -153,7 +155,7 @@ class StorageMoved(Exception):
 
     def __init__(self, at: int) -> None:
         super().__init__(at)
-        self.at = at  # Which of the storages that were to be read.
+        self.request_index = at  # Which of the storages that were to be read.
 
 
 class MemoryBytes(Protocol):
@@ -163,16 +165,16 @@ class MemoryBytes(Protocol):
     def nbytes(self) -> Ints:
         """The length of each storage."""
 
-    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+    def read(self, numbers: Sequence[int]) -> Sequence[BytesLike]:
         """The bytes of storages of these numbers, all together. Errors name the storage; `StorageMoved` for memory."""
 
     @property
-    def divisible(self) -> bool:
+    def can_read_ranges(self) -> bool:
         """Whether parts of storages are read together, as whole ones are."""
 
-    def read_parts(
+    def read_ranges(
         self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
-    ) -> Sequence[Piece]:
+    ) -> Sequence[BytesLike]:
         """So many bytes of storages of these numbers, from these bytes on; where they are `divisible`."""
 
     def segment(self, number: int, label: str) -> bytes | Data | Memory:
@@ -190,14 +192,14 @@ class Storages(MemoryBytes, Protocol):
     def stores(self) -> tuple[Store, ...]:
         """What is read, beside this process's memory."""
 
-    def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
+    def lazy_tensor(self, number: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
         """A tensor of a kind over one storage, whose first element lies at a bit of it."""
 
 
-class FilePlace(Value, frozen=True, eq=False):
+class StoredFile(Value, frozen=True, eq=False):
     source: Source
     key: str
-    home: object  # The store that has it, as `Storage.home`.
+    store: object  # The store that has it, as `Storage.home`.
 
 
 Column = Sequence[int] | Ints
@@ -206,12 +208,12 @@ Column = Sequence[int] | Ints
 class FileColumns:
     """Ranges of files, as columns."""
 
-    files: Sequence[FilePlace]
-    file: Ints
+    files: Sequence[StoredFile]
+    file_indices: Ints
     """The file of each range, as a position in `files`."""
-    start: Ints
+    starts: Ints
     nbytes: Ints
-    crc: Ints
+    crcs: Ints
     """The CRC-32 that the file records of each range; `NO_CRC` where it does not."""
 
     @property
@@ -222,24 +224,24 @@ class FileColumns:
 class ContiguousRows(Value, frozen=True):
     """Contiguous rows among some that are wanted, as columns of one length."""
 
-    numbers: Sequence[int]  # The number of each among those that are wanted.
+    request_indices: Sequence[int]  # The number of each among those that are wanted.
     dtypes: Sequence[AnyDType]
     shapes: Sequence[tuple[int, ...]]
     keys: Sequence[str]
-    files: Ints  # The file of each, as a position in `keys`.
+    file_indices: Ints  # The file of each, as a position in `keys`.
     starts: Ints
     nbytes: Ints
     crcs: Ints  # CRC-32 of just these bytes as the file records it; `NO_CRC` where it does not.
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.request_indices)
 
-    def some(self, wanted: Ints) -> ContiguousRows:
-        numbers, dtypes, shapes = self.numbers, self.dtypes, self.shapes
+    def select(self, wanted: Ints) -> ContiguousRows:
+        numbers, dtypes, shapes = self.request_indices, self.dtypes, self.shapes
         chosen = wanted.tolist()
         return ContiguousRows(
             [numbers[at] for at in chosen], [dtypes[at] for at in chosen], [shapes[at] for at in chosen], self.keys,
-            self.files[wanted], self.starts[wanted], self.nbytes[wanted], self.crcs[wanted],
+            self.file_indices[wanted], self.starts[wanted], self.nbytes[wanted], self.crcs[wanted],
         )  # fmt: skip
 
 
@@ -264,19 +266,15 @@ class Table(Mapping[str, LazyTensor]):
     """Tensors by name, a row each. As a mapping it makes a lazy tensor when one is asked for."""
 
     def __init__(
-        self, names: Sequence[str], kinds: Sequence[Kind], kind: Sequence[int], storage: Sequence[int], storages: Storages,
+        self, names: Sequence[str], kinds: Sequence[RowKind], kind: Sequence[int], storage: Sequence[int], storages: Storages,
         irregular: Mapping[int, LazyTensor], *, offsets: Mapping[int, int] = NO_OFFSETS, views: Sequence[LazyTensor] | None = None,
     ) -> None:  # fmt: skip
         """`views` are the rows as lazy tensors, where they are there already: the leaves of a tree."""
-        self.names, self.kinds, self.kind = (
-            names,
-            kinds,
-            kind,
-        )  # `kind` of each row is a position in `kinds`.
-        self.storage, self.storages = (
-            storage,
-            storages,
-        )  # `storage` of each row is a number in `storages`; `IRREGULAR` for an irregular row.
+        self.names = names
+        self.kinds = kinds
+        self.kind_indices = kind  # `kind_indices` of each row is a position in `kinds`.
+        self.storage_indices = storage
+        self.storages = storages  # `storage_indices` of each row is a number in `storages`; `IRREGULAR` for an irregular row.
         self.irregular = irregular
         self.offsets = offsets
         """By row, the bit of its storage where the first element lies; of those that do not begin with their storage."""
@@ -295,46 +293,52 @@ class Table(Mapping[str, LazyTensor]):
         )
 
     @cached_property
-    def rows(self) -> Mapping[str, int]:
+    def row_indices(self) -> Mapping[str, int]:
         return dict(zip(self.names, range(len(self.names)), strict=True))
 
     @cached_property
-    def kind_numbers(self) -> Ints:
-        return np.array(self.kind, np.int64)
+    def kind_index_array(self) -> Ints:
+        return np.array(self.kind_indices, np.int64)
 
     @cached_property
-    def not_whole(self) -> Mapping[int, None]:
+    def rows_not_whole(self) -> Mapping[int, None]:
         """Rows that are not whole, in order."""
-        return self._rows_of({number for number, kind in enumerate(self.kinds) if not kind.whole})
+        return self._rows_of(
+            {number for number, kind in enumerate(self.kinds) if not kind.is_whole}
+        )
 
     @cached_property
-    def noncontiguous(self) -> Mapping[int, None]:
+    def rows_read_singly(self) -> Mapping[int, None]:
         """Rows that are read one by one, by their lazy tensors (`view`), in order.
 
         They are not contiguous, or not whole over storages that are not read in parts.
         """
-        parts, kinds = self.storages.divisible, enumerate(self.kinds)
+        parts, kinds = self.storages.can_read_ranges, enumerate(self.kinds)
         return self._rows_of(
-            {number for number, kind in kinds if not (kind.whole or (parts and kind.contiguous))}
+            {
+                number
+                for number, kind in kinds
+                if not (kind.is_whole or (parts and kind.is_contiguous))
+            }
         )
 
     def _rows_of(self, kinds: set[int]) -> dict[int, None]:
         irregular = self.irregular
         return dict.fromkeys(
-            [row for row, one in enumerate(self.kind) if one in kinds or row in irregular]
+            [row for row, one in enumerate(self.kind_indices) if one in kinds or row in irregular]
             if irregular or kinds
             else ()
         )
 
-    def view(self, row: int) -> LazyTensor:
+    def lazy_tensor(self, row: int) -> LazyTensor:
         if self._views is not None:
             return self._views[row]
         if row in self.irregular:
             return self.irregular[row]
-        kind, offset = self.kinds[self.kind[row]], self.offsets.get(row, 0)
-        return self.storages.view(self.storage[row], kind, self.names[row], offset)
+        kind, offset = self.kinds[self.kind_indices[row]], self.offsets.get(row, 0)
+        return self.storages.lazy_tensor(self.storage_indices[row], kind, self.names[row], offset)
 
-    def located(self, rows: Sequence[int]) -> Table:
+    def locate_rows(self, rows: Sequence[int]) -> Table:
         """A table for rows that are about to be read: a format that has to ask its files where they lie asks for all at once."""
         return self
 
@@ -342,16 +346,18 @@ class Table(Mapping[str, LazyTensor]):
         """By row, the CRC-32 of its elements, where a file records it."""
         if not isinstance(self.storages, FileColumns):
             return {}
-        crcs, whole = self.storages.crc.tolist(), [kind.whole for kind in self.kinds]
+        crcs, whole = self.storages.crcs.tolist(), [kind.is_whole for kind in self.kinds]
         rows = [
             row
-            for row, (number, kind) in enumerate(zip(self.storage, self.kind, strict=True))
+            for row, (number, kind) in enumerate(
+                zip(self.storage_indices, self.kind_indices, strict=True)
+            )
             if number != IRREGULAR and whole[kind]
         ]
-        return {row: crc for row in rows if (crc := crcs[self.storage[row]]) != NO_CRC}
+        return {row: crc for row in rows if (crc := crcs[self.storage_indices[row]]) != NO_CRC}
 
-    def kind_of(self, row: int) -> Kind:
-        return self.kinds[self.kind[row]]
+    def row_kind(self, row: int) -> RowKind:
+        return self.kinds[self.kind_indices[row]]
 
     @property
     def kind_nbytes(self) -> Ints:
@@ -359,30 +365,30 @@ class Table(Mapping[str, LazyTensor]):
         # A view that repeats its elements may have more bytes than a column has room for. No layout copies it.
         return np.array([min(kind.nbytes, MOST_NBYTES) for kind in self.kinds], np.int64)
 
-    def nbytes_of(self, rows: Column) -> Ints:
+    def row_nbytes(self, rows: Column) -> Ints:
         where = (
             slice(rows.start, rows.stop) if isinstance(rows, range) else np.asarray(rows, np.int64)
         )
-        return self.kind_nbytes[self.kind_numbers[where]]
+        return self.kind_nbytes[self.kind_index_array[where]]
 
-    def read(self, rows: Sequence[int]) -> Sequence[Piece]:
+    def read_bytes(self, rows: Sequence[int]) -> Sequence[BytesLike]:
         """The bytes of rows that are not `single`, all together."""
-        storage, kinds, kind = self.storage, self.kinds, self.kind
+        storage, kinds, kind = self.storage_indices, self.kinds, self.kind_indices
         numbers = rows if storage == range(len(self.names)) else [storage[row] for row in rows]
         try:
             # Of storages that are not divisible, all rows but those that stand by themselves are whole.
-            if not self.storages.divisible or all(one.whole for one in kinds):
+            if not self.storages.can_read_ranges or all(one.is_whole for one in kinds):
                 return self.storages.read(numbers)
             offsets, nbytes = self.offsets, [one.nbytes for one in kinds]
             starts = [offsets[row] // 8 if row in offsets else 0 for row in rows]
-            return self.storages.read_parts(numbers, starts, [nbytes[kind[row]] for row in rows])
+            return self.storages.read_ranges(numbers, starts, [nbytes[kind[row]] for row in rows])
         except StorageMoved as moved:
-            raise self._moved(rows[moved.at]) from None
+            raise self._moved(rows[moved.request_index]) from None
 
     def segment(self, row: int, label: str) -> bytes | Data | Memory:
         """The bytes of a row that is all of its storage, as a segment; `b""` where there are none."""
         try:
-            return self.storages.segment(self.storage[row], label)
+            return self.storages.segment(self.storage_indices[row], label)
         except StorageMoved:
             raise self._moved(row) from None
 
@@ -392,7 +398,10 @@ class Table(Mapping[str, LazyTensor]):
         )
 
     def select(self, rows: Sequence[int], names: Sequence[str] | None = None) -> Table:
-        kind, storage = [self.kind[row] for row in rows], [self.storage[row] for row in rows]
+        kind, storage = (
+            [self.kind_indices[row] for row in rows],
+            [self.storage_indices[row] for row in rows],
+        )
         chosen = [self.names[row] for row in rows] if names is None else names
         irregular = {}
         if self.irregular:
@@ -408,10 +417,10 @@ class Table(Mapping[str, LazyTensor]):
             storage,
             self.storages,
             irregular,
-            offsets=self.offsets_of(rows),
+            offsets=self.select_offsets(rows),
         )
 
-    def offsets_of(self, rows: Sequence[int]) -> Mapping[int, int]:
+    def select_offsets(self, rows: Sequence[int]) -> Mapping[int, int]:
         offsets = self.offsets
         return (
             {at: offsets[row] for at, row in enumerate(rows) if row in offsets}
@@ -435,50 +444,52 @@ class Table(Mapping[str, LazyTensor]):
                 if row in self.offsets:
                     offsets[len(names)] = self.offsets[row]
                 names.append(self.names[row])
-                kind.append(self.kind[row])
-                storage.append(self.storage[row])
+                kind.append(self.kind_indices[row])
+                storage.append(self.storage_indices[row])
                 continue
             for name, tensor in given.items():
                 irregular[len(names)] = tensor
                 names.append(name)
                 kind.append(len(kinds))
-                kinds.append(Kind.of(tensor))
+                kinds.append(RowKind.from_tensor(tensor))
                 storage.append(IRREGULAR)
         return Table(names, kinds, kind, storage, self.storages, irregular, offsets=offsets)
 
-    def contiguous_rows(self, rows: Sequence[int]) -> list[tuple[Source, ContiguousRows]]:
+    def find_contiguous_rows(self, rows: Sequence[int]) -> list[tuple[Source, ContiguousRows]]:
         """Where the contiguous ones of these rows lie in files, those of a source together."""
         storages, kinds = self.storages, self.kinds
         if not isinstance(storages, FileColumns):
             return []
-        kind, storage = self.kind, self.storage
+        kind, storage = self.kind_indices, self.storage_indices
         numbers: Sequence[int] = range(len(rows))
-        if self.irregular or not all(one.contiguous for one in kinds):
+        if self.irregular or not all(one.is_contiguous for one in kinds):
             numbers = [
                 at
                 for at, row in enumerate(rows)
-                if storage[row] != IRREGULAR and kinds[kind[row]].contiguous
+                if storage[row] != IRREGULAR and kinds[kind[row]].is_contiguous
             ]
             rows = [rows[at] for at in numbers]
         own = [kind[row] for row in rows]
-        start = storages.start
+        start = storages.starts
         everything = range(len(start))
         where: slice | Ints = slice(None)
         if rows != everything or storage != everything:
             where = np.array([storage[row] for row in rows], np.int64)
         dtypes, shapes = [one.dtype.numpy for one in kinds], [one.shape for one in kinds]
-        starts, nbytes, crcs = start[where], storages.nbytes[where], storages.crc[where]
-        if not all(one.whole for one in kinds if one.contiguous):
+        starts, nbytes, crcs = start[where], storages.nbytes[where], storages.crcs[where]
+        if not all(one.is_whole for one in kinds if one.is_contiguous):
             places = np.array(own, np.int64)
             if offsets := self.offsets:
                 starts = starts + np.array(
                     [offsets[row] // 8 if row in offsets else 0 for row in rows], np.int64
                 )
-            nbytes = np.array([one.nbytes if one.contiguous else 0 for one in kinds], np.int64)[
+            nbytes = np.array([one.nbytes if one.is_contiguous else 0 for one in kinds], np.int64)[
                 places
             ]
-            crcs = np.where(np.array([one.whole for one in kinds], np.bool_)[places], crcs, NO_CRC)
-        keys, files = [place.key for place in storages.files], storages.file[where]
+            crcs = np.where(
+                np.array([one.is_whole for one in kinds], np.bool_)[places], crcs, NO_CRC
+            )
+        keys, files = [place.key for place in storages.files], storages.file_indices[where]
         contiguous = ContiguousRows(
             numbers,
             [dtypes[one] for one in own],
@@ -495,52 +506,54 @@ class Table(Mapping[str, LazyTensor]):
         if len(by) == 1:
             return [(source, contiguous) for source in by]
         return [
-            (source, contiguous.some(np.flatnonzero(np.isin(files, own_files))))
+            (source, contiguous.select(np.flatnonzero(np.isin(files, own_files))))
             for source, own_files in by.items()
         ]
 
-    def arrays(self, rows: Sequence[int]) -> list[np.ndarray]:
+    def read_arrays(self, rows: Sequence[int]) -> list[np.ndarray]:
         """Fresh arrays of these rows: in parallel, with neighbouring reads joined."""
         arrays = [NO_ARRAY] * len(rows)
         numbers: list[int] = []
         with gc_paused():
-            for source, contiguous in self.contiguous_rows(rows):
-                read_arrays = source.read_rows(contiguous, lambda number: self.view(rows[number]))
-                for number, array in zip(contiguous.numbers, read_arrays, strict=True):
+            for source, contiguous in self.find_contiguous_rows(rows):
+                read_arrays = source.read_rows(
+                    contiguous, lambda number: self.lazy_tensor(rows[number])
+                )
+                for number, array in zip(contiguous.request_indices, read_arrays, strict=True):
                     arrays[number] = array
-                numbers += contiguous.numbers
+                numbers += contiguous.request_indices
             if len(numbers) < len(rows):
                 others = sorted({*range(len(rows))}.difference(numbers))
-                views = [self.view(rows[number]) for number in others]
+                views = [self.lazy_tensor(rows[number]) for number in others]
                 for number, array in zip(others, read_tensors(views), strict=True):
                     arrays[number] = array
         return arrays
 
-    def made(self) -> Table:
+    def with_lazy_tensors(self) -> Table:
         """This table with all lazy tensors made, each once."""
         if self._views is not None:
             return self
-        views = [self.view(row) for row in range(len(self.names))]
+        views = [self.lazy_tensor(row) for row in range(len(self.names))]
         return Table(
             self.names,
             self.kinds,
-            self.kind,
-            self.storage,
+            self.kind_indices,
+            self.storage_indices,
             self.storages,
             self.irregular,
             offsets=self.offsets,
             views=views,
         )
 
-    def without_views(self) -> Table:
+    def without_lazy_tensors(self) -> Table:
         """This table without the lazy tensors that were made; they are made again when they are asked for."""
         if self._views is None:
             return self
         return Table(
             self.names,
             self.kinds,
-            self.kind,
-            self.storage,
+            self.kind_indices,
+            self.storage_indices,
             self.storages,
             self.irregular,
             offsets=self.offsets,
@@ -548,17 +561,17 @@ class Table(Mapping[str, LazyTensor]):
 
     def __getitem__(self, name: str) -> LazyTensor:
         if self._asked:
-            return self.view(self.rows[name])
+            return self.lazy_tensor(self.row_indices[name])
         # One name is found before the rows of all are known by theirs.
         self._asked = True
         hash(name)
         try:
-            return self.view(self.names.index(name))
+            return self.lazy_tensor(self.names.index(name))
         except ValueError:
             raise KeyError(name) from None
 
-    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
-        kind = self.kinds[self.kind[self.rows[name]]]
+    def dtype_and_shape(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        kind = self.kinds[self.kind_indices[self.row_indices[name]]]
         return kind.dtype, kind.shape
 
     def __iter__(self) -> Iterator[str]:
@@ -568,7 +581,7 @@ class Table(Mapping[str, LazyTensor]):
         return len(self.names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.rows
+        return name in self.row_indices
 
     def __repr__(self) -> str:
         return f"<{len(self):,} tensors>"

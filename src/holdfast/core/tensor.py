@@ -104,9 +104,6 @@ class Traits(Value, frozen=True):
 PLAIN = Traits()
 
 
-Layout = tuple[Storage, int, tuple[int, ...]]
-"""Where the elements of a tensor in one piece lie: its storage, the bit of its first element in there, and its strides in bits."""
-
 FileRange = tuple[str, int, int, int]
 """A file, the first byte, how many there are, and the CRC-32 that the file records of just these; `NO_CRC` where it does not."""
 
@@ -120,17 +117,17 @@ BEYOND = (
 class Position(Protocol):
     """Where a tensor in one piece lies, before somebody asks for its chunk."""
 
-    def layout(self) -> Layout:
+    def strided_position(self) -> StridedPosition:
         """As its chunk will say."""
 
     def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
         """The range of its file, where the bytes there are those of an array; None where they are not."""
 
 
-class LaterChunks(Protocol):
+class DeferredChunks(Protocol):
     """The chunks of a tensor in many pieces, before somebody asks for them."""
 
-    def made(self, low: Sequence[int] = (), high: Sequence[int] = ()) -> tuple[Chunk, ...]:
+    def build(self, start: Sequence[int] = (), stop: Sequence[int] = ()) -> tuple[Chunk, ...]:
         """All chunks; or those that meet a box, which may have fewer dimensions."""
 
 
@@ -146,7 +143,7 @@ def _contiguous_nbytes(bits: int, shape: tuple[int, ...], strides: tuple[int, ..
     return -1 if bits < 8 or not in_c_order(shape, strides, bits) else math.prod(shape) * bits // 8
 
 
-class SlicePosition(Value, frozen=True, eq=False):
+class StridedPosition(Value, frozen=True, eq=False):
     """The position of a slice of a tensor in one piece."""
 
     storage: Storage
@@ -154,8 +151,11 @@ class SlicePosition(Value, frozen=True, eq=False):
     """Bit of the storage where the first element lies."""
     strides: tuple[int, ...]
 
-    def layout(self) -> Layout:
-        return self.storage, self.offset, self.strides
+    def to_chunk(self, shape: tuple[int, ...]) -> Chunk:
+        return Chunk(Box.whole(shape), self.storage, self.offset, self.strides)
+
+    def strided_position(self) -> StridedPosition:
+        return self
 
     def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
         storage, offset = self.storage, self.offset
@@ -179,7 +179,7 @@ class TensorFields(Value, frozen=True, eq=False):
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...] | LaterChunks
+    chunks: tuple[Chunk, ...] | DeferredChunks
     source: Source
     traits: Traits = PLAIN
     position: Position | None = (
@@ -198,17 +198,17 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
     @property  # type: ignore[misc]  # no field, but read-only as one
     def chunks(self) -> tuple[Chunk, ...]:
         """Where its elements lie: boxes of the tensor in storages."""
-        chunks: tuple[Chunk, ...] | LaterChunks = _CHUNKS.__get__(self)
+        chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS.__get__(self)
         if not isinstance(chunks, tuple):
-            chunks = chunks.made()
+            chunks = chunks.build()
             _CHUNKS.__set__(self, chunks)
         elif not chunks and self.position is not None:
-            chunks = (Chunk(Box.whole(self.shape), *self.position.layout()),)
+            chunks = (self.position.strided_position().to_chunk(self.shape),)
             _CHUNKS.__set__(self, chunks)
         return chunks
 
     @property
-    def later(self) -> bool:
+    def has_deferred_chunks(self) -> bool:
         """Whether its chunks are many, and not made yet."""
         return not isinstance(_CHUNKS.__get__(self), tuple)
 
@@ -220,14 +220,14 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         box, strides = _in_order(shape, dtype.bits)
         return cls(name, dtype, shape, (Chunk(box, storage, 0, strides),), source)
 
-    def layout(self) -> Layout | None:
+    def strided_position(self) -> StridedPosition | None:
         """Return where its elements lie, if it is one piece from its first element on.
 
         The pieces of a tensor in many pieces are not made for this.
         """
         if self.position is not None:
-            return self.position.layout()
-        chunks: tuple[Chunk, ...] | LaterChunks = _CHUNKS.__get__(self)
+            return self.position.strided_position()
+        chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS.__get__(self)
         if not isinstance(chunks, tuple):
             return None
         # By its exact class: a chunk of another kind may not know its place before it is asked.
@@ -238,7 +238,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
             or any(chunks[0].box.start)
         ):
             return None
-        return chunks[0].storage, chunks[0].offset, chunks[0].strides
+        return StridedPosition(chunks[0].storage, chunks[0].offset, chunks[0].strides)
 
     def file_range(self) -> FileRange | None:
         """The range of a file whose bytes are those of its array; None where there is none such."""
@@ -247,10 +247,10 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
             return None
         if position is not None:
             return position.file_range(self.dtype, self.shape)
-        layout = self.layout()
-        if layout is None:
+        position = self.strided_position()
+        if position is None:
             return None
-        return SlicePosition(*layout).file_range(self.dtype, self.shape)
+        return position.file_range(self.dtype, self.shape)
 
     def __replace__(self, /, **changes: Any) -> LazyTensor:  # noqa: ANN401  # those of a tensor
         if changes.keys() <= {"name", "traits"}:
@@ -336,18 +336,18 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         traits = self.traits
         if traits is not PLAIN:
             traits = Traits(conj=traits.conj, neg=traits.neg, meta=traits.meta)
-        layout = self.layout()
-        if layout is not None:
-            storage, offset, strides = layout
-            shape, offset, strides, _ = sliced(self.shape, offset, strides, index)
-            position = None if 0 in shape else SlicePosition(storage, offset, strides)
+        current = self.strided_position()
+        if current is not None:
+            storage = current.storage
+            shape, offset, strides, _ = sliced(self.shape, current.offset, current.strides, index)
+            position = None if 0 in shape else StridedPosition(storage, offset, strides)
             return LazyTensor(self.name, self.dtype, shape, (), self.source, traits, position)
 
         shape, _, _, picks = sliced(self.shape, 0, self.shape, index)
-        chunks: tuple[Chunk, ...] | LaterChunks = _CHUNKS.__get__(self)
+        chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS.__get__(self)
         if not isinstance(chunks, tuple):
             # Of eight thousand pieces a rank wants one or two.
-            chunks = chunks.made(*_bounds(picks))
+            chunks = chunks.build(*_bounds(picks))
         return LazyTensor(
             self.name, self.dtype, shape, slice_chunks(picks, chunks), self.source, traits
         )

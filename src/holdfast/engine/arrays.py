@@ -19,7 +19,7 @@ from holdfast.core.arrays import AnyDType, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.table import Kind, with_outside
+from holdfast.core.table import RowKind, separate_outside_rows
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.engine.saves import Memory
 from holdfast.engine.source import OpenSource
@@ -46,9 +46,9 @@ class ArrayStorages:
         arrays = self._arrays
         return [arrays[number].tobytes("A") for number in numbers]
 
-    divisible = True
+    can_read_ranges = True
 
-    def read_parts(
+    def read_ranges(
         self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
     ) -> list[memoryview]:
         whole = {number: self._bytes(number) for number in {*numbers}}
@@ -109,7 +109,7 @@ def tabulate_arrays(values: list[object]) -> Tabulated:
             positions.setdefault(one, len(positions))
             for one in zip(dtypes, map(SHAPE, arrays), strict=True)
         ]
-        kinds = [Kind.whole_of(known[dtype], shape) for dtype, shape in positions]
+        kinds = [RowKind.from_shape(known[dtype], shape) for dtype, shape in positions]
     else:
         starts = [root.__array_interface__["data"][0] for root in roots]
         each = zip(arrays, roots, starts, strict=True)
@@ -126,7 +126,7 @@ def tabulate_arrays(values: list[object]) -> Tabulated:
         placed = {
             at: 8 * offset for at, offset in enumerate(offsets) if offset and kinds[kind[at]].nbytes
         }
-        with_outside(kinds, kind, placed)
+        separate_outside_rows(kinds, kind, placed)
     storage: Sequence[int] = range(len(arrays))
     keys: list[object] = [*map(id, roots)]
     if not plain:
@@ -152,11 +152,13 @@ def _is_root(array: object) -> bool:
     )
 
 
-def _view_kind(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int) -> Kind:
+def _view_kind(
+    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int
+) -> RowKind:
     if 0 in shape:
         strides = (0,) * len(shape)
     known = tuple([8 * stride for stride in _known_strides(shape, strides)])
-    return Kind.strided(dtype, shape, known, storage_nbytes=nbytes)
+    return RowKind.from_strides(dtype, shape, known, storage_nbytes=nbytes)
 
 
 @cache

@@ -24,7 +24,7 @@ from holdfast.core.options import validated
 from holdfast.core.protocols import Request
 from holdfast.core.quantities import shown
 from holdfast.core.sharing import View, identity
-from holdfast.core.table import Kind, Piece, StorageMoved, Storages, Table, read_tensors
+from holdfast.core.table import BytesLike, RowKind, StorageMoved, Storages, Table, read_tensors
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import plural
 from holdfast.core.value import Value, replace
@@ -223,14 +223,14 @@ class ComputedStorages:
         self._seen = np.zeros(len(self._way), np.bool_)  # Storages of which all elements were seen.
         self._lock = threading.Lock()
 
-    divisible = False
+    can_read_ranges = False
 
-    def read_parts(
+    def read_ranges(
         self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
-    ) -> Sequence[Piece]:
+    ) -> Sequence[BytesLike]:
         raise NotImplementedError
 
-    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+    def read(self, numbers: Sequence[int]) -> Sequence[BytesLike]:
         pieces = self._originals(numbers)
         wanted = np.array(numbers, np.int64)
         ways = self._way[wanted]
@@ -248,16 +248,16 @@ class ComputedStorages:
                 pieces[place] = data[start:stop]
         return pieces
 
-    def _originals(self, numbers: Sequence[int]) -> list[Piece]:
+    def _originals(self, numbers: Sequence[int]) -> list[BytesLike]:
         first = self._first
         here = [at for at, number in enumerate(numbers) if number < first]
         try:
             found = self._origin.read([numbers[at] for at in here])
         except StorageMoved as moved:
-            raise StorageMoved(here[moved.at]) from None
+            raise StorageMoved(here[moved.request_index]) from None
         if len(here) == len(numbers):
             return [*found]
-        pieces: list[Piece] = [b""] * len(numbers)
+        pieces: list[BytesLike] = [b""] * len(numbers)
         others = [at for at, number in enumerate(numbers) if number >= first]
         arrays = read_tensors([self._tensors[numbers[at] - first] for at in others])
         for at, piece in chain(
@@ -323,9 +323,9 @@ class ComputedStorages:
             return self._origin.segment(number, label)
         return Data(self._row(number), label) if self.nbytes[number] else b""
 
-    def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
+    def lazy_tensor(self, number: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
         if self._way[number] < 0:
-            return self._origin.view(number, kind, name, offset)
+            return self._origin.lazy_tensor(number, kind, name, offset)
         row = self._row(number)
         chunk = Chunk(Box.whole(kind.shape), row.chunks[0].storage, offset, kind.strides)
         return LazyTensor(name, kind.dtype, kind.shape, (chunk,), row.source, kind.traits)
@@ -422,11 +422,11 @@ def numbers_table(table: Table) -> Table:
     decoded = Dequantized()
     entries: dict[int, dict[str, LazyTensor]] = {}
     for row, name in enumerate(table.names):
-        kind = table.kind_of(row)
+        kind = table.row_kind(row)
         if kind.traits.blocks is not None:
-            entries[row] = {name: decoded.numbers(table.view(row))}
+            entries[row] = {name: decoded.numbers(table.lazy_tensor(row))}
         elif not kind.traits.meta and not kind.dtype.packed:
-            entries[row] = {name: decoded.copied(table.view(row))}
+            entries[row] = {name: decoded.copied(table.lazy_tensor(row))}
     return table.with_entries(range(len(table)), entries)
 
 

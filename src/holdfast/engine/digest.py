@@ -197,7 +197,7 @@ def find_unchanged_rows(
         found.update(
             [
                 row
-                for row, now in zip(some, hash_short(table.read(some)), strict=True)
+                for row, now in zip(some, hash_short(table.read_bytes(some)), strict=True)
                 if now == recorded[row]
             ]
         )

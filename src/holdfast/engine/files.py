@@ -24,8 +24,16 @@ from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source, Store
-from holdfast.core.table import IRREGULAR, Column, FileColumns, FilePlace, Kind, Table, is_inside
-from holdfast.core.tensor import BEYOND, NO_CRC, FileRange, Layout, LazyTensor
+from holdfast.core.table import (
+    IRREGULAR,
+    Column,
+    FileColumns,
+    RowKind,
+    StoredFile,
+    Table,
+    is_range_inside,
+)
+from holdfast.core.tensor import BEYOND, NO_CRC, FileRange, LazyTensor, StridedPosition
 from holdfast.core.value import Value
 from holdfast.engine.coalesce import MEMORY, Ranges, coalesce
 from holdfast.errors import Corrupted, HoldfastError, located
@@ -36,7 +44,7 @@ if TYPE_CHECKING:
 UINT8 = next(row for row in DTYPES.rows if row.name == "uint8")
 
 
-COLUMNS = ("kinds", "kind", "storage", "storages", "irregular", "offsets")
+COLUMNS = ("kinds", "kind_indices", "storage_indices", "storages", "irregular", "offsets")
 
 
 class ViewTable(Table):
@@ -52,23 +60,21 @@ class ViewTable(Table):
             raise AttributeError(f"a table has no {name!r}", name=name, obj=self)
         made = tabulate(self.names, self._views or ())
         # Whoever comes second makes the same.
-        self.kinds, self.kind, self.storage, self.storages, self.irregular = (
-            made.kinds,
-            made.kind,
-            made.storage,
-            made.storages,
-            made.irregular,
-        )
+        self.kinds = made.kinds
+        self.kind_indices = made.kind_indices
+        self.storage_indices = made.storage_indices
+        self.storages = made.storages
+        self.irregular = made.irregular
         self.offsets = made.offsets
         return getattr(made, name)
 
-    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
-        view = self.view(self.rows[name])
+    def dtype_and_shape(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        view = self.lazy_tensor(self.row_indices[name])
         return view.dtype, view.shape
 
 
 def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
-    kinds: list[Kind] = []
+    kinds: list[RowKind] = []
     positions: dict[object, int] = {}
     kind: list[int] = []
     storage: list[int] = []
@@ -86,11 +92,11 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
             like: object = own if own.traits is traits else (own, id(traits))
             if like not in positions:
                 positions[like] = len(kinds)
-                kinds += (own if own.traits is traits else own.marked(traits),)
+                kinds += (own if own.traits is traits else own.with_traits(traits),)
             if place.storages is not held:
                 held = place.storages
                 if held not in parts:
-                    parts[held], count = count, count + len(held.start)
+                    parts[held], count = count, count + len(held.starts)
                 first = parts[held]
             kind += (positions[like],)
             storage += (first + place.number,)
@@ -110,8 +116,8 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
             irregular[row] = view
             like = id(view.dtype), view.shape, id(traits)
         else:
-            one, offset, strides = found
-            inside = is_inside(offset, view.nbytes, one.nbytes)
+            one, offset, strides = found.storage, found.offset, found.strides
+            inside = is_range_inside(offset, view.nbytes, one.nbytes)
             like = (
                 id(view.dtype),
                 view.shape,
@@ -130,7 +136,9 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
         if like not in positions:
             positions[like] = len(kinds)
             kinds.append(
-                Kind.of(view) if found else Kind(view.dtype, view.shape, traits, view.nbytes)
+                RowKind.from_tensor(view)
+                if found
+                else RowKind(view.dtype, view.shape, traits, view.nbytes)
             )
         kind[row] = positions[like]
     columns = [*parts]
@@ -152,29 +160,29 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
     )
 
 
-def _one_range(view: LazyTensor) -> Layout | None:
+def _one_range(view: LazyTensor) -> StridedPosition | None:
     """Where a tensor lies in one range of a file; None where it has several pieces, is computed, or is yet to be found."""
-    layout = view.layout()
-    if layout is None or type(layout[0]) is not Storage:
+    position = view.strided_position()
+    if position is None or type(position.storage) is not Storage:
         return None
-    storage, offset, _ = layout
+    storage, offset = position.storage, position.offset
     inside = (
         0 <= storage.start < BEYOND
         and storage.nbytes < BEYOND
         and 0 <= offset <= 8 * storage.nbytes
     )
-    return layout if inside and view.nbytes < BEYOND else None
+    return position if inside and view.nbytes < BEYOND else None
 
 
 def _storages_of(single: Sequence[tuple[Storage, LazyTensor]]) -> FileStorages:
     files: dict[tuple[int, int, str], int] = {}
-    places: list[FilePlace] = []
+    places: list[StoredFile] = []
     rows: list[tuple[int, int, int, int]] = []
     for storage, view in single:
         key = id(view.source), id(storage.home), storage.key
         if key not in files:
             files[key] = len(places)
-            places.append(FilePlace(view.source, storage.key, storage.home))
+            places.append(StoredFile(view.source, storage.key, storage.home))
         rows.append(
             (
                 files[key],
@@ -194,22 +202,23 @@ class FileRow(Value, frozen=True, eq=False):
 
     storages: FileStorages
     number: int
-    kind: Kind
+    kind: RowKind
     offset: int = 0  # Bit of the storage where the first element lies.
 
-    def layout(self) -> Layout:
-        return self.storages.storage(self.number, self.kind), self.offset, self.kind.strides
+    def strided_position(self) -> StridedPosition:
+        storage = self.storages.storage(self.number, self.kind)
+        return StridedPosition(storage, self.offset, self.kind.strides)
 
     def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
         kind, number, own = self.kind, self.number, self.storages
-        if not kind.contiguous:
+        if not kind.is_contiguous:
             return None
         start = own.start_of(number) + self.offset // 8
         return (
             own.files[own.file_of(number)].key,
             start,
             kind.nbytes,
-            own.crc.item(number) if kind.whole else NO_CRC,
+            own.crcs.item(number) if kind.is_whole else NO_CRC,
         )
 
 
@@ -217,22 +226,22 @@ class FileStorages(FileColumns):
     """Ranges of files, each with the checksum that its file records."""
 
     def __init__(
-        self, files: Sequence[FilePlace], file: Column, start: Column, nbytes: Column, crc: Column, *, names: Sequence[str],
+        self, files: Sequence[StoredFile], file: Column, start: Column, nbytes: Column, crc: Column, *, names: Sequence[str],
         labels: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         self.files = files
-        self.file, self.start = np.asarray(file, np.int64), np.asarray(start, np.int64)
-        self.nbytes, self.crc = np.asarray(nbytes, np.int64), np.asarray(crc, np.int64)
+        self.file_indices, self.starts = np.asarray(file, np.int64), np.asarray(start, np.int64)
+        self.nbytes, self.crcs = np.asarray(nbytes, np.int64), np.asarray(crc, np.int64)
         self.names = names
         self._labels = names if labels is None else labels
 
     def __len__(self) -> int:
-        return len(self.start)
+        return len(self.starts)
 
     def with_names(self, names: Sequence[str], rows: Ints, numbers: Ints) -> FileStorages:
         """Give storages the names of tensors: `rows` are their positions in `names`, `numbers` those of their storages."""
         copied = copy.copy(self)
-        count = len(self.start)
+        count = len(self.starts)
         if len(rows) == len(names) == count and (numbers == rows).all():
             copied.names = names
             return copied
@@ -243,24 +252,24 @@ class FileStorages(FileColumns):
         return copied
 
     def file_of(self, number: int) -> int:
-        return self.file.item(number)
+        return self.file_indices.item(number)
 
     def start_of(self, number: int) -> int:
-        return self.start.item(number)
+        return self.starts.item(number)
 
     @property
     def stores(self) -> tuple[Store, ...]:
         return tuple(dict.fromkeys(place.source.store for place in self.files))
 
-    def storage(self, number: int, kind: Kind) -> Storage:
-        place, crc = self.files[self.file.item(number)], self.crc.item(number)
+    def storage(self, number: int, kind: RowKind) -> Storage:
+        place, crc = self.files[self.file_indices.item(number)], self.crcs.item(number)
         return Storage(
-            place.key, self.start.item(number), self.nbytes.item(number), kind.byteorder, None if crc == NO_CRC else crc,
-            kind.location, self._labels[number], home=place.home,
+            place.key, self.starts.item(number), self.nbytes.item(number), kind.byteorder, None if crc == NO_CRC else crc,
+            kind.location, self._labels[number], home=place.store,
         )  # fmt: skip
 
-    def view(self, number: int, kind: Kind, name: str, offset: int = 0) -> LazyTensor:
-        source = self.files[self.file.item(number)].source
+    def lazy_tensor(self, number: int, kind: RowKind, name: str, offset: int = 0) -> LazyTensor:
+        source = self.files[self.file_indices.item(number)].source
         return LazyTensor(
             name,
             kind.dtype,
@@ -271,26 +280,28 @@ class FileStorages(FileColumns):
             FileRow(self, number, kind, offset),
         )
 
-    divisible = True
+    can_read_ranges = True
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         wanted = np.array(numbers, np.int64)
-        return self._pieces(wanted, self.start[wanted], self.nbytes[wanted])
+        return self._pieces(wanted, self.starts[wanted], self.nbytes[wanted])
 
-    def read_parts(
+    def read_ranges(
         self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
     ) -> list[memoryview]:
         wanted = np.array(numbers, np.int64)
         return self._pieces(
-            wanted, self.start[wanted] + np.array(starts, np.int64), np.array(nbytes, np.int64)
+            wanted, self.starts[wanted] + np.array(starts, np.int64), np.array(nbytes, np.int64)
         )
 
     def _pieces(self, wanted: Ints, begins: Ints, nbytes: Ints) -> list[memoryview]:
         """So many bytes of storages of these numbers, from these bytes of files on; neighbours by one read."""
         pieces: list[memoryview] = [memoryview(b"")] * len(wanted)
-        order = np.lexsort((begins, self.file[wanted]))
+        order = np.lexsort((begins, self.file_indices[wanted]))
         order = order[nbytes[order] > 0]
-        for places in np.split(order, np.flatnonzero(np.diff(self.file[wanted[order]])) + 1):
+        for places in np.split(
+            order, np.flatnonzero(np.diff(self.file_indices[wanted[order]])) + 1
+        ):
             if not len(places):
                 continue
             starts = begins[places]
@@ -299,7 +310,7 @@ class FileStorages(FileColumns):
             for first, last in zip(heads.tolist(), [*heads[1:].tolist(), len(places)], strict=True):
                 begin = int(starts[first])
                 own = slice(first, last)
-                place = self.files[self.file[wanted[places[first]]]]
+                place = self.files[self.file_indices[wanted[places[first]]]]
                 data = np.empty(int(stops[own].max()) - begin, np.uint8).data
                 try:
                     place.source.store.read(place.key, begin, data)
@@ -311,7 +322,7 @@ class FileStorages(FileColumns):
                 for number, start, stop in cut:
                     pieces[number] = data[start - begin : stop - begin]
         # The checksum of a storage says nothing about a part of it.
-        recorded = np.where(nbytes == self.nbytes[wanted], self.crc[wanted], NO_CRC)
+        recorded = np.where(nbytes == self.nbytes[wanted], self.crcs[wanted], NO_CRC)
         if (recorded != NO_CRC).any():
             for number, found, crc in zip(
                 wanted.tolist(), crc32_each(pieces), recorded.tolist(), strict=True
@@ -322,7 +333,7 @@ class FileStorages(FileColumns):
 
     def _read_each(self, numbers: Ints, starts: Ints, stops: Ints, data: memoryview) -> None:
         """Read neighbouring storages one by one, so that the error names the one that cannot be read."""
-        place, begin = self.files[self.file[numbers[0]]], int(starts[0])
+        place, begin = self.files[self.file_indices[numbers[0]]], int(starts[0])
         for number, start, stop in zip(
             numbers.tolist(), starts.tolist(), stops.tolist(), strict=True
         ):
@@ -332,16 +343,22 @@ class FileStorages(FileColumns):
     def _changed(self, number: int, expected: int, found: int) -> Corrupted:
         return Corrupted(
             "the source does not have the checksum that it records: it changed after it was written; get it again",
-            file=self.files[self.file[number]].key, tensor=self.names[number], offset=int(self.start[number]), expected=expected,
+            file=self.files[self.file_indices[number]].key,
+            tensor=self.names[number],
+            offset=int(self.starts[number]),
+            expected=expected,
             found=found,
-        )  # fmt: skip
+        )
 
     def segment(self, number: int, label: str) -> Data | bytes:
         from holdfast.engine.saves import Data  # for saving
 
         nbytes = int(self.nbytes[number])
         return (
-            Data(self.view(number, Kind.whole_of(UINT8, (nbytes,)), self.names[number]), label)
+            Data(
+                self.lazy_tensor(number, RowKind.from_shape(UINT8, (nbytes,)), self.names[number]),
+                label,
+            )
             if nbytes
             else b""
         )
@@ -349,15 +366,17 @@ class FileStorages(FileColumns):
 
 class JoinedStorages(FileStorages):
     def __init__(self, parts: Sequence[FileStorages]) -> None:
-        files: dict[tuple[int, int, str], tuple[int, FilePlace]] = {}
+        files: dict[tuple[int, int, str], tuple[int, StoredFile]] = {}
         file: list[Ints] = []
         for part in parts:
-            own = [((id(place.source), id(place.home), place.key), place) for place in part.files]
+            own = [((id(place.source), id(place.store), place.key), place) for place in part.files]
             numbers = [files.setdefault(key, (len(files), place))[0] for key, place in own]
-            file.append(np.array(numbers, np.int64)[part.file] if len(part) else part.file)
+            file.append(
+                np.array(numbers, np.int64)[part.file_indices] if len(part) else part.file_indices
+            )
         columns = [
             np.concatenate(column)
-            for column in zip(*((one.start, one.nbytes, one.crc) for one in parts), strict=True)
+            for column in zip(*((one.starts, one.nbytes, one.crcs) for one in parts), strict=True)
         ]
         names = [name for part in parts for name in part.names]
         labels = [label for part in parts for label in part._labels]
@@ -366,11 +385,11 @@ class JoinedStorages(FileStorages):
 
     def numbers_from(self, first: int) -> list[int]:
         """The numbers from one on; in the place of one whose storage is there before it, that storage's number."""
-        numbers, starts = [*range(first, len(self))], self.start.tolist()
+        numbers, starts = [*range(first, len(self))], self.starts.tolist()
         alike = {*starts[first:]}
         before = [number for number, start in enumerate(starts[:first]) if start in alike]
         if before:
-            columns = self.file, self.start, self.nbytes, self.crc
+            columns = self.file_indices, self.starts, self.nbytes, self.crcs
             places = zip(*(column[before].tolist() for column in columns), strict=True)
             known = {
                 place: number for place, number in zip(places, before, strict=True) if place[2]
@@ -490,7 +509,7 @@ def find_stored_ranges(table: Table, pieces: Iterable[StorageUse]) -> StoredRang
             stores.append(store)
         return number
 
-    held, numbers = table.storages, np.asarray(table.storage, np.int64)
+    held, numbers = table.storages, np.asarray(table.storage_indices, np.int64)
     (rows,) = (numbers != IRREGULAR).nonzero()
     columns = [np.zeros((5, 0), np.int64)]
     if isinstance(held, FileColumns) and len(rows):
@@ -502,10 +521,10 @@ def find_stored_ranges(table: Table, pieces: Iterable[StorageUse]) -> StoredRang
         columns.append(
             np.stack(
                 (
-                    own[held.file[numbers]],
-                    held.start[numbers],
+                    own[held.file_indices[numbers]],
+                    held.starts[numbers],
                     held.nbytes[numbers],
-                    held.crc[numbers],
+                    held.crcs[numbers],
                     rows,
                 )
             )

@@ -188,13 +188,13 @@ class OpenSource:
         self, rows: ContiguousRows, tensor: Callable[[int], LazyTensor]
     ) -> list[np.ndarray]:
         if self.limits.expansion < 1:
-            return self.arrays([tensor(number) for number in rows.numbers])
+            return self.arrays([tensor(number) for number in rows.request_indices])
         arrays = list(map(np.empty, rows.shapes, rows.dtypes))
         addresses = list(map(address_of, arrays))
         self._read_ranges(
-            lambda position: tensor(rows.numbers[position]),
+            lambda position: tensor(rows.request_indices[position]),
             rows.keys,
-            rows.files,
+            rows.file_indices,
             rows.starts,
             rows.nbytes,
             addresses,
@@ -212,7 +212,8 @@ class OpenSource:
         if not self.mapped or tensor.traits.conj or tensor.traits.neg:
             return None
         if tensor.position is not None:
-            storage, offset, strides = tensor.position.layout()
+            place = tensor.position.strided_position()
+            storage, offset, strides = place.storage, place.offset, place.strides
             if 0 in tensor.shape:
                 return None
         else:

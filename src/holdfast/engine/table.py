@@ -1,6 +1,6 @@
 """A table on its way to a file: tables of lazy tensors, and the segments that rows become.
 
-Contiguous rows are read many together. Every other row is written by its lazy tensor (`Table.noncontiguous`).
+Contiguous rows are read many together. Every other row is written by its lazy tensor (`Table.rows_read_singly`).
 Two functions make a table to be saved:
 `verbs.shared.state.tabulate_state` of a caller's memory, `lazy_table` of lazy tensors.
 """
@@ -21,9 +21,9 @@ from holdfast.core.protocols import State
 from holdfast.core.table import (
     IRREGULAR,
     NO_OFFSETS,
-    Kind,
+    BytesLike,
     MemoryBytes,
-    Piece,
+    RowKind,
     StorageMoved,
     Table,
 )
@@ -44,7 +44,7 @@ class Tabulated(Value, frozen=True, eq=False):
     """Tensors of one library that are in one piece, as columns."""
 
     rows: Sequence[int]  # Which of the tensors that were given.
-    kinds: Sequence[Kind]
+    kinds: Sequence[RowKind]
     kind: Sequence[int]  # Of each row, a position in `kinds`.
     storage: Sequence[
         int
@@ -60,7 +60,7 @@ class StateStorages:
     """The storages of a state, those of one library behind those of another. `view` makes a tensor over memory."""
 
     def __init__(
-        self, parts: Sequence[MemoryBytes], view: Callable[[int, Kind, str, int], LazyTensor]
+        self, parts: Sequence[MemoryBytes], view: Callable[[int, RowKind, str, int], LazyTensor]
     ) -> None:
         self._parts, self._view = parts, view
         self._edges = [*accumulate((len(part.nbytes) for part in parts), initial=0)]
@@ -72,32 +72,32 @@ class StateStorages:
         self.stores = tuple(
             store for part in parts if isinstance(part, FileStorages) for store in part.stores
         )
-        self.divisible = all(part.divisible for part in parts)
+        self.can_read_ranges = all(part.can_read_ranges for part in parts)
 
-    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+    def read(self, numbers: Sequence[int]) -> Sequence[BytesLike]:
         if len(self._parts) == 1:
             return self._parts[0].read(numbers)
         return self._read(numbers, lambda part, own, here: part.read(own))
 
-    def read_parts(
+    def read_ranges(
         self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
-    ) -> Sequence[Piece]:
-        def read(part: MemoryBytes, own: Sequence[int], here: Sequence[int]) -> Sequence[Piece]:
-            return part.read_parts(own, [starts[at] for at in here], [nbytes[at] for at in here])
+    ) -> Sequence[BytesLike]:
+        def read(part: MemoryBytes, own: Sequence[int], here: Sequence[int]) -> Sequence[BytesLike]:
+            return part.read_ranges(own, [starts[at] for at in here], [nbytes[at] for at in here])
 
         return self._read(numbers, read)
 
     def _read(
         self,
         numbers: Sequence[int],
-        read: Callable[[MemoryBytes, Sequence[int], Sequence[int]], Sequence[Piece]],
-    ) -> Sequence[Piece]:
+        read: Callable[[MemoryBytes, Sequence[int], Sequence[int]], Sequence[BytesLike]],
+    ) -> Sequence[BytesLike]:
         """What each part reads: `read` is given the numbers there, and where these stand in all."""
         if len(self._parts) == 1:
             return read(self._parts[0], numbers, range(len(numbers)))
         wanted = np.array(numbers, np.int64)
         sides = np.searchsorted(self._edges, wanted, side="right") - 1
-        pieces: list[Piece] = [b""] * len(numbers)
+        pieces: list[BytesLike] = [b""] * len(numbers)
         for side in np.unique(sides).tolist():
             here = np.flatnonzero(sides == side)
             try:
@@ -105,7 +105,7 @@ class StateStorages:
                     self._parts[side], (wanted[here] - self._edges[side]).tolist(), here.tolist()
                 )
             except StorageMoved as moved:
-                raise StorageMoved(int(here[moved.at])) from None
+                raise StorageMoved(int(here[moved.request_index])) from None
             for place, piece in zip(here.tolist(), found, strict=True):
                 pieces[place] = piece
         return pieces
@@ -114,11 +114,11 @@ class StateStorages:
         side = bisect_right(self._edges, number) - 1
         return self._parts[side].segment(number - self._edges[side], label)
 
-    def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
+    def lazy_tensor(self, number: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
         side = bisect_right(self._edges, number) - 1
         part = self._parts[side]
         if isinstance(part, FileStorages):
-            return part.view(number - self._edges[side], kind, name, offset)
+            return part.lazy_tensor(number - self._edges[side], kind, name, offset)
         return self._view(number, kind, name, offset)
 
 
@@ -137,7 +137,10 @@ def as_written(table: Table) -> Table:
     storages = table.storages
     if not isinstance(storages, FileStorages):
         return table
-    numbers, kind = np.array(table.storage, np.int64), np.array(table.kind, np.int64)
+    numbers, kind = (
+        np.array(table.storage_indices, np.int64),
+        np.array(table.kind_indices, np.int64),
+    )
     rows = np.flatnonzero(numbers != IRREGULAR)
     held = numbers[rows]
     has_alias = np.array(
@@ -151,8 +154,8 @@ def as_written(table: Table) -> Table:
             not store.read_profile.block_nbytes
             and store.count_read_nbytes(place.key, MEASURE) == MEASURE
         )
-    left = has_alias[kind[rows]] | ~local[storages.file[held]]
-    taken = np.zeros(len(storages.start), np.bool_)
+    left = has_alias[kind[rows]] | ~local[storages.file_indices[held]]
+    taken = np.zeros(len(storages.starts), np.bool_)
     taken[held[left]] = True
     if table.irregular:
         taken[_numbers_of(table.irregular.values(), storages)] = True
@@ -162,18 +165,18 @@ def as_written(table: Table) -> Table:
         return Table(
             table.names,
             table.kinds,
-            table.kind,
-            table.storage,
+            table.kind_indices,
+            table.storage_indices,
             storages,
             table.irregular,
             offsets=table.offsets,
         )
-    irregular = {**table.irregular, **{row: table.view(row) for row in rows[left].tolist()}}
+    irregular = {**table.irregular, **{row: table.lazy_tensor(row) for row in rows[left].tolist()}}
     numbers[rows[left]] = IRREGULAR
     return Table(
         table.names,
         table.kinds,
-        table.kind,
+        table.kind_indices,
         numbers.tolist(),
         storages,
         irregular,
@@ -191,14 +194,19 @@ def _numbers_of(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[i
         if type(one) is Storage
     }
     alike = (
-        np.flatnonzero(np.isin(storages.start, [place[2] for place in places]))
+        np.flatnonzero(np.isin(storages.starts, [place[2] for place in places]))
         if places
         else np.zeros(0, np.int64)
     )
-    files = [(id(place.home), place.key) for place in storages.files]
+    files = [(id(place.store), place.key) for place in storages.files]
     each = (
         column.tolist()
-        for column in (alike, storages.file[alike], storages.start[alike], storages.nbytes[alike])
+        for column in (
+            alike,
+            storages.file_indices[alike],
+            storages.starts[alike],
+            storages.nbytes[alike],
+        )
     )
     return [
         number
@@ -215,20 +223,23 @@ def tabulate_lazy(tensors: Sequence[LazyTensor]) -> Tabulated:
     ask for, what shares a storage with a tensor that is left out, and what was a view of another storage before it was saved
     (`Traits.alias`)."""
     table = lazy_table([tensor.name for tensor in tensors], tensors)
-    rows = [row for row, number in enumerate(table.storage) if number != IRREGULAR]
-    kind, storage = [table.kind[row] for row in rows], [table.storage[row] for row in rows]
+    rows = [row for row, number in enumerate(table.storage_indices) if number != IRREGULAR]
+    kind, storage = (
+        [table.kind_indices[row] for row in rows],
+        [table.storage_indices[row] for row in rows],
+    )
     places = lambda: [0] * len(table.storages.nbytes)  # noqa: E731
     return Tabulated(
-        rows, table.kinds, kind, storage, table.storages, places, table.offsets_of(rows)
+        rows, table.kinds, kind, storage, table.storages, places, table.select_offsets(rows)
     )
 
 
 def segment_of(table: Table, row: int, label: str, hashed: Hashing = "") -> Segment | None:
     """The bytes of one row where they lie, as a segment; None where there are none."""
-    if not table.kind_of(row).nbytes:
+    if not table.row_kind(row).nbytes:
         return None
-    if hashed or row in table.not_whole:
-        return Data(table.view(row), label, hashed)
+    if hashed or row in table.rows_not_whole:
+        return Data(table.lazy_tensor(row), label, hashed)
     made = table.segment(row, label)
     return None if isinstance(made, bytes) else made
 
@@ -247,7 +258,7 @@ def segments(
     Small contiguous rows are together, a few megabytes a segment. `nbytes` are those
     of these rows, `stops` their sums up to each. `hashing` says by name which are hashed, and how."""
     found: list[Segment] = []
-    kind, noncontiguous = table.kind, table.noncontiguous
+    kind, noncontiguous = table.kind_indices, table.rows_read_singly
     long = {number for number, one in enumerate(table.kinds) if one.nbytes > saves.SMALL_NBYTES}
     separate = (
         [at for at, row in enumerate(rows) if kind[row] in long or row in noncontiguous]
@@ -306,7 +317,7 @@ def _gathered(
 ) -> Gathered:
 
     def make() -> tuple[bytes, dict[str, int]]:
-        pieces = table.read(rows)
+        pieces = table.read_bytes(rows)
         known = dict(zip(labels, crc32_each(pieces), strict=True))
         if hashing:
             from holdfast.core.content_hash import (
@@ -322,13 +333,13 @@ def _gathered(
 
     storages, read = table.storages, None
     if storages.read_nbytes is not storages.nbytes:
-        read = int(storages.read_nbytes[[table.storage[row] for row in rows]].sum())
+        read = int(storages.read_nbytes[[table.storage_indices[row] for row in rows]].sum())
     return Gathered(
         sum(lengths),
         labels,
         make,
         lengths,
-        lambda: [table.view(row) for row in rows],
+        lambda: [table.lazy_tensor(row) for row in rows],
         bool(hashing),
         read_nbytes=read,
     )

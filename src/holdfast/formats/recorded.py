@@ -21,7 +21,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Source
 from holdfast.core.sharing import are_distinct, shared_rows
 from holdfast.core.strict_json import kind, pointer, quoted
-from holdfast.core.table import IRREGULAR, Kind, Table
+from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import PLAIN, AliasView, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import ViewTable
@@ -74,9 +74,9 @@ def share(table: Table) -> Shared:
     viewed = {
         number
         for number, kind in enumerate(table.kinds)
-        if not (kind.whole and kind.traits is PLAIN) and _has_view(kind)
+        if not (kind.is_whole and kind.traits is PLAIN) and _has_view(kind)
     }
-    if not viewed and not table.irregular and are_distinct(table.storage):
+    if not viewed and not table.irregular and are_distinct(table.storage_indices):
         return Shared(range(count))
     shared = shared_rows([table])
     again, first = shared.ties(), shared.first_rows(count)
@@ -91,8 +91,8 @@ def share(table: Table) -> Shared:
     return Shared(rows, aliases, _view_groups(table, rows, first, viewed))
 
 
-def _has_view(kind: Kind) -> bool:
-    if kind.whole or len(kind.strides) < len(kind.shape):
+def _has_view(kind: RowKind) -> bool:
+    if kind.is_whole or len(kind.strides) < len(kind.shape):
         return kind.traits.alias is not None
     return kind.traits.alias is not None or not in_c_order(
         kind.shape, kind.strides, kind.dtype.bits
@@ -103,9 +103,9 @@ def _view_groups(
     table: Table, rows: Sequence[int], first: Sequence[int], viewed: Collection[int]
 ) -> list[ViewGroup]:
     storage, kinds, kind, names, offsets = (
-        table.storage,
+        table.storage_indices,
         table.kinds,
-        table.kind,
+        table.kind_indices,
         table.names,
         table.offsets,
     )
@@ -118,7 +118,7 @@ def _view_groups(
     some = [
         row for row in rows if several[first[row]] or kind[row] in viewed or row in table.irregular
     ]
-    groups: dict[object, list[tuple[str, Kind, int]]] = {}
+    groups: dict[object, list[tuple[str, RowKind, int]]] = {}
     nbytes: dict[object, int] = {}
     # No function is called for a row with a storage: there may be fifty thousand views of one.
     for row in sorted(some, key=first.__getitem__):
@@ -127,11 +127,16 @@ def _view_groups(
             place: object = storage[row]
             length, offset = own.storage_nbytes, offsets[row] if row in offsets else 0  # noqa: SIM401
         else:
-            tensor = table.view(row)
+            tensor = table.lazy_tensor(row)
             if len(tensor.chunks) > 1 or not tensor.chunks[0].storage.nbytes:
                 continue
             (old,) = tensor.shared_storages
-            own, place, length, offset = Kind.of(tensor), old, old.nbytes, tensor.chunks[0].offset
+            own, place, length, offset = (
+                RowKind.from_tensor(tensor),
+                old,
+                old.nbytes,
+                tensor.chunks[0].offset,
+            )
         if length:
             if place not in groups:
                 groups[place], nbytes[place] = [], length
@@ -140,9 +145,9 @@ def _view_groups(
     return [group for group in made if group is not None]
 
 
-def _group(nbytes: int, members: Sequence[tuple[str, Kind, int]]) -> ViewGroup | None:
+def _group(nbytes: int, members: Sequence[tuple[str, RowKind, int]]) -> ViewGroup | None:
     views: dict[str, tuple[int, tuple[int, ...]]] = {}
-    kinds: list[Kind] = []
+    kinds: list[RowKind] = []
     of_each = {
         one: one.traits.alias.strides if one.traits.alias else one.strides
         for one in {one for _, one, _ in members}
@@ -266,22 +271,30 @@ def with_recorded(stored: Table, recorded: Recorded) -> Table:
     """The rows of a file with their other names, original storages and true dtypes."""
     firsts = [*stored.names, *recorded.aliases.values()]
     table = stored.select(
-        [*map(stored.rows.__getitem__, firsts)], [*stored.names, *recorded.aliases]
+        [*map(stored.row_indices.__getitem__, firsts)], [*stored.names, *recorded.aliases]
     )
-    kinds, kind = [*table.kinds], [*table.kind]
+    kinds, kind = [*table.kinds], [*table.kind_indices]
     irregular = dict(table.irregular)
     changed = recorded.views.keys() | recorded.pairs
     for row, first in [(row, first) for row, first in enumerate(firsts) if first in changed]:
         view = recorded.views.get(first)
-        tensor = _as_pairs(table.view(row)) if first in recorded.pairs else table.view(row)
+        tensor = (
+            _as_pairs(table.lazy_tensor(row)) if first in recorded.pairs else table.lazy_tensor(row)
+        )
         if view is not None:
             tensor = replace(tensor, traits=replace(tensor.traits, alias=view))
         if row in irregular:
             irregular[row] = tensor
         kind[row] = len(kinds)
-        kinds.append(Kind.of(tensor))
+        kinds.append(RowKind.from_tensor(tensor))
     return Table(
-        table.names, kinds, kind, table.storage, table.storages, irregular, offsets=table.offsets
+        table.names,
+        kinds,
+        kind,
+        table.storage_indices,
+        table.storages,
+        irregular,
+        offsets=table.offsets,
     )
 
 
@@ -289,7 +302,7 @@ def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Table, o
     """The tensors by name and the tree. Raises `HeaderError` for missing tensors, `MetadataError` for impossible values."""
     if not recorded:
         return stored, stored
-    rows = stored.rows if recorded.changes_tensors else {}
+    rows = stored.row_indices if recorded.changes_tensors else {}
     for other, first in recorded.aliases.items():
         if first not in rows:
             raise HeaderError(

@@ -143,7 +143,7 @@ def spread(part: RankOutput, file_count: int) -> RowsByFile:
 
     rows_by_file: list[Sequence[int]] = []
     for rows in groups:
-        nbytes = table.nbytes_of(rows)
+        nbytes = table.row_nbytes(rows)
         middles = nbytes.cumsum() - nbytes + nbytes // 2
         files = np.minimum(middles * file_count // max(int(nbytes.sum()), 1), file_count - 1)
         cuts = np.flatnonzero(np.diff(files)) + 1
@@ -313,7 +313,7 @@ def common_problems(table: Table, paths: Iterable[str]) -> list[str]:
         for number, kind in enumerate(table.kinds)
         if kind.traits.meta or len(kind.shape) > most
     }
-    for name, number in zip(table.names, table.kind, strict=True) if wrong else ():
+    for name, number in zip(table.names, table.kind_indices, strict=True) if wrong else ():
         if number not in wrong:
             continue
         kind = wrong[number]
@@ -339,7 +339,7 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
     """
     flat, every = flatten(state), DcpShards()
     table = flat.kept(state.tensors)
-    names, kinds = table.names, [table.kinds[number] for number in table.kind]
+    names, kinds = table.names, [table.kinds[number] for number in table.kind_indices]
     problems = [*root_problems(state), *flat.problems, *common_problems(table, flat.paths)]
     lacking = (
         (name, kind.dtype)
@@ -361,10 +361,10 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
     ties = {row: first for row, first in tied(table).items() if kinds[row].nbytes}
     rows = [row for row in range(len(table)) if row not in ties]
     extents = shape_columns([kind.shape for kind in kinds])
-    boxes = Boxes(table, np.zeros_like(extents), table.kind)
+    boxes = Boxes(table, np.zeros_like(extents), table.kind_indices)
     rows_by_file = [
         rows[some.start : some.stop]
-        for some in fill_shards(table.nbytes_of(rows), max_shard_size or SHARD_NBYTES)
+        for some in fill_shards(table.row_nbytes(rows), max_shard_size or SHARD_NBYTES)
     ]
     files = every.files(RankOutput(0, 1, boxes, {}, values), rows_by_file, save)
     receipts = [
@@ -476,7 +476,7 @@ def _check_names(table: Table, rows: Sequence[int], *, strict: bool) -> None:
         else {}
     )
     if lacking:
-        held = ((table.names[row], lacking.get(table.kind[row])) for row in rows)
+        held = ((table.names[row], lacking.get(table.kind_indices[row])) for row in rows)
         problems += [
             f"{name}: safetensors has no dtype for {dtype}"
             for name, dtype in held
@@ -503,7 +503,7 @@ SHOWN = 3
 def _marked(table: Table, wanted: Callable[[Traits], bool]) -> list[str]:
     kinds = {number for number, kind in enumerate(table.kinds) if wanted(kind.traits)}
     return (
-        [name for name, kind in zip(table.names, table.kind, strict=True) if kind in kinds]
+        [name for name, kind in zip(table.names, table.kind_indices, strict=True) if kind in kinds]
         if kinds
         else []
     )

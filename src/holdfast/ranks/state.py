@@ -162,7 +162,7 @@ class RankState(Value, frozen=True, eq=False):
             [kind.dtype.name for kind in table.kinds],
             [kind.shape for kind in table.kinds],
         )
-        kind = table.kind
+        kind = table.kind_indices
         catalogue = Catalogue(
             tuple(table.names), tuple([dtypes[k] for k in kind]), tuple([shapes[k] for k in kind])
         )

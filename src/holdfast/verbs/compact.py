@@ -84,16 +84,20 @@ def plan_compact(
 def _without_gaps(state: State) -> State:
     """A state in which no storage holds more than its tensors reach without a gap."""
     table = state.tensors
-    views = {number for number, kind in enumerate(table.kinds) if not kind.whole}
+    views = {number for number, kind in enumerate(table.kinds) if not kind.is_whole}
     parts = (
-        {number for number, kind in zip(table.storage, table.kind, strict=True) if kind in views}
+        {
+            number
+            for number, kind in zip(table.storage_indices, table.kind_indices, strict=True)
+            if kind in views
+        }
         if views
         else set()
     )
     # A row that is all of its storage leaves nothing of it, and neither do others over that storage.
     tensors = {
-        row: table.view(row)
-        for row, number in enumerate(table.storage)
+        row: table.lazy_tensor(row)
+        for row, number in enumerate(table.storage_indices)
         if number in parts or number == IRREGULAR
     }
     found = reached_spans(tensors.values(), aligned=WIDEST_NBYTES)

@@ -25,7 +25,7 @@ from holdfast.core.keys import sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.options import CopyOptions, pick, validated
 from holdfast.core.protocols import Source, Store
-from holdfast.core.table import IRREGULAR, FilePlace, Kind, Table
+from holdfast.core.table import IRREGULAR, RowKind, StoredFile, Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.core.text import nbytes
 from holdfast.core.value import replace
@@ -192,11 +192,11 @@ def _recorded(source: Checkpoint) -> tuple[dict[str, Ints], int]:
     found: dict[str, list[Ints]] = {}
     storages, whole = table.storages, 0
     if isinstance(storages, FileStorages):
-        used = np.unique(np.asarray(table.storage, np.int64))
+        used = np.unique(np.asarray(table.storage_indices, np.int64))
         used = used[used != IRREGULAR]
         file, start, nbytes, crc = (
             column[used]
-            for column in (storages.file, storages.start, storages.nbytes, storages.crc)
+            for column in (storages.file_indices, storages.starts, storages.nbytes, storages.crcs)
         )
         columns, summed = (
             np.stack((start, start + nbytes, crc), axis=1),
@@ -242,15 +242,22 @@ def _copied(name: str, origin: Source, recorded: Ints | None, *, key: str) -> tu
     crcs[np.searchsorted(starts, ranges[:, 0])] = ranges[:, 2]
     labels = [f"{name} from byte {start}" for start in starts.tolist()]
     storages = FileStorages(
-        [FilePlace(origin, name, store)], np.zeros_like(starts), starts, lengths, crcs, names=labels
+        [StoredFile(origin, name, store)],
+        np.zeros_like(starts),
+        starts,
+        lengths,
+        crcs,
+        names=labels,
     )
     of_length, kind = np.unique(lengths, return_inverse=True)
-    kinds = [Kind.whole_of(UINT8, (length,)) for length in of_length.tolist()]
+    kinds = [RowKind.from_shape(UINT8, (length,)) for length in of_length.tolist()]
     rows = range(len(starts))
     # What a remote store has is requested ahead, which a row by itself is.
     ahead = store.read_profile.in_order or store.read_profile.block_nbytes
     irregular = (
-        {row: storages.view(row, kinds[kind[row]], labels[row]) for row in rows} if ahead else {}
+        {row: storages.lazy_tensor(row, kinds[kind[row]], labels[row]) for row in rows}
+        if ahead
+        else {}
     )
     table = Table(
         labels,

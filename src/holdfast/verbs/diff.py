@@ -156,7 +156,7 @@ def contiguous_pairs(
 ) -> list[DensePairs]:
     """The pairs of these rows that are contiguous on both sides, grouped by their sources; `names` of all pairs, for messages."""
     kinds = [
-        np.asarray(side.kind, np.int64)[np.asarray(own, np.int64)]
+        np.asarray(side.kind_indices, np.int64)[np.asarray(own, np.int64)]
         for side, own in zip((a, b), rows, strict=True)
     ]
     # Each pair of kinds is judged once.
@@ -170,17 +170,17 @@ def contiguous_pairs(
     is_alike = np.array(judgements, np.bool_)[where]
 
     pairs = []
-    for source, left in a.contiguous_rows(rows[0]):
-        for other_source, right in b.contiguous_rows(rows[1]):
+    for source, left in a.find_contiguous_rows(rows[0]):
+        for other_source, right in b.find_contiguous_rows(rows[1]):
             numbers, first, second = np.intersect1d(
-                np.asarray(left.numbers, np.int64),
-                np.asarray(right.numbers, np.int64),
+                np.asarray(left.request_indices, np.int64),
+                np.asarray(right.request_indices, np.int64),
                 assume_unique=True,
                 return_indices=True,
             )
             wanted = is_alike[numbers]
             one_side, other_side = (
-                Ranges(side.keys, side.files[at], side.starts[at], side.nbytes[at])
+                Ranges(side.keys, side.file_indices[at], side.starts[at], side.nbytes[at])
                 for side, at in ((left, first[wanted]), (right, second[wanted]))
             )
             crcs = left.crcs[first[wanted]], right.crcs[second[wanted]]
@@ -450,7 +450,7 @@ class Comparison:
             range(len(left)) if alike else [row for row, name in enumerate(left) if name in right]
         )
         names = left.names if alike else [left.names[row] for row in rows]
-        others = rows if alike else [right.rows[name] for name in names]
+        others = rows if alike else [right.row_indices[name] for name in names]
         self._dense: list[DensePairs] = []
         is_dense = np.zeros(len(names), np.bool_)
         for contiguous in contiguous_pairs(left, right, (rows, others), names):
@@ -512,7 +512,7 @@ class Comparison:
         )
         if both and texts[0] is not None and texts[1] is not None:
             values += compare_metadata(texts[0], texts[1])
-        order = self._a.tensors.rows if changes else {}
+        order = self._a.tensors.row_indices if changes else {}
         return Diff(
             self._a.path, self._b.path, tuple(name for name in self._added if name not in come),
             tuple(name for name in self._removed if name not in gone), renamed,

@@ -69,7 +69,9 @@ def lay_out_reshard(
     used: set[int] = set()
     placed: dict[str, Mapping[str, int]] = {}
     table = state.tensors
-    shapes = dict(zip(table.names, [table.kinds[kind].shape for kind in table.kind], strict=True))
+    shapes = dict(
+        zip(table.names, [table.kinds[kind].shape for kind in table.kind_indices], strict=True)
+    )
     for name, shape in shapes.items():
         number = next((i for i, means in enumerate(meant) if means(name)), None)
         if number is None:

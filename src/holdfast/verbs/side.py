@@ -47,7 +47,7 @@ class Side(Value, frozen=True):
         tree: object = {} if checkpoint.flat else checkpoint.tree
         flat = checkpoint.flat or _flat(tree, tensors)
         if flat:
-            tensors, tree = tensors.without_views(), refilled(cast(AnyDict, tree), {})
+            tensors, tree = tensors.without_lazy_tensors(), refilled(cast(AnyDict, tree), {})
         return cls(
             checkpoint.path,
             checkpoint.format,
@@ -60,7 +60,7 @@ class Side(Value, frozen=True):
 
     def made(self) -> Side:
         """The side with all tensors made, each once, and in the tree."""
-        tensors = self.tensors.made()
+        tensors = self.tensors.with_lazy_tensors()
         tree = (
             refilled(cast(AnyDict, self.tree), cast(AnyDict, dict(tensors)))
             if self.ordered
@@ -94,7 +94,9 @@ def _flat(tree: object, tensors: Table) -> bool:
     plain = all(
         kind.traits.subclass is None and kind.traits.state is None for kind in tensors.kinds
     )
-    return plain and all(map(same_view, tree.values(), map(tensors.view, range(len(tensors)))))
+    return plain and all(
+        map(same_view, tree.values(), map(tensors.lazy_tensor, range(len(tensors))))
+    )
 
 
 def chosen_sides(

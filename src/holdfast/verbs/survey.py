@@ -35,11 +35,13 @@ def survey(checkpoint: Checkpoint) -> Survey:
             ties.setdefault(
                 names[row], f"= {names[same[row]]}" if row in same else f"in {names[rows[0]]}"
             )
-    counts = np.bincount(np.asarray(table.kind, np.int64), minlength=len(table.kinds)).tolist()
+    counts = np.bincount(
+        np.asarray(table.kind_indices, np.int64), minlength=len(table.kinds)
+    ).tolist()
     labels = [kind.traits.dtype_label(kind.dtype) for kind in table.kinds]
-    elements = {labels[number]: 0 for number in dict.fromkeys(table.kind)}
+    elements = {labels[number]: 0 for number in dict.fromkeys(table.kind_indices)}
     for row in same:
-        counts[table.kind[row]] -= 1
+        counts[table.kind_indices[row]] -= 1
     for kind, label, count in zip(table.kinds, labels, counts, strict=True):
         if count:
             shape = number_shape(kind.shape, kind.traits.blocks)

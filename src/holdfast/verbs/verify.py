@@ -476,10 +476,10 @@ class Verification:
             self._tensors += len(tensors)
             self._own_sums |= check is not None
             # Records of archives are read below: by then the tree and its tensors are gone.
-            table = tensors.without_views()
+            table = tensors.without_lazy_tensors()
             # If what says where some row lies is damaged, each row is asked by itself, so that the errors name them.
             with suppress(HoldfastError):
-                table = table.located(range(len(table)))
+                table = table.locate_rows(range(len(table)))
             tensors, description = NO_TENSORS, None
             lost: list[tuple[str, HoldfastError]] = []
             stored = find_stored_ranges(table, _pieces(table, lost))
@@ -656,7 +656,7 @@ class CheckpointBytes:
         """The name of a range in its file: the label of the first tensor that is all of a storage there, or of the record."""
         place = self.stored.ranges.place(number)
         for row in [] if number in self._labels else self.stored.rows_of(number):
-            for storage in self.table.view(row).storages:
+            for storage in self.table.lazy_tensor(row).storages:
                 if (storage.key, storage.start, storage.nbytes) == place:
                     return storage.label
         return self._labels.get(number, "")

@@ -92,8 +92,8 @@ def test_chunks_for_a_box_are_those_that_meet_it(
             data.draw(st.integers(start + 1, count))
             for start, count in zip(low, one.shape, strict=False)
         ]
-        boxes = {(chunk.box.start, chunk.box.stop) for chunk in chunks.made(low, high)}
-        every = {(chunk.box.start, chunk.box.stop) for chunk in chunks.made()}
+        boxes = {(chunk.box.start, chunk.box.stop) for chunk in chunks.build(low, high)}
+        every = {(chunk.box.start, chunk.box.stop) for chunk in chunks.build()}
         assert boxes <= every
         missed = every - boxes
         assert not [

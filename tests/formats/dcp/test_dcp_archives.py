@@ -53,7 +53,7 @@ def alone(array: np.ndarray) -> bytes:
 def test_each_archive_is_the_one_of_its_tensor(names):
     table = tabulate_state(ARRAYS).tensors
     plan, lengths = lay_out_items(
-        "file", [b"a value", b"another"], table, [table.rows[name] for name in names]
+        "file", [b"a value", b"another"], table, [table.row_indices[name] for name in names]
     )
     expected = [b"a value", b"another", *(alone(ARRAYS[name]) for name in names)]
     assert lengths.tolist() == [*map(len, expected)]

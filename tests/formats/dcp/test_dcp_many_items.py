@@ -55,11 +55,11 @@ def test_together_they_say_what_each_says(saved):
     with holdfast.open(path) as together, holdfast.open(path) as alone:
         table = together.stored
         assert isinstance(table, ItemTable)
-        located = table.located(range(len(table)))
+        located = table.locate_rows(range(len(table)))
         plain = [row for row in range(len(located)) if row not in located.irregular]
         assert len(plain) > 100
         for row, name in enumerate(located.names):
-            own, other = located.view(row), alone[name]
+            own, other = located.lazy_tensor(row), alone[name]
             assert [(c.box, c.offset, c.strides) for c in own.chunks] == [
                 (c.box, c.offset, c.strides) for c in other.chunks
             ]
@@ -75,7 +75,7 @@ def test_together_they_say_what_each_says(saved):
                     two.location,
                     two.label,
                 )
-        pieces = located.read(plain)
+        pieces = located.read_bytes(plain)
         for row, piece in zip(plain, pieces, strict=True):
             assert bytes(piece) == alone[located.names[row]].numpy().tobytes()
 
@@ -91,7 +91,7 @@ def test_most_items_are_compared_and_not_parsed(saved, monkeypatch):
     )
     with holdfast.open(path) as checkpoint:
         before = len(parsed)
-        checkpoint.stored.located(range(len(checkpoint)))
+        checkpoint.stored.locate_rows(range(len(checkpoint)))
     assert len(parsed) - before < 60
 
 

@@ -53,14 +53,14 @@ one = torch.ones(2)
 def test_what_is_more_than_that_keeps_its_tree(tmp_path, state):
     with kept(tmp_path, state) as found:
         assert not found.flat
-        assert found.without_views() is found
+        assert found.without_lazy_tensors() is found
 
 
 def test_a_flat_checkpoint_lets_go_of_its_tensors(tmp_path):
     found = kept(tmp_path, {f"layers.{at}.w": torch.full((4,), at) for at in range(10)})
 
     table = weakref.ref(found.stored)
-    columns = found.without_views()
+    columns = found.without_lazy_tensors()
     del found
     gc.collect()
     assert table() is None

@@ -229,9 +229,11 @@ class Bound:
             parts = found.array.parts[self.source.name]
             first: dict[int, int] = {}
             for (part, _), row in found.rows.items():
-                if self.table.kind_of(row).traits.blocks is None:
+                if self.table.row_kind(row).traits.blocks is None:
                     first.setdefault(part, row)
-            samples += [(parts[part], self.table.kind_of(row).shape) for part, row in first.items()]
+            samples += [
+                (parts[part], self.table.row_kind(row).shape) for part, row in first.items()
+            ]
             if len(parts) == 1 and first:
                 sizes.shapes.setdefault(found.array.id, samples[-1][1])
         sizes.settle()
@@ -378,7 +380,7 @@ class Bound:
             rows = {places: row for (own, places), row in found.rows.items() if own == number}
             shape = placed.shape
             for places, row in rows.items():
-                kind = table.kind_of(row)
+                kind = table.row_kind(row)
                 if places not in expected:
                     problems.left_over.append(table.names[row])
                     del found.rows[number, places]

@@ -59,7 +59,7 @@ class MappedTensors:
 
     def tensor(self, target: MappedTensor, row: int) -> LazyTensor:
         """A target that is made of parts, of which one is in this row."""
-        first = self._bound.table.view(row)
+        first = self._bound.table.lazy_tensor(row)
         met = [(part, one) for part, one in enumerate(self.meetings(target)) if not one.empty]
         chunks = MappedChunks(target.places, target.found.rows, tuple(met), self._bound.table)
         return LazyTensor(target.name, first.dtype, target.shape, chunks, first.source)
@@ -73,13 +73,13 @@ class MappedChunks(Value, eq=False):
     meetings: tuple[tuple[int, Meeting], ...]
     table: Table
 
-    def made(self, low: Sequence[int] = (), high: Sequence[int] = ()) -> tuple[Chunk, ...]:
+    def build(self, start: Sequence[int] = (), stop: Sequence[int] = ()) -> tuple[Chunk, ...]:
         found = [
             chunk
             for part, meeting in self.meetings
-            for at in meeting.steps(self.places, low, high)
+            for at in meeting.steps(self.places, start, stop)
             for chunk in meeting.placed(
-                at, self.table.view(self.rows[part, meeting.source_places(at)])
+                at, self.table.lazy_tensor(self.rows[part, meeting.source_places(at)])
             )
         ]
         return tuple(sorted(found, key=lambda chunk: chunk.box.start))
@@ -99,7 +99,7 @@ def mapped_table(bound: Bound) -> Table:
         rows = (
             made.sources(target) or sorted(target.found.rows.values())[:1]
         )  # without elements it is of any
-        dtypes = {table.kind_of(source).dtype.name: table.names[source] for source in rows}
+        dtypes = {table.row_kind(source).dtype.name: table.names[source] for source in rows}
         if len(dtypes) > 1:
             said = " and ".join(f"{dtype} ({name})" for dtype, name in [*dtypes.items()][:3])
             message = f"would be made of {said}: cast them to one dtype first"
@@ -109,7 +109,7 @@ def mapped_table(bound: Bound) -> Table:
     for row, name in renamed.items():
         names[row] = name
         if row in entries:
-            entries[row] = {name: table.view(row).renamed(name), **entries[row]}
+            entries[row] = {name: table.lazy_tensor(row).renamed(name), **entries[row]}
     return table.select(range(len(table)), names).with_entries(
         sorted({*renamed, *entries}), entries
     )
@@ -128,7 +128,7 @@ def mapped(
         notes.append("left out: values that are not tensors, because a map converts tensors only")
     decoded = sum(
         kind.traits.blocks is not None
-        for kind in map(checkpoint.stored.kind_of, range(len(checkpoint.stored)))
+        for kind in map(checkpoint.stored.row_kind, range(len(checkpoint.stored)))
     )
     if decoded:
         notes.append(f"the quantised blocks of {plural(decoded, 'tensor')} are decoded")

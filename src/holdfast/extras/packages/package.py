@@ -337,7 +337,7 @@ def share_files(state: State) -> State:
     if len(first) == len(stores):
         return state
     table = state.tensors
-    tensors = [table.view(row) for row in range(len(table))]
+    tensors = [table.lazy_tensor(row) for row in range(len(table))]
     sources = {first[tensor.source.store.identity()]: tensor.source for tensor in reversed(tensors)}
 
     def moved(tensor: LazyTensor) -> LazyTensor:

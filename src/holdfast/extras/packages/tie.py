@@ -41,7 +41,7 @@ from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
 from holdfast.core.sharing import several, shared_rows
 from holdfast.core.strict_json import quoted
-from holdfast.core.table import Kind, Table
+from holdfast.core.table import RowKind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import listed
 from holdfast.core.value import replace
@@ -222,7 +222,9 @@ class ModelRows:
         self._stored_aliases = stored_aliases
         self._models = tuple(models)
         self._tensors = [
-            (model, table.view(row)) for model, table in models.items() for row in range(len(table))
+            (model, table.lazy_tensor(row))
+            for model, table in models.items()
+            for row in range(len(table))
         ]
         self.shared = found = shared_rows(
             models.values(), stored_aliases=stored_aliases, by_place=True
@@ -552,8 +554,8 @@ class _Tying:
 
     def _covers(self, row: int) -> bool:
         """Whether a row is all of its storage: in C order, from the first byte to the last, as the bytes are."""
-        kind = Kind.of(self._table.view(row))
-        return kind.whole and kind.byteorder == "little"
+        kind = RowKind.from_tensor(self._table.lazy_tensor(row))
+        return kind.is_whole and kind.byteorder == "little"
 
     def table(self) -> Table:
         """The table with rows of other storages. Each row keeps all that is its own: its name, whether it is a parameter."""
@@ -565,7 +567,11 @@ class _Tying:
             first = self._first.get(view, row)
             holder = self._holder(first)
             shared_storages.add(self._storage[holder])
-            tensor, traits, target = table.view(first), table.view(row).traits, table.view(holder)
+            tensor, traits, target = (
+                table.lazy_tensor(first),
+                table.lazy_tensor(row).traits,
+                table.lazy_tensor(holder),
+            )
             if first != row:
                 traits = replace(traits, conj=tensor.traits.conj, neg=tensor.traits.neg)
             chunks = tensor.chunks
@@ -581,5 +587,5 @@ class _Tying:
         # All tensors of a storage have to be stored in one way, or their storages are not recognized as one.
         for row, storage in self._storage.items():
             if storage in shared_storages:
-                moved.setdefault(row, table.view(row))
+                moved.setdefault(row, table.lazy_tensor(row))
         return with_irregular(table, moved)

@@ -373,8 +373,8 @@ class Pruning:
         for job in self._jobs:
             new = masked.tensor(job.tensor, job.mask, job.tally)
             for name in job.names:
-                row = table.rows[name]
-                traits = replace(table.kind_of(row).traits, conj=False, neg=False, alias=None)
+                row = table.row_indices[name]
+                traits = replace(table.row_kind(row).traits, conj=False, neg=False, alias=None)
                 made[row] = replace(new, name=name, traits=traits)
         return with_table(self._state, with_irregular(table, made))
 

@@ -20,7 +20,7 @@ from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign
-from holdfast.core.table import IRREGULAR, FilePlace, Kind, Table
+from holdfast.core.table import IRREGULAR, RowKind, StoredFile, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import replace_as_base
 from holdfast.engine.files import NO_FILES, FileStorages
@@ -128,7 +128,7 @@ class ItemTable(Table):
 
     def __init__(self, tensors: Mapping[str, LazyTensor], items: Items) -> None:
         lazies = list(tensors.values())
-        kinds: list[Kind] = []
+        kinds: list[RowKind] = []
         positions: dict[object, int] = {}
         kind: list[int] = []
         for tensor in lazies:
@@ -136,7 +136,7 @@ class ItemTable(Table):
             found = positions.get(key)
             if found is None:
                 found = positions[key] = len(kinds)
-                kinds.append(Kind(tensor.dtype, tensor.shape, tensor.traits, tensor.nbytes))
+                kinds.append(RowKind(tensor.dtype, tensor.shape, tensor.traits, tensor.nbytes))
             kind.append(found)
         super().__init__(
             list(tensors),
@@ -149,7 +149,7 @@ class ItemTable(Table):
         )
         self._items = items
 
-    def located(self, rows: Sequence[int]) -> Table:
+    def locate_rows(self, rows: Sequence[int]) -> Table:
         """Return this table with file ranges for those of `rows` that are all of one item, which is not compressed."""
         storages: dict[int, ItemStorage] = {}
         for row in rows:
@@ -161,7 +161,7 @@ class ItemTable(Table):
                 storages[row] = chunk.storage
         self._items.find_all(storages.values())
 
-        kinds, kind, storage_numbers = [*self.kinds], [*self.kind], [*self.storage]
+        kinds, kind, storage_numbers = [*self.kinds], [*self.kind_indices], [*self.storage_indices]
         kind_positions: dict[object, int] = {}
         files: dict[str, int] = {}
         columns: list[tuple[int, int, int, int]] = []
@@ -175,12 +175,12 @@ class ItemTable(Table):
                 known = kinds[kind[row]]
                 kind_positions[key] = len(kinds)
                 kinds.append(
-                    Kind.strided(
+                    RowKind.from_strides(
                         known.dtype, known.shape, place.strides, storage_nbytes=storage.nbytes, traits=known.traits,
                         byteorder=place.byteorder, location=place.location,
                     )
                 )  # fmt: skip
-            if not kinds[kind_positions[key]].whole:
+            if not kinds[kind_positions[key]].is_whole:
                 continue
             kind[row], storage_numbers[row] = kind_positions[key], len(columns)
             del irregular[row]
@@ -190,7 +190,7 @@ class ItemTable(Table):
             names.append(self.names[row])
         source = self._items.source
         file_storages = FileStorages(
-            [FilePlace(source, key, source.store) for key in files],
+            [StoredFile(source, key, source.store) for key in files],
             *np.array(columns, np.int64).reshape(-1, 4).T,
             names=names,
             labels=[storages[row].label for row in storages if row not in irregular],

@@ -143,7 +143,8 @@ def lay_out_items(
 ) -> tuple[FilePlan, Ints]:
     """The file of a rank with archives of values and rows, and their lengths. The label of a row's elements is its number."""
     used = {
-        number: table.kinds[number] for number in dict.fromkeys([table.kind[row] for row in rows])
+        number: table.kinds[number]
+        for number in dict.fromkeys([table.kind_indices[row] for row in rows])
     }
     kinds = {
         number: archive_kind(kind.dtype, kind.shape) for number, kind in used.items() if kind.nbytes
@@ -156,11 +157,11 @@ def lay_out_items(
     lengths = {number: one.nbytes for number, one in kinds.items()} | {
         number: one.nbytes for number, one in empty.items()
     }
-    nbytes = np.array([lengths[table.kind[row]] for row in rows], np.int64)
+    nbytes = np.array([lengths[table.kind_indices[row]] for row in rows], np.int64)
     segments: list[Segment] = [Literal(archive) for archive in values]
-    data = table.nbytes_of(rows)
+    data = table.row_nbytes(rows)
     alone = (data > SMALL_NBYTES) | (data == 0)
-    if single := table.noncontiguous:
+    if single := table.rows_read_singly:
         alone |= np.array([row in single for row in rows], bool)
     for first, stop in segment_runs(np.flatnonzero(alone).tolist(), np.cumsum(nbytes)):
         if not alone[first]:
@@ -169,14 +170,14 @@ def lay_out_items(
                 _gathered(
                     table,
                     own,
-                    [kinds[table.kind[row]] for row in own],
+                    [kinds[table.kind_indices[row]] for row in own],
                     int(nbytes[first:stop].sum()),
                 )
             )
         elif not data[first]:
-            segments.append(empty[table.kind[rows[first]]])
+            segments.append(empty[table.kind_indices[rows[first]]])
         else:
-            segments += _archive(table, rows[first], kinds[table.kind[rows[first]]])
+            segments += _archive(table, rows[first], kinds[table.kind_indices[rows[first]]])
     return FilePlan(key, tuple(segments)), np.concatenate(
         (np.array([*map(len, values)], np.int64), nbytes)
     )
@@ -230,7 +231,7 @@ def _gathered(
     labels = [*map(str, rows)]
 
     def make() -> tuple[bytes, dict[str, int]]:
-        pieces = table.read(rows)
+        pieces = table.read_bytes(rows)
         crcs = crc32_each(pieces)
         return b"".join(_archives(kinds, cast("Sequence[bytes]", pieces), crcs)), dict(
             zip(labels, crcs, strict=True)
@@ -240,7 +241,7 @@ def _gathered(
         nbytes,
         labels,
         make,
-        tensors=lambda: [table.view(row) for row in rows],
+        tensors=lambda: [table.lazy_tensor(row) for row in rows],
     )
 
 

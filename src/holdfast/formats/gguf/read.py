@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.protocols import Description, Source
-from holdfast.core.table import FilePlace, Kind, Table
+from holdfast.core.table import RowKind, StoredFile, Table
 from holdfast.core.tensor import NO_CRC, PLAIN, Traits
 from holdfast.engine.files import FileStorages
 from holdfast.errors import HeaderError, StoreError
@@ -28,7 +28,7 @@ NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 
 def _table(headers: Sequence[GgufHeader], source: Source) -> Table:
     rows: dict[str, int] = {}
-    kinds: list[Kind] = []
+    kinds: list[RowKind] = []
     positions: dict[tuple[object, ...], int] = {}
     kind, file, start, nbytes = array("q"), array("q"), array("q"), array("q")
     traits = {
@@ -53,7 +53,7 @@ def _table(headers: Sequence[GgufHeader], source: Source) -> Table:
                 )
                 order = header.byteorder
                 kinds.append(
-                    Kind.strided(
+                    RowKind.from_strides(
                         place.dtype,
                         place.shape,
                         strides,
@@ -68,7 +68,7 @@ def _table(headers: Sequence[GgufHeader], source: Source) -> Table:
             start.append(place.start)
             nbytes.append(place.nbytes)
     names = [*rows]
-    places = [FilePlace(source, header.key, source.store) for header in headers]
+    places = [StoredFile(source, header.key, source.store) for header in headers]
     storages = FileStorages(
         places, file, start, nbytes, array("q", [NO_CRC]) * len(names), names=names
     )

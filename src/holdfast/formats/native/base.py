@@ -106,7 +106,7 @@ class Base(Value, frozen=True):
 
     def tensors(self, table: Table, rows: Sequence[int]) -> Chunks:
         """The chunks of rows that are tensors, where the base has a tensor of the same name, dtype and shape."""
-        stored, names, kind = self.manifest.tensors, table.names, table.kind
+        stored, names, kind = self.manifest.tensors, table.names, table.kind_indices
         outlines = [(one.dtype.name, one.shape) for one in table.kinds]
         then = {row: stored[names[row]] for row in rows if names[row] in stored}
         return {
@@ -123,7 +123,7 @@ class Base(Value, frozen=True):
         `shapes` are those of the whole tensors, `starts` the lowest corners of the boxes, a row for each dimension.
         """
         dtypes, own = [one.dtype.name for one in table.kinds], [one.shape for one in table.kinds]
-        names, kind = table.names, table.kind
+        names, kind = table.names, table.kind_indices
         whole = {names[row]: row for row in range(len(names)) if own[kind[row]] == shapes[row]}
         parts = {
             (
@@ -167,8 +167,8 @@ class Base(Value, frozen=True):
         """The hashes in the base of rows that are no longer than a head and are read together."""
         if self.manifest.hash != HASH:
             return {}
-        kind, irregular = table.kind, table.irregular
-        brief = [one.whole and one.nbytes <= HEAD_NBYTES for one in table.kinds]
+        kind, irregular = table.kind_indices, table.irregular
+        brief = [one.is_whole and one.nbytes <= HEAD_NBYTES for one in table.kinds]
         found = {
             row: own[0].hash
             for row, own in chunks.items()

@@ -25,7 +25,7 @@ from holdfast.core.box import Box
 from holdfast.core.content_hash import HEAD_NBYTES
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import DEFAULTS
-from holdfast.core.table import IRREGULAR, Kind, Table
+from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.saves import Hashing
@@ -66,8 +66,8 @@ class Boxes(Value, frozen=True, eq=False):
     def cut(cls, table: Table, rows: Sequence[int], starts: Ints, sizes: Ints) -> Boxes:
         """Boxes of the tensors of these rows. Missing dimensions have the start 0 and the size 1."""
         whole = [kind.shape for kind in table.kinds]
-        kind, irregular = [table.kind[row] for row in rows], dict[int, LazyTensor]()
-        wholes, storage = [*kind], [table.storage[row] for row in rows]
+        kind, irregular = [table.kind_indices[row] for row in rows], dict[int, LazyTensor]()
+        wholes, storage = [*kind], [table.storage_indices[row] for row in rows]
         kinds, known = [*table.kinds], dict[tuple[object, ...], int]()
         if table.irregular:
             irregular = {
@@ -80,13 +80,13 @@ class Boxes(Value, frozen=True, eq=False):
         ):
             rank = len(whole[wholes[at]])
             box = Box.at(starts[:rank, at].tolist(), sizes[:rank, at].tolist())
-            part = irregular[at] = table.view(rows[at])[box.slices]
+            part = irregular[at] = table.lazy_tensor(rows[at])[box.slices]
             storage[at] = IRREGULAR
             key = part.dtype, part.shape, id(part.traits)
             kind[at] = known.setdefault(key, len(kinds))
             if kind[at] == len(kinds):
-                kinds.append(Kind.of(part))
-        names, offsets = [table.names[row] for row in rows], table.offsets_of(rows)
+                kinds.append(RowKind.from_tensor(part))
+        names, offsets = [table.names[row] for row in rows], table.select_offsets(rows)
         return cls(
             Table(names, kinds, kind, storage, table.storages, irregular, offsets=offsets),
             starts,
@@ -94,7 +94,11 @@ class Boxes(Value, frozen=True, eq=False):
         )
 
     def has_parts(self, rows: Sequence[int]) -> bool:
-        shapes, kind, whole = [kind.shape for kind in self.table.kinds], self.table.kind, self.whole
+        shapes, kind, whole = (
+            [kind.shape for kind in self.table.kinds],
+            self.table.kind_indices,
+            self.whole,
+        )
         return kind is not whole and [shapes[kind[row]] for row in rows] != [
             shapes[whole[row]] for row in rows
         ]
@@ -130,7 +134,7 @@ class BoxFile(Value, frozen=True, eq=False):
             return 0
         long = [kind.nbytes > HEAD_NBYTES for kind in table.kinds]
         rows = self.layout.rows.tolist()
-        ways = Counter([(hashing[table.names[row]], long[table.kind[row]]) for row in rows])
+        ways = Counter([(hashing[table.names[row]], long[table.kind_indices[row]]) for row in rows])
         return sum(count * TAILS[way] for way, count in ways.items())
 
     def stored(self, crcs: Mapping[str, int]) -> StoredBoxes:
@@ -194,7 +198,7 @@ TAILS = {("hash", False): 42, ("hash", True): 60, ("head", False): 42, ("head", 
 """The length of the text of hash and head, by the kind of hashing and whether there are more bytes than a head has."""
 
 
-def carried(kind: Kind) -> HeaderKind:
+def carried(kind: RowKind) -> HeaderKind:
     """The dtype code and shape of a safetensors header for tensors of a kind, with the same bytes."""
     dtype, shape = kind.dtype, kind.shape
     if dtype.name == PAIRS and shape:

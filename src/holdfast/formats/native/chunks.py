@@ -36,13 +36,13 @@ def hash_tails(
     hashing: Mapping[str, Hashing],
 ) -> list[str]:
     """The text behind the checksum of each row: hash and head, for the names in `hashing`. `labels` are those of their data."""
-    names, kind = table.names, table.kind
+    names, kind = table.names, table.kind_indices
     short = [0 < one.nbytes <= HEAD_NBYTES for one in table.kinds]
     return [
         f',"hash":"{crcs[label + HASH_KEY]:032x}"'
         if short[kind[row]] and names[row] in hashing
         else hash_text(
-            *hash_digits(hash_in(crcs, label, table.kind_of(row).nbytes, hashing.get(names[row])))
+            *hash_digits(hash_in(crcs, label, table.row_kind(row).nbytes, hashing.get(names[row])))
         )
         for row, label in zip(rows, labels, strict=True)
     ]
@@ -152,11 +152,11 @@ class CutChunks(Value, frozen=True, eq=False):
     files: Sequence[str]
     home: object
 
-    def made(self, low: Sequence[int] = (), high: Sequence[int] = ()) -> tuple[Chunk, ...]:
+    def build(self, start: Sequence[int] = (), stop: Sequence[int] = ()) -> tuple[Chunk, ...]:
         cut = CutColumns.of(self.stored)
         assert cut is not None  # checked when the manifest was opened
         wanted = np.ones(len(cut.file), np.bool_)
-        for d, (first, last) in enumerate(zip(low, high, strict=True)):
+        for d, (first, last) in enumerate(zip(start, stop, strict=True)):
             wanted &= (cut.starts[d] < last) & (cut.stops[d] > first)
         rows = wanted.nonzero()[0]
         places = zip(

@@ -32,7 +32,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Source
 from holdfast.core.runtime import copied_together
 from holdfast.core.strict_json import pointer, quoted
-from holdfast.core.table import IRREGULAR, FilePlace, Kind, Table
+from holdfast.core.table import IRREGULAR, RowKind, StoredFile, Table
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.core.tiling import columns_cover, tiles
 from holdfast.core.value import Value, replace
@@ -118,7 +118,7 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
     )
     dtypes, shapes = [stored.dtype for stored in tensors], [stored.shape for stored in tensors]
     positions = dict(zip(dict.fromkeys(zip(dtypes, shapes, strict=True)), count()))
-    kinds = [Kind.whole_of(dtype_named(dtype), shape) for dtype, shape in positions]
+    kinds = [RowKind.from_shape(dtype_named(dtype), shape) for dtype, shape in positions]
     kind = array("q", map(positions.__getitem__, zip(dtypes, shapes, strict=True)))
     labels: Sequence[str] = names
     storage: Sequence[int] = range(len(names))
@@ -127,7 +127,9 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
             kind[row] = len(kinds)
             later = entries[names[row]].columns is not None
             kinds.append(
-                Kind(tensor.dtype, tensor.shape, PLAIN, tensor.nbytes) if later else Kind.of(tensor)
+                RowKind(tensor.dtype, tensor.shape, PLAIN, tensor.nbytes)
+                if later
+                else RowKind.from_tensor(tensor)
             )
         labels, counter = [name for row, name in enumerate(names) if row not in irregular], count()
         storage = array(
@@ -140,7 +142,7 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
     starts, lengths = edges[:, 0].copy(), edges[:, 1] - edges[:, 0]
     crcs = np.frombuffer(bytes.fromhex("".join(map(CRC_OF, chunks))), ">u4").astype(np.int64)
     files = array("q", map(FILE_OF, chunks))
-    places = [FilePlace(source, file.name, source.store) for file in manifest.files]
+    places = [StoredFile(source, file.name, source.store) for file in manifest.files]
     storages = FileStorages(places, files, starts, lengths, crcs, names=labels)
     return Stored(
         Table(names, kinds, kind, storage, storages, irregular),
@@ -260,11 +262,13 @@ def _list_plain_parts(tensors: Stored) -> Iterator[tuple[int, StoredPart]]:
     """List the tensors that are one plain chunk, each with the position of its file."""
     table, storages = tensors.table, tensors.storages
     kinds = [carried(kind) for kind in table.kinds]
-    stops = storages.start + storages.nbytes
-    places = zip(storages.file.tolist(), storages.start.tolist(), stops.tolist(), strict=True)
-    rows = [row for row in range(len(table.names)) if table.storage[row] != IRREGULAR]
+    stops = storages.starts + storages.nbytes
+    places = zip(
+        storages.file_indices.tolist(), storages.starts.tolist(), stops.tolist(), strict=True
+    )
+    rows = [row for row in range(len(table.names)) if table.storage_indices[row] != IRREGULAR]
     for row, (file_index, start, stop) in zip(rows, places, strict=True):
-        kind = kinds[table.kind[row]]
+        kind = kinds[table.kind_indices[row]]
         yield file_index, StoredPart(row, table.names[row], *kind, (start, stop))
 
 
@@ -272,12 +276,12 @@ def _list_irregular_parts(tensors: Stored) -> Iterator[tuple[int, StoredPart]]:
     """List the parts of all other tensors, each with the position of its file."""
     files = {file.name: number for number, file in enumerate(tensors.manifest.files)}
     for name, stored in tensors.manifest.tensors.items():
-        row = tensors.table.rows[name]
+        row = tensors.table.row_indices[name]
         whole = tensors.table.irregular[row]
         if stored.columns is not None:
             for chunk in whole.chunks:
                 if chunk.box.count:
-                    kind = carried(Kind.whole_of(whole.dtype, chunk.box.shape))
+                    kind = carried(RowKind.from_shape(whole.dtype, chunk.box.shape))
                     storage = chunk.storage
                     span = (storage.start, storage.start + storage.nbytes)
                     yield files[storage.key], StoredPart(row, name, *kind, span)
@@ -286,7 +290,7 @@ def _list_irregular_parts(tensors: Stored) -> Iterator[tuple[int, StoredPart]]:
             if len(stored.chunks) > 1 and not box.count:
                 continue
             tensor = whole if len(stored.chunks) == 1 else whole[box.slices]
-            kind = carried(Kind.of(tensor))
+            kind = carried(RowKind.from_tensor(tensor))
             yield stored_chunk.file, StoredPart(row, tensor.name, *kind, stored_chunk.bytes)
 
 

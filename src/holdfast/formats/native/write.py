@@ -56,8 +56,8 @@ def lay_out_native(
     rows, fields, notes = _checked(state)
     reuse = take_over(table, rows) if take_over else Reuse()
     new = [row for row in rows if row not in reuse.chunks] if reuse.chunks else rows
-    extents = shape_columns([kind.shape for kind in table.kinds])[:, table.kind_numbers]
-    boxes = Boxes(table, np.broadcast_to(np.int64(0), extents.shape), table.kind)
+    extents = shape_columns([kind.shape for kind in table.kinds])[:, table.kind_index_array]
+    boxes = Boxes(table, np.broadcast_to(np.int64(0), extents.shape), table.kind_indices)
     # What only moved is expected to stay. It is not mixed with what changes, and has the lower numbers, which the next step keeps.
     moved = [row for row in new if row in reuse.moved] if reuse.moved else []
     every = [moved, [row for row in new if row not in reuse.moved]] if moved else [new]
@@ -66,7 +66,7 @@ def lay_out_native(
         own[shard.start : shard.stop]
         for own in every
         if own
-        for shard in fill_shards(table.nbytes_of(own), max_shard_size or SHARD_NBYTES)
+        for shard in fill_shards(table.row_nbytes(own), max_shard_size or SHARD_NBYTES)
     ]
     if not groups and not reuse.linked:
         groups = [()]
@@ -110,7 +110,11 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]], *, save: str
     rank = max((len(kind.shape) for kind in table.kinds), default=0)
     files: list[tuple[BoxFile, Columns]] = []
     for number, given in enumerate(parts):
-        own = {table.rows[name]: box for name, box in given.items() if table.rows[name] in written}
+        own = {
+            table.row_indices[name]: box
+            for name, box in given.items()
+            if table.row_indices[name] in written
+        }
         starts, sizes = np.zeros((rank, len(own)), np.int64), np.ones((rank, len(own)), np.int64)
         for at, box in enumerate(own.values()):
             starts[: box.rank, at], sizes[: box.rank, at] = box.start, box.shape
@@ -138,7 +142,7 @@ def _directory(
     outlines = (
         table.names,
         [(kind.dtype.name, kind.shape) for kind in table.kinds],
-        table.kind_numbers,
+        table.kind_index_array,
     )
     plans = [file.layout.plan for file, _ in files]
     listed = [*(file for file, _ in there), *(DataFile(plan.key, plan.nbytes) for plan in plans)]

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 
 from holdfast.core.protocols import Description, Source
-from holdfast.core.table import IRREGULAR, Kind, Table
+from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, UnknownFormat, located
 from holdfast.formats.index_file import (
@@ -287,7 +287,7 @@ def _headers_table(headers: Sequence[Header], source: Source, places: Places) ->
         kind += array(
             "q", outline if own == [*range(len(own))] else [*map(own.__getitem__, outline)]
         )
-    kinds = [Kind.whole_of(ROWS[code], shape) for code, shape in positions]
+    kinds = [RowKind.from_shape(ROWS[code], shape) for code, shape in positions]
     storages = header_storages(headers, source)
     storage = array(
         "q", [IRREGULAR if isinstance(place, LazyTensor) else place for place in places.values()]
@@ -302,5 +302,5 @@ def _headers_table(headers: Sequence[Header], source: Source, places: Places) ->
     )
     for row, place in irregular.items():
         chosen[row] = len(kinds)
-        kinds.append(Kind.of(place))
+        kinds.append(RowKind.from_tensor(place))
     return Table([*places], kinds, chosen, storage, storages, irregular)

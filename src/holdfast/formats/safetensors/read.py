@@ -14,7 +14,7 @@ from itertools import chain
 from holdfast.core.chunk import Storage
 from holdfast.core.protocols import Description, Source, Store
 from holdfast.core.runtime import copied_together
-from holdfast.core.table import FilePlace, Kind, Table
+from holdfast.core.table import RowKind, StoredFile, Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages
@@ -167,7 +167,7 @@ def describe(source: Source) -> Description:
         notes += _describe_pieces(header, source)
 
     outlines, outline = header.columns.outlines, header.columns.outline
-    kinds = [Kind.whole_of(ROWS[code], shape) for code, shape in outlines]
+    kinds = [RowKind.from_shape(ROWS[code], shape) for code, shape in outlines]
     storages = header_storages([header], source)
     tensors = Table(header.names, kinds, outline, range(len(header.names)), storages, {})
     tree: object = tensors
@@ -192,7 +192,7 @@ def header_storages(headers: Sequence[Header], source: Source) -> FileStorages:
         start += header.columns.starts
         nbytes += header.columns.nbytes
         crcs.extend(header.record.crcs or array("q", [NO_CRC]) * count)
-    places = [FilePlace(source, header.key, source.store) for header in headers]
+    places = [StoredFile(source, header.key, source.store) for header in headers]
     return FileStorages(places, file, start, nbytes, crcs, names=names)
 
 

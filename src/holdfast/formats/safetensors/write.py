@@ -33,7 +33,7 @@ from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
 from holdfast.core.strict_json import NO_UNICODE, is_unicode
-from holdfast.core.table import Kind, Table
+from holdfast.core.table import RowKind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import name_at, walk
 from holdfast.core.value import Value
@@ -115,10 +115,10 @@ def plan_file(
     """
     ranks = [RANK[kind.code] for kind in kinds]
     by_name = sorted(rows, key=table.names.__getitem__)
-    order = array("q", sorted(by_name, key=lambda row: ranks[table.kind[row]]))
+    order = array("q", sorted(by_name, key=lambda row: ranks[table.kind_indices[row]]))
     placed = np.asarray(order)
     named = [table.names[row] for row in order]
-    numbers = table.kind_numbers[placed]
+    numbers = table.kind_index_array[placed]
     nbytes = table.kind_nbytes[numbers]
     stops = nbytes.cumsum()
     starts = stops - nbytes
@@ -249,7 +249,7 @@ def lay_out_safetensors(
     problems = metadata_problems(state, table)
     known = [_header_kind(kind) for kind in table.kinds]
     if any(isinstance(one, str) for one in known):
-        words = ((table.names[row], known[table.kind[row]]) for row in sharing.rows)
+        words = ((table.names[row], known[table.kind_indices[row]]) for row in sharing.rows)
         problems += [f"{name}: {problem}" for name, problem in words if isinstance(problem, str)]
     kinds = [one if isinstance(one, HeaderKind) else HeaderKind("U8", ()) for one in known]
     notes: list[str] = []
@@ -260,7 +260,7 @@ def lay_out_safetensors(
         paired = {
             table.names[row]: PAIRS
             for row in sharing.rows
-            if table.kinds[table.kind[row]].dtype.name == PAIRS
+            if table.kinds[table.kind_indices[row]].dtype.name == PAIRS
         }
         fields |= {"dtypes": paired} if paired else {}
     if not state.leaves.flat:
@@ -274,7 +274,7 @@ def lay_out_safetensors(
     if not problems:
         shards, listed = {"": sharing.rows}, ""
         if max_shard_size is not None or directory:
-            parts = fill_shards(table.nbytes_of(sharing.rows), max_shard_size or SHARD_NBYTES)
+            parts = fill_shards(table.row_nbytes(sharing.rows), max_shard_size or SHARD_NBYTES)
             alone = len(parts) == 1 and not index and not save
             listed = "" if alone else f"{stem}.safetensors.index.json"
             start = f"{stem}-{save}" if save else stem
@@ -363,13 +363,18 @@ def metadata_problems(state: State, table: Table) -> list[str]:
     ]
     if is_unicode("".join(table.names)) and METADATA not in table.names:
         # What is a range of its storage is no view that could be expanded.
-        found = ((table.names[row], size_problem(table.view(row))) for row in table.noncontiguous)
+        found = (
+            (table.names[row], size_problem(table.lazy_tensor(row)))
+            for row in table.rows_read_singly
+        )
     else:
         found = (
             (
                 name,
                 name_problem(name)
-                or (size_problem(table.view(row)) if row in table.noncontiguous else None),
+                or (
+                    size_problem(table.lazy_tensor(row)) if row in table.rows_read_singly else None
+                ),
             )
             for row, name in enumerate(table.names)
         )
@@ -377,7 +382,7 @@ def metadata_problems(state: State, table: Table) -> list[str]:
 
 
 @lru_cache(1024)
-def _header_kind(kind: Kind) -> HeaderKind | str:
+def _header_kind(kind: RowKind) -> HeaderKind | str:
     dtype, shape = kind.dtype, kind.shape
     if dtype.name == PAIRS and shape:
         return HeaderKind("F4", (*shape[:-1], 2 * shape[-1]))

@@ -29,7 +29,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.sharing import overlaps
-from holdfast.core.table import Kind
+from holdfast.core.table import RowKind
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value, replace
 from holdfast.formats.pickle.writer import TEXT, TUPLES, integer
@@ -225,7 +225,7 @@ Opcodes = tuple[object, ...]
 
 
 @lru_cache(4096)
-def opcodes_of(kind: Kind) -> Opcodes | None:
+def opcodes_of(kind: RowKind) -> Opcodes | None:
     """Return the opcodes of a kind; None for a kind whose tensors are written, or refused, one by one."""
     if not is_usual(kind):
         return None
@@ -275,7 +275,7 @@ def integers(values: tuple[int, ...]) -> bytes:
     return raw + TUPLES[len(values)] if len(values) < 4 else b"(" + raw + b"t"
 
 
-def is_usual(kind: Kind) -> bool:
+def is_usual(kind: RowKind) -> bool:
     """Whether torch has tensors of a kind, and they are nothing beyond their elements."""
     dtype = kind.dtype
     return (
@@ -299,7 +299,7 @@ class PickledRows(Value, frozen=True, eq=False):
 
     values: Sequence[object]
     """The leaves of the tree, in the order in which a pickle meets them."""
-    kinds: Sequence[Kind]
+    kinds: Sequence[RowKind]
     kind: Sequence[int]
     """For each value, a position in `kinds`."""
     storage: Sequence[int]

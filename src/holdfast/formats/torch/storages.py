@@ -16,7 +16,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
-from holdfast.core.table import FilePlace
+from holdfast.core.table import StoredFile
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages
@@ -206,9 +206,9 @@ class RecordStorages(FileStorages):
     def __init__(self, source: Source, key: str, archive: Archive) -> None:
         self.archive = archive
         starts, packed, crcs, *_ = archive.records.columns
-        self.files = [FilePlace(source, key, source.store)]
-        self.file, self.start = np.zeros(len(starts), np.int64), np.array(starts, np.int64)
-        self.nbytes, self.crc = np.array(packed, np.int64), np.array(crcs, np.int64)
+        self.files = [StoredFile(source, key, source.store)]
+        self.file_indices, self.starts = np.zeros(len(starts), np.int64), np.array(starts, np.int64)
+        self.nbytes, self.crcs = np.array(packed, np.int64), np.array(crcs, np.int64)
 
     @cached_property
     def _labels(self) -> Sequence[str]:  # type: ignore[override]  # made when first used
@@ -258,7 +258,7 @@ class ArchiveStorages(Storages[LazyTensor]):
             self._byteorder,
             storage_id.location,
         )
-        return self._storages.view(row, kind, "")
+        return self._storages.lazy_tensor(row, kind, "")
 
     def part(self, whole: LazyTensor, key: str, start: int, count: int) -> LazyTensor:
         return whole[start : start + count]

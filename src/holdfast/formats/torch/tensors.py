@@ -10,7 +10,7 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
-from holdfast.core.table import Kind, is_inside
+from holdfast.core.table import RowKind, is_range_inside
 from holdfast.core.tensor import BEYOND, PLAIN, LazyTensor, Traits
 from holdfast.engine.files import FileRow
 from holdfast.errors import LimitExceeded, MetadataError, PickleError
@@ -123,9 +123,9 @@ def beyond(last: int, room: int) -> MetadataError:
 def strided_kind(
     dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], storage_nbytes: int, traits: Traits, byteorder: str,
     location: str, inside: bool = True,
-) -> Kind:  # fmt: skip
+) -> RowKind:  # fmt: skip
     """The kind of a tensor over a storage: one object for all that are alike. Strides are in bits."""
-    return Kind.strided(
+    return RowKind.from_strides(
         dtype,
         shape,
         strides,
@@ -133,7 +133,7 @@ def strided_kind(
         traits=traits,
         byteorder=byteorder,
         location=location,
-        inside=inside,
+        is_inside=inside,
     )
 
 
@@ -176,7 +176,7 @@ def strided_view(
         return LazyTensor("", dtype, shape, (chunk,), storage.source, traits)
 
     whole = row.kind
-    inside = is_inside(first_bit, nbytes, whole.storage_nbytes)
+    inside = is_range_inside(first_bit, nbytes, whole.storage_nbytes)
     kind = strided_kind(
         dtype, shape, strides, whole.storage_nbytes, traits, whole.byteorder, whole.location, inside
     )

@@ -212,20 +212,22 @@ def without_origin(metadata: Mapping[str, str]) -> dict[str, str]:
 def pickled_rows(state: State) -> PickledRows:
     """The rows of a state that a pickle writes by their kinds: each is all of its storage, which has one class in torch."""
     leaves, table = state.leaves, state.tensors
-    storage, kinds = table.storage, table.kinds
+    storage, kinds = table.storage_indices, table.kinds
     classes = [kind.dtype.storage or UNTYPED for kind in kinds]
     alone = {
-        at for at, kind in enumerate(kinds) if not (kind.whole and kind.nbytes and is_usual(kind))
+        at
+        for at, kind in enumerate(kinds)
+        if not (kind.is_whole and kind.nbytes and is_usual(kind))
     }
     # A record has one dtype, and a tensor that is written by itself needs one of its own: lazy tensors know which share it.
     shared = (
-        {number for kind, number in zip(table.kind, storage, strict=True) if kind in alone}
+        {number for kind, number in zip(table.kind_indices, storage, strict=True) if kind in alone}
         if alone
         else set[int]()
     )
     if len({*storage}) < len(storage):
         seen: dict[int, str] = {}
-        each = zip(storage, [classes[one] for one in table.kind], strict=True)
+        each = zip(storage, [classes[one] for one in table.kind_indices], strict=True)
         shared |= {number for number, one in {*each} if seen.setdefault(number, one) != one}
     parts = {id(part) for whole in leaves.composites() for part in whole.parts.values()}
     shared |= (
@@ -253,11 +255,18 @@ def pickled_rows(state: State) -> PickledRows:
             return found
         # The value in the tree is only a place: a lazy tensor there may be of another dtype. One object stays one object.
         if id(value) not in made:
-            made[id(value)] = table.view(row)
+            made[id(value)] = table.lazy_tensor(row)
         return made[id(value)]
 
     return PickledRows(
-        leaves.values, kinds, table.kind, storage, leaves.kinds, view, leaves.described, others
+        leaves.values,
+        kinds,
+        table.kind_indices,
+        storage,
+        leaves.kinds,
+        view,
+        leaves.described,
+        others,
     )
 
 

@@ -32,7 +32,7 @@ from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
-from holdfast.core.table import IRREGULAR, Kind
+from holdfast.core.table import IRREGULAR, RowKind
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.formats.pickle.writer import (
     LONG_PUT,
@@ -279,7 +279,9 @@ class TorchPickle(PickleWriter):
         if key not in self._alike:
             plain = chunk.strides == c_strides(shape, bits)
             self._alike[key] = (
-                pickled.opcodes_of(Kind.whole_of(dtype, shape, traits, location=storage.location))
+                pickled.opcodes_of(
+                    RowKind.from_shape(dtype, shape, traits, location=storage.location)
+                )
                 if plain
                 else None
             )

@@ -132,7 +132,7 @@ class Encoder:
         self.row = 0
         """The row of the next tensor: tensors are met in the order in which they were found."""
         self.flags = [_plain_flags(kind.traits) for kind in table.kinds]
-        self.kind = table.kind
+        self.kind = table.kind_indices
         self.has_plain_names = is_unicode("".join(leaves.names))
         self.limits = DEFAULTS
         self.problems: list[str] = []

@@ -21,7 +21,7 @@ from torch import nn
 from holdfast.core.box import Box
 from holdfast.core.chunk import repeats
 from holdfast.core.quantities import shown
-from holdfast.core.table import Kind, Table
+from holdfast.core.table import RowKind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Unrolled, Way, mapped_children, name_at, unroll
 from holdfast.core.value import Value
@@ -229,7 +229,7 @@ class SlotRules:
         shapeless = nn.parameter.is_lazy(target) or target.is_nested
         return target.dtype, () if shapeless else target.shape, False, id(slot)
 
-    def problem(self, slot: Slot, kind: Kind) -> str | None:
+    def problem(self, slot: Slot, kind: RowKind) -> str | None:
         return _problem(slot, kind, self._choice)
 
     def look(self, slot: Slot) -> tuple[str, LazyTensor | Composite] | str | None:
@@ -237,7 +237,7 @@ class SlotRules:
         if not isinstance(offer, LazyTensor | Composite):
             return None
         self._names.take(slot.name, offer)
-        kind = offer if isinstance(offer, Composite) else Kind.of(offer)
+        kind = offer if isinstance(offer, Composite) else RowKind.from_tensor(offer)
         return _problem(slot, kind, self._choice) or (slot.name, offer)
 
     def absent(self, slots: Sequence[Slot]) -> None:
@@ -289,7 +289,7 @@ def _casts(match: Match[Slot], table: Table, choice: Choice) -> dict[str, str]:
     """What is cast to what, by the names of slots whose dtype is another one in the checkpoint."""
     if isinstance(match.other, Composite):
         return {}
-    own = torch_dtype(table.kind_of(match.row).dtype if match.other is None else match.other.dtype)
+    own = torch_dtype(table.row_kind(match.row).dtype if match.other is None else match.other.dtype)
     wanted = choice.dtype_for(match.places[-1].tensor, own)
     if wanted == own:
         return {}
@@ -308,7 +308,7 @@ def wrapped_problem(tensor: torch.Tensor) -> str | None:
     return f"it is a {kind.__name__}, which holds its elements in a way of its own; fill the tensors inside of it"
 
 
-def _problem(slot: Slot, offer: Kind | Composite, choice: Choice) -> str | None:
+def _problem(slot: Slot, offer: RowKind | Composite, choice: Choice) -> str | None:
     target = slot.tensor
     if (wrapped := wrapped_problem(target)) is not None:
         return wrapped

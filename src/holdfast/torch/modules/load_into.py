@@ -433,7 +433,7 @@ class Load:
             for one in others
             for part in ([one] if isinstance(one, LazyTensor) else one.parts.values())
         ]
-        nbytes = int(self._names.table.nbytes_of(rows).sum())
+        nbytes = int(self._names.table.row_nbytes(rows).sum())
         notes = list(found.notes)
         for prefix in self._targets.self_loading:
             notes += [
@@ -482,7 +482,7 @@ def _is_built(match: Match[Slot], table: Table) -> bool:
     """Whether a tensor is built by its own `torch()`: it has several parts, or elements that share bytes."""
     if isinstance(match.other, Composite):
         return True
-    return not match.exact and (match.other or table.kind_of(match.row)).dtype.packed
+    return not match.exact and (match.other or table.row_kind(match.row)).dtype.packed
 
 
 def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.match import Met, match, meet
 from holdfast.core.sharing import identity
-from holdfast.core.table import IRREGULAR, Kind, Table
+from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path
 from holdfast.core.value import Value, replace
@@ -185,7 +185,7 @@ class Match(Value, Generic[PlaceT], eq=False):
     """A tensor that is in the tree and not in the table."""
 
     def source(self, table: Table) -> LazyTensor | Composite:
-        return table.view(self.row) if self.other is None else self.other
+        return table.lazy_tensor(self.row) if self.other is None else self.other
 
 
 class Rules(Protocol[RuledT]):
@@ -194,7 +194,7 @@ class Rules(Protocol[RuledT]):
     def kind(self, place: RuledT) -> PlaceKind:
         """The kind by which a place is judged."""
 
-    def problem(self, place: RuledT, kind: Kind) -> str | None:
+    def problem(self, place: RuledT, kind: RowKind) -> str | None:
         """Why a place cannot take a plain tensor of a kind. Called once for each pair of kinds."""
 
     def look(self, place: RuledT) -> tuple[str, LazyTensor | Composite] | str | None:
@@ -229,9 +229,13 @@ def match_places(
         return rules.problem(place, table.kinds[there])
 
     found = match(
-        table.rows, table.kind, [names.prefix + place.name for place in places], own, judge
+        table.row_indices,
+        table.kind_indices,
+        [names.prefix + place.name for place in places],
+        own,
+        judge,
     )
-    pairs, kind = zip(found.target, found.source, strict=True), table.kind
+    pairs, kind = zip(found.target, found.source, strict=True), table.kind_indices
     matches = {
         n: Match(n, (places[n],), places[n].name, row, exact[kind[row], own[n]]) for n, row in pairs
     }
@@ -271,7 +275,7 @@ def match_places(
     return [matches[number] for number in sorted(matches)]
 
 
-def _is_exact(own: PlaceKind, kind: Kind) -> bool:
+def _is_exact(own: PlaceKind, kind: RowKind) -> bool:
     """Whether a place of a kind takes the bytes of a row as they are."""
     dtype, shape, dense, _ = own
     if (
@@ -366,7 +370,7 @@ def meet_places(
 
     `fresh` tensors, by the numbers of matches, are filled instead of the places, and take rows as they are.
     """
-    table = names.table.located([one.row for one in matches if one.row != IRREGULAR])
+    table = names.table.locate_rows([one.row for one in matches if one.row != IRREGULAR])
     given: dict[int, LazyTensor] = {}
     boxes: list[list[Box] | None] = [None] * len(matches)
     targets: dict[int, Sequence[tuple[Box, torch.Tensor]]] = {}
@@ -417,7 +421,7 @@ def tied_note(followers: Sequence[str], name: str) -> str:
 
 
 def plain_problem(
-    offer: Kind, shape: tuple[int, ...], dtype_problem: Callable[[torch.dtype], str | None]
+    offer: RowKind, shape: tuple[int, ...], dtype_problem: Callable[[torch.dtype], str | None]
 ) -> str | None:
     """Why a plain tensor of this shape cannot take elements of a kind; `dtype_problem` judges their dtype."""
     if offer.traits.meta:

@@ -303,7 +303,7 @@ def _agree(
         with gc_paused():
             if request.replicated != "read":
                 table = names.table
-                total_nbytes = int(table.nbytes_of(range(len(table))).sum())
+                total_nbytes = int(table.row_nbytes(range(len(table))).sum())
                 most = max(total_nbytes // (PARTS * ranks.size), PART_NBYTES)
                 pieces, offers = offer(wanted.fills, wanted.keys, request.group, most)
             message = RankMatch(

@@ -45,11 +45,11 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
     gpu: dict[str, torch.Tensor] = {}
     sums_by_name: dict[str, tuple[int | bytes]] = {}
     # Rows that are all of their storages, and short, are read together, from wherever they are.
-    short = [kind.whole and 0 < kind.nbytes <= SMALL_ROW_NBYTES for kind in table.kinds]
+    short = [kind.is_whole and 0 < kind.nbytes <= SMALL_ROW_NBYTES for kind in table.kinds]
     small = [
         row
-        for row, kind in enumerate(table.kind)
-        if table.storage[row] != IRREGULAR and short[kind]
+        for row, kind in enumerate(table.kind_indices)
+        if table.storage_indices[row] != IRREGULAR and short[kind]
     ]
     others = table.names
     if small:
@@ -57,7 +57,7 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
             rows = small[first : first + TOGETHER]
             sums_by_name |= {
                 table.names[row]: (crc,)
-                for row, crc in zip(rows, crc32_each(table.read(rows)), strict=True)
+                for row, crc in zip(rows, crc32_each(table.read_bytes(rows)), strict=True)
             }
         others = [name for name in others if name not in sums_by_name]
     for name in others:

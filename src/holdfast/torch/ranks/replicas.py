@@ -169,7 +169,7 @@ def offer(
 def _place(fills: Fills, at: int) -> tuple[str, int]:
     """Where a fill lies in its file: neighbours are dealt together, so that a rank reads few gaps."""
     if (row := fills.rows[at]) != IRREGULAR:
-        storages, number = files_of(fills.table), fills.table.storage[row]
+        storages, number = files_of(fills.table), fills.table.storage_indices[row]
         return storages.files[storages.file_of(number)].key, storages.start_of(number)
     chunk = min(
         fills.lazies[at].chunks,

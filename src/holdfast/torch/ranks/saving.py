@@ -212,7 +212,7 @@ class ShardedSave(JointSave):
                 self._aliases = [
                     (table.names[row], table.names[first])
                     for row, first in shared.items()
-                    if 0 not in table.kind_of(row).shape
+                    if 0 not in table.row_kind(row).shape
                 ]
                 self._notes += [*full.notes, *format.sharded.unkept(self._state)]
         except Exception as error:
@@ -249,7 +249,7 @@ class ShardedSave(JointSave):
         }
         grads: list[str] = []
         if grad_kinds:
-            kinds = zip(table.names, table.kind, strict=True)
+            kinds = zip(table.names, table.kind_indices, strict=True)
             grads = [name for name, number in kinds if number in grad_kinds]
         return Description(
             tree, dict(state.metadata), flat.paths, list(flat.values), grads, used_patterns
@@ -424,7 +424,7 @@ class ShardedSave(JointSave):
         # One file for every few threads, each with enough in it. Of an object several parts are on
         # their way at once, and each takes memory.
         table = output.boxes.table
-        output_nbytes = int(table.nbytes_of(range(len(table.names))).sum())
+        output_nbytes = int(table.row_nbytes(range(len(table.names))).sum())
         file_count = max(1, min(threads // threads_a_file, output_nbytes // FILE_NBYTES))
         shares = spread(output, 1 if target.save else file_count)
         files = self.format.sharded.files(output, shares, target.save)

@@ -22,7 +22,7 @@ from holdfast.core.arrays import Ints, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.protocols import Request, Store, by_source
-from holdfast.core.table import IRREGULAR, Kind, Storages, Table
+from holdfast.core.table import IRREGULAR, RowKind, Storages, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import mapped_children, name_at, walk
 from holdfast.core.value import Value, replace
@@ -129,7 +129,7 @@ def stage(
     nbytes = table.storages.nbytes[numbers]
     starts = (nbytes + -nbytes % ALIGNMENT).cumsum() - nbytes - -nbytes % ALIGNMENT
     total = int(starts[-1] + nbytes[-1]) if len(numbers) else 0
-    apart = {row: table.view(row) for row in table.not_whole}
+    apart = {row: table.lazy_tensor(row) for row in table.rows_not_whole}
     pieces = pieces_of(apart.values())
     tensors, places = [*pieces.values()], list[int]()
     for tensor in tensors:
@@ -167,10 +167,10 @@ def stage(
         copies.wait()
         raise
     made = made_of(apart, dict(zip(pieces, staged, strict=True)))
-    kinds, kind = [*table.kinds], [*table.kind]
+    kinds, kind = [*table.kinds], [*table.kind_indices]
     for row, tensor in made.items():
         kind[row] = len(kinds)
-        kinds.append(Kind.of(tensor))
+        kinds.append(RowKind.from_tensor(tensor))
     storage = np.searchsorted(numbers, storage)
     storage[[*apart]] = IRREGULAR
     copied = Table(
@@ -181,8 +181,11 @@ def stage(
 
 def _each_storage(table: Table) -> tuple[Ints, Ints, Ints]:
     """The storages that a row of a table is all of, ascending, and the first such row of each; and the storage of each row."""
-    storage, whole = np.fromiter(table.storage, np.int64, len(table)), np.ones(len(table), np.bool_)
-    whole[[*table.not_whole]] = False
+    storage, whole = (
+        np.fromiter(table.storage_indices, np.int64, len(table)),
+        np.ones(len(table), np.bool_),
+    )
+    whole[[*table.rows_not_whole]] = False
     plain = whole.nonzero()[0]
     numbers, first = np.unique(storage[plain], return_index=True)
     return numbers, plain[first], storage
@@ -191,7 +194,7 @@ def _each_storage(table: Table) -> tuple[Ints, Ints, Ints]:
 def _gpus(table: Table, rows: Ints, values: Sequence[object]) -> dict[torch.device, Ints]:
     """By device: the places among some rows of those whose tensors are torch's, on a GPU, and all of their storages."""
     places = [
-        kind.location if kind.whole and kind.location.startswith("cuda") else ""
+        kind.location if kind.is_whole and kind.location.startswith("cuda") else ""
         for kind in table.kinds
     ]
     names = sorted({*places} - {""})
@@ -199,7 +202,7 @@ def _gpus(table: Table, rows: Ints, values: Sequence[object]) -> dict[torch.devi
         return {}
     plain = np.fromiter(map(PLAIN.__contains__, map(type, values)), np.bool_, len(values))
     numbers = np.array([names.index(place) if place else -1 for place in places], np.int64)
-    here = np.where(plain, numbers[np.fromiter(table.kind, np.int64, len(table))], -1)[rows]
+    here = np.where(plain, numbers[np.fromiter(table.kind_indices, np.int64, len(table))], -1)[rows]
     found = {
         torch.device(name): np.flatnonzero(here == number) for number, name in enumerate(names)
     }
@@ -250,9 +253,9 @@ class RoomStorages:
             memory[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
         ]
 
-    divisible = True
+    can_read_ranges = True
 
-    def read_parts(
+    def read_ranges(
         self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
     ) -> list[memoryview]:
         each = zip(self.read(numbers), starts, nbytes, strict=True)
@@ -263,7 +266,7 @@ class RoomStorages:
         (piece,) = self.read([number])
         return Memory(piece, label, self._room) if len(piece) else b""
 
-    def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
+    def lazy_tensor(self, number: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
         (piece,) = self.read([number])
         storage = self._resident.memory(
             self._room.address + int(self._starts[number]), piece, owner=self._room
@@ -369,8 +372,8 @@ writes them: training then goes on without waiting for any other rank. Beyond th
 def little_in_common(table: Table) -> bool:
     """Whether a rank has few tensors whole, which the others may have as well."""
     plain = int(
-        table.nbytes_of(
-            [row for row, number in enumerate(table.storage) if number != IRREGULAR]
+        table.row_nbytes(
+            [row for row, number in enumerate(table.storage_indices) if number != IRREGULAR]
         ).sum()
     )
     irregular = table.irregular.values()

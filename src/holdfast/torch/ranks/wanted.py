@@ -24,7 +24,7 @@ from torch import nn
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
-from holdfast.core.table import Kind
+from holdfast.core.table import RowKind
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import (
     Path,
@@ -328,7 +328,7 @@ class Matching:
             tensor.is_meta,
         )
 
-    def problem(self, leaf: Leaf, kind: Kind) -> str | None:
+    def problem(self, leaf: Leaf, kind: RowKind) -> str | None:
         dtype, shape, _, meta = self.kind(leaf)
         if kind.dtype.packed:
             return "elements that share bytes are not loaded in place; use load_into"
@@ -354,7 +354,7 @@ class Matching:
             return "sparse and quantised tensors are not loaded in place; use load_into"
         if not isinstance(offer, LazyTensor):
             return f"the checkpoint has no tensor here, but a {type(offer).__name__}"
-        return self.problem(leaf, Kind.of(offer)) or (name, offer)
+        return self.problem(leaf, RowKind.from_tensor(offer)) or (name, offer)
 
     def memory(self, leaf: Leaf) -> object:
         if leaf.shards is None:

@@ -29,7 +29,7 @@ from holdfast.core.dtype import WIDEST_NBYTES, DType
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import gc_paused
 from holdfast.core.sharing import SpanGroup, check_expansion, disjoint_groups, shared_rows
-from holdfast.core.table import IRREGULAR, Kind, Table
+from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages, tabulate
@@ -119,8 +119,8 @@ def read_tensors(
     place, keys = device or CPU, [*dict.fromkeys(tensors if names is None else names)]
     with gc_paused():
         if isinstance(tensors, Table):
-            rows = [tensors.rows[key] for key in keys]
-            table = tensors.located(rows)
+            rows = [tensors.row_indices[key] for key in keys]
+            table = tensors.locate_rows(rows)
         else:
             views = [tensors[key] for key in keys]
             table, rows = tabulate([view.name for view in views], views), [*range(len(views))]
@@ -131,7 +131,7 @@ def read_tensors(
             if kind is not None
         ]
         others = {
-            key: table.view(row)
+            key: table.lazy_tensor(row)
             for key, row, kind in zip(keys, rows, kinds, strict=True)
             if kind is None
         }
@@ -195,13 +195,13 @@ def fresh_kinds(
         return [None] * len(rows)
     suited = [_suits(place.source, device) for place in storages.files]
     kinds = [
-        _byte_kind(kind, dtype) if kind.whole and kind.traits.alias is None else None
+        _byte_kind(kind, dtype) if kind.is_whole and kind.traits.alias is None else None
         for kind in table.kinds
     ]
-    numbers = [table.storage[row] for row in rows]
-    counts, file = Counter(numbers), storages.file
+    numbers = [table.storage_indices[row] for row in rows]
+    counts, file = Counter(numbers), storages.file_indices
     return [
-        kinds[table.kind[row]]
+        kinds[table.kind_indices[row]]
         if number != IRREGULAR and counts[number] == 1 and suited[file[number]]
         else None
         for row, number in zip(rows, numbers, strict=True)
@@ -223,7 +223,7 @@ def _suits(source: Source, device: torch.device) -> bool:
     )
 
 
-def _byte_kind(kind: Kind, cast: torch.dtype | None) -> ByteKind | None:
+def _byte_kind(kind: RowKind, cast: torch.dtype | None) -> ByteKind | None:
     """The kind of tensor that takes rows of a kind as they are; None where they are cast, quantised, or unknown to torch."""
     dtype = kind.dtype
     try:
@@ -384,14 +384,14 @@ def plan_regions(tensors: Mapping[str, LazyTensor], *, keep_expanded: bool = Fal
     table = _rejoined(tabulate([*tensors], [*tensors.values()]), regions.notes)
     shared, names = shared_rows([table]), table.names
     for number, rows in shared.groups():
-        lazies = {names[row]: table.view(row) for row in rows}
+        lazies = {names[row]: table.lazy_tensor(row) for row in rows}
         storage = shared.storage_of(number, lazies[names[rows[0]]], rows[0])
         members = {name: tensor for name, tensor in lazies.items() if _viewable(tensor)}
         for region in _regions(members, storage, originals=tensors, notes=regions.notes):
             regions.by_name.update(dict.fromkeys(region.views, region))
     regions.ties = {names[row]: names[first] for row, first in shared.ties().items()}
-    for row in table.not_whole if keep_expanded else ():
-        tensor = table.view(row)
+    for row in table.rows_not_whole if keep_expanded else ():
+        tensor = table.lazy_tensor(row)
         if names[row] not in regions.by_name and _viewable(tensor):
             (chunk,) = tensor.chunks
             start, stop = chunk.extent(tensor.dtype)
@@ -424,10 +424,10 @@ def _rejoined(table: Table, notes: list[str]) -> Table:
         if kind.traits.alias is not None and not kind.traits.meta
     }
     groups = shared_rows([table], stored_aliases=True).groups() if aliased else ()
-    rows = [row for _, members in groups for row in members if table.kind[row] in aliased]
+    rows = [row for _, members in groups for row in members if table.kind_indices[row] in aliased]
     if not rows:
         return table
-    rejoined = rejoin(flat_state(table.select(rows), {}), table.view(rows[0]).source.limits)
+    rejoined = rejoin(flat_state(table.select(rows), {}), table.lazy_tensor(rows[0]).source.limits)
     notes += [note.replace("written apart", "read apart") for note in rejoined.notes]
     return with_irregular(table, dict(zip(rows, rejoined.state.tensors.values(), strict=True)))
 

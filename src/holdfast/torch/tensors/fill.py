@@ -70,12 +70,12 @@ class Fills(Value, frozen=True, eq=False):
         return (
             self.lazies[position]
             if self.rows[position] == IRREGULAR
-            else self.table.view(self.rows[position])
+            else self.table.lazy_tensor(self.rows[position])
         )
 
     @property
     def nbytes(self) -> Ints:
-        lengths, kind = [kind.nbytes for kind in self.table.kinds], self.table.kind
+        lengths, kind = [kind.nbytes for kind in self.table.kinds], self.table.kind_indices
         found = [
             lengths[kind[row]] if row != IRREGULAR else self.lazies[position].nbytes
             for position, row in enumerate(self.rows)
@@ -145,13 +145,15 @@ def row_ranges(
     devices: Sequence[torch.device],
 ) -> list[tuple[DeviceRows, list[int]]]:
     """Ranges of rows and what they fill, by source and device; with the positions of the rows."""
-    storages, storage = files_of(table), table.storage
+    storages, storage = files_of(table), table.storage_indices
     keys = [file.key for file in storages.files]
     numbers = np.array([storage[row] for row in rows], np.int64)
     groups: dict[tuple[int, torch.device], list[int]] = {}
     first = {id(file.source): at for at, file in reversed([*enumerate(storages.files)])}
     sources = [first[id(file.source)] for file in storages.files]
-    for at, (file, device) in enumerate(zip(storages.file[numbers].tolist(), devices, strict=True)):
+    for at, (file, device) in enumerate(
+        zip(storages.file_indices[numbers].tolist(), devices, strict=True)
+    ):
         groups.setdefault((sources[file], device), []).append(at)
     found = []
     for (file, device), members in groups.items():
@@ -161,10 +163,10 @@ def row_ranges(
             numbers[members],
         )
         ranges = Ranges(
-            keys, storages.file[chosen], storages.start[chosen], storages.nbytes[chosen]
+            keys, storages.file_indices[chosen], storages.starts[chosen], storages.nbytes[chosen]
         )
         verify = isinstance(source, OpenSource) and source.verify
-        crcs = storages.crc[chosen] if verify else np.full(len(own), UNKNOWN, np.int64)
+        crcs = storages.crcs[chosen] if verify else np.full(len(own), UNKNOWN, np.int64)
         names, targets = [table.names[row] for row in own], [destinations[at] for at in members]
         made = DeviceRows(
             source, device, ranges, crcs, targets, names.__getitem__, partial(_damaged, table, own)
@@ -176,7 +178,9 @@ def row_ranges(
 def _damaged(table: Table, rows: Sequence[int], number: int, found: int) -> Corrupted:
     row = rows[number]
     return build_damage_error(
-        files_of(table).storage(table.storage[row], table.kind_of(row)), table.names[row], found
+        files_of(table).storage(table.storage_indices[row], table.row_kind(row)),
+        table.names[row],
+        found,
     )
 
 

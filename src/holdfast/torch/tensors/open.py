@@ -186,7 +186,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         """
         tree, how = self.lazy.tree, (device, dtype)
         # To list the names of a large checkpoint takes time, and without views nothing can be too large.
-        if self.lazy.stored.not_whole:
+        if self.lazy.stored.rows_not_whole:
             _check_parts(whole for whole in self._listed().values() if whole is not None)
         made = read_lazies(
             tree, device=_device(device), dtype=dtype, max_host_memory=max_host_memory

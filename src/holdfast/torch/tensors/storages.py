@@ -17,7 +17,7 @@ import torch
 from holdfast.core.arrays import Ints
 from holdfast.core.dtype import DTYPES
 from holdfast.core.runtime import memories_at, memory_at
-from holdfast.core.table import Kind, StorageMoved, with_outside
+from holdfast.core.table import RowKind, StorageMoved, separate_outside_rows
 from holdfast.core.tensor import PLAIN, Traits
 from holdfast.core.value import replace
 from holdfast.engine.saves import Data, Memory
@@ -82,10 +82,10 @@ class TensorStorages:
         return [pieces[number] for number in numbers]
 
     @property
-    def divisible(self) -> bool:
+    def can_read_ranges(self) -> bool:
         return self._gpus is None
 
-    def read_parts(
+    def read_ranges(
         self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
     ) -> list[memoryview]:
         addresses, _ = self._places([*numbers])
@@ -187,21 +187,23 @@ def tabulate_tensors(values: list[object]) -> Tabulated:
 
     kinds = [_kind(*key) for key in kind_numbers]
     offsets = {at: kinds[kind[at]].dtype.bits * offset for at, offset in element_offsets.items()}
-    with_outside(kinds, kind, offsets)
+    separate_outside_rows(kinds, kind, offsets)
     bytes_of = _hold_storages(tensors, kinds, kind, storage=storage, storages=storages)
     return Tabulated(rows, kinds, kind, storage, bytes_of, bytes_of.addresses, offsets)
 
 
 def _hold_storages(
     tensors: Sequence[torch.Tensor],
-    kinds: Sequence[Kind],
+    kinds: Sequence[RowKind],
     kind: Sequence[int],
     *,
     storage: Sequence[int],
     storages: Sequence[torch.UntypedStorage],
 ) -> TensorStorages:
     """Return the bytes of the storages, given the kind of each tensor and the number of its storage."""
-    on_gpu = {number for number in {*kind} if kinds[number].location != CPU and kinds[number].whole}
+    on_gpu = {
+        number for number in {*kind} if kinds[number].location != CPU and kinds[number].is_whole
+    }
     columns = zip(tensors, kind, storage, strict=True)
     gpus = {number: tensor for tensor, kind_number, number in columns if kind_number in on_gpu}
     gpu_kinds = [kinds[number] for number in on_gpu]
@@ -256,13 +258,13 @@ def _kind(
     kind: type,
     conj: bool,
     neg: bool,
-) -> Kind:
+) -> RowKind:
     row = DTYPES.torch(str(dtype).removeprefix("torch."))
     assert row is not None, "tensors of other dtypes are left out"
     bits, traits = row.bits, TRAITS[grad, kind]
     if conj or neg:
         traits = replace(traits, conj=conj, neg=neg)
-    return Kind.strided(
+    return RowKind.from_strides(
         row, tuple(shape), tuple([stride * bits for stride in strides]), storage_nbytes=nbytes, traits=traits,
         location=str(device),
     )  # fmt: skip

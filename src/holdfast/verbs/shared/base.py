@@ -97,7 +97,7 @@ class OpenBase(Value, frozen=True):
                     else table.names[row]
                 )
                 pieces[key], recorded[key], of[key] = (
-                    elements_of(table.view(row), chunk),
+                    elements_of(table.lazy_tensor(row), chunk),
                     hashed,
                     row,
                 )

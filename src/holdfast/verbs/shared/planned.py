@@ -350,7 +350,7 @@ def rewritten(
         # Blocks are read by the threads that write them.
         source = stack.enter_context(
             opened(src, threads=1, limits=limits, map=asked.get("map"))
-        ).without_views()
+        ).without_lazy_tensors()
         writing = pick(
             Writing, {**asked, **common}, requests=source.source.store.read_profile.requests
         )

@@ -56,7 +56,7 @@ def check_plan_opens(plan: SavePlan, path: str, store: Store) -> None:
         outlines = [(kind.dtype, kind.shape) for kind in table.kinds]
         check_tensors(
             description.tensors,
-            zip(table.names, map(outlines.__getitem__, table.kind), strict=True),
+            zip(table.names, map(outlines.__getitem__, table.kind_indices), strict=True),
             path,
         )
 
@@ -104,10 +104,10 @@ def check_tensors(table: Table, outlines: Iterable[tuple[str, Outline]], path: s
     expected_names: list[str] = []
     for name, expected in outlines:
         expected_names.append(name)
-        if name not in table.rows:
+        if name not in table.row_indices:
             problems.append(f"{name}: it would not be there")
             continue
-        dtype, shape = table.outline(name)
+        dtype, shape = table.dtype_and_shape(name)
         if dtype is not expected[0] or shape != expected[1]:
             problems.append(
                 f"{name}: it would be read as {dtype} {list(shape)}, "

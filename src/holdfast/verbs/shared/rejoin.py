@@ -208,7 +208,9 @@ def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
     }
     if not kinds:
         return Rejoined(state)
-    tensors = {row: table.view(row) for row, kind in enumerate(table.kind) if kind in kinds}
+    tensors = {
+        row: table.lazy_tensor(row) for row, kind in enumerate(table.kind_indices) if kind in kinds
+    }
     groups = dict(shared_rows([table], stored_aliases=True).groups())
     grouped = {row for rows in groups.values() for row in rows}
     assembled, viewed, notes = Assembled(), dict[int, LazyTensor](), list[str]()

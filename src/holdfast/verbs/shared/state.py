@@ -30,7 +30,7 @@ from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
 from holdfast.core.registry import find_hook
-from holdfast.core.table import IRREGULAR, Kind, Table
+from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import PLAIN, Composite, LazyTensor
 from holdfast.core.tree import MOST_CALLS, Path, Way, mapped_children, rebuild, rebuilt, values_of
 from holdfast.core.value import Value, replace
@@ -118,7 +118,7 @@ def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[
             if isinstance(made, Composite)
             else name
         )
-        described_rows.append((table.rows.get(first, 0), name, value))
+        described_rows.append((table.row_indices.get(first, 0), name, value))
     seen: set[int] = set()
     for _, name, value in sorted(described_rows, key=lambda one: one[0]):
         for what in unkept(value) if id(value) not in seen else ():
@@ -278,7 +278,7 @@ class _Describing:
         others = sorted(self.others)
         lazy = tabulate_lazy([self.others[row] for row in others])
         parts.append(replace(lazy, rows=[others[at] for at in lazy.rows]))
-        kinds: list[Kind] = []
+        kinds: list[RowKind] = []
         kind, storage = [0] * len(names), [IRREGULAR] * len(names)
         offsets: dict[int, int] = {}
         for part, numbers in zip(parts, self._numbers(parts), strict=True):
@@ -291,12 +291,12 @@ class _Describing:
         for row in others:
             if storage[row] == IRREGULAR:
                 irregular[row], kind[row] = self.others[row].renamed(names[row]), len(kinds)
-                kinds.append(Kind.of(irregular[row]))
+                kinds.append(RowKind.from_tensor(irregular[row]))
         self._values, self._storage = leaves.values, storage
         storages = StateStorages([part.storages for part in parts], self._view)
         return Table(names, kinds, kind, storage, storages, irregular, offsets=offsets)
 
-    def _view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
+    def _view(self, number: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
         """Make a lazy tensor over a storage of the table."""
         if number not in self._tensor_of:
             if not self._row_of:
@@ -324,10 +324,12 @@ class _Describing:
             lengths = part.storages.nbytes.tolist()
             if isinstance(part.storages, FileStorages):
                 keys = [
-                    place.key if place.home is self._resident.store else ""
+                    place.key if place.store is self._resident.store else ""
                     for place in part.storages.files
                 ]
-                own = [places.get(keys[file], (0, 0)) for file in part.storages.file.tolist()]
+                own = [
+                    places.get(keys[file], (0, 0)) for file in part.storages.file_indices.tolist()
+                ]
             else:
                 own = [*zip(part.addresses(), lengths, strict=True)]
             here = range(before, before + len(lengths))
@@ -480,17 +482,17 @@ def flat_state(table: Table, metadata: Mapping[str, str]) -> State:
 
 def are_marked(table: Table) -> bool:
     """Whether a tensor is more than its elements, so that a tree records it."""
-    traits = [table.kinds[number].traits for number in {*table.kind}]
+    traits = [table.kinds[number].traits for number in {*table.kind_indices}]
     return any(one is not PLAIN and is_marked(one) for one in traits)
 
 
 def with_irregular(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
     if not tensors:
         return table
-    kinds, kind, storage = [*table.kinds], [*table.kind], [*table.storage]
+    kinds, kind, storage = [*table.kinds], [*table.kind_indices], [*table.storage_indices]
     for row, tensor in tensors.items():
         kind[row], storage[row] = len(kinds), IRREGULAR
-        kinds.append(Kind.of(tensor))
+        kinds.append(RowKind.from_tensor(tensor))
     return Table(
         table.names,
         kinds,
@@ -534,7 +536,7 @@ def lazy_tree(state: State) -> object:
         if row is None:
             return found
         if row not in views:
-            views[row] = state.tensors.view(row)
+            views[row] = state.tensors.lazy_tensor(row)
         return views[row]
 
     return rebuild(state.tree, lazy)

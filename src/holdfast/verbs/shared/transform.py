@@ -37,7 +37,7 @@ from holdfast.core.order import natural
 from holdfast.core.patterns import matcher, meant, rename_problems, renamed, unmatched
 from holdfast.core.protocols import State
 from holdfast.core.sharing import View, identity, tied
-from holdfast.core.table import IRREGULAR, Kind, Table, is_inside
+from holdfast.core.table import IRREGULAR, RowKind, Table, is_range_inside
 from holdfast.core.tensor import AliasView, Composite, LazyTensor
 from holdfast.core.tree import (
     MOST_LEAVES,
@@ -270,13 +270,13 @@ def _counted(names: Sequence[str], what: str) -> str:
 def _dequantized(state: State) -> State:
     """The state with the numbers that quantised blocks stand for. Blocks that cannot be decoded stay: they may be dropped yet."""
     decoded, table = Dequantized(), state.tensors
-    found = {row: decoded.numbers(table.view(row)) for row in _in_blocks(table)}
+    found = {row: decoded.numbers(table.lazy_tensor(row)) for row in _in_blocks(table)}
     return with_table(state, with_irregular(table, found))
 
 
 def _in_blocks(table: Table) -> list[int]:
     kinds = {number for number, kind in enumerate(table.kinds) if kind.traits.blocks is not None}
-    return [row for row, kind in enumerate(table.kind) if kind in kinds] if kinds else []
+    return [row for row, kind in enumerate(table.kind_indices) if kind in kinds] if kinds else []
 
 
 def _refuse_blocks(table: Table) -> None:
@@ -284,7 +284,7 @@ def _refuse_blocks(table: Table) -> None:
     problems = []
     for row in _in_blocks(table):
         try:
-            dequantize(table.view(row))
+            dequantize(table.lazy_tensor(row))
         except Unsupported as error:
             problems.append(f"{table.names[row]}: {error.message}")
     if problems:
@@ -456,7 +456,7 @@ def _cast_rows(
     """The rows of a state, cast as the first pattern says that matches their names."""
     table, casts = state.tensors, edits.casts
     floats = [kind.dtype.kind == "float" for kind in table.kinds]
-    rows = [row for row, kind in enumerate(table.kind) if floats[kind]]
+    rows = [row for row, kind in enumerate(table.kind_indices) if floats[kind]]
     names = [table.names[row] for row in rows]
     chosen: list[int | None] = [0 if casts[0][0] == ALL else None] * len(rows)
     for number in range(len(casts)) if casts[0][0] != ALL else ():
@@ -498,7 +498,7 @@ def _cast_rows(
     for row, chosen_number in zip(rows, chosen, strict=True):
         is_cast = chosen_number is not None and row not in stay
         dtype = casts[chosen_number or 0][1] if is_cast else None
-        if dtype is not None and dtype is not table.kind_of(row).dtype:
+        if dtype is not None and dtype is not table.row_kind(row).dtype:
             new_dtypes[row] = dtype
     return cast_table(table, new_dtypes, losses) if new_dtypes else table
 
@@ -513,16 +513,18 @@ def cast_table(table: Table, new_dtypes: Mapping[int, DType], losses: dict[DType
     casts: dict[tuple[DType, DType], int] = {}
     originals: list[LazyTensor] = []
     cast_numbers: list[int] = []
-    kinds, kind, storage = [*table.kinds], [*table.kind], [*table.storage]
+    kinds, kind, storage = [*table.kinds], [*table.kind_indices], [*table.storage_indices]
     offsets, irregular = dict(table.offsets), dict(table.irregular)
     storage_of: dict[tuple[Storage | View, DType], int] = {}
-    kind_numbers: dict[Kind, int] = {}
+    kind_numbers: dict[RowKind, int] = {}
 
     # A million tensors are made twice rather than kept.
-    beside = ((table.view(row), new_dtypes.get(row)) for row in _rows_beside(table, new_dtypes))
+    beside = (
+        (table.lazy_tensor(row), new_dtypes.get(row)) for row in _rows_beside(table, new_dtypes)
+    )
     mixed = _find_mixed_storages(beside)
     for row, dtype in new_dtypes.items():
-        tensor = table.view(row)
+        tensor = table.lazy_tensor(row)
         traits = tensor.traits
         if traits.alias is not None:
             is_kept = mixed.isdisjoint(tensor.shared_storages)
@@ -531,7 +533,7 @@ def cast_table(table: Table, new_dtypes: Mapping[int, DType], losses: dict[DType
         losses.setdefault(dtype, Losses())
         if traits.meta:
             irregular[row] = replace(tensor, dtype=dtype, traits=traits)
-            new_kind = Kind.of(irregular[row])
+            new_kind = RowKind.from_tensor(irregular[row])
         else:
             key, original, (offset, *strides) = _origin(tensor, mixed)
             if original is tensor:
@@ -542,13 +544,13 @@ def cast_table(table: Table, new_dtypes: Mapping[int, DType], losses: dict[DType
                 originals.append(original)
                 cast_numbers.append(casts.setdefault((tensor.dtype, dtype), len(casts)))
             offset, nbytes = offset * dtype.bits, dtype.nbytes(original.size)
-            new_kind = Kind.strided(
+            new_kind = RowKind.from_strides(
                 dtype,
                 tensor.shape,
                 tuple([stride * dtype.bits for stride in strides]),
                 storage_nbytes=nbytes,
                 traits=traits,
-                inside=is_inside(offset, dtype.nbytes(tensor.size), nbytes),
+                is_inside=is_range_inside(offset, dtype.nbytes(tensor.size), nbytes),
             )
             storage[row] = storage_of[key, dtype]
             irregular.pop(row, None)
@@ -567,7 +569,7 @@ def cast_table(table: Table, new_dtypes: Mapping[int, DType], losses: dict[DType
 
 def _rows_beside(table: Table, rows: Iterable[int]) -> list[int]:
     """Return these rows, those of the same storages, and irregular rows, which may lie in these storages as well."""
-    numbers = np.array(table.storage, np.int64)
+    numbers = np.array(table.storage_indices, np.int64)
     is_touched = np.zeros(len(table.storages.nbytes) + 1, np.bool_)
     is_touched[numbers[[*rows]]] = True
     is_touched[IRREGULAR] = True  # the last one, which no storage has

@@ -172,7 +172,7 @@ def _explained(bound: Bound, made: MappedTensors, name: str) -> Iterator[Line]:
         (f"  {[*target.shape]}  {array.parts[bound.target.name][target.part].pattern}", "dim"),
     ]
     rows = made.sources(target)
-    shapes = [bound.table.kind_of(row).shape for row in rows]
+    shapes = [bound.table.row_kind(row).shape for row in rows]
     patterns = {
         row: array.parts[bound.source.name][part].pattern
         for (part, _), row in target.found.rows.items()
