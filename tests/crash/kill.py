@@ -29,15 +29,15 @@ class Plain(Files):
 
     pause = 0.0
 
-    def rename(self, source: str, target: str, *, at: int) -> None:
+    def rename(self, source: str, target: str, *, dir_fd: int) -> None:
         if not is_temporary(target):
             time.sleep(self.pause)
-        super().rename(source, target, at=at)
+        super().rename(source, target, dir_fd=dir_fd)
 
-    def exchange(self, first: str, second: str, *, at: int) -> bool:
+    def exchange(self, first: str, second: str, *, dir_fd: int) -> bool:
         return False
 
-    def rename_new(self, source: str, target: str, *, at: int) -> bool:
+    def rename_new(self, source: str, target: str, *, dir_fd: int) -> bool:
         return False
 
 

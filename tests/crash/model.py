@@ -257,8 +257,8 @@ class Model:
             raise OSError(errno.EISDIR, "Is a directory")
         return found
 
-    def _entry(self, name: str, at: int) -> int:
-        node = self._at(at).entries.get(name)
+    def _entry(self, name: str, dir_fd: int) -> int:
+        node = self._at(dir_fd).entries.get(name)
         if node is None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", name)
         return node
@@ -287,29 +287,29 @@ class Model:
     def resolve(self, path: str) -> str:
         return path.rstrip("/")
 
-    def open_directory(self, path: str, *, at: int | None = None) -> int:
+    def open_directory(self, path: str, *, dir_fd: int | None = None) -> int:
         with self._turn:
-            node = self._led_to(path) if at is None else self._entry(path, at)
+            node = self._led_to(path) if dir_fd is None else self._entry(path, dir_fd)
             if not isinstance(self.nodes[node], Directory):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path)
             descriptor = self._opened(node)
             self._called(f"open_directory {path}")
             return descriptor
 
-    def open(self, name: str, *, at: int) -> int:
+    def open(self, name: str, *, dir_fd: int) -> int:
         with self._turn:
-            descriptor = self._opened(self._entry(name, at))
+            descriptor = self._opened(self._entry(name, dir_fd))
             self._called(f"open {name}")
             return descriptor
 
-    def hold(self, name: str, *, at: int) -> int | None:
+    def hold(self, name: str, *, dir_fd: int) -> int | None:
         """Nothing follows from it: what has no name is gone with the process."""
         with self._turn:
-            return self._opened(self._entry(name, at))
+            return self._opened(self._entry(name, dir_fd))
 
-    def create(self, name: str, *, at: int, private: bool = False) -> int:
+    def create(self, name: str, *, dir_fd: int, private: bool = False) -> int:
         with self._turn:
-            directory = self._at(at)
+            directory = self._at(dir_fd)
             if name in directory.entries:
                 raise FileExistsError(errno.EEXIST, "File exists", name)
             node = self._add(File(mode=0o600 if private else 0o644))
@@ -369,9 +369,9 @@ class Model:
         with self._turn:
             self._called(f"chown {user} {group}")
 
-    def rename(self, source: str, target: str, *, at: int) -> None:
+    def rename(self, source: str, target: str, *, dir_fd: int) -> None:
         with self._turn:
-            directory, node = self._at(at), self._entry(source, at)
+            directory, node = self._at(dir_fd), self._entry(source, dir_fd)
             replaced = self.nodes.get(directory.entries.get(target, 0))
             if isinstance(replaced, Directory) and (
                 replaced.entries or isinstance(self.nodes[node], File)
@@ -382,60 +382,62 @@ class Model:
             directory.change({source: None, target: node})
             self._called(f"rename {source} {target}")
 
-    def rename_new(self, source: str, target: str, *, at: int) -> bool:
+    def rename_new(self, source: str, target: str, *, dir_fd: int) -> bool:
         with self._turn:
             if not self._noreplace:
                 return False
-            directory, node = self._at(at), self._entry(source, at)
+            directory, node = self._at(dir_fd), self._entry(source, dir_fd)
             if target in directory.entries:
                 raise FileExistsError(errno.EEXIST, "File exists", target)
             directory.change({source: None, target: node})
             self._called(f"rename_new {source} {target}")
             return True
 
-    def exchange(self, first: str, second: str, *, at: int) -> bool:
+    def exchange(self, first: str, second: str, *, dir_fd: int) -> bool:
         with self._turn:
             if not self._exchange:
                 return False
-            one, two = self._entry(first, at), self._entry(second, at)
-            self._at(at).change({first: two, second: one})
+            one, two = self._entry(first, dir_fd), self._entry(second, dir_fd)
+            self._at(dir_fd).change({first: two, second: one})
             self._called(f"exchange {first} {second}")
             return True
 
-    def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+    def link(
+        self, source: str, target: str, *, dir_fd: int, source_dir_fd: int | None = None
+    ) -> None:
         with self._turn:
             directory, node = (
-                self._at(at),
-                self._entry(source, at if source_at is None else source_at),
+                self._at(dir_fd),
+                self._entry(source, dir_fd if source_dir_fd is None else source_dir_fd),
             )
             if target in directory.entries:
                 raise FileExistsError(errno.EEXIST, "File exists", target)
             directory.change({target: node})
             self._called(f"link {source} {target}")
 
-    def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
+    def mkdir(self, name: str, *, dir_fd: int, private: bool = False) -> None:
         with self._turn:
-            directory = self._at(at)
+            directory = self._at(dir_fd)
             if name in directory.entries:
                 raise FileExistsError(errno.EEXIST, "File exists", name)
             directory.change({name: self._add(Directory(mode=0o700 if private else 0o755))})
             self._called(f"mkdir {name}")
 
-    def unlink(self, name: str, *, at: int) -> None:
+    def unlink(self, name: str, *, dir_fd: int) -> None:
         with self._turn:
-            if isinstance(self.nodes[self._entry(name, at)], Directory):
+            if isinstance(self.nodes[self._entry(name, dir_fd)], Directory):
                 raise IsADirectoryError(errno.EISDIR, "Is a directory", name)
-            self._at(at).change({name: None})
+            self._at(dir_fd).change({name: None})
             self._called(f"unlink {name}")
 
-    def rmdir(self, name: str, *, at: int) -> None:
+    def rmdir(self, name: str, *, dir_fd: int) -> None:
         with self._turn:
-            found = self.nodes[self._entry(name, at)]
+            found = self.nodes[self._entry(name, dir_fd)]
             if not isinstance(found, Directory):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", name)
             if found.entries:
                 raise OSError(errno.ENOTEMPTY, "Directory not empty", name)
-            self._at(at).change({name: None})
+            self._at(dir_fd).change({name: None})
             self._called(f"rmdir {name}")
 
     def list(self, descriptor: int) -> list[str]:
@@ -448,9 +450,9 @@ class Model:
                 self.locks.setdefault(self.open_descriptors[descriptor], descriptor) == descriptor
             )
 
-    def stat(self, name: str, *, at: int) -> FileEntry | None:
+    def stat(self, name: str, *, dir_fd: int) -> FileEntry | None:
         with self._turn:
-            node = self._at(at).entries.get(name)
+            node = self._at(dir_fd).entries.get(name)
             return None if node is None else self._found(node)
 
     def inspect(self, descriptor: int) -> FileEntry:

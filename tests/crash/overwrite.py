@@ -83,7 +83,7 @@ def main(kind: str, path: str) -> None:
         from holdfast.stores.files import Files
 
         # As on NFS and overlayfs.
-        Files.exchange = lambda self, first, second, *, at: False  # type: ignore[method-assign]
+        Files.exchange = lambda self, first, second, *, dir_fd: False  # type: ignore[method-assign]
     for number in count():
         save(kind, path, number % 2)
         if number == 1:

@@ -72,9 +72,9 @@ def slowly() -> None:
     """Let every file take its time to be made, in this process."""
     create, here = Files.create, os.getpid()
 
-    def slow(self: Files, name: str, *, at: int, private: bool = False) -> int:
+    def slow(self: Files, name: str, *, dir_fd: int, private: bool = False) -> int:
         time.sleep(SLOW if os.getpid() == here else 0)
-        return create(self, name, at=at, private=private)
+        return create(self, name, dir_fd=dir_fd, private=private)
 
     Files.create = slow  # type: ignore[method-assign]
 

@@ -57,10 +57,10 @@ def names(folder: Path) -> list[str]:
 class Plain(Files):
     """A file system that can neither exchange nor refuse to replace."""
 
-    def exchange(self, first: str, second: str, *, at: int) -> bool:
+    def exchange(self, first: str, second: str, *, dir_fd: int) -> bool:
         return False
 
-    def rename_new(self, source: str, target: str, *, at: int) -> bool:
+    def rename_new(self, source: str, target: str, *, dir_fd: int) -> bool:
         return False
 
 
@@ -299,7 +299,7 @@ def test_places_that_are_refused(path: str):
 
 def test_a_folder_that_may_not_be_written_to():
     class Denied(Files):
-        def create(self, name: str, *, at: int, private: bool = False) -> int:
+        def create(self, name: str, *, dir_fd: int, private: bool = False) -> int:
             raise PermissionError(errno.EACCES, "Permission denied")
 
     # Not with real permissions: the tests may run as root, whom nothing is denied.
@@ -343,7 +343,9 @@ def test_without_overwrite(tmp_path: Path, files: Files):
 
 def test_without_overwrite_where_the_file_system_cannot_promise(tmp_path: Path):
     class NoLinks(Plain):
-        def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+        def link(
+            self, source: str, target: str, *, dir_fd: int, source_dir_fd: int | None = None
+        ) -> None:
             raise PermissionError(errno.EPERM, "Operation not permitted")
 
     with pytest.raises(NotCommitted, match="overwrite=True"):
@@ -470,8 +472,8 @@ def test_another_step_that_is_being_saved_is_left_alone(tmp_path: Path):
     class Meanwhile(Files):
         """Saves another step in the middle of the exchange."""
 
-        def exchange(self, first: str, second: str, *, at: int) -> bool:
-            done = super().exchange(first, second, at=at)
+        def exchange(self, first: str, second: str, *, dir_fd: int) -> bool:
+            done = super().exchange(first, second, dir_fd=dir_fd)
             put_directory(tmp_path / "step-3", a=b"quick")
             assert content(tmp_path / first) == {"a": b"old"}
             return done
@@ -532,12 +534,12 @@ def test_a_directory_that_a_cleaner_takes_before_it_is_opened(tmp_path: Path):
     class Raced(Files):
         tries = 0
 
-        def open_directory(self, path: str, *, at: int | None = None) -> int:
+        def open_directory(self, path: str, *, dir_fd: int | None = None) -> int:
             if is_temporary(path):
                 self.tries += 1
                 if self.tries == 1:
-                    os.rmdir(path, dir_fd=at)
-            return super().open_directory(path, at=at)
+                    os.rmdir(path, dir_fd=dir_fd)
+            return super().open_directory(path, dir_fd=dir_fd)
 
     files = Raced()
     put_directory(tmp_path / "model", files=files, a=b"1")
@@ -701,8 +703,8 @@ class Owners(Files):
             raise PermissionError(errno.EPERM, "Operation not permitted")
         self.given.append((user, group))
 
-    def stat(self, name: str, *, at: int) -> FileEntry | None:
-        found = super().stat(name, at=at)
+    def stat(self, name: str, *, dir_fd: int) -> FileEntry | None:
+        found = super().stat(name, dir_fd=dir_fd)
         return None if found is None else replace(found, owner=(7, 8))
 
 
@@ -836,11 +838,11 @@ def test_two_saves_do_not_replace_one_directory_at_once(tmp_path: Path):
     put_directory(tmp_path / "model", a=b"old")
 
     class Busy(Files):
-        def exchange(self, first: str, second: str, *, at: int) -> bool:
+        def exchange(self, first: str, second: str, *, dir_fd: int) -> bool:
             with pytest.raises(NotCommitted) as caught:
                 put_directory(tmp_path / "model", a=b"meanwhile")
             assert caught.value.errno == errno.EBUSY
-            return super().exchange(first, second, at=at)
+            return super().exchange(first, second, dir_fd=dir_fd)
 
     put_directory(tmp_path / "model", files=Busy(), a=b"new")
     assert content(tmp_path / "model") == {"a": b"new"}
@@ -855,7 +857,7 @@ def test_an_interrupt_around_the_visible_step(tmp_path: Path, call: str, after: 
         count = 0
 
         class Interrupted(Files):
-            def _maybe(self, name: str, *args: str, at: int) -> bool:
+            def _maybe(self, name: str, *args: str, dir_fd: int) -> bool:
                 nonlocal count
                 if call == "rename" and name == "exchange":
                     return False
@@ -863,17 +865,17 @@ def test_an_interrupt_around_the_visible_step(tmp_path: Path, call: str, after: 
                 if count == which and not after:  # noqa: B023
                     count += 1
                     raise KeyboardInterrupt
-                result = getattr(Files, name)(self, *args, at=at)
+                result = getattr(Files, name)(self, *args, dir_fd=dir_fd)
                 if count == which and after:  # noqa: B023
                     count += 1
                     raise KeyboardInterrupt
                 return bool(result)
 
-            def exchange(self, first: str, second: str, *, at: int) -> bool:
-                return self._maybe("exchange", first, second, at=at)
+            def exchange(self, first: str, second: str, *, dir_fd: int) -> bool:
+                return self._maybe("exchange", first, second, dir_fd=dir_fd)
 
-            def rename(self, source: str, target: str, *, at: int) -> None:
-                self._maybe("rename", source, target, at=at)
+            def rename(self, source: str, target: str, *, dir_fd: int) -> None:
+                self._maybe("rename", source, target, dir_fd=dir_fd)
 
         put_directory(tmp_path / "model", a=b"old")
         with pytest.raises(KeyboardInterrupt):
@@ -937,13 +939,13 @@ def test_a_live_save_between_its_renames_is_not_repaired(tmp_path: Path):
     class Slow(Plain):
         renames = 0
 
-        def rename(self, source: str, target: str, *, at: int) -> None:
+        def rename(self, source: str, target: str, *, dir_fd: int) -> None:
             self.renames += 1
             if self.renames == 2:
                 assert recover(tmp_path / "model") is not None
                 with DirectoryTransaction(tmp_path / "model", overwrite=True):
                     assert not (tmp_path / "model").exists()
-            super().rename(source, target, at=at)
+            super().rename(source, target, dir_fd=dir_fd)
 
     put_directory(tmp_path / "model", files=Slow(), a=b"new")
     assert names(tmp_path) == ["model"]
@@ -1079,7 +1081,7 @@ def test_a_failed_rename_leaves_nothing_held(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(temporaries, "LARGE_NBYTES", 1)
 
     class Failing(Files):
-        def rename(self, source: str, target: str, *, at: int) -> None:
+        def rename(self, source: str, target: str, *, dir_fd: int) -> None:
             raise OSError(errno.EIO, "input/output error")
 
     put(tmp_path / "model", b"old")

@@ -240,9 +240,9 @@ def in_folder(files: Files) -> int:
 
 def save_renamed_too_early(path: str, version: int, *, files: Files) -> None:
     at = in_folder(files)
-    d = files.create(".model.0123456789abcdef.tmp", at=at)
+    d = files.create(".model.0123456789abcdef.tmp", dir_fd=at)
     write_all(files, d, toy(version), offset=0)
-    files.rename(".model.0123456789abcdef.tmp", TARGET, at=at)
+    files.rename(".model.0123456789abcdef.tmp", TARGET, dir_fd=at)
     files.sync(d)
     files.sync(at)
     files.close(d)
@@ -251,7 +251,7 @@ def save_renamed_too_early(path: str, version: int, *, files: Files) -> None:
 
 def save_in_place(path: str, version: int, *, files: Model) -> None:
     at = in_folder(files)
-    d = files.open(TARGET, at=at)
+    d = files.open(TARGET, dir_fd=at)
     files.allocate(d, 0)
     write_all(files, d, toy(version), offset=0)
     files.sync(d)
@@ -262,11 +262,11 @@ def save_in_place(path: str, version: int, *, files: Model) -> None:
 
 def save_after_unlink(path: str, version: int, *, files: Files) -> None:
     at = in_folder(files)
-    d = files.create(".model.0123456789abcdef.tmp", at=at)
+    d = files.create(".model.0123456789abcdef.tmp", dir_fd=at)
     write_all(files, d, toy(version), offset=0)
     files.sync(d)
-    files.unlink(TARGET, at=at)
-    files.rename(".model.0123456789abcdef.tmp", TARGET, at=at)
+    files.unlink(TARGET, dir_fd=at)
+    files.rename(".model.0123456789abcdef.tmp", TARGET, dir_fd=at)
     files.sync(at)
     files.close(d)
     files.close(at)
@@ -279,11 +279,11 @@ def test_broken_file_sequences_are_caught(save: Callable[..., None]):
 
 def written(files: Files, at: int, version: int) -> int:
     """A finished, durable temporary directory."""
-    files.mkdir(".model.0123456789abcdef.tmp", at=at)
-    inner = files.open_directory(".model.0123456789abcdef.tmp", at=at)
+    files.mkdir(".model.0123456789abcdef.tmp", dir_fd=at)
+    inner = files.open_directory(".model.0123456789abcdef.tmp", dir_fd=at)
     data, index = toy_files(version)
     for key, content in (data | index).items():
-        d = files.create(key, at=inner)
+        d = files.create(key, dir_fd=inner)
         write_all(files, d, content, offset=0)
         files.sync(d)
         files.close(d)
@@ -292,18 +292,18 @@ def written(files: Files, at: int, version: int) -> int:
 
 
 def removed(files: Files, name: str, at: int) -> None:
-    inner = files.open_directory(name, at=at)
+    inner = files.open_directory(name, dir_fd=at)
     for key in files.list(inner):
-        files.unlink(key, at=inner)
+        files.unlink(key, dir_fd=inner)
     files.close(inner)
-    files.rmdir(name, at=at)
+    files.rmdir(name, dir_fd=at)
 
 
 def save_after_deleting(path: str, version: int, *, files: Files) -> None:
     at = in_folder(files)
     inner = written(files, at, version)
     removed(files, TARGET, at)
-    files.rename(".model.0123456789abcdef.tmp", TARGET, at=at)
+    files.rename(".model.0123456789abcdef.tmp", TARGET, dir_fd=at)
     files.sync(at)
     files.close(inner)
     files.close(at)
@@ -312,12 +312,12 @@ def save_after_deleting(path: str, version: int, *, files: Files) -> None:
 def save_emptied_before_exchange(path: str, version: int, *, files: Files) -> None:
     at = in_folder(files)
     inner = written(files, at, version)
-    old = files.open_directory(TARGET, at=at)
+    old = files.open_directory(TARGET, dir_fd=at)
     for key in files.list(old):
-        files.unlink(key, at=old)
-    files.exchange(".model.0123456789abcdef.tmp", TARGET, at=at)
+        files.unlink(key, dir_fd=old)
+    files.exchange(".model.0123456789abcdef.tmp", TARGET, dir_fd=at)
     files.sync(at)
-    files.rmdir(".model.0123456789abcdef.tmp", at=at)
+    files.rmdir(".model.0123456789abcdef.tmp", dir_fd=at)
     for d in (old, inner, at):
         files.close(d)
 
@@ -325,7 +325,7 @@ def save_emptied_before_exchange(path: str, version: int, *, files: Files) -> No
 def save_removed_before_sync(path: str, version: int, *, files: Files) -> None:
     at = in_folder(files)
     inner = written(files, at, version)
-    files.exchange(".model.0123456789abcdef.tmp", TARGET, at=at)
+    files.exchange(".model.0123456789abcdef.tmp", TARGET, dir_fd=at)
     removed(files, ".model.0123456789abcdef.tmp", at)
     files.sync(at)
     files.close(inner)
@@ -336,8 +336,8 @@ def save_with_a_gap(path: str, version: int, *, files: Files) -> None:
     """Two renames, the old one under a name that nobody knows to look for."""
     at = in_folder(files)
     inner = written(files, at, version)
-    files.rename(TARGET, "backup", at=at)
-    files.rename(".model.0123456789abcdef.tmp", TARGET, at=at)
+    files.rename(TARGET, "backup", dir_fd=at)
+    files.rename(".model.0123456789abcdef.tmp", TARGET, dir_fd=at)
     files.sync(at)
     removed(files, "backup", at)
     files.close(inner)
@@ -365,7 +365,7 @@ def test_what_the_broken_sequences_are_made_of_is_sound():
     def save(path: str, version: int, *, files: Files) -> None:
         at = in_folder(files)
         inner = written(files, at, version)
-        files.exchange(".model.0123456789abcdef.tmp", TARGET, at=at)
+        files.exchange(".model.0123456789abcdef.tmp", TARGET, dir_fd=at)
         files.sync(at)
         removed(files, ".model.0123456789abcdef.tmp", at)
         files.close(inner)
@@ -383,7 +383,7 @@ def test_a_leftover_is_seen():
     def save(path: str, version: int, *, files: Files) -> None:
         save_toy(path, version, files=files)
         at = in_folder(files)
-        files.close(files.create(".model.0123456789abcdef.tmp", at=at))
+        files.close(files.create(".model.0123456789abcdef.tmp", dir_fd=at))
         files.close(at)
 
     report = examine(save, read_toy, old=True, first=save_toy, following=False)

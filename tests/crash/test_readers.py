@@ -221,11 +221,11 @@ def test_half_a_checkpoint_is_one_with_missing_files(kind: str, tmp_path: Path, 
     class Stop(OSError):
         pass
 
-    def unlink(self, name: str, *, at: int) -> None:
+    def unlink(self, name: str, *, dir_fd: int) -> None:
         if removed:
             raise Stop
         removed.append(name)
-        os.unlink(name, dir_fd=at)
+        os.unlink(name, dir_fd=dir_fd)
 
     monkeypatch.setattr("holdfast.stores.files.Files.unlink", unlink)
     save(kind, path, 1)

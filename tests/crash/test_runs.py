@@ -268,11 +268,11 @@ def test_deleting_without_a_rename_is_seen(monkeypatch: pytest.MonkeyPatch):
             self.files, self.name, self.at = files, name, at
 
         def remove(self, *, durable: bool) -> None:
-            inside = self.files.open_directory(self.name, at=self.at)
+            inside = self.files.open_directory(self.name, dir_fd=self.at)
             for name in self.files.list(inside):
-                self.files.unlink(name, at=inside)
+                self.files.unlink(name, dir_fd=inside)
             self.files.close(inside)
-            self.files.rmdir(self.name, at=self.at)
+            self.files.rmdir(self.name, dir_fd=self.at)
 
     monkeypatch.setattr(directory, "hide", lambda files, name, *, at: InPlace(files, name, at))
     model, looked = start(1, 2, 3), Looked()

@@ -25,10 +25,10 @@ def trained(files: Model, *, single: bool = False) -> None:
     """What a trainer leaves: files and a folder that nobody has synced."""
     at = files.open_directory(ROOT)
     if not single:
-        files.mkdir(FOLDER, at=at)
-        at = files.open_directory(FOLDER, at=at)
-        files.mkdir("sub", at=at)
-        sub = files.open_directory("sub", at=at)
+        files.mkdir(FOLDER, dir_fd=at)
+        at = files.open_directory(FOLDER, dir_fd=at)
+        files.mkdir("sub", dir_fd=at)
+        sub = files.open_directory("sub", dir_fd=at)
         put(files, sub, "rng", payload(2, 700))
     put(files, at, FOLDER if single else "optimizer.pt", payload(1, 5_000))
     files.open_descriptors.clear()
@@ -36,7 +36,7 @@ def trained(files: Model, *, single: bool = False) -> None:
 
 
 def put(files: Model, at: int, name: str, content: bytes) -> None:
-    write_all(files, files.create(name, at=at), content, offset=0)
+    write_all(files, files.create(name, dir_fd=at), content, offset=0)
 
 
 def flat(tree: Tree, prefix: str = "") -> dict[str, bytes]:

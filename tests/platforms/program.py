@@ -587,7 +587,7 @@ def odd(folder: str) -> dict[str, object]:
         number = system_files().open_directory(os.path.join(folder, "at"))
         os.rename(os.path.join(folder, "at"), os.path.join(folder, "elsewhere"))
         os.mkdir(os.path.join(folder, "at"))
-        assert "moved or replaced" in refused(lambda: system_files().create("x", at=number))
+        assert "moved or replaced" in refused(lambda: system_files().create("x", dir_fd=number))
     return left(folder)
 
 

@@ -453,10 +453,10 @@ def act_at_links(
     real = Files.link
 
     def link(
-        self: Files, source: str, target: str, *, at: int, source_at: int | None = None
+        self: Files, source: str, target: str, *, dir_fd: int, source_dir_fd: int | None = None
     ) -> None:
         before(source)
-        real(self, source, target, at=at, source_at=source_at)
+        real(self, source, target, dir_fd=dir_fd, source_dir_fd=source_dir_fd)
         behind(source)
 
     monkeypatch.setattr(Files, "link", link)
@@ -531,10 +531,10 @@ def test_a_base_that_is_removed_meanwhile_is_not_used(
     first(tmp_path / "1", arrays())
     real = Files.stat
 
-    def stat(self: Files, name: str, *, at: int) -> object:
+    def stat(self: Files, name: str, *, dir_fd: int) -> object:
         if name.startswith("data"):
             shutil.rmtree(tmp_path / "1", ignore_errors=True)
-        return real(self, name, at=at)
+        return real(self, name, dir_fd=dir_fd)
 
     monkeypatch.setattr(Files, "stat", stat)
     saved = after(tmp_path / "1", tmp_path / "2", arrays())

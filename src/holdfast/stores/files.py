@@ -5,7 +5,7 @@ crash can leave behind, and by a saboteur that lets the Nth call fail. Therefore
 system call, or nearly one, and makes no decisions. An `OSError` passes through with its code.
 `engine/commit/transactions.py` decides what to do about it.
 
-Names are relative to an open directory (`at`), so moving a parent during a save cannot redirect it.
+Names are relative to an open directory (`dir_fd`), so moving a parent during a save cannot redirect it.
 Only `resolve` follows links, and a save calls it once, before it writes anything.
 
 Loops over short writes, reads and copies are functions that use the object: `write_all`, `read_all`
@@ -109,36 +109,36 @@ class Files:
         """Return an absolute path with every link followed. Parts that do not exist are kept."""
         return os.path.realpath(path)
 
-    def open_directory(self, path: str, *, at: int | None = None) -> int:
-        """Open a directory. With `at`, the path is a name in that directory and must not be a link."""
-        link_flag = 0 if at is None else NO_FOLLOW
-        return self._open_descriptor(path, os.O_RDONLY | DIRECTORY | link_flag, at=at)
+    def open_directory(self, path: str, *, dir_fd: int | None = None) -> int:
+        """Open a directory. With `dir_fd`, the path is a name in that directory and must not be a link."""
+        link_flag = 0 if dir_fd is None else NO_FOLLOW
+        return self._open_descriptor(path, os.O_RDONLY | DIRECTORY | link_flag, dir_fd=dir_fd)
 
-    def open(self, name: str, *, at: int) -> int:
+    def open(self, name: str, *, dir_fd: int) -> int:
         """Open an existing file to read or lock it. Refuses a link, and does not wait for a pipe."""
-        return self._open_descriptor(name, os.O_RDONLY | NO_FOLLOW | NON_BLOCKING, at=at)
+        return self._open_descriptor(name, os.O_RDONLY | NO_FOLLOW | NON_BLOCKING, dir_fd=dir_fd)
 
-    def open_shared(self, name: str, *, at: int) -> int:
+    def open_shared(self, name: str, *, dir_fd: int) -> int:
         """Open an existing file for reading and writing that another process writes as well."""
-        return self._open_descriptor(name, os.O_RDWR | NO_FOLLOW | NON_BLOCKING, at=at)
+        return self._open_descriptor(name, os.O_RDWR | NO_FOLLOW | NON_BLOCKING, dir_fd=dir_fd)
 
-    def hold(self, name: str, *, at: int) -> int | None:
+    def hold(self, name: str, *, dir_fd: int) -> int | None:
         """Open a file or directory only to keep its inode alive. None if the system cannot."""
         if not PATH_ONLY:
             return None
-        return self._open_descriptor(name, PATH_ONLY | NO_FOLLOW, at=at)
+        return self._open_descriptor(name, PATH_ONLY | NO_FOLLOW, dir_fd=dir_fd)
 
-    def create(self, name: str, *, at: int, private: bool = False) -> int:
+    def create(self, name: str, *, dir_fd: int, private: bool = False) -> int:
         """Create a file and open it for reading and writing. It must not exist.
 
         With `private`, only this user may access it.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW
-        return self._open_descriptor(name, flags, at=at, mode=0o600 if private else 0o666)
+        return self._open_descriptor(name, flags, dir_fd=dir_fd, mode=0o600 if private else 0o666)
 
-    def _open_descriptor(self, path: str, flags: int, *, at: int | None, mode: int = 0) -> int:
+    def _open_descriptor(self, path: str, flags: int, *, dir_fd: int | None, mode: int = 0) -> int:
         self._check_process()
-        descriptor = os.open(path, flags | OPEN_FLAGS, mode, dir_fd=at)
+        descriptor = os.open(path, flags | OPEN_FLAGS, mode, dir_fd=dir_fd)
         _has_lock[descriptor] = False
         return descriptor
 
@@ -191,57 +191,59 @@ class Files:
         self._check_process()
         platform.change_owner(descriptor, user, group)
 
-    def rename(self, source: str, target: str, *, at: int) -> None:
+    def rename(self, source: str, target: str, *, dir_fd: int) -> None:
         """Rename in one step. Replaces an existing target."""
         self._check_process()
-        os.rename(source, target, src_dir_fd=at, dst_dir_fd=at)
+        os.rename(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
-    def rename_new(self, source: str, target: str, *, at: int) -> bool:
+    def rename_new(self, source: str, target: str, *, dir_fd: int) -> bool:
         """Rename in one step. Raises `FileExistsError` if the target exists.
 
         Returns:
             False, without any change, if the system does not support this.
         """
         self._check_process()
-        return platform.rename_new(source, target, at=at)
+        return platform.rename_new(source, target, dir_fd=dir_fd)
 
-    def exchange(self, first: str, second: str, *, at: int) -> bool:
+    def exchange(self, first: str, second: str, *, dir_fd: int) -> bool:
         """Exchange two names in one step.
 
         Returns:
             False, without any change, if the system does not support this.
         """
         self._check_process()
-        return platform.exchange(first, second, at=at)
+        return platform.exchange(first, second, dir_fd=dir_fd)
 
-    def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+    def link(
+        self, source: str, target: str, *, dir_fd: int, source_dir_fd: int | None = None
+    ) -> None:
         """Give a file a second name. Raises `FileExistsError` if the target exists.
 
-        With `source_at`, the source is in that directory instead of in `at`.
+        With `source_dir_fd`, the source is in that directory instead of in `dir_fd`.
         """
         self._check_process()
         os.link(
             source,
             target,
-            src_dir_fd=at if source_at is None else source_at,
-            dst_dir_fd=at,
+            src_dir_fd=dir_fd if source_dir_fd is None else source_dir_fd,
+            dst_dir_fd=dir_fd,
             follow_symlinks=False,
         )
 
-    def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
+    def mkdir(self, name: str, *, dir_fd: int, private: bool = False) -> None:
         """Create a directory. With `private`, only this user may access it."""
         self._check_process()
-        os.mkdir(name, 0o700 if private else 0o777, dir_fd=at)
+        os.mkdir(name, 0o700 if private else 0o777, dir_fd=dir_fd)
 
-    def unlink(self, name: str, *, at: int) -> None:
+    def unlink(self, name: str, *, dir_fd: int) -> None:
         """Remove a file or a link. The target of a link stays."""
         self._check_process()
-        os.unlink(name, dir_fd=at)
+        os.unlink(name, dir_fd=dir_fd)
 
-    def rmdir(self, name: str, *, at: int) -> None:
+    def rmdir(self, name: str, *, dir_fd: int) -> None:
         """Remove an empty directory."""
         self._check_process()
-        os.rmdir(name, dir_fd=at)
+        os.rmdir(name, dir_fd=dir_fd)
 
     def list(self, descriptor: int) -> Names:
         """Return the names in a directory, sorted."""
@@ -261,11 +263,11 @@ class Files:
             _has_lock[descriptor] = True
         return True
 
-    def stat(self, name: str, *, at: int) -> FileEntry | None:
+    def stat(self, name: str, *, dir_fd: int) -> FileEntry | None:
         """Return the metadata of a name, or None if it does not exist. Does not follow a link."""
         self._check_process()
         try:
-            return entry_from_status(os.stat(name, dir_fd=at, follow_symlinks=False))
+            return entry_from_status(os.stat(name, dir_fd=dir_fd, follow_symlinks=False))
         except FileNotFoundError:
             return None
 
@@ -327,15 +329,15 @@ def write_all(files: Files, descriptor: int, data: Buffer, *, offset: int) -> No
 
 
 def read_all(
-    files: Files, name: str, entry: FileEntry | None, *, at: int, most: int
+    files: Files, name: str, entry: FileEntry | None, *, dir_fd: int, most: int
 ) -> bytes | None:
     """Read a small file completely.
 
     Args:
         files: The file system.
-        name: The name of the file in the directory `at`.
+        name: The name of the file in the directory `dir_fd`.
         entry: The metadata of the file, or None if it does not exist.
-        at: A descriptor of the directory.
+        dir_fd: A descriptor of the directory.
         most: The largest length to read.
 
     Returns:
@@ -343,7 +345,7 @@ def read_all(
     """
     if entry is None or entry.kind != "file" or entry.nbytes > most:
         return None
-    descriptor = files.open(name, at=at)
+    descriptor = files.open(name, dir_fd=dir_fd)
     try:
         content = b""
         # Reading in blocks allocates no memory for a length that the file only claims to have.
@@ -498,29 +500,29 @@ class PathFiles(Files):
     list of its folder.
     """
 
-    def open_directory(self, path: str, *, at: int | None = None) -> int:
+    def open_directory(self, path: str, *, dir_fd: int | None = None) -> int:
         self._check_process()
         # Renames find open directories by their paths, so each one must have a single spelling.
-        full_path = os.path.realpath(path) if at is None else self._join_path(path, at)
-        status = os.stat(full_path, follow_symlinks=at is None)
+        full_path = os.path.realpath(path) if dir_fd is None else self._join_path(path, dir_fd)
+        status = os.stat(full_path, follow_symlinks=dir_fd is None)
         if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), full_path)
         number = next(_directory_numbers)
         _open_entries[number] = OpenEntry(full_path, entry_from_status(status).identity)
         return number
 
-    def open(self, name: str, *, at: int) -> int:
-        path = self._join_path(name, at)
+    def open(self, name: str, *, dir_fd: int) -> int:
+        path = self._join_path(name, dir_fd)
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise OSError(errno.ELOOP, "not a regular file", path)
         return self._open_file(path, os.O_RDONLY)
 
-    def hold(self, name: str, *, at: int) -> int | None:
+    def hold(self, name: str, *, dir_fd: int) -> int | None:
         # An open file could be neither replaced nor removed here.
         return None
 
-    def create(self, name: str, *, at: int, private: bool = False) -> int:
-        return self._open_file(self._join_path(name, at), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    def create(self, name: str, *, dir_fd: int, private: bool = False) -> int:
+        return self._open_file(self._join_path(name, dir_fd), os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def _open_file(self, path: str, flags: int) -> int:
         self._check_process()
@@ -555,20 +557,22 @@ class PathFiles(Files):
         self._check_process()
         os.chmod(_get_open_entry(descriptor).path, mode)
 
-    def rename(self, source: str, target: str, *, at: int) -> None:
-        self._move(os.replace, source, target, at=at)
+    def rename(self, source: str, target: str, *, dir_fd: int) -> None:
+        self._move(os.replace, source, target, dir_fd=dir_fd)
 
-    def rename_new(self, source: str, target: str, *, at: int) -> bool:
+    def rename_new(self, source: str, target: str, *, dir_fd: int) -> bool:
         if platform.REMOVES_OPEN_FILES:
             return False
         # Only on Windows, os.rename refuses an existing target, both a file and a directory.
-        self._move(os.rename, source, target, at=at)
+        self._move(os.rename, source, target, dir_fd=dir_fd)
         return True
 
-    def _move(self, move: Callable[[str, str], None], source: str, target: str, *, at: int) -> None:
+    def _move(
+        self, move: Callable[[str, str], None], source: str, target: str, *, dir_fd: int
+    ) -> None:
         """Rename a path, and update the paths of open files and directories."""
-        old_path = self._join_path(source, at)
-        new_path = self._join_path(target, at)
+        old_path = self._join_path(source, dir_fd)
+        new_path = self._join_path(target, dir_fd)
         _close_early(old_path)
         _retry_while_in_use(lambda: move(old_path, new_path))
         for entry in _open_entries.values():
@@ -580,25 +584,27 @@ class PathFiles(Files):
             elif entry.path.startswith(old_path + os.sep):
                 entry.path = new_path + entry.path[len(old_path) :]
 
-    def exchange(self, first: str, second: str, *, at: int) -> bool:
+    def exchange(self, first: str, second: str, *, dir_fd: int) -> bool:
         return False
 
-    def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
-        source_path = self._join_path(source, at if source_at is None else source_at)
-        os.link(os.path.normpath(source_path), self._join_path(target, at))
+    def link(
+        self, source: str, target: str, *, dir_fd: int, source_dir_fd: int | None = None
+    ) -> None:
+        source_path = self._join_path(source, dir_fd if source_dir_fd is None else source_dir_fd)
+        os.link(os.path.normpath(source_path), self._join_path(target, dir_fd))
 
-    def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
+    def mkdir(self, name: str, *, dir_fd: int, private: bool = False) -> None:
         # `private` is ignored: since Python 3.12.4 it would set an access list, which every file in
         # the folder would inherit and keep.
-        os.mkdir(self._join_path(name, at))
+        os.mkdir(self._join_path(name, dir_fd))
 
-    def unlink(self, name: str, *, at: int) -> None:
-        path = self._join_path(name, at)
+    def unlink(self, name: str, *, dir_fd: int) -> None:
+        path = self._join_path(name, dir_fd)
         _close_early(path)
         _retry_while_in_use(lambda: os.unlink(path))
 
-    def rmdir(self, name: str, *, at: int) -> None:
-        path = self._join_path(name, at)
+    def rmdir(self, name: str, *, dir_fd: int) -> None:
+        path = self._join_path(name, dir_fd)
         _retry_while_in_use(lambda: os.rmdir(path))
 
     def list(self, descriptor: int) -> Names:
@@ -630,9 +636,9 @@ class PathFiles(Files):
                     os.unlink(os.path.join(folder, name))
         return True
 
-    def stat(self, name: str, *, at: int) -> FileEntry | None:
+    def stat(self, name: str, *, dir_fd: int) -> FileEntry | None:
         try:
-            return entry_from_status(os.lstat(self._join_path(name, at)))
+            return entry_from_status(os.lstat(self._join_path(name, dir_fd)))
         except FileNotFoundError:
             return None
 
@@ -662,10 +668,10 @@ class PathFiles(Files):
                     os.close(lock_descriptor)
                     os.unlink(lock_path)
 
-    def _join_path(self, name: str, at: int) -> str:
+    def _join_path(self, name: str, dir_fd: int) -> str:
         """Return the path of a name in an open directory, which must not have been moved."""
         self._check_process()
-        folder = _get_open_entry(at)
+        folder = _get_open_entry(dir_fd)
         if entry_from_status(os.stat(folder.path)).identity != folder.identity:
             message = "the folder was moved or replaced during the save"
             raise OSError(errno.ESTALE, message, folder.path)

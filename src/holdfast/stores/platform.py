@@ -294,22 +294,22 @@ def longest_name(descriptor: int) -> int:
     return nbytes
 
 
-def rename_new(source: str, target: str, *, at: int) -> bool:
+def rename_new(source: str, target: str, *, dir_fd: int) -> bool:
     """Rename a file unless the target exists. Returns False if the system cannot do this in one step."""
     return _rename_with_flags(
-        source, target, at=at, linux_flags=RENAME_NOREPLACE, macos_flags=RENAME_EXCL
+        source, target, dir_fd=dir_fd, linux_flags=RENAME_NOREPLACE, macos_flags=RENAME_EXCL
     )
 
 
-def exchange(first: str, second: str, *, at: int) -> bool:
+def exchange(first: str, second: str, *, dir_fd: int) -> bool:
     """Exchange two names. Returns False if the system cannot do this in one step."""
     return _rename_with_flags(
-        first, second, at=at, linux_flags=RENAME_EXCHANGE, macos_flags=RENAME_SWAP
+        first, second, dir_fd=dir_fd, linux_flags=RENAME_EXCHANGE, macos_flags=RENAME_SWAP
     )
 
 
 def _rename_with_flags(
-    source: str, target: str, *, at: int, linux_flags: int, macos_flags: int
+    source: str, target: str, *, dir_fd: int, linux_flags: int, macos_flags: int
 ) -> bool:
     # Python has neither function. glibc 2.28 and macOS 10.12 have one each, with equal parameters.
     for name, flags in (("renameat2", linux_flags), ("renameatx_np", macos_flags)):
@@ -322,7 +322,7 @@ def _rename_with_flags(
                 ctypes.c_char_p,
                 ctypes.c_uint,
             ]
-            result = rename(at, os.fsencode(source), at, os.fsencode(target), flags)
+            result = rename(dir_fd, os.fsencode(source), dir_fd, os.fsencode(target), flags)
             return check_c_result(result, source, target)
     return False
 

@@ -194,16 +194,16 @@ def linked_or_copied(
 
     Raises `NotCommitted` where it is not there any more, or not as it was, and `OSError`.
     """
-    found = files.stat(key, at=source_at)
+    found = files.stat(key, dir_fd=source_at)
     if found is None or found.kind != "file" or found.nbytes != nbytes:
         raise refusal(CHANGED, label, errno.ESTALE)
     try:
-        files.link(key, key, at=at, source_at=source_at)
+        files.link(key, key, dir_fd=at, source_dir_fd=source_at)
     except OSError as error:
         if error.errno not in CANNOT_LINK:
             raise
         return _copied(files, key, nbytes, source_at=source_at, at=at, label=label), False
-    taken = NewFile(files, files.open(key, at=at), path=label)
+    taken = NewFile(files, files.open(key, dir_fd=at), path=label)
     try:
         if files.inspect(taken.descriptor).identity != found.identity:
             raise refusal(CHANGED, label, errno.ESTALE)
@@ -214,9 +214,9 @@ def linked_or_copied(
 
 
 def _copied(files: Files, key: str, nbytes: int, *, source_at: int, at: int, label: str) -> NewFile:
-    made = NewFile(files, files.create(key, at=at), path=label)
+    made = NewFile(files, files.create(key, dir_fd=at), path=label)
     try:
-        source = files.open(key, at=source_at)
+        source = files.open(key, dir_fd=source_at)
         try:
             made.copy(source, nbytes, source_offset=0, offset=0)
         finally:

@@ -130,7 +130,7 @@ class TargetName(Value, frozen=True):
     def holds(self, temporary: LockedName) -> bool:
         """Whether the name stands for what was to be published now, or cannot be looked at."""
         try:
-            found = self.files.stat(self.name, at=self.at)
+            found = self.files.stat(self.name, dir_fd=self.at)
         except OSError:
             return True
         return found is not None and found.identity == temporary.identity
@@ -221,7 +221,7 @@ def _look_up(
                     path,
                     errno.EINVAL,
                 )
-            existing = files.stat(name, at=at)
+            existing = files.stat(name, dir_fd=at)
             if existing is not None and existing.kind == "link":
                 return None
             neighbours: Sequence[str] | None = ()
@@ -234,7 +234,7 @@ def _look_up(
             if existing is None and repair(
                 files, name, at=at, there=neighbours or (), longest=longest
             ):
-                existing = files.stat(name, at=at)
+                existing = files.stat(name, dir_fd=at)
             target = TargetName(files, path, name, at, longest, existing, neighbours)
     finally:
         if target is None:

@@ -112,7 +112,7 @@ class LockedName:
     @classmethod
     def open(cls, files: Files, name: str, *, at: int) -> LockedName:
         """Open a directory under its name; locking it is the next thing to do."""
-        descriptor = files.open_directory(name, at=at)
+        descriptor = files.open_directory(name, dir_fd=at)
         try:
             return cls(files, name, at=at, descriptor=descriptor)
         except BaseException:
@@ -122,7 +122,7 @@ class LockedName:
 
     def in_place(self) -> bool:
         """Whether the name still stands for what is open."""
-        found = self.files.stat(self.name, at=self.at)
+        found = self.files.stat(self.name, dir_fd=self.at)
         return found is not None and found.identity == self.identity
 
     def close(self) -> None:
@@ -148,12 +148,12 @@ def claim(
         descriptor = None
         try:
             if directory:
-                files.mkdir(temporary, at=at, private=private)
+                files.mkdir(temporary, dir_fd=at, private=private)
                 # If it is not there any more, a cleaner was faster.
                 with suppress(FileNotFoundError):
-                    descriptor = files.open_directory(temporary, at=at)
+                    descriptor = files.open_directory(temporary, dir_fd=at)
             else:
-                descriptor = files.create(temporary, at=at, private=private)
+                descriptor = files.create(temporary, dir_fd=at, private=private)
             if descriptor is None:
                 continue
             if locked(files, descriptor):
@@ -166,7 +166,7 @@ def claim(
             # Also an interrupt between a call and the next line: the name is ours alone, whatever
             # was done under it.
             with suppress(OSError):
-                (files.rmdir if directory else files.unlink)(temporary, at=at)
+                (files.rmdir if directory else files.unlink)(temporary, dir_fd=at)
             if descriptor is not None:
                 with suppress(OSError):
                     files.close(descriptor)
@@ -205,7 +205,7 @@ def clean(
 def _clean_one(
     files: Files, entry: str, *, name: str, at: int, directories: bool, own: bool
 ) -> None:
-    found = files.stat(entry, at=at)
+    found = files.stat(entry, dir_fd=at)
     if found is None or found.kind not in ("file", "directory"):
         return
     # By the file system's own times, too: the clock of this machine may be ahead.
@@ -218,7 +218,9 @@ def _clean_one(
     directory = found.kind == "directory"
     if directory and not directories and not entry.endswith(".tmp"):
         return
-    descriptor = files.open_directory(entry, at=at) if directory else files.open(entry, at=at)
+    descriptor = (
+        files.open_directory(entry, dir_fd=at) if directory else files.open(entry, dir_fd=at)
+    )
     try:
         if not files.lock(descriptor):
             return
@@ -227,9 +229,9 @@ def _clean_one(
         if not kept.in_place():
             return
         if not directory:
-            files.unlink(entry, at=at)
+            files.unlink(entry, dir_fd=at)
         elif (names := plain_names(files, descriptor)) is not None:
-            if entry.endswith(".old") and files.stat(name, at=at) is None:
+            if entry.endswith(".old") and files.stat(name, dir_fd=at) is None:
                 return
             files.sync(at)
             empty(files, kept, names)
@@ -249,7 +251,7 @@ def unfinished(path: AnyPath) -> list[str]:
         return [
             os.path.join(parent, entry)
             for entry in found
-            if (there := files.stat(entry, at=at)) and there.kind == "directory"
+            if (there := files.stat(entry, dir_fd=at)) and there.kind == "directory"
         ]
     finally:
         files.close(at)
@@ -259,7 +261,7 @@ def plain_names(files: Files, descriptor: int) -> list[str] | None:
     """The names in a directory where all of them are plain files, else None."""
     names = list(files.list(descriptor))
     for name in names:
-        found = files.stat(name, at=descriptor)
+        found = files.stat(name, dir_fd=descriptor)
         if found is not None and found.kind != "file":
             return None
     return names
@@ -279,15 +281,15 @@ def empty(
     with freed_in_background(files, sizes or {}, at=at):
         for name in sorted(names, key=lambda name: name.endswith((".json", ".metadata"))):
             with suppress(FileNotFoundError):
-                files.unlink(name, at=at)
-        files.rmdir(directory.name, at=directory.at)
+                files.unlink(name, dir_fd=at)
+        files.rmdir(directory.name, dir_fd=directory.at)
 
 
 def set_aside(files: Files, name: str, *, at: int, there: Sequence[str], longest: int) -> list[str]:
     """The names of directories that were moved aside for a target, of all that is `there`."""
     aside = _ours(name, suffix="old", longest=longest)
     names = [entry for entry in there if aside(entry)]
-    found = [(entry, files.stat(entry, at=at)) for entry in names]
+    found = [(entry, files.stat(entry, dir_fd=at)) for entry in names]
     return [entry for entry, what in found if what is not None and what.kind == "directory"]
 
 
@@ -299,7 +301,7 @@ def recover(path: AnyPath) -> str | None:
         parent, name = split_path(files.resolve(local_path(path)))
         at = files.open_directory(parent)
         try:
-            if name and files.stat(name, at=at) is None:
+            if name and files.stat(name, dir_fd=at) is None:
                 aside = set_aside(
                     files, name, at=at, there=files.list(at), longest=files.longest_name(at)
                 )
@@ -314,12 +316,12 @@ def repair(files: Files, name: str, *, at: int, there: Sequence[str], longest: i
     aside = set_aside(files, name, at=at, there=there, longest=longest)
     if len(aside) != 1:
         return False
-    descriptor = files.open_directory(aside[0], at=at)
+    descriptor = files.open_directory(aside[0], dir_fd=at)
     try:
         # A live transaction holds it while it is between its two renames: not ours to repair.
         if locked(files, descriptor):
-            if not files.rename_new(aside[0], name, at=at):
-                files.rename(aside[0], name, at=at)
+            if not files.rename_new(aside[0], name, dir_fd=at):
+                files.rename(aside[0], name, dir_fd=at)
             files.sync(at)
         return True
     finally:
@@ -354,7 +356,7 @@ def freed_in_background(
             if entry.nbytes >= LARGE_NBYTES and len(held) < MOST_HELD:
                 # If it cannot be opened, nobody misses it: the name changes all the same.
                 with suppress(OSError):
-                    descriptor = files.hold(name, at=at)
+                    descriptor = files.hold(name, dir_fd=at)
                     if descriptor is not None:
                         held.append(descriptor)
         yield

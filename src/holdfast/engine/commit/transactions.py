@@ -237,11 +237,11 @@ class FileTransaction(_Transaction):
             entries = {} if target.existing is None else {target.name: target.existing}
             with freed_in_background(files, entries, at=target.at):
                 before_rename()
-                files.rename(temporary.name, target.name, at=target.at)
-        elif not files.rename_new(temporary.name, target.name, at=target.at):
+                files.rename(temporary.name, target.name, dir_fd=target.at)
+        elif not files.rename_new(temporary.name, target.name, dir_fd=target.at):
             try:
                 # A second name, which is refused where there is one already. The first goes when the transaction ends.
-                files.link(temporary.name, target.name, at=target.at)
+                files.link(temporary.name, target.name, dir_fd=target.at)
             except OSError as error:
                 if error.errno not in NO_LINKS:
                     raise
@@ -256,7 +256,7 @@ class FileTransaction(_Transaction):
         if temporary is not None:
             if not (self._published and self.overwrite):
                 with suppress(OSError):
-                    target.files.unlink(temporary.name, at=target.at)
+                    target.files.unlink(temporary.name, dir_fd=target.at)
             # Nobody writes to a descriptor that is closed, and may be that of another file.
             file: NewFile | None = vars(self).pop("file", None)
             if file is None:  # interrupted before it was made
@@ -288,10 +288,10 @@ def read_file(path: str, *, most_nbytes: int, files: Files) -> bytes | None:
     with refusing("reading a file", path), ExitStack() as opened:
         at = files.open_directory(folder)
         opened.callback(files.close, at)
-        entry = files.stat(name, at=at)
+        entry = files.stat(name, dir_fd=at)
         if entry is None or entry.kind != "file":
             return None
-        descriptor = files.open(name, at=at)
+        descriptor = files.open(name, dir_fd=at)
         opened.callback(files.close, descriptor)
         return files.pread(descriptor, min(entry.nbytes, most_nbytes), 0)
 
@@ -325,7 +325,7 @@ class DirectoryTransaction(_Transaction):
         with refusing("creating a file", label):
             made = NewFile(
                 target.files,
-                target.files.create(key, at=temporary.descriptor),
+                target.files.create(key, dir_fd=temporary.descriptor),
                 path=label,
                 durable=self.durable,
             )
@@ -335,9 +335,9 @@ class DirectoryTransaction(_Transaction):
         """Give a finished file, at a path relative to the new folder, a second name in it: `key`."""
         target, temporary, label = self._begun(key)
         with refusing("taking over a finished file", label):
-            target.files.link(source, key, at=temporary.descriptor)
+            target.files.link(source, key, dir_fd=temporary.descriptor)
             taken = NewFile(
-                target.files, target.files.open(key, at=temporary.descriptor), path=label
+                target.files, target.files.open(key, dir_fd=temporary.descriptor), path=label
             )
         self._keep(key, taken).complete = True
 
@@ -357,7 +357,7 @@ class DirectoryTransaction(_Transaction):
         """Take in a file that another process wrote into the new folder, or `linked`, and has synced; it must have this length."""
         target, temporary, label = self._begun(key)
         with refusing("taking in a file of another process", label):
-            found = target.files.stat(key, at=temporary.descriptor)
+            found = target.files.stat(key, dir_fd=temporary.descriptor)
             if found is None or found.kind != "file" or found.nbytes != nbytes:
                 what = (
                     "is not there"
@@ -370,7 +370,7 @@ class DirectoryTransaction(_Transaction):
                     errno.EIO,
                 )
             taken = NewFile(
-                target.files, target.files.open(key, at=temporary.descriptor), path=label
+                target.files, target.files.open(key, dir_fd=temporary.descriptor), path=label
             )
         (self._record(key, taken) if linked else self._keep(key, taken)).complete = True
 
@@ -464,10 +464,10 @@ class DirectoryTransaction(_Transaction):
         self._remove_old(target)
 
     def _check_replaced(self, target: TargetName, existing: FileEntry) -> None:
-        descriptor = target.files.open_directory(target.name, at=target.at)
+        descriptor = target.files.open_directory(target.name, dir_fd=target.at)
         try:
             names = self._names_to_replace(target.files, descriptor)
-            there = ((name, target.files.stat(name, at=descriptor)) for name in names)
+            there = ((name, target.files.stat(name, dir_fd=descriptor)) for name in names)
             self._replaced = {name: inner for name, inner in there if inner is not None}
             self._common = _in_common(list(self._replaced.values()), existing.owner)
         finally:
@@ -486,7 +486,7 @@ class DirectoryTransaction(_Transaction):
             if not self._replaceable(name) and name not in BROWSED
         ]
         if names is None:
-            found = ((name, files.stat(name, at=descriptor)) for name in files.list(descriptor))
+            found = ((name, files.stat(name, dir_fd=descriptor)) for name in files.list(descriptor))
             foreign = [
                 f"the {entry.kind} {name!r}"
                 for name, entry in found
@@ -502,11 +502,11 @@ class DirectoryTransaction(_Transaction):
         self, target: TargetName, temporary: LockedName, before_rename: Callable[[], None]
     ) -> None:
         files, at = target.files, target.at
-        if files.stat(target.name, at=at) is None:
+        if files.stat(target.name, dir_fd=at) is None:
             before_rename()
             # Where the first is not supported: plain rename(2) replaces nothing but an empty directory.
-            if not files.rename_new(temporary.name, target.name, at=at):
-                files.rename(temporary.name, target.name, at=at)
+            if not files.rename_new(temporary.name, target.name, dir_fd=at):
+                files.rename(temporary.name, target.name, dir_fd=at)
             return
         if not self.overwrite:
             raise FileExistsError(errno.EEXIST, "File exists")
@@ -520,7 +520,7 @@ class DirectoryTransaction(_Transaction):
         before_rename()
         # Where the old one will be is noted before each step, so that an interrupt right after it finds everything.
         old.name = temporary.name
-        if files.exchange(temporary.name, target.name, at=at):
+        if files.exchange(temporary.name, target.name, dir_fd=at):
             return
         if set_aside(files, target.name, at=at, there=files.list(at), longest=target.longest):
             raise refusal(
@@ -532,8 +532,8 @@ class DirectoryTransaction(_Transaction):
             # Else a power cut might bring back an `.old` that was removed before, and two of them tell nobody which one it is.
             files.sync(at)
         old.name = temporary_name(target.name, suffix="old", longest=target.longest)
-        files.rename(target.name, old.name, at=at)
-        files.rename(temporary.name, target.name, at=at)
+        files.rename(target.name, old.name, dir_fd=at)
+        files.rename(temporary.name, target.name, dir_fd=at)
 
     def _remove_old(self, target: TargetName) -> None:
         """Remove what was replaced, if it is where the commit put it. What cannot be removed waits for the next save's cleaning."""
@@ -552,7 +552,7 @@ class DirectoryTransaction(_Transaction):
         with suppress(OSError):
             if old.name.endswith(".tmp") and old.in_place():
                 aside = temporary_name(target.name, suffix="old", longest=target.longest)
-                target.files.rename(old.name, aside, at=target.at)
+                target.files.rename(old.name, aside, dir_fd=target.at)
                 old.name = aside
         return f" (what it replaced is kept as {old.name})"
 
@@ -581,8 +581,8 @@ class DirectoryTransaction(_Transaction):
     def _settle(self, target: TargetName, temporary: LockedName) -> None:
         files, at, old = target.files, target.at, self._old
         if temporary.in_place():
-            if old is not None and files.stat(target.name, at=at) is None and old.in_place():
-                files.rename(old.name, target.name, at=at)
+            if old is not None and files.stat(target.name, dir_fd=at) is None and old.in_place():
+                files.rename(old.name, target.name, dir_fd=at)
             names = plain_names(files, temporary.descriptor)
             if names is not None:
                 empty(files, temporary, names)

@@ -108,7 +108,7 @@ class Staging:
         """Open and lock the folder. Raises `NotCommitted` if another process has it."""
         for _ in range(ATTEMPTS):
             with suppress(FileExistsError):
-                self._files.mkdir(self._name, at=self._at, private=True)
+                self._files.mkdir(self._name, dir_fd=self._at, private=True)
             # Whoever had it may publish and remove it now, between any two of these calls.
             try:
                 folder = LockedName.open(self._files, self._name, at=self._at)
@@ -170,14 +170,14 @@ class Staging:
         with suppress(OSError):
             for name in self._files.list(self._folder.descriptor):
                 with suppress(OSError):
-                    self._files.unlink(name, at=self._folder.descriptor)
-            self._files.rmdir(self._name, at=self._at)
+                    self._files.unlink(name, dir_fd=self._folder.descriptor)
+            self._files.rmdir(self._name, dir_fd=self._at)
 
     def _path(self, key: str) -> str:
         return os.path.join(self._parent, self._name, key)
 
     def _finished(self, file: FilePlan) -> Mapping[str, int] | None:
-        found = self._files.stat(file.key, at=self._folder.descriptor)
+        found = self._files.stat(file.key, dir_fd=self._folder.descriptor)
         if found is None or found.kind != "file" or found.nbytes != file.nbytes:
             return None
         path = self._path(file.key + RECEIPT)
@@ -186,7 +186,7 @@ class Staging:
             recorded = None if receipt is None else parse(receipt, DEFAULTS)
         except HoldfastError:
             return None
-        descriptor = self._files.open(file.key, at=self._folder.descriptor)
+        descriptor = self._files.open(file.key, dir_fd=self._folder.descriptor)
         try:
             crcs = read_file_crcs(file, descriptor)
         finally:
@@ -304,7 +304,7 @@ class JoinedFolder(Target):
         with refusing("creating a file", label):
             made = NewFile(
                 self._system,
-                self._system.create(key, at=self._folder),
+                self._system.create(key, dir_fd=self._folder),
                 path=label,
                 durable=self._durable,
             )
@@ -316,7 +316,7 @@ class JoinedFolder(Target):
         with refusing("opening a file of the first rank", label):
             shared = NewFile(
                 self._system,
-                self._system.open_shared(file.key, at=self._folder),
+                self._system.open_shared(file.key, dir_fd=self._folder),
                 path=label,
                 durable=self._durable,
             )

@@ -88,7 +88,7 @@ class Hidden(Value, eq=False):
                     files.sync(entry.at)
                 if self.seal is not None:
                     with suppress(FileNotFoundError):
-                        files.unlink(self.seal, at=entry.at)
+                        files.unlink(self.seal, dir_fd=entry.at)
                 _remove_entry(entry, is_folder=self.is_folder)
         finally:
             with suppress(OSError):
@@ -122,7 +122,7 @@ def hide(files: Files, name: str, *, at: int) -> Hidden:
         if not is_ours or not entry.in_place():
             raise OSError(errno.EBUSY, "another process writes or deletes it", name)
         hidden = temporary_name(PREFIX + name, longest=files.longest_name(at))
-        files.rename(name, hidden, at=at)
+        files.rename(name, hidden, dir_fd=at)
         entry.name = hidden
         return Hidden(entry, is_folder, None if is_folder else seal_name(name))
     except BaseException:
@@ -133,11 +133,11 @@ def hide(files: Files, name: str, *, at: int) -> Hidden:
 
 def _open_entry(files: Files, name: str, *, at: int) -> tuple[LockedName, bool] | None:
     """Open a file or a folder, and return whether it is a folder; None for anything else."""
-    found = files.stat(name, at=at)
+    found = files.stat(name, dir_fd=at)
     if found is None or found.kind not in ("file", "directory"):
         return None
     is_folder = found.kind == "directory"
-    descriptor = files.open_directory(name, at=at) if is_folder else files.open(name, at=at)
+    descriptor = files.open_directory(name, dir_fd=at) if is_folder else files.open(name, dir_fd=at)
     try:
         return LockedName(files, name, at=at, descriptor=descriptor), is_folder
     except BaseException:
@@ -150,7 +150,7 @@ def _remove_entry(entry: LockedName, *, is_folder: bool) -> None:
     if is_folder:
         _empty(entry.files, entry)
     else:
-        entry.files.unlink(entry.name, at=entry.at)
+        entry.files.unlink(entry.name, dir_fd=entry.at)
 
 
 def clean(files: Files, there: Sequence[str], *, at: int) -> None:
@@ -179,7 +179,7 @@ def _empty(files: Files, folder: LockedName, depth: int = 0) -> None:
     """Remove a folder with all that is in it. A link goes, not what it leads to."""
     plain: list[str] = []
     for name in files.list(folder.descriptor):
-        found = files.stat(name, at=folder.descriptor)
+        found = files.stat(name, dir_fd=folder.descriptor)
         if found is None or found.kind != "directory":
             plain.append(name)
             continue
@@ -288,14 +288,14 @@ class RunDirectory(RunPlace):
     def _entries(self, step: Step) -> Mapping[str, FileEntry]:
         found: dict[str, FileEntry] = {}
         with suppress(OSError), self.opened() as (files, at):
-            single = files.stat(step.name, at=at)
+            single = files.stat(step.name, dir_fd=at)
             if single is None:
                 return {}
             if single.kind != "directory":
                 return {step.name: single}
             with opened_folder(files, step.name, at=at) as inside:
                 for name in step.files:
-                    entry = files.stat(name, at=inside)
+                    entry = files.stat(name, dir_fd=inside)
                     if entry is not None:
                         found[name] = entry
         return found
@@ -404,10 +404,10 @@ def open_for_writing(folder: RunDirectory, record: RunRecord, *, durable: bool) 
 
 
 def _read_record(files: Files, kind: DocumentKind[D], *, at: int) -> D | None:
-    there = files.stat(kind.file, at=at)
+    there = files.stat(kind.file, dir_fd=at)
     if there is None:
         return None
-    raw = read_all(files, kind.file, there, at=at, most=MOST_NBYTES)
+    raw = read_all(files, kind.file, there, dir_fd=at, most=MOST_NBYTES)
     if raw is None:
         raise HeaderError("no plain file of a length that could be", file=kind.file)
     return decode_document(raw, kind)

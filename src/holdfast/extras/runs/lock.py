@@ -83,7 +83,7 @@ class RunLock:
         """Raise `NotCommitted` where the lock in this open directory (None: there is none) is not the one that is held."""
         if self._kept is None:
             return
-        found = None if at is None else self._kept.files.stat(LOCK, at=at)
+        found = None if at is None else self._kept.files.stat(LOCK, dir_fd=at)
         if found is None or found.identity != self._kept.identity:
             holder = None if at is None else who_writes(self._kept.files, at=at)
             state = (
@@ -102,7 +102,7 @@ class RunLock:
         if kept is not None:
             with suppress(OSError):
                 if kept.in_place():
-                    kept.files.unlink(LOCK, at=kept.at)
+                    kept.files.unlink(LOCK, dir_fd=kept.at)
             with suppress(OSError):
                 kept.close()
             with suppress(OSError):
@@ -112,7 +112,7 @@ class RunLock:
 def _is_free(files: Files, at: int, path: str) -> bool:
     """Whether there is no lock file now; that of a dead run is removed. Raises where the holder lives."""
     try:
-        descriptor = files.open(LOCK, at=at)
+        descriptor = files.open(LOCK, dir_fd=at)
     except FileNotFoundError:
         return True
     try:
@@ -126,7 +126,7 @@ def _is_free(files: Files, at: int, path: str) -> bool:
         if not alone:
             raise _refused(who_writes(files, at=at), path)
         if kept.in_place():
-            files.unlink(LOCK, at=at)
+            files.unlink(LOCK, dir_fd=at)
         return True
     finally:
         with suppress(OSError):
@@ -136,7 +136,7 @@ def _is_free(files: Files, at: int, path: str) -> bool:
 def _make(files: Files, at: int) -> LockedName | None:
     """Make the lock file and lock it; None where another run was faster."""
     try:
-        descriptor = files.create(LOCK, at=at)
+        descriptor = files.create(LOCK, dir_fd=at)
     except FileExistsError:
         return None
     kept = None
@@ -164,7 +164,7 @@ def seen_writing(files: Files, *, at: int) -> Holder | None:
 def who_writes(files: Files, *, at: int) -> Holder | None:
     """The holder that the lock file names; None where there is none."""
     try:
-        raw = read_all(files, LOCK, files.stat(LOCK, at=at), at=at, most=MOST_NBYTES)
+        raw = read_all(files, LOCK, files.stat(LOCK, dir_fd=at), dir_fd=at, most=MOST_NBYTES)
         return None if raw is None else read_document(DOCUMENT, raw)
     except (OSError, FormatError, LimitExceeded):
         return None

@@ -153,7 +153,7 @@ def first_step(examined: Iterable[Step | str | None]) -> Step | None:
 
 @contextmanager
 def opened_folder(files: Files, name: str, *, at: int | None = None) -> Iterator[int]:
-    folder = files.open_directory(name, at=at)
+    folder = files.open_directory(name, dir_fd=at)
     try:
         yield folder
     finally:
@@ -184,7 +184,7 @@ class DirectoryLook:
                 asides[name] = aside[1]
         for name, target in asides.items():
             # A crash caught the step between two renames: it is not there, and no other one was moved aside.
-            if files.stat(target, at=at) is None and set_aside(
+            if files.stat(target, dir_fd=at) is None and set_aside(
                 files, target, at=at, there=[*asides], longest=SURE_NBYTES
             ) == [name]:
                 claim(self.claims, int(target.removeprefix("step-")), name)
@@ -218,7 +218,7 @@ class DirectoryLook:
         known = {*self.others, *(name for names in self.claims.values() for name in names)}
         unsealed = []
         for name in self._foreign:
-            entry = None if name in known else self.files.stat(name, at=self.folder)
+            entry = None if name in known else self.files.stat(name, dir_fd=self.folder)
             if entry is None or entry.kind not in ("file", "directory"):
                 continue
             if looks_like_a_step(name, folder=entry.kind == "directory"):
@@ -226,8 +226,8 @@ class DirectoryLook:
         return sorted(unsealed)
 
     def _seal(self, name: str, *, at: int) -> Seal | None:
-        entry = self.files.stat(name, at=at)
-        raw = read_all(self.files, name, entry, at=at, most=LIMITS.index_nbytes)
+        entry = self.files.stat(name, dir_fd=at)
+        raw = read_all(self.files, name, entry, dir_fd=at, most=LIMITS.index_nbytes)
         return None if raw is None else parse_seal(raw, LIMITS)
 
     @contextmanager
@@ -242,7 +242,7 @@ class DirectoryLook:
     def lost(self, *, above: Step | None) -> bool:
         """Whether a step above `above` was listed and has been deleted since: then a newer one is there that was not seen yet."""
         return any(
-            self.files.stat(name, at=self.folder) is None
+            self.files.stat(name, dir_fd=self.folder) is None
             for number, names in self.claims.items()
             if above is None or number > above.step
             for name in names
@@ -256,7 +256,7 @@ class DirectoryLook:
         """The step in a folder, or what is wrong with it."""
         try:
             if name in self._seals:
-                single = self.files.stat(name, at=self.folder)
+                single = self.files.stat(name, dir_fd=self.folder)
                 if single is not None and single.kind == "file":
                     return self._sealed(name, number, self._seals[name], self.folder)
             with self._opened(name) as folder:
@@ -265,7 +265,7 @@ class DirectoryLook:
                 seal = self._seal(SEAL, at=folder)
                 if seal is not None:
                     return self._sealed(name, number, seal, folder)
-                manifest = self.files.stat(MANIFEST, at=folder)
+                manifest = self.files.stat(MANIFEST, dir_fd=folder)
             if manifest is not None:
                 return self._by_manifest(name, number, manifest)
             if self.is_of_others(name):
@@ -291,7 +291,7 @@ class DirectoryLook:
         sizes: dict[str, int] = {}
 
         def size(key: str) -> int | None:
-            found = self.files.stat(key, at=folder)
+            found = self.files.stat(key, dir_fd=folder)
             if found is None or found.kind != "file":
                 return None
             sizes[key] = found.nbytes

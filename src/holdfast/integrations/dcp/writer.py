@@ -322,7 +322,7 @@ class Writer(CheckpointPlace, StorageWriter):
             with suppress(
                 FileNotFoundError
             ):  # it spoke of what is replaced now; another rank may have been faster
-                system.unlink(SEAL, at=folder)
+                system.unlink(SEAL, dir_fd=folder)
             with FileTransaction(
                 os.path.join(self.path, name), durable=self.durable
             ) as transaction:
@@ -334,7 +334,7 @@ class Writer(CheckpointPlace, StorageWriter):
                     with suppress(
                         OSError
                     ):  # nobody reads it any more, and the next save tries again
-                        system.unlink(key, at=folder)
+                        system.unlink(key, dir_fd=folder)
 
 
 class Appended(io.RawIOBase):

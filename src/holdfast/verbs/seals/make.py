@@ -52,7 +52,7 @@ def unseal(src: AnyPath, *, durable: bool = True) -> bool:
         except FileNotFoundError:
             return False
         try:
-            files.unlink(name, at=at)
+            files.unlink(name, dir_fd=at)
             if durable:
                 files.sync(at)
         except FileNotFoundError:
@@ -117,7 +117,7 @@ def list_files(files: Files, path: str, limits: Limits) -> Listing:
         root, name = split_path(path.rstrip("/"))
         at = files.open_directory(files.resolve(root or os.curdir))
         try:
-            found[_plain_name(name, path)] = _plain(files.stat(name, at=at), path)
+            found[_plain_name(name, path)] = _plain(files.stat(name, dir_fd=at), path)
         finally:
             files.close(at)
         return found
@@ -142,7 +142,7 @@ def _collect(
         )
     for name in files.list(at):
         label = os.path.join(path, prefix + name)
-        entry = files.stat(name, at=at)
+        entry = files.stat(name, dir_fd=at)
         if entry is None:
             raise refusal(
                 f"{prefix + name!r} went away: somebody still writes there; seal it when that is done",
@@ -152,7 +152,7 @@ def _collect(
         if entry.kind == "directory":
             if name.startswith("."):
                 continue
-            inner = files.open_directory(name, at=at)
+            inner = files.open_directory(name, dir_fd=at)
             try:
                 _collect(
                     files,
@@ -214,7 +214,7 @@ def _take(
     progress: Progress | None,
 ) -> None:
     with _folder_of(files, root, name) as (at, last):
-        descriptor = files.open(last, at=at)
+        descriptor = files.open(last, dir_fd=at)
         try:
             found, nbytes = digest_file(digest, partial(files.pread, descriptor), progress)
             if durable:
@@ -231,7 +231,7 @@ def _folder_of(files: Files, root: int, name: str) -> Iterator[tuple[int, str]]:
     opened: list[int] = []
     try:
         for folder in folders:
-            opened.append(files.open_directory(folder, at=opened[-1] if opened else root))
+            opened.append(files.open_directory(folder, dir_fd=opened[-1] if opened else root))
         yield (opened[-1] if opened else root), last
     finally:
         for descriptor in reversed(opened):
